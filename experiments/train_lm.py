@@ -1,0 +1,481 @@
+"""Trains a byte-level GPT as a pipeline: does it learn, how fast, and is it the same training?
+
+    python -m experiments.train_lm
+    python -m experiments.train_lm --schedule=interleaved_1f1b --tied --dropout=0.1 --verify
+
+The ranks of the pipeline are devices of this process: CPU devices, made for the run, or the
+accelerators that JAX finds (shared between ranks where there are fewer). The output folder gets
+`metrics.jsonl`, pictures of the losses and of the schedule, and a sample of generated text.
+"""
+
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tqdm
+from absl import app, flags
+from jaxtyping import Array, Float, Int, Key, UInt8
+
+import jaxpp
+from experiments import data
+from experiments.models import gpt
+
+_LAYERS = flags.DEFINE_integer("layers", 8, "Transformer blocks.", lower_bound=1)
+_WIDTH = flags.DEFINE_integer("width", 64, "Features of each position.", lower_bound=1)
+_HEADS = flags.DEFINE_integer("heads", 4, "Attention heads of each block.", lower_bound=1)
+_SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 64, "Bytes seen.", lower_bound=1)
+_DROPOUT = flags.DEFINE_float("dropout", 0.0, "Probability of dropping a feature.", 0.0, 1.0)
+_TIED = flags.DEFINE_bool("tied", False, "Whether the output layer is the embedding's matrix.")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of the parameters.")
+
+_RANKS = flags.DEFINE_integer("ranks", 4, "Ranks of the pipeline.", lower_bound=1)
+_STAGES = flags.DEFINE_integer(
+    "stages", None, "Stages of the pipeline. By default one a rank, and two if interleaved."
+)
+_MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "Slices of the batch.", lower_bound=1)
+_SCHEDULE = flags.DEFINE_enum(
+    "schedule",
+    "1f1b",
+    [name for name in jaxpp.schedules.CATALOGUE if name != "forward_only"],
+    "Order in which a rank runs its tasks.",
+)
+_CUT = flags.DEFINE_enum(
+    "cut",
+    "auto",
+    ["auto", "path", "annotation"],
+    "What makes the stages: their cost, the names of blocks, or marks in the forward pass.",
+)
+_REMAT = flags.DEFINE_enum(
+    "remat",
+    "none",
+    ["none", "full", "dots"],
+    "What the backward pass computes again: nothing, everything, or all but matrix products.",
+)
+
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 32, "Sequences in a step.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 200, "Optimizer steps.", lower_bound=1)
+_OPTIMIZER = flags.DEFINE_enum("optimizer", "adamw", ["adamw", "sgd", "lion"], "Update rule.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 5e-3, "At the peak of the schedule.")
+_WARMUP_STEPS = flags.DEFINE_integer("warmup_steps", 20, "Steps until the peak.", lower_bound=0)
+_CLIP_NORM = flags.DEFINE_float("clip_norm", 1.0, "Largest global norm of the gradient.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the parameters, the batches and the dropout.")
+
+_DATA = flags.DEFINE_string(
+    "data", None, "A file or folder of text; by default Python's own library."
+)
+_OUTPUT = flags.DEFINE_string("output", "outputs/train_lm", "Folder for metrics and pictures.")
+_EVAL_EVERY = flags.DEFINE_integer("eval_every", 50, "Steps between held-out losses.", 1)
+_SAMPLE_BYTES = flags.DEFINE_integer("sample_bytes", 256, "Bytes of text generated at the end.", 0)
+_VERIFY = flags.DEFINE_bool(
+    "verify", False, "Whether to train again on one device and to compare losses and parameters."
+)
+_VERIFY_TOLERANCE = flags.DEFINE_float(
+    "verify_tolerance", None, "Largest relative difference; by default according to --dtype."
+)
+
+# The first steps compile, and fill caches: the throughput leaves them out.
+UNTIMED_STEPS = 3
+EVALUATION_BATCHES = 4
+REMAT_POLICIES = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+}
+VERIFY_TOLERANCES = {"float32": 1e-2, "bfloat16": 1e-1}
+
+State = tuple[gpt.GPT, optax.OptState]
+Step = Callable[..., tuple[gpt.GPT, optax.OptState, Float[Array, ""]]]
+
+
+# The pipeline: from here to `placed_evaluation` is all that makes the training a pipeline.
+
+
+def number_of_stages() -> int:
+    interleaved = _SCHEDULE.value.startswith("interleaved")
+    return _STAGES.value or _RANKS.value * (2 if interleaved else 1)
+
+
+def first_blocks() -> list[int]:
+    """The block that opens each stage but the first, for cuts that are made by hand."""
+    stages = number_of_stages()
+    return [round(stage * _LAYERS.value / stages) for stage in range(1, stages)]
+
+
+def annotated_loss_fn(
+    model: gpt.GPT,
+    tokens: Int[Array, "batch time_plus_1"],
+    keys: Key[Array, " batch"] | None = None,
+) -> Float[Array, ""]:
+    """`gpt.loss_fn`, with the loop over the blocks written out and marked where stages open."""
+
+    def predict(sequence, key):
+        embed_key, *block_keys = gpt.split_or_none(key, 1 + len(model.blocks))
+        hidden = model.embed_tokens(sequence, key=embed_key)
+        for number, (block, block_key) in enumerate(zip(model.blocks, block_keys, strict=True)):
+            if number in first_blocks():
+                hidden = jaxpp.pipeline_enter_stage(hidden, name=f"blocks.{number}")
+            hidden = block(hidden, key=block_key)
+        return model.predict(hidden)
+
+    return gpt.cross_entropy(jax.vmap(predict)(tokens[:, :-1], keys), tokens[:, 1:])
+
+
+def staged_loss_fn() -> Callable[..., Float[Array, ""]]:
+    """The loss function as a sequence of stages, cut in the way that `--cut` names."""
+    if _CUT.value == "annotation":
+        split = jaxpp.split_stages(annotated_loss_fn)
+    elif _CUT.value == "path":
+        paths = [f"blocks.{number}" for number in first_blocks()]
+        split = jaxpp.split_stages(gpt.loss_fn, at=paths)
+    else:
+        split = jaxpp.split_stages(gpt.loss_fn, num_stages=number_of_stages())
+    return jaxpp.wrap_forward(split, policy=REMAT_POLICIES[_REMAT.value])
+
+
+def training_schedule() -> jaxpp.schedules.Schedule:
+    if not _SCHEDULE.value.startswith("interleaved"):
+        return jaxpp.schedules.by_name(_SCHEDULE.value)
+    return jaxpp.schedules.by_name(_SCHEDULE.value, stages_per_rank=stages_per_rank())
+
+
+def stages_per_rank() -> int:
+    return number_of_stages() // _RANKS.value
+
+
+def mesh_of_ranks() -> jaxpp.MpmdMesh:
+    """A device for each rank, in turn, so that ranks share devices where these are too few."""
+    devices = jax.devices()
+    devices = [devices[rank % len(devices)] for rank in range(_RANKS.value)]
+    return jaxpp.MpmdMesh((_RANKS.value,), ("mpmd",), devices=devices)
+
+
+def placed_train_step(optimizer: optax.GradientTransformation, mesh: jaxpp.MpmdMesh) -> Step:
+    """The train step, one program on each rank."""
+    grad_fn = jaxpp.microbatch(
+        eqx.filter_value_and_grad(staged_loss_fn()), _MICROBATCHES.value, in_axes=(None, 0, 0)
+    )
+    grad_fn = jaxpp.schedule(grad_fn, training_schedule())
+    return jaxpp.place(train_step_of(grad_fn, optimizer), mesh, donate_argnums=(0, 1))
+
+
+def placed_evaluation(mesh: jaxpp.MpmdMesh) -> Callable[..., Float[Array, ""]]:
+    """The loss without dropout, forward only, of the parameters where they live."""
+    loss_fn = jaxpp.microbatch(staged_loss_fn(), _MICROBATCHES.value, in_axes=(None, 0))
+    schedule = jaxpp.schedules.ForwardOnly(stages_per_rank())
+    return jaxpp.place(jaxpp.schedule(loss_fn, schedule), mesh)
+
+
+# The training: nothing from here on knows about the pipeline.
+
+
+def make_model(key: Key[Array, ""]) -> gpt.GPT:
+    return gpt.GPT(
+        layers=_LAYERS.value,
+        width=_WIDTH.value,
+        heads=_HEADS.value,
+        context=_SEQUENCE_LENGTH.value,
+        dropout=_DROPOUT.value,
+        tied=_TIED.value,
+        dtype=jnp.dtype(_DTYPE.value),
+        key=key,
+    )
+
+
+def make_optimizer() -> optax.GradientTransformation:
+    """The update rule, after clipping, with a linear warm-up and a cosine decay to zero."""
+    rate = optax.warmup_cosine_decay_schedule(
+        init_value=0.0 if _WARMUP_STEPS.value else _LEARNING_RATE.value,
+        peak_value=_LEARNING_RATE.value,
+        warmup_steps=_WARMUP_STEPS.value,
+        decay_steps=max(_STEPS.value, _WARMUP_STEPS.value + 1),
+    )
+    rules = {"adamw": optax.adamw, "sgd": optax.sgd, "lion": optax.lion}
+    return optax.chain(optax.clip_by_global_norm(_CLIP_NORM.value), rules[_OPTIMIZER.value](rate))
+
+
+def initial_state(optimizer: optax.GradientTransformation) -> State:
+    model = make_model(jax.random.key(_SEED.value))
+    return model, optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+
+def train_step_of(grad_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Step:
+    """The train step that takes its gradients from `grad_fn`."""
+
+    def train_step(model, opt_state, tokens, keys):
+        loss, grads = grad_fn(model, tokens, keys)
+        parameters = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, parameters)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    return train_step
+
+
+def training_batches(
+    corpus: data.Corpus,
+) -> Iterator[tuple[Int[np.ndarray, "batch time_plus_1"], Key[Array, " batch"]]]:
+    """For each step its bytes, and its dropout keys, one for each sequence."""
+    run_key = jax.random.key(_SEED.value)
+    for step in range(_STEPS.value):
+        keys = jax.random.split(jax.random.fold_in(run_key, step), _BATCH_SIZE.value)
+        yield draw_batch(corpus.train, step), keys
+
+
+def draw_batch(
+    text: UInt8[np.ndarray, " bytes"], step: int
+) -> Int[np.ndarray, "batch time_plus_1"]:
+    return data.batch(
+        text,
+        batch_size=_BATCH_SIZE.value,
+        sequence_length=_SEQUENCE_LENGTH.value,
+        seed=_SEED.value,
+        step=step,
+    )
+
+
+def train(
+    step_fn: Step, state: State, corpus: data.Corpus, evaluate: Callable[[gpt.GPT], float] | None
+) -> tuple[gpt.GPT, list[dict[str, float]]]:
+    """Trains, and shows how it goes.
+
+    Args:
+        step_fn: `(model, opt_state, tokens, keys)` to the new model and state, and the loss.
+        state: the model and the optimizer state to start from; consumed.
+        corpus: the text.
+        evaluate: gives the held-out loss of a model; None to leave it out.
+
+    Returns:
+        the trained model, and for each step its number, loss (nats a byte) and seconds, at some
+        the held-out loss, too.
+    """
+    model, opt_state = state
+    metrics = []
+    progress = tqdm.tqdm(training_batches(corpus), total=_STEPS.value, unit="step")
+    for number, (tokens, keys) in enumerate(progress, start=1):
+        start = time.perf_counter()
+        model, opt_state, loss = step_fn(model, opt_state, tokens, keys)
+        loss = float(loss)  # waits for the step, so that its time is its own
+        metrics.append({"step": number, "loss": loss, "seconds": time.perf_counter() - start})
+        if evaluate and (number % _EVAL_EVERY.value == 0 or number == _STEPS.value):
+            metrics[-1]["held_out_loss"] = evaluate(model)
+        progress.set_postfix(loss=f"{loss:.3f}", tokens_per_second=f"{throughput(metrics):.0f}")
+    return model, metrics
+
+
+def throughput(metrics: list[dict[str, float]]) -> float:
+    """Tokens trained on in a second, in the median step; the first steps are left out."""
+    timed = metrics[UNTIMED_STEPS:] or metrics[-1:]
+    seconds = statistics.median(row["seconds"] for row in timed)
+    return _BATCH_SIZE.value * _SEQUENCE_LENGTH.value / seconds
+
+
+def held_out_loss(
+    loss_fn: Callable[..., Float[Array, ""]], model: gpt.GPT, corpus: data.Corpus
+) -> float:
+    """The mean of `loss_fn` over some batches of held-out text, the same each time."""
+    batches = [draw_batch(corpus.held_out, number) for number in range(EVALUATION_BATCHES)]
+    return statistics.mean(float(loss_fn(model, tokens)) for tokens in batches)
+
+
+# What comes after the training: text, pictures, and the comparison with one device.
+
+
+def on_one_device(model: gpt.GPT) -> gpt.GPT:
+    """Gathers the model from the ranks onto the default device."""
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    return eqx.combine(jax.device_put(jax.device_get(arrays), jax.devices()[0]), rest)
+
+
+@eqx.filter_jit
+def generate(
+    model: gpt.GPT, prompt: UInt8[Array, " prompt"], length: int, key: Key[Array, ""]
+) -> UInt8[Array, " prompt_plus_length"]:
+    """Continues `prompt` by `length` bytes drawn from the model, in one compiled loop.
+
+    Each byte is predicted from the `context` bytes before it. What lies after them in the buffer
+    does not matter: the model is causal.
+    """
+    context = model.position.shape[0]
+    total = prompt.size + length
+    text = jnp.zeros(max(total, context), jnp.uint8).at[: prompt.size].set(prompt)
+
+    def append(end, text):
+        start = jnp.maximum(end - context, 0)
+        logits = model(jax.lax.dynamic_slice_in_dim(text, start, context))[end - 1 - start]
+        drawn = jax.random.categorical(jax.random.fold_in(key, end), logits)
+        return text.at[end].set(drawn.astype(jnp.uint8))
+
+    return jax.lax.fori_loop(prompt.size, total, append, text)[:total]
+
+
+def sample_text(model: gpt.GPT) -> str:
+    prompt = jnp.asarray(np.frombuffer(b"def ", np.uint8))
+    text = generate(model, prompt, _SAMPLE_BYTES.value, jax.random.key(_SEED.value))
+    return bytes(np.asarray(text)).decode("utf-8", errors="replace")
+
+
+def write_metrics(metrics: list[dict[str, float]], path: pathlib.Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in metrics))
+
+
+def plot_losses(metrics: list[dict[str, float]], path: pathlib.Path) -> None:
+    """Draws training and held-out loss against the step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(
+        [row["step"] for row in metrics], [row["loss"] for row in metrics], lw=1, label="training"
+    )
+    evaluated = [row for row in metrics if "held_out_loss" in row]
+    axes.plot(
+        [row["step"] for row in evaluated],
+        [row["held_out_loss"] for row in evaluated],
+        "o-",
+        label="held out",
+    )
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("cross-entropy (nats per byte)")
+    axes.set_xlim(0, len(metrics) * 1.01)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def plot_schedule(path: pathlib.Path) -> None:
+    """Draws the schedule at unit cost: a backward takes twice a forward, I and W one each."""
+    table = training_schedule().table(number_of_stages(), _MICROBATCHES.value)
+    jaxpp.schedules.plot({_SCHEDULE.value: jaxpp.schedules.simulate(table)}, path)
+
+
+def verify(
+    corpus: data.Corpus, model: gpt.GPT, metrics: list[dict[str, float]]
+) -> dict[str, float]:
+    """Trains the same steps on one device, and compares.
+
+    Args:
+        corpus: the text.
+        model: the model that the pipeline trained, on one device.
+        metrics: the losses of the pipeline.
+
+    Returns:
+        the largest differences, absolute and relative, of the losses and of the parameters. Those
+        of a parameter are relative to its largest entry.
+    """
+    optimizer = make_optimizer()
+    grad_fn = accumulated(eqx.filter_value_and_grad(gpt.loss_fn))
+    step_fn = eqx.filter_jit(train_step_of(grad_fn, optimizer))
+    expected_model, expected_metrics = train(step_fn, initial_state(optimizer), corpus, None)
+    losses = [
+        differences(np.asarray(row["loss"]), np.asarray(expected["loss"]))
+        for row, expected in zip(metrics, expected_metrics, strict=True)
+    ]
+    parameters = jax.tree.map(differences, *map(arrays_of, (model, expected_model)))
+    return {
+        "loss_absolute": max(absolute for absolute, _ in losses),
+        "loss_relative": max(relative for _, relative in losses),
+        "parameters_absolute": max(absolute for absolute, _ in parameters),
+        "parameters_relative": max(relative for _, relative in parameters),
+    }
+
+
+def accumulated(grad_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`grad_fn` over slices of its batch, one after the other: the mean of what it returns."""
+
+    def accumulated_grad_fn(model, *batch):
+        slices = jax.tree.map(lambda x: x.reshape(_MICROBATCHES.value, -1, *x.shape[1:]), batch)
+        results = jax.lax.map(lambda batch: grad_fn(model, *batch), slices)
+        return jax.tree.map(lambda x: x.mean(axis=0), results)
+
+    return accumulated_grad_fn
+
+
+def arrays_of(model: gpt.GPT) -> list[np.ndarray]:
+    return [np.asarray(x, np.float64) for x in jax.tree.leaves(eqx.filter(model, eqx.is_array))]
+
+
+def differences(actual: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    """The largest difference, and what it is of the largest expected entry."""
+    absolute = float(np.abs(actual - expected).max())
+    return absolute, absolute / float(np.abs(expected).max())
+
+
+def report_verification(found: dict[str, float]) -> None:
+    """Prints the differences; ends the program with an error where they are too large."""
+    tolerance = _VERIFY_TOLERANCE.value or VERIFY_TOLERANCES[_DTYPE.value]
+    for name in ("loss", "parameters"):
+        absolute, relative = found[f"{name}_absolute"], found[f"{name}_relative"]
+        print(f"verify: {name} differ by at most {absolute:.2e}, relative {relative:.2e}")
+    worst = max(found["loss_relative"], found["parameters_relative"])
+    if not worst <= tolerance:  # written so that NaN fails
+        raise SystemExit(f"verify: failed, {worst:.2e} is above the tolerance of {tolerance:.2e}")
+    print(f"verify: passed, within the tolerance of {tolerance:.2e}")
+
+
+def check_flags() -> None:
+    """Says what is wrong with the flags before anything is compiled."""
+    if number_of_stages() % _RANKS.value:
+        raise app.UsageError(
+            f"--stages must be a multiple of --ranks, got {number_of_stages()} stages and "
+            f"{_RANKS.value} ranks."
+        )
+    if stages_per_rank() > 1 and not _SCHEDULE.value.startswith("interleaved"):
+        raise app.UsageError(
+            f"--schedule={_SCHEDULE.value} runs one stage on each rank, got {number_of_stages()} "
+            f"stages for {_RANKS.value} ranks; use --schedule=interleaved_1f1b."
+        )
+    if _CUT.value != "auto" and number_of_stages() > _LAYERS.value:
+        raise app.UsageError(
+            f"--cut={_CUT.value} opens stages at blocks, got {number_of_stages()} stages for "
+            f"{_LAYERS.value} blocks; use more --layers, fewer --stages, or --cut=auto."
+        )
+    if _BATCH_SIZE.value % _MICROBATCHES.value:
+        raise app.UsageError(
+            f"--batch_size must be a multiple of --microbatches, got {_BATCH_SIZE.value} and "
+            f"{_MICROBATCHES.value}."
+        )
+
+
+def main(_: list[str]) -> None:
+    check_flags()
+    jax.config.update("jax_num_cpu_devices", _RANKS.value)
+    output = pathlib.Path(_OUTPUT.value)
+    output.mkdir(parents=True, exist_ok=True)
+    corpus = data.load(_DATA.value)
+    draw_batch(corpus.held_out, 0)  # too little text is an error now, not at the first evaluation
+    plot_schedule(output / "timeline.png")
+
+    mesh, optimizer = mesh_of_ranks(), make_optimizer()
+    step_fn, loss_fn = placed_train_step(optimizer, mesh), placed_evaluation(mesh)
+    model, metrics = train(
+        step_fn,
+        initial_state(optimizer),
+        corpus,
+        evaluate=lambda model: held_out_loss(loss_fn, model, corpus),
+    )
+    write_metrics(metrics, output / "metrics.jsonl")
+    plot_losses(metrics, output / "loss.png")
+    print(
+        f"loss {metrics[-1]['loss']:.3f}, held out {metrics[-1]['held_out_loss']:.3f} nats a byte"
+    )
+    print(f"{throughput(metrics):.0f} tokens a second; metrics and pictures are in {output}")
+
+    model = on_one_device(model)
+    if _SAMPLE_BYTES.value:
+        text = sample_text(model)
+        (output / "sample.txt").write_text(text)
+        print(f"sample:\n{text}")
+    if _VERIFY.value:
+        report_verification(verify(corpus, model, metrics))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,7 @@
+"""Pipeline parallelism as five composable transforms over jaxprs."""
+
+from jaxpp.transforms import pipeline_enter_stage as pipeline_enter_stage
+from jaxpp.transforms import split_stages as split_stages
+from jaxpp.transforms import wrap_forward as wrap_forward
+from jaxpp.transforms import microbatch as microbatch
+from jaxpp.transforms import Operator as Operator

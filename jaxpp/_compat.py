@@ -1,0 +1,115 @@
+"""What differs between JAX versions, named by what it gives.
+
+The only module that tests versions, and the only one that uses names which JAX does not export.
+"""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from jax._src import source_info_util
+from jax.experimental import serialize_executable
+from jax.interpreters import partial_eval
+from jaxlib import xla_client
+
+#: On JAX 0.12 a jaxpr and its constants are one class; before, they were two.
+JaxprTypes = (jex.Jaxpr, jex.ClosedJaxpr)
+
+
+def make_closed_jaxpr(invars, outvars, eqns, name: str = "jaxpp") -> jex.ClosedJaxpr:
+    """Builds a closed jaxpr without constants from variables and equations."""
+    debug_info = jex.DebugInfo(
+        "jaxpp", name, tuple(f"x{i}" for i in range(len(invars))), ("",) * len(outvars)
+    )
+    effects = frozenset(e for eqn in eqns for e in eqn.effects)
+    jaxpr = jex.Jaxpr([], list(invars), list(outvars), list(eqns), effects, debug_info)
+    return jex.ClosedJaxpr(jaxpr, [])
+
+
+def with_closed_type(jaxpr, template):
+    """Gives `jaxpr` the type (open or closed) that a parameter `template` has."""
+    closed = isinstance(template, jex.ClosedJaxpr)
+    return jaxpr if closed else jaxpr.jaxpr
+
+
+def constants_of(jaxpr) -> Sequence[Any]:
+    """The constants of an open or closed jaxpr (none where it is open)."""
+    return getattr(jaxpr, "consts", ())
+
+
+def scan_parts(eqn) -> tuple[int, int]:
+    """How many constants and carries a `scan` equation has.
+
+    Read off the ranks of its variables (what is scanned over has one axis more outside than inside
+    the body), because the parameters that say so changed in JAX 0.12.
+    """
+    body = eqn.params["jaxpr"].jaxpr
+    xs = sum(
+        outer.aval.ndim > inner.aval.ndim
+        for outer, inner in zip(eqn.invars, body.invars, strict=True)
+    )
+    carries = sum(
+        outer.aval.ndim == inner.aval.ndim
+        for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
+    )
+    return len(eqn.invars) - carries - xs, carries
+
+
+def eliminate_dead_code(jaxpr: jex.ClosedJaxpr, used: Sequence[bool]) -> jex.ClosedJaxpr:
+    """Removes what the `used` outputs do not need, inside calls and loops too; keeps the inputs."""
+    slim, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, list(used), instantiate=True)
+    return jex.ClosedJaxpr(slim, [])
+
+
+def source_line(eqn) -> str:
+    """The user's file and line that an equation came from, or an empty string."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return f"{frame.file_name}:{frame.start_line}" if frame else ""
+
+
+def under_scope(eqn, caller):
+    """The equation `eqn` of a called jaxpr, with the name stack of the call put before its own."""
+    source = eqn.source_info
+    stack = caller.source_info.name_stack + source.name_stack
+    return eqn.replace(source_info=source.replace(name_stack=stack))
+
+
+def load_on_device(compiled: jax.stages.Compiled, device) -> jax.stages.Compiled | None:
+    """Loads an executable compiled for one device onto another without compiling again.
+
+    Returns None where the backend cannot do it; the caller then compiles.
+    """
+
+    class Unpickler(serialize_executable._JaxPjrtUnpickler):
+        def persistent_load(self, pid):
+            if pid[0] == "device":
+                return device
+            if pid[0] == "exec":
+                options = xla_client.CompileOptions()
+                options.num_replicas = options.num_partitions = 1
+                options.device_assignment = xla_client.DeviceAssignment.create(
+                    np.array([[device.id]])
+                )
+                return self.backend.deserialize_executable(
+                    pid[1], executable_devices=self.execution_devices, compile_options=options
+                )
+            return super().persistent_load(pid)
+
+    try:
+        payload, in_tree, out_tree = serialize_executable.serialize(compiled)
+        unloaded, args_info, no_kwargs = Unpickler(
+            io.BytesIO(payload), device.client, [device]
+        ).load()
+        return jax.stages.Compiled(
+            unloaded.load(), [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs
+        )
+    except (ValueError, NotImplementedError, TypeError, AttributeError, jax.errors.JaxRuntimeError):
+        return None
+
+
+def is_tracer(value) -> bool:
+    """Whether a value is being traced by a JAX transformation."""
+    return isinstance(value, jax.core.Tracer)

@@ -1,0 +1,293 @@
+"""Reading and rebuilding jaxprs: trace, inline calls, slice by dependence, compare by structure.
+
+A pass maps a closed jaxpr without constants to another; `transform` makes a function of it.
+Equations are moved as they are, so names and source lines survive.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.tree_util as jtu
+import numpy as np
+
+from jaxpp import _compat
+
+_STATIC_OUTPUT = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function traced at given arguments.
+
+    `jaxpr` takes `inputs`: what the function closed over, then the array leaves of the arguments.
+    """
+
+    jaxpr: jex.ClosedJaxpr
+    inputs: list[Any]
+    num_closed_over: int
+    out_tree: Any
+    out_static: list[Any]
+
+    def rebuild(self, outputs: Iterable[Any]) -> Any:
+        """Puts the jaxpr's outputs and the static leaves back into the function's result."""
+        outputs = iter(outputs)
+        leaves = [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static]
+        return jtu.tree_unflatten(self.out_tree, leaves)
+
+    def output_paths(self) -> list[str]:
+        """The path of each array in the function's result, as `jax.tree_util.keystr` writes it."""
+        tree = jtu.tree_unflatten(self.out_tree, list(range(len(self.out_static))))
+        return [
+            jtu.keystr(path)
+            for path, i in jtu.tree_flatten_with_path(tree)[0]
+            if self.out_static[i] is _STATIC_OUTPUT
+        ]
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is traced: JAX and NumPy arrays, and shapes that stand for one."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Traced:
+    """Traces `fun`; every leaf of the arguments that is not an array is static, as in Equinox."""
+    leaves, tree = jtu.tree_flatten((tuple(args), kwargs or {}))
+    traced = [is_array(leaf) for leaf in leaves]
+    static = [None if t else leaf for leaf, t in zip(leaves, traced, strict=True)]
+    result = {}
+
+    def flat(*arrays):
+        arrays = iter(arrays)
+        full = [next(arrays) if t else s for t, s in zip(traced, static, strict=True)]
+        args, kwargs = jtu.tree_unflatten(tree, full)
+        out_leaves, result["tree"] = jtu.tree_flatten(fun(*args, **kwargs))
+        result["static"] = [_STATIC_OUTPUT if is_array(leaf) else leaf for leaf in out_leaves]
+        return [leaf for leaf in out_leaves if is_array(leaf)]
+
+    arrays = [leaf for leaf, t in zip(leaves, traced, strict=True) if t]
+    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    opened, consts = without_constants(jaxpr)
+    return Traced(opened, [*consts, *arrays], len(consts), result["tree"], result["static"])
+
+
+def transform(fun: Callable, rewrite: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]) -> Callable:
+    """A function that computes what `fun` does through its rewritten jaxpr."""
+
+    @functools.wraps(fun)
+    def transformed(*args, **kwargs):
+        traced = trace(fun, args, kwargs)
+        return traced.rebuild(run(rewrite(traced.jaxpr), *traced.inputs))
+
+    return transformed
+
+
+def run(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
+    """Evaluates a closed jaxpr, under its equations' own names and source lines."""
+    return jex.jaxpr_as_fun(jaxpr)(*args)
+
+
+def without_constants(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
+    """Turns a jaxpr's constants into its first inputs."""
+    invars = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
+    opened = _compat.make_closed_jaxpr(invars, jaxpr.jaxpr.outvars, jaxpr.jaxpr.eqns)
+    return opened, list(jaxpr.consts)
+
+
+def called_jaxpr(eqn) -> Any | None:
+    """The body of an equation that calls it once (a jit, a checkpoint, a custom rule), or None."""
+    if eqn.primitive.name in _CALLS:
+        return eqn.params[_CALLS[eqn.primitive.name]]
+    return None
+
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+CHECKPOINTS = frozenset({"remat2", "checkpoint"})
+CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+
+
+def contains(eqn, wanted: Callable[[Any], bool]) -> bool:
+    """Whether an equation, or one anywhere inside it, is wanted."""
+    return wanted(eqn) or any(
+        contains(inner, wanted) for sub in sub_jaxprs(eqn) for inner in sub.eqns
+    )
+
+
+def sub_jaxprs(eqn) -> Iterator[Any]:
+    """The jaxprs among an equation's parameters, opened."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, _compat.JaxprTypes):
+                yield item.jaxpr if isinstance(item, jex.ClosedJaxpr) else item
+
+
+def is_literal(atom) -> bool:
+    """Whether an atom is a literal and not a variable."""
+    return isinstance(atom, jex.Literal)
+
+
+class Substitution:
+    """Variables standing for others; what is not in it stands for itself."""
+
+    def __init__(self, pairs: Iterable[tuple[Any, Any]] = ()):
+        self.of = dict(pairs)
+
+    def __call__(self, atom):
+        return atom if is_literal(atom) else self.of.get(atom, atom)
+
+    def rename(self, eqn):
+        """The equation with its inputs replaced."""
+        return eqn.replace(invars=[self(v) for v in eqn.invars])
+
+
+def inline_call(eqn, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The equations of a called jaxpr with variables of their own, and its result atoms."""
+    body = called_jaxpr(eqn)
+    opened = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
+    fresh = Substitution(zip(opened.invars, args, strict=True))
+    for var, value in zip(opened.constvars, _compat.constants_of(body), strict=True):
+        fresh.of[var] = jex.Literal(value, var.aval)
+    eqns = []
+    for inner in opened.eqns:
+        renamed = fresh.rename(inner)
+        outvars = [fresh_var(v) for v in inner.outvars]
+        fresh.of.update(zip(inner.outvars, outvars, strict=True))
+        eqns.append(_compat.under_scope(renamed.replace(outvars=outvars), eqn))
+    return eqns, [fresh(v) for v in opened.outvars]
+
+
+def fresh_var(var):
+    """A new variable of the same type."""
+    return jex.Var(var.aval)
+
+
+def inline(jaxpr: jex.ClosedJaxpr, wanted: Callable[[Any], bool]) -> jex.ClosedJaxpr:
+    """Replaces each call that is `wanted` by the equations of its body, inside such calls too."""
+    known = Substitution()
+    eqns = list(_inlined(jaxpr.eqns, wanted, known))
+    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
+
+
+def _inlined(eqns, wanted, known: Substitution):
+    for eqn in eqns:
+        eqn = known.rename(eqn)
+        if called_jaxpr(eqn) is None or not wanted(eqn):
+            yield eqn
+            continue
+        inner, results = inline_call(eqn, eqn.invars)
+        yield from _inlined(inner, wanted, known)
+        known.of.update(
+            (out, known(result)) for out, result in zip(eqn.outvars, results, strict=True)
+        )
+
+
+class Part(NamedTuple):
+    """Equations as a jaxpr: `inputs` are the variables it reads, `outputs` those it gives."""
+
+    jaxpr: jex.ClosedJaxpr
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+
+def part(eqns: Sequence[Any], outputs: Sequence[Any], name: str = "part") -> Part:
+    """Makes a jaxpr of `eqns`, whose inputs are the variables that no equation of them makes."""
+    made, inputs = set(), {}
+    for eqn in eqns:
+        for var in eqn.invars:
+            if not is_literal(var) and var not in made:
+                inputs[var] = None
+        made.update(eqn.outvars)
+    for var in outputs:
+        if not is_literal(var) and var not in made:
+            inputs[var] = None
+    return Part(
+        _compat.make_closed_jaxpr(inputs, outputs, eqns, name), tuple(inputs), tuple(outputs)
+    )
+
+
+def ancestors(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[bool]:
+    """Which equations the outputs depend on; equations with effects count as needed."""
+    needed = {v for v in outputs if not is_literal(v)}
+    keep = [False] * len(eqns)
+    for i in reversed(range(len(eqns))):
+        if eqns[i].effects or any(v in needed for v in eqns[i].outvars):
+            keep[i] = True
+            needed.update(v for v in eqns[i].invars if not is_literal(v))
+    return keep
+
+
+def descendants(eqns: Sequence[Any], sources: Iterable[Any]) -> set[Any]:
+    """The sources and all variables that depend on them."""
+    reached = set(sources)
+    for eqn in eqns:
+        if any(not is_literal(v) and v in reached for v in eqn.invars):
+            reached.update(eqn.outvars)
+    return reached
+
+
+def structure(jaxpr) -> Any:
+    """A hashable key, equal for jaxprs that compute the same thing in the same order.
+
+    Names of calls and source lines do not count.
+    """
+    opened = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
+    number: dict[Any, int] = {}
+
+    def atom(a):
+        if is_literal(a):
+            return ("literal", str(a.aval), _hashable(a.val))
+        return number.setdefault(a, len(number))
+
+    head = tuple((atom(v), str(v.aval)) for v in [*opened.constvars, *opened.invars])
+    body = tuple(
+        (
+            eqn.primitive.name,
+            tuple(atom(v) for v in eqn.invars),
+            _params(eqn),
+            tuple((atom(v), str(v.aval)) for v in eqn.outvars),
+        )
+        for eqn in opened.eqns
+    )
+    consts = tuple(id(c) for c in _compat.constants_of(jaxpr))
+    return head, body, tuple(atom(v) for v in opened.outvars), consts
+
+
+_NAMES = frozenset({"name"})
+_DERIVATIVE_RULES = frozenset(
+    {"jvp_jaxpr_fun", "jvp", "fwd_jaxpr_thunk", "bwd", "fwd", "out_trees", "symbolic_zeros"}
+)
+
+
+def _params(eqn):
+    ignored = _NAMES | (_DERIVATIVE_RULES if eqn.primitive.name in CUSTOM_RULES else frozenset())
+    return tuple((k, _hashable(v)) for k, v in sorted(eqn.params.items()) if k not in ignored)
+
+
+def _hashable(value):
+    if isinstance(value, _compat.JaxprTypes):
+        return structure(value)
+    if isinstance(value, tuple | list):
+        return tuple(_hashable(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _hashable(v)) for k, v in sorted(value.items()))
+    if hasattr(value, "tobytes") and hasattr(value, "dtype"):
+        return (str(value.dtype), value.shape, value.tobytes())
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", id(value))
+    return value

@@ -1,0 +1,108 @@
+"""What every schedule is: a frozen dataclass that gives a table for any size."""
+
+import abc
+import dataclasses
+from collections.abc import Iterable
+
+from jaxpp.schedules._table import Table, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule(abc.ABC):
+    """A rule that orders the tasks of a pipeline: a value, compared and hashed by its knobs.
+
+    A new schedule is a frozen dataclass with one method, `orders`. Where a rank runs several
+    stages, it has the field `stages_per_rank` too.
+
+    >>> import dataclasses
+    >>> from jaxpp.schedules import Kind
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class OneAtATime(Schedule):
+    ...     def orders(self, num_ranks, num_microbatches):
+    ...         return [
+    ...             [Task(kind, r, i) for i in range(num_microbatches) for kind in (Kind.F, Kind.B)]
+    ...             for r in range(num_ranks)
+    ...         ]
+    >>> print(*OneAtATime().table(num_stages=2, num_microbatches=2).ranks[0])
+    F0.0 B0.0 F0.1 B0.1
+    """
+
+    stages_per_rank: int = dataclasses.field(default=1, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not _positive(self.stages_per_rank):
+            raise ValueError(
+                f"{type(self).__name__} needs stages_per_rank to be an integer of at least 1, got "
+                f"{self.stages_per_rank!r}; use 1 for one stage on each rank."
+            )
+
+    @abc.abstractmethod
+    def orders(self, num_ranks: int, num_microbatches: int) -> Iterable[Iterable[Task]]:
+        """Gives the tasks of each rank, in the order it runs them.
+
+        Args:
+          num_ranks: the number of ranks, at least 1.
+          num_microbatches: the number of microbatches, at least 1.
+
+        Returns:
+          For each rank in turn, its tasks; the stages are numbered up to
+          `num_ranks * stages_per_rank`.
+        """
+
+    def num_ranks(self, num_stages: int) -> int:
+        """Says how many ranks this schedule puts a number of stages on.
+
+        Args:
+          num_stages: the number of stages; a multiple of `stages_per_rank`.
+
+        Raises:
+          ValueError: the stages do not divide among the ranks.
+
+        >>> from jaxpp.schedules import Interleaved1F1B
+        >>> Interleaved1F1B(stages_per_rank=2).num_ranks(8)
+        4
+        """
+        if not _positive(num_stages):
+            raise ValueError(
+                f"{self} needs num_stages to be an integer of at least 1, got {num_stages!r}; "
+                f"use {self.stages_per_rank} for a single rank."
+            )
+        ranks, remainder = divmod(num_stages, self.stages_per_rank)
+        if remainder:
+            below, above = num_stages - remainder, num_stages - remainder + self.stages_per_rank
+            near = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"{self} needs num_stages divisible by stages_per_rank, got {num_stages} stages; "
+                f"use {near} stages, or another stages_per_rank."
+            )
+        return ranks
+
+    def table(self, num_stages: int, num_microbatches: int) -> Table:
+        """Gives the table for a number of stages and microbatches.
+
+        Args:
+          num_stages: the number of stages; a multiple of `stages_per_rank`.
+          num_microbatches: the number of microbatches, at least 1.
+
+        Returns:
+          The table, of `num_ranks(num_stages)` ranks.
+
+        Raises:
+          ValueError: there is no such table.
+
+        >>> from jaxpp.schedules import GPipe
+        >>> GPipe().table(num_stages=4, num_microbatches=8).num_ranks
+        4
+        """
+        num_ranks = self.num_ranks(num_stages)
+        if not _positive(num_microbatches):
+            raise ValueError(
+                f"{self} needs num_microbatches to be an integer of at least 1, got "
+                f"{num_microbatches!r}; use 1 to run the batch whole."
+            )
+        orders = self.orders(num_ranks, num_microbatches)
+        return Table(tuple(tuple(order) for order in orders), num_stages, num_microbatches)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

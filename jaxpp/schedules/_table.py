@@ -1,0 +1,128 @@
+"""Tasks and tables: what each rank runs, in order, without a clock."""
+
+import enum
+import functools
+from dataclasses import dataclass
+
+
+class Kind(enum.StrEnum):
+    """What a task computes: `F` forward, `B` full backward, `I` and `W` its two halves.
+
+    `I` gives the cotangents of a stage's inputs, which the stage before waits for; `W` gives the
+    gradients of its weights, which nothing waits for. `B` is `I`, then `W`.
+
+    >>> Kind("F") is Kind.F, str(Kind.W)
+    (True, 'W')
+    """
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741
+    W = "W"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One unit of work: `kind` of `microbatch` on `stage`.
+
+    >>> str(Task(Kind.F, stage=2, microbatch=5))
+    'F2.5'
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
+    def describe(self) -> str:
+        """Names the task in full, for an error message.
+
+        >>> Task(Kind.F, stage=2, microbatch=5).describe()
+        'F[stage 2, microbatch 5]'
+        """
+        return f"{self.kind}[stage {self.stage}, microbatch {self.microbatch}]"
+
+
+@dataclass(frozen=True)
+class Table:
+    """For each rank, the tasks it runs, in order.
+
+    A table has no clock: `simulate` gives it one. Nor is it checked when made: `check` does that.
+
+    >>> from jaxpp.schedules import OneFOneB
+    >>> for tasks in OneFOneB().table(num_stages=2, num_microbatches=2).ranks:
+    ...     print(*tasks)
+    F0.0 F0.1 B0.0 B0.1
+    F1.0 B1.0 F1.1 B1.1
+    """
+
+    ranks: tuple[tuple[Task, ...], ...]
+    num_stages: int
+    num_microbatches: int
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @functools.cached_property
+    def tasks(self) -> frozenset[Task]:
+        """Every task of every rank."""
+        return frozenset(task for tasks in self.ranks for task in tasks)
+
+    @functools.cached_property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage, read off the tasks.
+
+        Raises:
+          ValueError: a stage has no task, so no rank.
+
+        >>> from jaxpp.schedules import GPipe
+        >>> GPipe(stages_per_rank=2).table(num_stages=6, num_microbatches=1).stage_ranks
+        (0, 1, 2, 0, 1, 2)
+        """
+        owners = {task.stage: rank for rank, tasks in enumerate(self.ranks) for task in tasks}
+        if absent := [stage for stage in range(self.num_stages) if stage not in owners]:
+            raise ValueError(
+                f"the table has {self.num_stages} stages, but no rank has a task of stage "
+                f"{absent[0]}; give that stage its tasks, or lower num_stages."
+            )
+        return tuple(owners[stage] for stage in range(self.num_stages))
+
+    @functools.cached_property
+    def splits_backward(self) -> bool:
+        """Whether any backward is run as its two halves, `I` and `W`."""
+        return any(task.kind in (Kind.I, Kind.W) for task in self.tasks)
+
+    @functools.cached_property
+    def forward_only(self) -> bool:
+        """Whether there is no backward at all."""
+        return all(task.kind is Kind.F for task in self.tasks)
+
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Counts the activations that each rank holds at its peak.
+
+        An activation is what one stage keeps of one microbatch, from its `F` to its `B` or `W`; a
+        table that is forward only keeps it no longer than the `F`. Where a rank has `v` stages,
+        each counts for one: divide by `v` for shares of what the rank holds of a microbatch.
+
+        Returns:
+          For each rank, the largest number of (stage, microbatch) pairs held at once.
+
+        >>> from jaxpp.schedules import OneFOneB
+        >>> OneFOneB().table(num_stages=4, num_microbatches=8).peak_in_flight()
+        (4, 3, 2, 1)
+        """
+        if self.forward_only:
+            return tuple(min(len(tasks), 1) for tasks in self.ranks)
+        return tuple(_peak(tasks) for tasks in self.ranks)
+
+
+def _peak(tasks: tuple[Task, ...]) -> int:
+    held = peak = 0
+    for task in tasks:
+        held += {Kind.F: 1, Kind.I: 0, Kind.B: -1, Kind.W: -1}[task.kind]
+        peak = max(peak, held)
+    return peak

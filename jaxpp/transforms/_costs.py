@@ -1,0 +1,83 @@
+"""The cost of equations, for cutting a program into stages of equal work."""
+
+import math
+from collections.abc import Callable
+
+import jax.extend.core as jex
+
+from jaxpp import _jaxprs
+
+Cost = Callable[[jex.JaxprEqn], float]
+
+
+def flops(eqn: jex.JaxprEqn) -> float:
+    """Floating-point operations of an equation, forward and once.
+
+    A matrix product of an m x k by a k x n array counts 2mkn, a convolution 2 per output element
+    and kernel element, a loop its body times its length, a conditional its dearest branch, a
+    reduction one per input element, and anything else one per output element.
+
+    Args:
+        eqn: an equation of a jaxpr.
+
+    Returns:
+        The number of operations.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> jaxpr = jax.make_jaxpr(lambda x, w: x @ w)(jnp.ones((2, 3)), jnp.ones((3, 4)))
+        >>> flops(jaxpr.eqns[0])
+        48.0
+    """
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        inner = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
+        return 2.0 * eqn.outvars[0].aval.size * inner
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval
+        out_channels = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * eqn.outvars[0].aval.size * kernel.size / max(out_channels, 1)
+    if name == "scan":
+        return eqn.params["length"] * _body_flops(eqn)
+    if name == "cond":
+        return max(sum(map(flops, b.eqns)) for b in eqn.params["branches"])
+    if any(True for _ in _jaxprs.sub_jaxprs(eqn)):
+        return _body_flops(eqn)
+    if name.startswith(("reduce_", "arg", "cum")):
+        return float(sum(v.aval.size for v in eqn.invars if hasattr(v.aval, "size")))
+    if name in _FREE:
+        return 0.0
+    return float(sum(v.aval.size for v in eqn.outvars if hasattr(v.aval, "size")))
+
+
+_FREE = frozenset(
+    {
+        "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "iota", "copy",
+        "stop_gradient", "pipeline_enter_stage", "stage_edge", "optimization_barrier",
+    }
+)  # fmt: skip
+
+
+def _body_flops(eqn) -> float:
+    return float(sum(flops(e) for sub in _jaxprs.sub_jaxprs(eqn) for e in sub.eqns))
+
+
+def nbytes(var) -> int:
+    """The bytes of a variable's value (a key counts its words)."""
+    aval = var.aval
+    if not hasattr(aval, "dtype"):
+        return 0
+    itemsize = getattr(aval.dtype, "itemsize", 4)
+    return int(math.prod(aval.shape)) * itemsize
+
+
+def resolve(balance: str | Cost) -> Cost:
+    """The cost function that `balance` names or is."""
+    if balance == "flops":
+        return flops
+    if callable(balance):
+        return balance
+    raise ValueError(f"balance is 'flops' or a function of an equation, got {balance!r}.")
+
+

@@ -1,0 +1,140 @@
+"""The two primitives that mark a program for pipelining; both are identities.
+
+`enter` marks where a stage opens, and `edge` marks the outputs of an outlined stage. An edge knows
+whether it was transposed, which tells the backward call of a stage from its forward call.
+"""
+
+import re
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.tree_util as jtu
+from jax.interpreters import ad, batching, mlir
+
+from jaxpp import _jaxprs
+
+
+def pipeline_enter_stage(x: Any, name: str | None = None, stage_id: int | None = None) -> Any:
+    """Marks that what consumes the result is in the next pipeline stage.
+
+    The identity on a pytree: under `jit`, `grad`, `vmap` and `jax.checkpoint` too, and a no-op
+    where nothing is pipelined. A mark at the very start of the program opens stage 0.
+
+    Args:
+        x: any pytree; its arrays, of any shape and dtype, are marked.
+        name: a name for the stage, for printouts.
+        stage_id: the number of the stage that opens here, from 0. By default stages are numbered
+            in the order of the marks; give all marks a number or none.
+
+    Returns:
+        `x`.
+
+    Raises:
+        ValueError: if `stage_id` is negative.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def net(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return (h @ w).sum()
+        >>> float(net(jnp.eye(2), jnp.zeros((1, 2))))
+        0.0
+    """
+    if stage_id is not None and (isinstance(stage_id, bool) or int(stage_id) < 0):
+        raise ValueError(f"pipeline_enter_stage: stage_id is a number from 0, got {stage_id!r}.")
+    leaves, tree = jtu.tree_flatten(x)
+    arrays = [leaf for leaf in leaves if _jaxprs.is_array(leaf)]
+    marked = iter(enter(arrays, stage=None if stage_id is None else int(stage_id), name=name))
+    leaves = [next(marked) if _jaxprs.is_array(leaf) else leaf for leaf in leaves]
+    return jtu.tree_unflatten(tree, leaves)
+
+
+def enter(arrays: list[Any], *, stage: int | None, name: str | None) -> list[Any]:
+    """Marks arrays as the entrance of a stage."""
+    return enter_p.bind(*arrays, stage=stage, name=name) if arrays else []
+
+
+def enter_equation(invars, outvars, stage: int, name: str | None):
+    """A mark as an equation over variables."""
+    return jex.new_jaxpr_eqn(invars, outvars, enter_p, {"stage": stage, "name": name}, set())
+
+
+def edge(array: Any, *, stage: int, num_stages: int) -> Any:
+    """Marks an output of an outlined stage."""
+    return edge_p.bind(array, stage=stage, num_stages=num_stages, transposed=False)
+
+
+enter_p = jex.Primitive("pipeline_enter_stage")
+enter_p.multiple_results = True
+enter_p.def_impl(lambda *xs, **_: list(xs))
+enter_p.def_abstract_eval(lambda *avals, **_: list(avals))
+mlir.register_lowering(enter_p, lambda _, *xs, **__: xs)
+batching.primitive_batchers[enter_p] = lambda xs, dims, **params: (enter_p.bind(*xs, **params), dims)
+ad.primitive_jvps[enter_p] = lambda xs, ts, **params: (enter_p.bind(*xs, **params), list(ts))
+
+edge_p = jex.Primitive("stage_edge")
+edge_p.def_impl(lambda x, **_: x)
+edge_p.def_abstract_eval(lambda aval, **_: aval)
+mlir.register_lowering(edge_p, lambda _, x, **__: [x])
+batching.primitive_batchers[edge_p] = lambda xs, dims, **params: (
+    edge_p.bind(*xs, **params),
+    dims[0],
+)
+
+
+def _edge_jvp(primals, tangents, **params):
+    (x,), (t,) = primals, tangents
+    return edge_p.bind(x, **params), t if type(t) is ad.Zero else edge_p.bind(t, **params)
+
+
+def _edge_transpose(ct, _, *, transposed, **params):
+    return [ct if type(ct) is ad.Zero else edge_p.bind(ct, transposed=not transposed, **params)]
+
+
+ad.primitive_jvps[edge_p] = _edge_jvp
+ad.primitive_transposes[edge_p] = _edge_transpose
+
+
+def is_enter(eqn) -> bool:
+    """Whether an equation is a mark of `pipeline_enter_stage`."""
+    return eqn.primitive is enter_p
+
+
+def is_edge(eqn) -> bool:
+    """Whether an equation marks an output of an outlined stage."""
+    return eqn.primitive is edge_p
+
+
+_STAGE_CALL = re.compile(r"pipeline_stage_(\d+)_of_(\d+)")
+
+
+def call_stage(fun, stage: int, num_stages: int, args: list[Any]) -> list[Any]:
+    """Calls `fun` as the outlined stage `stage`: a `jax.jit` of its own, its outputs marked."""
+
+    def outlined(*args):
+        return [edge(y, stage=stage, num_stages=num_stages) for y in fun(*args)]
+
+    outlined.__name__ = outlined.__qualname__ = f"pipeline_stage_{stage}_of_{num_stages}"
+    return jax.jit(outlined)(*args)
+
+
+def stage_of_call(eqn) -> tuple[int, int] | None:
+    """The stage and the number of stages of a call made by `call_stage`, or None."""
+    name = eqn.params.get("name")
+    match = _STAGE_CALL.fullmatch(name) if isinstance(name, str) else None
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def is_stage_call(eqn) -> bool:
+    """Whether an equation is a forward or backward call of an outlined stage."""
+    return stage_of_call(eqn) is not None
+
+
+def is_backward_call(eqn) -> bool:
+    """Whether a stage's call is a transposed one."""
+    return any(
+        _jaxprs.contains(inner, lambda e: is_edge(e) and e.params["transposed"])
+        for sub in _jaxprs.sub_jaxprs(eqn)
+        for inner in sub.eqns
+    )

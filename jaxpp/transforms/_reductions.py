@@ -1,0 +1,121 @@
+"""How `microbatch` combines an output over the microbatches."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+
+@runtime_checkable
+class Operator(Protocol):
+    """What combines an output over microbatches, one after the other.
+
+    `init(x)` makes the first accumulator from the output's shape and dtype
+    (`jax.ShapeDtypeStruct`), `combine(acc, x)` folds one microbatch's value in, and
+    `finish(acc, num_microbatches)` makes the result. Accumulators are arrays.
+    """
+
+    def init(self, x: jax.ShapeDtypeStruct) -> Any: ...
+    def combine(self, acc: Any, x: Any) -> Any: ...
+    def finish(self, acc: Any, num_microbatches: int) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """A built-in operator; `accepts` says for which dtypes, `sums` whether it adds."""
+
+    name: str
+    init: Callable[[Any], Any]
+    combine: Callable[[Any, Any], Any]
+    finish: Callable[[Any, int], Any]
+    accepts: Callable[[Any], bool]
+    sums: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Collect:
+    """Keeps every microbatch's value, stacked along a new first axis."""
+
+    name: str
+    finish: Callable[[Any], Any]
+
+
+def _zeros(x):
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _lowest(x):
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.full(x.shape, -jnp.inf, x.dtype)
+    if x.dtype == jnp.bool_:
+        return jnp.zeros(x.shape, x.dtype)
+    return jnp.full(x.shape, jnp.iinfo(x.dtype).min, x.dtype)
+
+
+def _any_value(x):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0, impl=x.dtype._impl.name), x.shape)
+    return _zeros(x)
+
+
+def _is_number(dtype):
+    return jnp.issubdtype(dtype, jnp.number)
+
+
+def _is_ordered(dtype):
+    return dtype == jnp.bool_ or (_is_number(dtype) and not jnp.issubdtype(dtype, jnp.complexfloating))
+
+
+def _concatenate(stacked):
+    return stacked.reshape(stacked.shape[0] * stacked.shape[1], *stacked.shape[2:])
+
+
+REDUCTIONS: dict[str, Fold | Collect] = {
+    "mean": Fold(
+        "mean",
+        _zeros,
+        lambda acc, x: acc + x,
+        lambda acc, m: acc / m,
+        lambda d: jnp.issubdtype(d, jnp.inexact),
+        sums=True,
+    ),
+    "sum": Fold("sum", _zeros, lambda acc, x: acc + x, lambda acc, m: acc, _is_number, sums=True),
+    "max": Fold("max", _lowest, jnp.maximum, lambda acc, m: acc, _is_ordered),
+    "last": Fold("last", _any_value, lambda acc, x: x, lambda acc, m: acc, lambda d: True),
+    "stack": Collect("stack", lambda stacked: stacked),
+    "concat": Collect("concat", _concatenate),
+}
+
+
+def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
+    """The operator for an output, checked against its shape and dtype.
+
+    Raises:
+        ValueError: if there is no such reduction, or not for this output.
+    """
+    where = f"microbatch: output{path or ''} ({x.dtype}{list(x.shape)})"
+    if isinstance(reduce, str):
+        if reduce not in REDUCTIONS:
+            raise ValueError(
+                f"{where} has the unknown reduction {reduce!r}; there are "
+                f"{', '.join(map(repr, REDUCTIONS))}, or an object with init, combine and finish."
+            )
+        operator = REDUCTIONS[reduce]
+        if isinstance(operator, Fold) and not operator.accepts(x.dtype):
+            others = [n for n, o in REDUCTIONS.items() if isinstance(o, Collect) or o.accepts(x.dtype)]
+            if not x.shape:
+                others.remove("concat")
+            raise ValueError(
+                f"{where} has no {reduce!r}; give reduce= for it: one of {', '.join(map(repr, others))}."
+            )
+        if reduce == "concat" and not x.shape:
+            raise ValueError(f"{where} is a scalar and has no axis to concatenate; use 'stack'.")
+        return operator
+    if isinstance(reduce, Operator):
+        return reduce
+    raise ValueError(
+        f"{where}: {reduce!r} is no reduction; give one of {', '.join(map(repr, REDUCTIONS))}, or an "
+        f"object with init, combine and finish."
+    )

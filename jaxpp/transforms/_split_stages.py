@@ -1,0 +1,136 @@
+"""`split_stages`: decides where a program is cut into pipeline stages."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxpp import _jaxprs
+from jaxpp.transforms import _costs, _cuts, _marks, _stages
+
+At = Sequence[str] | Callable[[Any], Any]
+
+
+def split_stages(
+    fun: Callable,
+    num_stages: int | None = None,
+    *,
+    at: At | None = None,
+    balance: str | _costs.Cost = "flops",
+    whole: At = (),
+) -> Callable:
+    """Cuts `fun` into stages, each equation in exactly one, and leaves each cut as a mark.
+
+    The cuts are, in this order of preference: those that `at` names; the marks that
+    `pipeline_enter_stage` left in `fun`; or, with `num_stages` alone, a balanced cut: the slowest
+    stage as small as possible, then the fewest bytes across the cuts.
+
+    Args:
+        fun: a function of pytrees. Arrays, of any shape and dtype, are traced; other leaves are
+            static. Where `at` names modules, its first argument is an Equinox model.
+        num_stages: how many stages to make, or to expect where the cuts are given.
+        at: what opens a new stage, in the order of execution: paths of modules of the first
+            argument (`["blocks.2", "blocks.4"]`), a function of it
+            (`lambda model: [model.blocks[2], model.blocks[4]]`), or names of `jax.named_scope`.
+        balance: the cost of an equation for a balanced cut: `"flops"` or a function of a
+            `jax.extend.core.JaxprEqn`.
+        whole: modules or scopes, named as in `at`, that a balanced cut must not cut inside.
+
+    Returns:
+        A function with the same arguments and results.
+
+    Raises:
+        ValueError: for a cut that is unknown, repeated, out of order, inside a loop, or before what
+            it needs, and for more stages than there are places to cut.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> net = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+        >>> jaxpr = jax.make_jaxpr(jaxpp.split_stages(net, 2))(jnp.eye(2), jnp.ones((1, 2)))
+        >>> [eqn.primitive.name for eqn in jaxpr.eqns]
+        ['dot_general', 'tanh', 'pipeline_enter_stage', 'dot_general', 'tanh', 'reduce_sum']
+    """
+    if num_stages is not None and num_stages < 1:
+        raise ValueError(f"split_stages: num_stages must be at least 1, got {num_stages}.")
+    if isinstance(at, str):
+        at = [at]
+    if isinstance(whole, str):
+        whole = [whole]
+    if at is not None and not callable(at) and len(set(at)) < len(at):
+        twice = next(name for name in at if list(at).count(name) > 1)
+        raise ValueError(f"split_stages: the cut at {twice!r} is given twice; name each once.")
+    cost = _costs.resolve(balance)
+
+    def split(*args, **kwargs):
+        modules = _cuts.resolve_modules(args[0] if args else None, at) if at is not None else None
+        keep = _cuts.resolve_modules(args[0] if args else None, whole) if whole else None
+        if callable(at) and modules is None or callable(whole) and keep is None:
+            raise ValueError(
+                "split_stages: `at` and `whole` can be functions only where the first argument is "
+                "an Equinox model; name jax.named_scope scopes instead."
+            )
+        if modules is not None and len({id(m) for _, m in modules}) < len(modules):
+            raise ValueError(f"split_stages: a module is named twice in {[p for p, _ in modules]}.")
+        if modules is not None:
+            args = _cuts.mark_modules(args, modules)
+        elif keep is not None:
+            args = (_cuts.around_calls(args[0], keep, _as_unit), *args[1:])
+        traced = _jaxprs.trace(fun, args, kwargs)
+        jaxpr = traced.jaxpr
+        if modules is not None:
+            _cuts.check_modules_called(jaxpr, modules)
+        elif at is not None:
+            jaxpr = _cuts.cut_at_scopes(jaxpr, list(at))
+        elif not _stages.has_marks(jaxpr):
+            if num_stages is None:
+                raise ValueError(
+                    "split_stages: nothing says where to cut: give num_stages or at=, or mark the "
+                    "stages in the function with pipeline_enter_stage."
+                )
+            if num_stages > 1:
+                names = [] if keep is not None or callable(whole) else list(whole)
+                jaxpr = _cuts.cut_balanced(jaxpr, num_stages, cost, lambda s: _unit_of(s, names))
+        stages = _stages.read_stages(jaxpr)
+        if num_stages is not None and stages.num_stages != num_stages:
+            raise ValueError(
+                f"split_stages: num_stages={num_stages}, but the cuts in the function make "
+                f"{stages.num_stages} stages; drop num_stages or change the cuts."
+            )
+        return _cuts.restore_modules(traced.rebuild(_run_with_marks(stages, traced.inputs)))
+
+    split.__name__ = getattr(fun, "__name__", "split")
+    split.__wrapped__ = fun
+    return split
+
+
+_UNIT = "jaxpp_unit_"
+
+
+def _as_unit(i, call, self, args, kwargs):
+    with jax.named_scope(f"{_UNIT}{i}_"):
+        return call(self, *args, **kwargs)
+
+
+def _unit_of(scope: str, names: Sequence[str]) -> Any:
+    """What an equation under a name stack must stay together with, or None."""
+    if _UNIT in scope:
+        return scope.split(_UNIT)[1].split("_")[0]
+    return next((name for name in names if name in scope.replace("(", "/").split("/")), None)
+
+
+def _run_with_marks(stages: _stages.Stages, inputs: list[Any]) -> list[Any]:
+    """Evaluates the stages in order, with a mark on all that crosses from one to a later one."""
+    jaxpr = stages.jaxpr.jaxpr
+    values = dict(zip(jaxpr.invars, inputs, strict=True))
+    parts = [_stages.stage_part(stages, k) for k in range(stages.num_stages)]
+    made: list[Any] = []
+    for k, part in enumerate(parts):
+        if k > 0:
+            later = {v for p in parts[k:] for v in p.inputs}
+            live = [v for v in made if v in later]
+            marked = _marks.enter_p.bind(*(values[v] for v in live), stage=k, name=stages.names[k])
+            values.update(zip(live, marked, strict=True))
+        outputs = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
+        values.update(zip(part.outputs, outputs, strict=True))
+        made.extend(part.outputs)
+    return _stages.read_outputs(stages, values)
