@@ -351,9 +351,10 @@ def plot_losses(metrics: list[dict[str, float]], path: pathlib.Path) -> None:
 
 
 def plot_schedule(path: pathlib.Path) -> None:
-    """Draws the schedule at unit cost: a backward takes twice a forward, I and W one each."""
+    """Draws the schedule, where a forward takes one, a backward two, and each half of it one."""
     table = training_schedule().table(number_of_stages(), _MICROBATCHES.value)
-    jaxpp.schedules.plot({_SCHEDULE.value: jaxpp.schedules.simulate(table)}, path)
+    title = f"{_SCHEDULE.value}, {number_of_stages()} stages, unit costs"
+    jaxpp.schedules.plot({title: jaxpp.schedules.simulate(table)}, path)
 
 
 def verify(

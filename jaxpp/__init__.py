@@ -5,3 +5,5 @@ from jaxpp.transforms import split_stages as split_stages
 from jaxpp.transforms import wrap_forward as wrap_forward
 from jaxpp.transforms import microbatch as microbatch
 from jaxpp.transforms import Operator as Operator
+from jaxpp import schedules as schedules
+from jaxpp.transforms import schedule as schedule

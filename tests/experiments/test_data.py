@@ -1,4 +1,4 @@
-"""The text of the experiments: deterministic, held out properly, and clear about what is missing."""
+"""The text of the experiments is deterministic, held out properly, and never silently too short."""
 
 import numpy as np
 import pytest

@@ -1,0 +1,144 @@
+"""The scheduled loop: a primitive that holds the tasks of one microbatch and their schedule.
+
+On one device it runs as the scan it came from; `place` runs it as the schedule's table says.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.interpreters import ad, batching, mlir
+
+from jaxpp import _jaxprs
+from jaxpp.schedules import Kind, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """Where a task's input comes from or its output goes.
+
+    `source` is `"const"` (the same for all microbatches), `"x"` (sliced by microbatch), `"carry"`
+    (an accumulator, one after the other), `"y"` (a result of each microbatch) or `"value"` (of
+    another task of the same microbatch); `index` is its number among those.
+    """
+
+    source: str
+    index: int
+
+    def __repr__(self):
+        return f"{self.source}{self.index}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TaskBody:
+    """What a kind of task of a stage computes, the same for every microbatch."""
+
+    kind: Kind
+    stage: int
+    jaxpr: jex.ClosedJaxpr
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.stage}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoopTasks:
+    """The tasks of one microbatch, in an order that respects their dependence."""
+
+    bodies: tuple[TaskBody, ...]
+    num_stages: int
+    num_consts: int
+    num_carry: int
+    num_ys: int
+    #: Carries that are plain sums, which may be taken in any order.
+    sums: frozenset[int]
+
+    def __repr__(self):
+        return "\n".join(["", *(f"{b.name} {b.inputs} -> {b.outputs} {b.jaxpr}" for b in self.bodies)])
+
+    def body(self, task: Task) -> TaskBody | None:
+        """What a task computes, or None where it has nothing to do (a stage without gradients)."""
+        return self._by_kind.get((task.kind, task.stage))
+
+    @property
+    def _by_kind(self):
+        return {(b.kind, b.stage): b for b in self.bodies}
+
+    def makers(self) -> dict[int, TaskBody]:
+        """The task that makes each value."""
+        return {r.index: b for b in self.bodies for r in b.outputs if r.source == "value"}
+
+    def dependencies(self, task: Task) -> Iterator[Task]:
+        """The tasks of the same microbatch whose values a task reads."""
+        body, makers = self.body(task), self.makers()
+        if body is not None:
+            for ref in body.inputs:
+                if ref.source == "value":
+                    maker = makers[ref.index]
+                    yield Task(maker.kind, maker.stage, task.microbatch)
+
+
+def run_as_scan(*operands: Any, tasks: LoopTasks, length: int, reverse: bool, **_: Any) -> list[Any]:
+    """The loop's results, microbatch after microbatch, all tasks of each in order."""
+    consts = operands[: tasks.num_consts]
+    init = operands[tasks.num_consts : tasks.num_consts + tasks.num_carry]
+    xs = operands[tasks.num_consts + tasks.num_carry :]
+
+    def step(carry, slices):
+        known = {"const": consts, "carry": carry, "x": slices}
+        values: dict[int, Any] = {}
+        new, ys = list(carry), [None] * tasks.num_ys
+        for body in tasks.bodies:
+            inputs = [
+                values[r.index] if r.source == "value" else known[r.source][r.index]
+                for r in body.inputs
+            ]
+            targets = {"value": values, "carry": new, "y": ys}
+            for ref, y in zip(body.outputs, _jaxprs.run(body.jaxpr, *inputs), strict=True):
+                targets[ref.source][ref.index] = y
+        return new, ys
+
+    carry, ys = jax.lax.scan(step, list(init), list(xs), length=length, reverse=reverse)
+    return [*carry, *ys]
+
+
+loop_p = jex.Primitive("pipeline_loop")
+loop_p.multiple_results = True
+
+
+def _abstract(*avals, tasks: LoopTasks, length: int, **params):
+    def shapes(*operands):
+        return run_as_scan(*operands, tasks=tasks, length=length, **params)
+
+    jaxpr = jax.make_jaxpr(shapes)(*avals)
+    return jaxpr.out_avals, jaxpr.jaxpr.effects
+
+
+loop_p.def_impl(lambda *xs, **params: jax.jit(lambda *xs: run_as_scan(*xs, **params))(*xs))
+loop_p.def_effectful_abstract_eval(_abstract)
+mlir.register_lowering(loop_p, mlir.lower_fun(run_as_scan, multiple_results=True))
+
+
+def _jvp(primals, tangents, **params):
+    tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
+    return jax.jvp(lambda *xs: run_as_scan(*xs, **params), tuple(primals), tangents)
+
+
+def _batch(args, dims, **params):
+    mapped = jax.vmap(lambda *xs: run_as_scan(*xs, **params), in_axes=tuple(dims))
+    outputs = mapped(*args)
+    return outputs, [0] * len(outputs)
+
+
+ad.primitive_jvps[loop_p] = _jvp
+batching.primitive_batchers[loop_p] = _batch
+
+
+def is_loop(eqn) -> bool:
+    """Whether an equation is a scheduled loop."""
+    return eqn.primitive is loop_p

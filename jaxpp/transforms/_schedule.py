@@ -1,0 +1,177 @@
+"""`schedule`: gives the microbatch loops of a function their tasks and the order of these."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxpp import _compat, _jaxprs, schedules
+from jaxpp.schedules import Kind, Table
+from jaxpp.transforms import _loop, _marks, _tasks
+
+
+def schedule(fun: Callable, schedule: Any) -> Callable:
+    """Partitions the body of each microbatch loop in `fun` into tasks, ordered by `schedule`.
+
+    A loop is a `lax.scan`, as `microbatch` makes it, whose body calls the stages of a function made
+    by `wrap_forward`. On one device the result runs as before, with the same values; `place` runs
+    it in the order of the schedule's table. Differentiated or vmapped it is the plain loop again.
+
+    Args:
+        fun: a function of pytrees, e.g. `microbatch(jax.value_and_grad(wrap_forward(...)), M)`.
+        schedule: a `jaxpp.schedules.Schedule`, or any hashable object with
+            `table(num_stages, num_microbatches)`.
+
+    Returns:
+        A function with the same arguments and results.
+
+    Raises:
+        ValueError: if there is no loop over stages, or it is not one forward and one backward pass.
+        jaxpp.schedules.ScheduleError: if the table does not fit the loop: it lacks a task, repeats
+            one, deadlocks, or is for another number of stages or microbatches.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return jnp.mean((h @ w) ** 2)
+        >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+        >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        >>> grad(jnp.eye(2), jnp.ones((8, 2))).shape
+        (2, 2)
+    """
+    if not callable(getattr(schedule, "table", None)):
+        name = schedule.__name__ if isinstance(schedule, type) else repr(schedule)
+        hint = f"; make one: {name}()" if isinstance(schedule, type) else ""
+        raise ValueError(f"schedule: {name} is not a schedule with a table(){hint}.")
+
+    @functools.wraps(fun)
+    def scheduled(*args, **kwargs):
+        traced = _jaxprs.trace(fun, args, kwargs)
+        return traced.rebuild(_run(traced.jaxpr, schedule, traced.inputs))
+
+    return scheduled
+
+
+def is_microbatch_loop(eqn) -> bool:
+    """Whether an equation is a scan over calls of stages."""
+    return eqn.primitive.name == "scan" and _jaxprs.contains(eqn, _marks.is_stage_call)
+
+
+def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
+    """Evaluates a program with its microbatch loops scheduled."""
+    flat = _jaxprs.inline(jaxpr, lambda e: _jaxprs.contains(e, is_microbatch_loop))
+    if not any(is_microbatch_loop(e) for e in flat.eqns):
+        if any(_jaxprs.contains(e, is_microbatch_loop) for e in flat.eqns):
+            outer = next(e for e in flat.eqns if _jaxprs.contains(e, is_microbatch_loop))
+            raise ValueError(
+                f"schedule: the microbatch loop is inside a `{outer.primitive.name}` at "
+                f"{_compat.source_line(outer)}; a pipeline cannot start there. Move it to the top."
+            )
+        if any(_jaxprs.contains(e, _loop.is_loop) for e in flat.eqns):
+            raise ValueError("schedule: the function is scheduled already; schedule it once.")
+        calls = any(_jaxprs.contains(e, _marks.is_stage_call) for e in flat.eqns)
+        missing = "microbatch" if calls else "wrap_forward and microbatch"
+        raise ValueError(
+            f"schedule: the function has no loop over microbatches of a staged function; apply "
+            f"{missing} first: schedule(microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M), ...)."
+        )
+    values = dict(zip(flat.jaxpr.invars, inputs, strict=True))
+    plain: list[Any] = []
+
+    def run_plain():
+        part = _jaxprs.part(plain, [v for e in plain for v in e.outvars])
+        outputs = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
+        values.update(zip(part.outputs, outputs, strict=True))
+        plain.clear()
+
+    for eqn in flat.eqns:
+        if not is_microbatch_loop(eqn):
+            plain.append(eqn)
+            continue
+        run_plain()
+        operands = [v.val if _jaxprs.is_literal(v) else values[v] for v in eqn.invars]
+        values.update(zip(eqn.outvars, _bind_loop(eqn, schedule, operands), strict=True))
+    run_plain()
+    return [v.val if _jaxprs.is_literal(v) else values[v] for v in flat.jaxpr.outvars]
+
+
+def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
+    num_consts, num_carry = _compat.scan_parts(eqn)
+    body, values = _jaxprs.without_constants(eqn.params["jaxpr"])
+    operands, num_consts = [*values, *operands], num_consts + len(values)
+    body = _compat.eliminate_dead_code(body, [True] * len(body.jaxpr.outvars))
+    length = eqn.params["length"]
+    table = _table(schedule, body, length)
+    partition = _tasks.partition(body, num_consts, num_carry, table.splits_backward)
+    _check(schedule, table, partition.tasks)
+    hoisted = _jaxprs.run(partition.hoisted.jaxpr, *(operands[i] for i in partition.hoisted_from))
+    zeros = [jnp.zeros(a.shape, a.dtype) for a in partition.zeros]
+    results = _loop.loop_p.bind(
+        *operands[:num_consts],
+        *hoisted,
+        *operands[num_consts : num_consts + num_carry],
+        *zeros,
+        *operands[num_consts + num_carry :],
+        schedule=schedule,
+        length=length,
+        reverse=eqn.params["reverse"],
+        tasks=partition.tasks,
+    )
+    sums = [functools.reduce(lambda a, b: a + b, (results[i] for i in parts)) for parts in partition.summands]
+    return [*sums, *results[partition.tasks.num_carry :]]
+
+
+def _table(schedule: Any, body, length: int) -> Table:
+    """The schedule's table for a loop, before the loop is partitioned."""
+    sizes = [s for e in body.eqns for s in _stage_counts(e)]
+    num_stages = sizes[0]
+    table = schedule.table(num_stages, length)
+    if table.num_stages != num_stages or table.num_microbatches != length:
+        raise schedules.ScheduleError(
+            f"{schedule!r} gave a table for {table.num_stages} stages and {table.num_microbatches} "
+            f"microbatches, but the loop has {num_stages} stages and {length} microbatches; make the table "
+            f"for these."
+        )
+    return table
+
+
+def _stage_counts(eqn):
+    if (call := _marks.stage_of_call(eqn)) is not None:
+        yield call[1]
+    for sub in _jaxprs.sub_jaxprs(eqn):
+        for inner in sub.eqns:
+            yield from _stage_counts(inner)
+
+
+def _check(schedule: Any, table: Table, tasks: _loop.LoopTasks) -> None:
+    """Checks a table against the tasks that were traced."""
+    backward = any(b.kind is not Kind.F for b in tasks.bodies)
+    if not backward and not table.forward_only:
+        raise schedules.ScheduleError(
+            f"{schedule!r} runs backward tasks, but the loop has only a forward pass; use ForwardOnly(), or "
+            f"differentiate the function before it is scheduled."
+        )
+    if backward and table.forward_only:
+        raise schedules.ScheduleError(
+            f"{schedule!r} has no backward tasks, but the loop is differentiated; use a schedule for "
+            f"training, e.g. OneFOneB()."
+        )
+    schedules.check(table, dependencies=tasks.dependencies)
+    ordered = {
+        (b.kind, b.stage)
+        for b in tasks.bodies
+        for r in b.inputs
+        if r.source == "carry" and r.index not in tasks.sums
+    }
+    for rank in table.ranks:
+        last: dict[tuple[Kind, int], int] = {}
+        for task in rank:
+            key = (task.kind, task.stage)
+            if key in ordered and task.microbatch < last.get(key, -1):
+                raise schedules.ScheduleError(
+                    f"{schedule!r} runs {task.describe()} after microbatch {last[key]}, but the loop carries "
+                    f"a value through this task from each microbatch to the next; keep their order."
+                )
+            last[key] = task.microbatch
