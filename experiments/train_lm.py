@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tqdm
-from absl import app, flags
+from absl import app, flags, logging
 from jaxtyping import Array, Float, Int, Key, UInt8
 
 import jaxpp
@@ -241,7 +241,12 @@ def draw_batch(
 
 
 def train(
-    step_fn: Step, state: State, corpus: data.Corpus, evaluate: Callable[[gpt.GPT], float] | None
+    step_fn: Step,
+    state: State,
+    corpus: data.Corpus,
+    *,
+    evaluate: Callable[[gpt.GPT], float] | None = None,
+    title: str,
 ) -> tuple[gpt.GPT, list[dict[str, float]]]:
     """Trains, and shows how it goes.
 
@@ -250,6 +255,7 @@ def train(
         state: the model and the optimizer state to start from; consumed.
         corpus: the text.
         evaluate: gives the held-out loss of a model; None to leave it out.
+        title: what the progress bar is called.
 
     Returns:
         the trained model, and for each step its number, loss (nats a byte) and seconds, at some
@@ -257,7 +263,7 @@ def train(
     """
     model, opt_state = state
     metrics = []
-    progress = tqdm.tqdm(training_batches(corpus), total=_STEPS.value, unit="step")
+    progress = tqdm.tqdm(training_batches(corpus), total=_STEPS.value, desc=title)
     for number, (tokens, keys) in enumerate(progress, start=1):
         start = time.perf_counter()
         model, opt_state, loss = step_fn(model, opt_state, tokens, keys)
@@ -374,7 +380,9 @@ def verify(
     optimizer = make_optimizer()
     grad_fn = accumulated(eqx.filter_value_and_grad(gpt.loss_fn))
     step_fn = eqx.filter_jit(train_step_of(grad_fn, optimizer))
-    expected_model, expected_metrics = train(step_fn, initial_state(optimizer), corpus, None)
+    expected_model, expected_metrics = train(
+        step_fn, initial_state(optimizer), corpus, title="one device"
+    )
     losses = [
         differences(np.asarray(row["loss"]), np.asarray(expected["loss"]))
         for row, expected in zip(metrics, expected_metrics, strict=True)
@@ -447,6 +455,7 @@ def check_flags() -> None:
 
 def main(_: list[str]) -> None:
     check_flags()
+    logging.set_verbosity(logging.WARNING)
     jax.config.update("jax_num_cpu_devices", _RANKS.value)
     output = pathlib.Path(_OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)
@@ -461,6 +470,7 @@ def main(_: list[str]) -> None:
         initial_state(optimizer),
         corpus,
         evaluate=lambda model: held_out_loss(loss_fn, model, corpus),
+        title=f"{_RANKS.value} ranks",
     )
     write_metrics(metrics, output / "metrics.jsonl")
     plot_losses(metrics, output / "loss.png")

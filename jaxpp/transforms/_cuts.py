@@ -282,8 +282,12 @@ def _inline_plain_calls(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Moves what is computed from one argument, or from none, to just before its first reader."""
+    """Moves what is computed from arguments alone, and lightly, to just before its first reader.
+
+    So that a weight's cast, transpose or stacking is cut off with the stage that reads it.
+    """
     roots: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in jaxpr.jaxpr.invars}
+    arguments = set(jaxpr.jaxpr.invars)
     sunk: dict[Any, Any] = {}
     order: list[Any] = []
     placed: set[int] = set()
@@ -308,7 +312,10 @@ def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     for eqn in jaxpr.eqns:
         union = frozenset().union(*(roots[v] for v in eqn.invars if not _jaxprs.is_literal(v)))
         roots.update((v, union) for v in eqn.outvars)
-        if len(union) <= 1 and not eqn.effects:
+        light = eqn.primitive.name not in _HEAVY and all(
+            _jaxprs.is_literal(v) or v in sunk or v in arguments for v in eqn.invars
+        )
+        if not eqn.effects and (len(union) <= 1 or light):
             sunk.update((v, eqn) for v in eqn.outvars)
         else:
             place(eqn)
@@ -316,6 +323,11 @@ def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         if not _jaxprs.is_literal(var) and var in sunk:
             place(sunk[var])
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, order)
+
+
+_HEAVY = frozenset(
+    {"dot_general", "conv_general_dilated", "gather", "scan", "while", "cond", "dynamic_slice"}
+)
 
 
 def insert_marks(jaxpr, positions: Sequence[int], names: Sequence[str | None]) -> jex.ClosedJaxpr:

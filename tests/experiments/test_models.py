@@ -33,8 +33,10 @@ def make_model():
 
 
 def with_dropout(model, probability):
-    where = lambda model: [model.dropout.p, *(block.dropout.p for block in model.blocks)]
-    return eqx.tree_at(where, model, replace_fn=lambda _: probability)
+    def probabilities(model):
+        return [model.dropout.p, *(block.dropout.p for block in model.blocks)]
+
+    return eqx.tree_at(probabilities, model, replace_fn=lambda _: probability)
 
 
 def tied(model):
@@ -99,11 +101,9 @@ def test_a_tied_model_has_one_matrix_less():
 
 def test_a_tied_embedding_learns_from_both_its_uses():
     tokens = np.full((1, CONTEXT + 1), 7)
-    gradient = eqx.filter_jit(eqx.filter_grad(gpt.loss_fn))
-    once = np.asarray(gradient(make_model(), tokens).embed.weight)
-    twice = np.asarray(gradient(tied(make_model()), tokens).embed.weight)
-    assert np.any(once, axis=1).sum() == 1
-    assert np.any(twice, axis=1).sum() == gpt.NUM_BYTES
+    gradient = eqx.filter_jit(eqx.filter_grad(gpt.loss_fn))(tied(make_model()), tokens)
+    # As the input only byte 7 is used; as the output, all bytes are.
+    assert np.any(np.asarray(gradient.embed.weight), axis=1).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -115,19 +115,18 @@ def test_parameters_and_logits_have_the_dtype_and_the_loss_is_float32(dtype):
 
 
 def test_the_loss_falls():
-    model = with_dropout(make_model(), 0.1)
-    tokens = random_tokens(4, CONTEXT + 1)
+    model, tokens = make_model(), random_tokens(4, CONTEXT + 1)
     optimizer = optax.adam(2e-2)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
     @eqx.filter_jit
-    def step(model, opt_state, keys):
-        loss, grads = eqx.filter_value_and_grad(gpt.loss_fn)(model, tokens, keys)
+    def step(model, opt_state):
+        loss, grads = eqx.filter_value_and_grad(gpt.loss_fn)(model, tokens)
         updates, opt_state = optimizer.update(grads, opt_state)
         return eqx.apply_updates(model, updates), opt_state, loss
 
-    for key in jax.random.split(jax.random.key(4), (30, 4)):
-        model, opt_state, loss = step(model, opt_state, key)
+    for _ in range(30):
+        model, opt_state, loss = step(model, opt_state)
     assert float(loss) < 2.5
 
 

@@ -162,7 +162,11 @@ def test_a_rank_that_waits_for_a_cycle_is_not_in_it():
     ("schedule", "kinds", "message"),
     [
         (OneFOneB(), {Kind.F}, r"B\[.*\] of rank 0 is of a kind that is not wanted: .* are F;"),
-        (OneFOneB(), "FIW", r"B\[.*\] of rank 0 is of a kind .* are F, I and W;"),
+        (
+            OneFOneB(),
+            {Kind.F, Kind.I, Kind.W},
+            r"B\[.*\] of rank 0 is of a kind .* are F, I and W;",
+        ),
         (ZeroBubbleH1(), {Kind.F, Kind.B}, r"I\[.*\] of rank 0 is of a kind .* are F and B;"),
     ],
 )

@@ -63,8 +63,8 @@ def test_any_table_is_sound(schedule, p, m):
     table = schedule.table(p * schedule.stages_per_rank, m)
     assert table.num_ranks == p == schedule.num_ranks(table.num_stages)
     assert table.stage_ranks == tuple(s % p for s in range(table.num_stages))
-    kinds = {Kind.F} if table.forward_only else {Kind.F, Kind.I, Kind.W}
-    check(table, kinds=kinds if table.splits_backward or table.forward_only else "FB")
+    backward = {Kind.I, Kind.W} if table.splits_backward else {Kind.B}
+    check(table, kinds={Kind.F} if table.forward_only else {Kind.F, *backward})
 
 
 @settings(deadline=None)

@@ -1,0 +1,591 @@
+"""Places the equations around the loops: which stage computes what, in which segment.
+
+Placement is by stage, not by rank, so that the same segments run (and compile, and round) whatever
+the number of ranks. An equation runs where its largest pinned operand lives. Pinned is what derives
+from a loop's results, or from an argument that a loop reads; the rest (step counters, optimizer
+state before it meets a gradient) is computed wherever it is needed.
+
+A segment is a set of equations at one place that runs as one computation: between loops (the
+phase), and after what it needs from other places (the level).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from jaxpp import _compat, _jaxprs
+from jaxpp.schedules import Table
+from jaxpp.transforms import _costs, _loop, _marks
+
+Place = frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segment:
+    """Equations that one place runs as one computation; `part.outputs` may be read elsewhere."""
+
+    place: Place
+    part: _jaxprs.Part
+    label: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loop:
+    """A scheduled loop, with the variables of its operands and results.
+
+    `starts` are the first accumulators of each stage: a segment makes them anew every step, since
+    the loop consumes them.
+    """
+
+    eqn: Any
+    table: Table
+    tasks: _loop.LoopTasks
+    consts: tuple[Any, ...]
+    xs: tuple[Any, ...]
+    carries: tuple[Any, ...]
+    ys: tuple[Any, ...]
+    carry_outs: tuple[Any, ...]
+    y_outs: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """Segments and loops in an order in which they can run, and the homes of arguments."""
+
+    steps: tuple[Segment | Loop, ...]
+    homes: dict[Any, Place]
+    final: tuple[tuple[Any, Place], ...]
+    stage_ranks: tuple[int, ...]
+
+
+def place_equations(jaxpr: jex.ClosedJaxpr, pairs: dict[int, int]) -> Placement:
+    """Places a flat jaxpr.
+
+    Args:
+        jaxpr: the whole step, calls inlined.
+        pairs: for outputs that become arguments of the next step, the number of the argument.
+
+    Raises:
+        ValueError: if its loops disagree on the stages or where they run.
+    """
+    return _Placer(_expand_conditionals(jaxpr), pairs).placement()
+
+
+# ---- conditionals -------------------------------------------------------------------------------
+
+
+def _expand_conditionals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Turns a `cond` over values of several stages into selects, so that each stage has its own."""
+    while True:
+        stages = _array_stages(jaxpr)
+        spanning = [
+            e
+            for e in jaxpr.eqns
+            if e.primitive.name == "cond"
+            and not e.effects
+            and len(frozenset().union(*(stages.get(v, frozenset()) for v in _variables(e.invars)))) > 1
+        ]
+        if not spanning:
+            return jaxpr
+        eqns: list[Any] = []
+        for eqn in jaxpr.eqns:
+            eqns.extend(_as_selects(eqn) if eqn in spanning else [eqn])
+        jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, eqns)
+        jaxpr = _jaxprs.inline(jaxpr, lambda e: not _marks.is_stage_call(e))
+
+
+def _array_stages(jaxpr) -> dict[Any, Place]:
+    """The stages whose arrays a variable derives from; scalars count for none."""
+    stages: dict[Any, Place] = {}
+    for eqn in jaxpr.eqns:
+        if _loop.is_loop(eqn):
+            for var, place in _operand_places(eqn).items():
+                stages[var] = stages.get(var, frozenset()) | place
+    for eqn in jaxpr.eqns:
+        if _loop.is_loop(eqn):
+            stages.update(zip(eqn.outvars, _result_places(eqn), strict=True))
+            continue
+        union = frozenset().union(
+            *(stages.get(v, frozenset()) for v in _variables(eqn.invars) if v.aval.size > 1)
+        )
+        stages.update((v, union) for v in eqn.outvars)
+    return stages
+
+
+def _as_selects(eqn) -> list[Any]:
+    def select(index, *operands):
+        outcomes = [_jaxprs.run(branch, *operands) for branch in eqn.params["branches"]]
+        if len(outcomes) == 2:
+            index = index.astype(jnp.bool_)
+        return [jax.lax.select_n(index, *cases) for cases in zip(*outcomes, strict=True)]
+
+    traced = jax.make_jaxpr(select)(*(v.aval for v in eqn.invars))
+    traced, consts = _jaxprs.without_constants(traced)
+    known = [jex.Literal(c, v.aval) for c, v in zip(consts, traced.jaxpr.invars, strict=False)]
+    call = jax.make_jaxpr(lambda *xs: jax.jit(lambda *ys: _jaxprs.run(traced, *ys))(*xs))(
+        *(v.aval for v in traced.jaxpr.invars)
+    ).eqns[0]
+    return [call.replace(invars=[*known, *eqn.invars], outvars=list(eqn.outvars))]
+
+
+# ---- loops --------------------------------------------------------------------------------------
+
+
+def _operand_places(eqn) -> dict[Any, Place]:
+    """The stages that read each operand of a loop."""
+    tasks: _loop.LoopTasks = eqn.params["tasks"]
+    offset = {"const": 0, "carry": tasks.num_consts, "x": tasks.num_consts + tasks.num_carry}
+    places: dict[Any, Place] = {}
+    for body in tasks.bodies:
+        for ref in body.inputs:
+            if ref.source in offset:
+                var = eqn.invars[offset[ref.source] + ref.index]
+                if not _jaxprs.is_literal(var):
+                    places[var] = places.get(var, frozenset()) | {body.stage}
+    return places
+
+
+def _result_places(eqn) -> list[Place]:
+    """The stage that makes each result of a loop (none for a carry that passes through)."""
+    tasks: _loop.LoopTasks = eqn.params["tasks"]
+    made: list[Place] = [frozenset()] * len(eqn.outvars)
+    for body in tasks.bodies:
+        for ref in body.outputs:
+            if ref.source == "carry":
+                made[ref.index] = frozenset({body.stage})
+            elif ref.source == "y":
+                made[tasks.num_carry + ref.index] = frozenset({body.stage})
+    return made
+
+
+def table_of(eqn) -> Table:
+    """The table of a scheduled loop."""
+    return eqn.params["schedule"].table(eqn.params["tasks"].num_stages, eqn.params["length"])
+
+
+# ---- the placer ---------------------------------------------------------------------------------
+
+
+def _variables(atoms: Iterable[Any]):
+    return [a for a in atoms if not _jaxprs.is_literal(a)]
+
+
+def _size(var) -> int:
+    return getattr(var.aval, "size", 1)
+
+
+class _Placer:
+    """One run of the placement; its attributes are the facts gathered so far."""
+
+    def __init__(self, jaxpr: jex.ClosedJaxpr, pairs: dict[int, int]):
+        self.jaxpr = _drop_untouched_carries(jaxpr)
+        self.eqns = self.jaxpr.eqns
+        self.args = list(self.jaxpr.jaxpr.invars)
+        self.outs = list(self.jaxpr.jaxpr.outvars)
+        self.pairs = pairs
+        self.maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
+        self.loops = [i for i, e in enumerate(self.eqns) if _loop.is_loop(e)]
+        self.tables = {i: table_of(self.eqns[i]) for i in self.loops}
+        self.stage_ranks = self._stage_ranks()
+        self.everywhere = frozenset(range(len(self.stage_ranks)))
+        #: Where pinned variables live: arguments that loops read, and what has been placed.
+        self.pinned: dict[Any, Place] = {}
+        #: Where other arguments are needed.
+        self.wanted: dict[Any, Place] = {}
+        self.place_of: dict[int, Place] = {}
+        self.phase = self._phases()
+
+    def _stage_ranks(self) -> tuple[int, ...]:
+        maps = {self.tables[i].stage_ranks for i in self.loops}
+        if len(maps) > 1:
+            raise ValueError(
+                f"place: the loops of one step put their stages on different ranks: "
+                f"{' and '.join(map(str, sorted(maps)))}; give them schedules with the same number of "
+                f"stages and stages per rank."
+            )
+        if maps:
+            return maps.pop()
+        calls = [c for e in self.eqns if (c := _marks.stage_of_call(e)) is not None]
+        return tuple(range(max((n for _, n in calls), default=1)))
+
+    def _phases(self) -> list[int]:
+        """For each equation, the first loop that needs it; the number of loops if none does."""
+        last = len(self.loops)
+        phase = [last] * len(self.eqns)
+        needed: dict[Any, int] = {}
+        for i in reversed(range(len(self.eqns))):
+            eqn = self.eqns[i]
+            own = min((needed.get(v, last) for v in eqn.outvars), default=last)
+            if i in self.tables:
+                own = min(own, self.loops.index(i))
+            phase[i] = own
+            for v in _variables(eqn.invars):
+                needed[v] = min(needed.get(v, last), own)
+        for n, i in enumerate(self.loops):  # a loop comes after every loop before it
+            phase[i] = n
+        return phase
+
+    def placement(self) -> Placement:
+        self._pin_loop_arguments()
+        order = sorted(range(len(self.eqns)), key=lambda i: (self.phase[i], i in self.tables, i))
+        for i in order:
+            self._place(i)
+        self._settle_outputs()
+        levels = self._levels(order)
+        steps: list[Segment | Loop] = []
+        for phase in range(len(self.loops) + 1):
+            keys = sorted(
+                {
+                    (levels[i], tuple(sorted(self.place_of[i])))
+                    for i in self.place_of
+                    if self.phase[i] == phase and i not in self.tables
+                }
+            )
+            for level, place in keys:
+                members = [
+                    i
+                    for i in sorted(self.place_of)
+                    if self.phase[i] == phase
+                    and i not in self.tables
+                    and levels[i] == level
+                    and tuple(sorted(self.place_of[i])) == place
+                ]
+                steps.append(self._segment(frozenset(place), members))
+            if phase < len(self.loops):
+                steps.extend(self._loop(self.loops[phase]))
+        steps.extend(self._loose_outputs())
+        homes = {v: self.pinned.get(v) or self.wanted.get(v) or frozenset() for v in self.args}
+        final = []
+        for n, v in enumerate(self.outs):
+            if not _jaxprs.is_literal(v):
+                home = homes.get(v) or self.pinned.get(v) or frozenset({0})
+                homes.setdefault(v, home)
+                if v in self.args and not homes[v]:
+                    homes[v] = frozenset({0})
+                target = homes.get(self.args[self.pairs[n]]) if n in self.pairs else None
+                final.append((v, target or homes[v] if v in self.args else target or home))
+        return Placement(
+            tuple(steps), {v: homes[v] for v in self.args}, tuple(final), self.stage_ranks
+        )
+
+    def _pin_loop_arguments(self) -> None:
+        """Pins the arguments that loops read, directly or through equations computed in place."""
+        depends = _jaxprs.descendants(
+            self.eqns, [v for i in self.loops for v in self.eqns[i].outvars]
+        )
+        self.in_place: set[int] = set()
+
+        def demand(var, place):
+            if _jaxprs.is_literal(var) or var in depends:
+                return
+            if var not in self.maker:
+                self.pinned[var] = self.pinned.get(var, frozenset()) | place
+                return
+            i = self.maker[var]
+            eqn = self.eqns[i]
+            if _marks.is_stage_call(eqn) or _reduces_to_scalar(eqn):
+                return
+            self.in_place.add(i)
+            for v in eqn.invars:
+                demand(v, place)
+
+        for i, eqn in enumerate(self.eqns):
+            if i in self.tables:
+                for var, place in _operand_places(eqn).items():
+                    demand(var, place)
+            elif (call := _marks.stage_of_call(eqn)) is not None:
+                for var in eqn.invars:
+                    demand(var, frozenset({call[0]}))
+
+    def _place(self, i: int) -> None:
+        eqn = self.eqns[i]
+        if i in self.tables:
+            self.pinned.update(zip(eqn.outvars, _result_places(eqn), strict=True))
+            return
+        if (call := _marks.stage_of_call(eqn)) is not None:
+            self._pin(i, frozenset({call[0]}))
+            return
+        if i in self.in_place:
+            return
+        candidates = [(v, p) for v in _variables(eqn.invars) if (p := self._home(v))]
+        if not candidates:
+            return
+        largest = max(_size(v) for v, _ in candidates)
+        places = [p for v, p in candidates if _size(v) == largest]
+        # Equally large arrays of several stages (the parts of a shared gradient) are combined on
+        # all of them; scalars on the first.
+        self._pin(i, places[0] if largest == 1 else frozenset().union(*places))
+
+    def _pin(self, i: int, place: Place) -> None:
+        self.place_of[i] = place
+        self.pinned.update((v, place) for v in self.eqns[i].outvars)
+
+    @functools.cache  # noqa: B019  one placer lives for one placement
+    def _roots(self, var) -> tuple[Any, ...]:
+        """The arguments that an unplaced variable is computed from, largest first."""
+        if var not in self.maker:
+            return (var,)
+        found = dict.fromkeys(
+            r for v in _variables(self.eqns[self.maker[var]].invars) for r in self._roots(v)
+        )
+        return tuple(sorted(found, key=lambda v: -_size(v)))
+
+    def _home(self, var) -> Place | None:
+        """Where a variable lives, or would be computed if it must be; None where it is free."""
+        if var in self.pinned:
+            return self.pinned[var] or None
+        if var in self.maker and self.maker[var] in self.in_place:
+            roots = [r for r in self._roots(var) if r in self.pinned]
+            return self.pinned[roots[0]] if roots else None
+        return None
+
+    def _settle_outputs(self) -> None:
+        """Gives results that nothing has placed the place of the argument they are made from."""
+        self._collect_wanted()
+        for n, var in enumerate(self.outs):
+            if _jaxprs.is_literal(var) or var in self.pinned or var not in self.maker:
+                continue
+            place = None
+            if n in self.pairs:
+                arg = self.args[self.pairs[n]]
+                place = self.pinned.get(arg) or self.wanted.get(arg)
+            if not place:
+                roots = self._roots(var)
+                place = next(
+                    (p for r in roots if (p := self.pinned.get(r) or self.wanted.get(r))), None
+                )
+            self._pin(self.maker[var], place or frozenset({0}))
+            self._collect_wanted()
+
+    def _collect_wanted(self) -> None:
+        for i, place in self.place_of.items():
+            for var in _variables(self.eqns[i].invars):
+                self._want(var, place)
+        for i in self.loops:
+            for var, place in _operand_places(self.eqns[i]).items():
+                self._want(var, place)
+
+    def _want(self, var, place: Place) -> None:
+        if var in self.pinned:
+            return
+        if var not in self.maker:
+            self.wanted[var] = self.wanted.get(var, frozenset()) | place
+            return
+        for v in _variables(self.eqns[self.maker[var]].invars):
+            self._want(v, place)
+
+    def _levels(self, order: Sequence[int]) -> dict[int, int]:
+        """For each placed equation, how many transfers of its phase come before it, at most."""
+        level: dict[int, int] = {}
+        consumers: dict[int, list[int]] = {}
+        for i in order:
+            if i not in self.place_of:
+                continue
+            level[i] = 0
+            for j in self._placed_sources(i):
+                if self.phase[j] == self.phase[i]:
+                    apart = self.place_of[j] != self.place_of[i]
+                    level[i] = max(level[i], level[j] + apart)
+                    consumers.setdefault(j, []).append(i)
+        last: dict[tuple[int, Place], int] = {}
+        for i, n in level.items():
+            key = (self.phase[i], self.place_of[i])
+            last[key] = max(last.get(key, 0), n)
+        for i in reversed([i for i in order if i in level]):
+            if i in consumers:
+                level[i] = min(
+                    level[c] - (self.place_of[c] != self.place_of[i]) for c in consumers[i]
+                )
+            else:
+                level[i] = last[self.phase[i], self.place_of[i]]
+        return level
+
+    def _placed_sources(self, i: int) -> set[int]:
+        """The placed equations that an equation reads, through unplaced ones too."""
+        found: set[int] = set()
+        stack = _variables(self.eqns[i].invars)
+        seen = set()
+        while stack:
+            var = stack.pop()
+            if var in seen or var not in self.maker:
+                continue
+            seen.add(var)
+            j = self.maker[var]
+            if j in self.place_of:
+                found.add(j)
+            elif j not in self.tables:
+                stack.extend(_variables(self.eqns[j].invars))
+        return found
+
+    def _segment(self, place: Place, members: Sequence[int]) -> Segment:
+        """The computation of placed equations, with the unplaced ones they need."""
+        included = self._with_unplaced(members)
+        eqns = [self.eqns[i] for i in sorted(included)]
+        made = {v for i in members for v in self.eqns[i].outvars}
+        mine = set(members)
+        read = self._read_outside(mine)
+        outputs = [v for i in members for v in self.eqns[i].outvars if v in read and v in made]
+        return Segment(place, _jaxprs.part(eqns, outputs), "update")
+
+    def _read_outside(self, members: set[int]) -> set[Any]:
+        read = set(_variables(self.outs))
+        for i, e in enumerate(self.eqns):
+            if i not in members:
+                read.update(_variables(e.invars))
+        return read
+
+    def _with_unplaced(self, members: Iterable[int]) -> set[int]:
+        included = set(members)
+        stack = [v for i in included for v in _variables(self.eqns[i].invars)]
+        while stack:
+            var = stack.pop()
+            i = self.maker.get(var)
+            if i is None or i in included or i in self.place_of or i in self.tables:
+                continue
+            included.add(i)
+            stack.extend(_variables(self.eqns[i].invars))
+        return included
+
+    def _computed(self, var, place: Place) -> Segment:
+        """A segment that computes one unplaced variable under a new name."""
+        raise NotImplementedError
+
+    def _loop(self, i: int) -> list[Segment | Loop]:
+        """A loop, after the segments that make its operands where it reads them."""
+        eqn = self.eqns[i]
+        tasks: _loop.LoopTasks = eqn.params["tasks"]
+        places = _operand_places(eqn)
+        nc, nk = tasks.num_consts, tasks.num_carry
+        segments: list[Segment | Loop] = []
+        # Operands that nothing has placed are computed where they are read, by one segment a place.
+        by_place: dict[Place, list[Any]] = {}
+        for var in dict.fromkeys(_variables([*eqn.invars[:nc], *eqn.invars[nc + nk :]])):
+            if var in places and var in self.maker and var not in self.pinned:
+                by_place.setdefault(places[var], []).append(var)
+        for place, variables in by_place.items():
+            eqns = [self.eqns[j] for j in sorted(self._with_unplaced(self.maker[v] for v in variables))]
+            segments.append(Segment(place, _jaxprs.part(eqns, variables), "prepare"))
+        # Literal operands, and the first accumulators, are made anew by each stage.
+        carries, ys = list(eqn.invars[nc : nc + nk]), [None] * tasks.num_ys
+        starts: dict[int, list[tuple[Any, Any]]] = {}
+        for body in tasks.bodies:
+            for ref in body.outputs:
+                if ref.source == "carry":
+                    fresh = _jaxprs.fresh_var(eqn.outvars[ref.index])
+                    starts.setdefault(body.stage, []).append((carries[ref.index], fresh))
+                    carries[ref.index] = fresh
+                elif ref.source == "y":
+                    out = eqn.outvars[nk + ref.index]
+                    ys[ref.index] = _jaxprs.fresh_var(out)
+                    starts.setdefault(body.stage, []).append((None, ys[ref.index]))
+        for stage in sorted(starts):
+            segments.append(self._start(frozenset({stage}), starts[stage]))
+        loop = Loop(
+            eqn,
+            self.tables[i],
+            tasks,
+            tuple(eqn.invars[:nc]),
+            tuple(eqn.invars[nc + nk :]),
+            tuple(carries),
+            tuple(ys),
+            tuple(eqn.outvars[:nk]),
+            tuple(eqn.outvars[nk:]),
+        )
+        return [*segments, loop]
+
+    def _start(self, place: Place, pairs: Sequence[tuple[Any, Any]]) -> Segment:
+        """Makes the first accumulators of a stage; none of them shares memory with anything."""
+        needed = [v for v, _ in pairs if v is not None and not _jaxprs.is_literal(v)]
+        makers = [self.maker[v] for v in needed if v in self.maker and v not in self.pinned]
+        eqns = [self.eqns[j] for j in sorted(self._with_unplaced(makers))]
+        seen: set[Any] = set()
+        local = {v for e in eqns for v in e.outvars}
+        rename = _jaxprs.Substitution()
+        extra = []
+        for source, target in pairs:
+            if source is None:
+                extra.extend(_equations(lambda a=target.aval: _empty(a), [], [target]))
+            elif _jaxprs.is_literal(source) or source not in local or source in seen:
+                extra.extend(_equations(lambda x: jax.lax.optimization_barrier(x), [source], [target]))
+            else:
+                seen.add(source)
+                rename.of[source] = target
+        eqns = [rename.rename(e).replace(outvars=[rename(v) for v in e.outvars]) for e in eqns]
+        extra = [rename.rename(e) for e in extra]
+        part = _jaxprs.part([*eqns, *extra], [t for _, t in pairs])
+        return Segment(place, part, "start")
+
+    def _loose_outputs(self) -> list[Segment]:
+        """Results that are literals get a segment of their own."""
+        loose = [n for n, v in enumerate(self.outs) if _jaxprs.is_literal(v)]
+        segments = []
+        for n in loose:
+            var = jex.Var(self.outs[n].aval)
+            eqns = _equations(lambda x: jax.lax.optimization_barrier(x), [self.outs[n]], [var])
+            segments.append(Segment(frozenset({0}), _jaxprs.part(eqns, [var]), "update"))
+            self.outs[n] = var
+            self.pinned[var] = frozenset({0})
+        return segments
+
+
+def _drop_untouched_carries(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Reads a carry that a loop hands through where it came from."""
+    known = _jaxprs.Substitution()
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqn = known.rename(eqn)
+        eqns.append(eqn)
+        if _loop.is_loop(eqn):
+            first = eqn.params["tasks"].num_consts
+            made = _result_places(eqn)[: eqn.params["tasks"].num_carry]
+            known.of.update(
+                (out, eqn.invars[first + j])
+                for j, (out, place) in enumerate(zip(eqn.outvars, made, strict=False))
+                if not place
+            )
+    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
+
+
+def _reduces_to_scalar(eqn) -> bool:
+    return all(_size(v) == 1 for v in eqn.outvars) and any(_size(v) > 1 for v in _variables(eqn.invars))
+
+
+def _empty(aval):
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0, impl=aval.dtype._impl.name), aval.shape)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _equations(fun, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The equations of a function of atoms whose results are the given variables."""
+    traced = jax.make_jaxpr(fun)(*(v.aval for v in operands))
+    bound = _jaxprs.Substitution(
+        [
+            *zip(traced.jaxpr.invars, operands, strict=True),
+            *zip(traced.jaxpr.outvars, results, strict=True),
+        ]
+    )
+    return [
+        bound.rename(e).replace(outvars=[bound(v) for v in e.outvars])
+        for e in _jaxprs.inline(traced, lambda e: True).eqns
+    ] if False else _renamed(traced, operands, results)
+
+
+def _renamed(traced, operands, results) -> list[Any]:
+    flat = _jaxprs.inline(traced, lambda e: True)
+    bound = _jaxprs.Substitution(
+        [
+            *zip(flat.jaxpr.invars, operands, strict=True),
+            *zip(flat.jaxpr.outvars, results, strict=True),
+        ]
+    )
+    return [bound.rename(e).replace(outvars=[bound(v) for v in e.outvars]) for e in flat.eqns]
+
+
+__all__ = ["Loop", "Place", "Placement", "Segment", "_costs", "place_equations", "table_of"]
