@@ -7,3 +7,5 @@ from jaxpp.transforms import microbatch as microbatch
 from jaxpp.transforms import Operator as Operator
 from jaxpp import schedules as schedules
 from jaxpp.transforms import schedule as schedule
+from jaxpp.runtime import MpmdMesh as MpmdMesh
+from jaxpp.transforms import place as place

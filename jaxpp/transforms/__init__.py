@@ -4,3 +4,4 @@ from jaxpp.transforms._wrap_forward import wrap_forward as wrap_forward
 from jaxpp.transforms._microbatch import microbatch as microbatch
 from jaxpp.transforms._reductions import Operator as Operator
 from jaxpp.transforms._schedule import schedule as schedule
+from jaxpp.transforms._place import place as place

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.schedules import Table
-from jaxpp.transforms import _costs, _loop, _marks
+from jaxpp.transforms import _loop, _marks
 
 Place = frozenset[int]
 
@@ -239,6 +239,7 @@ class _Placer:
         levels = self._levels(order)
         steps: list[Segment | Loop] = []
         for phase in range(len(self.loops) + 1):
+            label = "prepare" if phase < len(self.loops) else "update"
             keys = sorted(
                 {
                     (levels[i], tuple(sorted(self.place_of[i])))
@@ -255,23 +256,20 @@ class _Placer:
                     and levels[i] == level
                     and tuple(sorted(self.place_of[i])) == place
                 ]
-                steps.append(self._segment(frozenset(place), members))
+                steps.append(self._segment(frozenset(place), members, label))
             if phase < len(self.loops):
                 steps.extend(self._loop(self.loops[phase]))
         steps.extend(self._loose_outputs())
         homes = {v: self.pinned.get(v) or self.wanted.get(v) or frozenset() for v in self.args}
+        for v in self.outs:
+            if v in homes and not homes[v]:  # an argument that is only handed back
+                homes[v] = frozenset({0})
         final = []
         for n, v in enumerate(self.outs):
-            if not _jaxprs.is_literal(v):
-                home = homes.get(v) or self.pinned.get(v) or frozenset({0})
-                homes.setdefault(v, home)
-                if v in self.args and not homes[v]:
-                    homes[v] = frozenset({0})
-                target = homes.get(self.args[self.pairs[n]]) if n in self.pairs else None
-                final.append((v, target or homes[v] if v in self.args else target or home))
-        return Placement(
-            tuple(steps), {v: homes[v] for v in self.args}, tuple(final), self.stage_ranks
-        )
+            home = homes[v] if v in homes else self.pinned[v]
+            state = homes[self.args[self.pairs[n]]] if n in self.pairs else None
+            final.append((v, state or home))
+        return Placement(tuple(steps), homes, tuple(final), self.stage_ranks)
 
     def _pin_loop_arguments(self) -> None:
         """Pins the arguments that loops read, directly or through equations computed in place."""
@@ -363,6 +361,7 @@ class _Placer:
             self._collect_wanted()
 
     def _collect_wanted(self) -> None:
+        self.visited: set[tuple[Any, Place]] = set()
         for i, place in self.place_of.items():
             for var in _variables(self.eqns[i].invars):
                 self._want(var, place)
@@ -371,8 +370,9 @@ class _Placer:
                 self._want(var, place)
 
     def _want(self, var, place: Place) -> None:
-        if var in self.pinned:
+        if var in self.pinned or (var, place) in self.visited:
             return
+        self.visited.add((var, place))
         if var not in self.maker:
             self.wanted[var] = self.wanted.get(var, frozenset()) | place
             return
@@ -422,7 +422,7 @@ class _Placer:
                 stack.extend(_variables(self.eqns[j].invars))
         return found
 
-    def _segment(self, place: Place, members: Sequence[int]) -> Segment:
+    def _segment(self, place: Place, members: Sequence[int], label: str) -> Segment:
         """The computation of placed equations, with the unplaced ones they need."""
         included = self._with_unplaced(members)
         eqns = [self.eqns[i] for i in sorted(included)]
@@ -430,7 +430,7 @@ class _Placer:
         mine = set(members)
         read = self._read_outside(mine)
         outputs = [v for i in members for v in self.eqns[i].outvars if v in read and v in made]
-        return Segment(place, _jaxprs.part(eqns, outputs), "update")
+        return Segment(place, _jaxprs.part(eqns, outputs), label)
 
     def _read_outside(self, members: set[int]) -> set[Any]:
         read = set(_variables(self.outs))
@@ -450,10 +450,6 @@ class _Placer:
             included.add(i)
             stack.extend(_variables(self.eqns[i].invars))
         return included
-
-    def _computed(self, var, place: Place) -> Segment:
-        """A segment that computes one unplaced variable under a new name."""
-        raise NotImplementedError
 
     def _loop(self, i: int) -> list[Segment | Loop]:
         """A loop, after the segments that make its operands where it reads them."""
@@ -565,20 +561,7 @@ def _empty(aval):
 def _equations(fun, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     """The equations of a function of atoms whose results are the given variables."""
     traced = jax.make_jaxpr(fun)(*(v.aval for v in operands))
-    bound = _jaxprs.Substitution(
-        [
-            *zip(traced.jaxpr.invars, operands, strict=True),
-            *zip(traced.jaxpr.outvars, results, strict=True),
-        ]
-    )
-    return [
-        bound.rename(e).replace(outvars=[bound(v) for v in e.outvars])
-        for e in _jaxprs.inline(traced, lambda e: True).eqns
-    ] if False else _renamed(traced, operands, results)
-
-
-def _renamed(traced, operands, results) -> list[Any]:
-    flat = _jaxprs.inline(traced, lambda e: True)
+    flat = _jaxprs.inline(_jaxprs.without_constants(traced)[0], lambda e: True)
     bound = _jaxprs.Substitution(
         [
             *zip(flat.jaxpr.invars, operands, strict=True),
@@ -586,6 +569,3 @@ def _renamed(traced, operands, results) -> list[Any]:
         ]
     )
     return [bound.rename(e).replace(outvars=[bound(v) for v in e.outvars]) for e in flat.eqns]
-
-
-__all__ = ["Loop", "Place", "Placement", "Segment", "_costs", "place_equations", "table_of"]

@@ -1,0 +1,1 @@
+from jaxpp.runtime._mesh import MpmdMesh as MpmdMesh

@@ -1,0 +1,234 @@
+"""`MpmdMesh`: all ranks in this process."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpp._program import Bundle, Message, default_mesh
+from jaxpp.runtime import _compile, _worker
+
+PIPELINE_AXIS = "mpmd"
+
+
+class MpmdMesh:
+    """A mesh of pipeline ranks over the devices of this process.
+
+    Args:
+        shape: the size of each axis; that of `"mpmd"` is the number of ranks.
+        axis_names: a name for each axis, one of them `"mpmd"`; the others have size 1.
+        devices: the device of each rank, by default the first of `jax.devices()`. A device may be
+            repeated: its ranks share it.
+
+    Raises:
+        ValueError: if the axes are not as above, or there are fewer devices than ranks.
+
+    Example:
+        >>> import jax, jaxpp
+        >>> mesh = jaxpp.MpmdMesh((2,), ("mpmd",), devices=[jax.devices()[0]] * 2)
+        >>> mesh.num_ranks
+        2
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        axis_names: Sequence[str] = (PIPELINE_AXIS,),
+        devices: Sequence[Any] | None = None,
+    ):
+        shape, axis_names = tuple(int(n) for n in shape), tuple(axis_names)
+        if len(shape) != len(axis_names) or len(set(axis_names)) < len(axis_names):
+            raise ValueError(
+                f"MpmdMesh needs a name of its own for each axis, got shape {shape} and names {axis_names}."
+            )
+        if PIPELINE_AXIS not in axis_names:
+            raise ValueError(f"MpmdMesh needs an axis named {PIPELINE_AXIS!r}, got {axis_names}.")
+        sizes = dict(zip(axis_names, shape, strict=True))
+        if any(n < 1 for n in shape):
+            raise ValueError(f"MpmdMesh needs axes of size 1 at least, got {sizes}.")
+        wide = [a for a, n in sizes.items() if a != PIPELINE_AXIS and n > 1]
+        if wide:
+            raise ValueError(
+                f"MpmdMesh runs each rank on one device so far, got {sizes}; give {wide[0]!r} the size 1."
+            )
+        ranks = sizes[PIPELINE_AXIS]
+        available = list(jax.devices() if devices is None else np.asarray(devices, object).ravel())
+        if len(available) < ranks or (devices is not None and len(available) != ranks):
+            raise ValueError(
+                f"MpmdMesh needs a device for each of its {ranks} ranks, got {len(available)}. To share one, "
+                f"repeat it: devices=[jax.devices()[0]] * {ranks}; to have more CPU devices, call "
+                f"jax.config.update('jax_num_cpu_devices', {ranks}) before JAX starts."
+            )
+        self.shape, self.axis_names = shape, axis_names
+        self.devices = tuple(available[:ranks])
+
+    def __repr__(self):
+        return f"MpmdMesh({self.shape}, {self.axis_names})"
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of pipeline ranks."""
+        return len(self.devices)
+
+    def load(self, bundle: Bundle) -> Callable[[Sequence[Any]], list[Any]]:
+        """Compiles a step, and gives the function that runs it on its flat arguments."""
+        return _LocalStep(bundle, self.devices).run
+
+
+default_mesh.set(lambda num_ranks: MpmdMesh((num_ranks,)))
+
+
+class _LocalTransport:
+    """Moves arrays between ranks of one process, from device to device."""
+
+    def __init__(self, devices: Sequence[Any]):
+        self._devices = devices
+        self._mail: dict[int, Any] = {}
+
+    def send(self, arrays: list[Any], message: Message) -> None:
+        target = self._devices[message.target]
+        if target is not self._devices[message.source]:
+            arrays = jax.device_put(arrays, target)
+        self._mail[message.tag] = arrays
+
+    def receive(self, message: Message) -> Any:
+        return self._mail.pop(message.tag)
+
+
+class _LocalStep:
+    """A step's programs, loaded on the devices of one process."""
+
+    def __init__(self, bundle: Bundle, devices: Sequence[Any]):
+        self._bundle = bundle
+        self._devices = devices
+        transport = _LocalTransport(devices)
+        executables = _compile.compile_all(bundle, devices)
+        self._workers = []
+        for program, own, device in zip(bundle.programs, executables, devices, strict=True):
+            calls = [own.get(n) for n in range(len(bundle.computations))]
+            worker = _worker.Worker(program, calls, transport)
+            for slot, value in program.constants:
+                worker.slots[slot] = jax.device_put(value, device)
+            self._workers.append(worker)
+        self._order = [
+            (self._workers[rank].execute, chunk)
+            for rank, chunk in _worker.interleave(bundle.programs)
+        ]
+        self._feeds = [_Feed(n, self) for n in range(len(bundle.in_avals))]
+        self._fetches = [_Fetch(n, self) for n in range(len(bundle.out_avals))]
+
+    def slots_of(self, pairs_of: Callable[[Any], Any], number: int) -> list[tuple[Any, Any, int]]:
+        """The worker, device and slot of each place of an argument or result."""
+        return [
+            (worker, device, slot)
+            for program, worker, device in zip(
+                self._bundle.programs, self._workers, self._devices, strict=True
+            )
+            for n, slot in pairs_of(program)
+            if n == number
+        ]
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """Runs the step; returns when everything has been dispatched."""
+        self._check_deleted(args)
+        for feed, arg in zip(self._feeds, args, strict=True):
+            feed(arg)
+        for execute, chunk in self._order:
+            execute(chunk)
+        results = [fetch() for fetch in self._fetches]
+        donated = self._bundle.donated
+        if donated:
+            kept = {id(r) for r in results}
+            for n in donated:
+                arg = args[n]
+                if isinstance(arg, jax.Array) and id(arg) not in kept and not arg.is_deleted():
+                    arg.delete()
+        return results
+
+    def _check_deleted(self, args: Sequence[Any]) -> None:
+        seen: dict[int, int] = {}
+        for n, arg in enumerate(args):
+            if isinstance(arg, jax.Array) and arg.is_deleted():
+                raise ValueError(
+                    f"args{self._bundle.arg_names[n]} was donated to an earlier call, which deleted it; pass "
+                    f"what that call returned, or leave the argument out of donate_argnums."
+                )
+            if n in self._bundle.donated and seen.setdefault(id(arg), n) != n:
+                first = self._bundle.arg_names[seen[id(arg)]]
+                raise ValueError(
+                    f"args{self._bundle.arg_names[n]} is the same array as args{first}, and is donated: an array "
+                    f"can be donated once. Copy it with jnp.copy, or do not donate it."
+                )
+
+
+class _Feed:
+    """Puts one argument where the ranks read it, without a copy where it is there already."""
+
+    def __init__(self, number: int, step: _LocalStep):
+        self._places = step.slots_of(lambda p: p.inputs, number)
+        self._donated = number in step._bundle.donated
+        self._sharding: Any = None
+        self._known: list[int | None] = []
+
+    def __call__(self, arg: Any) -> None:
+        if not self._places:
+            return
+        if not isinstance(arg, jax.Array):
+            arg = jnp.asarray(arg)
+        if arg.sharding is not self._sharding:
+            self._learn(arg)
+        taken = set()
+        for (worker, device, slot), shard in zip(self._places, self._known, strict=True):
+            if shard is None:
+                value = jax.device_put(arg, device)
+            elif shard < 0:
+                value = arg
+            else:
+                value = arg.addressable_shards[shard].data
+            if len(self._places) > 1 and self._donated:
+                if id(device) in taken:  # ranks that share a device need a copy each
+                    value = jnp.copy(value)
+                taken.add(id(device))
+            worker.slots[slot] = value
+
+    def _learn(self, arg: Any) -> None:
+        """Notes on which devices an argument's sharding has it: itself (-1), a shard, or not."""
+        devices = list(arg.sharding.device_set)
+        self._sharding = arg.sharding
+        if len(devices) == 1:
+            committed = [-1 if d == devices[0] else None for _, d, _ in self._places]
+            self._known = committed
+            return
+        on = {s.device: i for i, s in enumerate(arg.addressable_shards)}
+        whole = arg.sharding.is_fully_replicated
+        self._known = [on.get(d) if whole else None for _, d, _ in self._places]
+
+
+class _Fetch:
+    """Makes one result of what the ranks left in their slots."""
+
+    def __init__(self, number: int, step: _LocalStep):
+        places = step.slots_of(lambda p: p.outputs, number)
+        by_device: dict[Any, tuple[Any, int]] = {}
+        for worker, device, slot in places:
+            by_device.setdefault(device, (worker, slot))
+        self._sources = list(by_device.values())
+        self._all = places
+        self._shape = step._bundle.out_avals[number].shape
+        self._sharding = _replicated(tuple(by_device)) if len(by_device) > 1 else None
+
+    def __call__(self) -> Any:
+        values = [worker.slots[slot] for worker, slot in self._sources]
+        if self._sharding is None:
+            return values[0]
+        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, values)
+
+
+@functools.cache
+def _replicated(devices: tuple[Any, ...]) -> NamedSharding:
+    """One sharding object for each set of devices, so that it can be recognised by identity."""
+    return NamedSharding(Mesh(np.array(devices, object), ("ranks",)), PartitionSpec())

@@ -1,0 +1,99 @@
+"""The worker: runs one rank's program, instruction by instruction."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jaxpp._program import Free, Instruction, Message, Program, Receive, Run, Send
+
+Chunk = tuple[Instruction, ...]
+
+
+class Transport(Protocol):
+    """How a rank's arrays reach another rank."""
+
+    def send(self, arrays: list[Any], message: Message) -> None:
+        """Starts to send; does not wait."""
+        ...
+
+    def receive(self, message: Message) -> Sequence[Any]:
+        """Gives the arrays of a message."""
+        ...
+
+
+class Worker:
+    """One rank: its slots, its executables, and the loop over its instructions.
+
+    The same for every mesh; only the transport differs.
+    """
+
+    def __init__(
+        self, program: Program, executables: Sequence[Callable | None], transport: Transport
+    ):
+        self.slots: list[Any] = [None] * program.num_slots
+        self._transport = transport
+        self._executables = executables
+
+    def execute(self, chunk: Chunk) -> None:
+        """Runs some instructions in order."""
+        slots = self.slots
+        for instruction in chunk:
+            kind = type(instruction)
+            if kind is Run:
+                outputs = self._executables[instruction.computation](
+                    *[slots[i] for i in instruction.inputs]
+                )
+                for slot, value in zip(instruction.outputs, outputs):  # noqa: B905  hot loop
+                    slots[slot] = value
+            elif kind is Free:
+                outputs = None
+                for slot in instruction.slots:
+                    slots[slot] = None
+            elif kind is Send:
+                self._transport.send([slots[i] for i in instruction.slots], instruction.message)
+            else:
+                arrays = self._transport.receive(instruction.message)
+                for slot, value in zip(instruction.slots, arrays, strict=True):
+                    slots[slot] = value
+
+
+def chunks(program: Program) -> list[Chunk]:
+    """A program in pieces that each wait at most at their start, and run one computation."""
+    pieces: list[list[Instruction]] = [[]]
+    for instruction in program.instructions:
+        piece = pieces[-1]
+        waits = isinstance(instruction, Receive)
+        if (waits and any(not isinstance(i, Receive) for i in piece)) or (
+            isinstance(instruction, Run) and any(isinstance(i, Run) for i in piece)
+        ):
+            pieces.append([])
+        pieces[-1].append(instruction)
+    return [tuple(piece) for piece in pieces if piece]
+
+
+def interleave(programs: Sequence[Program]) -> list[tuple[int, Chunk]]:
+    """The pieces of all programs in one order, each receive after its send.
+
+    Ranks advance by a clock on which every run takes one unit, so that each gets work early.
+
+    Raises:
+        RuntimeError: if the programs wait for each other.
+    """
+    waiting = [list(reversed(chunks(p))) for p in programs]
+    clock = [0.0] * len(programs)
+    sent: dict[int, float] = {}
+    order: list[tuple[int, Chunk]] = []
+
+    def ready_at(rank: int) -> float:
+        tags = [i.message.tag for i in waiting[rank][-1] if isinstance(i, Receive)]
+        return max([clock[rank], *(sent.get(tag, float("inf")) for tag in tags)])
+
+    while any(waiting):
+        rank = min((r for r, w in enumerate(waiting) if w), key=ready_at)
+        start = ready_at(rank)
+        if start == float("inf"):
+            raise RuntimeError("The ranks' programs wait for each other.")
+        chunk = waiting[rank].pop()
+        clock[rank] = start + any(isinstance(i, Run) for i in chunk)
+        sent.update((i.message.tag, clock[rank]) for i in chunk if isinstance(i, Send))
+        order.append((rank, chunk))
+    return order

@@ -1,0 +1,437 @@
+"""Lowers a placed step to one program per rank.
+
+First the runs of all ranks are listed in an order in which they can happen; then each value that is
+read on a rank that did not make it gets a send right after it is made and a receive right before
+its first use, and each slot is freed after its last use.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp import _compat, _jaxprs, schedules
+from jaxpp._program import (
+    Bundle,
+    Computation,
+    Free,
+    Instruction,
+    Message,
+    Program,
+    Receive,
+    Run,
+    Send,
+)
+from jaxpp.schedules import Task
+from jaxpp.transforms import _loop, _placement
+
+
+@dataclasses.dataclass(eq=False)
+class _Event:
+    """One run on one rank, over named values."""
+
+    rank: int
+    computation: int
+    inputs: list[Hashable]
+    outputs: list[Hashable]
+    label: str
+    task: Task | None = None
+
+
+class _Computations:
+    """The computations of a step, equal ones once."""
+
+    def __init__(self):
+        self.items: list[Computation] = []
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, key: Any, name: str, make) -> int:
+        """The number of the computation with a key; `make()` gives its jaxpr and donations."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self.items)
+            jaxpr, donated = make()
+            self.items.append(Computation(name, jaxpr, donated))
+        return self._numbers[key]
+
+
+def lower(
+    jaxpr: jex.ClosedJaxpr,
+    placement: _placement.Placement,
+    donated: frozenset[int],
+    arg_names: Sequence[str],
+) -> Bundle:
+    """Lowers a placed step to programs.
+
+    Args:
+        jaxpr: the step; `placement` is of it.
+        placement: its segments and loops, in order.
+        donated: the arguments that the step may consume.
+        arg_names: the path of each argument.
+    """
+    lowering = _Lowering(placement, list(jaxpr.jaxpr.invars), donated, arg_names)
+    for step in placement.steps:
+        if isinstance(step, _placement.Segment):
+            lowering.segment(step)
+        else:
+            lowering.loop(step)
+    return lowering.bundle([v.aval for v in jaxpr.jaxpr.outvars])
+
+
+class _Lowering:
+    def __init__(self, placement: _placement.Placement, args, donated, arg_names):
+        self.placement = placement
+        self.ranks_of = placement.stage_ranks
+        self.num_ranks = max(self.ranks_of) + 1
+        self.args = args
+        self.arg_number = {v: n for n, v in enumerate(args)}
+        self.donated = donated
+        self.arg_names = tuple(arg_names)
+        self.computations = _Computations()
+        self.events: list[_Event] = []
+        self.segments: list[tuple[int, _placement.Segment]] = []
+        self.avals: dict[Hashable, Any] = {v: v.aval for v in args}
+        self.kinds: dict[Hashable, str] = {v: "argument" for v in args}
+        self.names: dict[Hashable, str] = {
+            v: f"args{n}" for v, n in zip(args, self.arg_names, strict=True)
+        }
+        self.constants: dict[Hashable, Any] = {}
+        self.loop_number = itertools.count()
+
+    def ranks(self, place: _placement.Place) -> list[int]:
+        return sorted({self.ranks_of[s] for s in place})
+
+    # ---- segments -------------------------------------------------------------------------------
+
+    def segment(self, segment: _placement.Segment) -> None:
+        """Adds a segment's run on each rank of its place; its computation is chosen at the end."""
+        for v in segment.part.outputs:
+            self.avals[v] = v.aval
+            self.kinds.setdefault(v, "scalar" if v.aval.size == 1 else "gathered")
+            self.names.setdefault(v, f"{segment.label} {_origin(segment, v)}")
+        for rank in self.ranks(segment.place):
+            event = _Event(
+                rank, -1, list(segment.part.inputs), list(segment.part.outputs), segment.label
+            )
+            self.segments.append((len(self.events), segment))
+            self.events.append(event)
+
+    def _finish_segments(self, last_use, shared) -> None:
+        """Gives segments their computations, donating what nothing reads after them."""
+        structures: dict[int, Any] = {}
+        for index, segment in self.segments:
+            event = self.events[index]
+            part = segment.part
+            free = [
+                i
+                for i, v in enumerate(event.inputs)
+                if last_use.get((event.rank, v)) == index
+                and (event.rank, v) not in shared
+                and (v not in self.arg_number or self.arg_number[v] in self.donated)
+            ]
+            taken = _pair_by_type([v.aval for v in part.outputs], [(i, part.inputs[i].aval) for i in free])
+            if id(segment) not in structures:
+                structures[id(segment)] = _jaxprs.structure(part.jaxpr)
+            name = f"{segment.label}_{'_'.join(map(str, sorted(segment.place)))}"
+            event.computation = self.computations.number(
+                (structures[id(segment)], taken), name, lambda: (part.jaxpr, taken)  # noqa: B023
+            )
+
+    # ---- loops ----------------------------------------------------------------------------------
+
+    def loop(self, loop: _placement.Loop) -> None:
+        """Adds the runs of a loop's tasks in an order in which the ranks can run them."""
+        number = next(self.loop_number)
+        tasks = loop.tasks
+        reverse, length = loop.eqn.params["reverse"], loop.eqn.params["length"]
+        carry = list(loop.carries)
+        ys = list(loop.ys)
+        updates = [0] * len(carry)
+        bodies = {}
+        for body in tasks.bodies:
+            bodies[body.kind, body.stage] = self._task_computation(body, loop)
+            for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
+                if ref.source == "value":
+                    self.avals["type", number, ref.index] = v.aval
+        for _, task in schedules.execution_order(loop.table, tasks.dependencies):
+            body = tasks.body(task)
+            if body is None:
+                continue
+            mb = length - 1 - task.microbatch if reverse else task.microbatch
+            rank = self.ranks_of[task.stage]
+
+            def operand(ref, mb=mb, rank=rank):
+                if ref.source == "value":
+                    return (number, mb, ref.index)  # noqa: B023
+                source = {"const": loop.consts, "x": loop.xs, "carry": carry}[ref.source]
+                v = source[ref.index]
+                return self._constant(v.val, v.aval) if _jaxprs.is_literal(v) else v
+
+            inputs: list[Hashable] = [operand(r) for r in body.inputs]
+            if any(r.source == "x" for r in body.inputs) or any(r.source == "y" for r in body.outputs):
+                inputs.append(self._constant(np.int32(mb), None))
+            outputs: list[Hashable] = []
+            for ref in body.outputs:
+                if ref.source == "value":
+                    key: Hashable = (number, mb, ref.index)
+                    aval = self.avals["type", number, ref.index]
+                    self.kinds[key], self.names[key] = "edge", f"{task}"
+                elif ref.source == "carry":
+                    updates[ref.index] += 1
+                    done = updates[ref.index] == length
+                    final = loop.carry_outs[ref.index]
+                    key, aval = final if done else (number, "carry", ref.index, updates[ref.index]), final.aval
+                    carry[ref.index] = key
+                    self.kinds[key] = "scalar" if aval.size == 1 else "gradient"
+                    self.names[key] = f"sum of {body.name}"
+                else:
+                    inputs.append(ys[ref.index])
+                    updates_y = (number, "y", ref.index, mb)
+                    done = self._last_microbatch(loop, task)
+                    key, aval = (loop.y_outs[ref.index] if done else updates_y), loop.y_outs[ref.index].aval
+                    ys[ref.index] = key
+                    self.kinds[key], self.names[key] = "gathered", f"results of {body.name}"
+                self.avals[key] = aval
+                outputs.append(key)
+            computation = bodies[body.kind, body.stage]
+            self.events.append(_Event(rank, computation, inputs, outputs, str(task), task))
+
+    @staticmethod
+    def _last_microbatch(loop: _placement.Loop, task: Task) -> bool:
+        rank = loop.table.ranks[loop.table.stage_ranks[task.stage]]
+        return task == [t for t in rank if (t.kind, t.stage) == (task.kind, task.stage)][-1]
+
+    def _constant(self, value: Any, aval: Any) -> Hashable:
+        array = np.asarray(value) if aval is None or not hasattr(aval.dtype, "_impl") else value
+        if aval is not None and isinstance(array, np.ndarray):
+            array = array.astype(aval.dtype)
+        key = ("constant", str(array.dtype), array.shape, array.tobytes())
+        self.constants[key] = array
+        return key
+
+    def _task_computation(self, body: _loop.TaskBody, loop: _placement.Loop) -> int:
+        """A task as a computation: it slices its microbatch, and updates accumulators in place."""
+        xs = [loop.xs[r.index].aval if r.source == "x" else None for r in body.inputs]
+        y_avals = [loop.y_outs[r.index].aval for r in body.outputs if r.source == "y"]
+        indexed = any(a is not None for a in xs) or bool(y_avals)
+        pattern = (
+            tuple(r.source == "x" for r in body.inputs),
+            tuple(r.source == "carry" for r in body.inputs),
+            tuple(r.source == "y" for r in body.outputs),
+            tuple(str(a) for a in y_avals),
+            loop.eqn.params["length"] if indexed else None,
+        )
+        carries = tuple(i for i, r in enumerate(body.inputs) if r.source == "carry")
+
+        def run(*operands):
+            own = list(operands[: len(xs)])
+            index = operands[len(xs)] if indexed else None
+            buffers = iter(operands[len(xs) + indexed :])
+            own = [
+                x if a is None else jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+                for x, a in zip(own, xs, strict=True)
+            ]
+            outputs = _jaxprs.run(body.jaxpr, *own)
+            return [
+                jax.lax.dynamic_update_index_in_dim(next(buffers), y, index, 0)
+                if r.source == "y" else y
+                for r, y in zip(body.outputs, outputs, strict=True)
+            ]  # fmt: skip
+
+        def make():
+            avals = [
+                v.aval if a is None else a for v, a in zip(body.jaxpr.jaxpr.invars, xs, strict=True)
+            ]
+            if indexed:
+                avals.append(jax.core.ShapedArray((), jnp.int32))
+            first = len(avals)
+            jaxpr, consts = _jaxprs.without_constants(jax.make_jaxpr(run)(*avals, *y_avals))
+            assert not consts
+            return jaxpr, (*carries, *range(first, first + len(y_avals)))
+
+        return self.computations.number((_jaxprs.structure(body.jaxpr), pattern), body.name, make)
+
+    # ---- programs -------------------------------------------------------------------------------
+
+    def bundle(self, out_avals) -> Bundle:
+        homes = {v: self.ranks(place) for v, place in self.placement.homes.items()}
+        final = [(v, self.ranks(place)) for v, place in self.placement.final]
+        # Who makes each value, and who reads it.
+        made: dict[Hashable, dict[int, int]] = {v: dict.fromkeys(r, -1) for v, r in homes.items()}
+        readers: dict[Hashable, dict[int, int]] = {}
+        last_use: dict[tuple[int, Hashable], int] = {}
+        end = len(self.events)
+        for index, event in enumerate(self.events):
+            for key in event.outputs:
+                made.setdefault(key, {})[event.rank] = index
+            for key in event.inputs:
+                readers.setdefault(key, {}).setdefault(event.rank, index)
+                last_use[event.rank, key] = index
+        for v, ranks in final:
+            for rank in ranks:
+                readers.setdefault(v, {}).setdefault(rank, end)
+                last_use[rank, v] = end
+        sends, receives, moved = self._messages(made, readers)
+        for rank, key in moved:
+            source = min(made[key])
+            last_use.setdefault((source, key), made[key][source])
+        returned = {(rank, v) for v, ranks in final for rank in ranks}
+        self._finish_segments(last_use, moved | returned | {(min(made[k]), k) for _, k in moved})
+        writers = [
+            _ProgramWriter(rank, last_use, self.constants) for rank in range(self.num_ranks)
+        ]
+        for v, ranks in homes.items():
+            for rank in ranks:
+                writers[rank].inputs.append((self.arg_number[v], writers[rank].slot(v)))
+        for rank, writer in enumerate(writers):
+            writer.send(sends.get((-1, rank), ()))
+        for index, event in enumerate(self.events):
+            writer = writers[event.rank]
+            writer.receive(receives.get((index, event.rank), ()))
+            writer.run(index, event, self.computations.items[event.computation].donated)
+            writer.send(sends.get((index, event.rank), ()))
+            writer.free(index)
+        for rank, writer in enumerate(writers):
+            writer.receive(receives.get((end, rank), ()))
+        for n, (v, ranks) in enumerate(final):
+            for rank in ranks:
+                writers[rank].outputs.append((n, writers[rank].slot(v)))
+        stages = [
+            tuple(s for s, r in enumerate(self.ranks_of) if r == rank) for rank in range(self.num_ranks)
+        ]
+        return Bundle(
+            tuple(w.program(s) for w, s in zip(writers, stages, strict=True)),
+            tuple(self.computations.items),
+            tuple(v.aval for v in self.args),
+            tuple(out_avals),
+            self.arg_names,
+            self.donated,
+        )
+
+    def _messages(self, made, readers):
+        """The sends after each event and the receives before each, by (event, rank)."""
+        wanted: dict[tuple[int, int, int], list[Hashable]] = {}
+        first_read: dict[tuple[int, int, int], int] = {}
+        moved: set[tuple[int, Hashable]] = set()
+        for key, by_rank in readers.items():
+            if key in self.constants:
+                continue
+            for rank, index in by_rank.items():
+                if rank in made[key]:
+                    continue
+                source = min(made[key])
+                route = (made[key][source], source, rank)
+                wanted.setdefault(route, []).append(key)
+                first_read[route] = min(first_read.get(route, index), index)
+                moved.add((rank, key))
+        sends: dict[tuple[int, int], list[tuple[list[Hashable], Message]]] = {}
+        receives: dict[tuple[int, int], list[tuple[list[Hashable], Message]]] = {}
+        for tag, (route, keys) in enumerate(sorted(wanted.items(), key=lambda item: item[0])):
+            event, source, target = route
+            message = Message(
+                tag,
+                source,
+                target,
+                tuple(self.names[k] for k in keys),
+                tuple(self.kinds[k] for k in keys),
+                tuple(self.avals[k] for k in keys),
+            )
+            sends.setdefault((event, source), []).append((keys, message))
+            receives.setdefault((first_read[route], target), []).append((keys, message))
+        return sends, receives, moved
+
+
+def _origin(segment: _placement.Segment, var) -> str:
+    eqn = next((e for e in segment.part.jaxpr.eqns if var in e.outvars), None)
+    line = _compat.source_line(eqn) if eqn is not None else ""
+    return f"{eqn.primitive.name if eqn is not None else 'value'}{' at ' + line if line else ''}"
+
+
+def _pair_by_type(outputs: Sequence[Any], inputs: Sequence[tuple[int, Any]]) -> tuple[int, ...]:
+    """The inputs whose memory outputs of the same type can take."""
+    wanted: dict[Any, int] = {}
+    for aval in outputs:
+        wanted[aval.shape, aval.dtype] = wanted.get((aval.shape, aval.dtype), 0) + 1
+    taken = []
+    for i, aval in inputs:
+        if wanted.get((aval.shape, aval.dtype), 0) > 0:
+            wanted[aval.shape, aval.dtype] -= 1
+            taken.append(i)
+    return tuple(taken)
+
+
+class _ProgramWriter:
+    """Writes one rank's program: gives values slots, and frees them."""
+
+    def __init__(self, rank: int, last_use, constants):
+        self.rank = rank
+        self.instructions: list[Instruction] = []
+        self.inputs: list[tuple[int, int]] = []
+        self.outputs: list[tuple[int, int]] = []
+        self.constant_slots: list[tuple[int, Any]] = []
+        self.constants = constants
+        self.last_use = last_use
+        self.slots: dict[Hashable, int] = {}
+        self.vacant: list[int] = []
+        self.num_slots = 0
+        self.sent_last: list[Hashable] = []
+
+    def slot(self, key: Hashable) -> int:
+        if key not in self.slots:
+            if self.vacant and key not in self.constants:
+                self.slots[key] = self.vacant.pop()
+            else:
+                self.slots[key] = self.num_slots
+                self.num_slots += 1
+            if key in self.constants:
+                self.constant_slots.append((self.slots[key], self.constants[key]))
+        return self.slots[key]
+
+    def run(self, index: int, event: _Event, donated: Sequence[int]) -> None:
+        inputs = tuple(self.slot(k) for k in event.inputs)
+        for i in donated:
+            self._vacate(event.inputs[i])
+        outputs = tuple(self.slot(k) for k in event.outputs)
+        self.instructions.append(Run(event.computation, inputs, outputs, event.label))
+        gone = {event.inputs[i] for i in donated}
+        self.ending = [
+            k
+            for k in dict.fromkeys([*event.inputs, *event.outputs])
+            if k not in self.constants
+            and k not in gone
+            and self.last_use.get((self.rank, k), -2) <= index
+        ]
+
+    def free(self, index: int) -> None:
+        """Frees what the last run was the last to use, after it has been sent."""
+        slots = tuple(self.slots[k] for k in self.ending)
+        for k in self.ending:
+            self._vacate(k)
+        if slots:
+            self.instructions.append(Free(slots))
+
+    def _vacate(self, key: Hashable) -> None:
+        self.vacant.append(self.slots.pop(key))
+
+    def send(self, messages) -> None:
+        for keys, message in messages:
+            self.instructions.append(Send(tuple(self.slot(k) for k in keys), message))
+
+    def receive(self, messages) -> None:
+        for keys, message in messages:
+            self.instructions.append(Receive(tuple(self.slot(k) for k in keys), message))
+
+    def program(self, stages: tuple[int, ...]) -> Program:
+        return Program(
+            self.rank,
+            stages,
+            tuple(self.instructions),
+            self.num_slots,
+            tuple(self.inputs),
+            tuple(self.outputs),
+            tuple(self.constant_slots),
+        )

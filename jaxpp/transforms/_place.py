@@ -1,0 +1,339 @@
+"""`place`: compiles a step to one program per rank, and runs it on a mesh."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._program import Bundle, Mesh, Program, default_mesh
+from jaxpp.transforms import _loop, _lower, _marks, _placement, _schedule
+
+
+def place(
+    fun: Callable, mesh: Mesh | None = None, *, donate_argnums: int | Sequence[int] = ()
+) -> "Placed":
+    """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
+
+    The outermost transform, as `jax.jit` is: around a train step whose loops `schedule` has
+    partitioned. The stages' tasks run where the schedule's table puts them, and everything around
+    the loops where its largest operand lives. Parameters and optimizer state stay on the ranks that
+    use them: results are left where the next call needs them.
+
+    Args:
+        fun: a function of pytrees. JAX and NumPy arrays, of any shape and dtype, are traced; every
+            other leaf is static and must be hashable: another value traces again, as do other
+            shapes and dtypes.
+        mesh: where to run; by default a `jaxpp.MpmdMesh` over the first `jax.devices()`.
+        donate_argnums: the positions of arguments whose memory the step may reuse. Their arrays are
+            deleted by the call.
+
+    Returns:
+        A callable with `lower(*args)`, as `jax.jit` gives. It cannot be transformed further.
+
+    Raises:
+        ValueError: for a loop without a schedule, a mesh with another number of ranks, a donated
+            array that is used again, or an argument that is neither array nor hashable.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return jnp.mean((h @ w) ** 2)
+        >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+        >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        >>> mesh = jaxpp.MpmdMesh((2,), ("mpmd",), devices=[jax.devices()[0]] * 2)
+        >>> step = jaxpp.place(lambda w, x: w - 0.1 * grad(w, x), mesh)
+        >>> step(jnp.eye(2), jnp.ones((8, 2))).shape
+        (2, 2)
+    """
+    if isinstance(donate_argnums, int):
+        donate_argnums = (donate_argnums,)
+    return Placed(fun, mesh, tuple(donate_argnums))
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A step lowered to programs, before it is compiled."""
+
+    bundle: Bundle
+    _finish: Callable[[Bundle], "Compiled"]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What each rank runs."""
+        return self.bundle.programs
+
+    def as_text(self) -> str:
+        """The programs as text, one instruction a line."""
+        return self.bundle.as_text()
+
+    def compile(self) -> "Compiled":
+        """Compiles the computations and loads the programs on the mesh."""
+        return self._finish(self.bundle)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A step compiled for arguments of given types."""
+
+    bundle: Bundle
+    _run: Callable[[Sequence[Any]], list[Any]]
+    _signature: "_Signature"
+    _rebuild: Callable[[list[Any]], Any]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What each rank runs."""
+        return self.bundle.programs
+
+    def as_text(self) -> str:
+        """The programs as text, one instruction a line."""
+        return self.bundle.as_text()
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the step; the arguments must have the types it was compiled for."""
+        leaves, tree = jtu.tree_flatten(args)
+        if not self._signature.matches(leaves, tree):
+            raise TypeError(
+                "The step was compiled for other arguments: "
+                + self._signature.difference(args)
+                + ". Call the placed function itself, which compiles for each."
+            )
+        return self.call(leaves)
+
+    def call(self, leaves: Sequence[Any]) -> Any:
+        """Runs the step on leaves that are known to match."""
+        return self._rebuild(self._run([leaves[i] for i in self._signature.arrays]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Signature:
+    """The types of a call's leaves: an aval for an array, the value itself for a static leaf."""
+
+    tree: Any
+    avals: tuple[Any, ...]
+    arrays: tuple[int, ...]
+    static: tuple[Any, ...]
+
+    @staticmethod
+    def of(leaves: Sequence[Any], tree: Any) -> "_Signature":
+        is_array = [_jaxprs.is_array(leaf) for leaf in leaves]
+        avals = tuple(jax.typeof(x) if a else None for x, a in zip(leaves, is_array, strict=True))
+        static = tuple(None if a else x for x, a in zip(leaves, is_array, strict=True))
+        return _Signature(tree, avals, tuple(i for i, a in enumerate(is_array) if a), static)
+
+    def matches(self, leaves: Sequence[Any], tree: Any) -> bool:
+        if tree != self.tree:
+            return False
+        for leaf, aval, value in zip(leaves, self.avals, self.static, strict=True):
+            if aval is None:
+                if leaf is not value and (type(leaf) is not type(value) or leaf != value):
+                    return False
+                if _jaxprs.is_array(leaf):
+                    return False
+            elif isinstance(leaf, jax.Array):
+                own = leaf.aval
+                if own is not aval and own != aval:
+                    return False
+            elif not _jaxprs.is_array(leaf) or jax.typeof(leaf) != aval:
+                return False
+        return True
+
+    def difference(self, args: Any) -> str:
+        leaves, tree = jtu.tree_flatten_with_path(args)
+        if tree != self.tree:
+            return f"their structure is {tree}, not {self.tree}"
+        for (path, leaf), aval, value in zip(leaves, self.avals, self.static, strict=True):
+            now = jax.typeof(leaf) if _jaxprs.is_array(leaf) else leaf
+            if now != (value if aval is None else aval):
+                return f"args{jtu.keystr(path)} is {now}, not {value if aval is None else aval}"
+        return "none"
+
+
+class Placed:
+    """A function partitioned over the ranks of a mesh; made by `place`."""
+
+    def __init__(self, fun: Callable, mesh: Mesh | None, donate_argnums: tuple[int, ...]):
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._mesh = mesh
+        self._donate_argnums = donate_argnums
+        self._cache: list[Compiled] = []
+
+    def __repr__(self):
+        return f"<placed {getattr(self._fun, '__name__', self._fun)}>"
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the step; traces and compiles it where the arguments have new types."""
+        leaves, tree = jtu.tree_flatten(args)
+        cache = self._cache
+        for i, compiled in enumerate(cache):
+            if compiled._signature.matches(leaves, tree):
+                if i:
+                    cache.insert(0, cache.pop(i))
+                return compiled.call(leaves)
+        compiled = self.lower(*args).compile()
+        cache.insert(0, compiled)
+        return compiled.call(leaves)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What each rank runs, of the last call."""
+        return self.bundle.programs
+
+    @property
+    def bundle(self) -> Bundle:
+        """The programs of the last call, and what they share."""
+        if not self._cache:
+            raise ValueError("The placed function has not been called yet; use lower(*args).programs.")
+        return self._cache[0].bundle
+
+    def as_text(self) -> str:
+        """The programs of the last call as text."""
+        return self.bundle.as_text()
+
+    def lower(self, *args: Any) -> Lowered:
+        """Traces the step at arguments, or at `jax.ShapeDtypeStruct`s that stand for arrays."""
+        leaves, tree = jtu.tree_flatten(args)
+        paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(args)[0]]
+        self._check_arguments(args, leaves, paths)
+        signature = _Signature.of(leaves, tree)
+        traced = _jaxprs.trace(self._fun, args)
+        jaxpr = _flatten(traced.jaxpr)
+        constants, num_closed = traced.inputs, traced.num_closed_over
+        jaxpr = _bind_constants(jaxpr, constants[:num_closed])
+        donated_leaves = _leaves_of(args, self._donate_argnums)
+        donated = frozenset(n for n, i in enumerate(signature.arrays) if i in donated_leaves)
+        pairs = _pair_state(args, self._donate_argnums, traced, jaxpr)
+        placement = _placement.place_equations(jaxpr, pairs)
+        names = [paths[i] for i in signature.arrays]
+        bundle = _lower.lower(jaxpr, placement, donated, names)
+        mesh = self._resolve_mesh(len(bundle.programs))
+
+        def finish(bundle: Bundle) -> Compiled:
+            return Compiled(bundle, mesh.load(bundle), signature, traced.rebuild)
+
+        return Lowered(bundle, finish)
+
+    def _resolve_mesh(self, num_ranks: int) -> Mesh:
+        mesh = default_mesh.get()(num_ranks) if self._mesh is None else self._mesh
+        if mesh.num_ranks != num_ranks:
+            raise ValueError(
+                f"place: the schedule runs on {num_ranks} ranks, but the mesh has {mesh.num_ranks}; make "
+                f"them equal (a mesh whose devices list repeats a device lets ranks share it)."
+            )
+        return mesh
+
+    def _check_arguments(self, args, leaves, paths) -> None:
+        for n in self._donate_argnums:
+            if not 0 <= n < len(args):
+                raise ValueError(
+                    f"place: donate_argnums names argument {n}, but the step was called with {len(args)} "
+                    f"arguments."
+                )
+        for leaf, path in zip(leaves, paths, strict=True):
+            if _compat.is_tracer(leaf):
+                raise ValueError(
+                    f"place: args{path} is being traced: a placed function cannot be inside jit, grad, vmap "
+                    f"or scan. Transform the function first and place the result."
+                )
+            if not _jaxprs.is_array(leaf):
+                try:
+                    hash(leaf)
+                except TypeError:
+                    raise ValueError(
+                        f"place: args{path} is a {type(leaf).__name__}, which is neither an array nor "
+                        f"hashable. Arrays are traced and all else is static: make it an array, or hashable."
+                    ) from None
+
+
+def _flatten(jaxpr):
+    """The step with all calls inlined, but for the calls of stages outside of loops."""
+    flat = _jaxprs.inline(jaxpr, lambda e: not _marks.is_stage_call(e))
+    for eqn in flat.eqns:
+        if _schedule.is_microbatch_loop(eqn):
+            raise ValueError(
+                f"place: the microbatch loop at {_compat.source_line(eqn)} has no schedule; wrap the "
+                f"function: schedule(grad_fn, jaxpp.schedules.OneFOneB())."
+            )
+        if not _loop.is_loop(eqn) and _jaxprs.contains(eqn, _loop.is_loop):
+            raise ValueError(
+                f"place: a scheduled loop is inside a `{eqn.primitive.name}` at "
+                f"{_compat.source_line(eqn)}; a pipeline cannot start there. Move it to the top of the step."
+            )
+    return _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
+
+
+def _bind_constants(jaxpr, values: Sequence[Any]):
+    """Makes literals of what the step closed over: each rank that reads one gets it once."""
+    known = _jaxprs.Substitution(
+        (v, _jaxprs.jex.Literal(value, v.aval))
+        for v, value in zip(jaxpr.jaxpr.invars, values, strict=False)
+    )
+    return _compat.make_closed_jaxpr(
+        jaxpr.jaxpr.invars[len(values) :],
+        [known(v) for v in jaxpr.jaxpr.outvars],
+        [known.rename(e) for e in jaxpr.eqns],
+    )
+
+
+def _leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> set[int]:
+    """The numbers of the leaves of the arguments with the given numbers."""
+    found, start = set(), 0
+    for n, arg in enumerate(args):
+        size = len(jtu.tree_leaves(arg))
+        if n in numbers:
+            found.update(range(start, start + size))
+        start += size
+    return found
+
+
+def _pair_state(args, donate_argnums, traced: _jaxprs.Traced, jaxpr) -> dict[int, int]:
+    """The outputs that are the next step's arguments: subtrees of the result shaped like an argument.
+
+    An argument that is a single array is matched only if it is donated, since a scalar loss looks
+    like a scalar argument.
+    """
+    counter = iter(range(len(jaxpr.jaxpr.outvars)))
+    numbered = traced.rebuild(_Number(n) for n in counter)
+    in_avals = [(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.invars]
+    out_avals = [(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.outvars]
+    candidates, start = [], 0
+    for n, arg in enumerate(args):
+        leaves, tree = jtu.tree_flatten(arg)
+        arrays = [_jaxprs.is_array(leaf) for leaf in leaves]
+        numbers = range(start, start + sum(arrays))
+        start += sum(arrays)
+        if numbers and (n in donate_argnums or not jtu.treedef_is_leaf(tree)):
+            candidates.append((tree, arrays, numbers))
+    pairs: dict[int, int] = {}
+
+    def match(node):
+        leaves, tree = jtu.tree_flatten(node)
+        arrays = [isinstance(leaf, _Number) for leaf in leaves]
+        outs = [leaf.value for leaf in leaves if isinstance(leaf, _Number)]
+        for candidate in candidates:
+            if candidate[0] == tree and candidate[1] == arrays and all(
+                in_avals[i] == out_avals[o] for i, o in zip(candidate[2], outs, strict=True)
+            ):  # fmt: skip
+                candidates.remove(candidate)
+                pairs.update(zip(outs, candidate[2], strict=True))
+                return
+        children = jtu.tree_leaves(node, is_leaf=lambda x: x is not node)
+        if len(children) > 1 or (children and children[0] is not node):
+            for child in children:
+                match(child)
+
+    match(numbered)
+    return pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Number:
+    """Stands for an output in a result's pytree."""
+
+    value: int
