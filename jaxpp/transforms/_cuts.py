@@ -183,7 +183,7 @@ def check_modules_called(jaxpr: jex.ClosedJaxpr, modules: Sequence[tuple[str, An
 
 def cut_at_scopes(jaxpr: jex.ClosedJaxpr, names: Sequence[str]) -> jex.ClosedJaxpr:
     """Marks the first equation under each `jax.named_scope` of `names`."""
-    flat = sink_argument_chains(_inline_plain_calls(jaxpr))
+    flat, sunk = sink_argument_chains(_inline_plain_calls(jaxpr))
     positions = []
     for name in names:
         position = next((i for i, e in enumerate(flat.eqns) if _in_scope(e, name)), None)
@@ -201,6 +201,8 @@ def cut_at_scopes(jaxpr: jex.ClosedJaxpr, names: Sequence[str]) -> jex.ClosedJax
                 )
         if position is None:
             raise ValueError(f"No equation is under jax.named_scope({name!r}); {_known(_scopes(flat))}")
+        while position > 0 and flat.eqns[position - 1] in sunk:
+            position -= 1
         positions.append(position)
     if positions != sorted(positions):
         order = [n for _, n in sorted(zip(positions, names, strict=True))]
@@ -236,15 +238,17 @@ def cut_balanced(
 
     Equations for whose name stack `is_whole` gives the same key are not cut apart.
     """
-    flat = sink_argument_chains(_inline_plain_calls(jaxpr))
+    flat, sunk = sink_argument_chains(_inline_plain_calls(jaxpr))
     varying = _jaxprs.descendants(flat.eqns, flat.jaxpr.invars)
     free = [not any(v in varying for v in e.outvars) for e in flat.eqns]
     eqns = [e for e, f in zip(flat.eqns, free, strict=True) if not f]
     crossing = _crossing_bytes(flat.jaxpr, eqns)
     units = [is_whole(_scope_path(e)) for e in eqns]
+    last = {u: i for i, u in enumerate(units) if u is not None}
+    open_until = -1
     for i in range(1, len(eqns)):
-        later = {u for u in units[i:] if u is not None}
-        if units[i - 1] is not None and units[i - 1] in later:
+        open_until = max(open_until, last.get(units[i - 1], -1))
+        if eqns[i - 1] in sunk or i <= open_until:
             crossing[i] = float("inf")
     try:
         cuts = _balance.balanced_cuts([cost(e) for e in eqns], crossing, num_stages)
@@ -281,10 +285,22 @@ def _inline_plain_calls(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     )
 
 
-def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+class _Equations:
+    """A set of equations, told apart by identity."""
+
+    def __init__(self, eqns):
+        self._ids = {id(e) for e in eqns}
+        self._keep = eqns
+
+    def __contains__(self, eqn) -> bool:
+        return id(eqn) in self._ids
+
+
+def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _Equations]:
     """Moves what is computed from arguments alone, and lightly, to just before its first reader.
 
-    So that a weight's cast, transpose or stacking is cut off with the stage that reads it.
+    So that a weight's cast, transpose or stacking goes with the stage that reads it: no cut should
+    be made right after one of the equations moved, which are returned too.
     """
     roots: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in jaxpr.jaxpr.invars}
     arguments = set(jaxpr.jaxpr.invars)
@@ -322,7 +338,8 @@ def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     for var in jaxpr.jaxpr.outvars:
         if not _jaxprs.is_literal(var) and var in sunk:
             place(sunk[var])
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, order)
+    moved = _Equations(list(sunk.values()))
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, order), moved
 
 
 _HEAVY = frozenset(
