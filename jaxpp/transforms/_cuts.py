@@ -1,182 +1,13 @@
-"""Where a program is cut: at modules of an Equinox model, at named scopes, or by balance."""
+"""Where a program is cut: at named scopes, or by balance."""
 
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
-import jax
 import jax.extend.core as jex
-import jax.tree_util as jtu
 
 from jaxpp import _compat, _jaxprs
-from jaxpp.transforms import _balance, _costs, _marks
-
-# ---- modules of an Equinox model ----------------------------------------------------------------
-
-
-def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
-    """The submodules that `at` names, with their paths; None where `at` does not name modules."""
-    if not isinstance(model, eqx.Module):
-        return None
-    paths = module_paths(model)
-    if callable(at):
-        chosen = at(model)
-        chosen = list(chosen) if isinstance(chosen, list | tuple) else [chosen]
-        found = []
-        for module in chosen:
-            path = next((p for p, m in paths.items() if m is module), None)
-            if path is None:
-                raise ValueError(
-                    f"The function given for a cut returned {_describe(module)}, which is not a "
-                    f"submodule of {type(model).__name__}; {_known(paths)}"
-                )
-            found.append((path, module))
-        return found
-    if not any(name in paths for name in at):
-        return None
-    for name in at:
-        if name not in paths:
-            raise ValueError(
-                f"{type(model).__name__} has no submodule {name!r} to cut at; {_known(paths)}"
-            )
-    return [(name, paths[name]) for name in at]
-
-
-def module_paths(model: eqx.Module) -> dict[str, eqx.Module]:
-    """Every submodule by its path (`blocks.2.mlp`), outermost first."""
-    found: dict[str, eqx.Module] = {}
-
-    def visit(node: Any, path: str):
-        if isinstance(node, eqx.Module):
-            found.setdefault(path, node)
-            children = vars(node).items()
-        elif isinstance(node, list | tuple):
-            children = enumerate(node)
-        elif isinstance(node, dict):
-            children = node.items()
-        else:
-            return
-        for name, child in children:
-            visit(child, f"{path}.{name}" if path else str(name))
-
-    visit(model, "")
-    found.pop("", None)
-    return found
-
-
-def _describe(value: Any) -> str:
-    return type(value).__name__ if not isinstance(value, str | int | float) else repr(value)
-
-
-def _known(paths: Sequence[str] | dict[str, Any]) -> str:
-    shown = list(paths)[:12]
-    more = f", ... ({len(paths)} in all)" if len(paths) > len(shown) else ""
-    return f"it has {', '.join(map(repr, shown))}{more}." if shown else "it has none."
-
-
-def around_calls(model: Any, modules: Sequence[tuple[str, Any]], around: Callable) -> Any:
-    """The model with `around(i, call, self, args, kwargs)` in place of the call of module i.
-
-    The modules keep their type (a subclass of it), fields and tree paths.
-    """
-    for i, (path, module) in enumerate(modules):
-        if not callable(module):
-            raise ValueError(
-                f"{path!r} is a {type(module).__name__}, which is not called: cut at a module that "
-                f"has a __call__."
-            )
-        model = eqx.tree_at(_getter(path), model, _subclassed(module, i, around))
-    return model
-
-
-def _getter(path: str) -> Callable[[Any], Any]:
-    def get(node):
-        for name in path.split("."):
-            if isinstance(node, list | tuple):
-                node = node[int(name)]
-            elif isinstance(node, dict):
-                node = next(v for k, v in node.items() if str(k) == name)
-            else:
-                node = getattr(node, name)
-        return node
-
-    return get
-
-
-def _subclassed(module: eqx.Module, index: int, around: Callable) -> eqx.Module:
-    base = type(module)
-
-    def __call__(self, *args, **kwargs):
-        return around(index, base.__call__, self, args, kwargs)
-
-    # A field for field copy: the class is made anew because a pytree's type carries its methods.
-    cls = type(base)(
-        base.__name__,
-        (base,),
-        {"__call__": __call__, "__module__": base.__module__, "__qualname__": base.__qualname__,
-         "_jaxpp_original": base},
-    )  # fmt: skip
-    new = object.__new__(cls)
-    for name, value in vars(module).items():
-        object.__setattr__(new, name, value)
-    return new
-
-
-def restore_modules(tree: Any) -> Any:
-    """Gives modules changed by `around_calls` their own type again, wherever they are in a tree."""
-
-    def changed(node):
-        return isinstance(node, eqx.Module) and "_jaxpp_original" in vars(type(node))
-
-    def restore(node):
-        if not changed(node):
-            return node
-        new = object.__new__(type(node)._jaxpp_original)
-        for name, value in vars(node).items():
-            object.__setattr__(new, name, restore_modules(value))
-        return new
-
-    return jtu.tree_map(restore, tree, is_leaf=changed)
-
-
-def mark_modules(args: Sequence[Any], modules: Sequence[tuple[str, Any]]) -> tuple[Any, ...]:
-    """The arguments with a mark put where each module of the first one is called."""
-
-    def enter(i, call, self, args, kwargs):
-        args, kwargs = _marks.pipeline_enter_stage((args, kwargs), modules[i][0], i + 1)
-        return call(self, *args, **kwargs)
-
-    return (around_calls(args[0], modules, enter), *args[1:])
-
-
-def check_modules_called(jaxpr: jex.ClosedJaxpr, modules: Sequence[tuple[str, Any]]) -> None:
-    """Raises where a module of a cut is not called exactly once, or modules out of order."""
-    called: list[int] = []
-
-    def collect(eqns):
-        for eqn in eqns:
-            if _marks.is_enter(eqn) and eqn.params["stage"] is not None:
-                called.append(eqn.params["stage"] - 1)
-            for sub in _jaxprs.sub_jaxprs(eqn):
-                collect(sub.eqns)
-
-    collect(jaxpr.eqns)
-    for i, (path, _) in enumerate(modules):
-        if i not in called:
-            raise ValueError(f"The cut at {path!r} cannot be made: the function never calls it.")
-        if called.count(i) > 1:
-            raise ValueError(
-                f"The cut at {path!r} is not unique: the function calls it {called.count(i)} times. "
-                f"Mark one of the calls with pipeline_enter_stage instead."
-            )
-    if called != sorted(called):
-        order = [modules[i][0] for i in called]
-        raise ValueError(
-            f"The cuts {[p for p, _ in modules]} are out of order: the function calls them in the "
-            f"order {order}; list them so."
-        )
-
+from jaxpp.transforms import _balance, _costs, _marks, _modules, _stages
 
 # ---- named scopes -------------------------------------------------------------------------------
 
@@ -200,7 +31,7 @@ def cut_at_scopes(jaxpr: jex.ClosedJaxpr, names: Sequence[str]) -> jex.ClosedJax
                     f"{_compat.source_line(nested)}, whose body is one unit: no cut can be made there."
                 )
         if position is None:
-            raise ValueError(f"No equation is under jax.named_scope({name!r}); {_known(_scopes(flat))}")
+            raise ValueError(f"No equation is under jax.named_scope({name!r}); {_modules.known(_scopes(flat))}")
         while position > 0 and flat.eqns[position - 1] in sunk:
             position -= 1
         positions.append(position)

@@ -28,7 +28,7 @@ from jaxpp._program import (
     Send,
 )
 from jaxpp.schedules import Task
-from jaxpp.transforms import _loop, _placement
+from jaxpp.transforms import _loop, _marks, _placement
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,7 +95,7 @@ class _Lowering:
         self.events: list[_Event] = []
         self.segments: list[tuple[int, _placement.Segment]] = []
         self.avals: dict[Hashable, Any] = {v: v.aval for v in args}
-        self.kinds: dict[Hashable, str] = {v: "argument" for v in args}
+        self.kinds: dict[Hashable, str] = {v: _kind(v, "argument") for v in args}
         self.names: dict[Hashable, str] = {
             v: f"args{n}" for v, n in zip(args, self.arg_names, strict=True)
         }
@@ -109,10 +109,12 @@ class _Lowering:
 
     def segment(self, segment: _placement.Segment) -> None:
         """Adds a segment's run on each rank of its place; its computation is chosen at the end."""
+        maker = {v: e for e in segment.part.jaxpr.eqns for v in e.outvars}
         for v in segment.part.outputs:
+            call = _marks.stage_of_call(maker[v]) if v in maker else None
             self.avals[v] = v.aval
-            self.kinds.setdefault(v, "scalar" if v.aval.size == 1 else "gathered")
-            self.names.setdefault(v, f"{segment.label} {_origin(segment, v)}")
+            self.kinds.setdefault(v, _kind(v, "gathered" if call is None else "edge"))
+            self.names.setdefault(v, f"{segment.label} {_origin(maker.get(v))}")
         for rank in self.ranks(segment.place):
             event = _Event(
                 rank, -1, list(segment.part.inputs), list(segment.part.outputs), segment.label
@@ -186,7 +188,7 @@ class _Lowering:
                     final = loop.carry_outs[ref.index]
                     key, aval = final if done else (number, "carry", ref.index, updates[ref.index]), final.aval
                     carry[ref.index] = key
-                    self.kinds[key] = "scalar" if aval.size == 1 else "gradient"
+                    self.kinds[key] = _kind(final, "gradient")
                     self.names[key] = f"sum of {body.name}"
                 else:
                     inputs.append(ys[ref.index])
@@ -345,10 +347,17 @@ class _Lowering:
         return sends, receives, moved
 
 
-def _origin(segment: _placement.Segment, var) -> str:
-    eqn = next((e for e in segment.part.jaxpr.eqns if var in e.outvars), None)
-    line = _compat.source_line(eqn) if eqn is not None else ""
-    return f"{eqn.primitive.name if eqn is not None else 'value'}{' at ' + line if line else ''}"
+def _kind(var, otherwise: str) -> str:
+    """The kind of a message with a variable: `otherwise` where it is not a scalar."""
+    return "scalar" if var.aval.size == 1 else otherwise
+
+
+def _origin(eqn) -> str:
+    """What made a value, and where in the user's code."""
+    if eqn is None:
+        return "value"
+    call, line = _marks.stage_of_call(eqn), _compat.source_line(eqn)
+    return f"{eqn.primitive.name if call is None else f'stage {call[0]}'}{' at ' + line if line else ''}"
 
 
 def _pair_by_type(outputs: Sequence[Any], inputs: Sequence[tuple[int, Any]]) -> tuple[int, ...]:

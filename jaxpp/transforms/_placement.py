@@ -10,7 +10,6 @@ phase), and after what it needs from other places (the level).
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -195,6 +194,9 @@ class _Placer:
         self.everywhere = frozenset(range(len(self.stage_ranks)))
         #: Where pinned variables live: arguments that loops read, and what has been placed.
         self.pinned: dict[Any, Place] = {}
+        #: Where loops read variables that are computed in place, and the equations that make these.
+        self.demanded: dict[Any, Place] = {}
+        self.in_place: set[int] = set()
         #: Where other arguments are needed.
         self.wanted: dict[Any, Place] = {}
         self.place_of: dict[int, Place] = {}
@@ -276,21 +278,23 @@ class _Placer:
         depends = _jaxprs.descendants(
             self.eqns, [v for i in self.loops for v in self.eqns[i].outvars]
         )
-        self.in_place: set[int] = set()
 
         def demand(var, place):
-            if _jaxprs.is_literal(var) or var in depends:
-                return
-            if var not in self.maker:
-                self.pinned[var] = self.pinned.get(var, frozenset()) | place
-                return
-            i = self.maker[var]
-            eqn = self.eqns[i]
-            if _marks.is_stage_call(eqn) or _reduces_to_scalar(eqn):
-                return
-            self.in_place.add(i)
-            for v in eqn.invars:
-                demand(v, place)
+            stack = _variables([var])
+            while stack:
+                var = stack.pop()
+                known = self.demanded.get(var, frozenset())
+                if place <= known or var in depends:
+                    continue
+                i = self.maker.get(var)
+                if i is None:
+                    self.pinned[var] = known | place
+                elif _marks.is_stage_call(self.eqns[i]) or _reduces_to_scalar(self.eqns[i]):
+                    continue
+                else:
+                    self.in_place.add(i)
+                    stack.extend(_variables(self.eqns[i].invars))
+                self.demanded[var] = known | place
 
         for i, eqn in enumerate(self.eqns):
             if i in self.tables:
@@ -323,24 +327,15 @@ class _Placer:
         self.place_of[i] = place
         self.pinned.update((v, place) for v in self.eqns[i].outvars)
 
-    @functools.cache  # noqa: B019  one placer lives for one placement
-    def _roots(self, var) -> tuple[Any, ...]:
+    def _roots(self, var) -> list[Any]:
         """The arguments that an unplaced variable is computed from, largest first."""
-        if var not in self.maker:
-            return (var,)
-        found = dict.fromkeys(
-            r for v in _variables(self.eqns[self.maker[var]].invars) for r in self._roots(v)
-        )
-        return tuple(sorted(found, key=lambda v: -_size(v)))
+        keep = _jaxprs.ancestors(self.eqns[: self.maker[var] + 1], [var])
+        read = (v for e, k in zip(self.eqns, keep, strict=False) if k for v in _variables(e.invars))
+        return sorted((v for v in dict.fromkeys(read) if v not in self.maker), key=lambda v: -_size(v))
 
     def _home(self, var) -> Place | None:
-        """Where a variable lives, or would be computed if it must be; None where it is free."""
-        if var in self.pinned:
-            return self.pinned[var] or None
-        if var in self.maker and self.maker[var] in self.in_place:
-            roots = [r for r in self._roots(var) if r in self.pinned]
-            return self.pinned[roots[0]] if roots else None
-        return None
+        """Where a variable lives, or a loop has it computed; None where it is free."""
+        return self.pinned.get(var) or self.demanded.get(var)
 
     def _settle_outputs(self) -> None:
         """Gives results that nothing has placed the place of the argument they are made from."""
@@ -370,14 +365,16 @@ class _Placer:
                 self._want(var, place)
 
     def _want(self, var, place: Place) -> None:
-        if var in self.pinned or (var, place) in self.visited:
-            return
-        self.visited.add((var, place))
-        if var not in self.maker:
-            self.wanted[var] = self.wanted.get(var, frozenset()) | place
-            return
-        for v in _variables(self.eqns[self.maker[var]].invars):
-            self._want(v, place)
+        stack = [var]
+        while stack:
+            var = stack.pop()
+            if var in self.pinned or (var, place) in self.visited:
+                continue
+            self.visited.add((var, place))
+            if var in self.maker:
+                stack.extend(_variables(self.eqns[self.maker[var]].invars))
+            else:
+                self.wanted[var] = self.wanted.get(var, frozenset()) | place
 
     def _levels(self, order: Sequence[int]) -> dict[int, int]:
         """For each placed equation, how many transfers of its phase come before it, at most."""

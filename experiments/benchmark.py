@@ -1,0 +1,372 @@
+"""Measures a placed step against what it is made of, as ratios in one run.
+
+Prints, for small, medium and large tasks:
+
+- `step`: a placed step on a device per rank over the plain single-device step, which accumulates the
+  same gradients by a scan (it uses all cores too, so 1 is the best that a busy machine gives);
+- `host`: the time to dispatch a step over that of a straight-line Python script of the same jitted
+  calls and transfers;
+- `tasks`: a placed step with all ranks on one device over the sum of its computations' own times;
+- `first`: the first call (trace, lower, compile, run) over the plain step's;
+- `memory`: the most bytes that a rank holds during a step over the closed form: parameters,
+  optimizer state, gradients, the schedule's number of activations, and what one task reads and makes.
+
+And for the first call: how tracing and lowering grow with the number of microbatches.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from absl import app, flags
+
+import jaxpp
+from jaxpp._program import Bundle, Free, Receive, Run, Send
+from jaxpp.runtime import _compile, _worker
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("ranks", 4, "Pipeline ranks, one stage and one block each.")
+flags.DEFINE_integer("microbatches", 8, "Microbatches in a step.")
+flags.DEFINE_string("schedule", "1f1b", "Name of the schedule.")
+flags.DEFINE_integer("repeats", 15, "Timed repetitions; the median counts.")
+flags.DEFINE_list("sizes", ["small", "medium", "large"], "Which sizes to measure.")
+flags.DEFINE_string("json", None, "A file to write the figures to.")
+
+#: Width and examples of a microbatch; medium tasks take about a millisecond, large ones ten.
+SIZES = {"small": (16, 4), "medium": (256, 32), "large": (512, 128)}
+
+
+class Block(eqx.Module):
+    """A residual block of two linear layers."""
+
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, width: int, key: jax.Array):
+        up, down = jax.random.split(key)
+        self.up = eqx.nn.Linear(width, 4 * width, key=up)
+        self.down = eqx.nn.Linear(4 * width, width, key=down)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jax.nn.gelu(self.up(x)))
+
+
+class Net(eqx.Module):
+    """Equal blocks, one for each stage."""
+
+    blocks: list[Block]
+
+    def __init__(self, depth: int, width: int, key: jax.Array):
+        self.blocks = [Block(width, k) for k in jax.random.split(key, depth)]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss_fn(model: Net, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def make_step(grad_fn: Callable, optimizer: optax.GradientTransformation) -> Callable:
+    def train_step(model, opt_state, batch):
+        loss, grads = grad_fn(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    return train_step
+
+
+def placed_step(schedule: Any, ranks: int, microbatches: int, optimizer, devices) -> Any:
+    at = [f"blocks.{i}" for i in range(1, ranks)]
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, at=at))
+    grad_fn = jaxpp.microbatch(eqx.filter_value_and_grad(staged), microbatches)
+    grad_fn = jaxpp.schedule(grad_fn, schedule)
+    mesh = jaxpp.MpmdMesh((ranks,), ("mpmd",), devices=devices)
+    return jaxpp.place(make_step(grad_fn, optimizer), mesh, donate_argnums=(0, 1))
+
+
+def seconds(run: Callable[[], Any], repeats: int) -> float:
+    """The median time of a call, until its result is ready."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+class Loop:
+    """A training loop as a function without arguments; it keeps the state."""
+
+    def __init__(self, step: Callable, state: tuple, batch: Any):
+        self.step, self.state, self.batch = step, copy(state), batch
+
+    def __call__(self) -> Any:
+        *state, loss = self.step(*self.state, self.batch)
+        self.state = tuple(state)
+        return self.state, loss
+
+
+def copy(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.array(x) if eqx.is_array(x) else x, tree)
+
+
+# ---- what a step is made of ---------------------------------------------------------------------
+
+
+def straight_line(bundle: Bundle, devices: Any) -> Callable:
+    """A step as a script without a loop, lists or checks: one line for each call and transfer.
+
+    A function from the arguments to the results, both by rank and number.
+    """
+    executables = _compile.compile_all(bundle, devices)
+    names: dict[str, Any] = {"put": jax.device_put}
+    lines: list[str] = []
+    mail: dict[int, str] = {}
+    for rank, chunk in _worker.interleave(bundle.programs):
+        for instruction in chunk:
+            match instruction:
+                case Run(number, inputs, outputs):
+                    names[f"call{rank}_{number}"] = executables[rank][number]
+                    left = ", ".join(f"s{rank}_{i}" for i in outputs)
+                    right = ", ".join(f"s{rank}_{i}" for i in inputs)
+                    lines.append(f"[{left}] = call{rank}_{number}({right})")
+                case Send(slots, message):
+                    values = ", ".join(f"s{rank}_{i}" for i in slots)
+                    mail[message.tag] = f"m{message.tag}"
+                    names[f"d{message.target}"] = devices[message.target]
+                    same = devices[message.target] is devices[rank]
+                    lines.append(
+                        f"m{message.tag} = [{values}]"
+                        if same
+                        else f"m{message.tag} = put([{values}], d{message.target})"
+                    )
+                case Receive(slots, message):
+                    left = ", ".join(f"s{rank}_{i}" for i in slots)
+                    lines.append(f"[{left}] = m{message.tag}; del m{message.tag}")
+                case Free(slots):
+                    lines.append("; ".join(f"s{rank}_{i} = None" for i in slots))
+    loads, results = [], []
+    for program, device in zip(bundle.programs, devices, strict=True):
+        rank = program.rank
+        for slot, value in program.constants:
+            names[f"c{rank}_{slot}"] = jax.device_put(value, device)
+            loads.append(f"s{rank}_{slot} = c{rank}_{slot}")
+        loads.extend(f"s{rank}_{slot} = arguments[{rank}, {n}]" for n, slot in program.inputs)
+        results.extend(f"({rank}, {n}): s{rank}_{slot}" for n, slot in program.outputs)
+    body = [*loads, *lines, f"return {{{', '.join(results)}}}"]
+    exec("def step(arguments):\n" + "\n".join(f"    {line}" for line in body), names)  # noqa: S102
+    return names["step"]
+
+
+def host_ratio(step: Any, state: tuple, batch: Any, repeats: int) -> tuple[float, float]:
+    """Dispatch time of a placed step over that of the straight-line script, and its seconds."""
+    loop = Loop(step, state, batch)
+    jax.block_until_ready(loop())
+    bundle, devices = step.bundle, step._mesh.devices
+    script = straight_line(bundle, devices)
+    leaves = [x for x in jax.tree.leaves((*copy(state), batch)) if eqx.is_array(x)]
+    arguments = {
+        (program.rank, n): jax.device_put(jnp.copy(leaves[n]), device)
+        for program, device in zip(bundle.programs, devices, strict=True)
+        for n, _ in program.inputs
+    }
+    # Argument n of the next step is result n: the model and the optimizer's state come first.
+    fed_back = [key for key in arguments if key[1] in bundle.donated]
+    mine, scripts = [], []
+    for _ in range(repeats + 1):
+        jax.block_until_ready((loop.state, arguments))
+        start = time.perf_counter()
+        result = loop()
+        mine.append(time.perf_counter() - start)
+        jax.block_until_ready(result)
+        start = time.perf_counter()
+        results = script(arguments)
+        arguments.update((key, results[key]) for key in fed_back)
+        scripts.append(time.perf_counter() - start)
+        jax.block_until_ready(arguments)
+    ours = statistics.median(mine[1:])
+    return ours / statistics.median(scripts[1:]), ours
+
+
+def task_seconds(bundle: Bundle, device: Any, repeats: int) -> float:
+    """The sum of a step's computations' own times on one device, run by run."""
+    executables = _compile.compile_all(bundle, [device] * len(bundle.programs))
+    total = 0.0
+    counts: dict[int, int] = {}
+    for program in bundle.programs:
+        for instruction in program.instructions:
+            if isinstance(instruction, Run):
+                counts[instruction.computation] = counts.get(instruction.computation, 0) + 1
+    for own in executables:
+        for number, executable in own.items():
+            if number not in counts:
+                continue
+            computation = bundle.computations[number]
+            avals = [v.aval for v in computation.jaxpr.jaxpr.invars]
+            times = []
+            for _ in range(repeats):
+                args = [jax.device_put(jnp.ones(a.shape, a.dtype), device) for a in avals]
+                jax.block_until_ready(args)
+                start = time.perf_counter()
+                jax.block_until_ready(executable(*args))
+                times.append(time.perf_counter() - start)
+            total += counts.pop(number) * statistics.median(times)
+    return total
+
+
+def memory_ratio(step: Any, table: Any) -> float:
+    """The largest ratio, over ranks, of the most bytes held to the closed form."""
+    bundle: Bundle = step.bundle
+    worst = 0.0
+    for program in bundle.programs:
+        peak, static, activation, working = walk_memory(program, bundle)
+        expected = static + table.peak_in_flight()[program.rank] * activation + working
+        worst = max(worst, peak / expected)
+    return worst
+
+
+def nbytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
+
+
+def walk_memory(program: Any, bundle: Bundle) -> tuple[int, int, int, int]:
+    """The peak bytes of a rank's slots, those of its arguments and accumulators, of one microbatch's
+    activations, and the most that a single run adds."""
+    live: dict[int, int] = {}
+    for n, slot in program.inputs:
+        live[slot] = nbytes(bundle.in_avals[n])
+    peak = sum(live.values())
+    activation, working, static = 0, 0, 0
+    first_forward = True
+    for instruction in program.instructions:
+        match instruction:
+            case Run(number, inputs, outputs, label):
+                computation = bundle.computations[number]
+                sizes = [nbytes(v.aval) for v in computation.jaxpr.jaxpr.outvars]
+                if label.startswith("F") and first_forward:
+                    static = sum(live.values())
+                    # What this forward reads of the stage before is held for its backward too.
+                for i in computation.donated:
+                    live.pop(inputs[i], None)
+                before = sum(live.values())
+                live.update(zip(outputs, sizes, strict=True))
+                working = max(working, sum(live.values()) - before)
+                peak = max(peak, sum(live.values()))
+            case Receive(slots, message):
+                live.update(zip(slots, map(nbytes, message.avals), strict=True))
+                peak = max(peak, sum(live.values()))
+            case Free(slots):
+                for slot in slots:
+                    live.pop(slot, None)
+                if first_forward and activation == 0 and static:
+                    activation = sum(live.values()) - static
+                    first_forward = False
+    return peak, static, max(activation, 0), working
+
+
+# ---- the report ---------------------------------------------------------------------------------
+
+
+def measure(size: str, ranks: int, microbatches: int, schedule: Any, repeats: int) -> dict[str, float]:
+    width, examples = SIZES[size]
+    keys = jax.random.split(jax.random.key(0), 3)
+    model = Net(ranks, width, keys[0])
+    optimizer = optax.adamw(1e-3)
+    state = (model, optimizer.init(eqx.filter(model, eqx.is_array)))
+    shape = (examples * microbatches, width)
+    batch = (jax.random.normal(keys[1], shape), jax.random.normal(keys[2], shape))
+
+    def plain_step():
+        accumulate = jaxpp.microbatch(eqx.filter_value_and_grad(loss_fn), microbatches)
+        step = make_step(accumulate, optimizer)
+        static = eqx.partition(state, eqx.is_array)[1]
+
+        def on_arrays(arrays, batch):
+            *state, loss = step(*eqx.combine(arrays, static), batch)
+            return eqx.filter(tuple(state), eqx.is_array), loss
+
+        jitted = jax.jit(on_arrays, donate_argnums=0)
+
+        def run(model, opt_state, batch):
+            arrays, loss = jitted(eqx.filter((model, opt_state), eqx.is_array), batch)
+            return *eqx.combine(arrays, static), loss
+
+        return run
+
+    def first_call(step) -> tuple[float, Loop]:
+        loop = Loop(step, state, batch)
+        start = time.perf_counter()
+        jax.block_until_ready(loop())
+        return time.perf_counter() - start, loop
+
+    plain_first, plain = first_call(plain_step())
+    spread = placed_step(schedule, ranks, microbatches, optimizer, None)
+    first, loop = first_call(spread)
+    shared = placed_step(schedule, ranks, microbatches, optimizer, [jax.devices()[0]] * ranks)
+    plain_seconds = seconds(plain, repeats)
+    placed_seconds = seconds(loop, repeats)
+    host, dispatch = host_ratio(spread, state, batch, repeats)
+    shared_seconds = seconds(Loop(shared, state, batch), repeats)
+    tasks = task_seconds(spread.bundle, jax.devices()[0], repeats)
+    num_tasks = sum(len(p) for p in schedule.table(ranks, microbatches).ranks)
+    return {
+        "task_ms": 1e3 * tasks / num_tasks,
+        "step": placed_seconds / plain_seconds,
+        "host": host,
+        "host_us_per_task": 1e6 * dispatch / num_tasks,
+        "tasks": shared_seconds / tasks,
+        "first": first / plain_first,
+        "first_s": first,
+        "memory": memory_ratio(spread, schedule.table(ranks, microbatches)),
+    }
+
+
+def lowering_seconds(ranks: int, schedule: Any) -> dict[int, float]:
+    """Seconds to trace and lower the small step, by the number of microbatches."""
+    times = {}
+    for microbatches in (4, 8, 16, 32, 64):
+        width, examples = SIZES["small"]
+        model = Net(ranks, width, jax.random.key(0))
+        optimizer = optax.adamw(1e-3)
+        state = (model, optimizer.init(eqx.filter(model, eqx.is_array)))
+        x = jnp.ones((examples * microbatches, width))
+        step = placed_step(schedule, ranks, microbatches, optimizer, None)
+        start = time.perf_counter()
+        step.lower(*state, (x, x))
+        times[microbatches] = time.perf_counter() - start
+    return times
+
+
+def main(_):
+    jax.config.update("jax_num_cpu_devices", FLAGS.ranks)
+    schedule = jaxpp.schedules.by_name(FLAGS.schedule)
+    print(f"JAX {jax.__version__}, {FLAGS.ranks} ranks, {FLAGS.microbatches} microbatches, {schedule}")
+    figures = {}
+    columns = None
+    for size in FLAGS.sizes:
+        row = measure(size, FLAGS.ranks, FLAGS.microbatches, schedule, FLAGS.repeats)
+        if columns is None:
+            columns = list(row)
+            print(f"{'':8}" + "".join(f"{c:>18}" for c in columns))
+        print(f"{size:8}" + "".join(f"{row[c]:18.3f}" for c in columns), flush=True)
+        figures[size] = row
+    lowering = lowering_seconds(FLAGS.ranks, schedule)
+    print("trace and lower, s:", ", ".join(f"M={m}: {t:.2f}" for m, t in lowering.items()))
+    if FLAGS.json:
+        with open(FLAGS.json, "w") as file:
+            json.dump(figures | {"lowering_s": lowering}, file, indent=2)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,366 @@
+"""The submodules of an Equinox model, and where a traced function calls them.
+
+While the function is traced, each call of a module of the classes in question leaves an
+announcement: an identity on the call's arrays that also reads the module's own. The model keeps its
+types and structure, so that a user's `isinstance`, `jax.tree.map` or `eqx.combine` see nothing.
+Which module was called follows from the object; or, where that was rebuilt on the way (by a cast,
+`eqx.combine`, `eqx.filter_checkpoint`), from the arguments that its arrays were computed from.
+"""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import operator
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.extend.core as jex
+import jax.tree_util as jtu
+from jax.interpreters import ad, batching, mlir
+
+from jaxpp import _compat, _jaxprs
+from jaxpp.transforms import _marks
+
+# ---- naming modules -----------------------------------------------------------------------------
+
+
+def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
+    """The submodules that `at` names, with their paths; None where `at` does not name modules."""
+    if not isinstance(model, eqx.Module):
+        return None
+    if callable(at):
+        # Of a copy, in which a module that stands in two places is two modules.
+        model = jtu.tree_map(lambda leaf: leaf, model)
+        paths = module_paths(model)
+        chosen = at(model)
+        found = [
+            (next((p for p, m in paths.items() if m is module), None), module)
+            for module in (chosen if isinstance(chosen, list | tuple) else [chosen])
+        ]
+        for path, module in found:
+            if path is None:
+                raise ValueError(
+                    f"The function given for a cut returned {_describe(module)}, which is not a "
+                    f"submodule of {type(model).__name__}; {known(paths)}"
+                )
+    else:
+        paths = module_paths(model)
+        if not any(name in paths for name in at):
+            return None
+        for name in at:
+            if name not in paths:
+                raise ValueError(
+                    f"{type(model).__name__} has no submodule {name!r} to cut at; {known(paths)}"
+                )
+        found = [(name, paths[name]) for name in at]
+    for path, module in found:
+        if not callable(module):
+            raise ValueError(
+                f"{path!r} is a {type(module).__name__}, which is not called: cut at a module that "
+                f"has a __call__."
+            )
+    return found
+
+
+def module_paths(model: eqx.Module) -> dict[str, eqx.Module]:
+    """Every submodule by its path (`blocks.2.mlp`), outermost first."""
+    found: dict[str, eqx.Module] = {}
+
+    def visit(node: Any, path: str):
+        if isinstance(node, eqx.Module):
+            found.setdefault(path, node)
+            children = vars(node).items()
+        elif isinstance(node, list | tuple):
+            children = enumerate(node)
+        elif isinstance(node, dict):
+            children = node.items()
+        else:
+            return
+        for name, child in children:
+            visit(child, f"{path}.{name}" if path else str(name))
+
+    visit(model, "")
+    found.pop("", None)
+    return found
+
+
+def _describe(value: Any) -> str:
+    return type(value).__name__ if not isinstance(value, str | int | float) else repr(value)
+
+
+def known(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """The end of an error message that lists what could have been named."""
+    shown = list(names)[:12]
+    more = f", ... ({len(names)} in all)" if len(names) > len(shown) else ""
+    return f"it has {', '.join(map(repr, shown))}{more}." if shown else "it has none."
+
+
+# ---- announcing calls ---------------------------------------------------------------------------
+
+
+def announcing(fun: Callable, modules: Sequence[tuple[str, Any]]) -> Callable:
+    """`fun`, with each call of a module of the same classes announced while it runs."""
+    classes = frozenset(type(module) for _, module in modules)
+
+    @functools.wraps(fun)
+    def announced(*args, **kwargs):
+        paths = {id(module): path for path, module in module_paths(args[0]).items()}
+        token = _paths_of_objects.set(paths)
+        try:
+            with _intercepted(classes), _cache_key(classes):
+                return fun(*args, **kwargs)
+        finally:
+            _paths_of_objects.reset(token)
+
+    return announced
+
+
+# The modules of the model being traced by this thread. A class is intercepted for all threads, but
+# announces for those that trace; and JAX must not use what it has traced before or outside.
+_paths_of_objects = contextvars.ContextVar[dict[int, str] | None]("paths_of_objects", default=None)
+_cache_key = jax.make_user_context(frozenset())
+_interceptions: dict[type, int] = {}
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _intercepted(classes: frozenset[type]):
+    with _lock:
+        for cls in classes:
+            _interceptions[cls] = _interceptions.get(cls, 0) + 1
+            if _interceptions[cls] == 1:
+                _intercept(cls)
+    try:
+        yield
+    finally:
+        with _lock:
+            for cls in classes:
+                _interceptions[cls] -= 1
+                if not _interceptions[cls]:
+                    _release(cls)
+
+
+def _intercept(cls: type) -> None:
+    original = inspect.getattr_static(cls, "__call__")
+
+    def __call__(self, *args, **kwargs):
+        call = original.__get__(self, type(self))
+        # A subclass may call this one as its `super()`: it has its own announcement, or none.
+        if type(self) is not cls or _paths_of_objects.get() is None:
+            return call(*args, **kwargs)
+        args, kwargs = _announce(self, (args, kwargs), begins=True)
+        return _announce(self, call(*args, **kwargs), begins=False)
+
+    __call__.inherited = "__call__" not in vars(cls)
+    __call__.original = original
+    cls.__call__ = functools.update_wrapper(__call__, original)
+
+
+def _release(cls: type) -> None:
+    call = vars(cls)["__call__"]
+    if call.inherited:
+        del cls.__call__
+    else:
+        cls.__call__ = call.original
+
+
+def _announce(module: Any, values: Any, *, begins: bool) -> Any:
+    own = [leaf for leaf in jtu.tree_leaves(module) if _jaxprs.is_array(leaf)]
+    leaves, tree = jtu.tree_flatten(values)
+    arrays = [leaf for leaf in leaves if _jaxprs.is_array(leaf)]
+    if not arrays:
+        return values
+    path = (_paths_of_objects.get() or {}).get(id(module))
+    passed = iter(
+        call_p.bind(*own, *arrays, own=len(own), module=type(module), path=path, begins=begins)
+    )
+    return tree.unflatten(next(passed) if _jaxprs.is_array(leaf) else leaf for leaf in leaves)
+
+
+call_p = jex.Primitive("module_call")
+call_p.multiple_results = True
+call_p.def_impl(lambda *xs, own, **_: list(xs[own:]))
+call_p.def_abstract_eval(lambda *avals, own, **_: list(avals[own:]))
+mlir.register_lowering(call_p, lambda _, *xs, own, **__: xs[own:])
+batching.primitive_batchers[call_p] = lambda xs, dims, own, **params: (
+    call_p.bind(*xs, own=own, **params),
+    dims[own:],
+)
+ad.primitive_jvps[call_p] = lambda xs, ts, own, **params: (
+    call_p.bind(*xs, own=own, **params),
+    list(ts[own:]),
+)
+
+
+# ---- reading announcements ----------------------------------------------------------------------
+
+
+def mark_calls(
+    traced: _jaxprs.Traced, model: Any, modules: Sequence[tuple[str, Any]]
+) -> jex.ClosedJaxpr:
+    """Turns the announcement of the i-th module's call into a mark that opens stage i + 1.
+
+    Raises:
+        ValueError: where a module is not called exactly once, or modules out of order.
+    """
+    stages = {path: i + 1 for i, (path, _) in enumerate(modules)}
+    entered: list[str] = []
+
+    def mark(eqn, path, passed):
+        if path not in stages or not eqn.params["begins"]:
+            return None
+        entered.append(path)
+        enter = _marks.enter_equation(passed, eqn.outvars, stages[path], path)
+        return enter.replace(source_info=eqn.source_info)
+
+    jaxpr = _read_announcements(traced, model, stages, mark)
+    for path in stages:
+        if path not in entered:
+            raise ValueError(
+                f"The cut at {path!r} cannot be made: the function never calls it with arrays."
+            )
+        if entered.count(path) > 1:
+            raise ValueError(
+                f"The cut at {path!r} is not unique: the function calls it {entered.count(path)} "
+                f"times. Mark one of the calls with pipeline_enter_stage instead."
+            )
+    if entered != list(stages):
+        raise ValueError(
+            f"The cuts {list(stages)} are out of order: the function calls them in the "
+            f"order {entered}; list them so."
+        )
+    return jaxpr
+
+
+WHOLE = "jaxpp_whole_"
+
+
+def scope_calls(
+    traced: _jaxprs.Traced, model: Any, modules: Sequence[tuple[str, Any]]
+) -> jex.ClosedJaxpr:
+    """Puts the equations of each call of a module under a scope: `WHOLE`, then the path."""
+    return _read_announcements(traced, model, {path for path, _ in modules}, None)
+
+
+def _read_announcements(traced, model, wanted, mark: Callable | None) -> jex.ClosedJaxpr:
+    """Removes all announcements; `mark(eqn, path, passed)` may give an equation in place of one.
+
+    With `mark`, marks that were there before go too. Without it, the equations between the begin
+    and the end of a wanted call are scoped.
+    """
+    count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
+    first = traced.num_closed_over
+    sources = [1 << i - first if first <= i < first + count else 0 for i in range(len(traced.inputs))]
+    return _read(traced.jaxpr, sources, _finder(model, wanted), mark)[0]
+
+
+def _read(jaxpr, sources: Sequence[int], find: Callable, mark: Callable | None):
+    """A jaxpr without announcements, and the arguments (as bits) that each output depends on."""
+    opened = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
+    source_of = dict(zip(opened.invars, sources, strict=True))
+    known = _jaxprs.Substitution()
+    scopes: list[str] = []
+    eqns = []
+
+    def sources_of(atoms):
+        return [0 if _jaxprs.is_literal(v) else source_of.get(v, 0) for v in atoms]
+
+    for old in opened.eqns:
+        eqn = known.rename(old) if known.of else old
+        given = sources_of(eqn.invars)
+        put = None
+        if eqn.primitive is call_p:
+            own = eqn.params["own"]
+            passed, made = eqn.invars[own:], given[own:]
+            path = find(eqn, _union(given[:own]))
+            if mark is not None:
+                put = mark(eqn, path, passed)
+            elif path is not None and eqn.params["begins"]:
+                scopes.append(path)
+            elif path in scopes:
+                scopes.remove(path)
+        elif mark is not None and _marks.is_enter(eqn):
+            passed, made = eqn.invars, given
+        else:
+            put, made = _read_inside(eqn, given, find, mark)
+            for scope in scopes:
+                put = _compat.in_scope(put, f"{WHOLE}{scope}")
+        source_of.update(zip(eqn.outvars, made, strict=True))
+        if put is None:
+            known.of.update(zip(eqn.outvars, passed, strict=True))
+        else:
+            eqns.append(put)
+    outvars = [known(v) for v in opened.outvars]
+    if len(eqns) < len(opened.eqns) or any(map(operator.is_not, eqns, opened.eqns)):
+        jaxpr = _compat.with_equations(jaxpr, eqns, outvars)
+    return jaxpr, sources_of(outvars)
+
+
+def _read_inside(eqn, given: Sequence[int], find: Callable, mark: Callable | None):
+    """The same for the jaxprs in an equation, which take its last inputs (a branch: not the first)."""
+    made = [_union(given)] * len(eqn.outvars)
+    params = {}
+    for name, value in eqn.params.items():
+        items, tree = jtu.tree_flatten(value, is_leaf=_is_jaxpr)
+        if not any(map(_is_jaxpr, items)):
+            continue
+        new = []
+        for item in items:
+            if _is_jaxpr(item):
+                num = len(item.in_avals)
+                last = [_union(given)] * max(num - len(given), 0) + given[max(len(given) - num, 0) :]
+                item, results = _read(item, last, find, mark)
+                made = results if _jaxprs.called_jaxpr(eqn) is value else made
+            new.append(item)
+        if any(map(operator.is_not, new, items)):
+            params[name] = tree.unflatten(new)
+    return (eqn.replace(params=eqn.params | params) if params else eqn), made
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, _compat.JaxprTypes)
+
+
+def _union(bits: Sequence[int]) -> int:
+    return functools.reduce(operator.or_, bits, 0)
+
+
+def _finder(model: Any, wanted) -> Callable[[Any, int], str | None]:
+    """A function that gives the path of an announced module, if it is one of the wanted."""
+    leaves, tree = jtu.tree_flatten(model)
+    bits = iter(1 << i for i in range(len(leaves)))
+    numbered = tree.unflatten(next(bits) if _jaxprs.is_array(leaf) else None for leaf in leaves)
+    arrays_of = {
+        path: (type(module), _union(jtu.tree_leaves(module)))
+        for path, module in module_paths(numbered).items()
+    }
+
+    def find(eqn, sources: int) -> str | None:
+        if eqn.params["path"] is not None:
+            return eqn.params["path"] if eqn.params["path"] in wanted else None
+        # The modules of this class whose arrays are all in use (for want of any, those without
+        # arrays); of modules inside each other, the outermost.
+        held = {
+            path: bits
+            for path, (cls, bits) in arrays_of.items()
+            if cls is eqn.params["module"] and not bits & ~sources
+        }
+        largest = [
+            path
+            for path, bits in held.items()
+            if not any(other != bits and other & bits == bits for other in held.values())
+        ]
+        chosen = [path for path in largest if path in wanted]
+        if chosen and len(largest) > 1:
+            raise ValueError(
+                f"The call{_compat.at_source_line(eqn)} of {chosen[0]!r} cannot be told from that of "
+                f"{next(p for p in largest if p != chosen[0])!r}: the function rebuilds them from the "
+                f"same arrays or has none to tell them by. Mark the call with pipeline_enter_stage."
+            )
+        return chosen[0] if chosen else None
+
+    return find

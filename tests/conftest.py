@@ -1,0 +1,13 @@
+"""CPU devices for the ranks, before JAX starts; GPU tests skip themselves where there is none."""
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_collection_modifyitems(items):
+    gpu_tests = [item for item in items if "gpu" in item.keywords]
+    if gpu_tests and not any(d.platform == "gpu" for d in jax.devices()):
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))

@@ -1,0 +1,430 @@
+"""What surrounds the loop of a step is placed by inference, and moves no parameter."""
+
+import collections
+from typing import Any, NamedTuple
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+
+WIDTH, BATCH, MICROBATCHES, STEPS = 8, 8, 2, 3
+
+
+class Block(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+
+    def __init__(self, key):
+        self.weight = jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5
+        self.bias = 0.1 * jax.random.normal(jax.random.fold_in(key, 1), (WIDTH,))
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.weight + self.bias)
+
+
+class Net(eqx.Module):
+    blocks: list[Block]
+
+    def __init__(self, key=None, depth=3):
+        self.blocks = [Block(k) for k in jax.random.split(jax.random.key(0) if key is None else key, depth)]
+
+    def __call__(self, x):
+        for i, block in enumerate(self.blocks):
+            x = block(x if i == 0 else jaxpp.pipeline_enter_stage(x))
+        return x
+
+
+def loss_fn(model, x):
+    return jnp.mean((model(x) - 0.5) ** 2)
+
+
+def batches(steps=STEPS):
+    return [jax.random.normal(jax.random.key(100 + i), (BATCH, WIDTH)) for i in range(steps)]
+
+
+def pipelined(fun, *, schedule=None, in_axes=(None, 0), reduce="mean"):
+    """A value-and-grad, or a forward function, of staged code as a scheduled loop."""
+    loop = jaxpp.microbatch(fun, MICROBATCHES, in_axes=in_axes, reduce=reduce)
+    return jaxpp.schedule(loop, schedule or jaxpp.schedules.OneFOneB())
+
+
+class Plain(NamedTuple):
+    """How a step differentiates without pipelining."""
+
+    def value_and_grad(self, loss, **kwargs):
+        kwargs.pop("reduce", None), kwargs.pop("in_axes", None)
+        return eqx.filter_value_and_grad(loss, **kwargs)
+
+    def forward(self, fun, **_):
+        return fun
+
+
+class Piped(NamedTuple):
+    """How a step differentiates as a pipeline."""
+
+    schedule: Any = None
+
+    def value_and_grad(self, loss, *, reduce="mean", in_axes=(None, 0), **kwargs):
+        grad = eqx.filter_value_and_grad(jaxpp.wrap_forward(loss), **kwargs)
+        return pipelined(grad, schedule=self.schedule, reduce=reduce, in_axes=in_axes)
+
+    def forward(self, fun, *, reduce="mean", in_axes=(None, 0)):
+        return pipelined(
+            jaxpp.wrap_forward(fun),
+            schedule=jaxpp.schedules.ForwardOnly(),
+            reduce=reduce,
+            in_axes=in_axes,
+        )
+
+
+def sent(step):
+    """How many arrays of each kind a placed step sends."""
+    return collections.Counter(
+        kind for program in step.programs for send in program.sends for kind in send.message.kinds
+    )
+
+
+def copy(tree):
+    return jax.tree.map(lambda x: jnp.array(x, copy=True) if eqx.is_array(x) else x, tree)
+
+
+def train(step, carry, data):
+    """Runs a step `(carry, batch) -> (carry, metrics)` over the data."""
+    carry, seen = copy(carry), []
+    for batch in data:
+        carry, metrics = step(carry, batch)
+        seen.append(metrics)
+    return eqx.filter((carry, seen), eqx.is_array)
+
+
+def as_numbers(tree):
+    return jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree
+    )
+
+
+def check(make, carry, data=None, *, ranks=3, rtol=1e-5, atol=1e-6, allowed=(), donate=True, piped=Piped()):
+    """A step placed on ranks does what it does on one device, and sends only what it must.
+
+    `make` takes `Plain()` or `Piped()` and gives the step. Returns the placed step and its results.
+    """
+    data = batches() if data is None else data
+    expected = train(eqx.filter_jit(make(Plain())), carry, data)
+    step = jaxpp.place(
+        make(piped), jaxpp.MpmdMesh((ranks,)), donate_argnums=(0,) if donate else ()
+    )
+    results = train(step, carry, data)
+    chex.assert_trees_all_equal_shapes_and_dtypes(results, expected)
+    chex.assert_trees_all_close(as_numbers(results), as_numbers(expected), rtol=rtol, atol=atol)
+    assert set(sent(step)) <= {"edge", "gradient", "scalar", *allowed}, step.as_text()
+    return step, results
+
+
+def with_optimizer(optimizer, loss=loss_fn):
+    """A train step over `(model, optimizer state)`."""
+
+    def make(how):
+        grad_fn = how.value_and_grad(loss)
+
+        def step(carry, x):
+            model, state = carry
+            value, grads = grad_fn(model, x)
+            updates, state = optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+            return (eqx.apply_updates(model, updates), state), value
+
+        return step
+
+    return make
+
+
+def start(optimizer, model=None):
+    model = Net() if model is None else model
+    return model, optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+
+# ---- optimizers ---------------------------------------------------------------------------------
+
+
+def matrices(params):
+    return jax.tree.map(lambda x: x.ndim == 2, params)
+
+
+def by_shape(params):
+    return jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "vector", params)
+
+
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(1e-2),
+    "adamw_mask": optax.adamw(SCHEDULE, weight_decay=0.1, mask=matrices),
+    "clip_adamw": optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(SCHEDULE)),
+    "adaptive_clip": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+    "block_rms": optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)),
+    "lion": optax.lion(1e-2, weight_decay=0.1),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lamb": optax.lamb(1e-2),
+    "novograd": optax.novograd(1e-2),
+    "ema": optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+    "masked": optax.masked(optax.adam(1e-2), matrices),
+    "partition": optax.partition({"matrix": optax.adam(1e-2), "vector": optax.sgd(0.1)}, by_shape),
+    "multi_steps": optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
+    "multi_steps_clip": optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2)), every_k_schedule=2
+    ),
+    "inject": optax.inject_hyperparams(optax.adam)(learning_rate=SCHEDULE),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, seed=3), optax.sgd(0.1)),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "skip_large": optax.chain(optax.zero_nans(), optax.adam(1e-2)),
+    "lookahead_free_rms": optax.rmsprop(1e-2, centered=True, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer(name):
+    optimizer = OPTIMIZERS[name]
+    check(with_optimizer(optimizer), start(optimizer))
+
+
+def test_apply_if_finite_skips_a_step():
+    optimizer = optax.apply_if_finite(optax.adam(1e-2), 3)
+    data = batches(4)
+    data[1] = data[1].at[0, 0].set(jnp.nan)
+    _, ((_, state), _) = check(with_optimizer(optimizer), start(optimizer), data)
+    assert int(state.total_notfinite) == 1
+
+
+# ---- state and metrics around the loop ----------------------------------------------------------
+
+
+def test_average_of_parameters_by_hand():
+    def make(how):
+        grad_fn = how.value_and_grad(loss_fn)
+
+        def step(carry, x):
+            model, average, count = carry
+            loss, grads = grad_fn(model, x)
+            model = jax.tree.map(lambda p, g: p - 0.1 * g, model, grads)
+            decay = jnp.minimum(0.9, (1.0 + count) / (10.0 + count))
+            average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, average, model)
+            return (model, average, count + 1), loss
+
+        return step
+
+    check(make, (Net(), copy(Net()), jnp.int32(0)))
+
+
+def test_dynamic_loss_scale():
+    def make(how):
+        def scaled(model_and_scale, x):
+            model, scale = model_and_scale
+            return loss_fn(model, x) * jax.lax.stop_gradient(scale)
+
+        grad_fn = how.value_and_grad(scaled)
+
+        def step(carry, x):
+            model, scale, good = carry
+            loss, (grads, _) = grad_fn((model, scale), x)
+            grads = jax.tree.map(lambda g: g / scale, grads)
+            finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+            new = jax.tree.map(lambda p, g: p - 0.1 * g, model, grads)
+            model = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, model)
+            good = jnp.where(finite, good + 1, 0)
+            grown = jnp.where(good % 2 == 0, scale * 2, scale)
+            scale = jnp.where(finite, grown, scale / 2)
+            return (model, scale, good), (loss / scale, finite)
+
+        return step
+
+    data = batches(4)
+    data[1] = data[1].at[0, 0].set(jnp.inf)
+    _, ((_, scale, _), seen) = check(make, (Net(), jnp.float32(8.0), jnp.int32(0)), data)
+    assert [bool(finite) for _, finite in seen] == [True, False, True, True]
+    assert float(scale) == 8.0
+
+
+def test_cond_around_the_update():
+    def make(how):
+        grad_fn = how.value_and_grad(loss_fn)
+
+        def step(model, x):
+            loss, grads = grad_fn(model, x)
+            model = jax.lax.cond(
+                loss > 0.4,
+                lambda: jax.tree.map(lambda p, g: p - 0.1 * g, model, grads),
+                lambda: jax.tree.map(lambda p: 0.9 * p, model),
+            )
+            return model, loss
+
+        return step
+
+    check(make, Net())
+
+
+def test_metrics():
+    def make(how):
+        def loss(model, batch):
+            x, label = batch
+            logits = model(x)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+            return losses.mean(), (logits.argmax(-1) == label).mean()
+
+        grad_fn = how.value_and_grad(loss, has_aux=True)
+
+        def step(model, batch):
+            (loss, accuracy), grads = grad_fn(model, batch)
+            norms = jax.tree.map(jnp.linalg.norm, grads)
+            updates = jax.tree.map(lambda g: -0.1 * g, grads)
+            model = eqx.apply_updates(model, updates)
+            metrics = {
+                "loss": loss,
+                "perplexity": jnp.exp(loss),
+                "accuracy": accuracy,
+                "grad_norm": optax.global_norm(grads),
+                "param_norm": optax.global_norm(model),
+                "ratio": optax.global_norm(updates) / optax.global_norm(model),
+                "largest": jnp.max(jnp.stack([jnp.max(jnp.abs(n)) for n in jax.tree.leaves(norms)])),
+                "norms": norms,
+                "constant": jnp.ones(()),
+                "seen": x_sum(batch),
+            }
+            return model, metrics
+
+        def x_sum(batch):
+            return batch[0].sum()
+
+        return step
+
+    data = [(x, jax.random.randint(jax.random.key(i), (BATCH,), 0, WIDTH)) for i, x in enumerate(batches())]
+    check(make, Net(), data)
+
+
+def test_values_computed_before_the_loop_and_used_after_it():
+    def make(how):
+        grad_fn = how.value_and_grad(loss_fn)
+
+        def step(carry, x):
+            model, count = carry
+            x = (x - x.mean()) / x.std()
+            norm = optax.global_norm(model)
+            model = jax.tree.map(lambda p: p / (1 + norm), model)
+            loss, grads = grad_fn(model, x)
+            rate = 0.1 / (1.0 + count)
+            model = jax.tree.map(lambda p, g: (p - rate * g) * (1 + norm), model, grads)
+            return (model, count + 1), (loss, norm, x.max())
+
+        return step
+
+    check(make, (Net(), jnp.int32(0)))
+
+
+def test_gradient_of_a_regularised_loss():
+    def make(how):
+        def loss(model, x):
+            penalty = sum(jnp.sum(b.weight**2) for b in model.blocks)
+            return loss_fn(model, x) + 1e-2 * penalty
+
+        grad_fn = how.value_and_grad(loss)
+
+        def step(model, x):
+            value, grads = grad_fn(model, x)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, model, grads), value
+
+        return step
+
+    check(make, Net())
+
+
+# ---- the number of loops ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_no_loop(donate):
+    def make(_):
+        def step(model, x):
+            loss, grads = eqx.filter_value_and_grad(loss_fn)(model, x)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, model, grads), loss
+
+        return step
+
+    step, _ = check(make, Net(), ranks=1, donate=donate)
+    assert not sent(step)
+
+
+def test_forward_of_stages_without_a_loop():
+    forward = jaxpp.wrap_forward(lambda model, x: model(x))
+    step = jaxpp.place(forward, jaxpp.MpmdMesh((3,)))
+    x = batches(1)[0]
+    chex.assert_trees_all_close(step(Net(), x), Net()(x), rtol=1e-6)
+    assert sent(step) == {"edge": 2}
+
+
+def test_training_and_evaluation_in_one_step():
+    def make(how):
+        grad_fn = how.value_and_grad(loss_fn)
+        eval_fn = how.forward(loss_fn)
+
+        def step(model, batch):
+            train_x, eval_x = batch
+            loss, grads = grad_fn(model, train_x)
+            model = jax.tree.map(lambda p, g: p - 0.1 * g, model, grads)
+            return model, (loss, eval_fn(model, eval_x))
+
+        return step
+
+    data = list(zip(batches(), reversed(batches()), strict=True))
+    check(make, Net(), data)
+
+
+@pytest.mark.parametrize("second", [jaxpp.schedules.OneFOneB(), jaxpp.schedules.GPipe()])
+def test_two_optimizers_of_one_step(second):
+    def make(how):
+        def generator_loss(generator, discriminator, x):
+            return -jnp.mean(discriminator(generator(x)))
+
+        def discriminator_loss(discriminator, fake, x):
+            return jnp.mean(discriminator(fake)) - jnp.mean(discriminator(x))
+
+        def call(model, x):
+            return model(x)
+
+        d_grad = how.value_and_grad(discriminator_loss, in_axes=(None, 0, 0))
+        g_grad = (Piped(second) if isinstance(how, Piped) else how).value_and_grad(
+            one_model, in_axes=((None, None), 0)
+        )
+        generate = how.forward(call, reduce="concat")
+        del generator_loss
+
+        def step(carry, x):
+            generator, discriminator, opt_g, opt_d = carry
+            fake = generate(generator, x)
+            d_loss, grads = d_grad_mean(d_grad, discriminator, fake, x)
+            updates, opt_d = OPTIMIZERS["adam"].update(grads, opt_d)
+            discriminator = eqx.apply_updates(discriminator, updates)
+            g_loss, (grads, _) = g_grad((generator, discriminator), x)
+            updates, opt_g = OPTIMIZERS["momentum"].update(grads, opt_g)
+            generator = eqx.apply_updates(generator, updates)
+            return (generator, discriminator, opt_g, opt_d), (d_loss, g_loss)
+
+        return step
+
+    def one_model(models, x):
+        generator, discriminator = models
+        hidden = generator.blocks[0](x)
+        hidden = generator.blocks[1](jaxpp.pipeline_enter_stage(hidden))
+        hidden = discriminator.blocks[0](jaxpp.pipeline_enter_stage(generator.blocks[2](hidden)))
+        return -jnp.mean(discriminator.blocks[2](discriminator.blocks[1](hidden)))
+
+    def d_grad_mean(d_grad, discriminator, fake, x):
+        return d_grad(discriminator, fake, x)
+
+    generator, discriminator = Net(), Net(jax.random.key(5))
+    carry = (generator, discriminator, OPTIMIZERS["momentum"].init(generator), OPTIMIZERS["adam"].init(discriminator))
+    check(make, carry)
