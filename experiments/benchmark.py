@@ -228,57 +228,54 @@ def task_seconds(bundle: Bundle, device: Any, repeats: int) -> float:
 def memory_ratio(step: Any, table: Any) -> float:
     """The largest ratio, over ranks, of the most bytes held to the closed form."""
     bundle: Bundle = step.bundle
-    worst = 0.0
+    ratios = []
     for program in bundle.programs:
-        peak, static, activation, working = walk_memory(program, bundle)
-        expected = static + table.peak_in_flight()[program.rank] * activation + working
-        worst = max(worst, peak / expected)
-    return worst
+        peak, static, activation = walk_memory(program, bundle)
+        ratios.append(peak / (static + table.peak_in_flight()[program.rank] * activation))
+    return max(ratios)
 
 
 def nbytes(aval: Any) -> int:
     return aval.size * aval.dtype.itemsize
 
 
-def walk_memory(program: Any, bundle: Bundle) -> tuple[int, int, int, int]:
-    """The peak bytes of a rank's slots, those of its arguments and accumulators, of one microbatch's
-    activations, and the most that a single run adds."""
-    live: dict[int, int] = {}
-    for n, slot in program.inputs:
-        live[slot] = nbytes(bundle.in_avals[n])
-    peak = sum(live.values())
-    activation, working, static = 0, 0, 0
-    first_forward = True
+def walk_memory(program: Any, bundle: Bundle) -> tuple[int, int, int]:
+    """The peak bytes of a rank's slots; those held before its first task; those of an activation.
+
+    An activation is what the first forward task leaves behind: what its backward task reads.
+    """
+    live = {slot: nbytes(bundle.in_avals[n]) for n, slot in program.inputs}
+    received: dict[int, int] = {}
+    peak, static, activation = 0, None, None
     for instruction in program.instructions:
+        if static is not None and activation is None and not isinstance(instruction, Send | Free):
+            activation = sum(live.values()) - static
         match instruction:
             case Run(number, inputs, outputs, label):
+                if label.startswith("F") and static is None:
+                    static = sum(live.values()) - sum(received.values())
                 computation = bundle.computations[number]
-                sizes = [nbytes(v.aval) for v in computation.jaxpr.jaxpr.outvars]
-                if label.startswith("F") and first_forward:
-                    static = sum(live.values())
-                    # What this forward reads of the stage before is held for its backward too.
                 for i in computation.donated:
-                    live.pop(inputs[i], None)
-                before = sum(live.values())
+                    live.pop(inputs[i])
+                sizes = [nbytes(v.aval) for v in computation.jaxpr.jaxpr.outvars]
                 live.update(zip(outputs, sizes, strict=True))
-                working = max(working, sum(live.values()) - before)
-                peak = max(peak, sum(live.values()))
             case Receive(slots, message):
-                live.update(zip(slots, map(nbytes, message.avals), strict=True))
-                peak = max(peak, sum(live.values()))
+                received = dict(zip(slots, map(nbytes, message.avals), strict=True))
+                live.update(received)
             case Free(slots):
                 for slot in slots:
-                    live.pop(slot, None)
-                if first_forward and activation == 0 and static:
-                    activation = sum(live.values()) - static
-                    first_forward = False
-    return peak, static, max(activation, 0), working
+                    del live[slot]
+        peak = max(peak, sum(live.values()))
+    assert static is not None and activation is not None
+    return peak, static, activation
 
 
 # ---- the report ---------------------------------------------------------------------------------
 
 
-def measure(size: str, ranks: int, microbatches: int, schedule: Any, repeats: int) -> dict[str, float]:
+def measure(
+    size: str, ranks: int, microbatches: int, schedule: Any, repeats: int
+) -> dict[str, float]:
     width, examples = SIZES[size]
     keys = jax.random.split(jax.random.key(0), 3)
     model = Net(ranks, width, keys[0])
@@ -351,7 +348,9 @@ def lowering_seconds(ranks: int, schedule: Any) -> dict[int, float]:
 def main(_):
     jax.config.update("jax_num_cpu_devices", FLAGS.ranks)
     schedule = jaxpp.schedules.by_name(FLAGS.schedule)
-    print(f"JAX {jax.__version__}, {FLAGS.ranks} ranks, {FLAGS.microbatches} microbatches, {schedule}")
+    print(
+        f"JAX {jax.__version__}, {FLAGS.ranks} ranks, {FLAGS.microbatches} microbatches, {schedule}"
+    )
     figures = {}
     columns = None
     for size in FLAGS.sizes:

@@ -1,6 +1,7 @@
 """`MpmdMesh`: all ranks in this process."""
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,12 +83,22 @@ class MpmdMesh:
 default_mesh.set(lambda num_ranks: MpmdMesh((num_ranks,)))
 
 
+#: How many received messages a rank's dispatch may be ahead of what has arrived.
+RUN_AHEAD = 2
+
+
 class _LocalTransport:
-    """Moves arrays between ranks of one process, from device to device."""
+    """Moves arrays between ranks of one process, from device to device.
+
+    Dispatch is asynchronous, and memory is taken when a computation is dispatched. So that a rank
+    holds what its schedule says, and not what the host's lead over the devices makes of it, a
+    receive waits for the message of `RUN_AHEAD` receives before.
+    """
 
     def __init__(self, devices: Sequence[Any]):
         self._devices = devices
         self._mail: dict[int, Any] = {}
+        self._recent: list[deque[Any]] = [deque() for _ in devices]
 
     def send(self, arrays: list[Any], message: Message) -> None:
         target = self._devices[message.target]
@@ -96,7 +107,12 @@ class _LocalTransport:
         self._mail[message.tag] = arrays
 
     def receive(self, message: Message) -> Any:
-        return self._mail.pop(message.tag)
+        arrays = self._mail.pop(message.tag)
+        recent = self._recent[message.target]
+        recent.append(arrays[0])
+        if len(recent) > RUN_AHEAD:
+            recent.popleft().block_until_ready()
+        return arrays
 
 
 class _LocalStep:
@@ -140,13 +156,10 @@ class _LocalStep:
         for execute, chunk in self._order:
             execute(chunk)
         results = [fetch() for fetch in self._fetches]
-        donated = self._bundle.donated
-        if donated:
-            kept = {id(r) for r in results}
-            for n in donated:
-                arg = args[n]
-                if isinstance(arg, jax.Array) and id(arg) not in kept and not arg.is_deleted():
-                    arg.delete()
+        for n in self._bundle.donated:
+            arg = args[n]
+            if isinstance(arg, jax.Array) and not arg.is_deleted():
+                arg.delete()
         return results
 
     def _check_deleted(self, args: Sequence[Any]) -> None:
@@ -217,12 +230,14 @@ class _Fetch:
         for worker, device, slot in places:
             by_device.setdefault(device, (worker, slot))
         self._sources = list(by_device.values())
-        self._all = places
+        self._places = places
         self._shape = step._bundle.out_avals[number].shape
         self._sharding = _replicated(tuple(by_device)) if len(by_device) > 1 else None
 
     def __call__(self) -> Any:
         values = [worker.slots[slot] for worker, slot in self._sources]
+        for worker, _, slot in self._places:  # the caller alone holds the result from here on
+            worker.slots[slot] = None
         if self._sharding is None:
             return values[0]
         return jax.make_array_from_single_device_arrays(self._shape, self._sharding, values)
