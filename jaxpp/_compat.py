@@ -4,6 +4,7 @@ The only module that tests versions, and the only one that uses names which JAX 
 """
 
 import io
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from jax._src import source_info_util
 from jax.experimental import serialize_executable
 from jax.interpreters import partial_eval
 from jaxlib import xla_client
+
+# So that an equation's source line is the user's, in error messages and in profiles.
+source_info_util.register_exclusion(os.path.join(os.path.dirname(__file__), ""))
 
 #: On JAX 0.12 a jaxpr and its constants are one class; before, they were two.
 JaxprTypes = (jex.Jaxpr, jex.ClosedJaxpr)
@@ -33,6 +37,13 @@ def with_closed_type(jaxpr, template):
     """Gives `jaxpr` the type (open or closed) that a parameter `template` has."""
     closed = isinstance(template, jex.ClosedJaxpr)
     return jaxpr if closed else jaxpr.jaxpr
+
+
+def with_equations(jaxpr, eqns, outvars):
+    """An open or closed jaxpr with other equations and results; it keeps its type and constants."""
+    if isinstance(jaxpr, jex.Jaxpr):
+        return jaxpr.replace(eqns=list(eqns), outvars=list(outvars))
+    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(eqns=list(eqns), outvars=list(outvars)))
 
 
 def constants_of(jaxpr) -> Sequence[Any]:
@@ -70,6 +81,19 @@ def source_line(eqn) -> str:
     return f"{frame.file_name}:{frame.start_line}" if frame else ""
 
 
+def at_source_line(eqn) -> str:
+    """Where an equation came from as part of a sentence: ` at file:line`, or an empty string."""
+    line = source_line(eqn)
+    return f" at {line}" if line else ""
+
+
+def in_scope(eqn, name: str):
+    """The equation with one more name put before its name stack."""
+    source = eqn.source_info
+    stack = source_info_util.new_name_stack(name) + source.name_stack
+    return eqn.replace(source_info=source.replace(name_stack=stack))
+
+
 def under_scope(eqn, caller):
     """The equation `eqn` of a called jaxpr, with the name stack of the call put before its own."""
     source = eqn.source_info
@@ -80,8 +104,12 @@ def under_scope(eqn, caller):
 def load_on_device(compiled: jax.stages.Compiled, device) -> jax.stages.Compiled | None:
     """Loads an executable compiled for one device onto another without compiling again.
 
-    Returns None where the backend cannot do it; the caller then compiles.
+    Returns None where the backend cannot do it; the caller then compiles. So it is with JAX's
+    persistent compilation cache: an executable that came out of it cannot be serialised again on
+    CPU (it loads, and fails when it is called), and compiling again is cheap.
     """
+    if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:
+        return None
 
     class Unpickler(serialize_executable._JaxPjrtUnpickler):
         def persistent_load(self, pid):

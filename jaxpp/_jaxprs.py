@@ -6,11 +6,12 @@ Equations are moved as they are, so names and source lines survive.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -87,7 +88,24 @@ def transform(fun: Callable, rewrite: Callable[[jex.ClosedJaxpr], jex.ClosedJaxp
 
 def run(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluates a closed jaxpr, under its equations' own names and source lines."""
-    return jex.jaxpr_as_fun(jaxpr)(*args)
+    results = jex.jaxpr_as_fun(jaxpr)(*args)
+    return [
+        literal_array(v) if is_literal(v) else x
+        for v, x in zip(jaxpr.jaxpr.outvars, results, strict=True)
+    ]
+
+
+def read(atoms: Iterable[Any], values: Mapping[Any, Any]) -> list[Any]:
+    """The values of atoms: literals as arrays, variables as `values` has them."""
+    return [literal_array(a) if is_literal(a) else values[a] for a in atoms]
+
+
+def literal_array(literal) -> Any:
+    """A literal's value as an array of its type; in a jaxpr it may be a Python scalar."""
+    aval = literal.aval
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return literal.val
+    return jnp.asarray(literal.val, None if aval.weak_type else aval.dtype)
 
 
 def without_constants(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
@@ -139,6 +157,11 @@ def is_literal(atom) -> bool:
     return isinstance(atom, jex.Literal)
 
 
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The atoms that are variables."""
+    return [a for a in atoms if not is_literal(a)]
+
+
 class Substitution:
     """Variables standing for others; what is not in it stands for itself."""
 
@@ -156,6 +179,7 @@ class Substitution:
 def inline_call(eqn, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """The equations of a called jaxpr with variables of their own, and its result atoms."""
     body = called_jaxpr(eqn)
+    assert body is not None
     opened = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
     fresh = Substitution(zip(opened.invars, args, strict=True))
     for var, value in zip(opened.constvars, _compat.constants_of(body), strict=True):
@@ -286,6 +310,8 @@ def _hashable(value):
         return tuple((k, _hashable(v)) for k, v in sorted(value.items()))
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):
         return (str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, int | float | complex):  # 0.0 is not -0.0, nor 1 True
+        return (type(value), repr(value))
     try:
         hash(value)
     except TypeError:

@@ -100,6 +100,10 @@ class _LocalTransport:
         self._mail: dict[int, Any] = {}
         self._recent: list[deque[Any]] = [deque() for _ in devices]
 
+    def clear(self) -> None:
+        """Forgets messages that nobody has received."""
+        self._mail.clear()
+
     def send(self, arrays: list[Any], message: Message) -> None:
         target = self._devices[message.target]
         if target is not self._devices[message.source]:
@@ -121,7 +125,7 @@ class _LocalStep:
     def __init__(self, bundle: Bundle, devices: Sequence[Any]):
         self._bundle = bundle
         self._devices = devices
-        transport = _LocalTransport(devices)
+        self._transport = transport = _LocalTransport(devices)
         executables = _compile.compile_all(bundle, devices)
         self._workers = []
         for program, own, device in zip(bundle.programs, executables, devices, strict=True):
@@ -151,30 +155,33 @@ class _LocalStep:
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Runs the step; returns when everything has been dispatched."""
         self._check_deleted(args)
+        self._transport.clear()  # of what a step that failed has left
         for feed, arg in zip(self._feeds, args, strict=True):
             feed(arg)
         for execute, chunk in self._order:
             execute(chunk)
         results = [fetch() for fetch in self._fetches]
         for n in self._bundle.donated:
-            arg = args[n]
-            if isinstance(arg, jax.Array) and not arg.is_deleted():
-                arg.delete()
+            if isinstance(args[n], jax.Array):
+                args[n].delete()  # on all its devices, also where a computation has taken it on one
         return results
 
     def _check_deleted(self, args: Sequence[Any]) -> None:
+        names, donated = self._bundle.arg_names, self._bundle.donated
         seen: dict[int, int] = {}
         for n, arg in enumerate(args):
-            if isinstance(arg, jax.Array) and arg.is_deleted():
+            if not isinstance(arg, jax.Array):
+                continue
+            if arg.is_deleted():
                 raise ValueError(
-                    f"args{self._bundle.arg_names[n]} was donated to an earlier call, which deleted it; pass "
-                    f"what that call returned, or leave the argument out of donate_argnums."
+                    f"args{names[n]} was donated to an earlier call, which deleted it; pass what that "
+                    f"call returned, or leave the argument out of donate_argnums."
                 )
-            if n in self._bundle.donated and seen.setdefault(id(arg), n) != n:
-                first = self._bundle.arg_names[seen[id(arg)]]
+            first = seen.setdefault(id(arg), n)
+            if first != n and (n in donated or first in donated):
                 raise ValueError(
-                    f"args{self._bundle.arg_names[n]} is the same array as args{first}, and is donated: an array "
-                    f"can be donated once. Copy it with jnp.copy, or do not donate it."
+                    f"args{names[n]} is the same array as args{names[first]}, and one of them is donated, "
+                    f"which deletes both. Copy it with jnp.copy, or do not donate it."
                 )
 
 

@@ -30,18 +30,23 @@ class Worker:
         self, program: Program, executables: Sequence[Callable | None], transport: Transport
     ):
         self.slots: list[Any] = [None] * program.num_slots
+        self._rank = program.rank
         self._transport = transport
         self._executables = executables
 
     def execute(self, chunk: Chunk) -> None:
-        """Runs some instructions in order."""
+        """Runs some instructions in order; an error says which one failed."""
         slots = self.slots
         for instruction in chunk:
             kind = type(instruction)
             if kind is Run:
-                outputs = self._executables[instruction.computation](
-                    *[slots[i] for i in instruction.inputs]
-                )
+                try:
+                    outputs = self._executables[instruction.computation](
+                        *[slots[i] for i in instruction.inputs]
+                    )
+                except Exception as error:
+                    error.add_note(f"in {instruction.label} on rank {self._rank}")
+                    raise
                 for slot, value in zip(instruction.outputs, outputs):  # noqa: B905  hot loop
                     slots[slot] = value
             elif kind is Free:

@@ -55,7 +55,7 @@ def _smallest_bottleneck(total: Sequence[float], num_stages: int) -> float:
     """
     low, high = 0.0, total[-1]
     best = _greedy_bound(total, num_stages, high)
-    while high - low > 1e-12 * max(total[-1], 1.0):
+    while high - low > 1e-12 * total[-1]:
         middle = (low + high) / 2
         bound = _greedy_bound(total, num_stages, middle)
         if bound is None:
@@ -86,7 +86,7 @@ def _greedy_bound(total: Sequence[float], num_stages: int, limit: float) -> floa
 def _fewest_bytes(total, crossing, num_stages: int, limit: float) -> list[int]:
     """The cuts with the fewest crossing bytes among those with every stage within the limit."""
     n = len(total) - 1
-    slack = limit + 1e-9 * max(total[-1], 1.0)
+    slack = limit + 1e-9 * total[-1]
     best = [0.0] + [float("inf")] * n
     back: list[list[int]] = []
     for _ in range(num_stages):

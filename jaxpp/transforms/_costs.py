@@ -79,5 +79,3 @@ def resolve(balance: str | Cost) -> Cost:
     if callable(balance):
         return balance
     raise ValueError(f"balance is 'flops' or a function of an equation, got {balance!r}.")
-
-

@@ -1,7 +1,7 @@
 """Where a program is cut: at named scopes, or by balance."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -12,26 +12,29 @@ from jaxpp.transforms import _balance, _costs, _marks, _modules, _stages
 # ---- named scopes -------------------------------------------------------------------------------
 
 
-def cut_at_scopes(jaxpr: jex.ClosedJaxpr, names: Sequence[str]) -> jex.ClosedJaxpr:
-    """Marks the first equation under each `jax.named_scope` of `names`."""
-    flat, sunk = sink_argument_chains(_inline_plain_calls(jaxpr))
+def cut_at_scopes(
+    jaxpr: jex.ClosedJaxpr, names: Sequence[str], modules: Sequence[str]
+) -> jex.ClosedJaxpr:
+    """Marks the first equation under each `jax.named_scope` of `names`.
+
+    `modules` could have been named too, and are listed where a name is unknown.
+    """
+    inlined, _ = _stages.dissolve_marks(_inline_plain_calls(jaxpr))
+    flat, sunk = sink_argument_chains(inlined)
     positions = []
     for name in names:
         position = next((i for i, e in enumerate(flat.eqns) if _in_scope(e, name)), None)
         if position is None:
             nested = next((e for e in flat.eqns if _contains_scope(e, name)), None)
-            if nested is not None and nested.primitive.name in _jaxprs.CHECKPOINTS:
-                position = flat.eqns.index(nested)
-                inner = next(_jaxprs.sub_jaxprs(nested)).eqns
-                if not _in_scope(inner[0], name):
-                    nested, position = inner[0], None
-            if position is None and nested is not None:
+            if nested is not None and not _starts_with_scope(nested, name):
                 raise ValueError(
-                    f"The scope {name!r} is inside a `{nested.primitive.name}` at "
-                    f"{_compat.source_line(nested)}, whose body is one unit: no cut can be made there."
+                    f"The scope {name!r} is inside a `{nested.primitive.name}`"
+                    f"{_compat.at_source_line(nested)}, whose body is one unit: no cut can be made "
+                    f"there."
                 )
-        if position is None:
-            raise ValueError(f"No equation is under jax.named_scope({name!r}); {_modules.known(_scopes(flat))}")
+            if nested is None:
+                raise ValueError(_no_scope(name, flat, modules))
+            position = flat.eqns.index(nested)
         while position > 0 and flat.eqns[position - 1] in sunk:
             position -= 1
         positions.append(position)
@@ -39,7 +42,9 @@ def cut_at_scopes(jaxpr: jex.ClosedJaxpr, names: Sequence[str]) -> jex.ClosedJax
         order = [n for _, n in sorted(zip(positions, names, strict=True))]
         raise ValueError(f"The cuts {list(names)} are out of order: they run in the order {order}.")
     if len(set(positions)) < len(positions):
-        raise ValueError(f"Two of the cuts {list(names)} are at the same equation; drop one of them.")
+        raise ValueError(
+            f"Two of the cuts {list(names)} are at the same equation; drop one of them."
+        )
     return insert_marks(flat, positions, names)
 
 
@@ -55,38 +60,76 @@ def _contains_scope(eqn, name: str) -> bool:
     return _jaxprs.contains(eqn, lambda e: _in_scope(e, name))
 
 
-def _scopes(jaxpr) -> list[str]:
-    return list(dict.fromkeys(s for e in jaxpr.eqns if (s := _scope_path(e))))
+def _starts_with_scope(eqn, name: str) -> bool:
+    """Whether an equation is a checkpoint of which the scope holds the first equation."""
+    return eqn.primitive.name in _jaxprs.CHECKPOINTS and any(
+        _in_scope(sub.eqns[0], name) for sub in _jaxprs.sub_jaxprs(eqn) if sub.eqns
+    )
+
+
+def _no_scope(name: str, jaxpr, modules: Sequence[str]) -> str:
+    if name.startswith(_modules.WHOLE):
+        return (
+            f"{name.removeprefix(_modules.WHOLE)!r} cannot stay whole: the function never calls it."
+        )
+    scopes = list(dict.fromkeys(s for e in jaxpr.eqns if (s := _scope_path(e))))
+    named = (
+        f"No module of the first argument is called {name!r} ({_modules.listed(modules)}), and n"
+        if modules
+        else "N"
+    )
+    return f"{named}o equation is under jax.named_scope({name!r}) ({_modules.listed(scopes)})."
 
 
 # ---- balance ------------------------------------------------------------------------------------
 
 
 def cut_balanced(
-    jaxpr: jex.ClosedJaxpr, num_stages: int, cost: _costs.Cost, is_whole: Callable[[str], Any]
+    jaxpr: jex.ClosedJaxpr,
+    num_stages: int,
+    cost: _costs.Cost,
+    whole: Sequence[str],
+    modules: Sequence[str],
 ) -> jex.ClosedJaxpr:
     """Marks `num_stages - 1` cuts that balance the stages.
 
-    Equations for whose name stack `is_whole` gives the same key are not cut apart.
+    No cut is made between equations under one of the scopes `whole` that follow each other.
     """
     flat, sunk = sink_argument_chains(_inline_plain_calls(jaxpr))
     varying = _jaxprs.descendants(flat.eqns, flat.jaxpr.invars)
     free = [not any(v in varying for v in e.outvars) for e in flat.eqns]
     eqns = [e for e, f in zip(flat.eqns, free, strict=True) if not f]
     crossing = _crossing_bytes(flat.jaxpr, eqns)
-    units = [is_whole(_scope_path(e)) for e in eqns]
-    last = {u: i for i, u in enumerate(units) if u is not None}
-    open_until = -1
-    for i in range(1, len(eqns)):
-        open_until = max(open_until, last.get(units[i - 1], -1))
-        if eqns[i - 1] in sunk or i <= open_until:
-            crossing[i] = float("inf")
+    for i, eqn in enumerate(eqns):
+        if eqn in sunk:
+            crossing[i + 1] = float("inf")
+    for name in whole:
+        runs = list(_runs_in_scope(eqns, sunk, name))
+        if not runs:
+            raise ValueError(_no_scope(name, flat, modules))
+        for first, last in runs:
+            crossing[first + 1 : last + 1] = [float("inf")] * (last - first)
     try:
         cuts = _balance.balanced_cuts([cost(e) for e in eqns], crossing, num_stages)
     except ValueError as error:
         raise ValueError(f"split_stages: {error}") from None
     index = {id(e): i for i, e in enumerate(flat.eqns)}
     return insert_marks(flat, [index[id(eqns[c])] for c in cuts], [None] * len(cuts))
+
+
+def _runs_in_scope(eqns, sunk, name: str) -> Iterator[tuple[int, int]]:
+    """The first and last position of each run of equations under a scope, but for those moved."""
+    run = None
+    for i, eqn in enumerate(eqns):
+        if eqn in sunk:
+            continue
+        if _in_scope(eqn, name):
+            run = (i if run is None else run[0], i)
+        elif run is not None:
+            yield run
+            run = None
+    if run is not None:
+        yield run
 
 
 def _crossing_bytes(jaxpr, eqns) -> list[float]:
@@ -111,8 +154,10 @@ def _crossing_bytes(jaxpr, eqns) -> list[float]:
 def _inline_plain_calls(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return _jaxprs.inline(
         jaxpr,
-        lambda e: e.primitive.name not in _jaxprs.CUSTOM_RULES | _jaxprs.CHECKPOINTS
-        and not _marks.is_stage_call(e),
+        lambda e: (
+            e.primitive.name not in _jaxprs.CUSTOM_RULES | _jaxprs.CHECKPOINTS
+            and not _marks.is_stage_call(e)
+        ),
     )
 
 
@@ -133,8 +178,6 @@ def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _Equa
     So that a weight's cast, transpose or stacking goes with the stage that reads it: no cut should
     be made right after one of the equations moved, which are returned too.
     """
-    roots: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in jaxpr.jaxpr.invars}
-    arguments = set(jaxpr.jaxpr.invars)
     sunk: dict[Any, Any] = {}
     order: list[Any] = []
     placed: set[int] = set()
@@ -156,13 +199,8 @@ def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _Equa
                 placed.add(id(top))
                 order.append(top)
 
-    for eqn in jaxpr.eqns:
-        union = frozenset().union(*(roots[v] for v in eqn.invars if not _jaxprs.is_literal(v)))
-        roots.update((v, union) for v in eqn.outvars)
-        light = eqn.primitive.name not in _HEAVY and all(
-            _jaxprs.is_literal(v) or v in sunk or v in arguments for v in eqn.invars
-        )
-        if not eqn.effects and (len(union) <= 1 or light):
+    for eqn, moves in zip(jaxpr.eqns, _stages.argument_chains(jaxpr), strict=True):
+        if moves:
             sunk.update((v, eqn) for v in eqn.outvars)
         else:
             place(eqn)
@@ -171,11 +209,6 @@ def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _Equa
             place(sunk[var])
     moved = _Equations(list(sunk.values()))
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, order), moved
-
-
-_HEAVY = frozenset(
-    {"dot_general", "conv_general_dilated", "gather", "scan", "while", "cond", "dynamic_slice"}
-)
 
 
 def insert_marks(jaxpr, positions: Sequence[int], names: Sequence[str | None]) -> jex.ClosedJaxpr:

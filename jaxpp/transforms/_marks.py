@@ -70,7 +70,10 @@ enter_p.multiple_results = True
 enter_p.def_impl(lambda *xs, **_: list(xs))
 enter_p.def_abstract_eval(lambda *avals, **_: list(avals))
 mlir.register_lowering(enter_p, lambda _, *xs, **__: xs)
-batching.primitive_batchers[enter_p] = lambda xs, dims, **params: (enter_p.bind(*xs, **params), dims)
+batching.primitive_batchers[enter_p] = lambda xs, dims, **params: (
+    enter_p.bind(*xs, **params),
+    dims,
+)
 ad.primitive_jvps[enter_p] = lambda xs, ts, **params: (enter_p.bind(*xs, **params), list(ts))
 
 edge_p = jex.Primitive("stage_edge")

@@ -51,8 +51,11 @@ def microbatch(
         >>> float(grad(3.0 * jnp.ones(()), jnp.arange(4.0)))
         21.0
     """
-    if isinstance(num_microbatches, bool) or int(num_microbatches) < 1:
-        raise ValueError(f"microbatch: num_microbatches must be at least 1, got {num_microbatches!r}.")
+    is_number = isinstance(num_microbatches, int | np.integer) and num_microbatches is not True
+    if not is_number or num_microbatches < 1:
+        raise ValueError(
+            f"microbatch: num_microbatches must be an int and at least 1, got {num_microbatches!r}."
+        )
     count = int(num_microbatches)
 
     @functools.wraps(fun)
@@ -64,7 +67,9 @@ def microbatch(
         _check_sizes(leaves, axes, paths, count)
         sliced = [i for i, a in enumerate(axes) if a is not None]
         small = [
-            jax.ShapeDtypeStruct(_slice_shape(leaf.shape, a, count), leaf.dtype) if a is not None else leaf
+            jax.ShapeDtypeStruct(_slice_shape(leaf.shape, a, count), leaf.dtype)
+            if a is not None
+            else leaf
             for leaf, a in zip(leaves, axes, strict=True)
         ]
         traced = _jaxprs.trace(fun, jtu.tree_unflatten(tree, small))
@@ -74,7 +79,8 @@ def microbatch(
         is_sliced = [False] * traced.num_closed_over + [i in sliced for i in arrays]
         inputs = list(traced.inputs[: traced.num_closed_over])
         for i in arrays:
-            inputs.append(leaves[i] if axes[i] is None else _stack_slices(leaves[i], axes[i], count))
+            axis = axes[i]
+            inputs.append(leaves[i] if axis is None else _stack_slices(leaves[i], axis, count))
         return traced.rebuild(_loop(traced.jaxpr, is_sliced, operators, count)(*inputs))
 
     return microbatched
@@ -108,6 +114,7 @@ def _loop(jaxpr, is_sliced: Sequence[bool], operators: Sequence[Any], count: int
         ]  # fmt: skip
         if main is None or not active:
             return plain(*inputs), (inputs, None)
+        first = main
 
         def with_gradient(*inputs):
             def of_active(*chosen):
@@ -115,16 +122,20 @@ def _loop(jaxpr, is_sliced: Sequence[bool], operators: Sequence[Any], count: int
                 for i, x in zip(active, chosen, strict=True):
                     full[i] = x
                 outputs = run_body(*full)
-                return outputs[main], outputs
+                return outputs[first], outputs
 
-            value, pullback, outputs = jax.vjp(of_active, *(inputs[i] for i in active), has_aux=True)
+            value, pullback, outputs = jax.vjp(
+                of_active, *(inputs[i] for i in active), has_aux=True
+            )
             return [*outputs, *pullback(jnp.ones_like(value))]
 
         mean = _reductions.REDUCTIONS["mean"]
         total = _reductions.REDUCTIONS["sum"]
         share = operators[main]
         stacked = _reductions.Collect("stack", lambda s: s / count if share is mean else s)
-        gradient_operators = [stacked if is_sliced[i] else (share if share is mean else total) for i in active]
+        gradient_operators = [
+            stacked if is_sliced[i] else (share if share is mean else total) for i in active
+        ]
         results = _run_loop(
             with_gradient, is_sliced, [*operators, *gradient_operators], count, *inputs
         )
@@ -142,7 +153,9 @@ def _loop(jaxpr, is_sliced: Sequence[bool], operators: Sequence[Any], count: int
                 for i, g in gradients.items():
                     result[i] = (ct * g).astype(g.dtype)
         if any(not isinstance(ct, SymbolicZero) for ct in rest):
-            again = functools.partial(_run_loop, jax.checkpoint(run_body), is_sliced, operators, count)
+            again = functools.partial(
+                _run_loop, jax.checkpoint(run_body), is_sliced, operators, count
+            )
             active = [i for i, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
             def of_active(*chosen):
@@ -192,7 +205,9 @@ def _run_loop(body: Callable, is_sliced, operators, count: int, *inputs: Any) ->
     accs, stacked = jax.lax.scan(step, init, slices, length=count)
     accs, stacked = iter(accs), iter(stacked)
     return [
-        op.finish(next(stacked)) if isinstance(op, _reductions.Collect) else op.finish(next(accs), count)
+        op.finish(next(stacked))
+        if isinstance(op, _reductions.Collect)
+        else op.finish(next(accs), count)
         for op in operators
     ]
 
@@ -203,10 +218,16 @@ def _broadcast_axes(in_axes: Any, args: tuple) -> list[int | None]:
         in_axes = tuple(in_axes)
     if isinstance(in_axes, tuple) and len(in_axes) != len(args):
         raise ValueError(
-            f"microbatch: in_axes has {len(in_axes)} entries {in_axes}, but the function was called with "
-            f"{len(args)} arguments; give one entry for each."
+            f"microbatch: in_axes has {len(in_axes)} entries {in_axes}, but the function was "
+            f"called with {len(args)} arguments; give one entry for each."
         )
-    return _broadcast(in_axes, args, "in_axes", lambda a: a is None or isinstance(a, int))
+    axes = _broadcast(in_axes, args, "in_axes", lambda a: a is None)
+    wrong = [a for a in axes if a is not None and (isinstance(a, bool) or not isinstance(a, int))]
+    if wrong:
+        raise ValueError(
+            f"microbatch: in_axes holds {wrong[0]!r}; each of its leaves is an int or None."
+        )
+    return axes
 
 
 def _broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool]) -> list[Any]:
@@ -214,10 +235,15 @@ def _broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool]
     result: list[Any] = []
     try:
         jtu.tree_map(
-            lambda p, sub: result.extend([p] * len(jtu.tree_leaves(sub))), prefix, tree, is_leaf=is_leaf
+            lambda p, sub: result.extend([p] * len(jtu.tree_leaves(sub))),
+            prefix,
+            tree,
+            is_leaf=is_leaf,
         )
     except ValueError as error:
-        raise ValueError(f"microbatch: {what} is not a prefix of the pytree it stands for: {error}") from None
+        raise ValueError(
+            f"microbatch: {what} is not a prefix of the pytree it stands for: {error}"
+        ) from None
     return result
 
 
@@ -226,10 +252,12 @@ def _resolve_outputs(reduce: Any, traced: _jaxprs.Traced) -> list[Any]:
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.jaxpr.outvars]
     outputs = traced.rebuild(avals)
     named = _broadcast(
-        reduce, outputs, "reduce", lambda r: isinstance(r, str | _reductions.Operator) and not isinstance(r, tuple)
+        reduce, outputs, "reduce", lambda r: r is None or isinstance(r, _reductions.Operator)
     )
     leaves = jtu.tree_leaves(outputs)
-    named = [n for n, leaf in zip(named, leaves, strict=True) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    named = [
+        n for n, leaf in zip(named, leaves, strict=True) if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
     return [_reductions.resolve(r, p, x) for r, p, x in zip(named, paths, avals, strict=True)]
 
 
@@ -239,16 +267,21 @@ def _check_sizes(leaves, axes, paths, count: int) -> None:
         if axis is None:
             continue
         if not -leaf.ndim <= axis < leaf.ndim:
-            raise ValueError(f"microbatch: args{path} has shape {leaf.shape} and no axis {axis} to slice.")
+            raise ValueError(
+                f"microbatch: args{path} has shape {leaf.shape} and no axis {axis} to slice."
+            )
         sizes[path] = leaf.shape[axis]
     if not sizes:
-        raise ValueError("microbatch: in_axes names no array to slice; give an axis for one argument.")
+        raise ValueError(
+            "microbatch: in_axes names no array to slice; give an axis for one argument."
+        )
     for path, size in sizes.items():
         if size % count:
             near = max(size // count * count, count)
             raise ValueError(
-                f"microbatch: args{path} has {size} examples, which {count} microbatches do not divide; "
-                f"use {near} or {(size // count + 1) * count} examples, or another number of microbatches."
+                f"microbatch: args{path} has {size} examples, which {count} microbatches do not "
+                f"divide; use {near} or {(size // count + 1) * count} examples, or another number "
+                f"of microbatches."
             )
     if len(set(sizes.values())) > 1:
         raise ValueError(

@@ -37,16 +37,15 @@ def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
         model = jtu.tree_map(lambda leaf: leaf, model)
         paths = module_paths(model)
         chosen = at(model)
-        found = [
-            (next((p for p, m in paths.items() if m is module), None), module)
-            for module in (chosen if isinstance(chosen, list | tuple) else [chosen])
-        ]
-        for path, module in found:
+        found = []
+        for module in chosen if isinstance(chosen, list | tuple) else [chosen]:
+            path = next((p for p, m in paths.items() if m is module), None)
             if path is None:
                 raise ValueError(
                     f"The function given for a cut returned {_describe(module)}, which is not a "
-                    f"submodule of {type(model).__name__}; {known(paths)}"
+                    f"submodule of {type(model).__name__}: {listed(paths)}."
                 )
+            found.append((path, module))
     else:
         paths = module_paths(model)
         if not any(name in paths for name in at):
@@ -54,7 +53,7 @@ def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
         for name in at:
             if name not in paths:
                 raise ValueError(
-                    f"{type(model).__name__} has no submodule {name!r} to cut at; {known(paths)}"
+                    f"{type(model).__name__} has no submodule {name!r}: {listed(paths)}."
                 )
         found = [(name, paths[name]) for name in at]
     for path, module in found:
@@ -92,11 +91,11 @@ def _describe(value: Any) -> str:
     return type(value).__name__ if not isinstance(value, str | int | float) else repr(value)
 
 
-def known(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """The end of an error message that lists what could have been named."""
+def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """What could have been named, for an error message."""
     shown = list(names)[:12]
     more = f", ... ({len(names)} in all)" if len(names) > len(shown) else ""
-    return f"it has {', '.join(map(repr, shown))}{more}." if shown else "it has none."
+    return f"there are {', '.join(map(repr, shown))}{more}" if shown else "there are none"
 
 
 # ---- announcing calls ---------------------------------------------------------------------------
@@ -124,6 +123,7 @@ def announcing(fun: Callable, modules: Sequence[tuple[str, Any]]) -> Callable:
 _paths_of_objects = contextvars.ContextVar[dict[int, str] | None]("paths_of_objects", default=None)
 _cache_key = jax.make_user_context(frozenset())
 _interceptions: dict[type, int] = {}
+_originals: dict[type, Any] = {}
 _lock = threading.Lock()
 
 
@@ -155,17 +155,16 @@ def _intercept(cls: type) -> None:
         args, kwargs = _announce(self, (args, kwargs), begins=True)
         return _announce(self, call(*args, **kwargs), begins=False)
 
-    __call__.inherited = "__call__" not in vars(cls)
-    __call__.original = original
+    if "__call__" in vars(cls):
+        _originals[cls] = original
     cls.__call__ = functools.update_wrapper(__call__, original)
 
 
 def _release(cls: type) -> None:
-    call = vars(cls)["__call__"]
-    if call.inherited:
-        del cls.__call__
+    if cls in _originals:
+        cls.__call__ = _originals.pop(cls)
     else:
-        cls.__call__ = call.original
+        del cls.__call__
 
 
 def _announce(module: Any, values: Any, *, begins: bool) -> Any:
@@ -254,11 +253,15 @@ def _read_announcements(traced, model, wanted, mark: Callable | None) -> jex.Clo
     """
     count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
     first = traced.num_closed_over
-    sources = [1 << i - first if first <= i < first + count else 0 for i in range(len(traced.inputs))]
+    sources = [
+        1 << i - first if first <= i < first + count else 0 for i in range(len(traced.inputs))
+    ]
     return _read(traced.jaxpr, sources, _finder(model, wanted), mark)[0]
 
 
-def _read(jaxpr, sources: Sequence[int], find: Callable, mark: Callable | None):
+def _read(
+    jaxpr: Any, sources: Sequence[int], find: Callable, mark: Callable | None
+) -> tuple[Any, list[int]]:
     """A jaxpr without announcements, and the arguments (as bits) that each output depends on."""
     opened = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
     source_of = dict(zip(opened.invars, sources, strict=True))
@@ -272,7 +275,7 @@ def _read(jaxpr, sources: Sequence[int], find: Callable, mark: Callable | None):
     for old in opened.eqns:
         eqn = known.rename(old) if known.of else old
         given = sources_of(eqn.invars)
-        put = None
+        put, passed = None, eqn.invars
         if eqn.primitive is call_p:
             own = eqn.params["own"]
             passed, made = eqn.invars[own:], given[own:]
@@ -284,7 +287,7 @@ def _read(jaxpr, sources: Sequence[int], find: Callable, mark: Callable | None):
             elif path in scopes:
                 scopes.remove(path)
         elif mark is not None and _marks.is_enter(eqn):
-            passed, made = eqn.invars, given
+            made = given
         else:
             put, made = _read_inside(eqn, given, find, mark)
             for scope in scopes:
@@ -301,7 +304,7 @@ def _read(jaxpr, sources: Sequence[int], find: Callable, mark: Callable | None):
 
 
 def _read_inside(eqn, given: Sequence[int], find: Callable, mark: Callable | None):
-    """The same for the jaxprs in an equation, which take its last inputs (a branch: not the first)."""
+    """The same for the jaxprs in an equation, which take its last inputs (a branch all but one)."""
     made = [_union(given)] * len(eqn.outvars)
     params = {}
     for name, value in eqn.params.items():
@@ -312,8 +315,8 @@ def _read_inside(eqn, given: Sequence[int], find: Callable, mark: Callable | Non
         for item in items:
             if _is_jaxpr(item):
                 num = len(item.in_avals)
-                last = [_union(given)] * max(num - len(given), 0) + given[max(len(given) - num, 0) :]
-                item, results = _read(item, last, find, mark)
+                padded = [*([_union(given)] * num), *given]
+                item, results = _read(item, padded[len(padded) - num :], find, mark)
                 made = results if _jaxprs.called_jaxpr(eqn) is value else made
             new.append(item)
         if any(map(operator.is_not, new, items)):
@@ -357,9 +360,10 @@ def _finder(model: Any, wanted) -> Callable[[Any, int], str | None]:
         chosen = [path for path in largest if path in wanted]
         if chosen and len(largest) > 1:
             raise ValueError(
-                f"The call{_compat.at_source_line(eqn)} of {chosen[0]!r} cannot be told from that of "
-                f"{next(p for p in largest if p != chosen[0])!r}: the function rebuilds them from the "
-                f"same arrays or has none to tell them by. Mark the call with pipeline_enter_stage."
+                f"The call{_compat.at_source_line(eqn)} of {chosen[0]!r} cannot be told from that "
+                f"of {next(p for p in largest if p != chosen[0])!r}: the function rebuilds them "
+                f"from the same arrays, or they have none. Mark the call with "
+                f"pipeline_enter_stage."
             )
         return chosen[0] if chosen else None
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from jaxpp import _compat, _jaxprs
@@ -202,13 +203,14 @@ class Placed:
         paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(args)[0]]
         self._check_arguments(args, leaves, paths)
         signature = _Signature.of(leaves, tree)
-        traced = _jaxprs.trace(self._fun, args)
+        traced = _jaxprs.trace(self._fun, jtu.tree_unflatten(tree, [_shape(leaf) for leaf in leaves]))
         jaxpr = _flatten(traced.jaxpr)
         constants, num_closed = traced.inputs, traced.num_closed_over
         jaxpr = _bind_constants(jaxpr, constants[:num_closed])
         donated_leaves = _leaves_of(args, self._donate_argnums)
         donated = frozenset(n for n, i in enumerate(signature.arrays) if i in donated_leaves)
         pairs = _pair_state(args, self._donate_argnums, traced, jaxpr)
+        jaxpr, donated = _own_results(jaxpr, donated)
         placement = _placement.place_equations(jaxpr, pairs)
         names = [paths[i] for i in signature.arrays]
         bundle = _lower.lower(jaxpr, placement, donated, names)
@@ -251,19 +253,27 @@ class Placed:
                     ) from None
 
 
+def _shape(leaf: Any) -> Any:
+    """The type of an array, without where it is; any other leaf as it is."""
+    if not _jaxprs.is_array(leaf):
+        return leaf
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
 def _flatten(jaxpr):
     """The step with all calls inlined, but for the calls of stages outside of loops."""
     flat = _jaxprs.inline(jaxpr, lambda e: not _marks.is_stage_call(e))
     for eqn in flat.eqns:
         if _schedule.is_microbatch_loop(eqn):
             raise ValueError(
-                f"place: the microbatch loop at {_compat.source_line(eqn)} has no schedule; wrap the "
+                f"place: the microbatch loop{_compat.at_source_line(eqn)} has no schedule; wrap the "
                 f"function: schedule(grad_fn, jaxpp.schedules.OneFOneB())."
             )
         if not _loop.is_loop(eqn) and _jaxprs.contains(eqn, _loop.is_loop):
             raise ValueError(
-                f"place: a scheduled loop is inside a `{eqn.primitive.name}` at "
-                f"{_compat.source_line(eqn)}; a pipeline cannot start there. Move it to the top of the step."
+                f"place: a scheduled loop is inside a `{eqn.primitive.name}`"
+                f"{_compat.at_source_line(eqn)}; a pipeline cannot start there. Move it to the top of the step."
             )
     return _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
 
@@ -279,6 +289,25 @@ def _bind_constants(jaxpr, values: Sequence[Any]):
         [known(v) for v in jaxpr.jaxpr.outvars],
         [known.rename(e) for e in jaxpr.eqns],
     )
+
+
+def _own_results(jaxpr, donated: frozenset[int]):
+    """Copies a result that is another result, or an argument that stays.
+
+    Also gives the arguments that are donated still: not those that are results as they are.
+    """
+    invars, eqns, outvars = jaxpr.jaxpr.invars, list(jaxpr.eqns), []
+    taken = {v for n, v in enumerate(invars) if n not in donated}
+    for v in jaxpr.jaxpr.outvars:
+        if not _jaxprs.is_literal(v) and v in taken:
+            copy = jax.make_jaxpr(jnp.copy)(v.aval).eqns[0]
+            own = _jaxprs.fresh_var(v)
+            eqns.append(copy.replace(invars=[v], outvars=[own]))
+            v = own
+        outvars.append(v)
+        taken.update(() if _jaxprs.is_literal(v) else (v,))
+    consumed = frozenset(n for n in donated if invars[n] not in taken)
+    return _compat.make_closed_jaxpr(invars, outvars, eqns), consumed
 
 
 def _leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> set[int]:

@@ -319,9 +319,31 @@ class _Placer:
             return
         largest = max(_size(v) for v, _ in candidates)
         places = [p for v, p in candidates if _size(v) == largest]
-        # Equally large arrays of several stages (the parts of a shared gradient) are combined on
-        # all of them; scalars on the first.
-        self._pin(i, places[0] if largest == 1 else frozenset().union(*places))
+        if largest > 1:
+            # Equally large arrays of several stages (the parts of a shared gradient) are combined
+            # on all of them.
+            self._pin(i, frozenset().union(*places))
+            self._widen(eqn, self.place_of[i])
+        elif max(map(_size, eqn.outvars)) <= len(candidates):
+            self._pin(i, places[0])
+        # Else scalars reach an array that is free (a frozen parameter's gradient), and go to it.
+
+    def _widen(self, eqn, place: Place) -> None:
+        """Computes the arrays that an equation reads on all of its place, from loops' results on.
+
+        So that what is sent are the parts of a shared gradient, and not sums or updates of them.
+        """
+        stack = _variables(eqn.invars)
+        while stack:
+            var = stack.pop()
+            i = self.maker.get(var)
+            if i not in self.place_of or _size(var) == 1 or place <= self.place_of[i]:
+                continue
+            operands = _variables(self.eqns[i].invars)
+            if _marks.is_stage_call(self.eqns[i]) or any(_size(v) > _size(var) for v in operands):
+                continue
+            self._pin(i, self.place_of[i] | place)
+            stack.extend(operands)
 
     def _pin(self, i: int, place: Place) -> None:
         self.place_of[i] = place

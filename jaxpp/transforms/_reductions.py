@@ -14,7 +14,20 @@ class Operator(Protocol):
 
     `init(x)` makes the first accumulator from the output's shape and dtype
     (`jax.ShapeDtypeStruct`), `combine(acc, x)` folds one microbatch's value in, and
-    `finish(acc, num_microbatches)` makes the result. Accumulators are arrays.
+    `finish(acc, num_microbatches)` makes the result. Accumulators are pytrees of arrays.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpp
+        >>> class Product:
+        ...     def init(self, x):
+        ...         return jnp.ones(x.shape, x.dtype)
+        ...     def combine(self, acc, x):
+        ...         return acc * x
+        ...     def finish(self, acc, num_microbatches):
+        ...         return acc
+        >>> product = jaxpp.microbatch(jnp.prod, 2, in_axes=0, reduce=Product())
+        >>> float(product(jnp.array([1.0, 2.0, 3.0, 4.0])))
+        24.0
     """
 
     def init(self, x: jax.ShapeDtypeStruct) -> Any: ...
@@ -43,7 +56,7 @@ class Collect:
 
 
 def _zeros(x):
-    return jnp.zeros(x.shape, x.dtype)
+    return jnp.zeros(x.shape, x.dtype)  # of a key type too
 
 
 def _lowest(x):
@@ -54,18 +67,14 @@ def _lowest(x):
     return jnp.full(x.shape, jnp.iinfo(x.dtype).min, x.dtype)
 
 
-def _any_value(x):
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0, impl=x.dtype._impl.name), x.shape)
-    return _zeros(x)
-
-
 def _is_number(dtype):
     return jnp.issubdtype(dtype, jnp.number)
 
 
 def _is_ordered(dtype):
-    return dtype == jnp.bool_ or (_is_number(dtype) and not jnp.issubdtype(dtype, jnp.complexfloating))
+    return dtype == jnp.bool_ or (
+        _is_number(dtype) and not jnp.issubdtype(dtype, jnp.complexfloating)
+    )
 
 
 def _concatenate(stacked):
@@ -83,7 +92,7 @@ REDUCTIONS: dict[str, Fold | Collect] = {
     ),
     "sum": Fold("sum", _zeros, lambda acc, x: acc + x, lambda acc, m: acc, _is_number, sums=True),
     "max": Fold("max", _lowest, jnp.maximum, lambda acc, m: acc, _is_ordered),
-    "last": Fold("last", _any_value, lambda acc, x: x, lambda acc, m: acc, lambda d: True),
+    "last": Fold("last", _zeros, lambda acc, x: x, lambda acc, m: acc, lambda d: True),
     "stack": Collect("stack", lambda stacked: stacked),
     "concat": Collect("concat", _concatenate),
 }
@@ -104,11 +113,14 @@ def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
             )
         operator = REDUCTIONS[reduce]
         if isinstance(operator, Fold) and not operator.accepts(x.dtype):
-            others = [n for n, o in REDUCTIONS.items() if isinstance(o, Collect) or o.accepts(x.dtype)]
+            others = [
+                n for n, o in REDUCTIONS.items() if isinstance(o, Collect) or o.accepts(x.dtype)
+            ]
             if not x.shape:
                 others.remove("concat")
             raise ValueError(
-                f"{where} has no {reduce!r}; give reduce= for it: one of {', '.join(map(repr, others))}."
+                f"{where} has no {reduce!r}; give reduce= for it: one of "
+                f"{', '.join(map(repr, others))}."
             )
         if reduce == "concat" and not x.shape:
             raise ValueError(f"{where} is a scalar and has no axis to concatenate; use 'stack'.")
@@ -116,6 +128,6 @@ def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
     if isinstance(reduce, Operator):
         return reduce
     raise ValueError(
-        f"{where}: {reduce!r} is no reduction; give one of {', '.join(map(repr, REDUCTIONS))}, or an "
-        f"object with init, combine and finish."
+        f"{where}: {reduce!r} is no reduction; give one of {', '.join(map(repr, REDUCTIONS))}, or "
+        f"an object with init, combine and finish."
     )

@@ -91,10 +91,10 @@ def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
             plain.append(eqn)
             continue
         run_plain()
-        operands = [v.val if _jaxprs.is_literal(v) else values[v] for v in eqn.invars]
+        operands = _jaxprs.read(eqn.invars, values)
         values.update(zip(eqn.outvars, _bind_loop(eqn, schedule, operands), strict=True))
     run_plain()
-    return [v.val if _jaxprs.is_literal(v) else values[v] for v in flat.jaxpr.outvars]
+    return _jaxprs.read(flat.jaxpr.outvars, values)
 
 
 def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:

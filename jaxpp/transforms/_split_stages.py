@@ -1,12 +1,13 @@
 """`split_stages`: decides where a program is cut into pipeline stages."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
+import equinox as eqx
 
 from jaxpp import _jaxprs
-from jaxpp.transforms import _costs, _cuts, _marks, _stages
+from jaxpp.transforms import _costs, _cuts, _marks, _modules, _stages
 
 At = Sequence[str] | Callable[[Any], Any]
 
@@ -52,35 +53,35 @@ def split_stages(
     """
     if num_stages is not None and num_stages < 1:
         raise ValueError(f"split_stages: num_stages must be at least 1, got {num_stages}.")
-    if isinstance(at, str):
-        at = [at]
-    if isinstance(whole, str):
-        whole = [whole]
-    if at is not None and not callable(at) and len(set(at)) < len(at):
-        twice = next(name for name in at if list(at).count(name) > 1)
+    cuts: Any = [at] if isinstance(at, str) else at
+    keep: Any = [whole] if isinstance(whole, str) else whole
+    if cuts is not None and not callable(cuts) and len(set(cuts)) < len(cuts):
+        twice = next(name for name in cuts if list(cuts).count(name) > 1)
         raise ValueError(f"split_stages: the cut at {twice!r} is given twice; name each once.")
     cost = _costs.resolve(balance)
 
+    @functools.wraps(fun)
     def split(*args, **kwargs):
-        modules = _cuts.resolve_modules(args[0] if args else None, at) if at is not None else None
-        keep = _cuts.resolve_modules(args[0] if args else None, whole) if whole else None
-        if callable(at) and modules is None or callable(whole) and keep is None:
+        model = args[0] if args else None
+        modules = _modules.resolve_modules(model, cuts) if cuts is not None else None
+        units = _modules.resolve_modules(model, keep) if keep and cuts is None else None
+        if modules is None and (callable(cuts) or (callable(keep) and units is None)):
             raise ValueError(
                 "split_stages: `at` and `whole` can be functions only where the first argument is "
                 "an Equinox model; name jax.named_scope scopes instead."
             )
-        if modules is not None and len({id(m) for _, m in modules}) < len(modules):
+        if modules is not None and len({p for p, _ in modules}) < len(modules):
             raise ValueError(f"split_stages: a module is named twice in {[p for p, _ in modules]}.")
-        if modules is not None:
-            args = _cuts.mark_modules(args, modules)
-        elif keep is not None:
-            args = (_cuts.around_calls(args[0], keep, _as_unit), *args[1:])
-        traced = _jaxprs.trace(fun, args, kwargs)
+        named = modules or units
+        traced = _jaxprs.trace(_modules.announcing(fun, named) if named else fun, args, kwargs)
         jaxpr = traced.jaxpr
         if modules is not None:
-            _cuts.check_modules_called(jaxpr, modules)
-        elif at is not None:
-            jaxpr = _cuts.cut_at_scopes(jaxpr, list(at))
+            jaxpr = _modules.mark_calls(traced, model, modules)
+        elif units is not None:
+            jaxpr = _modules.scope_calls(traced, model, units)
+        others = list(_modules.module_paths(model)) if isinstance(model, eqx.Module) else []
+        if modules is None and cuts is not None:
+            jaxpr = _cuts.cut_at_scopes(jaxpr, list(cuts), others)
         elif not _stages.has_marks(jaxpr):
             if num_stages is None:
                 raise ValueError(
@@ -88,34 +89,17 @@ def split_stages(
                     "stages in the function with pipeline_enter_stage."
                 )
             if num_stages > 1:
-                names = [] if keep is not None or callable(whole) else list(whole)
-                jaxpr = _cuts.cut_balanced(jaxpr, num_stages, cost, lambda s: _unit_of(s, names))
+                scopes = keep if units is None else [_modules.WHOLE + path for path, _ in units]
+                jaxpr = _cuts.cut_balanced(jaxpr, num_stages, cost, scopes, others)
         stages = _stages.read_stages(jaxpr)
         if num_stages is not None and stages.num_stages != num_stages:
             raise ValueError(
                 f"split_stages: num_stages={num_stages}, but the cuts in the function make "
                 f"{stages.num_stages} stages; drop num_stages or change the cuts."
             )
-        return _cuts.restore_modules(traced.rebuild(_run_with_marks(stages, traced.inputs)))
+        return traced.rebuild(_run_with_marks(stages, traced.inputs))
 
-    split.__name__ = getattr(fun, "__name__", "split")
-    split.__wrapped__ = fun
     return split
-
-
-_UNIT = "jaxpp_unit_"
-
-
-def _as_unit(i, call, self, args, kwargs):
-    with jax.named_scope(f"{_UNIT}{i}_"):
-        return call(self, *args, **kwargs)
-
-
-def _unit_of(scope: str, names: Sequence[str]) -> Any:
-    """What an equation under a name stack must stay together with, or None."""
-    if _UNIT in scope:
-        return scope.split(_UNIT)[1].split("_")[0]
-    return next((name for name in names if name in scope.replace("(", "/").split("/")), None)
 
 
 def _run_with_marks(stages: _stages.Stages, inputs: list[Any]) -> list[Any]:

@@ -1,9 +1,8 @@
 """Which equation belongs to which stage, read off the marks in a jaxpr.
 
 - What a mark depends on belongs to the stage that the mark closes, or to an earlier one.
-- What depends on a mark belongs to the stage that was open where it was written, as far as the
-  rule above allows.
-- What depends on arguments alone (a weight's transform, a mask) belongs to the earliest stage that
+- Otherwise an equation belongs to the stage that was open where it was written.
+- But what only prepares arguments (a weight's transform, a mask) belongs to the earliest stage that
   reads it; where it is a scalar (a weight's norm), to the stage that reads the argument, so that
   the scalar travels and not the argument.
 - What depends on no argument at all (positions, causal masks) is repeated where it is read.
@@ -56,17 +55,12 @@ def expose_marks(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
             known.of.update(zip(eqn.outvars, results, strict=True))
         else:
             raise ValueError(
-                f"A stage is entered inside a `{eqn.primitive.name}`{_at(eqn)}, which cannot be "
-                f"cut there: its body is one unit. Enter the stage before or after it, "
-                f"or write the loop over layers in Python."
+                f"A stage is entered inside a `{eqn.primitive.name}`{_compat.at_source_line(eqn)}, "
+                f"which cannot be cut there: its body is one unit. Enter the stage before or after "
+                f"it, or write the loop over layers in Python."
             )
     outvars = [known(v) for v in jaxpr.jaxpr.outvars]
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
-
-
-def _at(eqn) -> str:
-    line = _compat.source_line(eqn)
-    return f" at {line}" if line else ""
 
 
 def _cut_checkpoint(eqn) -> tuple[list[Any], list[Any]]:
@@ -106,39 +100,38 @@ def read_stages(jaxpr: jex.ClosedJaxpr) -> Stages:
     opens = _number_marks(jaxpr)
     num_stages = max(opens.values(), default=0) + 1
     eqns = jaxpr.eqns
-    invars = set(jaxpr.jaxpr.invars)
-    from_args = _jaxprs.descendants(eqns, invars)
-    marked = [v for e in eqns if _marks.is_enter(e) for v in e.outvars]
-    from_marks = _jaxprs.descendants(eqns, marked)
-    depends = [any(v in from_marks for v in e.outvars) for e in eqns]
+    from_args = _jaxprs.descendants(eqns, jaxpr.jaxpr.invars)
     constant = [not any(v in from_args for v in e.outvars) for e in eqns]
+    chain = argument_chains(jaxpr)
     latest = _latest(jaxpr, opens, num_stages)
     stage: list[int | None] = [None] * len(eqns)
 
-    # Forward: what depends on a mark, where it was written.
-    written, made_in = 0, dict.fromkeys(invars, 0)
+    written, made_in = 0, dict.fromkeys(jaxpr.jaxpr.invars, 0)
     for i, eqn in enumerate(eqns):
-        earliest = max((made_in.get(v, 0) for v in eqn.invars if not _jaxprs.is_literal(v)), default=0)
+        earliest = max(
+            (made_in.get(v, 0) for v in eqn.invars if not _jaxprs.is_literal(v)), default=0
+        )
         if _marks.is_enter(eqn):
             written = opens[i]
             if earliest >= max(opens[i], 1):
                 raise ValueError(
-                    f"Stage {opens[i]} is entered{_at(eqn)} with a value of stage {earliest}: the cuts "
-                    f"are out of order. Number the stages in the order the data flows."
+                    f"Stage {opens[i]} is entered{_compat.at_source_line(eqn)} with a value of "
+                    f"stage {earliest}: the cuts are out of order. Number the stages in the order "
+                    f"the data flows."
                 )
             made_in.update((v, opens[i]) for v in eqn.outvars)
-        elif depends[i]:
+        elif not (chain[i] or constant[i]):
             if earliest > latest[i]:
                 raise ValueError(
-                    f"The `{eqn.primitive.name}`{_at(eqn)} reads a value of stage {earliest}, but stage "
-                    f"{latest[i] + 1}, which is entered later, needs its result: this cut puts a "
-                    f"consumer before its producer. Move the mark, or number the stages in the "
-                    f"order the data flows."
+                    f"The `{eqn.primitive.name}`{_compat.at_source_line(eqn)} reads a value of "
+                    f"stage {earliest}, but stage {latest[i] + 1}, which is entered later, needs "
+                    f"its result: this cut puts a consumer before its producer. Move the mark, or "
+                    f"number the stages in the order the data flows."
                 )
-            stage[i] = min(max(written, earliest), latest[i])
-            made_in.update((v, stage[i]) for v in eqn.outvars)
+            stage[i] = k = min(max(written, earliest), latest[i])
+            made_in.update((v, k) for v in eqn.outvars)
 
-    _place_argument_only(jaxpr, opens, depends, constant, stage, num_stages)
+    _place_chains(jaxpr, opens, chain, stage, num_stages)
     marks = [(opens[i], e) for i, e in enumerate(eqns) if _marks.is_enter(e)]
     names = {k: e.params["name"] for k, e in marks}
     flat, kept = dissolve_marks(jaxpr)
@@ -150,13 +143,48 @@ def read_stages(jaxpr: jex.ClosedJaxpr) -> Stages:
     )
 
 
+def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
+    """Which equations only prepare arguments: a weight's cast, a mask, a penalty's norms.
+
+    They compute something from one argument, or lightly from several, for an equation that is not
+    such; where there is none (a program of elementwise operations), nothing is preparation.
+    """
+    roots: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in jaxpr.jaxpr.invars}
+    prepared = set(roots)
+    chain, others = [], 0
+    for eqn in jaxpr.eqns:
+        read = [v for v in eqn.invars if not _jaxprs.is_literal(v)]
+        varying = [v for v in read if roots.get(v)]
+        union = frozenset().union(*(roots[v] for v in varying))
+        light = len(union) == 1 or not _jaxprs.contains(eqn, _is_heavy)
+        prepares = light and not eqn.effects and not _marks.is_enter(eqn)
+        chain.append(bool(varying) and prepares and all(v in prepared for v in varying))
+        roots.update((v, union) for v in eqn.outvars)
+        if chain[-1]:
+            prepared.update(eqn.outvars)
+        elif varying:
+            others += 1
+    return chain if others else [False] * len(chain)
+
+
+def _is_heavy(eqn) -> bool:
+    return eqn.primitive.name in _HEAVY
+
+
+_HEAVY = frozenset(
+    {"dot_general", "conv_general_dilated", "gather", "scan", "while", "cond", "dynamic_slice"}
+)
+
+
 def _latest(jaxpr, opens, num_stages) -> list[int]:
     """The last stage in which each equation may stand: before each mark that depends on it."""
     eqns = jaxpr.eqns
     latest_of: dict[Any, int] = {}
     latest = [num_stages - 1] * len(eqns)
     for i in reversed(range(len(eqns))):
-        bound = min((latest_of.get(v, num_stages - 1) for v in eqns[i].outvars), default=num_stages - 1)
+        bound = min(
+            (latest_of.get(v, num_stages - 1) for v in eqns[i].outvars), default=num_stages - 1
+        )
         if _marks.is_enter(eqns[i]):
             bound = max(opens[i] - 1, 0)
         latest[i] = bound
@@ -166,48 +194,44 @@ def _latest(jaxpr, opens, num_stages) -> list[int]:
     return latest
 
 
-def _place_argument_only(jaxpr, opens, depends, constant, stage, num_stages) -> None:
-    """Places equations that depend on arguments but on no mark."""
-    eqns = jaxpr.eqns
-    invars = set(jaxpr.jaxpr.invars)
-    readers: dict[Any, int] = {}
+def _place_chains(jaxpr, opens, chain, stage, num_stages) -> None:
+    """Places argument chains at their first reader, or a norm where its argument is read anyway."""
+    eqns, last = jaxpr.eqns, num_stages - 1
 
-    def read(var, k):
-        if not _jaxprs.is_literal(var):
-            readers[var] = min(readers.get(var, k), k)
-
-    for var in jaxpr.jaxpr.outvars:
-        read(var, num_stages - 1)
-    scalars = []
-    for i in reversed(range(len(eqns))):
-        eqn = eqns[i]
-        if _marks.is_enter(eqn):
-            k = max(opens[i] - 1, 0)
-        elif depends[i]:
-            k = stage[i]
-        elif constant[i]:
-            continue
-        else:
-            k = min((readers[v] for v in eqn.outvars if v in readers), default=num_stages - 1)
-            if _makes_float_scalar(eqn):
-                scalars.append((i, k))
+    def place(homes: dict[int, int] | None) -> dict[Any, int]:
+        readers: dict[Any, int] = {
+            v: last for v in jaxpr.jaxpr.outvars if not _jaxprs.is_literal(v)
+        }
+        for i in reversed(range(len(eqns))):
+            if _marks.is_enter(eqns[i]):
+                k = max(opens[i] - 1, 0)
+            elif chain[i]:
+                k = min((readers[v] for v in eqns[i].outvars if v in readers), default=last)
+                if _makes_float_scalar(eqns[i]):
+                    if homes is None:
+                        continue
+                    k = min(k, homes.get(i, k))
+                stage[i] = k
+            elif (at := stage[i]) is None:
                 continue
-            stage[i] = k
-        for v in eqn.invars:
-            read(v, k)
-    # A scalar made of arguments: where its largest argument is read anyway.
-    for i, k in scalars:
-        needed = _jaxprs.ancestors(eqns[: i + 1], eqns[i].outvars)
-        roots = [v for j, n in enumerate(needed) if n for v in eqns[j].invars if v in invars]
-        if any(depends[j] or _marks.is_enter(eqns[j]) for j, n in enumerate(needed) if n):
-            roots = []
-        at_home = [readers[v] for v in sorted(roots, key=lambda v: -v.aval.size) if v in readers]
-        home = min(at_home[0], k) if at_home else k
-        for j, n in enumerate(needed):
-            if n and stage[j] is None and not constant[j] and not _marks.is_enter(eqns[j]):
-                stage[j] = home
-                for v in eqns[j].invars:
-                    read(v, home)
+            else:
+                k = at
+            for v in eqns[i].invars:
+                if not _jaxprs.is_literal(v):
+                    readers[v] = min(readers.get(v, k), k)
+        return readers
+
+    readers = place(None)
+    largest = {v: v for v in jaxpr.jaxpr.invars}
+    homes = {}
+    for i, eqn in enumerate(eqns):
+        arguments = [largest[v] for v in eqn.invars if not _jaxprs.is_literal(v) and v in largest]
+        if chain[i] and arguments:
+            argument = max(arguments, key=lambda v: v.aval.size)
+            largest.update((v, argument) for v in eqn.outvars)
+            if argument in readers:
+                homes[i] = readers[argument]
+    place(homes)
 
 
 def _makes_float_scalar(eqn) -> bool:
@@ -226,7 +250,7 @@ def _number_marks(jaxpr) -> dict[int, int]:
     if any(numbered) and not all(numbered):
         i, eqn = marks[numbered.index(False)]
         raise ValueError(
-            f"Some stages are numbered and the one entered{_at(eqn)} is not: "
+            f"Some stages are numbered and the one entered{_compat.at_source_line(eqn)} is not: "
             f"give stage_id to all calls of pipeline_enter_stage, or to none."
         )
     invars = set(jaxpr.jaxpr.invars)
@@ -271,7 +295,9 @@ def stage_part(stages: Stages, stage: int) -> _jaxprs.Part:
     """One stage as a jaxpr: its own equations, and those repeated where they are read."""
     eqns = stages.jaxpr.eqns
     own = [k == stage for k in stages.stage_of]
-    needed = {v for i, e in enumerate(eqns) if own[i] for v in e.invars if not _jaxprs.is_literal(v)}
+    needed = {
+        v for i, e in enumerate(eqns) if own[i] for v in e.invars if not _jaxprs.is_literal(v)
+    }
     for i in reversed(range(len(eqns))):
         if stages.stage_of[i] is None and any(v in needed for v in eqns[i].outvars):
             own[i] = True
@@ -305,4 +331,4 @@ def read_outputs(stages: Stages, values: dict[Any, Any]) -> list[Any]:
         keep = _jaxprs.ancestors(jaxpr.eqns, loose)
         part = _jaxprs.part([e for e, k in zip(jaxpr.eqns, keep, strict=True) if k], loose)
         values = values | dict(zip(loose, _jaxprs.run(part.jaxpr, *part.inputs), strict=True))
-    return [v.val if _jaxprs.is_literal(v) else values[v] for v in jaxpr.outvars]
+    return _jaxprs.read(jaxpr.outvars, values)

@@ -8,22 +8,24 @@ What depends on no microbatch is computed before the loop, or repeated where it 
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.schedules import Kind
-from jaxpp.transforms import _costs, _loop, _marks, _split_backward, _stages
+from jaxpp.transforms import _accumulators, _costs, _loop, _split_backward
+from jaxpp.transforms._body import Body, read_body
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
     """A loop's tasks, and what goes around it.
 
-    `hoisted` makes further constants from the loop's constants, before the loop. Carry i of the
-    loop body is the sum of the carries `summands[i]` of the tasks; carries after the body's own
-    begin with zeros.
+    `hoisted` makes further constants of the loop from its constants `hoisted_from`, before it.
+    Carry i of the loop body is the sum of the carries `summands[i]` of the tasks; the carries that
+    the body did not have have the types `zeros`, and begin with zeros.
     """
 
     tasks: _loop.LoopTasks
@@ -33,14 +35,11 @@ class Partition:
     zeros: tuple[Any, ...]
 
 
-def partition(
-    body: jex.ClosedJaxpr, num_consts: int, num_carry: int, split: bool
-) -> Partition:
+def partition(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, split: bool) -> Partition:
     """Partitions a loop body into tasks.
 
     Args:
-        body: the jaxpr of one iteration; it takes constants, carries and slices, and gives
-            carries and results.
+        jaxpr: one iteration; it takes constants, carries and slices, and gives carries and results.
         num_consts: how many of its inputs are constants.
         num_carry: how many of its inputs and outputs are carries.
         split: whether the backward is split into I and W.
@@ -48,401 +47,239 @@ def partition(
     Raises:
         ValueError: if the body is not a forward and a backward pass over the stages.
     """
-    flow = _label_calls(body)
-    eqns, position, outvars, num_stages = flow.eqns, flow.position, flow.outvars, flow.num_stages
-    consts = flow.invars[:num_consts]
-    carries = flow.invars[num_consts : num_consts + num_carry]
-    xs = flow.invars[num_consts + num_carry :]
-
-    eqns, position, hoisted = _hoist(eqns, position, outvars, [*carries, *xs], consts)
-    consts = [*consts, *hoisted.outputs]
-    eqns, position, carries, outvars, summands, sums = _split_shared_sums(
-        eqns, position, carries, outvars, num_carry
-    )
-    repeatable = _repeatable(eqns, position, carries, xs)
-    position = _place_glue(eqns, position, repeatable, num_stages)
-
-    nodes = _collect(eqns, position, repeatable, carries, outvars, num_stages)
-    num_new = len(carries)
-    ys = outvars[num_new:]
-    bodies = _bodies(nodes, consts, carries, xs, outvars[:num_new], ys, num_stages, split)
+    opened = _accumulators.hand_through_zeros(read_body(jaxpr, num_consts, num_carry))
+    body, hoisted = _hoist(opened)
+    sums = _accumulators.split_shared_sums(body)
+    body = sums.body
+    repeatable = _repeatable(body)
+    body = _place_glue(body, repeatable)
     tasks = _loop.LoopTasks(
-        tuple(bodies), num_stages, len(consts), num_new, len(ys), frozenset(sums)
+        tuple(_bodies(body, _collect(body, repeatable), split)),
+        body.num_stages,
+        len(body.consts),
+        len(body.carries),
+        len(body.ys),
+        sums.plain,
     )
     return Partition(
         tasks,
         hoisted,
-        tuple(flow.invars.index(v) for v in hoisted.inputs),
-        tuple(summands),
-        tuple(v.aval for v in carries[num_carry:]),
+        tuple(opened.consts.index(v) for v in hoisted.inputs),
+        sums.summands,
+        tuple(v.aval for v in body.carries[num_carry:]),
     )
 
 
-def _repeatable(eqns, position, carries, xs) -> list[bool]:
+# ---- what is not computed in a task, or in several ----------------------------------------------
+
+
+def _hoist(body: Body) -> tuple[Body, _jaxprs.Part]:
+    """Takes out of the loop what depends on constants alone, but for what costs nothing."""
+    varying = _jaxprs.descendants(body.eqns, [*body.carries, *body.xs])
+    from_consts = _jaxprs.descendants(body.eqns, body.consts)
+
+    def worth(eqn) -> bool:
+        return (
+            not eqn.effects
+            and not any(v in varying for v in eqn.outvars)
+            and any(v in from_consts for v in eqn.outvars)
+            and _costs.flops(eqn) > 0
+        )
+
+    out = [worth(e) for e in body.eqns]
+    rest = [placed for placed, o in zip(body.placed(), out, strict=True) if not o]
+    read = {v for e, _ in rest for v in _jaxprs.variables(e.invars)}
+    read.update(_jaxprs.variables(body.outputs))
+    outputs = [v for e, o in zip(body.eqns, out, strict=True) if o for v in e.outvars if v in read]
+    hoisted = _jaxprs.part(_needed([e for e in body.eqns if not e.effects], outputs), outputs)
+    return body.with_equations(rest, consts=(*body.consts, *outputs)), hoisted
+
+
+def _needed(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """The equations that outputs need."""
+    return [e for e, k in zip(eqns, _jaxprs.ancestors(eqns, outputs), strict=True) if k]
+
+
+def _repeatable(body: Body) -> list[bool]:
     """Which equations are computed wherever they are read, not sent.
 
     What depends on no microbatch, and what comes from a microbatch's slices without a stage.
     """
-    varying = _jaxprs.descendants(eqns, [*carries, *xs])
-    staged = [
-        v
-        for e, p in zip(eqns, position, strict=True)
-        if p is not None
-        for v in e.outvars
-        if v in varying
-    ]
-    from_stages = _jaxprs.descendants(eqns, [*staged, *carries])
-    return [
-        not e.effects
-        and (
-            not any(v in varying for v in e.outvars)
-            or (p is None and not any(v in from_stages for v in e.outvars))
-        )
-        for e, p in zip(eqns, position, strict=True)
-    ]
+    varying = _jaxprs.descendants(body.eqns, [*body.carries, *body.xs])
+    staged = [v for e, p in body.placed() if p is not None for v in e.outvars if v in varying]
+    from_stages = _jaxprs.descendants(body.eqns, [*staged, *body.carries])
+
+    def is_repeatable(eqn, position) -> bool:
+        if eqn.effects:
+            return False
+        if not any(v in varying for v in eqn.outvars):
+            return True
+        return position is None and not any(v in from_stages for v in eqn.outvars)
+
+    return [is_repeatable(e, p) for e, p in body.placed()]
 
 
-@dataclasses.dataclass
-class _Flow:
-    """A loop body without stage calls, and the position of the task of each equation."""
-
-    invars: list[Any]
-    eqns: list[Any]
-    position: list[int | None]
-    outvars: list[Any]
-    num_stages: int
+# ---- which task an equation is in ---------------------------------------------------------------
 
 
-def _label_calls(body: jex.ClosedJaxpr) -> _Flow:
-    """The body with stage calls inlined; each of their equations has its task's position.
-
-    Positions are 0..S-1 for F of stage 0..S-1 and S..2S-1 for B of stage S-1..0.
-    """
-
-    def holds_calls(eqn):
-        return not _marks.is_stage_call(eqn) and _jaxprs.contains(eqn, _marks.is_stage_call)
-
-    flat = _jaxprs.inline(body, holds_calls)
-    found = [s for e in flat.eqns if (s := _marks.stage_of_call(e))]
-    for eqn in flat.eqns:
-        if holds_calls(eqn):
-            raise ValueError(
-                f"schedule: stages are called inside a `{eqn.primitive.name}` at "
-                f"{_compat.source_line(eqn)}; a schedule needs them directly in the microbatch loop."
-            )
-    sizes = sorted({n for _, n in found})
-    if len(sizes) > 1:
-        raise ValueError(
-            f"schedule: one microbatch loop calls functions of {' and '.join(map(str, sizes))} stages; "
-            f"split them alike, or give each a loop of its own."
-        )
-    num_stages = sizes[0]
-    known = _jaxprs.Substitution()
-    eqns: list[Any] = []
-    position: list[int | None] = []
-    for eqn in flat.eqns:
-        eqn = known.rename(eqn)
-        if (call := _marks.stage_of_call(eqn)) is None:
-            eqns.append(eqn)
-            position.append(None)
-            continue
-        stage = call[0]
-        where = 2 * num_stages - 1 - stage if _marks.is_backward_call(eqn) else stage
-        inner, results = _jaxprs.inline_call(eqn, eqn.invars)
-        part = _jaxprs.part(inner, results)
-        clean, _ = _stages.dissolve_marks(part.jaxpr)
-        eqns.extend(clean.eqns)
-        position.extend([where] * len(clean.eqns))
-        known.of.update(
-            (o, known(r)) for o, r in zip(eqn.outvars, clean.jaxpr.outvars, strict=True)
-        )
-    outvars = [known(v) for v in flat.jaxpr.outvars]
-    return _Flow(flat.jaxpr.invars, eqns, position, outvars, num_stages)
-
-
-def _hoist(eqns, position, outvars, varying_inputs, consts):
-    """Takes out of the loop what depends on constants alone, but for what costs nothing."""
-    varying = _jaxprs.descendants(eqns, varying_inputs)
-    from_consts = _jaxprs.descendants(eqns, consts)
-    worth = [
-        not e.effects
-        and not any(v in varying for v in e.outvars)
-        and any(v in from_consts for v in e.outvars)
-        and _costs.flops(e) > 0
-        for e in eqns
-    ]
-    made = {v for e, w in zip(eqns, worth, strict=True) if w for v in e.outvars}
-    read = {
-        v
-        for e, w in zip(eqns, worth, strict=True)
-        if not w
-        for v in e.invars
-        if not _jaxprs.is_literal(v)
-    } | {v for v in outvars if not _jaxprs.is_literal(v)}
-    outputs = [v for e in eqns for v in e.outvars if v in made and v in read]
-    keep = _jaxprs.ancestors([e for e in eqns if not e.effects], outputs)
-    pure = [e for e in eqns if not e.effects]
-    hoisted = _jaxprs.part([e for e, k in zip(pure, keep, strict=True) if k], outputs, "hoisted")
-    rest = [(e, p) for e, p, w in zip(eqns, position, worth, strict=True) if not w]
-    return [e for e, _ in rest], [p for _, p in rest], hoisted
-
-
-_ADDS = frozenset({"add", "add_any"})
-
-
-def _split_shared_sums(eqns, position, carries, outvars, num_carry):
-    """Gives a sum of contributions of several stages one accumulator for each stage.
-
-    So that the gradient of a shared parameter is accumulated apart, and summed once.
-    """
-    maker = {v: i for i, e in enumerate(eqns) for v in e.outvars}
-    readers: dict[Any, int] = {}
-    for e in eqns:
-        for v in e.invars:
-            if not _jaxprs.is_literal(v):
-                readers[v] = readers.get(v, 0) + 1
-    for v in outvars:
-        if not _jaxprs.is_literal(v):
-            readers[v] = readers.get(v, 0) + 1
-    eqns, position = list(eqns), list(position)
-    carries, new_outvars = list(carries), list(outvars[:num_carry])
-    extra_carries, extra_outs, drop = [], [], set()
-    summands, sums = [], set()
-    at = _last_position(eqns, position)
-    appended = []
-    for j in range(num_carry):
-        summands.append([j])
-        out, carry = outvars[j], carries[j]
-        if _jaxprs.is_literal(out) or out not in maker or readers.get(carry) != 1:
-            continue
-        i = maker[out]
-        if eqns[i].primitive.name not in _ADDS or carry not in eqns[i].invars:
-            continue
-        x = next((v for v in eqns[i].invars if v is not carry), None)
-        if x is None:
-            continue
-        sums.add(j)
-        leaves, inner = [], []
-
-        def flatten(v):
-            k = None if _jaxprs.is_literal(v) else maker.get(v)
-            if (
-                k is not None
-                and position[k] is None
-                and eqns[k].primitive.name in _ADDS
-                and readers[v] == 1
-            ):
-                inner.append(k)
-                for w in eqns[k].invars:
-                    flatten(w)
-            else:
-                leaves.append(v)
-
-        flatten(x)
-        groups: dict[int, list[Any]] = {}
-        for v in leaves:
-            groups.setdefault(-1 if _jaxprs.is_literal(v) else at.get(v, -1), []).append(v)
-        if len(groups) < 2:
-            continue
-        drop.update([i, *inner])
-        for n, group in enumerate(groups.values()):
-            if n == 0:
-                acc, target, number = carry, out, j
-            else:
-                acc, target = _jaxprs.fresh_var(carry), _jaxprs.fresh_var(out)
-                number = num_carry + len(extra_carries)
-                extra_carries.append(acc)
-                extra_outs.append(target)
-                summands[j].append(number)
-            sums.add(number)
-            total = group[0]
-            for v in group[1:]:
-                partial = _jaxprs.fresh_var(v)
-                appended.append(eqns[i].replace(invars=[total, v], outvars=[partial]))
-                total = partial
-            appended.append(eqns[i].replace(invars=[acc, total], outvars=[target]))
-    kept = [(e, p) for k, (e, p) in enumerate(zip(eqns, position, strict=True)) if k not in drop]
-    eqns = [*(e for e, _ in kept), *appended]
-    position = [*(p for _, p in kept), *([None] * len(appended))]
-    outvars = [*new_outvars, *extra_outs, *outvars[num_carry:]]
-    return eqns, position, [*carries, *extra_carries], outvars, [tuple(s) for s in summands], sums
-
-
-def _last_position(eqns, position) -> dict[Any, int]:
-    """For each variable, the last task that it depends on."""
-    at: dict[Any, int] = {}
-    for e, p in zip(eqns, position, strict=True):
-        own = p if p is not None else max(
-            (at.get(v, -1) for v in e.invars if not _jaxprs.is_literal(v)), default=-1
-        )  # fmt: skip
-        at.update((v, own) for v in e.outvars)
-    return at
-
-
-def _place_glue(eqns, position, repeatable, num_stages) -> list[int | None]:
-    """Gives each equation that may not be repeated a task."""
-    position = [None if r else p for p, r in zip(position, repeatable, strict=True)]
-    anchored = list(position)
+def _place_glue(body: Body, repeatable: Sequence[bool]) -> Body:
+    """Gives each equation that is not repeated a task."""
+    position = [None if r else p for p, r in zip(body.position, repeatable, strict=True)]
+    # What tasks read: with the first that does.
     first_reader: dict[Any, int] = {}
-    for i in reversed(range(len(eqns))):
-        p = anchored[i]
-        if p is None and not repeatable[i]:
-            p = min((first_reader[v] for v in eqns[i].outvars if v in first_reader), default=None)
-            position[i] = p
-        if p is not None:
-            for v in eqns[i].invars:
-                if not _jaxprs.is_literal(v):
-                    first_reader[v] = min(first_reader.get(v, p), p)
-    at: dict[Any, int] = {}
-    for i, e in enumerate(eqns):
+    for i in reversed(range(len(body.eqns))):
+        eqn = body.eqns[i]
+        if position[i] is None and not repeatable[i]:
+            found = [first_reader[v] for v in eqn.outvars if v in first_reader]
+            position[i] = min(found, default=None)
+        if (own := position[i]) is not None:
+            for v in _jaxprs.variables(eqn.invars):
+                first_reader[v] = min(first_reader.get(v, own), own)
+    # What only leaves the loop: with the last that it depends on, or the last forward.
+    made_at: dict[Any, int] = {}
+    for i, eqn in enumerate(body.eqns):
         if repeatable[i]:
             continue
-        latest = max((at.get(v, -1) for v in e.invars if not _jaxprs.is_literal(v)), default=-1)
-        if position[i] is None:
-            position[i] = latest if latest >= 0 else num_stages - 1
-        elif latest > position[i]:
+        latest = max((made_at.get(v, -1) for v in _jaxprs.variables(eqn.invars)), default=-1)
+        own = position[i]
+        if own is None:
+            own = position[i] = latest if latest >= 0 else body.num_stages - 1
+        if latest > own:
             raise ValueError(
-                f"schedule: the `{e.primitive.name}` at {_compat.source_line(e) or 'an unknown line'} of "
-                f"{_task_name(position[i], num_stages)} reads a value of "
-                f"{_task_name(latest, num_stages)}, which comes after it: the loop body is not one "
-                f"forward and one backward pass over the stages."
+                f"schedule: the `{eqn.primitive.name}`{_compat.at_source_line(eqn)} of "
+                f"{body.task_name(own)} reads a value of {body.task_name(latest)}, which comes "
+                f"after it: the loop body is not one forward and one backward pass over the stages."
             )
-        at.update((v, position[i]) for v in e.outvars)
-    return position
+        made_at.update(dict.fromkeys(eqn.outvars, own))
+    return body.with_equations(zip(body.eqns, position, strict=True))
 
 
-def _task_name(position: int, num_stages: int) -> str:
-    backward = position >= num_stages
-    return f"{'B' if backward else 'F'} of stage {2 * num_stages - 1 - position if backward else position}"
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Node:
+    """A task before it is a jaxpr: its equations, the values it sends to other tasks, and the
+    loop's results that it makes."""
+
     position: int
     eqns: list[Any]
-    outputs: list[Any]
+    sent: list[Any]
+    left: list[Any]
 
 
-def _collect(eqns, position, repeatable, carries, outvars, num_stages) -> list[_Node]:
-    """The equations and outputs of each task, with what is repeated in it."""
-    owner = {v: p for e, p in zip(eqns, position, strict=True) if p is not None for v in e.outvars}
-    made = {v for e in eqns for v in e.outvars}
-    leaves = [v for v in outvars if not _jaxprs.is_literal(v)]
-    nodes = []
-    for p in range(2 * num_stages):
-        own = [q == p for q in position]
+def _collect(body: Body, repeatable: Sequence[bool]) -> list[_Node]:
+    """The nodes, in the order of their positions, each with what is repeated in it."""
+    owner = {v: p for e, p in body.placed() if p is not None for v in e.outvars}
+    made = body.maker()
+    results = dict.fromkeys(_jaxprs.variables(body.outputs))
+    eqns_of, loose_of = [], []
+    for position in range(2 * body.num_stages):
         # Results that no task makes leave with the last forward.
-        loose = [v for v in leaves if v in made and v not in owner] if p == num_stages - 1 else []
-        needed = {v for e, o in zip(eqns, own, strict=True) if o for v in e.invars if not _jaxprs.is_literal(v)}
-        needed.update(loose)
-        for i in reversed(range(len(eqns))):
-            if repeatable[i] and any(v in needed for v in eqns[i].outvars):
+        last_forward = position == body.num_stages - 1
+        loose = [v for v in results if v in made and v not in owner] if last_forward else []
+        own = [p == position for p in body.position]
+        needed = {v for e, o in zip(body.eqns, own, strict=True) if o for v in e.invars
+                  if not _jaxprs.is_literal(v)}.union(loose)  # fmt: skip
+        for i in reversed(range(len(body.eqns))):
+            if repeatable[i] and any(v in needed for v in body.eqns[i].outvars):
                 own[i] = True
-                needed.update(v for v in eqns[i].invars if not _jaxprs.is_literal(v))
-        mine = [e for e, o in zip(eqns, own, strict=True) if o]
-        nodes.append(_Node(p, mine, loose))
-    read = [
-        {v for e in n.eqns for v in e.invars if not _jaxprs.is_literal(v)} for n in nodes
-    ]
-    for n in nodes:
-        elsewhere = set().union(*(r for m, r in zip(nodes, read, strict=True) if m is not n))
-        n.outputs.extend(
-            v
-            for e in n.eqns
-            for v in e.outvars
-            if owner.get(v) == n.position and (v in elsewhere or v in leaves)
-        )
-    for j, carry in enumerate(carries):
-        reading = [n.position for n, r in zip(nodes, read, strict=True) if carry in r]
-        writer = owner.get(outvars[j]) if not _jaxprs.is_literal(outvars[j]) else None
-        if reading and reading != [writer]:
-            raise ValueError(
-                f"schedule: a value carried from one microbatch to the next is read by "
-                f"{' and '.join(_task_name(p, num_stages) for p in reading)}, but made by "
-                f"{_task_name(writer, num_stages) if writer is not None else 'none of them'}; only "
-                f"the task that makes it can read it."
-            )
+                needed.update(_jaxprs.variables(body.eqns[i].invars))
+        eqns_of.append([e for e, o in zip(body.eqns, own, strict=True) if o])
+        loose_of.append(loose)
+    read = [{v for e in eqns for v in _jaxprs.variables(e.invars)} for eqns in eqns_of]
+    _check_carries(body, read, owner)
+    nodes = []
+    for position, (eqns, loose) in enumerate(zip(eqns_of, loose_of, strict=True)):
+        elsewhere = set().union(*read[:position], *read[position + 1 :])
+        mine = [v for e in eqns for v in e.outvars if owner.get(v) == position]
+        sent = [v for v in mine if v in elsewhere]
+        nodes.append(_Node(position, eqns, sent, [*loose, *(v for v in mine if v in results)]))
     return nodes
 
 
-def _bodies(nodes, consts, carries, xs, carry_outs, ys, num_stages, split) -> list[_loop.TaskBody]:
-    refs: dict[Any, _loop.Ref] = {}
-    for source, variables in (("const", consts), ("carry", carries), ("x", xs)):
-        refs.update((v, _loop.Ref(source, i)) for i, v in enumerate(variables))
-    made = {v for n in nodes for e in n.eqns for v in e.outvars}
-    results: dict[Any, list[_loop.Ref]] = {}
-    loose: list[tuple[Any, _loop.Ref]] = []
-    for source, variables in (("carry", carry_outs), ("y", ys)):
-        for i, v in enumerate(variables):
-            if source == "carry" and v is carries[i]:
-                continue
-            ref = _loop.Ref(source, i)
-            if _jaxprs.is_literal(v) or v not in made:  # an input as it is: the last F gives it
-                loose.append((v, ref))
-            else:
-                results.setdefault(v, []).append(ref)
-    num_values = itertools.count()
-    bodies = []
-
-    def add(kind, stage, eqns, sent, left):
-        """Adds a task that makes the values `sent` to other tasks, and the loop's results `left`."""
-        for v in sent:
-            if v not in refs:
-                refs[v] = _loop.Ref("value", next(num_values))
-        given = [(v, refs[v]) for v in sent]
-        given += [(v, ref) for v in left for ref in results[v]]
-        if kind is Kind.F and stage == num_stages - 1:
-            given += loose
-        variables = [v for v, _ in given]
-        keep = _jaxprs.ancestors(eqns, variables)
-        kept = [e for e, k in zip(eqns, keep, strict=True) if k]
-        if not given and not kept:
-            return
-        part = _jaxprs.part(kept, variables, f"{kind}{stage}")
-        bodies.append(
-            _loop.TaskBody(
-                kind,
-                stage,
-                part.jaxpr,
-                tuple(refs[v] for v in part.inputs),
-                tuple(ref for _, ref in given),
+def _check_carries(body: Body, read: Sequence[set[Any]], owner: dict[Any, int]) -> None:
+    for carry, out in zip(body.carries, body.carry_outs, strict=True):
+        reading = [position for position, variables in enumerate(read) if carry in variables]
+        writer = None if _jaxprs.is_literal(out) else owner.get(out)
+        if reading and reading != [writer]:
+            raise ValueError(
+                f"schedule: a value carried from one microbatch to the next is read by "
+                f"{' and '.join(map(body.task_name, reading))}, but made by "
+                f"{'none of them' if writer is None else body.task_name(writer)}; only the task "
+                f"that makes it can read it."
             )
-        )
-
-    read_by = [{v for e in n.eqns for v in e.invars if not _jaxprs.is_literal(v)} for n in nodes]
-    for n in nodes:
-        forward = n.position < num_stages
-        stage = n.position if forward else 2 * num_stages - 1 - n.position
-        elsewhere = set().union(*(r for m, r in zip(nodes, read_by, strict=True) if m is not n))
-        sent = [v for v in n.outputs if v in elsewhere]
-        left = [v for v in n.outputs if v in results]
-        if forward or not split:
-            add(Kind.F if forward else Kind.B, stage, n.eqns, sent, left)
-            continue
-        first, second = _split_backward.split_backward(n.eqns, sent)
-        free = _cheap(first, consts)
-        second = [*_making(first, free, second), *second]
-        needed = {v for e in second for v in e.invars if not _jaxprs.is_literal(v)} | set(left)
-        made_first = [v for e in first for v in e.outvars if v not in free]
-        crossing = [v for v in made_first if v in needed and v not in sent]
-        add(Kind.I, stage, first, [*sent, *crossing], [])
-        add(Kind.W, stage, second, [], left)
-    return bodies
 
 
-def _cheap(eqns, consts) -> set[Any]:
+# ---- tasks as jaxprs ----------------------------------------------------------------------------
+
+
+def _bodies(body: Body, nodes: Sequence[_Node], split: bool) -> list[_loop.TaskBody]:
+    writer = _BodyWriter(body)
+    for node in nodes:
+        stage = body.stage(node.position)
+        if node.position < body.num_stages:
+            writer.add(Kind.F, stage, node.eqns, node.sent, node.left)
+        elif not split:
+            writer.add(Kind.B, stage, node.eqns, node.sent, node.left)
+        else:
+            first, second = _split_backward.split_backward(node.eqns, node.sent)
+            free = _from_constants(first, body.consts)
+            again = [v for e in second for v in _jaxprs.variables(e.invars) if v in free]
+            pure = [e for e in first if all(v in free for v in e.outvars)]
+            second = [*_needed(pure, again), *second]
+            needed = {v for e in second for v in _jaxprs.variables(e.invars)}.union(node.left)
+            kept = [v for e in first for v in e.outvars if v in needed and v not in free]
+            sent = list(dict.fromkeys([*node.sent, *kept]))
+            writer.add(Kind.I, stage, first, sent, [])
+            writer.add(Kind.W, stage, second, [], node.left)
+    return writer.bodies
+
+
+def _from_constants(eqns: Sequence[Any], consts: Sequence[Any]) -> set[Any]:
     """What depends on constants alone; what was worth it has been hoisted, so the rest is free."""
     known = set(consts)
-    made = set()
     for e in eqns:
-        if not e.effects and all(_jaxprs.is_literal(v) or v in known for v in e.invars):
+        if not e.effects and all(v in known for v in _jaxprs.variables(e.invars)):
             known.update(e.outvars)
-            made.update(e.outvars)
-    return made
+    return known.difference(consts)
 
 
-def _making(eqns, invariant, readers) -> list[Any]:
-    """The equations that make the invariant variables that `readers` need."""
-    needed = [v for e in readers for v in e.invars if not _jaxprs.is_literal(v) and v in invariant]
-    pure = [e for e in eqns if all(v in invariant for v in e.outvars)]
-    return [e for e, k in zip(pure, _jaxprs.ancestors(pure, needed), strict=True) if k]
+class _BodyWriter:
+    """Makes jaxprs of tasks, and numbers the values between them."""
+
+    def __init__(self, body: Body):
+        self.bodies: list[_loop.TaskBody] = []
+        self._num_stages = body.num_stages
+        self._numbers = itertools.count()
+        self._refs: dict[Any, _loop.Ref] = {}
+        for source, variables in (("const", body.consts), ("carry", body.carries), ("x", body.xs)):
+            self._refs.update((v, _loop.Ref(source, i)) for i, v in enumerate(variables))
+        # Where the loop's results go; those that no equation makes leave with the last forward.
+        made = body.maker()
+        self._results: dict[Any, list[_loop.Ref]] = {}
+        self._loose: list[tuple[Any, _loop.Ref]] = []
+        for source, variables in (("carry", body.carry_outs), ("y", body.ys)):
+            for i, v in enumerate(variables):
+                if source == "carry" and v is body.carries[i]:
+                    continue
+                ref = _loop.Ref(source, i)
+                if _jaxprs.is_literal(v) or v not in made:
+                    self._loose.append((v, ref))
+                else:
+                    self._results.setdefault(v, []).append(ref)
+
+    def add(self, kind: Kind, stage: int, eqns, sent, left) -> None:
+        """Adds a task that makes the values `sent` to other tasks, and the loop's results `left`."""
+        for v in sent:
+            if v not in self._refs:
+                self._refs[v] = _loop.Ref("value", next(self._numbers))
+        given = [(v, self._refs[v]) for v in sent]
+        given += [(v, ref) for v in left for ref in self._results[v]]
+        if kind is Kind.F and stage == self._num_stages - 1:
+            given += self._loose
+        outputs = [v for v, _ in given]
+        kept = _needed(eqns, outputs)
+        if not given and not kept:
+            return
+        part = _jaxprs.part(kept, outputs, f"{kind}{stage}")
+        inputs = tuple(self._refs[v] for v in part.inputs)
+        refs = tuple(ref for _, ref in given)
+        self.bodies.append(_loop.TaskBody(kind, stage, part.jaxpr, inputs, refs))

@@ -37,12 +37,11 @@ def wrap_forward(fun: Callable, *, policy: Callable | None = None) -> Callable:
         ['pipeline_stage_0_of_2', 'pipeline_stage_1_of_2']
     """
 
+    @functools.wraps(fun)
     def outlined(*args, **kwargs):
         traced = _jaxprs.trace(fun, args, kwargs)
         return traced.rebuild(_run_stages(_stages.read_stages(traced.jaxpr), policy, traced.inputs))
 
-    outlined.__name__ = getattr(fun, "__name__", "outlined")
-    outlined.__wrapped__ = fun
     return outlined
 
 

@@ -57,6 +57,8 @@ def pipelined(fun, *, schedule=None, in_axes=(None, 0), reduce="mean"):
 class Plain(NamedTuple):
     """How a step differentiates without pipelining."""
 
+    schedule: Any = None
+
     def value_and_grad(self, loss, **kwargs):
         kwargs.pop("reduce", None), kwargs.pop("in_axes", None)
         return eqx.filter_value_and_grad(loss, **kwargs)
@@ -250,6 +252,25 @@ def test_dynamic_loss_scale():
     assert float(scale) == 8.0
 
 
+def test_rate_that_follows_the_loss():
+    """A scalar of the state that the last stage's loss decides, and every stage reads."""
+
+    def make(how):
+        grad_fn = how.value_and_grad(loss_fn)
+
+        def step(carry, x):
+            model, rate, best = carry
+            loss, grads = grad_fn(model, x)
+            model = jax.tree.map(lambda p, g: p - rate * g, model, grads)
+            rate = jnp.where(loss > best, 0.5 * rate, rate)
+            return (model, rate, jnp.minimum(best, loss)), loss
+
+        return step
+
+    _, ((_, rate, _), _) = check(make, (Net(), jnp.float32(0.1), jnp.float32(jnp.inf)), batches(6))
+    assert float(rate) < 0.1
+
+
 def test_cond_around_the_update():
     def make(how):
         grad_fn = how.value_and_grad(loss_fn)
@@ -384,47 +405,201 @@ def test_training_and_evaluation_in_one_step():
 
 
 @pytest.mark.parametrize("second", [jaxpp.schedules.OneFOneB(), jaxpp.schedules.GPipe()])
-def test_two_optimizers_of_one_step(second):
+def test_adversaries(second):
+    """Two optimizers and three loops in one step, of the same and of different schedules."""
+
+    class Pair(eqx.Module):
+        generator: Net
+        discriminator: Net
+
+    def discriminator_loss(discriminator, fake, x):
+        scores = discriminator(jnp.concatenate([fake, x], axis=-1).reshape(-1, WIDTH)).mean(-1)
+        return jnp.mean(scores.reshape(-1, 2) * jnp.array([1.0, -1.0]))
+
+    def generator_loss(pair, x):
+        for ours, theirs in zip(pair.generator.blocks, pair.discriminator.blocks, strict=True):
+            x = theirs(ours(x))
+            if ours is not pair.generator.blocks[-1]:
+                x = jaxpp.pipeline_enter_stage(x)
+        return -jnp.mean(x)
+
     def make(how):
-        def generator_loss(generator, discriminator, x):
-            return -jnp.mean(discriminator(generator(x)))
-
-        def discriminator_loss(discriminator, fake, x):
-            return jnp.mean(discriminator(fake)) - jnp.mean(discriminator(x))
-
-        def call(model, x):
-            return model(x)
-
         d_grad = how.value_and_grad(discriminator_loss, in_axes=(None, 0, 0))
-        g_grad = (Piped(second) if isinstance(how, Piped) else how).value_and_grad(
-            one_model, in_axes=((None, None), 0)
-        )
-        generate = how.forward(call, reduce="concat")
-        del generator_loss
+        g_grad = how._replace(schedule=second).value_and_grad(generator_loss)
+        generate = how.forward(lambda model, x: model(x), reduce="concat")
 
         def step(carry, x):
-            generator, discriminator, opt_g, opt_d = carry
-            fake = generate(generator, x)
-            d_loss, grads = d_grad_mean(d_grad, discriminator, fake, x)
-            updates, opt_d = OPTIMIZERS["adam"].update(grads, opt_d)
-            discriminator = eqx.apply_updates(discriminator, updates)
-            g_loss, (grads, _) = g_grad((generator, discriminator), x)
-            updates, opt_g = OPTIMIZERS["momentum"].update(grads, opt_g)
-            generator = eqx.apply_updates(generator, updates)
-            return (generator, discriminator, opt_g, opt_d), (d_loss, g_loss)
+            pair, g_state, d_state = carry
+            d_loss, grads = d_grad(pair.discriminator, generate(pair.generator, x), x)
+            updates, d_state = OPTIMIZERS["adam"].update(grads, d_state)
+            pair = eqx.tree_at(
+                lambda p: p.discriminator, pair, eqx.apply_updates(pair.discriminator, updates)
+            )
+            g_loss, grads = g_grad(pair, x)
+            updates, g_state = OPTIMIZERS["momentum"].update(grads.generator, g_state)
+            pair = eqx.tree_at(
+                lambda p: p.generator, pair, eqx.apply_updates(pair.generator, updates)
+            )
+            return (pair, g_state, d_state), (d_loss, g_loss)
 
         return step
 
-    def one_model(models, x):
-        generator, discriminator = models
-        hidden = generator.blocks[0](x)
-        hidden = generator.blocks[1](jaxpp.pipeline_enter_stage(hidden))
-        hidden = discriminator.blocks[0](jaxpp.pipeline_enter_stage(generator.blocks[2](hidden)))
-        return -jnp.mean(discriminator.blocks[2](discriminator.blocks[1](hidden)))
+    pair = Pair(Net(), Net(jax.random.key(5)))
+    g_state = OPTIMIZERS["momentum"].init(pair.generator)
+    d_state = OPTIMIZERS["adam"].init(pair.discriminator)
+    # What the generator makes leaves the last stage and enters the first.
+    step, _ = check(make, (pair, g_state, d_state), allowed={"gathered"})
+    assert sent(step)["gathered"] == 1
 
-    def d_grad_mean(d_grad, discriminator, fake, x):
-        return d_grad(discriminator, fake, x)
 
-    generator, discriminator = Net(), Net(jax.random.key(5))
-    carry = (generator, discriminator, OPTIMIZERS["momentum"].init(generator), OPTIMIZERS["adam"].init(discriminator))
-    check(make, carry)
+def test_loops_with_other_stages_are_an_error():
+    train = pipelined(eqx.filter_value_and_grad(jaxpp.wrap_forward(loss_fn)))
+    evaluate = pipelined(
+        jaxpp.wrap_forward(lambda m, x: m(m(x)).mean()), schedule=jaxpp.schedules.ForwardOnly()
+    )
+    step = jaxpp.place(lambda m, x: (train(m, x), evaluate(m, x)))
+    with pytest.raises(ValueError, match="loops of one step put their stages on different ranks"):
+        step.lower(Net(), batches()[0])
+
+
+@pytest.mark.parametrize("reduce", ["concat", "stack", "mean", "sum", "max", "last"])
+def test_forward_only(reduce):
+    def per_example(model, x):
+        return jnp.sum(model(x) ** 2, axis=-1)
+
+    model, x = Net(), batches()[0]
+    loop = pipelined(
+        jaxpp.wrap_forward(per_example), schedule=jaxpp.schedules.ForwardOnly(), reduce=reduce
+    )
+    slices = jax.vmap(per_example, (None, 0))(model, x.reshape(MICROBATCHES, -1, WIDTH))
+    expected = {
+        "concat": lambda: slices.reshape(-1),
+        "stack": lambda: slices,
+        "mean": lambda: slices.mean(0),
+        "sum": lambda: slices.sum(0),
+        "max": lambda: slices.max(0),
+        "last": lambda: slices[-1],
+    }[reduce]()
+    step = jaxpp.place(loop, jaxpp.MpmdMesh((3,)))
+    chex.assert_trees_all_close(step(model, x), expected, rtol=1e-6)
+    assert set(sent(step)) == {"edge"}
+
+
+# ---- stages without gradients -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frozen, way, schedule",
+    [
+        ((0,), "stop_gradient", jaxpp.schedules.OneFOneB()),
+        ((1,), "stop_gradient", jaxpp.schedules.OneFOneB()),
+        ((2,), "stop_gradient", jaxpp.schedules.OneFOneB()),
+        ((0, 1), "stop_gradient", jaxpp.schedules.ZeroBubbleH1()),
+        ((0, 2), "partition", jaxpp.schedules.OneFOneB()),
+        ((1, 2), "partition", jaxpp.schedules.ZeroBubbleH1()),
+    ],
+)
+def test_frozen_stages(frozen, way, schedule):
+    def freeze(model, replace):
+        blocks = [replace(b) if i in frozen else b for i, b in enumerate(model.blocks)]
+        return eqx.tree_at(lambda m: m.blocks, model, blocks)
+
+    def make(how):
+        def stopped(model, x):
+            return loss_fn(freeze(model, jax.lax.stop_gradient), x)
+
+        def partitioned(trained_and_rest, x):
+            return loss_fn(eqx.combine(*trained_and_rest), x)
+
+        def step(carry, x):
+            model, state = carry
+            if way == "stop_gradient":
+                value, grads = how.value_and_grad(stopped)(model, x)
+            else:
+                spec = freeze(jax.tree.map(lambda _: True, model), lambda b: jax.tree.map(lambda _: False, b))
+                trained, rest = eqx.partition(model, spec)
+
+                def of_trained(trained, rest, x):
+                    return partitioned((trained, rest), x)
+
+                value, grads = how.value_and_grad(of_trained, in_axes=(None, None, 0))(trained, rest, x)
+                grads = eqx.combine(grads, jax.tree.map(jnp.zeros_like, rest))
+            updates, state = OPTIMIZERS["clip_adamw"].update(grads, state, model)
+            return (eqx.apply_updates(model, updates), state), value
+
+        return step
+
+    check(make, start(OPTIMIZERS["clip_adamw"]), piped=Piped(schedule))
+
+
+def test_stages_without_parameters():
+    def loss(model, x):
+        x = jaxpp.pipeline_enter_stage(jnp.sin(x))
+        x = jaxpp.pipeline_enter_stage(model.blocks[0](x))
+        x = jaxpp.pipeline_enter_stage(jnp.cos(x) * 2)
+        return jnp.mean(x**2)
+
+    optimizer = OPTIMIZERS["clip_adamw"]
+    check(with_optimizer(optimizer, loss), start(optimizer, Net(depth=1)), ranks=4)
+
+
+def test_gradients_of_one_stage_alone():
+    def make(how):
+        def of_block(block, model, x):
+            return loss_fn(eqx.tree_at(lambda m: m.blocks[1], model, block), x)
+
+        grad_fn = how.value_and_grad(of_block, in_axes=(None, None, 0))
+
+        def step(model, x):
+            value, grads = grad_fn(model.blocks[1], model, x)
+            block = jax.tree.map(lambda p, g: p - 0.1 * g, model.blocks[1], grads)
+            return eqx.tree_at(lambda m: m.blocks[1], model, block), value
+
+        return step
+
+    check(make, Net())
+
+
+# ---- shared parameters --------------------------------------------------------------------------
+
+
+class Tied(eqx.Module):
+    """Blocks that share a matrix, and two blocks that share a vector of another shape."""
+
+    blocks: list[Block]
+    matrix: jax.Array
+    vector: jax.Array
+    matrix_in: tuple[int, ...] = eqx.field(static=True)
+    vector_in: tuple[int, ...] = eqx.field(static=True)
+
+    def __init__(self, matrix_in, vector_in=(), depth=4):
+        self.blocks = Net(depth=depth).blocks
+        self.matrix = jax.random.normal(jax.random.key(7), (WIDTH, WIDTH)) / WIDTH**0.5
+        self.vector = 0.1 * jax.random.normal(jax.random.key(8), (WIDTH,))
+        self.matrix_in, self.vector_in = matrix_in, vector_in
+
+    def __call__(self, x):
+        for i, block in enumerate(self.blocks):
+            x = block(x if i == 0 else jaxpp.pipeline_enter_stage(x))
+            x = x @ self.matrix if i in self.matrix_in else x
+            x = x + self.vector if i in self.vector_in else x
+        return x
+
+
+@pytest.mark.parametrize(
+    "piped, ranks",
+    [
+        (Piped(jaxpp.schedules.OneFOneB()), 4),
+        (Piped(jaxpp.schedules.Interleaved1F1B(2)), 2),
+        (Piped(jaxpp.schedules.ZeroBubbleH1()), 4),
+    ],
+    ids=["four ranks", "two ranks", "split backward"],
+)
+@pytest.mark.parametrize("matrix_in, vector_in", [((0, 2), (1, 3)), ((0, 1, 3), (0, 3))])
+def test_tied_parameters(matrix_in, vector_in, piped, ranks):
+    optimizer, model = OPTIMIZERS["clip_adamw"], Tied(matrix_in, vector_in)
+    stage_ranks = piped.schedule.table(4, MICROBATCHES).stage_ranks
+    step, _ = check(with_optimizer(optimizer), start(optimizer, model), ranks=ranks, piped=piped)
+    # The part of each stage goes to each other rank that holds a copy.
+    holders = [(len(stages), len({stage_ranks[s] for s in stages})) for stages in (matrix_in, vector_in)]
+    assert sent(step)["gradient"] == sum(parts * (ranks - 1) for parts, ranks in holders)

@@ -1,0 +1,135 @@
+"""What a microbatch loop accumulates: nothing for frozen parameters, and apart for shared ones."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxpp import _jaxprs
+from jaxpp.transforms._body import Body
+
+_ADDS = frozenset({"add", "add_any"})
+
+
+def hand_through_zeros(body: Body) -> Body:
+    """Makes a carry to which only zeros are added no task's work.
+
+    So it is with the gradient of a parameter behind `stop_gradient`.
+    """
+    maker = body.maker()
+
+    def is_zero(v) -> bool:
+        if _jaxprs.is_literal(v):
+            return np.ndim(v.val) == 0 and v.val == 0
+        eqn = body.eqns[maker[v]] if v in maker else None
+        return (
+            eqn is not None
+            and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type")
+            and is_zero(eqn.invars[0])
+        )
+
+    def update(carry, out):
+        eqn = None if _jaxprs.is_literal(out) or out not in maker else body.eqns[maker[out]]
+        adds = eqn is not None and eqn.primitive.name in _ADDS and carry in eqn.invars
+        return carry if adds and all(v is carry or is_zero(v) for v in eqn.invars) else out
+
+    outs = tuple(map(update, body.carries, body.carry_outs))
+    keep = _jaxprs.ancestors(body.eqns, (*outs, *body.ys))
+    kept = [placed for placed, k in zip(body.placed(), keep, strict=True) if k]
+    return body.with_equations(kept, carry_outs=outs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """A body whose shared sums are apart.
+
+    Carry i of the old body is the sum of the carries `summands[i]` of the new one; those that the
+    old one did not have begin with zeros. `plain` are the carries that are sums.
+    """
+
+    body: Body
+    summands: tuple[tuple[int, ...], ...]
+    plain: frozenset[int]
+
+
+def split_shared_sums(body: Body) -> Sums:
+    """Gives a sum over contributions of several tasks one accumulator for each of them.
+
+    The gradient of a parameter that several stages read comes out of differentiation as one sum
+    in each microbatch; apart, it is accumulated where it is made, and summed once a step.
+    """
+    maker, at = body.maker(), body.last_position()
+    readers: dict[Any, int] = {}
+    for v in [v for e in body.eqns for v in e.invars] + list(body.outputs):
+        if not _jaxprs.is_literal(v):
+            readers[v] = readers.get(v, 0) + 1
+
+    def added(carry, out) -> Any:
+        """What a carry's update adds to it, or None where it is not a plain sum."""
+        if _jaxprs.is_literal(out) or out not in maker or readers.get(carry) != 1:
+            return None
+        eqn = body.eqns[maker[out]]
+        if eqn.primitive.name not in _ADDS or carry not in eqn.invars:
+            return None
+        return eqn.invars[0] if eqn.invars[1] is carry else eqn.invars[1]
+
+    def terms(v) -> tuple[list[Any], list[int]]:
+        """The terms of a sum outside of any task, and the equations that add them."""
+        i = None if _jaxprs.is_literal(v) else maker.get(v)
+        if (
+            i is None
+            or body.position[i] is not None
+            or body.eqns[i].primitive.name not in _ADDS
+            or readers[v] != 1
+        ):
+            return [v], []
+        left, right = map(terms, body.eqns[i].invars)
+        return [*left[0], *right[0]], [i, *left[1], *right[1]]
+
+    carries, outs = list(body.carries), list(body.carry_outs)
+    summands, plain = [], set()
+    dropped: set[int] = set()
+    sums: list[Any] = []
+    for j, (carry, out) in enumerate(zip(body.carries, body.carry_outs, strict=True)):
+        summands.append((j,))
+        total = added(carry, out)
+        if total is None:
+            continue
+        plain.add(j)
+        found, adds = terms(total)
+        groups = _by_task(found, at)
+        if len(groups) < 2:
+            continue
+        template = body.eqns[maker[out]]
+        dropped.update([maker[out], *adds])
+        for n, group in enumerate(groups):
+            if n > 0:
+                summands[j] += (len(carries),)
+                plain.add(len(carries))
+                carry, out = _jaxprs.fresh_var(carry), _jaxprs.fresh_var(out)
+                carries.append(carry)
+                outs.append(out)
+            value = group[0]
+            for v in group[1:]:
+                partial = _jaxprs.fresh_var(v)
+                sums.append(template.replace(invars=[value, v], outvars=[partial]))
+                value = partial
+            sums.append(template.replace(invars=[carry, value], outvars=[out]))
+    kept = [placed for i, placed in enumerate(body.placed()) if i not in dropped]
+    apart = body.with_equations(
+        [*kept, *((e, None) for e in sums)], carries=tuple(carries), carry_outs=tuple(outs)
+    )
+    return Sums(apart, tuple(summands), frozenset(plain))
+
+
+def _by_task(terms: list[Any], at: dict[Any, int]) -> list[list[Any]]:
+    """Terms in groups by the task that makes them.
+
+    What no task makes (the gradient of a penalty on the parameter) goes with the first that does.
+    """
+    tasks = [None if _jaxprs.is_literal(v) else at.get(v) for v in terms]
+    first = next((p for p in tasks if p is not None), None)
+    groups: dict[int | None, list[Any]] = {}
+    for v, p in zip(terms, tasks, strict=True):
+        groups.setdefault(first if p is None else p, []).append(v)
+    return list(groups.values())

@@ -1,0 +1,226 @@
+"""What differs between JAX versions, checked on the version at hand."""
+
+import threading
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpp import _compat
+
+X = jax.random.normal(jax.random.key(0), (3, 4))
+
+
+# ---- jaxprs -------------------------------------------------------------------------------------
+
+
+def test_a_jaxpr_is_built_from_equations():
+    jaxpr = jax.make_jaxpr(lambda x: jnp.tanh(jnp.sin(x)))(X)
+    opened = jaxpr.jaxpr
+    built = _compat.make_closed_jaxpr(opened.invars, opened.outvars, opened.eqns, "mine")
+    assert isinstance(built, jex.ClosedJaxpr) and not _compat.constants_of(built)
+    np.testing.assert_array_equal(jex.jaxpr_as_fun(built)(X)[0], jnp.tanh(jnp.sin(X)))
+    jax.jit(lambda x: jex.jaxpr_as_fun(built)(x))(X)
+
+
+def test_a_built_jaxpr_has_the_effects_of_its_equations():
+    def fun(x):
+        jax.debug.print("{}", x)
+        return x
+
+    opened = jax.make_jaxpr(fun)(1.0).jaxpr
+    built = _compat.make_closed_jaxpr(opened.invars, opened.outvars, opened.eqns)
+    assert built.effects == opened.effects and built.effects
+    assert not _compat.make_closed_jaxpr(opened.invars, opened.outvars, []).effects
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["closed", "open"])
+def test_a_body_keeps_its_type_and_constants_with_other_equations(wrap):
+    constant = np.arange(4, dtype=np.float32)
+    (eqn,) = jax.make_jaxpr(wrap(lambda x: jnp.sin(x) * constant))(X).eqns
+    body = eqn.params["jaxpr"]
+    assert isinstance(body, _compat.JaxprTypes)
+    opened = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
+    closed = _compat.make_closed_jaxpr(opened.invars, opened.outvars, opened.eqns)
+    assert type(_compat.with_closed_type(closed, body)) is type(body)
+    first = [e for e in opened.eqns if e.primitive.name == "sin"]
+    shorter = _compat.with_equations(body, first, first[0].outvars)
+    assert type(shorter) is type(body)
+    assert len(_compat.constants_of(shorter)) == len(_compat.constants_of(body))
+    changed = eqn.replace(params=dict(eqn.params, jaxpr=shorter))
+    outer = _compat.make_closed_jaxpr(
+        [v for v in changed.invars if not isinstance(v, jex.Literal)], changed.outvars, [changed]
+    )
+    args = [X if v.aval.shape == X.shape else constant for v in outer.jaxpr.invars]
+    np.testing.assert_allclose(jex.jaxpr_as_fun(outer)(*args)[0], jnp.sin(X), rtol=1e-6)
+
+
+def test_dead_code_goes_and_the_inputs_stay():
+    def fun(x, y):
+        dead = jnp.cos(y)
+        kept, _ = jax.jit(lambda x: (jnp.sin(x), jnp.tan(x)))(x)
+        return kept, dead
+
+    jaxpr = jax.make_jaxpr(fun)(X, X)
+    slim = _compat.eliminate_dead_code(jaxpr, [True, False])
+    assert len(slim.jaxpr.invars) == 2
+    np.testing.assert_array_equal(jex.jaxpr_as_fun(slim)(X, X)[0], jnp.sin(X))
+    inside = [e.primitive.name for sub in [slim.eqns[0].params["jaxpr"]] for e in sub.eqns]
+    assert (len(slim.eqns), inside) == (1, ["sin"])
+
+
+# ---- scans --------------------------------------------------------------------------------------
+
+
+def scan_of(num_consts, num_carry, num_xs, num_ys, rank=1, reverse=False):
+    """A scan with so many of each, of arrays of one rank inside."""
+    shape = (2,) * rank
+    consts = [jnp.full(shape, 1.0 + i) for i in range(num_consts)]
+    carry = tuple(jnp.full(shape, 10.0 + i) for i in range(num_carry))
+    xs = tuple(jnp.full((3, *shape), 20.0 + i) for i in range(num_xs))
+
+    def step(carry, xs):
+        total = sum([*consts, *carry, *xs], jnp.zeros(shape))
+        return tuple(c + total for c in carry), tuple(total * i for i in range(1, num_ys + 1))
+
+    def fun(consts_, carry, xs):
+        consts[:] = consts_
+        return jax.lax.scan(step, carry, xs, length=3, reverse=reverse)
+
+    return fun, (list(consts), carry, xs)
+
+
+@pytest.mark.parametrize("num_consts", [0, 1, 2])
+@pytest.mark.parametrize("num_carry", [0, 1, 2])
+@pytest.mark.parametrize("num_xs", [0, 1, 2])
+@pytest.mark.parametrize("num_ys", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_scan_is_read_in_parts(num_consts, num_carry, num_xs, num_ys, rank):
+    if not num_carry and not num_ys:
+        num_ys = 1
+    fun, args = scan_of(num_consts, num_carry, num_xs, num_ys, rank)
+    eqns = jax.make_jaxpr(fun)(*args).eqns
+    (eqn,) = [e for e in eqns if e.primitive.name == "scan"]
+    assert _compat.scan_parts(eqn) == (num_consts, num_carry)
+
+
+def grad_of_scan(x, w):
+    step = lambda c, x: (jnp.tanh(c @ w + x), c.sum())  # noqa: E731
+    carry, ys = jax.lax.scan(step, jnp.zeros(4), x)
+    return (carry**2).sum() + ys.sum()
+
+
+def test_scans_made_by_differentiation_and_batching_are_read_in_parts():
+    x, w = X, jnp.eye(4)
+    plain = jax.make_jaxpr(grad_of_scan)(x, w)
+    (eqn,) = [e for e in plain.eqns if e.primitive.name == "scan"]
+    assert _compat.scan_parts(eqn) == (1, 1)
+    derived = jax.make_jaxpr(jax.vmap(jax.grad(grad_of_scan, argnums=1), (0, None)))(x[None], w)
+    scans = [e for e in derived.eqns if e.primitive.name == "scan"]
+    assert len(scans) == 2
+    for eqn in scans:
+        consts, carry = _compat.scan_parts(eqn)
+        body = eqn.params["jaxpr"].jaxpr
+        inner = [v.aval for v in body.invars[consts : consts + carry]]
+        assert inner == [v.aval for v in eqn.invars[consts : consts + carry]]
+        assert [v.aval.shape for v in body.invars[consts + carry :]] == [
+            v.aval.shape[1:] for v in eqn.invars[consts + carry :]
+        ]
+        assert all(v.aval.shape[0] == 3 for v in eqn.invars[consts + carry :])
+
+
+def test_scans_over_keys_are_read_in_parts():
+    keys = jax.random.split(jax.random.key(0), 3)
+    fun = lambda k, ks: jax.lax.scan(lambda c, k: (jax.random.fold_in(c, 1), k), k, ks)  # noqa: E731
+    (eqn,) = jax.make_jaxpr(fun)(keys[0], keys).eqns
+    assert _compat.scan_parts(eqn) == (0, 1)
+
+
+# ---- names and lines ----------------------------------------------------------------------------
+
+
+def test_an_equation_knows_the_users_line():
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x))(X)  # this line
+    line = _compat.source_line(jaxpr.eqns[0])
+    file, number = line.rsplit(":", 1)
+    assert file.endswith("test_compat.py")
+    with open(__file__) as source:
+        assert "# this line" in source.readlines()[int(number) - 1]
+    assert _compat.at_source_line(jaxpr.eqns[0]) == f" at {line}"
+
+
+def test_scopes_are_put_in_front():
+    def fun(x):
+        with jax.named_scope("outer"):
+            x = jnp.cos(x)
+        with jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    cos, sin = jax.make_jaxpr(fun)(X).eqns
+    assert str(_compat.under_scope(sin, cos).source_info.name_stack) == "outer/inner"
+    assert str(_compat.in_scope(sin, "mine").source_info.name_stack) == "mine/inner"
+    assert str(sin.source_info.name_stack) == "inner"
+
+
+def test_tracers_are_told_from_values():
+    seen = []
+    jax.make_jaxpr(lambda x: seen.append(_compat.is_tracer(x)) or x)(X)
+    assert seen == [True]
+    assert (
+        not _compat.is_tracer(X) and not _compat.is_tracer(np.ones(1)) and not _compat.is_tracer(1)
+    )
+
+
+# ---- executables --------------------------------------------------------------------------------
+
+
+def compile_for(fun, device, *shapes):
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    avals = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for s in shapes]
+    return jax.jit(fun).lower(*avals).compile()
+
+
+class Compilations:
+    """Counts how often the backend compiles, in this thread."""
+
+    def __init__(self):
+        self.count, self._thread = 0, threading.get_ident()
+
+    def __call__(self, event, duration, **_):
+        if "backend_compile" in event and threading.get_ident() == self._thread:
+            self.count += 1
+
+
+@pytest.fixture
+def compilations():
+    counter = Compilations()
+    jax.monitoring.register_event_duration_secs_listener(counter)
+    yield counter
+    jax.monitoring.unregister_event_duration_listener(counter)
+
+
+def test_an_executable_is_loaded_elsewhere_without_compiling(compilations):
+    first, *others = jax.devices()[:3]
+    compiled = compile_for(lambda x, w: {"y": jnp.tanh(x @ w)}, first, (3, 4), (4, 4))
+    assert compilations.count == 1
+    loaded = [_compat.load_on_device(compiled, device) for device in others]
+    assert compilations.count == 1
+    x, w = X, jax.random.normal(jax.random.key(1), (4, 4))
+    want = compiled(*jax.device_put((x, w), first))["y"]
+    for device, executable in zip(others, loaded, strict=True):
+        assert executable is not None
+        got = executable(*jax.device_put((x, w), device))["y"]
+        assert got.devices() == {device}
+        np.testing.assert_array_equal(got, want)
+
+
+def test_what_cannot_be_loaded_is_none():
+    class Backwards:
+        """An executable that no backend can serialize."""
+
+        def __getattr__(self, name):
+            raise ValueError("no serialization here")
+
+    assert _compat.load_on_device(Backwards(), jax.devices()[0]) is None  # pyright: ignore

@@ -1,0 +1,237 @@
+"""How the package is laid out: who imports whom, what is exported, what is documented."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import jaxpp
+
+ROOT = pathlib.Path(jaxpp.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+GROUND = ("_compat", "_jaxprs", "_program")
+
+
+def name_of(path):
+    return ".".join(["jaxpp", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(
+        ".__init__"
+    )
+
+
+def imports(tree):
+    """The names of the modules that a file imports, as far as one can tell without running it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_within(name, package):
+    return name == package or name.startswith(package + ".")
+
+
+# ---- private names ------------------------------------------------------------------------------
+
+
+def private_names(source):
+    """Private names of JAX and its like that a source file uses."""
+    tree = ast.parse(source)
+    found = [
+        name
+        for name in imports(tree)
+        if re.match(r"(jax|jaxlib|equinox|jaxtyping|optax)(\.|$)", name)
+        and any(part.startswith("_") for part in name.split("."))
+    ]
+    found += [name for name in imports(tree) if is_within(name, "jaxlib")]
+    aliases = {
+        alias.asname or alias.name.split(".")[0 if isinstance(node, ast.Import) else -1]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).split(".")[0] in ("jax", "equinox")
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in aliases:
+                found.append(ast.unparse(node))
+    found += re.findall(r"""import_module\(["']jax[\w.]*\._\w+""", source)
+    return found
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in FILES if p.name != "_compat.py"]
+    + sorted((ROOT.parent / "experiments").rglob("*.py")),
+    ids=lambda p: str(p.relative_to(ROOT.parent)),
+)
+def test_only_compat_uses_private_names(path):
+    assert private_names(path.read_text()) == []
+
+
+def test_compat_is_where_they_are():
+    assert private_names((ROOT / "_compat.py").read_text())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import jax._src.core",
+        "from jax._src import core",
+        "from jax._src.core import Jaxpr",
+        "import jax\njax._src.core.Jaxpr",
+        "from jax.experimental import serialize_executable as s\ns._JaxPjrtUnpickler",
+        "import jax.extend.core as jex\njex._private",
+        "from jaxlib import xla_client",
+        "from equinox._module import Module",
+    ],
+)
+def test_a_private_name_would_be_found(source):
+    assert private_names(source)
+
+
+def test_versions_are_tested_in_compat_only():
+    pattern = re.compile(r"jax(lib)?\.__version|version_info|packaging")
+    tests = [p.name for p in FILES if pattern.search(p.read_text()) and p.name != "_compat.py"]
+    assert tests == []
+
+
+# ---- imports run one way ------------------------------------------------------------------------
+
+FORBIDDEN = {
+    "ground": ["jaxpp.transforms", "jaxpp.runtime"],
+    "schedules": ["jax", "jaxlib", "equinox", "jaxpp.transforms", "jaxpp.runtime",
+                  *(f"jaxpp.{name}" for name in GROUND)],
+    "transforms": ["jaxpp.runtime", "ray"],
+    "runtime": [],
+}  # fmt: skip
+
+
+def layer_of(path):
+    parts = path.relative_to(ROOT).parts
+    return parts[0] if len(parts) > 1 else "ground" if path.stem in GROUND else None
+
+
+def wrong_imports(layer, source):
+    return [
+        name
+        for name in imports(ast.parse(source))
+        if any(is_within(name, f) for f in FORBIDDEN[layer])
+    ]
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if layer_of(p)], ids=name_of)
+def test_imports_run_one_way(path):
+    assert wrong_imports(layer_of(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("layer", "source"),
+    [
+        ("schedules", "import jax.numpy as jnp"),
+        ("schedules", "def f():\n    from jaxpp import _jaxprs"),
+        ("transforms", "from jaxpp.runtime import MpmdMesh"),
+        ("transforms", "from jaxpp import runtime"),
+        ("ground", "from jaxpp.transforms import _marks"),
+    ],
+)
+def test_a_wrong_import_would_be_found(layer, source):
+    assert wrong_imports(layer, source)
+
+
+def test_every_folder_is_a_known_layer():
+    assert {layer_of(p) for p in FILES if len(p.relative_to(ROOT).parts) > 1} == set(FORBIDDEN) - {
+        "ground"
+    }
+
+
+# ---- exports ------------------------------------------------------------------------------------
+
+
+def other_than_exports(source):
+    return [
+        ast.unparse(node)
+        for i, node in enumerate(ast.parse(source).body)
+        if not (i == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        and not (
+            isinstance(node, ast.ImportFrom)
+            and len(node.names) == 1
+            and node.names[0].name == node.names[0].asname
+        )
+    ]
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name == "__init__.py"], ids=name_of)
+def test_packages_hold_exports_only(path):
+    assert other_than_exports(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["import jax", "from a import b", "from a import b as c", "x = 1"]
+)
+def test_something_else_would_be_found(source):
+    assert other_than_exports(source)
+
+
+def test_modules_are_private_but_for_testing():
+    public = [p.stem for p in FILES if not p.stem.startswith("_")]
+    assert set(public) <= {"testing"}
+
+
+# ---- documentation ------------------------------------------------------------------------------
+
+
+def public_names():
+    """The functions and classes that users type."""
+    testing = importlib.import_module("jaxpp.testing")
+    found = [(f"jaxpp.{name}", value) for name, value in vars(jaxpp).items()]
+    found += [(f"jaxpp.schedules.{name}", value) for name, value in vars(jaxpp.schedules).items()]
+    found += [
+        (f"jaxpp.testing.{name}", value)
+        for name, value in vars(testing).items()
+        if getattr(value, "__module__", None) == "jaxpp.testing"
+    ]
+    return [
+        pytest.param(value, id=name)
+        for name, value in found
+        if (inspect.isfunction(value) or inspect.isclass(value))
+        and not name.split(".")[-1].startswith("_")
+    ]
+
+
+@pytest.mark.parametrize("value", public_names())
+def test_public_names_are_documented_with_an_example(value):
+    doc = inspect.getdoc(value) or ""
+    assert doc.split("\n")[0].endswith((".", ":")), "the first line is a sentence"
+    if not (isinstance(value, type) and issubclass(value, Exception)):
+        assert ">>> " in doc
+
+
+def test_what_a_user_types_is_exported():
+    for name in (
+        "pipeline_enter_stage", "split_stages", "wrap_forward", "microbatch", "schedule", "place",
+        "Operator", "MpmdMesh", "schedules",
+    ):  # fmt: skip
+        assert hasattr(jaxpp, name)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if ">>> " in p.read_text()], ids=name_of)
+def test_examples_run(path):
+    module = importlib.import_module(name_of(path))
+    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert result.attempted and not result.failed
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_module_says_what_it_is(path):
+    source = path.read_text()
+    if path.name != "__init__.py":
+        assert ast.get_docstring(ast.parse(source))

@@ -1,0 +1,296 @@
+"""Tracing, inlining, slicing and comparing jaxprs."""
+
+import equinox as eqx
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpp import _compat, _jaxprs
+
+X = jax.random.normal(jax.random.key(0), (3, 4))
+W = jax.random.normal(jax.random.key(1), (4, 4))
+
+
+def names(jaxpr):
+    return [eqn.primitive.name for eqn in jaxpr.eqns]
+
+
+def traced(fun, *args):
+    return _jaxprs.trace(fun, args).jaxpr
+
+
+# ---- tracing ------------------------------------------------------------------------------------
+
+
+def mixed(tree, scale, *, name):
+    return {"y": tree["x"] * scale, "name": name, "n": np.float32(2), "none": None, "f": jnp.tanh}
+
+
+def test_a_traced_function_is_rebuilt_from_its_outputs():
+    args, kwargs = ({"x": X, "tag": "t"}, 3), {"name": "mine"}
+    t = _jaxprs.trace(mixed, args, kwargs)
+    got = t.rebuild(_jaxprs.run(t.jaxpr, *t.inputs))
+    want = mixed(*args, **kwargs)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert (got["name"], got["none"], got["f"]) == ("mine", None, jnp.tanh)
+    np.testing.assert_array_equal(got["y"], want["y"])
+    np.testing.assert_array_equal(got["n"], want["n"])
+
+
+def test_output_paths_are_those_of_the_arrays():
+    t = _jaxprs.trace(mixed, ({"x": X}, 3), {"name": "mine"})
+    assert t.output_paths() == ["['n']", "['y']"]
+
+
+def test_what_a_function_closes_over_comes_first():
+    closed = jnp.full((3, 4), 2.0)
+    t = _jaxprs.trace(lambda x: x * closed, (X,))
+    assert t.num_closed_over == len(t.inputs) - 1
+    assert t.inputs[-1] is X
+    np.testing.assert_array_equal(_jaxprs.run(t.jaxpr, *t.inputs)[0], X * closed)
+
+
+def test_shapes_stand_for_arrays():
+    t = _jaxprs.trace(jnp.tanh, (jax.ShapeDtypeStruct((3, 4), jnp.float32),))
+    assert t.jaxpr.in_avals[0].shape == (3, 4)
+
+
+def test_an_identity_transform_differentiates_through_closures():
+    def outer(w):
+        fun = _jaxprs.transform(lambda x: jnp.tanh(x @ w).sum(), lambda jaxpr: jaxpr)
+        return fun(X)
+
+    want = jax.grad(lambda w: jnp.tanh(X @ w).sum())(W)
+    np.testing.assert_allclose(jax.grad(outer)(W), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "is_array"),
+    [
+        (X, True), (np.ones(2), True), (np.float32(1), True), (jax.random.key(0), True),
+        (jax.ShapeDtypeStruct((), jnp.int32), True), (1.0, False), ("a", False), (jnp.tanh, False),
+    ],
+)  # fmt: skip
+def test_arrays_are_told_from_static_leaves(leaf, is_array):
+    assert _jaxprs.is_array(leaf) is is_array
+
+
+# ---- calls --------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def custom(x):
+    return jax.jit(jnp.tanh)(x)
+
+
+custom.defvjp(lambda x: (custom(x), x), lambda x, ct: (2 * ct,))
+
+
+def calls(x, w):
+    with jax.named_scope("outer"):
+        x = jax.jit(lambda x: jax.jit(jnp.sin)(x) @ w)(x)
+    x = jax.checkpoint(lambda x: jax.jit(jnp.cos)(x))(x)
+    x = custom(x)
+    return jax.jit(lambda x: (x, x * np.arange(4.0, dtype=np.float32)))(x)
+
+
+def test_inlined_calls_compute_the_same():
+    jaxpr = traced(calls, X, W)
+    for wanted in (
+        lambda e: True,
+        lambda e: e.primitive.name not in _jaxprs.CUSTOM_RULES,
+        lambda e: e.primitive.name in _jaxprs.CHECKPOINTS,
+        lambda e: False,
+    ):
+        flat = _jaxprs.inline(jaxpr, wanted)
+        got, want = _jaxprs.run(flat, X, W), _jaxprs.run(jaxpr, X, W)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+        assert not any(wanted(e) for e in flat.eqns if _jaxprs.called_jaxpr(e) is not None)
+
+
+def test_inlining_keeps_the_names_of_scopes():
+    flat = _jaxprs.inline(traced(calls, X, W), lambda e: True)
+    (product,) = [e for e in flat.eqns if e.primitive.name == "dot_general"]
+    assert str(product.source_info.name_stack).startswith("outer")
+
+
+def test_inlining_twice_the_same_call_gives_each_its_own_variables():
+    jaxpr = traced(lambda x: jax.jit(jnp.sin)(jax.jit(jnp.sin)(x)), X)
+    flat = _jaxprs.inline(jaxpr, lambda e: True)
+    made = [v for e in flat.eqns for v in e.outvars]
+    assert len(made) == len(set(made)) == 2
+    np.testing.assert_array_equal(_jaxprs.run(flat, X)[0], jnp.sin(jnp.sin(X)))
+
+
+@pytest.mark.parametrize(
+    ("fun", "is_call"),
+    [
+        (lambda x: jax.jit(jnp.sin)(x), True),
+        (lambda x: jax.checkpoint(jnp.sin)(x), True),
+        (custom, True),
+        (jax.nn.relu, True),
+        (lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, 2)[0], False),
+        (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), False),
+        (jnp.sin, False),
+    ],
+    ids=["jit", "checkpoint", "custom_vjp", "custom_jvp", "scan", "cond", "primitive"],
+)
+def test_calls_have_a_body(fun, is_call):
+    eqn = traced(fun, X).eqns[-1]
+    assert (_jaxprs.called_jaxpr(eqn) is not None) is is_call
+
+
+def test_contains_looks_inside_everything():
+    def fun(x):
+        step = lambda c, _: (jax.lax.cond(c[0, 0] > 0, jnp.sin, jnp.cos, c), None)  # noqa: E731
+        return jax.jit(lambda x: jax.lax.scan(step, x, None, 2)[0])(x)
+
+    (eqn,) = traced(fun, X).eqns
+    for name in ("scan", "cond", "sin", "cos"):
+        assert _jaxprs.contains(eqn, lambda e, name=name: e.primitive.name == name)
+    assert not _jaxprs.contains(eqn, lambda e: e.primitive.name == "tanh")
+
+
+# ---- slices -------------------------------------------------------------------------------------
+
+
+def test_a_part_reads_what_it_does_not_make():
+    jaxpr = traced(lambda x, w: (jnp.tanh(jnp.sin(x) @ w), x), X, W)
+    x, w = jaxpr.jaxpr.invars
+    first = _jaxprs.part(jaxpr.eqns[:1], [jaxpr.eqns[0].outvars[0], w])
+    assert first.inputs == (x, w)
+    rest = _jaxprs.part(jaxpr.eqns[1:], jaxpr.jaxpr.outvars)
+    assert set(rest.inputs) == {jaxpr.eqns[0].outvars[0], w, x}
+    values = dict(zip(first.outputs, _jaxprs.run(first.jaxpr, X, W), strict=True)) | {x: X}
+    got = _jaxprs.run(rest.jaxpr, *(values[v] for v in rest.inputs))
+    np.testing.assert_allclose(got[0], jnp.tanh(jnp.sin(X) @ W), rtol=1e-6)
+
+
+def test_ancestors_and_descendants():
+    def fun(x, w):
+        a = jnp.sin(x)
+        b = jnp.cos(w)
+        return jnp.tanh(a), b
+
+    jaxpr = traced(fun, X, W)
+    a, b = jaxpr.jaxpr.outvars
+    needed = [
+        e.primitive.name
+        for e, k in zip(jaxpr.eqns, _jaxprs.ancestors(jaxpr.eqns, [a]), strict=True)
+        if k
+    ]
+    assert needed == ["sin", "tanh"]
+    reached = _jaxprs.descendants(jaxpr.eqns, [jaxpr.jaxpr.invars[1]])
+    assert b in reached and a not in reached
+
+
+def test_equations_with_effects_are_always_needed():
+    def fun(x):
+        jax.debug.print("{}", x[0, 0])
+        return jnp.sin(x), jnp.cos(x)
+
+    jaxpr = traced(fun, X)
+    keep = _jaxprs.ancestors(jaxpr.eqns, [])
+    kept = [e for e, k in zip(jaxpr.eqns, keep, strict=True) if k]
+    assert any(e.effects for e in kept) and "sin" not in [e.primitive.name for e in kept]
+    assert _jaxprs.part(jaxpr.eqns, []).jaxpr.effects
+
+
+def test_a_substitution_leaves_the_rest():
+    jaxpr = traced(lambda x: x + 1.0, X)
+    (eqn,), (x,) = jaxpr.eqns, jaxpr.jaxpr.invars
+    new = _jaxprs.fresh_var(x)
+    renamed = _jaxprs.Substitution([(x, new)]).rename(eqn)
+    assert renamed.invars[0] is new and renamed.invars[1] is eqn.invars[1]
+    assert new is not x and new.aval == x.aval
+
+
+# ---- structure ----------------------------------------------------------------------------------
+
+
+def scanned(number):
+    return lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, number)[0]
+
+
+PROGRAMS = {
+    "sin": (jnp.sin, X),
+    "cos": (jnp.cos, X),
+    "sin-wide": (jnp.sin, W),
+    "sin-half": (jnp.sin, X.astype(jnp.bfloat16)),
+    "sin-int": (lambda x: jnp.sin(x), jnp.arange(3)),
+    "plus-0": (lambda x: x * 0.0, X),
+    "minus-0": (lambda x: x * -0.0, X),
+    "times-1": (lambda x: x * 1.0, X),
+    "sum-0": (lambda x: x.sum(0), X),
+    "sum-1": (lambda x: x.sum(1), X),
+    "power-2": (lambda x: x**2, X),
+    "power-3": (lambda x: x**3, X),
+    "scan-2": (scanned(2), X),
+    "scan-3": (scanned(3), X),
+    "twice": (lambda x: (jnp.sin(x), jnp.sin(x)), X),
+    "same-twice": (lambda x: (lambda y: (y, y))(jnp.sin(x)), X),
+    "jit": (lambda x: jax.jit(jnp.sin)(x), X),
+    "constant": (lambda x: x * np.ones((3, 4), np.float32), X),
+    "constant-2": (lambda x: x * (2 * np.ones((3, 4), np.float32)), X),
+}
+
+
+def structure_of(name):
+    fun, x = PROGRAMS[name]
+    return _jaxprs.structure(jax.make_jaxpr(fun)(x))
+
+
+def test_different_programs_have_different_structures():
+    keys = {name: structure_of(name) for name in PROGRAMS}
+    assert len(set(keys.values())) == len(keys)
+
+
+@pytest.mark.parametrize("name", [n for n in PROGRAMS if not n.startswith("constant")])
+def test_the_same_program_traced_again_has_the_same_structure(name):
+    assert structure_of(name) == structure_of(name)
+    hash(structure_of(name))
+
+
+def test_names_and_lines_do_not_count():
+    def first(x):
+        with jax.named_scope("a"):
+            return jax.jit(lambda x: jnp.tanh(custom(x)))(x)
+
+    def second(x):
+        return jax.jit(_named("other"))(x)
+
+    def _named(name):
+        def fun(y):
+            z = custom(y)
+            return jnp.tanh(z)
+
+        fun.__name__ = name
+        return fun
+
+    assert _jaxprs.structure(traced(first, X)) == _jaxprs.structure(traced(second, X))
+
+
+def test_keys_and_random_bits_have_a_structure():
+    def fun(key):
+        return jax.random.normal(key, (2,))
+
+    key = jax.random.key(0)
+    assert _jaxprs.structure(traced(fun, key)) == _jaxprs.structure(traced(fun, key))
+    other = jax.random.key(0, impl="rbg")
+    assert _jaxprs.structure(traced(fun, key)) != _jaxprs.structure(traced(fun, other))
+
+
+def test_equinox_models_of_one_shape_have_one_structure():
+    layers = [eqx.nn.Linear(4, 4, key=k) for k in jax.random.split(jax.random.key(2), 2)]
+    first, second = (_jaxprs.structure(traced(lambda m, x: jax.vmap(m)(x), m, X)) for m in layers)
+    assert first == second
+
+
+def test_literals_are_told_from_variables():
+    jaxpr = traced(lambda x: x + 1.0, X)
+    assert [_jaxprs.is_literal(v) for v in jaxpr.eqns[0].invars] == [False, True]
+    assert isinstance(jaxpr, jex.ClosedJaxpr)
+    assert not _compat.constants_of(jaxpr)

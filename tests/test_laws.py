@@ -1,0 +1,533 @@
+"""The laws that hold for any function: what the transforms may not change, and what a step may do.
+
+Each is tested over models, schedules, numbers of microbatches, ranks and stages per rank. The default
+run has a selection in which every pair of these occurs; `pytest -m slow` runs all the others.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp import testing
+from jaxpp._program import Free, Receive, Run, Send
+from tests import models
+
+# The large epsilon keeps the noise of gradients near zero from being blown up to a whole step.
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))
+
+SCHEDULES = {
+    "1f1b": ((1,), lambda v: jaxpp.schedules.OneFOneB()),
+    "gpipe": ((1, 2), jaxpp.schedules.GPipe),
+    "eager_1f1b": ((1,), lambda v: jaxpp.schedules.Eager1F1B()),
+    "interleaved_1f1b": ((1, 2), jaxpp.schedules.Interleaved1F1B),
+    "zb_h1": ((1,), lambda v: jaxpp.schedules.ZeroBubbleH1()),
+    "forward_only": ((1, 2), jaxpp.schedules.ForwardOnly),
+}
+
+
+@functools.cache
+def make_case(name: str, dtype=jnp.float32) -> models.Case:
+    return models.CASES[name](dtype)
+
+
+def init_optimizer(model):
+    return OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
+
+
+def train_step(grad_fn):
+    def step(model, opt_state, *data):
+        loss, grads = grad_fn(model, *data)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    return step
+
+
+@functools.cache
+def plain_step(name: str, dtype=jnp.float32):
+    """The train step of one device, with the whole batch at once."""
+    return eqx.filter_jit(train_step(eqx.filter_value_and_grad(make_case(name, dtype).loss)))
+
+
+@functools.cache
+def plain_loss(name: str):
+    return eqx.filter_jit(make_case(name).loss)
+
+
+def staged(case: models.Case, num_stages: int):
+    return jaxpp.wrap_forward(jaxpp.split_stages(case.loss, num_stages=num_stages))
+
+
+def pipelined(case: models.Case, schedule, num_stages: int, num_microbatches: int):
+    """The scheduled loss, and its gradient where the schedule has a backward."""
+    fun = staged(case, num_stages)
+    if not isinstance(schedule, jaxpp.schedules.ForwardOnly):
+        fun = eqx.filter_value_and_grad(fun)
+    fun = jaxpp.microbatch(fun, num_microbatches, in_axes=case.in_axes)
+    return jaxpp.schedule(fun, schedule)
+
+
+def place_train_step(case, schedule, num_stages, num_microbatches, ranks, *, shared=False):
+    grad_fn = pipelined(case, schedule, num_stages, num_microbatches)
+    return jaxpp.place(train_step(grad_fn), mesh_of(ranks, shared), donate_argnums=(0, 1))
+
+
+def mesh_of(ranks: int, shared: bool = False):
+    return jaxpp.MpmdMesh((ranks,), devices=jax.devices()[:1] * ranks if shared else None)
+
+
+def assert_trees_close(got, want, rtol=1e-5):
+    """Each leaf close to the other's, as a share of its largest magnitude."""
+    paths = jax.tree_util.tree_leaves_with_path(eqx.filter(want, eqx.is_array))
+    leaves = jax.tree.leaves(eqx.filter(got, eqx.is_array))
+    for (path, y), x in zip(paths, leaves, strict=True):
+        assert x.dtype == y.dtype
+        scale = float(jnp.max(jnp.abs(y))) if y.size else 0.0
+        np.testing.assert_allclose(
+            x, y, rtol=0, atol=rtol * scale, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+# ---- the matrix ---------------------------------------------------------------------------------
+
+MATRIX = [
+    (model, schedule, m, ranks, v)
+    for model, schedule, m, ranks in itertools.product(models.CASES, SCHEDULES, (1, 2, 3, 8), (1, 2, 4))
+    for v in SCHEDULES[schedule][0]
+]  # fmt: skip
+
+
+def _pairs(config):
+    return set(itertools.combinations(enumerate(config), 2))
+
+
+def _covering(matrix):
+    """A selection, chosen greedily, in which every pair of values of the matrix occurs."""
+    left = set().union(*map(_pairs, matrix))
+    chosen = []
+    while left:
+        best = max(matrix, key=lambda c: (len(_pairs(c) & left), -c[3] * c[4]))
+        left -= _pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def pytest_generate_tests(metafunc):
+    if "config" in metafunc.fixturenames:
+        chosen = _covering(MATRIX)
+        rest = [c for c in MATRIX if c not in chosen]
+        params = [pytest.param(c, id="-".join(map(str, c))) for c in chosen]
+        if "slow" in metafunc.config.option.markexpr:
+            slow = [pytest.mark.slow]
+            params += [pytest.param(c, id="-".join(map(str, c)), marks=slow) for c in rest]
+        metafunc.parametrize("config", params)
+
+
+@functools.cache
+def placed(config, shared: bool = False):
+    """The step of a point of the matrix, and the plain one: placed step, reference, arguments."""
+    name, schedule, num_microbatches, ranks, stages_per_rank = config
+    case, schedule = make_case(name), SCHEDULES[schedule][1](stages_per_rank)
+    grad_fn = pipelined(case, schedule, ranks * stages_per_rank, num_microbatches)
+    if config[1] == "forward_only":
+        return jaxpp.place(grad_fn, mesh_of(ranks, shared)), plain_loss(name), (case.model,)
+    step = jaxpp.place(train_step(grad_fn), mesh_of(ranks, shared), donate_argnums=(0, 1))
+    return step, plain_step(name), (case.model, init_optimizer(case.model))
+
+
+@functools.cache
+def lowered(config):
+    step, _, args = placed(config)
+    return step.lower(*args, *make_case(config[0]).data(0))
+
+
+# ---- law 1: the transforms keep values, and commute with grad and vmap ----------------------------
+
+CUTS = {
+    "split_stages": lambda fun: jaxpp.split_stages(fun, num_stages=3),
+    "wrap_forward": lambda fun: jaxpp.wrap_forward(jaxpp.split_stages(fun, num_stages=3)),
+}
+
+
+@functools.cache
+def plain_value_and_grad(name: str):
+    case = make_case(name)
+    return eqx.filter_jit(eqx.filter_value_and_grad(case.loss))(case.model, *case.data(0))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", models.CASES)
+def test_a_cut_function_has_the_value_and_gradient_of_the_plain_one(name, cut):
+    case = make_case(name)
+    cut_fun = eqx.filter_jit(eqx.filter_value_and_grad(CUTS[cut](case.loss)))
+    assert_trees_close(cut_fun(case.model, *case.data(0)), plain_value_and_grad(name), 1e-6)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", ["mlp", "encoder_decoder"])
+def test_the_gradient_can_be_cut_too(name, cut):
+    case = make_case(name)
+    cut_gradient = eqx.filter_jit(CUTS[cut](eqx.filter_value_and_grad(case.loss)))
+    assert_trees_close(cut_gradient(case.model, *case.data(0)), plain_value_and_grad(name), 1e-6)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", ["encoder_decoder", "control_flow"])
+def test_a_cut_commutes_with_vmap(name, cut):
+    case = make_case(name)
+    batches = jax.tree.map(lambda *xs: jnp.stack(xs), *(case.data(i) for i in range(3)))
+
+    def mapped(fun):
+        return lambda model, *data: jax.vmap(functools.partial(fun, model))(*data)
+
+    want = eqx.filter_jit(mapped(case.loss))(case.model, *batches)
+    for fun in (mapped(CUTS[cut](case.loss)), CUTS[cut](mapped(case.loss))):
+        assert_trees_close(eqx.filter_jit(fun)(case.model, *batches), want, 1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", models.CASES)
+def test_a_scheduled_function_has_the_values_of_the_plain_loop(name, schedule):
+    case = make_case(name)
+    loop = jaxpp.microbatch(eqx.filter_value_and_grad(case.loss), 3, in_axes=case.in_axes)
+    scheduled = pipelined(case, SCHEDULES[schedule][1](1), 4, 3)
+    got, want = (eqx.filter_jit(f)(case.model, *case.data(0)) for f in (scheduled, loop))
+    assert_trees_close(got, want, 1e-6)
+
+
+# ---- law 2: microbatches change nothing but memory ----------------------------------------------
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("name", models.CASES)
+def test_microbatching_the_gradient_or_the_loss_gives_the_gradient_of_the_batch(
+    name, num_microbatches
+):
+    case = make_case(name)
+    loop = functools.partial(
+        jaxpp.microbatch, num_microbatches=num_microbatches, in_axes=case.in_axes
+    )
+    for fun in (
+        loop(eqx.filter_value_and_grad(case.loss)),
+        eqx.filter_value_and_grad(loop(case.loss)),
+    ):
+        got = eqx.filter_jit(fun)(case.model, *case.data(0))
+        assert_trees_close(got, plain_value_and_grad(name), 1e-5)
+
+
+def temporary_bytes(fun, *args) -> int:
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_microbatching_the_gradient_or_the_loss_takes_the_memory_of_one_microbatch():
+    ws, loss = chain(8)
+    x = jnp.ones((8192, 4))
+    whole = temporary_bytes(jax.value_and_grad(loss), ws, x)
+    inside = temporary_bytes(jaxpp.microbatch(jax.value_and_grad(loss), 8), ws, x)
+    outside = temporary_bytes(jax.value_and_grad(jaxpp.microbatch(loss, 8)), ws, x)
+    assert inside < whole / 4
+    assert outside < 1.1 * inside
+
+
+# ---- law 3: the same results --------------------------------------------------------------------
+
+
+def test_a_placed_step_gives_what_the_plain_step_gives(config):
+    step, reference, args = placed(config)
+    testing.assert_matches_single_device(step, reference, *args, data=make_case(config[0]).data)
+
+
+def test_a_placed_step_gives_the_same_bits_on_one_device(config):
+    step, _, args = placed(config)
+    shared, *_ = placed(config, shared=True)
+    testing.assert_matches_single_device(
+        step, shared, *args, data=make_case(config[0]).data, bitwise=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "stages_per_rank"),
+    [("gpipe", 4, 1), ("eager_1f1b", 4, 1), ("interleaved_1f1b", 2, 2), ("gpipe", 1, 4)],
+)
+@pytest.mark.parametrize("name", ["tied", "encoder_decoder"])
+def test_tables_that_split_the_backward_alike_give_the_same_bits(
+    name, schedule, ranks, stages_per_rank
+):
+    one, _, args = placed((name, "1f1b", 3, 4, 1))
+    other, *_ = placed((name, schedule, 3, ranks, stages_per_rank))
+    testing.assert_matches_single_device(
+        other, one, *args, data=make_case(name).data, bitwise=True
+    )
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "mixture_of_experts"])
+def test_a_placed_step_is_as_close_as_bfloat16_allows(name):
+    case = make_case(name, jnp.bfloat16)
+    step = place_train_step(case, jaxpp.schedules.OneFOneB(), 4, 3, 4)
+    args = case.model, init_optimizer(case.model)
+    reference = plain_step(name, jnp.bfloat16)
+    testing.assert_matches_single_device(step, reference, *args, data=case.data)
+
+
+def with_gradient_scaled(low, label: str, factor: float):
+    """A lowered step in which one task adds `factor` times a weight's gradient to the sum.
+
+    0 drops the gradient of that microbatch, and 2 takes it twice.
+    """
+    bundle = low.bundle
+    program = next(p for p in bundle.programs if any(r.label == label for r in runs(p)))
+    run = next(r for r in runs(program) if r.label == label)
+    computation = bundle.computations[run.computation]
+    jaxpr = computation.jaxpr
+    added = {
+        frozenset(e.invars) & frozenset(jaxpr.jaxpr.invars): e.outvars[0]
+        for e in jaxpr.eqns
+        if e.primitive.name in ("add", "add_any") and e.outvars[0].aval.ndim == 2
+    }
+    donated = {jaxpr.jaxpr.invars[i]: i for i in computation.donated}
+    ((sums, total), *_) = [(s, t) for s, t in added.items() if len(s) == 1 and s <= set(donated)]
+    i, o = donated[next(iter(sums))], jaxpr.jaxpr.outvars.index(total)
+
+    def scaled(*args):
+        outputs = jax.extend.core.jaxpr_as_fun(jaxpr)(*args)
+        outputs[o] = args[i] + factor * (outputs[o] - args[i])
+        return outputs
+
+    changed = jax.make_jaxpr(scaled)(*(v.aval for v in jaxpr.jaxpr.invars))
+    changed = dataclasses.replace(computation, jaxpr=changed)
+    instructions = tuple(
+        dataclasses.replace(r, computation=len(bundle.computations)) if r is run else r
+        for r in program.instructions
+    )
+    programs = list(bundle.programs)
+    programs[program.rank] = dataclasses.replace(program, instructions=instructions)
+    bundle = dataclasses.replace(
+        bundle, programs=tuple(programs), computations=(*bundle.computations, changed)
+    )
+    return dataclasses.replace(low, bundle=bundle)
+
+
+def runs(program):
+    return [i for i in program.instructions if isinstance(i, Run)]
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("label", ["B1.2", "B3.0"])
+def test_a_dropped_or_doubled_gradient_breaks_the_law(label, factor):
+    config = ("encoder_decoder", "1f1b", 3, 4, 1)
+    step, reference, args = placed(config)
+    changed = with_gradient_scaled(lowered(config), label, factor).compile()
+    data = make_case("encoder_decoder").data
+    if factor == 1:  # the change itself does no harm
+        testing.assert_matches_single_device(changed, reference, *args, data=data)
+        return
+    with pytest.raises(AssertionError, match="step 0: result"):
+        testing.assert_matches_single_device(changed, reference, *args, data=data)
+    with pytest.raises(AssertionError, match="every bit must be equal"):
+        testing.assert_matches_single_device(changed, step, *args, data=data, bitwise=True)
+
+
+# ---- law 4: what a rank holds -------------------------------------------------------------------
+
+
+def activations(program, bundle) -> dict[tuple[str, str], range]:
+    """From which to which instruction a rank holds what an F keeps for the backward of its stage.
+
+    By (stage, microbatch) of each F; a range of one instruction where the F keeps nothing.
+    """
+    held, values, received = {}, {}, set()  # values: the F of each slot, and whether it is kept
+    for index, instruction in enumerate(program.instructions):
+        gone = ()
+        match instruction:
+            case Receive(slots):
+                received.update(slots)
+            case Run(number, inputs, outputs, label):
+                donated = bundle.computations[number].donated
+                kind, task = label[0], tuple(label[1:].split("."))
+                gone = [inputs[i] for i in donated]
+                if kind in "BIW":
+                    values.update((s, (task, True)) for s in inputs if values.get(s, "?")[0] == task)
+                if kind == "F":
+                    made = outputs[: len(outputs) - len(donated)]  # the rest are accumulators
+                    values.update((s, (task, False)) for s in (*made, *(received & set(inputs))))
+                    held[task] = range(index, index + 1)
+                received -= set(inputs)
+            case Free(slots):
+                gone = slots
+        for task, kept in (values.pop(s) for s in gone if s in values):
+            if kept:
+                held[task] = range(held[task].start, index)
+    for task, kept in values.values():
+        if kept:
+            held[task] = range(held[task].start, len(program.instructions))
+    return held
+
+
+def peak_activations(bundle) -> tuple[int, ...]:
+    """The most activations that each rank holds at once."""
+    held = [activations(p, bundle).values() for p in bundle.programs]
+    return tuple(max(sum(r.start in other for other in own) for r in own) for own in held)
+
+
+def table_of(config):
+    _, schedule, num_microbatches, ranks, stages_per_rank = config
+    return SCHEDULES[schedule][1](stages_per_rank).table(ranks * stages_per_rank, num_microbatches)
+
+
+def test_a_rank_holds_the_activations_that_the_table_says(config):
+    bundle, table = lowered(config).bundle, table_of(config)
+    held = [activations(p, bundle).values() for p in bundle.programs]
+    if table.forward_only or all(len(r) > 1 for own in held for r in own):
+        assert peak_activations(bundle) == table.peak_in_flight()
+    else:  # a stage that keeps nothing, such as one linear layer of the batch
+        assert np.all(np.array(peak_activations(bundle)) <= table.peak_in_flight())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_stage_of_equal_layers_holds_an_activation(schedule):
+    config = ("encoder_decoder", schedule, 8, 4, 1)
+    assert peak_activations(lowered(config).bundle) == table_of(config).peak_in_flight()
+
+
+def held_too_long(bundle) -> list[str]:
+    """The values made in a step that their rank holds past their last use."""
+    late = []
+    for program in bundle.programs:
+        last_use: dict[int, int] = {}  # of each slot with a value made in the step
+        for index, instruction in enumerate(program.instructions):
+            match instruction:
+                case Receive(slots):
+                    last_use.update((s, index) for s in slots)
+                case Send(slots):
+                    last_use.update((s, index) for s in slots if s in last_use)
+                case Run(number, inputs, outputs):
+                    last_use.update((s, index) for s in inputs if s in last_use)
+                    for i in bundle.computations[number].donated:
+                        last_use.pop(inputs[i], None)
+                    last_use.update((s, index) for s in outputs)
+                case Free(slots):
+                    for slot in slots:
+                        since = last_use.pop(slot, index)
+                        between = program.instructions[since + 1 : index]
+                        if any(isinstance(i, Run | Receive) for i in between):
+                            late.append(f"rank {program.rank}: slot {slot} from {since} to {index}")
+        kept = {slot for _, slot in program.outputs}
+        late += [f"rank {program.rank}: slot {s} after the step" for s in last_use if s not in kept]
+    return late
+
+
+def test_a_rank_frees_what_it_made_at_the_last_use(config):
+    assert not held_too_long(lowered(config).bundle)
+
+
+def without_frees(bundle):
+    """A bundle that frees nothing before the last instruction of each program."""
+    programs = []
+    for program in bundle.programs:
+        frees = [i for i in program.instructions if isinstance(i, Free)]
+        rest = [i for i in program.instructions if not isinstance(i, Free)]
+        programs.append(dataclasses.replace(program, instructions=(*rest, *frees)))
+    return dataclasses.replace(bundle, programs=tuple(programs))
+
+
+def test_activations_that_are_not_freed_break_the_law():
+    config = ("mlp", "1f1b", 8, 4, 1)
+    bundle = without_frees(lowered(config).bundle)
+    assert held_too_long(bundle)
+    assert peak_activations(bundle) != peak_activations(lowered(config).bundle)
+
+
+# ---- law 5: what is sent ------------------------------------------------------------------------
+
+
+def test_nothing_but_edges_shared_gradients_and_scalars_is_sent(config):
+    bundle = lowered(config).bundle
+    sent = {kind for p in bundle.programs for s in p.sends for kind in s.message.kinds}
+    assert sent <= {"edge", "gradient", "scalar"}
+    for n, _ in enumerate(placed(config)[2]):
+        testing.assert_no_transfers_of(bundle, n)
+
+
+def chain(num_stages: int):
+    """A chain of equal stages, marked."""
+    ws = [w for w in jax.random.normal(jax.random.key(0), (num_stages, 4, 4)) / 2]
+
+    def loss(ws, x):
+        for i, w in enumerate(ws):
+            x = jaxpp.pipeline_enter_stage(x) if i else x
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    return ws, loss
+
+
+def with_skip():
+    """Four stages; what the first one makes is read by the last one too."""
+    ws, _ = chain(4)
+
+    def loss(ws, x):
+        first = jnp.tanh(x @ ws[0])
+        x = jnp.tanh(jaxpp.pipeline_enter_stage(first) @ ws[1])
+        x = jnp.tanh(jaxpp.pipeline_enter_stage(x) @ ws[2])
+        x = jnp.tanh(jaxpp.pipeline_enter_stage(x) @ ws[3] + first)
+        return jnp.mean(x**2)
+
+    return ws, loss
+
+
+def with_tied_ends():
+    """Four stages; the last one reads the first one's weight, transposed."""
+    ws, _ = chain(3)
+
+    def loss(ws, x):
+        for i, w in enumerate((*ws, ws[0].T)):
+            x = jaxpp.pipeline_enter_stage(x) if i else x
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    return ws, loss
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    ("model", "edges", "gradients"),
+    [
+        # Each microbatch crosses each of the 3 cuts there and back.
+        (chain(4), 2 * 3 * 5, 0),
+        # The skip goes from rank 0 to rank 3 as well, and its cotangent back.
+        (with_skip(), 2 * (3 + 1) * 5, 0),
+        # Once a step, both ends send each other their part of the tied weight's gradient.
+        (with_tied_ends(), 2 * 3 * 5, 2),
+    ],
+    ids=["chain", "skip", "tied"],
+)
+def test_the_messages_of_a_step_are_those_counted_by_hand(model, edges, gradients, clip, schedule):
+    ws, loss = model
+    grad_fn = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 5)
+    grad_fn = jaxpp.schedule(grad_fn, SCHEDULES[schedule][1](1))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0) if clip else optax.identity(), optax.adam(1e-3))
+
+    def step(ws, opt_state, x):
+        loss, grads = grad_fn(ws, x)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return optax.apply_updates(ws, updates), opt_state, loss
+
+    low = jaxpp.place(step, mesh_of(4)).lower(ws, optimizer.init(ws), jnp.ones((10, 4)))
+    # The norm: each other rank sends its part to rank 0, which sends the whole back.
+    scalars = 2 * 3 if clip else 0
+    assert testing.count_sends(low, "edge") == edges
+    assert testing.count_sends(low, "gradient") == gradients
+    assert testing.count_sends(low, "scalar") == scalars
+    assert testing.count_sends(low) == edges + gradients + scalars
+    testing.assert_no_transfers_of(low, ws)
+    testing.assert_no_transfers_of(low, 1)

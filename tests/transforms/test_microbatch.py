@@ -1,0 +1,463 @@
+"""Slices one after the other: law 2, prefixes, reductions and errors."""
+
+import dataclasses
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpp
+from jaxpp import _jaxprs
+
+W = jax.random.normal(jax.random.key(0), (8, 8))
+X = jax.random.normal(jax.random.key(1), (12, 8))
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def close(got, want, rtol=1e-5):
+    """Equal up to the order of sums: within `rtol` of the largest element of each array."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if eqx.is_array(b):
+            assert a.dtype == b.dtype
+            scale = float(jnp.max(jnp.abs(b))) if b.size else 0.0
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
+
+
+def count(jaxpr, name):
+    return sum(
+        (eqn.primitive.name == name) + sum(count(sub, name) for sub in _jaxprs.sub_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+# ---- law 2 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 12])
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda f, m: jaxpp.microbatch(jax.value_and_grad(f), m),
+        lambda f, m: jax.value_and_grad(jaxpp.microbatch(f, m)),
+    ],
+    ids=["inside", "outside"],
+)
+def test_the_gradient_is_that_of_the_full_batch(step, number):
+    want = jax.value_and_grad(loss)(W, X)
+    close(step(loss, number)(W, X), want)
+    close(jax.jit(step(loss, number))(W, X), want)
+
+
+def test_one_gradient_dropped_would_be_seen():
+    fewer = jaxpp.microbatch(jax.grad(loss), 3)(W, X.at[:4].set(0.0))
+    with pytest.raises(AssertionError):
+        close(fewer, jax.grad(loss)(W, X))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda m: jaxpp.microbatch(loss, m),
+        lambda m: jaxpp.microbatch(jax.value_and_grad(loss), m),
+        lambda m: jax.grad(jaxpp.microbatch(loss, m)),
+    ],
+    ids=["forward", "grad-inside", "grad-outside"],
+)
+def test_the_jaxpr_has_one_scan_and_does_not_grow_with_the_number(step):
+    jaxprs = [jax.make_jaxpr(step(number))(W, X).jaxpr for number in (2, 4, 12)]
+    assert [count(jaxpr, "scan") for jaxpr in jaxprs] == [1, 1, 1]
+    assert len({count(jaxpr, "dot_general") for jaxpr in jaxprs}) == 1
+
+
+def test_the_gradient_outside_keeps_one_slices_residuals():
+    jaxpr = jax.make_jaxpr(jax.grad(jaxpp.microbatch(loss, 4)))(W, X)
+    (scan,) = [e for e in _jaxprs.inline(jaxpr, lambda e: True).eqns if e.primitive.name == "scan"]
+    assert all(v.aval.size <= W.size for v in scan.outvars)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_gradients_by_the_sliced_data(number):
+    want = jax.grad(loss, argnums=(0, 1))(W, X)
+    close(jax.grad(jaxpp.microbatch(loss, number), argnums=(0, 1))(W, X), want)
+    close(jax.grad(jaxpp.microbatch(loss, number), argnums=1)(W, X), want[1])
+
+
+def test_gradients_of_a_closed_over_model():
+    def outside(w):
+        return jaxpp.microbatch(lambda x: loss(w, x), 3, in_axes=0)(X)
+
+    def inside(w):
+        return jaxpp.microbatch(lambda x: loss(jnp.sin(w), x), 3, in_axes=(0,))(X)
+
+    close(jax.value_and_grad(outside)(W), jax.value_and_grad(loss)(W, X))
+    close(jax.jit(jax.grad(inside))(W), jax.grad(lambda w: loss(jnp.sin(w), X))(W))
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_gradients_of_a_sum_or_a_mean(reduce):
+    scale = 1.0 if reduce == "mean" else 4.0
+    got = jax.grad(jaxpp.microbatch(loss, 4, reduce=reduce))(W, X)
+    close(got, jax.grad(lambda w, x: scale * loss(w, x))(W, X))
+
+
+def outputs(w, x):
+    h = jnp.tanh(x @ w)
+    return {"loss": (h**2).mean(), "other": h.mean(), "rows": h.sum(1), "count": jnp.int32(3)}
+
+
+REDUCE = {"loss": "mean", "other": "mean", "rows": "concat", "count": "last"}
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda o: o["loss"],
+        lambda o: o["other"],
+        lambda o: o["loss"] * 2 + jnp.sin(o["other"]),
+        lambda o: (o["rows"] ** 2).sum(),
+        lambda o: o["loss"] + o["rows"][3] * o["count"],
+    ],
+    ids=["first", "second", "both", "collected", "all"],
+)
+@pytest.mark.parametrize("argnums", [0, (0, 1)])
+def test_gradients_through_any_output(of, argnums):
+    def total(fun):
+        return lambda w, x: of(fun(w, x))
+
+    got = jax.grad(total(jaxpp.microbatch(outputs, 3, reduce=REDUCE)), argnums)(W, X)
+    close(got, jax.grad(total(outputs), argnums)(W, X))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: jax.vmap(f, (0, None)),
+        lambda f: jax.vmap(f, (None, 1)),
+        lambda f: jax.vmap(jax.grad(f), (0, None)),
+        lambda f: jax.grad(lambda ws, x: jax.vmap(f, (0, None))(ws, x).sum()),
+        lambda f: jax.grad(lambda w, x: (jax.grad(f)(w, x) ** 2).sum()),
+        lambda f: lambda w, x: jax.jvp(lambda w: jax.grad(f)(w, x), (w,), (w,)),
+        lambda f: jax.checkpoint(jax.grad(f)),
+    ],
+    ids=["vmap", "vmap-data", "vmap-grad", "grad-vmap", "grad-grad", "jvp-grad", "checkpoint"],
+)
+def test_transformations_of_it(transform):
+    got = jax.jit(transform(jaxpp.microbatch(lambda w, x: loss(w, x), 3)))
+    want = jax.jit(transform(loss))
+    data = [(W, X), (jnp.stack([W, -W]), X), (W, jnp.stack([X, X**2], 1))]
+    ran = 0
+    for args in data:
+        try:
+            expected = want(*args)
+        except (TypeError, ValueError):
+            continue
+        close(got(*args), expected, rtol=1e-4)
+        ran += 1
+    assert ran
+
+
+def test_forward_mode_is_refused():
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(jaxpp.microbatch(loss, 3), (W, X), (W, X))
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, -2])
+def test_any_axis_is_sliced(axis):
+    def fun(x):
+        return jnp.moveaxis(x, axis, 0).sum(axis=(1, 2))
+
+    x = jax.random.normal(jax.random.key(2), (6, 6, 6))
+    got = jaxpp.microbatch(fun, 3, in_axes=axis, reduce="concat")(x)
+    close(got, fun(x))
+
+
+@pytest.mark.parametrize(
+    "in_axes",
+    [
+        (None, {"x": 0, "y": 1, "flag": None}),
+        (None, {"x": 0, "y": (-1), "flag": None}),
+        [None, {"x": 0, "y": 1, "flag": None}],
+    ],
+)
+def test_axes_are_a_prefix(in_axes):
+    batch = {"x": X, "y": jnp.stack([X[:, 0], X[:, 1]]), "flag": jnp.array(True)}
+
+    def fun(w, batch):
+        y = jnp.where(batch["flag"], batch["y"].T, 0.0)
+        return jnp.mean((batch["x"] @ w[:, :2] - y) ** 2)
+
+    close(jaxpp.microbatch(fun, 4, in_axes=in_axes)(W, batch), fun(W, batch))
+
+
+def test_a_prefix_stands_for_all_below_it():
+    batch = {"x": X, "pair": (X[:, 0], [X[:, 1], None])}
+
+    def fun(batch):
+        return (batch["x"][:, 0] * batch["pair"][0] + batch["pair"][1][0]).mean()
+
+    close(jaxpp.microbatch(fun, 3, in_axes=0)(batch), fun(batch))
+    close(jaxpp.microbatch(fun, 3, in_axes=({"x": 0, "pair": 0},))(batch), fun(batch))
+
+
+def test_slices_are_runs_of_indices_in_order():
+    got = jaxpp.microbatch(lambda x: x, 3, in_axes=0, reduce="stack")(jnp.arange(12))
+    np.testing.assert_array_equal(got, np.arange(12).reshape(3, 4))
+
+
+def test_keys_integers_booleans_and_static_leaves():
+    keys = jax.random.split(jax.random.key(3), 12)
+    mask, ids = jnp.arange(12) % 3 == 0, jnp.arange(12)
+
+    def fun(w, batch):
+        keys, mask, ids, name = batch
+        noise = jax.vmap(lambda k: jax.random.normal(k, (8,)))(keys)
+        assert name == "static"
+        return jnp.where(mask[:, None], noise @ w, 0.0).sum(1) + ids, keys, ids
+
+    got = jaxpp.microbatch(fun, 4, reduce="concat")(W, (keys, mask, ids, "static"))
+    want = fun(W, (keys, mask, ids, "static"))
+    close((got[0], got[2]), (want[0], want[2]))
+    np.testing.assert_array_equal(jax.random.key_data(got[1]), jax.random.key_data(keys))
+    grads = jax.grad(
+        lambda w: jaxpp.microbatch(fun, 4, reduce="concat")(w, (keys, mask, ids, "static"))[0].sum()
+    )
+    close(grads(W), jax.grad(lambda w: fun(w, (keys, mask, ids, "static"))[0].sum())(W))
+
+
+def test_equinox_models_in_and_out():
+    model = eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(4))
+
+    def fun(model, x):
+        return (jax.vmap(model)(x) ** 2).mean()
+
+    want = eqx.filter_value_and_grad(fun)(model, X)
+    close(jaxpp.microbatch(eqx.filter_value_and_grad(fun), 4)(model, X), want)
+    close(eqx.filter_value_and_grad(jaxpp.microbatch(fun, 4))(model, X), want)
+
+    def returned(model, x):
+        return model, fun(model, x), None, "name"
+
+    got = jaxpp.microbatch(returned, 3, reduce=("last", "mean", None, None))(model, X)
+    close(got, (model, fun(model, X), None, "name"))
+    assert got[0].activation is model.activation
+
+
+def test_dropout_with_a_key_for_each_example():
+    drop, keys = eqx.nn.Dropout(0.5), jax.random.split(jax.random.key(5), 12)
+
+    def fun(w, x, keys):
+        return jnp.mean(jax.vmap(lambda x, k: drop(x, key=k))(x, keys) @ w)
+
+    got = jax.value_and_grad(jaxpp.microbatch(fun, 3, in_axes=(None, 0, 0)))(W, X, keys)
+    close(got, jax.value_and_grad(fun)(W, X, keys))
+
+
+# ---- reductions ---------------------------------------------------------------------------------
+
+PARTS = X.reshape(3, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "want"),
+    [
+        ("mean", PARTS.mean(0)),
+        ("sum", PARTS.sum(0)),
+        ("max", PARTS.max(0)),
+        ("last", PARTS[-1]),
+        ("stack", PARTS),
+        ("concat", X),
+    ],
+)
+@pytest.mark.parametrize("number", [3, 1])
+def test_reductions(reduce, want, number):
+    if number == 1:
+        want = X[None] if reduce == "stack" else X
+    close(jaxpp.microbatch(lambda x: x, number, in_axes=0, reduce=reduce)(X), want)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "value", "want"),
+    [
+        ("sum", np.arange(6, dtype=np.int32) - 3, [-3, 0]),
+        ("max", np.arange(6, dtype=np.int32) - 9, [-5, -4]),
+        ("max", np.array([False, False, True, False, False, False]), [True, False]),
+        ("last", np.array([1, 2, 3, 4, 5, 6], np.uint8), [5, 6]),
+        ("mean", np.arange(6, dtype=np.float16), [2, 3]),
+        ("sum", np.arange(6, dtype=np.complex64), [6, 9]),
+        ("max", -np.arange(6, dtype=np.float32), [0, -1]),
+    ],
+)
+def test_reductions_keep_the_dtype(reduce, value, want):
+    got = jaxpp.microbatch(lambda x: x, 3, in_axes=0, reduce=reduce)(value)
+    assert got.dtype == value.dtype
+    np.testing.assert_array_equal(got, np.array(want, value.dtype))
+
+
+@dataclasses.dataclass
+class LogSumExp:
+    """A user's operator with a state of two arrays."""
+
+    def init(self, x):
+        return jnp.full(x.shape, -jnp.inf, x.dtype), jnp.int32(0)
+
+    def combine(self, acc, x):
+        return jnp.logaddexp(acc[0], x), acc[1] + 1
+
+    def finish(self, acc, num_microbatches):
+        return acc[0] - jnp.log(num_microbatches) + 0 * acc[1]
+
+
+def test_an_operator_of_the_users():
+    assert isinstance(LogSumExp(), jaxpp.Operator)
+    got = jaxpp.microbatch(lambda x: x, 3, in_axes=0, reduce=LogSumExp())(X)
+    want = jax.nn.logsumexp(PARTS, axis=0) - jnp.log(3)
+    close(got, want)
+
+
+def test_gradients_through_a_users_operator():
+    def fun(reduce_of):
+        return lambda w, x: reduce_of(w, x).sum()
+
+    plain = fun(lambda w, x: jax.nn.logsumexp((x @ w).reshape(3, 4, 8), axis=0) - jnp.log(3))
+    ours = fun(jaxpp.microbatch(lambda w, x: x @ w, 3, reduce=LogSumExp()))
+    close(jax.grad(ours)(W, X), jax.grad(plain)(W, X), rtol=1e-4)
+
+
+def test_a_result_without_arrays_needs_no_reduction():
+    with pytest.raises(ValueError, match="None is no reduction"):
+        jaxpp.microbatch(loss, 3, reduce=None)(W, X)
+
+
+def test_reductions_are_a_prefix():
+    def fun(x):
+        return {"a": (x.sum(), x.max()), "b": x}, jnp.float32(2)
+
+    reduce = ({"a": ("sum", "max"), "b": "concat"}, "last")
+    got = jaxpp.microbatch(fun, 3, in_axes=0, reduce=reduce)(X)
+    close(got, fun(X))
+    got = jaxpp.microbatch(fun, 3, in_axes=0, reduce=({"a": LogSumExp(), "b": "stack"}, "sum"))(X)
+    close(got[0]["b"], PARTS)
+    close(got[1], jnp.float32(6))
+
+
+def test_a_last_key_is_the_last_key():
+    keys = jax.random.split(jax.random.key(6), 3)
+    got = jaxpp.microbatch(lambda k: k[0], 3, in_axes=0, reduce="last")(keys)
+    np.testing.assert_array_equal(jax.random.key_data(got), jax.random.key_data(keys[-1]))
+
+
+def test_an_argument_may_be_a_result_and_a_constant_too():
+    def fun(w, x):
+        return w, jnp.arange(3.0), x.mean(), np.float32(2)
+
+    got = jaxpp.microbatch(fun, 3)(W, X)
+    close(got, tuple(jnp.asarray(v) for v in fun(W, X)))
+
+
+# ---- with the other transforms ------------------------------------------------------------------
+
+
+def test_with_stages_in_it():
+    def fun(w, x):
+        return (jaxpp.pipeline_enter_stage(jnp.tanh(x @ w)) @ w).mean()
+
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(fun))
+    want = jax.value_and_grad(fun)(W, X)
+    close(jaxpp.microbatch(jax.value_and_grad(staged), 3)(W, X), want)
+    close(jax.value_and_grad(jaxpp.microbatch(staged, 3))(W, X), want)
+
+
+def test_inside_itself():
+    inner = jaxpp.microbatch(loss, 2)
+    want = jax.value_and_grad(loss)(W, X)
+    close(jax.value_and_grad(jaxpp.microbatch(inner, 3))(W, X), want)
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, -2, True, 2.5])
+def test_a_number_of_microbatches_is_at_least_one(number):
+    with pytest.raises(ValueError, match=f"must be an int and at least 1, got {number}"):
+        jaxpp.microbatch(loss, number)
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "message"),
+    [
+        ({"num": 5}, (W, X), "args[1] has 12 examples, which 5 microbatches do not divide; use 10"),
+        (
+            {"num": 24},
+            (W, X),
+            "args[1] has 12 examples, which 24 microbatches do not divide; use 24",
+        ),
+        (
+            {"in_axes": (0, 0)},
+            (W, X),
+            "differ in their number of examples: args[0]: 8, args[1]: 12",
+        ),
+        ({"in_axes": (None, 2)}, (W, X), "args[1] has shape (12, 8) and no axis 2"),
+        ({"in_axes": (None, -3)}, (W, X), "args[1] has shape (12, 8) and no axis -3"),
+        ({"in_axes": (None, None)}, (W, X), "in_axes names no array to slice"),
+        (
+            {"in_axes": (None, 0)},
+            (X,),
+            "in_axes has 2 entries (None, 0), but the function was called",
+        ),
+        ({"in_axes": (None, {"a": 0})}, (W, X), "in_axes is not a prefix of the pytree"),
+        (
+            {"in_axes": (None, "0")},
+            (W, X),
+            "in_axes holds '0'; each of its leaves is an int or None",
+        ),
+        ({"in_axes": (None, True)}, (W, X), "in_axes holds True; each of its leaves is an int"),
+        ({"reduce": "median"}, (W, X), "(float32[]) has the unknown reduction 'median'"),
+        ({"reduce": "concat"}, (W, X), "is a scalar and has no axis to concatenate; use 'stack'"),
+        ({"reduce": ("mean", "mean")}, (W, X), "reduce is not a prefix of the pytree"),
+        ({"reduce": 3}, (W, X), "3 is no reduction"),
+    ],
+)
+def test_bad_options_are_errors(options, args, message):
+    options = dict(options)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxpp.microbatch(loss, options.pop("num", 2), **options)(*args)
+
+
+@pytest.mark.parametrize(
+    ("value", "reduce", "others"),
+    [
+        (np.arange(4), "mean", "'sum', 'max', 'last', 'stack', 'concat'"),
+        (np.arange(4) > 2, "sum", "'max', 'last', 'stack', 'concat'"),
+        (np.arange(4).astype(np.complex64), "max", "'mean', 'sum', 'last', 'stack', 'concat'"),
+        (jax.random.split(jax.random.key(0), 4), "mean", "'last', 'stack', 'concat'"),
+    ],
+    ids=["int", "bool", "complex", "key"],
+)
+def test_a_reduction_that_a_dtype_does_not_have_is_an_error(value, reduce, others):
+    with pytest.raises(
+        ValueError, match=f"has no '{reduce}'; give reduce= for it: one of {others}."
+    ):
+        jaxpp.microbatch(lambda x: {"it": x}, 2, in_axes=0, reduce=reduce)(value)
+
+
+def test_the_error_names_the_output():
+    with pytest.raises(ValueError, match=re.escape("output['b'][1] (int32[])")):
+        jaxpp.microbatch(lambda x: {"a": x.mean(), "b": (x, jnp.int32(1))}, 2, in_axes=0)(X)
+
+
+def test_an_error_in_the_function_is_the_users():
+    def fails(w, x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        jaxpp.microbatch(fails, 2)(W, X)
