@@ -12,6 +12,7 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 from jax._src import source_info_util
+from jax.core import Tracer
 from jax.experimental import serialize_executable
 from jax.interpreters import partial_eval
 from jaxlib import xla_client
@@ -108,7 +109,8 @@ def load_on_device(compiled: jax.stages.Compiled, device) -> jax.stages.Compiled
     persistent compilation cache: an executable that came out of it cannot be serialised again on
     CPU (it loads, and fails when it is called), and compiling again is cheap.
     """
-    if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:
+    config: Any = jax.config
+    if config.jax_enable_compilation_cache and config.jax_compilation_cache_dir:
         return None
 
     class Unpickler(serialize_executable._JaxPjrtUnpickler):
@@ -140,4 +142,4 @@ def load_on_device(compiled: jax.stages.Compiled, device) -> jax.stages.Compiled
 
 def is_tracer(value) -> bool:
     """Whether a value is being traced by a JAX transformation."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)

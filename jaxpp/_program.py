@@ -129,7 +129,9 @@ class Bundle:
             case Run(number, inputs, outputs, label):
                 donated = self.computations[number].donated
                 shown = " ".join(f"{s}!" if i in donated else f"{s}" for i, s in enumerate(inputs))
-                return f"run {label} ({self.computations[number].name}): {shown} -> {_join(outputs)}"
+                return (
+                    f"run {label} ({self.computations[number].name}): {shown} -> {_join(outputs)}"
+                )
             case Send(slots, message):
                 return f"send {_join(slots)} to rank {message.target}: {_what(message)}"
             case Receive(slots, message):

@@ -47,8 +47,8 @@ def assert_matches_single_device(
         bitwise: whether every bit must be equal; otherwise the tolerances hold for floating-point
             results (all others must be equal anyway).
         rtol: how far each element may be off, as a share of the largest magnitude in its array. By
-            default 10 times the resolution of the narrowest floating type of the arguments (1e-5
-            for float32), but not more than 1e-2 (bfloat16).
+            default 10 times the resolution of the narrowest floating type of arguments and results
+            (1e-5 for float32), but not more than 1e-2 (bfloat16).
         atol: how far each element may be off in addition.
         data: makes the data of a step from its number, from 0: a tuple, which follows `args`. With
             it, those of `args` that are not replaced stay as they are.
@@ -83,12 +83,13 @@ def assert_matches_single_device(
         raise ValueError(f"steps must be at least 1, got {steps}.")
     if not hasattr(reference, "lower"):
         reference = eqx.filter_jit(reference)
-    rtol = _default_rtol((args, data and data(0))) if rtol is None else rtol
     ours, theirs = list(_copied(args)), list(_copied(args))
     for i in range(steps):
         extra = () if data is None else tuple(data(i))
         got = step(*ours, *_copied(extra))
         want = reference(*theirs, *_copied(extra))
+        if rtol is None:
+            rtol = _default_rtol((args, extra, want))
         bundle = getattr(step, "bundle", None)
         _check_equal(i, got, want, bundle, None if bitwise else (rtol, atol))
         replaced = [
@@ -259,8 +260,8 @@ def _describe(x: Any) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def _default_rtol(args: Any) -> float:
-    types = {x.dtype for x in jtu.tree_leaves(args) if _jaxprs.is_array(x)}
+def _default_rtol(tree: Any) -> float:
+    types = {x.dtype for x in jtu.tree_leaves(tree) if _jaxprs.is_array(x)}
     resolutions = [float(jnp.finfo(d).resolution) for d in types if jnp.issubdtype(d, jnp.inexact)]
     return min(10 * max(resolutions, default=0.0), 1e-2)
 

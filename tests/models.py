@@ -65,7 +65,7 @@ def mlp(dtype=jnp.float32) -> Case:
 def gpt(dtype=jnp.float32) -> Case:
     """A byte-level GPT with dropout: a random key for each example."""
     model = gpt_model.GPT(
-        layers=2, width=WIDTH, heads=2, context=6, dropout=0.1, dtype=dtype, key=jax.random.key(0)
+        layers=1, width=WIDTH, heads=2, context=6, dropout=0.1, dtype=dtype, key=jax.random.key(0)
     )
 
     def data(step):

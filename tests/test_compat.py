@@ -194,7 +194,16 @@ class Compilations:
 
 
 @pytest.fixture
-def compilations():
+def no_cache():
+    """Without JAX's persistent compilation cache, should the user have one."""
+    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture
+def compilations(no_cache):
     counter = Compilations()
     jax.monitoring.register_event_duration_secs_listener(counter)
     yield counter
@@ -216,7 +225,13 @@ def test_an_executable_is_loaded_elsewhere_without_compiling(compilations):
         np.testing.assert_array_equal(got, want)
 
 
-def test_what_cannot_be_loaded_is_none():
+def test_with_a_persistent_cache_nothing_is_loaded(no_cache, tmp_path):
+    compiled = compile_for(jnp.tanh, jax.devices()[0], (3, 4))
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    assert _compat.load_on_device(compiled, jax.devices()[1]) is None
+
+
+def test_what_cannot_be_loaded_is_none(no_cache):
     class Backwards:
         """An executable that no backend can serialize."""
 

@@ -46,7 +46,8 @@ def compile_all(bundle: Bundle, devices: Sequence[Any]) -> list[dict[int, Any]]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = dict(zip(targets, pool.map(build, targets), strict=True))
     return [
-        {n: built[n][device] for n in numbers} for numbers, device in zip(used, devices, strict=True)
+        {n: built[n][device] for n in numbers}
+        for numbers, device in zip(used, devices, strict=True)
     ]
 
 
@@ -54,7 +55,10 @@ def _lower(computation: Computation, device: Any):
     sharding = SingleDeviceSharding(device)
     avals = [
         jax.ShapeDtypeStruct(
-            v.aval.shape, v.aval.dtype, sharding=sharding, weak_type=getattr(v.aval, "weak_type", False)
+            v.aval.shape,
+            v.aval.dtype,
+            sharding=sharding,
+            weak_type=getattr(v.aval, "weak_type", False),
         )
         for v in computation.jaxpr.jaxpr.invars
     ]

@@ -44,7 +44,8 @@ class MpmdMesh:
         shape, axis_names = tuple(int(n) for n in shape), tuple(axis_names)
         if len(shape) != len(axis_names) or len(set(axis_names)) < len(axis_names):
             raise ValueError(
-                f"MpmdMesh needs a name of its own for each axis, got shape {shape} and names {axis_names}."
+                f"MpmdMesh needs a name of its own for each axis, got shape {shape} and names "
+                f"{axis_names}."
             )
         if PIPELINE_AXIS not in axis_names:
             raise ValueError(f"MpmdMesh needs an axis named {PIPELINE_AXIS!r}, got {axis_names}.")
@@ -54,14 +55,15 @@ class MpmdMesh:
         wide = [a for a, n in sizes.items() if a != PIPELINE_AXIS and n > 1]
         if wide:
             raise ValueError(
-                f"MpmdMesh runs each rank on one device so far, got {sizes}; give {wide[0]!r} the size 1."
+                f"MpmdMesh runs each rank on one device so far, got {sizes}; give {wide[0]!r} the "
+                f"size 1."
             )
         ranks = sizes[PIPELINE_AXIS]
         available = list(jax.devices() if devices is None else np.asarray(devices, object).ravel())
         if len(available) < ranks or (devices is not None and len(available) != ranks):
             raise ValueError(
-                f"MpmdMesh needs a device for each of its {ranks} ranks, got {len(available)}. To share one, "
-                f"repeat it: devices=[jax.devices()[0]] * {ranks}; to have more CPU devices, call "
+                f"MpmdMesh needs a device for each of its {ranks} ranks, got {len(available)}. To "
+                f"share one, repeat it: devices=[jax.devices()[0]] * {ranks}; to have more CPU devices, call "
                 f"jax.config.update('jax_num_cpu_devices', {ranks}) before JAX starts."
             )
         self.shape, self.axis_names = shape, axis_names
@@ -115,7 +117,9 @@ class _LocalTransport:
         recent = self._recent[message.target]
         recent.append(arrays[0])
         if len(recent) > RUN_AHEAD:
-            recent.popleft().block_until_ready()
+            oldest = recent.popleft()
+            if not oldest.is_deleted():
+                oldest.block_until_ready()
         return arrays
 
 
@@ -174,14 +178,14 @@ class _LocalStep:
                 continue
             if arg.is_deleted():
                 raise ValueError(
-                    f"args{names[n]} was donated to an earlier call, which deleted it; pass what that "
-                    f"call returned, or leave the argument out of donate_argnums."
+                    f"args{names[n]} was donated to an earlier call, which deleted it; pass what "
+                    f"that call returned, or leave the argument out of donate_argnums."
                 )
             first = seen.setdefault(id(arg), n)
             if first != n and (n in donated or first in donated):
                 raise ValueError(
-                    f"args{names[n]} is the same array as args{names[first]}, and one of them is donated, "
-                    f"which deletes both. Copy it with jnp.copy, or do not donate it."
+                    f"args{names[n]} is the same array as args{names[first]}, and one of them is "
+                    f"donated, which deletes both. Copy it with jnp.copy, or do not donate it."
                 )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.extend.core as jex
 
@@ -30,14 +31,15 @@ def flops(eqn: jex.JaxprEqn) -> float:
         48.0
     """
     name = eqn.primitive.name
+    operands: list[Any] = [v.aval for v in eqn.invars]
+    results: list[Any] = [v.aval for v in eqn.outvars]
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
-        inner = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
-        return 2.0 * eqn.outvars[0].aval.size * inner
+        return 2.0 * results[0].size * math.prod(operands[0].shape[d] for d in contract)
     if name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval
+        kernel = operands[1]
         out_channels = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * eqn.outvars[0].aval.size * kernel.size / max(out_channels, 1)
+        return 2.0 * results[0].size * kernel.size / max(out_channels, 1)
     if name == "scan":
         return eqn.params["length"] * _body_flops(eqn)
     if name == "cond":
@@ -45,10 +47,10 @@ def flops(eqn: jex.JaxprEqn) -> float:
     if any(True for _ in _jaxprs.sub_jaxprs(eqn)):
         return _body_flops(eqn)
     if name.startswith(("reduce_", "arg", "cum")):
-        return float(sum(v.aval.size for v in eqn.invars if hasattr(v.aval, "size")))
+        return float(sum(a.size for a in operands if hasattr(a, "size")))
     if name in _FREE:
         return 0.0
-    return float(sum(v.aval.size for v in eqn.outvars if hasattr(v.aval, "size")))
+    return float(sum(a.size for a in results if hasattr(a, "size")))
 
 
 _FREE = frozenset(

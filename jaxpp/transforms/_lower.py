@@ -135,12 +135,16 @@ class _Lowering:
                 and (event.rank, v) not in shared
                 and (v not in self.arg_number or self.arg_number[v] in self.donated)
             ]
-            taken = _pair_by_type([v.aval for v in part.outputs], [(i, part.inputs[i].aval) for i in free])
+            taken = _pair_by_type(
+                [v.aval for v in part.outputs], [(i, part.inputs[i].aval) for i in free]
+            )
             if id(segment) not in structures:
                 structures[id(segment)] = _jaxprs.structure(part.jaxpr)
             name = f"{segment.label}_{'_'.join(map(str, sorted(segment.place)))}"
             event.computation = self.computations.number(
-                (structures[id(segment)], taken), name, lambda: (part.jaxpr, taken)  # noqa: B023
+                (structures[id(segment)], taken),
+                name,
+                lambda: (part.jaxpr, taken),  # noqa: B023
             )
 
     # ---- loops ----------------------------------------------------------------------------------
@@ -174,7 +178,9 @@ class _Lowering:
                 return self._constant(v.val, v.aval) if _jaxprs.is_literal(v) else v
 
             inputs: list[Hashable] = [operand(r) for r in body.inputs]
-            if any(r.source == "x" for r in body.inputs) or any(r.source == "y" for r in body.outputs):
+            if any(r.source == "x" for r in body.inputs) or any(
+                r.source == "y" for r in body.outputs
+            ):
                 inputs.append(self._constant(np.int32(mb), None))
             outputs: list[Hashable] = []
             for ref in body.outputs:
@@ -186,7 +192,10 @@ class _Lowering:
                     updates[ref.index] += 1
                     done = updates[ref.index] == length
                     final = loop.carry_outs[ref.index]
-                    key, aval = final if done else (number, "carry", ref.index, updates[ref.index]), final.aval
+                    key, aval = (
+                        final if done else (number, "carry", ref.index, updates[ref.index]),
+                        final.aval,
+                    )
                     carry[ref.index] = key
                     self.kinds[key] = _kind(final, "gradient")
                     self.names[key] = f"sum of {body.name}"
@@ -194,7 +203,10 @@ class _Lowering:
                     inputs.append(ys[ref.index])
                     updates_y = (number, "y", ref.index, mb)
                     done = self._last_microbatch(loop, task)
-                    key, aval = (loop.y_outs[ref.index] if done else updates_y), loop.y_outs[ref.index].aval
+                    key, aval = (
+                        (loop.y_outs[ref.index] if done else updates_y),
+                        loop.y_outs[ref.index].aval,
+                    )
                     ys[ref.index] = key
                     self.kinds[key], self.names[key] = "gathered", f"results of {body.name}"
                 self.avals[key] = aval
@@ -278,14 +290,12 @@ class _Lowering:
                 readers.setdefault(v, {}).setdefault(rank, end)
                 last_use[rank, v] = end
         sends, receives, moved = self._messages(made, readers)
-        for rank, key in moved:
+        for _, key in moved:
             source = min(made[key])
             last_use.setdefault((source, key), made[key][source])
         returned = {(rank, v) for v, ranks in final for rank in ranks}
         self._finish_segments(last_use, moved | returned | {(min(made[k]), k) for _, k in moved})
-        writers = [
-            _ProgramWriter(rank, last_use, self.constants) for rank in range(self.num_ranks)
-        ]
+        writers = [_ProgramWriter(rank, last_use, self.constants) for rank in range(self.num_ranks)]
         for v, ranks in homes.items():
             for rank in ranks:
                 writers[rank].inputs.append((self.arg_number[v], writers[rank].slot(v)))
@@ -303,7 +313,8 @@ class _Lowering:
             for rank in ranks:
                 writers[rank].outputs.append((n, writers[rank].slot(v)))
         stages = [
-            tuple(s for s, r in enumerate(self.ranks_of) if r == rank) for rank in range(self.num_ranks)
+            tuple(s for s, r in enumerate(self.ranks_of) if r == rank)
+            for rank in range(self.num_ranks)
         ]
         return Bundle(
             tuple(w.program(s) for w, s in zip(writers, stages, strict=True)),
@@ -314,7 +325,9 @@ class _Lowering:
             self.donated,
         )
 
-    def _messages(self, made, readers):
+    def _messages(
+        self, made: dict[Hashable, dict[int, int]], readers: dict[Hashable, dict[int, int]]
+    ):
         """The sends after each event and the receives before each, by (event, rank)."""
         wanted: dict[tuple[int, int, int], list[Hashable]] = {}
         first_read: dict[tuple[int, int, int], int] = {}
@@ -356,8 +369,9 @@ def _origin(eqn) -> str:
     """What made a value, and where in the user's code."""
     if eqn is None:
         return "value"
-    call, line = _marks.stage_of_call(eqn), _compat.source_line(eqn)
-    return f"{eqn.primitive.name if call is None else f'stage {call[0]}'}{' at ' + line if line else ''}"
+    call = _marks.stage_of_call(eqn)
+    name = eqn.primitive.name if call is None else f"stage {call[0]}"
+    return name + _compat.at_source_line(eqn)
 
 
 def _pair_by_type(outputs: Sequence[Any], inputs: Sequence[tuple[int, Any]]) -> tuple[int, ...]:

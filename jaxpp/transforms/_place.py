@@ -123,7 +123,7 @@ class _Signature:
     @staticmethod
     def of(leaves: Sequence[Any], tree: Any) -> "_Signature":
         is_array = [_jaxprs.is_array(leaf) for leaf in leaves]
-        avals = tuple(jax.typeof(x) if a else None for x, a in zip(leaves, is_array, strict=True))
+        avals = tuple(_type_of(x) if a else None for x, a in zip(leaves, is_array, strict=True))
         static = tuple(None if a else x for x, a in zip(leaves, is_array, strict=True))
         return _Signature(tree, avals, tuple(i for i, a in enumerate(is_array) if a), static)
 
@@ -138,21 +138,33 @@ class _Signature:
                     return False
             elif isinstance(leaf, jax.Array):
                 own = leaf.aval
-                if own is not aval and own != aval:
+                if own.shape != aval.shape or own.dtype != aval.dtype:
                     return False
-            elif not _jaxprs.is_array(leaf) or jax.typeof(leaf) != aval:
+                if own.weak_type != aval.weak_type:
+                    return False
+            elif not _jaxprs.is_array(leaf) or _type_of(leaf) != aval:
                 return False
         return True
 
     def difference(self, args: Any) -> str:
         leaves, tree = jtu.tree_flatten_with_path(args)
         if tree != self.tree:
-            return f"their structure is {tree}, not {self.tree}"
+            own, known = jtu.treedef_children(tree), jtu.treedef_children(self.tree)
+            if len(own) != len(known):
+                return f"there are {len(own)} of them, not {len(known)}"
+            apart = next(n for n, (a, b) in enumerate(zip(own, known, strict=True)) if a != b)
+            return f"args[{apart}] has another structure"
         for (path, leaf), aval, value in zip(leaves, self.avals, self.static, strict=True):
-            now = jax.typeof(leaf) if _jaxprs.is_array(leaf) else leaf
+            now = _type_of(leaf) if _jaxprs.is_array(leaf) else leaf
             if now != (value if aval is None else aval):
                 return f"args{jtu.keystr(path)} is {now}, not {value if aval is None else aval}"
         return "none"
+
+
+def _type_of(array: Any) -> jax.ShapeDtypeStruct:
+    """An array's type without where it is, which differs between what a user and a step give."""
+    aval = jax.typeof(array)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 class Placed:
@@ -190,7 +202,9 @@ class Placed:
     def bundle(self) -> Bundle:
         """The programs of the last call, and what they share."""
         if not self._cache:
-            raise ValueError("The placed function has not been called yet; use lower(*args).programs.")
+            raise ValueError(
+                "The placed function has not been called yet; use lower(*args).programs."
+            )
         return self._cache[0].bundle
 
     def as_text(self) -> str:
@@ -203,7 +217,8 @@ class Placed:
         paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(args)[0]]
         self._check_arguments(args, leaves, paths)
         signature = _Signature.of(leaves, tree)
-        traced = _jaxprs.trace(self._fun, jtu.tree_unflatten(tree, [_shape(leaf) for leaf in leaves]))
+        types = [x if a is None else a for x, a in zip(leaves, signature.avals, strict=True)]
+        traced = _jaxprs.trace(self._fun, jtu.tree_unflatten(tree, types))
         jaxpr = _flatten(traced.jaxpr)
         constants, num_closed = traced.inputs, traced.num_closed_over
         jaxpr = _bind_constants(jaxpr, constants[:num_closed])
@@ -225,8 +240,8 @@ class Placed:
         mesh = default_mesh.get()(num_ranks) if self._mesh is None else self._mesh
         if mesh.num_ranks != num_ranks:
             raise ValueError(
-                f"place: the schedule runs on {num_ranks} ranks, but the mesh has {mesh.num_ranks}; make "
-                f"them equal (a mesh whose devices list repeats a device lets ranks share it)."
+                f"place: the schedule runs on {num_ranks} ranks, but the mesh has {mesh.num_ranks}; "
+                f"make them equal (a mesh whose devices list repeats a device lets ranks share it)."
             )
         return mesh
 
@@ -234,31 +249,24 @@ class Placed:
         for n in self._donate_argnums:
             if not 0 <= n < len(args):
                 raise ValueError(
-                    f"place: donate_argnums names argument {n}, but the step was called with {len(args)} "
-                    f"arguments."
+                    f"place: donate_argnums names argument {n}, but the step was called with "
+                    f"{len(args)} arguments."
                 )
         for leaf, path in zip(leaves, paths, strict=True):
             if _compat.is_tracer(leaf):
                 raise ValueError(
-                    f"place: args{path} is being traced: a placed function cannot be inside jit, grad, vmap "
-                    f"or scan. Transform the function first and place the result."
+                    f"place: args{path} is being traced: a placed function cannot be inside jit, "
+                    f"grad, vmap or scan. Transform the function first and place the result."
                 )
             if not _jaxprs.is_array(leaf):
                 try:
                     hash(leaf)
                 except TypeError:
                     raise ValueError(
-                        f"place: args{path} is a {type(leaf).__name__}, which is neither an array nor "
-                        f"hashable. Arrays are traced and all else is static: make it an array, or hashable."
+                        f"place: args{path} is a {type(leaf).__name__}, which is neither an array "
+                        f"nor hashable. Arrays are traced and all else is static: make it an array, "
+                        f"or hashable."
                     ) from None
-
-
-def _shape(leaf: Any) -> Any:
-    """The type of an array, without where it is; any other leaf as it is."""
-    if not _jaxprs.is_array(leaf):
-        return leaf
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def _flatten(jaxpr):
@@ -267,13 +275,14 @@ def _flatten(jaxpr):
     for eqn in flat.eqns:
         if _schedule.is_microbatch_loop(eqn):
             raise ValueError(
-                f"place: the microbatch loop{_compat.at_source_line(eqn)} has no schedule; wrap the "
-                f"function: schedule(grad_fn, jaxpp.schedules.OneFOneB())."
+                f"place: the microbatch loop{_compat.at_source_line(eqn)} has no schedule; wrap "
+                f"the function: schedule(grad_fn, jaxpp.schedules.OneFOneB())."
             )
         if not _loop.is_loop(eqn) and _jaxprs.contains(eqn, _loop.is_loop):
             raise ValueError(
                 f"place: a scheduled loop is inside a `{eqn.primitive.name}`"
-                f"{_compat.at_source_line(eqn)}; a pipeline cannot start there. Move it to the top of the step."
+                f"{_compat.at_source_line(eqn)}; a pipeline cannot start there. Move it to "
+                f"the top of the step."
             )
     return _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
 
@@ -322,7 +331,7 @@ def _leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> set[int]:
 
 
 def _pair_state(args, donate_argnums, traced: _jaxprs.Traced, jaxpr) -> dict[int, int]:
-    """The outputs that are the next step's arguments: subtrees of the result shaped like an argument.
+    """The outputs that are the next step's arguments: subtrees of the result like an argument.
 
     An argument that is a single array is matched only if it is donated, since a scalar loss looks
     like a scalar argument.

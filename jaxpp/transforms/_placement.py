@@ -87,7 +87,8 @@ def _expand_conditionals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
             for e in jaxpr.eqns
             if e.primitive.name == "cond"
             and not e.effects
-            and len(frozenset().union(*(stages.get(v, frozenset()) for v in _variables(e.invars)))) > 1
+            and len(frozenset().union(*(stages.get(v, frozenset()) for v in _variables(e.invars))))
+            > 1
         ]
         if not spanning:
             return jaxpr
@@ -207,8 +208,8 @@ class _Placer:
         if len(maps) > 1:
             raise ValueError(
                 f"place: the loops of one step put their stages on different ranks: "
-                f"{' and '.join(map(str, sorted(maps)))}; give them schedules with the same number of "
-                f"stages and stages per rank."
+                f"{' and '.join(map(str, sorted(maps)))}; give them schedules with the same "
+                f"number of stages and stages per rank."
             )
         if maps:
             return maps.pop()
@@ -353,7 +354,9 @@ class _Placer:
         """The arguments that an unplaced variable is computed from, largest first."""
         keep = _jaxprs.ancestors(self.eqns[: self.maker[var] + 1], [var])
         read = (v for e, k in zip(self.eqns, keep, strict=False) if k for v in _variables(e.invars))
-        return sorted((v for v in dict.fromkeys(read) if v not in self.maker), key=lambda v: -_size(v))
+        return sorted(
+            (v for v in dict.fromkeys(read) if v not in self.maker), key=lambda v: -_size(v)
+        )
 
     def _home(self, var) -> Place | None:
         """Where a variable lives, or a loop has it computed; None where it is free."""
@@ -483,7 +486,9 @@ class _Placer:
             if var in places and var in self.maker and var not in self.pinned:
                 by_place.setdefault(places[var], []).append(var)
         for place, variables in by_place.items():
-            eqns = [self.eqns[j] for j in sorted(self._with_unplaced(self.maker[v] for v in variables))]
+            eqns = [
+                self.eqns[j] for j in sorted(self._with_unplaced(self.maker[v] for v in variables))
+            ]
             segments.append(Segment(place, _jaxprs.part(eqns, variables), "prepare"))
         # Literal operands, and the first accumulators, are made anew by each stage.
         carries, ys = list(eqn.invars[nc : nc + nk]), [None] * tasks.num_ys
@@ -526,7 +531,9 @@ class _Placer:
             if source is None:
                 extra.extend(_equations(lambda a=target.aval: _empty(a), [], [target]))
             elif _jaxprs.is_literal(source) or source not in local or source in seen:
-                extra.extend(_equations(lambda x: jax.lax.optimization_barrier(x), [source], [target]))
+                extra.extend(
+                    _equations(lambda x: jax.lax.optimization_barrier(x), [source], [target])
+                )
             else:
                 seen.add(source)
                 rename.of[source] = target
@@ -568,7 +575,9 @@ def _drop_untouched_carries(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _reduces_to_scalar(eqn) -> bool:
-    return all(_size(v) == 1 for v in eqn.outvars) and any(_size(v) > 1 for v in _variables(eqn.invars))
+    return all(_size(v) == 1 for v in eqn.outvars) and any(
+        _size(v) > 1 for v in _variables(eqn.invars)
+    )
 
 
 def _empty(aval):

@@ -53,8 +53,7 @@ def split_stages(
     """
     if num_stages is not None and num_stages < 1:
         raise ValueError(f"split_stages: num_stages must be at least 1, got {num_stages}.")
-    cuts: Any = [at] if isinstance(at, str) else at
-    keep: Any = [whole] if isinstance(whole, str) else whole
+    cuts, keep = _listed(at), _listed(whole)
     if cuts is not None and not callable(cuts) and len(set(cuts)) < len(cuts):
         twice = next(name for name in cuts if list(cuts).count(name) > 1)
         raise ValueError(f"split_stages: the cut at {twice!r} is given twice; name each once.")
@@ -100,6 +99,10 @@ def split_stages(
         return traced.rebuild(_run_with_marks(stages, traced.inputs))
 
     return split
+
+
+def _listed(names: Any) -> Any:
+    return [names] if isinstance(names, str) else names
 
 
 def _run_with_marks(stages: _stages.Stages, inputs: list[Any]) -> list[Any]:

@@ -97,12 +97,12 @@ def _cut_checkpoint(eqn) -> tuple[list[Any], list[Any]]:
 def read_stages(jaxpr: jex.ClosedJaxpr) -> Stages:
     """Assigns each equation of a jaxpr to a stage by the marks in it."""
     jaxpr = expose_marks(jaxpr)
-    opens = _number_marks(jaxpr)
+    chain = argument_chains(jaxpr)
+    opens = _number_marks(jaxpr, chain)
     num_stages = max(opens.values(), default=0) + 1
     eqns = jaxpr.eqns
     from_args = _jaxprs.descendants(eqns, jaxpr.jaxpr.invars)
     constant = [not any(v in from_args for v in e.outvars) for e in eqns]
-    chain = argument_chains(jaxpr)
     latest = _latest(jaxpr, opens, num_stages)
     stage: list[int | None] = [None] * len(eqns)
 
@@ -149,20 +149,20 @@ def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
     They compute something from one argument, or lightly from several, for an equation that is not
     such; where there is none (a program of elementwise operations), nothing is preparation.
     """
-    roots: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in jaxpr.jaxpr.invars}
-    prepared = set(roots)
+    varying = _jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)
+    # The argument that a prepared value was computed from, or None where there are several.
+    source: dict[Any, Any] = {v: v for v in jaxpr.jaxpr.invars}
     chain, others = [], 0
     for eqn in jaxpr.eqns:
-        read = [v for v in eqn.invars if not _jaxprs.is_literal(v)]
-        varying = [v for v in read if roots.get(v)]
-        union = frozenset().union(*(roots[v] for v in varying))
-        light = len(union) == 1 or not _jaxprs.contains(eqn, _is_heavy)
-        prepares = light and not eqn.effects and not _marks.is_enter(eqn)
-        chain.append(bool(varying) and prepares and all(v in prepared for v in varying))
-        roots.update((v, union) for v in eqn.outvars)
+        read = [v for v in eqn.invars if not _jaxprs.is_literal(v) and v in varying]
+        sources = {source.get(v) for v in read}
+        one = sources.pop() if len(sources) == 1 else None
+        light = one is not None or not _jaxprs.contains(eqn, _is_heavy)
+        simple = light and not eqn.effects and not _marks.is_enter(eqn)
+        chain.append(bool(read) and simple and all(v in source for v in read))
         if chain[-1]:
-            prepared.update(eqn.outvars)
-        elif varying:
+            source.update((v, one) for v in eqn.outvars)
+        elif read:
             others += 1
     return chain if others else [False] * len(chain)
 
@@ -176,7 +176,7 @@ _HEAVY = frozenset(
 )
 
 
-def _latest(jaxpr, opens, num_stages) -> list[int]:
+def _latest(jaxpr, opens: dict[int, int], num_stages: int) -> list[int]:
     """The last stage in which each equation may stand: before each mark that depends on it."""
     eqns = jaxpr.eqns
     latest_of: dict[Any, int] = {}
@@ -194,7 +194,9 @@ def _latest(jaxpr, opens, num_stages) -> list[int]:
     return latest
 
 
-def _place_chains(jaxpr, opens, chain, stage, num_stages) -> None:
+def _place_chains(
+    jaxpr, opens: dict[int, int], chain: Sequence[bool], stage: list[int | None], num_stages: int
+) -> None:
     """Places argument chains at their first reader, or a norm where its argument is read anyway."""
     eqns, last = jaxpr.eqns, num_stages - 1
 
@@ -241,7 +243,7 @@ def _makes_float_scalar(eqn) -> bool:
     )  # fmt: skip
 
 
-def _number_marks(jaxpr) -> dict[int, int]:
+def _number_marks(jaxpr, chain: Sequence[bool]) -> dict[int, int]:
     """The stage that each mark opens, by the index of its equation."""
     marks = [(i, e) for i, e in enumerate(jaxpr.eqns) if _marks.is_enter(e)]
     if not marks:
@@ -253,11 +255,8 @@ def _number_marks(jaxpr) -> dict[int, int]:
             f"Some stages are numbered and the one entered{_compat.at_source_line(eqn)} is not: "
             f"give stage_id to all calls of pipeline_enter_stage, or to none."
         )
-    invars = set(jaxpr.jaxpr.invars)
-    first, eqn = marks[0]
-    at_start = all(_jaxprs.is_literal(v) or v in invars for v in eqn.invars) and first == 0
     if not numbered[0]:
-        start = 0 if at_start else 1
+        start = 0 if _is_at_start(jaxpr, marks[0][0], chain) else 1
         return {i: start + n for n, (i, _) in enumerate(marks)}
     opens = {i: e.params["stage"] for i, e in marks}
     found = sorted(opens.values())
@@ -275,6 +274,17 @@ def _number_marks(jaxpr) -> dict[int, int]:
             f"start) or from 1 (the first cut)."
         )
     return opens
+
+
+def _is_at_start(jaxpr, mark: int, chain: Sequence[bool]) -> bool:
+    """Whether a mark is on arguments as they are, and nothing before it does more than prepare."""
+    eqns = jaxpr.eqns
+    varying = _jaxprs.descendants(eqns, jaxpr.jaxpr.invars)
+    before = zip(eqns[:mark], chain[:mark], strict=True)
+    invars = set(jaxpr.jaxpr.invars)
+    return all(_jaxprs.is_literal(v) or v in invars for v in eqns[mark].invars) and all(
+        prepares or not any(v in varying for v in e.outvars) for e, prepares in before
+    )
 
 
 def dissolve_marks(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[int]]:

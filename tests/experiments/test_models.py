@@ -1,6 +1,7 @@
 """The GPT of the experiments is a causal language model that learns."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,12 +14,12 @@ from experiments.models import gpt
 
 CONTEXT = 12
 WIDTH = 16
+SETTINGS: dict[str, Any] = dict(layers=1, width=WIDTH, heads=2, context=CONTEXT)
 
 
 def make_shapes(**overrides):
     """A model with shapes and dtypes in place of arrays."""
-    settings = dict(layers=1, width=WIDTH, heads=2, context=CONTEXT)
-    return eqx.filter_eval_shape(gpt.GPT, **(settings | overrides), key=jax.random.key(0))
+    return eqx.filter_eval_shape(gpt.GPT, **(SETTINGS | overrides), key=jax.random.key(0))
 
 
 def arrays_of(model):
@@ -28,8 +29,7 @@ def arrays_of(model):
 @functools.cache
 def make_model():
     """The one model whose arrays the tests share: to draw them takes the longest."""
-    settings = dict(layers=1, width=WIDTH, heads=2, context=CONTEXT)
-    return eqx.filter_jit(gpt.GPT)(**settings, key=jax.random.key(0))
+    return eqx.filter_jit(gpt.GPT)(**SETTINGS, key=jax.random.key(0))
 
 
 def with_dropout(model, probability):
@@ -44,7 +44,7 @@ def tied(model):
 
 
 def random_tokens(*shape):
-    return np.random.default_rng(1).integers(gpt.NUM_BYTES, size=shape).astype(np.int32)
+    return jnp.asarray(np.random.default_rng(1).integers(gpt.NUM_BYTES, size=shape), jnp.int32)
 
 
 def logits_of(model, tokens, key=None):
@@ -61,8 +61,7 @@ def test_a_later_byte_does_not_change_earlier_logits(variant):
     model, tokens = variant(make_model()), random_tokens(CONTEXT)
     before = logits_of(model, tokens)
     for position in range(CONTEXT):
-        changed = tokens.copy()
-        changed[position] = (tokens[position] + 1) % gpt.NUM_BYTES
+        changed = tokens.at[position].set((tokens[position] + 1) % gpt.NUM_BYTES)
         after = logits_of(model, changed)
         np.testing.assert_array_equal(before[:position], after[:position])
         assert np.all(np.any(before[position:] != after[position:], axis=-1))
@@ -72,14 +71,16 @@ def test_the_loss_is_the_mean_over_sequences_and_positions():
     model, tokens = make_model(), random_tokens(3, CONTEXT + 1)
     logits = np.stack([logits_of(model, sequence[:-1]) for sequence in tokens])
     log_probabilities = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    expected = -np.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1).mean()
+    expected = -np.take_along_axis(
+        log_probabilities, np.asarray(tokens)[:, 1:, None], axis=-1
+    ).mean()
     np.testing.assert_allclose(eqx.filter_jit(gpt.loss_fn)(model, tokens), expected, rtol=1e-5)
     assert abs(expected - np.log(gpt.NUM_BYTES)) < 0.5  # an untrained model knows nothing
 
 
 def test_dropout_is_decided_by_the_key_of_each_sequence():
     model = with_dropout(make_model(), 0.5)
-    tokens = np.broadcast_to(random_tokens(CONTEXT), (3, CONTEXT))
+    tokens = jnp.broadcast_to(random_tokens(CONTEXT), (3, CONTEXT))
     first, second = jax.random.split(jax.random.key(2))
     keys = jnp.stack([first, second, first])
     logits = np.asarray(jax.jit(jax.vmap(lambda x, key: model(x, key=key)))(tokens, keys))
@@ -100,7 +101,7 @@ def test_a_tied_model_has_one_matrix_less():
 
 
 def test_a_tied_embedding_learns_from_both_its_uses():
-    tokens = np.full((1, CONTEXT + 1), 7)
+    tokens = jnp.full((1, CONTEXT + 1), 7)
     gradient = eqx.filter_jit(eqx.filter_grad(gpt.loss_fn))(tied(make_model()), tokens)
     # As the input only byte 7 is used; as the output, all bytes are.
     assert np.any(np.asarray(gradient.embed.weight), axis=1).all()
@@ -125,9 +126,11 @@ def test_the_loss_falls():
         updates, opt_state = optimizer.update(grads, opt_state)
         return eqx.apply_updates(model, updates), opt_state, loss
 
+    losses = []
     for _ in range(30):
         model, opt_state, loss = step(model, opt_state)
-    assert float(loss) < 2.5
+        losses.append(float(loss))
+    assert losses[0] > 5 and losses[-1] < 2.5
 
 
 def test_blocks_have_paths():

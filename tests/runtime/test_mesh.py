@@ -16,7 +16,10 @@ WIDTH, BATCH, MICROBATCHES = 8, 8, 2
 
 
 def init_params(depth=3):
-    return [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in jax.random.split(jax.random.key(0), depth)]
+    return [
+        jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5
+        for k in jax.random.split(jax.random.key(0), depth)
+    ]
 
 
 def batch(seed=0):
@@ -67,7 +70,9 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=[(c, m) for c in CASES for m in ("apart", "shared")], ids="-".join)
+@pytest.fixture(
+    scope="module", params=[(c, m) for c in CASES for m in ("apart", "shared")], ids="-".join
+)
 def placed(request):
     """A placed step that has run once, what it returned, and its arguments of then."""
     case, which = request.param
@@ -202,7 +207,9 @@ def test_no_call_moves_state(placed, monkeypatch):
     step(*state, x)
     assert not any(id(a) in ids for a in moved)
     assert all(shape in sent for shape in shapes)
-    assert not any(not a.is_deleted() and a.unsafe_buffer_pointer() in pointers for a in moved if a is not x)
+    assert not any(
+        not a.is_deleted() and a.unsafe_buffer_pointer() in pointers for a in moved if a is not x
+    )
 
 
 def test_arguments_may_be_anywhere():
@@ -221,7 +228,9 @@ def test_arguments_may_be_anywhere():
         params, momentum = jax.device_put(given[:2], place)
         chex.assert_trees_all_equal(step(params, momentum, given[2], batch()), expected)
         chex.assert_trees_all_equal(step(*given, jax.device_put(batch(), place)), expected)
-    chex.assert_trees_all_equal(step(*jax.tree.map(np.asarray, given), np.asarray(batch())), expected)
+    chex.assert_trees_all_equal(
+        step(*jax.tree.map(np.asarray, given), np.asarray(batch())), expected
+    )
 
 
 def test_results_can_be_used_anywhere(placed):
@@ -230,7 +239,9 @@ def test_results_can_be_used_anywhere(placed):
     assert np.isfinite(float(value))
     for leaf in jax.tree.leaves((params, momentum)):
         assert np.asarray(leaf).shape == leaf.shape
-        chex.assert_trees_all_close(np.asarray(jnp.sum(leaf)), np.asarray(leaf).sum(), rtol=1e-5, atol=1e-5)
+        chex.assert_trees_all_close(
+            np.asarray(jnp.sum(leaf)), np.asarray(leaf).sum(), rtol=1e-5, atol=1e-5
+        )
     assert int(count) == 1
 
 
@@ -310,7 +321,10 @@ def test_mesh_takes_an_array_of_devices():
         (((2, 2), ("mpmd", "mpmd")), "a name of its own for each axis"),
         (((2,), ("data",)), "needs an axis named 'mpmd'"),
         (((0,), ("mpmd",)), "needs axes of size 1 at least"),
-        (((99,), ("mpmd",)), r"a device for each of its 99 ranks, got \d+. To share one, repeat it"),
+        (
+            ((99,), ("mpmd",)),
+            r"a device for each of its 99 ranks, got \d+. To share one, repeat it",
+        ),
     ],
 )
 def test_bad_meshes(args, message):

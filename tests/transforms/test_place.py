@@ -1,4 +1,4 @@
-"""What `place` takes and gives: pytrees, dtypes, static leaves, the lowered step, and its errors."""
+"""What `place` takes and gives: pytrees, dtypes, static leaves, the lowered step, its errors."""
 
 import dataclasses
 import functools
@@ -7,7 +7,6 @@ from typing import Any
 import chex
 import equinox as eqx
 import flax.linen
-import haiku
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +81,11 @@ def run_both(make, carry, data, *, donate=True, ranks=3, **tolerance):
     """Runs a step `(carry, batch) -> (carry, rest)` placed and on one device, and compares."""
     results = []
     for step in (
-        eqx.filter_jit(make(lambda loss, **kw: eqx.filter_value_and_grad(loss, has_aux=kw.get("has_aux", False)))),
+        eqx.filter_jit(
+            make(
+                lambda loss, **kw: eqx.filter_value_and_grad(loss, has_aux=kw.get("has_aux", False))
+            )
+        ),
         jaxpp.place(make(piped), mesh(ranks), donate_argnums=(0,) if donate else ()),
     ):
         state = jax.tree.map(lambda x: jnp.array(x, copy=True) if eqx.is_array(x) else x, carry)
@@ -116,7 +119,9 @@ def test_flax():
         @flax.linen.compact
         def __call__(self, x):
             for i in range(3):
-                x = flax.linen.tanh(flax.linen.Dense(WIDTH)(jaxpp.pipeline_enter_stage(x) if i else x))
+                x = flax.linen.tanh(
+                    flax.linen.Dense(WIDTH)(jaxpp.pipeline_enter_stage(x) if i else x)
+                )
             return x
 
     net = Net()
@@ -132,6 +137,8 @@ def test_flax():
 
 
 def test_haiku():
+    haiku = pytest.importorskip("haiku")
+
     def forward(x):
         for i in range(3):
             x = jnp.tanh(haiku.Linear(WIDTH)(jaxpp.pipeline_enter_stage(x) if i else x))
@@ -242,7 +249,9 @@ def test_equinox_state_and_dropout():
         values, total = [], None
         for m in range(MICROBATCHES):
             part = [jnp.split(a, MICROBATCHES)[m] for a in data]
-            (value, last), grads = eqx.filter_value_and_grad(loss, has_aux=True)(model, state, *part)
+            (value, last), grads = eqx.filter_value_and_grad(loss, has_aux=True)(
+                model, state, *part
+            )
             values.append(value)
             total = grads if total is None else jax.tree.map(jnp.add, total, grads)
         updates = jax.tree.map(lambda g: -RATE * g / MICROBATCHES, total)
@@ -315,7 +324,9 @@ def test_results_of_all_kinds(donate):
     def args():
         return init_params(), batch(), jnp.ones(5), jnp.int32(4), jnp.zeros((0, 2))
 
-    placed = jaxpp.place(functools.partial(results_of_all_kinds, piped(loss_fn)), mesh(), donate_argnums=donate)
+    placed = jaxpp.place(
+        functools.partial(results_of_all_kinds, piped(loss_fn)), mesh(), donate_argnums=donate
+    )
     expected = results_of_all_kinds(jax.value_and_grad(loss_fn), *args())
     for _ in range(2):
         given = args()
@@ -353,7 +364,9 @@ def test_random_key_as_result():
         return new, jax.random.fold_in(key, jnp.int32(loss * 0)), jax.random.split(key, 2)
 
     _, folded, split = jaxpp.place(step, mesh())(init_params(), jax.random.key(1), batch())
-    chex.assert_trees_all_equal(key_data(folded), key_data(jax.random.fold_in(jax.random.key(1), 0)))
+    chex.assert_trees_all_equal(
+        key_data(folded), key_data(jax.random.fold_in(jax.random.key(1), 0))
+    )
     chex.assert_trees_all_equal(key_data(split), key_data(jax.random.split(jax.random.key(1), 2)))
 
 
@@ -414,7 +427,9 @@ def test_lowers_from_shapes(lowered):
     shapes = jax.eval_shape(lambda: (init_params(), batch()))
     again = jaxpp.place(train_step, mesh()).lower(*shapes)
     assert again.programs == lowered.programs
-    assert_close(again.compile()(init_params(), batch()), jax.jit(plain_step)(init_params(), batch()))
+    assert_close(
+        again.compile()(init_params(), batch()), jax.jit(plain_step)(init_params(), batch())
+    )
 
 
 def test_programs_and_text(lowered):
@@ -447,8 +462,8 @@ def test_programs_of_the_last_call(lowered):
         (lambda p, x: (p, x[:4]), r"args\[1\] is float32\[4,8\], not float32\[8,8\]"),
         (lambda p, x: (p, x.astype(jnp.int32)), r"args\[1\] is int32\[8,8\], not float32\[8,8\]"),
         (lambda p, x: (p, 3), r"args\[1\] is 3, not float32\[8,8\]"),
-        (lambda p, x: (p,), "their structure is"),
-        (lambda p, x: ({**p, "more": x}, x), "their structure is"),
+        (lambda p, x: (p,), "there are 1 of them, not 2"),
+        (lambda p, x: ({**p, "more": x}, x), r"args\[0\] has another structure"),
     ],
 )
 def test_compiled_refuses_other_arguments(lowered, args, message):
@@ -540,7 +555,9 @@ def test_a_long_program_before_the_loop():
 )
 def test_a_placed_function_is_not_transformed(transformed):
     step = jaxpp.place(train_step, mesh())
-    with pytest.raises(ValueError, match="place: args.* is being traced: .* cannot be inside jit, grad"):
+    with pytest.raises(
+        ValueError, match="place: args.* is being traced: .* cannot be inside jit, grad"
+    ):
         transformed(step)(init_params(), batch())
 
 
@@ -554,9 +571,13 @@ def test_donated_argument_used_again():
 
 
 def test_same_array_donated_twice():
-    step = jaxpp.place(lambda p, q, x: (train_step(p, x), train_step(q, x)), mesh(), donate_argnums=(0, 1))
+    step = jaxpp.place(
+        lambda p, q, x: (train_step(p, x), train_step(q, x)), mesh(), donate_argnums=(0, 1)
+    )
     params = init_params()
-    message = r"args\[1\]\['layer_0'\]\['b'\] is the same array as args\[0\]\['layer_0'\]\['b'\], and"
+    message = (
+        r"args\[1\]\['layer_0'\]\['b'\] is the same array as args\[0\]\['layer_0'\]\['b'\], and"
+    )
     with pytest.raises(ValueError, match=message):
         step(params, params, batch())
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
@@ -582,7 +603,9 @@ def test_same_numpy_array_twice():
 @pytest.mark.parametrize("number", [2, -3, 5])
 def test_donate_argnums_out_of_range(number):
     step = jaxpp.place(train_step, mesh(), donate_argnums=(0, number))
-    with pytest.raises(ValueError, match=f"donate_argnums names argument {number}, but .* with 2 arg"):
+    with pytest.raises(
+        ValueError, match=f"donate_argnums names argument {number}, but .* with 2 arg"
+    ):
         step(init_params(), batch())
 
 
@@ -591,14 +614,18 @@ def test_unhashable_argument():
         __hash__ = None
 
     step = jaxpp.place(lambda p, x, s: train_step(p, x), mesh())
-    with pytest.raises(ValueError, match=r"args\[2\]\['a'\] is a Settings, which is neither an array nor"):
+    with pytest.raises(
+        ValueError, match=r"args\[2\]\['a'\] is a Settings, which is neither an array nor"
+    ):
         step(init_params(), batch(), {"a": Settings()})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_mesh_with_another_number_of_ranks(ranks):
     step = jaxpp.place(train_step, mesh(ranks))
-    with pytest.raises(ValueError, match=f"schedule runs on 3 ranks, but the mesh has {ranks}; make"):
+    with pytest.raises(
+        ValueError, match=f"schedule runs on 3 ranks, but the mesh has {ranks}; make"
+    ):
         step.lower(init_params(), batch())
 
 
@@ -629,7 +656,9 @@ def test_scheduled_loop_inside_control_flow(where):
             case "while":
                 return jax.lax.fori_loop(0, jnp.int32(3), lambda _, p: train_step(p, x)[0], params)
 
-    with pytest.raises(ValueError, match=f"a scheduled loop is inside a `{where}` at .*; a pipeline can"):
+    with pytest.raises(
+        ValueError, match=f"a scheduled loop is inside a `{where}` at .*; a pipeline can"
+    ):
         jaxpp.place(step, mesh()).lower(init_params(), batch())
 
 

@@ -98,7 +98,14 @@ def at_the_start(ws, x):
     return (enter(x) @ ws[2]).sum()
 
 
-@pytest.mark.parametrize("fun", [numbered, from_one, at_the_start])
+def after_casts(ws, x):
+    ws = [w.astype(jnp.bfloat16) for w in ws]
+    x = jnp.tanh(enter(x) @ ws[0])
+    x = jnp.tanh(enter(x, name="middle") @ ws[1])
+    return (enter(x) @ ws[2]).sum()
+
+
+@pytest.mark.parametrize("fun", [numbered, from_one, at_the_start, after_casts])
 def test_marks_count_the_stages(fun, primitives_of, stages_of):
     split = jaxpp.split_stages(fun)
     assert stages_of(split, WS, X).names == (None, "middle", None)
