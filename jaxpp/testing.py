@@ -1,4 +1,4 @@
-"""Assertions for tests of placed steps: they equal the plain function, and move nothing needless."""
+"""Assertions for tests of placed steps: equal to the plain function, and nothing is moved."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -182,7 +182,7 @@ def count_sends(step: Any, kind: str | None = None) -> int:
 
 
 def _check_equal(step: int, got, want, bundle: Bundle | None, tolerance) -> None:
-    """Raises for the first result that differs; `tolerance` is (rtol, atol), or None for bitwise."""
+    """Raises for the first result that differs; `tolerance` is (rtol, atol), None for bitwise."""
     ours, tree = jtu.tree_flatten_with_path(got)
     theirs, wanted_tree = jtu.tree_flatten(want)
     if tree != wanted_tree:
@@ -233,10 +233,14 @@ def _difference(got: Any, want: Any, tolerance: tuple[float, float] | None) -> s
         return None
     at = np.unravel_index(np.argmax(np.where(off, gap, -1.0)), gap.shape)
     share = f", which is {gap[at] / scale:.1e} of its largest magnitude" if scale else ""
-    rule = "every bit must be equal" if tolerance is None or not is_float else f"{allowed:.1e} is allowed"
+    rule = (
+        "every bit must be equal"
+        if tolerance is None or not is_float
+        else f"{allowed:.1e} is allowed"
+    )
     return (
-        f"differs in {off.sum()} of {off.size} elements, most at {list(map(int, at))}: it is {x[at]!s}, but "
-        f"{y[at]!s} in the reference, {gap[at]:.1e} away{share}; {rule}."
+        f"differs in {off.sum()} of {off.size} elements, most at {list(map(int, at))}: it is "
+        f"{x[at]!s}, but {y[at]!s} in the reference, {gap[at]:.1e} away{share}; {rule}."
     )
 
 
@@ -298,16 +302,16 @@ def _replacements(
     match(result)
     if num_state is not None and waiting:
         raise ValueError(
-            f"num_state={num_state}, but no part of the result is like argument {min(waiting)}; count "
-            f"only the arguments that the result replaces."
+            f"num_state={num_state}, but no part of the result is like argument {min(waiting)}; "
+            f"count only the arguments that the result replaces."
         )
     for j, node in found.items():
         for path, x in jtu.tree_leaves_with_path(node):
             is_float = _jaxprs.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
             if is_float and np.isnan(_fetch(x)).any():
                 raise AssertionError(
-                    f"{where}: what replaces args[{j}]{jtu.keystr(path)} has a NaN, so that further steps "
-                    f"show nothing; give data= that the function takes."
+                    f"{where}: what replaces args[{j}]{jtu.keystr(path)} has a NaN, so that "
+                    f"further steps show nothing; give data= that the function takes."
                 )
     return found
 

@@ -1,7 +1,7 @@
 """The laws that hold for any function: what the transforms may not change, and what a step may do.
 
-Each is tested over models, schedules, numbers of microbatches, ranks and stages per rank. The default
-run has a selection in which every pair of these occurs; `pytest -m slow` runs all the others.
+Each is tested over models, schedules, numbers of microbatches, ranks and stages per rank. The
+default run has a selection in which every pair of these occurs; `pytest -m slow` runs all others.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ SCHEDULES = {
     "1f1b": ((1,), lambda v: jaxpp.schedules.OneFOneB()),
     "gpipe": ((1, 2), jaxpp.schedules.GPipe),
     "eager_1f1b": ((1,), lambda v: jaxpp.schedules.Eager1F1B()),
-    "interleaved_1f1b": ((1, 2), jaxpp.schedules.Interleaved1F1B),
+    "interleaved_1f1b": ((2,), jaxpp.schedules.Interleaved1F1B),  # of one stage it is 1F1B
     "zb_h1": ((1,), lambda v: jaxpp.schedules.ZeroBubbleH1()),
     "forward_only": ((1, 2), jaxpp.schedules.ForwardOnly),
 }
@@ -102,9 +102,9 @@ def assert_trees_close(got, want, rtol=1e-5):
 
 MATRIX = [
     (model, schedule, m, ranks, v)
-    for model, schedule, m, ranks in itertools.product(models.CASES, SCHEDULES, (1, 2, 3, 8), (1, 2, 4))
-    for v in SCHEDULES[schedule][0]
-]  # fmt: skip
+    for model, schedule in itertools.product(models.CASES, SCHEDULES)
+    for m, ranks, v in itertools.product((1, 2, 3, 8), (1, 2, 4), SCHEDULES[schedule][0])
+]
 
 
 def _pairs(config):
@@ -155,7 +155,7 @@ def lowered(config):
     return step.lower(*args, *make_case(config[0]).data(0))
 
 
-# ---- law 1: the transforms keep values, and commute with grad and vmap ----------------------------
+# ---- law 1: the transforms keep values, and commute with grad and vmap --------------------------
 
 CUTS = {
     "split_stages": lambda fun: jaxpp.split_stages(fun, num_stages=3),
@@ -222,7 +222,9 @@ def test_the_mean_gradient_of_microbatches_is_that_of_the_batch(name):
     assert_trees_close(plain_loop(name), plain_value_and_grad(name), 1e-5)
 
 
-@pytest.mark.parametrize(("name", "num_microbatches"), [*((n, 3) for n in models.CASES), ("mlp", 1)])
+@pytest.mark.parametrize(
+    ("name", "num_microbatches"), [*((n, 3) for n in models.CASES), ("mlp", 1)]
+)
 def test_the_gradient_of_a_mean_over_microbatches_is_that_of_the_batch(name, num_microbatches):
     case = make_case(name)
     loop = jaxpp.microbatch(case.loss, num_microbatches, in_axes=case.in_axes)
@@ -269,9 +271,7 @@ def test_tables_that_split_the_backward_alike_give_the_same_bits(
 ):
     one, _, args = placed((name, "1f1b", 3, 4, 1))
     other, *_ = placed((name, schedule, 3, ranks, stages_per_rank))
-    testing.assert_matches_single_device(
-        other, one, *args, data=make_case(name).data, bitwise=True
-    )
+    testing.assert_matches_single_device(other, one, *args, data=make_case(name).data, bitwise=True)
 
 
 def trained(step, case: models.Case):
@@ -371,7 +371,9 @@ def activations(program, bundle) -> dict[tuple[str, str], range]:
                 kind, task = label[0], tuple(label[1:].split("."))
                 gone = [inputs[i] for i in donated]
                 if kind in "BIW":
-                    values.update((s, (task, True)) for s in inputs if values.get(s, "?")[0] == task)
+                    values.update(
+                        (s, (task, True)) for s in inputs if values.get(s, "?")[0] == task
+                    )
                 if kind == "F":
                     made = outputs[: len(outputs) - len(donated)]  # the rest are accumulators
                     values.update((s, (task, False)) for s in (*made, *(received & set(inputs))))
@@ -531,7 +533,9 @@ def test_the_messages_of_a_step_are_those_counted_by_hand(model, edges, gradient
     ws, loss = model
     grad_fn = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 5)
     grad_fn = jaxpp.schedule(grad_fn, SCHEDULES[schedule][1](1))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0) if clip else optax.identity(), optax.adam(1e-3))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0) if clip else optax.identity(), optax.adam(1e-3)
+    )
 
     def step(ws, opt_state, x):
         loss, grads = grad_fn(ws, x)

@@ -63,8 +63,9 @@ class MpmdMesh:
         if len(available) < ranks or (devices is not None and len(available) != ranks):
             raise ValueError(
                 f"MpmdMesh needs a device for each of its {ranks} ranks, got {len(available)}. To "
-                f"share one, repeat it: devices=[jax.devices()[0]] * {ranks}; to have more CPU devices, call "
-                f"jax.config.update('jax_num_cpu_devices', {ranks}) before JAX starts."
+                f"share one, repeat it: devices=[jax.devices()[0]] * {ranks}; to have more CPU "
+                f"devices, call jax.config.update('jax_num_cpu_devices', {ranks}) before JAX "
+                f"starts."
             )
         self.shape, self.axis_names = shape, axis_names
         self.devices = tuple(available[:ranks])

@@ -1,6 +1,6 @@
 """The worker: runs one rank's program, instruction by instruction."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from jaxpp._program import Free, Instruction, Message, Program, Receive, Run, Send
@@ -26,9 +26,7 @@ class Worker:
     The same for every mesh; only the transport differs.
     """
 
-    def __init__(
-        self, program: Program, executables: Sequence[Callable | None], transport: Transport
-    ):
+    def __init__(self, program: Program, executables: Sequence[Any], transport: Transport):
         self.slots: list[Any] = [None] * program.num_slots
         self._rank = program.rank
         self._transport = transport
@@ -38,8 +36,7 @@ class Worker:
         """Runs some instructions in order; an error says which one failed."""
         slots = self.slots
         for instruction in chunk:
-            kind = type(instruction)
-            if kind is Run:
+            if isinstance(instruction, Run):
                 try:
                     outputs = self._executables[instruction.computation](
                         *[slots[i] for i in instruction.inputs]
@@ -49,11 +46,11 @@ class Worker:
                     raise
                 for slot, value in zip(instruction.outputs, outputs):  # noqa: B905  hot loop
                     slots[slot] = value
-            elif kind is Free:
+            elif isinstance(instruction, Free):
                 outputs = None
                 for slot in instruction.slots:
                     slots[slot] = None
-            elif kind is Send:
+            elif isinstance(instruction, Send):
                 self._transport.send([slots[i] for i in instruction.slots], instruction.message)
             else:
                 arrays = self._transport.receive(instruction.message)

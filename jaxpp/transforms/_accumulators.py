@@ -29,8 +29,10 @@ def hand_through_zeros(body: Body) -> Body:
         )
 
     def update(carry, out):
-        eqn = None if _jaxprs.is_literal(out) or out not in maker else body.eqns[maker[out]]
-        adds = eqn is not None and eqn.primitive.name in _ADDS and carry in eqn.invars
+        if _jaxprs.is_literal(out) or out not in maker:
+            return out
+        eqn = body.eqns[maker[out]]
+        adds = eqn.primitive.name in _ADDS and carry in eqn.invars
         return carry if adds and all(v is carry or is_zero(v) for v in eqn.invars) else out
 
     outs = tuple(map(update, body.carries, body.carry_outs))

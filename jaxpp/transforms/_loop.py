@@ -59,7 +59,9 @@ class LoopTasks:
     sums: frozenset[int]
 
     def __repr__(self):
-        return "\n".join(["", *(f"{b.name} {b.inputs} -> {b.outputs} {b.jaxpr}" for b in self.bodies)])
+        return "\n".join(
+            ["", *(f"{b.name} {b.inputs} -> {b.outputs} {b.jaxpr}" for b in self.bodies)]
+        )
 
     def body(self, task: Task) -> TaskBody | None:
         """What a task computes, or None where it has nothing to do (a stage without gradients)."""
@@ -83,7 +85,9 @@ class LoopTasks:
                     yield Task(maker.kind, maker.stage, task.microbatch)
 
 
-def run_as_scan(*operands: Any, tasks: LoopTasks, length: int, reverse: bool, **_: Any) -> list[Any]:
+def run_as_scan(
+    *operands: Any, tasks: LoopTasks, length: int, reverse: bool, **_: Any
+) -> list[Any]:
     """The loop's results, microbatch after microbatch, all tasks of each in order."""
     consts = operands[: tasks.num_consts]
     init = operands[tasks.num_consts : tasks.num_consts + tasks.num_carry]

@@ -261,7 +261,7 @@ class _Lowering:
                 v.aval if a is None else a for v, a in zip(body.jaxpr.jaxpr.invars, xs, strict=True)
             ]
             if indexed:
-                avals.append(jax.core.ShapedArray((), jnp.int32))
+                avals.append(jax.ShapeDtypeStruct((), jnp.int32))
             first = len(avals)
             jaxpr, consts = _jaxprs.without_constants(jax.make_jaxpr(run)(*avals, *y_avals))
             assert not consts

@@ -67,10 +67,8 @@ def microbatch(
         _check_sizes(leaves, axes, paths, count)
         sliced = [i for i, a in enumerate(axes) if a is not None]
         small = [
-            jax.ShapeDtypeStruct(_slice_shape(leaf.shape, a, count), leaf.dtype)
-            if a is not None
-            else leaf
-            for leaf, a in zip(leaves, axes, strict=True)
+            leaf if axis is None else _slice_type(leaf, axis, count)
+            for leaf, axis in zip(leaves, axes, strict=True)
         ]
         traced = _jaxprs.trace(fun, jtu.tree_unflatten(tree, small))
         operators = _resolve_outputs(reduce, traced)
@@ -290,9 +288,11 @@ def _check_sizes(leaves, axes, paths, count: int) -> None:
         )
 
 
-def _slice_shape(shape, axis: int, count: int) -> tuple[int, ...]:
-    axis = axis % len(shape)
-    return (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
+def _slice_type(x, axis: int, count: int) -> jax.ShapeDtypeStruct:
+    x = jax.eval_shape(lambda x: x, x)  # NumPy's int64 is an int32 to JAX
+    shape = list(x.shape)
+    shape[axis] //= count
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
 
 def _stack_slices(x, axis: int, count: int):

@@ -31,6 +31,11 @@ from jaxpp.transforms import _marks
 def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
     """The submodules that `at` names, with their paths; None where `at` does not name modules."""
     if not isinstance(model, eqx.Module):
+        if callable(at):
+            raise ValueError(
+                "split_stages: `at` and `whole` can be functions only where the first argument is "
+                "an Equinox model; name jax.named_scope scopes instead."
+            )
         return None
     if callable(at):
         # Of a copy, in which a module that stands in two places is two modules.

@@ -156,8 +156,9 @@ class _Signature:
             return f"args[{apart}] has another structure"
         for (path, leaf), aval, value in zip(leaves, self.avals, self.static, strict=True):
             now = _type_of(leaf) if _jaxprs.is_array(leaf) else leaf
-            if now != (value if aval is None else aval):
-                return f"args{jtu.keystr(path)} is {now}, not {value if aval is None else aval}"
+            known = value if aval is None else aval
+            if now != known:
+                return f"args{jtu.keystr(path)} is {_describe(now)}, not {_describe(known)}"
         return "none"
 
 
@@ -165,6 +166,14 @@ def _type_of(array: Any) -> jax.ShapeDtypeStruct:
     """An array's type without where it is, which differs between what a user and a step give."""
     aval = jax.typeof(array)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _describe(value: Any) -> str:
+    """A type as JAX writes it, or a static value."""
+    if not isinstance(value, jax.ShapeDtypeStruct):
+        return repr(value)
+    weak = ", weakly typed" if value.weak_type else ""
+    return f"{value.dtype.name}[{','.join(map(str, value.shape))}]{weak}"
 
 
 class Placed:
@@ -240,8 +249,9 @@ class Placed:
         mesh = default_mesh.get()(num_ranks) if self._mesh is None else self._mesh
         if mesh.num_ranks != num_ranks:
             raise ValueError(
-                f"place: the schedule runs on {num_ranks} ranks, but the mesh has {mesh.num_ranks}; "
-                f"make them equal (a mesh whose devices list repeats a device lets ranks share it)."
+                f"place: the schedule runs on {num_ranks} ranks, but the mesh has "
+                f"{mesh.num_ranks}; make them equal (a mesh whose devices list repeats a device "
+                f"lets ranks share it)."
             )
         return mesh
 
@@ -264,8 +274,8 @@ class Placed:
                 except TypeError:
                     raise ValueError(
                         f"place: args{path} is a {type(leaf).__name__}, which is neither an array "
-                        f"nor hashable. Arrays are traced and all else is static: make it an array, "
-                        f"or hashable."
+                        f"nor hashable. Arrays are traced and all else is static: make it an "
+                        f"array, or hashable."
                     ) from None
 
 

@@ -491,7 +491,8 @@ class _Placer:
             ]
             segments.append(Segment(place, _jaxprs.part(eqns, variables), "prepare"))
         # Literal operands, and the first accumulators, are made anew by each stage.
-        carries, ys = list(eqn.invars[nc : nc + nk]), [None] * tasks.num_ys
+        carries = list(eqn.invars[nc : nc + nk])
+        ys: list[Any] = [None] * tasks.num_ys
         starts: dict[int, list[tuple[Any, Any]]] = {}
         for body in tasks.bodies:
             for ref in body.outputs:

@@ -41,7 +41,7 @@ def schedule(fun: Callable, schedule: Any) -> Callable:
         >>> grad(jnp.eye(2), jnp.ones((8, 2))).shape
         (2, 2)
     """
-    if not callable(getattr(schedule, "table", None)):
+    if isinstance(schedule, type) or not callable(getattr(schedule, "table", None)):
         name = schedule.__name__ if isinstance(schedule, type) else repr(schedule)
         hint = f"; make one: {name}()" if isinstance(schedule, type) else ""
         raise ValueError(f"schedule: {name} is not a schedule with a table(){hint}.")
@@ -59,23 +59,29 @@ def is_microbatch_loop(eqn) -> bool:
     return eqn.primitive.name == "scan" and _jaxprs.contains(eqn, _marks.is_stage_call)
 
 
+def _holds_microbatch_loop(eqn) -> bool:
+    bodies = _jaxprs.sub_jaxprs(eqn)
+    return any(_jaxprs.contains(e, is_microbatch_loop) for body in bodies for e in body.eqns)
+
+
 def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
     """Evaluates a program with its microbatch loops scheduled."""
     flat = _jaxprs.inline(jaxpr, lambda e: _jaxprs.contains(e, is_microbatch_loop))
-    if not any(is_microbatch_loop(e) for e in flat.eqns):
-        if any(_jaxprs.contains(e, is_microbatch_loop) for e in flat.eqns):
-            outer = next(e for e in flat.eqns if _jaxprs.contains(e, is_microbatch_loop))
+    for eqn in flat.eqns:
+        if _holds_microbatch_loop(eqn):
             raise ValueError(
-                f"schedule: the microbatch loop is inside a `{outer.primitive.name}` at "
-                f"{_compat.source_line(outer)}; a pipeline cannot start there. Move it to the top."
+                f"schedule: the microbatch loop is inside a `{eqn.primitive.name}`"
+                f"{_compat.at_source_line(eqn)}; a pipeline cannot start there. Move it to the top."
             )
+    if not any(is_microbatch_loop(e) for e in flat.eqns):
         if any(_jaxprs.contains(e, _loop.is_loop) for e in flat.eqns):
             raise ValueError("schedule: the function is scheduled already; schedule it once.")
         calls = any(_jaxprs.contains(e, _marks.is_stage_call) for e in flat.eqns)
         missing = "microbatch" if calls else "wrap_forward and microbatch"
         raise ValueError(
             f"schedule: the function has no loop over microbatches of a staged function; apply "
-            f"{missing} first: schedule(microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M), ...)."
+            f"{missing} first: "
+            f"schedule(microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M), ...)."
         )
     values = dict(zip(flat.jaxpr.invars, inputs, strict=True))
     plain: list[Any] = []
@@ -119,7 +125,10 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
         reverse=eqn.params["reverse"],
         tasks=partition.tasks,
     )
-    sums = [functools.reduce(lambda a, b: a + b, (results[i] for i in parts)) for parts in partition.summands]
+    sums = [
+        functools.reduce(lambda a, b: a + b, (results[i] for i in parts))
+        for parts in partition.summands
+    ]
     return [*sums, *results[partition.tasks.num_carry :]]
 
 
@@ -131,8 +140,8 @@ def _table(schedule: Any, body, length: int) -> Table:
     if table.num_stages != num_stages or table.num_microbatches != length:
         raise schedules.ScheduleError(
             f"{schedule!r} gave a table for {table.num_stages} stages and {table.num_microbatches} "
-            f"microbatches, but the loop has {num_stages} stages and {length} microbatches; make the table "
-            f"for these."
+            f"microbatches, but the loop has {num_stages} stages and {length} microbatches; make "
+            f"the table for these."
         )
     return table
 
@@ -150,13 +159,13 @@ def _check(schedule: Any, table: Table, tasks: _loop.LoopTasks) -> None:
     backward = any(b.kind is not Kind.F for b in tasks.bodies)
     if not backward and not table.forward_only:
         raise schedules.ScheduleError(
-            f"{schedule!r} runs backward tasks, but the loop has only a forward pass; use ForwardOnly(), or "
-            f"differentiate the function before it is scheduled."
+            f"{schedule!r} runs backward tasks, but the loop has only a forward pass; use "
+            f"ForwardOnly(), or differentiate the function before it is scheduled."
         )
     if backward and table.forward_only:
         raise schedules.ScheduleError(
-            f"{schedule!r} has no backward tasks, but the loop is differentiated; use a schedule for "
-            f"training, e.g. OneFOneB()."
+            f"{schedule!r} has no backward tasks, but the loop is differentiated; use a schedule "
+            f"for training, e.g. OneFOneB()."
         )
     schedules.check(table, dependencies=tasks.dependencies)
     ordered = {
@@ -171,7 +180,8 @@ def _check(schedule: Any, table: Table, tasks: _loop.LoopTasks) -> None:
             key = (task.kind, task.stage)
             if key in ordered and task.microbatch < last.get(key, -1):
                 raise schedules.ScheduleError(
-                    f"{schedule!r} runs {task.describe()} after microbatch {last[key]}, but the loop carries "
-                    f"a value through this task from each microbatch to the next; keep their order."
+                    f"{schedule!r} runs {task.describe()} after microbatch {last[key]}, but the "
+                    f"loop carries a value through this task from each microbatch to the next; "
+                    f"keep their order."
                 )
             last[key] = task.microbatch

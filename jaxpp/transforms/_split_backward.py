@@ -5,7 +5,8 @@ else. Calls are inlined first; a scan of which I needs only some results becomes
 second reading what it needs of the first, stacked over the iterations.
 """
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ def split_backward(eqns: Sequence[Any], wanted: Iterable[Any]) -> tuple[list[Any
         The equations of both halves, in order; the second may read variables of the first.
     """
     eqns = inline_all(eqns)
-    needed = {v for v in wanted if not _jaxprs.is_literal(v)}
+    needed = set(_jaxprs.variables(wanted))
     first: list[Any] = []
     second: list[Any] = []
     for eqn in reversed(eqns):
@@ -38,7 +39,7 @@ def split_backward(eqns: Sequence[Any], wanted: Iterable[Any]) -> tuple[list[Any
             mine, rest = _split_scan(eqn, wants)
         first.extend(reversed(mine))
         second.extend(reversed(rest))
-        needed.update(v for e in mine for v in e.invars if not _jaxprs.is_literal(v))
+        needed.update(v for e in mine for v in _jaxprs.variables(e.invars))
     return first[::-1], second[::-1]
 
 
@@ -65,9 +66,7 @@ def _named_as(flat, outputs: Sequence[Any]) -> list[Any]:
             copies.append((result, wanted))
         else:
             rename.of[result] = wanted
-    eqns = [
-        rename.rename(e).replace(outvars=[rename(v) for v in e.outvars]) for e in flat.eqns
-    ]
+    eqns = [rename.rename(e).replace(outvars=[rename(v) for v in e.outvars]) for e in flat.eqns]
     for result, wanted in copies:
         eqns.append(_copy(rename(result), wanted))
     return eqns
@@ -78,86 +77,127 @@ def _copy(source, target):
     return template.replace(invars=[source], outvars=[target])
 
 
-def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """A scan as two: one for the wanted results, and one for the others that reads it."""
+@dataclasses.dataclass(frozen=True)
+class _Scan:
+    """A scan equation with its body opened, the body's variables by what they are."""
+
+    eqn: Any
+    consts: Sequence[Any]
+    carries: Sequence[Any]
+    xs: Sequence[Any]
+    eqns: Sequence[Any]
+    carry_outs: Sequence[Any]
+    ys: Sequence[Any]
+
+
+def _open_scan(eqn) -> _Scan:
     num_consts, num_carry = _compat.scan_parts(eqn)
-    body = eqn.params["jaxpr"]
-    opened, values = _jaxprs.without_constants(body)
-    lifted = dict(zip(opened.jaxpr.invars, [jex.Literal(v, x.aval) for v, x in zip(values, opened.jaxpr.invars)], strict=False))
-    renamed = _jaxprs.Substitution(lifted)
+    opened, values = _jaxprs.without_constants(eqn.params["jaxpr"])
+    known = _jaxprs.Substitution(
+        (v, jex.Literal(value, v.aval))
+        for v, value in zip(opened.jaxpr.invars, values, strict=False)
+    )
     invars = opened.jaxpr.invars[len(values) :]
-    eqns = inline_all([renamed.rename(e) for e in opened.eqns])
-    outvars = [renamed(v) for v in opened.jaxpr.outvars]
-    consts, carries, xs = (
+    outvars = [known(v) for v in opened.jaxpr.outvars]
+    return _Scan(
+        eqn,
         invars[:num_consts],
         invars[num_consts : num_consts + num_carry],
         invars[num_consts + num_carry :],
+        inline_all([known.rename(e) for e in opened.eqns]),
+        outvars[:num_carry],
+        outvars[num_carry:],
     )
 
-    # The carries that the wanted results depend on, over any number of iterations.
-    mine = {j for j in range(num_carry) if wants[j]}
-    while True:
-        wanted = [v for j, v in enumerate(outvars) if (j in mine if j < num_carry else wants[j])]
-        keep = _jaxprs.ancestors(eqns, wanted)
-        read = {v for e, k in zip(eqns, keep, strict=True) if k for v in e.invars if not _jaxprs.is_literal(v)}
-        read.update(v for v in wanted if not _jaxprs.is_literal(v))
-        grown = mine | {j for j, v in enumerate(carries) if v in read}
-        if grown == mine:
-            break
-        mine = grown
-    if len(mine) == num_carry and all(wants[num_carry:]):
-        return [eqn], []
-    first, second = split_backward(eqns, wanted)
+
+def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """A scan as two: one for the wanted results, and one for the others that reads it."""
+    scan = _open_scan(eqn)
+    num_carry = len(scan.carries)
+    my_ys = [v for v, w in zip(scan.ys, wants[num_carry:], strict=True) if w]
+    other_ys = [v for v, w in zip(scan.ys, wants[num_carry:], strict=True) if not w]
+    mine, first, second = _wanted_carries(scan, wants[:num_carry], my_ys)
     others = [j for j in range(num_carry) if j not in mine]
-    ys = range(num_carry, len(outvars))
-    read_by_second = {v for e in second for v in e.invars if not _jaxprs.is_literal(v)}
-    read_by_second.update(
-        v
-        for j, v in enumerate(outvars)
-        if not _jaxprs.is_literal(v) and (j in others or (j in ys and not wants[j]))
-    )
-    made = [*(carries[j] for j in sorted(mine)), *(v for e in first for v in e.outvars)]
-    crossing = [v for v in made if v in read_by_second]
+    if not others and not other_ys:
+        return [eqn], []
+    read = {v for e in second for v in _jaxprs.variables(e.invars)}
+    read.update(_jaxprs.variables([*(scan.carry_outs[j] for j in others), *other_ys]))
+    made = [*(scan.carries[j] for j in mine), *(v for e in first for v in e.outvars)]
+    crossing = [v for v in made if v in read]
 
-    def scan(eqns, carried, scanned, results, operand_of):
-        """The function of one scan: its operands, then its carries and stacked results."""
-        part = _jaxprs.part(eqns, [*(outvars[j] for j in carried), *results])
-        known = {carries[j]: n for n, j in enumerate(carried)}
-        whole = [v for v in part.inputs if v in consts]
-        slices = [v for v in part.inputs if v in scanned]
+    def results(carried: Sequence[int], wanted: bool) -> list[Any]:
+        ys = zip(eqn.outvars[num_carry:], wants[num_carry:], strict=True)
+        return [*(eqn.outvars[j] for j in carried), *(v for v, w in ys if w == wanted)]
 
-        def run(*operands):
-            fixed = dict(zip(whole, operands, strict=False))
-            stacks = operands[len(whole) : len(whole) + len(slices)]
-            init = operands[len(whole) + len(slices) :]
-
-            def step(carry, one):
-                env = fixed | dict(zip(slices, one, strict=True))
-                env |= {v: carry[n] for v, n in known.items()}
-                outputs = _jaxprs.run(part.jaxpr, *(env[v] for v in part.inputs))
-                return outputs[: len(carried)], outputs[len(carried) :]
-
-            carry, stacked = jax.lax.scan(
-                step, list(init), list(stacks), length=eqn.params["length"], reverse=eqn.params["reverse"]
-            )  # fmt: skip
-            return [*carry, *stacked]
-
-        operands = [operand_of[v] for v in [*whole, *slices, *(carries[j] for j in carried)]]
-        return run, operands
-
-    outer = dict(zip(invars, eqn.invars, strict=True))
-    run, operands = scan(first, sorted(mine), xs, [*(outvars[j] for j in ys if wants[j]), *crossing], outer)
-    results = [*(eqn.outvars[j] for j in sorted(mine)), *(eqn.outvars[j] for j in ys if wants[j])]
-    mine_eqns, stacks = _as_equations(run, operands, results, len(crossing))
-    scanned = [*xs, *crossing]
-    outer = outer | dict(zip(crossing, stacks, strict=True))
-    for j in mine:  # read through its stack, not as a carry
-        if carries[j] not in crossing:
-            outer.pop(carries[j], None)
-    run, operands = scan(second, others, scanned, [outvars[j] for j in ys if not wants[j]], outer)
-    results = [*(eqn.outvars[j] for j in others), *(eqn.outvars[j] for j in ys if not wants[j])]
-    rest_eqns, _ = _as_equations(run, operands, results, 0)
+    outer = dict(zip([*scan.consts, *scan.carries, *scan.xs], eqn.invars, strict=True))
+    run, operands = _part_of_scan(scan, first, mine, scan.xs, [*my_ys, *crossing], outer)
+    mine_eqns, stacks = _as_equations(run, operands, results(mine, True), len(crossing))
+    outer.update(zip(crossing, stacks, strict=True))
+    slices = [*scan.xs, *crossing]
+    run, operands = _part_of_scan(scan, second, others, slices, other_ys, outer)
+    rest_eqns, _ = _as_equations(run, operands, results(others, False), 0)
     return mine_eqns, rest_eqns
+
+
+def _wanted_carries(
+    scan: _Scan, wants: Sequence[bool], ys: Sequence[Any]
+) -> tuple[list[int], list[Any], list[Any]]:
+    """The carries that wanted results depend on, over any number of iterations.
+
+    Also the body in two halves, the first of which makes them and the wanted `ys`.
+    """
+    mine = [j for j, w in enumerate(wants) if w]
+    while True:
+        wanted = _jaxprs.variables([*(scan.carry_outs[j] for j in mine), *ys])
+        first, second = split_backward(scan.eqns, wanted)
+        read = {v for e in first for v in _jaxprs.variables(e.invars)}.union(wanted)
+        grown = [j for j, v in enumerate(scan.carries) if j in mine or v in read]
+        if grown == mine:
+            return mine, first, second
+        mine = grown
+
+
+def _part_of_scan(
+    scan: _Scan,
+    eqns: Sequence[Any],
+    carried: Sequence[int],
+    slices: Sequence[Any],
+    ys: Sequence[Any],
+    outer: Mapping[Any, Any],
+) -> tuple[Callable, list[Any]]:
+    """A scan of some of the equations of a body, as a function of atoms.
+
+    Args:
+        scan: the whole scan.
+        eqns: the equations.
+        carried: the numbers of the carries that they make.
+        slices: the variables of the body that are read slice by slice.
+        ys: the variables to be stacked.
+        outer: the atom outside for each variable that the body reads.
+
+    Returns:
+        The function, whose results are the carries, then the stacks; and its operands.
+    """
+    part = _jaxprs.part(eqns, [*(scan.carry_outs[j] for j in carried), *ys])
+    carries = [scan.carries[j] for j in carried]
+    whole = [v for v in part.inputs if v in scan.consts]
+    sliced = [v for v in part.inputs if v in slices]
+
+    def run(*operands):
+        known = dict(zip(whole, operands, strict=False))
+        stacks = operands[len(whole) : len(whole) + len(sliced)]
+
+        def step(carry, one):
+            values = known | dict(zip([*carries, *sliced], [*carry, *one], strict=True))
+            outputs = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
+            return outputs[: len(carried)], outputs[len(carried) :]
+
+        params = {name: scan.eqn.params[name] for name in ("length", "reverse", "unroll")}
+        init = operands[len(whole) + len(sliced) :]
+        carry, stacked = jax.lax.scan(step, list(init), list(stacks), **params)
+        return [*carry, *stacked]
+
+    return run, [outer[v] for v in [*whole, *sliced, *carries]]
 
 
 def _as_equations(run, operands, results, num_new: int) -> tuple[list[Any], list[Any]]:
@@ -166,10 +206,11 @@ def _as_equations(run, operands, results, num_new: int) -> tuple[list[Any], list
     traced, consts = _jaxprs.without_constants(traced)
     known = [jex.Literal(c, v.aval) for c, v in zip(consts, traced.jaxpr.invars, strict=False)]
     bound = _jaxprs.Substitution(zip(traced.jaxpr.invars, [*known, *operands], strict=True))
-    new = [_jaxprs.fresh_var(v) for v in traced.jaxpr.outvars[len(traced.jaxpr.outvars) - num_new :]] if num_new else []
+    outvars = traced.jaxpr.outvars
+    new = [_jaxprs.fresh_var(v) for v in outvars[len(outvars) - num_new :]]
     flat = _compat.make_closed_jaxpr(
-        [v for v in dict.fromkeys(operands) if not _jaxprs.is_literal(v)],
-        [bound(v) for v in traced.jaxpr.outvars],
+        dict.fromkeys(_jaxprs.variables(operands)),
+        [bound(v) for v in outvars],
         [bound.rename(e) for e in traced.eqns],
     )
     return _named_as(flat, [*results, *new]), new

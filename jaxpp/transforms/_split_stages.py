@@ -54,7 +54,7 @@ def split_stages(
     if num_stages is not None and num_stages < 1:
         raise ValueError(f"split_stages: num_stages must be at least 1, got {num_stages}.")
     cuts, keep = _listed(at), _listed(whole)
-    if cuts is not None and not callable(cuts) and len(set(cuts)) < len(cuts):
+    if cuts is not None and not callable(at) and len(set(cuts)) < len(cuts):
         twice = next(name for name in cuts if list(cuts).count(name) > 1)
         raise ValueError(f"split_stages: the cut at {twice!r} is given twice; name each once.")
     cost = _costs.resolve(balance)
@@ -64,11 +64,6 @@ def split_stages(
         model = args[0] if args else None
         modules = _modules.resolve_modules(model, cuts) if cuts is not None else None
         units = _modules.resolve_modules(model, keep) if keep and cuts is None else None
-        if modules is None and (callable(cuts) or (callable(keep) and units is None)):
-            raise ValueError(
-                "split_stages: `at` and `whole` can be functions only where the first argument is "
-                "an Equinox model; name jax.named_scope scopes instead."
-            )
         if modules is not None and len({p for p, _ in modules}) < len(modules):
             raise ValueError(f"split_stages: a module is named twice in {[p for p, _ in modules]}.")
         named = modules or units

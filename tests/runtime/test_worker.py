@@ -98,6 +98,16 @@ def test_worker_runs_each_instruction():
     assert mail.sent == {8: [6, 14]}
 
 
+def test_an_error_says_where_it_was():
+    def fails(x):
+        raise ZeroDivisionError("of no use")
+
+    worker = _worker.Worker(program(3, run(0, (0,), (1,))), [fails], Mail())
+    with pytest.raises(ZeroDivisionError, match="of no use") as caught:
+        worker.execute((run(0, (0,), (1,)),))
+    assert caught.value.__notes__ == ["in run 0 on rank 3"]
+
+
 def test_a_run_may_write_where_it_reads():
     p = program(0, run(0, (0, 1), (1, 0)), num_slots=2)
     worker = _worker.Worker(p, [lambda x, y: (x + y, x * y)], Mail())

@@ -58,6 +58,15 @@ def test_costs_may_be_any_numbers(costs, num_stages):
         assert got <= best * (1 + 1e-6) + 1e-9 * sum(costs)
 
 
+@pytest.mark.parametrize("unit", [1e-12, 1.0, 1e12])
+def test_the_unit_of_the_costs_does_not_matter(unit):
+    costs, crossing = [3, 1, 4, 1, 5, 9, 2, 6], [5.0, 1, 4, 1, 3, 2, 2, 1, 0]
+    assert balanced_cuts([unit * c for c in costs], crossing, 3) == balanced_cuts(
+        costs, crossing, 3
+    )
+    assert balanced_cuts([unit * c for c in costs], crossing, 3) == [5, 7]
+
+
 def test_equal_items_are_dealt_evenly():
     assert balanced_cuts([1.0] * 12, [0.0] * 13, 4) == [3, 6, 9]
 

@@ -215,6 +215,15 @@ def test_a_subclass_that_calls_its_base_is_called_once(primitives_of, assert_sam
     assert_same(split, loss, model, X)
 
 
+def test_a_class_and_its_base_may_both_be_cut(stages_of, assert_same):
+    keys = jax.random.split(jax.random.key(2), 3)
+    linear = eqx.nn.Linear(8, 8, key=keys[2])
+    model = eqx.tree_at(lambda m: (m.blocks[1], m.blocks[3]), MODEL, (Base(linear), Wide(keys[1])))
+    split = jaxpp.split_stages(loss, at=CUTS)
+    assert stages_of(split, model, X).names == (None, *CUTS)
+    assert_same(split, loss, model, X)
+
+
 def test_classes_are_as_before_after_tracing():
     before = {cls: dict(vars(cls)) for cls in (Base, Block, Wide, eqx.nn.Linear)}
     jaxpp.split_stages(loss, at=[*CUTS, "head"])(MODEL, X)

@@ -214,6 +214,13 @@ def test_slices_are_runs_of_indices_in_order():
     np.testing.assert_array_equal(got, np.arange(12).reshape(3, 4))
 
 
+@pytest.mark.filterwarnings("error")
+def test_numpy_arrays_of_any_width_are_sliced():
+    ids = np.arange(12, dtype=np.int64)
+    got = jaxpp.microbatch(lambda x: x + 1, 3, in_axes=0, reduce="concat")(ids)
+    np.testing.assert_array_equal(got, ids + 1)
+
+
 def test_keys_integers_booleans_and_static_leaves():
     keys = jax.random.split(jax.random.key(3), 12)
     mask, ids = jnp.arange(12) % 3 == 0, jnp.arange(12)

@@ -1,0 +1,380 @@
+"""`schedule`: what it partitions, what it keeps, and what it rejects."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpp
+import jaxpp.testing
+from jaxpp import schedules
+from jaxpp.schedules import ForwardOnly, Kind, OneFOneB, ScheduleError, Table, Task, ZeroBubbleH1
+from jaxpp.transforms import _loop
+
+M = 3
+STAGES = 3
+WS = tuple(0.5 * jax.random.normal(jax.random.key(0), (STAGES, 4, 4)))
+X = jax.random.normal(jax.random.key(1), (6, 4))
+
+
+def loss_fn(ws, x):
+    for i, w in enumerate(ws):
+        x = jaxpp.pipeline_enter_stage(x) if i else x
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+GRAD = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss_fn)), M)
+LOSS = jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M)
+
+
+def loops_of(fun, *args):
+    """The scheduled loops in a function's jaxpr."""
+    return [e for e in jax.make_jaxpr(fun)(*args).eqns if _loop.is_loop(e)]
+
+
+def tasks_of(fun, *args):
+    (loop,) = loops_of(fun, *args)
+    return loop.params["tasks"]
+
+
+def assert_same(fun, plain, *args, rtol=1e-6):
+    chex.assert_trees_all_close(jax.jit(fun)(*args), jax.jit(plain)(*args), rtol=rtol, atol=1e-7)
+
+
+# ---- what it makes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kinds"), [(OneFOneB(), "FB"), (ZeroBubbleH1(), "FIW"), (ForwardOnly(), "F")]
+)
+def test_each_stage_has_a_task_of_each_kind(schedule, kinds):
+    fun = LOSS if kinds == "F" else GRAD
+    tasks = tasks_of(jaxpp.schedule(fun, schedule), WS, X)
+    found = {(b.kind, b.stage) for b in tasks.bodies}
+    wanted = {(Kind(k), s) for k in kinds for s in range(STAGES)}
+    # The first stage has no input to differentiate, and so no I; its W does it all.
+    assert wanted - {(Kind.I, 0)} <= found <= wanted
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()])
+def test_a_task_depends_on_its_neighbours(schedule):
+    tasks = tasks_of(jaxpp.schedule(GRAD, schedule), WS, X)
+    back = Kind.I if schedule == ZeroBubbleH1() else Kind.B
+    assert set(tasks.dependencies(Task(Kind.F, 1, 0))) == {Task(Kind.F, 0, 0)}
+    assert set(tasks.dependencies(Task(back, 1, 0))) >= {Task(Kind.F, 1, 0), Task(back, 2, 0)}
+
+
+def test_a_scheduled_function_can_be_differentiated_and_vmapped():
+    fun = jaxpp.schedule(LOSS, ForwardOnly())
+    assert_same(jax.grad(fun), jax.grad(loss_fn), WS, X)
+    xs = jnp.stack([X, 2 * X])
+    in_axes = (None, 0)
+    assert_same(jax.vmap(fun, in_axes), jax.vmap(loss_fn, in_axes), WS, xs)
+
+
+def test_the_gradient_of_the_mean_loss_is_scheduled_too():
+    fun = jax.value_and_grad(jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M))
+    scheduled = jaxpp.schedule(fun, OneFOneB())
+    assert {b.kind for b in tasks_of(scheduled, WS, X).bodies} == {Kind.F, Kind.B}
+    assert_same(scheduled, jax.value_and_grad(loss_fn), WS, X)
+
+
+def test_two_loops_of_one_function_are_both_scheduled():
+    def two(ws, x):
+        loss, first = GRAD(ws, x)
+        moved = jax.tree.map(lambda w, g: w - 0.1 * g, ws, first)
+        return loss, GRAD(moved, 2 * x)
+
+    scheduled = jaxpp.schedule(two, OneFOneB())
+    assert len(loops_of(scheduled, WS, X)) == 2
+    assert_same(scheduled, two, WS, X)
+    placed = jaxpp.place(scheduled, jaxpp.MpmdMesh((STAGES,)))
+    jaxpp.testing.assert_matches_single_device(placed, two, WS, X, num_state=0)
+
+
+def test_what_is_computed_before_a_loop_stays_before_it():
+    scheduled = jaxpp.schedule(lambda ws, x: GRAD(ws, jnp.cos(x)), OneFOneB())
+    names = [e.primitive.name for e in jax.make_jaxpr(scheduled)(WS, X).eqns]
+    assert names.index("cos") < names.index("pipeline_loop")
+
+
+# ---- shared and frozen parameters ---------------------------------------------------------------
+
+
+def tied_loss(ws, x):
+    """Three stages; the last one reads the first one's weight, transposed."""
+    return loss_fn((ws[0], ws[1], ws[0].T), x)
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()])
+def test_the_sum_of_a_tied_gradient_is_accumulated_apart(schedule):
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(tied_loss)), M)
+    scheduled = jaxpp.schedule(grad, schedule)
+    tasks = tasks_of(scheduled, WS[:2], X)
+    last = Kind.W if schedule == ZeroBubbleH1() else Kind.B
+    makers = sorted(
+        (b.kind, b.stage) for b in tasks.bodies for r in b.outputs if r.source == "carry"
+    )
+    assert makers == [(last, 0), (last, 1), (last, 2)]
+    assert tasks.sums == frozenset(range(3))
+    # No task waits for the other end's gradient.
+    first = [b for b in tasks.bodies if b.stage == 0 and b.kind is last]
+    assert_same(scheduled, jax.grad(tied_loss), WS[:2], X)
+    assert all(r.source != "carry" or r.index in tasks.sums for b in first for r in b.inputs)
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()])
+@pytest.mark.parametrize("frozen", [(0,), (0, 1), (1,), (2,)])
+def test_frozen_stages_have_no_gradient_to_make(schedule, frozen):
+    def loss(ws, x):
+        ws = [jax.lax.stop_gradient(w) if i in frozen else w for i, w in enumerate(ws)]
+        return loss_fn(ws, x)
+
+    grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), M)
+    scheduled = jaxpp.schedule(grad, schedule)
+    assert_same(scheduled, jax.value_and_grad(loss), WS, X)
+    tasks = tasks_of(scheduled, WS, X)
+    accumulating = {b.stage for b in tasks.bodies if b.kind in (Kind.B, Kind.W)
+                    for r in b.outputs if r.source == "carry"}  # fmt: skip
+    assert accumulating == set(range(STAGES)) - set(frozen)
+    if frozen == (0, 1):  # nothing before the last stage waits for a cotangent
+        assert {b.stage for b in tasks.bodies if b.kind is not Kind.F} == {2}
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()])
+def test_a_step_with_frozen_first_stages_is_placed(schedule):
+    def loss(trained, x):
+        return loss_fn((*map(jax.lax.stop_gradient, WS[:2]), trained), x)
+
+    def step(grad_fn, w, x):
+        value, grad = grad_fn(w, x)
+        return w - 0.1 * grad, value
+
+    grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), M)
+    placed = jaxpp.place(
+        functools.partial(step, jaxpp.schedule(grad, schedule)), jaxpp.MpmdMesh((STAGES,))
+    )
+    plain = functools.partial(step, jax.value_and_grad(loss))
+    jaxpp.testing.assert_matches_single_device(placed, plain, WS[2], X, num_state=1)
+
+
+# ---- schedules of the user's own ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class OneAtATime:
+    """Not a `Schedule`: any hashable object with a table will do."""
+
+    def table(self, num_stages, num_microbatches):
+        return Table(
+            tuple(
+                tuple(Task(k, s, m) for m in range(num_microbatches) for k in (Kind.F, Kind.B))
+                for s in range(num_stages)
+            ),
+            num_stages,
+            num_microbatches,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class AllOnOneRank:
+    """Two stages on one rank, the third on another."""
+
+    def table(self, num_stages, num_microbatches):
+        ms = range(num_microbatches)
+        first = [Task(Kind.F, s, m) for m in ms for s in (0, 1)]
+        first += [Task(Kind.B, s, m) for m in ms for s in (1, 0)]
+        second = [Task(k, 2, m) for m in ms for k in (Kind.F, Kind.B)]
+        return Table((tuple(first), tuple(second)), num_stages, num_microbatches)
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [(OneAtATime(), 3), (AllOnOneRank(), 2)])
+def test_a_users_schedule_is_followed(schedule, ranks):
+    def step(grad_fn, ws, x):
+        loss, grads = grad_fn(ws, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), loss
+
+    scheduled = jaxpp.schedule(GRAD, schedule)
+    placed = jaxpp.place(functools.partial(step, scheduled), jaxpp.MpmdMesh((ranks,)))
+    plain = functools.partial(step, jax.value_and_grad(loss_fn))
+    jaxpp.testing.assert_matches_single_device(placed, plain, WS, X)
+    table = schedule.table(STAGES, M)
+    for program, tasks in zip(placed.programs, table.ranks, strict=True):
+        labels = [i.label for i in program.instructions if hasattr(i, "label")]
+        ran = [label for label in labels if label[0] in "FB" and "." in label]
+        assert ran == [str(t) for t in tasks]
+
+
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """1F1B with its table changed by a function."""
+
+    change: object
+
+    def table(self, num_stages, num_microbatches):
+        return self.change(OneFOneB().table(num_stages, num_microbatches))
+
+
+def with_rank(table, rank, order):
+    ranks = [*table.ranks[:rank], tuple(order), *table.ranks[rank + 1 :]]
+    return Table(tuple(ranks), table.num_stages, table.num_microbatches)
+
+
+def without_last(table):
+    return with_rank(table, 0, table.ranks[0][:-1])
+
+
+def with_first_twice(table):
+    return with_rank(table, 0, (table.ranks[0][0], *table.ranks[0]))
+
+
+def swapped(table):
+    """Ranks 1 and 2 each run a backward that the other one has further down."""
+    a = [Task(Kind.F, 0, m) for m in range(M)] + [Task(Kind.B, 0, m) for m in range(M)]
+    b = [Task(Kind.F, 1, 0), Task(Kind.B, 1, 0), *(Task(Kind.F, 1, m) for m in range(1, M)),
+         *(Task(Kind.B, 1, m) for m in range(1, M))]  # fmt: skip
+    c = [*(Task(Kind.F, 2, m) for m in range(M)), *(Task(Kind.B, 2, m) for m in range(M))]
+    return Table((tuple(a), tuple(b), tuple(c)), table.num_stages, table.num_microbatches)
+
+
+def for_more_stages(table):
+    return OneFOneB().table(table.num_stages + 1, table.num_microbatches)
+
+
+def for_more_microbatches(table):
+    return OneFOneB().table(table.num_stages, table.num_microbatches + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_last, r"B\[stage 0, microbatch 2\] is missing"),
+        (with_first_twice, r"F\[stage 0, microbatch 0\] of rank 0 is repeated"),
+        (swapped, "the table deadlocks"),
+        (for_more_stages, "a table for 4 stages and 3 microbatches, but the loop has 3 stages"),
+        (for_more_microbatches, "3 stages and 4 microbatches, but the loop has 3 stages and 3"),
+    ],
+)
+def test_a_table_that_does_not_fit_the_loop_is_rejected(change, message):
+    with pytest.raises(ScheduleError, match=message):
+        jaxpp.schedule(GRAD, Changed(change))(WS, X)
+
+
+# ---- what it rejects ----------------------------------------------------------------------------
+
+
+def test_a_forward_loop_needs_a_forward_schedule():
+    with pytest.raises(ScheduleError, match="only a forward pass; use ForwardOnly"):
+        jaxpp.schedule(LOSS, OneFOneB())(WS, X)
+
+
+def test_a_differentiated_loop_needs_a_schedule_with_a_backward():
+    with pytest.raises(ScheduleError, match="no backward tasks, but the loop is differentiated"):
+        jaxpp.schedule(GRAD, ForwardOnly())(WS, X)
+
+
+@pytest.mark.parametrize(
+    ("fun", "missing"),
+    [
+        (jax.grad(loss_fn), "apply wrap_forward and microbatch first"),
+        (jaxpp.microbatch(jax.grad(loss_fn), M), "apply wrap_forward and microbatch first"),
+        (jax.grad(jaxpp.wrap_forward(loss_fn)), "apply microbatch first"),
+    ],
+)
+def test_a_function_without_a_loop_over_stages_is_rejected(fun, missing):
+    with pytest.raises(ValueError, match=missing):
+        jaxpp.schedule(fun, OneFOneB())(WS, X)
+
+
+def test_a_function_is_scheduled_once():
+    with pytest.raises(ValueError, match="scheduled already"):
+        jaxpp.schedule(jaxpp.schedule(GRAD, OneFOneB()), OneFOneB())(WS, X)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (OneFOneB, r"OneFOneB is not a schedule.*make one: OneFOneB\(\)"),
+        ("1f1b", "'1f1b' is not a schedule"),
+        (None, "None is not a schedule"),
+    ],
+)
+def test_only_an_object_with_a_table_is_a_schedule(schedule, message):
+    with pytest.raises(ValueError, match=message):
+        jaxpp.schedule(GRAD, schedule)
+
+
+def test_a_loop_inside_another_loop_is_rejected():
+    def repeated(ws, x):
+        return jax.lax.scan(lambda c, _: (c, GRAD(ws, x)[0]), 0.0, None, length=2)[1]
+
+    with pytest.raises(ValueError, match="inside a `scan` at .*test_schedule.py"):
+        jaxpp.schedule(repeated, OneFOneB())(WS, X)
+
+
+def test_a_loop_inside_a_conditional_is_rejected_though_another_is_not():
+    def fun(ws, x):
+        loss, _ = GRAD(ws, x)
+        return jax.lax.cond(loss > 0, lambda: GRAD(ws, x)[0], lambda: loss)
+
+    with pytest.raises(ValueError, match="loop is inside a `cond` at .*test_schedule.py"):
+        jaxpp.schedule(fun, OneFOneB())(WS, X)
+
+
+def test_stages_inside_a_conditional_are_rejected():
+    staged = jaxpp.wrap_forward(loss_fn)
+
+    def maybe(ws, x):
+        return jax.lax.cond(jnp.sum(x) > 0, staged, lambda ws, x: jnp.sum(x), ws, x)
+
+    with pytest.raises(ValueError, match="called inside a `cond` at .*test_schedule.py"):
+        jaxpp.schedule(jaxpp.microbatch(maybe, M), ForwardOnly())(WS, X)
+
+
+def test_loops_over_two_cuts_of_a_function_are_rejected():
+    def both(ws, x):
+        return jaxpp.wrap_forward(loss_fn)(ws, x) + jaxpp.wrap_forward(loss_fn)(ws[:2], x)
+
+    with pytest.raises(ValueError, match="functions of 2 and 3 stages"):
+        jaxpp.schedule(jaxpp.microbatch(both, M), ForwardOnly())(WS, X)
+
+
+def test_a_value_carried_between_different_tasks_is_rejected():
+    staged = jaxpp.wrap_forward(loss_fn)
+
+    def scan(ws, x):
+        # What the last stage makes of a microbatch enters the first stage with the next one.
+        def step(last, one):
+            loss = staged(ws, one + last)
+            return loss, loss
+
+        return jax.lax.scan(step, 0.0, x.reshape(M, -1, 4))[1]
+
+    with pytest.raises(ValueError, match="carried from one microbatch to the next is read by"):
+        jaxpp.schedule(scan, ForwardOnly())(WS, X)
+
+
+@dataclasses.dataclass(frozen=True)
+class LastFirst:
+    """Runs the microbatches in reverse."""
+
+    def table(self, num_stages, num_microbatches):
+        table = ForwardOnly().table(num_stages, num_microbatches)
+        return Table(
+            tuple(tuple(reversed(tasks)) for tasks in table.ranks), num_stages, num_microbatches
+        )
+
+
+def test_a_sum_may_be_taken_in_any_order_but_not_other_carries():
+    assert_same(jaxpp.schedule(LOSS, LastFirst()), loss_fn, WS, X)
+    last = jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M, reduce="max")
+    with pytest.raises(ScheduleError, match="keep their order"):
+        jaxpp.schedule(last, LastFirst())(WS, X)
+
+
+def test_an_error_is_a_value_error_too():
+    assert issubclass(schedules.ScheduleError, ValueError)
