@@ -1,11 +1,11 @@
 """Pipeline parallelism as five composable transforms over jaxprs."""
 
+from jaxpp import schedules as schedules
+from jaxpp.runtime import MpmdMesh as MpmdMesh
+from jaxpp.transforms import Operator as Operator
+from jaxpp.transforms import microbatch as microbatch
 from jaxpp.transforms import pipeline_enter_stage as pipeline_enter_stage
+from jaxpp.transforms import place as place
+from jaxpp.transforms import schedule as schedule
 from jaxpp.transforms import split_stages as split_stages
 from jaxpp.transforms import wrap_forward as wrap_forward
-from jaxpp.transforms import microbatch as microbatch
-from jaxpp.transforms import Operator as Operator
-from jaxpp import schedules as schedules
-from jaxpp.transforms import schedule as schedule
-from jaxpp.runtime import MpmdMesh as MpmdMesh
-from jaxpp.transforms import place as place

@@ -258,6 +258,16 @@ def test_an_argument_that_moves_is_named():
     testing.assert_no_transfers_of(lowered, "[0]['second']['b']")
 
 
+def test_what_replaces_an_argument_may_not_move_either():
+    def mix(params):
+        return params | {"first": params["first"] * params["second"]["b"]}
+
+    lowered = place(mix).lower(PARAMS, X)
+    assert testing.count_sends(lowered, "argument") == 0
+    with pytest.raises(AssertionError, match=r"the type of args\[0\]\['second'\]\['b'\]"):
+        testing.assert_no_transfers_of(lowered, "[0]['second']['b']")
+
+
 @pytest.mark.parametrize("argument", [2, "[0]['third']", "[0]['fir", {"w": jnp.zeros(9)}, {}])
 def test_an_unknown_argument_is_an_error(step, argument):
     with pytest.raises(ValueError, match="has no argument"):

@@ -27,7 +27,6 @@ from jaxpp._program import (
     Run,
     Send,
 )
-from jaxpp.schedules import Task
 from jaxpp.transforms import _loop, _marks, _placement
 
 
@@ -40,7 +39,6 @@ class _Event:
     inputs: list[Hashable]
     outputs: list[Hashable]
     label: str
-    task: Task | None = None
 
 
 class _Computations:
@@ -152,86 +150,63 @@ class _Lowering:
     def loop(self, loop: _placement.Loop) -> None:
         """Adds the runs of a loop's tasks in an order in which the ranks can run them."""
         number = next(self.loop_number)
-        tasks = loop.tasks
-        reverse, length = loop.eqn.params["reverse"], loop.eqn.params["length"]
-        carry = list(loop.carries)
-        ys = list(loop.ys)
-        updates = [0] * len(carry)
-        bodies = {}
-        for body in tasks.bodies:
-            bodies[body.kind, body.stage] = self._task_computation(body, loop)
+        tasks, length = loop.tasks, loop.eqn.params["length"]
+        order = [t for _, t in schedules.execution_order(loop.table, tasks.dependencies)]
+        order = [(task, body) for task in order if (body := tasks.body(task)) is not None]
+        last_writer = {r: task for task, body in order for r in body.outputs if r.source != "value"}
+        computations = {body: self._task_computation(body, loop) for body in tasks.bodies}
+        # Where operands are; accumulators and results move on as tasks update them.
+        known: dict[str, list[Hashable]] = {
+            "const": [self._operand(v) for v in loop.consts],
+            "x": [self._operand(v) for v in loop.xs],
+            "carry": list(loop.carries),
+            "y": list(loop.ys),
+        }
+        results = {"carry": loop.carry_outs, "y": loop.y_outs}
+        for task, body in order:
+            mb = length - 1 - task.microbatch if loop.eqn.params["reverse"] else task.microbatch
+            inputs = [
+                (number, mb, r.index) if r.source == "value" else known[r.source][r.index]
+                for r in body.inputs
+            ]
+            if _is_indexed(body):
+                inputs.append(self._constant(np.int32(mb)))
+            outputs: list[Hashable] = []
             for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
                 if ref.source == "value":
-                    self.avals["type", number, ref.index] = v.aval
-        for _, task in schedules.execution_order(loop.table, tasks.dependencies):
-            body = tasks.body(task)
-            if body is None:
-                continue
-            mb = length - 1 - task.microbatch if reverse else task.microbatch
-            rank = self.ranks_of[task.stage]
-
-            def operand(ref, mb=mb, rank=rank):
-                if ref.source == "value":
-                    return (number, mb, ref.index)  # noqa: B023
-                source = {"const": loop.consts, "x": loop.xs, "carry": carry}[ref.source]
-                v = source[ref.index]
-                return self._constant(v.val, v.aval) if _jaxprs.is_literal(v) else v
-
-            inputs: list[Hashable] = [operand(r) for r in body.inputs]
-            if any(r.source == "x" for r in body.inputs) or any(
-                r.source == "y" for r in body.outputs
-            ):
-                inputs.append(self._constant(np.int32(mb), None))
-            outputs: list[Hashable] = []
-            for ref in body.outputs:
-                if ref.source == "value":
-                    key: Hashable = (number, mb, ref.index)
-                    aval = self.avals["type", number, ref.index]
-                    self.kinds[key], self.names[key] = "edge", f"{task}"
-                elif ref.source == "carry":
-                    updates[ref.index] += 1
-                    done = updates[ref.index] == length
-                    final = loop.carry_outs[ref.index]
-                    key, aval = (
-                        final if done else (number, "carry", ref.index, updates[ref.index]),
-                        final.aval,
-                    )
-                    carry[ref.index] = key
-                    self.kinds[key] = _kind(final, "gradient")
-                    self.names[key] = f"sum of {body.name}"
+                    key = self._name((number, mb, ref.index), v.aval, "edge", str(task))
                 else:
-                    inputs.append(ys[ref.index])
-                    updates_y = (number, "y", ref.index, mb)
-                    done = self._last_microbatch(loop, task)
-                    key, aval = (
-                        (loop.y_outs[ref.index] if done else updates_y),
-                        loop.y_outs[ref.index].aval,
-                    )
-                    ys[ref.index] = key
-                    self.kinds[key], self.names[key] = "gathered", f"results of {body.name}"
-                self.avals[key] = aval
+                    if ref.source == "y":
+                        inputs.append(known["y"][ref.index])
+                    result = results[ref.source][ref.index]
+                    key = result if task == last_writer[ref] else (number, ref, mb)
+                    kind = _kind(result, {"carry": "gradient", "y": "gathered"}[ref.source])
+                    self._name(key, result.aval, kind, f"result of {body.name}")
+                    known[ref.source][ref.index] = key
                 outputs.append(key)
-            computation = bodies[body.kind, body.stage]
-            self.events.append(_Event(rank, computation, inputs, outputs, str(task), task))
+            rank = self.ranks_of[task.stage]
+            self.events.append(_Event(rank, computations[body], inputs, outputs, str(task)))
 
-    @staticmethod
-    def _last_microbatch(loop: _placement.Loop, task: Task) -> bool:
-        rank = loop.table.ranks[loop.table.stage_ranks[task.stage]]
-        return task == [t for t in rank if (t.kind, t.stage) == (task.kind, task.stage)][-1]
+    def _name(self, key: Hashable, aval: Any, kind: str, name: str) -> Hashable:
+        """Notes what messages say of a value, and gives it back."""
+        self.avals[key], self.kinds[key], self.names[key] = aval, kind, name
+        return key
 
-    def _constant(self, value: Any, aval: Any) -> Hashable:
-        array = np.asarray(value) if aval is None or not hasattr(aval.dtype, "_impl") else value
-        if aval is not None and isinstance(array, np.ndarray):
-            array = array.astype(aval.dtype)
-        key = ("constant", str(array.dtype), array.shape, array.tobytes())
-        self.constants[key] = array
+    def _operand(self, atom: Any) -> Hashable:
+        return self._constant(_jaxprs.literal_array(atom)) if _jaxprs.is_literal(atom) else atom
+
+    def _constant(self, value: Any) -> Hashable:
+        """A value that is there before the step: a number, or an array it closes over."""
+        is_number = np.ndim(value) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+        key = (str(value.dtype), np.asarray(value).tobytes() if is_number else id(value))
+        self.constants[key] = value
         return key
 
     def _task_computation(self, body: _loop.TaskBody, loop: _placement.Loop) -> int:
         """A task as a computation: it slices its microbatch, and updates accumulators in place."""
         xs = [loop.xs[r.index].aval if r.source == "x" else None for r in body.inputs]
         y_avals = [loop.y_outs[r.index].aval for r in body.outputs if r.source == "y"]
-        indexed = any(a is not None for a in xs) or bool(y_avals)
+        indexed = _is_indexed(body)
         pattern = (
             tuple(r.source == "x" for r in body.inputs),
             tuple(r.source == "carry" for r in body.inputs),
@@ -372,6 +347,11 @@ def _origin(eqn) -> str:
     call = _marks.stage_of_call(eqn)
     name = eqn.primitive.name if call is None else f"stage {call[0]}"
     return name + _compat.at_source_line(eqn)
+
+
+def _is_indexed(body: _loop.TaskBody) -> bool:
+    """Whether a task needs the number of its microbatch: it reads a slice, or makes one."""
+    return any(r.source == "x" for r in body.inputs) or any(r.source == "y" for r in body.outputs)
 
 
 def _pair_by_type(outputs: Sequence[Any], inputs: Sequence[tuple[int, Any]]) -> tuple[int, ...]:

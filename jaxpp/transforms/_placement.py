@@ -530,7 +530,9 @@ class _Placer:
         extra = []
         for source, target in pairs:
             if source is None:
-                extra.extend(_equations(lambda a=target.aval: _empty(a), [], [target]))
+                extra.extend(
+                    _equations(lambda a=target.aval: jnp.zeros(a.shape, a.dtype), [], [target])
+                )
             elif _jaxprs.is_literal(source) or source not in local or source in seen:
                 extra.extend(
                     _equations(lambda x: jax.lax.optimization_barrier(x), [source], [target])
@@ -579,12 +581,6 @@ def _reduces_to_scalar(eqn) -> bool:
     return all(_size(v) == 1 for v in eqn.outvars) and any(
         _size(v) > 1 for v in _variables(eqn.invars)
     )
-
-
-def _empty(aval):
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0, impl=aval.dtype._impl.name), aval.shape)
-    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _equations(fun, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:

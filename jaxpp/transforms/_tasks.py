@@ -157,7 +157,8 @@ def _place_glue(body: Body, repeatable: Sequence[bool]) -> Body:
 @dataclasses.dataclass(frozen=True)
 class _Node:
     """A task before it is a jaxpr: its equations, the values it sends to other tasks, and the
-    loop's results that it makes."""
+    loop's results that it makes.
+    """
 
     position: int
     eqns: list[Any]

@@ -37,22 +37,25 @@ def tied_loss(params, x):
 
 
 def step_of(loss=loss_fn, schedule=None):
-    """A train step over `(parameters, momentum, count)` and a batch."""
+    """A train step over `(parameters, momentum, rate)` and a batch.
+
+    The last stage's loss decides the rate, which every stage reads.
+    """
     loop = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), MICROBATCHES)
     grad_fn = jaxpp.schedule(loop, schedule or jaxpp.schedules.OneFOneB())
 
-    def step(params, momentum, count, x):
+    def step(params, momentum, rate, x):
         value, grads = grad_fn(params, x)
         momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
-        params = jax.tree.map(lambda p, m: p - 0.1 / (1.0 + count) * m, params, momentum)
-        return params, momentum, count + 1, value
+        params = jax.tree.map(lambda p, m: p - rate * m, params, momentum)
+        return params, momentum, jnp.where(value > 0.1, 0.9 * rate, rate), value
 
     return step
 
 
 def start(params=None):
     params = init_params() if params is None else params
-    return params, [jnp.zeros_like(p) for p in params], jnp.int32(0)
+    return params, [jnp.zeros_like(p) for p in params], jnp.float32(0.1)
 
 
 def meshes(ranks):
@@ -120,7 +123,10 @@ def test_memory_does_not_grow(placed):
 
 
 def test_nothing_is_kept_of_a_step(placed):
-    """When the caller drops the results, their memory is free."""
+    """When the caller drops the results, their memory is free.
+
+    But for the last few messages, by which a rank tells how far it runs ahead: here a scalar.
+    """
     step, state = advance(placed)
     x = batch(1)
 
@@ -134,7 +140,7 @@ def test_nothing_is_kept_of_a_step(placed):
 
     live(jax.tree.map(jnp.copy, state))
     dropped, held = live(jax.tree.map(jnp.copy, state))
-    assert held - dropped >= len(jax.tree.leaves(state)) + 1
+    assert held - dropped >= len(jax.tree.leaves(state))
     assert dropped == live(jax.tree.map(jnp.copy, state))[0]
 
 
@@ -181,35 +187,22 @@ def test_results_are_where_the_next_call_needs_them(placed):
 
 
 def test_no_call_moves_state(placed, monkeypatch):
-    """From the second call on, nothing but the batch is put on a device."""
+    """From the second call on, what goes to another device is what the programs send."""
     step, state = advance(placed)
     *state, _ = step(*state, batch(1))
     moved = []
     put = jax.device_put
-    sent = {
-        (a.shape, str(a.dtype)) for p in step.programs for s in p.sends for a in s.message.avals
-    }
 
     def counted(x, *args, **kwargs):
-        moved.extend(jax.tree.leaves(x))
+        moved.extend((a.shape, a.dtype) for a in jax.tree.leaves(x))
         return put(x, *args, **kwargs)
 
+    x = batch(2)  # on the first device, where the first stage is
     monkeypatch.setattr(jax, "device_put", counted)
-    x = batch(2)
-    ids = {id(shard.data) for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards}
-    ids |= {id(leaf) for leaf in jax.tree.leaves(state)}
-    pointers = {
-        shard.data.unsafe_buffer_pointer()
-        for leaf in jax.tree.leaves(state)
-        for shard in leaf.addressable_shards
-    }
-    shapes = [(a.shape, str(a.dtype)) for a in moved]
     step(*state, x)
-    assert not any(id(a) in ids for a in moved)
-    assert all(shape in sent for shape in shapes)
-    assert not any(
-        not a.is_deleted() and a.unsafe_buffer_pointer() in pointers for a in moved if a is not x
-    )
+    shared = len(set(step._mesh.devices)) == 1
+    sent = [(a.shape, a.dtype) for p in step.programs for s in p.sends for a in s.message.avals]
+    assert sorted(map(str, moved)) == ([] if shared else sorted(map(str, sent)))
 
 
 def test_arguments_may_be_anywhere():
@@ -235,14 +228,14 @@ def test_arguments_may_be_anywhere():
 
 def test_results_can_be_used_anywhere(placed):
     """A result is an ordinary array: read, combined and put elsewhere."""
-    _, _, (params, momentum, count, value) = placed
+    _, _, (params, momentum, rate, value) = placed
     assert np.isfinite(float(value))
     for leaf in jax.tree.leaves((params, momentum)):
         assert np.asarray(leaf).shape == leaf.shape
         chex.assert_trees_all_close(
             np.asarray(jnp.sum(leaf)), np.asarray(leaf).sum(), rtol=1e-5, atol=1e-5
         )
-    assert int(count) == 1
+    assert float(rate) == pytest.approx(0.09)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxpp
+from jaxpp._program import Free, Receive, Run, Send
 
 WIDTH, BATCH, MICROBATCHES = 8, 8, 2
 RATE = 0.1
@@ -445,6 +446,59 @@ def test_programs_and_text(lowered):
     compiled = lowered.compile()
     assert compiled.programs is lowered.programs
     assert compiled.as_text() == lowered.as_text()
+
+
+def replay(program, computations):
+    """The slots that hold something at the end of a program; fails where one is misused."""
+    live = {slot for _, slot in program.inputs} | {slot for slot, _ in program.constants}
+    for instruction in program.instructions:
+        match instruction:
+            case Run(number, inputs, outputs):
+                assert set(inputs) <= live
+                live -= {inputs[i] for i in computations[number].donated}
+                assert not live & set(outputs) and len(set(outputs)) == len(outputs)
+                live |= set(outputs)
+            case Send(slots):
+                assert set(slots) <= live
+            case Receive(slots):
+                assert not live & set(slots)
+                live |= set(slots)
+            case Free(slots):
+                assert set(slots) <= live
+                live -= set(slots)
+    return live
+
+
+@pytest.mark.parametrize("donate", [(), (0,)])
+@pytest.mark.parametrize("schedule", ["OneFOneB", "GPipe", "Interleaved1F1B", "ZeroBubbleH1"])
+def test_every_slot_is_freed_after_its_last_use(schedule, donate):
+    """At the end a rank holds the results and the constants; each message has its receiver."""
+    schedule = getattr(jaxpp.schedules, schedule)()
+    stages = schedule.stages_per_rank * 2
+    grad_fn = piped(loss_fn, schedule=schedule)
+
+    def step(params, x):
+        x = (x - x.mean()) / x.std()
+        loss, grads = grad_fn(params, x)
+        norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+        return descend(params, jax.tree.map(lambda g: g / norm, grads)), loss, norm, x.max()
+
+    step = jaxpp.place(step, mesh(2), donate_argnums=donate)
+    bundle = step.lower(init_params(stages), batch()).bundle
+    for program in bundle.programs:
+        kept = {slot for _, slot in program.outputs} | {slot for slot, _ in program.constants}
+        assert replay(program, bundle.computations) == kept
+    sent, received = [
+        sorted(
+            (i.message.tag, i.message.target, len(i.slots))
+            for p in bundle.programs
+            for i in p.instructions
+            if isinstance(i, kind)
+        )
+        for kind in (Send, Receive)
+    ]
+    assert sent == received
+    assert len({tag for tag, *_ in sent}) == len(sent)
 
 
 def test_programs_of_the_last_call(lowered):
