@@ -2,14 +2,14 @@
 
 Prints, for small, medium and large tasks:
 
-- `step`: a placed step on a device per rank over the plain single-device step, which accumulates the
-  same gradients by a scan (it uses all cores too, so 1 is the best that a busy machine gives);
-- `host`: the time to dispatch a step over that of a straight-line Python script of the same jitted
-  calls and transfers;
+- `step`: a placed step on a device per rank over the plain single-device step, which accumulates
+  the same gradients by a scan (it uses all cores too: 1 is the best that a busy machine gives);
+- `host`: the time to dispatch a step over that of a straight-line Python script of the same
+  jitted calls and transfers;
 - `tasks`: a placed step with all ranks on one device over the sum of its computations' own times;
 - `first`: the first call (trace, lower, compile, run) over the plain step's;
-- `memory`: the most bytes that a rank holds during a step over the closed form: parameters,
-  optimizer state, gradients, the schedule's number of activations, and what one task reads and makes.
+- `memory`: the most bytes that a rank holds during a step over the closed form: arguments and
+  accumulators, and the schedule's number of activations.
 
 And for the first call: how tracing and lowering grow with the number of microbatches.
 """

@@ -104,8 +104,10 @@ class _LocalTransport:
         self._recent: list[deque[Any]] = [deque() for _ in devices]
 
     def clear(self) -> None:
-        """Forgets messages that nobody has received."""
+        """Forgets a step: the last messages, and those that a step that failed has left."""
         self._mail.clear()
+        for recent in self._recent:
+            recent.clear()
 
     def send(self, arrays: list[Any], message: Message) -> None:
         target = self._devices[message.target]
@@ -122,6 +124,10 @@ class _LocalTransport:
             if not oldest.is_deleted():
                 oldest.block_until_ready()
         return arrays
+
+
+#: A rank's worker, its device, and a slot.
+_Place = tuple[_worker.Worker, Any, int]
 
 
 class _LocalStep:
@@ -143,28 +149,32 @@ class _LocalStep:
             (self._workers[rank].execute, chunk)
             for rank, chunk in _worker.interleave(bundle.programs)
         ]
-        self._feeds = [_Feed(n, self) for n in range(len(bundle.in_avals))]
-        self._fetches = [_Fetch(n, self) for n in range(len(bundle.out_avals))]
-
-    def slots_of(self, pairs_of: Callable[[Any], Any], number: int) -> list[tuple[Any, Any, int]]:
-        """The worker, device and slot of each place of an argument or result."""
-        return [
-            (worker, device, slot)
-            for program, worker, device in zip(
-                self._bundle.programs, self._workers, self._devices, strict=True
-            )
-            for n, slot in pairs_of(program)
-            if n == number
+        inputs = self._places([p.inputs for p in bundle.programs], len(bundle.in_avals))
+        outputs = self._places([p.outputs for p in bundle.programs], len(bundle.out_avals))
+        self._feeds = [_Feed(places, n in bundle.donated) for n, places in enumerate(inputs)]
+        self._fetches = [
+            _Fetch(places, aval.shape)
+            for places, aval in zip(outputs, bundle.out_avals, strict=True)
         ]
+
+    def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[_Place]]:
+        """For each argument or result, the worker, device and slot of each rank that has it."""
+        places: list[list[_Place]] = [[] for _ in range(count)]
+        for own, worker, device in zip(pairs, self._workers, self._devices, strict=True):
+            for number, slot in own:
+                places[number].append((worker, device, slot))
+        return places
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Runs the step; returns when everything has been dispatched."""
         self._check_deleted(args)
-        self._transport.clear()  # of what a step that failed has left
         for feed, arg in zip(self._feeds, args, strict=True):
             feed(arg)
-        for execute, chunk in self._order:
-            execute(chunk)
+        try:
+            for execute, chunk in self._order:
+                execute(chunk)
+        finally:
+            self._transport.clear()
         results = [fetch() for fetch in self._fetches]
         for n in self._bundle.donated:
             if isinstance(args[n], jax.Array):
@@ -193,9 +203,9 @@ class _LocalStep:
 class _Feed:
     """Puts one argument where the ranks read it, without a copy where it is there already."""
 
-    def __init__(self, number: int, step: _LocalStep):
-        self._places = step.slots_of(lambda p: p.inputs, number)
-        self._donated = number in step._bundle.donated
+    def __init__(self, places: Sequence[_Place], donated: bool):
+        self._places = places
+        self._donated = donated
         self._sharding: Any = None
         self._known: list[int | None] = []
 
@@ -203,7 +213,9 @@ class _Feed:
         if not self._places:
             return
         if not isinstance(arg, jax.Array):
-            arg = jnp.asarray(arg)
+            arg = jnp.array(
+                arg
+            )  # a copy: the caller may write to a NumPy array while the step runs
         if arg.sharding is not self._sharding:
             self._learn(arg)
         taken = set()
@@ -225,8 +237,7 @@ class _Feed:
         devices = list(arg.sharding.device_set)
         self._sharding = arg.sharding
         if len(devices) == 1:
-            committed = [-1 if d == devices[0] else None for _, d, _ in self._places]
-            self._known = committed
+            self._known = [-1 if d == devices[0] else None for _, d, _ in self._places]
             return
         on = {s.device: i for i, s in enumerate(arg.addressable_shards)}
         whole = arg.sharding.is_fully_replicated
@@ -236,14 +247,13 @@ class _Feed:
 class _Fetch:
     """Makes one result of what the ranks left in their slots."""
 
-    def __init__(self, number: int, step: _LocalStep):
-        places = step.slots_of(lambda p: p.outputs, number)
+    def __init__(self, places: Sequence[_Place], shape: tuple[int, ...]):
         by_device: dict[Any, tuple[Any, int]] = {}
         for worker, device, slot in places:
             by_device.setdefault(device, (worker, slot))
         self._sources = list(by_device.values())
         self._places = places
-        self._shape = step._bundle.out_avals[number].shape
+        self._shape = shape
         self._sharding = _replicated(tuple(by_device)) if len(by_device) > 1 else None
 
     def __call__(self) -> Any:

@@ -156,8 +156,9 @@ def _place_glue(body: Body, repeatable: Sequence[bool]) -> Body:
 
 @dataclasses.dataclass(frozen=True)
 class _Node:
-    """A task before it is a jaxpr: its equations, the values it sends to other tasks, and the
-    loop's results that it makes.
+    """A task before it is a jaxpr: its equations, and what it makes.
+
+    `sent` are the values that it sends to other tasks, `left` the loop's results.
     """
 
     position: int
@@ -268,7 +269,7 @@ class _BodyWriter:
                     self._results.setdefault(v, []).append(ref)
 
     def add(self, kind: Kind, stage: int, eqns, sent, left) -> None:
-        """Adds a task that makes the values `sent` to other tasks, and the loop's results `left`."""
+        """Adds a task that makes values for other tasks, and results of the loop."""
         for v in sent:
             if v not in self._refs:
                 self._refs[v] = _loop.Ref("value", next(self._numbers))
