@@ -1,6 +1,7 @@
 """Pipeline parallelism as five composable transforms over jaxprs."""
 
 from jaxpp import schedules as schedules
+from jaxpp import testing as testing
 from jaxpp.runtime import MpmdMesh as MpmdMesh
 from jaxpp.transforms import Operator as Operator
 from jaxpp.transforms import microbatch as microbatch
