@@ -1,11 +1,10 @@
 """Reading and rebuilding jaxprs: trace, inline calls, slice by dependence, compare by structure.
 
-A pass maps a closed jaxpr without constants to another; `transform` makes a function of it.
-Equations are moved as they are, so names and source lines survive.
+A pass maps a closed jaxpr without constants to another. Equations are moved as they are, so their
+names and source lines survive.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -73,17 +72,6 @@ def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Tra
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     opened, consts = without_constants(jaxpr)
     return Traced(opened, [*consts, *arrays], len(consts), result["tree"], result["static"])
-
-
-def transform(fun: Callable, rewrite: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]) -> Callable:
-    """A function that computes what `fun` does through its rewritten jaxpr."""
-
-    @functools.wraps(fun)
-    def transformed(*args, **kwargs):
-        traced = trace(fun, args, kwargs)
-        return traced.rebuild(run(rewrite(traced.jaxpr), *traced.inputs))
-
-    return transformed
 
 
 def run(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import jax.extend.core as jex
 from jax.interpreters import ad, batching, mlir
 
 from jaxpp import _jaxprs
-from jaxpp.schedules import Kind, Task
+from jaxpp.schedules import Kind, Table, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,3 +146,35 @@ batching.primitive_batchers[loop_p] = _batch
 def is_loop(eqn) -> bool:
     """Whether an equation is a scheduled loop."""
     return eqn.primitive is loop_p
+
+
+def operand_stages(eqn) -> dict[Any, frozenset[int]]:
+    """The stages that read each operand of a loop."""
+    tasks: LoopTasks = eqn.params["tasks"]
+    offset = {"const": 0, "carry": tasks.num_consts, "x": tasks.num_consts + tasks.num_carry}
+    stages: dict[Any, frozenset[int]] = {}
+    for body in tasks.bodies:
+        for ref in body.inputs:
+            if ref.source in offset:
+                var = eqn.invars[offset[ref.source] + ref.index]
+                if not _jaxprs.is_literal(var):
+                    stages[var] = stages.get(var, frozenset()) | {body.stage}
+    return stages
+
+
+def result_stages(eqn) -> list[frozenset[int]]:
+    """The stage that makes each result of a loop (none for a carry that passes through)."""
+    tasks: LoopTasks = eqn.params["tasks"]
+    made: list[frozenset[int]] = [frozenset()] * len(eqn.outvars)
+    for body in tasks.bodies:
+        for ref in body.outputs:
+            if ref.source == "carry":
+                made[ref.index] = frozenset({body.stage})
+            elif ref.source == "y":
+                made[tasks.num_carry + ref.index] = frozenset({body.stage})
+    return made
+
+
+def table_of(eqn) -> Table:
+    """The table of a scheduled loop."""
+    return eqn.params["schedule"].table(eqn.params["tasks"].num_stages, eqn.params["length"])

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.schedules import Table
-from jaxpp.transforms import _loop, _marks
+from jaxpp.transforms import _conditionals, _loop, _marks
 
 Place = frozenset[int]
 
@@ -72,107 +72,7 @@ def place_equations(jaxpr: jex.ClosedJaxpr, pairs: dict[int, int]) -> Placement:
     Raises:
         ValueError: if its loops disagree on the stages or where they run.
     """
-    return _Placer(_expand_conditionals(jaxpr), pairs).placement()
-
-
-# ---- conditionals -------------------------------------------------------------------------------
-
-
-def _expand_conditionals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Turns a `cond` over values of several stages into selects, so that each stage has its own."""
-    while True:
-        stages = _array_stages(jaxpr)
-        spanning = [
-            e
-            for e in jaxpr.eqns
-            if e.primitive.name == "cond"
-            and not e.effects
-            and len(frozenset().union(*(stages.get(v, frozenset()) for v in _variables(e.invars))))
-            > 1
-        ]
-        if not spanning:
-            return jaxpr
-        eqns: list[Any] = []
-        for eqn in jaxpr.eqns:
-            eqns.extend(_as_selects(eqn) if eqn in spanning else [eqn])
-        jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, eqns)
-        jaxpr = _jaxprs.inline(jaxpr, lambda e: not _marks.is_stage_call(e))
-
-
-def _array_stages(jaxpr) -> dict[Any, Place]:
-    """The stages whose arrays a variable derives from; scalars count for none."""
-    stages: dict[Any, Place] = {}
-    for eqn in jaxpr.eqns:
-        if _loop.is_loop(eqn):
-            for var, place in _operand_places(eqn).items():
-                stages[var] = stages.get(var, frozenset()) | place
-    for eqn in jaxpr.eqns:
-        if _loop.is_loop(eqn):
-            stages.update(zip(eqn.outvars, _result_places(eqn), strict=True))
-            continue
-        union = frozenset().union(
-            *(stages.get(v, frozenset()) for v in _variables(eqn.invars) if v.aval.size > 1)
-        )
-        stages.update((v, union) for v in eqn.outvars)
-    return stages
-
-
-def _as_selects(eqn) -> list[Any]:
-    def select(index, *operands):
-        outcomes = [_jaxprs.run(branch, *operands) for branch in eqn.params["branches"]]
-        if len(outcomes) == 2:
-            index = index.astype(jnp.bool_)
-        return [jax.lax.select_n(index, *cases) for cases in zip(*outcomes, strict=True)]
-
-    traced = jax.make_jaxpr(select)(*(v.aval for v in eqn.invars))
-    traced, consts = _jaxprs.without_constants(traced)
-    known = [jex.Literal(c, v.aval) for c, v in zip(consts, traced.jaxpr.invars, strict=False)]
-    call = jax.make_jaxpr(lambda *xs: jax.jit(lambda *ys: _jaxprs.run(traced, *ys))(*xs))(
-        *(v.aval for v in traced.jaxpr.invars)
-    ).eqns[0]
-    return [call.replace(invars=[*known, *eqn.invars], outvars=list(eqn.outvars))]
-
-
-# ---- loops --------------------------------------------------------------------------------------
-
-
-def _operand_places(eqn) -> dict[Any, Place]:
-    """The stages that read each operand of a loop."""
-    tasks: _loop.LoopTasks = eqn.params["tasks"]
-    offset = {"const": 0, "carry": tasks.num_consts, "x": tasks.num_consts + tasks.num_carry}
-    places: dict[Any, Place] = {}
-    for body in tasks.bodies:
-        for ref in body.inputs:
-            if ref.source in offset:
-                var = eqn.invars[offset[ref.source] + ref.index]
-                if not _jaxprs.is_literal(var):
-                    places[var] = places.get(var, frozenset()) | {body.stage}
-    return places
-
-
-def _result_places(eqn) -> list[Place]:
-    """The stage that makes each result of a loop (none for a carry that passes through)."""
-    tasks: _loop.LoopTasks = eqn.params["tasks"]
-    made: list[Place] = [frozenset()] * len(eqn.outvars)
-    for body in tasks.bodies:
-        for ref in body.outputs:
-            if ref.source == "carry":
-                made[ref.index] = frozenset({body.stage})
-            elif ref.source == "y":
-                made[tasks.num_carry + ref.index] = frozenset({body.stage})
-    return made
-
-
-def table_of(eqn) -> Table:
-    """The table of a scheduled loop."""
-    return eqn.params["schedule"].table(eqn.params["tasks"].num_stages, eqn.params["length"])
-
-
-# ---- the placer ---------------------------------------------------------------------------------
-
-
-def _variables(atoms: Iterable[Any]):
-    return [a for a in atoms if not _jaxprs.is_literal(a)]
+    return _Placer(_conditionals.expand_conditionals(jaxpr), pairs).placement()
 
 
 def _size(var) -> int:
@@ -190,7 +90,7 @@ class _Placer:
         self.pairs = pairs
         self.maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.loops = [i for i, e in enumerate(self.eqns) if _loop.is_loop(e)]
-        self.tables = {i: table_of(self.eqns[i]) for i in self.loops}
+        self.tables = {i: _loop.table_of(self.eqns[i]) for i in self.loops}
         self.stage_ranks = self._stage_ranks()
         self.everywhere = frozenset(range(len(self.stage_ranks)))
         #: Where pinned variables live: arguments that loops read, and what has been placed.
@@ -227,7 +127,7 @@ class _Placer:
             if i in self.tables:
                 own = min(own, self.loops.index(i))
             phase[i] = own
-            for v in _variables(eqn.invars):
+            for v in _jaxprs.variables(eqn.invars):
                 needed[v] = min(needed.get(v, last), own)
         for n, i in enumerate(self.loops):  # a loop comes after every loop before it
             phase[i] = n
@@ -281,7 +181,7 @@ class _Placer:
         )
 
         def demand(var, place):
-            stack = _variables([var])
+            stack = _jaxprs.variables([var])
             while stack:
                 var = stack.pop()
                 known = self.demanded.get(var, frozenset())
@@ -294,12 +194,12 @@ class _Placer:
                     continue
                 else:
                     self.in_place.add(i)
-                    stack.extend(_variables(self.eqns[i].invars))
+                    stack.extend(_jaxprs.variables(self.eqns[i].invars))
                 self.demanded[var] = known | place
 
         for i, eqn in enumerate(self.eqns):
             if i in self.tables:
-                for var, place in _operand_places(eqn).items():
+                for var, place in _loop.operand_stages(eqn).items():
                     demand(var, place)
             elif (call := _marks.stage_of_call(eqn)) is not None:
                 for var in eqn.invars:
@@ -308,14 +208,14 @@ class _Placer:
     def _place(self, i: int) -> None:
         eqn = self.eqns[i]
         if i in self.tables:
-            self.pinned.update(zip(eqn.outvars, _result_places(eqn), strict=True))
+            self.pinned.update(zip(eqn.outvars, _loop.result_stages(eqn), strict=True))
             return
         if (call := _marks.stage_of_call(eqn)) is not None:
             self._pin(i, frozenset({call[0]}))
             return
         if i in self.in_place:
             return
-        candidates = [(v, p) for v in _variables(eqn.invars) if (p := self._home(v))]
+        candidates = [(v, p) for v in _jaxprs.variables(eqn.invars) if (p := self._home(v))]
         if not candidates:
             return
         largest = max(_size(v) for v, _ in candidates)
@@ -334,13 +234,13 @@ class _Placer:
 
         So that what is sent are the parts of a shared gradient, and not sums or updates of them.
         """
-        stack = _variables(eqn.invars)
+        stack = _jaxprs.variables(eqn.invars)
         while stack:
             var = stack.pop()
             i = self.maker.get(var)
             if i not in self.place_of or _size(var) == 1 or place <= self.place_of[i]:
                 continue
-            operands = _variables(self.eqns[i].invars)
+            operands = _jaxprs.variables(self.eqns[i].invars)
             if _marks.is_stage_call(self.eqns[i]) or any(_size(v) > _size(var) for v in operands):
                 continue
             self._pin(i, self.place_of[i] | place)
@@ -353,7 +253,12 @@ class _Placer:
     def _roots(self, var) -> list[Any]:
         """The arguments that an unplaced variable is computed from, largest first."""
         keep = _jaxprs.ancestors(self.eqns[: self.maker[var] + 1], [var])
-        read = (v for e, k in zip(self.eqns, keep, strict=False) if k for v in _variables(e.invars))
+        read = (
+            v
+            for e, k in zip(self.eqns, keep, strict=False)
+            if k
+            for v in _jaxprs.variables(e.invars)
+        )
         return sorted(
             (v for v in dict.fromkeys(read) if v not in self.maker), key=lambda v: -_size(v)
         )
@@ -383,10 +288,10 @@ class _Placer:
     def _collect_wanted(self) -> None:
         self.visited: set[tuple[Any, Place]] = set()
         for i, place in self.place_of.items():
-            for var in _variables(self.eqns[i].invars):
+            for var in _jaxprs.variables(self.eqns[i].invars):
                 self._want(var, place)
         for i in self.loops:
-            for var, place in _operand_places(self.eqns[i]).items():
+            for var, place in _loop.operand_stages(self.eqns[i]).items():
                 self._want(var, place)
 
     def _want(self, var, place: Place) -> None:
@@ -397,7 +302,7 @@ class _Placer:
                 continue
             self.visited.add((var, place))
             if var in self.maker:
-                stack.extend(_variables(self.eqns[self.maker[var]].invars))
+                stack.extend(_jaxprs.variables(self.eqns[self.maker[var]].invars))
             else:
                 self.wanted[var] = self.wanted.get(var, frozenset()) | place
 
@@ -430,7 +335,7 @@ class _Placer:
     def _placed_sources(self, i: int) -> set[int]:
         """The placed equations that an equation reads, through unplaced ones too."""
         found: set[int] = set()
-        stack = _variables(self.eqns[i].invars)
+        stack = _jaxprs.variables(self.eqns[i].invars)
         seen = set()
         while stack:
             var = stack.pop()
@@ -441,7 +346,7 @@ class _Placer:
             if j in self.place_of:
                 found.add(j)
             elif j not in self.tables:
-                stack.extend(_variables(self.eqns[j].invars))
+                stack.extend(_jaxprs.variables(self.eqns[j].invars))
         return found
 
     def _segment(self, place: Place, members: Sequence[int], label: str) -> Segment:
@@ -455,34 +360,34 @@ class _Placer:
         return Segment(place, _jaxprs.part(eqns, outputs), label)
 
     def _read_outside(self, members: set[int]) -> set[Any]:
-        read = set(_variables(self.outs))
+        read = set(_jaxprs.variables(self.outs))
         for i, e in enumerate(self.eqns):
             if i not in members:
-                read.update(_variables(e.invars))
+                read.update(_jaxprs.variables(e.invars))
         return read
 
     def _with_unplaced(self, members: Iterable[int]) -> set[int]:
         included = set(members)
-        stack = [v for i in included for v in _variables(self.eqns[i].invars)]
+        stack = [v for i in included for v in _jaxprs.variables(self.eqns[i].invars)]
         while stack:
             var = stack.pop()
             i = self.maker.get(var)
             if i is None or i in included or i in self.place_of or i in self.tables:
                 continue
             included.add(i)
-            stack.extend(_variables(self.eqns[i].invars))
+            stack.extend(_jaxprs.variables(self.eqns[i].invars))
         return included
 
     def _loop(self, i: int) -> list[Segment | Loop]:
         """A loop, after the segments that make its operands where it reads them."""
         eqn = self.eqns[i]
         tasks: _loop.LoopTasks = eqn.params["tasks"]
-        places = _operand_places(eqn)
+        places = _loop.operand_stages(eqn)
         nc, nk = tasks.num_consts, tasks.num_carry
         segments: list[Segment | Loop] = []
         # Operands that nothing has placed are computed where they are read, by one segment a place.
         by_place: dict[Place, list[Any]] = {}
-        for var in dict.fromkeys(_variables([*eqn.invars[:nc], *eqn.invars[nc + nk :]])):
+        for var in dict.fromkeys(_jaxprs.variables([*eqn.invars[:nc], *eqn.invars[nc + nk :]])):
             if var in places and var in self.maker and var not in self.pinned:
                 by_place.setdefault(places[var], []).append(var)
         for place, variables in by_place.items():
@@ -567,7 +472,7 @@ def _drop_untouched_carries(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         eqns.append(eqn)
         if _loop.is_loop(eqn):
             first = eqn.params["tasks"].num_consts
-            made = _result_places(eqn)[: eqn.params["tasks"].num_carry]
+            made = _loop.result_stages(eqn)[: eqn.params["tasks"].num_carry]
             known.of.update(
                 (out, eqn.invars[first + j])
                 for j, (out, place) in enumerate(zip(eqn.outvars, made, strict=False))
@@ -579,7 +484,7 @@ def _drop_untouched_carries(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 def _reduces_to_scalar(eqn) -> bool:
     return all(_size(v) == 1 for v in eqn.outvars) and any(
-        _size(v) > 1 for v in _variables(eqn.invars)
+        _size(v) > 1 for v in _jaxprs.variables(eqn.invars)
     )
 
 
