@@ -37,8 +37,8 @@ class Segment:
 class Loop:
     """A scheduled loop, with the variables of its operands and results.
 
-    `starts` are the first accumulators of each stage: a segment makes them anew every step, since
-    the loop consumes them.
+    `carries` and `ys` are the first accumulators, and buffers for the results: segments before the
+    loop make them anew every step, since the loop consumes them.
     """
 
     eqn: Any
