@@ -32,19 +32,23 @@ def compile_all(bundle: Bundle, devices: Sequence[Any]) -> list[dict[int, Any]]:
             found = targets.setdefault(n, [])
             if device not in found:
                 found.append(device)
-    lowered = {n: _lower(bundle.computations[n], d[0]) for n, d in targets.items()}
 
-    def build(n: int) -> dict[Any, Any]:
+    def build(n: int, lowered: Any) -> dict[Any, Any]:
         first, *others = targets[n]
-        compiled = lowered[n].compile()
+        compiled = lowered.compile()
         executables = {first: compiled}
         for device in others:
             loaded = _compat.load_on_device(compiled, device)
             executables[device] = loaded or _lower(bundle.computations[n], device).compile()
         return executables
 
+    # The largest first, each compiled while the next is lowered.
+    by_size = sorted(targets, key=lambda n: -len(bundle.computations[n].jaxpr.eqns))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = dict(zip(targets, pool.map(build, targets), strict=True))
+        futures = {
+            n: pool.submit(build, n, _lower(bundle.computations[n], targets[n][0])) for n in by_size
+        }
+    built = {n: future.result() for n, future in futures.items()}
     return [
         {n: built[n][device] for n in numbers}
         for numbers, device in zip(used, devices, strict=True)
