@@ -4,6 +4,7 @@ import abc
 import dataclasses
 from collections.abc import Iterable
 
+from jaxpp.schedules import _placements
 from jaxpp.schedules._table import Table, Task
 
 
@@ -12,7 +13,8 @@ class Schedule(abc.ABC):
     """A rule that orders the tasks of a pipeline: a value, compared and hashed by its knobs.
 
     A new schedule is a frozen dataclass with one method, `orders`. Where a rank runs several
-    stages, it has the field `stages_per_rank` too.
+    stages, it has the field `stages_per_rank` too, and where stage `s` is not on rank `s % p`, the
+    method `placement`. Where not all sizes are possible, `broken_rule` says so.
 
     >>> import dataclasses
     >>> from jaxpp.schedules import Kind
@@ -49,6 +51,29 @@ class Schedule(abc.ABC):
           `num_ranks * stages_per_rank`.
         """
 
+    def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+        """Gives the rank of each stage, for each direction in which microbatches go.
+
+        By default there is one direction, and stage `s` is on rank `s % num_ranks`.
+
+        >>> from jaxpp.schedules import Interleaved1F1B
+        >>> Interleaved1F1B(stages_per_rank=2).placement(4)
+        ((0, 1, 2, 3, 0, 1, 2, 3),)
+        """
+        return (_placements.loop(num_ranks, self.stages_per_rank),)
+
+    def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
+        """Gives the stages that each stage reads from; by default the one before it."""
+        return None
+
+    def overlaps(self, num_ranks: int, num_microbatches: int) -> Iterable[Task]:
+        """Gives the tasks that run together with the one after them; by default none."""
+        return ()
+
+    def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
+        """Says which rule a size breaks, as `"num_microbatches to be even"`; by default none."""
+        return None
+
     def num_ranks(self, num_stages: int) -> int:
         """Says how many ranks this schedule puts a number of stages on.
 
@@ -72,8 +97,8 @@ class Schedule(abc.ABC):
             below, above = num_stages - remainder, num_stages - remainder + self.stages_per_rank
             near = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
-                f"{self} needs num_stages divisible by stages_per_rank, got {num_stages} stages; "
-                f"use {near} stages, or another stages_per_rank."
+                f"{self} needs num_stages divisible by its {self.stages_per_rank} stages_per_rank, "
+                f"got {num_stages} stages; use {near} stages, or another schedule."
             )
         return ranks
 
@@ -100,8 +125,39 @@ class Schedule(abc.ABC):
                 f"{self} needs num_microbatches to be an integer of at least 1, got "
                 f"{num_microbatches!r}; use 1 to run the batch whole."
             )
+        if rule := self.broken_rule(num_ranks, num_microbatches):
+            raise ValueError(
+                f"{self} needs {rule}, got {num_ranks} ranks and {num_microbatches} microbatches; "
+                f"use {self._nearest_valid(num_ranks, num_microbatches)}."
+            )
         orders = self.orders(num_ranks, num_microbatches)
-        return Table(tuple(tuple(order) for order in orders), num_stages, num_microbatches)
+        return Table(
+            tuple(tuple(order) for order in orders),
+            num_stages,
+            num_microbatches,
+            self.placement(num_ranks),
+            self.stage_inputs(num_ranks),
+            frozenset(self.overlaps(num_ranks, num_microbatches)),
+        )
+
+    def _nearest_valid(self, num_ranks: int, num_microbatches: int) -> str:
+        """Names the valid sizes next to one that is not: fewer or more of one thing."""
+
+        def near(number: int, valid) -> list[int]:
+            below = next((n for n in range(number - 1, 0, -1) if valid(n)), None)
+            above = next((n for n in range(number + 1, 4 * number + 65) if valid(n)), None)
+            return [n for n in (below, above) if n is not None]
+
+        found = near(num_microbatches, lambda m: not self.broken_rule(num_ranks, m))
+        if found:
+            return f"{' or '.join(map(str, found))} microbatches"
+        found = near(
+            num_ranks,
+            lambda p: any(not self.broken_rule(p, num_microbatches + n) for n in range(4 * p)),
+        )
+        ranks = " or ".join(map(str, found))
+        stages = " or ".join(str(p * self.stages_per_rank) for p in found)
+        return f"{ranks} ranks ({stages} stages)" if found else "another schedule"
 
 
 def _positive(value: object) -> bool:

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection
 
-from jaxpp.schedules._execute import Block, Dependencies, execute, stage_dependencies
+from jaxpp.schedules._costs import Memory
+from jaxpp.schedules._execute import Block, Dependencies, number, run
 from jaxpp.schedules._table import Kind, Table, Task
 
 
@@ -77,6 +78,12 @@ def execution_order(
 
 def _check_each_task(table: Table, allowed: frozenset[Kind]) -> dict[int, int]:
     """Checks tasks one by one, and returns the rank of each stage."""
+    for ranks in table.placement:
+        if len(ranks) != table.num_stages or not all(0 <= r < table.num_ranks for r in ranks):
+            raise ScheduleError(
+                f"the table's placement {ranks} is not one of {table.num_ranks} ranks for each of "
+                f"its {table.num_stages} stages; correct it, or leave it out."
+            )
     seen: dict[Task, int] = {}
     owners: dict[int, int] = {}
     first: dict[int, Task] = {}
@@ -105,7 +112,23 @@ def _check_each_task(table: Table, allowed: frozenset[Kind]) -> dict[int, int]:
                     f"{where} is repeated: each task runs once; drop it from the rank's order "
                     f"everywhere but the first time."
                 )
-            if owners.setdefault(task.stage, rank) != rank:
+            if table.placement:
+                homes = [ranks[task.stage] for ranks in table.placement]
+                if rank not in homes:
+                    raise ScheduleError(
+                        f"{where} is on the wrong rank: the table's placement puts stage "
+                        f"{task.stage} on rank {' or '.join(map(str, dict.fromkeys(homes)))}; move "
+                        f"the task there, or correct the placement."
+                    )
+                home = homes[table.direction_of[task.microbatch]]
+                if rank != home:
+                    raise ScheduleError(
+                        f"{where} is on the wrong rank: microbatch {task.microbatch} goes in "
+                        f"direction {table.direction_of[task.microbatch]}, which has stage "
+                        f"{task.stage} on rank {home}; keep a microbatch in one direction."
+                    )
+                owners[task.stage] = rank
+            elif owners.setdefault(task.stage, rank) != rank:
                 raise ScheduleError(
                     f"{where} is on another rank than {first[task.stage].describe()}, which is on "
                     f"rank {owners[task.stage]}: all tasks of a stage run on one rank, which holds "
@@ -157,14 +180,13 @@ def _check_rank_orders(table: Table) -> None:
 
 
 def _ordered(table: Table, dependencies: Dependencies | None) -> tuple[tuple[int, Task], ...]:
-    dependencies = dependencies or stage_dependencies(table)
-    spans, blocks = execute(
-        table, lambda task: 2.0 if task.kind is Kind.B else 1.0, lambda task: 0.0, dependencies
-    )
-    if blocks:
-        raise explain_blocks(table, blocks)
+    numbered = number(table, dependencies)
+    result = run(numbered, [2.0 if task.kind is Kind.B else 1.0 for task in numbered.tasks])
+    if result.blocks:
+        raise explain_blocks(table, result.blocks)
     # Every cost is positive, so what a task depends on starts before it.
-    return tuple((s.rank, s.task) for s in sorted(spans, key=lambda s: (s.start, s.rank)))
+    order = sorted(range(len(numbered.tasks)), key=lambda n: (result.starts[n], n))
+    return tuple((numbered.rank_of[n], numbered.tasks[n]) for n in order)
 
 
 def explain_blocks(table: Table, blocks: list[Block]) -> ScheduleError:

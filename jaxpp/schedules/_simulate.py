@@ -1,98 +1,252 @@
 """Gives a table a clock."""
 
-import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxpp.schedules._check import explain_blocks
-from jaxpp.schedules._execute import Dependencies, Span, execute, stage_dependencies
-from jaxpp.schedules._table import Kind, Table, Task
+from jaxpp.schedules._costs import Costs, Memory
+from jaxpp.schedules._execute import Dependencies, number, run
+from jaxpp.schedules._table import Table, Task
 
-Cost = float | Callable[[Task], float]
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One task on its rank, from `start` to `end`, in the units of the cost model.
+
+    >>> from jaxpp.schedules import OneFOneB
+    >>> simulate(OneFOneB().table(num_stages=1, num_microbatches=1)).spans[0]
+    Span(rank=0, task=Task(kind=<Kind.F: 'F'>, stage=0, microbatch=0), start=0.0, end=1.0)
+    """
+
+    rank: int
+    task: Task
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
 class Timeline:
     """When each task of a table runs, in the units of the cost model.
 
+    Made by `simulate`, or of times that were measured: for each rank, a start and an end for each
+    task in its order. `gates` has, for each task, the rank and index of the one that it waited for
+    last, or None.
+
     >>> from jaxpp.schedules import GPipe
     >>> timeline = simulate(GPipe().table(num_stages=4, num_microbatches=8))
-    >>> timeline.makespan, round(timeline.bubble_fraction, 3)
-    (33.0, 0.273)
+    >>> timeline.makespan, timeline.longest_span, round(timeline.bubble_fraction, 3)
+    (33.0, 33.0, 0.273)
     """
 
-    spans: tuple[Span, ...]
-    num_ranks: int
+    table: Table
+    starts: tuple[Sequence[float], ...]
+    ends: tuple[Sequence[float], ...]
+    gates: tuple[Sequence[tuple[int, int] | None], ...] = ()
+    memory: Memory = Memory()
 
     @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return self.table.num_ranks
+
+    @functools.cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The span of each task, by start, then by rank."""
+        spans = [
+            Span(rank, task, start, end)
+            for rank, (tasks, starts, ends) in enumerate(
+                zip(self.table.ranks, self.starts, self.ends, strict=True)
+            )
+            for task, start, end in zip(tasks, starts, ends, strict=True)
+        ]
+        return tuple(sorted(spans, key=lambda span: (span.start, span.rank)))
+
+    @functools.cached_property
     def makespan(self) -> float:
         """The time from the first start, at 0, to the last end."""
-        return max((span.end for span in self.spans), default=0.0)
+        return max((end for ends in self.ends for end in ends), default=0.0)
+
+    @functools.cached_property
+    def longest_span(self) -> float:
+        """The longest time of a rank from its first start to its last end.
+
+        It is what a step takes where the next one may start on a rank before this one has ended on
+        another. With a barrier between steps it is the makespan.
+        """
+        return max(
+            (max(ends) - min(starts) for starts, ends in zip(self.starts, self.ends, strict=True)
+             if len(ends)),
+            default=0.0,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def busy(self) -> tuple[float, ...]:
+        """For each rank, the time in which it runs a task; two that overlap count once."""
+        return tuple(
+            _covered(starts, ends) for starts, ends in zip(self.starts, self.ends, strict=True)
+        )
+
+    @property
+    def utilisation(self) -> tuple[float, ...]:
+        """For each rank, the share of the makespan in which it runs a task."""
+        return tuple(busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
     def bubble_fraction(self) -> float:
         """The share of the ranks' time, from 0 to the makespan, in which they do nothing."""
-        if not self.makespan:
-            return 0.0
-        busy = sum(span.end - span.start for span in self.spans)
-        return 1 - busy / (self.num_ranks * self.makespan)
+        return self._idle(self.makespan)
+
+    @property
+    def span_bubble_fraction(self) -> float:
+        """The same with the longest span in the place of the makespan.
+
+        The bubble rate of Qi et al., arXiv 2401.10241, section 5.3.
+        """
+        return self._idle(self.longest_span)
+
+    def _idle(self, time: float) -> float:
+        return 1 - sum(self.busy) / (self.num_ranks * time) if time else 0.0
+
+    @functools.cached_property
+    def peak_memory(self) -> tuple[float, ...]:
+        """For each rank, the most it holds at once, in the units of the memory model."""
+        return self.memory.peaks(self.table)
+
+    def memory_over_time(self, rank: int) -> list[tuple[float, float]]:
+        """Gives what a rank holds from each moment on: (time, held) where it changes."""
+        changes: dict[float, list[float]] = {}
+        dropped = self.table.forward_only
+        for task, start, end in zip(
+            self.table.ranks[rank], self.starts[rank], self.ends[rank], strict=True
+        ):
+            change = self.memory.of(task)
+            changes.setdefault(start if change > 0 else end, []).append(change)
+            if dropped:
+                changes.setdefault(end, []).append(-change)
+        held, steps = 0.0, []
+        for time, here in sorted(changes.items()):
+            held += sum(here)
+            steps.append((time, held))
+        return steps
+
+    @functools.cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The tasks that the last one to end has waited for, one after the other, the first first.
+
+        Raises:
+          ValueError: the timeline was measured, so that nobody knows what its tasks waited for.
+        """
+        if not self.gates:
+            raise ValueError("a measured timeline has no critical path; simulate one instead.")
+        ends = [(end, r, n) for r, own in enumerate(self.ends) for n, end in enumerate(own)]
+        path: list[Span] = []
+        at: tuple[int, int] | None = max(ends)[1:] if ends else None
+        while at is not None:
+            r, n = at
+            path.append(Span(r, self.table.ranks[r][n], self.starts[r][n], self.ends[r][n]))
+            at = self.gates[r][n]
+        return tuple(reversed(path))
+
+
+def _covered(starts: Sequence[float], ends: Sequence[float]) -> float:
+    """The time that intervals, sorted by end, cover."""
+    total, until = 0.0, 0.0
+    for start, end in sorted(zip(starts, ends, strict=True)):
+        if end > until:
+            total += end - max(start, until)
+            until = end
+    return total
 
 
 def simulate(
     table: Table,
+    costs: Costs | None = None,
     *,
-    forward: Cost = 1.0,
-    backward: Cost | None = None,
-    input_grad: Cost = 1.0,
-    weight_grad: Cost = 1.0,
-    communication: Cost = 0.0,
+    memory: Memory | None = None,
+    overlap: Literal["atomic", "free", "none"] = "atomic",
     dependencies: Dependencies | None = None,
 ) -> Timeline:
     """Runs a table under a cost model: each task as early as its rank and its inputs allow.
 
-    A cost is a number, or a function of the task. It is that of one task: where a rank has `v`
-    stages, 1/v of what the rank computes for a microbatch.
+    Ranks do not wait for what they send.
 
     Args:
       table: the table.
-      forward: the time of an `F`.
-      backward: the time of a `B`; by default twice that of the `F`.
-      input_grad: the time of an `I`.
-      weight_grad: the time of a `W`.
-      communication: the time for what a task makes to reach another rank; ranks do not wait for it.
-      dependencies: the tasks that a task must come after; by default those of a chain of stages.
+      costs: the time of tasks and transfers; by default 1 for an `F`, `I` or `W`, 2 for a `B`.
+      memory: what tasks hold; by default activations.
+      overlap: what the table's pairs of overlapping tasks do. `"atomic"`: the two start together,
+        once the inputs of both are there, and end together, after the costs' `overlapped` time.
+        `"free"`: each starts as its own inputs are there, and they end together, that time after
+        the first start or when the later of them is done. `"none"`: one runs after the other.
+      dependencies: for each kind and stage what it must come after; by default as the table's
+        stages are connected.
 
     Returns:
-      The timeline, its spans by start, then by rank.
+      The timeline.
 
     Raises:
       ScheduleError: the table deadlocks.
+      ValueError: a cost is negative or not finite.
 
     >>> from jaxpp.schedules import ZeroBubbleH1
-    >>> simulate(ZeroBubbleH1().table(num_stages=4, num_microbatches=8)).makespan
-    27.0
+    >>> table = ZeroBubbleH1().table(num_stages=4, num_microbatches=8)
+    >>> simulate(table).makespan, simulate(table, Costs(latency=0.5)).makespan
+    (27.0, 32.5)
     """
-    costs: dict[Kind, Cost] = {
-        Kind.F: forward,
-        Kind.B: _twice(forward) if backward is None else backward,
-        Kind.I: input_grad,
-        Kind.W: weight_grad,
-    }
-    spans, blocks = execute(
-        table,
-        lambda task: _evaluate(costs[task.kind], task),
-        lambda task: _evaluate(communication, task),
-        dependencies or stage_dependencies(table),
+    costs, memory = costs or Costs(), memory or Memory()
+    if overlap not in ("atomic", "free", "none"):
+        raise ValueError(f"overlap is 'atomic', 'free' or 'none', got {overlap!r}.")
+    numbered = number(table, dependencies, join=overlap != "none")
+    tasks, rank_of = numbered.tasks, numbered.rank_of
+    both = costs.overlapped
+    result = run(
+        numbered,
+        _times(costs, table, tasks),
+        None if costs.moves_for_free else _delays(costs, tasks, rank_of),
+        None if both is None else lambda a, b: float(both(tasks[a], tasks[b])),
+        wait_for_both=overlap == "atomic",
     )
-    if blocks:
-        raise explain_blocks(table, blocks)
-    spans.sort(key=lambda span: (span.start, span.rank))
-    return Timeline(tuple(spans), table.num_ranks)
+    if result.blocks:
+        raise explain_blocks(table, result.blocks)
+    firsts = [0]
+    for order in table.ranks:
+        firsts.append(firsts[-1] + len(order))
+    where = [(rank_of[n], n - firsts[rank_of[n]]) for n in range(len(tasks))]
+    cut = [slice(a, b) for a, b in zip(firsts, firsts[1:], strict=False)]
+    gates = [None if gate < 0 else where[gate] for gate in result.gates]
+    return Timeline(
+        table,
+        tuple(tuple(result.starts[own]) for own in cut),
+        tuple(tuple(result.ends[own]) for own in cut),
+        tuple(tuple(gates[own]) for own in cut),
+        memory,
+    )
 
 
-def _evaluate(cost: Cost, task: Task) -> float:
-    return float(cost(task) if callable(cost) else cost)
+def _times(costs: Costs, table: Table, tasks: Sequence[Task]) -> list[float]:
+    """The time of each task; what is the same for all microbatches is evaluated once."""
+    given = (costs.forward, costs.input_grad, costs.weight_grad, costs.backward)
+    if any(callable(cost) for cost in given):
+        return [costs.of(task) for task in tasks]
+    known = {}
+    for task in tasks:
+        key = (task.kind, task.stage)
+        if key not in known:
+            known[key] = costs.of(task)
+    return [known[task.kind, task.stage] for task in tasks]
 
 
-def _twice(forward: Cost) -> Cost:
-    return lambda task: 2 * _evaluate(forward, dataclasses.replace(task, kind=Kind.F))
+def _delays(costs: Costs, tasks: Sequence[Task], rank_of: Sequence[int]):
+    if not callable(costs.edge_bytes):
+        by_stage: dict[tuple[int, int, int], float] = {}
+
+        def delay(n: int, target: int) -> float:
+            key = (tasks[n].stage, rank_of[n], target)
+            if key not in by_stage:
+                by_stage[key] = costs.transfer(tasks[n], rank_of[n], target)
+            return by_stage[key]
+
+        return delay
+    return lambda n, target: costs.transfer(tasks[n], rank_of[n], target)

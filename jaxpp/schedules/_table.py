@@ -51,6 +51,18 @@ class Table:
 
     A table has no clock: `simulate` gives it one. Nor is it checked when made: `check` does that.
 
+    Args:
+      ranks: for each rank, its tasks in order.
+      num_stages: the number of stages.
+      num_microbatches: the number of microbatches.
+      placement: for each direction in which microbatches go through the ranks, the rank of each
+        stage. By default there is one direction, read off the tasks. With two, as in DualPipe, a
+        stage is on two ranks, each with a copy of its parameters, and each microbatch takes one
+        direction.
+      stage_inputs: for each stage, the stages whose results it reads; by default the one before.
+      overlaps: tasks that run together with the one after them on their rank, as far as the
+        hardware can. `simulate` says what that means for time; the order is theirs without it.
+
     >>> from jaxpp.schedules import OneFOneB
     >>> for tasks in OneFOneB().table(num_stages=2, num_microbatches=2).ranks:
     ...     print(*tasks)
@@ -61,6 +73,9 @@ class Table:
     ranks: tuple[tuple[Task, ...], ...]
     num_stages: int
     num_microbatches: int
+    placement: tuple[tuple[int, ...], ...] = ()
+    stage_inputs: tuple[tuple[int, ...], ...] | None = None
+    overlaps: frozenset[Task] = frozenset()
 
     @property
     def num_ranks(self) -> int:
@@ -73,23 +88,42 @@ class Table:
         return frozenset(task for tasks in self.ranks for task in tasks)
 
     @functools.cached_property
-    def stage_ranks(self) -> tuple[int, ...]:
-        """The rank of each stage, read off the tasks.
+    def directions(self) -> tuple[tuple[int, ...], ...]:
+        """For each direction, the rank of each stage: `placement`, or one read off the tasks.
 
         Raises:
           ValueError: a stage has no task, so no rank.
 
         >>> from jaxpp.schedules import GPipe
-        >>> GPipe(stages_per_rank=2).table(num_stages=6, num_microbatches=1).stage_ranks
-        (0, 1, 2, 0, 1, 2)
+        >>> GPipe(stages_per_rank=2).table(num_stages=6, num_microbatches=1).directions
+        ((0, 1, 2, 0, 1, 2),)
         """
+        if self.placement:
+            return self.placement
         owners = {task.stage: rank for rank, tasks in enumerate(self.ranks) for task in tasks}
         if absent := [stage for stage in range(self.num_stages) if stage not in owners]:
             raise ValueError(
                 f"the table has {self.num_stages} stages, but no rank has a task of stage "
                 f"{absent[0]}; give that stage its tasks, or lower num_stages."
             )
-        return tuple(owners[stage] for stage in range(self.num_stages))
+        return (tuple(owners[stage] for stage in range(self.num_stages)),)
+
+    @functools.cached_property
+    def direction_of(self) -> tuple[int, ...]:
+        """For each microbatch, the number of the direction that it takes.
+
+        >>> from jaxpp.schedules import GPipe
+        >>> GPipe().table(num_stages=2, num_microbatches=3).direction_of
+        (0, 0, 0)
+        """
+        taken = [0] * self.num_microbatches
+        if len(self.directions) > 1:
+            for rank, tasks in enumerate(self.ranks):
+                for task in tasks:
+                    on = [d for d, ranks in enumerate(self.directions) if ranks[task.stage] == rank]
+                    if len(on) == 1:
+                        taken[task.microbatch] = on[0]
+        return tuple(taken)
 
     @functools.cached_property
     def splits_backward(self) -> bool:

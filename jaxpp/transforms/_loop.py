@@ -4,7 +4,7 @@ On one device it runs as the scan it came from; `place` runs it as the schedule'
 """
 
 import dataclasses
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.extend.core as jex
 from jax.interpreters import ad, batching, mlir
 
 from jaxpp import _jaxprs
-from jaxpp.schedules import Kind, Table, Task
+from jaxpp.schedules import Dependencies, Kind, Table, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,22 +67,24 @@ class LoopTasks:
         """What a task computes, or None where it has nothing to do (a stage without gradients)."""
         return self._by_kind.get((task.kind, task.stage))
 
-    @property
-    def _by_kind(self):
+    @functools.cached_property
+    def _by_kind(self) -> dict[tuple[Kind, int], TaskBody]:
         return {(b.kind, b.stage): b for b in self.bodies}
 
-    def makers(self) -> dict[int, TaskBody]:
-        """The task that makes each value."""
-        return {r.index: b for b in self.bodies for r in b.outputs if r.source == "value"}
-
-    def dependencies(self, task: Task) -> Iterator[Task]:
-        """The tasks of the same microbatch whose values a task reads."""
-        body, makers = self.body(task), self.makers()
-        if body is not None:
-            for ref in body.inputs:
-                if ref.source == "value":
-                    maker = makers[ref.index]
-                    yield Task(maker.kind, maker.stage, task.microbatch)
+    @functools.cached_property
+    def dependencies(self) -> Dependencies:
+        """For each kind and stage, the tasks of the same microbatch whose values it reads."""
+        makers = {r.index: b for b in self.bodies for r in b.outputs if r.source == "value"}
+        return {
+            (body.kind, body.stage): tuple(
+                dict.fromkeys(
+                    (makers[r.index].kind, makers[r.index].stage)
+                    for r in body.inputs
+                    if r.source == "value"
+                )
+            )
+            for body in self.bodies
+        }
 
 
 def run_as_scan(

@@ -104,7 +104,7 @@ class _Placer:
         self.phase = self._phases()
 
     def _stage_ranks(self) -> tuple[int, ...]:
-        maps = {self.tables[i].stage_ranks for i in self.loops}
+        maps = {self.tables[i].directions[0] for i in self.loops}
         if len(maps) > 1:
             raise ValueError(
                 f"place: the loops of one step put their stages on different ranks: "

@@ -186,9 +186,7 @@ def test_kinds_that_are_wanted_must_be_there():
 
 
 def test_a_dependency_that_no_rank_runs_is_named():
-    def needs(task: Task) -> list[Task]:
-        return [Task(Kind.W, 1, 0)] if task.kind is Kind.B else []
-
+    needs = {(Kind.B, 0): [(Kind.W, 1)]}
     message = r"B\[stage 0, .*\] of rank 0 depends on W\[stage 1, .*\], which no rank runs"
     with pytest.raises(ScheduleError, match=message):
         check(SOUND, dependencies=needs)

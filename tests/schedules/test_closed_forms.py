@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp.schedules import (
+    Costs,
     Eager1F1B,
     ForwardOnly,
     GPipe,
@@ -25,14 +26,8 @@ def bubble(schedule: Schedule, p: int, m: int, forward=1, input_grad=1, weight_g
     """The makespan less the work of one rank, for costs of a rank's share of a microbatch."""
     v = schedule.stages_per_rank
     table = schedule.table(p * v, m)
-    timeline = simulate(
-        table,
-        forward=forward / v,
-        backward=(input_grad + weight_grad) / v,
-        input_grad=input_grad / v,
-        weight_grad=weight_grad / v,
-        communication=send,
-    )
+    costs = Costs(forward, input_grad, weight_grad, latency=send)
+    timeline = simulate(table, costs.divided(v))
     work = forward if table.forward_only else forward + input_grad + weight_grad
     return timeline.makespan - m * work
 
@@ -68,7 +63,7 @@ def fill_and_drain(p: int, m: int, v: int) -> float:
 def test_reference_makespans(schedule, p, m, makespan, fraction, peak):
     v = schedule.stages_per_rank
     table = schedule.table(p * v, m)
-    timeline = simulate(table, forward=1 / v, input_grad=1 / v, weight_grad=1 / v)
+    timeline = simulate(table, Costs().divided(v))
     assert timeline.makespan == makespan
     assert timeline.bubble_fraction == pytest.approx(fraction, abs=5e-4)
     assert max(table.peak_in_flight()) / v == peak

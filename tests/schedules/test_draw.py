@@ -6,6 +6,7 @@ import pytest
 from jaxpp.schedules import (
     Interleaved1F1B,
     OneFOneB,
+    Table,
     Timeline,
     ZeroBubbleH1,
     plot,
@@ -43,7 +44,10 @@ def test_plot_writes_a_picture_with_colours(tmp_path, p, m):
     assert three[..., :3].std() > 0.1
 
 
-@pytest.mark.parametrize("nothing", [{}, Timeline((), 2), {"a": Timeline((), 2)}])
+EMPTY = Timeline(Table(((), ()), 0, 0), ((), ()), ((), ()))
+
+
+@pytest.mark.parametrize("nothing", [{}, EMPTY, {"a": EMPTY}])
 def test_plot_refuses_to_draw_nothing(tmp_path, nothing):
     with pytest.raises(ValueError, match="plot needs timelines that have tasks"):
         plot(nothing, tmp_path / "nothing.png")

@@ -652,7 +652,7 @@ class Tied(eqx.Module):
 @pytest.mark.parametrize("matrix_in, vector_in", [((0, 2), (1, 3)), ((0, 1, 3), (0, 3))])
 def test_tied_parameters(matrix_in, vector_in, piped, ranks):
     optimizer, model = CLIP_ADAMW, Tied(matrix_in, vector_in)
-    stage_ranks = piped.schedule.table(4, MICROBATCHES).stage_ranks
+    (stage_ranks,) = piped.schedule.table(4, MICROBATCHES).directions
     step, _ = check(with_optimizer(optimizer), start(optimizer, model), ranks=ranks, piped=piped)
     # The part of each stage goes to each other rank that holds a copy.
     holders = [

@@ -64,8 +64,8 @@ def test_each_stage_has_a_task_of_each_kind(schedule, kinds):
 def test_a_task_depends_on_its_neighbours(schedule):
     tasks = tasks_of(jaxpp.schedule(GRAD, schedule), WS, X)
     back = Kind.I if schedule == ZeroBubbleH1() else Kind.B
-    assert set(tasks.dependencies(Task(Kind.F, 1, 0))) == {Task(Kind.F, 0, 0)}
-    assert set(tasks.dependencies(Task(back, 1, 0))) >= {Task(Kind.F, 1, 0), Task(back, 2, 0)}
+    assert set(tasks.dependencies[Kind.F, 1]) == {(Kind.F, 0)}
+    assert set(tasks.dependencies[back, 1]) >= {(Kind.F, 1), (back, 2)}
 
 
 def test_a_scheduled_function_can_be_differentiated_and_vmapped():

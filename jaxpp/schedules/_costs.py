@@ -1,0 +1,210 @@
+"""What tasks cost: time, transfers and memory, each a value that a table is judged by."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxpp.schedules._table import Kind, Table, Task
+
+#: A number for all tasks of a kind, one for each stage, or a function of the task.
+Cost = float | Sequence[float] | Callable[[Task], float]
+#: A number for all pairs of ranks, or a function of the rank that sends and the one that receives.
+Link = float | Callable[[int, int], float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The time of each task and of each transfer, in any one unit.
+
+    A cost is a number, one number for each stage, or a function of the task. It is that of one
+    task: where a rank has `v` stages, 1/v of what the rank computes for a microbatch, as
+    `divided(v)` gives it.
+
+    Args:
+      forward: the time of an `F`.
+      input_grad: the time of an `I`.
+      weight_grad: the time of a `W`.
+      backward: the time of a `B`; by default that of its two halves.
+      overlapped: the time of two tasks that run together; by default the sum of theirs.
+      latency: the time that a transfer takes whatever its size.
+      bandwidth: the bytes that a link moves in one unit of time.
+      edge_bytes: the bytes that a task sends to each rank that reads its result.
+
+    >>> from jaxpp.schedules import Kind, Task
+    >>> costs = Costs(forward=2.0, input_grad=(3.0, 4.0))
+    >>> costs.of(Task(Kind.F, stage=1, microbatch=0)), costs.of(Task(Kind.B, 1, 0))
+    (2.0, 5.0)
+    >>> Costs(latency=0.5, bandwidth=100.0, edge_bytes=200.0).transfer(Task(Kind.F, 0, 0), 0, 1)
+    2.5
+    """
+
+    forward: Cost = 1.0
+    input_grad: Cost = 1.0
+    weight_grad: Cost = 1.0
+    backward: Cost | None = None
+    overlapped: Callable[[Task, Task], float] | None = None
+    latency: Link = 0.0
+    bandwidth: Link = math.inf
+    edge_bytes: Cost = 0.0
+
+    @staticmethod
+    def measured(times: Mapping[tuple[Kind, int], float], **links: Link | Cost) -> "Costs":
+        """Makes costs from the time of each kind of task of each stage.
+
+        Args:
+          times: for each kind and stage, seconds, or any unit; a kind that is missing costs 0.
+          **links: `latency`, `bandwidth` and `edge_bytes`, where transfers count.
+
+        >>> from jaxpp.schedules import Kind, Task
+        >>> Costs.measured({(Kind.F, 0): 2.0, (Kind.B, 0): 5.0}).of(Task(Kind.B, 0, 7))
+        5.0
+        """
+        num_stages = 1 + max((stage for _, stage in times), default=-1)
+        each = {
+            kind: tuple(float(times.get((kind, stage), 0.0)) for stage in range(num_stages))
+            for kind in Kind
+        }
+        whole = each[Kind.B] if any(kind is Kind.B for kind, _ in times) else None
+        return Costs(each[Kind.F], each[Kind.I], each[Kind.W], whole, **links)  # pyright: ignore
+
+    def of(self, task: Task) -> float:
+        """Gives the time of a task.
+
+        Raises:
+          ValueError: the cost is negative, not finite, or has no number for the task's stage.
+        """
+        match task.kind:
+            case Kind.F:
+                return _evaluate(self.forward, task, "forward")
+            case Kind.I:
+                return _evaluate(self.input_grad, task, "input_grad")
+            case Kind.W:
+                return _evaluate(self.weight_grad, task, "weight_grad")
+        if self.backward is not None:
+            return _evaluate(self.backward, task, "backward")
+        halves = (dataclasses.replace(task, kind=kind) for kind in (Kind.I, Kind.W))
+        return sum(self.of(half) for half in halves)
+
+    def transfer(self, task: Task, source: int, target: int) -> float:
+        """Gives the time for what a task makes to reach another rank."""
+        latency, bandwidth = (
+            float(link(source, target)) if callable(link) else link
+            for link in (self.latency, self.bandwidth)
+        )
+        if not (0 <= latency < math.inf and bandwidth > 0):
+            raise ValueError(
+                f"a link needs a latency of at least 0 and a bandwidth above 0, got {latency} and "
+                f"{bandwidth} from rank {source} to rank {target}; correct Costs."
+            )
+        return latency + _evaluate(self.edge_bytes, task, "edge_bytes") / bandwidth
+
+    @property
+    def moves_for_free(self) -> bool:
+        """Whether no transfer takes any time."""
+        return self.latency == 0.0 and (self.bandwidth == math.inf or self.edge_bytes == 0.0)
+
+    def divided(self, stages_per_rank: int) -> "Costs":
+        """Gives the costs of a stage where these are those of a rank of several equal stages.
+
+        >>> Costs(forward=3.0).divided(2).forward
+        1.5
+        """
+
+        def part(cost: Cost | None) -> Cost | None:
+            if cost is None or isinstance(cost, (int, float)):
+                return None if cost is None else cost / stages_per_rank
+            if callable(cost):
+                return lambda task: cost(task) / stages_per_rank
+            return tuple(each / stages_per_rank for each in cost)
+
+        both = self.overlapped
+        return dataclasses.replace(
+            self,
+            forward=part(self.forward),
+            input_grad=part(self.input_grad),
+            weight_grad=part(self.weight_grad),
+            backward=part(self.backward),
+            overlapped=None if both is None else lambda a, b: both(a, b) / stages_per_rank,
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What each task adds to what its rank holds (above 0), or frees (below 0), in any one unit.
+
+    What a task adds is held from its start, what it frees from its end. The default counts
+    activations: one from the `F` of a stage and microbatch to its `W` or `B`.
+
+    Args:
+      forward: the change by an `F`.
+      input_grad: the change by an `I`.
+      weight_grad: the change by a `W`.
+      backward: the change by a `B`; by default that of its two halves.
+
+    >>> from jaxpp.schedules import Kind, Task
+    >>> Memory(forward=3.0, input_grad=-1.0, weight_grad=-2.0).of(Task(Kind.B, 0, 0))
+    -3.0
+    """
+
+    forward: Cost = 1.0
+    input_grad: Cost = 0.0
+    weight_grad: Cost = -1.0
+    backward: Cost | None = None
+
+    def of(self, task: Task) -> float:
+        """Gives the change by a task."""
+        match task.kind:
+            case Kind.F:
+                return _evaluate(self.forward, task)
+            case Kind.I:
+                return _evaluate(self.input_grad, task)
+            case Kind.W:
+                return _evaluate(self.weight_grad, task)
+        if self.backward is not None:
+            return _evaluate(self.backward, task)
+        halves = (dataclasses.replace(task, kind=kind) for kind in (Kind.I, Kind.W))
+        return sum(self.of(half) for half in halves)
+
+    def peaks(self, table: Table) -> tuple[float, ...]:
+        """Gives the most that each rank holds at once; its order decides, no clock is needed.
+
+        A table that is forward only drops what each task makes at its end.
+
+        >>> from jaxpp.schedules import OneFOneB
+        >>> Memory().peaks(OneFOneB().table(num_stages=4, num_microbatches=8))
+        (4.0, 3.0, 2.0, 1.0)
+        """
+        return tuple(max(self.held(table, rank), default=0.0) for rank in range(table.num_ranks))
+
+    def held(self, table: Table, rank: int) -> list[float]:
+        """Gives what a rank holds while each of its tasks runs, in order."""
+        changes = [self.of(task) for task in table.ranks[rank]]
+        if table.forward_only:
+            return changes
+        total, held = 0.0, []
+        for change in changes:
+            held.append(total + max(change, 0.0))
+            total += change
+        return held
+
+
+def _evaluate(cost: Cost, task: Task, name: str = "") -> float:
+    """A cost of a task; a named one must be a time or a size: finite and not negative."""
+    if isinstance(cost, (int, float)):
+        value = float(cost)
+    elif callable(cost):
+        value = float(cost(task))
+    elif task.stage < len(cost):
+        value = float(cost[task.stage])
+    else:
+        raise ValueError(
+            f"{name or 'the memory'} has {len(cost)} numbers, one for each stage, but there is a "
+            f"task {task.describe()}; give a number for each stage."
+        )
+    if not math.isfinite(value) or (name and value < 0):
+        raise ValueError(
+            f"{name or 'the memory'} of {task.describe()} is {value}; a cost is a finite number"
+            f"{' of at least 0' if name else ''}."
+        )
+    return value
