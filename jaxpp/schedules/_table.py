@@ -1,5 +1,6 @@
 """Tasks and tables: what each rank runs, in order, without a clock."""
 
+import dataclasses
 import enum
 import functools
 from dataclasses import dataclass
@@ -129,6 +130,27 @@ class Table:
     def splits_backward(self) -> bool:
         """Whether any backward is run as its two halves, `I` and `W`."""
         return any(task.kind in (Kind.I, Kind.W) for task in self.tasks)
+
+    def with_halves(self) -> "Table":
+        """Gives the same table with every `B` written as `I`, then `W`.
+
+        A table that splits some of its backwards is run so: the halves are computations of their
+        own, and a `B` is one after the other.
+
+        >>> tasks = (Task(Kind.F, 0, 0), Task(Kind.B, 0, 0))
+        >>> print(*Table((tasks,), num_stages=1, num_microbatches=1).with_halves().ranks[0])
+        F0.0 I0.0 W0.0
+        """
+        halves = {Kind.B: (Kind.I, Kind.W)}
+        ranks = tuple(
+            tuple(
+                Task(kind, task.stage, task.microbatch)
+                for task in tasks
+                for kind in halves.get(task.kind, (task.kind,))
+            )
+            for tasks in self.ranks
+        )
+        return dataclasses.replace(self, ranks=ranks, overlaps=frozenset())
 
     @functools.cached_property
     def forward_only(self) -> bool:

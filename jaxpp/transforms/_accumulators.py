@@ -9,6 +9,7 @@ from jaxpp import _jaxprs
 from jaxpp.transforms._body import Body
 
 _ADDS = frozenset({"add", "add_any"})
+_EXTREMES = frozenset({"max", "min", "and", "or"})
 
 
 def hand_through_zeros(body: Body) -> Body:
@@ -46,12 +47,13 @@ class Sums:
     """A body whose shared sums are apart.
 
     Carry i of the old body is the sum of the carries `summands[i]` of the new one; those that the
-    old one did not have begin with zeros. `plain` are the carries that are sums.
+    old one did not have begin with zeros. `folds` has the primitive that combines a carry with what
+    each microbatch adds to it, where the order does not matter.
     """
 
     body: Body
     summands: tuple[tuple[int, ...], ...]
-    plain: frozenset[int]
+    folds: dict[int, Any]
 
 
 def split_shared_sums(body: Body) -> Sums:
@@ -66,14 +68,24 @@ def split_shared_sums(body: Body) -> Sums:
         if not _jaxprs.is_literal(v):
             readers[v] = readers.get(v, 0) + 1
 
-    def added(carry, out) -> Any:
-        """What a carry's update adds to it, or None where it is not a plain sum."""
+    def itself(v) -> Any:
+        """What a variable is but for a weak type, which a carry that began as a number has."""
+        eqn = None if _jaxprs.is_literal(v) or v not in maker else body.eqns[maker[v]]
+        if eqn is None or eqn.primitive.name != "convert_element_type" or readers.get(v) != 1:
+            return v
+        return eqn.invars[0] if eqn.invars[0].aval.dtype == v.aval.dtype else v
+
+    def fold(carry, out) -> tuple[Any, Any] | None:
+        """The equation that combines a carry with one value in any order, and that value."""
         if _jaxprs.is_literal(out) or out not in maker or readers.get(carry) != 1:
             return None
         eqn = body.eqns[maker[out]]
-        if eqn.primitive.name not in _ADDS or carry not in eqn.invars:
+        if eqn.primitive.name not in _ADDS | _EXTREMES:
             return None
-        return eqn.invars[0] if eqn.invars[1] is carry else eqn.invars[1]
+        left, right = eqn.invars
+        if itself(left) is carry:
+            return eqn, right
+        return (eqn, left) if itself(right) is carry else None
 
     def terms(v) -> tuple[list[Any], list[int]]:
         """The terms of a sum outside of any task, and the equations that add them."""
@@ -89,39 +101,43 @@ def split_shared_sums(body: Body) -> Sums:
         return [*left[0], *right[0]], [i, *left[1], *right[1]]
 
     carries, outs = list(body.carries), list(body.carry_outs)
-    summands, plain = [], set()
+    summands: list[tuple[int, ...]] = []
+    folds: dict[int, Any] = {}
     dropped: set[int] = set()
     sums: list[Any] = []
     for j, (carry, out) in enumerate(zip(body.carries, body.carry_outs, strict=True)):
         summands.append((j,))
-        total = added(carry, out)
-        if total is None:
+        folded = fold(carry, out)
+        if folded is None:
             continue
-        plain.add(j)
-        found, adds = terms(total)
+        eqn, value = folded
+        folds[j] = eqn.primitive
+        if eqn.primitive.name not in _ADDS:
+            continue
+        found, adds = terms(value)
         groups = _by_task(found, at)
         if len(groups) < 2:
             continue
-        template = body.eqns[maker[out]]
         dropped.update([maker[out], *adds])
+        dropped.update(maker[v] for v in eqn.invars if itself(v) is carry and v is not carry)
         for n, group in enumerate(groups):
             if n > 0:
                 summands[j] += (len(carries),)
-                plain.add(len(carries))
+                folds[len(carries)] = eqn.primitive
                 carry, out = _jaxprs.fresh_var(carry), _jaxprs.fresh_var(out)
                 carries.append(carry)
                 outs.append(out)
             value = group[0]
             for v in group[1:]:
                 partial = _jaxprs.fresh_var(v)
-                sums.append(template.replace(invars=[value, v], outvars=[partial]))
+                sums.append(eqn.replace(invars=[value, v], outvars=[partial]))
                 value = partial
-            sums.append(template.replace(invars=[carry, value], outvars=[out]))
+            sums.append(eqn.replace(invars=[carry, value], outvars=[out]))
     kept = [placed for i, placed in enumerate(body.placed()) if i not in dropped]
     apart = body.with_equations(
         [*kept, *((e, None) for e in sums)], carries=tuple(carries), carry_outs=tuple(outs)
     )
-    return Sums(apart, tuple(summands), frozenset(plain))
+    return Sums(apart, tuple(summands), folds)
 
 
 def _by_task(terms: list[Any], at: dict[Any, int]) -> list[list[Any]]:

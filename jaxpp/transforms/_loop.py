@@ -5,10 +5,13 @@ On one device it runs as the scan it came from; `place` runs it as the schedule'
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from jaxpp import _jaxprs
@@ -33,7 +36,10 @@ class Ref:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TaskBody:
-    """What a kind of task of a stage computes, the same for every microbatch."""
+    """What a kind of task of a stage computes, the same for every microbatch of a direction.
+
+    `stage` tells directions apart: with S stages, S + s is stage s in the second direction.
+    """
 
     kind: Kind
     stage: int
@@ -55,17 +61,18 @@ class LoopTasks:
     num_consts: int
     num_carry: int
     num_ys: int
-    #: Carries that are plain sums, which may be taken in any order.
-    sums: frozenset[int]
+    #: For each carry that takes its microbatches in any order, the primitive that combines them.
+    folds: dict[int, Any]
+    num_directions: int = 1
 
     def __repr__(self):
         return "\n".join(
             ["", *(f"{b.name} {b.inputs} -> {b.outputs} {b.jaxpr}" for b in self.bodies)]
         )
 
-    def body(self, task: Task) -> TaskBody | None:
+    def body(self, task: Task, direction: int = 0) -> TaskBody | None:
         """What a task computes, or None where it has nothing to do (a stage without gradients)."""
-        return self._by_kind.get((task.kind, task.stage))
+        return self._by_kind.get((task.kind, direction * self.num_stages + task.stage))
 
     @functools.cached_property
     def _by_kind(self) -> dict[tuple[Kind, int], TaskBody]:
@@ -74,7 +81,8 @@ class LoopTasks:
     @functools.cached_property
     def dependencies(self) -> Dependencies:
         """For each kind and stage, the tasks of the same microbatch whose values it reads."""
-        makers = {r.index: b for b in self.bodies for r in b.outputs if r.source == "value"}
+        bodies = [body for body in self.bodies if body.stage < self.num_stages]
+        makers = {r.index: b for b in bodies for r in b.outputs if r.source == "value"}
         return {
             (body.kind, body.stage): tuple(
                 dict.fromkeys(
@@ -83,34 +91,53 @@ class LoopTasks:
                     if r.source == "value"
                 )
             )
-            for body in self.bodies
+            for body in bodies
         }
 
+    def of_direction(self, direction: int) -> list[TaskBody]:
+        """The bodies of the tasks of one direction."""
+        return [b for b in self.bodies if b.stage // self.num_stages == direction]
 
-def run_as_scan(
-    *operands: Any, tasks: LoopTasks, length: int, reverse: bool, **_: Any
-) -> list[Any]:
-    """The loop's results, microbatch after microbatch, all tasks of each in order."""
+
+def run_as_scan(*operands: Any, schedule: Any, tasks: LoopTasks, length: int, reverse: bool):
+    """The loop's results, microbatch after microbatch, all tasks of each in order.
+
+    Each direction of the table is a scan over its own microbatches.
+    """
     consts = operands[: tasks.num_consts]
-    init = operands[tasks.num_consts : tasks.num_consts + tasks.num_carry]
-    xs = operands[tasks.num_consts + tasks.num_carry :]
-
-    def step(carry, slices):
-        known = {"const": consts, "carry": carry, "x": slices}
-        values: dict[int, Any] = {}
-        new, ys = list(carry), [None] * tasks.num_ys
-        for body in tasks.bodies:
-            inputs = [
-                values[r.index] if r.source == "value" else known[r.source][r.index]
-                for r in body.inputs
-            ]
-            targets = {"value": values, "carry": new, "y": ys}
-            for ref, y in zip(body.outputs, _jaxprs.run(body.jaxpr, *inputs), strict=True):
-                targets[ref.source][ref.index] = y
-        return new, ys
-
-    carry, ys = jax.lax.scan(step, list(init), list(xs), length=length, reverse=reverse)
+    carry = list(operands[tasks.num_consts : tasks.num_consts + tasks.num_carry])
+    xs = list(operands[tasks.num_consts + tasks.num_carry :])
+    if tasks.num_directions == 1:
+        step = functools.partial(_step, tasks, tasks.bodies, consts)
+        carry, made = jax.lax.scan(step, carry, xs, length=length, reverse=reverse)
+        return [*carry, *(made[i] for i in range(tasks.num_ys))]
+    ys: list[Any] = [None] * tasks.num_ys
+    taken = schedule.table(tasks.num_stages, length).direction_of
+    for direction in range(tasks.num_directions):
+        own = [i for i, d in enumerate(taken) if d == direction]
+        at = np.array([length - 1 - i for i in own] if reverse else own, np.int32)
+        bodies = tasks.of_direction(direction)
+        step = functools.partial(_step, tasks, bodies, consts)
+        carry, made = jax.lax.scan(step, carry, [x[at] for x in xs], length=len(own))
+        for i, rows in made.items():
+            ys[i] = jnp.zeros((length, *rows.shape[1:]), rows.dtype).at[at].set(rows)
     return [*carry, *ys]
+
+
+def _step(tasks: LoopTasks, bodies: Sequence[TaskBody], consts, carry, slices):
+    """All tasks of one microbatch, in order: the new carries, and the results by number."""
+    known = {"const": consts, "carry": carry, "x": slices}
+    values: dict[int, Any] = {}
+    new, ys = list(carry), {}
+    targets = {"value": values, "carry": new, "y": ys}
+    for body in bodies:
+        inputs = [
+            values[r.index] if r.source == "value" else known[r.source][r.index]
+            for r in body.inputs
+        ]
+        for ref, y in zip(body.outputs, _jaxprs.run(body.jaxpr, *inputs), strict=True):
+            targets[ref.source][ref.index] = y
+    return new, ys
 
 
 loop_p = jex.Primitive("pipeline_loop")
@@ -178,5 +205,11 @@ def result_stages(eqn) -> list[frozenset[int]]:
 
 
 def table_of(eqn) -> Table:
-    """The table of a scheduled loop."""
-    return eqn.params["schedule"].table(eqn.params["tasks"].num_stages, eqn.params["length"])
+    """The table of a scheduled loop, its backwards in the halves that the loop's tasks have."""
+    return make_table(eqn.params["schedule"], eqn.params["tasks"].num_stages, eqn.params["length"])
+
+
+def make_table(schedule: Any, num_stages: int, num_microbatches: int) -> Table:
+    """A schedule's table as it is run: where it splits any backward, all are in halves."""
+    table = schedule.table(num_stages, num_microbatches)
+    return table.with_halves() if table.splits_backward else table

@@ -83,7 +83,8 @@ def lower(
 class _Lowering:
     def __init__(self, placement: _placement.Placement, args, donated, arg_names):
         self.placement = placement
-        self.ranks_of = placement.stage_ranks
+        #: The rank of each place: of each stage, in one direction after the other.
+        self.ranks_of = sum(placement.directions, ())
         self.num_ranks = max(self.ranks_of) + 1
         self.args = args
         self.arg_number = {v: n for n, v in enumerate(args)}
@@ -152,7 +153,9 @@ class _Lowering:
         number = next(self.loop_number)
         tasks, length = loop.tasks, loop.eqn.params["length"]
         order = [t for _, t in schedules.execution_order(loop.table, tasks.dependencies)]
-        order = [(task, body) for task in order if (body := tasks.body(task)) is not None]
+        taken = loop.table.direction_of if tasks.num_directions > 1 else (0,) * length
+        bodies = [(task, tasks.body(task, taken[task.microbatch])) for task in order]
+        order = [(task, body) for task, body in bodies if body is not None]
         last_writer = {r: task for task, body in order for r in body.outputs if r.source != "value"}
         computations = {body: self._task_computation(body, loop) for body in tasks.bodies}
         # Where operands are; accumulators and results move on as tasks update them.
@@ -181,10 +184,10 @@ class _Lowering:
                     result = results[ref.source][ref.index]
                     key = result if task == last_writer[ref] else (number, ref, mb)
                     kind = _kind(result, {"carry": "gradient", "y": "gathered"}[ref.source])
-                    self._name(key, result.aval, kind, f"result of {body.name}")
+                    self._name(key, result.aval, kind, f"result of {task.kind}{task.stage}")
                     known[ref.source][ref.index] = key
                 outputs.append(key)
-            rank = self.ranks_of[task.stage]
+            rank = self.ranks_of[body.stage]
             self.events.append(_Event(rank, computations[body], inputs, outputs, str(task)))
 
     def _name(self, key: Hashable, aval: Any, kind: str, name: str) -> Hashable:
@@ -287,8 +290,9 @@ class _Lowering:
         for n, (v, ranks) in enumerate(final):
             for rank in ranks:
                 writers[rank].outputs.append((n, writers[rank].slot(v)))
+        homes_of = list(zip(*self.placement.directions, strict=True))
         stages = [
-            tuple(s for s, r in enumerate(self.ranks_of) if r == rank)
+            tuple(s for s, ranks in enumerate(homes_of) if rank in ranks)
             for rank in range(self.num_ranks)
         ]
         return Bundle(

@@ -59,7 +59,7 @@ class Placement:
     steps: tuple[Segment | Loop, ...]
     homes: dict[Any, Place]
     final: tuple[tuple[Any, Place], ...]
-    stage_ranks: tuple[int, ...]
+    directions: tuple[tuple[int, ...], ...]
 
 
 def place_equations(jaxpr: jex.ClosedJaxpr, pairs: dict[int, int]) -> Placement:
@@ -91,8 +91,8 @@ class _Placer:
         self.maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.loops = [i for i, e in enumerate(self.eqns) if _loop.is_loop(e)]
         self.tables = {i: _loop.table_of(self.eqns[i]) for i in self.loops}
-        self.stage_ranks = self._stage_ranks()
-        self.everywhere = frozenset(range(len(self.stage_ranks)))
+        self.directions = self._directions()
+        self.everywhere = frozenset(range(sum(map(len, self.directions))))
         #: Where pinned variables live: arguments that loops read, and what has been placed.
         self.pinned: dict[Any, Place] = {}
         #: Where loops read variables that are computed in place, and the equations that make these.
@@ -103,18 +103,20 @@ class _Placer:
         self.place_of: dict[int, Place] = {}
         self.phase = self._phases()
 
-    def _stage_ranks(self) -> tuple[int, ...]:
-        maps = {self.tables[i].directions[0] for i in self.loops}
-        if len(maps) > 1:
-            raise ValueError(
-                f"place: the loops of one step put their stages on different ranks: "
-                f"{' and '.join(map(str, sorted(maps)))}; give them schedules with the same "
-                f"number of stages and stages per rank."
-            )
-        if maps:
-            return maps.pop()
+    def _directions(self) -> tuple[tuple[int, ...], ...]:
+        """For each direction, the ranks of the stages; a loop may have fewer than another."""
+        found = sorted({self.tables[i].directions for i in self.loops}, key=len)
+        for own in found[:-1]:
+            if own != found[-1][: len(own)]:
+                raise ValueError(
+                    f"place: the loops of one step put their stages on different ranks: "
+                    f"{own} and {found[-1]}; give them schedules with the same number of stages "
+                    f"and the same placement, such as ForwardOnly(like=...) for an evaluation."
+                )
+        if found:
+            return found[-1]
         calls = [c for e in self.eqns if (c := _marks.stage_of_call(e)) is not None]
-        return tuple(range(max((n for _, n in calls), default=1)))
+        return (tuple(range(max((n for _, n in calls), default=1))),)
 
     def _phases(self) -> list[int]:
         """For each equation, the first loop that needs it; the number of loops if none does."""
@@ -172,7 +174,7 @@ class _Placer:
             home = homes[v] if v in homes else self.pinned[v]
             state = homes[self.args[self.pairs[n]]] if n in self.pairs else None
             final.append((v, state or home))
-        return Placement(tuple(steps), homes, tuple(final), self.stage_ranks)
+        return Placement(tuple(steps), homes, tuple(final), self.directions)
 
     def _pin_loop_arguments(self) -> None:
         """Pins the arguments that loops read, directly or through equations computed in place."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, schedules
 from jaxpp.schedules import Kind, Table
-from jaxpp.transforms import _loop, _marks, _tasks
+from jaxpp.transforms import _directions, _loop, _marks, _tasks
 
 
 def schedule(fun: Callable, schedule: Any) -> Callable:
@@ -114,17 +114,20 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
     _check(schedule, table, partition.tasks)
     hoisted = _jaxprs.run(partition.hoisted.jaxpr, *(operands[i] for i in partition.hoisted_from))
     zeros = [jnp.zeros(a.shape, a.dtype) for a in partition.zeros]
+    carries = [*operands[num_consts : num_consts + num_carry], *zeros]
+    directed = _directions.separate(partition.tasks, len(table.directions), carries)
     results = _loop.loop_p.bind(
         *operands[:num_consts],
         *hoisted,
-        *operands[num_consts : num_consts + num_carry],
-        *zeros,
+        *directed.carries,
         *operands[num_consts + num_carry :],
         schedule=schedule,
         length=length,
         reverse=eqn.params["reverse"],
-        tasks=partition.tasks,
+        tasks=directed.tasks,
     )
+    taken = table.direction_of[::-1] if eqn.params["reverse"] else table.direction_of
+    results = directed.together(results, taken)
     sums = [
         functools.reduce(lambda a, b: a + b, (results[i] for i in parts))
         for parts in partition.summands
@@ -136,7 +139,7 @@ def _table(schedule: Any, body, length: int) -> Table:
     """The schedule's table for a loop, before the loop is partitioned."""
     sizes = [s for e in body.eqns for s in _stage_counts(e)]
     num_stages = sizes[0]
-    table = schedule.table(num_stages, length)
+    table = _loop.make_table(schedule, num_stages, length)
     if table.num_stages != num_stages or table.num_microbatches != length:
         raise schedules.ScheduleError(
             f"{schedule!r} gave a table for {table.num_stages} stages and {table.num_microbatches} "
@@ -171,8 +174,8 @@ def _check(schedule: Any, table: Table, tasks: _loop.LoopTasks) -> None:
     ordered = {
         (b.kind, b.stage)
         for b in tasks.bodies
-        for r in b.inputs
-        if r.source == "carry" and r.index not in tasks.sums
+        for r in b.outputs
+        if r.source == "carry" and r.index not in tasks.folds
     }
     for rank in table.ranks:
         last: dict[tuple[Kind, int], int] = {}

@@ -5,6 +5,8 @@
 - But what only prepares arguments (a weight's transform, a mask) belongs to the earliest stage that
   reads it; where it is a scalar (a weight's norm), to the stage that reads the argument, so that
   the scalar travels and not the argument.
+- A slice of an argument that a mark is put on (the next part of a sequence) is taken in the stage
+  that the mark opens, so that a stage that begins with data of its own waits for no other.
 - What depends on no argument at all (positions, causal masks) is repeated where it is read.
 """
 
@@ -199,6 +201,13 @@ def _place_chains(
 ) -> None:
     """Places argument chains at their first reader, or a norm where its argument is read anyway."""
     eqns, last = jaxpr.eqns, num_stages - 1
+    data = _data(jaxpr)
+    first = min(opens.values(), default=0)
+
+    def read_by_mark(i: int) -> int:
+        if opens[i] > first and all(v in data for v in _jaxprs.variables(eqns[i].invars)):
+            return opens[i]
+        return max(opens[i] - 1, 0)
 
     def place(homes: dict[int, int] | None) -> dict[Any, int]:
         readers: dict[Any, int] = {
@@ -206,7 +215,7 @@ def _place_chains(
         }
         for i in reversed(range(len(eqns))):
             if _marks.is_enter(eqns[i]):
-                k = max(opens[i] - 1, 0)
+                k = read_by_mark(i)
             elif chain[i]:
                 k = min((readers[v] for v in eqns[i].outvars if v in readers), default=last)
                 if _makes_float_scalar(eqns[i]):
@@ -234,6 +243,20 @@ def _place_chains(
             if argument in readers:
                 homes[i] = readers[argument]
     place(homes)
+
+
+def _data(jaxpr) -> set[Any]:
+    """Arguments, and what only moves their data: slices, reshapes, transposes."""
+    data = set(jaxpr.jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        read = _jaxprs.variables(eqn.invars)
+        if read and all(v in data for v in read) and not _marks.is_enter(eqn):
+            if eqn.primitive.name in _MOVES:
+                data.update(eqn.outvars)
+    return data
+
+
+_MOVES = frozenset({"slice", "squeeze", "reshape", "transpose", "expand_dims", "rev"})
 
 
 def _makes_float_scalar(eqn) -> bool:

@@ -59,7 +59,7 @@ def partition(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, split: bo
         len(body.consts),
         len(body.carries),
         len(body.ys),
-        sums.plain,
+        sums.folds,
     )
     return Partition(
         tasks,

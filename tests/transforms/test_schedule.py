@@ -120,11 +120,29 @@ def test_the_sum_of_a_tied_gradient_is_accumulated_apart(schedule):
         (b.kind, b.stage) for b in tasks.bodies for r in b.outputs if r.source == "carry"
     )
     assert makers == [(last, 0), (last, 1), (last, 2)]
-    assert tasks.sums == frozenset(range(3))
+    assert set(tasks.folds) == set(range(3))
     # No task waits for the other end's gradient.
     first = [b for b in tasks.bodies if b.stage == 0 and b.kind is last]
     assert_same(scheduled, jax.grad(tied_loss), WS[:2], X)
-    assert all(r.source != "carry" or r.index in tasks.sums for b in first for r in b.inputs)
+    assert all(r.source != "carry" or r.index in tasks.folds for b in first for r in b.inputs)
+
+
+def test_a_sum_that_began_as_a_number_is_a_sum():
+    """The carry of such a scan is weakly typed, and converted before each addition."""
+    staged = jaxpp.wrap_forward(tied_loss)
+
+    def total(ws, x):
+        def body(carry, x):
+            loss, grads = jax.value_and_grad(staged)(ws, x)
+            return (carry[0] + loss, jax.tree.map(lambda a, g: a + g, carry[1], grads)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, ws)
+        return jax.lax.scan(body, (0.0, zeros), x.reshape(M, -1, 4))[0]
+
+    scheduled = jaxpp.schedule(total, OneFOneB())
+    tasks = tasks_of(scheduled, WS[:2], X)
+    assert set(tasks.folds) == set(range(tasks.num_carry))
+    assert_same(scheduled, total, WS[:2], X)
 
 
 @pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()])
@@ -369,9 +387,11 @@ class LastFirst:
         )
 
 
-def test_a_sum_may_be_taken_in_any_order_but_not_other_carries():
+def test_sums_and_extremes_may_be_taken_in_any_order_but_not_other_carries():
     assert_same(jaxpp.schedule(LOSS, LastFirst()), loss_fn, WS, X)
-    last = jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M, reduce="max")
+    largest = jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M, reduce="max")
+    assert_same(jaxpp.schedule(largest, LastFirst()), largest, WS, X)
+    last = jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M, reduce="last")
     with pytest.raises(ScheduleError, match="keep their order"):
         jaxpp.schedule(last, LastFirst())(WS, X)
 
