@@ -2,6 +2,7 @@
 
     python -m experiments.train_lm
     python -m experiments.train_lm --schedule=interleaved_1f1b --tied --dropout=0.1 --verify
+    python -m experiments.train_lm --schedule=seq1f1b --knobs=slices=4
 
 The ranks of the pipeline are devices of this process: CPU devices, made for the run, or the
 accelerators that JAX finds (shared between ranks where there are fewer). The output folder gets
@@ -26,7 +27,7 @@ from jaxtyping import Array, Float, Int, Key, UInt8
 
 import jaxpp
 from experiments import data
-from experiments.models import gpt
+from experiments.models import gpt, sliced_gpt
 
 _LAYERS = flags.DEFINE_integer("layers", 8, "Transformer blocks.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", 64, "Features of each position.", lower_bound=1)
@@ -37,15 +38,15 @@ _TIED = flags.DEFINE_bool("tied", False, "Whether the output layer is the embedd
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of the parameters.")
 
 _RANKS = flags.DEFINE_integer("ranks", 4, "Ranks of the pipeline.", lower_bound=1)
-_STAGES = flags.DEFINE_integer(
-    "stages", None, "Stages of the pipeline. By default one a rank, and two if interleaved."
-)
 _MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "Slices of the batch.", lower_bound=1)
 _SCHEDULE = flags.DEFINE_enum(
     "schedule",
     "1f1b",
     [name for name in jaxpp.schedules.CATALOGUE if name != "forward_only"],
-    "Order in which a rank runs its tasks.",
+    "Order in which a rank runs its tasks, and so the number of stages on each rank.",
+)
+_KNOBS = flags.DEFINE_list(
+    "knobs", [], "Fields of the schedule, as name=number: stages_per_rank=2, for instance."
 )
 _CUT = flags.DEFINE_enum(
     "cut",
@@ -102,9 +103,15 @@ Step = Callable[..., tuple[gpt.GPT, optax.OptState, Float[Array, ""]]]
 # The pipeline: from here to `placed_evaluation` is all that makes the training a pipeline.
 
 
+def training_schedule() -> jaxpp.schedules.Schedule:
+    knobs = dict(knob.split("=", 1) for knob in _KNOBS.value)
+    return jaxpp.schedules.by_name(
+        _SCHEDULE.value, **{name: int(value) for name, value in knobs.items()}
+    )
+
+
 def number_of_stages() -> int:
-    interleaved = _SCHEDULE.value.startswith("interleaved")
-    return _STAGES.value or _RANKS.value * (2 if interleaved else 1)
+    return _RANKS.value * training_schedule().stages_per_rank
 
 
 def first_blocks() -> list[int]:
@@ -134,9 +141,22 @@ def annotated_loss_fn(
     return gpt.cross_entropy(jax.vmap(predict)(tokens[:, :-1], keys), tokens[:, 1:])
 
 
+def sliced_loss_fn(
+    model: gpt.GPT,
+    tokens: Int[Array, "batch time_plus_1"],
+    keys: Key[Array, " batch"] | None = None,
+) -> Float[Array, ""]:
+    """`gpt.loss_fn` without dropout, on one slice of the sequences after the other."""
+    del keys
+    slices = training_schedule().stages_per_rank
+    return sliced_gpt.loss_fn(model, tokens, slices=slices, groups=_RANKS.value)
+
+
 def staged_loss_fn() -> Callable[..., Float[Array, ""]]:
     """The loss function as a sequence of stages, cut in the way that `--cut` names."""
-    if _CUT.value == "annotation":
+    if isinstance(training_schedule(), jaxpp.schedules.Seq1F1B):
+        split = jaxpp.split_stages(sliced_loss_fn)
+    elif _CUT.value == "annotation":
         split = jaxpp.split_stages(annotated_loss_fn)
     elif _CUT.value == "path":
         paths = [f"blocks.{number}" for number in first_blocks()]
@@ -144,16 +164,6 @@ def staged_loss_fn() -> Callable[..., Float[Array, ""]]:
     else:
         split = jaxpp.split_stages(gpt.loss_fn, num_stages=number_of_stages())
     return jaxpp.wrap_forward(split, policy=REMAT_POLICIES[_REMAT.value])
-
-
-def training_schedule() -> jaxpp.schedules.Schedule:
-    if not _SCHEDULE.value.startswith("interleaved"):
-        return jaxpp.schedules.by_name(_SCHEDULE.value)
-    return jaxpp.schedules.by_name(_SCHEDULE.value, stages_per_rank=stages_per_rank())
-
-
-def stages_per_rank() -> int:
-    return number_of_stages() // _RANKS.value
 
 
 def mesh_of_ranks() -> jaxpp.MpmdMesh:
@@ -175,7 +185,7 @@ def placed_train_step(optimizer: optax.GradientTransformation, mesh: jaxpp.MpmdM
 def placed_evaluation(mesh: jaxpp.MpmdMesh) -> Callable[..., Float[Array, ""]]:
     """The loss without dropout, forward only, of the parameters where they live."""
     loss_fn = jaxpp.microbatch(staged_loss_fn(), _MICROBATCHES.value, in_axes=(None, 0))
-    schedule = jaxpp.schedules.ForwardOnly(stages_per_rank())
+    schedule = jaxpp.schedules.ForwardOnly(like=training_schedule())
     return jaxpp.place(jaxpp.schedule(loss_fn, schedule), mesh)
 
 
@@ -434,20 +444,21 @@ def compare(name: str, actual: list[np.ndarray], expected: list[np.ndarray]) -> 
 
 def check_flags() -> None:
     """Says what is wrong with the flags before anything is compiled."""
-    if number_of_stages() % _RANKS.value:
+    try:
+        table = training_schedule().table(number_of_stages(), _MICROBATCHES.value)
+    except ValueError as error:
+        raise app.UsageError(f"--schedule={_SCHEDULE.value}: {error}") from error
+    if table.stage_inputs and _DROPOUT.value:
+        raise app.UsageError(f"--schedule={_SCHEDULE.value} has no dropout; use --dropout=0.")
+    if table.stage_inputs and _SEQUENCE_LENGTH.value % training_schedule().stages_per_rank:
         raise app.UsageError(
-            f"--stages must be a multiple of --ranks, got {number_of_stages()} stages and "
-            f"{_RANKS.value} ranks."
-        )
-    if stages_per_rank() > 1 and not _SCHEDULE.value.startswith("interleaved"):
-        raise app.UsageError(
-            f"--schedule={_SCHEDULE.value} runs one stage on each rank, got {number_of_stages()} "
-            f"stages for {_RANKS.value} ranks; use --schedule=interleaved_1f1b."
+            f"--schedule={_SCHEDULE.value} cuts sequences of {_SEQUENCE_LENGTH.value} bytes in "
+            f"{training_schedule().stages_per_rank} equal slices; use another --sequence_length."
         )
     if _CUT.value != "auto" and number_of_stages() > _LAYERS.value:
         raise app.UsageError(
             f"--cut={_CUT.value} opens stages at blocks, got {number_of_stages()} stages for "
-            f"{_LAYERS.value} blocks; use more --layers, fewer --stages, or --cut=auto."
+            f"{_LAYERS.value} blocks; use more --layers, fewer stages, or --cut=auto."
         )
     if _BATCH_SIZE.value % _MICROBATCHES.value:
         raise app.UsageError(

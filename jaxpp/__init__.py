@@ -2,7 +2,9 @@
 
 from jaxpp import schedules as schedules
 from jaxpp import testing as testing
+from jaxpp.runtime import Measurement as Measurement
 from jaxpp.runtime import MpmdMesh as MpmdMesh
+from jaxpp.runtime import measure as measure
 from jaxpp.transforms import Operator as Operator
 from jaxpp.transforms import microbatch as microbatch
 from jaxpp.transforms import pipeline_enter_stage as pipeline_enter_stage

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpp._program import Bundle, Message, default_mesh
 from jaxpp.runtime import _compile, _worker
@@ -80,7 +80,7 @@ class MpmdMesh:
 
     def load(self, bundle: Bundle) -> Callable[[Sequence[Any]], list[Any]]:
         """Compiles a step, and gives the function that runs it on its flat arguments."""
-        return _LocalStep(bundle, self.devices).run
+        return LocalStep(bundle, self.devices)
 
 
 default_mesh.set(lambda num_ranks: MpmdMesh((num_ranks,)))
@@ -115,6 +115,10 @@ class _LocalTransport:
             arrays = jax.device_put(arrays, target)
         self._mail[message.tag] = arrays
 
+    def wait_for(self, message: Message) -> None:
+        """Waits until what has been sent is where it goes."""
+        jax.block_until_ready(self._mail[message.tag])
+
     def receive(self, message: Message) -> Any:
         arrays = self._mail.pop(message.tag)
         recent = self._recent[message.target]
@@ -130,28 +134,29 @@ class _LocalTransport:
 _Place = tuple[_worker.Worker, Any, int]
 
 
-class _LocalStep:
-    """A step's programs, loaded on the devices of one process."""
+class LocalStep:
+    """A step's programs, loaded on the devices of one process; called with its flat arguments.
+
+    `order` has the pieces of all ranks' programs in the order of their dispatch.
+    """
 
     def __init__(self, bundle: Bundle, devices: Sequence[Any]):
-        self._bundle = bundle
-        self._devices = devices
-        self._transport = transport = _LocalTransport(devices)
+        self.bundle = bundle
+        self.devices = devices
+        self.transport = transport = _LocalTransport(devices)
         executables = _compile.compile_all(bundle, devices)
-        self._workers = []
+        self.workers: list[_worker.Worker] = []
         for program, own, device in zip(bundle.programs, executables, devices, strict=True):
             calls = [own.get(n) for n in range(len(bundle.computations))]
             worker = _worker.Worker(program, calls, transport)
             for slot, value in program.constants:
                 worker.slots[slot] = jax.device_put(value, device)
-            self._workers.append(worker)
-        self._order = [
-            (self._workers[rank].execute, chunk)
-            for rank, chunk in _worker.interleave(bundle.programs)
-        ]
+            self.workers.append(worker)
+        self.order = _worker.interleave(bundle.programs)
+        self._calls = [(self.workers[rank].execute, chunk) for rank, chunk in self.order]
         inputs = self._places([p.inputs for p in bundle.programs], len(bundle.in_avals))
         outputs = self._places([p.outputs for p in bundle.programs], len(bundle.out_avals))
-        self._feeds = [_Feed(places, n in bundle.donated) for n, places in enumerate(inputs)]
+        self.feeds = [_Feed(places, n in bundle.donated) for n, places in enumerate(inputs)]
         self._fetches = [
             _Fetch(places, aval.shape)
             for places, aval in zip(outputs, bundle.out_avals, strict=True)
@@ -160,29 +165,34 @@ class _LocalStep:
     def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[_Place]]:
         """For each argument or result, the worker, device and slot of each rank that has it."""
         places: list[list[_Place]] = [[] for _ in range(count)]
-        for own, worker, device in zip(pairs, self._workers, self._devices, strict=True):
+        for own, worker, device in zip(pairs, self.workers, self.devices, strict=True):
             for number, slot in own:
                 places[number].append((worker, device, slot))
         return places
 
-    def run(self, args: Sequence[Any]) -> list[Any]:
-        """Runs the step; returns when everything has been dispatched."""
+    def __call__(
+        self, args: Sequence[Any], dispatch: Callable[[], None] | None = None
+    ) -> list[Any]:
+        """Runs the step; returns when everything has been dispatched, here or by `dispatch`."""
         self._check_deleted(args)
-        for feed, arg in zip(self._feeds, args, strict=True):
+        for feed, arg in zip(self.feeds, args, strict=True):
             feed(arg)
         try:
-            for execute, chunk in self._order:
-                execute(chunk)
+            (dispatch or self._dispatch)()
         finally:
-            self._transport.clear()
+            self.transport.clear()
         results = [fetch() for fetch in self._fetches]
-        for n in self._bundle.donated:
+        for n in self.bundle.donated:
             if isinstance(args[n], jax.Array):
                 args[n].delete()  # on all its devices, also where a computation has taken it on one
         return results
 
+    def _dispatch(self) -> None:
+        for execute, chunk in self._calls:
+            execute(chunk)
+
     def _check_deleted(self, args: Sequence[Any]) -> None:
-        names, donated = self._bundle.arg_names, self._bundle.donated
+        names, donated = self.bundle.arg_names, self.bundle.donated
         seen: dict[int, int] = {}
         for n, arg in enumerate(args):
             if not isinstance(arg, jax.Array):
@@ -231,6 +241,13 @@ class _Feed:
                     value = jnp.copy(value)
                 taken.add(id(device))
             worker.slots[slot] = value
+
+    def sharding(self) -> Any:
+        """Where an argument is put without a copy by the step; None where nothing reads it."""
+        devices = tuple(dict.fromkeys(device for _, device, _ in self._places))
+        if len(devices) > 1:
+            return _replicated(devices)
+        return SingleDeviceSharding(devices[0]) if devices else None
 
     def _learn(self, arg: Any) -> None:
         """Notes on which devices an argument's sharding has it: itself (-1), a shard, or not."""

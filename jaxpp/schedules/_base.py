@@ -142,10 +142,11 @@ class Schedule(abc.ABC):
 
     def _nearest_valid(self, num_ranks: int, num_microbatches: int) -> str:
         """Names the valid sizes next to one that is not: fewer or more of one thing."""
+        most = 4 * max(num_ranks, num_microbatches) + 64
 
         def near(number: int, valid) -> list[int]:
             below = next((n for n in range(number - 1, 0, -1) if valid(n)), None)
-            above = next((n for n in range(number + 1, 4 * number + 65) if valid(n)), None)
+            above = next((n for n in range(number + 1, most + 1) if valid(n)), None)
             return [n for n in (below, above) if n is not None]
 
         found = near(num_microbatches, lambda m: not self.broken_rule(num_ranks, m))

@@ -1,10 +1,17 @@
 """Checks a table before anything runs it, and gives one order in which to run it."""
 
-from collections.abc import Collection
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Collection, Sequence
 
 from jaxpp.schedules._costs import Memory
+from jaxpp.schedules._excerpt import excerpt
 from jaxpp.schedules._execute import Block, Dependencies, number, run
 from jaxpp.schedules._table import Kind, Table, Task
+
+#: For each kind and stage, the number of each microbatch's task, counted rank after rank; or -1.
+_Rows = dict[tuple[Kind, int], list[int]]
 
 
 class ScheduleError(ValueError):
@@ -20,35 +27,51 @@ def check(
     *,
     kinds: Collection[Kind] | None = None,
     dependencies: Dependencies | None = None,
+    memory: Memory | None = None,
+    memory_limit: float | Sequence[float] | None = None,
 ) -> None:
-    """Checks that a table is complete, consistent and free of deadlock.
+    """Checks that a table is complete, consistent, free of deadlock, and fits in memory.
 
     Each stage has a forward of each microbatch, and a backward, whole (`B`) or in halves (`I` and
-    `W`), unless the table is forward only; all on one rank, each task once, after what it depends
-    on. Deadlocks are found by executing the ranks' orders against each other.
+    `W`), unless the table is forward only; all on one rank, or on one for each direction; each task
+    once, after what it depends on. A task that overlaps is followed by one of another stage or
+    microbatch, which does not wait for it. Deadlocks are found by executing the ranks' orders
+    against each other.
 
     Args:
       table: the table.
       kinds: the kinds of task that there must be, and no other; by default what the table has.
-      dependencies: the tasks that a task must come after; by default those of a chain of stages.
+      dependencies: for each kind and stage what it must come after; by default as the table's
+        stages are connected.
+      memory: what tasks hold; by default activations.
+      memory_limit: the most that a rank may hold, one number for all ranks or one for each, in the
+        units of `memory`; by default without limit.
 
     Raises:
-      ScheduleError: names the task, its rank, the rule it breaks, and the way out.
+      ScheduleError: names the task, its rank, the rule it breaks, and the way out, and shows the
+        orders around it.
 
     >>> from jaxpp.schedules import OneFOneB
     >>> table = OneFOneB().table(num_stages=2, num_microbatches=2)
-    >>> check(table)
+    >>> check(table, memory_limit=2)
     >>> check(Table((table.ranks[0][:-1], table.ranks[1]), 2, 2))
     Traceback (most recent call last):
     ...
     jaxpp.schedules._check.ScheduleError: B[stage 0, microbatch 1] is missing: ...
+      rank 0 |  F0.0  F0.1  B0.0 [B0.1?]
+      rank 1 |  F1.0  B1.0  F1.1  B1.1
     """
     allowed = frozenset(Kind if kinds is None else kinds)
-    owners = _check_each_task(table, allowed)
+    _check_placement(table)
+    rows = _check_each_task(table, allowed)
+    _check_directions(table)
     backward = not table.forward_only if kinds is None else bool(allowed - {Kind.F})
-    _check_complete(table, owners, allowed, backward)
-    _check_rank_orders(table)
-    _ordered(table, dependencies)
+    _check_complete(table, rows, allowed, backward)
+    _check_rank_orders(table, rows)
+    _check_overlaps(table, rows)
+    _check_execution(table, dependencies)
+    if memory_limit is not None:
+        _check_memory(table, memory or Memory(), memory_limit)
 
 
 def execution_order(
@@ -60,7 +83,8 @@ def execution_order(
 
     Args:
       table: the table.
-      dependencies: the tasks that a task must come after; by default those of a chain of stages.
+      dependencies: for each kind and stage what it must come after; by default as the table's
+        stages are connected.
 
     Returns:
       The (rank, task) pairs, by the time at which each would start.
@@ -73,113 +97,6 @@ def execution_order(
     >>> print(*(task for _, task in order))
     F0.0 F0.1 F1.0 B1.0 B0.0 F1.1 B1.1 B0.1
     """
-    return _ordered(table, dependencies)
-
-
-def _check_each_task(table: Table, allowed: frozenset[Kind]) -> dict[int, int]:
-    """Checks tasks one by one, and returns the rank of each stage."""
-    for ranks in table.placement:
-        if len(ranks) != table.num_stages or not all(0 <= r < table.num_ranks for r in ranks):
-            raise ScheduleError(
-                f"the table's placement {ranks} is not one of {table.num_ranks} ranks for each of "
-                f"its {table.num_stages} stages; correct it, or leave it out."
-            )
-    seen: dict[Task, int] = {}
-    owners: dict[int, int] = {}
-    first: dict[int, Task] = {}
-    for rank, tasks in enumerate(table.ranks):
-        for task in tasks:
-            where = f"{task.describe()} of rank {rank}"
-            if not 0 <= task.stage < table.num_stages:
-                raise ScheduleError(
-                    f"{where} is out of range: the table has {table.num_stages} stages, numbered "
-                    f"from 0; renumber the stage, or raise num_stages."
-                )
-            if not 0 <= task.microbatch < table.num_microbatches:
-                raise ScheduleError(
-                    f"{where} is out of range: the table has {table.num_microbatches} "
-                    f"microbatches, numbered from 0; renumber the microbatch, or raise "
-                    f"num_microbatches."
-                )
-            if task.kind not in allowed:
-                raise ScheduleError(
-                    f"{where} is of a kind that is not wanted: the kinds here are "
-                    f"{_join(allowed)}; use a schedule made of these, or differentiate the "
-                    f"function as the schedule expects."
-                )
-            if seen.get(task) == rank:
-                raise ScheduleError(
-                    f"{where} is repeated: each task runs once; drop it from the rank's order "
-                    f"everywhere but the first time."
-                )
-            if table.placement:
-                homes = [ranks[task.stage] for ranks in table.placement]
-                if rank not in homes:
-                    raise ScheduleError(
-                        f"{where} is on the wrong rank: the table's placement puts stage "
-                        f"{task.stage} on rank {' or '.join(map(str, dict.fromkeys(homes)))}; move "
-                        f"the task there, or correct the placement."
-                    )
-                home = homes[table.direction_of[task.microbatch]]
-                if rank != home:
-                    raise ScheduleError(
-                        f"{where} is on the wrong rank: microbatch {task.microbatch} goes in "
-                        f"direction {table.direction_of[task.microbatch]}, which has stage "
-                        f"{task.stage} on rank {home}; keep a microbatch in one direction."
-                    )
-                owners[task.stage] = rank
-            elif owners.setdefault(task.stage, rank) != rank:
-                raise ScheduleError(
-                    f"{where} is on another rank than {first[task.stage].describe()}, which is on "
-                    f"rank {owners[task.stage]}: all tasks of a stage run on one rank, which holds "
-                    f"its parameters; move them to one of the two."
-                )
-            seen[task] = rank
-            first.setdefault(task.stage, task)
-    return owners
-
-
-def _check_complete(
-    table: Table, owners: dict[int, int], allowed: frozenset[Kind], backward: bool
-) -> None:
-    for stage in range(table.num_stages):
-        rank = f"rank {owners[stage]}" if stage in owners else "a rank"
-        for microbatch in range(table.num_microbatches):
-            has = {kind for kind in Kind if Task(kind, stage, microbatch) in table.tasks}
-            halves = has & {Kind.I, Kind.W}
-            if Kind.B in has and halves:
-                whole, half = (Task(k, stage, microbatch) for k in (Kind.B, min(halves)))
-                raise ScheduleError(
-                    f"{whole.describe()} and {half.describe()} of {rank} are the same work: a "
-                    f"backward is either whole (B) or split (I and W); keep one of the two forms."
-                )
-            wanted = {Kind.F} & allowed
-            if backward:
-                split = halves or Kind.B not in allowed
-                wanted |= {Kind.I, Kind.W} if split else {Kind.B}
-            for kind in (kind for kind in Kind if kind in wanted - has):
-                raise ScheduleError(
-                    f"{Task(kind, stage, microbatch).describe()} is missing: with "
-                    f"{_join(wanted)}, every stage runs each of them once for every "
-                    f"microbatch; add it to the order of {rank}."
-                )
-
-
-def _check_rank_orders(table: Table) -> None:
-    """Checks the tasks of one stage and microbatch against each other, on their rank."""
-    for rank, tasks in enumerate(table.ranks):
-        seen: set[Task] = set()
-        for task in tasks:
-            needs = {Kind.F: None, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}[task.kind]
-            if needs and (need := Task(needs, task.stage, task.microbatch)) not in seen:
-                raise ScheduleError(
-                    f"{task.describe()} of rank {rank} comes before {need.describe()}: it reads "
-                    f"what that one makes; swap them in the rank's order."
-                )
-            seen.add(task)
-
-
-def _ordered(table: Table, dependencies: Dependencies | None) -> tuple[tuple[int, Task], ...]:
     numbered = number(table, dependencies)
     result = run(numbered, [2.0 if task.kind is Kind.B else 1.0 for task in numbered.tasks])
     if result.blocks:
@@ -189,30 +106,269 @@ def _ordered(table: Table, dependencies: Dependencies | None) -> tuple[tuple[int
     return tuple((numbered.rank_of[n], numbered.tasks[n]) for n in order)
 
 
-def explain_blocks(table: Table, blocks: list[Block]) -> ScheduleError:
+def explain_blocks(table: Table, blocks: Sequence[Block]) -> ScheduleError:
     """Says why ranks are stuck: a dependency that nothing runs, or a cycle between them."""
+    places = {task: (r, n) for r, tasks in enumerate(table.ranks) for n, task in enumerate(tasks)}
     for block in blocks:
-        if block.needs not in table.tasks:
+        if block.needs not in places:
             return ScheduleError(
                 f"{block.task.describe()} of rank {block.rank} depends on "
                 f"{block.needs.describe()}, which no rank runs; add it to the table, or correct "
-                f"the dependencies."
+                f"the dependencies." + excerpt(table, {block.rank: [places[block.task][1]]})
             )
-    rank_of = {task: rank for rank, tasks in enumerate(table.ranks) for task in tasks}
     stuck = {block.rank: block for block in blocks}
     path = [blocks[0].rank]
-    while (rank := rank_of[stuck[path[-1]].needs]) not in path:
+    while (rank := places[stuck[path[-1]].needs][0]) not in path:
         path.append(rank)
     cycle = [*path[path.index(rank) :], rank]
-    waits = "; ".join(
-        f"rank {b.rank} is at {b.task.describe()}, which needs {b.needs.describe()} of rank "
-        f"{rank_of[b.needs]}"
-        for b in blocks
-    )
+    notes = {b.rank: f"needs {b.needs} of rank {places[b.needs][0]}" for b in blocks}
+    overlap = ", or leave out an overlap" if table.overlaps else ""
     return ScheduleError(
-        f"the table deadlocks: {waits}. The cycle is rank {' -> rank '.join(map(str, cycle))}: "
-        f"each waits for a task that the next has further down its order; move one of these up."
+        f"the table deadlocks: rank {' -> rank '.join(map(str, cycle))} is a cycle, in which each "
+        f"waits for a task that the next has further down its order; move one of these up{overlap}."
+        f" Each rank is stuck at the task in brackets:"
+        + excerpt(table, {b.rank: [places[b.task][1]] for b in blocks}, notes=notes)
     )
+
+
+def _check_placement(table: Table) -> None:
+    for ranks in table.placement:
+        if len(ranks) != table.num_stages or not all(0 <= r < table.num_ranks for r in ranks):
+            raise ScheduleError(
+                f"the table's placement {ranks} is not one of {table.num_ranks} ranks for each of "
+                f"its {table.num_stages} stages; correct it, or leave it out."
+            )
+
+
+def _check_each_task(table: Table, allowed: frozenset[Kind]) -> _Rows:
+    """Checks tasks one by one: wanted, in range, on a rank of their stage, and there once."""
+    count = table.num_microbatches
+    rows: _Rows = {}
+    owners: dict[int, tuple[int, Task]] = {}
+    n = 0
+    for rank, tasks in enumerate(table.ranks):
+        known: _Rows = {}  # this rank's
+        for place, task in enumerate(tasks):
+            key = (task.kind, task.stage)
+            row = known.get(key)
+            if row is None:
+                if fault := _wrong_place(table, allowed, owners, rank, task):
+                    raise ScheduleError(fault + excerpt(table, {rank: [place]}))
+                row = known[key] = rows.setdefault(key, [-1] * count)
+            if not 0 <= task.microbatch < count:
+                raise ScheduleError(
+                    f"{task.describe()} of rank {rank} is out of range: the table has {count} "
+                    f"microbatches, numbered from 0; renumber the microbatch, or raise "
+                    f"num_microbatches." + excerpt(table, {rank: [place]})
+                )
+            if row[task.microbatch] >= 0:
+                first_rank, first = _locate(table, row[task.microbatch])
+                raise ScheduleError(
+                    f"{task.describe()} of rank {rank} is repeated: each task runs once, and this "
+                    f"one is both number {first} of rank {first_rank} and number {place} of rank "
+                    f"{rank}, counted from 0; drop one of the two."
+                    + excerpt(table, {rank: [place, first] if rank == first_rank else [place]})
+                )
+            row[task.microbatch] = n
+            n += 1
+    return rows
+
+
+def _wrong_place(
+    table: Table,
+    allowed: frozenset[Kind],
+    owners: dict[int, tuple[int, Task]],
+    rank: int,
+    task: Task,
+) -> str | None:
+    """Says why a rank may not run a kind of task of a stage, if so; `owners` collects ranks."""
+    where = f"{task.describe()} of rank {rank}"
+    if not 0 <= task.stage < table.num_stages:
+        return (
+            f"{where} is out of range: the table has {table.num_stages} stages, numbered from 0; "
+            f"renumber the stage, or raise num_stages."
+        )
+    if task.kind not in allowed:
+        return (
+            f"{where} is of a kind that is not wanted: the kinds here are {_join(allowed)}; use a "
+            f"schedule made of these, or differentiate the function as the schedule expects."
+        )
+    homes = dict.fromkeys(ranks[task.stage] for ranks in table.placement)
+    if homes and rank not in homes:
+        return (
+            f"{where} is on the wrong rank: the table's placement puts stage {task.stage} on rank "
+            f"{' or '.join(map(str, homes))}; move the task there, or correct the placement."
+        )
+    owner, first = owners.setdefault(task.stage, (rank, task))
+    if not homes and owner != rank:
+        return (
+            f"{where} is on another rank than {first.describe()}, which is on rank {owner}: all "
+            f"tasks of a stage run on one rank, which holds its parameters; move them to one of "
+            f"the two."
+        )
+    return None
+
+
+def _check_directions(table: Table) -> None:
+    """Checks that all tasks of a microbatch go through the ranks in one direction."""
+    if len(table.placement) < 2:
+        return
+    taken = [table.placement[direction] for direction in table.direction_of]
+    for rank, tasks in enumerate(table.ranks):
+        for place, task in enumerate(tasks):
+            if taken[task.microbatch][task.stage] != rank:
+                raise ScheduleError(
+                    f"{task.describe()} of rank {rank} is on the wrong rank: microbatch "
+                    f"{task.microbatch} goes in direction {table.direction_of[task.microbatch]}, "
+                    f"which has stage {task.stage} on rank {taken[task.microbatch][task.stage]}; "
+                    f"keep a microbatch in one direction." + excerpt(table, {rank: [place]})
+                )
+
+
+def _check_complete(table: Table, rows: _Rows, allowed: frozenset[Kind], backward: bool) -> None:
+    none = [-1] * table.num_microbatches
+    for stage in range(table.num_stages):
+        each = [rows.get((kind, stage), none) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+        for microbatch, (f, b, i, w) in enumerate(zip(*each, strict=True)):
+            whole, split = b >= 0 > max(i, w), b < 0 <= min(i, w)
+            if f < 0 or (backward and not (whole or split)):
+                halves = Kind.B not in allowed or (each[1] is none and each[2] is not none)
+                raise _incomplete(table, stage, microbatch, backward, halves)
+
+
+def _incomplete(
+    table: Table, stage: int, microbatch: int, backward: bool, halves: bool
+) -> ScheduleError:
+    """Says what a stage lacks of a microbatch; `halves` is how it does its other backwards."""
+    has = {kind for kind in Kind if Task(kind, stage, microbatch) in table.tasks}
+    home = _home(table, stage, microbatch)
+    rank = "a rank" if home is None else f"rank {home}"
+    if Kind.B in has and has & {Kind.I, Kind.W}:
+        pair = [Task(kind, stage, microbatch) for kind in (Kind.B, min(has & {Kind.I, Kind.W}))]
+        assert home is not None
+        places = [table.ranks[home].index(task) for task in pair]
+        return ScheduleError(
+            f"{pair[0].describe()} and {pair[1].describe()} of {rank} are the same work: a "
+            f"backward is either whole (B) or split (I and W); keep one of the two forms."
+            + excerpt(table, {home: places})
+        )
+    wanted = {Kind.F}
+    if backward:
+        split = bool(has & {Kind.I, Kind.W}) or (halves and Kind.B not in has)
+        wanted |= {Kind.I, Kind.W} if split else {Kind.B}
+    missing = Task(next(k for k in Kind if k in wanted - has), stage, microbatch)
+    text = (
+        f"{missing.describe()} is missing: with {_join(wanted)}, every stage runs each of them "
+        f"once for every microbatch; add it to the order of {rank}."
+    )
+    if home is None:
+        return ScheduleError(text)
+    place = _place_for(table.ranks[home], missing)
+    return ScheduleError(text + excerpt(table, {home: [place]}, missing=missing))
+
+
+def _home(table: Table, stage: int, microbatch: int) -> int | None:
+    if table.placement:
+        return table.placement[table.direction_of[microbatch]][stage]
+    ranks = enumerate(table.ranks)
+    return next((r for r, tasks in ranks if any(task.stage == stage for task in tasks)), None)
+
+
+def _place_for(order: Sequence[Task], missing: Task) -> int:
+    """Where a task would go: between those of its kind for the microbatches next to it."""
+    for neighbour, after in ((missing.microbatch - 1, 1), (missing.microbatch + 1, 0)):
+        task = dataclasses.replace(missing, microbatch=neighbour)
+        if task in order:
+            return order.index(task) + after
+    return len(order)
+
+
+def _check_rank_orders(table: Table, rows: _Rows) -> None:
+    """Checks the tasks of one stage and microbatch against each other, on their rank."""
+    before = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
+    for (kind, stage), row in rows.items():
+        if kind is Kind.F:
+            continue
+        for n, need in zip(row, rows[before[kind], stage], strict=True):
+            if 0 <= n < need:
+                (rank, place), (_, other) = _locate(table, n), _locate(table, need)
+                task, needed = table.ranks[rank][place], table.ranks[rank][other]
+                raise ScheduleError(
+                    f"{task.describe()} of rank {rank} comes before {needed.describe()}: it reads "
+                    f"what that one makes; swap them in the rank's order."
+                    + excerpt(table, {rank: [place, other]})
+                )
+
+
+def _check_overlaps(table: Table, rows: _Rows) -> None:
+    """Checks that each task that overlaps has another one to run with."""
+    if strangers := [str(task) for task in table.overlaps if task not in table.tasks]:
+        raise ScheduleError(
+            f"{min(strangers)} is to overlap with the task after it, but the table has no such "
+            f"task; correct the table's overlaps."
+        )
+    for task in sorted(table.overlaps, key=str):
+        rank, place = _locate(table, rows[task.kind, task.stage][task.microbatch])
+        order = table.ranks[rank]
+        after = order[place + 1] if place + 1 < len(order) else None
+        if after is None:
+            fault = "no task comes after it"
+        elif after in table.overlaps:
+            fault = f"{after.describe()}, which comes after it, is to overlap with the next, too"
+        elif (after.stage, after.microbatch) == (task.stage, task.microbatch):
+            fault = f"{after.describe()}, which comes after it, needs it first"
+        else:
+            continue
+        raise ScheduleError(_cannot_overlap(table, rank, place, fault))
+
+
+def _cannot_overlap(table: Table, rank: int, place: int, fault: str) -> str:
+    task = table.ranks[rank][place]
+    return (
+        f"{task.describe()} of rank {rank} cannot overlap with the task after it: {fault}. Tasks "
+        f"overlap in pairs, of two stages or microbatches, and neither waits for the other; drop "
+        f"the task from the table's overlaps." + excerpt(table, {rank: [place]})
+    )
+
+
+def _check_execution(table: Table, dependencies: Dependencies | None) -> None:
+    numbered = number(table, dependencies, join=True)
+    for rank, units in enumerate(numbered.ranks):
+        for first, *second in units if table.overlaps else ():
+            if second and first in numbered.needs[second[0]]:
+                needs = f"{numbered.tasks[second[0]].describe()}, which comes after it, needs it"
+                place = _locate(table, first)[1]
+                raise ScheduleError(_cannot_overlap(table, rank, place, f"{needs} first"))
+    result = run(numbered, [1.0] * len(numbered.tasks))
+    if result.blocks:
+        raise explain_blocks(table, result.blocks)
+
+
+def _check_memory(table: Table, memory: Memory, limit: float | Sequence[float]) -> None:
+    limits = [float(limit)] * table.num_ranks if isinstance(limit, (int, float)) else list(limit)
+    if len(limits) != table.num_ranks:
+        raise ValueError(
+            f"memory_limit has {len(limits)} numbers, but the table has {table.num_ranks} ranks; "
+            f"give one for each rank, or one number for all."
+        )
+    for rank, most in enumerate(limits):
+        held = memory.held(table, rank)
+        # Sums of shares such as 1/3 may be above the limit by a rounding error.
+        place = next((n for n, now in enumerate(held) if now > most + 1e-9 * abs(most)), None)
+        if place is not None:
+            raise ScheduleError(
+                f"{table.ranks[rank][place].describe()} of rank {rank} exceeds its memory: the "
+                f"rank then holds {held[place]:g}, {max(held):g} at its peak, and its limit is "
+                f"{most:g}; run backwards earlier, or raise memory_limit."
+                + excerpt(table, {rank: [place]})
+            )
+
+
+def _locate(table: Table, n: int) -> tuple[int, int]:
+    """The rank and the place there of a task, from its number."""
+    firsts = [0, *itertools.accumulate(len(order) for order in table.ranks)]
+    rank = bisect.bisect_right(firsts, n) - 1
+    return rank, n - firsts[rank]
 
 
 def _join(kinds: Collection[Kind]) -> str:

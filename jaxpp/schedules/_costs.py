@@ -86,6 +86,22 @@ class Costs:
         halves = (dataclasses.replace(task, kind=kind) for kind in (Kind.I, Kind.W))
         return sum(self.of(half) for half in halves)
 
+    def together(self, first: Task, second: Task) -> float:
+        """Gives the time of two tasks that run together.
+
+        >>> Costs().together(Task(Kind.F, 0, 1), Task(Kind.B, 0, 0))
+        3.0
+        """
+        if self.overlapped is None:
+            return self.of(first) + self.of(second)
+        value = float(self.overlapped(first, second))
+        if not 0 <= value < math.inf:
+            raise ValueError(
+                f"overlapped of {first.describe()} and {second.describe()} is {value}; a cost is a "
+                f"finite number of at least 0."
+            )
+        return value
+
     def transfer(self, task: Task, source: int, target: int) -> float:
         """Gives the time for what a task makes to reach another rank."""
         latency, bandwidth = (
@@ -178,15 +194,45 @@ class Memory:
         return tuple(max(self.held(table, rank), default=0.0) for rank in range(table.num_ranks))
 
     def held(self, table: Table, rank: int) -> list[float]:
-        """Gives what a rank holds while each of its tasks runs, in order."""
-        changes = [self.of(task) for task in table.ranks[rank]]
-        if table.forward_only:
-            return changes
+        """Gives what a rank holds while each of its tasks runs, in order.
+
+        Two tasks that overlap hold what either adds, until both have ended.
+        """
+        order = table.ranks[rank]
+        changes = of_each(self, order)
+        added = [max(change, 0.0) for change in changes]
         total, held = 0.0, []
-        for change in changes:
-            held.append(total + max(change, 0.0))
-            total += change
+        joined = False
+        for n, task in enumerate(order):
+            if joined:  # to the task before, which is still running
+                joined = False
+                held.append(held[-1])
+            else:
+                joined = task in table.overlaps and n + 1 < len(order)
+                held.append(total + added[n] + (added[n + 1] if joined else 0.0))
+            if not table.forward_only:
+                total += changes[n]
         return held
+
+
+def of_each(model: Costs | Memory, tasks: Sequence[Task]) -> list[float]:
+    """Gives what a model says of each task; once where it is the same for all microbatches.
+
+    >>> of_each(Memory(), [Task(Kind.F, 0, 0), Task(Kind.B, 0, 0)])
+    [1.0, -1.0]
+    """
+    given = (model.forward, model.input_grad, model.weight_grad, model.backward)
+    if any(callable(cost) for cost in given):
+        return [model.of(task) for task in tasks]
+    known: dict[tuple[Kind, int], float] = {}
+    values = []
+    for task in tasks:
+        key = (task.kind, task.stage)
+        value = known.get(key)
+        if value is None:
+            value = known[key] = model.of(task)
+        values.append(value)
+    return values
 
 
 def _evaluate(cost: Cost, task: Task, name: str = "") -> float:
@@ -195,6 +241,8 @@ def _evaluate(cost: Cost, task: Task, name: str = "") -> float:
         value = float(cost)
     elif callable(cost):
         value = float(cost(task))
+    elif not hasattr(cost, "__len__"):
+        value = float(cost)  # another number, such as those of numpy  # pyright: ignore
     elif task.stage < len(cost):
         value = float(cost[task.stage])
     else:

@@ -48,8 +48,7 @@ def stage_dependencies(
     for producer, consumer in dict.fromkeys(edges):
         producers.setdefault(consumer, []).append(producer)
         consumers.setdefault(producer, []).append(consumer)
-    kinds = {task.kind for task in table.tasks}
-    backwards = [kind for kind in (Kind.B, Kind.I) if kind in kinds]
+    backwards = [kind for kind in (Kind.B, Kind.I) if kind in table.kinds]
     needs: dict[tuple[Kind, int], tuple[tuple[Kind, int], ...]] = {}
     for stage in range(table.num_stages):
         needs[Kind.F, stage] = tuple((Kind.F, s) for s in producers.get(stage, ()))
@@ -70,7 +69,7 @@ class Numbered:
     rank_of: tuple[int, ...]
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     needs: tuple[tuple[int, ...], ...]
-    #: Inputs that no rank makes, though the dependencies ask for them in every form they may have.
+    #: For a task that has one, an input that no rank makes, in any of the forms it may have.
     absent: Mapping[int, Task]
 
 
@@ -81,76 +80,81 @@ def number(table: Table, dependencies: Dependencies | None = None, join: bool = 
       table: the table.
       dependencies: what a task must come after; by default as the table's stages are connected.
       join: whether tasks that overlap are one unit.
+
+    Raises:
+      ValueError: a task is there twice, or is of a microbatch that the table does not have.
     """
     if dependencies is None:
         dependencies = stage_dependencies(table)
     tasks = tuple(task for order in table.ranks for task in order)
-    rank_of = tuple(rank for rank, order in enumerate(table.ranks) for _ in order)
-    m = table.num_microbatches
-    # A number for each kind and stage; a task's place is that times m, plus its microbatch.
-    rows: dict[tuple[Kind, int], int] = {}
-    places = [rows.setdefault((t.kind, t.stage), len(rows)) * m + t.microbatch for t in tasks]
-    number_at = [-1] * (len(rows) * m)
-    for n, place in enumerate(places):
-        number_at[place] = n
-    forms = _forms(rows, dependencies)
-    needs: list[tuple[int, ...]] = []
+    rows = _rows(tasks, table.num_microbatches)
+    needs: list[tuple[int, ...]] = [()] * len(tasks)
     absent: dict[int, Task] = {}
-    for n, (task, place) in enumerate(zip(tasks, places, strict=True)):
-        own: list[int] = []
-        for alternatives in forms[place // m]:
-            found = [
-                at
-                for row in alternatives
-                if isinstance(row, int) and (at := number_at[row * m + task.microbatch]) >= 0
-            ]
-            if found:
-                own += found
-            elif n not in absent:
-                kind, stage = _named(alternatives, rows)
-                absent[n] = Task(kind, stage, task.microbatch)
-        needs.append(tuple(own))
-    units = []
-    first = 0
-    for order in table.ranks:
-        units.append(_units(order, first, table.overlaps if join else frozenset()))
-        first += len(order)
-    return Numbered(tasks, rank_of, tuple(units), tuple(needs), absent)
+    for key, row in rows.items():
+        choices = _choices(dependencies.get(key, ()))
+        columns = [_made(choice, rows, table.num_microbatches) for choice in choices]
+        for n, own in zip(row, zip(*columns, strict=True), strict=False):
+            if n >= 0:
+                needs[n] = own
+                if -1 in own:
+                    needs[n] = tuple(need for need in own if need >= 0)
+                    absent[n] = Task(*choices[own.index(-1)][0], tasks[n].microbatch)
+    rank_of: list[int] = []
+    units: list[tuple[tuple[int, ...], ...]] = []
+    for rank, order in enumerate(table.ranks):
+        units.append(_units(order, len(rank_of), table.overlaps if join else frozenset()))
+        rank_of += [rank] * len(order)
+    return Numbered(tasks, tuple(rank_of), tuple(units), tuple(needs), absent)
 
 
-Row = int | tuple[Kind, int]
+def _rows(tasks: Sequence[Task], num_microbatches: int) -> dict[tuple[Kind, int], list[int]]:
+    """For each kind and stage, the number of each microbatch's task; -1 where there is none."""
+    rows: dict[tuple[Kind, int], list[int]] = {}
+    for n, task in enumerate(tasks):
+        key = (task.kind, task.stage)
+        row = rows.get(key)
+        if row is None:
+            row = rows[key] = [-1] * num_microbatches
+        if not 0 <= task.microbatch < num_microbatches or row[task.microbatch] >= 0:
+            raise ValueError(
+                f"{task.describe()} is there twice, or is of a microbatch that the table does not "
+                f"have; check(table) says where."
+            )
+        row[task.microbatch] = n
+    return rows
 
 
-def _forms(rows: Mapping[tuple[Kind, int], int], dependencies: Dependencies) -> list[list[tuple[Row, ...]]]:
-    """For each row, what it needs: each a choice of rows, as a backward may be whole or split."""
-    forms: list[list[tuple[Row, ...]]] = []
-    for kind, stage in rows:
-        choices: dict[object, list[Row]] = {}
-        for need in dependencies.get((kind, stage), ()):
-            group = ("backward", need[1]) if need[0] in (Kind.B, Kind.I) else need
-            choices.setdefault(group, []).append(rows.get(need, need))
-        forms.append([tuple(choice) for choice in choices.values()])
-    return forms
+def _choices(needs: Sequence[tuple[Kind, int]]) -> list[list[tuple[Kind, int]]]:
+    """What a task needs, grouped: of a stage's `B` and `I` the table has one or the other."""
+    choices: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
+    for kind, stage in needs:
+        backward = kind in (Kind.B, Kind.I)
+        choices.setdefault((Kind.B if backward else kind, stage), []).append((kind, stage))
+    return list(choices.values())
 
 
-def _named(alternatives: tuple[Row, ...], rows: Mapping[tuple[Kind, int], int]) -> tuple[Kind, int]:
-    row = alternatives[0]
-    return row if isinstance(row, tuple) else next(key for key, at in rows.items() if at == row)
+def _made(
+    choice: Sequence[tuple[Kind, int]], rows: Mapping[tuple[Kind, int], list[int]], count: int
+) -> list[int]:
+    """For each microbatch, the number of the task that makes an input; -1 where none does."""
+    made = [rows[form] for form in choice if form in rows] or [[-1] * count]
+    return made[0] if len(made) == 1 else [max(forms) for forms in zip(*made, strict=True)]
 
 
 def _units(
     order: Sequence[Task], first: int, overlaps: frozenset[Task]
 ) -> tuple[tuple[int, ...], ...]:
+    numbers = range(first, first + len(order))
     if not overlaps:
-        return tuple((n,) for n in range(first, first + len(order)))
+        return tuple(zip(numbers, strict=True))
     units: list[tuple[int, ...]] = []
-    skip = False
-    for n, task in enumerate(order, first):
-        if skip:
-            skip = False
-            continue
-        skip = task in overlaps and n + 1 < first + len(order)
-        units.append((n, n + 1) if skip else (n,))
+    joined = False
+    for n, task in zip(numbers, order, strict=True):
+        if joined:
+            units[-1] += (n,)
+        else:
+            units.append((n,))
+        joined = not joined and task in overlaps
     return tuple(units)
 
 
@@ -186,66 +190,71 @@ def run(
     Returns:
       The times, and the ranks left stuck: none where the table is sound.
     """
-    ranks, needs, rank_of = numbered.ranks, numbered.needs, numbered.rank_of
-    starts, ends = [0.0] * len(costs), [-1.0] * len(costs)
-    gates = [-1] * len(costs)
-    cursors, free, last = [0] * len(ranks), [0.0] * len(ranks), [-1] * len(ranks)
-    waiting: dict[int, list[int]] = {}
-    blocks: list[Block] = []
-    runnable = list(range(len(ranks)))
+    nothing = len(costs)  # the number of no task, which never ends
+    absent, rank_of, needs = numbered.absent, numbered.rank_of, numbered.needs
+    if absent:
+        needs = [(*own, nothing) if n in absent else own for n, own in enumerate(needs)]
+    starts, ends, gates = [0.0] * nothing, [-1.0] * (nothing + 1), [-1] * nothing
+    decides: dict[int, int] = {}  # of two that end together, the one that the end follows from
+
+    def earliest(n: int, rank: int, start: float, gate: int) -> tuple[float, int]:
+        """When a task can start, and its gate; or -1, and an input that is not there yet."""
+        for need in needs[n]:
+            ready = ends[need]
+            if ready < 0:
+                return -1.0, need
+            if delay is not None and rank_of[need] != rank:
+                ready += delay(need, rank)
+            if ready > start:
+                start, gate = ready, need
+        return start, gate
+
+    def run_both(a: int, b: int, first: tuple[float, int], second: tuple[float, int]) -> float:
+        """Runs two tasks that overlap, and gives the end of both."""
+        if wait_for_both:
+            first = second = max(first, second)
+        (starts[a], gates[a]), (starts[b], gates[b]) = first, second
+        both = costs[a] + costs[b] if together is None else together(a, b)
+        if wait_for_both:
+            ends[a] = ends[b] = starts[a] + both
+        else:
+            joint = (first[0] + both, a) if first <= second else (second[0] + both, b)
+            end, late = max(joint, (first[0] + costs[a], a), (second[0] + costs[b], b))
+            ends[a] = ends[b] = end
+            decides[a] = decides[b] = late
+        return ends[a]
+
+    cursors, free = [0] * len(numbered.ranks), [0.0] * len(numbered.ranks)
+    waiting: dict[int, list[tuple[int, int]]] = {}  # for a task, the ranks and tasks that need it
+    runnable = list(range(len(numbered.ranks)))
     while runnable:
         rank = runnable.pop()
-        units, cursor = ranks[rank], cursors[rank]
-        now, gate_here = free[rank], last[rank]
+        units, cursor, now = numbered.ranks[rank], cursors[rank], free[rank]
+        before = units[cursor - 1][-1] if cursor else -1
         while cursor < len(units):
-            unit = units[cursor]
-            missing = -1
-            begin = []
-            for n in unit:
-                if n in numbered.absent:
-                    blocks.append(Block(rank, numbered.tasks[n], numbered.absent[n]))
-                    missing = -2
-                    break
-                start, gate = now, gate_here
-                for need in needs[n]:
-                    ready = ends[need]
-                    if ready < 0:
-                        missing = need
-                        break
-                    if delay is not None and rank_of[need] != rank:
-                        ready += delay(need, rank)
-                    if ready > start:
-                        start, gate = ready, need
-                if missing != -1:
-                    break
-                begin.append((start, gate))
-            if missing != -1:
-                if missing >= 0:
-                    waiting.setdefault(missing, []).append(rank)
+            n, last = units[cursor][0], units[cursor][-1]
+            start, gate = first = earliest(n, rank, now, before)
+            second = first if n == last else earliest(last, rank, now, before)
+            if start < 0 or second[0] < 0:
+                stuck, need = (n, gate) if start < 0 else (last, second[1])
+                waiting.setdefault(need, []).append((rank, stuck))
                 break
-            if len(unit) == 1:
-                (n,), ((start, gate),) = unit, begin
-                now = start + costs[n]
-                starts[n], ends[n], gates[n] = start, now, gate
+            if n == last:
+                starts[n], gates[n] = start, gate
+                ends[n] = now = start + costs[n]
             else:
-                if wait_for_both:
-                    begin = [max(begin)] * 2
-                a, b = unit
-                whole = costs[a] + costs[b] if together is None else together(a, b)
-                (start_a, _), (start_b, _) = begin
-                now = max(min(begin)[0] + whole, start_a + costs[a], start_b + costs[b])
-                if wait_for_both:
-                    now = start_a + whole
-                for n, (start, gate) in zip(unit, begin, strict=True):
-                    starts[n], ends[n], gates[n] = start, now, gate
-            gate_here = unit[-1]
+                now = run_both(n, last, first, second)
+                runnable += [rank for rank, _ in waiting.pop(n, ())]
+            if last in waiting:
+                runnable += [rank for rank, _ in waiting.pop(last)]
+            before = last
             cursor += 1
-            for n in unit:
-                if n in waiting:
-                    runnable += waiting.pop(n)
-        cursors[rank], free[rank], last[rank] = cursor, now, gate_here
-    for need, stuck in waiting.items():
-        for rank in stuck:
-            n = next(n for n in ranks[rank][cursors[rank]] if need in needs[n])
-            blocks.append(Block(rank, numbered.tasks[n], numbered.tasks[need]))
-    return Run(starts, ends, gates, sorted(blocks, key=lambda block: block.rank))
+        cursors[rank], free[rank] = cursor, now
+    if decides:
+        gates = [decides.get(gate, gate) for gate in gates]
+    blocks = [
+        Block(rank, numbered.tasks[n], absent[n] if need == nothing else numbered.tasks[need])
+        for need, stuck in waiting.items()
+        for rank, n in stuck
+    ]
+    return Run(starts, ends[:-1], gates, sorted(blocks, key=lambda block: block.rank))

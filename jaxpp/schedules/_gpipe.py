@@ -12,8 +12,8 @@ class GPipe(Schedule):
     """Every forward, then every backward.
 
     Source: Huang et al., arXiv 1811.06965, section 2.3. With `stages_per_rank` above 1 it is the
-    looped breadth-first schedule of Lamy-Poirier, arXiv 2211.05953, section 4: forwards chunk by
-    chunk, backwards with the chunks reversed.
+    looped breadth-first schedule of Lamy-Poirier, arXiv 2211.05953, section 4 (`looped_bfs` in the
+    catalogue): forwards chunk by chunk, backwards with the chunks reversed.
 
     With p ranks, m microbatches, v stages on each rank, and costs F and B for a rank's share of one
     microbatch: the bubble is (p-1)(F+B)/v where m >= p, and each rank holds the activations of all

@@ -27,6 +27,13 @@ class Interleaved1F1B(Schedule):
 
     Args:
       stages_per_rank: v, the stages on each rank; stage `s` is on rank `s % p`.
+      extra_warmup: forwards that each rank runs ahead of the paper's order. Each holds one more
+        activation, and leaves the bubble as it is. With 1, as in Kimi K2 (arXiv 2507.20534, section
+        2.4.2), no backward comes right after the forward that it waits for, so that of the two one
+        can compute while the other communicates.
+      group_size: the fewest microbatches in a group, at least p: by default p. Larger ones, up to
+        m, hold more and send less often back and forth between chunks (Llama 3, arXiv 2407.21783,
+        section 3.3.2).
 
     >>> schedule = Interleaved1F1B(stages_per_rank=2)
     >>> for tasks in schedule.table(num_stages=4, num_microbatches=2).ranks:
@@ -36,26 +43,59 @@ class Interleaved1F1B(Schedule):
     """
 
     stages_per_rank: int = 2
+    extra_warmup: int = dataclasses.field(default=0, kw_only=True)
+    group_size: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.extra_warmup < 0:
+            raise ValueError(
+                f"Interleaved1F1B needs extra_warmup to be at least 0, got {self.extra_warmup}; "
+                f"with fewer forwards ahead, the last rank would wait for its own; use 0."
+            )
+
+    def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
+        """Says which rule a size breaks: see `Schedule.broken_rule`."""
+        if self.group_size is not None and self.group_size < num_ranks:
+            return "a group_size of no less than the number of ranks"
+        return None
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
         """Gives the tasks of each rank: see `Schedule.orders`."""
-        groups = _groups(num_microbatches, max(num_microbatches // num_ranks, 1))
-        largest = max(len(group) for group in groups)
+        v = self.stages_per_rank
+        groups = split_in_groups(num_microbatches, self.group_size or num_ranks)
         for rank in range(num_ranks):
-            stages = range(rank, num_ranks * self.stages_per_rank, num_ranks)
-            forwards = [Task(Kind.F, s, i) for group in groups for s in stages for i in group]
-            backwards = [
-                Task(Kind.B, s, i) for group in groups for s in reversed(stages) for i in group
-            ]
+            forwards, backwards = interleave(rank, num_ranks, v, groups)
             # The last rank may start its first backward once the largest group has reached the last
             # chunk; each rank before it runs two more, for the way there and back.
-            warmup = 2 * (num_ranks - 1 - rank) + (self.stages_per_rank - 1) * largest
-            if self.stages_per_rank == 1:
+            warmup = 2 * (num_ranks - 1 - rank) + (v - 1) * len(groups[0])
+            if v == 1:
                 warmup = num_ranks - 1 - rank  # plain 1F1B: as fast, and it holds less
-            yield one_forward_one_backward(forwards, backwards, warmup)
+            yield one_forward_one_backward(
+                [Task(Kind.F, stage, i) for stage, i in forwards],
+                [Task(Kind.B, stage, i) for stage, i in backwards],
+                warmup + self.extra_warmup,
+            )
 
 
-def _groups(num_microbatches: int, num_groups: int) -> list[range]:
-    """Cuts the microbatches into runs whose lengths differ by one at most, longer ones first."""
-    bounds = [-(-num_microbatches * group // num_groups) for group in range(num_groups + 1)]
+def split_in_groups(num_microbatches: int, least: int) -> list[range]:
+    """Cuts the microbatches into runs of no fewer than `least`, or one run if there are fewer.
+
+    Their lengths differ by one at most, longer ones first.
+
+    >>> split_in_groups(11, 4), split_in_groups(3, 4)
+    ([range(0, 6), range(6, 11)], [range(0, 3)])
+    """
+    number = max(num_microbatches // least, 1)
+    bounds = [-(-num_microbatches * group // number) for group in range(number + 1)]
     return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def interleave(
+    rank: int, num_ranks: int, stages_per_rank: int, groups: list[range]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Gives the (stage, microbatch) pairs of a rank's forwards and of its backwards, in order."""
+    stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+    forwards = [(s, i) for group in groups for s in stages for i in group]
+    backwards = [(s, i) for group in groups for s in reversed(stages) for i in group]
+    return forwards, backwards

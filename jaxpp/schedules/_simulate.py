@@ -1,12 +1,14 @@
 """Gives a table a clock."""
 
+import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxpp.schedules._check import explain_blocks
-from jaxpp.schedules._costs import Costs, Memory
+from jaxpp.schedules._costs import Costs, Memory, of_each
 from jaxpp.schedules._execute import Dependencies, number, run
 from jaxpp.schedules._table import Table, Task
 
@@ -140,9 +142,15 @@ class Timeline:
         """
         if not self.gates:
             raise ValueError("a measured timeline has no critical path; simulate one instead.")
-        ends = [(end, r, n) for r, own in enumerate(self.ends) for n, end in enumerate(own)]
+        # Of two that end together, the one that started later is why they end then.
+        last = [
+            (end, self.starts[r][n], r, n)
+            for r, own in enumerate(self.ends)
+            for n, end in enumerate(own)
+            if end == self.makespan
+        ]
         path: list[Span] = []
-        at: tuple[int, int] | None = max(ends)[1:] if ends else None
+        at: tuple[int, int] | None = max(last)[2:] if last else None
         while at is not None:
             r, n = at
             path.append(Span(r, self.table.ranks[r][n], self.starts[r][n], self.ends[r][n]))
@@ -151,8 +159,8 @@ class Timeline:
 
 
 def _covered(starts: Sequence[float], ends: Sequence[float]) -> float:
-    """The time that intervals, sorted by end, cover."""
-    total, until = 0.0, 0.0
+    """The time that intervals cover; where two overlap, once."""
+    total, until = 0.0, -math.inf
     for start, end in sorted(zip(starts, ends, strict=True)):
         if end > until:
             total += end - max(start, until)
@@ -193,19 +201,20 @@ def simulate(
     >>> from jaxpp.schedules import ZeroBubbleH1
     >>> table = ZeroBubbleH1().table(num_stages=4, num_microbatches=8)
     >>> simulate(table).makespan, simulate(table, Costs(latency=0.5)).makespan
-    (27.0, 32.5)
+    (27.0, 33.0)
     """
     costs, memory = costs or Costs(), memory or Memory()
     if overlap not in ("atomic", "free", "none"):
         raise ValueError(f"overlap is 'atomic', 'free' or 'none', got {overlap!r}.")
-    numbered = number(table, dependencies, join=overlap != "none")
+    if overlap == "none" and table.overlaps:
+        table = dataclasses.replace(table, overlaps=frozenset())
+    numbered = number(table, dependencies, join=True)
     tasks, rank_of = numbered.tasks, numbered.rank_of
-    both = costs.overlapped
     result = run(
         numbered,
-        _times(costs, table, tasks),
+        of_each(costs, tasks),
         None if costs.moves_for_free else _delays(costs, tasks, rank_of),
-        None if both is None else lambda a, b: float(both(tasks[a], tasks[b])),
+        lambda a, b: costs.together(tasks[a], tasks[b]),
         wait_for_both=overlap == "atomic",
     )
     if result.blocks:
@@ -223,19 +232,6 @@ def simulate(
         tuple(tuple(gates[own]) for own in cut),
         memory,
     )
-
-
-def _times(costs: Costs, table: Table, tasks: Sequence[Task]) -> list[float]:
-    """The time of each task; what is the same for all microbatches is evaluated once."""
-    given = (costs.forward, costs.input_grad, costs.weight_grad, costs.backward)
-    if any(callable(cost) for cost in given):
-        return [costs.of(task) for task in tasks]
-    known = {}
-    for task in tasks:
-        key = (task.kind, task.stage)
-        if key not in known:
-            known[key] = costs.of(task)
-    return [known[task.kind, task.stage] for task in tasks]
 
 
 def _delays(costs: Costs, tasks: Sequence[Task], rank_of: Sequence[int]):

@@ -89,6 +89,11 @@ class Table:
         return frozenset(task for tasks in self.ranks for task in tasks)
 
     @functools.cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its tasks."""
+        return frozenset({task.kind for tasks in self.ranks for task in tasks})
+
+    @functools.cached_property
     def directions(self) -> tuple[tuple[int, ...], ...]:
         """For each direction, the rank of each stage: `placement`, or one read off the tasks.
 
@@ -117,19 +122,23 @@ class Table:
         >>> GPipe().table(num_stages=2, num_microbatches=3).direction_of
         (0, 0, 0)
         """
-        taken = [0] * self.num_microbatches
-        if len(self.directions) > 1:
-            for rank, tasks in enumerate(self.ranks):
-                for task in tasks:
-                    on = [d for d, ranks in enumerate(self.directions) if ranks[task.stage] == rank]
-                    if len(on) == 1:
-                        taken[task.microbatch] = on[0]
-        return tuple(taken)
+        if len(self.directions) == 1:
+            return (0,) * self.num_microbatches
+        # Where directions have a stage on one rank, its tasks do not tell; a task that is on the
+        # wrong rank is outvoted, so that `check` can name it.
+        votes = [[0] * len(self.directions) for _ in range(self.num_microbatches)]
+        for rank, tasks in enumerate(self.ranks):
+            here = [[ranks[s] == rank for ranks in self.directions] for s in range(self.num_stages)]
+            only = [on.index(True) if sum(on) == 1 else None for on in here]
+            for task in tasks:
+                if (direction := only[task.stage]) is not None:
+                    votes[task.microbatch][direction] += 1
+        return tuple(own.index(max(own)) for own in votes)
 
     @functools.cached_property
     def splits_backward(self) -> bool:
         """Whether any backward is run as its two halves, `I` and `W`."""
-        return any(task.kind in (Kind.I, Kind.W) for task in self.tasks)
+        return not self.kinds.isdisjoint((Kind.I, Kind.W))
 
     def with_halves(self) -> "Table":
         """Gives the same table with every `B` written as `I`, then `W`.
@@ -155,7 +164,7 @@ class Table:
     @functools.cached_property
     def forward_only(self) -> bool:
         """Whether there is no backward at all."""
-        return all(task.kind is Kind.F for task in self.tasks)
+        return self.kinds <= {Kind.F}
 
     def peak_in_flight(self) -> tuple[int, ...]:
         """Counts the activations that each rank holds at its peak.

@@ -1,7 +1,7 @@
 """Zero bubble: weight gradients, which nothing waits for, fill the bubble."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._table import Kind, Task
@@ -11,7 +11,7 @@ from jaxpp.schedules._table import Kind, Task
 class ZeroBubbleH1(Schedule):
     """1F1B with the backward split, so that weight gradients fill a part of the bubble.
 
-    Source: Qi et al., arXiv 2401.10241, section 2.1 (ZB-H1), published for m >= 2p; the order here
+    Source: Qi et al., arXiv 2401.10241, section 2 (ZB-H1), published for m >= 2p; the order here
     is that one, and takes any m.
 
     With p ranks, m >= p microbatches, and costs F, I and W of a stage for one microbatch: the
@@ -26,20 +26,64 @@ class ZeroBubbleH1(Schedule):
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
         """Gives the tasks of each rank: see `Schedule.orders`."""
-        for rank in range(num_ranks):
-            yield _stage_order(rank, num_ranks, num_microbatches)
+        return _orders(num_ranks, num_microbatches, multiplier=1)
 
 
-def _stage_order(rank: int, num_ranks: int, num_microbatches: int) -> list[Task]:
-    # Rank r may lag r weight gradients behind its input gradients: with the p-1-r forwards of the
-    # warm-up and the one in hand, that makes p activations on every rank.
-    warmup, lag = num_ranks - 1 - rank, rank
-    forwards = [Task(Kind.F, rank, i) for i in range(num_microbatches)]
-    weights = [Task(Kind.W, rank, i) for i in range(num_microbatches)]
-    order = forwards[:warmup]
-    for i in range(num_microbatches):
-        order += forwards[warmup + i : warmup + i + 1]
-        order.append(Task(Kind.I, rank, i))
-        if i >= lag:
-            order.append(weights[i - lag])
-    return order + weights[max(num_microbatches - lag, 0) :]
+@dataclasses.dataclass(frozen=True)
+class ZeroBubbleH2(Schedule):
+    """ZB-H1 with twice the warm-up and the lag, so that no rank waits once it has started.
+
+    Source: Qi et al., arXiv 2401.10241, section 2 (ZB-H2), published for m >= 2p; the order here
+    takes any m.
+
+    With p ranks, m >= 2p-1 microbatches, and costs F, I and W of a stage for one microbatch, where
+    W <= F and W <= I: from its first task to its last no rank idles for more than (p-1)(F+I-2W).
+    That is nothing where they are equal; but the ranks start one after the other, so the bubble in
+    the makespan is (p-1)max(F, F+I-2W). With a barrier between steps that is no gain over ZB-H1
+    where F = I = W. Each rank holds the activations of no more than min(2p-1, m) microbatches.
+
+    >>> for tasks in ZeroBubbleH2().table(num_stages=2, num_microbatches=3).ranks:
+    ...     print(*tasks)
+    F0.0 F0.1 F0.2 I0.0 W0.0 I0.1 W0.1 I0.2 W0.2
+    F1.0 I1.0 F1.1 I1.1 F1.2 I1.2 W1.0 W1.1 W1.2
+    """
+
+    def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
+        """Gives the tasks of each rank: see `Schedule.orders`."""
+        return _orders(num_ranks, num_microbatches, multiplier=2)
+
+
+def _orders(num_ranks: int, num_microbatches: int, multiplier: int) -> Iterator[list[Task]]:
+    """With the multiplier c: a warm-up of (p-1-r)c and a lag of rc, so (p-1)c+1 activations."""
+    for rank in range(num_ranks):
+        passes = [(rank, i) for i in range(num_microbatches)]
+        warmup, lag = (num_ranks - 1 - rank) * multiplier, rank * multiplier
+        yield split_one_forward_one_backward(passes, passes, warmup, lag)
+
+
+def split_one_forward_one_backward(
+    forwards: Sequence[tuple[int, int]],
+    backwards: Sequence[tuple[int, int]],
+    warmup: int,
+    lag: int,
+) -> list[Task]:
+    """Runs `warmup` forwards, then F, I and W in turn, each `W` behind its `I` by `lag` others.
+
+    Args:
+      forwards: the (stage, microbatch) pairs of a rank's forwards, in order.
+      backwards: those of its backwards, in order.
+      warmup: the forwards before the first `I`, less the one that goes with it.
+      lag: how many `I` later than its own a `W` runs.
+
+    Returns:
+      The order of the rank.
+    """
+    ahead = [Task(Kind.F, stage, i) for stage, i in forwards]
+    weights = [Task(Kind.W, stage, i) for stage, i in backwards]
+    order = ahead[:warmup]
+    for n, (stage, i) in enumerate(backwards):
+        order += ahead[warmup + n : warmup + n + 1]
+        order.append(Task(Kind.I, stage, i))
+        if n >= lag:
+            order.append(weights[n - lag])
+    return order + weights[max(len(weights) - lag, 0) :]

@@ -73,8 +73,9 @@ def separate(tasks: _loop.LoopTasks, directions: int, carries: Sequence[Any]) ->
                 raise schedules.ScheduleError(
                     f"the schedule sends microbatches through the ranks in {directions} "
                     f"directions, but the loop carries a value through {body.kind}[stage "
-                    f"{body.stage}] from each microbatch to the next in order; combine it with "
-                    f"'mean', 'sum', 'max', 'stack' or 'concat', or use a schedule of one direction."
+                    f"{body.stage}] from each microbatch to the next in order; combine it by "
+                    f"'mean', 'sum', 'max', 'stack' or 'concat', or use a schedule of one "
+                    f"direction."
                 )
     bodies, parts, firsts = list(tasks.bodies), [], list(carries)
     for direction in range(1, directions):

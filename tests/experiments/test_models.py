@@ -10,7 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.models import gpt
+import jaxpp
+from experiments.models import gpt, sliced_gpt
+from jaxpp._program import Run
+from jaxpp.schedules import Seq1F1B
 
 CONTEXT = 12
 WIDTH = 16
@@ -142,3 +145,40 @@ def test_blocks_have_paths():
 def test_heads_must_divide_width():
     with pytest.raises(ValueError, match="width=16 and heads=3"):
         make_shapes(heads=3)
+
+
+def sliced(slices, groups):
+    return functools.partial(sliced_gpt.loss_fn, slices=slices, groups=groups)
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3])
+def test_slices_of_a_sequence_give_the_loss_of_the_whole(slices):
+    model, tokens = make_model(), random_tokens(2, CONTEXT + 1)
+    whole = eqx.filter_jit(eqx.filter_value_and_grad(gpt.loss_fn))(model, tokens)
+    parts = eqx.filter_jit(eqx.filter_value_and_grad(sliced(slices, 1)))(model, tokens)
+    for got, want in zip(arrays_of(parts), arrays_of(whole), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_slices_form_the_stages_of_the_sequence_schedule():
+    model, tokens = make_shapes(layers=2), random_tokens(4, CONTEXT + 1)
+    grad_fn = eqx.filter_value_and_grad(jaxpp.wrap_forward(sliced(3, 2)))
+    grad_fn = jaxpp.microbatch(grad_fn, 2, in_axes=(None, 0))
+    schedule = Seq1F1B(slices=3)
+    mesh = jaxpp.MpmdMesh((2,), devices=jax.devices()[:1] * 2)
+    lowered = jaxpp.place(jaxpp.schedule(grad_fn, schedule), mesh).lower(model, tokens)
+    order = [str(task) for task in schedule.table(6, 2).ranks[0]]
+    labels = [i.label for i in lowered.programs[0].instructions if isinstance(i, Run)]
+    assert [label for label in labels if label[0] in "FB"] == order
+    # Hidden features go from rank to rank and nothing else: no keys, values, or bytes.
+    sent = {aval.shape for p in lowered.programs for s in p.sends for aval in s.message.avals}
+    assert {shape for shape in sent if len(shape) > 1} <= {(2, CONTEXT // 3, WIDTH), (CONTEXT, WIDTH)}
+
+
+@pytest.mark.parametrize(
+    ("slices", "groups", "message"),
+    [(5, 1, "12 bytes do not divide into 5 slices; .* of 10"), (2, 3, "1 blocks do not make 3")],
+)
+def test_slices_that_do_not_fit_are_errors(slices, groups, message):
+    with pytest.raises(ValueError, match=message):
+        sliced(slices, groups)(make_model(), random_tokens(1, CONTEXT + 1))

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpp
+from jaxpp.runtime import _compile
 
 WIDTH, BATCH, MICROBATCHES = 8, 8, 2
 
@@ -277,6 +278,7 @@ def test_equal_computations_compile_once():
         mesh = jaxpp.MpmdMesh((depth,), devices=devices)
         lowered = jaxpp.place(step_of(), mesh).lower(*start(init_params(depth)), batch())
         jax.clear_caches()
+        _compile.clear_cache()
         return compilations(lowered.compile), len(lowered.bundle.computations)
 
     few, computations = compile_step(4)
@@ -290,6 +292,34 @@ def test_the_second_call_compiles_nothing(placed):
     x = batch(1)
     *state, _ = step(*state, x)
     assert compilations(lambda: step(*state, x)) == 0
+
+
+def test_another_schedule_of_the_same_tasks_compiles_nothing_new():
+    state = start(init_params(4))
+    lowered = [
+        jaxpp.place(step_of(schedule=schedule), jaxpp.MpmdMesh((4,))).lower(*state, batch())
+        for schedule in (jaxpp.schedules.OneFOneB(), jaxpp.schedules.GPipe())
+    ]
+    _compile.clear_cache()
+    assert compilations(lowered[0].compile) > 0
+    assert compilations(lowered[1].compile) == 0
+
+
+def test_another_setting_of_jax_compiles_anew():
+    lowered = jaxpp.place(step_of(), jaxpp.MpmdMesh((3,))).lower(*start(init_params()), batch())
+    lowered.compile()
+    assert compilations(lowered.compile) == 0
+    with jax.default_matmul_precision("highest"):
+        assert compilations(lowered.compile) > 0
+
+
+def test_what_is_kept_is_bounded():
+    kept = _compile._Kept(size=2)
+    for key in "ab":
+        kept.put(key, key.upper())
+    assert kept.get("a") == "A"  # now b is the one not used the longest
+    kept.put("c", "C")
+    assert [kept.get(key) for key in "abc"] == ["A", None, "C"]
 
 
 # ---- the mesh itself ----------------------------------------------------------------------------

@@ -231,6 +231,27 @@ def several_outputs(ws, x):
     return {"loss": third.mean(), "first": first, "norms": (second**2).sum(), "static": "name"}
 
 
+def test_a_stage_that_opens_on_a_slice_of_the_data_waits_for_no_other(edges_of, assert_same):
+    """Two halves of a sequence; the second one reads what the first one's layers left behind."""
+
+    def loss(ws, x):
+        total, left = 0.0, [0.0, 0.0]
+        for half in range(2):
+            h = x[:, 3 * half : 3 * half + 3].reshape(4, 3)
+            for layer, w in enumerate(ws):
+                h = jaxpp.pipeline_enter_stage(h, stage_id=2 * half + layer)
+                h = left[layer] = jnp.tanh(h @ w + left[layer])
+            total += jnp.mean(h**2)
+        return total
+
+    ws, x = jax.random.normal(jax.random.key(0), (2, 3, 3)), jnp.ones((4, 6))
+    ws = list(ws)
+    # From layer to layer, and from half to half; and the loss of the first half, a number.
+    assert edges_of(loss, ws, x) == [(0, 1, (4, 3)), (0, 2, (4, 3)), (1, 3, ()), (1, 3, (4, 3)),
+                                     (2, 3, (4, 3))]  # fmt: skip
+    assert_same(jaxpp.wrap_forward(loss), loss, ws, x)
+
+
 def test_each_output_is_made_in_its_own_stage(stages_of, assert_same):
     split = jaxpp.split_stages(several_outputs)
     stages = stages_of(split, WS, X)

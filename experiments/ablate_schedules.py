@@ -1,0 +1,532 @@
+"""Compares schedules: how much of the time is bubble, for how much memory, and is it so when run?
+
+    python -m experiments.ablate_schedules
+    python -m experiments.ablate_schedules --ranks=4,8 --microbatches=8,16 --latency=0.1
+    python -m experiments.ablate_schedules --ranks=2 --microbatches=8 --measure
+    python -m experiments.ablate_schedules --compare=other/results.csv
+
+Every schedule of the catalogue, and tables that are synthesized under several caps of memory, are
+simulated for each number of ranks and microbatches. With `--measure` each also trains a small GPT
+on this machine: its tasks are measured one by one, the simulator gets their times, and what it
+predicts is compared with what the step takes. Costs are those of a rank's whole share of one
+microbatch, and memory is in such shares, whatever the number of stages on a rank.
+
+The output folder gets `results.csv` and pictures: bubble against memory, with the Pareto front,
+and predicted against measured time.
+"""
+
+import csv
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import optax
+import tqdm
+from absl import app, flags
+
+import jaxpp
+from experiments.models import gpt, sliced_gpt
+from jaxpp.schedules import Costs, Memory, Seq1F1B, Table, simulate
+
+NAMES = [name for name in jaxpp.schedules.CATALOGUE if name != "forward_only"]
+
+_SCHEDULES = flags.DEFINE_list("schedules", NAMES, "Names of schedules; none to synthesize only.")
+_RANKS = flags.DEFINE_list("ranks", ["4", "8"], "Numbers of ranks.")
+_MICROBATCHES = flags.DEFINE_list("microbatches", ["8", "16"], "Numbers of microbatches.")
+
+_FORWARD = flags.DEFINE_float("forward", 1.0, "Time of a forward.", 0.0)
+_INPUT_GRAD = flags.DEFINE_float("input_grad", 1.0, "Time of an input gradient.", 0.0)
+_WEIGHT_GRAD = flags.DEFINE_float("weight_grad", 1.0, "Time of a weight gradient.", 0.0)
+_BACKWARD = flags.DEFINE_float(
+    "backward", None, "Time of a whole backward; by default that of its halves.", 0.0
+)
+_LATENCY = flags.DEFINE_float("latency", 0.0, "Time of a transfer between ranks.", 0.0)
+_OVERLAP = flags.DEFINE_enum(
+    "overlap", "atomic", ["atomic", "free", "none"], "What tasks that may overlap do."
+)
+_FORWARD_MEMORY = flags.DEFINE_float("forward_memory", 1.0, "What a forward keeps.", 0.0)
+_INPUT_GRAD_MEMORY = flags.DEFINE_float(
+    "input_grad_memory", 0.0, "What an input gradient keeps, or frees; its weights' frees the rest."
+)
+
+_CAPS = flags.DEFINE_list(
+    "caps",
+    ["0.5", "0.75", "1", "1.5", "2"],
+    "Memory caps to synthesize tables for, in shares for each rank of the pipeline: the cap 1 is "
+    "what 1F1B takes. Empty to synthesize none.",
+)
+_PLACEMENTS = flags.DEFINE_multi_enum(
+    "placement",
+    ["chain", "v"],
+    ["chain", "v", "loop"],
+    "Where synthesized tables have their stages: one on a rank, or two, as a V or a loop.",
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the synthesizer, the model and the batch.")
+
+_MEASURE = flags.DEFINE_bool("measure", False, "Whether to run the schedules on this machine.")
+_LAYERS = flags.DEFINE_list("layers", ["16"], "Numbers of Transformer blocks, to measure with.")
+_WIDTH = flags.DEFINE_integer("width", 64, "Features of each position.", 1)
+_SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 64, "In bytes.", 1)
+_SEQUENCES = flags.DEFINE_integer("sequences", 2, "Sequences in a microbatch.", 1)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "How often to measure; the median counts.", 1)
+_SHARE_DEVICE = flags.DEFINE_bool(
+    "share_device", False, "Whether all ranks share one device, on which their tasks take turns."
+)
+
+_OUTPUT = flags.DEFINE_string("output", "outputs/ablate_schedules", "Folder for the results.")
+_COMPARE = flags.DEFINE_string("compare", None, "The results.csv of another run.")
+
+HEADS = 4
+#: The stages of a rank in each placement of synthesized tables.
+STAGES_PER_RANK = {"chain": 1, "v": 2, "loop": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What came out for one schedule and size; None where nothing did, and the reason for it.
+
+    Simulated times are in units of the flags, measured ones in seconds. `parameters` is how often
+    the ranks together hold the parameters.
+    """
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    layers: int | None = None
+    reason: str = ""
+    stages_per_rank: int | None = None
+    parameters: int | None = None
+    makespan: float | None = None
+    bubble: float | None = None
+    span_bubble: float | None = None
+    peak_memory: float | None = None
+    gap: float | None = None
+    shortest_task: float | None = None
+    predicted: float | None = None
+    predicted_from_tasks_alone: float | None = None
+    measured: float | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.schedule, self.ranks, self.microbatches, self.layers
+
+    @property
+    def is_synthesized(self) -> bool:
+        return self.schedule.startswith("synthesized")
+
+    @property
+    def error(self) -> float | None:
+        """How much the prediction is above the measured time, as a part of it."""
+        if self.predicted is None or self.measured is None:
+            return None
+        return self.predicted / self.measured - 1
+
+
+# ---- what is simulated --------------------------------------------------------------------------
+
+
+def costs(stages_per_rank: int) -> Costs:
+    """The time of a stage's tasks."""
+    of_rank = Costs(
+        _FORWARD.value,
+        _INPUT_GRAD.value,
+        _WEIGHT_GRAD.value,
+        _BACKWARD.value,
+        latency=_LATENCY.value,
+    )
+    return of_rank.divided(stages_per_rank)
+
+
+def memory(stages_per_rank: int) -> Memory:
+    """What a stage's tasks hold, in shares of a rank."""
+    forward, input_grad = _FORWARD_MEMORY.value, _INPUT_GRAD_MEMORY.value
+    each = (forward, input_grad, -(forward + input_grad))
+    return Memory(*(change / stages_per_rank for change in each))
+
+
+def simulated(name: str, table: Table) -> Row:
+    """The row of a table under the cost model of the flags."""
+    stages = table.num_stages // table.num_ranks
+    overlap: Any = _OVERLAP.value
+    timeline = simulate(table, costs(stages), memory=memory(stages), overlap=overlap)
+    return Row(
+        name,
+        table.num_ranks,
+        table.num_microbatches,
+        stages_per_rank=stages,
+        parameters=len(table.directions),
+        makespan=timeline.makespan,
+        bubble=timeline.bubble_fraction,
+        span_bubble=timeline.span_bubble_fraction,
+        peak_memory=max(timeline.peak_memory),
+    )
+
+
+def of_catalogue(name: str, ranks: int, microbatches: int) -> tuple[Row, Any]:
+    """A schedule's row and the schedule, or the reason that there is none of this size."""
+    schedule = jaxpp.schedules.by_name(name)
+    try:
+        table = schedule.table(ranks * schedule.stages_per_rank, microbatches)
+    except ValueError as error:
+        return Row(name, ranks, microbatches, reason=str(error)), None
+    return simulated(name, table), schedule
+
+
+def synthesized(placement: str, cap: float, ranks: int, microbatches: int) -> tuple[Row, Any]:
+    """The row of a table made for a memory cap, and the table as a schedule."""
+    name = f"synthesized {placement} {cap:g}"
+    stages = STAGES_PER_RANK[placement]
+    down, up = list(range(ranks)), list(reversed(range(ranks)))
+    rank_of_stage = {"chain": down, "v": down + up, "loop": down + down}[placement]
+    try:
+        found = jaxpp.schedules.synthesize(
+            costs(stages),
+            rank_of_stage,
+            microbatches,
+            memory=memory(stages),
+            memory_limit=cap * ranks,
+            seed=_SEED.value,
+        )
+    except ValueError as error:
+        return Row(name, ranks, microbatches, reason=str(error)), None
+    row = simulated(name, found.table)
+    return dataclasses.replace(row, gap=found.gap), found.schedule
+
+
+def grid() -> Iterator[Callable[[], tuple[Row, Any]]]:
+    """What makes each row of the simulation, and its schedule."""
+    for ranks, microbatches in sizes():
+        for name in _SCHEDULES.value:
+            yield lambda n=name, p=ranks, m=microbatches: of_catalogue(n, p, m)
+        for placement, cap in itertools.product(_PLACEMENTS.value, _CAPS.value):
+            yield lambda n=placement, c=float(cap), p=ranks, m=microbatches: synthesized(n, c, p, m)
+
+
+def sizes() -> list[tuple[int, int]]:
+    """Each number of ranks with each number of microbatches."""
+    return [(int(p), int(m)) for p in _RANKS.value for m in _MICROBATCHES.value]
+
+
+# ---- what is measured ---------------------------------------------------------------------------
+
+
+def measured(row: Row, schedule: Any, layers: int) -> Row:
+    """A row with what the schedule takes when it trains a GPT, and what was predicted."""
+    row = dataclasses.replace(row, layers=layers)
+    assert row.stages_per_rank is not None
+    num_stages = row.ranks * row.stages_per_rank
+    groups = row.ranks if isinstance(schedule, Seq1F1B) else num_stages
+    if groups > layers:
+        return dataclasses.replace(
+            row, reason=f"{groups} stages need as many blocks, got --layers={layers}"
+        )
+    key = jax.random.key(_SEED.value)
+    model = gpt.GPT(
+        layers=layers, width=_WIDTH.value, heads=HEADS, context=_SEQUENCE_LENGTH.value, key=key
+    )
+    shape = (_SEQUENCES.value * row.microbatches, _SEQUENCE_LENGTH.value + 1)
+    tokens = jax.random.randint(key, shape, 0, gpt.NUM_BYTES)
+    optimizer = optax.adamw(1e-3)
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    step = placed_step(optimizer, row, schedule, staged_loss(schedule, row, layers))
+    found = jaxpp.measure(step, model, opt_state, tokens, repeats=_REPEATS.value)
+    return dataclasses.replace(
+        row,
+        shortest_task=min(found.times.values()),
+        predicted=found.predict(),
+        predicted_from_tasks_alone=found.predict(found.costs_alone),
+        measured=found.step,
+    )
+
+
+def staged_loss(schedule: Any, row: Row, layers: int) -> Callable[..., Any]:
+    """The GPT's loss in stages of blocks, as equal as can be."""
+    assert row.stages_per_rank is not None
+    if isinstance(schedule, Seq1F1B):
+        sliced = functools.partial(sliced_gpt.loss_fn, slices=schedule.slices, groups=row.ranks)
+        return jaxpp.wrap_forward(jaxpp.split_stages(sliced))
+    stages = row.ranks * row.stages_per_rank
+    first_blocks = [round(stage * layers / stages) for stage in range(1, stages)]
+    at = [f"blocks.{number}" for number in first_blocks]
+    return jaxpp.wrap_forward(jaxpp.split_stages(gpt.loss_fn, at=at))
+
+
+def placed_step(
+    optimizer: optax.GradientTransformation, row: Row, schedule: Any, loss_fn: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A train step on the local mesh."""
+    grad_fn = jaxpp.microbatch(
+        eqx.filter_value_and_grad(loss_fn), row.microbatches, in_axes=(None, 0)
+    )
+    grad_fn = jaxpp.schedule(grad_fn, schedule)
+
+    def train_step(model, opt_state, tokens):
+        loss, grads = grad_fn(model, tokens)
+        parameters = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, parameters)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    devices = jax.devices()
+    devices = [devices[0 if _SHARE_DEVICE.value else r % len(devices)] for r in range(row.ranks)]
+    mesh = jaxpp.MpmdMesh((row.ranks,), ("mpmd",), devices=devices)
+    return jaxpp.place(train_step, mesh, donate_argnums=(0, 1))
+
+
+# ---- what is shown ------------------------------------------------------------------------------
+
+#: The columns of the terminal's tables: a title, and what to write for a row.
+SIMULATED = {
+    "stages": lambda row: f"{row.stages_per_rank}",
+    "params": lambda row: f"{row.parameters}",
+    "makespan": lambda row: f"{row.makespan:.2f}",
+    "bubble": lambda row: f"{row.bubble:.2%}",
+    "span bubble": lambda row: f"{row.span_bubble:.2%}",
+    "memory": lambda row: f"{row.peak_memory:.2f}",
+    "gap": lambda row: "" if row.gap is None else f"{row.gap:.2%}",
+}
+MEASURED = {
+    "layers": lambda row: f"{row.layers}",
+    "shortest task ms": lambda row: f"{1e3 * row.shortest_task:.1f}",
+    "measured ms": lambda row: f"{1e3 * row.measured:.1f}",
+    "predicted ms": lambda row: f"{1e3 * row.predicted:.1f}",
+    "error": lambda row: f"{row.error:+.1%}",
+    "tasks alone ms": lambda row: f"{1e3 * row.predicted_from_tasks_alone:.1f}",
+}
+
+
+def to_text(rows: Sequence[Row], columns: dict[str, Callable[[Row], str]]) -> str:
+    """A table with a line for each row; a reason takes the place of what there is not."""
+    first = max((len(row.schedule) for row in rows), default=0)
+    lines = [f"{'schedule':{first}}  ranks  microbatches  " + "  ".join(columns)]
+    for row in rows:
+        line = f"{row.schedule:{first}}  {row.ranks:5}  {row.microbatches:12}  "
+        cells = (f"{show(row):>{len(title)}}" for title, show in columns.items())
+        lines.append(line + (f"- {row.reason}" if row.reason else "  ".join(cells)))
+    return "\n".join(lines)
+
+
+def write(rows: Sequence[Row], path: pathlib.Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in rows)
+
+
+def read(path: str | os.PathLike[str]) -> list[Row]:
+    """The rows that `write` has written."""
+    convert: dict[str, Callable[[str], Any]] = {"schedule": str, "reason": str}
+    for field in dataclasses.fields(Row):
+        if field.name not in convert:
+            convert[field.name] = int if "int" in str(field.type) else float
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    try:
+        return [
+            Row(**{k: convert[k](v) for k, v in row.items() if v != ""})  # pyright: ignore
+            for row in rows
+        ]
+    except (KeyError, TypeError, ValueError):
+        raise app.UsageError(
+            f"--compare={path} is no results.csv of this script: its columns are "
+            f"{', '.join(rows[0]) if rows else 'missing'}."
+        ) from None
+
+
+def comparison(rows: Sequence[Row], others: Sequence[Row]) -> str:
+    """How this run differs from another, for each schedule and size that both have."""
+    known = {row.key: row for row in others}
+    both = [(row, known[row.key]) for row in rows if row.key in known]
+    same, lines = 0, []
+    for row, other in both:
+        changes = list(differences(row, other))
+        same += not changes
+        layers = "" if row.layers is None else f", {row.layers} layers"
+        size = f"{row.ranks} ranks, {row.microbatches} microbatches{layers}"
+        if changes:
+            lines.append(f"{row.schedule} ({size}): {'; '.join(changes)}")
+    lines.append(
+        f"{same} alike, {len(both) - same} different, {len(rows) - len(both)} only here, "
+        f"{len(others) - len(both)} only there"
+    )
+    return "\n".join(lines)
+
+
+def differences(row: Row, other: Row) -> Iterator[str]:
+    """What differs between two rows of one key, from the other to this one."""
+    for field in dataclasses.fields(Row):
+        new, old = getattr(row, field.name), getattr(other, field.name)
+        if isinstance(new, float) and isinstance(old, float):
+            if not math.isclose(new, old, rel_tol=1e-9, abs_tol=1e-12):
+                change = f" ({new / old - 1:+.1%})" if old else ""
+                yield f"{field.name} {old:.4g} -> {new:.4g}{change}"
+        elif new != old:
+            yield f"{field.name} {old!r} -> {new!r}"
+
+
+def pareto_front(rows: Sequence[Row]) -> list[Row]:
+    """The rows than which no other has both less memory and less bubble, by memory."""
+    front: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row.peak_memory, row.bubble)):
+        if not front or row.bubble < front[-1].bubble - 1e-9:  # pyright: ignore
+            front.append(row)
+    return front
+
+
+def plot_bubbles(rows: Sequence[Row], path: pathlib.Path) -> None:
+    """Draws bubble against peak memory for each size."""
+    from matplotlib.figure import Figure
+
+    across, down = len(_RANKS.value), len(_MICROBATCHES.value)
+    figure = Figure(figsize=(7 * across, 5 * down), layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False)
+    for axes, (ranks, microbatches) in zip(grid.T.flat, sizes(), strict=True):
+        own = [r for r in rows if (r.ranks, r.microbatches) == (ranks, microbatches)]
+        own = [r for r in own if not r.reason]
+        front = pareto_front(own)
+        axes.step(
+            [row.peak_memory for row in front],
+            [100 * (row.bubble or 0.0) for row in front],
+            where="post",
+            color="#b0b0b0",
+            zorder=0,
+            label="Pareto front",
+        )
+        for marker, colour, label, made in (
+            ("o", "#2f6db3", "catalogue", False),
+            ("*", "#d8a23a", "synthesized", True),
+        ):
+            some = [row for row in own if row.is_synthesized == made]
+            axes.scatter(
+                [row.peak_memory for row in some],
+                [100 * (row.bubble or 0.0) for row in some],
+                marker=marker,
+                color=colour,
+                s=80 if made else 30,
+                label=label,
+            )
+        label_points(axes, [row for row in own if not row.is_synthesized])
+        axes.set_title(f"{ranks} ranks, {microbatches} microbatches", loc="left")
+        axes.set_xlabel("peak memory of a rank (shares of one microbatch)")
+        axes.set_ylabel("bubble (%)")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def label_points(axes: Any, rows: Sequence[Row]) -> None:
+    """Names points; those in one place get one label."""
+    places: dict[tuple[float, float], list[str]] = {}
+    for row in rows:
+        assert row.peak_memory is not None and row.bubble is not None
+        place = (round(row.peak_memory, 6), round(100 * row.bubble, 6))
+        name = row.schedule + (" (two copies)" if row.parameters == 2 else "")
+        places.setdefault(place, []).append(name)
+    for n, (place, names) in enumerate(sorted(places.items())):
+        where = {"xytext": (4, 3)} if n % 2 else {"xytext": (4, -3), "verticalalignment": "top"}
+        axes.annotate("\n".join(names), place, textcoords="offset points", fontsize=7, **where)
+
+
+def plot_predictions(rows: Sequence[Row], path: pathlib.Path) -> None:
+    """Draws predicted against measured time of a step, with a band of 10 percent."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axes = figure.subplots()
+    times = [1e3 * t for row in rows for t in (row.measured, row.predicted) if t is not None]
+    ends = [0.85 * min(times), 1.15 * max(times)]
+    axes.plot(ends, ends, color="#808080", lw=1)
+    axes.fill_between(
+        ends,
+        [0.9 * end for end in ends],
+        [1.1 * end for end in ends],
+        color="#e8e8e8",
+        label="within 10%",
+    )
+    for name in dict.fromkeys(row.schedule for row in rows):
+        own = [row for row in rows if row.schedule == name]
+        axes.scatter(
+            [1e3 * (row.measured or 0.0) for row in own],
+            [1e3 * (row.predicted or 0.0) for row in own],
+            s=25,
+            label=name,
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("measured (ms a step)")
+    axes.set_ylabel("predicted (ms a step)")
+    axes.grid(alpha=0.3, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=130)
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+def check_flags() -> None:
+    """Says what is wrong with the flags before anything runs."""
+    for name, wanted in (("ranks", int), ("microbatches", int), ("layers", int), ("caps", float)):
+        for value in flags.FLAGS[name].value or ():
+            try:
+                valid = 0 < wanted(value) < math.inf
+            except ValueError:
+                valid = False
+            if not valid:
+                raise app.UsageError(f"--{name} takes positive numbers, got {value!r}.")
+    if unknown := [name for name in _SCHEDULES.value if name not in NAMES]:
+        raise app.UsageError(f"--schedules names {unknown[0]!r}; there are {', '.join(NAMES)}.")
+    if _WIDTH.value % HEADS:
+        raise app.UsageError(f"--width must be a multiple of {HEADS}, got {_WIDTH.value}.")
+
+
+def main(_: list[str]) -> None:
+    check_flags()
+    others = read(_COMPARE.value) if _COMPARE.value else []
+    output = pathlib.Path(_OUTPUT.value)
+    output.mkdir(parents=True, exist_ok=True)
+
+    found = [make() for make in tqdm.tqdm(list(grid()), desc="simulate")]
+    rows = [row for row, _ in found]
+    print(to_text(rows, SIMULATED))
+    plot_bubbles(rows, output / "bubbles.png")
+    write(rows, output / "results.csv")
+    if _MEASURE.value:
+        make_devices()
+        work = [(*f, int(n)) for n in _LAYERS.value for f in found if f[1] is not None]
+        rows = [row for row in rows if row.reason]
+        for row, schedule, layers in tqdm.tqdm(work, desc="measure"):
+            rows.append(measured(row, schedule, layers))
+            write(rows, output / "results.csv")
+        run = [row for row in rows if row.layers is not None]
+        print(to_text(run, MEASURED))
+        if done := [row for row in run if row.measured is not None]:
+            plot_predictions(done, output / "predictions.png")
+            print(f"largest error {max(abs(row.error or 0.0) for row in done):.1%}")
+    if _COMPARE.value:
+        print(comparison(rows, others))
+    print(f"results and pictures are in {output}")
+
+
+def make_devices() -> None:
+    """Gives each rank a CPU device, and says so where this is more than the machine has cores."""
+    ranks, cores = max(int(p) for p in _RANKS.value), os.cpu_count() or 1
+    jax.config.update("jax_num_cpu_devices", 1 if _SHARE_DEVICE.value else ranks)
+    if not _SHARE_DEVICE.value and ranks > cores and jax.default_backend() == "cpu":
+        print(
+            f"{ranks} ranks share {cores} cores, which the prediction does not know of: use fewer "
+            f"--ranks, or --share_device."
+        )
+
+
+if __name__ == "__main__":
+    app.run(main)

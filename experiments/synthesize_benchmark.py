@@ -1,0 +1,189 @@
+"""Measures what `synthesize` finds against what is published, proved, and in the catalogue.
+
+- `table5`: the bubble rate (span) on each row of Table 5 of arXiv 2401.10241 that ZB-1p or ZB-2p
+  has, at the memory limit of that row, against the published one;
+- `optima`: the makespans that are proved optimal at F = I = W = 1;
+- `random`: instances with stages unequal by up to 20% and memory limits of p/2 to 2p microbatches a
+  rank, against the best schedule of the catalogue that fits, and the lower bound.
+
+    python -m experiments.synthesize_benchmark --figures=table5,optima,random
+"""
+
+import csv
+import json
+import math
+import pathlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tqdm
+from absl import app, flags
+
+from jaxpp.schedules import Costs, Memory, Synthesis, simulate, synthesize
+from jaxpp.schedules._placements import waves
+from jaxpp.schedules._portfolio import catalogue_tables
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("figures", ["table5", "optima", "random"], "Which figures to reproduce.")
+flags.DEFINE_string(
+    "table5", "tests/schedules/data/zero_bubble_table5.csv", "The published bubble rates."
+)
+flags.DEFINE_integer("max_ranks", 32, "The largest rows of Table 5 to run.")
+flags.DEFINE_integer("instances", 50, "Random instances.")
+flags.DEFINE_integer("ranks", 16, "Ranks of a random instance.")
+flags.DEFINE_integer("microbatches", 64, "Microbatches of a random instance.")
+flags.DEFINE_integer("stages_per_rank", 1, "Stages of a rank of a random instance, in waves.")
+flags.DEFINE_integer("evaluations", 2000, "See `synthesize`.")
+flags.DEFINE_integer("seed", 0, "Of the instances and of the search.")
+flags.DEFINE_string("json", None, "A file to write the figures to.")
+
+Row = dict[str, Any]
+
+
+def table5(path: str, max_ranks: int, evaluations: int, seed: int) -> Iterator[Callable[[], Row]]:
+    """Gives a call for each row: bubble rates, and whether ours is no more at 4 digits."""
+    with open(path) as file:
+        rows = [row for row in csv.DictReader(file) if row["schedule"] in ("ZB-1p", "ZB-2p")]
+    for row in rows:
+        if int(row["p"]) <= max_ranks:
+            yield lambda row=row: published_row(row, evaluations, seed)
+
+
+def published_row(row: dict[str, str], evaluations: int = 2000, seed: int = 0) -> Row:
+    """Runs one row of Table 5, with times from Table 9 and memory as in section 4.2."""
+    p, m = int(row["p"]), int(row["m"])
+    hidden, heads, seq = (int(row[key]) for key in ("hidden", "heads", "seq"))
+    whole, rest = 34 * hidden + 5 * heads * seq, 32 * hidden
+    times = [float(row[key]) for key in ("T_F", "T_B", "T_W")]
+    begin = time.perf_counter()
+    found = synthesize(
+        Costs(*times, latency=float(row["T_comm"])),
+        range(p),
+        m,
+        memory=Memory(whole, rest - whole, -rest),
+        memory_limit={"ZB-1p": p, "ZB-2p": 2 * p}[row["schedule"]] * whole,
+        objective="span",
+        evaluations=evaluations,
+        seed=seed,
+    )
+    bubble = found.timeline.span_bubble_fraction
+    return {
+        "case": f"{row['schedule']} {row['model']} p={p} m={m}",
+        "published": float(row["bubble_rate"]),
+        "found": round(bubble, 4),
+        "at least": round(1 - m * sum(times) / found.lower_bound, 4),
+        "good": round(bubble, 4) <= float(row["bubble_rate"]),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "source": found.source,
+    }
+
+
+def optima(evaluations: int, seed: int) -> Iterator[Callable[[], Row]]:
+    """Gives a call for each case whose optimum a constraint solver has proved."""
+    for p, m, v, limit, optimum in (
+        (4, 8, 1, math.inf, 27.0),
+        (8, 16, 1, math.inf, 55.0),
+        (4, 8, 2, 8.0, 25.5),
+        (4, 8, 2, 4.0, 29.5),
+    ):
+
+        def run(p=p, m=m, v=v, limit=limit, optimum=optimum) -> Row:
+            costs, placement = Costs().divided(v), waves(p, v)
+            found = synthesize(
+                costs, placement, m, memory_limit=limit, evaluations=evaluations, seed=seed
+            )
+            return {
+                "case": f"p={p} m={m} v={v} limit={limit:g}",
+                "optimum": optimum,
+                "found": found.value,
+                "at least": found.lower_bound,
+                "good": found.value == optimum,
+                "source": found.source,
+            }
+
+        yield run
+
+
+def instances(
+    count: int, p: int, m: int, v: int, evaluations: int, seed: int
+) -> Iterator[Callable[[], Row]]:
+    """Gives a call for each random instance: the gap, and the best of the catalogue that fits."""
+    for n in range(count):
+        choose = random.Random(seed + n)
+        scale = [choose.uniform(0.8, 1.2) for _ in range(p * v)]
+        limit = choose.uniform(p / 2, 2 * p) * v
+        costs = Costs(scale, scale, scale).divided(v)
+
+        def run(n=n, costs=costs, limit=limit) -> Row:
+            begin, cpu = time.perf_counter(), time.process_time()
+            found = synthesize(
+                costs, waves(p, v), m, memory_limit=limit, evaluations=evaluations, seed=seed
+            )
+            seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+            best = best_of_catalogue(costs, waves(p, v), m, limit)
+            return {
+                "case": f"instance {n} limit={limit / v:.1f}",
+                "catalogue": best,
+                "found": found.value,
+                "at least": found.lower_bound,
+                "gap": found.gap,
+                "good": found.value <= best and peak(found) <= limit,
+                "seconds": round(seconds, 1),
+                "cpu": round(cpu, 1),
+                "source": found.source,
+            }
+
+        yield run
+
+
+def best_of_catalogue(costs: Costs, placement: tuple[int, ...], m: int, limit: float) -> float:
+    """The shortest makespan of the catalogue's schedules that fit; infinite where none does."""
+    fits = [
+        simulate(table, costs).makespan
+        for _, table in catalogue_tables(placement, m, None)
+        if max(Memory().peaks(table)) <= limit
+    ]
+    return min(fits, default=math.inf)
+
+
+def peak(found: Synthesis) -> float:
+    """The most that a rank of the table holds."""
+    return max(found.timeline.peak_memory)
+
+
+def main(argv):
+    """Runs the figures that were asked for, and prints them."""
+    del argv
+    search = FLAGS.evaluations, FLAGS.seed
+    figures = {
+        "table5": lambda: table5(FLAGS.table5, FLAGS.max_ranks, *search),
+        "optima": lambda: optima(*search),
+        "random": lambda: instances(
+            FLAGS.instances, FLAGS.ranks, FLAGS.microbatches, FLAGS.stages_per_rank, *search
+        ),
+    }
+    results: dict[str, list[Row]] = {}
+    for name in FLAGS.figures:
+        rows = [run() for run in tqdm.tqdm(list(figures[name]()), desc=name)]
+        results[name] = rows
+        print(f"\n{name}: {sum(row['good'] for row in rows)} of {len(rows)} good")
+        for row in rows:
+            print("  " + "  ".join(f"{key} {_short(value)}" for key, value in row.items()))
+        if rows and "gap" in rows[0]:
+            gaps = [row["gap"] for row in rows]
+            print(f"  gap: mean {statistics.mean(gaps):.4f}, largest {max(gaps):.4f}")
+            print(f"  seconds: largest {max(row['seconds'] for row in rows)}, of the processor "
+                  f"{max(row['cpu'] for row in rows)}")  # fmt: skip
+    if FLAGS.json:
+        pathlib.Path(FLAGS.json).write_text(json.dumps(results, indent=1))
+
+
+def _short(value: object) -> str:
+    return f"{value:.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    app.run(main)

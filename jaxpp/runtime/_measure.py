@@ -1,0 +1,438 @@
+"""`measure`: what the tasks of a placed step cost on its mesh, and what the step takes."""
+
+import dataclasses
+import functools
+import re
+import statistics
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from jaxpp._program import Bundle, Free, Instruction, Receive, Run, Send
+from jaxpp.runtime._mesh import LocalStep
+from jaxpp.runtime._worker import Chunk
+from jaxpp.schedules import Costs, Dependencies, Kind, Table, Task, Timeline, simulate
+from jaxpp.transforms._place import Compiled, Placed
+
+#: A kind of task of a stage.
+_Key = tuple[Kind, int]
+#: A device, the label of what it ran, and from when to when (seconds).
+_Clocked = tuple[int, str, float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What a placed step takes, and what it is made of; made by `measure`. All times are seconds.
+
+    The rows of `table`, `before`, `after` and `timeline` are devices: a rank, or the ranks that
+    share a device, whose tasks run one after the other in the order in which they are dispatched.
+
+    Args:
+        table: the tasks of each device, in order.
+        dependencies: for each kind and stage, the results that it reads.
+        times: for each kind and stage, the time of a task while the other devices run theirs.
+        times_alone: the same while nothing else runs.
+        before: for each device, the time of what runs before its first task.
+        after: the same of what runs after its last task, such as the optimizer's update.
+        edge_bytes: for each kind and stage, the most bytes that a task sends to another device.
+        latency: the time of a transfer between devices whatever its size.
+        bandwidth: the bytes that a transfer moves in a second.
+        steps: the time of each execution of the whole step, until its results are there.
+        timeline: when each task ran in a step whose devices each wait for every task of theirs.
+    """
+
+    table: Table
+    dependencies: Dependencies
+    times: Mapping[_Key, float]
+    times_alone: Mapping[_Key, float]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    edge_bytes: Mapping[_Key, int]
+    latency: float
+    bandwidth: float
+    steps: tuple[float, ...]
+    timeline: Timeline
+
+    @property
+    def step(self) -> float:
+        """The median time of the step."""
+        return statistics.median(self.steps)
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        """The cost model of the step, with the times of tasks next to which other devices work."""
+        return self._costs(self.times)
+
+    @functools.cached_property
+    def costs_alone(self) -> Costs:
+        """The same with the times of tasks that have the machine to themselves.
+
+        Devices that share memory bandwidth, or caches, slow each other down: a step takes longer
+        than these say.
+        """
+        return self._costs(self.times_alone)
+
+    def _costs(self, times: Mapping[_Key, float]) -> Costs:
+        return Costs.measured(
+            times,
+            latency=self.latency,
+            bandwidth=self.bandwidth,
+            edge_bytes=lambda task: self.edge_bytes.get((task.kind, task.stage), 0),
+        )
+
+    def predict(self, costs: Costs | None = None) -> float:
+        """Gives the time of the step that follows from what its parts take.
+
+        That is the makespan of its tasks, and the longest that a device works before and after
+        them. Devices that do not wait for each other there may be a little faster.
+
+        Args:
+            costs: what tasks cost; by default `costs`.
+        """
+        timeline = simulate(self.table, costs or self.costs, dependencies=self.dependencies)
+        return max(self.before) + timeline.makespan + max(self.after)
+
+
+def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
+    """Measures a placed step: its tasks one by one, and the step as a whole.
+
+    Each repeat runs the step three times, one after the other, so that a machine that changes its
+    speed changes it for all: as a call does; with each task, and each transfer, waited for before
+    the next starts on any device; and with a thread for each device that waits for its own tasks.
+    Nothing else should run on the machine. Arguments are left as they are: the step gets copies,
+    also of those that it consumes, put beforehand where a training loop would have left them.
+
+    Args:
+        step: what `place` gave, on a `jaxpp.MpmdMesh`, with one scheduled loop; or what
+            `lower(*args).compile()` of it gave.
+        *args: its arguments.
+        repeats: how often to measure; the medians count.
+
+    Returns:
+        The measurement.
+
+    Raises:
+        TypeError: `step` is not a placed function, or not on a mesh of this process.
+        ValueError: the step has no scheduled loop or several, or `repeats` is below 1.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return jnp.mean((h @ w) ** 2)
+        >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+        >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        >>> mesh = jaxpp.MpmdMesh((2,), ("mpmd",), devices=[jax.devices()[0]] * 2)
+        >>> step = jaxpp.place(lambda w, x: w - 0.1 * grad(w, x), mesh)
+        >>> measured = jaxpp.measure(step, jnp.eye(2), jnp.ones((8, 2)), repeats=1)
+        >>> len(measured.times), measured.step > 0, measured.predict() > 0
+        (4, True, True)
+    """
+    if repeats < 1:
+        raise ValueError(f"measure needs repeats of at least 1, got {repeats}.")
+    local, arrays = _loaded(step, args)
+    tasks = _tasks_of(local.bundle)
+    steps: list[float] = []
+    alone: list[_Clocked] = []
+    sent: list[tuple[_Key, int, float]] = []
+    together: list[list[_Clocked]] = []
+    for repeat in range(repeats + 1):
+        copies = _placed_copies(local, arrays)
+        start = time.perf_counter()
+        jax.block_until_ready(local(copies))
+        elapsed = time.perf_counter() - start
+        one_by_one = _OneByOne(local, tasks)
+        jax.block_until_ready(local(_placed_copies(local, arrays), one_by_one))
+        by_device = _ByDevice(local)
+        jax.block_until_ready(local(_placed_copies(local, arrays), by_device))
+        if repeat:  # the first compiles what feeds the step, and fills caches
+            steps.append(elapsed)
+            alone += one_by_one.runs
+            sent += one_by_one.transfers
+            together.append(by_device.runs)
+    table = _table(local, tasks)
+    latency, bandwidth = _line([(size, seconds) for _, size, seconds in sent])
+    bytes_of: dict[_Key, int] = {}
+    for key, size, _ in sent:
+        bytes_of[key] = max(bytes_of.get(key, 0), size)
+    typical = sorted(together, key=lambda runs: max(end for *_, end in runs))[len(together) // 2]
+    return Measurement(
+        table,
+        _dependencies(local.bundle, tasks),
+        MappingProxyType(_medians([run for runs in together for run in runs], tasks)),
+        MappingProxyType(_medians(alone, tasks)),
+        *_around(alone, tasks, table.num_ranks, repeats),
+        MappingProxyType(bytes_of),
+        latency,
+        bandwidth,
+        tuple(steps),
+        _timeline(table, typical, tasks),
+    )
+
+
+# ---- the step -----------------------------------------------------------------------------------
+
+
+def _loaded(step: Any, args: Sequence[Any]) -> tuple[LocalStep, list[Any]]:
+    """The step as its mesh has loaded it, and its arguments that are arrays."""
+    leaves, tree = jtu.tree_flatten(args)
+    if isinstance(step, Placed):
+        known = [c for c in step._cache if c._signature.matches(leaves, tree)]
+        if not known:
+            known = [step.lower(*args).compile()]
+            step._cache.insert(0, known[0])
+        compiled = known[0]
+    elif isinstance(step, Compiled):
+        compiled = step
+        if not compiled._signature.matches(leaves, tree):
+            raise TypeError(
+                f"measure: the step was compiled for other arguments: "
+                f"{compiled._signature.difference(args)}. Measure the placed function itself."
+            )
+    else:
+        raise TypeError(
+            f"measure needs a step that place made, got {step!r}; use jaxpp.place(step, mesh)."
+        )
+    if not isinstance(compiled._run, LocalStep):
+        raise TypeError("measure runs steps that are on a jaxpp.MpmdMesh; place the step on one.")
+    return compiled._run, [leaves[i] for i in compiled._signature.arrays]
+
+
+def _tasks_of(bundle: Bundle) -> dict[str, Task]:
+    """The task of each label that names one."""
+    labels = [i.label for p in bundle.programs for i in p.instructions if isinstance(i, Run)]
+    found = {}
+    for label in labels:
+        if match := re.fullmatch(r"([FBIW])(\d+)\.(\d+)", label):
+            found[label] = Task(Kind(match[1]), int(match[2]), int(match[3]))
+    if not found:
+        raise ValueError(
+            "measure: the step has no scheduled loop, so that there are no tasks to measure; wrap "
+            "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
+        )
+    twice = [label for label, count in Counter(labels).items() if count > 1 and label in found]
+    if twice:
+        raise ValueError(
+            f"measure: the step runs {twice[0]} more than once, as a step with several scheduled "
+            f"loops does; measure one loop at a time, each in a placed function of its own."
+        )
+    return found
+
+
+def _placed_copies(local: LocalStep, arrays: Sequence[Any]) -> list[Any]:
+    """Copies of arguments on the devices that read them, as the step before would leave them."""
+    copies = []
+    for array, feed in zip(arrays, local.feeds, strict=True):
+        sharding = feed.sharding()
+        copies.append(jnp.copy(array if sharding is None else jax.device_put(array, sharding)))
+    return jax.block_until_ready(copies)
+
+
+def _device_of(local: LocalStep) -> tuple[int, ...]:
+    """For each rank, the number of its device among those of the mesh."""
+    devices = list(dict.fromkeys(local.devices))
+    return tuple(devices.index(device) for device in local.devices)
+
+
+def _table(local: LocalStep, tasks: Mapping[str, Task]) -> Table:
+    """What each device runs, in the order of dispatch."""
+    device_of = _device_of(local)
+    orders: list[list[Task]] = [[] for _ in set(device_of)]
+    for rank, chunk in local.order:
+        labels = [i.label for i in chunk if isinstance(i, Run)]
+        orders[device_of[rank]] += [tasks[label] for label in labels if label in tasks]
+    return Table(
+        tuple(map(tuple, orders)),
+        1 + max(task.stage for task in tasks.values()),
+        1 + max(task.microbatch for task in tasks.values()),
+    )
+
+
+def _dependencies(bundle: Bundle, tasks: Mapping[str, Task]) -> Dependencies:
+    """Whose results each kind of task reads, directly or through a message."""
+    needs: dict[_Key, dict[_Key, None]] = {(t.kind, t.stage): {} for t in tasks.values()}
+    messages: dict[int, list[Task | None]] = {}
+    reads: dict[Task, list[Any]] = {}
+    for program in bundle.programs:
+        made: dict[int, Any] = {}
+        for instruction in program.instructions:
+            match instruction:
+                case Run(_, inputs, outputs, label):
+                    task = tasks.get(label)
+                    if task is not None:
+                        reads[task] = [made.get(slot) for slot in inputs]
+                    made.update(dict.fromkeys(outputs, task))
+                case Send(slots, message):
+                    messages[message.tag] = [made.get(slot) for slot in slots]
+                case Receive(slots, message):
+                    # Whose result it is comes out once its sender has been read.
+                    made.update({s: (message.tag, i) for i, s in enumerate(slots)})
+                case Free(slots):
+                    for slot in slots:
+                        made.pop(slot, None)
+    for task, makers in reads.items():
+        for maker in makers:
+            while isinstance(maker, tuple):
+                maker = messages[maker[0]][maker[1]]
+            if maker is not None and maker.microbatch == task.microbatch:
+                needs[task.kind, task.stage][maker.kind, maker.stage] = None
+    return {key: tuple(own) for key, own in needs.items()}
+
+
+# ---- the clocks ---------------------------------------------------------------------------------
+
+
+class _OneByOne:
+    """Runs a step's instructions one at a time, each waited for, and clocks them."""
+
+    def __init__(self, local: LocalStep, tasks: Mapping[str, Task]):
+        self.runs: list[_Clocked] = []
+        self.transfers: list[tuple[_Key, int, float]] = []
+        self._local, self._tasks, self._device_of = local, tasks, _device_of(local)
+
+    def __call__(self) -> None:
+        local = self._local
+        for rank, chunk in local.order:
+            label = ""
+            for instruction in chunk:
+                start = time.perf_counter()
+                _execute(local, rank, instruction)
+                end = time.perf_counter()
+                if isinstance(instruction, Run):
+                    label = instruction.label
+                    self.runs.append((self._device_of[rank], label, start, end))
+                elif isinstance(instruction, Send) and label in self._tasks:
+                    message, task = instruction.message, self._tasks[label]
+                    if self._device_of[message.target] != self._device_of[rank]:
+                        key = (task.kind, task.stage)
+                        self.transfers.append((key, message.nbytes, end - start))
+
+
+class _ByDevice:
+    """Runs a step with a thread for each device, which waits for what it runs, and clocks it."""
+
+    def __init__(self, local: LocalStep):
+        self.runs: list[_Clocked] = []
+        self._failed = False
+        self._local, self._device_of = local, _device_of(local)
+        self._arrived = {
+            i.message.tag: threading.Event() for _, chunk in local.order
+            for i in chunk if isinstance(i, Send)
+        }  # fmt: skip
+
+    def __call__(self) -> None:
+        devices = range(1 + max(self._device_of))
+        with ThreadPoolExecutor(len(devices)) as pool:
+            futures = [pool.submit(self._run, device) for device in devices]
+        for future in futures:
+            future.result()
+
+    def _run(self, device: int) -> None:
+        local = self._local
+        try:
+            for rank, chunk in local.order:
+                if self._device_of[rank] == device and not self._failed:
+                    self._run_chunk(rank, chunk)
+        except BaseException:
+            self._failed = True
+            for event in self._arrived.values():  # or the other devices wait for ever
+                event.set()
+            raise
+
+    def _run_chunk(self, rank: int, chunk: Chunk) -> None:
+        """A computation and what goes with it; its time ends when its results are on their way."""
+        worker, label, start = self._local.workers[rank], "", 0.0
+        for instruction in chunk:
+            if isinstance(instruction, Receive):
+                self._arrived[instruction.message.tag].wait()
+                if self._failed:
+                    return
+                worker.execute((instruction,))
+                jax.block_until_ready([worker.slots[slot] for slot in instruction.slots])
+            elif isinstance(instruction, Run):
+                label, start = instruction.label, time.perf_counter()
+                _execute(self._local, rank, instruction)
+            else:
+                worker.execute((instruction,))
+                if isinstance(instruction, Send):
+                    self._arrived[instruction.message.tag].set()
+        if label:
+            self.runs.append((self._device_of[rank], label, start, time.perf_counter()))
+
+
+def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
+    """Executes one instruction, and waits for what it makes."""
+    worker = local.workers[rank]
+    worker.execute((instruction,))
+    if isinstance(instruction, Run):
+        jax.block_until_ready([worker.slots[slot] for slot in instruction.outputs])
+    elif isinstance(instruction, Send):
+        local.transport.wait_for(instruction.message)
+
+
+# ---- the figures --------------------------------------------------------------------------------
+
+
+def _medians(runs: Sequence[_Clocked], tasks: Mapping[str, Task]) -> dict[_Key, float]:
+    """The median time of each kind of task of each stage, over microbatches and repeats."""
+    times: dict[_Key, list[float]] = defaultdict(list)
+    for _, label, start, end in runs:
+        if label in tasks:
+            times[tasks[label].kind, tasks[label].stage].append(end - start)
+    return {key: statistics.median(own) for key, own in sorted(times.items())}
+
+
+def _around(
+    runs: Sequence[_Clocked], tasks: Mapping[str, Task], num_devices: int, repeats: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """For each device, the time of its runs that are no task, before its first task and after."""
+    before, after = [], []
+    for device in range(num_devices):
+        mine = [run for run in runs if run[0] == device]
+        size = len(mine) // repeats
+        first = next(n for n, (_, label, _, _) in enumerate(mine) if label in tasks)
+        sums: list[list[float]] = [[], []]
+        for start in range(0, len(mine), size):
+            for own, part in zip(
+                sums, (mine[start:][:first], mine[start:][first:size]), strict=True
+            ):
+                own.append(sum(t1 - t0 for _, label, t0, t1 in part if label not in tasks))
+        before.append(statistics.median(sums[0]))
+        after.append(statistics.median(sums[1]))
+    return tuple(before), tuple(after)
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """The latency and bandwidth of transfers: a line through the median time of each size."""
+    if not points:
+        return 0.0, float("inf")
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for size, seconds in points:
+        by_size[size].append(seconds)
+    sizes = sorted(by_size)
+    times = [statistics.median(by_size[size]) for size in sizes]
+    if len(sizes) > 1:
+        slope, latency = np.polyfit(sizes, times, 1)
+        if slope > 0 and latency >= 0:
+            return float(latency), float(1 / slope)
+    return statistics.median(times), float("inf")
+
+
+def _timeline(table: Table, runs: Sequence[_Clocked], tasks: Mapping[str, Task]) -> Timeline:
+    """The timeline that was clocked; its first task starts at 0."""
+    spans = {tasks[label]: (start, end) for _, label, start, end in runs if label in tasks}
+    zero = min(start for start, _ in spans.values())
+    return Timeline(
+        table,
+        tuple(tuple(spans[task][0] - zero for task in order) for order in table.ranks),
+        tuple(tuple(spans[task][1] - zero for task in order) for order in table.ranks),
+    )

@@ -1,0 +1,296 @@
+"""Lower bounds: times that no table of a pipeline can beat, with their proofs.
+
+**Order.** Let costs and memory not depend on the microbatch (where they do, take the least of each
+op: that only makes the problem easier). Then some best table runs the microbatches of each op in
+order: call the `j`-th run of each op of a given table microbatch `j`. A task still starts after
+its inputs, as before the `j`-th run of an op there are `j` earlier runs, each with inputs of its
+own, so at least `j + 1` runs of what it reads have ended; and each rank holds what it held. So a
+bound for tables in order is one for all.
+
+**Heads** (`_heads`): the earliest start of microbatch `j` of an op is at least
+
+- the earliest end of each of its inputs, for the same `j`, and the transfer;
+- the earliest end of its own microbatch `j - 1`, as one rank runs both;
+- for a forward: the end of the `I` of `j - c` and of the `W` of `j - d`, where memory asks for it.
+  Let a microbatch hold `a` from its `F` to its `I` and `b` from there to its `W`. When `F` of `j`
+  starts, `j + 1` forwards have started; if `i` input gradients and `w` weight gradients have
+  ended, the rank holds at least `(j + 1 - i) a + (i - w) b` of the limit `C`. As `w <= i <= j`,
+  that gives `i >= j + 1 - C / a` and, where `b <= a`, `w >= j - (C - a) / b`;
+- the earliest time at which the rank can have run, one at a time, any of what has to come before on
+  it: `j` runs of the op, `j + 1` of each of its ancestors there, and of each `I` and `W` what
+  memory asks for. All of it from the rank's first start on; the last few of each op by their
+  heads, in whose order no rank is idle for longer than it has to.
+
+**Tails** (`_tails`): the time from a task's end to the end of all, by the same rules read from the
+end: time reversed, a table is a table of the reversed pipeline.
+
+**One rank** (`_one_machine`): the tasks of a rank, each no earlier than its head, one at a time,
+each followed by its tail. Let them be interrupted at will: then Jackson's rule, at each moment the
+task of the longest tail, is optimal (Carlier, 1982), and its value is a bound.
+
+**Residence** (`_residence`): the rank holds `a` for at least the time from the start of an `F` to
+the end of its `I`, and `b` for its `W`; the sum over its tasks is an area of at most `C` times the
+time from the rank's first start to its end.
+
+**Spans.** For the span of a rank, time begins with its first start, and ends with its last end.
+Of other ranks only the tasks count that have to start after that first start, and to end before
+that last end: the descendants and the ancestors of the rank's own tasks.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpp.schedules._problem import Problem
+from jaxpp.schedules._table import Kind
+
+#: Of each op, how many of the last tasks count where all that come before a task are added up.
+_RECENT = 6
+
+
+@dataclass(frozen=True)
+class _Ops:
+    """The problem for one microbatch, the cheapest, as the proofs need it."""
+
+    time: list[float]
+    inputs: list[list[tuple[int, float]]]
+    readers: list[list[tuple[int, float]]]
+    #: The ops in an order in which each comes after its inputs.
+    sorted: list[int]
+    #: For each op, those of its rank that must come before it, and after it.
+    before: list[list[int]]
+    after: list[list[int]]
+    #: For each forward, the ops that free what it holds, and how far they may be behind.
+    frees: list[list[tuple[int, int]]]
+
+
+def lower_bound(problem: Problem) -> float:
+    """Gives a value that no table beats; the proofs are above.
+
+    Args:
+      problem: the tasks, with the backward in halves, or whole.
+
+    Returns:
+      A lower bound on the problem's objective.
+    """
+    ops = _ops(problem)
+    if problem.objective == "wall":
+        return _bound(problem, ops, None)
+    return max(_bound(problem, ops, rank) for rank in _telling(problem, ops))
+
+
+def _telling(problem: Problem, ops: _Ops, most: int = 6) -> list[int]:
+    """The ranks whose spans are likely to be the longest; a bound on any is a bound."""
+    ranks = range(problem.num_ranks)
+    work = [sum(ops.time[op] for op in own) for own in problem.rank_ops]
+    trip = [_longest(ops, own[0], own[-1]) for own in problem.rank_ops]
+    longest = sorted(ranks, key=lambda r: -trip[r])
+    return sorted({*longest[: most // 2], *sorted(ranks, key=lambda r: -work[r])[: most // 2]})
+
+
+def _bound(problem: Problem, ops: _Ops, rank: int | None) -> float:
+    """A bound on the makespan, or on the span of a rank."""
+    m = problem.num_microbatches
+    heads, tails = _heads(problem, ops, rank), _tails(problem, ops, rank)
+    best = 0.0
+    for own in problem.rank_ops:
+        jobs = [
+            (heads[op][j], ops.time[op], tails[op][m - 1 - j])
+            for op in own
+            for j in range(m)
+            if heads[op][j] > -math.inf and tails[op][m - 1 - j] > -math.inf
+        ]
+        best = max(best, _one_machine(jobs))
+    for r in range(problem.num_ranks) if rank is None else (rank,):
+        begin = 0.0 if rank is not None else min(heads[op][0] for op in problem.rank_ops[r])
+        best = max(best, begin + _residence(problem, ops, r))
+    return best
+
+
+def _ops(problem: Problem) -> _Ops:
+    m, count = problem.num_microbatches, len(problem.ops)
+    time = [min(problem.time[op * m : op * m + m]) for op in range(count)]
+    change = [min(problem.change[op * m : op * m + m]) for op in range(count)]
+    inputs: list[list[tuple[int, float]]] = [[(need, 0.0) for need in own] for own in problem.local]
+    for op in range(count):
+        for k, (need, _) in enumerate(problem.remote[op * m]):
+            delay = min(problem.remote[op * m + i][k][1] for i in range(m))
+            inputs[op].append((need // m, delay))
+    readers: list[list[tuple[int, float]]] = [[] for _ in range(count)]
+    for op, pairs in enumerate(inputs):
+        for need, delay in pairs:
+            readers[need].append((op, delay))
+    order = _topological(inputs, readers)
+    ancestors: list[set[int]] = [set() for _ in range(count)]
+    for op in order:
+        for need, _ in inputs[op]:
+            ancestors[op] |= ancestors[need] | {need}
+    rank = problem.op_rank
+    before = [[a for a in sorted(ancestors[op]) if rank[a] == rank[op]] for op in range(count)]
+    after = [[b for b in range(count) if op in before[b]] for op in range(count)]
+    frees: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    at = {key: op for op, key in enumerate(problem.ops)}
+    for op, (kind, stage) in enumerate(problem.ops):
+        if kind is Kind.F and change[op] > 0:
+            frees[op] = _freed_by(problem, at, change, op, stage)
+    return _Ops(time, inputs, readers, order, before, after, frees)
+
+
+def _freed_by(
+    problem: Problem, at: dict[tuple[Kind, int], int], change: list[float], op: int, stage: int
+) -> list[tuple[int, int]]:
+    limit, a = problem.limits[problem.op_rank[op]], change[op]
+    if limit == math.inf:
+        return []
+    whole = at.get((Kind.B, stage))
+    if whole is not None:
+        return [(whole, math.floor(limit / a))] if change[whole] >= -a else []
+    half, rest = at[Kind.I, stage], at[Kind.W, stage]
+    b = a + change[half]
+    if not (0 <= b <= a and b + change[rest] >= -1e-9 * a):
+        return []
+    frees = [(half, math.floor(limit / a))]
+    if b > 0:
+        frees.append((rest, math.floor((limit - a) / b) + 1))
+    return frees
+
+
+def _topological(inputs: Sequence, readers: Sequence) -> list[int]:
+    missing = [len(pairs) for pairs in inputs]
+    order = [op for op, count in enumerate(missing) if not count]
+    for op in order:
+        for reader, _ in readers[op]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                order.append(reader)
+    return order
+
+
+def _heads(problem: Problem, ops: _Ops, rank: int | None) -> list[list[float]]:
+    """For each op and microbatch, the earliest start, from 0 or from a rank's first start."""
+    sets = [_before(ops, op) for op in range(len(ops.time))]
+    return _earliest(problem, ops, rank, ops.sorted, ops.inputs, ops.frees, sets)
+
+
+def _tails(problem: Problem, ops: _Ops, rank: int | None) -> list[list[float]]:
+    """For each op and microbatch, the last first, the least time from its end to the end."""
+    freed: list[list[tuple[int, int]]] = [[] for _ in ops.time]
+    for op, pairs in enumerate(ops.frees):
+        for need, behind in pairs:
+            freed[need].append((op, behind))
+    sets = [_after(ops, freed, op) for op in range(len(ops.time))]
+    return _earliest(problem, ops, rank, ops.sorted[::-1], ops.readers, freed, sets)
+
+
+def _earliest(
+    problem: Problem,
+    ops: _Ops,
+    rank: int | None,
+    order: Sequence[int],
+    inputs: Sequence[Sequence[tuple[int, float]]],
+    waits: Sequence[Sequence[tuple[int, int]]],
+    sets: Sequence[Sequence[tuple[int, int]]],
+) -> list[list[float]]:
+    """The rules of the heads, in time or against it: the tasks of `sets` come first on the rank."""
+    time = ops.time
+    begins = [0.0 if rank in (None, r) else -math.inf for r in range(problem.num_ranks)]
+    earliest: list[list[float]] = [[] for _ in time]
+    for j in range(problem.num_microbatches):
+        for op in order:
+            at = begins[problem.op_rank[op]]
+            for need, delay in inputs[op]:
+                at = max(at, earliest[need][j] + time[need] + delay)
+            for need, behind in waits[op]:
+                if j >= behind:
+                    at = max(at, earliest[need][j - behind] + time[need])
+            count, work, heads = 0, 0.0, []
+            for need, behind in sets[op]:
+                if j >= behind:
+                    count = j - behind + 1
+                    work += count * time[need]
+                    recent = earliest[need][max(0, count - _RECENT) : count]
+                    heads += [(head, time[need]) for head in recent]
+            at = max(at, begins[problem.op_rank[op]] + work)
+            ready = -math.inf
+            for head, own in sorted(heads):
+                ready = max(ready, head) + own
+            earliest[op].append(max(at, ready))
+        if j == 0 and rank is None:
+            # What a rank runs first has all its inputs elsewhere, so its head has no such term.
+            begins = [min(earliest[op][0] for op in own) for own in problem.rank_ops]
+    return earliest
+
+
+def _before(ops: _Ops, op: int) -> list[tuple[int, int]]:
+    """What ends on the rank before microbatch `j` of an op: (other, k) for other's 0 to `j - k`."""
+    behinds = dict.fromkeys(ops.before[op], 0)
+    behinds[op] = 1
+    for forward in (op, *ops.before[op]):
+        for need, behind in ops.frees[forward]:
+            behinds[need] = min(behinds.get(need, behind), behind)
+    return list(behinds.items())
+
+
+def _after(ops: _Ops, freed: Sequence[Sequence[tuple[int, int]]], op: int) -> list[tuple[int, int]]:
+    """The same against time: microbatches are counted from the last."""
+    behinds = dict.fromkeys(ops.after[op], 0)
+    behinds[op] = 1
+    for end in (op, *ops.after[op]):
+        for forward, behind in freed[end]:
+            for o in (forward, *ops.after[forward]):
+                behinds[o] = min(behinds.get(o, behind), behind)
+    return list(behinds.items())
+
+
+def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
+    """Jackson's preemptive schedule of (head, time, tail) jobs: the latest end with its tail."""
+    jobs = sorted(jobs)
+    ready: list[tuple[float, float]] = []
+    now = best = 0.0
+    at = 0
+    while at < len(jobs) or ready:
+        if not ready:
+            now = max(now, jobs[at][0])
+        while at < len(jobs) and jobs[at][0] <= now:
+            heapq.heappush(ready, (-jobs[at][2], jobs[at][1]))
+            at += 1
+        tail, left = heapq.heappop(ready)
+        until = jobs[at][0] if at < len(jobs) else math.inf
+        if now + left <= until:
+            now += left
+            best = max(best, now - tail)
+        else:
+            heapq.heappush(ready, (tail, left - (until - now)))
+            now = until
+    return best
+
+
+def _residence(problem: Problem, ops: _Ops, rank: int) -> float:
+    """The area of a rank's memory that its tasks take up, over its limit."""
+    m, limit = problem.num_microbatches, problem.limits[rank]
+    if limit == math.inf:
+        return 0.0
+    at = {key: op for op, key in enumerate(problem.ops)}
+    area = 0.0
+    for op in problem.rank_ops[rank]:
+        kind, stage = problem.ops[op]
+        if kind is not Kind.F or not ops.frees[op]:
+            continue
+        held = min(problem.change[op * m : op * m + m])
+        last = at[Kind.B, stage] if (Kind.B, stage) in at else at[Kind.I, stage]
+        area += held * _longest(ops, op, last)
+        if last != at.get((Kind.B, stage)):
+            rest = held + min(problem.change[last * m : last * m + m])
+            area += rest * ops.time[at[Kind.W, stage]]
+    return m * area / limit
+
+
+def _longest(ops: _Ops, first: int, last: int) -> float:
+    """The time from the start of an op to the end of another, for one microbatch."""
+    ends = {first: ops.time[first]}
+    for op in ops.sorted:
+        arrivals = [ends[need] + delay for need, delay in ops.inputs[op] if need in ends]
+        if arrivals and op != first:
+            ends[op] = max(arrivals) + ops.time[op]
+    return ends.get(last, 0.0)

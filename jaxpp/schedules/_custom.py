@@ -1,0 +1,122 @@
+"""Schedules of your own without a class: from lists of tasks, or from a table."""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from jaxpp.schedules._table import Kind, Table, Task
+
+_OURS = re.compile(r"([FBIW])(\d+)\.(\d+)")
+_TORCH = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class FromTable:
+    """A schedule of one size: the table that it was made from.
+
+    The table may be a list of tasks (`from_tasks`), a file (`from_csv`), or what another program
+    has found. `check` says whether it can be run.
+
+    Args:
+      given: the table.
+
+    >>> table = from_tasks([["F0.0", "B0.0"], ["F1.0", "B1.0"]])
+    >>> schedule = FromTable(table)
+    >>> schedule
+    FromTable(2 ranks, 2 stages, 1 microbatches)
+    >>> schedule.table(num_stages=2, num_microbatches=1) is table
+    True
+    """
+
+    given: Table
+
+    def __repr__(self) -> str:
+        given = self.given
+        return (
+            f"FromTable({given.num_ranks} ranks, {given.num_stages} stages, "
+            f"{given.num_microbatches} microbatches)"
+        )
+
+    def table(self, num_stages: int, num_microbatches: int) -> Table:
+        """Gives the table, which must be of this size.
+
+        Args:
+          num_stages: the number of stages of the table.
+          num_microbatches: the number of microbatches of the table.
+
+        Raises:
+          ValueError: the table is of another size.
+        """
+        given = self.given
+        if (num_stages, num_microbatches) != (given.num_stages, given.num_microbatches):
+            raise ValueError(
+                f"{self} has a table for {given.num_stages} stages and {given.num_microbatches} "
+                f"microbatches only, got {num_stages} stages and {num_microbatches} microbatches; "
+                f"use that size, give a table for this one, or a schedule with a rule for all."
+            )
+        return given
+
+
+def from_tasks(
+    ranks: Iterable[Iterable[Task | str]],
+    *,
+    placement: Iterable[Iterable[int]] = (),
+    stage_inputs: Iterable[Iterable[int]] | None = None,
+    overlaps: Iterable[Task | str] = (),
+) -> Table:
+    """Makes a table from the tasks of each rank, with as many stages and microbatches as they name.
+
+    A task may be written as it prints, `"F2.5"`, or as torch writes it, stage first, `"2F5"`.
+
+    Args:
+      ranks: for each rank, its tasks in order.
+      placement: for each direction, the rank of each stage: see `Table`.
+      stage_inputs: for each stage, the stages whose results it reads: see `Table`.
+      overlaps: the tasks that run together with the next one of their rank.
+
+    Returns:
+      The table, not yet checked: `check` does that, and `jaxpp.schedule` calls it.
+
+    Raises:
+      ValueError: there is no task at all, or one cannot be read.
+
+    >>> table = from_tasks([["F0.0", "F0.1", "B0.0", "B0.1"], ["1F0", "1B0", "1F1", "1B1"]])
+    >>> print(*table.ranks[1])
+    F1.0 B1.0 F1.1 B1.1
+    >>> table.num_stages, table.num_microbatches
+    (2, 2)
+    """
+    orders = tuple(
+        tuple(_task(task, f"in place {n} of rank {rank}") for n, task in enumerate(order))
+        for rank, order in enumerate(ranks)
+    )
+    tasks = [task for order in orders for task in order]
+    if not tasks:
+        raise ValueError(
+            f"a table needs tasks, got {len(orders)} ranks without any; give each rank a list such "
+            f'as ["F0.0", "B0.0"].'
+        )
+    return Table(
+        orders,
+        1 + max(task.stage for task in tasks),
+        1 + max(task.microbatch for task in tasks),
+        tuple(map(tuple, placement)),
+        None if stage_inputs is None else tuple(map(tuple, stage_inputs)),
+        frozenset(_task(task, "of the overlaps") for task in overlaps),
+    )
+
+
+def _task(task: Task | str, where: str) -> Task:
+    if isinstance(task, Task):
+        return task
+    if isinstance(task, str):
+        if match := _OURS.fullmatch(task.strip()):
+            kind, stage, microbatch = match.groups()
+            return Task(Kind(kind), int(stage), int(microbatch))
+        if match := _TORCH.fullmatch(task.strip()):
+            stage, kind, microbatch = match.groups()
+            return Task(Kind(kind), int(stage), int(microbatch))
+    raise ValueError(
+        f"{task!r} {where} is no task; write a Task, or a kind of F, B, I and W with its stage and "
+        f'microbatch, as "F2.5" or, stage first, "2F5".'
+    )

@@ -1,0 +1,162 @@
+"""List scheduling: each rank, when free, takes the first task by priority that may run."""
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+
+from jaxpp.schedules._problem import Problem
+from jaxpp.schedules._table import Kind
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rule:
+    """What decides between the tasks that a free rank may run.
+
+    The microbatches of an op go in order. Of two ops the one runs first whose next microbatch `i`
+    has the smaller `offsets[op] + i * period`: the time at which a plan of that period has it.
+
+    Args:
+      offsets: for each op, when the plan has its first microbatch.
+      period: the plan's time between microbatches.
+      in_flight: for each stage, how many forwards may be ahead of its input gradients.
+      idle: for each rank, up to which idle time it may wait for a more urgent task rather than run
+        another one.
+      patience: how much longer a wait may be than the delay that it avoids.
+    """
+
+    offsets: Sequence[float]
+    period: float
+    in_flight: Sequence[float]
+    idle: Sequence[float]
+    patience: float = math.inf
+
+
+def list_schedule(problem: Problem, rule: Rule) -> list[list[int]] | None:
+    """Schedules all tasks in the order of time, each rank by the rule; None where it gets stuck.
+
+    A forward runs only where the rank's memory allows it, and where, after it, the microbatches
+    that the rank has begun can be ended one after the other, oldest first, in what is left (the
+    banker's algorithm of Dijkstra, EWD 108, with a fixed order). All ranks keep the same order, so
+    the oldest microbatch can always go on, and memory is never the cause of a deadlock, as long as
+    one microbatch alone fits and input gradients free memory or keep it.
+    """
+    m, period, patience = problem.num_microbatches, rule.period, rule.patience
+    time, change, readers, op_rank = problem.time, problem.change, problem.readers, problem.op_rank
+    limits, num_ranks = problem.limits, problem.num_ranks
+    views = _views(problem, rule)
+    room_for = [_forwards(problem, rank) for rank in range(num_ranks)]
+    done = [0] * len(problem.ops)
+    pending = [len(pairs) for pairs in problem.remote]
+    arrival = [0.0] * len(time)
+    free, held = [0.0] * num_ranks, [0.0] * num_ranks
+    begun, busy = [0.0] * num_ranks, [0.0] * num_ranks
+    orders: list[list[int]] = [[] for _ in range(num_ranks)]
+    events = [(0.0, rank) for rank in range(num_ranks)]
+    while events:
+        now, rank = heapq.heappop(events)
+        if now < free[rank]:
+            continue
+        best, best_key = -1, math.inf
+        soon_key = soon_at = math.inf
+        for op, offset, local, window, backward in views[rank]:
+            i = done[op]
+            if i == m:
+                continue
+            n = op * m + i
+            if pending[n]:
+                continue
+            key = offset + i * period
+            at = arrival[n]
+            if key >= best_key and (at <= now or key >= soon_key):
+                continue
+            for need in local:
+                if done[need] <= i:
+                    break
+            else:
+                if change[n] > 0.0 and held[rank] + change[n] > limits[rank]:
+                    continue
+                if backward >= 0:
+                    if i - done[backward] >= window:
+                        continue
+                    own = room_for[rank]
+                    if len(own) > 1 and not _safe(own, op, done, limits[rank]):
+                        continue
+                if at <= now:
+                    best, best_key = n, key
+                elif at < soon_at or key < soon_key:
+                    soon_key, soon_at = key, at
+        if best < 0:
+            if soon_at < math.inf:
+                heapq.heappush(events, (soon_at, rank))
+            continue
+        if soon_key < best_key:
+            wait = soon_at - now
+            avoided = now + time[best] - soon_at
+            idle = now - begun[rank] - busy[rank] if orders[rank] else 0.0
+            if avoided > 0.0 and idle + wait <= rule.idle[rank] and wait <= patience * avoided:
+                heapq.heappush(events, (soon_at, rank))
+                continue
+        if not orders[rank]:
+            begun[rank] = now
+        end = now + time[best]
+        busy[rank] += time[best]
+        done[best // m] += 1
+        held[rank] += change[best]
+        free[rank] = end
+        orders[rank].append(best)
+        heapq.heappush(events, (end, rank))
+        for reader, delay in readers[best]:
+            pending[reader] -= 1
+            at = end + delay
+            if at > arrival[reader]:
+                arrival[reader] = at
+            target = op_rank[reader // m]
+            # A rank that is busy by then looks around by itself when it is free.
+            if arrival[reader] >= free[target]:
+                heapq.heappush(events, (arrival[reader], target))
+    return orders if sum(map(len, orders)) == len(time) else None
+
+
+def _views(problem: Problem, rule: Rule) -> list[list[tuple[int, float, list[int], float, int]]]:
+    """For each rank, what its decisions read of each op; for forwards, the op that ends them."""
+    ends = {s: op for op, (kind, s) in enumerate(problem.ops) if kind in (Kind.I, Kind.B)}
+    views = []
+    for own in problem.rank_ops:
+        view = []
+        for op in own:
+            kind, stage = problem.ops[op]
+            forward = kind is Kind.F
+            window = rule.in_flight[stage] if forward else math.inf
+            end = ends[stage] if forward else -1
+            view.append((op, rule.offsets[op], problem.local[op], window, end))
+        views.append(view)
+    return views
+
+
+def _forwards(problem: Problem, rank: int) -> list[tuple[int, float]]:
+    """The forwards of a rank, and the most that a microbatch of each holds."""
+    m = problem.num_microbatches
+    own = [op for op in problem.rank_ops[rank] if problem.ops[op][0] is Kind.F]
+    return [(op, max(problem.change[op * m : op * m + m])) for op in own]
+
+
+def _safe(own: Sequence[tuple[int, float]], op: int, done: Sequence[int], limit: float) -> bool:
+    """Whether a rank of several stages can still end all it has begun, after one more `op`."""
+    begun = [done[f] + (f == op) for f, _ in own]
+    least = min(begun)
+    if done[op] < least:
+        return True  # The oldest that lacks a forward goes on: that was safe before.
+    # Once all microbatches with every forward have ended, the rank holds only the rest.
+    room = limit - sum((n - least) * a for n, (_, a) in zip(begun, own, strict=True))
+    for i in range(least, max(begun)):
+        need = holds = 0.0
+        for n, (_, a) in zip(begun, own, strict=True):
+            if n > i:
+                holds += a
+            else:
+                need += a
+        if need > room:
+            return False
+        room += holds
+    return True

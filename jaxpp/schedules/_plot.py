@@ -1,0 +1,326 @@
+"""Draws timelines as pictures."""
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxpp.schedules._simulate import Timeline
+from jaxpp.schedules._styles import (
+    STYLES,
+    Cell,
+    Colour,
+    by_title,
+    explain_shades,
+    is_dark,
+    lay_out,
+    measures,
+    num_slots,
+    shade,
+)
+from jaxpp.schedules._table import Kind
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.path import Path
+
+_IDLE = "#f1f1f1"
+_MARGIN_INCHES = 0.8
+_WIDEST_INCHES = 28.0
+_ROW_INCHES = 0.25
+_SHARED_ROW_INCHES = 0.42  # where tasks share the height of a row
+_DIGIT_POINTS = 0.64  # the width of a digit, for a font size of one point
+_SMALLEST_FONT, _LARGEST_FONT = 4.5, 8.0  # of the numbers in cells, in points
+
+
+def plot(
+    timelines: Timeline | Mapping[str, Timeline],
+    path: str | os.PathLike[str],
+    *,
+    memory: bool = False,
+    side_by_side: bool = False,
+    unit: str = "",
+) -> None:
+    """Draws timelines as a picture: a row for each rank, a colour for each kind of task.
+
+    Cells have the number of their microbatch where it is legible. Where a rank has several stages,
+    or microbatches go in two directions, later ones are lighter. Tasks that run together share the
+    height of their row. Several timelines are drawn on one time axis: a simulated and a measured
+    one, for instance.
+
+    Args:
+      timelines: a timeline, or several by title.
+      path: where to write; the suffix gives the format, `.png` or `.svg` for instance.
+      memory: whether to draw under each timeline what its ranks hold over time.
+      side_by_side: whether several timelines are beside each other, not one above the other.
+      unit: the unit of time, for the label of the axis.
+
+    Raises:
+      ValueError: there is no timeline, or one without tasks.
+
+    >>> import pathlib, tempfile
+    >>> from jaxpp.schedules import GPipe, simulate
+    >>> timeline = simulate(GPipe().table(num_stages=4, num_microbatches=8))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     plot({"GPipe": timeline}, pathlib.Path(folder, "gpipe.png"), memory=True)
+    """
+    # Imported here, so that only who draws waits for matplotlib; and without pyplot, which would
+    # keep the figure and look for a window system.
+    from matplotlib.figure import Figure
+
+    titled = by_title(timelines)
+    if not titled or not all(timeline.spans for timeline in titled.values()):
+        raise ValueError(
+            f"plot needs timelines that have tasks, got {titled!r}; simulate a table to make one."
+        )
+    charts = [_Chart(title, one, lay_out(one)) for title, one in titled.items()]
+    page = _Page.of(charts, memory, side_by_side)
+    figure = Figure(figsize=(page.width, page.height), layout="constrained")
+    grid = figure.subplots(
+        len(page.row_heights),
+        page.columns,
+        sharex=True,
+        squeeze=False,
+        gridspec_kw={"height_ratios": page.row_heights},
+    )
+    most_held = max(peak for chart in charts for peak in chart.timeline.peak_memory)
+    panels = 1 + memory
+    for n, chart in enumerate(charts):
+        row, column = (0, n) if side_by_side else (n * panels, 0)
+        above, last = grid[row, column], grid[row + memory, column]
+        _draw_ranks(above, chart, page)
+        title = chart.title
+        if memory:
+            title += f", peak memory {max(chart.timeline.peak_memory):.5g}"
+        above.set_title(title, loc="left", fontsize=page.font)
+        if memory:
+            above.tick_params(axis="x", length=0)
+            _draw_memory(last, chart.timeline, most_held, page)
+        last.tick_params(axis="x", labelsize=0.8 * page.font, labelbottom=True)
+        last.set_xlim(0, page.horizon)
+        if side_by_side or n == len(charts) - 1:
+            last.set_xlabel(f"time ({unit})" if unit else "time", fontsize=0.9 * page.font)
+    _draw_legend(figure, charts, memory, page)
+    figure.savefig(path, dpi=160)
+
+
+@dataclass(frozen=True)
+class _Chart:
+    name: str
+    timeline: Timeline
+    rows: tuple[tuple[Cell, ...], ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: {measures(self.timeline)}" if self.name else measures(self.timeline)
+
+    @property
+    def height(self) -> float:
+        shared = any(cell.num_lanes > 1 for cells in self.rows for cell in cells)
+        return (_SHARED_ROW_INCHES if shared else _ROW_INCHES) * len(self.rows)
+
+
+@dataclass(frozen=True)
+class _Page:
+    """The sizes of a picture, in inches, and its font, in points."""
+
+    width: float
+    row_heights: tuple[float, ...]
+    columns: int
+    horizon: float
+    points_per_unit: float
+    font: float
+
+    @property
+    def height(self) -> float:
+        return sum(height + 0.3 for height in self.row_heights) + 0.9
+
+    @staticmethod
+    def of(charts: Sequence[_Chart], memory: bool, side_by_side: bool) -> "_Page":
+        horizon = max(chart.timeline.makespan for chart in charts)
+        spans = [span for chart in charts for span in chart.timeline.spans]
+        shortest = min((s.end - s.start for s in spans if s.end > s.start), default=horizon)
+        columns = len(charts) if side_by_side else 1
+        # Wide enough for two digits in the shortest task, within what a screen can show.
+        each = min(max(8.0 / columns, 0.15 * horizon / shortest), _WIDEST_INCHES / columns)
+        width = columns * (each + _MARGIN_INCHES)
+        heights = [chart.height + 0.3 for chart in charts]
+        heights = [max(heights)] if side_by_side else heights
+        return _Page(
+            width,
+            tuple(h for height in heights for h in [height, max(0.9, height / 4)][: 1 + memory]),
+            columns,
+            horizon,
+            72 * each / horizon,
+            10 * max(1.0, width / 14),  # wide pictures are looked at from further away
+        )
+
+
+def _draw_ranks(axes: "Axes", chart: _Chart, page: _Page) -> None:
+    slots = num_slots(chart.rows)
+    spans = chart.timeline.spans
+    edge = min(0.5, 0.06 * page.points_per_unit * min(span.end - span.start for span in spans))
+    digits = len(str(max(span.task.microbatch for span in spans)))
+    for rank, cells in enumerate(chart.rows):
+        colours = [shade(cell.span.task.kind, cell.slot, slots) for cell in cells]
+        bars = [_bar(cell, rank) for cell in cells]
+        _draw_bars(axes, bars, colours, edge)
+        numbers = [str(cell.span.task.microbatch) for cell in cells]
+        rooms = [(page.points_per_unit * width - 1.0) / digits for _, _, width, _ in bars]
+        _draw_numbers(axes, numbers, rooms, bars, colours)
+    ranks = range(len(chart.rows))
+    axes.set_ylim(len(ranks) - 0.4, -0.6)  # rank 0 at the top
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    axes.tick_params(axis="y", labelsize=min(0.8 * page.font, 11), length=0)
+    axes.set_facecolor(_IDLE)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _bar(cell: Cell, rank: int) -> tuple[float, float, float, float]:
+    """The left, top, width and height of a cell."""
+    height = 0.9 / cell.num_lanes
+    span = cell.span
+    return span.start, rank - 0.45 + cell.lane * height, span.end - span.start, height
+
+
+def _draw_bars(
+    axes: "Axes",
+    bars: Sequence[tuple[float, float, float, float]],
+    colours: Sequence[Colour],
+    edge: float,
+) -> None:
+    from matplotlib.collections import PolyCollection
+
+    corners = [
+        [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
+        for x, y, width, height in bars
+    ]
+    axes.add_collection(
+        PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=edge)
+    )
+
+
+def _draw_numbers(
+    axes: "Axes",
+    numbers: Sequence[str],
+    rooms: Sequence[float],
+    bars: Sequence[tuple[float, float, float, float]],
+    colours: Sequence[Colour],
+) -> None:
+    """Writes a number into each bar where a digit has the room, in points, to be legible.
+
+    All are one collection of outlines: as thousands of texts they would take most of a minute.
+    """
+    from matplotlib.collections import PathCollection
+    from matplotlib.transforms import Affine2D
+
+    paths, centres, shades = [], [], []
+    for number, room, (left, top, width, height), colour in zip(
+        numbers, rooms, bars, colours, strict=True
+    ):
+        size = min(_LARGEST_FONT, round(4 * room / _DIGIT_POINTS) / 4)
+        if size >= _SMALLEST_FONT:
+            paths.append(_outline(number, size))
+            centres.append((left + width / 2, top + height / 2))
+            shades.append("white" if is_dark(colour) else "#202020")
+    if paths:
+        outlines = PathCollection(
+            paths,
+            offsets=centres,
+            offset_transform=axes.transData,
+            facecolors=shades,
+            linewidths=0,
+        )
+        outlines.set_transform(Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans)
+        axes.add_collection(outlines, autolim=False)
+
+
+@functools.cache
+def _outline(number: str, size: float) -> "Path":
+    """The outline of a number, of a font size in points, around the origin."""
+    from matplotlib.textpath import TextPath
+    from matplotlib.transforms import Affine2D
+
+    path = TextPath((0, 0), number, size=size)
+    box, digit = path.get_extents(), TextPath((0, 0), "0", size=size).get_extents()
+    return path.transformed(Affine2D().translate(-(box.x0 + box.x1) / 2, -digit.height / 2))
+
+
+def _draw_memory(axes: "Axes", timeline: Timeline, most_held: float, page: _Page) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for rank in range(timeline.num_ranks):
+        steps = [(0.0, 0.0), *timeline.memory_over_time(rank)]
+        steps.append((timeline.makespan, steps[-1][1]))
+        axes.step(
+            [time for time, _ in steps],
+            [held for _, held in steps],
+            where="post",
+            color=_rank_colour(rank, timeline.num_ranks),
+            linewidth=0.1 * page.font,
+        )
+    axes.set_ylim(0.0, 1.1 * most_held if most_held > 0 else 1.0)
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.set_ylabel("memory", fontsize=min(0.8 * page.font, 11))
+    axes.tick_params(axis="y", labelsize=min(0.8 * page.font, 11))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _rank_colour(rank: int, num_ranks: int) -> tuple[float, float, float, float]:
+    import matplotlib
+
+    return matplotlib.colormaps["viridis"](0.9 * rank / max(num_ranks - 1, 1))
+
+
+def _draw_legend(figure: "Figure", charts: Sequence[_Chart], memory: bool, page: _Page) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    kinds = {span.task.kind for chart in charts for span in chart.timeline.spans}
+    each = [num_slots(chart.rows) for chart in charts]
+    slots = max(each)
+    entries: list[tuple[tuple[Patch | Line2D, ...], str]] = [
+        (
+            tuple(Patch(facecolor=shade(kind, slot, slots)) for slot in range(slots)),
+            f"{STYLES[kind].name} ({kind})",
+        )
+        for kind in Kind
+        if kind in kinds
+    ]
+    entries.append(((Patch(facecolor=_IDLE, edgecolor="#c0c0c0"),), "idle"))
+    if meaning := explain_shades((chart.timeline for chart in charts), each):
+        greys = (Patch(facecolor=str(0.3 + 0.5 * n / (slots - 1))) for n in range(slots))
+        entries.append((tuple(greys), f"lighter: {meaning}"))
+    if memory:
+        ranks = max(chart.timeline.num_ranks for chart in charts)
+        lines = (
+            Line2D([], [], color=_rank_colour(n, ranks)) for n in sorted({0, ranks // 2, ranks - 1})
+        )
+        entries.append((tuple(lines), f"memory, rank 0 to {ranks - 1}" if ranks > 1 else "memory"))
+    size = 0.9 * page.font
+    figure.legend(
+        handles=[handle for handle, _ in entries],
+        labels=[label for _, label in entries],
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        loc="outside lower center",
+        ncols=_legend_columns([label for _, label in entries], 72 * page.width / size),
+        fontsize=size,
+        frameon=False,
+    )
+
+
+def _legend_columns(labels: Sequence[str], room: float) -> int:
+    """Says how many columns of a legend fit, where `room` is in multiples of the font's size.
+
+    A character is about 0.55 of that wide, and a colour with the gaps around it 5. A legend fills
+    its columns one after the other.
+    """
+    widths = [5 + 0.55 * len(label) for label in labels]
+    for rows in range(1, len(labels)):
+        columns = [widths[n : n + rows] for n in range(0, len(widths), rows)]
+        if sum(map(max, columns)) <= room:
+            return len(columns)
+    return 1

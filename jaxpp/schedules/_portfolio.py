@@ -1,0 +1,267 @@
+"""Where the synthesizer starts: the catalogue's tables, and the rules of list scheduling."""
+
+import dataclasses
+import functools
+import math
+import random
+import typing
+from collections.abc import Callable, Iterator, Sequence
+
+from jaxpp.schedules._base import Schedule
+from jaxpp.schedules._catalogue import CATALOGUE
+from jaxpp.schedules._list_schedule import Rule
+from jaxpp.schedules._problem import Orders, Problem
+from jaxpp.schedules._table import Kind, Table, Task
+
+
+def catalogue_tables(
+    placement: tuple[int, ...],
+    num_microbatches: int,
+    stage_inputs: tuple[tuple[int, ...], ...] | None,
+) -> Iterator[tuple[str, Table]]:
+    """Gives the tables of the catalogue with this placement and these stages, by name.
+
+    Of each schedule's knobs that are integers or truth values, one at a time takes other values
+    than its default, next to those that the placement asks for.
+    """
+    num_ranks = max(placement) + 1
+    values = (*range(5), num_ranks // 2, num_ranks, 2 * num_ranks)
+
+    def table(schedule: Schedule) -> Table | None:
+        try:
+            if schedule.num_ranks(len(placement)) != num_ranks:
+                return None
+            if schedule.placement(num_ranks) != (placement,):
+                return None
+            if as_graph(schedule.stage_inputs(num_ranks)) != stage_inputs:
+                return None
+            return schedule.table(len(placement), num_microbatches)
+        except ValueError:
+            return None
+
+    for name, make in CATALOGUE.items():
+        known = dict.fromkeys(_variants(make, {}, values))
+        first = next(iter(known), None)
+        found = {schedule: made for schedule in known if (made := table(schedule)) is not None}
+        for schedule in list(found):
+            for other in _variants(make, _knobs(schedule), values):
+                if other not in found and (made := table(other)) is not None:
+                    found[other] = made
+        seen = set()
+        for schedule, made in found.items():
+            if not made.forward_only and made not in seen:
+                seen.add(made)
+                yield name if schedule == first else repr(schedule), made
+
+
+def as_graph(stage_inputs: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
+    """The stage graph, None where it is a chain."""
+    if stage_inputs is None:
+        return None
+    given = tuple(tuple(own) for own in stage_inputs)
+    return None if given == tuple((s - 1,) if s else () for s in range(len(given))) else given
+
+
+def _knobs(schedule: Schedule) -> dict[str, object]:
+    return {f.name: getattr(schedule, f.name) for f in dataclasses.fields(schedule) if f.init}
+
+
+def _variants(
+    make: Callable[..., Schedule], knobs: dict[str, object], values: Sequence[int]
+) -> Iterator[Schedule]:
+    """The schedule with these knobs, and with one other knob changed."""
+    options: list[dict[str, object]] = [knobs]
+    made = make.func if isinstance(make, functools.partial) else make
+    if isinstance(made, type):
+        types = typing.get_type_hints(made)
+        for field in dataclasses.fields(made):
+            allowed = (types[field.name], *typing.get_args(types[field.name]))
+            if field.init and bool in allowed:
+                options += [knobs | {field.name: value} for value in (False, True)]
+            elif field.init and int in allowed:
+                options += [knobs | {field.name: value} for value in values]
+    for option in options:
+        try:
+            yield make(**option)
+        except ValueError:
+            continue
+
+
+def split(problem: Problem, table: Table) -> list[list[int]]:
+    """The orders of a table in the problem's terms: each whole backward as its halves, or not."""
+    if problem.splits:
+        ranks = []
+        for order in table.ranks:
+            halves: list[Task] = []
+            for task in order:
+                if task.kind is Kind.B:
+                    halves += [dataclasses.replace(task, kind=k) for k in (Kind.I, Kind.W)]
+                else:
+                    halves.append(task)
+            ranks.append(tuple(halves))
+        table = dataclasses.replace(table, ranks=tuple(ranks))
+    return problem.to_orders(table)
+
+
+def one_at_a_time(problem: Problem) -> list[list[int]]:
+    """The table that ends each microbatch before the next: none holds less."""
+    m = problem.num_microbatches
+    count = len(problem.ops)
+    sequence: list[int] = []
+    placed = [False] * count
+    needs = [
+        {n // m for n, _ in problem.remote[op * m]} | {*problem.local[op]} for op in range(count)
+    ]
+    # Weight gradients first, as they free the most; then backwards, which need all forwards.
+    urgent = sorted(range(count), key=lambda op: (-"FBIW".index(problem.ops[op][0]), op))
+    while len(sequence) < count:
+        op = next(op for op in urgent if not placed[op] and all(placed[need] for need in needs[op]))
+        placed[op] = True
+        sequence.append(op)
+    return [
+        [op * m + i for i in range(m) for op in sequence if problem.op_rank[op] == rank]
+        for rank in range(problem.num_ranks)
+    ]
+
+
+class Rules:
+    """The rules of list scheduling for a problem: a grid of them, and neighbours of one.
+
+    The plans are: input gradients first, weight gradients last, as all zero-bubble schedules have
+    it (Qi et al., arXiv 2401.10241, section 3.1); the same with weight gradients first, or
+    forwards first, which suits a tight memory; and by the earliest start, or the latest end, of
+    one microbatch alone, in a period of the busiest rank. What a rank may wait is the idle time
+    that a target leaves it, as in that paper's heuristic, where a gap is filled unless the rank
+    has fewer bubbles than another one.
+    """
+
+    def __init__(self, problem: Problem, bound: float):
+        """Makes the rules for a problem and its lower bound."""
+        m = problem.num_microbatches
+        self.problem, self.bound = problem, bound
+        self.time = [sum(problem.time[op * m : op * m + m]) / m for op in range(len(problem.ops))]
+        self.work = [m * sum(self.time[op] for op in own) for own in problem.rank_ops]
+        self.period = max(self.work) / m
+        self.head, self.tail = _alone(problem, self.time)
+        self.begin = [
+            min(self.head[op] for op in own) if problem.objective == "wall" else 0.0
+            for own in problem.rank_ops
+        ]
+        self.longest = max(self.time)
+        self.trip = max(h + t for h, t in zip(self.head, self.time, strict=True)) + self.longest
+        self.plans = self._plans()
+        self.windows = self._windows()
+
+    def _plans(self) -> list[list[float]]:
+        far = 10 * self.trip + self.problem.num_microbatches * self.period * 4
+        kinds = [kind for kind, _ in self.problem.ops]
+
+        def by_kind(**at: float) -> list[float]:
+            return [h + far * at[kind] for h, kind in zip(self.head, kinds, strict=True)]
+
+        last = {Kind.W: far}
+        return [
+            by_kind(F=0, I=-1, B=-1, W=1),
+            by_kind(F=0, I=-1, B=-1, W=-2),
+            by_kind(F=-1, I=0, B=0, W=1),
+            [h + last.get(kind, 0.0) for h, kind in zip(self.head, kinds, strict=True)],
+            [last.get(kind, -t) for t, kind in zip(self.tail, kinds, strict=True)],
+            list(self.head),
+            [h if kind is Kind.F else h - far for h, kind in zip(self.head, kinds, strict=True)],
+        ]
+
+    def _windows(self) -> list[list[float]]:
+        """How far forwards may be ahead of the input gradients: for the trip there and back."""
+        at = {key: op for op, key in enumerate(self.problem.ops)}
+        half = Kind.I if self.problem.splits else Kind.B
+        stages = range(self.problem.table.num_stages)
+        trip = [self.head[at[half, s]] - self.head[at[Kind.F, s]] for s in stages]
+        windows = [[math.inf for _ in stages]]
+        for extra in (1, 2, 3, 5):
+            windows.append([math.ceil(trip[s] / self.period - 1e-9) + extra for s in stages])
+        return windows
+
+    def rule(self, plan: int, window: int, slack: float, patience: float) -> Rule:
+        """A rule of the grid; the slack is that of the target, in times of the longest task."""
+        target = self.bound + slack * self.longest
+        idle = [target - b - w for b, w in zip(self.begin, self.work, strict=True)]
+        return Rule(self.plans[plan], self.period, self.windows[window], idle, patience)
+
+    def grid(self) -> list[Rule]:
+        """The grid, the most promising rules first."""
+        ample = [
+            self.rule(0, 0, slack, patience)
+            for slack in (0.0, 0.08, 0.17, 0.25, 0.33, 0.42, 0.5, 0.75, 1.0, 2.0)
+            for patience in (math.inf, 1.0)
+        ]
+        tight = [
+            self.rule(plan, window, slack, 1.0)
+            for slack in (4.0, 0.0)
+            for window in range(1, len(self.windows))
+            for plan in (3, 4, 0)
+        ]
+        return ample + tight + [self.rule(plan, 0, 4.0, 1.0) for plan in range(1, len(self.plans))]
+
+    def replanned(self, orders: Orders, ends: Sequence[float]) -> Rule:
+        """A rule whose plan is what a table does in its middle, as a building block to repeat."""
+        m = self.problem.num_microbatches
+        starts = [end - own for end, own in zip(ends, self.problem.time, strict=True)]
+        period = max(
+            (starts[op * m + m - 1] - starts[op * m]) / max(m - 1, 1)
+            for op in range(len(self.time))
+        )
+        offsets = [starts[op * m + m // 2] - m // 2 * period for op in range(len(self.time))]
+        target = max(ends[order[-1]] for order in orders)
+        idle = [target - b - w for b, w in zip(self.begin, self.work, strict=True)]
+        return Rule(offsets, period, self.windows[0], idle, 1.0)
+
+    def near(self, rule: Rule, choose: random.Random) -> Rule:
+        """A rule with some of its numbers changed at random."""
+        scale = self.longest * choose.choice((0.1, 0.3, 1.0))
+        offsets, window, idle = list(rule.offsets), list(rule.in_flight), list(rule.idle)
+        patience, period = rule.patience, rule.period
+        match choose.randrange(5):
+            case 0:
+                idle = [i + choose.gauss(0, scale) for i in idle]
+            case 1:
+                shift = choose.gauss(0, scale)
+                idle = [i + shift for i in idle]
+            case 2:
+                offsets = [o + choose.gauss(0, scale) for o in offsets]
+            case 3:
+                if window[0] == math.inf:
+                    window = list(choose.choice(self.windows[1:]))
+                for _ in range(choose.randrange(1, 4)):
+                    at = choose.randrange(len(window))
+                    window[at] = max(1, window[at] + choose.choice((-1, 1)))
+            case _:
+                patience = choose.choice((0.5, 1.0, 2.0, math.inf))
+                period *= choose.choice((0.98, 1.0, 1.02))
+        return Rule(offsets, period, window, idle, patience)
+
+
+def _alone(problem: Problem, time: Sequence[float]) -> tuple[list[float], list[float]]:
+    """For each op, its earliest start and its time to the end, for one microbatch alone."""
+    count = len(problem.ops)
+    inputs = [_inputs(problem, op) for op in range(count)]
+    head, tail = [0.0] * count, [0.0] * count
+    for _ in range(count):
+        changed = False
+        for op in range(count):
+            for need, delay in inputs[op]:
+                at = head[need] + time[need] + delay
+                if at > head[op]:
+                    head[op], changed = at, True
+                at = tail[op] + time[op] + delay
+                if at > tail[need]:
+                    tail[need], changed = at, True
+        if not changed:
+            break
+    return head, [t + own for t, own in zip(tail, time, strict=True)]
+
+
+def _inputs(problem: Problem, op: int) -> list[tuple[int, float]]:
+    """The ops that an op waits for, and the transfers, as for the first microbatch."""
+    m = problem.num_microbatches
+    remote = [(n // m, delay) for n, delay in problem.remote[op * m]]
+    return remote + [(need, 0.0) for need in problem.local[op]]

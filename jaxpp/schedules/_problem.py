@@ -1,0 +1,214 @@
+"""The synthesizer's problem in numbers: what a table's tasks take, hold and wait for."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxpp.schedules._costs import Costs, Memory
+from jaxpp.schedules._execute import stage_dependencies
+from jaxpp.schedules._table import Kind, Table, Task
+
+#: What a table is judged by: the makespan, or the longest span of a rank.
+Objective = Literal["wall", "span"]
+#: For each rank, the numbers of its tasks, in order.
+Orders = Sequence[Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """All tasks of a pipeline, numbered: task `op * num_microbatches + microbatch`.
+
+    An op is a kind of task of a stage. The numbers are in plain lists, for speed; nothing changes
+    them.
+
+    Args:
+      table: the table with no order: sizes, placement, and the graph of its stages.
+      objective: what to minimise.
+      ops: the kind and stage of each op.
+      rank_ops: for each rank, its ops: forwards by stage, then backwards from the last stage.
+      op_rank: the rank of each op.
+      time: the time of each task.
+      change: what each task adds to what its rank holds.
+      limits: the most that each rank may hold, with room for rounding.
+      local: for each op, the ops of its rank that it comes after, for the same microbatch.
+      remote: for each task, the (task, transfer time) pairs of other ranks that it waits for.
+      readers: for each task, the (task, transfer time) pairs of other ranks that wait for it.
+    """
+
+    table: Table
+    objective: Objective
+    ops: list[tuple[Kind, int]]
+    rank_ops: list[list[int]]
+    op_rank: list[int]
+    time: list[float]
+    change: list[float]
+    limits: list[float]
+    local: list[list[int]]
+    remote: list[tuple[tuple[int, float], ...]]
+    readers: list[list[tuple[int, float]]]
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of microbatches."""
+        return self.table.num_microbatches
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.rank_ops)
+
+    @property
+    def splits(self) -> bool:
+        """Whether the backward is in two halves."""
+        return any(kind is Kind.W for kind, _ in self.ops)
+
+    def task(self, n: int) -> Task:
+        """The task of a number."""
+        op, microbatch = divmod(n, self.num_microbatches)
+        return Task(*self.ops[op], microbatch)
+
+    def to_table(self, orders: Orders) -> Table:
+        """The table in which the ranks have these orders."""
+        ranks = tuple(tuple(map(self.task, order)) for order in orders)
+        return dataclasses.replace(self.table, ranks=ranks)
+
+    def to_orders(self, table: Table) -> list[list[int]]:
+        """The numbers of a table's tasks."""
+        at = {op: n for n, op in enumerate(self.ops)}
+        m = self.num_microbatches
+        return [[at[t.kind, t.stage] * m + t.microbatch for t in order] for order in table.ranks]
+
+    def fits(self, orders: Orders) -> bool:
+        """Whether no rank holds more than its limit."""
+        return all(p <= limit for p, limit in zip(self.peaks(orders), self.limits, strict=True))
+
+    def peaks(self, orders: Orders) -> list[float]:
+        """The most that each rank holds at once."""
+        change = self.change
+        peaks = []
+        for order in orders:
+            held = peak = 0.0
+            for n in order:
+                held += change[n]
+                if held > peak:
+                    peak = held
+            peaks.append(peak)
+        return peaks
+
+
+def make_problem(
+    costs: Costs,
+    placement: Sequence[int],
+    num_microbatches: int,
+    memory: Memory,
+    limits: Sequence[float],
+    objective: Objective,
+    stage_inputs: tuple[tuple[int, ...], ...] | None,
+    split: bool,
+) -> Problem:
+    """Numbers the tasks of a pipeline, with the backward whole or split."""
+    m, num_stages = num_microbatches, len(placement)
+    halves = (Kind.I, Kind.W) if split else (Kind.B,)
+    ops = [(Kind.F, s) for s in range(num_stages)]
+    ops += [(kind, s) for kind in halves for s in reversed(range(num_stages))]
+    at = {op: n for n, op in enumerate(ops)}
+    tasks = [Task(*op, i) for op in ops for i in range(m)]
+    op_rank = [placement[stage] for _, stage in ops]
+    sample = tuple(
+        tuple(t for t in tasks if placement[t.stage] == r) for r in range(max(placement) + 1)
+    )
+    table = Table(sample, num_stages, m, (tuple(placement),), stage_inputs)
+    needs = stage_dependencies(table)
+    local: list[list[int]] = [[] for _ in ops]
+    remote: list[list[tuple[int, float]]] = [[] for _ in tasks]
+    readers: list[list[tuple[int, float]]] = [[] for _ in tasks]
+    for op, key in enumerate(ops):
+        for need in (at[need] for need in needs[key] if need in at):
+            if op_rank[need] == op_rank[op]:
+                local[op].append(need)
+                continue
+            for i in range(m):
+                delay = costs.transfer(tasks[need * m + i], op_rank[need], op_rank[op])
+                remote[op * m + i].append((need * m + i, delay))
+                readers[need * m + i].append((op * m + i, delay))
+    return Problem(
+        dataclasses.replace(table, ranks=()),
+        objective,
+        ops,
+        [[op for op in range(len(ops)) if op_rank[op] == r] for r in range(len(sample))],
+        op_rank,
+        [costs.of(task) for task in tasks],
+        [memory.of(task) for task in tasks],
+        [limit + 1e-9 * abs(limit) for limit in limits],
+        local,
+        [tuple(pairs) for pairs in remote],
+        readers,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """When each task ends, and the objective's value."""
+
+    value: float
+    ends: list[float]
+
+
+def evaluate(
+    problem: Problem,
+    orders: Orders,
+    known: Sequence[float] = (),
+    cursors: Sequence[int] = (),
+) -> Times | None:
+    """Runs orders as `simulate` would, for the objective alone; None where they deadlock.
+
+    The orders must respect what is local to a rank: only other ranks are waited for.
+
+    Args:
+      problem: the tasks.
+      orders: the order of each rank.
+      known: when tasks end that are as they were.
+      cursors: for each rank, how many of its tasks are; by default none.
+    """
+    time, remote = problem.time, problem.remote
+    ends = [-1.0] * len(time)
+    at, free = [0] * len(orders), [0.0] * len(orders)
+    for rank, cursor in enumerate(cursors):
+        order = orders[rank]
+        for n in order[:cursor]:
+            ends[n] = known[n]
+        at[rank], free[rank] = cursor, known[order[cursor - 1]] if cursor else 0.0
+    waiting: dict[int, list[int]] = {}
+    runnable = list(range(len(orders)))
+    while runnable:
+        rank = runnable.pop()
+        now, cursor = free[rank], at[rank]
+        order = orders[rank]
+        for n in order[cursor:] if cursor else order:
+            for need, delay in remote[n]:
+                ready = ends[need]
+                if ready < 0.0:
+                    waiting.setdefault(need, []).append(rank)
+                    break
+                ready += delay
+                if ready > now:
+                    now = ready
+            else:
+                now += time[n]
+                ends[n] = now
+                cursor += 1
+                if n in waiting:
+                    runnable += waiting.pop(n)
+                continue
+            break
+        free[rank], at[rank] = now, cursor
+    if waiting:
+        return None
+    return Times(value_of(problem, orders, ends), ends)
+
+
+def value_of(problem: Problem, orders: Orders, ends: list[float]) -> float:
+    """The objective's value of orders whose tasks end at these times."""
+    if problem.objective == "wall":
+        return max(ends[order[-1]] for order in orders)
+    return max(ends[order[-1]] - (ends[order[0]] - problem.time[order[0]]) for order in orders)

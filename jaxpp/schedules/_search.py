@@ -1,0 +1,116 @@
+"""The search through a portfolio: what is tried, in which order, and how much of it."""
+
+import dataclasses
+import math
+import random
+import time
+from collections.abc import Sequence
+
+from jaxpp.schedules._list_schedule import Rule, list_schedule
+from jaxpp.schedules._local_search import improve
+from jaxpp.schedules._portfolio import Rules, one_at_a_time
+from jaxpp.schedules._problem import Problem, evaluate
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """Orders that fit and do not deadlock, what they are worth, and the rule that made them."""
+
+    value: float
+    source: str
+    orders: list[list[int]]
+    ends: list[float]
+    rule: Rule | None
+
+
+class Search:
+    """A search for the best orders of one problem."""
+
+    def __init__(self, problem: Problem, bound: float, deadline: float):
+        """Starts with nothing found; the search ends at the bound, or at the deadline."""
+        self.problem, self.bound, self.deadline = problem, bound, deadline
+        self.found: list[Found] = []
+
+    @property
+    def best(self) -> Found:
+        """The best orders, the first of equals."""
+        return min(self.found, key=lambda found: found.value)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing better is possible, or the time is up."""
+        least = min((found.value for found in self.found), default=math.inf)
+        return least <= self.target or time.monotonic() > self.deadline
+
+    @property
+    def target(self) -> float:
+        """The lower bound, with room for rounding."""
+        return self.bound + 1e-9 * self.bound
+
+    def add(
+        self, source: str, orders: Sequence[Sequence[int]] | None, rule: Rule | None = None
+    ) -> None:
+        """Takes orders into account, where there are any, and they fit and do not deadlock."""
+        if orders is None or not self.problem.fits(orders):
+            return
+        if (times := evaluate(self.problem, orders)) is not None:
+            own = [list(order) for order in orders]
+            self.found.append(Found(times.value, source, own, times.ends, rule))
+
+    def run(
+        self, given: Sequence[tuple[str, list[list[int]]]], evaluations: int, seed: int
+    ) -> None:
+        """Searches, from given orders by name: all of them first, then as far as allowed."""
+        for source, orders in given:
+            self.add(source, orders)
+        known = sorted(self.found, key=lambda found: found.value)
+        self.add("one microbatch at a time", one_at_a_time(self.problem))
+        if self.over:
+            return
+        choose = random.Random(seed)
+        rules = Rules(self.problem, self.bound)
+        self._list_schedules(rules, known[:3], max(evaluations // 30, 1), choose)
+        self._local_searches(evaluations, choose)
+
+    def _list_schedules(
+        self, rules: Rules, known: Sequence[Found], most: int, choose: random.Random
+    ) -> None:
+        grid = [(f"list schedule, rule {n}", rule) for n, rule in enumerate(rules.grid())]
+        for start in known:
+            replanned = rules.replanned(start.orders, start.ends)
+            grid.append((f"list schedule, as {start.source}", replanned))
+        for source, rule in grid:
+            if self.over:
+                return
+            self.add(source, list_schedule(self.problem, rule), rule)
+        for n in range(most):
+            ruled = sorted((f for f in self.found if f.rule), key=lambda found: found.value)[:3]
+            if self.over or not ruled:
+                return
+            start = choose.choice(ruled)
+            assert start.rule is not None
+            if choose.random() < 0.1:
+                rule = rules.replanned(start.orders, start.ends)
+            else:
+                rule = rules.near(start.rule, choose)
+            self.add(f"list schedule, near rule {n}", list_schedule(self.problem, rule), rule)
+
+    def _local_searches(self, evaluations: int, choose: random.Random, rounds: int = 4) -> None:
+        """Half of the rounds from the best orders of different values, half from the best."""
+        values: dict[float, Found] = {}
+        for found in sorted(self.found, key=lambda found: found.value):
+            values.setdefault(found.value, found)
+        starts = list(values.values())[: rounds // 2]
+        for n in range(rounds):
+            if self.over:
+                return
+            start = starts[n] if n < len(starts) else self.best
+            _, orders = improve(
+                self.problem,
+                start.orders,
+                evaluations // rounds,
+                self.target,
+                seed=choose.randrange(2**32),
+                deadline=self.deadline,
+            )
+            self.add("local search from " + start.source.removeprefix("local search from "), orders)

@@ -1,0 +1,144 @@
+"""What the drawings share: the colours of tasks, and their places on the rows of their ranks."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jaxpp.schedules._simulate import Span, Timeline
+from jaxpp.schedules._table import Kind
+
+#: Red, green and blue, from 0 to 1.
+Colour = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a kind is drawn: its name, and the colours of a rank's first stage and of its last."""
+
+    name: str
+    first: Colour
+    last: Colour
+
+
+def _colour(code: str) -> Colour:
+    red, green, blue = (int(code[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return red, green, blue
+
+
+# Near to colours that terminals have, so that a kind looks the same there.
+STYLES: Mapping[Kind, Style] = {
+    Kind.F: Style("forward", _colour("#2b66ad"), _colour("#a9cdf0")),
+    Kind.B: Style("backward", _colour("#2e8b4b"), _colour("#addcb0")),
+    Kind.I: Style("input gradient", _colour("#a82e5e"), _colour("#f0b4c0")),
+    Kind.W: Style("weight gradient", _colour("#dba032"), _colour("#fae294")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A task where it is drawn.
+
+    `slot` numbers the stages of its rank, one direction after the other. `lane` is its place in the
+    row of its rank, of the `num_lanes` that share the row at its time.
+    """
+
+    span: Span
+    slot: int
+    lane: int
+    num_lanes: int
+
+
+def lay_out(timeline: Timeline) -> tuple[tuple[Cell, ...], ...]:
+    """Gives each rank's tasks with their places, by start.
+
+    Tasks that run at the same time share the height of their row.
+
+    >>> from jaxpp.schedules import Interleaved1F1B, simulate
+    >>> cells = lay_out(simulate(Interleaved1F1B(2).table(num_stages=4, num_microbatches=2)))
+    >>> print(*(f"{cell.span.task} in slot {cell.slot}" for cell in cells[1][:3]), sep=", ")
+    F1.0 in slot 0, F1.1 in slot 0, F3.0 in slot 1
+    """
+    table = timeline.table
+    direction_of = table.direction_of if table.placement else (0,) * table.num_microbatches
+    rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    for span in timeline.spans:
+        rows[span.rank].append(span)
+    tolerance = 1e-9 * timeline.makespan  # what rounding makes of one end and the next start
+    placed = []
+    for spans in rows:
+        homes = [(direction_of[span.task.microbatch], span.task.stage) for span in spans]
+        slots = {home: slot for slot, home in enumerate(sorted(set(homes)))}
+        placed.append(
+            tuple(
+                Cell(span, slots[home], lane, num_lanes)
+                for span, home, (lane, num_lanes) in zip(
+                    spans, homes, _lanes(spans, tolerance), strict=True
+                )
+            )
+        )
+    return tuple(placed)
+
+
+def _lanes(spans: list[Span], tolerance: float) -> list[tuple[int, int]]:
+    """Gives each span, sorted by start, the first lane that is free, and the number in its group.
+
+    A group is a run of spans without a moment between them at which none runs.
+    """
+    lanes: list[int] = []
+    sizes: list[int] = []
+    group = 0  # where it begins
+    ends: list[float] = []  # of each of its lanes
+    for n, span in enumerate(spans):
+        if ends and max(ends) <= span.start + tolerance:
+            sizes += [len(ends)] * (n - group)
+            group, ends = n, []
+        lane = next((k for k, end in enumerate(ends) if end <= span.start + tolerance), len(ends))
+        ends[lane : lane + 1] = [span.end]
+        lanes.append(lane)
+    sizes += [len(ends)] * (len(spans) - group)
+    return list(zip(lanes, sizes, strict=True))
+
+
+def num_slots(rows: tuple[tuple[Cell, ...], ...]) -> int:
+    """Says how many stages a rank has at most, each direction's for itself."""
+    return 1 + max((cell.slot for cells in rows for cell in cells), default=0)
+
+
+def shade(kind: Kind, slot: int, slots: int) -> Colour:
+    """Gives the colour of a kind in a slot: the later one of its rank, the lighter.
+
+    >>> shade(Kind.F, 0, 1) == shade(Kind.F, 0, 4) == STYLES[Kind.F].first
+    True
+    """
+    style, part = STYLES[kind], slot / max(slots - 1, 1)
+    red, green, blue = (a + part * (b - a) for a, b in zip(style.first, style.last, strict=True))
+    return red, green, blue
+
+
+def is_dark(colour: Colour) -> bool:
+    """Says whether white is legible on a colour, rather than black."""
+    red, green, blue = colour
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 0.52
+
+
+def explain_shades(timelines: Iterable[Timeline], slots: Iterable[int]) -> str:
+    """Says what lighter colours mean, or nothing where there is one shade.
+
+    Args:
+      timelines: the timelines of a drawing.
+      slots: how many slots each of them has.
+    """
+    directions = [max(len(timeline.table.placement), 1) for timeline in timelines]
+    stages = any(n > d for n, d in zip(slots, directions, strict=True))
+    meanings = ["a later stage of the rank"] * stages
+    meanings += ["the second direction"] * any(d > 1 for d in directions)
+    return " or ".join(meanings)
+
+
+def measures(timeline: Timeline) -> str:
+    """Names the makespan and the bubble, for a title."""
+    return f"makespan {timeline.makespan:.5g}, bubble {timeline.bubble_fraction:.1%}"
+
+
+def by_title(timelines: Timeline | Mapping[str, Timeline]) -> Mapping[str, Timeline]:
+    """Gives timelines by title, where a single one may have none."""
+    return timelines if isinstance(timelines, Mapping) else {"": timelines}

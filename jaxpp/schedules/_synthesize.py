@@ -1,0 +1,257 @@
+"""Finds a table for any placement, costs and memory: a portfolio, and a bound on what is left."""
+
+import dataclasses
+import math
+import time
+import typing
+from collections.abc import Sequence
+
+from jaxpp.schedules._bounds import lower_bound
+from jaxpp.schedules._check import check
+from jaxpp.schedules._costs import Costs, Memory
+from jaxpp.schedules._custom import FromTable
+from jaxpp.schedules._exact import solve
+from jaxpp.schedules._portfolio import as_graph, catalogue_tables, one_at_a_time, split
+from jaxpp.schedules._problem import Objective, Problem, make_problem
+from jaxpp.schedules._search import Search
+from jaxpp.schedules._simulate import Timeline, simulate
+from jaxpp.schedules._table import Kind, Table, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Synthesis:
+    """What `synthesize` found.
+
+    Args:
+      table: the best table.
+      timeline: when its tasks run.
+      objective: what was minimised: `"wall"`, the makespan, or `"span"`, a rank's longest span.
+      value: the table's.
+      lower_bound: a value that no table for this problem beats.
+      source: which of the portfolio made the table.
+    """
+
+    table: Table = dataclasses.field(repr=False)
+    timeline: Timeline = dataclasses.field(repr=False)
+    objective: Objective
+    value: float
+    lower_bound: float
+    source: str
+
+    @property
+    def gap(self) -> float:
+        """How much worse than the best the table may be, as a part of the lower bound.
+
+        >>> from jaxpp.schedules import Costs, synthesize
+        >>> synthesize(Costs(), (0, 1, 2, 3), 8).gap
+        0.0
+        """
+        return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    @property
+    def schedule(self) -> FromTable:
+        """The table as a schedule, for `jaxpp.schedule`: of this one size.
+
+        >>> from jaxpp.schedules import Costs, synthesize
+        >>> synthesize(Costs(), (0, 1), 4).schedule
+        FromTable(2 ranks, 2 stages, 4 microbatches)
+        """
+        return FromTable(self.table)
+
+
+def synthesize(
+    costs: Costs,
+    placement: Sequence[int],
+    num_microbatches: int,
+    *,
+    memory: Memory | None = None,
+    memory_limit: float | Sequence[float] = math.inf,
+    objective: Objective = "wall",
+    stage_inputs: Sequence[Sequence[int]] | None = None,
+    split_backward: bool = True,
+    evaluations: int = 2000,
+    exact: float = 0.0,
+    seed: int = 0,
+    time_limit: float = 600.0,
+) -> Synthesis:
+    """Finds a table for any placement, costs and memory, and bounds what a better one could gain.
+
+    A portfolio makes tables: the schedules of the catalogue with this placement, list scheduling
+    by many rules, local search from the best of these, and, where asked for, an exact solver. None
+    is over the memory limit, and the result is never worse than the best schedule of the catalogue
+    that fits. The same arguments give the same table: the search is bounded by what it evaluates,
+    and ends early where it meets the lower bound. Only where `time_limit` cuts it short does the
+    table depend on the machine.
+
+    Tasks do not overlap here: `costs.overlapped` is not used, and the catalogue's overlapping
+    pairs count as one task after the other.
+
+    Args:
+      costs: the time of tasks and transfers: those of a stage, see `Costs.divided`.
+      placement: the rank of each stage, in one direction.
+      num_microbatches: the number of microbatches.
+      memory: what tasks hold; by default activations.
+      memory_limit: the most that a rank may hold, or that each rank may.
+      objective: what to minimise: `"wall"` the makespan, `"span"` the longest span of a rank.
+      stage_inputs: the stages that each stage reads from; by default the one before it.
+      split_backward: whether backwards may be run as their halves.
+      evaluations: how many tables local search evaluates; the number of list schedules, which take
+        about ten times as long each, is bounded by a thirtieth of it.
+      exact: for how long to run the exact solver at the end, in its deterministic seconds; it
+        suits a few hundred tasks, and needs the extra `exact`. By default not at all.
+      seed: of what the search chooses at random.
+      time_limit: seconds after which the search ends with what it has; a guard, not a setting.
+
+    Returns:
+      The best table, what it is worth, where it came from, and a lower bound.
+
+    Raises:
+      ValueError: the placement is not one, or not even one microbatch fits the memory limit.
+      ImportError: `exact` is asked for, and OR-tools is not installed.
+
+    >>> from jaxpp.schedules import Costs, Memory
+    >>> found = synthesize(Costs(latency=0.25), (0, 1, 2, 3), 8, memory_limit=4)
+    >>> found.value, found.lower_bound, max(Memory().peaks(found.table))
+    (30.0, 30.0, 4.0)
+    """
+    memory = memory or Memory()
+    placement = _one_direction(placement)
+    limits = _limits(memory_limit, max(placement) + 1)
+    _check_arguments(num_microbatches, objective)
+    graph = as_graph(stage_inputs)
+    sizes = (placement, num_microbatches)
+    # The two forms of a backward are two problems, where the sum of the halves is not the whole.
+    both = split_backward and not (costs.backward is None and memory.backward is None)
+    problems = [
+        make_problem(costs, *sizes, memory, limits, objective, graph, split=halves)
+        for halves in ([True, False] if both else [split_backward])
+    ]
+    bound = lower_bound(problems[0])
+    if both:
+        least = (_least_costs(costs), *sizes, _least_memory(memory))
+        bound = lower_bound(make_problem(*least, limits, objective, graph, split=True))
+    _check_feasible(problems, limits)
+    tables = list(catalogue_tables(*sizes, graph))
+    deadline = time.monotonic() + time_limit
+    results = []
+    for problem in problems:
+        search = Search(problem, bound, deadline)
+        search.run([(name, split(problem, table)) for name, table in tables
+                    if problem.splits or not table.splits_backward], evaluations, seed)  # fmt: skip
+        best = search.best
+        if exact > 0 and not search.over:
+            orders, proved = solve(problem, best.orders, exact, seed)
+            search.add("exact solver", orders)
+            best = search.best
+            bound = bound if both else max(bound, proved)
+        results.append((best.source, problem.to_table(best.orders)))
+    if both:
+        results += [(name, dataclasses.replace(table, overlaps=frozenset()))
+                    for name, table in tables if _fits(memory, table, limits)]  # fmt: skip
+    return _best(results, costs, memory, objective, bound)
+
+
+def _best(
+    results: Sequence[tuple[str, Table]],
+    costs: Costs,
+    memory: Memory,
+    objective: Objective,
+    bound: float,
+) -> Synthesis:
+    found = []
+    for source, table in results:
+        timeline = simulate(table, costs, memory=memory)
+        value = timeline.makespan if objective == "wall" else timeline.longest_span
+        # The bound adds up the same times in another order: it may be over by a rounding error.
+        found.append(Synthesis(table, timeline, objective, value, min(bound, value), source))
+    best = min(found, key=lambda synthesis: synthesis.value)
+    check(best.table)
+    return best
+
+
+def _one_direction(placement: Sequence[int] | Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The placement, checked; one in the form of `Schedule.placement` loses its outer tuple."""
+    given: typing.Any = tuple(placement)
+    if given and not isinstance(given[0], int):
+        if len(given) > 1:
+            raise ValueError(
+                f"synthesize places stages in one direction, got {len(given)} directions; use one "
+                f"of them, or a schedule of the catalogue that has two."
+            )
+        given = tuple(given[0])
+    if not given or set(given) != set(range(max(given) + 1)):
+        raise ValueError(
+            f"placement has the rank of each stage, and ranks are numbered from 0 without gaps, "
+            f"got {given}; renumber the ranks."
+        )
+    return given
+
+
+def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> list[float]:
+    if isinstance(memory_limit, (int, float)):
+        return [float(memory_limit)] * num_ranks
+    if len(memory_limit) != num_ranks:
+        raise ValueError(
+            f"memory_limit has {len(memory_limit)} numbers, but the placement has {num_ranks} "
+            f"ranks; give a number for each, or one for all."
+        )
+    return [float(limit) for limit in memory_limit]
+
+
+def _check_arguments(num_microbatches: int, objective: str) -> None:
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(
+            f"num_microbatches is an integer of at least 1, got {num_microbatches!r}; use 1 to "
+            f"run the batch whole."
+        )
+    if objective not in typing.get_args(Objective):
+        raise ValueError(f"objective is 'wall' or 'span', got {objective!r}.")
+
+
+def _check_feasible(problems: Sequence[Problem], limits: Sequence[float]) -> None:
+    """Checks that one microbatch alone fits: then all do, one after the other."""
+    needed = [problem.peaks(one_at_a_time(problem)) for problem in problems]
+    for rank, limit in enumerate(limits):
+        least = min(peaks[rank] for peaks in needed)
+        if least > limit + 1e-9 * abs(limit):
+            raise ValueError(
+                f"rank {rank} may hold {limit:g}, but a microbatch alone makes it hold {least:g}: "
+                f"no table fits; raise memory_limit to {least:g} or more, or give the rank less."
+            )
+
+
+def _fits(memory: Memory, table: Table, limits: Sequence[float]) -> bool:
+    peaks = memory.peaks(table)
+    return all(peak <= limit + 1e-9 * abs(limit) for peak, limit in zip(peaks, limits, strict=True))
+
+
+def _least_costs(costs: Costs) -> Costs:
+    """Costs of halves that are together no more than the halves, nor than the whole backward."""
+
+    def of(task: Task, kind: Kind) -> float:
+        return costs.of(dataclasses.replace(task, kind=kind))
+
+    def first(task: Task) -> float:
+        return min(of(task, Kind.I), of(task, Kind.B))
+
+    return dataclasses.replace(
+        costs,
+        input_grad=first,
+        weight_grad=lambda task: min(of(task, Kind.W), of(task, Kind.B) - first(task)),
+        backward=None,
+    )
+
+
+def _least_memory(memory: Memory) -> Memory:
+    """Changes by halves that never add up to more than the halves', nor than the whole's."""
+
+    def of(task: Task, kind: Kind) -> float:
+        return memory.of(dataclasses.replace(task, kind=kind))
+
+    def first(task: Task) -> float:
+        return min(of(task, Kind.I), max(of(task, Kind.B), 0.0))
+
+    def second(task: Task) -> float:
+        return min(of(task, Kind.I) + of(task, Kind.W), of(task, Kind.B)) - first(task)
+
+    return dataclasses.replace(memory, input_grad=first, weight_grad=second, backward=None)

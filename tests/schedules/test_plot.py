@@ -1,0 +1,120 @@
+"""Pictures show every task once, where it runs."""
+
+import re
+import subprocess
+import sys
+
+import matplotlib.image
+import pytest
+
+from jaxpp.schedules import (
+    Costs,
+    DualPipe,
+    Interleaved1F1B,
+    OneFOneB,
+    Table,
+    Timeline,
+    ZeroBubbleH1,
+    plot,
+    simulate,
+)
+from jaxpp.schedules._styles import lay_out, num_slots, shade
+
+
+def bars(path):
+    """The (left, top, width, height, colour) of each rectangle of a task in an SVG."""
+    found = re.findall(
+        r'<path d="M ([\d.]+) ([\d.]+) \nL ([\d.]+) [\d.]+ \nL [\d.]+ ([\d.]+) \nL [^"]*z\n"'
+        r'[^>]*style="fill: (#\w{6}); stroke: #ffffff',
+        path.read_text(),
+    )
+    corners = [(*map(float, numbers), colour) for *numbers, colour in found]
+    return [
+        (min(x0, x1), min(y0, y1), abs(x1 - x0), abs(y1 - y0), colour)
+        for x0, y0, x1, y1, colour in corners
+    ]
+
+
+@pytest.mark.parametrize(
+    "timeline",
+    [
+        simulate(OneFOneB().table(4, 6), Costs(1.5, 2.0, 0.7)),
+        simulate(Interleaved1F1B(2).table(6, 5)),
+        simulate(DualPipe().table(4, 8)),
+    ],
+    ids=["1F1B", "interleaved", "DualPipe"],
+)
+def test_each_task_is_a_bar_of_its_colour_where_it_runs(tmp_path, timeline):
+    plot(timeline, tmp_path / "chart.svg")
+    drawn = bars(tmp_path / "chart.svg")
+    rows = lay_out(timeline)
+    cells = [(rank, cell) for rank, row in enumerate(rows) for cell in row]
+    assert len(drawn) == len(cells)
+    end = max(left + width for left, _, width, _, _ in drawn)
+    begin = min(left for left, _, _, _, _ in drawn)
+    unit = (end - begin) / timeline.makespan
+    full = max(height for _, _, _, height, _ in drawn)
+    row_of = sorted({round(top) for _, top, _, height, _ in drawn if height > 0.9 * full})
+    for (rank, cell), (left, top, width, height, colour) in zip(cells, drawn, strict=True):
+        assert left == pytest.approx(begin + unit * cell.span.start, abs=0.1)
+        assert width == pytest.approx(unit * (cell.span.end - cell.span.start), abs=0.1)
+        assert height == pytest.approx(full / cell.num_lanes, abs=0.1)
+        assert top == pytest.approx(row_of[rank] + cell.lane * full / cell.num_lanes, abs=0.6)
+        red, green, blue = shade(cell.span.task.kind, cell.slot, num_slots(rows))
+        code = f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+        assert colour == code
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (4, 8)])
+def test_plot_writes_a_picture_with_colours(tmp_path, p, m):
+    timelines = {
+        repr(schedule): simulate(schedule.table(p * schedule.stages_per_rank, m))
+        for schedule in (OneFOneB(), Interleaved1F1B(2), ZeroBubbleH1())
+    }
+    plot(timelines, tmp_path / "three.png")
+    plot(timelines["OneFOneB()"], str(tmp_path / "one.png"))
+    three = matplotlib.image.imread(tmp_path / "three.png")
+    one = matplotlib.image.imread(tmp_path / "one.png")
+    assert three.shape[0] > one.shape[0]
+    assert three[..., :3].std() > 0.1
+
+
+def test_memory_is_under_its_chart_and_timelines_may_be_side_by_side(tmp_path):
+    table = ZeroBubbleH1().table(2, 4)
+    simulated = simulate(table)
+    measured = Timeline(table, simulated.starts, simulated.ends)  # knows no gates
+    timelines = {"measured": measured, "simulated": simulated}
+    sizes = {}
+    for memory in (False, True):
+        for beside in (False, True):
+            path = tmp_path / f"{memory}{beside}.png"
+            plot(timelines, path, memory=memory, side_by_side=beside, unit="ms")
+            sizes[memory, beside] = matplotlib.image.imread(path).shape
+    assert sizes[True, False][0] > sizes[False, False][0]
+    assert sizes[True, True][0] > sizes[False, True][0]
+    assert sizes[False, True][0] < sizes[False, False][0]
+    plot(timelines, tmp_path / "chart.svg", side_by_side=True)
+    lefts = [left for left, *_ in bars(tmp_path / "chart.svg")]
+    one, other = lefts[: len(table.tasks)], lefts[len(table.tasks) :]
+    assert max(one) < min(other)
+    shift = other[0] - one[0]
+    assert other == pytest.approx([left + shift for left in one], abs=0.1)  # one scale
+
+
+EMPTY = Timeline(Table(((), ()), 0, 0), ((), ()), ((), ()))
+
+
+@pytest.mark.parametrize("nothing", [{}, EMPTY, {"a": EMPTY}])
+def test_plot_refuses_to_draw_nothing(tmp_path, nothing):
+    with pytest.raises(ValueError, match="plot needs timelines that have tasks"):
+        plot(nothing, tmp_path / "nothing.png")
+
+
+def test_matplotlib_is_imported_by_who_draws_and_never_pyplot(tmp_path):
+    program = (
+        "import sys; from jaxpp.schedules import *; assert 'matplotlib' not in sys.modules;"
+        "to_text(OneFOneB().table(2, 2)); assert 'matplotlib' not in sys.modules;"
+        f"plot(simulate(OneFOneB().table(2, 2)), {str(tmp_path / 'x.png')!r}, memory=True);"
+        "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

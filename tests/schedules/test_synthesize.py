@@ -1,0 +1,252 @@
+"""The synthesizer's tables fit, are no worse than the catalogue, and no better than the bound."""
+
+import csv
+import dataclasses
+import itertools
+import math
+import pathlib
+import random
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.synthesize_benchmark import best_of_catalogue, published_row
+from jaxpp.schedules import Costs, Kind, Memory, OneFOneB, check, simulate, synthesize
+from jaxpp.schedules._bounds import lower_bound
+from jaxpp.schedules._list_schedule import list_schedule
+from jaxpp.schedules._local_search import improve
+from jaxpp.schedules._placements import loop, waves
+from jaxpp.schedules._portfolio import Rules, one_at_a_time
+from jaxpp.schedules._problem import evaluate, make_problem
+
+TABLE5 = pathlib.Path(__file__).parent / "data" / "zero_bubble_table5.csv"
+ROWS = [row for row in csv.DictReader(TABLE5.open()) if row["schedule"] in ("ZB-1p", "ZB-2p")]
+SMALL = [row for row in ROWS if int(row["p"]) == 8 and int(row["m"]) < 64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Instance:
+    """Arguments of `synthesize`."""
+
+    costs: Costs
+    placement: tuple[int, ...]
+    microbatches: int
+    memory: Memory
+    limit: float
+
+    def problem(self, objective="wall", split=True):
+        limits = [self.limit] * (max(self.placement) + 1)
+        return make_problem(
+            self.costs,
+            self.placement,
+            self.microbatches,
+            self.memory,
+            limits,
+            objective,
+            None,
+            split,
+        )
+
+    def synthesize(self, **options):
+        return synthesize(
+            self.costs,
+            self.placement,
+            self.microbatches,
+            memory=self.memory,
+            memory_limit=self.limit,
+            **{"evaluations": 60, **options},
+        )
+
+
+@st.composite
+def instances(draw, most_ranks=4, most_microbatches=7):
+    p, v = draw(st.integers(1, most_ranks)), draw(st.integers(1, 2))
+    placement = draw(st.sampled_from([loop, waves]))(p, v)
+    times = st.tuples(*[st.integers(1, 6)] * (p * v))
+    freed = draw(st.integers(0, 3))
+    return Instance(
+        Costs(*(draw(times) for _ in "FIW"), latency=draw(st.integers(0, 2))),
+        placement,
+        draw(st.integers(1, most_microbatches)),
+        Memory(4, -freed, freed - 4),
+        4 * v * draw(st.sampled_from([1, 1.5, 2, 3, math.inf])),
+    )
+
+
+@given(instances(), st.sampled_from(["wall", "span"]), st.integers(0, 3))
+@settings(deadline=None, max_examples=40)
+def test_the_table_is_sound_fits_and_lies_between_the_bound_and_the_catalogue(
+    case, objective, seed
+):
+    found = case.synthesize(objective=objective, seed=seed)
+    check(found.table, kinds={Kind.F, Kind.I, Kind.W})
+    assert found.table.directions == (case.placement,)
+    assert max(case.memory.peaks(found.table)) <= case.limit
+    timeline = simulate(found.table, case.costs)
+    value = timeline.makespan if objective == "wall" else timeline.longest_span
+    assert found.value == value >= found.lower_bound
+    if objective == "wall" and case.memory == Memory(4, 0, -4):
+        sizes = case.placement, case.microbatches
+        assert value <= best_of_catalogue(case.costs, *sizes, case.limit / 4)
+
+
+@given(instances(), st.integers(0, 3))
+@settings(deadline=None, max_examples=10)
+def test_the_same_seed_gives_the_same_result(case, seed):
+    assert case.synthesize(seed=seed) == case.synthesize(seed=seed)
+
+
+@given(instances(most_ranks=3, most_microbatches=4), st.sampled_from(["wall", "span"]))
+@settings(deadline=None, max_examples=15)
+def test_the_bound_is_not_above_what_is_proved_optimal(case, objective):
+    pytest.importorskip("ortools")
+    exact = case.synthesize(objective=objective, exact=1.0)
+    assert lower_bound(case.problem(objective)) <= exact.value * (1 + 1e-9)
+    assert exact.lower_bound <= exact.value <= case.synthesize(objective=objective).value
+
+
+@given(instances(), st.sampled_from(["wall", "span"]), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=30)
+def test_no_order_at_all_beats_the_bound(case, objective, choose):
+    problem = case.problem(objective)
+    rules = Rules(problem, lower_bound(problem))
+    rule = choose.choice(rules.grid())
+    for _ in range(5):
+        rule = rules.near(rule, choose)
+        orders = list_schedule(problem, rule)
+        assert orders is not None and problem.fits(orders)
+        times = evaluate(problem, orders)
+        assert times is not None and times.value >= lower_bound(problem) * (1 - 1e-9)
+
+
+@given(instances(), st.integers(0, 100))
+@settings(deadline=None, max_examples=30)
+def test_local_search_keeps_orders_sound_and_agrees_with_the_simulator(case, seed):
+    problem = case.problem()
+    start = one_at_a_time(problem)
+    value, orders = improve(problem, start, 100, target=0.0, seed=seed)
+    table = problem.to_table(orders)
+    check(table)
+    assert problem.fits(orders)
+    assert value == simulate(table, case.costs).makespan
+    before = evaluate(problem, start)
+    assert before is not None and value <= before.value
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("place", [loop, waves])
+def test_memory_for_one_microbatch_is_enough(place, v):
+    case = Instance(Costs(), place(3, v), 4, Memory(), v)
+    problem = case.problem()
+    for rule in Rules(problem, lower_bound(problem)).grid():
+        orders = list_schedule(problem, rule)
+        assert orders is not None and problem.fits(orders)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "v", "limit", "optimum"),
+    [(4, 8, 1, math.inf, 27), (8, 16, 1, math.inf, 55), (4, 8, 2, 8, 25.5), (4, 8, 2, 4, 29.5)],
+)
+def test_the_proved_optima(p, m, v, limit, optimum):
+    found = synthesize(Costs().divided(v), waves(p, v), m, memory_limit=limit)
+    assert found.value == optimum
+    assert found.lower_bound == (optimum if limit != 4 else 25.5)
+
+
+def test_the_exact_solver_proves_the_optimum_of_v_min():
+    pytest.importorskip("ortools")
+    found = synthesize(Costs().divided(2), waves(2), 4, memory_limit=2, evaluations=10, exact=20.0)
+    assert found.gap == 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if row in SMALL else pytest.mark.slow) for row in ROWS],
+    ids=lambda row: "-".join(row[key] for key in ("schedule", "model", "p", "m")),
+)
+def test_at_or_below_the_published_bubble_rate(row):
+    result = published_row(row)
+    assert result["found"] <= result["published"]
+
+
+@pytest.mark.parametrize("limit", [8.0, 12.0, 16.0])
+def test_unequal_stages_at_any_limit_are_close_to_the_bound(limit):
+    choose = random.Random(0)
+    scale = [choose.uniform(0.8, 1.2) for _ in range(16)]
+    costs = Costs(scale, scale, scale)
+    found = synthesize(costs, loop(16), 32, memory_limit=limit, evaluations=400)
+    assert found.value <= best_of_catalogue(costs, loop(16), 32, limit)
+    assert found.gap < {8.0: 0.2, 12.0: 0.08, 16.0: 1e-6}[limit]
+
+
+def test_a_result_is_a_schedule_of_its_size():
+    found = synthesize(Costs(), (0, 1, 2), 4)
+    assert found.schedule.table(3, 4) is found.table
+    assert isinstance(hash(found.schedule), int)
+
+
+def test_a_whole_backward_that_costs_less_than_its_halves_stays_whole():
+    costs = Costs(backward=1.25)
+    found = synthesize(costs, loop(4), 8)
+    best = simulate(OneFOneB().table(4, 8), costs).makespan
+    assert found.lower_bound <= found.value <= best
+    assert any(task.kind is Kind.B for task in found.table.tasks)
+
+
+def test_backwards_stay_whole_where_they_must():
+    found = synthesize(Costs(), loop(4), 8, split_backward=False)
+    check(found.table, kinds={Kind.F, Kind.B})
+    assert found.value == found.lower_bound == 33
+
+
+def test_stages_may_be_a_graph():
+    inputs = ((), (0,), (0,), (1, 2))
+    found = synthesize(Costs(latency=0.5), (0, 1, 2, 1), 6, memory_limit=5, stage_inputs=inputs)
+    assert found.table.stage_inputs == inputs
+    check(found.table)
+    assert found.lower_bound <= found.value
+
+
+def test_costs_may_depend_on_the_microbatch():
+    costs = Costs(forward=lambda task: 1.0 + task.microbatch % 2)
+    found = synthesize(costs, loop(3), 6)
+    assert found.value == simulate(found.table, costs).makespan >= found.lower_bound
+
+
+def test_a_limit_that_one_microbatch_breaks_is_an_error():
+    with pytest.raises(ValueError, match=r"rank 0 may hold 1\.5, but .* hold 2: .* to 2 or more"):
+        synthesize(Costs(), waves(2), 4, memory_limit=1.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"placement": (0, 2)}, "without gaps"),
+        ({"placement": ((0, 1), (1, 0))}, "one direction"),
+        ({"memory_limit": [1.0]}, "1 numbers, but the placement has 2 ranks"),
+        ({"num_microbatches": 0}, "at least 1"),
+        ({"objective": "bubble"}, "'wall' or 'span'"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        synthesize(**{"costs": Costs(), "placement": (0, 1), "num_microbatches": 2, **arguments})
+
+
+def test_the_exact_solver_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "ortools"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxpp\[exact\]'"):
+        synthesize(Costs(), waves(2), 4, memory_limit=2, evaluations=1, exact=1.0)
+
+
+def test_bounds_grow_as_memory_shrinks():
+    bounds = [
+        lower_bound(Instance(Costs(), loop(4), 12, Memory(), limit).problem())
+        for limit in (math.inf, 4, 3, 2, 1)
+    ]
+    assert all(a <= b for a, b in itertools.pairwise(bounds))
+    assert bounds[-1] == 12 * (4 * 2 + 1)
