@@ -116,11 +116,12 @@ def plain(num_microbatches: int):
 
 
 def cases():
-    for n, (name, ranks) in enumerate(SIZES):
-        for num_microbatches in MICROBATCHES:
-            quick = ranks == 4 and num_microbatches == (8, 9)[n % 2]
-            marks = () if quick else (pytest.mark.slow,)
-            yield pytest.param(name, ranks, num_microbatches, marks=marks)
+    sizes = [(n, *size, m) for n, size in enumerate(SIZES) for m in MICROBATCHES]
+    return [
+        pytest.param(name, ranks, m, marks=() if quick else (pytest.mark.slow,))
+        for n, name, ranks, m in sizes
+        for quick in [ranks == 4 and m == (8, 9)[n % 2]]
+    ]
 
 
 @pytest.mark.parametrize(("name", "ranks", "num_microbatches"), cases())
