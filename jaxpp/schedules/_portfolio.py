@@ -189,11 +189,8 @@ class Rules:
 
     def grid(self) -> list[Rule]:
         """The grid, the most promising rules first."""
-        ample = [
-            self.rule(0, 0, slack, patience)
-            for slack in (0.0, 0.08, 0.17, 0.25, 0.33, 0.42, 0.5, 0.75, 1.0, 2.0)
-            for patience in (math.inf, 1.0)
-        ]
+        slacks = (0.0, 0.08, 0.17, 0.25, 0.33, 0.42, 0.5, 0.75, 1.0, 2.0)
+        ample = [self.rule(0, 0, slack, math.inf) for slack in slacks]
         tight = [
             self.rule(plan, window, slack, 1.0)
             for slack in (4.0, 0.0)

@@ -69,7 +69,7 @@ class Search:
             return
         choose = random.Random(seed)
         rules = Rules(self.problem, self.bound)
-        self._list_schedules(rules, known[:3], max(evaluations // 30, 1), choose)
+        self._list_schedules(rules, known[:3], max(evaluations // 50, 1), choose)
         self._local_searches(evaluations, choose)
 
     def _list_schedules(

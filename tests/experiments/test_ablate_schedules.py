@@ -102,7 +102,7 @@ def test_a_run_is_compared_with_another(run, tmp_path, capsys):
 
 
 def test_rows_survive_the_file(tmp_path):
-    full = Row("1f1b", 2, 4, 8, "", 1, 1, 15.0, 0.2, 0.2, 2.0, 0.0, 0.005, 0.1, 0.09, 0.11)
+    full = Row("1f1b", 2, 4, 8, "", 1, 1, 15.0, 0.2, 0.2, 2.0, 0.0, 0.005, 0.1, 0.09, 0.11, 0.1)
     rows = [full, Row("dualpipe", 3, 4, reason="needs an even number, got 3")]
     ablate_schedules.write(rows, tmp_path / "rows.csv")
     assert ablate_schedules.read(tmp_path / "rows.csv") == rows

@@ -23,7 +23,7 @@ from jaxpp.schedules._problem import evaluate, make_problem
 
 TABLE5 = pathlib.Path(__file__).parent / "data" / "zero_bubble_table5.csv"
 ROWS = [row for row in csv.DictReader(TABLE5.open()) if row["schedule"] in ("ZB-1p", "ZB-2p")]
-SMALL = [row for row in ROWS if int(row["p"]) == 8 and int(row["m"]) < 64]
+SMALL = [row for row in ROWS if row["model"] == "1.5B" and int(row["m"]) < 64]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +76,8 @@ def instances(draw, most_ranks=4, most_microbatches=7):
 
 
 @given(instances(), st.sampled_from(["wall", "span"]), st.integers(0, 3))
-@settings(deadline=None, max_examples=40)
-def test_the_table_is_sound_fits_and_lies_between_the_bound_and_the_catalogue(
-    case, objective, seed
-):
+@settings(deadline=None, max_examples=25)
+def test_the_table_is_sound_and_between_the_bound_and_the_catalogue(case, objective, seed):
     found = case.synthesize(objective=objective, seed=seed)
     check(found.table, kinds={Kind.F, Kind.I, Kind.W})
     assert found.table.directions == (case.placement,)
@@ -92,17 +90,20 @@ def test_the_table_is_sound_fits_and_lies_between_the_bound_and_the_catalogue(
         assert value <= best_of_catalogue(case.costs, *sizes, case.limit / 4)
 
 
-@given(instances(), st.integers(0, 3))
-@settings(deadline=None, max_examples=10)
-def test_the_same_seed_gives_the_same_result(case, seed):
-    assert case.synthesize(seed=seed) == case.synthesize(seed=seed)
+def test_the_same_seed_gives_the_same_result():
+    choose = random.Random(1)
+    scale = [choose.uniform(0.8, 1.2) for _ in range(8)]
+    case = Instance(Costs(scale, scale, scale), loop(8), 16, Memory(), 5)
+    results = [case.synthesize(seed=seed) for seed in (0, 0, 1, 2, 3)]
+    assert results[0] == results[1]
+    assert any(result != results[0] for result in results)  # It does depend on chance.
 
 
 @given(instances(most_ranks=3, most_microbatches=4), st.sampled_from(["wall", "span"]))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 def test_the_bound_is_not_above_what_is_proved_optimal(case, objective):
     pytest.importorskip("ortools")
-    exact = case.synthesize(objective=objective, exact=1.0)
+    exact = case.synthesize(objective=objective, exact=0.5)
     assert lower_bound(case.problem(objective)) <= exact.value * (1 + 1e-9)
     assert exact.lower_bound <= exact.value <= case.synthesize(objective=objective).value
 
@@ -171,14 +172,14 @@ def test_at_or_below_the_published_bubble_rate(row):
     assert result["found"] <= result["published"]
 
 
-@pytest.mark.parametrize("limit", [8.0, 12.0, 16.0])
+@pytest.mark.parametrize("limit", [4.0, 6.0, 8.0])
 def test_unequal_stages_at_any_limit_are_close_to_the_bound(limit):
     choose = random.Random(0)
-    scale = [choose.uniform(0.8, 1.2) for _ in range(16)]
+    scale = [choose.uniform(0.8, 1.2) for _ in range(8)]
     costs = Costs(scale, scale, scale)
-    found = synthesize(costs, loop(16), 32, memory_limit=limit, evaluations=400)
-    assert found.value <= best_of_catalogue(costs, loop(16), 32, limit)
-    assert found.gap < {8.0: 0.2, 12.0: 0.08, 16.0: 1e-6}[limit]
+    found = synthesize(costs, loop(8), 24, memory_limit=limit, evaluations=400)
+    assert found.value <= best_of_catalogue(costs, loop(8), 24, limit)
+    assert found.gap < {4.0: 0.12, 6.0: 0.06, 8.0: 0.03}[limit]
 
 
 def test_a_result_is_a_schedule_of_its_size():
@@ -191,7 +192,9 @@ def test_a_whole_backward_that_costs_less_than_its_halves_stays_whole():
     costs = Costs(backward=1.25)
     found = synthesize(costs, loop(4), 8)
     best = simulate(OneFOneB().table(4, 8), costs).makespan
-    assert found.lower_bound <= found.value <= best
+    assert found.value <= best
+    # The last rank: 3 forwards before it, its own F and I, and after them 3 I and a W of 0.25.
+    assert found.lower_bound == 3 + 8 * 2 + 3 + 0.25
     assert any(task.kind is Kind.B for task in found.table.tasks)
 
 
