@@ -24,7 +24,7 @@ from absl import app, flags
 
 from jaxpp.schedules import Costs, Memory, Synthesis, simulate, synthesize
 from jaxpp.schedules._placements import waves
-from jaxpp.schedules._portfolio import catalogue_tables
+from jaxpp.schedules._synthesis._portfolio import catalogue_tables
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("figures", ["table5", "optima", "random"], "Which figures to reproduce.")

@@ -172,7 +172,10 @@ def test_slices_form_the_stages_of_the_sequence_schedule():
     assert [label for label in labels if label[0] in "FB"] == order
     # Hidden features go from rank to rank and nothing else: no keys, values, or bytes.
     sent = {aval.shape for p in lowered.programs for s in p.sends for aval in s.message.avals}
-    assert {shape for shape in sent if len(shape) > 1} <= {(2, CONTEXT // 3, WIDTH), (CONTEXT, WIDTH)}
+    assert {shape for shape in sent if len(shape) > 1} <= {
+        (2, CONTEXT // 3, WIDTH),
+        (CONTEXT, WIDTH),
+    }
 
 
 @pytest.mark.parametrize(

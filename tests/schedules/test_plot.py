@@ -18,7 +18,7 @@ from jaxpp.schedules import (
     plot,
     simulate,
 )
-from jaxpp.schedules._styles import lay_out, num_slots, shade
+from jaxpp.schedules._drawing._styles import lay_out, num_slots, shade
 
 
 def bars(path):

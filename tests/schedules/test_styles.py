@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp.schedules import DualPipe, Interleaved1F1B, Timeline, simulate
-from jaxpp.schedules._styles import is_dark, lay_out, num_slots, shade
+from jaxpp.schedules._drawing._styles import is_dark, lay_out, num_slots, shade
 from jaxpp.schedules._table import Kind, Table, Task
 
 

@@ -42,7 +42,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpp.schedules._problem import Problem
+from jaxpp.schedules._synthesis._problem import Problem
 from jaxpp.schedules._table import Kind
 
 #: Of each op, how many of the last tasks count where all that come before a task are added up.

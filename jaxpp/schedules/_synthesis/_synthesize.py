@@ -6,16 +6,16 @@ import time
 import typing
 from collections.abc import Sequence
 
-from jaxpp.schedules._bounds import lower_bound
 from jaxpp.schedules._catalogue import CATALOGUE
 from jaxpp.schedules._check import check
 from jaxpp.schedules._costs import Costs, Memory
 from jaxpp.schedules._custom import FromTable
-from jaxpp.schedules._exact import solve
-from jaxpp.schedules._portfolio import as_graph, catalogue_tables, one_at_a_time, split
-from jaxpp.schedules._problem import Objective, Problem, make_problem
-from jaxpp.schedules._search import Search
 from jaxpp.schedules._simulate import Timeline, simulate
+from jaxpp.schedules._synthesis._bounds import lower_bound
+from jaxpp.schedules._synthesis._exact import solve
+from jaxpp.schedules._synthesis._portfolio import as_graph, catalogue_tables, one_at_a_time, split
+from jaxpp.schedules._synthesis._problem import Objective, Problem, make_problem
+from jaxpp.schedules._synthesis._search import Search
 from jaxpp.schedules._table import Kind, Table, Task
 
 
@@ -131,11 +131,11 @@ def synthesize(
         make_problem(costs, *sizes, memory, limits, objective, graph, split=halves)
         for halves in ([True, False] if both else [split_backward])
     ]
+    _check_feasible(problems, limits)
     bound = lower_bound(problems[0])
     if both:
         least = (_least_costs(costs), *sizes, _least_memory(memory))
         bound = lower_bound(make_problem(*least, limits, objective, graph, split=True))
-    _check_feasible(problems, limits)
     # Of equals, the first counts: one that goes by its name rather than by its knobs.
     tables = sorted(catalogue_tables(*sizes, graph), key=lambda named: named[0] not in CATALOGUE)
     deadline = time.monotonic() + time_limit

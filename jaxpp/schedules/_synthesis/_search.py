@@ -6,10 +6,10 @@ import random
 import time
 from collections.abc import Sequence
 
-from jaxpp.schedules._list_schedule import Rule, list_schedule
-from jaxpp.schedules._local_search import improve
-from jaxpp.schedules._portfolio import Rules, one_at_a_time
-from jaxpp.schedules._problem import Problem, evaluate
+from jaxpp.schedules._synthesis._list_schedule import Rule, list_schedule
+from jaxpp.schedules._synthesis._local_search import improve
+from jaxpp.schedules._synthesis._portfolio import Rules, one_at_a_time
+from jaxpp.schedules._synthesis._problem import Problem, evaluate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,8 +10,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxpp.schedules._simulate import Timeline, simulate
-from jaxpp.schedules._styles import (
+from jaxpp.schedules._drawing._styles import (
     STYLES,
     Cell,
     Colour,
@@ -22,6 +21,7 @@ from jaxpp.schedules._styles import (
     num_slots,
     shade,
 )
+from jaxpp.schedules._simulate import Timeline, simulate
 from jaxpp.schedules._table import Kind, Table
 
 _WIDTH_OF_A_FILE = 120

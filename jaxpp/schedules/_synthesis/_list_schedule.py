@@ -5,7 +5,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from jaxpp.schedules._problem import Problem
+from jaxpp.schedules._synthesis._problem import Problem
 from jaxpp.schedules._table import Kind
 
 

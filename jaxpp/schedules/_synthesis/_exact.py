@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpp.schedules._problem import Problem, evaluate
+from jaxpp.schedules._synthesis._problem import Problem, evaluate
 from jaxpp.schedules._table import Kind
 
 #: Times are rounded down to this many steps of the longest task, unless they are whole numbers.

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxpp.schedules._simulate import Timeline
-from jaxpp.schedules._styles import (
+from jaxpp.schedules._drawing._styles import (
     STYLES,
     Cell,
     Colour,
@@ -19,6 +18,7 @@ from jaxpp.schedules._styles import (
     num_slots,
     shade,
 )
+from jaxpp.schedules._simulate import Timeline
 from jaxpp.schedules._table import Kind
 
 if TYPE_CHECKING:

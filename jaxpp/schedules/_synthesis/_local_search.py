@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from jaxpp.schedules._problem import Problem, Times, evaluate
+from jaxpp.schedules._synthesis._problem import Problem, Times, evaluate
 
 
 def improve(

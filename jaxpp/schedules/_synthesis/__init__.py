@@ -1,0 +1,2 @@
+from jaxpp.schedules._synthesis._synthesize import Synthesis as Synthesis
+from jaxpp.schedules._synthesis._synthesize import synthesize as synthesize
