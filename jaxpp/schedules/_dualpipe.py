@@ -1,5 +1,6 @@
 """DualPipe: forwards and backwards overlap, from both ends of the pipeline or folded on a V."""
 
+import abc
 import collections
 import dataclasses
 from collections.abc import Iterator
@@ -10,7 +11,27 @@ from jaxpp.schedules._table import Kind, Task
 
 
 @dataclasses.dataclass(frozen=True)
-class DualPipe(Schedule):
+class _EightSteps(Schedule):
+    """What the two forms share: `_ranks` gives each rank's tasks, and those that overlap."""
+
+    def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
+        """Gives the tasks of each rank: see `Schedule.orders`."""
+        for order, _ in self._ranks(num_ranks, num_microbatches):
+            yield order
+
+    def overlaps(self, num_ranks: int, num_microbatches: int) -> Iterator[Task]:
+        """Gives the forwards that run together with a backward: see `Schedule.overlaps`."""
+        for _, overlaps in self._ranks(num_ranks, num_microbatches):
+            yield from overlaps
+
+    @abc.abstractmethod
+    def _ranks(
+        self, num_ranks: int, num_microbatches: int
+    ) -> Iterator[tuple[list[Task], list[Task]]]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class DualPipe(_EightSteps):
     """Microbatches from both ends, and forwards that run together with backwards.
 
     Source: DeepSeek-AI, arXiv 2412.19437, section 3.2.1, and the code at
@@ -47,16 +68,6 @@ class DualPipe(Schedule):
             return "num_microbatches to be even and at least twice the ranks"
         return None
 
-    def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
-        for order, _ in self._ranks(num_ranks, num_microbatches):
-            yield order
-
-    def overlaps(self, num_ranks: int, num_microbatches: int) -> Iterator[Task]:
-        """Gives the forwards that run together with a backward: see `Schedule.overlaps`."""
-        for _, overlaps in self._ranks(num_ranks, num_microbatches):
-            yield from overlaps
-
     def _ranks(self, num_ranks: int, num_microbatches: int):
         depth, half = num_ranks // 2, num_microbatches // 2
         for rank in range(num_ranks):
@@ -68,7 +79,7 @@ class DualPipe(Schedule):
 
 
 @dataclasses.dataclass(frozen=True)
-class DualPipeV(Schedule):
+class DualPipeV(_EightSteps):
     """DualPipe folded: one direction on a V, so that no parameter is held twice.
 
     Source: the "cut-in-half" of Sea AI Lab (hackmd.io/@ufotalent/r1lVXsa9Jg), as in the code at
@@ -97,16 +108,6 @@ class DualPipeV(Schedule):
         if num_microbatches < 2 * num_ranks:
             return "num_microbatches to be at least twice the ranks"
         return None
-
-    def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
-        for order, _ in self._ranks(num_ranks, num_microbatches):
-            yield order
-
-    def overlaps(self, num_ranks: int, num_microbatches: int) -> Iterator[Task]:
-        """Gives the forwards that run together with a backward: see `Schedule.overlaps`."""
-        for _, overlaps in self._ranks(num_ranks, num_microbatches):
-            yield from overlaps
 
     def _ranks(self, num_ranks: int, num_microbatches: int):
         for rank in range(num_ranks):
