@@ -4,6 +4,10 @@ from jaxpp import schedules as schedules
 from jaxpp import testing as testing
 from jaxpp.runtime import Measurement as Measurement
 from jaxpp.runtime import MpmdMesh as MpmdMesh
+from jaxpp.runtime import RankError as RankError
+from jaxpp.runtime import RemoteArray as RemoteArray
+from jaxpp.runtime import RemoteMpmdMesh as RemoteMpmdMesh
+from jaxpp.runtime import RemoteSharding as RemoteSharding
 from jaxpp.runtime import measure as measure
 from jaxpp.transforms import Operator as Operator
 from jaxpp.transforms import microbatch as microbatch

@@ -151,13 +151,25 @@ def _what(message: Message) -> str:
     )
 
 
+class Step(Protocol):
+    """A step on a mesh."""
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """Runs it on its flat arguments."""
+        ...
+
+    def input_shardings(self) -> list[Any]:
+        """Where it reads each of them; None for one that it does not read."""
+        ...
+
+
 class Mesh(Protocol):
     """What runs programs: one rank for each index of the pipeline axis."""
 
     @property
     def num_ranks(self) -> int: ...
 
-    def load(self, bundle: Bundle) -> Callable[[Sequence[Any]], list[Any]]:
+    def load(self, bundle: Bundle) -> Step:
         """Compiles a step, and gives the function that runs it on flat arguments."""
         ...
 

@@ -39,9 +39,9 @@ def compile_all(bundle: Bundle, devices: Sequence[Any]) -> list[dict[int, Any]]:
             if device not in found:
                 found.append(device)
 
-    settings = _settings()
+    configuration = settings()
     keys = {
-        n: (_jaxprs.structure(c.jaxpr), c.donated, settings)
+        n: key_of(c, configuration)
         for n, c in enumerate(bundle.computations)
         if n in targets
     }
@@ -123,7 +123,15 @@ def clear_cache() -> None:
     _kept.clear()
 
 
-def _settings() -> tuple[tuple[str, str], ...]:
+def key_of(computation: Computation, configuration: Hashable) -> Hashable:
+    """What a computation computes, and under which settings: equal where an executable would be.
+
+    It names some objects by their ids, and holds only as long as the computation lives.
+    """
+    return _jaxprs.structure(computation.jaxpr), computation.donated, configuration
+
+
+def settings() -> tuple[tuple[str, str], ...]:
     """JAX's settings, which compilation may depend on."""
     return tuple((name, str(getattr(jax.config, name, None))) for name in sorted(jax.config.values))
 

@@ -12,9 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxpp._program import Bundle, Message, default_mesh
 from jaxpp.runtime import _compile, _worker
-
-PIPELINE_AXIS = "mpmd"
-
+from jaxpp.runtime._arguments import check_arguments
+from jaxpp.runtime._axes import PIPELINE_AXIS, check_axes
 
 class MpmdMesh:
     """A mesh of pipeline ranks over the devices of this process.
@@ -41,24 +40,7 @@ class MpmdMesh:
         axis_names: Sequence[str] = (PIPELINE_AXIS,),
         devices: Sequence[Any] | None = None,
     ):
-        shape, axis_names = tuple(int(n) for n in shape), tuple(axis_names)
-        if len(shape) != len(axis_names) or len(set(axis_names)) < len(axis_names):
-            raise ValueError(
-                f"MpmdMesh needs a name of its own for each axis, got shape {shape} and names "
-                f"{axis_names}."
-            )
-        if PIPELINE_AXIS not in axis_names:
-            raise ValueError(f"MpmdMesh needs an axis named {PIPELINE_AXIS!r}, got {axis_names}.")
-        sizes = dict(zip(axis_names, shape, strict=True))
-        if any(n < 1 for n in shape):
-            raise ValueError(f"MpmdMesh needs axes of size 1 at least, got {sizes}.")
-        wide = [a for a, n in sizes.items() if a != PIPELINE_AXIS and n > 1]
-        if wide:
-            raise ValueError(
-                f"MpmdMesh runs each rank on one device so far, got {sizes}; give {wide[0]!r} the "
-                f"size 1."
-            )
-        ranks = sizes[PIPELINE_AXIS]
+        shape, axis_names, ranks = check_axes("MpmdMesh", shape, axis_names)
         available = list(jax.devices() if devices is None else np.asarray(devices, object).ravel())
         if len(available) < ranks or (devices is not None and len(available) != ranks):
             raise ValueError(
@@ -78,7 +60,7 @@ class MpmdMesh:
         """The number of pipeline ranks."""
         return len(self.devices)
 
-    def load(self, bundle: Bundle) -> Callable[[Sequence[Any]], list[Any]]:
+    def load(self, bundle: Bundle) -> "LocalStep":
         """Compiles a step, and gives the function that runs it on its flat arguments."""
         return LocalStep(bundle, self.devices)
 
@@ -174,7 +156,7 @@ class LocalStep:
         self, args: Sequence[Any], dispatch: Callable[[], None] | None = None
     ) -> list[Any]:
         """Runs the step; returns when everything has been dispatched, here or by `dispatch`."""
-        self._check_deleted(args)
+        check_arguments(self.bundle, args)
         for feed, arg in zip(self.feeds, args, strict=True):
             feed(arg)
         try:
@@ -187,27 +169,13 @@ class LocalStep:
                 args[n].delete()  # on all its devices, also where a computation has taken it on one
         return results
 
+    def input_shardings(self) -> list[Any]:
+        """Where an argument is put without a copy by the step; None where nothing reads it."""
+        return [feed.sharding() for feed in self.feeds]
+
     def _dispatch(self) -> None:
         for execute, chunk in self._calls:
             execute(chunk)
-
-    def _check_deleted(self, args: Sequence[Any]) -> None:
-        names, donated = self.bundle.arg_names, self.bundle.donated
-        seen: dict[int, int] = {}
-        for n, arg in enumerate(args):
-            if not isinstance(arg, jax.Array):
-                continue
-            if arg.is_deleted():
-                raise ValueError(
-                    f"args{names[n]} was donated to an earlier call, which deleted it; pass what "
-                    f"that call returned, or leave the argument out of donate_argnums."
-                )
-            first = seen.setdefault(id(arg), n)
-            if first != n and (n in donated or first in donated):
-                raise ValueError(
-                    f"args{names[n]} is the same array as args{names[first]}, and one of them is "
-                    f"donated, which deletes both. Copy it with jnp.copy, or do not donate it."
-                )
 
 
 class _Feed:

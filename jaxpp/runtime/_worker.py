@@ -27,18 +27,22 @@ class Worker:
     """
 
     def __init__(self, program: Program, executables: Sequence[Any], transport: Transport):
+        self.program = program
+        self.executables = executables
         self.slots: list[Any] = [None] * program.num_slots
         self._rank = program.rank
         self._transport = transport
-        self._executables = executables
+        #: The instruction that runs, or ran last.
+        self.at: Instruction | None = None
 
     def execute(self, chunk: Chunk) -> None:
         """Runs some instructions in order; an error says which one failed."""
         slots = self.slots
         for instruction in chunk:
+            self.at = instruction
             if isinstance(instruction, Run):
                 try:
-                    outputs = self._executables[instruction.computation](
+                    outputs = self.executables[instruction.computation](
                         *[slots[i] for i in instruction.inputs]
                     )
                 except Exception as error:

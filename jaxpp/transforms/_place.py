@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._program import Bundle, Mesh, Program, default_mesh
+from jaxpp._program import Bundle, Mesh, Program, Step, default_mesh
 from jaxpp.transforms import _loop, _lower, _marks, _placement, _schedule
 
 
@@ -82,7 +82,7 @@ class Compiled:
     """A step compiled for arguments of given types."""
 
     bundle: Bundle
-    _run: Callable[[Sequence[Any]], list[Any]]
+    _run: Step
     _signature: "_Signature"
     _rebuild: Callable[[list[Any]], Any]
 
@@ -90,6 +90,18 @@ class Compiled:
     def programs(self) -> tuple[Program, ...]:
         """What each rank runs."""
         return self.bundle.programs
+
+    @property
+    def input_shardings(self) -> tuple[Any, ...]:
+        """Where the step reads its arguments: a pytree for each, of `jax.sharding.Sharding`s.
+
+        On a `RemoteMpmdMesh`, of `RemoteSharding`s. Leaves that are not arrays, and arrays that
+        nothing reads, are None.
+        """
+        leaves: list[Any] = [None] * len(self._signature.avals)
+        for n, sharding in zip(self._signature.arrays, self._run.input_shardings(), strict=True):
+            leaves[n] = sharding
+        return jtu.tree_unflatten(self._signature.tree, leaves)
 
     def as_text(self) -> str:
         """The programs as text, one instruction a line."""
@@ -164,7 +176,8 @@ class _Signature:
 
 def _type_of(array: Any) -> jax.ShapeDtypeStruct:
     """An array's type without where it is, which differs between what a user and a step give."""
-    aval = jax.typeof(array)
+    # What lives in another process is an array with a type, and nothing else that JAX knows.
+    aval = array.aval if isinstance(array, jax.Array) else jax.typeof(array)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 

@@ -1,0 +1,162 @@
+"""What an array is made of besides its bytes, and the way from arrays to bytes and back.
+
+Between processes an array goes as its bytes alone, since both sides know its type. This holds for
+every dtype that JAX has: those of `ml_dtypes` keep one byte an element on the host (so do int4,
+int2 and float4, which a device may pack), and keys go as the integers that they are made of.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+#: The dtypes that JAX narrows unless 64 bits are switched on.
+_WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
+_FLOAT0 = "float0"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayType:
+    """The type of an array, as plain data that any process can read.
+
+    Args:
+        shape: the shape of the array.
+        dtype: the name of the dtype; for keys that of the integers that they are made of.
+        key: for keys the name of their implementation, such as `"threefry2x32"`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> ArrayType.of(jnp.ones((2, 3), "bfloat16"))
+        ArrayType(shape=(2, 3), dtype='bfloat16', key=None)
+        >>> ArrayType.of(jax.random.key(0)).nbytes
+        8
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    key: str | None = None
+
+    @classmethod
+    def of(cls, array: Any) -> "ArrayType":
+        """The type of an array, or of anything that has a shape and a dtype."""
+        dtype = array.dtype
+        if isinstance(dtype, np.dtype):
+            name = _FLOAT0 if dtype == jax.dtypes.float0 else dtype.name
+            return cls(tuple(array.shape), name)
+        return cls(tuple(array.shape), "uint32", _key_implementation(dtype))
+
+    @property
+    def host_shape(self) -> tuple[int, ...]:
+        """The shape of the array on the host, where keys are rows of integers."""
+        return self.shape if self.key is None else self.shape + _key_shape(self.key)
+
+    @property
+    def host_dtype(self) -> np.dtype:
+        """The dtype of the array on the host."""
+        return jax.dtypes.float0 if self.dtype == _FLOAT0 else np.dtype(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the array on the host, and on the wire."""
+        return math.prod(self.host_shape) * self.host_dtype.itemsize
+
+
+@functools.cache
+def _key_implementation(dtype: Any) -> str:
+    found = []
+    aval = jax.ShapeDtypeStruct((), dtype)
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), aval)
+    return str(found[0])
+
+
+@functools.cache
+def _key_shape(implementation: str) -> tuple[int, ...]:
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation)))
+    return data.shape
+
+
+def to_host(array: Any) -> np.ndarray:
+    """Gives the bytes of an array, when it has been computed.
+
+    On CPU they are the array's own memory where the host and the device store the dtype alike:
+    the view must not be written to, and while it lives the array's memory is not donated.
+
+    Args:
+        array: an array of any dtype, on one device.
+
+    Returns:
+        The bytes, `uint8` of one axis.
+
+    Raises:
+        Exception: what the computation of the array raised.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> to_host(jnp.array([1.0, 2.0], "bfloat16"))
+        array([128,  63,   0,  64], dtype=uint8)
+    """
+    if not isinstance(array.dtype, np.dtype):
+        array = jax.random.key_data(array)
+    host = np.asarray(array)
+    if host.dtype.itemsize == 0 or host.size == 0:
+        return np.empty(0, np.uint8)
+    return np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+
+
+def from_host(buffer: Any, array_type: ArrayType, device: Any) -> Any:
+    """Makes an array of bytes.
+
+    The array may read the buffer for as long as it lives, and keeps it (the object that `buffer`
+    is a view of) alive. So the buffer is the array's from here on: nobody may write to it or unmap
+    it before the object below it has gone. Pass a copy of memory that stays the caller's.
+
+    Args:
+        buffer: at least the bytes of the array; on CPU they are taken without a copy where they
+            start at a multiple of 64 bytes.
+        array_type: the type of the array.
+        device: where the array goes.
+
+    Returns:
+        The array; one of dtype float0, which no device has, is a NumPy array.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> x = jnp.array([1.0, 2.0], "bfloat16")
+        >>> from_host(to_host(x), ArrayType.of(x), jax.devices()[0])
+        Array([1, 2], dtype=bfloat16)
+    """
+    return from_host_many([buffer], [array_type], device)[0]
+
+
+def from_host_many(
+    buffers: Sequence[Any], array_types: Sequence[ArrayType], device: Any
+) -> list[Any]:
+    """Makes arrays of their bytes; see `from_host`. One call for all costs less than one each."""
+    hosts = [host_array(b, t) for b, t in zip(buffers, array_types, strict=True)]
+    wide = any(t.dtype in _WIDE for t in array_types)
+    if any(t.dtype == _FLOAT0 for t in array_types):
+        return [
+            h if t.dtype == _FLOAT0 else from_host(b, t, device)
+            for h, b, t in zip(hosts, buffers, array_types, strict=True)
+        ]
+    with jax.enable_x64(True) if wide else contextlib.nullcontext():
+        arrays = jax.device_put(hosts, device)
+    return [
+        a if t.key is None else jax.random.wrap_key_data(a, impl=t.key)
+        for a, t in zip(arrays, array_types, strict=True)
+    ]
+
+
+def host_array(buffer: Any, array_type: ArrayType) -> np.ndarray:
+    nbytes = array_type.nbytes
+    if nbytes == 0:
+        return np.empty(array_type.host_shape, array_type.host_dtype)
+    data = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+    if data.nbytes < nbytes:
+        raise ValueError(f"{array_type} needs {nbytes} bytes, got {data.nbytes}.")
+    return data[:nbytes].view(array_type.host_dtype).reshape(array_type.host_shape)

@@ -1,0 +1,155 @@
+"""The Ray actor of a rank: starts JAX and the transport, then hands all calls to a `Process`."""
+
+import dataclasses
+import importlib.metadata
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import ray
+
+from jaxpp.runtime._remote._cluster import Place
+from jaxpp.runtime._remote._environment import prepare_process
+from jaxpp.runtime._remote._process import Process
+from jaxpp.runtime._transport import SocketTransport
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a worker needs to start.
+
+    Args:
+        rank: its rank, of `num_ranks`.
+        secret: what the connections between workers are authenticated with.
+        place: where it runs.
+        address: the address of its host that other hosts reach it by; None for loopback only.
+        cores: how many CPU cores it may use; None for all.
+        kind: of the connections: `"auto"`, `"unix"` or `"tcp"`.
+        x64: whether 64-bit types are on, as they are in the driver.
+        epoch: how often the mesh has been restarted.
+    """
+
+    rank: int
+    num_ranks: int
+    secret: bytes
+    place: Place
+    address: str | None
+    cores: int | None
+    kind: Any
+    x64: bool
+    epoch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """What a worker says of itself once it has started."""
+
+    versions: dict[str, str]
+    host: str
+    pid: int
+    node: str
+    platform: str
+    device: str
+    addresses: Any
+
+
+def versions() -> dict[str, str]:
+    """What driver and workers must agree on."""
+    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jaxpp")}
+    return {"python": ".".join(map(str, sys.version_info[:2])), **found}
+
+
+@ray.remote(concurrency_groups={"control": 2, "fetch": 16, "aside": 2})
+class Actor:
+    """A rank's process.
+
+    Methods without a group run one after the other, in the order of their calls, on one thread:
+    what a step does, and what must not overtake it.
+    """
+
+    def __init__(self):
+        self.process: Any = None
+        self._hello: Any = None
+
+    def start(self, setup: Setup) -> Hello:
+        """Starts JAX, and listens for other ranks; a worker that runs already says who it is."""
+        if self.process is None:
+            prepare_process(setup.place, setup.cores)
+            jax.config.update("jax_enable_x64", setup.x64)
+            device = jax.local_devices()[0]
+            transport = SocketTransport(
+                setup.rank, device, setup.secret, address=setup.address, kind=setup.kind
+            )
+            if setup.epoch:
+                transport.reset(setup.epoch)
+            self.process = Process(setup.rank, setup.num_ranks, device, transport)
+            self._hello = Hello(
+                versions(),
+                socket.gethostname(),
+                os.getpid(),
+                ray.get_runtime_context().get_node_id(),
+                device.platform,
+                device.device_kind,
+                transport.addresses,
+            )
+        return self._hello
+
+    def connect(self, peers: Mapping[int, Any]) -> None:
+        """Tells the transport where the other ranks are."""
+        self.process.transport.connect(peers)
+
+    def load(self, *args: Any) -> None:
+        """See `Process.load`."""
+        self.process.load(*args)
+
+    def run(self, *args: Any) -> Any:
+        """See `Process.run`."""
+        return self.process.run(*args)
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """See `Process.apply`; after the steps that were called before."""
+        return self.process.apply(function, *args)
+
+    def drop(self, *args: Any) -> None:
+        """See `Process.drop`."""
+        self.process.drop(*args)
+
+    def unload(self, *args: Any) -> None:
+        """See `Process.unload`."""
+        self.process.unload(*args)
+
+    def reset(self, epoch: int) -> None:
+        """See `Process.reset`."""
+        self.process.reset(epoch)
+
+    def close(self) -> None:
+        """See `Process.close`."""
+        self.process.close()
+
+    @ray.method(concurrency_group="fetch")
+    def fetch(self, *args: Any) -> Any:
+        """See `Process.fetch`."""
+        return self.process.fetch(*args)
+
+    @ray.method(concurrency_group="fetch")
+    def ready(self, *args: Any) -> Any:
+        """See `Process.ready`."""
+        return self.process.ready(*args)
+
+    @ray.method(concurrency_group="aside")
+    def apply_aside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """See `Process.apply`; at once."""
+        return self.process.apply(function, *args)
+
+    @ray.method(concurrency_group="control")
+    def pulse(self) -> Any:
+        """See `Process.pulse`."""
+        return self.process.pulse()
+
+    @ray.method(concurrency_group="control")
+    def abort(self, *args: Any) -> None:
+        """See `Process.abort`."""
+        self.process.abort(*args)

@@ -1,0 +1,236 @@
+"""`RemoteArray`: what a step on a remote mesh returns; its value stays with the ranks."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxpp.runtime._remote._mesh import RemoteMpmdMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteSharding:
+    """Where an array is on a remote mesh: whole on each of some ranks.
+
+    Args:
+        mesh: the mesh.
+        ranks: the ranks that hold it, in order; none for an argument that no rank reads.
+    """
+
+    mesh: "RemoteMpmdMesh"
+    ranks: tuple[int, ...]
+
+    def __repr__(self):
+        return f"RemoteSharding(ranks={self.ranks})"
+
+
+class RemoteArray(jax.Array):
+    """An array that one or more ranks of a `RemoteMpmdMesh` hold.
+
+    A leaf of pytrees that filters such as `eqx.is_array` take for an array. What is known of it is
+    known here: shape, dtype, ranks. Its value is fetched by `np.asarray`, `jax.device_get`,
+    `jnp.asarray`, `float` and their like, and by nothing else: `jax.numpy` functions and operators
+    refuse it. It may be passed to any placed function of its mesh, and is gone once it has been
+    donated. The ranks drop it when the last reference to it goes.
+    """
+
+    # Made by `RemoteMpmdMesh.new_array`.
+    def __init__(self, mesh: "RemoteMpmdMesh", number: int, aval: Any, ranks: tuple[int, ...]):
+        self._mesh = mesh
+        self._id = number
+        self._aval = aval
+        self._ranks = ranks
+        #: How often the mesh had been restarted when the array was made.
+        self.incarnation = mesh.incarnation
+        self._gone = ""
+
+    # ---- what is known here ---------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> "RemoteMpmdMesh":
+        """The mesh whose ranks hold the array."""
+        return self._mesh
+
+    @property
+    def id(self) -> int:
+        """The number by which the ranks know it."""
+        return self._id
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and weak type."""
+        return self._aval
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each axis."""
+        return self._aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the elements."""
+        return self._aval.dtype
+
+    @property
+    def weak_type(self) -> bool:
+        """Whether it takes the dtype of what it is combined with."""
+        return self._aval.weak_type
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return self.size * self.itemsize
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold it, each the whole of it."""
+        return self._ranks
+
+    @property
+    def sharding(self) -> Any:
+        """Where it is, as a `RemoteSharding`."""
+        return RemoteSharding(self._mesh, self._ranks)
+
+    @property
+    def committed(self) -> bool:
+        """Whether it belongs where it is; always true."""
+        return True
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        """Whether this process holds it; always false."""
+        return False
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether each of its ranks holds all of it; always true."""
+        return True
+
+    def is_deleted(self) -> bool:
+        """Whether a call has consumed it, or `delete` has been called."""
+        return bool(self._gone)
+
+    @property
+    def why_deleted(self) -> str:
+        """What consumed it, as the end of a sentence; empty while it is there."""
+        return self._gone
+
+    def __len__(self):
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
+        return self.shape[0]
+
+    def __repr__(self):
+        ranks = ", ".join(map(str, self._ranks))
+        where = f"deleted: {self._gone}" if self._gone else f"on rank {ranks}"
+        return f"RemoteArray({self.dtype.name}[{','.join(map(str, self.shape))}] {where})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(np.asarray(self)[()], spec) if self.ndim == 0 else repr(self)
+
+    # ---- its value ------------------------------------------------------------------------------
+
+    def copy_to_host_async(self) -> None:
+        """Asks for the value, so that it comes together with others that are asked for."""
+        self._mesh.prefetch(self)
+
+    def block_until_ready(self) -> "RemoteArray":
+        """Waits until the value is there; raises the error of the step that was to make it."""
+        self._mesh.wait_for(self)
+        return self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"{self!r} holds random keys, which NumPy has no type for; fetch it with jnp.asarray."
+            )
+        value = self._mesh.fetch(self)
+        return value if dtype is None else value.astype(dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        return self._mesh.fetch_jax(self)
+
+    def __float__(self):
+        return float(np.asarray(self))
+
+    def __int__(self):
+        return int(np.asarray(self))
+
+    def __complex__(self):
+        return complex(np.asarray(self))
+
+    def __bool__(self):
+        return bool(np.asarray(self))
+
+    def __index__(self):
+        return np.asarray(self).__index__()
+
+    def item(self, *args: Any) -> Any:
+        """The value of an element as a Python number."""
+        return np.asarray(self).item(*args)
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return np.asarray(self).tolist()
+
+    # ---- its end --------------------------------------------------------------------------------
+
+    def delete(self) -> None:
+        """Drops it from its ranks."""
+        if not self._gone:
+            self._mesh.release(self)
+            self._gone = "by delete()"
+
+    def consume(self, why: str) -> None:
+        """Notes that a call has taken its memory."""
+        self._gone = why
+
+    def __del__(self):
+        if not getattr(self, "_gone", "never made"):
+            self._mesh.release(self)
+
+    def __reduce__(self):
+        raise TypeError(
+            f"{self!r} stays with its rank and cannot be pickled; fetch it with jax.device_get, or "
+            f"save it with jaxpp.save_state."
+        )
+
+
+def _refuse(name: str):
+    def method(self, *_):
+        raise TypeError(
+            f"{name} of {self!r}: its value is not in this process. Fetch it with jnp.asarray or "
+            f"jax.device_get, or compute with it inside a placed function."
+        )
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul "
+    "rmatmul and rand or ror xor rxor lshift rlshift rshift rrshift neg pos abs invert "
+    "lt le gt ge eq ne getitem iter"
+).split():
+    setattr(RemoteArray, f"__{_name}__", _refuse(f"__{_name}__"))
+RemoteArray.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -1,0 +1,206 @@
+"""The places of a mesh's workers on the nodes of a Ray session, reserved all at once.
+
+A worker is a process of a rank; a rank has one, or several of the same size.
+"""
+
+import dataclasses
+import itertools
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from jaxpp.runtime._remote._session import Session
+
+#: Seconds to wait for what another mesh or task holds, before it is an error.
+RESERVE_TIMEOUT = 15.0
+
+#: CPUs that a worker takes in a session of our own, where cores are not counted: so little that
+#: any number of workers fits in the one CPU that such a session has above the machine's.
+UNCOUNTED_CPU = 0.001
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker runs.
+
+    Args:
+        bundle: the number of its bundle in the placement group.
+        node_id: Ray's id of the node. Nodes of one machine, in containers or network namespaces of
+            their own, have the same host name and differ in this.
+        address: the node's IP address.
+        host: the node's host name.
+        local_index: the worker's number among the reservation's workers on its node.
+    """
+
+    bundle: int
+    node_id: str
+    address: str
+    host: str
+    local_index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room for the workers of a mesh, held until `release`.
+
+    Args:
+        group: the placement group.
+        places: for each rank, the place of each of its workers. Ranks fill node after node.
+        cpus: CPUs of a worker.
+        gpus: GPUs of a worker, or the part of one that it has.
+    """
+
+    group: PlacementGroup
+    places: tuple[tuple[Place, ...], ...]
+    cpus: float
+    gpus: float
+
+
+_numbers = itertools.count()
+
+
+def reserve(
+    session: Session,
+    ranks: int,
+    *,
+    processes_per_rank: int = 1,
+    cpus_per_rank: float | None = None,
+    gpus_per_rank: float = 0,
+    timeout: float = RESERVE_TIMEOUT,
+) -> Reservation:
+    """Reserves room for all workers of a mesh at once, or for none.
+
+    The workers of a rank are on one node, wherever a node of the session is large enough for them.
+
+    Args:
+        session: the session, from `join`.
+        ranks: the number of pipeline ranks.
+        processes_per_rank: the number of workers of a rank, which share its CPUs and GPUs evenly.
+        cpus_per_rank: CPUs to count for a rank. By default one for each of its workers, but next to
+            nothing in a session of our own, so that ranks may be more than a laptop's cores.
+        gpus_per_rank: GPUs of a rank; below 1, ranks share one.
+        timeout: seconds to wait for what others hold.
+
+    Raises:
+        ValueError: if the session is too small, says what was asked for and what is there.
+        TimeoutError: if it is large enough, but others hold too much of it for `timeout` seconds.
+    """
+    if cpus_per_rank is None:
+        cpus_per_rank = processes_per_rank * (UNCOUNTED_CPU if session.started else 1)
+    _check_request(ranks, processes_per_rank, cpus_per_rank, gpus_per_rank)
+    rank = {"CPU": float(cpus_per_rank), "GPU": float(gpus_per_rank)}
+    worker = {name: amount / processes_per_rank for name, amount in rank.items()}
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    workers_per_bundle = processes_per_rank
+    if not any(_count_fitting(rank, node) for node in nodes):
+        workers_per_bundle = 1
+    bundle = {n: a * workers_per_bundle for n, a in worker.items() if a > 0}
+    count = ranks * processes_per_rank // workers_per_bundle
+    size = f" of {processes_per_rank} processes" if processes_per_rank > 1 else ""
+    asked = f"{ranks} rank{'s' * (ranks > 1)}{size} with {_describe(rank)} each"
+    if sum(_count_fitting(bundle, node) for node in nodes) < count:
+        raise ValueError(
+            f"The Ray session at {session.address} is too small for {asked}. It has:\n"
+            f"{_describe_nodes(nodes)}\n"
+            f"Add a node with `ray start --address={session.address}`, or ask for less (several "
+            f"ranks share a GPU with gpus_per_rank=0.5, a core with cpus_per_rank=0.5)."
+        )
+    # The name says who holds the resources, to those who wait for them.
+    name = f"jaxpp-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
+    group = placement_group([bundle] * count, strategy="PACK", name=name)
+    try:
+        if not group.wait(timeout):
+            raise TimeoutError(
+                f"The Ray session at {session.address} has no room for {asked}, and had none for "
+                f"{timeout:g} s. It has:\n{_describe_nodes(nodes)}\n"
+                f"Shut down the mesh that holds it (mesh.shutdown()), or ask for less."
+            )
+        places = _places(group, workers_per_bundle, processes_per_rank)
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return Reservation(group, places, worker["CPU"], worker["GPU"])
+
+
+def release(reservation: Reservation) -> None:
+    """Gives the reserved room back; ends the workers that still run there."""
+    if ray.is_initialized():
+        remove_placement_group(reservation.group)
+
+
+def _check_request(ranks: int, processes: int, cpus: float, gpus: float) -> None:
+    if ranks < 1 or processes < 1:
+        raise ValueError(f"A mesh has 1 rank of 1 process at least, got {ranks} of {processes}.")
+    if cpus <= 0 or gpus < 0:
+        raise ValueError(f"A rank takes some CPU and no less than no GPU, got {cpus} and {gpus}.")
+    share = gpus / processes
+    if share > 1 and share != int(share):
+        raise ValueError(
+            f"A process has a part of one GPU or whole GPUs, got {gpus:g} GPUs for a rank of "
+            f"{processes}; use {math.floor(share) * processes} or {math.ceil(share) * processes}."
+        )
+
+
+def _count_fitting(bundle: Mapping[str, float], node: Mapping[str, Any]) -> int:
+    """How often a bundle fits on a node that nothing else uses."""
+    has = node["Resources"]
+    return min(int(has.get(n, 0) / a + 1e-6) for n, a in bundle.items() if a > 0)
+
+
+def _places(
+    group: PlacementGroup, workers_per_bundle: int, processes_per_rank: int
+) -> tuple[tuple[Place, ...], ...]:
+    """Numbers the workers so that ranks follow nodes, whatever node a bundle came to be on."""
+    table = placement_group_table(group)
+    node_of = {int(bundle): node for bundle, node in table["bundles_to_node_id"].items()}
+    nodes = {node["NodeID"]: node for node in ray.nodes()}
+    order = {node: i for i, node in enumerate(dict.fromkeys(node_of[b] for b in sorted(node_of)))}
+    bundles = sorted(node_of, key=lambda bundle: (order[node_of[bundle]], bundle))
+    seen: dict[str, int] = {}
+    workers: list[Place] = []
+    for bundle in bundles:
+        node = nodes[node_of[bundle]]
+        for _ in range(workers_per_bundle):
+            index = seen.get(node["NodeID"], 0)
+            seen[node["NodeID"]] = index + 1
+            address, host = node["NodeManagerAddress"], node["NodeManagerHostname"]
+            workers.append(Place(bundle, node["NodeID"], address, host, index))
+    size = processes_per_rank
+    return tuple(tuple(workers[i : i + size]) for i in range(0, len(workers), size))
+
+
+def _describe(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{a:g} {n}" for n, a in resources.items() if n in ("CPU", "GPU") and a > 0)
+
+
+def _describe_nodes(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each node: what it has, and which placement groups hold what of it."""
+    lines = {
+        node["NodeID"]: f"  {node['NodeManagerAddress']} ({node['NodeManagerHostname']}): "
+        f"{_describe(node['Resources']) or 'no CPU'}"
+        for node in nodes
+    }
+    held: dict[tuple[str, str], dict[str, float]] = {}
+    for group in placement_group_table().values():
+        if group["state"] not in ("CREATED", "RESCHEDULING"):
+            continue
+        for bundle, node in group["bundles_to_node_id"].items():
+            total = held.setdefault((node, group["name"] or group["placement_group_id"]), {})
+            for name, amount in group["bundles"][bundle].items():
+                total[name] = total.get(name, 0) + amount
+    for (node, name), total in held.items():
+        if node in lines:
+            lines[node] += f"; {_describe(total)} held by the placement group {name}"
+    free = ray.available_resources()
+    everything = {n: free.get(n, 0.0) for n in ("CPU", "GPU")}
+    return "\n".join([*lines.values(), f"  free in all: {_describe(everything) or 'nothing'}"])

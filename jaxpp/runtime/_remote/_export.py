@@ -1,0 +1,93 @@
+"""Computations as bytes, which go from the driver to the processes that compile and run them."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import export as jax_export
+from jax.sharding import SingleDeviceSharding
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._program import Computation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exported:
+    """A computation as serialised StableHLO, and how it is compiled."""
+
+    name: str
+    payload: bytes
+    donated: tuple[int, ...]
+
+
+def export(computation: Computation, platform: str) -> Exported:
+    """Lowers a computation for a platform; the driver needs no device of it.
+
+    Args:
+        computation: what to lower.
+        platform: of the processes that run it, as JAX names it: `"cpu"`, `"cuda"`, `"rocm"`.
+
+    Raises:
+        ValueError: for a callback into Python, which belongs to the driver's process.
+    """
+    _check_callbacks(computation)
+
+    def run(*args):
+        return _jaxprs.run(computation.jaxpr, *args)
+
+    run.__name__ = run.__qualname__ = computation.name
+    avals = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=_is_weak(v.aval))
+        for v in computation.jaxpr.jaxpr.invars
+    ]
+    lower = jax.jit(run, donate_argnums=computation.donated)
+    try:
+        exported = jax_export.export(lower, platforms=[platform])(*avals)
+    except ValueError as error:
+        # JAX promises no stability for most custom calls (cuDNN's attention, Pallas kernels). Both
+        # ends run one version here, so that none is needed.
+        names = re.findall(r"@?([\w.$]+)", str(error).partition("custom call")[2])
+        if not names:
+            raise
+        checks = [jax_export.DisabledSafetyCheck.custom_call(name) for name in names]
+        exported = jax_export.export(lower, platforms=[platform], disabled_checks=checks)(*avals)
+    return Exported(computation.name, bytes(exported.serialize()), computation.donated)
+
+
+def compile_exported(exported: Exported, device: Any) -> Callable[..., Any]:
+    """Compiles an exported computation for a device of this process."""
+    restored = jax_export.deserialize(bytearray(exported.payload))
+
+    def run(*args):
+        return restored.call(*args)
+
+    run.__name__ = run.__qualname__ = exported.name
+    sharding = SingleDeviceSharding(device)
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in restored.in_avals]
+    with jax.default_device(device):
+        return jax.jit(run, donate_argnums=exported.donated).lower(*avals).compile()
+
+
+def _is_weak(aval: Any) -> bool:
+    return getattr(aval, "weak_type", False)
+
+
+def _check_callbacks(computation: Computation) -> None:
+    for eqn in computation.jaxpr.eqns:
+        if found := _callback(eqn):
+            raise ValueError(
+                f"RemoteMpmdMesh: {computation.name} calls back into Python "
+                f"(`{found.primitive.name}`{_compat.at_source_line(found)}), but runs in another "
+                f"process than what it would call. Return the value from the step, or debug on a "
+                f"jaxpp.MpmdMesh."
+            )
+
+
+def _callback(eqn: Any) -> Any | None:
+    """The equation, or the first one inside it, that calls back into Python."""
+    if "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print":
+        return eqn
+    inner = (e for jaxpr in _jaxprs.sub_jaxprs(eqn) for e in jaxpr.eqns)
+    return next((found for e in inner if (found := _callback(e))), None)

@@ -1,0 +1,179 @@
+"""The worker processes of a mesh: started together, introduced to each other, replaced together."""
+
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from jaxpp.runtime._remote import _cluster, _environment, _session
+from jaxpp.runtime._remote._actor import Actor, Hello, Setup, versions
+from jaxpp.runtime._remote._watch import Member
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How workers are started; see `RemoteMpmdMesh`."""
+
+    num_ranks: int
+    gpus_per_rank: float
+    cpus_per_rank: float | None
+    cores: int | None
+    environment: Mapping[str, str]
+    address: str | None
+    kind: str
+    x64: bool
+    timeout: float
+
+
+class Gang:
+    """The workers of a mesh, in the order of ranks.
+
+    Args:
+        settings: how they are started.
+
+    Raises:
+        ValueError: the cluster cannot hold them, or they differ from the driver in a version.
+        RuntimeError: one did not start.
+    """
+
+    def __init__(self, settings: Settings):
+        self.members: list[Member] = []
+        self.hellos: list[Hello] = []
+        self._settings = settings
+        self._secret = secrets.token_bytes(32)
+        self._epoch = 0
+        with contextlib.ExitStack() as undo:
+            self._session = _session.join()
+            undo.callback(_session.leave, self._session)
+            self._reservation = _cluster.reserve(
+                self._session,
+                settings.num_ranks,
+                cpus_per_rank=settings.cpus_per_rank,
+                gpus_per_rank=settings.gpus_per_rank,
+            )
+            undo.callback(_cluster.release, self._reservation)
+            undo.callback(self._kill)
+            self._check_hosts()
+            self._start([Member(rank, None) for rank in range(settings.num_ranks)])
+            undo.pop_all()
+
+    def _check_hosts(self) -> None:
+        hosts = list(dict.fromkeys(p.address for own in self._reservation.places for p in own))
+        if len(hosts) > 1 and self._settings.address is None:
+            raise ValueError(
+                f"RemoteMpmdMesh: the ranks are on the hosts {', '.join(hosts)}, and workers listen "
+                f"for others of their own host only; give address='auto' to let them listen at the "
+                f"address that Ray knows of their host."
+            )
+
+    def _start(self, members: Sequence[Member]) -> None:
+        """Starts the workers of members that have none, and connects all."""
+        for member in members:
+            if member.actor is None:
+                options = _environment.worker_options(
+                    self._reservation,
+                    member.rank,
+                    environment=self._settings.environment,
+                    cores=self._settings.cores,
+                )
+                member.actor = Actor.options(**options).remote()
+        self.members = list(members)
+        hellos = self._call_all("start", lambda rank: (self._setup(rank),))
+        for member, hello in zip(self.members, hellos, strict=True):
+            self._check(member, hello)
+            member.host, member.pid, member.node = hello.host, hello.pid, hello.node
+        self.hellos = hellos
+        self._connect([hello.addresses for hello in hellos])
+
+    def _setup(self, rank: int) -> Setup:
+        settings = self._settings
+        place = self._reservation.places[rank][0]
+        return Setup(
+            rank,
+            settings.num_ranks,
+            self._secret,
+            place,
+            place.address if settings.address == "auto" else settings.address,
+            settings.cores,
+            settings.kind,
+            settings.x64,
+            self._epoch,
+        )
+
+    def _connect(self, addresses: Sequence[Any]) -> None:
+        peers = dict(enumerate(addresses))
+        self._call_all("connect", lambda rank: (peers,))
+
+    def _call_all(self, method: str, args: Callable[[int], tuple]) -> list[Any]:
+        references = [getattr(m.actor, method).remote(*args(m.rank)) for m in self.members]
+        try:
+            return ray.get(references, timeout=self._settings.timeout)
+        except ray.exceptions.GetTimeoutError:
+            done, _ = ray.wait(references, num_returns=len(references), timeout=0)
+            late = [m.rank for m, r in zip(self.members, references, strict=True) if r not in done]
+            raise RuntimeError(
+                f"RemoteMpmdMesh: the workers of ranks {late} have not started within "
+                f"{self._settings.timeout:g} s; look at Ray's logs, or give a longer start_timeout."
+            ) from None
+        except ray.exceptions.RayTaskError as error:
+            raise error.as_instanceof_cause() from None
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(
+                f"RemoteMpmdMesh: a worker has died while it started: {error}. If a module is "
+                f"missing there, install this project and its packages on every host."
+            ) from error
+
+    def _check(self, member: Member, hello: Hello) -> None:
+        own = versions()
+        apart = [
+            f"{n} {hello.versions[n]} (here {own[n]})" for n in own if hello.versions[n] != own[n]
+        ]
+        if apart:
+            raise ValueError(
+                f"RemoteMpmdMesh: the worker of rank {member.rank} on {hello.host} has "
+                f"{', '.join(apart)}; install the same versions on every host."
+            )
+
+    def renew(self) -> set[int]:
+        """Makes all workers fit for work: new ones for the dead, the others without their arrays.
+
+        Returns:
+            The ranks of new workers.
+        """
+        self._epoch += 1
+        self._try_all("abort", "The mesh is restarted.")
+        self._try_all("reset", self._epoch)
+        fresh = {m.rank for m in self.members if m.dead}
+        self._start([Member(m.rank, None if m.dead else m.actor) for m in self.members])
+        return fresh
+
+    def _try_all(self, method: str, *args: Any) -> None:
+        """Calls all workers; one that does not answer is stuck in what it does, and is killed."""
+        fit = [m for m in self.members if not m.dead]
+        references = [getattr(m.actor, method).remote(*args) for m in fit]
+        for member, reference in zip(fit, references, strict=True):
+            try:
+                ray.get(reference, timeout=5.0)
+            except ray.exceptions.RayError:
+                ray.kill(member.actor)
+                member.dead = True
+
+    def stop(self) -> None:
+        """Ends all workers, and gives back what the cluster had reserved for them."""
+        closing = [m.actor.close.remote() for m in self.members if not m.dead]
+        try:
+            ray.wait(closing, num_returns=len(closing), timeout=2.0) if closing else None
+            self._kill()
+            _cluster.release(self._reservation)
+        except ray.exceptions.RayError:
+            pass  # the session has gone, and all of them with it
+        _session.leave(self._session)
+
+    def _kill(self) -> None:
+        for member in self.members:
+            if member.actor is not None:
+                ray.kill(member.actor)

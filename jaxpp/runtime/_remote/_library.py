@@ -1,0 +1,117 @@
+"""The driver's books on steps: what each worker has, and what it has to be sent."""
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jaxpp import _compat
+from jaxpp._program import Bundle, Program, Run
+from jaxpp.runtime import _compile
+from jaxpp.runtime._array_types import ArrayType, to_host
+from jaxpp.runtime._remote import _export
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step: its programs, and for each of its computations the number among those of all."""
+
+    programs: tuple[Program, ...]
+    computations: tuple[int, ...]
+
+
+class Library:
+    """All steps of a mesh, and their computations, each kept once.
+
+    Args:
+        platform: of the workers, as JAX names it.
+    """
+
+    def __init__(self, platform: str):
+        self._platform = platform
+        self._numbers = itertools.count()
+        self._steps: dict[int, _Step] = {}
+        self._exported: dict[int, _export.Exported] = {}
+        #: By what a computation computes. Keys name objects by their ids, so it is kept alive.
+        self._known: dict[Any, tuple[int, Any]] = {}
+        self._has: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)
+        self._sources: dict[str, str] = {}
+        self._removed: list[int] = []
+
+    def add(self, bundle: Bundle) -> int:
+        """Takes up a step, and lowers what no other step has; gives its number."""
+        settings = _compile.settings()
+        computations = []
+        for computation in bundle.computations:
+            key = _compile.key_of(computation, settings)
+            if key not in self._known:
+                self._known[key] = len(self._known), computation
+                number = self._known[key][0]
+                self._exported[number] = _export.export(computation, self._platform)
+            computations.append(self._known[key][0])
+        number = next(self._numbers)
+        self._steps[number] = _Step(bundle.programs, tuple(computations))
+        self._note_sources(bundle)
+        return number
+
+    def missing(self, step: int) -> Iterator[tuple[int, tuple]]:
+        """The ranks that do not have a step, and what to send them: `Process.load`'s arguments."""
+        found = self._steps[step]
+        for program in found.programs:
+            has = self._has[program.rank]
+            if ("step", step) in has:
+                continue
+            used = {i.computation for i in program.instructions if isinstance(i, Run)}
+            numbers = [n if i in used else None for i, n in enumerate(found.computations)]
+            new = dict.fromkeys(n for n in numbers if n is not None)
+            exported = {n: self._exported[n] for n in new if ("computation", n) not in has}
+            constants = [(s, ArrayType.of(x), to_host(x)) for s, x in program.constants]
+            slots = tuple((slot, None) for slot, _ in program.constants)
+            bare = dataclasses.replace(program, constants=slots)
+            yield program.rank, (step, bare, numbers, exported, constants)
+
+    def installed(self, step: int) -> None:
+        """Notes that all ranks have a step."""
+        found = self._steps[step]
+        for program in found.programs:
+            used = {i.computation for i in program.instructions if isinstance(i, Run)}
+            has = self._has[program.rank]
+            has.add(("step", step))
+            has.update(("computation", found.computations[i]) for i in used)
+
+    def remove(self, step: int) -> None:
+        """Notes that a step is not called any more; the ranks have to be told."""
+        self._removed.append(step)
+
+    def removals(self) -> list[tuple[int, int]]:
+        """Ranks, and a step that each of them may forget."""
+        found = []
+        while self._removed:
+            step = self._removed.pop()
+            found += [(program.rank, step) for program in self._steps.pop(step).programs]
+        return found
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Notes that these ranks have new workers, which have nothing yet."""
+        for rank in ranks:
+            self._has.pop(rank, None)
+
+    # ---- what the user calls it -----------------------------------------------------------------
+
+    def _note_sources(self, bundle: Bundle) -> None:
+        for program in bundle.programs:
+            for instruction in program.instructions:
+                if isinstance(instruction, Run):
+                    name = instruction.label.split(".")[0]
+                    if name not in self._sources:
+                        eqns = bundle.computations[instruction.computation].jaxpr.eqns
+                        lines = (line for e in eqns if (line := _compat.source_line(e)))
+                        self._sources[name] = next(lines, "")
+
+    def describe(self, label: str) -> str:
+        """Which stage a task belongs to, and the user's line that it begins with, in brackets."""
+        name = label.split(".")[0]
+        stage = f"stage {name[1:]}" if name[1:].isdigit() else ""
+        known = ", ".join(x for x in (stage, self._sources.get(name, "")) if x)
+        return f" ({known})" if known else ""

@@ -1,0 +1,320 @@
+"""`RemoteMpmdMesh`: a worker process for each rank, on the hosts of a Ray cluster."""
+
+import atexit
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpp._program import Bundle
+from jaxpp.runtime._axes import PIPELINE_AXIS, check_axes
+from jaxpp.runtime._remote._array import RemoteArray
+from jaxpp.runtime._remote._arrays import Arrays
+from jaxpp.runtime._remote._library import Library
+from jaxpp.runtime._remote._process import Call
+from jaxpp.runtime._remote._step import RemoteStep
+
+#: Calls that may be under way before the next one waits for the oldest.
+IN_FLIGHT = 4
+
+
+class RemoteMpmdMesh:
+    """A mesh of pipeline ranks, each in a worker process of its own, on one host or many.
+
+    Joins the Ray session that is there (`RAY_ADDRESS`, `ray.init`, a cluster on this host), and
+    starts one on this host where there is none, or where `RAY_ADDRESS=local`; what it started it
+    stops. A context manager; without `with`, call `shutdown`.
+
+    A placed function on it returns at once, with `RemoteArray`s, whose values stay with the ranks.
+    When a worker fails, the step ends on all of them, and the next call or fetch raises a
+    `RankError`; `restart` makes the mesh fit for work again.
+
+    Args:
+        shape: the size of each axis; that of `"mpmd"` is the number of ranks.
+        axis_names: a name for each axis, one of them `"mpmd"`; the others have size 1.
+        gpus_per_rank: of each worker; a fraction where ranks share a GPU. With 0 they run on CPU.
+        cpus_per_rank: CPUs that Ray counts for a rank; by default one, and next to nothing in a
+            session that was started for this mesh.
+        cores: how many of its host's cores a worker is bound to, each to others in turn; None for
+            all of them.
+        environment: variables of the workers' environment, such as `XLA_FLAGS` or
+            `XLA_PYTHON_CLIENT_MEM_FRACTION`.
+        address: `"auto"` where the workers of other hosts reach a worker at the address that Ray
+            knows of its host; by default only workers of the same host can connect to it.
+        transport: how arrays go between ranks: `"auto"`, `"unix"` or `"tcp"`.
+        heartbeat_timeout: seconds without a sign of life after which a stopped worker, or one
+            that cannot be reached, counts as lost.
+        start_timeout: seconds that the cluster has to start the workers.
+
+    Raises:
+        ValueError: the axes are not as above, the cluster cannot hold the ranks, or a worker has
+            other versions of Python, JAX or this package than the driver.
+
+    Example:
+        >>> import jaxpp
+        >>> with jaxpp.RemoteMpmdMesh((2, 1), ("mpmd", "data")) as mesh:  # doctest: +SKIP
+        ...     step = jaxpp.place(train_step, mesh, donate_argnums=(0, 1))
+        ...     model, opt_state, loss = step(model, opt_state, batch)
+        ...     print(float(loss))
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        axis_names: Sequence[str] = (PIPELINE_AXIS,),
+        *,
+        gpus_per_rank: float = 0,
+        cpus_per_rank: float | None = None,
+        cores: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        address: str | None = None,
+        transport: str = "auto",
+        heartbeat_timeout: float = 3.0,
+        start_timeout: float = 60.0,
+    ):
+        from jaxpp.runtime._remote import _gang  # brings Ray, which takes long to import
+
+        shape, axis_names, ranks = check_axes("RemoteMpmdMesh", shape, axis_names)
+        self.shape, self.axis_names, self.num_ranks = shape, axis_names, ranks
+        self.incarnation = 0
+        self._heartbeat_timeout = heartbeat_timeout
+        self._gang = _gang.Gang(
+            _gang.Settings(
+                ranks,
+                gpus_per_rank,
+                cpus_per_rank,
+                cores,
+                dict(environment or {}),
+                address,
+                transport,
+                bool(jax.config.jax_enable_x64),
+                start_timeout,
+            )
+        )
+        self._lock = threading.RLock()
+        self._calls = itertools.count(1)
+        self._flying = threading.BoundedSemaphore(IN_FLIGHT)
+        self._library = Library(self._gang.hellos[0].platform)
+        self._arrays = Arrays(ranks, self._fetch_bytes)
+        self._watch = self._new_watch()
+        atexit.register(self.shutdown)
+
+    def _new_watch(self) -> Any:
+        from jaxpp.runtime._remote._watch import Watch
+
+        return Watch(self._gang.members, self._heartbeat_timeout, self._library.describe)
+
+    def __repr__(self):
+        return f"RemoteMpmdMesh({self.shape}, {self.axis_names})"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+
+    # ---- life -----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Ends the workers; also a Ray session that was started for this mesh. May be repeated."""
+        with self._lock:
+            if self._gang is None:
+                return
+            atexit.unregister(self.shutdown)
+            self._watch.close()
+            gang, self._gang = self._gang, None
+            gang.stop()
+
+    def restart(self) -> None:
+        """Makes the mesh fit for work after a failure, without its arrays.
+
+        Workers that are well keep their compiled programs; the others are replaced. `RemoteArray`s
+        from before are lost: load a checkpoint.
+        """
+        with self._lock:
+            self._check_open()
+            self._watch.close()
+            fresh = self._gang.renew()
+            self._library.forget(fresh)
+            self._arrays.clear()
+            self._flying = threading.BoundedSemaphore(IN_FLIGHT)
+            self.incarnation += 1
+            self._watch = self._new_watch()
+
+    def _check_open(self) -> None:
+        if self._gang is None:
+            raise ValueError("This RemoteMpmdMesh has been shut down; make a new one.")
+
+    def _check(self) -> None:
+        self._check_open()
+        self._watch.check()
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def load(self, bundle: Bundle) -> RemoteStep:
+        """Compiles a step on the workers, and gives the function that calls it."""
+        with self._lock:
+            self._check()
+            number = self._library.add(bundle)
+            step = RemoteStep(self, bundle, number)
+            weakref.finalize(step, self._library.remove, number)
+            self._install(number)
+        return step
+
+    def _install(self, step: int) -> None:
+        """Brings a step to the workers that do not have it."""
+        for rank, removed in self._library.removals():
+            self._actor(rank).unload.remote(removed)
+        references = [
+            (rank, self._actor(rank).load.remote(*loading))
+            for rank, loading in self._library.missing(step)
+        ]
+        for rank, reference in references:
+            self._watch.result(rank, reference)
+        self._library.installed(step)
+
+    def _actor(self, rank: int) -> Any:
+        return self._gang.members[rank].actor
+
+    @contextlib.contextmanager
+    def turn(self, step: int) -> Iterator[int]:
+        """Gives a call of a step its number; calls take turns, so that all ranks see one order."""
+        with self._lock:
+            self._check()
+            self._install(step)
+            yield next(self._calls)
+
+    def submit(self, calls: Sequence[tuple[int, Call, Sequence[Any]]]) -> None:
+        """Sends a call to each rank; waits first where too many are under way."""
+        flying = self._flying
+        flying.acquire()
+        landing = Countdown(len(calls), flying.release)
+        for rank, call, values in calls:
+            self._watch.follow(rank, self._actor(rank).run.remote(call, *values), landing.count)
+
+    # ---- arrays ---------------------------------------------------------------------------------
+
+    def new_array(self, aval: Any, ranks: tuple[int, ...]) -> RemoteArray:
+        """A handle with an id of its own, for an array that ranks are going to hold."""
+        return RemoteArray(self, self._arrays.new_ids(1), aval, ranks)
+
+    def new_ids(self, count: int) -> int:
+        """The first of `count` ids in a row for new arrays."""
+        return self._arrays.new_ids(count)
+
+    def releases(self, rank: int) -> tuple[int, ...]:
+        """Ids of arrays that a rank may drop; it has to be told."""
+        return self._arrays.releases(rank)
+
+    def release(self, array: RemoteArray) -> None:
+        """Lets the ranks drop an array."""
+        if array.incarnation == self.incarnation:
+            self._arrays.release(array)
+
+    def prefetch(self, array: RemoteArray) -> None:
+        """Notes that an array is going to be fetched, so that it comes with others."""
+        self.check_array(array)
+        self._arrays.want(array)
+
+    def fetch(self, array: RemoteArray) -> np.ndarray:
+        """The value of an array."""
+        self.check_array(array)
+        return self._arrays.fetch([array])[0]
+
+    def fetch_jax(self, array: RemoteArray) -> jax.Array:
+        """The value of an array, on the default device of this process."""
+        self.check_array(array)
+        return self._arrays.fetch_jax(array)
+
+    def wait_for(self, array: RemoteArray) -> None:
+        """Waits until an array has been computed."""
+        self.check_array(array)
+        rank = array.ranks[0]
+        self._watch.result(rank, self._actor(rank).ready.remote([array.id]))
+
+    def _fetch_bytes(self, numbers: dict[int, list[int]]) -> dict[int, list[Any]]:
+        references = {r: self._actor(r).fetch.remote(own) for r, own in numbers.items()}
+        return {rank: self._watch.result(rank, ref) for rank, ref in references.items()}
+
+    def check_array(self, array: RemoteArray) -> None:
+        """Checks that an array is there.
+
+        Raises:
+            ValueError: it was donated or deleted, or it was lost when the mesh was restarted.
+            RankError: a rank has failed.
+        """
+        self._check_open()
+        if array.is_deleted():
+            raise ValueError(f"The array was {array.why_deleted}; use what that call returned.")
+        if array.incarnation != self.incarnation:
+            raise ValueError(
+                f"{array!r} was lost when the mesh was restarted; load the last checkpoint."
+            )
+        self._watch.check()
+
+    # ---- functions on the workers ---------------------------------------------------------------
+
+    def apply(
+        self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
+    ) -> dict[int, Any]:
+        """Runs `function(process, *args)` on ranks, and waits for the results.
+
+        Args:
+            function: a function that the workers can import, or that `cloudpickle` can take there.
+            args: the arguments by rank; other ranks do not run it.
+            ordered: whether it runs after the steps that were called before, and before those that
+                are called later; else at once, beside them.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            Exception: what the function raised on a rank.
+            RankError: a rank has failed.
+        """
+        return self.apply_async(function, args, ordered=ordered).result()
+
+    def apply_async(
+        self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
+    ) -> "Pending":
+        """Starts what `apply` does; `.result()` waits for it."""
+        method = "apply" if ordered else "apply_aside"
+        with self._lock:
+            self._check()
+            references = {
+                rank: getattr(self._actor(rank), method).remote(function, *own)
+                for rank, own in args.items()
+            }
+        return Pending(references, self._watch)
+
+
+class Pending:
+    """What runs on some ranks."""
+
+    def __init__(self, references: Mapping[int, Any], watch: Any):
+        self._references, self._watch = references, watch
+
+    def result(self) -> dict[int, Any]:
+        """The results by rank, once all are there; raises what one of them raised."""
+        return {r: self._watch.value(r, ref) for r, ref in self._references.items()}
+
+
+class Countdown:
+    """Runs something once it has been counted `number` times, on any threads."""
+
+    def __init__(self, number: int, then: Callable[[], None]):
+        self._left, self._then = number, then
+        self._lock = threading.Lock()
+
+    def count(self) -> None:
+        """Counts once."""
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._then()

@@ -1,0 +1,129 @@
+"""A step on a remote mesh: what the driver does for a call of it."""
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxpp._program import Bundle, Message
+from jaxpp.runtime._array_types import ArrayType, to_host
+from jaxpp.runtime._arguments import check_arguments
+from jaxpp.runtime._remote._array import RemoteArray, RemoteSharding
+from jaxpp.runtime._remote._process import MOVED, VALUE, Call, Move
+
+if TYPE_CHECKING:
+    from jaxpp.runtime._remote._mesh import RemoteMpmdMesh
+
+
+class RemoteStep:
+    """A step's programs, loaded on the workers of a mesh; called with its flat arguments."""
+
+    def __init__(self, mesh: "RemoteMpmdMesh", bundle: Bundle, number: int):
+        self.bundle = bundle
+        self.number = number
+        self._mesh = mesh
+        self._readers = _ranks_of([p.inputs for p in bundle.programs], len(bundle.in_avals))
+        self._holders = _ranks_of([p.outputs for p in bundle.programs], len(bundle.out_avals))
+        self._types = [ArrayType.of(aval) for aval in bundle.in_avals]
+        self._avals = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
+            for a in bundle.out_avals
+        ]
+
+    def input_shardings(self) -> list[RemoteSharding]:
+        """For each argument, the ranks that read it."""
+        return [RemoteSharding(self._mesh, ranks) for ranks in self._readers]
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """Starts the step on all ranks, and returns at once."""
+        check_arguments(self.bundle, args)
+        for arg in args:
+            if isinstance(arg, RemoteArray):
+                self._check_mesh(arg)
+        with self._mesh.turn(self.number) as number:
+            return self._call(number, args)
+
+    def _check_mesh(self, arg: RemoteArray) -> None:
+        if arg.mesh is not self._mesh:
+            raise ValueError(
+                f"{arg!r} is on another mesh than the step; fetch it with jax.device_get first."
+            )
+        self._mesh.check_array(arg)
+
+    def _call(self, number: int, args: Sequence[Any]) -> list[Any]:
+        mesh, bundle = self._mesh, self.bundle
+        moves, dropped = self._plan(args)
+        results = mesh.new_ids(len(self._avals))
+        values = {
+            n: _bytes_of(arg, self._types[n])
+            for n, arg in enumerate(args)
+            if not isinstance(arg, RemoteArray) and self._readers[n]
+        }
+        calls = []
+        for program in bundle.programs:
+            rank = program.rank
+            numbers = [n for n, _ in program.inputs]
+            fed = [n for n in numbers if n in values]
+            call = Call(
+                number,
+                self.number,
+                tuple(_source(args[n], rank) for n in numbers),
+                tuple(self._types[n] for n in fed),
+                results,
+                (*mesh.releases(rank), *dropped[rank]),
+                tuple(m for m in moves if rank in (m.message.source, m.message.target)),
+            )
+            calls.append((rank, call, [values[n] for n in fed]))
+        mesh.submit(calls)
+        for n in bundle.donated:
+            arg = args[n]
+            if isinstance(arg, RemoteArray):
+                arg.consume(f"donated as args{bundle.arg_names[n]} to call {number}")
+            elif isinstance(arg, jax.Array):
+                arg.delete()
+        return [
+            RemoteArray(mesh, results + n, aval, ranks)
+            for n, (aval, ranks) in enumerate(zip(self._avals, self._holders, strict=True))
+        ]
+
+    def _plan(self, args: Sequence[Any]) -> tuple[list[Move], dict[int, list[int]]]:
+        """What is sent between ranks before the step, and what each rank drops at its start."""
+        moves: list[Move] = []
+        dropped: dict[int, list[int]] = {p.rank: [] for p in self.bundle.programs}
+        tags = itertools.count(-1, -1)
+        for n, arg in enumerate(args):
+            if not isinstance(arg, RemoteArray):
+                continue
+            for rank in self._readers[n]:
+                if rank not in arg.ranks:
+                    name = f"args{self.bundle.arg_names[n]}"
+                    avals = (self.bundle.in_avals[n],)
+                    source = arg.ranks[0]
+                    message = Message(next(tags), source, rank, (name,), ("argument",), avals)
+                    moves.append(Move(arg.id, message))
+            if n in self.bundle.donated:
+                for rank in arg.ranks:
+                    dropped[rank].append(arg.id)
+        return moves, dropped
+
+
+def _bytes_of(arg: Any, type_: ArrayType) -> np.ndarray:
+    # NumPy's 64-bit types become JAX's 32-bit ones, as in any call of JAX.
+    return to_host(arg if isinstance(arg, jax.Array) else np.asarray(arg, type_.host_dtype))
+
+
+def _source(arg: Any, rank: int) -> int:
+    if not isinstance(arg, RemoteArray):
+        return VALUE
+    return arg.id if rank in arg.ranks else MOVED
+
+
+def _ranks_of(pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[tuple[int, ...]]:
+    """For each argument or result, the ranks whose programs have it."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for rank, own in enumerate(pairs):
+        for number, _ in own:
+            found[number].append(rank)
+    return [tuple(dict.fromkeys(ranks)) for ranks in found]

@@ -1,0 +1,74 @@
+"""Memory that messages are received into, and that arrays are then made of without a copy."""
+
+import ctypes
+import mmap
+import threading
+import weakref
+from collections import defaultdict
+
+import numpy as np
+
+from jaxpp.runtime._transport._frames import ALIGNMENT
+
+#: From how many bytes on a buffer is used again.
+REUSED_FROM = 1 << 20
+
+
+class BufferPool:
+    """Buffers that come back when the last array that reads them has gone.
+
+    A computation may still read the memory of an array whose last Python reference has gone, and a
+    finalizer on the array or on a view of its memory fires too early. What JAX holds for as long
+    as the memory is in use is the object below all views. So each use of a buffer has an object of
+    its own there, a ctypes array that lends the buffer's memory, and the buffer is free again when
+    that object goes.
+
+    Args:
+        limit: how many bytes to keep for later messages; what comes back beyond is freed.
+    """
+
+    def __init__(self, limit: int = 1 << 30):
+        self._limit = limit
+        self._kept = 0
+        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """Gives memory that nobody else uses, of `nbytes` bytes from a multiple of 64 on."""
+        if nbytes < REUSED_FROM:
+            memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+            start = -memory.ctypes.data % ALIGNMENT
+            return memory[start : start + nbytes]
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            kept = self._free[size]
+            buffer = kept.pop() if kept else None
+            if buffer is not None:
+                self._kept -= size
+        if buffer is None:
+            buffer = mmap.mmap(-1, size)
+        lent = (ctypes.c_char * size).from_buffer(buffer)
+        weakref.finalize(lent, self._give_back, buffer).atexit = False
+        return np.frombuffer(lent, np.uint8, nbytes)
+
+    def _give_back(self, buffer: mmap.mmap) -> None:
+        # This runs wherever the last reference goes, also within `take` on the same thread: so it
+        # must not wait for the lock. Where the lock is taken the memory is freed instead.
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._kept + len(buffer) <= self._limit:
+                    self._free[len(buffer)].append(buffer)
+                    self._kept += len(buffer)
+            finally:
+                self._lock.release()
+
+    @property
+    def kept(self) -> int:
+        """The bytes that wait for a message."""
+        return self._kept
+
+    def clear(self) -> None:
+        """Frees what waits for a message."""
+        with self._lock:
+            self._free.clear()
+            self._kept = 0

@@ -1,0 +1,25 @@
+"""What goes wrong between ranks."""
+
+
+class TransportError(RuntimeError):
+    """Arrays could not be moved between ranks."""
+
+
+class PeerLost(TransportError):
+    """The connection to another rank ended: its process or its host is gone.
+
+    Args:
+        rank: the rank that is gone.
+        reason: what was seen of it.
+    """
+
+    def __init__(self, rank: int, reason: str):
+        super().__init__(rank, reason)
+        self.rank, self.reason = rank, reason
+
+    def __str__(self):
+        return f"Rank {self.rank} is gone: {self.reason}."
+
+
+class Aborted(TransportError):
+    """What a send or a receive raises once the transport has been aborted; the cause is chained."""

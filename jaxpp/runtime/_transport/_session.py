@@ -1,0 +1,355 @@
+"""One epoch of a transport: its connections, and what has arrived over them."""
+
+import collections
+import dataclasses
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxpp._program import Message
+from jaxpp.runtime import _array_types
+from jaxpp.runtime._transport._buffers import BufferPool
+from jaxpp.runtime._transport._errors import Aborted, PeerLost, TransportError
+from jaxpp.runtime._transport._frames import (
+    Header,
+    Layout,
+    receive_header,
+    receive_into,
+    send_frame,
+)
+
+#: Which message: of which program, call and tag.
+Key = tuple[int, int, int]
+
+
+@dataclasses.dataclass(slots=True)
+class Traffic:
+    """What has gone to a rank, and come from it."""
+
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    messages_received: int = 0
+    bytes_received: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrived:
+    """A message that is there: its arrays, or its bytes where nobody said what it has.
+
+    `start_ns` and `end_ns` are when its first byte was seen, and when it was ready.
+    """
+
+    source: int
+    nbytes: int
+    arrays: list[Any] | None
+    buffer: Any
+    start_ns: int
+    end_ns: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message that waits for its values and its turn."""
+
+    header: Header
+    arrays: list[Any]
+    message: Message
+
+
+class Session:
+    """What a transport does from one reset to the next; its threads know nothing else.
+
+    Each connection has a thread that reads what comes, whether or not somebody waits for it, so
+    that two ranks that send to each other do not both wait to be read. Each rank that is sent to
+    has a thread that waits for the values, and writes them.
+
+    Args:
+        rank: this rank.
+        epoch: which session of this rank it is.
+        device: where what arrives goes.
+        pool: the memory it is received into.
+        expected: layouts of messages, by program and tag.
+        open_to: opens a connection to a rank.
+        on_failure: called when a rank is lost, or the session aborts.
+        observe_sent: called with a call, a message, and when it was sent.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        epoch: int,
+        device: Any,
+        pool: BufferPool,
+        expected: dict[tuple[int, int], Layout],
+        open_to: Callable[[int, int], socket.socket],
+        on_failure: Callable[[BaseException], None],
+        observe_sent: Callable[[int, Message, int, int], None],
+    ):
+        self.rank, self.epoch = rank, epoch
+        self.traffic: dict[int, Traffic] = collections.defaultdict(Traffic)
+        self.threads: set[threading.Thread] = set()
+        self._device, self._pool, self._expected = device, pool, expected
+        self._open_to, self._on_failure, self._observe_sent = open_to, on_failure, observe_sent
+        self._lock = threading.Lock()
+        #: A message somebody waits for has arrived, or never will.
+        self._arrival = threading.Condition(self._lock)
+        #: A message has left.
+        self._departure = threading.Condition(self._lock)
+        self._wanted: set[Key] = set()
+        self._mail: dict[Key, Arrived] = {}
+        self._unsent = 0
+        self._senders: dict[int, _Sender] = {}
+        self._links: dict[int, list[socket.socket]] = {}
+        self._lost: dict[int, str] = {}
+        self._error: BaseException | None = None
+        self._ended = False
+
+    # ---- sending --------------------------------------------------------------------------------
+
+    def send(self, header: Header, arrays: list[Any], message: Message) -> None:
+        """Starts to send a message."""
+        with self._lock:
+            self._check(message.target)
+            self._unsent += 1
+            sender = self._sender(message.target)
+        sender.queue.put(Outgoing(header, arrays, message))
+
+    def _sender(self, rank: int) -> "_Sender":
+        """The sender to a rank; the lock is held."""
+        if rank not in self._senders:
+            sender = self._senders[rank] = _Sender()
+            self._start(f"send-{self.rank}-{rank}", self._send_all, rank, sender)
+        return self._senders[rank]
+
+    def _start(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        self.threads.add(thread)
+        thread.start()
+
+    def _send_all(self, rank: int, sender: "_Sender") -> None:
+        """Sends what is in a queue, on a thread of its own."""
+        while (item := sender.queue.get()) is not None:
+            try:
+                if isinstance(item, Outgoing):
+                    self._send_one(rank, item)
+                else:
+                    self._link(rank)
+            except OSError as error:
+                self.lose(rank, f"the connection broke ({error})")
+            except PeerLost as error:
+                self.lose(rank, error.reason)
+            except BaseException as error:
+                self.abort(error)
+            finally:
+                # Nothing here may hold the values while the thread waits for the next.
+                finished = isinstance(item, Outgoing)
+                del item
+                with self._lock:
+                    self._unsent -= finished
+                    self._departure.notify_all()
+
+    def _send_one(self, rank: int, item: Outgoing) -> None:
+        try:
+            values = [_array_types.to_host(array) for array in item.arrays]
+        except Exception as error:
+            error.add_note(
+                f"in what rank {self.rank} was to send to rank {rank}: "
+                f"{', '.join(item.message.names)}"
+            )
+            raise
+        if (found := sum(-(-v.nbytes // 64) * 64 for v in values)) != item.header.nbytes:
+            raise TransportError(
+                f"Rank {self.rank} was to send {item.header.nbytes} bytes to rank {rank} under tag "
+                f"{item.header.tag}, and the arrays have {found}; this is a bug of the program."
+            )
+        link = self._link(rank)
+        if link is None:
+            return
+        start = time.monotonic_ns()
+        send_frame(link, item.header, values)
+        self._observe_sent(item.header.call, item.message, start, time.monotonic_ns())
+        traffic = self.traffic[rank]
+        traffic.messages_sent += 1
+        traffic.bytes_sent += item.header.nbytes
+
+    def wait_for_sends(self, most: int) -> None:
+        """Waits until at most `most` messages have not left yet, or the session aborts."""
+        if self._unsent > most:
+            with self._lock:
+                self._departure.wait_for(lambda: self._unsent <= most or self._error is not None)
+
+    # ---- receiving ------------------------------------------------------------------------------
+
+    def receive(self, key: Key, source: int) -> Arrived:
+        """Waits for a message, and takes it."""
+        with self._lock:
+            if key not in self._mail:
+                self._wait_for(key, source)
+            if key not in self._mail:
+                self._check(source)
+            return self._mail.pop(key)
+
+    def _wait_for(self, key: Key, source: int) -> None:
+        def over() -> bool:
+            return key in self._mail or self._error is not None or source in self._lost
+
+        self._wanted.add(key)
+        try:
+            # Who has not been heard of after a moment may be gone: a connection tells.
+            if not self._arrival.wait_for(over, None if source in self._links else 0.05):
+                if source not in self._links:
+                    self._sender(source).queue.put("connect")
+                self._arrival.wait_for(over)
+        finally:
+            self._wanted.discard(key)
+
+    def serve(self, rank: int, link: socket.socket) -> None:
+        """Reads what comes over a connection, on the caller's thread, until it ends."""
+        self.threads.add(threading.current_thread())
+        if self._register(rank, link):
+            self._read(rank, link)
+
+    def _read(self, rank: int, link: socket.socket) -> None:
+        try:
+            while (header := receive_header(link)) is not None:
+                self._receive_one(rank, link, header)
+            self.lose(rank, "it closed the connection")
+        except OSError as error:
+            self.lose(rank, f"the connection broke ({error})")
+        except BaseException as error:
+            self.abort(error)
+
+    def _receive_one(self, rank: int, link: socket.socket, header: Header) -> None:
+        start = time.monotonic_ns()
+        layout = self._expected.get((header.program, header.tag))
+        if layout is not None and layout.nbytes != header.nbytes:
+            raise TransportError(
+                f"Rank {rank} sent {header.nbytes} bytes to rank {self.rank} under tag "
+                f"{header.tag}, where the program has {layout.nbytes}; the ranks run different "
+                f"programs."
+            )
+        buffer = self._pool.take(header.nbytes)
+        receive_into(link, memoryview(buffer))
+        arrays = None if layout is None else make_arrays(buffer, layout, self._device)
+        key = header.program, header.call, header.tag
+        arrived = Arrived(rank, header.nbytes, arrays, buffer, start, time.monotonic_ns())
+        if arrays is not None:
+            arrived = dataclasses.replace(arrived, buffer=None)
+        with self._lock:
+            traffic = self.traffic[rank]
+            traffic.messages_received += 1
+            traffic.bytes_received += header.nbytes
+            if self._error is not None:
+                return
+            self._mail[key] = arrived
+            if key in self._wanted:
+                self._arrival.notify_all()
+
+    # ---- connections ----------------------------------------------------------------------------
+
+    def _link(self, rank: int) -> socket.socket | None:
+        """A connection to a rank, opened where there is none; None where it is too late."""
+        with self._lock:
+            if self._ended or self._error is not None or rank in self._lost:
+                return None
+            links = self._links.get(rank)
+        if links:
+            return links[0]
+        link = self._open_to(rank, self.epoch)
+        if not self._register(rank, link):
+            link.close()
+            return None
+        self._start(f"receive-{self.rank}-{rank}", self._read_own, rank, link)
+        return link
+
+    def _register(self, rank: int, link: socket.socket) -> bool:
+        """Notes a connection; False where the session has ended, and will not close it."""
+        with self._lock:
+            if not self._ended:
+                self._links.setdefault(rank, []).append(link)
+            return not self._ended
+
+    def _read_own(self, rank: int, link: socket.socket) -> None:
+        with link:
+            self._read(rank, link)
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises what the session was aborted with, if it was."""
+        if self._error is not None:
+            raise Aborted(
+                f"The messages of rank {self.rank} were aborted: "
+                f"{type(self._error).__name__}: {self._error}"
+            ) from self._error
+
+    def _check(self, rank: int) -> None:
+        """Raises what keeps messages from going to a rank or coming from it."""
+        self.check()
+        if rank in self._lost:
+            raise PeerLost(rank, self._lost[rank])
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Notes that a rank is gone: whoever waits for it is told."""
+        with self._lock:
+            if self._ended or self._error is not None or rank in self._lost:
+                return
+            self._lost[rank] = reason
+            self._arrival.notify_all()
+            self._departure.notify_all()
+        self._on_failure(PeerLost(rank, reason))
+
+    def abort(self, error: BaseException) -> None:
+        """Ends all that waits: it raises, with `error` as its cause."""
+        with self._lock:
+            if self._ended or self._error is not None:
+                return
+            self._error = error
+            self._mail.clear()
+            self._arrival.notify_all()
+            self._departure.notify_all()
+        self._on_failure(error)
+
+    def end(self) -> None:
+        """Closes the connections; the threads end when what they are about is over."""
+        with self._lock:
+            self._error = self._error or TransportError("it was reset or closed")
+            self._ended = True
+            self._mail.clear()
+            links = [link for links in self._links.values() for link in links]
+            senders = list(self._senders.values())
+            self._arrival.notify_all()
+            self._departure.notify_all()
+        for link in links:
+            try:
+                link.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # the other end was faster
+        for sender in senders:
+            sender.queue.put(None)
+
+    def join(self, timeout: float) -> None:
+        """Waits for the threads, at most `timeout` seconds in all."""
+        deadline = time.monotonic() + timeout
+        for thread in list(self.threads):
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0))
+
+
+class _Sender:
+    """What waits to be sent to one rank; `"connect"` opens the connection only, None ends it."""
+
+    def __init__(self):
+        self.queue: queue.SimpleQueue[Outgoing | str | None] = queue.SimpleQueue()
+
+
+def make_arrays(buffer: Any, layout: Layout, device: Any) -> list[Any]:
+    """Makes the arrays of a message of its bytes."""
+    buffers = [
+        buffer[start : start + t.nbytes]
+        for start, t in zip(layout.offsets, layout.array_types, strict=True)
+    ]
+    return _array_types.from_host_many(buffers, layout.array_types, device)

@@ -1,0 +1,259 @@
+"""`SocketTransport`: messages between ranks over stream sockets."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from jaxpp._program import Message
+from jaxpp.runtime._transport import _connections
+from jaxpp.runtime._transport._buffers import BufferPool
+from jaxpp.runtime._transport._connections import Addresses, Hello, Kind
+from jaxpp.runtime._transport._errors import TransportError
+from jaxpp.runtime._transport._frames import Header, Layout
+from jaxpp.runtime._transport._session import Session, Traffic, make_arrays
+
+
+class Recorder(Protocol):
+    """Takes down when messages were sent and received, in nanoseconds of `time.monotonic_ns`."""
+
+    def sent(self, call: int, message: Message, start_ns: int, end_ns: int) -> None:
+        """A message was written, from when on and until when."""
+        ...
+
+    def received(self, call: int, message: Message, start_ns: int, end_ns: int) -> None:
+        """A message came in, from when on and until when."""
+        ...
+
+
+class SocketTransport:
+    """Sends and receives arrays over sockets: Unix sockets on one host, TCP between hosts.
+
+    A send returns at once; threads wait for the values, write them, read what comes, and make
+    arrays of it. Ranks connect when they first have something to say to each other. What is read
+    is kept until it is received, so the schedule bounds how much that is.
+
+    Args:
+        rank: this rank.
+        device: where what arrives goes.
+        secret: some bytes that the ranks have in common and nobody else has.
+        address: the address of this host at which other hosts reach it; by default only processes
+            of this host can connect.
+        kind: the sort of connections that this rank opens; `"auto"` takes Unix sockets where
+            it can.
+        run_ahead: how many messages may be unsent when the next is received, so that dispatch
+            does not run ahead of the device, and take memory, without bound.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxpp._program import Message
+        >>> a, b = [SocketTransport(rank, jax.devices()[0], b"secret") for rank in range(2)]
+        >>> for transport in (a, b):
+        ...     transport.connect({0: a.addresses, 1: b.addresses})
+        ...     transport.begin(1)
+        >>> x = jnp.arange(3)
+        >>> message = Message(0, 0, 1, ("x",), ("edge",), (x.aval,))
+        >>> a.send([x], message)
+        >>> b.receive(message)
+        [Array([0, 1, 2], dtype=int32)]
+        >>> a.close(), b.close()
+        (None, None)
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        device: Any,
+        secret: bytes,
+        *,
+        address: str | None = None,
+        kind: Kind = "auto",
+        run_ahead: int = 2,
+    ):
+        self.rank, self.kind = rank, kind
+        #: Takes down when messages are sent and received, where it is not None.
+        self.recorder: Recorder | None = None
+        #: Called, on some thread, with the error when a rank is lost or the transport aborts.
+        self.on_failure: Callable[[BaseException], None] | None = None
+        self._device, self._secret = device, secret
+        self._run_ahead = run_ahead
+        self._pool = BufferPool()
+        self._peers: dict[int, Addresses] = {}
+        self._layouts: dict[tuple[int, int], Layout] = {}
+        #: Layouts by the identity of their message, which is kept so that it stays its own.
+        self._known: dict[int, tuple[int, Message, Layout]] = {}
+        self._call, self._program = 0, 0
+        self._closed = False
+        self._epoch_begins = threading.Condition()
+        self._session = self._new_session(0)
+        self._listener = _connections.Listener(rank, secret, address, self._admit, self._serve)
+
+    def _new_session(self, epoch: int) -> Session:
+        return Session(
+            self.rank,
+            epoch,
+            self._device,
+            self._pool,
+            self._layouts,
+            self._open_to,
+            self._tell,
+            self._observe_sent,
+        )
+
+    # ---- who is where ---------------------------------------------------------------------------
+
+    @property
+    def addresses(self) -> Addresses:
+        """Where other ranks reach this one."""
+        return self._listener.addresses
+
+    def connect(self, peers: Mapping[int, Addresses]) -> None:
+        """Says where the other ranks are; connections are opened when they are needed."""
+        self._peers = dict(peers)
+
+    def _open_to(self, rank: int, epoch: int) -> socket.socket:
+        if rank not in self._peers:
+            raise TransportError(
+                f"Rank {self.rank} has to reach rank {rank}, and knows only of ranks "
+                f"{sorted(self._peers)}; call connect with the addresses of all."
+            )
+        hello = Hello(epoch, self.rank, rank)
+        return _connections.connect(hello, self._peers[rank], self._secret, self.kind)
+
+    def _admit(self, hello: Hello) -> bool:
+        """Waits until this rank is in a peer's epoch; False where it has been."""
+        with self._epoch_begins:
+            self._epoch_begins.wait_for(
+                lambda: self._closed or self._session.epoch >= hello.epoch,
+                _connections.HANDSHAKE_TIMEOUT,
+            )
+            return not self._closed and self._session.epoch == hello.epoch
+
+    def _serve(self, hello: Hello, connection: socket.socket) -> None:
+        session = self._session
+        if session.epoch == hello.epoch:
+            session.serve(hello.source, connection)
+
+    # ---- messages -------------------------------------------------------------------------------
+
+    def expect(self, messages: Iterable[Message], program: int = 0) -> None:
+        """Says which messages a program has, sent and received, so that they can be read ahead.
+
+        Without it arrays are made when they are received, on the thread that receives them.
+        """
+        for message in messages:
+            layout = Layout.of(message)
+            self._layouts[program, message.tag] = layout
+            self._known[id(message)] = program, message, layout
+
+    def forget(self, program: int) -> None:
+        """Forgets the messages of a program."""
+        for key in [k for k in self._layouts if k[0] == program]:
+            del self._layouts[key]
+        self._known = {k: v for k, v in self._known.items() if v[0] != program}
+
+    def _layout(self, message: Message) -> Layout:
+        known = self._known.get(id(message))
+        return Layout.of(message) if known is None else known[2]
+
+    def begin(self, call: int, program: int = 0) -> None:
+        """Says to which call, of which program, the next messages belong."""
+        self._call, self._program = call, program
+
+    def send(self, arrays: list[Any], message: Message) -> None:
+        """Starts to send arrays to a rank; does not wait.
+
+        Raises:
+            PeerLost: if that rank is gone.
+            Aborted: if the transport was aborted, or an earlier value could not be computed.
+        """
+        header = Header(self._program, self._call, message.tag, self._layout(message).nbytes)
+        self._session.send(header, list(arrays), message)
+
+    def receive(self, message: Message) -> list[Any]:
+        """Waits for a message, and gives its arrays.
+
+        Raises:
+            PeerLost: if the rank that sends it is gone.
+            Aborted: if the transport was aborted, or a value to send could not be computed.
+            TransportError: if what arrived is something else.
+        """
+        session, call = self._session, self._call
+        session.wait_for_sends(self._run_ahead)
+        arrived = session.receive((self._program, call, message.tag), message.source)
+        layout = self._layout(message)
+        if (arrived.source, arrived.nbytes) != (message.source, layout.nbytes):
+            raise TransportError(
+                f"Rank {self.rank} waits for {layout.nbytes} bytes from rank {message.source} "
+                f"under tag {message.tag}, and {arrived.nbytes} came from rank {arrived.source}; "
+                f"the ranks run different programs."
+            )
+        if self.recorder is not None:
+            self.recorder.received(call, message, arrived.start_ns, arrived.end_ns)
+        if arrived.arrays is None:
+            return make_arrays(arrived.buffer, layout, self._device)
+        return arrived.arrays
+
+    def flush(self) -> None:
+        """Waits until all that was sent has left; before it does its values must not be donated.
+
+        Raises:
+            Aborted: if the transport was aborted, or a value to send could not be computed.
+        """
+        self._session.wait_for_sends(0)
+        self._session.check()
+
+    def _observe_sent(self, call: int, message: Message, start_ns: int, end_ns: int) -> None:
+        if self.recorder is not None:
+            self.recorder.sent(call, message, start_ns, end_ns)
+
+    @property
+    def traffic(self) -> Mapping[int, Traffic]:
+        """What has gone to each rank and come from it since the last reset."""
+        return dict(self._session.traffic)
+
+    # ---- failure, and the end -------------------------------------------------------------------
+
+    def _tell(self, error: BaseException) -> None:
+        if self.on_failure is not None:
+            self.on_failure(error)
+
+    def abort(self, error: BaseException) -> None:
+        """Ends what waits here: sends and receives raise `Aborted`, with `error` as the cause.
+
+        Other ranks are not told. From then on all sends and receives raise, until the next reset.
+        """
+        self._session.abort(error)
+
+    def reset(self, epoch: int, peers: Mapping[int, Addresses] | None = None) -> None:
+        """Starts afresh after a failure, with new connections: what was on its way is dropped.
+
+        Abort all ranks before the first is reset, so that none takes the end of its connections
+        for the loss of a rank.
+
+        Args:
+            epoch: a number that has not been used; the same on all ranks.
+            peers: where the ranks are now, if that has changed.
+        """
+        if self._closed or epoch <= self._session.epoch:
+            raise ValueError(
+                f"A transport in epoch {self._session.epoch} needs a later one, got {epoch}."
+            )
+        self._session.end()
+        if peers is not None:
+            self.connect(peers)
+        with self._epoch_begins:
+            self._session = self._new_session(epoch)
+            self._epoch_begins.notify_all()
+
+    def close(self) -> None:
+        """Ends all connections and threads; what waits raises `Aborted`."""
+        if self._closed:
+            return
+        with self._epoch_begins:
+            self._closed = True
+            self._epoch_begins.notify_all()
+        self._listener.close()
+        self._session.end()
+        self._session.join(timeout=5)
+        self._pool.clear()
