@@ -15,6 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxpp import _compat
+from jaxpp._program import Fed
 
 _STATIC_OUTPUT = object()
 
@@ -49,8 +50,8 @@ class Traced:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced: JAX and NumPy arrays, and shapes that stand for one."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    """Whether a leaf is traced: JAX and NumPy arrays, and what stands for one."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | Fed)
 
 
 def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Traced:

@@ -74,6 +74,18 @@ class Free:
     slots: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fed:
+    """Stands for an array that ranks in other processes load themselves.
+
+    `batch` is what is loaded, `index` the number of the array among its leaves.
+    """
+
+    batch: Any
+    index: int
+    aval: Any
+
+
 Instruction = Run | Send | Receive | Free
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,12 +10,16 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._program import Bundle, Mesh, Program, Step, default_mesh
+from jaxpp._program import Bundle, Fed, Mesh, Program, Step, default_mesh
 from jaxpp.transforms import _loop, _lower, _marks, _placement, _schedule
 
 
 def place(
-    fun: Callable, mesh: Mesh | None = None, *, donate_argnums: int | Sequence[int] = ()
+    fun: Callable,
+    mesh: Mesh | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    feed: Mapping[int, Callable[[Any], Any]] | None = None,
 ) -> "Placed":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
 
@@ -31,6 +35,10 @@ def place(
         mesh: where to run; by default a `jaxpp.MpmdMesh` over the first `jax.devices()`.
         donate_argnums: the positions of arguments whose memory the step may reuse. Their arrays are
             deleted by the call.
+        feed: for the positions of some arguments a function that loads the argument: the step is
+            then called with what the function takes, such as the number of the batch. On a
+            `jaxpp.RemoteMpmdMesh` each rank that reads the argument calls the function itself, and
+            nothing goes through this process; it has to give the same everywhere.
 
     Returns:
         A callable with `lower(*args)`, as `jax.jit` gives. It cannot be transformed further.
@@ -53,7 +61,7 @@ def place(
     """
     if isinstance(donate_argnums, int):
         donate_argnums = (donate_argnums,)
-    return Placed(fun, mesh, tuple(donate_argnums))
+    return Placed(fun, mesh, tuple(donate_argnums), dict(feed or {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +185,7 @@ class _Signature:
 def _type_of(array: Any) -> jax.ShapeDtypeStruct:
     """An array's type without where it is, which differs between what a user and a step give."""
     # What lives in another process is an array with a type, and nothing else that JAX knows.
-    aval = array.aval if isinstance(array, jax.Array) else jax.typeof(array)
+    aval = array.aval if isinstance(array, jax.Array | Fed) else jax.typeof(array)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
@@ -192,8 +200,15 @@ def _describe(value: Any) -> str:
 class Placed:
     """A function partitioned over the ranks of a mesh; made by `place`."""
 
-    def __init__(self, fun: Callable, mesh: Mesh | None, donate_argnums: tuple[int, ...]):
+    def __init__(
+        self,
+        fun: Callable,
+        mesh: Mesh | None,
+        donate_argnums: tuple[int, ...],
+        feed: Mapping[int, Callable[[Any], Any]],
+    ):
         functools.update_wrapper(self, fun)
+        self._feed = feed
         self._fun = fun
         self._mesh = mesh
         self._donate_argnums = donate_argnums
@@ -204,6 +219,7 @@ class Placed:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the step; traces and compiles it where the arguments have new types."""
+        args = self._fed(args)
         leaves, tree = jtu.tree_flatten(args)
         cache = self._cache
         for i, compiled in enumerate(cache):
@@ -211,9 +227,18 @@ class Placed:
                 if i:
                     cache.insert(0, cache.pop(i))
                 return compiled.call(leaves)
-        compiled = self.lower(*args).compile()
+        compiled = self._lower(args).compile()
         cache.insert(0, compiled)
         return compiled.call(leaves)
+
+    def _fed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments, with those that are loaded by a function in place of what it takes."""
+        if not self._feed:
+            return args
+        _check_positions("feed", self._feed, args)
+        # Ranks in other processes load for themselves.
+        load = getattr(self._mesh, "feed", lambda load, value: load(value))
+        return tuple(load(self._feed[n], x) if n in self._feed else x for n, x in enumerate(args))
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -235,6 +260,9 @@ class Placed:
 
     def lower(self, *args: Any) -> Lowered:
         """Traces the step at arguments, or at `jax.ShapeDtypeStruct`s that stand for arrays."""
+        return self._lower(self._fed(args))
+
+    def _lower(self, args: tuple[Any, ...]) -> Lowered:
         leaves, tree = jtu.tree_flatten(args)
         paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(args)[0]]
         self._check_arguments(args, leaves, paths)
@@ -269,12 +297,7 @@ class Placed:
         return mesh
 
     def _check_arguments(self, args, leaves, paths) -> None:
-        for n in self._donate_argnums:
-            if not 0 <= n < len(args):
-                raise ValueError(
-                    f"place: donate_argnums names argument {n}, but the step was called with "
-                    f"{len(args)} arguments."
-                )
+        _check_positions("donate_argnums", self._donate_argnums, args)
         for leaf, path in zip(leaves, paths, strict=True):
             if _compat.is_tracer(leaf):
                 raise ValueError(
@@ -290,6 +313,15 @@ class Placed:
                         f"nor hashable. Arrays are traced and all else is static: make it an "
                         f"array, or hashable."
                     ) from None
+
+
+def _check_positions(name: str, positions: Iterable[int], args: Sequence[Any]) -> None:
+    for n in positions:
+        if not 0 <= n < len(args):
+            raise ValueError(
+                f"place: {name} names argument {n}, but the step was called with {len(args)} "
+                f"arguments."
+            )
 
 
 def _flatten(jaxpr):

@@ -16,6 +16,9 @@ from jaxpp.runtime._remote._environment import prepare_process
 from jaxpp.runtime._remote._process import Process
 from jaxpp.runtime._transport import SocketTransport
 
+#: Seconds after which a thread of a worker lets another one in that waits.
+SWITCH_INTERVAL = 1e-4
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
@@ -62,7 +65,7 @@ def versions() -> dict[str, str]:
     return {"python": ".".join(map(str, sys.version_info[:2])), **found}
 
 
-@ray.remote(concurrency_groups={"control": 2, "fetch": 16, "aside": 2})
+@ray.remote(concurrency_groups={"control": 2, "feed": 1, "fetch": 16, "aside": 2})
 class Actor:
     """A rank's process.
 
@@ -79,6 +82,8 @@ class Actor:
         if self.process is None:
             prepare_process(setup.place, setup.cores)
             jax.config.update("jax_enable_x64", setup.x64)
+            # The threads of the transport must not wait for the Python thread's time slice, 5 ms.
+            sys.setswitchinterval(SWITCH_INTERVAL)
             device = jax.local_devices()[0]
             transport = SocketTransport(
                 setup.rank, device, setup.secret, address=setup.address, kind=setup.kind
@@ -100,6 +105,10 @@ class Actor:
     def connect(self, peers: Mapping[int, Any]) -> None:
         """Tells the transport where the other ranks are."""
         self.process.transport.connect(peers)
+
+    def compile(self, *args: Any) -> Any:
+        """See `Process.compile`."""
+        return self.process.compile(*args)
 
     def load(self, *args: Any) -> None:
         """See `Process.load`."""
@@ -138,6 +147,11 @@ class Actor:
     def ready(self, *args: Any) -> Any:
         """See `Process.ready`."""
         return self.process.ready(*args)
+
+    @ray.method(concurrency_group="feed")
+    def feed(self, *args: Any) -> None:
+        """See `Loader.load`."""
+        self.process.loader.load(*args)
 
     @ray.method(concurrency_group="aside")
     def apply_aside(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -162,7 +162,7 @@ class RemoteArray(jax.Array):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended):
             raise TypeError(
-                f"{self!r} holds random keys, which NumPy has no type for; fetch it with jnp.asarray."
+                f"{self!r} holds random keys, which NumPy has no type for; use jnp.asarray."
             )
         value = self._mesh.fetch(self)
         return value if dtype is None else value.astype(dtype)

@@ -3,6 +3,7 @@
 A worker is a process of a rank; a rank has one, or several of the same size.
 """
 
+import concurrent.futures
 import dataclasses
 import itertools
 import math
@@ -19,7 +20,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from jaxpp.runtime._remote._session import Session
+from jaxpp.runtime._remote._session import Session, accepts
 
 #: Seconds to wait for what another mesh or task holds, before it is an error.
 RESERVE_TIMEOUT = 15.0
@@ -100,7 +101,7 @@ def reserve(
     _check_request(ranks, processes_per_rank, cpus_per_rank, gpus_per_rank)
     rank = {"CPU": float(cpus_per_rank), "GPU": float(gpus_per_rank)}
     worker = {name: amount / processes_per_rank for name, amount in rank.items()}
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes, silent = _nodes()
     workers_per_bundle = processes_per_rank
     if not any(_count_fitting(rank, node) for node in nodes):
         workers_per_bundle = 1
@@ -111,18 +112,20 @@ def reserve(
     if sum(_count_fitting(bundle, node) for node in nodes) < count:
         raise ValueError(
             f"The Ray session at {session.address} is too small for {asked}. It has:\n"
-            f"{_describe_nodes(nodes)}\n"
+            f"{_describe_nodes(nodes, silent)}\n"
             f"Add a node with `ray start --address={session.address}`, or ask for less (several "
             f"ranks share a GPU with gpus_per_rank=0.5, a core with cpus_per_rank=0.5)."
         )
     # The name says who holds the resources, to those who wait for them.
     name = f"jaxpp-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
-    group = placement_group([bundle] * count, strategy="PACK", name=name)
+    names = ",".join(node["NodeID"] for node in silent)
+    avoid = {"ray.io/node-id": f"!in({names})"} if silent else {}
+    group = placement_group([bundle] * count, "PACK", name, bundle_label_selector=[avoid] * count)
     try:
         if not group.wait(timeout):
             raise TimeoutError(
                 f"The Ray session at {session.address} has no room for {asked}, and had none for "
-                f"{timeout:g} s. It has:\n{_describe_nodes(nodes)}\n"
+                f"{timeout:g} s. It has:\n{_describe_nodes(nodes, silent)}\n"
                 f"Shut down the mesh that holds it (mesh.shutdown()), or ask for less."
             )
         places = _places(group, workers_per_bundle, processes_per_rank)
@@ -136,6 +139,47 @@ def release(reservation: Reservation) -> None:
     """Gives the reserved room back; ends the workers that still run there."""
     if ray.is_initialized():
         remove_placement_group(reservation.group)
+
+
+def renew(session: Session, reservation: Reservation) -> Reservation:
+    """Replaces a reservation that has lost a node; one that is whole is returned as it is.
+
+    Args:
+        session: the session, from `join`.
+        reservation: from `reserve`. If it is not whole it is released, which ends its workers.
+
+    Raises:
+        ValueError, TimeoutError: as `reserve`; then the reservation can be renewed later.
+    """
+    state = placement_group_table(reservation.group).get("state")
+    answering = {node["NodeID"] for node in _nodes()[0]}
+    needed = {place.node_id for own in reservation.places for place in own}
+    if state == "CREATED" and needed <= answering:
+        return reservation
+    release(reservation)
+    processes = len(reservation.places[0])
+    return reserve(
+        session,
+        len(reservation.places),
+        processes_per_rank=processes,
+        cpus_per_rank=reservation.cpus * processes,
+        gpus_per_rank=reservation.gpus * processes,
+    )
+
+
+def _nodes() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The nodes of the session: those that answer, and those that only Ray believes to be there.
+
+    Ray takes up to a minute to see that a node has crashed or is cut off.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    addresses = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(nodes))) as pool:
+        answers = dict(zip(addresses, pool.map(accepts, addresses), strict=True))
+    found: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []
+    for node, address in zip(nodes, addresses, strict=True):
+        found[0 if answers[address] else 1].append(node)
+    return found
 
 
 def _check_request(ranks: int, processes: int, cpus: float, gpus: float) -> None:
@@ -160,12 +204,13 @@ def _count_fitting(bundle: Mapping[str, float], node: Mapping[str, Any]) -> int:
 def _places(
     group: PlacementGroup, workers_per_bundle: int, processes_per_rank: int
 ) -> tuple[tuple[Place, ...], ...]:
-    """Numbers the workers so that ranks follow nodes, whatever node a bundle came to be on."""
+    """Numbers the workers so that ranks follow nodes, from this process's own, if it is one."""
     table = placement_group_table(group)
     node_of = {int(bundle): node for bundle, node in table["bundles_to_node_id"].items()}
     nodes = {node["NodeID"]: node for node in ray.nodes()}
-    order = {node: i for i, node in enumerate(dict.fromkeys(node_of[b] for b in sorted(node_of)))}
-    bundles = sorted(node_of, key=lambda bundle: (order[node_of[bundle]], bundle))
+    here = ray.get_runtime_context().get_node_id()
+    order = sorted(dict.fromkeys(node_of[b] for b in sorted(node_of)), key=lambda n: n != here)
+    bundles = sorted(node_of, key=lambda bundle: (order.index(node_of[bundle]), bundle))
     seen: dict[str, int] = {}
     workers: list[Place] = []
     for bundle in bundles:
@@ -183,7 +228,7 @@ def _describe(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{a:g} {n}" for n, a in resources.items() if n in ("CPU", "GPU") and a > 0)
 
 
-def _describe_nodes(nodes: Sequence[Mapping[str, Any]]) -> str:
+def _describe_nodes(nodes: Sequence[Mapping[str, Any]], silent: Sequence[Mapping[str, Any]]) -> str:
     """A line for each node: what it has, and which placement groups hold what of it."""
     lines = {
         node["NodeID"]: f"  {node['NodeManagerAddress']} ({node['NodeManagerHostname']}): "
@@ -199,8 +244,10 @@ def _describe_nodes(nodes: Sequence[Mapping[str, Any]]) -> str:
             for name, amount in group["bundles"][bundle].items():
                 total[name] = total.get(name, 0) + amount
     for (node, name), total in held.items():
-        if node in lines:
+        if node in lines:  # not one that has gone
             lines[node] += f"; {_describe(total)} held by the placement group {name}"
-    free = ray.available_resources()
-    everything = {n: free.get(n, 0.0) for n in ("CPU", "GPU")}
-    return "\n".join([*lines.values(), f"  free in all: {_describe(everything) or 'nothing'}"])
+    for node in silent:
+        lines[node["NodeID"]] = (
+            f"  {node['NodeManagerAddress']} ({node['NodeManagerHostname']}): does not answer"
+        )
+    return "\n".join(lines.values())

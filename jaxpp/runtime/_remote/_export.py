@@ -1,12 +1,14 @@
 """Computations as bytes, which go from the driver to the processes that compile and run them."""
 
 import dataclasses
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import export as jax_export
+from jax.experimental import serialize_executable
 from jax.sharding import SingleDeviceSharding
 
 from jaxpp import _compat, _jaxprs
@@ -68,6 +70,31 @@ def compile_exported(exported: Exported, device: Any) -> Callable[..., Any]:
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in restored.in_avals]
     with jax.default_device(device):
         return jax.jit(run, donate_argnums=exported.donated).lower(*avals).compile()
+
+
+def serialize(compiled: Any) -> bytes | None:
+    """A compiled computation as bytes, for other processes of the same host and kind of device.
+
+    None where the backend cannot give it. What came out of JAX's persistent cache cannot be
+    serialised again on CPU: it loads, and fails when it is called.
+    """
+    config: Any = jax.config
+    if config.jax_enable_compilation_cache and config.jax_compilation_cache_dir:
+        return None
+    try:
+        return pickle.dumps(serialize_executable.serialize(compiled))
+    except (ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
+        return None
+
+
+def load_serialized(payload: bytes, device: Any) -> Callable[..., Any] | None:
+    """Undoes `serialize`, on a device of this process; None where the backend cannot do it."""
+    try:
+        return serialize_executable.deserialize_and_load(
+            *pickle.loads(payload), execution_devices=[device]
+        )
+    except (ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
+        return None
 
 
 def _is_weak(aval: Any) -> bool:

@@ -67,7 +67,7 @@ class Failure:
         error: BaseException, rank: int, call: int, task: str, waited_for: int | None = None
     ) -> "Failure":
         """Describes an exception."""
-        follows = isinstance(error, TransportError)
+        follows = isinstance(error, TransportError | Lost)
         try:
             pickled = pickle.dumps(error)
             pickle.loads(pickled)

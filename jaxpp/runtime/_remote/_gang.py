@@ -11,7 +11,10 @@ import ray.exceptions
 
 from jaxpp.runtime._remote import _cluster, _environment, _session
 from jaxpp.runtime._remote._actor import Actor, Hello, Setup, versions
-from jaxpp.runtime._remote._watch import Member
+from jaxpp.runtime._remote._watch import Member, kill
+
+#: Seconds that a worker has to end what it is about, when the mesh is restarted.
+RESET_TIMEOUT = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +68,8 @@ class Gang:
         hosts = list(dict.fromkeys(p.address for own in self._reservation.places for p in own))
         if len(hosts) > 1 and self._settings.address is None:
             raise ValueError(
-                f"RemoteMpmdMesh: the ranks are on the hosts {', '.join(hosts)}, and workers listen "
-                f"for others of their own host only; give address='auto' to let them listen at the "
+                f"RemoteMpmdMesh: the ranks are on the hosts {', '.join(hosts)}, and workers "
+                f"listen for others of their own host only; give address='auto' to let them listen at the "
                 f"address that Ray knows of their host."
             )
 
@@ -85,7 +88,9 @@ class Gang:
         hellos = self._call_all("start", lambda rank: (self._setup(rank),))
         for member, hello in zip(self.members, hellos, strict=True):
             self._check(member, hello)
-            member.host, member.pid, member.node = hello.host, hello.pid, hello.node
+            place = self._reservation.places[member.rank][0]
+            member.host = f"{hello.host} ({place.address})"
+            member.pid, member.node = hello.pid, hello.node
         self.hellos = hellos
         self._connect([hello.addresses for hello in hellos])
 
@@ -143,37 +148,55 @@ class Gang:
 
         Returns:
             The ranks of new workers.
+
+        Raises:
+            RuntimeError: a new one did not start; then all have ended, and it may be tried again.
         """
         self._epoch += 1
+        room = _cluster.renew(self._session, self._reservation)
+        if room is not self._reservation:  # a host is lost, and the room of all with it
+            self._reservation = room
+            for member in self.members:
+                member.dead = True
         self._try_all("abort", "The mesh is restarted.")
         self._try_all("reset", self._epoch)
         fresh = {m.rank for m in self.members if m.dead}
-        self._start([Member(m.rank, None if m.dead else m.actor) for m in self.members])
+        try:
+            self._start([Member(m.rank, None if m.dead else m.actor) for m in self.members])
+        except BaseException:
+            self._kill()
+            raise
         return fresh
 
     def _try_all(self, method: str, *args: Any) -> None:
         """Calls all workers; one that does not answer is stuck in what it does, and is killed."""
         fit = [m for m in self.members if not m.dead]
         references = [getattr(m.actor, method).remote(*args) for m in fit]
+        if references:
+            ray.wait(references, num_returns=len(references), timeout=RESET_TIMEOUT)
         for member, reference in zip(fit, references, strict=True):
             try:
-                ray.get(reference, timeout=5.0)
+                ray.get(reference, timeout=0)
             except ray.exceptions.RayError:
-                ray.kill(member.actor)
                 member.dead = True
+        for member in self.members:
+            if member.dead:
+                kill(member)
 
     def stop(self) -> None:
         """Ends all workers, and gives back what the cluster had reserved for them."""
-        closing = [m.actor.close.remote() for m in self.members if not m.dead]
-        try:
-            ray.wait(closing, num_returns=len(closing), timeout=2.0) if closing else None
-            self._kill()
-            _cluster.release(self._reservation)
-        except ray.exceptions.RayError:
-            pass  # the session has gone, and all of them with it
+        if ray.is_initialized():  # else the session has gone, and all of them with it
+            closing = [m.actor.close.remote() for m in self.members if not m.dead]
+            try:
+                ray.wait(closing, num_returns=len(closing), timeout=2.0) if closing else None
+                self._kill()
+                _cluster.release(self._reservation)
+            except ray.exceptions.RayError:
+                pass  # the same
         _session.leave(self._session)
 
     def _kill(self) -> None:
         for member in self.members:
             if member.actor is not None:
-                ray.kill(member.actor)
+                kill(member)
+                member.dead = True

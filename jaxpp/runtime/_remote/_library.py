@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxpp import _compat
@@ -19,6 +19,16 @@ class _Step:
 
     programs: tuple[Program, ...]
     computations: tuple[int, ...]
+    in_types: tuple[ArrayType, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loading:
+    """What a rank is sent to have a step: the arguments of `Process.compile` and `Process.load`."""
+
+    rank: int
+    compile: tuple[Any, ...]
+    load: tuple[Any, ...]
 
 
 class Library:
@@ -26,10 +36,12 @@ class Library:
 
     Args:
         platform: of the workers, as JAX names it.
+        kinds: for each rank something that is equal where ranks can share executables.
     """
 
-    def __init__(self, platform: str):
+    def __init__(self, platform: str, kinds: Sequence[Any]):
         self._platform = platform
+        self._kinds = kinds
         self._numbers = itertools.count()
         self._steps: dict[int, _Step] = {}
         self._exported: dict[int, _export.Exported] = {}
@@ -51,25 +63,64 @@ class Library:
                 self._exported[number] = _export.export(computation, self._platform)
             computations.append(self._known[key][0])
         number = next(self._numbers)
-        self._steps[number] = _Step(bundle.programs, tuple(computations))
+        self._steps[number] = _Step(
+            bundle.programs,
+            tuple(computations),
+            tuple(ArrayType.of(aval) for aval in bundle.in_avals),
+        )
         self._note_sources(bundle)
         return number
 
-    def missing(self, step: int) -> Iterator[tuple[int, tuple]]:
-        """The ranks that do not have a step, and what to send them: `Process.load`'s arguments."""
+    def missing(self, step: int) -> list["Loading"]:
+        """What has to be sent to the ranks that do not have a step."""
         found = self._steps[step]
-        for program in found.programs:
-            has = self._has[program.rank]
-            if ("step", step) in has:
-                continue
-            used = {i.computation for i in program.instructions if isinstance(i, Run)}
-            numbers = [n if i in used else None for i, n in enumerate(found.computations)]
-            new = dict.fromkeys(n for n in numbers if n is not None)
-            exported = {n: self._exported[n] for n in new if ("computation", n) not in has}
-            constants = [(s, ArrayType.of(x), to_host(x)) for s, x in program.constants]
-            slots = tuple((slot, None) for slot, _ in program.constants)
-            bare = dataclasses.replace(program, constants=slots)
-            yield program.rank, (step, bare, numbers, exported, constants)
+        lacking = [p for p in found.programs if ("step", step) not in self._has[p.rank]]
+        wanted = {p.rank: self._lacks(found, p) for p in lacking}
+        compiles: dict[int, list[int]] = {rank: [] for rank in wanted}
+        shared = set()
+        for number in dict.fromkeys(n for own in wanted.values() for n in own):
+            for ranks in self._alike(r for r, own in wanted.items() if number in own):
+                compiles[min(ranks, key=lambda r: self._weight(compiles[r]))].append(number)
+                shared |= {number} if len(ranks) > 1 else set()
+        return [
+            self._loading(step, program, compiles[program.rank], wanted[program.rank], shared)
+            for program in lacking
+        ]
+
+    def _weight(self, computations: Iterable[int]) -> int:
+        """A measure of how long computations take to compile."""
+        return sum(len(self._exported[n].payload) for n in computations)
+
+    def _lacks(self, step: _Step, program: Program) -> list[int]:
+        """The computations that a rank runs in a step and does not have, largest first."""
+        used = {i.computation for i in program.instructions if isinstance(i, Run)}
+        numbers = {n for i, n in enumerate(step.computations) if i in used}
+        lacks = [n for n in numbers if ("computation", n) not in self._has[program.rank]]
+        return sorted(lacks, key=lambda n: (-self._weight([n]), n))
+
+    def _alike(self, ranks: Iterable[int]) -> list[list[int]]:
+        """Ranks by what executables they can share: those of one host and kind of device."""
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for rank in ranks:
+            groups[self._kinds[rank]].append(rank)
+        return list(groups.values())
+
+    def _loading(
+        self, number: int, program: Program, compiles: list[int], lacks: list[int], shared: set[int]
+    ) -> "Loading":
+        step = self._steps[number]
+        used = {i.computation for i in program.instructions if isinstance(i, Run)}
+        numbers = [n if i in used else None for i, n in enumerate(step.computations)]
+        constants = [(s, ArrayType.of(x), to_host(x)) for s, x in program.constants]
+        slots = tuple((slot, None) for slot, _ in program.constants)
+        bare = dataclasses.replace(program, constants=slots)
+        in_types = [step.in_types[n] for n, _ in program.inputs]
+        others = {n: self._exported[n] for n in lacks if n not in compiles}
+        return Loading(
+            program.rank,
+            ({n: self._exported[n] for n in compiles}, shared),
+            (number, bare, in_types, numbers, others, constants),
+        )
 
     def installed(self, step: int) -> None:
         """Notes that all ranks have a step."""

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,9 @@ from jaxpp._program import Bundle
 from jaxpp.runtime._axes import PIPELINE_AXIS, check_axes
 from jaxpp.runtime._remote._array import RemoteArray
 from jaxpp.runtime._remote._arrays import Arrays
+from jaxpp.runtime._remote._failure import Failure
+from jaxpp.runtime._remote._feed import Batch, Feeds, describe
 from jaxpp.runtime._remote._library import Library
-from jaxpp.runtime._remote._process import Call
 from jaxpp.runtime._remote._step import RemoteStep
 
 #: Calls that may be under way before the next one waits for the oldest.
@@ -99,8 +100,12 @@ class RemoteMpmdMesh:
         self._lock = threading.RLock()
         self._calls = itertools.count(1)
         self._flying = threading.BoundedSemaphore(IN_FLIGHT)
-        self._library = Library(self._gang.hellos[0].platform)
+        hellos = self._gang.hellos
+        self._library = Library(hellos[0].platform, [(h.node, h.device) for h in hellos])
         self._arrays = Arrays(ranks, self._fetch_bytes)
+        self._feeds = Feeds(
+            lambda load, value: self.apply(describe, {0: (load, value)}, ordered=False)[0]
+        )
         self._watch = self._new_watch()
         atexit.register(self.shutdown)
 
@@ -138,9 +143,13 @@ class RemoteMpmdMesh:
         """
         with self._lock:
             self._check_open()
-            self._watch.close()
-            fresh = self._gang.renew()
-            self._library.forget(fresh)
+            self._watch.close()  # it stays, and refuses all calls, if the rest fails
+            fresh = set(range(self.num_ranks))
+            try:
+                fresh = self._gang.renew()
+            finally:
+                self._library.forget(fresh)
+                self._feeds.forget(fresh)
             self._arrays.clear()
             self._flying = threading.BoundedSemaphore(IN_FLIGHT)
             self.incarnation += 1
@@ -170,12 +179,12 @@ class RemoteMpmdMesh:
         """Brings a step to the workers that do not have it."""
         for rank, removed in self._library.removals():
             self._actor(rank).unload.remote(removed)
-        references = [
-            (rank, self._actor(rank).load.remote(*loading))
-            for rank, loading in self._library.missing(step)
-        ]
-        for rank, reference in references:
-            self._watch.result(rank, reference)
+        loadings = self._library.missing(step)
+        compiled = [self._actor(x.rank).compile.remote(*x.compile) for x in loadings]
+        loaded = [self._actor(x.rank).load.remote(*x.load, *compiled) for x in loadings]
+        for loading, *references in zip(loadings, compiled, loaded, strict=True):
+            for reference in references:
+                self._watch.value(loading.rank, reference)
         self._library.installed(step)
 
     def _actor(self, rank: int) -> Any:
@@ -189,13 +198,30 @@ class RemoteMpmdMesh:
             self._install(step)
             yield next(self._calls)
 
-    def submit(self, calls: Sequence[tuple[int, Call, Sequence[Any]]]) -> None:
+    def submit(self, calls: Sequence[tuple[int, Sequence[Any]]]) -> None:
         """Sends a call to each rank; waits first where too many are under way."""
-        flying = self._flying
-        flying.acquire()
+        flying, watch = self._flying, self._watch
+        while not flying.acquire(timeout=0.2):
+            watch.check()
         landing = Countdown(len(calls), flying.release)
-        for rank, call, values in calls:
-            self._watch.follow(rank, self._actor(rank).run.remote(call, *values), landing.count)
+        rank = 0
+        try:
+            for rank, packed in calls:
+                watch.follow(rank, self._actor(rank).run.remote(*packed), landing.count)
+        except BaseException as error:
+            # Those that have the call would wait for ever for those that do not.
+            watch.report(rank, Failure.of(error, rank, -1, "the dispatch of a call"))
+            raise
+
+    def feed(self, load: Callable[[Any], Any], value: Any) -> Any:
+        """What stands for `load(value)` in the arguments of a call: the ranks load it."""
+        return self._feeds(load, value)
+
+    def load_batches(self, rank: int, batches: Iterable[Batch]) -> None:
+        """Lets a rank load what its next call reads."""
+        for batch in batches:
+            load = self._feeds.load_for(rank, batch)
+            self._watch.follow(rank, self._actor(rank).feed.remote(batch, load))
 
     # ---- arrays ---------------------------------------------------------------------------------
 
@@ -206,6 +232,13 @@ class RemoteMpmdMesh:
     def new_ids(self, count: int) -> int:
         """The first of `count` ids in a row for new arrays."""
         return self._arrays.new_ids(count)
+
+    def flush(self) -> None:
+        """Tells the ranks what they may drop, where no call does."""
+        with self._lock:
+            for rank in range(self.num_ranks):
+                if released := self.releases(rank):
+                    self._actor(rank).drop.remote(released)
 
     def releases(self, rank: int) -> tuple[int, ...]:
         """Ids of arrays that a rank may drop; it has to be told."""
@@ -286,6 +319,7 @@ class RemoteMpmdMesh:
         method = "apply" if ordered else "apply_aside"
         with self._lock:
             self._check()
+            self.flush()
             references = {
                 rank: getattr(self._actor(rank), method).remote(function, *own)
                 for rank, own in args.items()

@@ -3,17 +3,22 @@
 Knows nothing of Ray: the actor is a thin shell around it.
 """
 
+import collections
 import dataclasses
+import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxpp._program import Message, Program, Receive, Run, Send
 from jaxpp.runtime._array_types import ArrayType, from_host, to_host
 from jaxpp.runtime._remote import _export
 from jaxpp.runtime._remote._failure import Failure, Lost
+from jaxpp.runtime._remote._feed import Loader
 from jaxpp.runtime._transport._errors import Aborted, PeerLost
 from jaxpp.runtime._worker import Worker
 
@@ -34,23 +39,59 @@ class Call:
         number: counts the calls of all steps of the mesh.
         step: the step's number.
         arrays: for each input of the program the id of an array of the rank; `VALUE` for one that
-            comes with the call, `MOVED` for one that comes from another rank.
-        types: of the arrays that come with the call.
+            comes with the call, `MOVED` for one that comes from another rank, `FED` for one that
+            the rank loads itself.
         results: the id of the step's first result; those of the others follow.
         dropped: ids of arrays that this call consumes, or that nobody wants any more.
         moves: what is sent and received before the step, in one order for all ranks.
+        fed: of each array that the rank loads itself, the number of its batch, and its own there.
     """
 
     number: int
     step: int
     arrays: tuple[int, ...]
-    types: tuple[ArrayType, ...]
     results: int
     dropped: tuple[int, ...]
     moves: tuple[Move, ...] = ()
+    fed: tuple[tuple[int, int], ...] = ()
+
+    def pack(self, values: Sequence[Any]) -> list[Any]:
+        """Makes of a call, and the bytes of the arrays that come with it, what Ray is to carry.
+
+        Ray takes long to pickle anything but bytes, and carries what is large by itself.
+        """
+        small = [None if v.nbytes > LARGE else v.tobytes() for v in values]
+        fields = tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+        return [pickle.dumps((fields, small)), *(v for v in values if v.nbytes > LARGE)]
+
+    @staticmethod
+    def unpack(packed: bytes, *large: Any) -> tuple["Call", list[Any]]:
+        """Undoes `pack`."""
+        fields, small = pickle.loads(packed)
+        rest = iter(large)
+        return Call(*fields), [next(rest) if v is None else v for v in small]
 
 
-VALUE, MOVED = -1, -2
+VALUE, MOVED, FED = -1, -2, -3
+#: Bytes from which on an array goes by itself.
+LARGE = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Executable:
+    """A compiled computation, and the positions of the arguments whose memory it takes."""
+
+    call: Callable[..., Any]
+    donated: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A step as a rank has it."""
+
+    program: Program
+    worker: Worker
+    input_types: tuple[ArrayType, ...]
 
 
 class Process:
@@ -66,65 +107,101 @@ class Process:
         self.transport = transport
         transport.on_failure = self._transport_failed
         self.recorder: Any = None
+        self.loader = Loader()
         self.arrays: dict[int, jax.Array] = {}
         self.lock = threading.Condition()
         self.failure: Failure | None = None
-        self._executables: dict[int, Any] = {}
-        self._steps: dict[int, tuple[Program, Worker]] = {}
+        self._executables: dict[int, _Executable] = {}
+        self._steps: dict[int, _Loaded] = {}
+        self._epoch = 0
         self._call = -1
         self._worker: Worker | None = None
 
     # ---- steps ----------------------------------------------------------------------------------
 
+    def compile(
+        self, exported: Mapping[int, _export.Exported], shared: Collection[int]
+    ) -> dict[int, bytes | None]:
+        """Compiles computations, and keeps them by number.
+
+        Args:
+            exported: the computations.
+            shared: those of them that others want, too.
+
+        Returns:
+            The shared ones, for `load` of others; None for one that cannot be shared.
+        """
+        found = {}
+        for number, computation in exported.items():
+            call = _export.compile_exported(computation, self.device)
+            self._executables[number] = _Executable(call, computation.donated)
+            if number in shared:
+                found[number] = _export.serialize(call)
+        return found
+
     def load(
         self,
         step: int,
         program: Program,
+        input_types: Sequence[ArrayType],
         computations: Sequence[int | None],
         exported: Mapping[int, _export.Exported],
         constants: Sequence[tuple[int, ArrayType, Any]],
+        *compiled: Mapping[int, bytes | None],
     ) -> None:
-        """Compiles and registers a step.
+        """Registers a step.
 
         Args:
             step: its number.
             program: what this rank runs, without the values of constants.
+            input_types: of the program's inputs.
             computations: for each computation of the program the number by which the mesh knows
                 it; None for one that this rank does not run.
-            exported: the computations that this process does not have yet, by those numbers.
+            exported: the computations that others compile for this process, by those numbers.
             constants: slots, types and bytes of the program's constants.
+            *compiled: what `compile` of others gave.
         """
+        payloads = {n: p for found in compiled for n, p in found.items() if p is not None}
         for number, computation in exported.items():
-            self._executables[number] = _export.compile_exported(computation, self.device)
+            call = number in payloads and _export.load_serialized(payloads[number], self.device)
+            call = call or _export.compile_exported(computation, self.device)
+            self._executables[number] = _Executable(call, computation.donated)
         executables = [None if n is None else self._executables[n] for n in computations]
-        worker = Worker(program, executables, self.transport)
+        donated = {
+            n: self._executables[k].donated for n, k in enumerate(computations) if k is not None
+        }
+        late = sent_before_donated(program, donated)
+        transport = CopyingTransport(self.transport, late) if late else self.transport
+        worker = Worker(program, [e and e.call for e in executables], transport)
         for slot, array_type, value in constants:
             worker.slots[slot] = from_host(value.copy(), array_type, self.device)
         messages = [i.message for i in program.instructions if isinstance(i, Send | Receive)]
         self.transport.expect(messages, step)
-        self._steps[step] = program, worker
+        self._steps[step] = _Loaded(program, worker, tuple(input_types))
 
     def unload(self, step: int) -> None:
         """Forgets a step."""
         self._steps.pop(step, None)
         self.transport.forget(step)
 
-    def run(self, call: Call, *values: Any) -> Failure | None:
+    def run(self, *packed: Any) -> Failure | None:
         """Dispatches a step; returns what went wrong.
 
         Args:
-            call: which, and on what.
-            *values: the bytes of the arrays that come with the call.
+            *packed: what `Call.pack` gave.
         """
+        call, values = Call.unpack(*packed)
         if self.failure is not None:
             return self.failure
-        program, worker = self._steps[call.step]
+        loaded = self._steps[call.step]
+        program, worker = loaded.program, loaded.worker
+        worker.at = None
         self._call, self._worker = call.number, worker
         try:
             self.transport.begin(call.number, call.step)
             if self.recorder is not None:
                 self.recorder.begin(call.number)
-            self._feed(call, program, worker, values)
+            self._feed(call, loaded, values)
             worker.execute(program.instructions)
             results = {call.results + n: worker.slots[slot] for n, slot in program.outputs}
             for _, slot in program.outputs:
@@ -136,28 +213,33 @@ class Process:
             self.lock.notify_all()
         return None
 
-    def _feed(self, call: Call, program: Program, worker: Worker, values: Sequence[Any]) -> None:
+    def _feed(self, call: Call, loaded: "_Loaded", values: Sequence[Any]) -> None:
+        program, worker, types = loaded.program, loaded.worker, loaded.input_types
         moved = []
         for move in call.moves:
             if move.message.source == self.rank:
-                self.transport.send([self.arrays[move.array]], move.message)
+                # A copy where the step may take its memory before it has left.
+                array = self.arrays[move.array]
+                array = jnp.copy(array) if move.array in call.dropped else array
+                self.transport.send([array], move.message)
             else:
                 moved.append(move.message)
         arrivals = (self.transport.receive(message)[0] for message in moved)
         # Copied, for what comes with a call is Ray's memory, and JAX does not copy it.
-        fed = (
-            from_host(value.copy(), type_, self.device)
-            for value, type_ in zip(values, call.types, strict=True)
-        )
-        for (_, slot), number in zip(program.inputs, call.arrays, strict=True):
+        fed, batches = iter(values), iter(call.fed)
+        for (_, slot), type_, number in zip(program.inputs, types, call.arrays, strict=True):
             if number == VALUE:
-                worker.slots[slot] = next(fed)
+                value = np.array(np.frombuffer(next(fed), np.uint8))
+                worker.slots[slot] = from_host(value, type_, self.device)
             elif number == MOVED:
                 worker.slots[slot] = next(arrivals)
+            elif number == FED:
+                worker.slots[slot] = self.loader.take(*next(batches), type_, self.device)
             else:
                 worker.slots[slot] = self.arrays[number]
         for number in call.dropped:
             self.arrays.pop(number, None)
+        self.loader.drop(number for number, _ in call.fed)
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs a function on this process: `function(process, *args)`."""
@@ -172,8 +254,13 @@ class Process:
             Lost: the process has failed, or has been reset, before they were made.
         """
         with self.lock:
+            epoch = self._epoch
             self.lock.wait_for(
-                lambda: self.failure is not None or all(n in self.arrays for n in numbers)
+                lambda: (
+                    self.failure is not None
+                    or self._epoch != epoch
+                    or all(n in self.arrays for n in numbers)
+                )
             )
             if any(n not in self.arrays for n in numbers):
                 raise Lost("The step that was to make it has failed.")
@@ -183,9 +270,8 @@ class Process:
         """The bytes of arrays."""
         try:
             return [to_host(x) for x in jax.block_until_ready(self.wait_for(numbers))]
-        except Lost:
-            assert self.failure is not None
-            return self.failure
+        except Lost as error:
+            return self.failure or Failure.of(error, self.rank, -1, "")
         except Exception as error:
             return self.fail(error)
 
@@ -193,8 +279,8 @@ class Process:
         """Waits until arrays have been computed."""
         try:
             jax.block_until_ready(self.wait_for(numbers))
-        except Lost:
-            return self.failure
+        except Lost as error:
+            return self.failure or Failure.of(error, self.rank, -1, "")
         except Exception as error:
             return self.fail(error)
         return None
@@ -218,6 +304,7 @@ class Process:
                 self.failure = Failure.of(error, self.rank, self._call, task, source)
             self.lock.notify_all()
         self.transport.abort(error)
+        self.loader.stop(Aborted("Another rank has failed."))
         return self.failure
 
     def abort(self, reason: str) -> None:
@@ -229,10 +316,13 @@ class Process:
         with self.lock:
             self.arrays.clear()
             self.failure = None
-            self._call, self._worker = -1, None
-        for program, worker in self._steps.values():
-            kept = {slot for slot, _ in program.constants}
+            self._call, self._worker, self._epoch = -1, None, epoch
+            self.lock.notify_all()
+        for loaded in self._steps.values():
+            kept = {slot for slot, _ in loaded.program.constants}
+            worker = loaded.worker
             worker.slots[:] = [x if i in kept else None for i, x in enumerate(worker.slots)]
+        self.loader.reset()
         self.transport.reset(epoch)
 
     def close(self) -> None:
@@ -255,3 +345,46 @@ class Process:
             case Receive(message=message):
                 return f"receive of {message.names[0]} from rank {message.source}", message.source
         return "", None
+
+
+def sent_before_donated(program: Program, donated: Mapping[int, Sequence[int]]) -> frozenset[int]:
+    """The tags of messages whose arrays a later computation of the program takes the memory of.
+
+    Args:
+        program: the program.
+        donated: by computation, the positions of the arguments whose memory it takes.
+    """
+    found: set[int] = set()
+    sent: dict[int, set[int]] = collections.defaultdict(set)
+    for instruction in program.instructions:
+        match instruction:
+            case Send(slots, message):
+                for slot in slots:
+                    sent[slot].add(message.tag)
+            case Run(computation, inputs, outputs, _):
+                for position in donated[computation]:
+                    found |= sent[inputs[position]]
+                for slot in outputs:
+                    sent.pop(slot, None)
+            case Receive(slots, _):
+                for slot in slots:
+                    sent.pop(slot, None)
+    return frozenset(found)
+
+
+class CopyingTransport:
+    """A transport that sends copies of some messages, because they leave later than they are sent.
+
+    Args:
+        transport: what sends and receives.
+        tags: of the messages whose arrays do not live until they have left.
+    """
+
+    def __init__(self, transport: Any, tags: frozenset[int]):
+        self._transport, self._tags = transport, tags
+        self.receive = transport.receive
+
+    def send(self, arrays: list[Any], message: Message) -> None:
+        """Starts to send; does not wait."""
+        copied = [jnp.copy(a) for a in arrays] if message.tag in self._tags else arrays
+        self._transport.send(copied, message)

@@ -1,6 +1,5 @@
 """The Ray session that a mesh's workers run in."""
 
-import atexit
 import contextlib
 import dataclasses
 import logging
@@ -106,7 +105,7 @@ def _open(address: str | None) -> Session:
         )
     if address in (None, "auto"):
         found = _address_of_ray_start()
-        if found is not None and not _accepts(found):
+        if found is not None and not accepts(found):
             if address is None:
                 warnings.warn(
                     f"The Ray session at {found}, started here with `ray start`, does not answer; "
@@ -124,7 +123,7 @@ def _open(address: str | None) -> Session:
         return _connect(None) if found is not None else _start()
     if address == "local":
         return _start()
-    if not _accepts(address):
+    if not accepts(address):
         raise ConnectionError(
             f"No Ray session answers at {address} within {CONNECT_TIMEOUT:g} s. Start one with "
             f"`ray start --head`, correct RAY_ADDRESS, or use RAY_ADDRESS=local for a session of "
@@ -151,7 +150,10 @@ def _init(**arguments: Any) -> None:
     """
 
     def init() -> None:
-        ray.init(logging_level=logging.ERROR, **arguments)
+        with warnings.catch_warnings():
+            # JAX warns of it after the fork; the child only calls exec.
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            ray.init(logging_level=logging.ERROR, **arguments)
 
     if threading.current_thread() is threading.main_thread():
         handler = signal.getsignal(signal.SIGTERM)
@@ -164,7 +166,7 @@ def _init(**arguments: Any) -> None:
 
 def _call_in_lasting_thread(function: Callable[[], None]) -> None:
     """Calls a function in a thread that ends with the process only."""
-    done, forever, errors = threading.Event(), threading.Event(), []
+    done, errors = threading.Event(), []
 
     def run() -> None:
         try:
@@ -173,9 +175,8 @@ def _call_in_lasting_thread(function: Callable[[], None]) -> None:
             errors.append(error)
         done.set()
         if not errors:
-            forever.wait()
+            threading.Event().wait()
 
-    atexit.register(forever.set)
     threading.Thread(target=run, name="jaxpp-ray-session", daemon=True).start()
     done.wait()
     if errors:
@@ -192,8 +193,12 @@ def _address_of_ray_start() -> str | None:
         return None
 
 
-def _accepts(address: str) -> bool:
-    """Whether something accepts connections at an address; Ray itself would try for minutes."""
+def accepts(address: str) -> bool:
+    """Whether something accepts connections at an address; Ray itself would try for minutes.
+
+    Args:
+        address: `host:port`.
+    """
     host, port = _split(address)
     try:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()

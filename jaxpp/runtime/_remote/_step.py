@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxpp._program import Bundle, Message
-from jaxpp.runtime._array_types import ArrayType, to_host
+from jaxpp._program import Bundle, Fed, Message
 from jaxpp.runtime._arguments import check_arguments
+from jaxpp.runtime._array_types import ArrayType, to_host
 from jaxpp.runtime._remote._array import RemoteArray, RemoteSharding
-from jaxpp.runtime._remote._process import MOVED, VALUE, Call, Move
+from jaxpp.runtime._remote._process import FED, MOVED, VALUE, Call, Move
 
 if TYPE_CHECKING:
     from jaxpp.runtime._remote._mesh import RemoteMpmdMesh
@@ -59,23 +59,24 @@ class RemoteStep:
         values = {
             n: _bytes_of(arg, self._types[n])
             for n, arg in enumerate(args)
-            if not isinstance(arg, RemoteArray) and self._readers[n]
+            if not isinstance(arg, RemoteArray | Fed) and self._readers[n]
         }
         calls = []
         for program in bundle.programs:
             rank = program.rank
             numbers = [n for n, _ in program.inputs]
-            fed = [n for n in numbers if n in values]
+            fed = [args[n] for n in numbers if isinstance(args[n], Fed)]
+            mesh.load_batches(rank, dict.fromkeys(leaf.batch for leaf in fed))
             call = Call(
                 number,
                 self.number,
                 tuple(_source(args[n], rank) for n in numbers),
-                tuple(self._types[n] for n in fed),
                 results,
                 (*mesh.releases(rank), *dropped[rank]),
                 tuple(m for m in moves if rank in (m.message.source, m.message.target)),
+                tuple((leaf.batch.number, leaf.index) for leaf in fed),
             )
-            calls.append((rank, call, [values[n] for n in fed]))
+            calls.append((rank, call.pack([values[n] for n in numbers if n in values])))
         mesh.submit(calls)
         for n in bundle.donated:
             arg = args[n]
@@ -115,6 +116,8 @@ def _bytes_of(arg: Any, type_: ArrayType) -> np.ndarray:
 
 
 def _source(arg: Any, rank: int) -> int:
+    if isinstance(arg, Fed):
+        return FED
     if not isinstance(arg, RemoteArray):
         return VALUE
     return arg.id if rank in arg.ranks else MOVED

@@ -1,29 +1,35 @@
 """The driver's watch over its workers: whoever fails, all end at once and with one error."""
 
 import dataclasses
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxpp.runtime._remote._failure import Failure, Lost, RankError
 
-#: Seconds between two signs of life, and after which a worker without one is looked at.
+#: Seconds between two signs of life.
 HEARTBEAT = 0.5
-#: Seconds that the ranks get to say what went wrong.
-SETTLING = 2.0
+#: Seconds that a look at a worker's process takes at most.
+LOOK = 0.7
+#: Seconds that the ranks get to say what went wrong, until the silent ones are suspected.
+SETTLING = 1.0
+#: Seconds between two looks at whether what a call waits for will never come.
+POLL = 0.2
 
 
 @dataclasses.dataclass
 class Member:
     """A rank's worker as the driver knows it.
 
-    `called` and `seen` are when it was last asked for a sign of life and last gave one (seconds of
-    the monotonic clock); `at` is what it was at then.
-    `dead` ones cannot be used again.
+    `seen` is when it last gave a sign of life (seconds of the monotonic clock), and `at` what it
+    was at then. `dead` ones cannot be used again.
     """
 
     rank: int
@@ -45,7 +51,8 @@ class Watch:
     Args:
         members: the workers.
         timeout: seconds without a sign of life after which a worker that does not run (it has been
-            stopped, or its host cannot be reached) counts as lost.
+            stopped, or its host cannot be reached) counts as lost; one that runs, and only does not
+            answer, after ten times as long.
         describe: gives the stage and source line of a task's label, or an empty string.
     """
 
@@ -59,6 +66,7 @@ class Watch:
         self._changed = threading.Condition()
         self._settled = threading.Event()
         self._closed = threading.Event()
+        self._lookouts = _lookouts({member.node for member in self._members})
         self._pulse = threading.Thread(target=self._beat, name="jaxpp-heartbeat", daemon=True)
         self._pulse.start()
 
@@ -69,7 +77,12 @@ class Watch:
         if self._first is not None:
             self._settled.wait()
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # it may be raised often
+        if self._closed.is_set():
+            raise RuntimeError(
+                "The mesh has been shut down or restarted meanwhile, or could not be restarted; "
+                "call mesh.restart() and load the last checkpoint to go on."
+            )
 
     def follow(self, rank: int, reference: Any, done: Callable[[], None] | None = None) -> None:
         """Hears of it when a call of a worker fails; `done` runs when the call has ended."""
@@ -95,36 +108,53 @@ class Watch:
     def result(self, rank: int, reference: Any) -> Any:
         """The result of a call of a worker; a failure becomes the error of all workers."""
         try:
-            found = ray.get(reference)
+            found = self._get(reference)
         except ray.exceptions.RayError as error:
-            self.report(rank, error)
-        else:
-            if not isinstance(found, Failure):
-                return found
-            self.report(rank, found)
-        self.check()
-        raise AssertionError("a failure that is no error")
+            raise self._error_after(rank, error) from None
+        if isinstance(found, Failure):
+            raise self._error_after(rank, found)
+        return found
 
     def value(self, rank: int, reference: Any) -> Any:
         """The value of a function that runs on a worker; what it raises is not the worker's end."""
         try:
-            return ray.get(reference)
+            return self._get(reference)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, Lost):
                 self.check()
             raise error.as_instanceof_cause() from None
         except ray.exceptions.RayError as error:
-            self.report(rank, error)
-        self.check()
+            raise self._error_after(rank, error) from None
+
+    def _get(self, reference: Any) -> Any:
+        """What a call gives; ends when the workers have, whether or not Ray ever tells of it."""
+        # Ray would start a session by itself where there is none.
+        while ray.is_initialized():
+            if ray.wait([reference], timeout=POLL, fetch_local=False)[0]:
+                return ray.get(reference)
+            if self._settled.is_set():
+                self.check()
+        raise ray.exceptions.RaySystemError("the Ray session has been shut down")
+
+    def _error_after(self, rank: int, what: Failure | BaseException) -> BaseException:
+        """The error of all workers, once a rank's failure is known."""
+        self.report(rank, what)
+        try:
+            self.check()
+        except RuntimeError as error:
+            return error
         raise AssertionError("a failure that is no error")
 
     def report(self, rank: int, what: Failure | BaseException | str) -> None:
         """Takes note that a rank has failed: what it says itself, what Ray says, or why we say so."""
-        if self._closed.is_set():
-            return
+        if isinstance(what, ray.exceptions.RayTaskError):  # the worker lives
+            task = what.function_name.rpartition(".")[2].removesuffix("()")
+            what = Failure.of(getattr(what, "cause", None) or what, rank, -1, task)
         with self._changed:
+            if self._closed.is_set():
+                return
             self._reports.setdefault(rank, what)
-            # What a dead process said last is not why it is dead, and is no use to anybody.
+            # That it is dead says more than what it said before.
             if not isinstance(what, Failure):
                 self._reports[rank] = what
             first, self._first = self._first is None, rank if self._first is None else self._first
@@ -133,31 +163,43 @@ class Watch:
             threading.Thread(target=self._settle, name="jaxpp-settle", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the watch."""
-        self._closed.set()
+        """Ends the watch; who waits for a worker is told."""
+        with self._changed:
+            self._closed.set()
+            self._changed.notify_all()
         self._settled.set()
         if threading.current_thread() is not self._pulse:
             self._pulse.join(timeout=2.0)
+        for lookout in self._lookouts.values():
+            ray.kill(lookout)
 
     # ---- signs of life --------------------------------------------------------------------------
 
     def _beat(self) -> None:
+        try:
+            self._ask_for_signs()
+        except Exception as error:  # the session has gone, and all of them with it
+            self.report(0, error)
+
+    def _ask_for_signs(self) -> None:
         now = time.monotonic()
         for member in self._members:
             member.seen = now
         asked: dict[int, Any] = {}
-        while not self._closed.wait(HEARTBEAT) and self._first is None:
+        while not self._closed.wait(0.05 if asked else HEARTBEAT) and self._first is None:
+            if not ray.is_initialized():
+                raise ray.exceptions.RaySystemError("the Ray session has been shut down")
             for member in self._members:
                 if member.rank not in asked:
                     asked[member.rank] = member.actor.pulse.remote()
             answered, _ = ray.wait(
-                list(asked.values()), num_returns=len(asked), timeout=HEARTBEAT, fetch_local=False
+                list(asked.values()), num_returns=len(asked), timeout=POLL, fetch_local=False
             )
             for member in self._members:
                 if asked[member.rank] in answered:
                     self._answer(member, asked.pop(member.rank))
-                elif time.monotonic() - member.seen > self._timeout:
-                    self._silent(member)
+                elif time.monotonic() - member.seen > self._timeout - LOOK:
+                    self._look_at(member)
 
     def _answer(self, member: Member, reference: Any) -> None:
         try:
@@ -171,41 +213,82 @@ class Watch:
         else:
             member.at = found
 
-    def _silent(self, member: Member) -> None:
+    def _look_at(self, member: Member) -> None:
         """A worker that has given no sign of life for long: busy, or will it never again?"""
+        state = self._state(member)
         silence = time.monotonic() - member.seen
-        state = process_state(member)
-        if state in ("running", "sleeping", "disk-sleep", "idle") and silence < 10 * self._timeout:
-            return
-        self.report(member.rank, f"no sign of life for {silence:.1f} s; its process is {state}")
+        if silence > (10 if state in BUSY else 1) * self._timeout:
+            self.report(member.rank, f"no sign of life for {silence:.1f} s, {told(state)}")
+
+    def _state(self, member: Member) -> str:
+        """The state of a worker's process, or that its host does not say."""
+        if member.node not in self._lookouts:
+            return process_state(member.pid)
+        try:
+            return ray.get(self._lookouts[member.node].state.remote(member.pid), timeout=LOOK)
+        except ray.exceptions.RayError:
+            return UNKNOWN
 
     # ---- the end --------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Ends the step on all ranks, finds out which failed first and why, and says so."""
-        deadline = time.monotonic() + SETTLING
-        first = self._members[self._first or 0]
-        for member in self._members:
-            if member.rank not in self._reports:
-                self._ask(member, member.actor.abort, f"{first} has failed")
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._culprit() is not None, max(0.0, deadline - time.monotonic())
+        try:
+            rank = self._find_culprit()
+            self.error = self._explain(rank)
+        except BaseException as error:  # noqa: B036  somebody waits for it
+            member = self._members[self._first or 0]
+            reason = f"{type(error).__name__}: {error}"
+            self.error = RankError(
+                f"{member} has failed, and the Ray session does not say why: {reason}. Shut the "
+                f"mesh down, make a new one, and load the last checkpoint.",
+                rank=member.rank,
+                host=member.host,
+                reason=reason,
             )
-        rank = self._culprit()
-        if rank is None:
-            rank = self._suspect()
-        for member in self._members:
-            if not isinstance(self._reports.get(member.rank), Failure):
-                if member.rank == rank or not self._answers(member):
-                    member.dead = True
-                    ray.kill(member.actor)
-        self.error = self._explain(rank)
         self._settled.set()
+        for member in self._members:
+            if member.dead:
+                kill(member)
 
-    def _ask(self, member: Member, method: Any, *args: Any) -> None:
-        """Calls a worker that may be dead, and hears of it if it is."""
-        self.follow(member.rank, method.remote(*args))
+    def _find_culprit(self) -> int:
+        """Aborts all ranks; gives the one whose failure does not follow from another's."""
+        first = self._members[self._first or 0]
+        aborts = {
+            member.rank: member.actor.abort.remote(f"{first} has failed")
+            for member in self._members
+            if member.rank not in self._reports
+        }
+        for rank, reference in aborts.items():
+            self.follow(rank, reference)
+        with self._changed:
+            self._changed.wait_for(lambda: self._culprit() is not None, SETTLING)
+        silent = self._silent(aborts)
+        for rank in silent:
+            state = self._state(self._members[rank])
+            if state not in BUSY:
+                self.report(rank, f"it does not answer, {told(state)}")
+        for member in self._members:
+            reported = self._reports.get(member.rank)
+            # Who has described a failure, or could be aborted, is fit to go on after `restart`.
+            gone = reported is not None and not isinstance(reported, Failure)
+            member.dead = gone or member.rank in silent
+        rank = self._culprit()
+        return self._suspect() if rank is None else rank
+
+    def _silent(self, aborts: dict[int, Any]) -> list[int]:
+        """The ranks that could not be aborted."""
+        if not aborts:
+            return []
+        waiting = list(aborts.values())
+        answered, _ = ray.wait(waiting, num_returns=len(waiting), timeout=LOOK, fetch_local=False)
+        for rank, reference in aborts.items():
+            if reference in answered:
+                try:
+                    ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    self.report(rank, error)
+        return [r for r, ref in aborts.items() if ref not in answered and r not in self._reports]
 
     def _culprit(self) -> int | None:
         """The rank whose failure does not follow from another's."""
@@ -221,32 +304,24 @@ class Watch:
                 return what.waited_for
         return self._first or 0
 
-    def _answers(self, member: Member) -> bool:
-        """Whether a worker is fit to go on after `restart`."""
-        reference = member.actor.pulse.remote()
-        try:
-            ray.get(reference, timeout=1.0)
-        except ray.exceptions.RayError:
-            return False
-        return True
-
     def _explain(self, rank: int) -> RankError:
         member, what = self._members[rank], self._reports.get(rank)
         call, task = member.at
         cause: BaseException | None = None
-        if isinstance(what, Failure):
+        if isinstance(what, Failure) and not (what.follows and what.waited_for is None):
             call, task, reason = what.call, what.task, what.exception
             cause = what.cause()
         elif isinstance(what, BaseException):
-            reason, cause = _why(what), what
+            reason, cause = why(what), what
         else:
-            reason = what or "other ranks waited for it in vain"
+            reason = what if isinstance(what, str) else "other ranks waited for it in vain"
         waiting = [
             f"rank {r} in {w.task}"
             for r, w in sorted(self._reports.items())
             if isinstance(w, Failure) and w.follows and w.waited_for == rank
         ]
-        doing = f" in {task}{self._describe(task)} of call {call}" if task else ""
+        of_call = f" of call {call}" if call >= 0 else ""
+        doing = f" in {task}{self._describe(task)}{of_call}" if task else of_call
         waited = f" Waiting for it: {', '.join(waiting)}." if waiting else ""
         error = RankError(
             f"{member} has failed{doing}: {reason}.{waited} All ranks have ended the step; arrays "
@@ -260,38 +335,78 @@ class Watch:
         return error
 
 
-def _why(error: BaseException) -> str:
+def why(error: BaseException) -> str:
     """What Ray says of a dead worker, in a line."""
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
+    text = str(error)
+    if isinstance(error, ray.exceptions.OutOfMemoryError) or "running low on memory" in text:
         return "Ray has killed it because its host ran out of memory"
     if isinstance(error, ray.exceptions.RayActorError):
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = [line for line in lines if "exit" in line.lower() or "died" in line.lower()]
-        return "its process has died" + (f" ({told[-1].rstrip('.')})" if told else "")
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return str(error.cause) if getattr(error, "cause", None) else str(error).splitlines()[-1]
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        details = [line for line in lines if "exit" in line.lower() or "died" in line.lower()]
+        return "its process has died" + (f" ({details[-1].rstrip('.')})" if details else "")
     return f"{type(error).__name__}: {error}"
 
 
-def process_state(member: Member) -> str:
-    """The state of a worker's process, as `psutil` names it, or why it cannot be had."""
-    here = ray.get_runtime_context().get_node_id() == member.node
-    if here:
-        return _state_of(member.pid)
-    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-        member.node, soft=False
-    )
-    look = ray.remote(_state_of).options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
+def kill(member: Member) -> None:
+    """Ends a worker's process, whatever state it is in; may be repeated."""
     try:
-        return ray.get(look.remote(member.pid), timeout=1.5)
-    except ray.exceptions.RayError as error:
-        return f"out of reach ({type(error).__name__})"
+        ray.kill(member.actor)
+    except Exception:  # noqa: BLE001  the session has gone
+        pass
 
 
-def _state_of(pid: int) -> str:
-    import psutil
+# ---- processes ----------------------------------------------------------------------------------
 
-    try:
-        return psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return "dead"
+#: States of a process that may still answer.
+BUSY = ("running", "sleeping", "waiting for a disk", "idle")
+DEAD, UNKNOWN = "dead", "unknown"
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for a disk",
+    "U": "waiting for a disk",
+    "I": "idle",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": DEAD,
+    "X": DEAD,
+}
+
+
+def told(state: str) -> str:
+    """A state as the end of a sentence about a worker."""
+    return "and its host does not answer" if state == UNKNOWN else f"and its process is {state}"
+
+
+def process_state(pid: int) -> str:
+    """The state of a process of this host."""
+    if Path("/proc/self/stat").exists():
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return DEAD
+        letter = text.rpartition(")")[2].split()[0]
+    else:
+        found = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True)
+        letter = found.stdout.decode().strip()[:1] or "X"
+    return _STATES.get(letter, letter)
+
+
+@ray.remote(num_cpus=0, max_restarts=-1)
+class Lookout:
+    """Sits on another host, and says what has become of processes there."""
+
+    def state(self, pid: int) -> str:
+        """See `process_state`."""
+        return process_state(pid)
+
+
+def _lookouts(nodes: set[str]) -> dict[str, Any]:
+    """A lookout on each node but this one."""
+    here = ray.get_runtime_context().get_node_id()
+    return {
+        node: Lookout.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote()
+        for node in nodes - {here}
+    }

@@ -1,0 +1,308 @@
+"""Steps on worker processes: the same results as in this process, and what stays where."""
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from experiments.models import gpt
+from tests.runtime.test_mesh import batch, loss_fn, start, step_of, tied_loss
+
+
+@pytest.fixture(scope="module")
+def mesh(ray_session):
+    with jaxpp.RemoteMpmdMesh((3, 1), ("mpmd", "data")) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def mesh_of_four(ray_session):
+    with jaxpp.RemoteMpmdMesh((4,)) as mesh:
+        yield mesh
+
+
+def local(ranks):
+    return jaxpp.MpmdMesh((ranks,), devices=[jax.devices()[0]] * ranks)
+
+
+def held(mesh):
+    """How many arrays each rank holds."""
+    return mesh.apply(number_of_arrays, {rank: () for rank in range(mesh.num_ranks)})
+
+
+def number_of_arrays(process):
+    return len(process.arrays)
+
+
+# ---- the law: the same results on any mesh ------------------------------------------------------
+
+
+def train(mesh, schedule, ranks, steps=3):
+    model = gpt.GPT(
+        layers=2, width=16, heads=2, context=8, dropout=0.0, tied=True, key=jax.random.key(0)
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    stages = ranks * schedule.stages_per_rank
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(gpt.loss_fn, num_stages=stages))
+    grad_fn = jaxpp.microbatch(eqx.filter_value_and_grad(staged), 4)
+    grad_fn = jaxpp.schedule(grad_fn, schedule)
+
+    def train_step(model, opt_state, tokens):
+        loss, grads = grad_fn(model, tokens)
+        updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    step = jaxpp.place(train_step, mesh, donate_argnums=(0, 1))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
+    losses = []
+    for number in range(steps):
+        tokens = jax.random.randint(jax.random.key(number), (8, 9), 0, gpt.NUM_BYTES)
+        model, opt_state, loss = step(model, opt_state, tokens)
+        losses.append(loss)
+    return jax.device_get((eqx.filter((model, opt_state), eqx.is_array), losses))
+
+
+SCHEDULES = {
+    "1f1b": jaxpp.schedules.OneFOneB(),
+    "interleaved": jaxpp.schedules.Interleaved1F1B(),
+    "zb_h1": jaxpp.schedules.ZeroBubbleH1(),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("1f1b", 4),
+        *(
+            pytest.param(name, ranks, marks=pytest.mark.slow)
+            for name in SCHEDULES
+            for ranks in (2, 4)
+            if (name, ranks) != ("1f1b", 4)
+        ),
+    ],
+)
+def test_three_steps_are_bitwise_those_of_the_local_mesh(name, ranks, ray_session, request):
+    schedule = SCHEDULES[name]
+    expected = train(local(ranks), schedule, ranks)
+    if ranks == 4:
+        actual = train(request.getfixturevalue("mesh_of_four"), schedule, ranks)
+    else:
+        with jaxpp.RemoteMpmdMesh((ranks,)) as mesh:
+            actual = train(mesh, schedule, ranks)
+    chex.assert_trees_all_equal(actual, expected, strict=True)
+    other = train(local(ranks), schedule, ranks, steps=2)
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_equal(actual[0], other[0], strict=True)
+
+
+def test_a_tied_parameter_is_updated_alike_on_its_ranks(mesh_of_four):
+    args, expected = start(), start()
+    remote = jaxpp.place(step_of(tied_loss), mesh_of_four, donate_argnums=(0, 1))
+    here = jaxpp.place(step_of(tied_loss), local(4), donate_argnums=(0, 1))
+    for number in range(3):
+        *args, loss = remote(*args, batch(number))
+        *expected, expected_loss = here(*expected, batch(number))
+    assert args[0][0].ranks == (0, 3)
+    chex.assert_trees_all_equal(jax.device_get(args), jax.device_get(expected), strict=True)
+    assert float(loss) == float(expected_loss)
+
+
+# ---- what comes back ----------------------------------------------------------------------------
+
+
+def test_results_are_arrays_that_stay_with_their_ranks(mesh):
+    step = jaxpp.place(step_of(), mesh)
+    params, momentum, rate, loss = step(*start(), batch())
+    assert [p.ranks for p in params] == [(0,), (1,), (2,)]
+    assert isinstance(loss, jaxpp.RemoteArray) and eqx.is_array(loss)
+    assert (loss.shape, loss.dtype, loss.ndim, loss.size) == ((), jnp.float32, 0, 1)
+    assert loss.sharding == jaxpp.RemoteSharding(mesh, (2,))
+    assert params[0].nbytes == 4 * 8 * 8 and len(params[0]) == 8
+    assert len(eqx.filter([params, momentum, rate], eqx.is_inexact_array)[0]) == 3
+    assert "on rank 1" in repr(params[1])
+    here = jaxpp.place(step_of(), local(3))(*start(), batch())
+    assert float(loss) == float(here[-1]) == loss.item() and f"{loss:.3f}" == f"{here[-1]:.3f}"
+    chex.assert_trees_all_equal(np.asarray(params[1]), np.asarray(here[0][1]), strict=True)
+    chex.assert_trees_all_equal(jnp.asarray(params[1]), here[0][1], strict=True)
+    assert jax.block_until_ready(loss) is loss
+
+
+@pytest.mark.parametrize("use", [lambda x: x + 1, lambda x: 2 * x, lambda x: x[0], list])
+def test_operators_say_how_to_get_the_value(mesh, use):
+    params, *_ = jaxpp.place(step_of(), mesh)(*start(), batch())
+    with pytest.raises(TypeError, match=r"not in this process. Fetch it with jnp.asarray"):
+        use(params[0])
+
+
+def test_arrays_that_nobody_holds_are_dropped_by_their_ranks(mesh):
+    step = jaxpp.place(step_of(), mesh)
+    empty = held(mesh)
+    state = step(*start(), batch())
+    full = held(mesh)
+    assert all(full[rank] > empty[rank] for rank in full)
+    for number in range(5):
+        state = step(*state[:3], batch(number))
+    assert held(mesh) == full
+    del state
+    assert held(mesh) == empty
+
+
+def test_a_donated_array_says_what_has_consumed_it(mesh):
+    step = jaxpp.place(step_of(), mesh, donate_argnums=(0, 1))
+    params, momentum, rate, _ = step(*start(), batch())
+    step(params, momentum, rate, batch())
+    with pytest.raises(
+        ValueError, match=r"args\[0\]\[0\] was donated as args\[0\]\[0\] to call \d"
+    ):
+        step(params, momentum, rate, batch())
+    with pytest.raises(ValueError, match=r"donated as args\[0\]\[1\] to call"):
+        np.asarray(params[1])
+    assert params[0].is_deleted() and "deleted" in repr(params[0])
+
+
+def test_the_same_array_twice_is_refused_where_one_is_donated(mesh):
+    step = jaxpp.place(step_of(), mesh, donate_argnums=(0,))
+    params, *_ = jaxpp.place(step_of(), mesh)(*start(), batch())
+    with pytest.raises(ValueError, match="is the same array as"):
+        step(params, params, jnp.float32(0.1), batch())
+
+
+def test_arguments_of_this_process_are_deleted_where_they_are_donated(mesh):
+    args = start()
+    jaxpp.place(step_of(), mesh, donate_argnums=(0, 1))(*args, batch())
+    assert args[0][0].is_deleted() and not args[2].is_deleted()
+
+
+def test_what_another_step_reads_elsewhere_is_sent_there(mesh):
+    """An evaluation whose cuts are others than the training's."""
+    params, *_ = jaxpp.place(step_of(), mesh)(*start(), batch())
+
+    def forward(params, x):
+        for i, w in enumerate(reversed(params)):
+            x = jnp.tanh((x if i == 0 else jaxpp.pipeline_enter_stage(x)) @ w)
+        return jnp.mean(x)
+
+    loop = jaxpp.microbatch(jaxpp.wrap_forward(forward), 2)
+    evaluate = jaxpp.schedule(loop, jaxpp.schedules.ForwardOnly())
+    expected = jaxpp.place(evaluate, local(3))(jax.device_get(params), batch())
+    for _ in range(2):
+        assert float(jaxpp.place(evaluate, mesh)(params, batch())) == float(expected)
+    assert not params[0].is_deleted()
+
+
+def test_another_input_shape_is_another_program(mesh):
+    step = jaxpp.place(step_of(), mesh)
+    small = batch()[:4]
+    for x in (batch(), small, batch()):
+        expected = jaxpp.place(step_of(), local(3))(*start(), x)[-1]
+        assert float(step(*start(), x)[-1]) == float(expected)
+
+
+def test_keys_and_narrow_types_go_there_and_back(mesh):
+    def loss(params, x, key):
+        for w in params:
+            x = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        return jnp.mean(x + jax.random.normal(key, x.shape))
+
+    grad = jaxpp.microbatch(
+        jax.value_and_grad(jaxpp.wrap_forward(loss)), 2, in_axes=(None, 0, None)
+    )
+    grad_fn = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+
+    def step(params, key, x):
+        key, own = jax.random.split(key)
+        value, grads = grad_fn(params, x, own)
+        return jax.tree.map(lambda p, g: (p - g).astype(p.dtype), params, grads), key, value
+
+    params = [w.astype(jnp.bfloat16) for w in start()[0][:2]]
+    args = params, jax.random.key(3, impl="rbg"), batch().astype(jnp.bfloat16)
+    new, key, value = jaxpp.place(step, mesh)(*args)
+    expected = jaxpp.place(step, local(3))(*args)
+    chex.assert_trees_all_equal(jax.device_get(new), jax.device_get(expected[0]), strict=True)
+    assert jnp.asarray(key).dtype == args[1].dtype
+    assert (jax.random.key_data(jnp.asarray(key)) == jax.random.key_data(expected[1])).all()
+    with pytest.raises(TypeError, match="random keys"):
+        np.asarray(key)
+    assert new[0].dtype == jnp.bfloat16 and float(value) == float(expected[2])
+
+
+# ---- batches that the ranks load ----------------------------------------------------------------
+
+
+def load(number):
+    rng = np.random.default_rng(number)
+    return rng.normal(size=(8, 8))  # float64, as NumPy has it
+
+
+def test_ranks_load_their_batch_themselves(mesh):
+    fed = jaxpp.place(step_of(), mesh, donate_argnums=(0, 1), feed={3: load})
+    args, expected = start(), start()
+    here = jaxpp.place(step_of(), local(3), donate_argnums=(0, 1), feed={3: load})
+    plain = jaxpp.place(step_of(), local(3))
+    assert float(plain(*start(), load(0))[-1]) == float(here(*start(), 0)[-1])
+    for number in range(3):
+        *args, loss = fed(*args, number)
+        *expected, expected_loss = here(*expected, number)
+    assert float(loss) == float(expected_loss)
+    chex.assert_trees_all_equal(jax.device_get(args[0]), jax.device_get(expected[0]), strict=True)
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+def test_a_callback_names_the_users_line(mesh):
+    def noisy(*args):
+        *state, loss = step_of()(*args)
+        return *state, jax.pure_callback(np.sqrt, jax.ShapeDtypeStruct((), loss.dtype), loss)
+
+    assert float(jaxpp.place(noisy, local(3))(*start(), batch())[-1]) > 0
+    with pytest.raises(ValueError, match=r"calls back into Python .*test_mesh.py:\d+.*MpmdMesh"):
+        jaxpp.place(noisy, mesh)(*start(), batch())
+
+
+def test_a_mesh_of_another_size_is_refused(mesh):
+    with pytest.raises(ValueError, match="4 ranks, but the mesh has 3"):
+        jaxpp.place(step_of(tied_loss), mesh)(*start(), batch())
+
+
+def test_an_array_of_another_mesh_is_refused(mesh, mesh_of_four):
+    params, momentum, rate, _ = jaxpp.place(step_of(tied_loss), mesh_of_four)(*start(), batch())
+    with pytest.raises(ValueError, match="on another mesh"):
+        jaxpp.place(step_of(), mesh)(params, momentum, rate, batch())
+
+
+def test_a_mesh_that_was_shut_down_says_so(ray_session):
+    mesh = jaxpp.RemoteMpmdMesh((1,))
+    step = jaxpp.place(lambda x: x + 1, mesh)
+    result = step(jnp.ones(2))
+    mesh.shutdown()
+    mesh.shutdown()
+    with pytest.raises(ValueError, match="has been shut down"):
+        step(jnp.ones(2))
+    with pytest.raises(ValueError, match="has been shut down"):
+        np.asarray(result)
+
+
+def test_other_versions_are_refused(ray_session, monkeypatch):
+    from jaxpp.runtime._remote import _gang
+
+    monkeypatch.setattr(_gang, "versions", lambda: {"jax": "0.9.0"})
+    with pytest.raises(ValueError, match=r"rank 0 on .* has jax .* \(here 0.9.0\)"):
+        jaxpp.RemoteMpmdMesh((1,))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "message"),
+    [
+        ((2, 2), ("mpmd", "data"), "give 'data' the size 1"),
+        ((2,), ("data",), "needs an axis named 'mpmd'"),
+        ((0,), ("mpmd",), "size 1 at least"),
+    ],
+)
+def test_axes_are_checked_before_anything_is_started(shape, names, message):
+    with pytest.raises(ValueError, match=f"RemoteMpmdMesh.*{message}"):
+        jaxpp.RemoteMpmdMesh(shape, names)
