@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import ray
 
+from jaxpp.runtime._remote._black_box import BlackBox
 from jaxpp.runtime._remote._cluster import Place
 from jaxpp.runtime._remote._environment import prepare_process
 from jaxpp.runtime._remote._process import Process
@@ -33,6 +34,7 @@ class Setup:
         kind: of the connections: `"auto"`, `"unix"` or `"tcp"`.
         x64: whether 64-bit types are on, as they are in the driver.
         epoch: how often the mesh has been restarted.
+        box: the path of its black box; None on another host than the driver's.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class Setup:
     kind: Any
     x64: bool
     epoch: int
+    box: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +93,8 @@ class Actor:
             )
             if setup.epoch:
                 transport.reset(setup.epoch)
-            self.process = Process(setup.rank, setup.num_ranks, device, transport)
+            box = BlackBox(setup.box) if setup.box else None
+            self.process = Process(setup.rank, setup.num_ranks, device, transport, box)
             self._hello = Hello(
                 versions(),
                 socket.gethostname(),
@@ -111,8 +115,9 @@ class Actor:
         return self.process.compile(*args)
 
     def load(self, *args: Any) -> None:
-        """See `Process.load`."""
-        self.process.load(*args)
+        """See `Process.load`; what others have compiled comes as references."""
+        *rest, compiled = args
+        self.process.load(*rest, *ray.get(compiled))
 
     def run(self, *args: Any) -> Any:
         """See `Process.run`."""

@@ -11,6 +11,7 @@ import ray.exceptions
 
 from jaxpp.runtime._remote import _cluster, _environment, _session
 from jaxpp.runtime._remote._actor import Actor, Hello, Setup, versions
+from jaxpp.runtime._remote._black_box import BlackBox
 from jaxpp.runtime._remote._watch import Member, kill
 
 #: Seconds that a worker has to end what it is about, when the mesh is restarted.
@@ -84,8 +85,14 @@ class Gang:
                     cores=self._settings.cores,
                 )
                 member.actor = Actor.options(**options).remote()
+                member.box = self._new_box(member.rank)
         self.members = list(members)
-        hellos = self._call_all("start", lambda rank: (self._setup(rank),))
+        try:
+            hellos = self._call_all("start", lambda rank: (self._setup(rank),))
+        finally:
+            for member in members:
+                if member.box is not None:
+                    member.box.unlink()
         for member, hello in zip(self.members, hellos, strict=True):
             self._check(member, hello)
             place = self._reservation.places[member.rank][0]
@@ -93,6 +100,12 @@ class Gang:
             member.pid, member.node = hello.pid, hello.node
         self.hellos = hellos
         self._connect([hello.addresses for hello in hellos])
+
+    def _new_box(self, rank: int) -> BlackBox | None:
+        here = ray.get_runtime_context().get_node_id()
+        if self._reservation.places[rank][0].node_id != here:
+            return None
+        return BlackBox(BlackBox.create())
 
     def _setup(self, rank: int) -> Setup:
         settings = self._settings
@@ -107,6 +120,7 @@ class Gang:
             settings.kind,
             settings.x64,
             self._epoch,
+            box.path if (box := self.members[rank].box) else None,
         )
 
     def _connect(self, addresses: Sequence[Any]) -> None:
@@ -162,7 +176,7 @@ class Gang:
         self._try_all("reset", self._epoch)
         fresh = {m.rank for m in self.members if m.dead}
         try:
-            self._start([Member(m.rank, None if m.dead else m.actor) for m in self.members])
+            self._start([m.renewed() for m in self.members])
         except BaseException:
             self._kill()
             raise

@@ -181,7 +181,9 @@ class RemoteMpmdMesh:
             self._actor(rank).unload.remote(removed)
         loadings = self._library.missing(step)
         compiled = [self._actor(x.rank).compile.remote(*x.compile) for x in loadings]
-        loaded = [self._actor(x.rank).load.remote(*x.load, *compiled) for x in loadings]
+        # In a list, for otherwise Ray sends the call, and all that come after it, only once all of
+        # them are there: heartbeats too.
+        loaded = [self._actor(x.rank).load.remote(*x.load, compiled) for x in loadings]
         for loading, *references in zip(loadings, compiled, loaded, strict=True):
             for reference in references:
                 self._watch.value(loading.rank, reference)

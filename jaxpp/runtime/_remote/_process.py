@@ -17,6 +17,7 @@ import numpy as np
 from jaxpp._program import Message, Program, Receive, Run, Send
 from jaxpp.runtime._array_types import ArrayType, from_host, to_host
 from jaxpp.runtime._remote import _export
+from jaxpp.runtime._remote._black_box import BlackBox, NotingWorker, doing
 from jaxpp.runtime._remote._failure import Failure, Lost
 from jaxpp.runtime._remote._feed import Loader
 from jaxpp.runtime._transport._errors import Aborted, PeerLost
@@ -100,7 +101,9 @@ class Process:
     `run` and what is given to `apply` in order run on one thread; all else may be called from any.
     """
 
-    def __init__(self, rank: int, num_ranks: int, device: Any, transport: Any):
+    def __init__(
+        self, rank: int, num_ranks: int, device: Any, transport: Any, box: BlackBox | None = None
+    ):
         self.rank = rank
         self.num_ranks = num_ranks
         self.device = device
@@ -111,6 +114,7 @@ class Process:
         self.arrays: dict[int, jax.Array] = {}
         self.lock = threading.Condition()
         self.failure: Failure | None = None
+        self._box = box
         self._executables: dict[int, _Executable] = {}
         self._steps: dict[int, _Loaded] = {}
         self._epoch = 0
@@ -172,7 +176,8 @@ class Process:
         }
         late = sent_before_donated(program, donated)
         transport = CopyingTransport(self.transport, late) if late else self.transport
-        worker = Worker(program, [e and e.call for e in executables], transport)
+        arguments = program, [e and e.call for e in executables], transport
+        worker = NotingWorker(self._box, *arguments) if self._box else Worker(*arguments)
         for slot, array_type, value in constants:
             worker.slots[slot] = from_host(value.copy(), array_type, self.device)
         messages = [i.message for i in program.instructions if isinstance(i, Send | Receive)]
@@ -197,15 +202,19 @@ class Process:
         program, worker = loaded.program, loaded.worker
         worker.at = None
         self._call, self._worker = call.number, worker
+        if self._box:
+            self._box.begin(call.number)
         try:
             self.transport.begin(call.number, call.step)
-            if self.recorder is not None:
-                self.recorder.begin(call.number)
             self._feed(call, loaded, values)
-            worker.execute(program.instructions)
+            if self.recorder is None:
+                worker.execute(program.instructions)
+            else:
+                self.recorder.execute(worker, program.instructions, call.number, call.step)
             results = {call.results + n: worker.slots[slot] for n, slot in program.outputs}
             for _, slot in program.outputs:
                 worker.slots[slot] = None
+            worker.at = None
         except BaseException as error:  # noqa: B036  whatever it is, the driver has to know
             return self.fail(error)
         with self.lock:
@@ -337,14 +346,7 @@ class Process:
 
     def _doing(self) -> tuple[str, int | None]:
         """What the current instruction is, and whose message it waits for."""
-        match self._worker.at if self._worker else None:
-            case Run(label=label):
-                return label, None
-            case Send(message=message):
-                return f"send of {message.names[0]} to rank {message.target}", message.target
-            case Receive(message=message):
-                return f"receive of {message.names[0]} from rank {message.source}", message.source
-        return "", None
+        return doing(self._worker.at if self._worker else None)
 
 
 def sent_before_donated(program: Program, donated: Mapping[int, Sequence[int]]) -> frozenset[int]:

@@ -133,7 +133,15 @@ def _open(address: str | None) -> Session:
 
 
 def _connect(address: str | None) -> Session:
-    _init(address=address)
+    try:
+        _init(address=address)
+    except ConnectionError as error:
+        if "AuthenticationError" not in repr(error.__cause__):
+            raise
+        raise ConnectionError(
+            f"{error}: it wants another token than this process has, or one at all. Copy "
+            f"~/.ray/auth_token from its head node, and set RAY_AUTH_MODE=token."
+        ) from error
     return Session(ray.get_runtime_context().gcs_address, started=False)
 
 

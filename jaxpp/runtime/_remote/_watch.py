@@ -1,6 +1,8 @@
 """The driver's watch over its workers: whoever fails, all end at once and with one error."""
 
 import dataclasses
+import os
+import re
 import subprocess
 import threading
 import time
@@ -12,6 +14,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from jaxpp.runtime._remote._black_box import BlackBox
 from jaxpp.runtime._remote._failure import Failure, Lost, RankError
 
 #: Seconds between two signs of life.
@@ -29,7 +32,8 @@ class Member:
     """A rank's worker as the driver knows it.
 
     `seen` is when it last gave a sign of life (seconds of the monotonic clock), and `at` what it
-    was at then. `dead` ones cannot be used again.
+    was at then; `box` says what it was at last, if it is on this host. `dead` ones cannot be used
+    again.
     """
 
     rank: int
@@ -40,9 +44,14 @@ class Member:
     seen: float = 0.0
     at: tuple[int, str] = (-1, "")
     dead: bool = False
+    box: BlackBox | None = None
 
     def __str__(self):
         return f"rank {self.rank} (process {self.pid} on {self.host or 'a host not known yet'})"
+
+    def renewed(self) -> "Member":
+        """The member of the next watch: without an actor, if that is dead."""
+        return Member(self.rank, None) if self.dead else Member(self.rank, self.actor, box=self.box)
 
 
 class Watch:
@@ -121,7 +130,7 @@ class Watch:
             return self._get(reference)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, Lost):
-                self.check()
+                raise self._error_after(rank, error) from None
             raise error.as_instanceof_cause() from None
         except ray.exceptions.RayError as error:
             raise self._error_after(rank, error) from None
@@ -146,10 +155,13 @@ class Watch:
         raise AssertionError("a failure that is no error")
 
     def report(self, rank: int, what: Failure | BaseException | str) -> None:
-        """Takes note that a rank has failed: what it says itself, what Ray says, or why we say so."""
+        """Takes note that a rank has failed: what it or Ray says, or why we say so."""
         if isinstance(what, ray.exceptions.RayTaskError):  # the worker lives
             task = what.function_name.rpartition(".")[2].removesuffix("()")
-            what = Failure.of(getattr(what, "cause", None) or what, rank, -1, task)
+            cause = getattr(what, "cause", None) or what
+            what = Failure.of(cause, rank, -1, task)
+            if isinstance(cause, ray.exceptions.RayError):  # what another worker was to give
+                what = dataclasses.replace(what, follows=True)
         with self._changed:
             if self._closed.is_set():
                 return
@@ -306,7 +318,7 @@ class Watch:
 
     def _explain(self, rank: int) -> RankError:
         member, what = self._members[rank], self._reports.get(rank)
-        call, task = member.at
+        call, task = member.box.read() if member.box else member.at
         cause: BaseException | None = None
         if isinstance(what, Failure) and not (what.follows and what.waited_for is None):
             call, task, reason = what.call, what.task, what.exception
@@ -321,7 +333,7 @@ class Watch:
             if isinstance(w, Failure) and w.follows and w.waited_for == rank
         ]
         of_call = f" of call {call}" if call >= 0 else ""
-        doing = f" in {task}{self._describe(task)}{of_call}" if task else of_call
+        doing = f" in {task}{self._describe(task)}{of_call}" if task else ""
         waited = f" Waiting for it: {', '.join(waiting)}." if waiting else ""
         error = RankError(
             f"{member} has failed{doing}: {reason}.{waited} All ranks have ended the step; arrays "
@@ -341,9 +353,8 @@ def why(error: BaseException) -> str:
     if isinstance(error, ray.exceptions.OutOfMemoryError) or "running low on memory" in text:
         return "Ray has killed it because its host ran out of memory"
     if isinstance(error, ray.exceptions.RayActorError):
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        details = [line for line in lines if "exit" in line.lower() or "died" in line.lower()]
-        return "its process has died" + (f" ({details[-1].rstrip('.')})" if details else "")
+        found = re.search(r"exit type: (\w+) Worker exit detail: ([^.]*)", text)
+        return "its process has died" + (f" (Ray: {found[1]}, {found[2]})" if found else "")
     return f"{type(error).__name__}: {error}"
 
 
@@ -392,6 +403,10 @@ def process_state(pid: int) -> str:
     return _STATES.get(letter, letter)
 
 
+#: Seconds that the lookouts have to start.
+START = 30.0
+
+
 @ray.remote(num_cpus=0, max_restarts=-1)
 class Lookout:
     """Sits on another host, and says what has become of processes there."""
@@ -404,9 +419,13 @@ class Lookout:
 def _lookouts(nodes: set[str]) -> dict[str, Any]:
     """A lookout on each node but this one."""
     here = ray.get_runtime_context().get_node_id()
-    return {
+    lookouts = {
         node: Lookout.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         ).remote()
         for node in nodes - {here}
     }
+    if lookouts:  # one that has not started yet would look like a host that is lost
+        started = [lookout.state.remote(os.getpid()) for lookout in lookouts.values()]
+        ray.wait(started, num_returns=len(started), timeout=START, fetch_local=False)
+    return lookouts
