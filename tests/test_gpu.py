@@ -1,4 +1,4 @@
-"""The laws on a GPU, which the ranks share where there is only one."""
+"""The laws on GPUs, which the ranks share where there is only one."""
 
 import equinox as eqx
 import jax
@@ -42,3 +42,52 @@ def test_step_on_gpu_equals_the_plain_step(schedule):
         ):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
         model = expected[0]
+
+
+def _remote_steps(transport, ranks, gpus_per_rank, memory):
+    """Three steps on worker processes that have GPUs, and the same steps in this process."""
+    params = [
+        jax.random.normal(key, (16, 16)) for key in jax.random.split(jax.random.key(2), ranks)
+    ]
+    x = jax.random.normal(jax.random.key(3), (8, 16))
+
+    def loss(params, x):
+        for n, w in enumerate(params):
+            x = jnp.tanh(x @ w)
+            if n + 1 < len(params):
+                x = jaxpp.pipeline_enter_stage(x)
+        return jnp.mean(x**2)
+
+    grad_fn = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 4)
+    grad_fn = jaxpp.schedule(grad_fn, jaxpp.schedules.ZeroBubbleH1())
+
+    def step(params, x):
+        value, grads = grad_fn(params, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    expected = params
+    for _ in range(3):
+        expected, expected_loss = jax.jit(step)(expected, x)
+    with jaxpp.RemoteMpmdMesh(
+        (ranks,),
+        ("mpmd",),
+        gpus_per_rank=gpus_per_rank,
+        environment={"XLA_PYTHON_CLIENT_MEM_FRACTION": memory},
+        transport=transport,
+    ) as mesh:
+        placed = jaxpp.place(step, mesh)
+        for _ in range(3):
+            params, value = placed(params, x)
+        params, value = jax.device_get((params, value))
+    np.testing.assert_allclose(value, expected_loss, rtol=1e-4)
+    for got, wanted in zip(params, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_workers_that_share_a_gpu_send_through_host_memory():
+    _remote_steps("auto", ranks=2, gpus_per_rank=0.5, memory="0.08")
+
+
+@pytest.mark.skipif("len(jax.devices()) < 2", reason="needs two GPUs")
+def test_workers_with_a_gpu_each_send_from_device_to_device():
+    _remote_steps("device", ranks=2, gpus_per_rank=1, memory="0.2")

@@ -5,3 +5,8 @@ from jaxpp.runtime._remote import RankError as RankError
 from jaxpp.runtime._remote import RemoteArray as RemoteArray
 from jaxpp.runtime._remote import RemoteMpmdMesh as RemoteMpmdMesh
 from jaxpp.runtime._remote import RemoteSharding as RemoteSharding
+from jaxpp.runtime._state import Checkpointer as Checkpointer
+from jaxpp.runtime._state import load_state as load_state
+from jaxpp.runtime._state import save_state as save_state
+from jaxpp.runtime._trace import Trace as Trace
+from jaxpp.runtime._trace import merge_traces as merge_traces

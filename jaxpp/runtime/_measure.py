@@ -2,11 +2,9 @@
 
 import dataclasses
 import functools
-import re
 import statistics
 import threading
 import time
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -15,18 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 
-from jaxpp._program import Bundle, Free, Instruction, Receive, Run, Send
+from jaxpp._program import Instruction, Receive, Run, Send
+from jaxpp.runtime import _figures
 from jaxpp.runtime._mesh import LocalStep
 from jaxpp.runtime._worker import Chunk
-from jaxpp.schedules import Costs, Dependencies, Kind, Table, Task, Timeline, simulate
+from jaxpp.schedules import Costs, Dependencies, Table, Task, Timeline, simulate
 from jaxpp.transforms._place import Compiled, Placed
-
-#: A kind of task of a stage.
-_Key = tuple[Kind, int]
-#: A device, the label of what it ran, and from when to when (seconds).
-_Clocked = tuple[int, str, float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +54,11 @@ class Measurement:
 
     table: Table
     dependencies: Dependencies
-    times: Mapping[_Key, float]
-    times_alone: Mapping[_Key, float]
+    times: Mapping[_figures.Key, float]
+    times_alone: Mapping[_figures.Key, float]
     before: tuple[float, ...]
     after: tuple[float, ...]
-    edge_bytes: Mapping[_Key, int]
+    edge_bytes: Mapping[_figures.Key, int]
     latency: float
     bandwidth: float
     steps: tuple[float, ...]
@@ -90,7 +83,7 @@ class Measurement:
         """
         return self._costs(self.times_alone)
 
-    def _costs(self, times: Mapping[_Key, float]) -> Costs:
+    def _costs(self, times: Mapping[_figures.Key, float]) -> Costs:
         return Costs.measured(
             times,
             latency=self.latency,
@@ -149,11 +142,16 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
     if repeats < 1:
         raise ValueError(f"measure needs repeats of at least 1, got {repeats}.")
     local, arrays = _loaded(step, args)
-    tasks = _tasks_of(local.bundle)
+    tasks = _figures.tasks_of(local.bundle, "measure")
+    if not tasks:
+        raise ValueError(
+            "measure: the step has no scheduled loop, so that there are no tasks to measure; wrap "
+            "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
+        )
     steps: list[float] = []
-    alone: list[_Clocked] = []
-    sent: list[tuple[_Key, int, float]] = []
-    together: list[list[_Clocked]] = []
+    alone: list[_figures.Clocked] = []
+    sent: list[tuple[_figures.Key, int, float]] = []
+    together: list[list[_figures.Clocked]] = []
     for repeat in range(repeats + 1):
         copies = _placed_copies(local, arrays)
         start = time.perf_counter()
@@ -169,22 +167,22 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
             sent += one_by_one.transfers
             together.append(by_device.runs)
     table = _table(local, tasks)
-    latency, bandwidth = _line([(size, seconds) for _, size, seconds in sent])
-    bytes_of: dict[_Key, int] = {}
+    latency, bandwidth = _figures.line([(size, seconds) for _, size, seconds in sent])
+    bytes_of: dict[_figures.Key, int] = {}
     for key, size, _ in sent:
         bytes_of[key] = max(bytes_of.get(key, 0), size)
     typical = sorted(together, key=lambda runs: max(end for *_, end in runs))[len(together) // 2]
     return Measurement(
         table,
-        _dependencies(local.bundle, tasks),
-        MappingProxyType(_medians([run for runs in together for run in runs], tasks)),
-        MappingProxyType(_medians(alone, tasks)),
+        _figures.dependencies(local.bundle, tasks),
+        MappingProxyType(_figures.medians([run for runs in together for run in runs], tasks)),
+        MappingProxyType(_figures.medians(alone, tasks)),
         *_around(alone, tasks, table.num_ranks, repeats),
         MappingProxyType(bytes_of),
         latency,
         bandwidth,
         tuple(steps),
-        _timeline(table, typical, tasks),
+        _figures.timeline(table, typical, tasks),
     )
 
 
@@ -216,27 +214,6 @@ def _loaded(step: Any, args: Sequence[Any]) -> tuple[LocalStep, list[Any]]:
     return compiled._run, [leaves[i] for i in compiled._signature.arrays]
 
 
-def _tasks_of(bundle: Bundle) -> dict[str, Task]:
-    """The task of each label that names one."""
-    labels = [i.label for p in bundle.programs for i in p.instructions if isinstance(i, Run)]
-    found = {}
-    for label in labels:
-        if match := re.fullmatch(r"([FBIW])(\d+)\.(\d+)", label):
-            found[label] = Task(Kind(match[1]), int(match[2]), int(match[3]))
-    if not found:
-        raise ValueError(
-            "measure: the step has no scheduled loop, so that there are no tasks to measure; wrap "
-            "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
-        )
-    twice = [label for label, count in Counter(labels).items() if count > 1 and label in found]
-    if twice:
-        raise ValueError(
-            f"measure: the step runs {twice[0]} more than once, as a step with several scheduled "
-            f"loops does; measure one loop at a time, each in a placed function of its own."
-        )
-    return found
-
-
 def _placed_copies(local: LocalStep, arrays: Sequence[Any]) -> list[Any]:
     """Copies of arguments on the devices that read them, as the step before would leave them."""
     copies = []
@@ -266,37 +243,6 @@ def _table(local: LocalStep, tasks: Mapping[str, Task]) -> Table:
     )
 
 
-def _dependencies(bundle: Bundle, tasks: Mapping[str, Task]) -> Dependencies:
-    """Whose results each kind of task reads, directly or through a message."""
-    needs: dict[_Key, dict[_Key, None]] = {(t.kind, t.stage): {} for t in tasks.values()}
-    messages: dict[int, list[Task | None]] = {}
-    reads: dict[Task, list[Any]] = {}
-    for program in bundle.programs:
-        made: dict[int, Any] = {}
-        for instruction in program.instructions:
-            match instruction:
-                case Run(_, inputs, outputs, label):
-                    task = tasks.get(label)
-                    if task is not None:
-                        reads[task] = [made.get(slot) for slot in inputs]
-                    made.update(dict.fromkeys(outputs, task))
-                case Send(slots, message):
-                    messages[message.tag] = [made.get(slot) for slot in slots]
-                case Receive(slots, message):
-                    # Whose result it is comes out once its sender has been read.
-                    made.update({s: (message.tag, i) for i, s in enumerate(slots)})
-                case Free(slots):
-                    for slot in slots:
-                        made.pop(slot, None)
-    for task, makers in reads.items():
-        for maker in makers:
-            while isinstance(maker, tuple):
-                maker = messages[maker[0]][maker[1]]
-            if maker is not None and maker.microbatch == task.microbatch:
-                needs[task.kind, task.stage][maker.kind, maker.stage] = None
-    return {key: tuple(own) for key, own in needs.items()}
-
-
 # ---- the clocks ---------------------------------------------------------------------------------
 
 
@@ -304,8 +250,8 @@ class _OneByOne:
     """Runs a step's instructions one at a time, each waited for, and clocks them."""
 
     def __init__(self, local: LocalStep, tasks: Mapping[str, Task]):
-        self.runs: list[_Clocked] = []
-        self.transfers: list[tuple[_Key, int, float]] = []
+        self.runs: list[_figures.Clocked] = []
+        self.transfers: list[tuple[_figures.Key, int, float]] = []
         self._local, self._tasks, self._device_of = local, tasks, _device_of(local)
 
     def __call__(self) -> None:
@@ -332,7 +278,7 @@ class _ByDevice:
     """Runs a step with a thread for each device, which waits for what it runs, and clocks it."""
 
     def __init__(self, local: LocalStep):
-        self.runs: list[_Clocked] = []
+        self.runs: list[_figures.Clocked] = []
         self._failed = False
         self._local, self._device_of = local, _device_of(local)
         self._arrived = {
@@ -393,17 +339,8 @@ def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
 # ---- the figures --------------------------------------------------------------------------------
 
 
-def _medians(runs: Sequence[_Clocked], tasks: Mapping[str, Task]) -> dict[_Key, float]:
-    """The median time of each kind of task of each stage, over microbatches and repeats."""
-    times: dict[_Key, list[float]] = defaultdict(list)
-    for _, label, start, end in runs:
-        if label in tasks:
-            times[tasks[label].kind, tasks[label].stage].append(end - start)
-    return {key: statistics.median(own) for key, own in sorted(times.items())}
-
-
 def _around(
-    runs: Sequence[_Clocked], tasks: Mapping[str, Task], num_devices: int, repeats: int
+    runs: Sequence[_figures.Clocked], tasks: Mapping[str, Task], num_devices: int, repeats: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """For each device, the time of its runs that are no task, before its first task and after."""
     before, after = [], []
@@ -420,30 +357,3 @@ def _around(
         before.append(statistics.median(sums[0]))
         after.append(statistics.median(sums[1]))
     return tuple(before), tuple(after)
-
-
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """The latency and bandwidth of transfers: a line through the median time of each size."""
-    if not points:
-        return 0.0, float("inf")
-    by_size: dict[int, list[float]] = defaultdict(list)
-    for size, seconds in points:
-        by_size[size].append(seconds)
-    sizes = sorted(by_size)
-    times = [statistics.median(by_size[size]) for size in sizes]
-    if len(sizes) > 1:
-        slope, latency = np.polyfit(sizes, times, 1)
-        if slope > 0 and latency >= 0:
-            return float(latency), float(1 / slope)
-    return statistics.median(times), float("inf")
-
-
-def _timeline(table: Table, runs: Sequence[_Clocked], tasks: Mapping[str, Task]) -> Timeline:
-    """The timeline that was clocked; its first task starts at 0."""
-    spans = {tasks[label]: (start, end) for _, label, start, end in runs if label in tasks}
-    zero = min(start for start, _ in spans.values())
-    return Timeline(
-        table,
-        tuple(tuple(spans[task][0] - zero for task in order) for order in table.ranks),
-        tuple(tuple(spans[task][1] - zero for task in order) for order in table.ranks),
-    )

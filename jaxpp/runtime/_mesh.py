@@ -1,6 +1,7 @@
 """`MpmdMesh`: all ranks in this process."""
 
 import functools
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from jaxpp._program import Bundle, Message, default_mesh
 from jaxpp.runtime import _compile, _worker
 from jaxpp.runtime._arguments import check_arguments
 from jaxpp.runtime._axes import PIPELINE_AXIS, check_axes
+from jaxpp.runtime._trace import LocalTracing, Trace
+
 
 class MpmdMesh:
     """A mesh of pipeline ranks over the devices of this process.
@@ -51,6 +54,7 @@ class MpmdMesh:
             )
         self.shape, self.axis_names = shape, axis_names
         self.devices = tuple(available[:ranks])
+        self._tracing = LocalTracing()
 
     def __repr__(self):
         return f"MpmdMesh({self.shape}, {self.axis_names})"
@@ -62,7 +66,49 @@ class MpmdMesh:
 
     def load(self, bundle: Bundle) -> "LocalStep":
         """Compiles a step, and gives the function that runs it on its flat arguments."""
-        return LocalStep(bundle, self.devices)
+        return LocalStep(bundle, self.devices, self._tracing)
+
+    def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
+        """Starts to record what the ranks run and send.
+
+        Args:
+            directory: where `stop_trace` writes its files; those of an earlier trace are replaced.
+            profiler: whether JAX's profiler records, too, into `<directory>-0`: what each task
+                consists of. It costs more than the rest.
+
+        Raises:
+            RuntimeError: the mesh is traced already, or JAX's profiler runs.
+            OSError: the directory cannot be written to.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpp, tempfile
+            >>> loss = jaxpp.wrap_forward(lambda w, x: jnp.mean((x @ w) ** 2))
+            >>> grad = jaxpp.microbatch(jax.grad(loss), 2)
+            >>> mesh = jaxpp.MpmdMesh((1,))
+            >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     mesh.start_trace(folder, profiler=False)
+            ...     gradient = step(jnp.eye(2), jnp.ones((4, 2)))
+            ...     trace = mesh.stop_trace()
+            >>> [run.label for run in trace.runs if run.label[0] in "FB"]
+            ['F0.0', 'B0.0', 'F0.1', 'B0.1']
+        """
+        self._tracing.start(directory, profiler)
+
+    def stop_trace(self) -> Trace:
+        """Ends the trace, once all that was called has been computed, and writes its files.
+
+        They are, in the directory: `timeline.json`, which ui.perfetto.dev opens; `timeline.png`, a
+        typical call beside its simulation; and what TensorBoard opens with the directory as its
+        `--logdir`.
+
+        Returns:
+            When each task and each message was, and the paths of the files.
+
+        Raises:
+            RuntimeError: the mesh is not traced.
+        """
+        return self._tracing.stop(self.devices)
 
 
 default_mesh.set(lambda num_ranks: MpmdMesh((num_ranks,)))
@@ -97,6 +143,10 @@ class _LocalTransport:
             arrays = jax.device_put(arrays, target)
         self._mail[message.tag] = arrays
 
+    def arrays_of(self, message: Message) -> list[Any]:
+        """What has been sent and not received, on the device it goes to."""
+        return self._mail[message.tag]
+
     def wait_for(self, message: Message) -> None:
         """Waits until what has been sent is where it goes."""
         jax.block_until_ready(self._mail[message.tag])
@@ -122,9 +172,10 @@ class LocalStep:
     `order` has the pieces of all ranks' programs in the order of their dispatch.
     """
 
-    def __init__(self, bundle: Bundle, devices: Sequence[Any]):
+    def __init__(self, bundle: Bundle, devices: Sequence[Any], tracing: LocalTracing):
         self.bundle = bundle
         self.devices = devices
+        self._tracing = tracing
         self.transport = transport = _LocalTransport(devices)
         executables = _compile.compile_all(bundle, devices)
         self.workers: list[_worker.Worker] = []
@@ -174,6 +225,9 @@ class LocalStep:
         return [feed.sharding() for feed in self.feeds]
 
     def _dispatch(self) -> None:
+        if self._tracing.recorder is not None:
+            self._tracing.dispatch(self)
+            return
         for execute, chunk in self._calls:
             execute(chunk)
 

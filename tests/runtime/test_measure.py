@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp.runtime import _measure, _worker
+from jaxpp.runtime import _figures, _worker
 from jaxpp.schedules import Costs, Kind, Task, simulate, stage_dependencies
 
 WIDTH, BATCH, MICROBATCHES = 8, 8, 4
@@ -234,4 +234,4 @@ def test_a_device_that_fails_does_not_leave_the_others_waiting(monkeypatch):
     ],
 )
 def test_transfers_are_a_latency_and_a_bandwidth(points, line):
-    np.testing.assert_allclose(_measure._line(points), line)
+    np.testing.assert_allclose(_figures.line(points), line)

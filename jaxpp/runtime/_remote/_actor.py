@@ -16,9 +16,36 @@ from jaxpp.runtime._remote._cluster import Place
 from jaxpp.runtime._remote._environment import prepare_process
 from jaxpp.runtime._remote._process import Process
 from jaxpp.runtime._transport import SocketTransport
+from jaxpp.runtime._transport._device import (
+    DeviceTransport,
+    free_port,
+    join_processes,
+    rank_devices,
+)
 
 #: Seconds after which a thread of a worker lets another one in that waits.
 SWITCH_INTERVAL = 1e-4
+
+
+#: The address at which only processes of the same host reach each other.
+LOOPBACK = "127.0.0.1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What a worker knows before JAX starts: its node, its GPUs, and a port that is free there."""
+
+    node: str
+    gpus: tuple[str, ...]
+    free_port: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """Where the processes of all ranks meet, to become one system of JAX's, and how many."""
+
+    coordinator: str
+    num_processes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +59,7 @@ class Setup:
         address: the address of its host that other hosts reach it by; None for loopback only.
         cores: how many CPU cores it may use; None for all.
         kind: of the connections: `"auto"`, `"unix"` or `"tcp"`.
+        join: how the ranks are joined for transfers between devices; None where they use sockets.
         x64: whether 64-bit types are on, as they are in the driver.
         epoch: how often the mesh has been restarted.
         box: the path of its black box; None on another host than the driver's.
@@ -44,6 +72,7 @@ class Setup:
     address: str | None
     cores: int | None
     kind: Any
+    join: Join | None
     x64: bool
     epoch: int
     box: str | None
@@ -68,6 +97,30 @@ def versions() -> dict[str, str]:
     return {"python": ".".join(map(str, sys.version_info[:2])), **found}
 
 
+def _socket_transport(setup: Setup) -> SocketTransport:
+    transport = SocketTransport(
+        setup.rank,
+        jax.local_devices()[0],
+        setup.secret,
+        address=setup.address,
+        kind=setup.kind,
+    )
+    if setup.epoch:
+        transport.reset(setup.epoch)
+    return transport
+
+
+def _device_transport(setup: Setup) -> DeviceTransport:
+    assert setup.join is not None
+    join_processes(
+        setup.join.coordinator,
+        setup.join.num_processes,
+        setup.rank,
+        host=setup.address or LOOPBACK,
+    )
+    return DeviceTransport(setup.rank, rank_devices())
+
+
 @ray.remote(concurrency_groups={"control": 2, "feed": 1, "fetch": 16, "aside": 2})
 class Actor:
     """A rank's process.
@@ -80,6 +133,11 @@ class Actor:
         self.process: Any = None
         self._hello: Any = None
 
+    def identify(self, host: str) -> Identity:
+        """Says what can be known before JAX starts; `host` is this host's own address."""
+        node = ray.get_runtime_context().get_node_id()
+        return Identity(node, tuple(map(str, ray.get_gpu_ids())), free_port(host))
+
     def start(self, setup: Setup) -> Hello:
         """Starts JAX, and listens for other ranks; a worker that runs already says who it is."""
         if self.process is None:
@@ -87,12 +145,8 @@ class Actor:
             jax.config.update("jax_enable_x64", setup.x64)
             # The threads of the transport must not wait for the Python thread's time slice, 5 ms.
             sys.setswitchinterval(SWITCH_INTERVAL)
+            transport = _socket_transport(setup) if setup.join is None else _device_transport(setup)
             device = jax.local_devices()[0]
-            transport = SocketTransport(
-                setup.rank, device, setup.secret, address=setup.address, kind=setup.kind
-            )
-            if setup.epoch:
-                transport.reset(setup.epoch)
             box = BlackBox(setup.box) if setup.box else None
             self.process = Process(setup.rank, setup.num_ranks, device, transport, box)
             self._hello = Hello(

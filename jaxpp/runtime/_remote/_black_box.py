@@ -85,7 +85,7 @@ class NotingWorker(Worker):
         self._notes = {id(i): BlackBox.encode(doing(i)[0]) for i in self.program.instructions}
 
     @property
-    def at(self) -> Instruction | None:
+    def at(self) -> Instruction | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The instruction that runs; None between calls."""
         return self._at
 

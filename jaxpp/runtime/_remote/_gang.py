@@ -10,9 +10,10 @@ import ray
 import ray.exceptions
 
 from jaxpp.runtime._remote import _cluster, _environment, _session
-from jaxpp.runtime._remote._actor import Actor, Hello, Setup, versions
+from jaxpp.runtime._remote._actor import LOOPBACK, Actor, Hello, Join, Setup, versions
 from jaxpp.runtime._remote._black_box import BlackBox
 from jaxpp.runtime._remote._watch import Member, kill
+from jaxpp.runtime._transport._choice import RankDevices, choose_transport
 
 #: Seconds that a worker has to end what it is about, when the mesh is restarted.
 RESET_TIMEOUT = 5.0
@@ -28,7 +29,7 @@ class Settings:
     cores: int | None
     environment: Mapping[str, str]
     address: str | None
-    kind: str
+    transport: Any
     x64: bool
     timeout: float
 
@@ -50,6 +51,7 @@ class Gang:
         self._settings = settings
         self._secret = secrets.token_bytes(32)
         self._epoch = 0
+        self._join: Join | None = None
         with contextlib.ExitStack() as undo:
             self._session = _session.join()
             undo.callback(_session.leave, self._session)
@@ -88,6 +90,7 @@ class Gang:
                 member.box = self._new_box(member.rank)
         self.members = list(members)
         try:
+            self._join = self._choose_transport()
             hellos = self._call_all("start", lambda rank: (self._setup(rank),))
         finally:
             for member in members:
@@ -100,6 +103,26 @@ class Gang:
             member.pid, member.node = hello.pid, hello.node
         self.hellos = hellos
         self._connect([hello.addresses for hello in hellos])
+
+    def _choose_transport(self) -> Join | None:
+        """How ranks are joined for transfers between devices; None where they use sockets."""
+        gpus = self._settings.gpus_per_rank
+        identities = self._call_all("identify", lambda rank: (self._address(rank) or LOOPBACK,))
+        ranks = [RankDevices("gpu" if gpus else "cpu", i.node, i.gpus) for i in identities]
+        if choose_transport(ranks, self._settings.transport) == "socket":
+            return None
+        host = self._address(0) or LOOPBACK
+        return Join(f"{host}:{identities[0].free_port}", len(ranks))
+
+    @property
+    def between_devices(self) -> bool:
+        """Whether arrays go from device to device, and not over sockets."""
+        return self._join is not None
+
+    def _address(self, rank: int) -> str | None:
+        """Where other hosts reach a rank's; None where they do not."""
+        wanted = self._settings.address
+        return self._reservation.places[rank][0].address if wanted == "auto" else wanted
 
     def _new_box(self, rank: int) -> BlackBox | None:
         here = ray.get_runtime_context().get_node_id()
@@ -115,9 +138,10 @@ class Gang:
             settings.num_ranks,
             self._secret,
             place,
-            place.address if settings.address == "auto" else settings.address,
+            self._address(rank),
             settings.cores,
-            settings.kind,
+            "auto" if settings.transport == "socket" else settings.transport,
+            self._join,
             settings.x64,
             self._epoch,
             box.path if (box := self.members[rank].box) else None,
@@ -173,7 +197,12 @@ class Gang:
             for member in self.members:
                 member.dead = True
         self._try_all("abort", "The mesh is restarted.")
-        self._try_all("reset", self._epoch)
+        if self._join is None:
+            self._try_all("reset", self._epoch)
+        else:  # transfers between devices cannot be begun anew in a process
+            for member in self.members:
+                kill(member)
+                member.dead = True
         fresh = {m.rank for m in self.members if m.dead}
         try:
             self._start([m.renewed() for m in self.members])

@@ -11,6 +11,7 @@ from jaxpp._program import Bundle, Program, Run
 from jaxpp.runtime import _compile
 from jaxpp.runtime._array_types import ArrayType, to_host
 from jaxpp.runtime._remote import _export
+from jaxpp.runtime._transport._order import transfer_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +38,11 @@ class Library:
     Args:
         platform: of the workers, as JAX names it.
         kinds: for each rank something that is equal where ranks can share executables.
+        all_messages: whether each rank has to know the messages of all.
     """
 
-    def __init__(self, platform: str, kinds: Sequence[Any]):
+    def __init__(self, platform: str, kinds: Sequence[Any], all_messages: bool):
+        self._own = not all_messages
         self._platform = platform
         self._kinds = kinds
         self._numbers = itertools.count()
@@ -116,10 +119,13 @@ class Library:
         bare = dataclasses.replace(program, constants=slots)
         in_types = [step.in_types[n] for n, _ in program.inputs]
         others = {n: self._exported[n] for n in lacks if n not in compiles}
+        # In the order that transfers between devices need; sockets need only the rank's own.
+        order = transfer_order(step.programs)
+        messages = [m for m in order if not self._own or program.rank in (m.source, m.target)]
         return Loading(
             program.rank,
             ({n: self._exported[n] for n in compiles}, shared),
-            (number, bare, in_types, numbers, others, constants),
+            (number, bare, messages, in_types, numbers, others, constants),
         )
 
     def installed(self, step: int) -> None:

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxpp._program import Bundle
+from jaxpp.runtime import _trace
 from jaxpp.runtime._axes import PIPELINE_AXIS, check_axes
 from jaxpp.runtime._remote._array import RemoteArray
 from jaxpp.runtime._remote._arrays import Arrays
@@ -47,7 +49,9 @@ class RemoteMpmdMesh:
             `XLA_PYTHON_CLIENT_MEM_FRACTION`.
         address: `"auto"` where the workers of other hosts reach a worker at the address that Ray
             knows of its host; by default only workers of the same host can connect to it.
-        transport: how arrays go between ranks: `"auto"`, `"unix"` or `"tcp"`.
+        transport: how arrays go between ranks: `"device"`, from device to device, as JAX does it
+            between processes; `"socket"`, through the memory of the hosts (`"unix"` and `"tcp"` say
+            which); `"auto"` takes the first where each rank has a GPU of its own.
         heartbeat_timeout: seconds without a sign of life after which a stopped worker, or one
             that cannot be reached, counts as lost.
         start_timeout: seconds that the cluster has to start the workers.
@@ -101,7 +105,13 @@ class RemoteMpmdMesh:
         self._calls = itertools.count(1)
         self._flying = threading.BoundedSemaphore(IN_FLIGHT)
         hellos = self._gang.hellos
-        self._library = Library(hellos[0].platform, [(h.node, h.device) for h in hellos])
+        #: Whether each rank has to know what all send to each other.
+        self.moves_all = self._gang.between_devices
+        # Executables name devices by numbers, which differ where ranks are one system of JAX's.
+        alike = [(h.node, h.device) for h in hellos]
+        kinds = range(ranks) if self.moves_all else alike
+        self._library = Library(hellos[0].platform, kinds, self.moves_all)
+        self._tracing: Any = None
         self._arrays = Arrays(ranks, self._fetch_bytes)
         self._feeds = Feeds(
             lambda load, value: self.apply(describe, {0: (load, value)}, ordered=False)[0]
@@ -153,6 +163,7 @@ class RemoteMpmdMesh:
             self._arrays.clear()
             self._flying = threading.BoundedSemaphore(IN_FLIGHT)
             self.incarnation += 1
+            self._tracing = None
             self._watch = self._new_watch()
 
     def _check_open(self) -> None:
@@ -224,6 +235,43 @@ class RemoteMpmdMesh:
         for batch in batches:
             load = self._feeds.load_for(rank, batch)
             self._watch.follow(rank, self._actor(rank).feed.remote(batch, load))
+
+    # ---- traces ---------------------------------------------------------------------------------
+
+    def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
+        """Starts to record what the ranks run and send.
+
+        Args:
+            directory: where `stop_trace` writes its files, on this host; those of an earlier trace
+                are replaced.
+            profiler: whether JAX's profiler records in each worker, too, into `<directory>-<rank>`
+                on the rank's host: what each task consists of. It costs more than the rest.
+
+        Raises:
+            RuntimeError: the mesh is traced already.
+            OSError: the directory cannot be written to.
+        """
+        self._tracing = _trace.start_trace(self, directory, profiler, self._tracing)
+
+    def stop_trace(self) -> _trace.Trace:
+        """Ends the trace, once all that was called has been computed, and writes its files.
+
+        They are those of `MpmdMesh.stop_trace`.
+
+        Returns:
+            When each task and each message was, on one clock, and the paths of the files.
+
+        Raises:
+            RuntimeError: the mesh is not traced.
+            RankError: a rank has failed; its part of the trace is lost.
+        """
+        session, self._tracing = self._tracing, None
+        return _trace.stop_trace(self, session, range(self.num_ranks))
+
+    def note_traced(self, step: int, bundle: Bundle) -> None:
+        """Lets a trace that is being recorded know what a step consists of."""
+        if self._tracing is not None:
+            self._tracing.steps[step] = bundle
 
     # ---- arrays ---------------------------------------------------------------------------------
 

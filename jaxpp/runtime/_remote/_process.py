@@ -147,6 +147,7 @@ class Process:
         self,
         step: int,
         program: Program,
+        messages: Sequence[Message],
         input_types: Sequence[ArrayType],
         computations: Sequence[int | None],
         exported: Mapping[int, _export.Exported],
@@ -158,6 +159,7 @@ class Process:
         Args:
             step: its number.
             program: what this rank runs, without the values of constants.
+            messages: of the program, or of all ranks in one order for all, as the transport wants.
             input_types: of the program's inputs.
             computations: for each computation of the program the number by which the mesh knows
                 it; None for one that this rank does not run.
@@ -180,7 +182,6 @@ class Process:
         worker = NotingWorker(self._box, *arguments) if self._box else Worker(*arguments)
         for slot, array_type, value in constants:
             worker.slots[slot] = from_host(value.copy(), array_type, self.device)
-        messages = [i.message for i in program.instructions if isinstance(i, Send | Receive)]
         self.transport.expect(messages, step)
         self._steps[step] = _Loaded(program, worker, tuple(input_types))
 
@@ -205,7 +206,7 @@ class Process:
         if self._box:
             self._box.begin(call.number)
         try:
-            self.transport.begin(call.number, call.step)
+            self.transport.begin(call.number, call.step, [m.message for m in call.moves])
             self._feed(call, loaded, values)
             if self.recorder is None:
                 worker.execute(program.instructions)
@@ -227,11 +228,8 @@ class Process:
         moved = []
         for move in call.moves:
             if move.message.source == self.rank:
-                # A copy where the step may take its memory before it has left.
-                array = self.arrays[move.array]
-                array = jnp.copy(array) if move.array in call.dropped else array
-                self.transport.send([array], move.message)
-            else:
+                self.transport.send([self.arrays[move.array]], move.message)
+            elif move.message.target == self.rank:
                 moved.append(move.message)
         arrivals = (self.transport.receive(message)[0] for message in moved)
         # Copied, for what comes with a call is Ray's memory, and JAX does not copy it.
@@ -246,6 +244,8 @@ class Process:
                 worker.slots[slot] = self.loader.take(*next(batches), type_, self.device)
             else:
                 worker.slots[slot] = self.arrays[number]
+        # What is still to leave must not be donated.
+        self.transport.settle([worker.slots[slot] for _, slot in program.inputs])
         for number in call.dropped:
             self.arrays.pop(number, None)
         self.loader.drop(number for number, _ in call.fed)
@@ -332,6 +332,7 @@ class Process:
             worker = loaded.worker
             worker.slots[:] = [x if i in kept else None for i, x in enumerate(worker.slots)]
         self.loader.reset()
+        self.recorder = self.transport.recorder = None
         self.transport.reset(epoch)
 
     def close(self) -> None:

@@ -61,6 +61,7 @@ class RemoteStep:
             for n, arg in enumerate(args)
             if not isinstance(arg, RemoteArray | Fed) and self._readers[n]
         }
+        mesh.note_traced(self.number, bundle)
         calls = []
         for program in bundle.programs:
             rank = program.rank
@@ -73,7 +74,11 @@ class RemoteStep:
                 tuple(_source(args[n], rank) for n in numbers),
                 results,
                 (*mesh.releases(rank), *dropped[rank]),
-                tuple(m for m in moves if rank in (m.message.source, m.message.target)),
+                tuple(
+                    m
+                    for m in moves
+                    if mesh.moves_all or m.message.source == rank or m.message.target == rank
+                ),
                 tuple((leaf.batch.number, leaf.index) for leaf in fed),
             )
             calls.append((rank, call.pack([values[n] for n in numbers if n in values])))

@@ -1,8 +1,10 @@
 """The driver's watch over its workers: whoever fails, all end at once and with one error."""
 
+import contextlib
 import dataclasses
 import os
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -157,9 +159,9 @@ class Watch:
     def report(self, rank: int, what: Failure | BaseException | str) -> None:
         """Takes note that a rank has failed: what it or Ray says, or why we say so."""
         if isinstance(what, ray.exceptions.RayTaskError):  # the worker lives
-            task = what.function_name.rpartition(".")[2].removesuffix("()")
+            found = re.search(r"ray::\w+\.(\w+)", str(what))
             cause = getattr(what, "cause", None) or what
-            what = Failure.of(cause, rank, -1, task)
+            what = Failure.of(cause, rank, -1, found[1] if found else "")
             if isinstance(cause, ray.exceptions.RayError):  # what another worker was to give
                 what = dataclasses.replace(what, follows=True)
         with self._changed:
@@ -215,7 +217,7 @@ class Watch:
 
     def _answer(self, member: Member, reference: Any) -> None:
         try:
-            found = ray.get(reference)
+            found: Any = ray.get(reference)
         except ray.exceptions.RayError as error:
             self.report(member.rank, error)
             return
@@ -285,6 +287,8 @@ class Watch:
             # Who has described a failure, or could be aborted, is fit to go on after `restart`.
             gone = reported is not None and not isinstance(reported, Failure)
             member.dead = gone or member.rank in silent
+            if member.dead and member.node in self._lookouts:
+                self._lookouts[member.node].end_stopped.remote(member.pid)
         rank = self._culprit()
         return self._suspect() if rank is None else rank
 
@@ -320,18 +324,21 @@ class Watch:
         member, what = self._members[rank], self._reports.get(rank)
         call, task = member.box.read() if member.box else member.at
         cause: BaseException | None = None
-        if isinstance(what, Failure) and not (what.follows and what.waited_for is None):
+        waits = {
+            r: w
+            for r, w in sorted(self._reports.items())
+            if isinstance(w, Failure) and w.follows and w.waited_for == rank
+        }
+        if isinstance(what, Failure) and not what.follows:
             call, task, reason = what.call, what.task, what.exception
             cause = what.cause()
         elif isinstance(what, BaseException):
             reason, cause = why(what), what
-        else:
-            reason = what if isinstance(what, str) else "other ranks waited for it in vain"
-        waiting = [
-            f"rank {r} in {w.task}"
-            for r, w in sorted(self._reports.items())
-            if isinstance(w, Failure) and w.follows and w.waited_for == rank
-        ]
+        elif isinstance(what, str):
+            reason = what
+        else:  # it lives; what is known is what others say of it
+            reason = next((w.exception for w in waits.values()), "it has ended the step")
+        waiting = [f"rank {r} in {w.task}" for r, w in waits.items()]
         of_call = f" of call {call}" if call >= 0 else ""
         doing = f" in {task}{self._describe(task)}{of_call}" if task else ""
         waited = f" Waiting for it: {', '.join(waiting)}." if waiting else ""
@@ -360,10 +367,10 @@ def why(error: BaseException) -> str:
 
 def kill(member: Member) -> None:
     """Ends a worker's process, whatever state it is in; may be repeated."""
-    try:
+    with contextlib.suppress(Exception):  # the session has gone
+        if member.node == ray.get_runtime_context().get_node_id():
+            end_stopped(member.pid)
         ray.kill(member.actor)
-    except Exception:  # noqa: BLE001  the session has gone
-        pass
 
 
 # ---- processes ----------------------------------------------------------------------------------
@@ -407,9 +414,19 @@ def process_state(pid: int) -> str:
 START = 30.0
 
 
+def end_stopped(pid: int) -> None:
+    """Kills a process of this host that has been stopped, for Ray asks those to end themselves."""
+    if process_state(pid) == _STATES["T"]:
+        os.kill(pid, signal.SIGKILL)
+
+
 @ray.remote(num_cpus=0, max_restarts=-1)
 class Lookout:
     """Sits on another host, and says what has become of processes there."""
+
+    def end_stopped(self, pid: int) -> None:
+        """See `end_stopped`."""
+        end_stopped(pid)
 
     def state(self, pid: int) -> str:
         """See `process_state`."""

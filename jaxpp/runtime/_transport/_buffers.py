@@ -5,13 +5,16 @@ import mmap
 import threading
 import weakref
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 
 from jaxpp.runtime._transport._frames import ALIGNMENT
 
-#: From how many bytes on a buffer is used again.
-REUSED_FROM = 1 << 20
+#: From how many bytes on a buffer is used again. The time to fill a fresh buffer by that to fill a
+#: used one, measured while others are in use, is 1.05 at 1 MiB, where the allocator itself uses
+#: memory again, and 2.2 at 4, 1.5 at 16 and 1.6 at 64, where it asks the system for pages.
+REUSED_FROM = 4 << 20
 
 
 class BufferPool:
@@ -47,7 +50,7 @@ class BufferPool:
                 self._kept -= size
         if buffer is None:
             buffer = mmap.mmap(-1, size)
-        lent = (ctypes.c_char * size).from_buffer(buffer)
+        lent: Any = (ctypes.c_char * size).from_buffer(buffer)
         weakref.finalize(lent, self._give_back, buffer).atexit = False
         return np.frombuffer(lent, np.uint8, nbytes)
 

@@ -6,6 +6,7 @@ of the process; between hosts TCP. Whoever is at either end proves with a keyed 
 never sent. Who connects, to whom, and in which epoch is part of what is proved.
 """
 
+import contextlib
 import dataclasses
 import hmac
 import os
@@ -199,7 +200,7 @@ class Listener:
     ):
         self._rank, self._secret = rank, secret
         self._admit, self._serve = admit, serve
-        self._handshakes = threading.BoundedSemaphore(_MOST_HANDSHAKES)
+        self._handshakes: set[socket.socket] = set()
         host = address or "127.0.0.1"
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         tcp = socket.create_server((host, 0), family=family, backlog=128)
@@ -216,9 +217,12 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Accepts no more."""
+        """Accepts no more, and refuses who has not proved itself yet."""
         self._end.close()
         self._thread.join()
+        for connection in list(self._handshakes):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _accept_all(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -238,9 +242,10 @@ class Listener:
             connection, _ = listening.accept()
         except OSError:
             return  # it has gone again
-        if not self._handshakes.acquire(blocking=False):
+        if len(self._handshakes) >= _MOST_HANDSHAKES:
             connection.close()
             return
+        self._handshakes.add(connection)
         threading.Thread(
             target=self._welcome, args=(connection,), name=f"receive-{self._rank}", daemon=True
         ).start()
@@ -259,5 +264,5 @@ class Listener:
             except OSError:
                 return
             finally:
-                self._handshakes.release()
+                self._handshakes.discard(connection)
             self._serve(hello, connection)

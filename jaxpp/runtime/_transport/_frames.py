@@ -75,7 +75,7 @@ def send_frame(connection: socket.socket, header: Header, arrays: Sequence[np.nd
     pieces: list[Any] = [header.pack()]
     for array in arrays:
         if array.nbytes:
-            pieces.append(memoryview(array))
+            pieces.append(array.data)
         if rest := -array.nbytes % ALIGNMENT:
             pieces.append(_PADDING[:rest])
     for start in range(0, len(pieces), _MOST_PIECES):

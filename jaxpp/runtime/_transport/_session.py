@@ -1,6 +1,7 @@
 """One epoch of a transport: its connections, and what has arrived over them."""
 
 import collections
+import contextlib
 import dataclasses
 import queue
 import socket
@@ -101,6 +102,8 @@ class Session:
         self._wanted: set[Key] = set()
         self._mail: dict[Key, Arrived] = {}
         self._unsent = 0
+        #: The arrays whose values have not been read yet, by identity, and how often.
+        self._unread: collections.Counter[int] = collections.Counter()
         self._senders: dict[int, _Sender] = {}
         self._links: dict[int, list[socket.socket]] = {}
         self._lost: dict[int, str] = {}
@@ -114,6 +117,7 @@ class Session:
         with self._lock:
             self._check(message.target)
             self._unsent += 1
+            self._unread.update(map(id, arrays))
             sender = self._sender(message.target)
         sender.queue.put(Outgoing(header, arrays, message))
 
@@ -143,13 +147,10 @@ class Session:
                 self.lose(rank, error.reason)
             except BaseException as error:
                 self.abort(error)
-            finally:
-                # Nothing here may hold the values while the thread waits for the next.
-                finished = isinstance(item, Outgoing)
-                del item
-                with self._lock:
-                    self._unsent -= finished
-                    self._departure.notify_all()
+            with self._lock:
+                self._unsent -= isinstance(item, Outgoing)
+                self._departure.notify_all()
+            del item  # nothing here may hold the values while the thread waits for the next
 
     def _send_one(self, rank: int, item: Outgoing) -> None:
         try:
@@ -160,6 +161,8 @@ class Session:
                 f"{', '.join(item.message.names)}"
             )
             raise
+        finally:
+            self._read(item.arrays)
         if (found := sum(-(-v.nbytes // 64) * 64 for v in values)) != item.header.nbytes:
             raise TransportError(
                 f"Rank {self.rank} was to send {item.header.nbytes} bytes to rank {rank} under tag "
@@ -174,6 +177,25 @@ class Session:
         traffic = self.traffic[rank]
         traffic.messages_sent += 1
         traffic.bytes_sent += item.header.nbytes
+
+    def _read(self, arrays: list[Any]) -> None:
+        """Notes that the values of arrays have been read."""
+        with self._lock:
+            for number in map(id, arrays):
+                self._unread[number] -= 1
+                if not self._unread[number]:
+                    del self._unread[number]
+            self._departure.notify_all()
+
+    def wait_for_values(self, arrays: list[Any]) -> None:
+        """Waits until the values of arrays have been read, or the session aborts."""
+        if self._unread:
+            with self._lock:
+                self._departure.wait_for(
+                    lambda: (
+                        self._error is not None or not any(id(a) in self._unread for a in arrays)
+                    )
+                )
 
     def wait_for_sends(self, most: int) -> None:
         """Waits until at most `most` messages have not left yet, or the session aborts."""
@@ -210,9 +232,9 @@ class Session:
         """Reads what comes over a connection, on the caller's thread, until it ends."""
         self.threads.add(threading.current_thread())
         if self._register(rank, link):
-            self._read(rank, link)
+            self._drain(rank, link)
 
-    def _read(self, rank: int, link: socket.socket) -> None:
+    def _drain(self, rank: int, link: socket.socket) -> None:
         try:
             while (header := receive_header(link)) is not None:
                 self._receive_one(rank, link, header)
@@ -232,7 +254,7 @@ class Session:
                 f"programs."
             )
         buffer = self._pool.take(header.nbytes)
-        receive_into(link, memoryview(buffer))
+        receive_into(link, buffer.data)
         arrays = None if layout is None else make_arrays(buffer, layout, self._device)
         key = header.program, header.call, header.tag
         arrived = Arrived(rank, header.nbytes, arrays, buffer, start, time.monotonic_ns())
@@ -274,7 +296,7 @@ class Session:
 
     def _read_own(self, rank: int, link: socket.socket) -> None:
         with link:
-            self._read(rank, link)
+            self._drain(rank, link)
 
     # ---- the end --------------------------------------------------------------------------------
 
@@ -324,10 +346,8 @@ class Session:
             self._arrival.notify_all()
             self._departure.notify_all()
         for link in links:
-            try:
+            with contextlib.suppress(OSError):  # the other end was faster
                 link.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the other end was faster
         for sender in senders:
             sender.queue.put(None)
 
@@ -348,8 +368,7 @@ class _Sender:
 
 def make_arrays(buffer: Any, layout: Layout, device: Any) -> list[Any]:
     """Makes the arrays of a message of its bytes."""
-    buffers = [
-        buffer[start : start + t.nbytes]
+    return [
+        _array_types.from_host(buffer[start : start + t.nbytes], t, device)
         for start, t in zip(layout.offsets, layout.array_types, strict=True)
     ]
-    return _array_types.from_host_many(buffers, layout.array_types, device)

@@ -70,7 +70,8 @@ class SocketTransport:
         kind: Kind = "auto",
         run_ahead: int = 2,
     ):
-        self.rank, self.kind = rank, kind
+        self.rank = rank
+        self.kind: Kind = kind
         #: Takes down when messages are sent and received, where it is not None.
         self.recorder: Recorder | None = None
         #: Called, on some thread, with the error when a rank is lost or the transport aborts.
@@ -156,8 +157,11 @@ class SocketTransport:
         known = self._known.get(id(message))
         return Layout.of(message) if known is None else known[2]
 
-    def begin(self, call: int, program: int = 0) -> None:
-        """Says to which call, of which program, the next messages belong."""
+    def begin(self, call: int, program: int = 0, before: Iterable[Message] = ()) -> None:
+        """Says to which call, of which program, the next messages belong; `before` does not matter.
+
+        (Other transports need to know what is sent besides, ahead of the program's messages.)
+        """
         self._call, self._program = call, program
 
     def send(self, arrays: list[Any], message: Message) -> None:
@@ -194,8 +198,16 @@ class SocketTransport:
             return make_arrays(arrived.buffer, layout, self._device)
         return arrived.arrays
 
+    def settle(self, arrays: list[Any]) -> None:
+        """Waits until none of some arrays is still to be read for a send.
+
+        Once a value has been read its array may be donated: what is being written stays as it is.
+        Donated before it fails the send.
+        """
+        self._session.wait_for_values(arrays)
+
     def flush(self) -> None:
-        """Waits until all that was sent has left; before it does its values must not be donated.
+        """Waits until all that was sent has left.
 
         Raises:
             Aborted: if the transport was aborted, or a value to send could not be computed.

@@ -1,11 +1,19 @@
 """Writes timelines as traces for Perfetto, ui.perfetto.dev."""
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from jaxpp.schedules._drawing._styles import Cell, by_title, lay_out
+from jaxpp.schedules._drawing._trace_events import (
+    Event,
+    make_arrow,
+    make_counter,
+    make_slice,
+    name_process,
+    name_thread,
+    write_events,
+)
 from jaxpp.schedules._execute import number
 from jaxpp.schedules._simulate import Timeline
 from jaxpp.schedules._table import Task
@@ -39,7 +47,7 @@ def to_trace(
     Raises:
       ValueError: the unit is none of these.
 
-    >>> import pathlib, tempfile
+    >>> import json, pathlib, tempfile
     >>> from jaxpp.schedules import OneFOneB, simulate
     >>> timeline = simulate(OneFOneB().table(num_stages=2, num_microbatches=1))
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -57,34 +65,33 @@ def to_trace(
     if unit not in _MICROSECONDS:
         raise ValueError(f"unit is one of {', '.join(map(repr, _MICROSECONDS))}, got {unit!r}.")
     scale = _MICROSECONDS[unit]
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     for process, (title, timeline) in enumerate(by_title(timelines).items()):
         rows = lay_out(timeline)
-        slices = {cell.span.task: _slice(timeline, cell, scale) for cells in rows for cell in cells}
-        own = [*_names(title or "schedule", rows), *slices.values()]
-        own += _counters(timeline, scale)
+        slices = {
+            cell.span.task: _slice(process, timeline, cell, scale)
+            for cells in rows
+            for cell in cells
+        }
+        events.append(name_process(process, title or "schedule"))
+        events += _name_threads(process, rows)
+        events += slices.values()
+        events += _counters(process, timeline, scale)
         if transfers:
-            own += _arrows(timeline, slices, first=len(events))
-        events += [{"pid": process, **event} for event in own]
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+            events += _arrows(timeline, slices, first=len(events))
+    write_events(events, path)
 
 
-def _names(title: str, rows: tuple[tuple[Cell, ...], ...]) -> Iterable[dict[str, Any]]:
-    yield {"ph": "M", "name": "process_name", "args": {"name": title}}
+def _name_threads(process: int, rows: tuple[tuple[Cell, ...], ...]) -> Iterable[Event]:
     num_lanes = max((cell.num_lanes for cells in rows for cell in cells), default=1)
     for rank, cells in enumerate(rows):
         for lane in range(max((cell.num_lanes for cell in cells), default=1)):
-            thread = lane * len(rows) + rank
             name = f"rank {rank}" + ", at the same time" * (lane > 0)
-            order = {"sort_index": rank * num_lanes + lane}
-            yield {"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": name}}
-            yield {"ph": "M", "name": "thread_sort_index", "tid": thread, "args": order}
+            yield from name_thread(process, lane * len(rows) + rank, name, rank * num_lanes + lane)
 
 
-def _slice(timeline: Timeline, cell: Cell, scale: float) -> dict[str, Any]:
-    task, table = cell.span.task, timeline.table
-    start, end = _ticks(cell.span.start, scale), _ticks(cell.span.end, scale)
+def _slice(process: int, timeline: Timeline, cell: Cell, scale: float) -> Event:
+    task, table, span = cell.span.task, timeline.table, cell.span
     args: dict[str, Any] = {
         "kind": str(task.kind),
         "stage": task.stage,
@@ -92,59 +99,24 @@ def _slice(timeline: Timeline, cell: Cell, scale: float) -> dict[str, Any]:
     }
     if len(table.placement) > 1:
         args["direction"] = table.direction_of[task.microbatch]
-    return {
-        "ph": "X",
-        "name": str(task),
-        "cat": str(task.kind),
-        "tid": cell.lane * timeline.num_ranks + cell.span.rank,
-        "ts": start,
-        "dur": end - start,
-        "args": args,
-    }
+    thread = cell.lane * timeline.num_ranks + span.rank
+    start, end = span.start * scale, span.end * scale
+    return make_slice(process, thread, str(task), str(task.kind), start, end, args)
 
 
-def _ticks(time: float, scale: float) -> float:
-    """Rounds to eighths of a microsecond: binary fractions that are whole nanoseconds.
-
-    So `ts + dur` of a slice is exactly the `ts` of the next one, however a reader rounds each to
-    nanoseconds; were the end later by one, the next slice would not fit beside it.
-    """
-    return round(time * scale * 8) / 8
-
-
-def _counters(timeline: Timeline, scale: float) -> Iterable[dict[str, Any]]:
+def _counters(process: int, timeline: Timeline, scale: float) -> Iterable[Event]:
     for rank in range(timeline.num_ranks):
         for time, held in [(0.0, 0.0), *timeline.memory_over_time(rank)]:
-            yield {
-                "ph": "C",
-                "name": f"memory of rank {rank}",
-                "ts": _ticks(time, scale),
-                "args": {"held": held},
-            }
+            yield make_counter(process, f"memory of rank {rank}", time * scale, held=held)
 
 
-def _arrows(
-    timeline: Timeline, slices: Mapping[Task, dict[str, Any]], first: int
-) -> Iterable[dict[str, Any]]:
-    """An arrow from the middle of each slice to the middle of those on other ranks that read it.
-
-    In the middle, no rounding can bind an arrow's end to the slice before or after.
-    """
+def _arrows(timeline: Timeline, slices: Mapping[Task, Event], first: int) -> Iterable[Event]:
+    """An arrow from each slice to those on other ranks that read its result."""
     numbered = number(timeline.table)
     for n, needs in enumerate(numbered.needs):
         for need in needs:
             if numbered.rank_of[need] == numbered.rank_of[n]:
                 continue
             first += 1
-            ends = (("s", numbered.tasks[need]), ("f", numbered.tasks[n]))
-            for phase, task in ends:
-                at = slices[task]
-                yield {
-                    "ph": phase,
-                    "name": "transfer",
-                    "cat": "transfer",
-                    "id": first,
-                    "tid": at["tid"],
-                    "ts": at["ts"] + at["dur"] / 2,
-                    **({"bp": "e"} if phase == "f" else {}),
-                }
+            ends = [slices[numbered.tasks[need]], slices[numbered.tasks[n]]]
+            yield from make_arrow(first, "transfer", ends)

@@ -1,10 +1,8 @@
 import pytest
 
-pytest.importorskip("ray")
-
 
 @pytest.fixture(scope="module")
-def ray_session(request):
+def ray_session():
     """A Ray session of this machine for the meshes of a module, which join it."""
     import ray
 

@@ -1,0 +1,135 @@
+"""`load_state`: reads a checkpoint onto any devices or ranks."""
+
+import os
+from collections import defaultdict
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Sharding
+
+from jaxpp.runtime._remote._array import RemoteArray, RemoteSharding
+from jaxpp.runtime._state import _directory, _manifest, _ranks
+from jaxpp.runtime._state._manifest import ArrayLeaf, NumberLeaf
+from jaxpp.runtime._state._save import absolute, ranks_at_work
+
+
+def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -> Any:
+    """Loads a checkpoint that `save_state` or a `Checkpointer` has written.
+
+    It may have been written by other ranks, on another mesh and under another schedule. Each rank
+    reads its own share, and nothing but what was asked for goes through this process.
+
+    Args:
+        path: the checkpoint's directory.
+        like: a pytree like the one that was saved, of arrays or `jax.ShapeDtypeStruct`s. An array
+            of the checkpoint goes where that of `like` is: to the same devices in the same
+            sharding, to the same ranks, to NumPy; for a `ShapeDtypeStruct` to its sharding or the
+            default device. The arrays of `like` may have been donated.
+        shardings: where arrays go instead: a prefix of the pytree of JAX shardings, or of those of
+            a remote mesh, such as `step.lower(...).compile().input_shardings`; None leaves it to
+            `like`.
+
+    Returns:
+        A pytree like `like` with the values of the checkpoint.
+
+    Raises:
+        FileNotFoundError: if there is nothing at `path`.
+        ValueError: if that is not a checkpoint, is half-written, damaged, of a newer format, or of
+            another tree than `like`.
+        OSError: if it cannot be read.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp, tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     jaxpp.save_state(f"{directory}/1", {"w": jnp.arange(3.0)})
+        ...     jaxpp.load_state(f"{directory}/1", {"w": jax.ShapeDtypeStruct((3,), "float32")})
+        {'w': Array([0., 1., 2.], dtype=float32)}
+    """
+    path = absolute(path)
+    leaves, places = _manifest.leaves_of(like), _places(like, shardings)
+    values: list[Any] = [value for _, value in leaves]
+    local: dict[int, tuple[ArrayLeaf, _ranks.Place]] = {}
+    hosts: dict[int, ArrayLeaf] = {}
+    remote: dict[int, tuple[ArrayLeaf, RemoteSharding]] = {}
+    with _directory.reading(path) as (manifest, data):
+        _manifest.check_matches([leaf for leaf, _ in leaves], manifest.leaves, str(path))
+        saved = {leaf.path: leaf for leaf in manifest.leaves}
+        for number, ((leaf, value), place) in enumerate(zip(leaves, places, strict=True)):
+            there = saved[leaf.path]
+            if isinstance(there, NumberLeaf):
+                values[number] = there.number()
+            elif isinstance(there, ArrayLeaf):
+                place = _place_of(value) if place is None else place
+                if isinstance(place, RemoteSharding):
+                    remote[number] = there, place
+                elif place is np:
+                    hosts[number] = there
+                else:
+                    local[number] = there, _ranks.Place(place, getattr(value, "weak_type", False))
+        arrays, arguments, mesh = _remote_reads(remote, values, str(data), str(path))
+        with ranks_at_work(mesh, arguments, ordered=True):
+            _fill(values, local, _ranks.read_arrays(str(data), str(path), list(local.values())))
+            _fill(values, hosts, _ranks.read_hosts(str(data), str(path), list(hosts.values())))
+    for number, array in arrays.items():
+        values[number] = array
+    for number in hosts:
+        if isinstance(leaves[number][1], np.generic):
+            values[number] = values[number][()]
+    return jtu.tree_unflatten(jtu.tree_structure(like), values)
+
+
+def _fill(values: list[Any], numbers: Any, found: list[Any]) -> None:
+    for number, value in zip(numbers, found, strict=True):
+        values[number] = value
+
+
+def _places(like: Any, shardings: Any) -> list[Any]:
+    """For each leaf what `shardings` says of it, or None."""
+    places: list[Any] = []
+
+    def note(place: Any, part: Any) -> None:
+        if not isinstance(place, Sharding | RemoteSharding | None):
+            raise TypeError(
+                f"load_state needs shardings that are jax.sharding.Sharding or of a remote mesh, "
+                f"got {place!r}."
+            )
+        places.extend([place] * len(jtu.tree_leaves(part)))
+
+    try:
+        jtu.tree_map(note, shardings, like, is_leaf=lambda node: node is None)
+    except ValueError as error:
+        error.add_note("load_state needs `shardings` to be a prefix of the pytree `like`.")
+        raise
+    return places
+
+
+def _place_of(value: Any) -> Any:
+    """Where a leaf of `like` is: a sharding, NumPy, or None for the default device."""
+    if isinstance(value, np.ndarray | np.generic):
+        return np
+    if isinstance(value, jax.Array) and not value.committed:
+        return None
+    return value.sharding
+
+
+def _remote_reads(
+    remote: dict[int, tuple[ArrayLeaf, RemoteSharding]], values: list[Any], data: str, path: str
+) -> tuple[dict[int, RemoteArray], dict[int, tuple[Any, ...]], Any]:
+    """Makes the handles of the arrays that ranks are to read; says what each rank reads."""
+    meshes = {id(place.mesh): place.mesh for _, place in remote.values()}
+    if len(meshes) > 1:
+        raise ValueError("load_state puts arrays on one remote mesh, got shardings of several.")
+    mesh: Any = next(iter(meshes.values()), None)
+    arrays: dict[int, RemoteArray] = {}
+    items: dict[int, list[tuple[int, ArrayLeaf, bool]]] = defaultdict(list)
+    for number, (leaf, place) in remote.items():
+        like = values[number]
+        weak_type = bool(getattr(like, "weak_type", False))
+        aval = jax.ShapeDtypeStruct(like.shape, like.dtype, weak_type=weak_type)
+        ranks = place.ranks or (0,)  # no rank reads it: any may keep it
+        arrays[number] = array = mesh.new_array(aval, ranks)
+        for rank in ranks:
+            items[rank].append((array.id, leaf, weak_type))
+    return arrays, {r: (_ranks.read, data, path, found) for r, found in items.items()}, mesh

@@ -1,0 +1,10 @@
+from jaxpp.runtime._trace._clock import Processes as Processes
+from jaxpp.runtime._trace._local import LocalTracing as LocalTracing
+from jaxpp.runtime._trace._merge import merge_traces as merge_traces
+from jaxpp.runtime._trace._recorder import Recorder as Recorder
+from jaxpp.runtime._trace._result import Trace as Trace
+from jaxpp.runtime._trace._result import TracedMessage as TracedMessage
+from jaxpp.runtime._trace._result import TracedRun as TracedRun
+from jaxpp.runtime._trace._session import Session as Session
+from jaxpp.runtime._trace._session import start_trace as start_trace
+from jaxpp.runtime._trace._session import stop_trace as stop_trace

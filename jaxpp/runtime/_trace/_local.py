@@ -1,0 +1,79 @@
+"""Tracing of a mesh whose ranks are all in this process."""
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from jaxpp._program import Bundle, Message, Send
+from jaxpp.runtime._trace import _session
+from jaxpp.runtime._trace._recorder import Recorder, clock
+from jaxpp.runtime._trace._result import Trace
+from jaxpp.runtime._worker import Chunk, Worker
+
+
+class _Transport(Protocol):
+    def arrays_of(self, message: Message) -> list[Any]: ...
+
+
+class _Step(Protocol):
+    bundle: Bundle
+    devices: Sequence[Any]
+    workers: list[Worker]
+    order: list[tuple[int, Chunk]]
+
+    @property
+    def transport(self) -> _Transport: ...
+
+
+class LocalTracing:
+    """The trace of a local mesh, and the one process that `start_trace` finds there.
+
+    `recorder` is None, or clocks what the mesh's steps run.
+    """
+
+    rank = 0
+    num_ranks = 1
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self.transport = self  # it has a recorder, too; what it sends is recorded below
+        self._session: _session.Session | None = None
+        self._calls = itertools.count()
+
+    def apply(
+        self, function: Any, args: Mapping[int, tuple], *, ordered: bool = True
+    ) -> dict[int, Any]:
+        """Runs `function(process, *args)`."""
+        return {number: function(self, *own) for number, own in args.items()}
+
+    def start(self, directory: str | os.PathLike[str], profiler: bool) -> None:
+        """Starts a trace."""
+        self._session = _session.start_trace(self, directory, profiler, self._session)
+
+    def stop(self, devices: Sequence[Any]) -> Trace:
+        """Ends it, and writes its files."""
+        session, self._session = self._session, None
+        distinct = list(dict.fromkeys(devices))
+        return _session.stop_trace(self, session, [distinct.index(device) for device in devices])
+
+    def dispatch(self, step: _Step) -> None:
+        """Dispatches a step, and has it recorded."""
+        recorder, session = self.recorder, self._session
+        assert recorder is not None and session is not None
+        call, number = next(self._calls), id(step.bundle)
+        session.steps[number] = step.bundle  # which keeps it, so that no other has its id
+        for worker in step.workers:
+            recorder.prepare(worker)
+        for rank, chunk in step.order:
+            source = step.devices[rank]
+            dispatched = clock()
+            recorder.execute(step.workers[rank], chunk, call, number, source)
+            for instruction in chunk:
+                if not isinstance(instruction, Send):
+                    continue
+                target = step.devices[instruction.message.target]
+                if target is not source:
+                    arrays = step.transport.arrays_of(instruction.message)
+                    link = source, target
+                    recorder.copied(call, instruction.message, arrays, dispatched, link)

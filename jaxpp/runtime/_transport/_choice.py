@@ -1,0 +1,84 @@
+"""Which transport a mesh uses."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+Flag = Literal["auto", "socket", "unix", "tcp", "device"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankDevices:
+    """What a rank computes on.
+
+    Args:
+        platform: the JAX platform, such as `"cpu"` or `"gpu"`.
+        host: names the host, or Ray's node.
+        devices: what tells each device of the rank from others of the host: UUIDs, bus ids or the
+            host's own numbers, but not numbers within a process.
+    """
+
+    platform: str
+    host: str
+    devices: tuple[str, ...]
+
+
+def choose_transport(
+    ranks: Sequence[RankDevices], flag: Flag = "auto"
+) -> Literal["socket", "device"]:
+    """Chooses how arrays go between ranks.
+
+    Args:
+        ranks: what each rank computes on.
+        flag: `"auto"` goes from device to device where there are several ranks and each has GPUs of
+            its own, and over sockets else, through the memory of the hosts; the others override it
+            (`"unix"` and `"tcp"` are sorts of sockets).
+
+    Returns:
+        `"device"` for `DeviceTransport`, `"socket"` for `SocketTransport`.
+
+    Raises:
+        ValueError: if the flag is none of these, or asks for what NCCL cannot do: a GPU that
+            several ranks share, or GPUs in some ranks only.
+
+    Example:
+        >>> one, other = [RankDevices("gpu", "host", (device,)) for device in ("0", "1")]
+        >>> choose_transport([one, other]), choose_transport([one, one])
+        ('device', 'socket')
+    """
+    flags = ("auto", "socket", "unix", "tcp", "device")
+    if flag not in flags:
+        raise ValueError(f"transport={flag!r} is not known; it is one of {', '.join(flags)}.")
+    if flag not in ("auto", "device"):
+        return "socket"
+    obstacle = _obstacle(ranks)
+    if flag == "device" and obstacle:
+        raise ValueError(
+            f"transport='device' cannot be had: {obstacle}. Use transport='auto', which goes over "
+            f"sockets then, or give each rank a GPU of its own (gpus_per_rank=1)."
+        )
+    if flag == "auto" and (obstacle or len(ranks) < 2 or ranks[0].platform == "cpu"):
+        return "socket"
+    return "device"
+
+
+def _obstacle(ranks: Sequence[RankDevices]) -> str:
+    """Why arrays cannot go from device to device; empty where they can."""
+    platforms = sorted({rank.platform for rank in ranks})
+    if len(platforms) > 1:
+        by = ", ".join(f"rank {n} on {rank.platform}" for n, rank in enumerate(ranks))
+        return f"the ranks are on different platforms ({by})"
+    if platforms == ["cpu"]:  # each process has CPU devices of its own
+        return ""
+    users: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for number, rank in enumerate(ranks):
+        if not rank.devices:
+            return f"the devices of rank {number} on host {rank.host} are not known"
+        for device in rank.devices:
+            users[rank.host, device].append(number)
+    for (host, device), numbers in users.items():
+        if len(numbers) > 1:
+            shared = " and ".join(map(str, numbers))
+            return f"ranks {shared} share device {device} of host {host}, which NCCL does not allow"
+    return ""

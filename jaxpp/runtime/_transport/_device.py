@@ -1,0 +1,389 @@
+"""`DeviceTransport`: messages between ranks from device to device, by JAX's own transfers."""
+
+import collections
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxpp._program import Message
+from jaxpp.runtime._array_types import ArrayType, from_host
+from jaxpp.runtime._transport._errors import Aborted, PeerLost, TransportError
+
+#: Which message: of which call and tag.
+Key = tuple[int, int]
+
+#: How often a wait for a device looks whether it has been aborted, in seconds.
+POLL = 2e-4
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this host that nothing listens on.
+
+    Example:
+        >>> 0 < free_port() < 65536
+        True
+    """
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return found.getsockname()[1]
+
+
+def join_processes(
+    coordinator: str,
+    num_processes: int,
+    process_id: int,
+    *,
+    host: str = "127.0.0.1",
+    heartbeat_timeout_seconds: int = 100,
+) -> None:
+    """Joins this process with those of the other ranks; JAX must not have been used before.
+
+    Once joined, SIGTERM does not end the process (JAX takes it for the announcement of a
+    preemption), and the death of one process ends the others: at once where it is process 0, which
+    has the coordinator, else when its heartbeat has been missed for so long.
+
+    Args:
+        coordinator: host and port at which process 0 listens, `"127.0.0.1:12345"`; not port 0.
+        num_processes: how many there are, one a rank.
+        process_id: the rank of this one.
+        host: the address of this host at which the others reach it.
+        heartbeat_timeout_seconds: after how long without a sign of life a process counts as dead.
+    """
+    # Where there is no NCCL, on CPU, JAX serves transfers at a socket; port 0 there hangs.
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{free_port(host)}")
+    jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+        coordinator_bind_address=coordinator if process_id == 0 else None,
+    )
+
+
+def rank_devices() -> tuple[Any, ...]:
+    """The device of each rank: the first of each process that `join_processes` has joined.
+
+    Example:
+        >>> import jax
+        >>> rank_devices() == (jax.devices()[0],)
+        True
+    """
+    first = {d.process_index: d for d in reversed(jax.devices())}
+    return tuple(first[n] for n in sorted(first))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cargo:
+    """Which arrays of a message are moved: all that have bytes, keys as integers."""
+
+    types: tuple[ArrayType, ...]
+    moved: tuple[int, ...]
+
+    @classmethod
+    def of(cls, message: Message) -> "_Cargo":
+        types = tuple(ArrayType.of(a) for a in message.avals)
+        return cls(types, tuple(n for n, t in enumerate(types) if t.nbytes))
+
+    def pack(self, arrays: Sequence[Any]) -> list[Any]:
+        return [
+            arrays[n] if self.types[n].key is None else jax.random.key_data(arrays[n])
+            for n in self.moved
+        ]
+
+    def unpack(self, arrived: Sequence[Any], device: Any) -> list[Any]:
+        found = dict(zip(self.moved, arrived, strict=True))
+        return [
+            from_host(b"", t, device) if n not in found else _as_type(found[n], t)
+            for n, t in enumerate(self.types)
+        ]
+
+
+def _as_type(array: Any, array_type: ArrayType) -> Any:
+    return array if array_type.key is None else jax.random.wrap_key_data(array, impl=array_type.key)
+
+
+class DeviceTransport:
+    """Sends and receives arrays by `jax.device_put` between the processes of the ranks.
+
+    On GPU this is NCCL, from device to device, on streams of its own, while the device computes; it
+    needs a GPU for each rank. On CPU it is a socket of JAX's, slower than `SocketTransport`.
+
+    A thread makes the transfers of this rank in the order that `expect` was given, which has to be
+    the same for all ranks (`transfer_order`), whatever the order in which its program asks for
+    them: a send waits there for its turn, and a receive is started ahead of it. Only this thread
+    and the device wait for other ranks where nothing can wake them. After an abort, or when a rank
+    is lost, transfers may be stuck in JAX for good, so the processes have to be started anew.
+
+    Args:
+        rank: this rank.
+        devices: the device of each rank (`rank_devices`).
+        run_ahead: how many messages may have been received that have not arrived on the device, and
+            how many are started ahead of the program while nobody waits, so that neither
+            dispatch nor transfers take memory without bound.
+        everyone: whether each rank takes part in all transfers, also those of others. JAX numbers
+            them in each process, and on CPU finds the two ends by this number; NCCL does not need
+            it. By default so on all platforms but GPU.
+
+    References:
+        https://docs.jax.dev/en/latest/multi_process.html, "Transferring data across processes".
+
+    Example:
+        >>> import jax
+        >>> transport = DeviceTransport(0, rank_devices())
+        >>> transport.begin(1)
+        >>> transport.close()
+    """
+
+    #: What other ranks need to know to reach this one: nothing, since JAX does.
+    addresses = None
+
+    def __init__(
+        self,
+        rank: int,
+        devices: Sequence[Any],
+        *,
+        run_ahead: int = 2,
+        everyone: bool | None = None,
+    ):
+        self.rank = rank
+        #: See `jaxpp.runtime._transport.Recorder`; the times are those at this process: JAX does
+        #: not say when the device has sent.
+        self.recorder: Any = None
+        #: Called, on some thread, with the error when a transfer fails.
+        self.on_failure: Callable[[BaseException], None] | None = None
+        self._device = devices[rank]
+        self._shardings = [SingleDeviceSharding(d) for d in devices]
+        self._everyone = self._device.platform != "gpu" if everyone is None else everyone
+        self._run_ahead = run_ahead
+        self._programs: dict[int, tuple[Message, ...]] = {}
+        #: Cargoes by the identity of their message, which `_programs` keeps.
+        self._cargoes: dict[int, _Cargo] = {}
+        self._call = 0
+        self._recent: collections.deque[tuple[Any, Message]] = collections.deque()
+        self._changed = threading.Condition()
+        # All that follows is read and written under `_changed`.
+        self._queue: collections.deque[tuple[int, Message]] = collections.deque()
+        self._outgoing: dict[Key, list[Any]] = {}
+        self._arriving: dict[Key, tuple[list[Any], int]] = {}
+        self._awaited: Key | None = None
+        self._error: BaseException | None = None
+        self._aborted = threading.Event()
+        self._thread = threading.Thread(
+            target=self._transfer_all, name=f"transfers of rank {rank}", daemon=True
+        )
+        self._thread.start()
+
+    def connect(self, peers: Mapping[int, Any]) -> None:
+        """Does nothing: JAX knows where the other ranks are."""
+
+    # ---- messages -------------------------------------------------------------------------------
+
+    def expect(self, messages: Iterable[Message], program: int = 0) -> None:
+        """Says which messages the ranks of a program send, in the order of `transfer_order`."""
+        own = self._programs[program] = self._concerned(messages)
+        self._cargoes.update((id(m), _Cargo.of(m)) for m in own)
+
+    def forget(self, program: int) -> None:
+        """Forgets the messages of a program."""
+        self._programs.pop(program, None)
+        kept = {id(m) for messages in self._programs.values() for m in messages}
+        self._cargoes = {k: v for k, v in self._cargoes.items() if k in kept}
+
+    def _concerned(self, messages: Iterable[Message]) -> tuple[Message, ...]:
+        own = (m for m in messages if self._everyone or self.rank in (m.source, m.target))
+        return tuple(m for m in own if self._cargo(m).moved)
+
+    def _cargo(self, message: Message) -> _Cargo:
+        return self._cargoes.get(id(message)) or _Cargo.of(message)
+
+    def begin(self, call: int, program: int = 0, before: Iterable[Message] = ()) -> None:
+        """Starts the transfers of a call.
+
+        Args:
+            call: its number.
+            program: which program runs, by the number that `expect` was given.
+            before: what is sent besides, ahead of the program's messages; of all ranks, in one
+                order for all.
+        """
+        self._call = call
+        transfers = (*self._concerned(before), *self._programs.get(program, ()))
+        with self._changed:
+            self._queue.extend((call, message) for message in transfers)
+            self._changed.notify_all()
+
+    def send(self, arrays: list[Any], message: Message) -> None:
+        """Starts to send arrays to a rank; does not wait.
+
+        Raises:
+            Aborted: if the transport was aborted, or a transfer has failed.
+        """
+        cargo = self._cargo(message)
+        packed = cargo.pack(arrays)
+        with self._changed:
+            self._check()
+            if packed:
+                self._outgoing[self._call, message.tag] = packed
+                self._changed.notify_all()
+
+    def receive(self, message: Message) -> list[Any]:
+        """Waits until a message is on its way here, and gives its arrays, which JAX waits for.
+
+        Raises:
+            PeerLost: if an earlier message did not arrive.
+            Aborted: if the transport was aborted, or a transfer has failed.
+        """
+        cargo, key = self._cargo(message), (self._call, message.tag)
+        if not cargo.moved:
+            return cargo.unpack((), self._device)
+        while len(self._recent) >= self._run_ahead:
+            self._wait_for_device(*self._recent.popleft())
+        with self._changed:
+            self._awaited = key
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._error or key in self._arriving)
+            self._awaited = None
+            self._check()
+            arrived, start = self._arriving.pop(key)
+            self._changed.notify_all()
+        self._recent.append((arrived[0], message))
+        if self.recorder is not None:
+            self.recorder.received(self._call, message, start, time.monotonic_ns())
+        return cargo.unpack(arrived, self._device)
+
+    def settle(self, arrays: Sequence[Any]) -> None:
+        """Waits until JAX has all that was sent, `arrays` too, so that they may be donated.
+
+        Raises:
+            Aborted: if the transport was aborted, or a transfer has failed.
+        """
+        del arrays
+        self.flush()
+
+    def flush(self) -> None:
+        """Waits until JAX has all that was sent; before it does its values must not be donated.
+
+        Raises:
+            Aborted: if the transport was aborted, or a transfer has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._outgoing)
+            self._check()
+
+    def _wait_for_device(self, array: Any, message: Message) -> None:
+        while not (array.is_deleted() or array.is_ready()):
+            if self._aborted.wait(POLL):
+                break
+        with self._changed:
+            self._check()
+        try:
+            if not array.is_deleted():
+                array.block_until_ready()
+        except Exception as error:
+            raise PeerLost(message.source, f"its message did not arrive ({error})") from error
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise Aborted(f"The transport of rank {self.rank} was aborted.") from self._error
+
+    # ---- the thread that transfers --------------------------------------------------------------
+
+    def _transfer_all(self) -> None:
+        try:
+            while (transfer := self._next()) is not None:
+                self._transfer(*transfer)
+        except BaseException as error:  # noqa: B036  nobody else sees it
+            self.abort(error)
+            if self.on_failure is not None:
+                self.on_failure(error)
+
+    def _next(self) -> tuple[int, Message] | None:
+        """Waits for the turn of the next transfer; None after the last."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or (self._queue and self._may_start()))
+            return None if self._error else self._queue[0]
+
+    def _may_start(self) -> bool:
+        call, message = self._queue[0]
+        if message.source == self.rank:
+            return (call, message.tag) in self._outgoing
+        if message.target == self.rank:
+            few = len(self._arriving) < self._run_ahead
+            # What was sent, or is waited for, may be behind this one, and cannot overtake it.
+            return few or self._awaited is not None or bool(self._outgoing)
+        return True
+
+    def _transfer(self, call: int, message: Message) -> None:
+        key, start = (call, message.tag), time.monotonic_ns()
+        with self._changed:
+            arrays = self._outgoing.get(key)
+        arrived = self._put(message, arrays)
+        with self._changed:
+            if self._error is not None:
+                return
+            self._queue.popleft()
+            self._outgoing.pop(key, None)
+            if message.target == self.rank:
+                self._arriving[key] = arrived, start
+            self._changed.notify_all()
+        if message.source == self.rank and self.recorder is not None:
+            self.recorder.sent(call, message, start, time.monotonic_ns())
+
+    def _put(self, message: Message, arrays: list[Any] | None) -> list[Any]:
+        """The transfer itself, as each rank has to call it: only the source has the arrays."""
+        source, target = self._shardings[message.source], self._shardings[message.target]
+        if message.source == self.rank:
+            # JAX transfers between processes only what is committed to its device.
+            arrays = jax.device_put(arrays, source)
+        elif message.target == self.rank:
+            cargo = self._cargo(message)
+            moved = [cargo.types[n] for n in cargo.moved]
+            arrays = [_elsewhere(t.host_shape, t.host_dtype, source) for t in moved]
+        else:  # only counted
+            arrays = [_elsewhere((), np.dtype(np.float32), source)]
+        return jax.device_put(arrays, target)
+
+    # ---- failure, and the end -------------------------------------------------------------------
+
+    def abort(self, error: BaseException) -> None:
+        """Ends what waits here: sends and receives raise `Aborted`, with `error` as the cause.
+
+        Other ranks are not told. A transfer that JAX has begun is not ended, nor is the wait of
+        this device for it.
+        """
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._queue.clear()
+            self._outgoing.clear()
+            self._arriving.clear()
+            self._aborted.set()
+            self._changed.notify_all()
+
+    def reset(self, epoch: int, peers: Mapping[int, Any] | None = None) -> None:
+        """Cannot be done.
+
+        Raises:
+            TransportError: always.
+        """
+        raise TransportError(
+            "Transfers between devices cannot go on after a failure, for those that were begun may "
+            "be stuck on the device; start the processes of the ranks anew."
+        )
+
+    def close(self) -> None:
+        """Ends the thread; what waits raises `Aborted`."""
+        self.abort(TransportError(f"The transport of rank {self.rank} is closed."))
+        self._thread.join(timeout=5)
+
+
+def _elsewhere(shape: tuple[int, ...], dtype: np.dtype, sharding: Any) -> Any:
+    """An array on a device of another process, of which nothing is here."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)

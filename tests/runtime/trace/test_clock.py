@@ -1,0 +1,167 @@
+"""Clocks of several hosts become one."""
+
+import collections
+import dataclasses
+
+import jax
+import pytest
+
+from jaxpp._program import Receive, Run, Send
+from jaxpp.runtime._trace import _clock, _process, _session
+from jaxpp.runtime._trace._clock import Offset, Reading
+from jaxpp.runtime._trace._recorder import Records, clock
+from tests.runtime.trace import steps
+
+
+class Delayed:
+    """Processes whose clock is behind, and reached over a line with delays in nanoseconds."""
+
+    num_ranks = 1
+
+    def __init__(self, monkeypatch, behind, delays):
+        self.now = 10**9
+        self.behind, self.delays = behind, iter(delays)
+        monkeypatch.setattr(_clock, "clock", lambda: self.now)
+
+    def apply(self, function, args, ordered=True):
+        assert function is _clock.read_clock and not ordered
+        there, back = next(self.delays)
+        self.now += there
+        reading = Reading("another host", self.now - self.behind, 0)
+        self.now += back
+        return {0: reading}
+
+
+@pytest.mark.parametrize("behind", [0, 10**12, -(10**12)])
+def test_the_offset_is_within_half_of_the_shortest_round_trip(monkeypatch, behind):
+    delays = [(900, 100_000), (300_000, 50), *[(40_000, 70_000)] * 6, (2000, 5000), (10**6, 10)]
+    processes = Delayed(monkeypatch, behind, delays)
+    _, offset = _clock.measure_offset(processes, 0)
+    assert abs(offset - behind) == (5000 - 2000) // 2
+
+
+def test_processes_of_a_host_have_one_clock():
+    class Here:
+        num_ranks = 1
+
+        def apply(self, function, args, ordered=True):
+            return {0: function(None)}
+
+    before = clock()
+    there, offset = _clock.measure_offset(Here(), 0)
+    assert offset == 0 and before <= there <= clock()
+
+
+def test_a_clock_that_runs_faster_is_followed():
+    offset = Offset(((0, 100), (10**9, 100 - 50_000)))  # 50 us in a second
+    assert offset.to_driver(0) == 100
+    assert offset.to_driver(10**9) == 10**9 - 49_900
+    assert offset.to_driver(5 * 10**8) == 5 * 10**8 + 100 - 25_000
+    assert Offset(((5, 7), (5, 7))).to_driver(8) == 15
+
+
+class FakeProcess:
+    """A rank's process, as far as tracing knows it, on a host of its own."""
+
+    def __init__(self, rank, ahead):
+        self.rank, self.ahead = rank, ahead
+        self.recorder = None
+        self.transport = type("Transport", (), {"recorder": None})()
+
+
+class FakeMesh:
+    """Processes on hosts whose clocks are apart, each of which runs one rank of a local step."""
+
+    def __init__(self, aheads):
+        self.processes = [FakeProcess(rank, ahead) for rank, ahead in enumerate(aheads)]
+        self.calls = collections.Counter()
+
+    @property
+    def num_ranks(self):
+        return len(self.processes)
+
+    def apply(self, function, args, ordered=True):
+        self.calls[function.__name__, ordered] += 1
+        return {n: self._on(self.processes[n], function, own) for n, own in args.items()}
+
+    def _on(self, process, function, args):
+        result = function(process, *args)
+        if isinstance(result, Reading):
+            monotonic = result.monotonic_ns + process.ahead
+            return Reading(f"host {process.rank}", monotonic, result.unix_ns)
+        if isinstance(result, Records):
+            parts = (result.runs, result.sent, result.received)
+            return Records(*(tuple(_ahead(r, process.ahead) for r in part) for part in parts))
+        return result
+
+    def run(self, local, call, step):
+        """Runs a step that is loaded on a local mesh, each rank in its process."""
+
+        def dispatch():
+            for rank, chunk in local.order:
+                process = self.processes[rank]
+                worker = local.workers[rank]
+                for instruction in chunk:
+                    start = clock()
+                    process.recorder.execute(worker, (instruction,), call, step)
+                    if isinstance(instruction, Send):
+                        message = instruction.message
+                        jax.block_until_ready(local.transport.arrays_of(message))
+                        process.transport.recorder.sent(call, message, start, clock())
+                    elif isinstance(instruction, Receive):
+                        message = instruction.message
+                        process.transport.recorder.received(call, message, start, clock())
+
+        return dispatch
+
+
+def _ahead(record, ahead):
+    times = {
+        name: getattr(record, name) + ahead
+        for name in ("dispatched", "start", "end")
+        if hasattr(record, name)
+    }
+    return dataclasses.replace(record, **times)
+
+
+def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path):
+    step = steps.step_of(steps.mesh_of(2))
+    params, x = steps.params_of(2), steps.batch()
+    compiled = step.lower(params, x).compile()
+    local = compiled._run
+    mesh = FakeMesh([10**12, -(10**12)])
+    session = _session.start_trace(mesh, tmp_path / "run", False, None)
+    assert all(p.recorder is p.transport.recorder is not None for p in mesh.processes)
+    session.steps[7] = compiled.bundle
+    before = clock()
+    for call in (3, 4):
+        leaves = [w.copy() for w in params] + [x]
+        local(leaves, mesh.run(local, call, 7))
+    after = clock()
+    trace = _session.stop_trace(mesh, session, [0, 1])
+    assert all(p.recorder is p.transport.recorder is None for p in mesh.processes)
+    assert trace.calls == (3, 4) and not trace.errors
+    window = [(t - session.started.monotonic_ns) / 1e9 for t in (before, after)]
+    assert all(window[0] - 1e-3 < r.start <= r.end < window[1] + 1e-3 for r in trace.runs)
+    sends = sum(len(p.sends) for p in compiled.bundle.programs)
+    assert len(trace.messages) == 2 * sends
+    runs = sum(isinstance(i, Run) for p in compiled.bundle.programs for i in p.instructions)
+    assert len(trace.runs) == 2 * runs
+    assert trace.picture_path is not None
+    assert mesh.calls["start", True] == mesh.calls["stop", True] == 1
+    assert mesh.calls["read_clock", False] == 2 * 2 * _clock.ROUND_TRIPS
+
+
+def test_where_one_process_cannot_start_none_does(tmp_path, monkeypatch):
+    mesh = FakeMesh([0, 0])
+    started = _process.start
+
+    def start(process, *args):
+        if process.rank == 1:
+            raise RuntimeError("no profiler here")
+        started(process, *args)
+
+    monkeypatch.setattr(_process, "start", start)
+    with pytest.raises(RuntimeError, match="no profiler here"):
+        _session.start_trace(mesh, tmp_path / "run", False, None)
+    assert all(p.recorder is None for p in mesh.processes)

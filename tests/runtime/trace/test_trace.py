@@ -1,0 +1,227 @@
+"""A trace has each run and each message once, when it was, and changes nothing."""
+
+import json
+import statistics
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpp
+from jaxpp._program import Run
+from jaxpp.runtime._trace import _plan
+from tests.runtime.trace import steps
+
+SCHEDULES = [
+    (jaxpp.schedules.OneFOneB(), 3, 3),
+    (jaxpp.schedules.ZeroBubbleH1(), 3, 3),
+    (jaxpp.schedules.Interleaved1F1B(2), 4, 2),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Three calls of a step of three stages under 1F1B, each stage on a device of its own."""
+    return steps.traced(tmp_path_factory.mktemp("trace") / "run")
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize(("schedule", "stages", "ranks"), SCHEDULES, ids=str)
+def test_each_run_and_each_message_is_there_once(tmp_path, schedule, stages, ranks, shared):
+    trace, step = steps.traced(
+        tmp_path, stages=stages, ranks=ranks, shared=shared, schedule=schedule
+    )
+    runs = Counter((run.call, run.rank, run.position) for run in trace.runs)
+    assert runs == Counter(
+        (call, program.rank, n)
+        for call in range(3)
+        for program in step.programs
+        for n, instruction in enumerate(program.instructions)
+        if isinstance(instruction, Run)
+    )
+    assert not trace.errors
+    found = Counter((m.call, m.message.tag) for m in trace.messages)
+    sent = [send.message.tag for program in step.programs for send in program.sends]
+    assert found == Counter((call, tag) for call in range(3) for tag in sent if not shared)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+def test_times_are_in_the_order_of_what_happens(tmp_path, shared):
+    trace, _ = steps.traced(tmp_path, shared=shared, schedule=jaxpp.schedules.ZeroBubbleH1())
+    by_device = {}
+    for run in trace.runs:
+        assert 0 < run.dispatched <= run.start <= run.end
+        by_device.setdefault(trace.device_of[run.rank], []).append(run)
+    for runs in by_device.values():
+        runs.sort(key=lambda run: run.dispatched)
+        assert all(a.end <= b.start for a, b in zip(runs, runs[1:], strict=False))
+    made = {(run.call, run.rank, run.position): run for run in trace.runs}
+    for m in trace.messages:
+        assert made[m.call, m.message.source, m.maker].end <= m.start <= m.sent
+        assert m.arriving <= m.end <= made[m.call, m.message.target, m.reader].end
+        assert m.start <= m.end
+
+
+def test_a_task_lasts_as_long_as_it_does(tmp_path):
+    trace, _ = steps.traced(tmp_path, stages=2, ranks=2, loss=steps.sleepy_loss_fn)
+    naps = [run.end - run.start for run in trace.runs if run.label.startswith("F1.")]
+    others = [run.end - run.start for run in trace.runs if run.label.startswith("F0.")]
+    assert len(naps) == 3 * steps.MICROBATCHES
+    assert min(naps) > 0.9 * steps.NAP  # what wakes the watcher may be late once in a while
+    assert statistics.median(naps) < 3 * steps.NAP
+    assert statistics.median(others) < 0.5 * steps.NAP
+    measured, simulated = trace.timeline(), trace.simulated()
+    assert steps.MICROBATCHES * steps.NAP < measured.makespan
+    assert 0.5 < simulated.makespan / measured.makespan < 2
+    assert trace.costs().forward[1] == statistics.median(naps)
+
+
+def test_where_all_results_are_donated_the_end_is_that_of_the_run(tmp_path):
+    """A weight's gradient is only ever added to the sum, which the next one takes."""
+    trace, step = steps.traced(tmp_path, stages=2, ranks=2, schedule=jaxpp.schedules.ZeroBubbleH1())
+    (compiled,) = step._cache
+    for worker in compiled._run.workers:
+        watches = _plan.plan(worker)
+        for instruction in worker.program.instructions:
+            if isinstance(instruction, Run) and instruction.label.startswith("W"):
+                assert watches[id(instruction)].mark is not None
+            if isinstance(instruction, Run) and instruction.label.startswith("F"):
+                assert watches[id(instruction)].mark is None
+    assert sum(run.label.startswith("W") for run in trace.runs) == 3 * 2 * steps.MICROBATCHES
+
+
+def test_tracing_changes_no_result(tmp_path):
+    mesh = steps.mesh_of(3)
+    step = steps.step_of(mesh)
+    expected = [steps.params_of(3)]
+    for _ in range(3):
+        expected.append(step([jnp.copy(w) for w in expected[-1]], steps.batch())[0])
+    params = steps.params_of(3)
+    mesh.start_trace(tmp_path / "run", profiler=False)
+    for wanted in expected[1:]:
+        params, _ = step([jnp.copy(w) for w in params], steps.batch())
+        for w, kept in zip(params, wanted, strict=True):
+            np.testing.assert_array_equal(w, kept)
+    mesh.stop_trace()
+
+
+def test_calls_outside_of_the_trace_are_not_in_it(tmp_path):
+    mesh = steps.mesh_of(2)
+    step = steps.step_of(mesh)
+    params, _ = step(steps.params_of(2), steps.batch())
+    mesh.start_trace(tmp_path / "run", profiler=False)
+    params, _ = step(params, steps.batch())
+    first = mesh.stop_trace()
+    params, _ = step(params, steps.batch())
+    mesh.start_trace(tmp_path / "run", profiler=False)
+    for _ in range(2):
+        params, _ = step(params, steps.batch())
+    second = mesh.stop_trace()
+    assert (first.calls, second.calls) == ((0,), (1, 2))
+    assert mesh._tracing.recorder is None
+
+
+def test_a_call_that_fails_leaves_the_others(tmp_path):
+    def fail(x):
+        if np.asarray(x).max() > 100:
+            raise ValueError("too large")
+        return np.asarray(x)
+
+    def loss(params, x):
+        x = jaxpp.pipeline_enter_stage(jnp.tanh(x @ params[0])) @ params[1]
+        checked = jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return jnp.mean((x + 0 * jax.lax.stop_gradient(checked)) ** 2)
+
+    mesh = steps.mesh_of(2)
+    loop = jaxpp.microbatch(jaxpp.wrap_forward(loss), steps.MICROBATCHES)
+    step = jaxpp.place(jaxpp.schedule(loop, jaxpp.schedules.ForwardOnly()), mesh)
+    params = steps.params_of(2)
+    mesh.start_trace(tmp_path, profiler=False)
+    step(params, steps.batch())
+    with pytest.raises(Exception, match="too large"):
+        jax.block_until_ready(step([params[0], 1e6 * params[1]], steps.batch()))
+    trace = mesh.stop_trace()
+    assert trace.typical_call == 0
+    with pytest.raises(ValueError, match="Call 1 was not traced to its end"):
+        trace.timeline(1)
+
+
+def test_the_timeline_of_a_call_has_the_order_of_the_table(plain):
+    trace, _ = plain
+    table = jaxpp.schedules.OneFOneB().table(3, steps.MICROBATCHES)
+    for call in trace.calls:
+        assert trace.timeline(call).table.ranks == table.ranks
+    assert trace.simulated().table.ranks == table.ranks
+    assert trace.timeline() == trace.timeline(trace.typical_call)
+    spans = sorted(trace.timeline(call).makespan for call in trace.calls)
+    assert trace.timeline().makespan == spans[1]
+
+
+def test_ranks_that_share_a_device_are_one_row(tmp_path):
+    trace, _ = steps.traced(tmp_path, shared=True)
+    timeline = trace.timeline()
+    assert timeline.num_ranks == 1 and len(timeline.table.ranks[0]) == 2 * 3 * steps.MICROBATCHES
+    assert trace.device_of == (0, 0, 0)
+
+
+def test_calls_that_have_no_timeline_are_named(plain, tmp_path):
+    trace, _ = plain
+    with pytest.raises(ValueError, match=r"Call 9 was not traced; those that were are \(0, 1, 2\)"):
+        trace.timeline(9)
+    mesh = steps.mesh_of(1)
+    square = jaxpp.place(lambda x: x * x, mesh)
+    mesh.start_trace(tmp_path, profiler=False)
+    square(jnp.ones(3))
+    trace = mesh.stop_trace()
+    assert trace.picture_path is None and trace.timeline_path.exists()
+    with pytest.raises(ValueError, match="no call of a step with one scheduled loop"):
+        trace.timeline()
+    with pytest.raises(ValueError, match="without a scheduled loop"):
+        trace.timeline(0)
+
+
+def test_a_trace_without_calls_is_empty(tmp_path):
+    mesh = steps.mesh_of(2)
+    mesh.start_trace(tmp_path, profiler=False)
+    trace = mesh.stop_trace()
+    assert trace.runs == trace.messages == trace.calls == ()
+    assert json.loads(trace.timeline_path.read_text())["traceEvents"]
+
+
+def test_a_trace_is_started_and_stopped_once(tmp_path):
+    mesh = steps.mesh_of(1)
+    with pytest.raises(RuntimeError, match="stop_trace: the mesh is not traced; call start_trace"):
+        mesh.stop_trace()
+    mesh.start_trace(tmp_path / "run", profiler=False)
+    with pytest.raises(RuntimeError, match="traced already, into .*run'; call stop_trace first"):
+        mesh.start_trace(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    mesh.stop_trace()
+    with pytest.raises(RuntimeError, match="not traced"):
+        mesh.stop_trace()
+
+
+@pytest.mark.parametrize("taken", ["run", "run-0"])
+def test_nothing_starts_where_nothing_can_be_written(tmp_path, taken):
+    (tmp_path / taken).write_text("a file")
+    mesh = steps.mesh_of(1)
+    with pytest.raises(OSError, match=f"cannot write to '.*{taken}': .* Give a folder"):
+        mesh.start_trace(tmp_path / "run")
+    assert mesh._tracing.recorder is None
+    with pytest.raises(RuntimeError, match="not traced"):
+        mesh.stop_trace()
+
+
+def test_where_the_profiler_runs_already_nothing_starts(tmp_path):
+    mesh = steps.mesh_of(1)
+    jax.profiler.start_trace(str(tmp_path / "own"))
+    try:
+        with pytest.raises(RuntimeError, match="[Pp]rofile"):
+            mesh.start_trace(tmp_path / "run")
+        assert mesh._tracing.recorder is None
+        mesh.start_trace(tmp_path / "run", profiler=False)
+        mesh.stop_trace()
+    finally:
+        jax.profiler.stop_trace()

@@ -1,0 +1,92 @@
+"""Ranks in one process, or in several, joined by a transport."""
+
+import contextlib
+import gc
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+
+from jaxpp._program import Message
+from jaxpp.runtime._array_types import to_host
+from jaxpp.runtime._transport import SocketTransport
+
+SECRET = b"the secret of the tests"
+
+
+def message(arrays, tag=0, source=0, target=1):
+    """What says that some arrays go from one rank to another."""
+    avals = tuple(a.aval if isinstance(a, jax.Array) else a for a in arrays)
+    names = tuple(f"x{n}" for n in range(len(arrays)))
+    return Message(tag, source, target, names, ("edge",) * len(arrays), avals)
+
+
+def assert_same(found, wanted):
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(to_host(a), to_host(b))
+
+
+def blocked(function, *args):
+    """Calls a function on a thread; gives what waits for its result, or raises its error."""
+    outcome = {}
+
+    def run():
+        try:
+            outcome["result"] = function(*args)
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def wait(timeout=10):
+        thread.join(timeout)
+        assert not thread.is_alive(), "it still waits"
+        if "error" in outcome:
+            raise outcome["error"]
+        return outcome["result"]
+
+    return wait
+
+
+@contextlib.contextmanager
+def failing_array():
+    """An array whose computation runs for a moment, and then fails."""
+
+    def fail(x):
+        raise ValueError("no such luck")
+
+    x = jnp.ones((256, 256))
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, a: a @ a * 1e-3, x))
+    failing = jax.jit(lambda x: jax.pure_callback(fail, x, x)).lower(x).compile()
+    yield failing(slow(x))
+    # JAX raises the error of the last callback once more at exit: so let another one be the last.
+    jax.jit(lambda x: jax.pure_callback(lambda x: x, x, x))(x).block_until_ready()
+
+
+def resources():
+    """The threads and file descriptors of this process."""
+    gc.collect()
+    threads = {t.name for t in threading.enumerate() if not t.name.startswith("Dummy")}
+    return threads, psutil.Process().num_fds()
+
+
+@contextlib.contextmanager
+def connected(count=2, kinds="auto", **options):
+    """Some ranks, each on a device of its own, which know each other."""
+    ranks = [
+        SocketTransport(rank, jax.devices()[rank % 8], SECRET, kind=kinds, **options)
+        for rank in range(count)
+    ]
+    try:
+        for transport in ranks:
+            transport.connect({r: t.addresses for r, t in enumerate(ranks)})
+            transport.begin(1)
+        yield ranks
+    finally:
+        for transport in ranks:
+            transport.close()

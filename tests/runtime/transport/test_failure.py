@@ -1,0 +1,335 @@
+"""Nothing waits for ever: not for a rank that is gone, that is no rank, or that was aborted."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+
+from jaxpp.runtime._transport import Aborted, PeerLost, SocketTransport, TransportError
+from tests.runtime.transport.ranks import SECRET, assert_same, blocked, connected, message
+
+X = jnp.arange(1000)
+BIG = jnp.ones(16 << 20)
+
+
+def timed(wait):
+    start = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        wait()
+    return caught.value, time.monotonic() - start
+
+
+# ---- abort and reset ----------------------------------------------------------------------------
+
+
+def test_abort_wakes_a_receive(pair):
+    waiting = blocked(pair[1].receive, message([X]))
+    time.sleep(0.2)
+    pair[1].abort(KeyError("the reason"))
+    error, took = timed(waiting)
+    assert isinstance(error, Aborted) and isinstance(error.__cause__, KeyError)
+    assert "the reason" in str(error) and took < 0.5
+
+
+def stop_reading(transport):
+    """Keeps the threads of a rank from reading, as if its process was stopped; gives the end."""
+    go_on = threading.Event()
+    take = transport._pool.take
+    transport._pool.take = lambda nbytes: (go_on.wait(10), take(nbytes))[1]
+    return go_on.set
+
+
+def test_abort_wakes_who_waits_for_what_cannot_leave(pair):
+    go_on = stop_reading(pair[1])
+    for tag in range(4):
+        pair[0].send([BIG], message([BIG], tag))
+    waiting = [
+        blocked(pair[0].flush),
+        blocked(pair[0].receive, message([X], 9, 1, 0)),
+    ]
+    for wait in waiting:
+        with pytest.raises(AssertionError):
+            wait(0.1)
+    pair[0].abort(KeyError("the reason"))
+    for wait in waiting:
+        error, took = timed(wait)
+        assert isinstance(error, Aborted) and took < 0.5
+    start = time.monotonic()
+    pair[0].close()
+    took = time.monotonic() - start
+    go_on()
+    assert took < 1
+
+
+def test_after_abort_everything_raises_until_reset(pair):
+    pair[0].send([X], message([X]))
+    assert_same(pair[1].receive(message([X])), [X])
+    for transport in pair:
+        transport.abort(ValueError("the reason"))
+    for _ in range(2):
+        with pytest.raises(Aborted):
+            pair[0].send([X], message([X]))
+        with pytest.raises(Aborted):
+            pair[1].receive(message([X]))
+
+
+def test_reset_drops_what_was_on_its_way(pair):
+    a, b = pair
+    for epoch in range(1, 6):
+        old = [X + epoch]
+        a.send(old, message(old))
+        a.send([BIG], message([BIG], 1))
+        for transport in pair:
+            transport.abort(ValueError("the reason"))
+        for transport in pair:
+            transport.reset(epoch)
+        a.send([X - epoch], message([X]))
+        assert_same(b.receive(message([X])), [X - epoch])
+        back = message([X], 1, 1, 0)
+        b.send([X], back)
+        assert_same(a.receive(back), [X])
+
+
+def test_a_rank_that_is_reset_first_waits_for_the_other(pair):
+    a, b = pair
+    a.reset(1)
+    a.send([X], message([X]))
+    time.sleep(0.3)
+    b.reset(1)
+    assert_same(blocked(b.receive, message([X]))(), [X])
+
+
+def test_a_rank_that_was_left_behind(pair):
+    a, b = pair
+    b.reset(2)
+    a.reset(1)
+    a.send([X], message([X]))
+    with pytest.raises(Aborted, match="has left epoch 1"):
+        blocked(a.receive, message([X], 1, 1, 0))()
+    with pytest.raises(ValueError, match="epoch 2 needs a later one, got 2"):
+        b.reset(2)
+
+
+# ---- a rank that is gone ------------------------------------------------------------------------
+
+
+def test_a_rank_that_closed(pair):
+    a, b = pair
+    failures = []
+    b.on_failure = failures.append
+    a.send([X], message([X]))
+    a.send([X], message([X], 1))
+    b.receive(message([X]))
+    waiting = blocked(b.receive, message([X], 2))
+    time.sleep(0.1)
+    a.close()
+    error, took = timed(waiting)
+    assert isinstance(error, PeerLost) and error.rank == 0 and took < 0.5
+    # What had arrived is still there.
+    assert_same(b.receive(message([X], 1)), [X])
+    with pytest.raises(PeerLost):
+        b.send([X], message([X], 0, 1, 0))
+    assert [type(f) for f in failures] == [PeerLost]
+
+
+def test_other_ranks_are_not_lost_with_one():
+    with connected(3) as (a, b, c):
+        for source, target in ((a, b), (b, a), (a, c), (c, b)):
+            what = message([X], source.rank, source.rank, target.rank)
+            source.send([X], what)
+            target.receive(what)
+        c.close()
+        for source, target in ((a, b), (b, a)):
+            what = message([X], source.rank, source.rank, target.rank)
+            source.send([X], what)
+            assert_same(target.receive(what), [X])
+
+
+def test_a_rank_that_is_gone_before_it_was_heard_of(pair):
+    pair[0].close()
+    error, took = timed(blocked(pair[1].receive, message([X])))
+    assert isinstance(error, PeerLost) and error.rank == 0 and took < 0.5
+
+
+PEER = """
+import sys, pickle, time
+import jax, jax.numpy as jnp
+from jaxpp.runtime._transport import SocketTransport
+from tests.runtime.transport.ranks import SECRET, message
+transport = SocketTransport(1, jax.devices()[0], SECRET, kind=sys.argv[1])
+sys.stdout.buffer.write(pickle.dumps(transport.addresses).hex().encode() + b"\\n")
+sys.stdout.flush()
+transport.connect({0: pickle.loads(bytes.fromhex(sys.stdin.readline()))})
+transport.begin(1)
+x = jnp.arange(1000)
+transport.send(transport.receive(message([x])), message([x], 0, 1, 0))
+time.sleep(60)
+"""
+
+
+@pytest.fixture(params=["auto", "tcp"], ids=["unix", "tcp"])
+def other_process(request):
+    """A rank of this process, and one in a process of its own, which have exchanged a message."""
+    import pickle
+
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    peer = subprocess.Popen(
+        [sys.executable, "-c", PEER, request.param],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    )
+    transport = SocketTransport(0, jax.devices()[0], SECRET, kind=request.param)
+    try:
+        transport.connect({1: pickle.loads(bytes.fromhex(peer.stdout.readline().decode()))})
+        peer.stdin.write(pickle.dumps(transport.addresses).hex().encode() + b"\n")
+        peer.stdin.flush()
+        transport.begin(1)
+        transport.send([X], message([X]))
+        assert_same(blocked(transport.receive, message([X], 0, 1, 0))(), [X])
+        yield transport, peer
+    finally:
+        peer.kill()
+        peer.communicate()
+        transport.close()
+
+
+def test_a_process_that_is_killed(other_process):
+    transport, peer = other_process
+    peer.send_signal(signal.SIGSTOP)
+    for tag in range(4):
+        transport.send([BIG], message([BIG], tag))
+    sending = blocked(transport.flush)
+    receiving = blocked(transport.receive, message([X], 1, 1, 0))
+    with pytest.raises(AssertionError):
+        sending(0.3)
+    peer.kill()
+    error, took = timed(receiving)
+    assert isinstance(error, PeerLost) and error.rank == 1 and took < 0.5
+    sending(1)
+    with pytest.raises(PeerLost):
+        transport.send([X], message([X]))
+
+
+# ---- who is no rank -----------------------------------------------------------------------------
+
+
+def opened(transport, kind):
+    if kind == "tcp":
+        return socket.create_connection(transport.addresses.tcp)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(transport.addresses.unix)
+    return connection
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_who_sends_garbage_or_nothing_disturbs_nobody(kind):
+    with connected(2, "auto" if kind == "unix" else "tcp") as (a, b):
+        silent = [opened(b, kind) for _ in range(20)]
+        garbage = [opened(b, kind) for _ in range(20)]
+        for n, connection in enumerate(garbage):
+            connection.sendall(np.random.RandomState(n).bytes(40 + n * 5))
+        start = time.monotonic()
+        a.send([X], message([X]))
+        assert_same(b.receive(message([X])), [X])
+        assert time.monotonic() - start < 1
+        garbage[-1].settimeout(2)
+        try:
+            assert garbage[-1].recv(1) == b""
+        except ConnectionResetError:
+            pass
+        for connection in silent + garbage:
+            connection.close()
+
+
+def test_silent_connections_are_closed(monkeypatch):
+    from jaxpp.runtime._transport import _connections
+
+    monkeypatch.setattr(_connections, "HANDSHAKE_TIMEOUT", 0.2)
+    with connected(2) as (_, b):
+        with opened(b, "tcp") as silent:
+            silent.settimeout(2)
+            assert silent.recv(1) == b""
+
+
+@pytest.mark.parametrize("kind", ["auto", "tcp"])
+def test_a_wrong_secret_is_refused(kind):
+    with connected(2, kind) as (a, b):
+        wrong = SocketTransport(0, jax.devices()[0], b"another secret", kind=kind)
+        try:
+            wrong.connect({1: b.addresses})
+            wrong.begin(1)
+            wrong.send([X], message([X]))
+            with pytest.raises(TransportError, match="secret"):
+                blocked(wrong.receive, message([X], 1, 1, 0))()
+        finally:
+            wrong.close()
+        a.send([X + 1], message([X]))
+        assert_same(b.receive(message([X])), [X + 1])
+
+
+def test_who_knows_no_secret_cannot_pose_as_one_who_does():
+    """What the accepting end proves is of no use to prove oneself to it."""
+    from jaxpp.runtime._transport import _connections
+
+    with connected(2) as (_, b):
+        hello = _connections._HELLO.pack(_connections._MAGIC, 0, 0, 1, bytes(32))
+        with opened(b, "unix") as connection:
+            connection.sendall(hello)
+            connection.sendall(connection.recv(64)[32:])
+            connection.settimeout(2)
+            assert connection.recv(1) == b""
+
+
+def test_the_secret_and_the_names_do_not_show():
+    with connected(2, "auto") as (a, _):
+        assert SECRET not in repr(a.addresses).encode()
+        assert a.addresses.tcp[0] == "127.0.0.1"
+        listening = [c for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+        assert {c.laddr.ip for c in listening} <= {"127.0.0.1"}
+
+
+def test_a_rank_of_another_host_needs_an_address():
+    import dataclasses
+
+    with connected(2) as (a, b):
+        elsewhere = dataclasses.replace(b.addresses, host="elsewhere")
+        a.connect({1: elsewhere})
+        a.send([X], message([X]))
+        with pytest.raises(Aborted, match="listens only for processes of its own host"):
+            blocked(a.receive, message([X], 1, 1, 0))()
+
+
+# ---- the end ------------------------------------------------------------------------------------
+
+
+def test_close_ends_what_waits(pair):
+    waiting = blocked(pair[1].receive, message([X]))
+    time.sleep(0.1)
+    pair[1].close()
+    error, took = timed(waiting)
+    assert isinstance(error, Aborted) and took < 0.5
+    pair[1].close()
+
+
+def test_many_ranks_leave_nothing():
+    before = psutil.Process().num_fds()
+    for _ in range(5):
+        with connected(4) as ranks:
+            for source in ranks:
+                target = ranks[(source.rank + 1) % 4]
+                what = message([X], source.rank, source.rank, target.rank)
+                source.send([X], what)
+                target.receive(what)
+    assert psutil.Process().num_fds() <= before
+    names = open("/proc/net/unix").read()
+    assert not any(t.addresses.unix[1:].decode() in names for t in ranks)

@@ -1,0 +1,274 @@
+"""Messages between ranks of one process: what is sent arrives, whatever the order or the type."""
+
+import threading
+import time
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpp.runtime._transport import Aborted, TransportError
+from tests.runtime.transport.ranks import (
+    assert_same,
+    blocked,
+    connected,
+    failing_array,
+    message,
+)
+
+EVERYTHING = {
+    "float32": lambda: [jnp.arange(12.0).reshape(3, 4)],
+    "several": lambda: [jnp.ones((3, 5), "bfloat16"), jnp.arange(7), jnp.float32(3)],
+    "small": lambda: [jnp.arange(4).astype(t) for t in ("int4", "uint2", "bool", "float4_e2m1fn")],
+    "float8": lambda: [jnp.arange(100.0).astype(t) for t in ("float8_e4m3fn", "float8_e5m2")],
+    "complex": lambda: [jnp.array([1 + 2j, 3 - 1j])],
+    "keys": lambda: [
+        jax.random.split(jax.random.key(1, impl=i), 3) for i in ("rbg", "threefry2x32")
+    ],
+    "key": lambda: [jax.random.key(5)],
+    "empty": lambda: [jnp.ones((0, 4)), jnp.ones(3), jnp.ones((2, 0))],
+    "nothing but empty": lambda: [jnp.ones((0,), "int8")],
+    "no arrays": lambda: [],
+    "many": lambda: [jnp.asarray(np.full(n % 7, n)) for n in range(700)],
+    "large": lambda: [jnp.arange(3 << 20), jnp.arange(5)],
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("expected", [True, False])
+def test_what_is_sent_arrives(pair, name, expected):
+    arrays = EVERYTHING[name]()
+    what = message(arrays)
+    if expected:
+        pair[1].expect([what])
+    pair[0].send(arrays, what)
+    found = pair[1].receive(what)
+    assert_same(found, arrays)
+    assert all(a.devices() == {jax.devices()[1]} for a in found)
+
+
+def test_64_bits():
+    with jax.enable_x64(True):
+        arrays = [jnp.arange(3.0, dtype="float64"), jnp.array(1 << 40, "int64")]
+    with connected() as (a, b):
+        a.send(arrays, message(arrays))
+        assert_same(b.receive(message(arrays)), arrays)
+
+
+def test_in_any_order(pair):
+    a, b = pair
+    arrays = [jnp.asarray(np.full(n + 1, n)) for n in range(50)]
+    messages = [message([x], tag) for tag, x in enumerate(arrays)]
+    for x, m in zip(arrays, messages, strict=True):
+        a.send([x], m)
+    for tag in np.random.RandomState(0).permutation(50):
+        assert_same(b.receive(messages[tag]), [arrays[tag]])
+
+
+def test_calls_and_programs_are_kept_apart(pair):
+    a, b = pair
+    what = message([jnp.arange(3)], tag=7)
+    labels = [(call, program) for call in (1, 2, 3) for program in (0, 1)]
+    for call, program in labels:
+        a.begin(call, program)
+        a.send([jnp.full(3, 10 * call + program)], what)
+    for call, program in reversed(labels):
+        b.begin(call, program)
+        np.testing.assert_array_equal(b.receive(what)[0], 10 * call + program)
+
+
+def test_two_programs_may_use_a_tag_for_other_types(pair):
+    a, b = pair
+    arrays = [[jnp.arange(3)], [jnp.ones((40, 2), "bfloat16")]]
+    messages = [message(x, tag=7) for x in arrays]
+    for program in (0, 1):
+        b.expect([messages[program]], program)
+        a.begin(1, program)
+        a.send(arrays[program], messages[program])
+    for program in (0, 1):
+        b.begin(1, program)
+        assert_same(b.receive(messages[program]), arrays[program])
+
+
+def test_ranks_that_send_much_to_each_other(pair):
+    arrays = [jnp.asarray(np.full(16 << 20, rank, "float32")) for rank in (0, 1)]
+    there, back = message([arrays[0]], 0, 0, 1), message([arrays[1]], 1, 1, 0)
+    for transport, what, own in zip(pair, (there, back), arrays, strict=True):
+        transport.send([own], what)
+    for transport, what, other in zip(pair, (back, there), arrays[::-1], strict=True):
+        (found,) = blocked(transport.receive, what)(30)
+        assert np.array_equal(found, other)
+
+
+def test_a_send_does_not_wait_for_its_value(pair):
+    x = jnp.ones((256, 256))
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, a: a @ a * 1e-3, x))
+    slow(x).block_until_ready()
+    start = time.monotonic()
+    value = slow(x)
+    pair[0].send([value], message([value]))
+    sent = time.monotonic() - start
+    found = pair[1].receive(message([value]))
+    assert time.monotonic() - start > 3 * sent
+    assert_same(found, [value])
+
+
+def test_every_rank_to_every_other():
+    with connected(6) as ranks:
+        for source in ranks:
+            for target in ranks:
+                if source is not target:
+                    x = jnp.array([source.rank, target.rank])
+                    source.send([x], message([x], source.rank, source.rank, target.rank))
+        for target in ranks:
+            for source in ranks:
+                if source is not target:
+                    x = jnp.array([source.rank, target.rank])
+                    what = message([x], source.rank, source.rank, target.rank)
+                    assert_same(target.receive(what), [x])
+
+
+def test_ranks_that_do_not_talk_are_not_connected():
+    with connected(8) as ranks:
+        before = {t.name for t in threading.enumerate()}
+        for rank in range(7):
+            x = jnp.arange(4)
+            ranks[rank].send([x], message([x], 0, rank, rank + 1))
+            ranks[rank + 1].receive(message([x], 0, rank, rank + 1))
+        started = {t.name for t in threading.enumerate()} - before
+        assert sum(name.startswith("send") for name in started) == 7
+
+
+def test_what_is_sent_may_be_donated_afterwards(pair):
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    x = jnp.ones(1 << 16)
+    pointer = x.unsafe_buffer_pointer()
+    pair[0].send([x], message([x]))
+    pair[0].flush()
+    doubled = double(x)
+    assert x.is_deleted() and doubled.unsafe_buffer_pointer() == pointer
+    np.testing.assert_array_equal(pair[1].receive(message([doubled]))[0], 1)
+
+
+def test_settle_waits_for_what_is_donated_next(pair):
+    x = jnp.ones((256, 256))
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, a: a @ a * 1e-3, x))
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    first, second = message([x], 0), message([x], 1)
+    wanted = np.array(slow(x))
+    double(jnp.ones((256, 256)))
+    for _ in range(3):
+        values = [slow(x), slow(x + 1)]
+        for value, what in zip(values, (first, second), strict=True):
+            pair[0].send([value], what)
+        pair[0].settle([x])  # it is not sent
+        pair[0].settle(values[:1])
+        assert not values[1].is_ready()
+        doubled = double(values[0])
+        np.testing.assert_array_equal(blocked(pair[1].receive, first)()[0], wanted)
+        blocked(pair[1].receive, second)()
+        np.testing.assert_array_equal(doubled, 2 * wanted)
+
+
+def test_nothing_holds_what_was_sent(pair):
+    x = jnp.arange(1 << 10)
+    what = message([x])
+    gone = weakref.ref(x)
+    pair[0].send([x], what)
+    pair[1].receive(what)
+    pair[0].flush()
+    del x
+    assert gone() is None
+
+
+def test_a_value_that_could_not_be_computed(pair):
+    what = message([jnp.ones((256, 256))])
+    waiting = blocked(pair[0].receive, message([jnp.ones(1)], 1, 1, 0))
+    with failing_array() as value, pytest.raises(Aborted, match="no such luck") as caught:
+        pair[0].send([value], what)
+        waiting()
+    assert caught.value.__cause__ is not None
+    assert "rank 0 was to send to rank 1: x0" in "".join(caught.value.__cause__.__notes__)
+    with pytest.raises(Aborted):
+        pair[0].flush()
+    with pytest.raises(Aborted):
+        pair[0].send([jnp.ones(1)], message([jnp.ones(1)]))
+
+
+@pytest.mark.parametrize("expected", [True, False])
+def test_ranks_that_run_different_programs(pair, expected):
+    sent, wanted = [jnp.arange(3)], message([jnp.arange(300)])
+    if expected:
+        pair[1].expect([wanted])
+    pair[0].send(sent, message(sent))
+    with pytest.raises(TransportError, match="64 .*different programs"):
+        blocked(pair[1].receive, wanted)()
+
+
+def test_arrays_that_are_not_what_the_message_says(pair):
+    pair[0].send([jnp.arange(300)], message([jnp.arange(3)]))
+    with pytest.raises(Aborted, match="64 bytes.*1216"):
+        blocked(pair[0].flush)()
+
+
+def test_a_message_from_another_rank_than_it_says():
+    with connected(3) as ranks:
+        x = jnp.arange(3)
+        ranks[2].send([x], message([x], 0, 2, 1))
+        with pytest.raises(TransportError, match="from rank 2"):
+            blocked(ranks[1].receive, message([x], 0, 0, 1))()
+
+
+def test_a_rank_that_nobody_named():
+    with connected(2) as (a, _):
+        x = jnp.arange(3)
+        a.send([x], message([x], 0, 0, 5))
+        with pytest.raises(Aborted, match=r"knows only of ranks \[0, 1\]"):
+            blocked(a.receive, message([x], 0, 5, 0))()
+
+
+def test_a_receive_bounds_how_far_dispatch_runs_ahead():
+    x = jnp.ones((256, 256))
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, a: a @ a * 1e-3, x))
+    slow(x).block_until_ready()
+    for run_ahead, waits in ((1, True), (9, False)):
+        with connected(2, run_ahead=run_ahead) as (a, b):
+            back = message([x], 9, 1, 0)
+            b.send([x], back)
+            values = []
+            for tag in range(4):
+                values.append(x := slow(x))
+                a.send([x], message([x], tag))
+            a.receive(back)
+            assert values[2].is_ready() == waits
+            a.flush()
+
+
+def test_traffic_and_recorder(pair):
+    class Recorder:
+        def __init__(self):
+            self.lines = []
+
+        def sent(self, call, message, start_ns, end_ns):
+            self.lines.append(("sent", call, message, start_ns, end_ns))
+
+        def received(self, call, message, start_ns, end_ns):
+            self.lines.append(("received", call, message, start_ns, end_ns))
+
+    before = time.monotonic_ns()
+    what = message([x := jnp.arange(1000)])
+    for transport in pair:
+        transport.recorder = Recorder()
+        transport.begin(42)
+    pair[0].send([x], what)
+    pair[1].receive(what)
+    pair[0].flush()
+    after = time.monotonic_ns()
+    for transport, kind in zip(pair, ("sent", "received"), strict=True):
+        ((name, call, found, start, end),) = transport.recorder.lines
+        assert (name, call) == (kind, 42) and found is what
+        assert before < start < end < after
+    assert (pair[0].traffic[1].messages_sent, pair[0].traffic[1].bytes_sent) == (1, 4032)
+    assert (pair[1].traffic[0].messages_received, pair[1].traffic[0].bytes_received) == (1, 4032)
