@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import os
+import platform
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -94,7 +95,11 @@ class Hello:
 def versions() -> dict[str, str]:
     """What driver and workers must agree on."""
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jaxpp")}
-    return {"python": ".".join(map(str, sys.version_info[:2])), **found}
+    return {"python": ".".join(platform.python_version_tuple()[:2]), **found}
+
+
+#: Ray's decorator, whose overloads know nothing of its options.
+_remote: Any = ray.remote
 
 
 def _socket_transport(setup: Setup) -> SocketTransport:
@@ -121,7 +126,7 @@ def _device_transport(setup: Setup) -> DeviceTransport:
     return DeviceTransport(setup.rank, rank_devices())
 
 
-@ray.remote(concurrency_groups={"control": 2, "feed": 1, "fetch": 16, "aside": 2})
+@_remote(concurrency_groups={"control": 2, "feed": 1, "fetch": 16, "aside": 2})
 class Actor:
     """A rank's process.
 

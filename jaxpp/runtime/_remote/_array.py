@@ -5,6 +5,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
@@ -18,6 +19,12 @@ class RemoteSharding:
     Args:
         mesh: the mesh.
         ranks: the ranks that hold it, in order; none for an argument that no rank reads.
+
+    Example:
+        >>> import jaxpp
+        >>> mesh = None  # a RemoteMpmdMesh
+        >>> jaxpp.RemoteSharding(mesh, ranks=(0, 3))
+        RemoteSharding(ranks=(0, 3))
     """
 
     mesh: "RemoteMpmdMesh"
@@ -35,6 +42,13 @@ class RemoteArray(jax.Array):
     `jnp.asarray`, `float` and their like, and by nothing else: `jax.numpy` functions and operators
     refuse it. It may be passed to any placed function of its mesh, and is gone once it has been
     donated. The ranks drop it when the last reference to it goes.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpp
+        >>> with jaxpp.RemoteMpmdMesh((1,)) as mesh:
+        ...     doubled = jaxpp.place(lambda x: 2 * x, mesh)(jnp.arange(3))
+        ...     print(doubled, doubled.sharding, jnp.asarray(doubled))
+        RemoteArray(int32[3] on rank 0) RemoteSharding(ranks=(0,)) [0 2 4]
     """
 
     # Made by `RemoteMpmdMesh.new_array`.
@@ -159,8 +173,8 @@ class RemoteArray(jax.Array):
         self._mesh.wait_for(self)
         return self
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        if jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended):
+    def __array__(self, dtype: Any = None, context: Any = None, copy: Any = None) -> np.ndarray:
+        if jnp.issubdtype(self.dtype, jax.dtypes.extended):
             raise TypeError(
                 f"{self!r} holds random keys, which NumPy has no type for; use jnp.asarray."
             )

@@ -84,7 +84,8 @@ class Arrays:
     def fetch_jax(self, array: RemoteArray) -> jax.Array:
         """The value of an array of any dtype, on the default device of this process."""
         data = self.fetch([array])[0]
-        device = jax.config.jax_default_device or jax.local_devices()[0]
+        config: Any = jax.config
+        device = config.jax_default_device or jax.local_devices()[0]
         return from_host(data.reshape(-1).view(np.uint8), ArrayType.of(array), device)
 
     def clear(self) -> None:

@@ -85,12 +85,12 @@ class NotingWorker(Worker):
         self._notes = {id(i): BlackBox.encode(doing(i)[0]) for i in self.program.instructions}
 
     @property
-    def at(self) -> Instruction | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def at(self) -> Instruction | None:
         """The instruction that runs; None between calls."""
         return self._at
 
     @at.setter
-    def at(self, instruction: Instruction | None) -> None:
+    def at(self, instruction: Instruction | None) -> None:  # pyright: ignore
         self._at = instruction
         self._box.write(self._notes.get(id(instruction), _BLANK))
 

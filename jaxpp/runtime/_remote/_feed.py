@@ -103,7 +103,7 @@ class Loader:
         if not isinstance(found, list):
             assert found is not None
             raise found
-        value = found[leaf] if leaf < len(found) else None
+        value: Any = found[leaf] if leaf < len(found) else None
         if np.shape(value) != expected.shape:
             raise ValueError(
                 f"The function that feeds the step gave an array of shape {np.shape(value)}, and "

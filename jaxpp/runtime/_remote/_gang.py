@@ -72,8 +72,8 @@ class Gang:
         if len(hosts) > 1 and self._settings.address is None:
             raise ValueError(
                 f"RemoteMpmdMesh: the ranks are on the hosts {', '.join(hosts)}, and workers "
-                f"listen for others of their own host only; give address='auto' to let them listen at the "
-                f"address that Ray knows of their host."
+                f"listen for others of their own host only; give address='auto' to let them "
+                f"listen at the address that Ray knows of their host."
             )
 
     def _start(self, members: Sequence[Member]) -> None:

@@ -62,10 +62,17 @@ class RemoteMpmdMesh:
 
     Example:
         >>> import jaxpp
-        >>> with jaxpp.RemoteMpmdMesh((2, 1), ("mpmd", "data")) as mesh:  # doctest: +SKIP
-        ...     step = jaxpp.place(train_step, mesh, donate_argnums=(0, 1))
-        ...     model, opt_state, loss = step(model, opt_state, batch)
-        ...     print(float(loss))
+        >>> import jax, jax.numpy as jnp
+        >>> def loss(params, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ params[0]))
+        ...     return jnp.mean((h @ params[1]) ** 2)
+        >>> grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 2)
+        >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        >>> with jaxpp.RemoteMpmdMesh((2, 1), ("mpmd", "data")) as mesh:
+        ...     step = jaxpp.place(grad, mesh)
+        ...     value, grads = step([jnp.eye(2), jnp.ones((2, 1))], jnp.ones((4, 2)))
+        ...     print(grads[1], f"{value:.3f}")
+        RemoteArray(float32[2,1] on rank 1) 2.320
     """
 
     def __init__(
@@ -88,7 +95,8 @@ class RemoteMpmdMesh:
         self.shape, self.axis_names, self.num_ranks = shape, axis_names, ranks
         self.incarnation = 0
         self._heartbeat_timeout = heartbeat_timeout
-        self._gang = _gang.Gang(
+        config: Any = jax.config
+        self._gang: Any = _gang.Gang(
             _gang.Settings(
                 ranks,
                 gpus_per_rank,
@@ -97,7 +105,7 @@ class RemoteMpmdMesh:
                 dict(environment or {}),
                 address,
                 transport,
-                bool(jax.config.jax_enable_x64),
+                bool(config.jax_enable_x64),
                 start_timeout,
             )
         )

@@ -2,22 +2,25 @@
 
 import contextlib
 import dataclasses
-import os
 import re
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 import ray.exceptions
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxpp.runtime._remote._black_box import BlackBox
 from jaxpp.runtime._remote._failure import Failure, Lost, RankError
+from jaxpp.runtime._remote._lookout import (
+    BUSY,
+    UNKNOWN,
+    end_stopped,
+    post_lookouts,
+    process_state,
+    told,
+)
 
 #: Seconds between two signs of life.
 HEARTBEAT = 0.5
@@ -77,7 +80,7 @@ class Watch:
         self._changed = threading.Condition()
         self._settled = threading.Event()
         self._closed = threading.Event()
-        self._lookouts = _lookouts({member.node for member in self._members})
+        self._lookouts = post_lookouts({member.node for member in self._members})
         self._pulse = threading.Thread(target=self._beat, name="jaxpp-heartbeat", daemon=True)
         self._pulse.start()
 
@@ -85,6 +88,8 @@ class Watch:
 
     def check(self) -> None:
         """Raises the error of the workers, if one has failed."""
+        if not ray.is_initialized():
+            self.report(0, no_session())
         if self._first is not None:
             self._settled.wait()
         if self.error is not None:
@@ -121,9 +126,9 @@ class Watch:
         try:
             found = self._get(reference)
         except ray.exceptions.RayError as error:
-            raise self._error_after(rank, error) from None
-        if isinstance(found, Failure):
-            raise self._error_after(rank, found)
+            found = error
+        if isinstance(found, Failure | ray.exceptions.RayError):
+            self._fail(rank, found)
         return found
 
     def value(self, rank: int, reference: Any) -> Any:
@@ -131,11 +136,14 @@ class Watch:
         try:
             return self._get(reference)
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, Lost):
-                raise self._error_after(rank, error) from None
-            raise error.as_instanceof_cause() from None
+            # But where it needed what the failed step, or another worker, was to give.
+            if not isinstance(error.cause, Lost | ray.exceptions.RayError):
+                error.add_note(f"on {self._members[rank]}")
+                raise error.as_instanceof_cause() from None
+            failed = error
         except ray.exceptions.RayError as error:
-            raise self._error_after(rank, error) from None
+            failed = error
+        self._fail(rank, failed)
 
     def _get(self, reference: Any) -> Any:
         """What a call gives; ends when the workers have, whether or not Ray ever tells of it."""
@@ -145,15 +153,12 @@ class Watch:
                 return ray.get(reference)
             if self._settled.is_set():
                 self.check()
-        raise ray.exceptions.RaySystemError("the Ray session has been shut down")
+        raise no_session()
 
-    def _error_after(self, rank: int, what: Failure | BaseException) -> BaseException:
-        """The error of all workers, once a rank's failure is known."""
+    def _fail(self, rank: int, what: Failure | BaseException) -> NoReturn:
+        """Raises the error of all workers, now that a rank's failure is known."""
         self.report(rank, what)
-        try:
-            self.check()
-        except RuntimeError as error:
-            return error
+        self.check()
         raise AssertionError("a failure that is no error")
 
     def report(self, rank: int, what: Failure | BaseException | str) -> None:
@@ -184,7 +189,7 @@ class Watch:
         self._settled.set()
         if threading.current_thread() is not self._pulse:
             self._pulse.join(timeout=2.0)
-        for lookout in self._lookouts.values():
+        for lookout in self._lookouts.values() if ray.is_initialized() else ():
             ray.kill(lookout)
 
     # ---- signs of life --------------------------------------------------------------------------
@@ -202,7 +207,7 @@ class Watch:
         asked: dict[int, Any] = {}
         while not self._closed.wait(0.05 if asked else HEARTBEAT) and self._first is None:
             if not ray.is_initialized():
-                raise ray.exceptions.RaySystemError("the Ray session has been shut down")
+                raise no_session()
             for member in self._members:
                 if member.rank not in asked:
                     asked[member.rank] = member.actor.pulse.remote()
@@ -267,6 +272,8 @@ class Watch:
 
     def _find_culprit(self) -> int:
         """Aborts all ranks; gives the one whose failure does not follow from another's."""
+        if not ray.is_initialized():
+            raise no_session()
         first = self._members[self._first or 0]
         aborts = {
             member.rank: member.actor.abort.remote(f"{first} has failed")
@@ -354,6 +361,11 @@ class Watch:
         return error
 
 
+def no_session() -> BaseException:
+    """The error where `ray.shutdown` has been called before the mesh was shut down."""
+    return ray.exceptions.RaySystemError("the Ray session has been shut down")
+
+
 def why(error: BaseException) -> str:
     """What Ray says of a dead worker, in a line."""
     text = str(error)
@@ -367,82 +379,9 @@ def why(error: BaseException) -> str:
 
 def kill(member: Member) -> None:
     """Ends a worker's process, whatever state it is in; may be repeated."""
-    with contextlib.suppress(Exception):  # the session has gone
+    if not ray.is_initialized():  # Ray would start a session for it
+        return
+    with contextlib.suppress(Exception):  # the session goes just now
         if member.node == ray.get_runtime_context().get_node_id():
             end_stopped(member.pid)
         ray.kill(member.actor)
-
-
-# ---- processes ----------------------------------------------------------------------------------
-
-#: States of a process that may still answer.
-BUSY = ("running", "sleeping", "waiting for a disk", "idle")
-DEAD, UNKNOWN = "dead", "unknown"
-_STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "waiting for a disk",
-    "U": "waiting for a disk",
-    "I": "idle",
-    "T": "stopped",
-    "t": "stopped by a debugger",
-    "Z": DEAD,
-    "X": DEAD,
-}
-
-
-def told(state: str) -> str:
-    """A state as the end of a sentence about a worker."""
-    return "and its host does not answer" if state == UNKNOWN else f"and its process is {state}"
-
-
-def process_state(pid: int) -> str:
-    """The state of a process of this host."""
-    if Path("/proc/self/stat").exists():
-        try:
-            text = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return DEAD
-        letter = text.rpartition(")")[2].split()[0]
-    else:
-        found = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True)
-        letter = found.stdout.decode().strip()[:1] or "X"
-    return _STATES.get(letter, letter)
-
-
-#: Seconds that the lookouts have to start.
-START = 30.0
-
-
-def end_stopped(pid: int) -> None:
-    """Kills a process of this host that has been stopped, for Ray asks those to end themselves."""
-    if process_state(pid) == _STATES["T"]:
-        os.kill(pid, signal.SIGKILL)
-
-
-@ray.remote(num_cpus=0, max_restarts=-1)
-class Lookout:
-    """Sits on another host, and says what has become of processes there."""
-
-    def end_stopped(self, pid: int) -> None:
-        """See `end_stopped`."""
-        end_stopped(pid)
-
-    def state(self, pid: int) -> str:
-        """See `process_state`."""
-        return process_state(pid)
-
-
-def _lookouts(nodes: set[str]) -> dict[str, Any]:
-    """A lookout on each node but this one."""
-    here = ray.get_runtime_context().get_node_id()
-    lookouts = {
-        node: Lookout.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote()
-        for node in nodes - {here}
-    }
-    if lookouts:  # one that has not started yet would look like a host that is lost
-        started = [lookout.state.remote(os.getpid()) for lookout in lookouts.values()]
-        ray.wait(started, num_returns=len(started), timeout=START, fetch_local=False)
-    return lookouts
