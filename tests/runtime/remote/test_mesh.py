@@ -10,6 +10,7 @@ import pytest
 
 import jaxpp
 from experiments.models import gpt
+from jaxpp._program import Run
 from tests.runtime.test_mesh import batch, loss_fn, start, step_of, tied_loss
 
 
@@ -249,6 +250,56 @@ def test_ranks_load_their_batch_themselves(mesh):
         *expected, expected_loss = here(*expected, number)
     assert float(loss) == float(expected_loss)
     chex.assert_trees_all_equal(jax.device_get(args[0]), jax.device_get(expected[0]), strict=True)
+
+
+# ---- what is recorded, compiled, and how arrays go ----------------------------------------------
+
+
+def test_a_trace_has_all_that_the_ranks_ran_and_sent(mesh, tmp_path):
+    step = jaxpp.place(step_of(), mesh)
+    state = step(*start(), batch())
+    mesh.start_trace(tmp_path / "trace", profiler=False)
+    with pytest.raises(RuntimeError, match="traced already"):
+        mesh.start_trace(tmp_path / "other")
+    for number in range(2):
+        state = step(*state[:3], batch(number))
+    trace = mesh.stop_trace()
+    ran = [i for p in step.programs for i in p.instructions if isinstance(i, Run)]
+    assert sorted(r.label for r in trace.runs) == sorted(2 * [i.label for i in ran])
+    assert len(trace.messages) == 2 * sum(len(p.sends) for p in step.programs)
+    assert {r.rank for r in trace.runs} == {0, 1, 2} and not trace.errors
+    assert (tmp_path / "trace" / "timeline.json").exists()
+    with pytest.raises(RuntimeError, match="not traced"):
+        mesh.stop_trace()
+
+
+def test_what_several_ranks_run_is_compiled_by_one_of_them():
+    from jaxpp.runtime._remote import _export, _library
+
+    deep = jaxpp.place(step_of(lambda params, x: loss_fn([*params, params[1]], x)), local(4))
+    bundle = deep.lower(*start(), batch()).bundle
+    library = _library.Library("cpu", ["host"] * 4, all_messages=False)
+    loadings = library.missing(library.add(bundle))
+    compiled = [n for loading in loadings for n in loading.compile[0]]
+    assert len(compiled) == len(set(compiled))
+    assert any(loading.load[5] for loading in loadings), "some rank gets what another compiles"
+    apart = _library.Library("cpu", range(4), all_messages=False)
+    assert not any(loading.load[5] for loading in apart.missing(apart.add(bundle)))
+
+    exported = _export.export(bundle.computations[0], "cpu")
+    payload = _export.serialize(_export.compile_exported(exported, jax.devices()[0]))
+    loaded = _export.load_serialized(payload, jax.devices()[0])
+    assert loaded is not None
+
+
+@pytest.mark.slow
+def test_transfers_between_devices_give_the_same(ray_session):
+    """Over JAX's own transfers between processes, which on GPU need no memory of the hosts."""
+    expected = train(local(2), SCHEDULES["zb_h1"], 2)
+    with jaxpp.RemoteMpmdMesh((2,), transport="device") as mesh:
+        chex.assert_trees_all_equal(train(mesh, SCHEDULES["zb_h1"], 2), expected, strict=True)
+        mesh.restart()
+        chex.assert_trees_all_equal(train(mesh, SCHEDULES["zb_h1"], 2), expected, strict=True)
 
 
 # ---- bad input ----------------------------------------------------------------------------------
