@@ -104,7 +104,7 @@ def read_stages(jaxpr: jex.ClosedJaxpr) -> Stages:
     num_stages = max(opens.values(), default=0) + 1
     eqns = jaxpr.eqns
     from_args = _jaxprs.descendants(eqns, jaxpr.jaxpr.invars)
-    constant = [not any(v in from_args for v in e.outvars) for e in eqns]
+    constant = [not e.effects and not any(v in from_args for v in e.outvars) for e in eqns]
     latest = _latest(jaxpr, opens, num_stages)
     stage: list[int | None] = [None] * len(eqns)
 

@@ -190,3 +190,26 @@ def test_a_loop_marked_inside_is_an_error():
 
     with pytest.raises(ValueError, match=r"inside a `scan` at \S*test_wrap_forward.py:\d+"):
         jaxpp.wrap_forward(looped)(WS, X)
+
+
+@pytest.mark.parametrize(
+    "schedule", [None, jaxpp.schedules.OneFOneB(), jaxpp.schedules.ZeroBubbleH1()]
+)
+def test_prints_survive(schedule, capfd):
+    """An equation that nothing reads belongs to a stage, too, if it has an effect."""
+
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        jax.debug.print("hidden {}", h.shape[0])
+        y = jnp.sum(h @ w[1])
+        jax.debug.print("loss {:.3f}", y)
+        return y
+
+    step = jax.jit(jax.grad(jaxpp.wrap_forward(loss)))
+    if schedule is not None:
+        grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 1)
+        mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+        step = jaxpp.place(jaxpp.schedule(grad, schedule), mesh)
+    step([jnp.eye(2)] * 2, jnp.ones((4, 2)))
+    jax.effects_barrier()
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "hidden 4", "loss 6.093"]
