@@ -28,6 +28,7 @@ import optax
 from absl import app, flags
 
 import jaxpp
+from experiments.equal_blocks import Loop, copy, draw, placed_step, plain_step, seconds
 from jaxpp._program import Bundle, Free, Receive, Run, Send
 from jaxpp.runtime import _compile, _mesh, _worker
 
@@ -43,83 +44,10 @@ flags.DEFINE_string("json", None, "A file to write the figures to.")
 SIZES = {"small": (16, 4), "medium": (256, 32), "large": (512, 128)}
 
 
-class Block(eqx.Module):
-    """A residual block of two linear layers."""
-
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, width: int, key: jax.Array):
-        up, down = jax.random.split(key)
-        self.up = eqx.nn.Linear(width, 4 * width, key=up)
-        self.down = eqx.nn.Linear(4 * width, width, key=down)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(jax.nn.gelu(self.up(x)))
-
-
-class Net(eqx.Module):
-    """Equal blocks, one for each stage."""
-
-    blocks: list[Block]
-
-    def __init__(self, depth: int, width: int, key: jax.Array):
-        self.blocks = [Block(width, k) for k in jax.random.split(key, depth)]
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def loss_fn(model: Net, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    x, y = batch
-    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
-def make_step(grad_fn: Callable, optimizer: optax.GradientTransformation) -> Callable:
-    def train_step(model, opt_state, batch):
-        loss, grads = grad_fn(model, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
-        return eqx.apply_updates(model, updates), opt_state, loss
-
-    return train_step
-
-
-def placed_step(schedule: Any, ranks: int, microbatches: int, optimizer, devices) -> Any:
-    at = [f"blocks.{i}" for i in range(1, ranks)]
-    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, at=at))
-    grad_fn = jaxpp.microbatch(eqx.filter_value_and_grad(staged), microbatches)
-    grad_fn = jaxpp.schedule(grad_fn, schedule)
+def local_step(schedule: Any, ranks: int, microbatches: int, optimizer, devices=None) -> Any:
+    """The placed step on devices of this process, by default one for each rank."""
     mesh = jaxpp.MpmdMesh((ranks,), ("mpmd",), devices=devices)
-    return jaxpp.place(make_step(grad_fn, optimizer), mesh, donate_argnums=(0, 1))
-
-
-def seconds(run: Callable[[], Any], repeats: int) -> float:
-    """The median time of a call, until its result is ready."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-class Loop:
-    """A training loop as a function without arguments; it keeps the state."""
-
-    def __init__(self, step: Callable, state: tuple, batch: Any):
-        self.step, self.state, self.batch = step, copy(state), batch
-
-    def __call__(self) -> Any:
-        *state, loss = self.step(*self.state, self.batch)
-        self.state = tuple(state)
-        return self.state, loss
-
-
-def copy(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.array(x) if eqx.is_array(x) else x, tree)
+    return placed_step(schedule, ranks, microbatches, optimizer, mesh)
 
 
 # ---- what a step is made of ---------------------------------------------------------------------
@@ -289,29 +217,8 @@ def measure(
     size: str, ranks: int, microbatches: int, schedule: Any, repeats: int
 ) -> dict[str, float]:
     width, examples = SIZES[size]
-    keys = jax.random.split(jax.random.key(0), 3)
-    model = Net(ranks, width, keys[0])
     optimizer = optax.adamw(1e-3)
-    state = (model, optimizer.init(eqx.filter(model, eqx.is_array)))
-    shape = (examples * microbatches, width)
-    batch = (jax.random.normal(keys[1], shape), jax.random.normal(keys[2], shape))
-
-    def plain_step():
-        accumulate = jaxpp.microbatch(eqx.filter_value_and_grad(loss_fn), microbatches)
-        step = make_step(accumulate, optimizer)
-        static = eqx.partition(state, eqx.is_array)[1]
-
-        def on_arrays(arrays, batch):
-            *state, loss = step(*eqx.combine(arrays, static), batch)
-            return eqx.filter(tuple(state), eqx.is_array), loss
-
-        jitted = jax.jit(on_arrays, donate_argnums=0)
-
-        def run(model, opt_state, batch):
-            arrays, loss = jitted(eqx.filter((model, opt_state), eqx.is_array), batch)
-            return *eqx.combine(arrays, static), loss
-
-        return run
+    state, batch = draw(ranks, width, examples * microbatches, optimizer)
 
     def first_call(step) -> tuple[float, Loop]:
         loop = Loop(step, state, batch)
@@ -319,10 +226,10 @@ def measure(
         jax.block_until_ready(loop())
         return time.perf_counter() - start, loop
 
-    plain_first, plain = first_call(plain_step())
-    spread = placed_step(schedule, ranks, microbatches, optimizer, None)
+    plain_first, plain = first_call(plain_step(microbatches, optimizer, state))
+    spread = local_step(schedule, ranks, microbatches, optimizer)
     first, loop = first_call(spread)
-    shared = placed_step(schedule, ranks, microbatches, optimizer, [jax.devices()[0]] * ranks)
+    shared = local_step(schedule, ranks, microbatches, optimizer, [jax.devices()[0]] * ranks)
     plain_seconds = seconds(plain, repeats)
     placed_seconds = seconds(loop, repeats)
     host, dispatch = host_ratio(spread, state, batch, repeats)
@@ -346,13 +253,11 @@ def lowering_seconds(ranks: int, schedule: Any) -> dict[int, float]:
     times = {}
     for microbatches in (4, 8, 16, 32, 64):
         width, examples = SIZES["small"]
-        model = Net(ranks, width, jax.random.key(0))
         optimizer = optax.adamw(1e-3)
-        state = (model, optimizer.init(eqx.filter(model, eqx.is_array)))
-        x = jnp.ones((examples * microbatches, width))
-        step = placed_step(schedule, ranks, microbatches, optimizer, None)
+        state, batch = draw(ranks, width, examples * microbatches, optimizer)
+        step = local_step(schedule, ranks, microbatches, optimizer)
         start = time.perf_counter()
-        step.lower(*state, (x, x))
+        step.lower(*state, batch)
         times[microbatches] = time.perf_counter() - start
     return times
 

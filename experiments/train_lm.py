@@ -3,17 +3,26 @@
     python -m experiments.train_lm
     python -m experiments.train_lm --schedule=interleaved_1f1b --tied --dropout=0.1 --verify
     python -m experiments.train_lm --schedule=seq1f1b --knobs=slices=4
+    python -m experiments.train_lm --mesh=ray --checkpoint_every=50 --restarts=3
+    python -m experiments.train_lm --mesh=ray --checkpoint_every=50 --resume
 
 The ranks of the pipeline are devices of this process: CPU devices, made for the run, or the
-accelerators that JAX finds (shared between ranks where there are fewer). The output folder gets
-`metrics.jsonl`, pictures of the losses and of the schedule, and a sample of generated text.
+accelerators that JAX finds (shared between ranks where there are fewer). With `--mesh=ray` they are
+processes of a Ray session: of the one that is there, or of one made for the run. The output folder
+gets `metrics.jsonl`, checkpoints, pictures of the losses and of the schedule, and a sample of
+generated text.
+
+A run that was killed goes on from its last checkpoint with `--resume` and the same other flags, and
+has the losses that it would have had, to the bit: a step's batch and dropout keys follow from its
+number. With `--restarts` it does so by itself when a worker of `--mesh=ray` dies.
 """
 
-import json
+import contextlib
+import itertools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -26,8 +35,9 @@ from absl import app, flags, logging
 from jaxtyping import Array, Float, Int, Key, UInt8
 
 import jaxpp
-from experiments import data
+from experiments import data, training_log
 from experiments.models import gpt, sliced_gpt
+from experiments.training_log import Row
 
 _LAYERS = flags.DEFINE_integer("layers", 8, "Transformer blocks.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", 64, "Features of each position.", lower_bound=1)
@@ -37,6 +47,21 @@ _DROPOUT = flags.DEFINE_float("dropout", 0.0, "Probability of dropping a feature
 _TIED = flags.DEFINE_bool("tied", False, "Whether the output layer is the embedding's matrix.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of the parameters.")
 
+_MESH = flags.DEFINE_enum(
+    "mesh", "local", ["local", "ray"], "Whether ranks are devices of this process, or processes."
+)
+_CORES = flags.DEFINE_integer(
+    "cores", None, "CPU cores that a process of --mesh=ray is bound to; by default it has all.", 1
+)
+_GPUS_PER_RANK = flags.DEFINE_float(
+    "gpus_per_rank", 0.0, "GPUs of each process of --mesh=ray; below 1 they share them.", 0.0
+)
+_WORKER_ENVIRONMENT = flags.DEFINE_list(
+    "worker_environment", [], "Variables for the processes of --mesh=ray, as NAME=value."
+)
+_RESTARTS = flags.DEFINE_integer(
+    "restarts", 0, "How often --mesh=ray goes on from the last checkpoint when a process dies.", 0
+)
 _RANKS = flags.DEFINE_integer("ranks", 4, "Ranks of the pipeline.", lower_bound=1)
 _MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "Slices of the batch.", lower_bound=1)
 _SCHEDULE = flags.DEFINE_enum(
@@ -73,6 +98,12 @@ _DATA = flags.DEFINE_string(
     "data", None, "A file or folder of text; by default Python's own library."
 )
 _OUTPUT = flags.DEFINE_string("output", "outputs/train_lm", "Folder for metrics and pictures.")
+_CHECKPOINT_EVERY = flags.DEFINE_integer(
+    "checkpoint_every", 0, "Steps between checkpoints, of which the last is kept; 0 for none.", 0
+)
+_RESUME = flags.DEFINE_bool(
+    "resume", False, "Whether to go on from the last checkpoint in the output folder."
+)
 _EVAL_EVERY = flags.DEFINE_integer("eval_every", 50, "Steps between held-out losses.", 1)
 _SAMPLE_BYTES = flags.DEFINE_integer("sample_bytes", 256, "Bytes of text generated at the end.", 0)
 _TEMPERATURE = flags.DEFINE_float(
@@ -97,6 +128,7 @@ TOLERANCES = {
 }
 
 State = tuple[gpt.GPT, optax.OptState]
+Mesh = jaxpp.MpmdMesh | jaxpp.RemoteMpmdMesh
 Step = Callable[..., tuple[gpt.GPT, optax.OptState, Float[Array, ""]]]
 
 
@@ -166,15 +198,35 @@ def staged_loss_fn() -> Callable[..., Float[Array, ""]]:
     return jaxpp.wrap_forward(split, policy=REMAT_POLICIES[_REMAT.value])
 
 
-def mesh_of_ranks() -> jaxpp.MpmdMesh:
+def make_mesh() -> contextlib.AbstractContextManager[Mesh]:
+    return remote_mesh() if _MESH.value == "ray" else contextlib.nullcontext(local_mesh())
+
+
+def make_devices() -> None:
+    """Gives the ranks of the local mesh a CPU device each, where there is no accelerator."""
+    if _MESH.value == "local":
+        jax.config.update("jax_num_cpu_devices", _RANKS.value)
+
+
+def local_mesh() -> jaxpp.MpmdMesh:
     """A device for each rank, in turn, so that ranks share devices where these are too few."""
-    devices = jax.devices()
-    devices = [devices[rank % len(devices)] for rank in range(_RANKS.value)]
+    devices = list(itertools.islice(itertools.cycle(jax.devices()), _RANKS.value))
     return jaxpp.MpmdMesh((_RANKS.value,), ("mpmd",), devices=devices)
 
 
-def placed_train_step(optimizer: optax.GradientTransformation, mesh: jaxpp.MpmdMesh) -> Step:
-    """The train step, one program on each rank."""
+def remote_mesh() -> jaxpp.RemoteMpmdMesh:
+    """A process for each rank, wherever the Ray session has room for it."""
+    return jaxpp.RemoteMpmdMesh(
+        (_RANKS.value,),
+        ("mpmd",),
+        gpus_per_rank=_GPUS_PER_RANK.value,
+        cores=_CORES.value,
+        environment=dict(variable.split("=", 1) for variable in _WORKER_ENVIRONMENT.value),
+    )
+
+
+def placed_train_step(optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
+    """The train step, one program on each rank; lowered and compiled as `jax.jit` would be."""
     grad_fn = jaxpp.microbatch(
         eqx.filter_value_and_grad(staged_loss_fn()), _MICROBATCHES.value, in_axes=(None, 0, 0)
     )
@@ -182,7 +234,7 @@ def placed_train_step(optimizer: optax.GradientTransformation, mesh: jaxpp.MpmdM
     return jaxpp.place(train_step_of(grad_fn, optimizer), mesh, donate_argnums=(0, 1))
 
 
-def placed_evaluation(mesh: jaxpp.MpmdMesh) -> Callable[..., Float[Array, ""]]:
+def placed_evaluation(mesh: Mesh) -> Callable[..., Float[Array, ""]]:
     """The loss without dropout, forward only, of the parameters where they live."""
     loss_fn = jaxpp.microbatch(staged_loss_fn(), _MICROBATCHES.value, in_axes=(None, 0))
     schedule = jaxpp.schedules.ForwardOnly(like=training_schedule())
@@ -241,11 +293,11 @@ def train_step_of(grad_fn: Callable[..., Any], optimizer: optax.GradientTransfor
 
 
 def training_batches(
-    corpus: data.Corpus,
+    corpus: data.Corpus, first: int = 0
 ) -> Iterator[tuple[Int[np.ndarray, "batch time_plus_1"], Key[Array, " batch"]]]:
-    """For each step its bytes, and its dropout keys, one for each sequence."""
+    """For each step from `first` on its bytes, and its dropout keys, one for each sequence."""
     dropout_key = random_key("dropout")
-    for step in range(_STEPS.value):
+    for step in range(first, _STEPS.value):
         keys = jax.random.split(jax.random.fold_in(dropout_key, step), _BATCH_SIZE.value)
         yield draw_batch(corpus.train, step), keys
 
@@ -269,7 +321,9 @@ def train(
     *,
     evaluate: Callable[[gpt.GPT], float] | None = None,
     title: str,
-) -> tuple[gpt.GPT, list[dict[str, float]]]:
+    metrics: Sequence[Row] = (),
+    after_step: Callable[[Row, State], None] = lambda row, state: None,
+) -> tuple[gpt.GPT, list[Row]]:
     """Trains, and shows how it goes.
 
     Args:
@@ -278,26 +332,30 @@ def train(
         corpus: the text.
         evaluate: gives the held-out loss of a model; None to leave it out.
         title: what the progress bar is called.
+        metrics: the rows of the steps that led to `state`.
+        after_step: gets the row and the new state of each step.
 
     Returns:
         the trained model, and a row for each step: its number, its loss (nats a byte), what it
         took (seconds) and, where it was evaluated, the held-out loss.
     """
     model, opt_state = state
-    metrics = []
-    progress = tqdm.tqdm(training_batches(corpus), total=_STEPS.value, desc=title)
-    for number, (tokens, keys) in enumerate(progress, start=1):
+    metrics = list(metrics)
+    batches = training_batches(corpus, first=len(metrics))
+    progress = tqdm.tqdm(batches, initial=len(metrics), total=_STEPS.value, desc=title)
+    for number, (tokens, keys) in enumerate(progress, start=len(metrics) + 1):
         start = time.perf_counter()
         model, opt_state, loss = step_fn(model, opt_state, tokens, keys)
         loss = float(loss)  # waits for the step, so that its time is its own
         metrics.append({"step": number, "loss": loss, "seconds": time.perf_counter() - start})
         if evaluate and (number % _EVAL_EVERY.value == 0 or number == _STEPS.value):
             metrics[-1]["held_out_loss"] = evaluate(model)
+        after_step(metrics[-1], (model, opt_state))
         progress.set_postfix(loss=f"{loss:.3f}", tokens_per_second=f"{throughput(metrics):.0f}")
     return model, metrics
 
 
-def throughput(metrics: list[dict[str, float]]) -> float:
+def throughput(metrics: list[Row]) -> float:
     """Tokens trained on in a second, in the median step; the first steps are left out."""
     timed = metrics[UNTIMED_STEPS:] or metrics[-1:]
     seconds = statistics.median(row["seconds"] for row in timed)
@@ -310,6 +368,43 @@ def held_out_loss(
     """The mean of `loss_fn` over some batches of held-out text, the same each time."""
     batches = [draw_batch(corpus.held_out, number) for number in range(EVALUATION_BATCHES)]
     return statistics.mean(float(loss_fn(model, tokens)) for tokens in batches)
+
+
+# Checkpoints: what a run that was killed goes on from.
+
+
+def checkpointer() -> jaxpp.Checkpointer:
+    return jaxpp.Checkpointer(pathlib.Path(_OUTPUT.value) / "checkpoints", keep=1)
+
+
+def metrics_file() -> pathlib.Path:
+    return pathlib.Path(_OUTPUT.value) / "metrics.jsonl"
+
+
+@contextlib.contextmanager
+def recording(
+    checkpoints: jaxpp.Checkpointer, metrics: Sequence[Row]
+) -> Iterator[Callable[[Row, State], None]]:
+    """A hook for `train` that writes the rows of steps to a file, and checkpoints.
+
+    Args:
+        checkpoints: where to.
+        metrics: the rows that the file starts with; what it had more of is of steps that a run did
+            after its last checkpoint, and are done again.
+    """
+    with training_log.writing(metrics_file(), metrics) as add_row:
+
+        def after_step(row: Row, state: State) -> None:
+            add_row(row)  # before the checkpoint: a step that is not done again has its row
+            if is_checkpointed(int(row["step"])):
+                checkpoints.save(int(row["step"]), state)
+
+        yield after_step
+
+
+def is_checkpointed(step: int) -> bool:
+    every = _CHECKPOINT_EVERY.value
+    return every > 0 and (step % every == 0 or step == _STEPS.value)
 
 
 # What comes after the training: text, pictures, and the comparison with one device.
@@ -354,35 +449,6 @@ def sample_text(model: gpt.GPT) -> str:
     return bytes(np.asarray(text)).decode("utf-8", errors="replace")
 
 
-def write_metrics(metrics: list[dict[str, float]], path: pathlib.Path) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in metrics))
-
-
-def plot_losses(metrics: list[dict[str, float]], path: pathlib.Path) -> None:
-    """Draws training and held-out loss against the step."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(
-        [row["step"] for row in metrics], [row["loss"] for row in metrics], lw=1, label="training"
-    )
-    evaluated = [row for row in metrics if "held_out_loss" in row]
-    axes.plot(
-        [row["step"] for row in evaluated],
-        [row["held_out_loss"] for row in evaluated],
-        "o-",
-        label="held out",
-    )
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("cross-entropy (nats per byte)")
-    axes.set_xlim(0, len(metrics) * 1.01)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-
-
 def plot_schedule(path: pathlib.Path) -> None:
     """Draws the schedule, where a forward takes one, a backward two, and each half of it one."""
     table = training_schedule().table(number_of_stages(), _MICROBATCHES.value)
@@ -390,7 +456,7 @@ def plot_schedule(path: pathlib.Path) -> None:
     jaxpp.schedules.plot({title: jaxpp.schedules.simulate(table)}, path)
 
 
-def verify(corpus: data.Corpus, model: gpt.GPT, metrics: list[dict[str, float]]) -> None:
+def verify(corpus: data.Corpus, model: gpt.GPT, metrics: list[Row]) -> None:
     """Trains the same steps on one device, and compares all losses and the final parameters.
 
     Args:
@@ -422,7 +488,7 @@ def accumulated(grad_fn: Callable[..., Any]) -> Callable[..., Any]:
     return accumulated_grad_fn
 
 
-def losses_of(metrics: list[dict[str, float]]) -> list[np.ndarray]:
+def losses_of(metrics: list[Row]) -> list[np.ndarray]:
     return [np.asarray(row["loss"]) for row in metrics]
 
 
@@ -467,32 +533,84 @@ def check_flags() -> None:
         )
 
 
+def check_checkpoints() -> None:
+    """Says so where a new run would mix with what another has left in the output folder."""
+    with checkpointer() as checkpoints:
+        last = checkpoints.latest()
+    if last is not None and not _RESUME.value:
+        raise app.UsageError(
+            f"--output={_OUTPUT.value} has the checkpoint of step {last} of another run; go on "
+            f"from it with --resume, or use another folder."
+        )
+
+
+def run(mesh: Mesh, corpus: data.Corpus) -> tuple[gpt.GPT, list[Row]]:
+    """Trains on a mesh, and goes on from the last checkpoint when a process of it dies."""
+    optimizer = make_optimizer()
+    like = eqx.filter_eval_shape(initial_state, optimizer)
+    step_fn = placed_train_step(optimizer, mesh).lower(*like, *next(training_batches(corpus)))
+    step_fn, loss_fn = step_fn.compile(), placed_evaluation(mesh)
+
+    def attempt():
+        with checkpointer() as checkpoints:
+            if (last := checkpoints.latest()) is None:
+                state, metrics = initial_state(optimizer), []
+            else:
+                state = checkpoints.restore(like, shardings=step_fn.input_shardings[:2])
+                metrics = training_log.read(metrics_file(), last)
+            with recording(checkpoints, metrics) as after_step:
+                return train(
+                    step_fn,
+                    state,
+                    corpus,
+                    evaluate=lambda model: held_out_loss(loss_fn, model, corpus),
+                    title=f"{_RANKS.value} ranks",
+                    metrics=metrics,
+                    after_step=after_step,
+                )
+
+    for restarts_left in reversed(range(_RESTARTS.value)):
+        try:
+            return attempt()
+        except jaxpp.RankError as error:
+            assert isinstance(mesh, jaxpp.RemoteMpmdMesh)
+            print(f"\n{error}\nRestarting the mesh; {restarts_left} more restarts are left.")
+            mesh.restart()
+    return attempt()
+
+
+def check_mesh_flags() -> None:
+    if _MESH.value == "local":
+        for flag in (_CORES, _GPUS_PER_RANK, _WORKER_ENVIRONMENT, _RESTARTS):
+            if flag.value:
+                raise app.UsageError(f"--{flag.name} is for --mesh=ray.")
+    for variable in _WORKER_ENVIRONMENT.value:
+        if "=" not in variable:
+            raise app.UsageError(f"--worker_environment takes NAME=value, got {variable!r}.")
+    if _RESTARTS.value and not _CHECKPOINT_EVERY.value:
+        raise app.UsageError("--restarts needs --checkpoint_every, or there is nothing to load.")
+
+
 def main(_: list[str]) -> None:
     check_flags()
+    check_mesh_flags()
     logging.set_verbosity(logging.WARNING)
-    jax.config.update("jax_num_cpu_devices", _RANKS.value)
+    make_devices()
     output = pathlib.Path(_OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)
     corpus = data.load(_DATA.value)
+    check_checkpoints()
     draw_batch(corpus.held_out, 0)  # too little text is an error now, not at the first evaluation
     plot_schedule(output / "timeline.png")
 
-    mesh, optimizer = mesh_of_ranks(), make_optimizer()
-    step_fn, loss_fn = placed_train_step(optimizer, mesh), placed_evaluation(mesh)
-    model, metrics = train(
-        step_fn,
-        initial_state(optimizer),
-        corpus,
-        evaluate=lambda model: held_out_loss(loss_fn, model, corpus),
-        title=f"{_RANKS.value} ranks",
-    )
-    write_metrics(metrics, output / "metrics.jsonl")
-    plot_losses(metrics, output / "loss.png")
+    with make_mesh() as mesh:
+        model, metrics = run(mesh, corpus)
+        model = on_one_device(model)
+    training_log.plot_losses(metrics, output / "loss.png")
     last = metrics[-1]
     print(f"loss {last['loss']:.3f}, held out {last['held_out_loss']:.3f} nats a byte")
     print(f"{throughput(metrics):.0f} tokens a second; metrics and pictures are in {output}")
 
-    model = on_one_device(model)
     if _SAMPLE_BYTES.value:
         text = sample_text(model)
         (output / "sample.txt").write_text(text, encoding="utf-8")

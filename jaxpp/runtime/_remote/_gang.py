@@ -78,18 +78,18 @@ class Gang:
 
     def _start(self, members: Sequence[Member]) -> None:
         """Starts the workers of members that have none, and connects all."""
-        for member in members:
-            if member.actor is None:
-                options = _environment.worker_options(
-                    self._reservation,
-                    member.rank,
-                    environment=self._settings.environment,
-                    cores=self._settings.cores,
-                )
-                member.actor = Actor.options(**options).remote()
-                member.box = self._new_box(member.rank)
         self.members = list(members)
         try:
+            for member in members:
+                if member.actor is None:
+                    options = _environment.worker_options(
+                        self._reservation,
+                        member.rank,
+                        environment=self._settings.environment,
+                        cores=self._settings.cores,
+                    )
+                    member.actor = Actor.options(**options).remote()
+                    member.box = self._new_box(member.rank)
             self._join = self._choose_transport()
             hellos = self._call_all("start", lambda rank: (self._setup(rank),))
         finally:
@@ -240,6 +240,6 @@ class Gang:
 
     def _kill(self) -> None:
         for member in self.members:
+            member.dead = True
             if member.actor is not None:
                 kill(member)
-                member.dead = True

@@ -252,7 +252,10 @@ class Process:
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs a function on this process: `function(process, *args)`."""
-        return function(self, *args)
+        try:
+            return function(self, *args)
+        except Lost as error:
+            return self.failure or Failure.of(error, self.rank, -1, "")
 
     # ---- arrays ---------------------------------------------------------------------------------
 

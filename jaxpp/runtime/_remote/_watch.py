@@ -12,7 +12,7 @@ import ray
 import ray.exceptions
 
 from jaxpp.runtime._remote._black_box import BlackBox
-from jaxpp.runtime._remote._failure import Failure, Lost, RankError
+from jaxpp.runtime._remote._failure import Failure, RankError
 from jaxpp.runtime._remote._lookout import (
     BUSY,
     UNKNOWN,
@@ -134,16 +134,18 @@ class Watch:
     def value(self, rank: int, reference: Any) -> Any:
         """The value of a function that runs on a worker; what it raises is not the worker's end."""
         try:
-            return self._get(reference)
+            found = self._get(reference)
         except ray.exceptions.RayTaskError as error:
-            # But where it needed what the failed step, or another worker, was to give.
-            if not isinstance(error.cause, Lost | ray.exceptions.RayError):
-                error.add_note(f"on {self._members[rank]}")
-                raise error.as_instanceof_cause() from None
-            failed = error
+            if not isinstance(error.cause, ray.exceptions.RayError):  # another worker's end
+                raised = error.as_instanceof_cause()
+                raised.add_note(f"on {self._members[rank]}")
+                raise raised from None
+            found = error
         except ray.exceptions.RayError as error:
-            failed = error
-        self._fail(rank, failed)
+            found = error
+        if isinstance(found, Failure | ray.exceptions.RayError):
+            self._fail(rank, found)
+        return found
 
     def _get(self, reference: Any) -> Any:
         """What a call gives; ends when the workers have, whether or not Ray ever tells of it."""

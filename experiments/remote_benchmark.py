@@ -1,0 +1,338 @@
+"""Measures a mesh of worker processes against what it is compared with, as ratios in one run.
+
+    python -m experiments.remote_benchmark --torch_python=/path/to/python/with/torch
+    python -m experiments.remote_benchmark --parts=speedup --task_ms=5
+
+Starts a Ray session, or joins the one that is there, and prints by part:
+
+- `empty`: what a step takes whose tasks do next to nothing, from the call in the driver until its
+  result is there (`call`), and in a loop that does not wait for each (`loop`), over what the same
+  program takes in `torch.distributed.pipelining` with gloo, in a loop without a barrier. The losses
+  of both are compared first. Without `--torch_python` it is left out;
+- `speedup`: two workers over one, each pinned to a core, for tasks of several lengths, and what the
+  schedule's simulation makes of the measured times of tasks;
+- `local`: the same empty step on the mesh of one process: how long a call takes to return
+  (`dispatch`), and until its result is there;
+- `memory`: what driver and workers hold after a tenth of many steps, and at the end.
+
+What is compared takes turns in short blocks, so that a machine that changes its speed changes it
+for both; medians of blocks count. Workers and the ranks of torch take the cores in turn.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import psutil
+import ray
+from absl import app, flags
+
+import jaxpp
+from experiments import speedup
+from experiments.empty_pipeline import LEARNING_RATE, EmptyPipeline
+from experiments.equal_blocks import Loop, elapsed
+
+PARTS = ["empty", "speedup", "local", "memory"]
+
+_PARTS = flags.DEFINE_multi_enum("parts", PARTS, PARTS, "What to measure.")
+_RANKS = flags.DEFINE_list("ranks", ["2", "4"], "Numbers of ranks, of empty pipelines.")
+_MICROBATCHES = flags.DEFINE_list("microbatches", ["8", "32"], "Of empty pipelines.")
+_WIDTH = flags.DEFINE_integer("width", 8, "Features of empty pipelines.", 1)
+_TORCH_PYTHON = flags.DEFINE_string("torch_python", None, "A Python that has torch and NumPy.")
+_TASK_MS = flags.DEFINE_list("task_ms", ["1", "5", "50"], "Lengths of tasks, for the speed-up.")
+_SPEEDUP_MICROBATCHES = flags.DEFINE_integer("speedup_microbatches", 16, "For the speed-up.", 1)
+_BLOCKS = flags.DEFINE_integer("blocks", 7, "How often what is compared takes turns.", 1)
+_STEPS = flags.DEFINE_integer("steps", 50, "Empty steps in a block.", 1)
+_MEMORY_STEPS = flags.DEFINE_integer("memory_steps", 2000, "Steps in a row, for the memory.", 10)
+_JSON = flags.DEFINE_string("json", None, "A file to write the figures to.")
+
+REPOSITORY = pathlib.Path(__file__).parent.parent
+
+
+# ---- the empty pipeline -------------------------------------------------------------------------
+
+
+def empty_loop(pipeline: EmptyPipeline, mesh: Any) -> Loop:
+    """The training loop of an empty pipeline."""
+
+    def loss_fn(weights, batch):
+        x, y = batch
+        for stage, w in enumerate(weights):
+            if stage:
+                x = jaxpp.pipeline_enter_stage(x)
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - y) ** 2)
+
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn))
+    grad_fn = jaxpp.microbatch(jax.value_and_grad(staged), pipeline.microbatches)
+    grad_fn = jaxpp.schedule(grad_fn, jaxpp.schedules.by_name(pipeline.schedule))
+
+    def train_step(weights, batch):
+        loss, grads = grad_fn(weights, batch)
+        return [w - LEARNING_RATE * g for w, g in zip(weights, grads, strict=True)], loss
+
+    step = jaxpp.place(train_step, mesh, donate_argnums=0)
+    weights = [jnp.asarray(w) for w in pipeline.weights()]
+    return Loop(step, (weights,), pipeline.batch())
+
+
+def call_seconds(loop: Loop, steps: int) -> tuple[float, float]:
+    """Medians of the seconds until a call returns, and until its loss is there."""
+    returned, done = [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        _, loss = loop()
+        returned.append(time.perf_counter() - start)
+        float(loss)
+        done.append(time.perf_counter() - start)
+    return statistics.median(returned), statistics.median(done)
+
+
+@dataclasses.dataclass(frozen=True)
+class Torch:
+    """The same program in torch: the loss of its first step, and what clocks some more."""
+
+    first_loss: float
+    seconds: Callable[[int], float]
+
+
+@contextlib.contextmanager
+def torch_pipeline(pipeline: EmptyPipeline, python: str) -> Iterator[Torch]:
+    """Starts `torch_pipeline.py`, with another Python."""
+    arguments = [f"--{name}={value}" for name, value in dataclasses.asdict(pipeline).items()]
+    process = subprocess.Popen(
+        [python, "-m", "experiments.torch_pipeline", "--serve", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    to, of = process.stdin, process.stdout
+    assert to is not None and of is not None
+
+    def answer() -> float:
+        line = of.readline()
+        if not line:
+            raise RuntimeError(f"torch_pipeline has ended with status {process.wait()}.")
+        return float(line)
+
+    def seconds(steps: int) -> float:
+        to.write(f"{steps}\n")
+        to.flush()
+        return answer()
+
+    try:
+        yield Torch(answer(), seconds)
+        to.close()
+        process.wait(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def empty_row(pipeline: EmptyPipeline, mesh: Any) -> dict[str, float]:
+    """What an empty step takes in microseconds, and over that of torch where there is one."""
+    loop, steps = empty_loop(pipeline, mesh), _STEPS.value
+    first_loss = float(loop()[1])
+    elapsed(loop, 10)
+    ours: list[tuple[float, float]] = []
+    theirs: list[float] = []
+    python = _TORCH_PYTHON.value
+    with torch_pipeline(pipeline, python) if python else contextlib.nullcontext() as torch:
+        if torch and not math.isclose(first_loss, torch.first_loss, rel_tol=1e-5):
+            raise RuntimeError(f"The losses differ: {first_loss}, in torch {torch.first_loss}.")
+        for _ in range(_BLOCKS.value):
+            ours.append((call_seconds(loop, steps)[1], elapsed(loop, steps) / steps))
+            if torch:
+                theirs.append(torch.seconds(steps) / steps)
+    call, in_loop = (1e6 * statistics.median(t) for t in zip(*ours, strict=True))
+    row = {
+        "ranks": pipeline.ranks,
+        "microbatches": pipeline.microbatches,
+        "call_us": call,
+        "loop_us": in_loop,
+        "call_us_per_task": call / pipeline.num_tasks,
+        "loop_us_per_task": in_loop / pipeline.num_tasks,
+    }
+    if theirs:
+        middle = 1e6 * statistics.median(theirs)
+        row |= {"torch_us": middle, "call/torch": call / middle, "loop/torch": in_loop / middle}
+    return row
+
+
+def measure_empty() -> list[dict[str, float]]:
+    if not _TORCH_PYTHON.value:
+        print("empty: torch is left out; --torch_python names a Python that has it")
+    rows = []
+    for ranks in map(int, _RANKS.value):
+        with pinned_mesh(ranks) as mesh:
+            for microbatches in map(int, _MICROBATCHES.value):
+                pipeline = EmptyPipeline(ranks, microbatches, width=_WIDTH.value)
+                rows.append(empty_row(pipeline, mesh))
+    return rows
+
+
+def measure_local() -> list[dict[str, float]]:
+    """The step on worker processes over the step on devices of this process."""
+    rows = []
+    for ranks in map(int, _RANKS.value):
+        here = jaxpp.MpmdMesh((ranks,), ("mpmd",))
+        with pinned_mesh(ranks) as there:
+            for microbatches in map(int, _MICROBATCHES.value):
+                pipeline = EmptyPipeline(ranks, microbatches, width=_WIDTH.value)
+                loops = [empty_loop(pipeline, mesh) for mesh in (there, here)]
+                blocks = [
+                    [call_seconds(loop, _STEPS.value) for loop in loops]
+                    for _ in range(_BLOCKS.value + 1)
+                ]
+                times = [  # for each mesh, the medians of dispatch and completion
+                    [1e6 * statistics.median(t) for t in zip(*own, strict=True)]
+                    for own in zip(*blocks[1:], strict=True)
+                ]
+                rows.append(
+                    {
+                        "ranks": ranks,
+                        "microbatches": microbatches,
+                        "dispatch_us": times[0][0],
+                        "local_dispatch_us": times[1][0],
+                        "dispatch": times[0][0] / times[1][0],
+                        "call_us": times[0][1],
+                        "local_call_us": times[1][1],
+                        "call": times[0][1] / times[1][1],
+                    }
+                )
+    return rows
+
+
+# ---- two workers and one ------------------------------------------------------------------------
+
+
+def measure_speedup() -> list[dict[str, float]]:
+    rows = []
+    with pinned_mesh(1) as one, pinned_mesh(2) as two:
+        for task_ms in map(float, _TASK_MS.value):
+            found = speedup.measure(
+                one, two, task_ms / 1e3, _SPEEDUP_MICROBATCHES.value, _BLOCKS.value
+            )
+            rows.append(
+                {
+                    "task_ms": task_ms,
+                    "forward_ms": 1e3 * found.shortest_task,
+                    "backward_ms": 1e3 * found.longest_task,
+                    "plain_ms": 1e3 * found.plain_step,
+                    "placed_on_one_ms": 1e3 * found.placed_on_one,
+                    "placed_on_two_ms": 1e3 * found.placed_on_two,
+                    "speedup": found.measured,
+                    "predicted": found.predicted,
+                    "speedup/predicted": found.ratio,
+                }
+            )
+    return rows
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def holdings(mesh: Any) -> dict[str, dict[str, float]]:
+    """What driver, workers and Ray's object store hold: MiB, and numbers of open things."""
+    pids = mesh.apply(pid_of, {rank: () for rank in range(mesh.num_ranks)})
+    processes = {"driver": os.getpid()} | {f"rank {rank}": pid for rank, pid in pids.items()}
+    found = {name: holdings_of(psutil.Process(pid)) for name, pid in processes.items()}
+    time.sleep(2)  # nodes tell what they hold from time to time
+    there, free = ray.cluster_resources(), ray.available_resources()
+    store = there["object_store_memory"] - free["object_store_memory"]
+    return found | {"object store": {"MiB": store / 2**20}}
+
+
+def holdings_of(process: psutil.Process) -> dict[str, float]:
+    with process.oneshot():
+        return {
+            "MiB": process.memory_info().rss / 2**20,
+            "files": process.num_fds(),
+            "sockets": len(process.net_connections("all")),
+            "threads": process.num_threads(),
+        }
+
+
+def pid_of(process: Any) -> int:
+    """The id of the worker's process; runs in it."""
+    del process
+    return os.getpid()
+
+
+def measure_memory() -> list[dict[str, Any]]:
+    """What is held after a tenth of the steps, and after all."""
+    steps = _MEMORY_STEPS.value
+    with pinned_mesh(2) as mesh:
+        loop = empty_loop(EmptyPipeline(width=64), mesh)
+        elapsed(loop, steps // 10)
+        before = holdings(mesh)
+        for _ in range(steps - steps // 10):
+            float(loop()[1])
+        after = holdings(mesh)
+    return [
+        {"of": who}
+        | {f"{what} before": number for what, number in before[who].items()}
+        | {f"{what} after": number for what, number in after[who].items()}
+        for who in after
+    ]
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+def make_devices() -> None:
+    """Makes the devices of the local mesh."""
+    jax.config.update("jax_num_cpu_devices", max(int(ranks) for ranks in _RANKS.value))
+
+
+def pinned_mesh(ranks: int) -> Any:
+    """A worker for each rank, which the workers' host gives a core each, in turn."""
+    return jaxpp.RemoteMpmdMesh((ranks,), ("mpmd",), cores=1)
+
+
+def show(part: str, rows: list[dict[str, Any]]) -> None:
+    """Prints rows as a table."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    print(f"{part}:")
+    cells = [columns, *([cell(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        print("  " + "  ".join(f"{c:>{w}}" for c, w in zip(line, widths, strict=True)), flush=True)
+
+
+def cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+    return "" if value is None else str(value)
+
+
+def main(_: list[str]) -> None:
+    make_devices()
+    measures = {
+        "empty": measure_empty,
+        "speedup": measure_speedup,
+        "local": measure_local,
+        "memory": measure_memory,
+    }
+    print(f"JAX {jax.__version__}, Ray {ray.__version__}, {os.cpu_count()} cores")
+    figures = {}
+    for part in _PARTS.value:
+        figures[part] = measures[part]()
+        show(part, figures[part])
+        if _JSON.value:
+            pathlib.Path(_JSON.value).write_text(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,171 @@
+"""Two workers against one, each pinned to a core: how much of what a schedule promises is there?
+
+What `remote_benchmark.py` measures, as functions that its worker processes can import. The model
+has a block on each of two stages, and the baseline is the faster of two ways to train it on one
+worker: the plain jitted step, which accumulates its gradients by a scan inside of the worker, and
+the placed step with both stages on one rank.
+"""
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+import jaxpp
+from experiments import equal_blocks
+from jaxpp.schedules import Costs, Interleaved1F1B, Kind, OneFOneB, simulate
+
+STAGES = 2
+WIDTH = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The training step: examples of a microbatch set the time of its tasks."""
+
+    examples: int
+    microbatches: int = 16
+    width: int = WIDTH
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskTimes:
+    """Seconds of each kind of task of each stage, and of all that a step does around them."""
+
+    tasks: dict[tuple[Kind, int], float]
+    around: float
+
+    @property
+    def shortest(self) -> float:
+        return min(self.tasks.values())
+
+    def predicted_speedup(self, microbatches: int) -> float:
+        """What the schedule's simulation gives for a rank a stage; transfers take nothing.
+
+        Around the tasks are the optimizer's updates, which the ranks do side by side.
+        """
+        table = OneFOneB().table(STAGES, microbatches)
+        makespan = simulate(table, Costs.measured(self.tasks)).makespan
+        alone = microbatches * sum(self.tasks.values())
+        return (alone + self.around) / (makespan + self.around / STAGES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Speedup:
+    """Medians over blocks of steps, which take turns; all times are seconds."""
+
+    sizes: Sizes
+    shortest_task: float
+    longest_task: float
+    plain_step: float
+    placed_on_one: float
+    placed_on_two: float
+    measured: float
+    predicted: float
+    ratio: float
+
+
+# ---- what runs in a worker ----------------------------------------------------------------------
+
+
+@functools.cache
+def _optimizer() -> optax.GradientTransformation:
+    return optax.adamw(1e-3)
+
+
+@functools.cache
+def plain_loop(sizes: Sizes) -> equal_blocks.Loop:
+    state, batch = start(sizes)
+    step = equal_blocks.plain_step(sizes.microbatches, _optimizer(), state)
+    return equal_blocks.Loop(step, state, batch)
+
+
+def plain_seconds(process: Any, sizes: Sizes, steps: int) -> float:
+    """Seconds of a step of the plain loop, which nobody dispatches from outside."""
+    del process
+    return equal_blocks.elapsed(plain_loop(sizes), steps) / steps
+
+
+def task_times(process: Any, sizes: Sizes, repeats: int) -> TaskTimes:
+    """Measures the tasks of the step with both stages on this worker's device."""
+    mesh = jaxpp.MpmdMesh((STAGES,), ("mpmd",), devices=[process.device] * STAGES)
+    step = placed(sizes, OneFOneB(), mesh)
+    state, batch = start(sizes)
+    found = jaxpp.measure(step, *state, batch, repeats=repeats)
+    return TaskTimes(dict(found.times_alone), sum(found.before) + sum(found.after))
+
+
+# ---- what the driver does -----------------------------------------------------------------------
+
+
+def start(sizes: Sizes) -> tuple[Any, Any]:
+    examples = sizes.examples * sizes.microbatches
+    return equal_blocks.draw(STAGES, sizes.width, examples, _optimizer())
+
+
+def placed(sizes: Sizes, schedule: jaxpp.schedules.Schedule, mesh: Any) -> Any:
+    return equal_blocks.placed_step(schedule, STAGES, sizes.microbatches, _optimizer(), mesh)
+
+
+def placed_seconds(sizes: Sizes, schedule: jaxpp.schedules.Schedule, mesh: Any) -> Callable:
+    """A function from a number of steps to the seconds of each, called one after the other."""
+    state, batch = start(sizes)
+    loop = equal_blocks.Loop(placed(sizes, schedule, mesh), state, batch)
+    equal_blocks.elapsed(loop, 2)
+    return lambda steps: equal_blocks.elapsed(loop, steps) / steps
+
+
+def calibrated(mesh: Any, task_seconds: float, microbatches: int) -> Sizes:
+    """Sizes whose shortest task takes about as long as is asked for, on one worker."""
+    examples = 64
+    for _ in range(3):
+        times = on_worker(mesh, task_times, Sizes(examples, 2), 3)
+        examples = max(1, round(examples * task_seconds / times.shortest))
+    return Sizes(examples, microbatches)
+
+
+def on_worker(mesh: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function of this file on the only rank of a mesh."""
+    return mesh.apply(function, {0: args})[0]
+
+
+def measure(one: Any, two: Any, task_seconds: float, microbatches: int, blocks: int) -> Speedup:
+    """Measures the speed-up for tasks of a given length.
+
+    Args:
+        one: a mesh of a worker pinned to a core.
+        two: a mesh of two workers, each pinned to a core of its own.
+        task_seconds: how long the shortest task should take.
+        microbatches: of a step.
+        blocks: how often each step is measured, in turns with the others.
+    """
+    sizes = calibrated(one, task_seconds, microbatches)
+    on_one = placed_seconds(sizes, Interleaved1F1B(stages_per_rank=STAGES), one)
+    on_two = placed_seconds(sizes, OneFOneB(), two)
+    on_worker(one, plain_seconds, sizes, 2)
+    steps = max(2, round(1.0 / (3 * STAGES * microbatches * task_seconds)))
+    times: list[TaskTimes] = []
+    seconds: list[tuple[float, float, float]] = []
+    for _ in range(blocks):
+        times.append(on_worker(one, task_times, sizes, 1))
+        plain = on_worker(one, plain_seconds, sizes, steps)
+        seconds.append((plain, on_one(steps), on_two(steps)))
+    tasks = {key: statistics.median(t.tasks[key] for t in times) for key in times[0].tasks}
+    middle = TaskTimes(tasks, statistics.median(t.around for t in times))
+    plain, placed_one, placed_two = map(statistics.median, zip(*seconds, strict=True))
+    measured = min(plain, placed_one) / placed_two
+    predicted = middle.predicted_speedup(microbatches)
+    return Speedup(
+        sizes,
+        middle.shortest,
+        max(tasks.values()),
+        plain,
+        placed_one,
+        placed_two,
+        measured,
+        predicted,
+        measured / predicted,
+    )

@@ -1,0 +1,45 @@
+"""Runs the scripts of `experiments` in the tests' process."""
+
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """A script whose flags are its own: the names of flags of several scripts are the same."""
+
+    module: Any
+    flags: flags.FlagValues
+
+    def main(self, **values):
+        """Runs it with some flags."""
+        self.flags.mark_as_parsed()
+        saved = flagsaver.save_flag_values(self.flags)
+        try:
+            for name, value in values.items():
+                self.flags[name].value = value
+            self.module.main([])
+        finally:
+            flagsaver.restore_flag_values(saved, self.flags)
+
+
+@pytest.fixture(scope="session")
+def load_script():
+    """Imports a script by its name."""
+
+    @functools.cache
+    def load(name):
+        own = flags.FlagValues()
+        with pytest.MonkeyPatch.context() as patch:
+            for define in [n for n in dir(flags) if n.startswith("DEFINE_")]:
+                original = getattr(flags, define)
+                patch.setattr(flags, define, functools.partial(original, flag_values=own))
+            return Script(importlib.import_module(f"experiments.{name}"), own)
+
+    return load

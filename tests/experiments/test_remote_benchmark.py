@@ -1,0 +1,118 @@
+"""What the benchmark of worker processes compares is the same program, and its figures add up."""
+
+import importlib.util
+import json
+import math
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jaxpp
+from experiments import equal_blocks, speedup
+from experiments.empty_pipeline import LEARNING_RATE, TORCH_SCHEDULES, EmptyPipeline
+from jaxpp.schedules import Kind
+
+
+@pytest.fixture
+def script(load_script):
+    return load_script("remote_benchmark")
+
+
+@pytest.fixture
+def run(script, tmp_path, monkeypatch):
+    """Runs the script with some flags; gives its figures."""
+    # conftest.py makes the devices.
+    monkeypatch.setattr(script.module, "make_devices", lambda: None)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+    def run(**values):
+        small = dict(ranks=["2"], microbatches=["4"], steps=2, blocks=1, memory_steps=20)
+        script.main(**(small | values | {"json": str(tmp_path / "figures.json")}))
+        return json.loads((tmp_path / "figures.json").read_text())
+
+    return run
+
+
+def losses_by_hand(pipeline, steps):
+    """The losses of the first steps, by derivatives written out in float64."""
+    weights = list(pipeline.weights().astype(np.float64))
+    x, y = pipeline.batch()
+    for _ in range(steps):
+        activations = [x.astype(np.float64)]
+        for w in weights:
+            activations.append(np.tanh(activations[-1] @ w))
+        yield np.mean((activations[-1] - y) ** 2)
+        cotangent = 2 * (activations[-1] - y) / y.size
+        for n in reversed(range(len(weights))):
+            cotangent = cotangent * (1 - activations[n + 1] ** 2)
+            gradient = activations[n].T @ cotangent
+            cotangent = cotangent @ weights[n].T
+            weights[n] = weights[n] - LEARNING_RATE * gradient
+
+
+@pytest.mark.parametrize("schedule", TORCH_SCHEDULES)
+def test_the_empty_pipeline_trains_as_written_out(script, schedule):
+    pipeline = EmptyPipeline(ranks=2, microbatches=4, schedule=schedule)
+    mesh = jaxpp.MpmdMesh((2,), ("mpmd",), devices=jax.devices()[:2])
+    loop = script.module.empty_loop(pipeline, mesh)
+    expected = list(losses_by_hand(pipeline, 3))
+    np.testing.assert_allclose([float(loop()[1]) for _ in expected], expected, rtol=1e-5)
+    tasks = sum(len(order) for order in _table(pipeline).ranks)
+    assert tasks == pipeline.num_tasks
+
+
+def _table(pipeline):
+    schedule = jaxpp.schedules.by_name(pipeline.schedule)
+    return schedule.table(pipeline.num_stages, pipeline.microbatches)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="there is no torch")
+def test_torch_trains_the_same_pipeline(run):
+    # It raises where the losses differ.
+    (row,) = run(parts=["empty"], torch_python=sys.executable)["empty"]
+    assert row["call/torch"] == row["call_us"] / row["torch_us"]
+
+
+def test_the_prediction_is_the_closed_form_of_1f1b():
+    equal = {(kind, stage): t for kind, t in ((Kind.F, 1.0), (Kind.B, 2.0)) for stage in (0, 1)}
+    assert speedup.TaskTimes(equal, 0.0).predicted_speedup(16) == 2 * 16 / (16 + 1)
+    # What is around the tasks is halved as the tasks are, and has no bubble.
+    assert speedup.TaskTimes(equal, 4.0).predicted_speedup(16) == (96 + 4) / (51 + 2)
+    unequal = equal | {(Kind.B, 1): 6.0}
+    assert speedup.TaskTimes(unequal, 0.0).predicted_speedup(16) < 96 / 51
+
+
+def test_the_baseline_trains_as_two_ranks_do():
+    sizes = speedup.Sizes(examples=2, microbatches=4, width=8)
+    mesh = jaxpp.MpmdMesh((2,), ("mpmd",), devices=jax.devices()[:2])
+    state, batch = speedup.start(sizes)
+    step = speedup.placed(sizes, jaxpp.schedules.OneFOneB(), mesh)
+    placed, plain = equal_blocks.Loop(step, state, batch), speedup.plain_loop(sizes)
+    for _ in range(3):
+        np.testing.assert_allclose(float(placed()[1]), float(plain()[1]), rtol=1e-5)
+
+
+def test_a_mesh_of_processes_is_measured(run, capsys):
+    figures = run(parts=["empty", "local", "memory"])
+    (empty,), (local,) = figures["empty"], figures["local"]
+    assert empty["call_us"] == empty["call_us_per_task"] * 2 * 2 * 4
+    assert "torch_us" not in empty
+    assert local["dispatch"] == local["dispatch_us"] / local["local_dispatch_us"]
+    assert 0 < local["dispatch_us"] < local["call_us"]
+    held = {row["of"]: row for row in figures["memory"]}
+    assert set(held) == {"driver", "rank 0", "rank 1", "object store"}
+    assert held["rank 0"]["MiB before"] > 50 and held["rank 1"]["files after"] > 3
+    assert held["object store"]["MiB after"] == 0
+    shown = capsys.readouterr().out
+    assert "torch is left out" in shown and "call_us" in shown and "rank 1" in shown
+
+
+@pytest.mark.slow
+def test_the_speedup_is_measured(run):
+    (row,) = run(parts=["speedup"], task_ms=["2"], speedup_microbatches=4)["speedup"]
+    assert math.isclose(row["speedup/predicted"] * row["predicted"], row["speedup"])
+    assert 1 < row["predicted"] < 2 * 4 / (4 + 1) * 1.1
+    best = min(row["plain_ms"], row["placed_on_one_ms"])
+    assert math.isclose(row["speedup"], best / row["placed_on_two_ms"])

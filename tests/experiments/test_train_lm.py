@@ -1,0 +1,172 @@
+"""A training that was killed goes on from its last checkpoint as if nothing had happened."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from absl import app
+
+STEPS = 40
+TINY = dict(
+    layers=2, width=8, heads=2, sequence_length=8, dropout=0.1, ranks=2, microbatches=2,
+    batch_size=4, warmup_steps=2, steps=STEPS, eval_every=20, sample_bytes=0, checkpoint_every=5,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A file to train on: nothing but different bytes."""
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_bytes(bytes(i * i % 251 for i in range(4096)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def train(text, load_script):
+    """Trains in this process; gives the rows of the file of metrics."""
+    script = load_script("train_lm")
+
+    def train(output, **values):
+        script.main(**(TINY | values | dict(output=str(output), data=str(text))))
+        return rows(output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script.module, "make_devices", lambda: None)  # conftest.py makes them
+        yield train
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(train, tmp_path_factory):
+    """The output of a run that nobody has killed."""
+    output = tmp_path_factory.mktemp("uninterrupted")
+    train(output)
+    return output
+
+
+def rows(output):
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(metrics):
+    """All of the rows that is the same in every run."""
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in metrics]
+
+
+def start(output, text, **values):
+    """Starts to train in a process of its own."""
+    arguments = TINY | values | dict(output=output, data=text)
+    command = [f"--{name}={value}" for name, value in arguments.items()]
+    return subprocess.Popen(
+        [sys.executable, "-m", "experiments.train_lm", *command],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "RAY_ADDRESS": "local"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_rows(process, output, count):
+    """Waits until the process has written so many rows; it must still be at work then."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (output / "metrics.jsonl").exists() and len(rows_so_far(output)) >= count:
+            break
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.002)
+    assert count <= len(rows_so_far(output)) < STEPS
+
+
+def rows_so_far(output):
+    return (output / "metrics.jsonl").read_text().splitlines()
+
+
+def test_a_killed_run_goes_on_bitwise(uninterrupted, train, text, tmp_path):
+    process = start(tmp_path, text)
+    wait_for_rows(process, tmp_path, 12)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = rows_so_far(tmp_path)
+    resumed = train(tmp_path, resume=True)
+    assert losses(resumed) == losses(rows(uninterrupted))
+    assert [row["step"] for row in resumed] == list(range(1, STEPS + 1))
+    # Its first checkpoint was whole: what led there was not done again, and has its old times.
+    assert [json.dumps(row) for row in resumed[:5]] == before[:5]
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_was_killed_goes_on_by_itself(uninterrupted, text, tmp_path):
+    process = start(tmp_path, text, mesh="ray", restarts=1)
+    wait_for_rows(process, tmp_path, 12)
+    workers = workers_of(process)
+    workers[1].kill()
+    shown, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, shown
+    assert f"process {workers[1].pid}" in shown and "0 more restarts are left" in shown
+    assert losses(rows(tmp_path)) == losses(rows(uninterrupted))
+
+
+@pytest.mark.slow
+def test_a_killed_run_on_ray_goes_on_bitwise(uninterrupted, text, tmp_path):
+    process = start(tmp_path, text, mesh="ray")
+    wait_for_rows(process, tmp_path, 12)
+    workers = workers_of(process)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
+    process = start(tmp_path, text, mesh="ray", resume=True)
+    shown, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, shown
+    assert losses(rows(tmp_path)) == losses(rows(uninterrupted))
+
+
+def workers_of(process):
+    """The processes of the ranks; they call themselves by the class of their actor."""
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    workers = [child for child in everyone if "ray::Actor" in (child.cmdline() or [""])[0]]
+    assert len(workers) == TINY["ranks"]
+    return workers
+
+
+def test_a_finished_run_has_nothing_left_to_do(uninterrupted, train):
+    first = rows(uninterrupted)
+    assert train(uninterrupted, resume=True) == first
+
+
+def test_without_a_checkpoint_a_run_starts_from_the_beginning(uninterrupted, train, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("of a run that was killed early")
+    assert losses(train(tmp_path, resume=True)) == losses(rows(uninterrupted))
+
+
+def test_runs_do_not_mix(uninterrupted, train):
+    before = rows(uninterrupted)
+    with pytest.raises(app.UsageError, match=f"of step {STEPS} of another run"):
+        train(uninterrupted)
+    assert rows(uninterrupted) == before
+
+
+def test_lost_rows_are_an_error(uninterrupted, train, tmp_path):
+    output = shutil.copytree(uninterrupted, tmp_path / "copy")
+    (output / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=f"the rows of 0 steps, but {STEPS} are done"):
+        train(output, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(mesh="ray", worker_environment=["A"]), "NAME=value, got 'A'"),
+        (dict(restarts=1), "--restarts is for --mesh=ray"),
+        (dict(cores=1), "--cores is for --mesh=ray"),
+        (dict(mesh="ray", restarts=1, checkpoint_every=0), "--restarts needs --checkpoint_every"),
+    ],
+)
+def test_wrong_flags_are_named(train, tmp_path, values, message):
+    with pytest.raises(app.UsageError, match=message):
+        train(tmp_path, **values)
