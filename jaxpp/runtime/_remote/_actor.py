@@ -228,6 +228,6 @@ class Actor:
         return self.process.pulse()
 
     @ray.method(concurrency_group="control")
-    def abort(self, *args: Any) -> None:
+    def abort(self, *args: Any) -> Any:
         """See `Process.abort`."""
-        self.process.abort(*args)
+        return self.process.abort(*args)

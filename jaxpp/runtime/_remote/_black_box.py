@@ -31,6 +31,7 @@ class BlackBox:
         >>> worker_side.text[:] = BlackBox.encode("F0.1")
         >>> box.read()
         (3, 'F0.1')
+        >>> box.close()
     """
 
     def __init__(self, path: str):
@@ -53,6 +54,11 @@ class BlackBox:
         """Removes the file; who has mapped it keeps it."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
+
+    def close(self) -> None:
+        """Gives the memory back; may be repeated."""
+        self.text.release()
+        self._memory.close()
 
     @staticmethod
     def encode(text: str) -> bytes:

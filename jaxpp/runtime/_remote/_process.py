@@ -319,9 +319,9 @@ class Process:
         self.loader.stop(Aborted("Another rank has failed."))
         return self.failure
 
-    def abort(self, reason: str) -> None:
-        """Ends what runs here, because another rank has failed."""
-        self.fail(Aborted(reason))
+    def abort(self, reason: str) -> Failure:
+        """Ends what runs here, because another rank has failed; says what that was."""
+        return self.fail(Aborted(reason))
 
     def reset(self, epoch: int) -> None:
         """Makes a process that has failed fit for work, without its arrays."""

@@ -56,7 +56,11 @@ class Member:
 
     def renewed(self) -> "Member":
         """The member of the next watch: without an actor, if that is dead."""
-        return Member(self.rank, None) if self.dead else Member(self.rank, self.actor, box=self.box)
+        if not self.dead:
+            return Member(self.rank, self.actor, box=self.box)
+        if self.box is not None:
+            self.box.close()
+        return Member(self.rank, None)
 
 
 class Watch:
@@ -310,7 +314,7 @@ class Watch:
         for rank, reference in aborts.items():
             if reference in answered:
                 try:
-                    ray.get(reference)
+                    self.report(rank, ray.get(reference))
                 except ray.exceptions.RayError as error:
                     self.report(rank, error)
         return [r for r, ref in aborts.items() if ref not in answered and r not in self._reports]

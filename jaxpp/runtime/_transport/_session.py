@@ -22,6 +22,10 @@ from jaxpp.runtime._transport._frames import (
     send_frame,
 )
 
+#: Bytes up to which a message is written by who sends it, if it can be at once: a hand-over to
+#: another thread would take longer.
+WRITTEN_AT_ONCE = 1 << 15
+
 #: Which message: of which program, call and tag.
 Key = tuple[int, int, int]
 
@@ -113,13 +117,20 @@ class Session:
     # ---- sending --------------------------------------------------------------------------------
 
     def send(self, header: Header, arrays: list[Any], message: Message) -> None:
-        """Starts to send a message."""
+        """Starts to send a message; one that is small and ready is written here and now."""
+        outgoing = Outgoing(header, arrays, message)
+        small = header.nbytes <= WRITTEN_AT_ONCE and all(a.is_ready() for a in arrays)
         with self._lock:
             self._check(message.target)
+            sender = self._sender(message.target)
+            at_once = small and not sender.unsent and message.target in self._links
+            sender.unsent += 1
             self._unsent += 1
             self._unread.update(map(id, arrays))
-            sender = self._sender(message.target)
-        sender.queue.put(Outgoing(header, arrays, message))
+        if at_once:
+            self._try_to_send(message.target, sender, outgoing)
+        else:
+            sender.queue.put(outgoing)
 
     def _sender(self, rank: int) -> "_Sender":
         """The sender to a rank; the lock is held."""
@@ -136,21 +147,26 @@ class Session:
     def _send_all(self, rank: int, sender: "_Sender") -> None:
         """Sends what is in a queue, on a thread of its own."""
         while (item := sender.queue.get()) is not None:
-            try:
-                if isinstance(item, Outgoing):
-                    self._send_one(rank, item)
-                else:
-                    self._link(rank)
-            except OSError as error:
-                self.lose(rank, f"the connection broke ({error})")
-            except PeerLost as error:
-                self.lose(rank, error.reason)
-            except BaseException as error:
-                self.abort(error)
-            with self._lock:
-                self._unsent -= isinstance(item, Outgoing)
-                self._departure.notify_all()
+            self._try_to_send(rank, sender, item)
             del item  # nothing here may hold the values while the thread waits for the next
+
+    def _try_to_send(self, rank: int, sender: "_Sender", item: "Outgoing | str") -> None:
+        try:
+            if isinstance(item, Outgoing):
+                self._send_one(rank, item)
+            else:
+                self._link(rank)
+        except OSError as error:
+            self.lose(rank, f"the connection broke ({error})")
+        except PeerLost as error:
+            self.lose(rank, error.reason)
+        except BaseException as error:
+            self.abort(error)
+        with self._lock:
+            sent = isinstance(item, Outgoing)
+            sender.unsent -= sent
+            self._unsent -= sent
+            self._departure.notify_all()
 
     def _send_one(self, rank: int, item: Outgoing) -> None:
         try:
@@ -364,6 +380,8 @@ class _Sender:
 
     def __init__(self):
         self.queue: queue.SimpleQueue[Outgoing | str | None] = queue.SimpleQueue()
+        #: How many messages have not been written.
+        self.unsent = 0
 
 
 def make_arrays(buffer: Any, layout: Layout, device: Any) -> list[Any]:

@@ -1,0 +1,511 @@
+"""A worker fails: all ranks end with one error, nothing hangs, and a restarted mesh goes on.
+
+Runs with random faults are in `test_random_faults.py`.
+"""
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("ray.core.generated.common_pb2")
+
+import jaxpp  # noqa: E402
+from jaxpp.runtime import RankError  # noqa: E402
+from jaxpp.runtime._remote import _lookout, _watch  # noqa: E402
+from tests.runtime.remote import faults  # noqa: E402
+from tests.runtime.remote.faults import Fault, TaskError  # noqa: E402
+from tests.runtime.test_mesh import batch, init_params, start, step_of  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def no_hanging():
+    with faults.deadline(120):
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared_mesh(ray_session):
+    with jaxpp.RemoteMpmdMesh((2,)) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def step(shared_mesh):
+    step = jaxpp.place(step_of(), shared_mesh, donate_argnums=(0, 1))
+    jax.device_get(step(*begin(), batch()))
+    return step
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the step gives on the mesh of one process."""
+    mesh = jaxpp.MpmdMesh((2,), devices=jax.devices()[:1] * 2)
+    return jax.device_get(jaxpp.place(step_of(), mesh)(*begin(), batch()))
+
+
+@pytest.fixture
+def mesh(shared_mesh, step, expected):
+    """The mesh; afterwards it is restarted, and has to give what it gave before."""
+    yield shared_mesh
+    shared_mesh.restart()
+    found = jax.device_get(step(*begin(), batch()))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def begin():
+    return start(init_params(2))
+
+
+def arm(mesh, tmp_path, kind, rank, call=1, position=0.5):
+    note = tmp_path / "note.json"
+    mesh.apply(faults.arm, {rank: (Fault(kind, rank, call, position), str(note))})
+    return note
+
+
+def fail(step, calls=3):
+    """Calls the step until it fails."""
+    with pytest.raises(RankError) as caught:
+        state = begin()
+        for n in range(calls):
+            *state, loss = step(*state, batch(n))
+        float(loss)
+    return caught.value
+
+
+def pid_of(process):
+    return os.getpid()
+
+
+def pids(mesh):
+    return mesh.apply(pid_of, {rank: () for rank in range(mesh.num_ranks)})
+
+
+def wait_until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def is_gone(pid):
+    return _lookout.process_state(pid) == _lookout.DEAD
+
+
+# ---- one worker -----------------------------------------------------------------------------
+
+
+def test_a_killed_worker_ends_the_step_on_all_ranks(mesh, step, tmp_path):
+    before = pids(mesh)
+    kept, last = jax.device_get(step(*begin(), batch())[3]), step(*begin(), batch())[3]
+    donated = step(*begin(), batch())
+    arm(mesh, tmp_path, "kill", rank=1, call=0)
+    began = time.monotonic()
+    step(*donated[:3], batch(1))
+    with pytest.raises(RankError) as caught:
+        jax.device_get(step(*begin(), batch()))
+    assert time.monotonic() - began < faults.LIMIT
+    error = caught.value
+    assert error.rank == 1 and error.host.startswith(socket.gethostname())
+    assert f"rank 1 (process {before[1]} on {error.host}) has failed" in str(error)
+    assert "its process has died" in error.reason
+    mesh.restart()
+    after = pids(mesh)
+    assert after[0] == before[0] and after[1] != before[1]
+    with pytest.raises(ValueError, match="was lost when the mesh was restarted; load the last"):
+        float(last)
+    with pytest.raises(ValueError, match=r"donated as args\[0\]\[0\] to call \d+"):
+        step(*donated[:3], batch())
+    np.testing.assert_array_equal(kept, jax.device_get(step(*begin(), batch())[3]))
+
+
+def test_a_stopped_worker_is_found_by_its_silence(mesh, step, tmp_path):
+    before = pids(mesh)
+    note = arm(mesh, tmp_path, "stop", rank=0)
+    error = fail(step)
+    raised = time.monotonic()
+    faults.check_error(Fault("stop", 0, 1, 0.5), error, "")
+    assert raised - faults.read_note(note)["time"] < faults.LIMIT
+    assert wait_until(lambda: is_gone(before[0]), 3)
+
+
+def test_an_exception_in_a_task_names_stage_and_line_and_is_the_cause(mesh, step, tmp_path):
+    before = pids(mesh)
+    note = arm(mesh, tmp_path, "raise", rank=1, position=0.3)
+    error = fail(step)
+    faults.check_error(Fault("raise", 1, 1, 0.3), error, faults.read_note(note)["task"])
+    assert isinstance(error.__cause__, TaskError)
+    assert "faults.py" in "".join(error.__cause__.__notes__)  # where it was raised
+    assert "stage 1" in str(error) and "test_mesh.py:" in str(error) and "of call" in str(error)
+    mesh.restart()
+    assert pids(mesh) == before  # nobody has to be replaced
+
+
+@pytest.mark.parametrize(
+    "fetch", [float, np.asarray, jax.device_get, jnp.asarray, jax.block_until_ready]
+)
+def test_an_error_surfaces_at_whatever_comes_next(mesh, step, tmp_path, fetch):
+    """And from then on everywhere."""
+    *state, loss = step(*begin(), batch())
+    arm(mesh, tmp_path, "raise", rank=0, call=0)
+    *state, loss = step(*state, batch())
+    began = time.monotonic()
+    with pytest.raises(RankError, match="this task does not work"):
+        fetch(loss)
+    assert time.monotonic() - began < 1
+    for use in (
+        lambda: step(*state, batch()),
+        lambda: step(*begin(), batch()),
+        lambda: fetch(state[0][0]),
+        lambda: mesh.apply(pid_of, {0: ()}),
+        lambda: jaxpp.place(step_of(), mesh).lower(*begin(), batch()).compile(),
+    ):
+        with pytest.raises(RankError, match="this task does not work"):
+            use()
+
+
+def test_who_waits_for_the_failed_rank_is_released_and_named(mesh, step, tmp_path):
+    arm(mesh, tmp_path, "raise", rank=1, call=0, position=0.0)
+    error = fail(step, calls=1)
+    assert "Waiting for it: rank 0 in receive of" in str(error)
+
+
+def test_workers_that_die_idle_are_noticed_at_the_next_call(mesh, step):
+    for pid in pids(mesh).values():
+        os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    error = fail(step, calls=1)
+    assert time.monotonic() - began < faults.LIMIT
+    assert "its process has died" in error.reason
+
+
+def test_a_worker_that_dies_while_nobody_calls_is_reported_at_once_later(mesh, step):
+    *state, loss = step(*begin(), batch())
+    float(loss)
+    os.kill(pids(mesh)[1], signal.SIGKILL)
+    time.sleep(2)
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1"):
+        step(*state, batch())
+    assert time.monotonic() - began < 0.2
+
+
+def test_two_failures_at_once_are_one_error(mesh, step, tmp_path):
+    for rank, kind in enumerate(("stop", "raise")):
+        (tmp_path / kind).mkdir()
+        arm(mesh, tmp_path / kind, kind, rank, call=0, position=0.0)
+    began = time.monotonic()
+    error = fail(step, calls=1)
+    assert time.monotonic() - began < faults.LIMIT
+    assert error.rank in (0, 1)
+
+
+def hold_the_lock(process, seconds):
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def test_a_busy_worker_is_not_taken_for_dead(shared_mesh, step, expected):
+    before = pids(shared_mesh)
+    shared_mesh.apply(hold_the_lock, {1: (4.0,)})
+    found = jax.device_get(step(*begin(), batch()))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert pids(shared_mesh) == before
+
+
+# ---- memory ---------------------------------------------------------------------------------
+
+
+def test_a_task_without_enough_memory_is_named(mesh):
+    def loss(params, x):
+        x = jnp.tanh(jaxpp.pipeline_enter_stage(jnp.tanh(x @ params[0])) @ params[1])
+        huge = jnp.sort(jnp.broadcast_to(x.ravel(), (1 << 40, x.size)) + x[0, 0], axis=0)
+        return jnp.mean(x) + huge[0, 0]
+
+    with pytest.raises(RankError) as caught:
+        step = jaxpp.place(step_of(loss), mesh)
+        float(step(*begin(), batch())[3])
+    error = caught.value
+    # Computations are dispatched ahead: it shows in the task that first needs the result.
+    assert error.rank == 1 and error.task
+    assert isinstance(error.__cause__, jax.errors.JaxRuntimeError)
+    assert "memory" in error.reason.lower()
+
+
+def of_actor(message):
+    context = ray.core.generated.common_pb2.ActorDiedErrorContext(
+        error_message=message, actor_id=bytes(16), class_name="Actor"
+    )
+    return ray.exceptions.ActorDiedError(context)
+
+
+DIED = "The actor is dead because its worker process has died. Worker exit type: "
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ray.exceptions.OutOfMemoryError("Task was killed"), "its host ran out of memory"),
+        (
+            of_actor(f"{DIED}NODE_OUT_OF_MEMORY Worker exit detail: Task was killed due to the "
+            "node running low on memory. Memory on the node was 1 GB."),
+            "its host ran out of memory",
+        ),
+        (
+            of_actor(f"{DIED}SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
+            "connection error code 2. End of file. Some common causes include: (1) the process was "
+            "killed by the OOM killer."),
+            "its process has died (Ray: SYSTEM_ERROR, Worker unexpectedly exits with a connection "
+            "error code 2)",
+        ),
+        (of_actor("It was lost."), "its process has died"),
+        (ray.exceptions.RaySystemError("the Ray session has been shut down"), "session"),
+    ],
+)  # fmt: skip
+def test_what_ray_says_of_a_dead_worker(error, words):
+    assert words in _watch.why(error)
+
+
+# ---- other times ----------------------------------------------------------------------------
+
+
+def break_loading(process, how, method="load"):
+    def load(*_):
+        delattr(process, method)
+        if how == "raise":
+            raise TaskError("cannot be compiled")
+        os._exit(1)
+
+    setattr(process, method, load)
+
+
+def test_an_error_while_a_step_is_compiled_ends_nothing(mesh, step, expected):
+    mesh.apply(break_loading, {1: ("raise",)})
+    with pytest.raises(TaskError, match="cannot be compiled") as caught:
+        jaxpp.place(step_of(), mesh)(*begin(), batch())
+    assert "rank 1" in "".join(caught.value.__notes__)
+    found = jax.device_get(step(*begin(), batch()))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("method", ["load", "compile"])
+def test_a_worker_that_dies_while_a_step_is_compiled(mesh, method):
+    mesh.apply(break_loading, {1: ("exit", method)})
+    with pytest.raises(RankError, match="rank 1") as caught:
+        jaxpp.place(step_of(), mesh)(*begin(), batch())
+    assert "has died" in str(caught.value)
+
+
+def test_a_worker_that_cannot_start_leaves_nothing(shared_mesh):
+    children = {c.pid for c in psutil.Process().children(recursive=True)}
+    with pytest.raises((RuntimeError, ValueError), match="nonsense"):
+        jaxpp.RemoteMpmdMesh((2,), environment={"JAX_PLATFORMS": "nonsense"})
+
+    def left():
+        own = [c for c in psutil.Process().children(recursive=True) if c.pid not in children]
+        return [c for c in own if "Actor" in command(c)]
+
+    assert wait_until(lambda: not left(), 5), left()
+
+
+def test_a_mesh_is_shut_down_with_steps_under_way(shared_mesh):
+    mesh = jaxpp.RemoteMpmdMesh((2,))
+    step = jaxpp.place(step_of(), mesh)
+    state = step(*begin(), batch())
+    own = pids(mesh)
+    mesh.apply_async(time_passes, {0: (30,)})
+    for n in range(3):
+        state = step(*state[:3], batch(n))
+    began = time.monotonic()
+    mesh.shutdown()
+    assert time.monotonic() - began < 5
+    assert wait_until(lambda: all(map(is_gone, own.values())), 5)
+    with pytest.raises(ValueError, match="has been shut down"):
+        float(state[3])
+
+
+def time_passes(process, seconds):
+    time.sleep(seconds)
+
+
+def test_a_mesh_is_restarted_with_steps_under_way(mesh, step):
+    before = pids(mesh)
+    state = step(*begin(), batch())
+    for n in range(3):
+        state = step(*state[:3], batch(n))
+    mesh.restart()
+    assert pids(mesh) == before
+    with pytest.raises(ValueError, match="was lost"):
+        float(state[3])
+
+
+def test_who_waits_while_the_mesh_is_restarted_is_told(mesh, step):
+    mesh.apply_async(time_passes, {0: (2,)})
+    loss = step(*begin(), batch())[3]
+    errors = []
+
+    def wait():
+        try:
+            float(loss)
+        except Exception as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.3)
+    mesh.restart()
+    waiting.join(timeout=5)
+    assert not waiting.is_alive()
+    assert "restart" in str(errors[0])
+
+
+def test_a_call_that_is_interrupted_half_way_is_an_error_not_a_hang(mesh, step, monkeypatch):
+    state = step(*begin(), batch())
+    actor = type(mesh)._actor
+
+    def interrupted(self, rank):
+        if rank == 1:
+            raise KeyboardInterrupt
+        return actor(self, rank)
+
+    monkeypatch.setattr(type(mesh), "_actor", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(*state[:3], batch())
+    monkeypatch.undo()
+    began = time.monotonic()
+    with pytest.raises(RankError, match="KeyboardInterrupt"):
+        jax.device_get(step(*begin(), batch()))
+    assert time.monotonic() - began < faults.LIMIT
+
+
+# ---- what is left ---------------------------------------------------------------------------
+
+
+def command(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
+
+
+def counts(process=None):
+    own = psutil.Process()
+    return own.num_threads(), own.num_fds()
+
+
+def test_restarts_leave_no_thread_and_no_file(mesh, step):
+    def once():
+        float(step(*begin(), batch())[3])
+        mesh.restart()
+        float(step(*begin(), batch())[3])
+        gc.collect()
+
+    def all_counts():
+        workers = mesh.apply(counts, {rank: () for rank in range(2)})
+        return [counts(), *workers.values()]
+
+    for _ in range(3):
+        once()
+    before = all_counts()
+    for _ in range(10):
+        once()
+    # Threads that have been told to end may need a moment.
+    assert wait_until(
+        lambda: all(
+            n <= most + 1
+            for now, then in zip(all_counts(), before, strict=True)
+            for n, most in zip(now, then, strict=True)
+        ),
+        5,
+    ), (before, all_counts())
+
+
+DRIVER = """
+import os, sys, time
+import jax, jaxpp, ray
+from tests.runtime.test_mesh import batch, init_params, start, step_of
+if __name__ == "__main__":
+    with jaxpp.RemoteMpmdMesh((2,)) as mesh:
+        step = jaxpp.place(step_of(), mesh)
+        state = step(*start(init_params(2)), batch())
+        float(state[3])
+        print("ready", flush=True)
+        if sys.argv[1] == "early":
+            ray.shutdown()
+            for use in (lambda: float(state[3]), lambda: step(*state[:3], batch())):
+                try:
+                    use()
+                except RuntimeError as error:
+                    print("Ray session" in str(error), flush=True)
+            time.sleep(1)
+            mesh.shutdown()
+            print("started again" if ray.is_initialized() else "ended", flush=True)
+            sys.exit()
+        while True:
+            state = step(*state[:3], batch())
+            float(state[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def drivers(tmp_path_factory):
+    """Drivers with a Ray session of their own, by how they end; they start next to each other."""
+    script = tmp_path_factory.mktemp("drivers") / "driver.py"
+    script.write_text(DRIVER)
+    environment = os.environ | {
+        "RAY_ADDRESS": "local",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+    }
+    found = {
+        how: subprocess.Popen(
+            [sys.executable, str(script), how],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for how in ("SIGINT", "SIGKILL", "early")
+    }
+    yield found
+    for process in found.values():
+        process.kill()
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
+def test_a_driver_that_is_ended_leaves_no_process(drivers, how):
+    driver = drivers[how]
+    assert driver.stdout.readline() == "ready\n"
+    children = psutil.Process(driver.pid).children(recursive=True)
+    commands = {c.pid: command(c) for c in children}
+    assert sum("Actor" in found for found in commands.values()) == 2
+    time.sleep(0.2)
+    if how == "SIGINT":
+        os.killpg(driver.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+        _, errors = driver.communicate(timeout=20)
+        assert "KeyboardInterrupt" in errors
+    else:
+        driver.kill()
+        driver.wait()
+    # Ray's agents try for up to a minute to tell the session that has gone that it has.
+    children = [c for c in children if how == "SIGINT" or "Agent" not in commands[c.pid]]
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert not alive
+
+
+def test_a_session_that_the_user_ends_is_not_started_again(drivers):
+    output, errors = drivers["early"].communicate(timeout=100)
+    assert output.split() == ["ready", "True", "True", "ended"], errors
+    assert drivers["early"].returncode == 0

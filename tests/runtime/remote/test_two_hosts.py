@@ -1,0 +1,118 @@
+"""Two hosts, as network namespaces of this machine: training across them, and losing one."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.remote import two_hosts
+from tests.runtime.remote.two_hosts_driver import HEARTBEAT_TIMEOUT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not two_hosts.can_make_hosts(), reason="needs root and `ip netns`"),
+]
+
+DRIVER = Path(__file__).with_name("two_hosts_driver.py")
+
+
+class Driver:
+    """The driver on the first host; it goes on when it is told to."""
+
+    def __init__(self, host: two_hosts.Host):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = host.start(sys.executable, "-u", str(DRIVER), **pipes)
+
+    def hears(self, what: str, within: float = 120) -> dict[str, Any]:
+        """What it says next, which has to be `what`, in so many seconds."""
+        end = time.monotonic() + within
+        line = ""
+        while not line.startswith("{"):  # not what Ray prints
+            ready, _, _ = select.select([self.process.stdout], [], [], end - time.monotonic())
+            assert ready, f"nothing heard of {what!r} within {within:g} s"
+            line = self.process.stdout.readline()
+            assert line, f"the driver ended before {what!r}"
+        found = json.loads(line)
+        assert found["what"] == what, found
+        return found
+
+    def goes_on(self) -> None:
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def driver_and_second_host():
+    with two_hosts.two_hosts() as (first, second):
+        driver = Driver(first)
+        yield driver, second
+        for pipe in (driver.process.stdin, driver.process.stdout):
+            pipe.close()
+        driver.process.kill()
+        driver.process.wait()
+
+
+def test_trains_across_two_hosts_and_survives_the_loss_of_a_worker_and_of_a_host(
+    driver_and_second_host,
+):
+    driver, second = driver_and_second_host
+    trained = driver.hears("trained")
+    assert trained["same"]  # bitwise the local mesh's losses and parameters
+    assert [w["address"] for w in trained["workers"]] == list(two_hosts.ADDRESSES)
+    assert [w["listens"] for w in trained["workers"]] == list(two_hosts.ADDRESSES)  # not loopback
+    pid = trained["workers"][1]["pid"]
+    assert pid in second.processes()
+
+    driver.goes_on()
+    driver.hears("training")
+    time.sleep(1)
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    failed = driver.hears("failed")
+    assert failed["at"] - killed < 5
+    assert failed["type"] == "RankError" and failed["rank"] == 1
+    assert second.address in failed["host"]
+    driver.goes_on()
+    assert driver.hears("restarted")["same"]
+
+    driver.goes_on()
+    driver.hears("training")
+    time.sleep(1)
+    second.unplug()
+    unplugged = time.monotonic()
+    failed = driver.hears("failed")
+    assert failed["at"] - unplugged < HEARTBEAT_TIMEOUT + 5
+    assert failed["rank"] == 1 and second.address in failed["message"]
+    driver.goes_on()
+    assert f"{second.address} (" in (lost := driver.hears("not restarted"))["message"]
+    assert "does not answer" in lost["message"]
+    second.crash()
+    second.plug_in()
+    two_hosts.start_ray(second)
+    driver.goes_on()
+    assert driver.hears("restarted")["same"]
+
+    driver.goes_on()
+    driver.hears("left")
+    driver.goes_on()
+    assert driver.process.wait(30) == 0
+    assert second.processes("raylet")  # the session was there before, and stays
+    assert not second.processes("ray::Actor") and not second.processes("ray::Lookout")
+
+
+def test_hosts_leave_nothing_behind_when_a_test_fails():
+    with pytest.raises(ZeroDivisionError), two_hosts.two_hosts() as hosts:
+        pids = [pid for host in hosts for pid in host.processes()]
+        assert len(pids) > 4
+        1 / 0  # noqa: B018
+    assert not any(two_hosts.command_line(pid) for pid in pids)
+    assert not any(host.folder.exists() for host in hosts)
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert not any(host.namespace in left for host in hosts)
