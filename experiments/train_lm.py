@@ -56,6 +56,9 @@ _CORES = flags.DEFINE_integer(
 _GPUS_PER_RANK = flags.DEFINE_float(
     "gpus_per_rank", 0.0, "GPUs of each process of --mesh=ray; below 1 they share them.", 0.0
 )
+_HOSTS = flags.DEFINE_bool(
+    "several_hosts", False, "Whether the processes of --mesh=ray may be on several hosts."
+)
 _WORKER_ENVIRONMENT = flags.DEFINE_list(
     "worker_environment", [], "Variables for the processes of --mesh=ray, as NAME=value."
 )
@@ -221,6 +224,7 @@ def remote_mesh() -> jaxpp.RemoteMpmdMesh:
         ("mpmd",),
         gpus_per_rank=_GPUS_PER_RANK.value,
         cores=_CORES.value,
+        address="auto" if _HOSTS.value else None,
         environment=dict(variable.split("=", 1) for variable in _WORKER_ENVIRONMENT.value),
     )
 
@@ -581,7 +585,7 @@ def run(mesh: Mesh, corpus: data.Corpus) -> tuple[gpt.GPT, list[Row]]:
 
 def check_mesh_flags() -> None:
     if _MESH.value == "local":
-        for flag in (_CORES, _GPUS_PER_RANK, _WORKER_ENVIRONMENT, _RESTARTS):
+        for flag in (_CORES, _GPUS_PER_RANK, _HOSTS, _WORKER_ENVIRONMENT, _RESTARTS):
             if flag.value:
                 raise app.UsageError(f"--{flag.name} is for --mesh=ray.")
     for variable in _WORKER_ENVIRONMENT.value:

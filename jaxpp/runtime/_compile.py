@@ -40,11 +40,7 @@ def compile_all(bundle: Bundle, devices: Sequence[Any]) -> list[dict[int, Any]]:
                 found.append(device)
 
     configuration = settings()
-    keys = {
-        n: key_of(c, configuration)
-        for n, c in enumerate(bundle.computations)
-        if n in targets
-    }
+    keys = {n: key_of(c, configuration) for n, c in enumerate(bundle.computations) if n in targets}
 
     def build(n: int, known: "_Executables | None", lowered: Any) -> dict[Any, Any]:
         first = targets[n][0]

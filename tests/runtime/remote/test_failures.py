@@ -237,8 +237,12 @@ def test_a_task_without_enough_memory_is_named(mesh):
         step = jaxpp.place(step_of(loss), mesh)
         float(step(*begin(), batch())[3])
     error = caught.value
+    assert error.rank == 1
+    if jax.__version_info__ >= (0, 12):  # this crashes the process, on a mesh of one, too
+        assert "its process has died" in error.reason
+        return
     # Computations are dispatched ahead: it shows in the task that first needs the result.
-    assert error.rank == 1 and error.task
+    assert error.task
     assert isinstance(error.__cause__, jax.errors.JaxRuntimeError)
     assert "memory" in error.reason.lower()
 
