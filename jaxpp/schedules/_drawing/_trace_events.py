@@ -68,9 +68,17 @@ def make_counter(process: int, name: str, time: float, **values: float) -> Event
 def make_arrow(number: int, name: str, slices: Sequence[Event]) -> Iterable[Event]:
     """An arrow from slice to slice; no other one in the trace has its number.
 
-    It goes from middle to middle, where no rounding can bind its ends to the slice before or after.
+    It goes from middle to middle, where no rounding can bind its ends to the slice before or after,
+    and off the middles only where it would go back in time: slices may be clocked by several.
     """
+    times: list[float] = []
+    latest = float("inf")
+    for at in reversed(slices):
+        latest = min(latest, at["ts"] + 7 * at["dur"] / 8)
+        times.insert(0, min(at["ts"] + at["dur"] / 2, latest))
     for n, at in enumerate(slices):
+        times[n] = max(times[n], at["ts"] + at["dur"] / 8, *times[:n])
+    for n, (at, time) in enumerate(zip(slices, times, strict=True)):
         phase = "s" if n == 0 else "f" if n == len(slices) - 1 else "t"
         yield {
             "ph": phase,
@@ -79,7 +87,7 @@ def make_arrow(number: int, name: str, slices: Sequence[Event]) -> Iterable[Even
             "name": name,
             "cat": name,
             "id": number,
-            "ts": at["ts"] + at["dur"] / 2,
+            "ts": time,
             **({"bp": "e"} if phase == "f" else {}),
         }
 
