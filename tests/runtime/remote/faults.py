@@ -127,6 +127,7 @@ def _arm_signal(process: Any, fault: Fault, note: str) -> None:
         time.sleep(fault.delay)
         _write_note(note, task)
         os.kill(os.getpid(), number)
+        time.sleep(60)  # a stop reaches another thread first, and this one would go on
 
     def act(worker, instruction):
         if fault.delay:
@@ -223,6 +224,10 @@ class Bench:
         like = jax.eval_shape(lambda: start())
         final = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
         return Bench(mesh, step, losses, final, list(like), list(shardings[:3]))
+
+    def train_once(self) -> None:
+        """Brings the step to workers that do not have it."""
+        jax.device_get(self.step(*start(), batch(0)))
 
     def train(self, state: Any, first: int, checkpointer: Checkpointer, chance: Any) -> None:
         """Trains from a step on to the end, and compares with the uninterrupted run."""
