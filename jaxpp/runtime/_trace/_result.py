@@ -279,27 +279,27 @@ def assemble(
         if maker is not None:
             key = (call, message.source, maker)
             latest[key] = min(latest.get(key, sent), sent)
-    by_device: dict[int, list[tuple[float, float, RunRecord]]] = {}
+    by_device: dict[int, list[tuple[float, RunRecord]]] = {}
+    ended: dict[_Where, float] = {}
     for process, own in records.items():
         for run in own.runs:
             if run.call in calls:
-                dispatched, end = seconds(process, run.dispatched), seconds(process, run.end)
-                end = min(end, latest.get((run.call, run.rank, run.position), end))
-                by_device.setdefault(device_of[run.rank], []).append((dispatched, end, run))
+                end = seconds(process, run.end)
+                ended[_where(run)] = min(end, latest.get(_where(run), end))
+                entry = seconds(process, run.dispatched), run
+                by_device.setdefault(device_of[run.rank], []).append(entry)
+    for own in by_device.values():
+        own.sort(key=lambda entry: (entry[0], ended[_where(entry[1])]))
+    _bring_forward(ended, [[_where(run) for _, run in own] for own in by_device.values()], messages)
     runs = []
     for own in by_device.values():
-        own.sort(key=lambda entry: entry[:2])
-        after = float("inf")
-        for n, (dispatched, end, run) in reversed(list(enumerate(own))):
-            after = min(end, after)  # one after the other: none ends after the next one has
-            own[n] = dispatched, after, run
         before = float("-inf")
-        for dispatched, end, run in own:
-            there = arrived.get((run.call, run.rank, run.position), before)
-            start = min(max(dispatched, before, there), end)
+        for dispatched, run in own:
+            where = _where(run)
+            end = ended[where]
+            start = min(max(dispatched, before, arrived.get(where, before)), end)
             instruction = calls[run.call].programs[run.rank].instructions[run.position]
             assert isinstance(instruction, Run)
-            where = run.call, run.rank, run.position
             runs.append(TracedRun(*where, instruction.label, dispatched, start, end))
             before = end
     made = {(run.call, run.rank, run.position): run.end for run in runs}
@@ -314,11 +314,41 @@ def assemble(
     )
 
 
+#: A run: its call, its rank, and its position in the rank's program.
+_Where = tuple[int, int, int]
+
+
+def _where(run: RunRecord) -> _Where:
+    return run.call, run.rank, run.position
+
+
+def _bring_forward(
+    ended: dict[_Where, float],
+    orders: Sequence[Sequence[_Where]],
+    messages: Sequence[TracedMessage],
+) -> None:
+    """Corrects ends that were noted too late: a run ends before those that need it to have ended.
+
+    Those are the next one on its device, and the ones that read its messages.
+    """
+    pairs = [(a, b) for own in orders for a, b in zip(own, own[1:], strict=False)][::-1]
+    for m in reversed(messages):
+        if m.maker is not None and m.reader is not None:
+            maker = m.call, m.message.source, m.maker
+            pairs.append((maker, (m.call, m.message.target, m.reader)))
+    pairs = [(a, b) for a, b in pairs if a in ended and b in ended]
+    late = True
+    while late:
+        late = [(a, b) for a, b in pairs if ended[b] < ended[a]]
+        for a, b in late:
+            ended[a] = min(ended[a], ended[b])
+
+
 def _between(sent: TracedMessage, ends: Mapping[tuple[int, int, int], float]) -> TracedMessage:
     """A message that is not sent before it is made, nor arrives after it has been read."""
     maker = ends.get((sent.call, sent.message.source, _or_none(sent.maker)), sent.start)
     reader = ends.get((sent.call, sent.message.target, _or_none(sent.reader)), sent.end)
-    start = min(max(sent.start, maker), sent.sent)
+    start = min(max(sent.start, maker), sent.sent, reader)
     end = max(min(sent.end, reader), start)
     arriving = min(max(sent.arriving, start), end)
     done = max(min(sent.sent, end), start)

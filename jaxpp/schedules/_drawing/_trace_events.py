@@ -74,10 +74,10 @@ def make_arrow(number: int, name: str, slices: Sequence[Event]) -> Iterable[Even
     times: list[float] = []
     latest = float("inf")
     for at in reversed(slices):
-        latest = min(latest, at["ts"] + 7 * at["dur"] / 8)
+        latest = min(latest, at["ts"] + at["dur"])
         times.insert(0, min(at["ts"] + at["dur"] / 2, latest))
     for n, at in enumerate(slices):
-        times[n] = max(times[n], at["ts"] + at["dur"] / 8, *times[:n])
+        times[n] = min(max(at["ts"], *times[: n + 1]), at["ts"] + at["dur"])
     for n, (at, time) in enumerate(zip(slices, times, strict=True)):
         phase = "s" if n == 0 else "f" if n == len(slices) - 1 else "t"
         yield {
