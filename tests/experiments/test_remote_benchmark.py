@@ -94,6 +94,7 @@ def test_the_baseline_trains_as_two_ranks_do():
         np.testing.assert_allclose(float(placed()[1]), float(plain()[1]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_processes_is_measured(run, capsys):
     figures = run(parts=["empty", "local", "memory"])
     (empty,), (local,) = figures["empty"], figures["local"]
