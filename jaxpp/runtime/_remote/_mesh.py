@@ -199,6 +199,8 @@ class RemoteMpmdMesh:
         for rank, removed in self._library.removals():
             self._actor(rank).unload.remote(removed)
         loadings = self._library.missing(step)
+        if not loadings:  # as in every call but the first
+            return
         compiled = [self._actor(x.rank).compile.remote(*x.compile) for x in loadings]
         # In a list, for otherwise Ray sends the call, and all that come after it, only once all of
         # them are there: heartbeats too.
