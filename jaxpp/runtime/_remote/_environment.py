@@ -51,6 +51,7 @@ def worker_options(
         "num_gpus": reservation.gpus,
         "max_restarts": 0,
         "max_task_retries": 0,
+        "enable_task_events": False,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             reservation.group, placement_group_bundle_index=place.bundle
         ),

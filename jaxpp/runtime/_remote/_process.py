@@ -182,7 +182,11 @@ class Process:
         worker = NotingWorker(self._box, *arguments) if self._box else Worker(*arguments)
         for slot, array_type, value in constants:
             worker.slots[slot] = from_host(value.copy(), array_type, self.device)
-        self.transport.expect(messages, step)
+        # The transport knows messages by their identity, which they lose on the way to here.
+        own = {
+            i.message.tag: i.message for i in program.instructions if isinstance(i, Send | Receive)
+        }
+        self.transport.expect([own.get(m.tag, m) for m in messages], step)
         self._steps[step] = _Loaded(program, worker, tuple(input_types))
 
     def unload(self, step: int) -> None:

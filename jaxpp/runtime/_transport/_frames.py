@@ -7,16 +7,13 @@ use it where it has been read to.
 
 import dataclasses
 import functools
-import math
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from jaxpp._program import Message
-from jaxpp.runtime._array_types import ArrayType
+from jaxpp.runtime._array_types import ArrayType, Copier, from_host
 
 #: What JAX wants of memory that it uses as it is.
 ALIGNMENT = 64
@@ -24,10 +21,16 @@ ALIGNMENT = 64
 _MOST_PIECES = 1024
 _PADDING = bytes(ALIGNMENT)
 _HEADER = struct.Struct("<qqqq")
+#: Bytes up to which a message is small: it is written in one piece by who sends it, if it can be at
+#: once, read together with its header, and made arrays of by who receives it. Another thread, or
+#: memory of its own, would take longer than a copy.
+SMALL = 1 << 15
+_READ_AHEAD = 2 * SMALL
+
+Bytes = bytes | memoryview
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """Which message follows: of which program, call and tag, and how many bytes it has."""
 
     program: int
@@ -37,7 +40,7 @@ class Header:
 
     def pack(self) -> bytes:
         """The header as it goes over the wire."""
-        return _HEADER.pack(self.program, self.call, self.tag, self.nbytes)
+        return _HEADER.pack(*self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,45 +65,65 @@ def _layout(array_types: tuple[ArrayType, ...]) -> Layout:
     offsets, end = [], 0
     for array_type in array_types:
         offsets.append(end)
-        end += math.ceil(array_type.nbytes / ALIGNMENT) * ALIGNMENT
+        end += padded(array_type.nbytes)
     return Layout(array_types, tuple(offsets), end)
 
 
-def send_frame(connection: socket.socket, header: Header, arrays: Sequence[np.ndarray]) -> None:
+class Unpacker:
+    """Makes the arrays of messages of one layout of their bytes.
+
+    Args:
+        layout: of the messages.
+        device: where the arrays go.
+    """
+
+    def __init__(self, layout: Layout, device: Any):
+        self.layout = layout
+        self._device = device
+        self._copier = Copier(layout.array_types, layout.offsets, device)
+
+    def __call__(self, buffer: Any) -> list[Any]:
+        """The arrays of a message; those of a large one read the buffer, and keep it."""
+        layout = self.layout
+        if layout.nbytes <= SMALL:
+            return self._copier(buffer)
+        return [
+            from_host(buffer[start : start + t.nbytes], t, self._device)
+            for start, t in zip(layout.offsets, layout.array_types, strict=True)
+        ]
+
+
+def padded(nbytes: int) -> int:
+    """The bytes that an array takes in a message."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def send_frame(connection: socket.socket, header: Header, arrays: Sequence[Bytes]) -> None:
     """Sends a message: `arrays` are the bytes of each array.
 
     Raises:
         OSError: if the connection ends first.
     """
-    pieces: list[Any] = [header.pack()]
+    pieces: list[Bytes] = [header.pack()]
     for array in arrays:
-        if array.nbytes:
-            pieces.append(array.data)
-        if rest := -array.nbytes % ALIGNMENT:
+        if array:
+            pieces.append(array)
+        if rest := -len(array) % ALIGNMENT:
             pieces.append(_PADDING[:rest])
+    if header.nbytes <= SMALL:
+        connection.sendall(b"".join(pieces))
+        return
     for start in range(0, len(pieces), _MOST_PIECES):
         _send_pieces(connection, pieces[start : start + _MOST_PIECES])
 
 
-def _send_pieces(connection: socket.socket, pieces: list[Any]) -> None:
+def _send_pieces(connection: socket.socket, pieces: list[Bytes]) -> None:
     while pieces:
         sent = connection.sendmsg(pieces)
         while pieces and sent >= len(pieces[0]):
             sent -= len(pieces.pop(0))
         if sent:
             pieces[0] = memoryview(pieces[0])[sent:]
-
-
-def receive_header(connection: socket.socket) -> Header | None:
-    """Waits for the next header; None where the connection has ended between messages."""
-    buffer = bytearray(_HEADER.size)
-    try:
-        receive_into(connection, memoryview(buffer))
-    except EndOfStream as end:
-        if end.received == 0:
-            return None
-        raise
-    return Header(*_HEADER.unpack(buffer))
 
 
 def receive_into(connection: socket.socket, buffer: memoryview) -> None:
@@ -115,6 +138,62 @@ def receive_into(connection: socket.socket, buffer: memoryview) -> None:
         if count == 0:
             raise EndOfStream(done, len(buffer))
         done += count
+
+
+class FrameReader:
+    """Takes messages from a connection, and small ones together in one call of the system.
+
+    Args:
+        connection: what nobody else reads.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._memory = memoryview(bytearray(_READ_AHEAD))
+        #: Where what has been read and not been taken starts and ends.
+        self._start = self._end = 0
+
+    def header(self) -> Header | None:
+        """Waits for the next header; None where the connection has ended between messages.
+
+        Raises:
+            OSError: if the connection ends elsewhere.
+        """
+        try:
+            self._fill(_HEADER.size)
+        except EndOfStream as end:
+            if end.received == 0:
+                return None
+            raise
+        header = Header(*_HEADER.unpack_from(self._memory, self._start))
+        self._start += _HEADER.size
+        return header
+
+    def take(self, nbytes: int) -> bytes:
+        """Waits for the bytes of a small message."""
+        self._fill(nbytes)
+        self._start += nbytes
+        return bytes(self._memory[self._start - nbytes : self._start])
+
+    def take_into(self, buffer: memoryview) -> None:
+        """Fills a buffer with the bytes of a message; what has not come yet is read right there."""
+        there = min(self._end - self._start, len(buffer))
+        buffer[:there] = self._memory[self._start : self._start + there]
+        self._start += there
+        receive_into(self._connection, buffer[there:])
+
+    def _fill(self, nbytes: int) -> None:
+        """Reads until so many bytes are there that have not been taken."""
+        there = self._end - self._start
+        if there >= nbytes:
+            return
+        self._memory[:there] = self._memory[self._start : self._end]
+        self._start, self._end = 0, there
+        while self._end < nbytes:
+            count = self._connection.recv_into(self._memory[self._end :])
+            if count == 0:
+                raise EndOfStream(self._end, nbytes)
+            self._end += count
 
 
 class EndOfStream(ConnectionError):

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,16 +17,14 @@ from jaxpp.runtime import _array_types
 from jaxpp.runtime._transport._buffers import BufferPool
 from jaxpp.runtime._transport._errors import Aborted, PeerLost, TransportError
 from jaxpp.runtime._transport._frames import (
+    SMALL,
+    Bytes,
+    FrameReader,
     Header,
-    Layout,
-    receive_header,
-    receive_into,
+    Unpacker,
+    padded,
     send_frame,
 )
-
-#: Bytes up to which a message is written by who sends it, if it can be at once: a hand-over to
-#: another thread would take longer.
-WRITTEN_AT_ONCE = 1 << 15
 
 #: Which message: of which program, call and tag.
 Key = tuple[int, int, int]
@@ -42,9 +40,8 @@ class Traffic:
     bytes_received: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arrived:
-    """A message that is there: its arrays, or its bytes where nobody said what it has.
+class Arrived(NamedTuple):
+    """A message that is there: its arrays, or its bytes where it is small or its types unknown.
 
     `start_ns` and `end_ns` are when its first byte was seen, and when it was ready.
     """
@@ -57,8 +54,7 @@ class Arrived:
     end_ns: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """A message that waits for its values and its turn."""
 
     header: Header
@@ -76,9 +72,8 @@ class Session:
     Args:
         rank: this rank.
         epoch: which session of this rank it is.
-        device: where what arrives goes.
         pool: the memory it is received into.
-        expected: layouts of messages, by program and tag.
+        expected: what makes the arrays of messages, by program and tag.
         open_to: opens a connection to a rank.
         on_failure: called when a rank is lost, or the session aborts.
         observe_sent: called with a call, a message, and when it was sent.
@@ -88,9 +83,8 @@ class Session:
         self,
         rank: int,
         epoch: int,
-        device: Any,
         pool: BufferPool,
-        expected: dict[tuple[int, int], Layout],
+        expected: dict[tuple[int, int], Unpacker],
         open_to: Callable[[int, int], socket.socket],
         on_failure: Callable[[BaseException], None],
         observe_sent: Callable[[int, Message, int, int], None],
@@ -98,7 +92,7 @@ class Session:
         self.rank, self.epoch = rank, epoch
         self.traffic: dict[int, Traffic] = collections.defaultdict(Traffic)
         self.threads: set[threading.Thread] = set()
-        self._device, self._pool, self._expected = device, pool, expected
+        self._pool, self._expected = pool, expected
         self._open_to, self._on_failure, self._observe_sent = open_to, on_failure, observe_sent
         self._lock = threading.Lock()
         #: A message somebody waits for has arrived, or never will.
@@ -120,19 +114,28 @@ class Session:
 
     def send(self, header: Header, arrays: list[Any], message: Message) -> None:
         """Starts to send a message; one that is small and ready is written here and now."""
-        outgoing = Outgoing(header, arrays, message)
-        small = header.nbytes <= WRITTEN_AT_ONCE and all(map(_is_ready, arrays))
+        rank = message.target
+        if header.nbytes <= SMALL and self._can_write(rank) and all(map(_is_ready, arrays)):
+            self._attempt(rank, self._send_now, rank, Outgoing(header, arrays, message))
+            return
         with self._lock:
-            self._check(message.target)
-            sender = self._sender(message.target)
-            at_once = small and not sender.unsent and message.target in self._links
+            self._check(rank)
+            sender = self._sender(rank)
             sender.unsent += 1
             self._unsent += 1
             self._unread.update(map(id, arrays))
-        if at_once:
-            self._try_to_send(message.target, sender, outgoing)
-        else:
-            sender.queue.put(outgoing)
+        sender.queue.put(Outgoing(header, arrays, message))
+
+    def _can_write(self, rank: int) -> bool:
+        """Whether nothing else is being written to a rank, nor will be before the next send."""
+        sender = self._senders.get(rank)
+        return (
+            sender is not None
+            and not sender.unsent
+            and rank in self._links
+            and self._error is None
+            and rank not in self._lost
+        )
 
     def _sender(self, rank: int) -> "_Sender":
         """The sender to a rank; the lock is held."""
@@ -149,43 +152,55 @@ class Session:
     def _send_all(self, rank: int, sender: "_Sender") -> None:
         """Sends what is in a queue, on a thread of its own."""
         while (item := sender.queue.get()) is not None:
-            self._try_to_send(rank, sender, item)
+            if isinstance(item, Outgoing):
+                self._attempt(rank, self._send_queued, rank, item)
+                with self._lock:
+                    sender.unsent -= 1
+                    self._unsent -= 1
+                    self._departure.notify_all()
+            else:
+                self._attempt(rank, self._link, rank)
             del item  # nothing here may hold the values while the thread waits for the next
 
-    def _try_to_send(self, rank: int, sender: "_Sender", item: "Outgoing | str") -> None:
+    def _attempt(self, rank: int, write: Callable[..., Any], *args: Any) -> None:
+        """Writes to a rank; an error is noted, and raised by what comes next."""
         try:
-            if isinstance(item, Outgoing):
-                self._send_one(rank, item)
-            else:
-                self._link(rank)
+            write(*args)
         except OSError as error:
             self.lose(rank, f"the connection broke ({error})")
         except PeerLost as error:
             self.lose(rank, error.reason)
         except BaseException as error:
             self.abort(error)
-        with self._lock:
-            sent = isinstance(item, Outgoing)
-            sender.unsent -= sent
-            self._unsent -= sent
-            self._departure.notify_all()
 
-    def _send_one(self, rank: int, item: Outgoing) -> None:
+    def _send_now(self, rank: int, item: Outgoing) -> None:
+        self._write(rank, item, self._values(rank, item))
+
+    def _send_queued(self, rank: int, item: Outgoing) -> None:
         try:
-            values = [_array_types.to_host(array) for array in item.arrays]
+            values = self._values(rank, item)
+        finally:
+            self._read(item.arrays)
+        self._write(rank, item, values)
+
+    def _values(self, rank: int, item: Outgoing) -> list[Bytes]:
+        """Waits for the values of a message, and gives their bytes."""
+        try:
+            values = [_array_types.to_host(array).data for array in item.arrays]
         except Exception as error:
             error.add_note(
                 f"in what rank {self.rank} was to send to rank {rank}: "
                 f"{', '.join(item.message.names)}"
             )
             raise
-        finally:
-            self._read(item.arrays)
-        if (found := sum(-(-v.nbytes // 64) * 64 for v in values)) != item.header.nbytes:
+        if (found := sum(map(padded, map(len, values)))) != item.header.nbytes:
             raise TransportError(
                 f"Rank {self.rank} was to send {item.header.nbytes} bytes to rank {rank} under tag "
                 f"{item.header.tag}, and the arrays have {found}; this is a bug of the program."
             )
+        return values
+
+    def _write(self, rank: int, item: Outgoing, values: list[Bytes]) -> None:
         link = self._link(rank)
         if link is None:
             return
@@ -225,12 +240,14 @@ class Session:
 
     def receive(self, key: Key, source: int) -> Arrived:
         """Waits for a message, and takes it."""
-        with self._lock:
-            if key not in self._mail:
+        arrived = self._mail.pop(key, None)
+        if arrived is None:
+            with self._lock:
                 self._wait_for(key, source)
-            if key not in self._mail:
-                self._check(source)
-            return self._mail.pop(key)
+                if key not in self._mail:
+                    self._check(source)
+                arrived = self._mail.pop(key)
+        return arrived
 
     def _wait_for(self, key: Key, source: int) -> None:
         def over() -> bool:
@@ -253,40 +270,44 @@ class Session:
             self._drain(rank, link)
 
     def _drain(self, rank: int, link: socket.socket) -> None:
+        reader = FrameReader(link)
         try:
-            while (header := receive_header(link)) is not None:
-                self._receive_one(rank, link, header)
+            while (header := reader.header()) is not None:
+                self._receive_one(rank, reader, header)
             self.lose(rank, "it closed the connection")
         except OSError as error:
             self.lose(rank, f"the connection broke ({error})")
         except BaseException as error:
             self.abort(error)
 
-    def _receive_one(self, rank: int, link: socket.socket, header: Header) -> None:
+    def _receive_one(self, rank: int, reader: FrameReader, header: Header) -> None:
         start = time.monotonic_ns()
-        layout = self._expected.get((header.program, header.tag))
-        if layout is not None and layout.nbytes != header.nbytes:
+        unpack = self._expected.get((header.program, header.tag))
+        if unpack is not None and unpack.layout.nbytes != header.nbytes:
             raise TransportError(
                 f"Rank {rank} sent {header.nbytes} bytes to rank {self.rank} under tag "
-                f"{header.tag}, where the program has {layout.nbytes}; the ranks run different "
-                f"programs."
+                f"{header.tag}, where the program has {unpack.layout.nbytes}; the ranks run "
+                f"different programs."
             )
-        buffer = self._pool.take(header.nbytes)
-        receive_into(link, buffer.data)
-        arrays = None if layout is None else make_arrays(buffer, layout, self._device)
-        key = header.program, header.call, header.tag
+        buffer, arrays = None, None
+        if header.nbytes <= SMALL:
+            buffer = reader.take(header.nbytes)
+        else:
+            buffer = self._pool.take(header.nbytes)
+            reader.take_into(buffer.data)
+            if unpack is not None:
+                arrays, buffer = unpack(buffer), None
         arrived = Arrived(rank, header.nbytes, arrays, buffer, start, time.monotonic_ns())
-        if arrays is not None:
-            arrived = dataclasses.replace(arrived, buffer=None)
-        with self._lock:
-            traffic = self.traffic[rank]
-            traffic.messages_received += 1
-            traffic.bytes_received += header.nbytes
-            if self._error is not None:
-                return
+        traffic = self.traffic[rank]
+        traffic.messages_received += 1
+        traffic.bytes_received += header.nbytes
+        if self._error is None:
+            key = header.program, header.call, header.tag
             self._mail[key] = arrived
+            # Who waits notes what it wants before it looks: so one of the two sees the other.
             if key in self._wanted:
-                self._arrival.notify_all()
+                with self._lock:
+                    self._arrival.notify_all()
 
     # ---- connections ----------------------------------------------------------------------------
 
@@ -389,11 +410,3 @@ class _Sender:
         self.queue: queue.SimpleQueue[Outgoing | str | None] = queue.SimpleQueue()
         #: How many messages have not been written.
         self.unsent = 0
-
-
-def make_arrays(buffer: Any, layout: Layout, device: Any) -> list[Any]:
-    """Makes the arrays of a message of its bytes."""
-    return [
-        _array_types.from_host(buffer[start : start + t.nbytes], t, device)
-        for start, t in zip(layout.offsets, layout.array_types, strict=True)
-    ]

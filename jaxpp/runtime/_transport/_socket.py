@@ -10,8 +10,8 @@ from jaxpp.runtime._transport import _connections
 from jaxpp.runtime._transport._buffers import BufferPool
 from jaxpp.runtime._transport._connections import Addresses, Hello, Kind
 from jaxpp.runtime._transport._errors import TransportError
-from jaxpp.runtime._transport._frames import Header, Layout
-from jaxpp.runtime._transport._session import Session, Traffic, make_arrays
+from jaxpp.runtime._transport._frames import Header, Layout, Unpacker
+from jaxpp.runtime._transport._session import Session, Traffic
 
 
 class Recorder(Protocol):
@@ -80,9 +80,9 @@ class SocketTransport:
         self._run_ahead = run_ahead
         self._pool = BufferPool()
         self._peers: dict[int, Addresses] = {}
-        self._layouts: dict[tuple[int, int], Layout] = {}
-        #: Layouts by the identity of their message, which is kept so that it stays its own.
-        self._known: dict[int, tuple[int, Message, Layout]] = {}
+        self._unpackers: dict[tuple[int, int], Unpacker] = {}
+        #: The same by the identity of their message, which is kept so that it stays its own.
+        self._known: dict[int, tuple[int, Message, Unpacker]] = {}
         self._call, self._program = 0, 0
         self._closed = False
         self._epoch_begins = threading.Condition()
@@ -93,9 +93,8 @@ class SocketTransport:
         return Session(
             self.rank,
             epoch,
-            self._device,
             self._pool,
-            self._layouts,
+            self._unpackers,
             self._open_to,
             self._tell,
             self._observe_sent,
@@ -143,19 +142,19 @@ class SocketTransport:
         Without it arrays are made when they are received, on the thread that receives them.
         """
         for message in messages:
-            layout = Layout.of(message)
-            self._layouts[program, message.tag] = layout
-            self._known[id(message)] = program, message, layout
+            unpack = Unpacker(Layout.of(message), self._device)
+            self._unpackers[program, message.tag] = unpack
+            self._known[id(message)] = program, message, unpack
 
     def forget(self, program: int) -> None:
         """Forgets the messages of a program."""
-        for key in [k for k in self._layouts if k[0] == program]:
-            del self._layouts[key]
+        for key in [k for k in self._unpackers if k[0] == program]:
+            del self._unpackers[key]
         self._known = {k: v for k, v in self._known.items() if v[0] != program}
 
-    def _layout(self, message: Message) -> Layout:
+    def _unpacker(self, message: Message) -> Unpacker:
         known = self._known.get(id(message))
-        return Layout.of(message) if known is None else known[2]
+        return Unpacker(Layout.of(message), self._device) if known is None else known[2]
 
     def begin(self, call: int, program: int = 0, before: Iterable[Message] = ()) -> None:
         """Says to which call, of which program, the next messages belong; `before` does not matter.
@@ -171,8 +170,8 @@ class SocketTransport:
             PeerLost: if that rank is gone.
             Aborted: if the transport was aborted, or an earlier value could not be computed.
         """
-        header = Header(self._program, self._call, message.tag, self._layout(message).nbytes)
-        self._session.send(header, list(arrays), message)
+        nbytes = self._unpacker(message).layout.nbytes
+        self._session.send(Header(self._program, self._call, message.tag, nbytes), arrays, message)
 
     def receive(self, message: Message) -> list[Any]:
         """Waits for a message, and gives its arrays.
@@ -185,18 +184,17 @@ class SocketTransport:
         session, call = self._session, self._call
         session.wait_for_sends(self._run_ahead)
         arrived = session.receive((self._program, call, message.tag), message.source)
-        layout = self._layout(message)
-        if (arrived.source, arrived.nbytes) != (message.source, layout.nbytes):
+        unpack = self._unpacker(message)
+        nbytes = unpack.layout.nbytes
+        if (arrived.source, arrived.nbytes) != (message.source, nbytes):
             raise TransportError(
-                f"Rank {self.rank} waits for {layout.nbytes} bytes from rank {message.source} "
-                f"under tag {message.tag}, and {arrived.nbytes} came from rank {arrived.source}; "
-                f"the ranks run different programs."
+                f"Rank {self.rank} waits for {nbytes} bytes from rank {message.source} under tag "
+                f"{message.tag}, and {arrived.nbytes} came from rank {arrived.source}; the ranks "
+                f"run different programs."
             )
         if self.recorder is not None:
             self.recorder.received(call, message, arrived.start_ns, arrived.end_ns)
-        if arrived.arrays is None:
-            return make_arrays(arrived.buffer, layout, self._device)
-        return arrived.arrays
+        return unpack(arrived.buffer) if arrived.arrays is None else arrived.arrays
 
     def settle(self, arrays: list[Any]) -> None:
         """Waits until none of some arrays is still to be read for a send.
