@@ -233,8 +233,10 @@ def measure_speedup() -> list[dict[str, float]]:
                     "placed_on_one_ms": 1e3 * found.placed_on_one,
                     "placed_on_two_ms": 1e3 * found.placed_on_two,
                     "speedup": found.measured,
-                    "predicted": found.predicted,
-                    "speedup/predicted": found.ratio,
+                    "predicted": found.predicted(found.predicted_busy),
+                    "speedup/predicted": found.predicted_busy / found.placed_on_two,
+                    "predicted_idle": found.predicted(found.predicted_idle),
+                    "speedup/predicted_idle": found.predicted_idle / found.placed_on_two,
                 }
             )
     return rows

@@ -42,20 +42,24 @@ class TaskTimes:
     def shortest(self) -> float:
         return min(self.tasks.values())
 
-    def predicted_speedup(self, microbatches: int) -> float:
-        """What the schedule's simulation gives for a rank a stage; transfers take nothing.
+    def predicted_step(self, microbatches: int) -> float:
+        """Seconds of a step by the schedule's simulation, with a rank for each stage.
 
-        Around the tasks are the optimizer's updates, which the ranks do side by side.
+        Transfers take nothing. Around the tasks are mostly the optimizer's updates, which the
+        ranks do side by side.
         """
         table = OneFOneB().table(STAGES, microbatches)
-        makespan = simulate(table, Costs.measured(self.tasks)).makespan
-        alone = microbatches * sum(self.tasks.values())
-        return (alone + self.around) / (makespan + self.around / STAGES)
+        return simulate(table, Costs.measured(self.tasks)).makespan + self.around / STAGES
 
 
 @dataclasses.dataclass(frozen=True)
 class Speedup:
-    """Medians over blocks of steps, which take turns; all times are seconds."""
+    """Medians over blocks of steps, which take turns; all times are seconds.
+
+    Two cores that compute at once share what lies behind them, so tasks take longer then, whatever
+    dispatches them. So there are two predictions: of tasks that were measured on one core while the
+    other was idle, and on both at once, which is how they run in the pipeline.
+    """
 
     sizes: Sizes
     shortest_task: float
@@ -63,9 +67,17 @@ class Speedup:
     plain_step: float
     placed_on_one: float
     placed_on_two: float
-    measured: float
-    predicted: float
-    ratio: float
+    predicted_idle: float
+    predicted_busy: float
+
+    @property
+    def measured(self) -> float:
+        """The speed-up over the faster way to train on one worker."""
+        return min(self.plain_step, self.placed_on_one) / self.placed_on_two
+
+    def predicted(self, step: float) -> float:
+        """The speed-up of a step that takes what is predicted."""
+        return min(self.plain_step, self.placed_on_one) / step
 
 
 # ---- what runs in a worker ----------------------------------------------------------------------
@@ -147,25 +159,29 @@ def measure(one: Any, two: Any, task_seconds: float, microbatches: int, blocks: 
     on_two = placed_seconds(sizes, OneFOneB(), two)
     on_worker(one, plain_seconds, sizes, 2)
     steps = max(2, round(1.0 / (3 * STAGES * microbatches * task_seconds)))
-    times: list[TaskTimes] = []
+    idle: list[TaskTimes] = []
+    busy: list[TaskTimes] = []
     seconds: list[tuple[float, float, float]] = []
     for _ in range(blocks):
-        times.append(on_worker(one, task_times, sizes, 1))
+        idle.append(on_worker(one, task_times, sizes, 1))
+        busy += two.apply(task_times, {rank: (sizes, 1) for rank in range(STAGES)}).values()
         plain = on_worker(one, plain_seconds, sizes, steps)
         seconds.append((plain, on_one(steps), on_two(steps)))
-    tasks = {key: statistics.median(t.tasks[key] for t in times) for key in times[0].tasks}
-    middle = TaskTimes(tasks, statistics.median(t.around for t in times))
+    alone, together = middle(idle), middle(busy)
     plain, placed_one, placed_two = map(statistics.median, zip(*seconds, strict=True))
-    measured = min(plain, placed_one) / placed_two
-    predicted = middle.predicted_speedup(microbatches)
     return Speedup(
         sizes,
-        middle.shortest,
-        max(tasks.values()),
+        alone.shortest,
+        max(alone.tasks.values()),
         plain,
         placed_one,
         placed_two,
-        measured,
-        predicted,
-        measured / predicted,
+        alone.predicted_step(microbatches),
+        together.predicted_step(microbatches),
     )
+
+
+def middle(times: list[TaskTimes]) -> TaskTimes:
+    """The medians of what was measured several times."""
+    tasks = {key: statistics.median(t.tasks[key] for t in times) for key in times[0].tasks}
+    return TaskTimes(tasks, statistics.median(t.around for t in times))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp._program import Message, Program, Receive, Run, Send
-from jaxpp.runtime._array_types import ArrayType, from_host, to_host
+from jaxpp.runtime._array_types import ArrayType, Copier, from_host, to_host
 from jaxpp.runtime._remote import _export
 from jaxpp.runtime._remote._black_box import BlackBox, NotingWorker, doing
 from jaxpp.runtime._remote._failure import Failure, Lost
@@ -92,7 +92,27 @@ class _Loaded:
 
     program: Program
     worker: Worker
-    input_types: tuple[ArrayType, ...]
+    #: What makes the program's inputs of the bytes that come with a call.
+    inputs: tuple["_Input", ...]
+
+
+class _Input:
+    """Makes an input of a step of bytes that come with a call: Ray's memory, so they are copied.
+
+    Args:
+        array_type: of the input.
+        device: where it goes.
+    """
+
+    def __init__(self, array_type: ArrayType, device: Any):
+        self.array_type, self.device = array_type, device
+        self._copier = Copier((array_type,), (0,), device)
+
+    def __call__(self, data: Any) -> Any:
+        """The input; `data` is a buffer of bytes."""
+        if self.array_type.nbytes <= LARGE:
+            return self._copier(data)[0]
+        return from_host(np.array(np.frombuffer(data, np.uint8)), self.array_type, self.device)
 
 
 class Process:
@@ -187,7 +207,8 @@ class Process:
             i.message.tag: i.message for i in program.instructions if isinstance(i, Send | Receive)
         }
         self.transport.expect([own.get(m.tag, m) for m in messages], step)
-        self._steps[step] = _Loaded(program, worker, tuple(input_types))
+        inputs = tuple(_Input(type_, self.device) for type_ in input_types)
+        self._steps[step] = _Loaded(program, worker, inputs)
 
     def unload(self, step: int) -> None:
         """Forgets a step."""
@@ -228,7 +249,7 @@ class Process:
         return None
 
     def _feed(self, call: Call, loaded: "_Loaded", values: Sequence[Any]) -> None:
-        program, worker, types = loaded.program, loaded.worker, loaded.input_types
+        program, worker = loaded.program, loaded.worker
         moved = []
         for move in call.moves:
             if move.message.source == self.rank:
@@ -236,16 +257,15 @@ class Process:
             elif move.message.target == self.rank:
                 moved.append(move.message)
         arrivals = (self.transport.receive(message)[0] for message in moved)
-        # Copied, for what comes with a call is Ray's memory, and JAX does not copy it.
         fed, batches = iter(values), iter(call.fed)
-        for (_, slot), type_, number in zip(program.inputs, types, call.arrays, strict=True):
+        pairs = zip(program.inputs, loaded.inputs, call.arrays, strict=True)
+        for (_, slot), make, number in pairs:
             if number == VALUE:
-                value = np.array(np.frombuffer(next(fed), np.uint8))
-                worker.slots[slot] = from_host(value, type_, self.device)
+                worker.slots[slot] = make(next(fed))
             elif number == MOVED:
                 worker.slots[slot] = next(arrivals)
             elif number == FED:
-                worker.slots[slot] = self.loader.take(*next(batches), type_, self.device)
+                worker.slots[slot] = self.loader.take(*next(batches), make.array_type, self.device)
             else:
                 worker.slots[slot] = self.arrays[number]
         # What is still to leave must not be donated.
