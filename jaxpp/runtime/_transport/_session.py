@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -183,7 +183,7 @@ class Session:
             self._read(item.arrays)
         self._write(rank, item, values)
 
-    def _values(self, rank: int, item: Outgoing) -> list[Bytes]:
+    def _values(self, rank: int, item: Outgoing) -> Sequence[Bytes]:
         """Waits for the values of a message, and gives their bytes."""
         try:
             values = [_array_types.to_host(array).data for array in item.arrays]
@@ -200,7 +200,7 @@ class Session:
             )
         return values
 
-    def _write(self, rank: int, item: Outgoing, values: list[Bytes]) -> None:
+    def _write(self, rank: int, item: Outgoing, values: Sequence[Bytes]) -> None:
         link = self._link(rank)
         if link is None:
             return
