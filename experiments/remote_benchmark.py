@@ -10,7 +10,8 @@ Starts a Ray session, or joins the one that is there, and prints by part:
   program takes in `torch.distributed.pipelining` with gloo, in a loop without a barrier. The losses
   of both are compared first. Without `--torch_python` it is left out;
 - `speedup`: two workers over one, each pinned to a core, for tasks of several lengths, and what the
-  schedule's simulation makes of the measured times of tasks;
+  schedule's simulation makes of the times of tasks, measured in the pipeline (`predicted`) and on a
+  worker alone (`predicted_alone`: cores that work at once slow each other);
 - `local`: the same empty step on the mesh of one process: how long a call takes to return
   (`dispatch`), and until its result is there;
 - `memory`: what driver and workers hold after a tenth of many steps, and at the end.
@@ -233,10 +234,10 @@ def measure_speedup() -> list[dict[str, float]]:
                     "placed_on_one_ms": 1e3 * found.placed_on_one,
                     "placed_on_two_ms": 1e3 * found.placed_on_two,
                     "speedup": found.measured,
-                    "predicted": found.predicted(found.predicted_busy),
-                    "speedup/predicted": found.predicted_busy / found.placed_on_two,
-                    "predicted_idle": found.predicted(found.predicted_idle),
-                    "speedup/predicted_idle": found.predicted_idle / found.placed_on_two,
+                    "predicted": found.predicted(found.predicted_traced),
+                    "speedup/predicted": found.predicted_traced / found.placed_on_two,
+                    "predicted_alone": found.predicted(found.predicted_alone),
+                    "speedup/predicted_alone": found.predicted_alone / found.placed_on_two,
                 }
             )
     return rows

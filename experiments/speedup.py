@@ -9,6 +9,7 @@ the placed step with both stages on one rank.
 import dataclasses
 import functools
 import statistics
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +49,12 @@ class TaskTimes:
         Transfers take nothing. Around the tasks are mostly the optimizer's updates, which the
         ranks do side by side.
         """
-        table = OneFOneB().table(STAGES, microbatches)
-        return simulate(table, Costs.measured(self.tasks)).makespan + self.around / STAGES
+        return simulated(Costs.measured(self.tasks), microbatches) + self.around / STAGES
+
+
+def simulated(costs: Costs, microbatches: int) -> float:
+    """Seconds of the tasks of a step by the schedule's simulation."""
+    return simulate(OneFOneB().table(STAGES, microbatches), costs).makespan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +62,8 @@ class Speedup:
     """Medians over blocks of steps, which take turns; all times are seconds.
 
     Two cores that compute at once share what lies behind them, so tasks take longer then, whatever
-    dispatches them. So there are two predictions: of tasks that were measured on one core while the
-    other was idle, and on both at once, which is how they run in the pipeline.
+    dispatches them. So there are two predictions: of tasks measured on one core while the other was
+    idle, and of tasks as a trace of the pipeline itself has them.
     """
 
     sizes: Sizes
@@ -67,8 +72,8 @@ class Speedup:
     plain_step: float
     placed_on_one: float
     placed_on_two: float
-    predicted_idle: float
-    predicted_busy: float
+    predicted_alone: float
+    predicted_traced: float
 
     @property
     def measured(self) -> float:
@@ -159,26 +164,35 @@ def measure(one: Any, two: Any, task_seconds: float, microbatches: int, blocks: 
     on_two = placed_seconds(sizes, OneFOneB(), two)
     on_worker(one, plain_seconds, sizes, 2)
     steps = max(2, round(1.0 / (3 * STAGES * microbatches * task_seconds)))
-    idle: list[TaskTimes] = []
-    busy: list[TaskTimes] = []
+    alone: list[TaskTimes] = []
+    traced: list[float] = []
     seconds: list[tuple[float, float, float]] = []
     for _ in range(blocks):
-        idle.append(on_worker(one, task_times, sizes, 1))
-        busy += two.apply(task_times, {rank: (sizes, 1) for rank in range(STAGES)}).values()
+        alone.append(on_worker(one, task_times, sizes, 1))
+        traced.append(traced_tasks(two, on_two, microbatches))
         plain = on_worker(one, plain_seconds, sizes, steps)
         seconds.append((plain, on_one(steps), on_two(steps)))
-    alone, together = middle(idle), middle(busy)
+    times = middle(alone)
     plain, placed_one, placed_two = map(statistics.median, zip(*seconds, strict=True))
     return Speedup(
         sizes,
-        alone.shortest,
-        max(alone.tasks.values()),
+        times.shortest,
+        max(times.tasks.values()),
         plain,
         placed_one,
         placed_two,
-        alone.predicted_step(microbatches),
-        together.predicted_step(microbatches),
+        times.predicted_step(microbatches),
+        statistics.median(traced) + times.around / STAGES,
     )
+
+
+def traced_tasks(mesh: Any, run: Callable[[int], float], microbatches: int) -> float:
+    """Seconds that the simulation gives for tasks and transfers as the pipeline has them."""
+    with tempfile.TemporaryDirectory() as folder:
+        mesh.start_trace(folder, profiler=False)
+        run(2)
+        trace = mesh.stop_trace()
+    return simulated(trace.costs(), microbatches)
 
 
 def middle(times: list[TaskTimes]) -> TaskTimes:

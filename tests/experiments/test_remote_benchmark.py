@@ -113,7 +113,7 @@ def test_a_mesh_of_processes_is_measured(run, capsys):
 @pytest.mark.slow
 def test_the_speedup_is_measured(run):
     (row,) = run(parts=["speedup"], task_ms=["2"], speedup_microbatches=4)["speedup"]
-    for name in ("predicted", "predicted_idle"):
+    for name in ("predicted", "predicted_alone"):
         assert math.isclose(row[f"speedup/{name}"] * row[name], row["speedup"])
         assert 0.5 < row[name] < 2 * 4 / (4 + 1) * 1.2
     best = min(row["plain_ms"], row["placed_on_one_ms"])
