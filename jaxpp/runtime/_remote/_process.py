@@ -20,7 +20,7 @@ from jaxpp.runtime._remote import _export
 from jaxpp.runtime._remote._black_box import BlackBox, NotingWorker, doing
 from jaxpp.runtime._remote._failure import Failure, Lost
 from jaxpp.runtime._remote._feed import Loader
-from jaxpp.runtime._transport._errors import Aborted, PeerLost
+from jaxpp.runtime._transport._errors import Aborted, NotComputed, PeerLost
 from jaxpp.runtime._worker import Worker
 
 
@@ -332,12 +332,17 @@ class Process:
         """A sign of life: the call that runs, or ran last, and what it is at; or what is wrong."""
         return self.failure or (self._call, self._doing()[0])
 
-    def fail(self, error: BaseException) -> Failure:
-        """Notes an error, and wakes all who wait here; the first one counts."""
+    def fail(self, error: BaseException, task: str | None = None) -> Failure:
+        """Notes an error, and wakes all who wait here; the first one counts.
+
+        Args:
+            error: what went wrong.
+            task: whose error it is, where that is another than what the process is at.
+        """
         with self.lock:
             if self.failure is None:
-                task, source = self._doing()
-                self.failure = Failure.of(error, self.rank, self._call, task, source)
+                at, source = self._doing() if task is None else (task, None)
+                self.failure = Failure.of(error, self.rank, self._call, at, source)
             self.lock.notify_all()
         self.transport.abort(error)
         self.loader.stop(Aborted("Another rank has failed."))
@@ -369,7 +374,9 @@ class Process:
     def _transport_failed(self, error: BaseException) -> None:
         # The loss of a rank is for those who wait for it, if any do. All else happens on a thread
         # of the transport: what was to be sent could not be computed.
-        if not isinstance(error, PeerLost) and self.failure is None:
+        if isinstance(error, NotComputed):
+            self.fail(error.__cause__ or error, error.task)
+        elif not isinstance(error, PeerLost) and self.failure is None:
             self.fail(error)
 
     def _doing(self) -> tuple[str, int | None]:

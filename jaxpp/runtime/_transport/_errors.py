@@ -23,3 +23,18 @@ class PeerLost(TransportError):
 
 class Aborted(TransportError):
     """What a send or a receive raises once the transport has been aborted; the cause is chained."""
+
+
+class NotComputed(TransportError):
+    """What was to be sent could not be computed; the cause is chained.
+
+    Args:
+        task: the task whose result it is, the way its messages name it.
+    """
+
+    def __init__(self, task: str):
+        super().__init__(task)
+        self.task = task
+
+    def __str__(self):
+        return f"The result of {self.task}, which was to be sent, could not be computed."

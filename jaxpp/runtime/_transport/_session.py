@@ -15,7 +15,7 @@ import numpy as np
 from jaxpp._program import Message
 from jaxpp.runtime import _array_types
 from jaxpp.runtime._transport._buffers import BufferPool
-from jaxpp.runtime._transport._errors import Aborted, PeerLost, TransportError
+from jaxpp.runtime._transport._errors import Aborted, NotComputed, PeerLost, TransportError
 from jaxpp.runtime._transport._frames import (
     SMALL,
     Bytes,
@@ -185,14 +185,14 @@ class Session:
 
     def _values(self, rank: int, item: Outgoing) -> Sequence[Bytes]:
         """Waits for the values of a message, and gives their bytes."""
+        names = item.message.names
         try:
             values = [_array_types.to_host(array).data for array in item.arrays]
         except Exception as error:
             error.add_note(
-                f"in what rank {self.rank} was to send to rank {rank}: "
-                f"{', '.join(item.message.names)}"
+                f"in what rank {self.rank} was to send to rank {rank}: {', '.join(names)}"
             )
-            raise
+            raise NotComputed(names[0]) from error
         if (found := sum(map(padded, map(len, values)))) != item.header.nbytes:
             raise TransportError(
                 f"Rank {self.rank} was to send {item.header.nbytes} bytes to rank {rank} under tag "
@@ -368,7 +368,7 @@ class Session:
         with self._lock:
             if self._ended or self._error is not None:
                 return
-            self._error = error
+            self._error = error.__cause__ if isinstance(error, NotComputed) else error
             self._mail.clear()
             self._arrival.notify_all()
             self._departure.notify_all()
