@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from experiments.models.language import cross_entropy, split_or_none
+
 NUM_BYTES = 256
 
 
@@ -187,16 +189,3 @@ def loss_fn(
     """
     logits = jax.vmap(lambda sequence, key: model(sequence, key=key))(tokens[:, :-1], keys)
     return cross_entropy(logits, tokens[:, 1:])
-
-
-def cross_entropy(
-    logits: Float[Array, "batch time bytes"], targets: Int[Array, "batch time"]
-) -> Float[Array, ""]:
-    """Mean negative log-likelihood of `targets`, in nats, computed in float32."""
-    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return -jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1).mean()
-
-
-def split_or_none(key: Key[Array, ""] | None, number: int) -> list[Key[Array, ""]] | list[None]:
-    """Splits `key` into `number` keys; of no key, makes as many times no key."""
-    return [None] * number if key is None else list(jax.random.split(key, number))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import jaxpp
-from experiments.models import gpt
+from experiments.models import gpt, language
 
 Past = tuple[Float[Array, "past heads features"], Float[Array, "past heads features"]]
 
@@ -60,7 +60,7 @@ def loss_fn(
                     model.blocks[n], hidden, past[n]
                 )
         targets = tokens[:, start + 1 : start + length + 1]
-        losses.append(gpt.cross_entropy(jax.vmap(model.predict)(hidden), targets))
+        losses.append(language.cross_entropy(jax.vmap(model.predict)(hidden), targets))
     return sum(losses, jnp.zeros(())) / slices
 
 

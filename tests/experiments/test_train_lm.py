@@ -12,6 +12,8 @@ import psutil
 import pytest
 from absl import app
 
+import jaxpp
+
 STEPS = 40
 TINY = dict(
     layers=2, width=8, heads=2, sequence_length=8, dropout=0.1, ranks=2, microbatches=2,
@@ -28,16 +30,22 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train(text, load_script):
+def script(load_script):
+    return load_script("train_lm")
+
+
+@pytest.fixture(scope="module")
+def train(text, script):
     """Trains in this process; gives the rows of the file of metrics."""
-    script = load_script("train_lm")
 
     def train(output, **values):
         script.main(**(TINY | values | dict(output=str(output), data=str(text))))
         return rows(output)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script.module, "make_devices", lambda: None)  # conftest.py makes them
+        patch.setattr(
+            script.module.training_mesh, "make_devices", lambda: None
+        )  # conftest.py makes them
         yield train
 
 
@@ -165,8 +173,75 @@ def test_lost_rows_are_an_error(uninterrupted, train, tmp_path):
         (dict(restarts=1), "--restarts is for --mesh=ray"),
         (dict(cores=1), "--cores is for --mesh=ray"),
         (dict(mesh="ray", restarts=1, checkpoint_every=0), "--restarts needs --checkpoint_every"),
+        (dict(dp=2), "--dp=2: a rank runs on one device"),
+        (dict(mp=4), "--mp=4: a rank runs on one device"),
+        (dict(pp=4), "--ranks=2 and --pp=4 are two values for one thing"),
+        (dict(num_pipeline_microbatches=4), "--microbatches=2 and --num_pipeline_microbatches=4"),
+        (dict(batch_size_per_device=2), "--batch_size or --batch_size_per_device"),
+        (dict(model="llama2"), "--dropout is not for --model=llama2, which has --layers, --width"),
+        (dict(model="llama2", dropout=None, kv_heads=3), "heads=2 and kv_heads=3"),
+        (dict(model="gpt2", sequence_length=2048), "positions for 1024 tokens"),
+        (dict(model="gpt2", schedule="seq1f1b"), "is for --model=gpt"),
+        (dict(profile=True, steps=5), "--profile traces step 6, got 5 steps"),
     ],
 )
 def test_wrong_flags_are_named(train, tmp_path, values, message):
     with pytest.raises(app.UsageError, match=message):
         train(tmp_path, **values)
+
+
+# What each model of the zoo does not share with the byte-level GPT of `TINY`.
+MODELS = {
+    "gpt2": dict(cut="annotation"),
+    "llama2": dict(dropout=None, kv_heads=1, head_width=4, mlp_width=8, cut="path"),
+    "mistral": dict(dropout=None, kv_heads=2, head_width=4, mlp_width=8, window=3, cut="auto"),
+    "mixtral": dict(dropout=None, kv_heads=1, head_width=4, mlp_width=8, cut="annotation"),
+}
+
+
+@pytest.mark.parametrize("model", [*MODELS][2:] + [pytest.param(m, marks=pytest.mark.slow)
+                                                   for m in [*MODELS][:2]])  # fmt: skip
+def test_each_model_trains_as_on_one_device(train, tmp_path, capsys, model):
+    names = dict(ranks=None, pp=2, microbatches=None, num_pipeline_microbatches=2, batch_size=None,
+                 batch_size_per_device=2)  # fmt: skip
+    run = dict(model=model, vocabulary=256, steps=3, sample_bytes=4, checkpoint_every=0)
+    settings = names | MODELS[model] | run
+    assert len(train(tmp_path, **settings, verify=True)) == 3
+    assert "verify: parameters: largest difference" in capsys.readouterr().out
+    assert len((tmp_path / "sample.txt").read_text()) >= 4
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("llama2", dict(width=1024, heads=8, kv_heads=8, mlp_width=11008, layers=1, head_width=128,
+                        vocabulary=32000)),
+        ("mixtral", dict(width=1024, heads=2, mlp_width=896, layers=2, head_width=16, experts=8,
+                         experts_per_token=2)),
+        ("mistral", dict(width=2048, heads=1, mlp_width=896, layers=1, head_width=8)),
+    ],
+)  # fmt: skip
+def test_small_models_have_their_sizes(script, model, sizes):
+    config = script.module.training_model.CONFIGS[model]
+    assert {name: getattr(config, name) for name in sizes} == sizes
+
+
+def test_the_sixth_step_is_traced(train, tmp_path, monkeypatch):
+    done = []
+    for name in ("start_trace", "stop_trace"):
+        original = getattr(jaxpp.MpmdMesh, name)
+
+        def noted(*args, original=original):
+            done.append(len(rows_so_far(tmp_path)))
+            return original(*args)
+
+        monkeypatch.setattr(jaxpp.MpmdMesh, name, noted)
+    train(tmp_path, profile=True, steps=8, checkpoint_every=0)
+    assert done == [5, 5]  # its own row is written after it
+    assert (tmp_path / "profile" / "timeline.json").exists()
+
+
+def test_the_first_seven_steps_are_not_in_the_throughput(script):
+    script.flags.mark_as_parsed()
+    metrics = [{"seconds": 100.0}] * 7 + [{"seconds": 0.5}] * 2
+    assert script.module.throughput(metrics) == 32 * 64 / 0.5

@@ -1,0 +1,127 @@
+"""The mesh of a training and its flags: devices of this process, or processes of a Ray session."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import jax
+from absl import app, flags
+
+import jaxpp
+
+_MESH = flags.DEFINE_enum(
+    "mesh", "local", ["local", "ray"], "Whether ranks are devices of this process, or processes."
+)
+_RANKS = flags.DEFINE_integer("ranks", None, "Ranks of the pipeline; by default 4.", lower_bound=1)
+_PP = flags.DEFINE_integer("pp", None, "The same as --ranks.", lower_bound=1)
+_DP = flags.DEFINE_integer("dp", 1, "Devices of a rank that share a microbatch.", lower_bound=1)
+_MP = flags.DEFINE_integer("mp", 1, "Devices of a rank that share its layers.", lower_bound=1)
+_CORES = flags.DEFINE_integer(
+    "cores", None, "CPU cores that a process of --mesh=ray is bound to; by default it has all.", 1
+)
+_GPUS_PER_RANK = flags.DEFINE_float(
+    "gpus_per_rank", 0.0, "GPUs of each process of --mesh=ray; below 1 they share them.", 0.0
+)
+_HOSTS = flags.DEFINE_bool(
+    "several_hosts", False, "Whether the processes of --mesh=ray may be on several hosts."
+)
+_WORKER_ENVIRONMENT = flags.DEFINE_list(
+    "worker_environment", [], "Variables for the processes of --mesh=ray, as NAME=value."
+)
+_PROFILE = flags.DEFINE_bool("profile", False, "Whether to trace the 6th step of this run.")
+
+#: The steps before it compile and fill caches.
+PROFILED_STEP = 6
+
+Mesh = jaxpp.MpmdMesh | jaxpp.RemoteMpmdMesh
+
+
+def ranks() -> int:
+    return either(_RANKS, _PP, default=4)
+
+
+def devices() -> int:
+    """All devices of the mesh."""
+    return _DP.value * ranks() * _MP.value
+
+
+def is_remote() -> bool:
+    return _MESH.value == "ray"
+
+
+def either(*names: flags.FlagHolder[int | None], default: int) -> int:
+    """The value of a flag that has several names."""
+    given = {name.value: name.name for name in names if name.value is not None}
+    if len(given) > 1:
+        shown = " and ".join(f"--{name}={value}" for value, name in given.items())
+        raise app.UsageError(f"{shown} are two values for one thing; give one of them.")
+    return next(iter(given), default)
+
+
+def check(steps: int) -> None:
+    """Says what is wrong with the flags before anything is compiled."""
+    ranks()
+    for flag in (_DP, _MP):
+        if flag.value > 1:
+            raise app.UsageError(
+                f"--{flag.name}={flag.value}: a rank runs on one device, and data and tensor "
+                f"parallelism inside a rank are not there yet; use --{flag.name}=1 and more --pp."
+            )
+    if not is_remote():
+        for flag in (_CORES, _GPUS_PER_RANK, _HOSTS, _WORKER_ENVIRONMENT):
+            if flag.value:
+                raise app.UsageError(f"--{flag.name} is for --mesh=ray.")
+    for variable in _WORKER_ENVIRONMENT.value:
+        if "=" not in variable:
+            raise app.UsageError(f"--worker_environment takes NAME=value, got {variable!r}.")
+    if _PROFILE.value and steps < PROFILED_STEP:
+        raise app.UsageError(
+            f"--profile traces step {PROFILED_STEP}, got {steps} steps; use more --steps."
+        )
+
+
+def make_devices() -> None:
+    """Gives the ranks of the local mesh a CPU device each, where there is no accelerator."""
+    if not is_remote():
+        jax.config.update("jax_num_cpu_devices", ranks())
+
+
+def make_mesh() -> contextlib.AbstractContextManager[Mesh]:
+    return remote_mesh() if is_remote() else contextlib.nullcontext(local_mesh())
+
+
+def local_mesh() -> jaxpp.MpmdMesh:
+    """A device for each rank, in turn, so that ranks share devices where these are too few."""
+    devices = list(itertools.islice(itertools.cycle(jax.devices()), ranks()))
+    return jaxpp.MpmdMesh((ranks(),), ("mpmd",), devices=devices)
+
+
+def remote_mesh() -> jaxpp.RemoteMpmdMesh:
+    """A process for each rank, wherever the Ray session has room for it."""
+    return jaxpp.RemoteMpmdMesh(
+        (ranks(),),
+        ("mpmd",),
+        gpus_per_rank=_GPUS_PER_RANK.value,
+        cores=_CORES.value,
+        address="auto" if _HOSTS.value else None,
+        environment=dict(variable.split("=", 1) for variable in _WORKER_ENVIRONMENT.value),
+    )
+
+
+@contextlib.contextmanager
+def profiling(mesh: Mesh, step: int, folder: str) -> Iterator[None]:
+    """Traces a step into `folder`, if it is the one that `--profile` asks for.
+
+    Args:
+        mesh: the mesh that runs it.
+        step: its number, from 1.
+        folder: where the trace goes; the JAX profile of rank r goes to `folder-r`.
+    """
+    if not _PROFILE.value or step != PROFILED_STEP:
+        yield
+        return
+    mesh.start_trace(folder)
+    try:
+        yield
+    finally:
+        mesh.stop_trace()
