@@ -1,0 +1,155 @@
+"""What users of JaxPP type, made of the transforms alone: `accumulate_grads` and `pipelined`.
+
+The names and the defaults follow NVIDIA's JaxPP (Xhebraj et al., arXiv 2412.14374, and
+github.com/NVIDIA/jaxpp: `accumulate_grads`, later `treduce`; `pipelined`, later
+`mpmd_jit_with_loop`).
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from jaxpp import _jaxprs
+from jaxpp._program import Mesh
+from jaxpp.transforms import microbatch, place
+from jaxpp.transforms import schedule as schedule_loops
+
+
+def accumulate_grads(
+    fun: Callable[[Any], Any],
+    batch: Any,
+    *,
+    schedule: Any,
+    num_microbatches: int | None = None,
+    axis: int = 0,
+    reduce: Any = ("stack", "sum"),
+) -> Any:
+    """Runs `fun` on each microbatch, in the order of a schedule, and combines the results.
+
+    It is `schedule(microbatch(fun, ...), schedule)(batch)`, for a `fun` that closes over the
+    parameters.
+
+    Args:
+        fun: a function of one microbatch; it differentiates a function that `wrap_forward` made,
+            as `lambda microbatch: jax.value_and_grad(staged)(params, microbatch)` does.
+        batch: a pytree of arrays with one axis of the same size.
+        schedule: a `jaxpp.schedules.Schedule`.
+        num_microbatches: into how many runs the axis is cut, as `microbatch` does. None where the
+            axis counts the microbatches: `fun` then gets slices without it.
+        axis: of each array of the batch.
+        reduce: how each result is combined, a prefix of its pytree, as for `microbatch`. By default
+            the first of two is stacked along a new first axis and the second summed, as suits the
+            values and the gradients of `jax.value_and_grad`.
+
+    Returns:
+        The combined results.
+
+    Raises:
+        ValueError: if the arrays have no such axis or differ in its size, or `fun` calls no stages
+            that `wrap_forward` made.
+        jaxpp.schedules.ScheduleError: if the schedule does not fit the loop.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> @jaxpp.wrap_forward
+        ... def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return jnp.mean((h @ w) ** 2)
+        >>> def gradients(w, batch):
+        ...     fun = lambda x: jax.value_and_grad(loss)(w, x)
+        ...     return jaxpp.accumulate_grads(fun, batch, schedule=jaxpp.schedules.OneFOneB())
+        >>> losses, grads = gradients(jnp.eye(2), jnp.ones((4, 3, 2)))  # 4 microbatches of 3
+        >>> losses.shape, grads.shape
+        ((4,), (2, 2))
+    """
+    squeezed = num_microbatches is None
+    count = _size(batch, axis) if num_microbatches is None else num_microbatches
+
+    def of_microbatch(part):
+        if squeezed:
+            part = jtu.tree_map(
+                lambda x: (
+                    jax.lax.index_in_dim(x, 0, axis, keepdims=False) if _jaxprs.is_array(x) else x
+                ),
+                part,
+            )
+        return fun(part)
+
+    loop = microbatch(of_microbatch, count, in_axes=axis, reduce=reduce)
+    return schedule_loops(loop, schedule)(batch)
+
+
+def _size(batch: Any, axis: int) -> int:
+    """The size of an axis that all arrays have in common."""
+    sizes = {}
+    for path, x in jtu.tree_leaves_with_path(batch):
+        if _jaxprs.is_array(x):
+            if not -x.ndim <= axis < x.ndim:
+                raise ValueError(
+                    f"accumulate_grads: batch{jtu.keystr(path)} has shape {x.shape} and no axis "
+                    f"{axis} that counts the microbatches."
+                )
+            sizes[jtu.keystr(path)] = x.shape[axis]
+    if not sizes:
+        raise ValueError("accumulate_grads: the batch has no array to slice.")
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"accumulate_grads: axis {axis} counts the microbatches, but its size differs: "
+            f"{', '.join(f'batch{path}: {n}' for path, n in sizes.items())}; give num_microbatches "
+            f"where the axis counts examples."
+        )
+    return next(iter(sizes.values()))
+
+
+def pipelined(
+    fun: Callable | None = None,
+    *,
+    mesh: Mesh | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    feed: Mapping[int, Callable[[Any], Any]] | None = None,
+) -> Any:
+    """Runs a train step as a pipeline: `place` as a decorator, with arguments or without.
+
+    Args:
+        fun: the train step, a function of pytrees whose loop `accumulate_grads` or `schedule`
+            made; None where the decorator is given arguments.
+        mesh: where to run, as for `place`.
+        donate_argnums: the positions of arguments that the step consumes, as for `place`.
+        feed: for positions of arguments the functions that load them, as for `place`.
+
+    Returns:
+        What `place` returns; without `fun`, a decorator.
+
+    Raises:
+        ValueError: as `place`, or if `fun` cannot be called.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> @jaxpp.wrap_forward
+        ... def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return jnp.mean((h @ w) ** 2)
+        >>> mesh = jaxpp.MpmdMesh((2,), ("mpmd",), devices=[jax.devices()[0]] * 2)
+        >>> @jaxpp.pipelined(mesh=mesh, donate_argnums=0)
+        ... def train_step(w, batch):
+        ...     losses, grads = jaxpp.accumulate_grads(
+        ...         lambda x: jax.value_and_grad(loss)(w, x),
+        ...         batch,
+        ...         schedule=jaxpp.schedules.Eager1F1B(),
+        ...     )
+        ...     return w - 0.1 * grads, losses
+        >>> w, losses = train_step(jnp.eye(2), jnp.ones((4, 3, 2)))
+        >>> losses.shape
+        (4,)
+    """
+    if fun is None:
+        return functools.partial(pipelined, mesh=mesh, donate_argnums=donate_argnums, feed=feed)
+    if not callable(fun):
+        raise ValueError(
+            f"pipelined: {fun!r} is no function to run as a pipeline; a mesh is given by name: "
+            f"@jaxpp.pipelined(mesh=mesh)."
+        )
+    return place(fun, mesh, donate_argnums=donate_argnums, feed=feed)

@@ -1,0 +1,199 @@
+"""`accumulate_grads` and `pipelined` are the transforms, under the names of JaxPP's users."""
+
+import functools
+import pathlib
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpp
+from jaxpp.schedules import Eager1F1B, OneFOneB
+
+COUNT, SIZE, WIDTH = 4, 3, 4
+PARAMS = [jax.random.normal(k, (WIDTH, WIDTH)) for k in jax.random.split(jax.random.key(0), 2)]
+STACKED = jax.random.normal(jax.random.key(1), (COUNT, SIZE, WIDTH))
+FLAT = STACKED.reshape(COUNT * SIZE, WIDTH)
+
+
+def loss_fn(params, x):
+    """A loss with predictions, its stages marked as in the README of JaxPP."""
+    for stage, w in enumerate(params):
+        x = jaxpp.pipeline_enter_stage(x, f"stage_{stage}", stage)
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - 1) ** 2), x
+
+
+def gradients_of(params):
+    staged = jaxpp.wrap_forward(loss_fn)
+    return functools.partial(jax.value_and_grad(staged, has_aux=True), params)
+
+
+def one_by_one():
+    """What `gradients_of` gives for each microbatch, plainly."""
+    grad_fn = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    results = [grad_fn(PARAMS, x) for x in STACKED]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *results)
+
+
+def assert_close(got, want):
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_values_are_stacked_and_gradients_summed():
+    values, grads = one_by_one()
+    got = jaxpp.accumulate_grads(gradients_of(PARAMS), STACKED, schedule=OneFOneB())
+    assert_close(got, (values, jax.tree.map(lambda g: g.sum(0), grads)))
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_any_axis_may_count_the_microbatches(axis):
+    want = jaxpp.accumulate_grads(gradients_of(PARAMS), STACKED, schedule=OneFOneB())
+    batch = jnp.moveaxis(STACKED, 0, axis)
+    got = jaxpp.accumulate_grads(gradients_of(PARAMS), batch, schedule=OneFOneB(), axis=axis)
+    assert_close(got, want)
+
+
+def test_a_plain_batch_is_cut_into_microbatches():
+    want = jaxpp.accumulate_grads(gradients_of(PARAMS), STACKED, schedule=OneFOneB())
+    got = jaxpp.accumulate_grads(
+        gradients_of(PARAMS), FLAT, schedule=OneFOneB(), num_microbatches=COUNT
+    )
+    assert_close(got, want)
+
+
+def test_each_result_may_have_a_reduction_of_its_own():
+    (losses, predictions), grads = one_by_one()
+    got = jaxpp.accumulate_grads(
+        gradients_of(PARAMS),
+        STACKED,
+        schedule=OneFOneB(),
+        reduce=(("max", "last"), ["mean", "sum"]),
+    )
+    mean, total = grads[0].mean(0), grads[1].sum(0)
+    assert_close(got, ((losses.max(), predictions[-1]), [mean, total]))
+
+
+def test_numbers_keys_and_what_is_no_array_are_microbatches_too():
+    keys = jax.random.split(jax.random.key(2), COUNT)
+    batch = {"key": keys, "number": np.arange(COUNT), "name": "data"}
+
+    def fun(part):
+        assert part["name"] == "data" and part["key"].shape == part["number"].shape == ()
+        x = jax.random.normal(part["key"], (SIZE, WIDTH)) + part["number"]
+        return gradients_of(PARAMS)(x)
+
+    (losses, _), _ = jaxpp.accumulate_grads(fun, batch, schedule=OneFOneB())
+    plain = [
+        loss_fn(PARAMS, jax.random.normal(key, (SIZE, WIDTH)) + i)[0] for i, key in enumerate(keys)
+    ]
+    assert_close(losses, jnp.stack(plain))
+
+
+def train_step(params, batch):
+    (losses, _), grads = jaxpp.accumulate_grads(gradients_of(params), batch, schedule=Eager1F1B())
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), losses
+
+
+def test_a_pipelined_step_is_the_placed_one_and_donates():
+    mesh = jaxpp.MpmdMesh((2,))
+    step = jaxpp.pipelined(mesh=mesh, donate_argnums=0)(train_step)
+    params = jax.tree.map(jnp.copy, PARAMS)
+    chex.assert_trees_all_equal(
+        jax.device_get(step(params, STACKED)),
+        jax.device_get(jaxpp.place(train_step, mesh)(PARAMS, STACKED)),
+    )
+    assert all(p.is_deleted() for p in params)
+    assert len(step.lower(PARAMS, STACKED).programs) == 2
+
+
+def test_a_pipelined_step_needs_no_arguments():
+    step = jaxpp.pipelined(train_step)
+    assert_close(jax.device_get(step(PARAMS, STACKED)), jax.jit(train_step)(PARAMS, STACKED))
+
+
+@pytest.mark.parametrize(
+    ("batch", "axis", "message"),
+    [
+        ({"x": STACKED, "y": STACKED[:2]}, 0, r"differs: batch\['x'\]: 4, batch\['y'\]: 2"),
+        (STACKED, 3, r"shape \(4, 3, 4\) and no axis 3"),
+        ([], 0, "no array to slice"),
+    ],
+)
+def test_a_batch_that_cannot_be_sliced_is_an_error(batch, axis, message):
+    with pytest.raises(ValueError, match=message):
+        jaxpp.accumulate_grads(gradients_of(PARAMS), batch, schedule=OneFOneB(), axis=axis)
+
+
+def test_a_loss_without_stages_of_its_own_is_an_error_that_says_what_to_add():
+    fun = functools.partial(jax.value_and_grad(loss_fn, has_aux=True), PARAMS)
+    with pytest.raises(ValueError, match="apply wrap_forward"):
+        jaxpp.accumulate_grads(fun, STACKED, schedule=OneFOneB())
+
+
+def test_a_mesh_is_given_by_name():
+    with pytest.raises(ValueError, match="mesh is given by name"):
+        jaxpp.pipelined(jaxpp.MpmdMesh((2,)))
+
+
+# ---- docs/coming_from_jaxpp.md ------------------------------------------------------------------
+
+GUIDE = pathlib.Path(__file__).parent.parent / "docs" / "coming_from_jaxpp.md"
+
+
+def test_the_code_of_the_guide_runs():
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+        exec(block, names)
+    assert names["losses"].shape == (4,) and names["predictions"].shape == (4, 16, 8)
+    table = names["order"].table(num_stages=2, num_microbatches=2)
+    assert [str(task) for task in table.ranks[1]] == ["F1.0", "B1.0", "F1.1", "B1.1"]
+
+
+def test_the_names_of_the_guide_are_exported():
+    found = {name for name in dir(jaxpp) if not name.startswith("_")}
+    found.update(dir(jaxpp.schedules))
+    ours = [row.split("|")[2] for row in GUIDE.read_text().splitlines() if row.startswith("| ")]
+    calls = {name for cell in ours for name in re.findall(r"(?<![\w.])([A-Za-z_]\w+)\(", cell)}
+    elsewhere = {"fun", "loss", "step", "model", "value_and_grad"}
+    assert "accumulate_grads" in calls and calls - elsewhere <= found
+
+
+def test_an_index_is_a_microbatch():
+    def of_number(i):
+        return gradients_of(PARAMS)(jax.lax.dynamic_index_in_dim(STACKED, i, keepdims=False))
+
+    got = jaxpp.accumulate_grads(of_number, jnp.arange(COUNT), schedule=OneFOneB())
+    assert_close(got, jaxpp.accumulate_grads(gradients_of(PARAMS), STACKED, schedule=OneFOneB()))
+
+
+def test_results_of_all_kinds_leave_the_loop_as_a_tuple():
+    def outputs(x):
+        (loss, predictions), grads = gradients_of(PARAMS)(x)
+        return grads, predictions, loss, predictions
+
+    (losses, predictions), grads = one_by_one()
+    got = jaxpp.accumulate_grads(
+        outputs, STACKED, schedule=OneFOneB(), reduce=("sum", "stack", "max", "last")
+    )
+    total = jax.tree.map(lambda g: g.sum(0), grads)
+    assert_close(got, (total, predictions, losses.max(), predictions[-1]))
+
+
+def test_a_mark_after_the_last_stage_asks_for_another_rank():
+    @jaxpp.wrap_forward
+    def loss(w, x):
+        x = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        x = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        return jnp.mean(x**2)
+
+    @jaxpp.pipelined(mesh=jaxpp.MpmdMesh((2,)))
+    def step(w, batch):
+        fun = functools.partial(jax.value_and_grad(loss), w)
+        return jaxpp.accumulate_grads(fun, batch, schedule=OneFOneB())
+
+    with pytest.raises(ValueError, match="3 ranks"):
+        step(PARAMS[0], STACKED)
