@@ -1,0 +1,428 @@
+"""float32 parameters and narrower arithmetic: where casts run, what sums are in, loss scaling."""
+
+import collections
+import functools
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from experiments import mixed_precision
+from jaxpp import _jaxprs, testing
+from jaxpp._program import Run
+
+WIDTH, VOCABULARY, BATCH, MICROBATCHES = 16, 12, 24, 4
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+RANKS = 2
+SCHEDULES = {
+    "1f1b": (1, jaxpp.schedules.OneFOneB()),
+    "interleaved_1f1b": (2, jaxpp.schedules.Interleaved1F1B(2)),
+    "zb_h1": (1, jaxpp.schedules.ZeroBubbleH1()),
+}
+schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+def make_model(tied: bool = False):
+    """A residual net over tokens: an embedding, four layers (stacks of one), and a head."""
+    keys = iter(jax.random.split(jax.random.key(0), 10))
+    layers = [jax.random.normal(next(keys), (1, WIDTH, WIDTH)) / WIDTH**0.5 for _ in range(4)]
+    embed = jax.random.normal(next(keys), (VOCABULARY, WIDTH))
+    head = {} if tied else {"head": jax.random.normal(next(keys), (VOCABULARY, WIDTH))}
+    return {"embed": embed, "layers": layers, **head}
+
+
+def data(step: int):
+    keys = jax.random.split(jax.random.key(step + 1))
+    return tuple(jax.random.randint(k, (BATCH,), 0, VOCABULARY) for k in keys)
+
+
+def apply_layer(layer, h):
+    for w in layer:
+        h = h + jnp.tanh(h @ w)
+    return h
+
+
+def make_loss(num_stages: int = 2, apply=apply_layer):
+    """The cross-entropy, in float32, of a net that computes in its parameters' dtype."""
+
+    def loss(model, tokens, targets):
+        h = model["embed"][tokens]
+        for i, layer in enumerate(model["layers"]):
+            if i > 0 and i % (4 // num_stages) == 0:
+                h = jaxpp.pipeline_enter_stage(h)
+            h = apply(layer, h)
+        logits = (h @ model.get("head", model["embed"]).T).astype(jnp.float32)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], 1))
+
+    return loss
+
+
+def casting(loss, dtype=BF16, cast=mixed_precision.cast):
+    return lambda model, *batch: loss(cast(model, dtype), *batch)
+
+
+def microbatched(loss, *, wrapped: bool = True, **options):
+    loss = jaxpp.wrap_forward(loss) if wrapped else loss
+    return jaxpp.microbatch(jax.value_and_grad(loss), MICROBATCHES, in_axes=(None, 0, 0), **options)
+
+
+def train_step(grad_fn, cast=lambda model: model):
+    """Gradient descent; the gradients are results too."""
+
+    def step(model, *batch):
+        loss, gradients = grad_fn(cast(model), *batch)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g.astype(p.dtype), model, gradients)
+        return new, loss, gradients
+
+    return step
+
+
+def place(step, **options):
+    return jaxpp.place(step, jaxpp.MpmdMesh((RANKS,)), donate_argnums=0, **options)
+
+
+# ---- where casts run ----------------------------------------------------------------------------
+
+
+def count_casts(bundle, dtype=BF16):
+    """For each rank, how often the arrays of parameters' shapes are narrowed: (in tasks, else)."""
+    sizes = {VOCABULARY * WIDTH, WIDTH * WIDTH}
+
+    def casts(jaxpr):
+        for e in jaxpr.eqns:
+            if e.primitive.name == "convert_element_type":
+                made = e.outvars[0].aval
+                yield made.size if made.dtype == dtype and made.size in sizes else 0
+            for inner in _jaxprs.sub_jaxprs(e):
+                yield from casts(inner)
+
+    counts = []
+    for program in bundle.programs:
+        count = collections.Counter()
+        for run in program.instructions:
+            if isinstance(run, Run):
+                is_task = run.label[0] in "FBIW" and run.label[1].isdigit()
+                count[is_task] += sum(casts(bundle.computations[run.computation].jaxpr.jaxpr))
+        counts.append((count[True], count[False]))
+    return counts
+
+
+def scanned(layer, h):
+    return jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w.astype(BF16)), None), h, layer)[0]
+
+
+def cast_where_used(layer, h):
+    return apply_layer(layer.astype(BF16), h)
+
+
+LAYERS = {
+    "plain": apply_layer,
+    "cast-in-the-layer": cast_where_used,
+    "cast-in-a-jitted-layer": jax.jit(cast_where_used),
+    "cast-in-a-checkpointed-layer": jax.checkpoint(cast_where_used),  # pyright: ignore
+    "cast-in-both": jax.checkpoint(jax.jit(cast_where_used)),  # pyright: ignore
+    "cast-in-a-scan": scanned,
+    "cast-in-a-checkpointed-scan": jax.checkpoint(scanned),  # pyright: ignore
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_parameter_is_cast_once_a_step_and_rank(layer):
+    model = make_model()
+
+    def cast(model, dtype):
+        whole = mixed_precision.cast(model, dtype)
+        return whole if layer == "plain" else {**whole, "layers": model["layers"]}
+
+    loss = casting(make_loss(2, LAYERS[layer]), cast=cast)
+    schedule = jaxpp.schedules.OneFOneB()
+    step = place(train_step(jaxpp.schedule(microbatched(loss), schedule)))
+    one_rank = VOCABULARY * WIDTH + 2 * WIDTH * WIDTH
+    assert count_casts(step.lower(model, *data(0)).bundle) == [(0, one_rank), (0, one_rank)]
+
+
+@schedules
+@pytest.mark.parametrize("jitted", [False, True], ids=["plain", "jitted"])
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_each_rank_casts_its_own_parameters(schedule, inside, jitted):
+    model = make_model()
+    stages_per_rank, schedule = SCHEDULES[schedule]
+    cast = mixed_precision.cast
+    if jitted:
+        cast = jax.jit(cast, static_argnums=1)
+    loss = make_loss(RANKS * stages_per_rank)
+    if inside:
+        loss = casting(loss, cast=cast)
+    outer = (lambda model: model) if inside else (lambda model: cast(model, BF16))
+    lowered = place(train_step(jaxpp.schedule(microbatched(loss), schedule), outer)).lower(
+        model, *data(0)
+    )
+    one_rank = VOCABULARY * WIDTH + 2 * WIDTH * WIDTH
+    assert count_casts(lowered.bundle) == [(0, one_rank), (0, one_rank)]
+    testing.assert_no_transfers_of(lowered, 0)
+    assert testing.count_sends(lowered) == testing.count_sends(lowered, "edge")
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_a_tied_parameters_gradients_are_sent_once_a_step(inside):
+    loss = casting(make_loss()) if inside else make_loss()
+    outer = (lambda model: model) if inside else (lambda m: mixed_precision.cast(m, BF16))
+    step = train_step(jaxpp.schedule(microbatched(loss), jaxpp.schedules.OneFOneB()), outer)
+    lowered = place(step).lower(make_model(tied=True), *data(0))
+    assert testing.count_sends(lowered, "gradient") == 2
+    sent = [s.message for p in lowered.bundle.programs for s in p.sends]
+    shapes = {a.shape for m in sent for k, a in zip(m.kinds, m.avals, strict=True) if k == "edge"}
+    assert shapes == {(BATCH // MICROBATCHES, WIDTH)}
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+POLICIES = {
+    "inside": dict(inside=True),
+    "outside": dict(inside=False),
+    "outside-accumulated-in-float32": dict(inside=False, accumulator_dtype=jnp.float32),
+    "inside-accumulated-in-bfloat16": dict(inside=True, accumulator_dtype=(None, BF16)),
+}
+
+
+@functools.cache
+def policy_steps(policy: str, schedule: str, dtype=BF16):
+    """The placed step of a policy, and the single device's: by microbatches, and on the whole."""
+    options = dict(POLICIES[policy])
+    inside = options.pop("inside")
+    stages_per_rank, schedule = SCHEDULES[schedule]
+
+    def make(loss, **more):
+        return microbatched(casting(loss, dtype) if inside else loss, **options, **more)
+
+    cast = (lambda m: m) if inside else (lambda m: mixed_precision.cast(m, dtype))
+    grad_fn = jaxpp.schedule(make(make_loss(RANKS * stages_per_rank)), schedule)
+    whole = jax.value_and_grad(casting(make_loss(1), dtype) if inside else make_loss(1))
+    return (
+        place(train_step(grad_fn, cast)),
+        jax.jit(train_step(make(make_loss(1), wrapped=False), cast)),
+        jax.jit(train_step(whole, cast)),
+    )
+
+
+def slow_unless(condition, *values):
+    return pytest.param(*values, marks=[] if condition else [pytest.mark.slow])
+
+
+MATRIX = [
+    slow_unless(dtype == BF16 and (schedule == "1f1b" or policy == "inside"), *config)
+    for config in [(p, s, d) for p in POLICIES for s in SCHEDULES for d in (BF16, F16)]
+    for policy, schedule, dtype in [config]
+]
+
+
+@pytest.mark.parametrize(("policy", "schedule", "dtype"), MATRIX)
+def test_a_step_is_that_of_the_single_device_by_microbatches(policy, schedule, dtype):
+    placed, plain, _ = policy_steps(policy, schedule, dtype)
+    testing.assert_matches_single_device(
+        placed, plain, make_model(), data=data, num_state=1, bitwise=True
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_is_that_of_the_single_device_on_the_whole_batch(policy):
+    placed, _, whole = policy_steps(policy, "1f1b")
+    got, want = placed(make_model(), *data(0)), whole(make_model(), *data(0))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        scale = float(jnp.max(jnp.abs(y.astype(F32))))
+        np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=0, atol=2e-2 * scale)
+
+
+@pytest.mark.parametrize("policy", ["inside", "outside-accumulated-in-float32"])
+def test_tied_parameters_differ_in_rounding_alone(policy):
+    placed, plain, _ = policy_steps(policy, "1f1b")
+    testing.assert_matches_single_device(
+        placed, plain, make_model(tied=True), data=data, num_state=1, rtol=1e-2
+    )
+
+
+class Net(eqx.Module):
+    layers: list[eqx.nn.Linear]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def test_a_cast_equinox_model_is_cut_at_its_modules():
+    keys = jax.random.split(jax.random.key(0), 4)
+    model = Net([eqx.nn.Linear(WIDTH, WIDTH, key=k) for k in keys])
+    x = jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+
+    def loss(model, x):
+        model = mixed_precision.cast(model, BF16)
+        return jnp.mean(jax.vmap(model)(x.astype(BF16)).astype(jnp.float32) ** 2)
+
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss, at=["layers.2"]))
+    reference = jaxpp.microbatch(eqx.filter_value_and_grad(loss), MICROBATCHES)
+    grad_fn = jaxpp.microbatch(eqx.filter_value_and_grad(staged), MICROBATCHES)
+    grad_fn = jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())
+    got = jaxpp.place(grad_fn, jaxpp.MpmdMesh((RANKS,)))(model, x)
+    chex.assert_trees_all_equal(
+        eqx.filter(got, eqx.is_array), eqx.filter(jax.jit(reference)(model, x), eqx.is_array)
+    )
+
+
+# ---- what sums are in ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_sums_are_in_the_accumulators_dtype(reduce):
+    x = jnp.ones(64, BF16).at[0].set(256.0)  # 256 + 1 is 256 in bfloat16
+    count = 1 if reduce == "sum" else 64
+
+    def total(**options):
+        return jaxpp.microbatch(jnp.sum, 64, in_axes=0, reduce=reduce, **options)(x)
+
+    assert total().dtype == BF16 and float(total()) == 256.0 / count
+    assert total(accumulator_dtype=jnp.float32).dtype == jnp.float32
+    assert float(total(accumulator_dtype=jnp.float32)) == (256.0 + 63.0) / count
+
+
+def test_the_accumulators_dtype_is_a_prefix_for_floats_that_are_added():
+    def outputs(x):
+        total = jnp.sum(x)
+        return {"sum": total, "max": jnp.max(x), "count": jnp.int32(x.size), "own": total}, x
+
+    got = jaxpp.microbatch(
+        outputs,
+        4,
+        in_axes=0,
+        reduce=({"sum": "sum", "max": "max", "count": "sum", "own": "mean"}, "concat"),
+        accumulator_dtype=({"sum": "float32", "max": F32, "count": F32, "own": None}, F32),
+    )(jnp.ones(8, BF16))
+    want = ({"sum": F32, "max": BF16, "count": jnp.int32, "own": BF16}, BF16)
+    assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(jnp.dtype, want)
+
+
+@pytest.mark.parametrize("dtype", [None, F32])
+def test_gradients_outside_are_accumulated_so_too(dtype):
+    loss, model = make_loss(1), mixed_precision.cast(make_model(), BF16)
+    options = dict(in_axes=(None, 0, 0), accumulator_dtype=dtype)
+    inside = jaxpp.microbatch(jax.value_and_grad(loss), MICROBATCHES, **options)(model, *data(0))
+    outside = jax.value_and_grad(jaxpp.microbatch(loss, MICROBATCHES, **options))(model, *data(0))
+    # By JAX's own rule a cotangent has the dtype of what it is for.
+    chex.assert_trees_all_equal_dtypes(outside[1], model)
+    chex.assert_trees_all_equal(outside, (inside[0], mixed_precision.cast(inside[1], BF16)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool])
+def test_an_accumulator_is_of_floats(dtype):
+    with pytest.raises(ValueError, match="accumulator_dtype holds .* no floating-point dtype"):
+        jaxpp.microbatch(jnp.sum, 2, in_axes=0, accumulator_dtype=dtype)(jnp.ones(4))
+
+
+def test_an_accumulators_dtype_is_a_prefix_of_the_result():
+    with pytest.raises(ValueError, match="accumulator_dtype is not a prefix"):
+        jaxpp.microbatch(jnp.sum, 2, in_axes=0, accumulator_dtype=(F32, F32))(jnp.ones(4))
+
+
+# ---- loss scaling -------------------------------------------------------------------------------
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2, eps=1e-3))
+
+
+def scaled_step(transform, num_stages: int, *, conditional: bool = False, library=mixed_precision):
+    """A float16 step with a loss scale in its state; `transform` makes the loss's gradient."""
+
+    def scaled_loss(model, scale, *batch):
+        return scale * casting(make_loss(num_stages), F16)(model, *batch)
+
+    grad_fn = transform(scaled_loss)
+
+    def step(model, opt_state, scale, *batch):
+        value = scale.loss_scale if hasattr(scale, "loss_scale") else scale.value
+        loss, gradients = grad_fn(model, value, *batch)
+        gradients = jax.tree.map(lambda g: g / value, gradients)
+        finite = library.all_finite(gradients)
+
+        def update(model, opt_state):
+            updates, opt_state = OPTIMIZER.update(gradients, opt_state, model)
+            return optax.apply_updates(model, updates), opt_state
+
+        if conditional:
+            model, opt_state = jax.lax.cond(finite, update, lambda *old: old, model, opt_state)
+        else:
+            old = model, opt_state
+            select = getattr(library, "select", None) or library.select_tree
+            model, opt_state = select(finite, update(*old), old)
+        scale = scale.updated(finite) if hasattr(scale, "updated") else scale.adjust(finite)
+        return model, opt_state, scale, loss / value, finite
+
+    return step
+
+
+def by_microbatches(fun, schedule=None):
+    fun = jax.value_and_grad(fun if schedule is None else jaxpp.wrap_forward(fun))
+    fun = jaxpp.microbatch(fun, MICROBATCHES, in_axes=(None, None, 0, 0))
+    return fun if schedule is None else jaxpp.schedule(fun, schedule)
+
+
+SCALING = [
+    slow_unless(schedule == "1f1b" or not conditional, schedule, conditional)
+    for schedule in SCHEDULES
+    for conditional in (False, True)
+]
+
+
+@pytest.mark.parametrize(("schedule", "conditional"), SCALING)
+def test_steps_that_overflow_are_skipped_on_all_ranks(schedule, conditional):
+    stages_per_rank, schedule = SCHEDULES[schedule]
+    transform = functools.partial(by_microbatches, schedule=schedule)
+    step = scaled_step(transform, RANKS * stages_per_rank, conditional=conditional)
+    placed = jaxpp.place(step, jaxpp.MpmdMesh((RANKS,)), donate_argnums=(0, 1))
+    plain = jax.jit(scaled_step(by_microbatches, 1, conditional=conditional))
+    state = make_model(), OPTIMIZER.init(make_model()), mixed_precision.initial_scale(2.0**15, 2)
+    ours, theirs = list(jax.tree.map(jnp.copy, state)), list(state)
+    seen = []
+    for i in range(8):
+        before = jax.tree.map(np.array, ours[:2])
+        *ours, loss, finite = placed(*ours, *data(i))
+        *theirs, want, wanted = plain(*theirs, *data(i))
+        assert bool(finite) == bool(wanted)
+        if not finite:
+            chex.assert_trees_all_equal(jax.tree.map(np.asarray, ours[:2]), before)
+        chex.assert_trees_all_equal(ours[2], theirs[2])
+        np.testing.assert_allclose(loss, want, rtol=1e-3)
+        # Clipping adds up the squares in another order.
+        chex.assert_trees_all_close(ours[:2], theirs[:2], rtol=1e-4, atol=1e-5)
+        seen.append(bool(finite))
+    assert not seen[0] and sum(seen) >= 3
+    assert False in seen[seen.index(True) :]  # it has grown, and overflowed again
+
+
+def test_the_check_is_one_reduction_of_scalars():
+    step = scaled_step(functools.partial(by_microbatches, schedule=SCHEDULES["1f1b"][1]), 2)
+    state = make_model(), OPTIMIZER.init(make_model()), mixed_precision.initial_scale()
+    lowered = jaxpp.place(step, jaxpp.MpmdMesh((RANKS,))).lower(*state, *data(0))
+    edges = testing.count_sends(lowered, "edge")
+    assert testing.count_sends(lowered) == edges + testing.count_sends(lowered, "scalar")
+    # The scale to the first rank, its inverse, the sums and flags, and what came of them.
+    assert testing.count_sends(lowered, "scalar") <= 4
+
+
+def test_jmp_does_the_same():
+    jmp = pytest.importorskip("jmp")
+    transform = functools.partial(by_microbatches, schedule=SCHEDULES["1f1b"][1])
+    placed = jaxpp.place(scaled_step(transform, 2, library=jmp), jaxpp.MpmdMesh((RANKS,)))
+    plain = jax.jit(scaled_step(by_microbatches, 1, library=jmp))
+    scale = jmp.DynamicLossScale(jnp.float32(2.0**18), period=3)
+    state = make_model(), OPTIMIZER.init(make_model()), scale
+    ours = theirs = list(state)
+    for i in range(6):
+        *ours, _, finite = placed(*ours, *data(i))
+        *theirs, _, wanted = plain(*theirs, *data(i))
+        assert bool(finite) == bool(wanted)
+        chex.assert_trees_all_close(ours[:2], theirs[:2], rtol=1e-4, atol=1e-5)
+        assert float(ours[2].loss_scale) == float(theirs[2].loss_scale)
