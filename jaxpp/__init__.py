@@ -2,6 +2,8 @@
 
 from jaxpp import schedules as schedules
 from jaxpp import testing as testing
+from jaxpp._conveniences import accumulate_grads as accumulate_grads
+from jaxpp._conveniences import pipelined as pipelined
 from jaxpp.runtime import Checkpointer as Checkpointer
 from jaxpp.runtime import Measurement as Measurement
 from jaxpp.runtime import MpmdMesh as MpmdMesh
@@ -9,6 +11,8 @@ from jaxpp.runtime import RankError as RankError
 from jaxpp.runtime import RemoteArray as RemoteArray
 from jaxpp.runtime import RemoteMpmdMesh as RemoteMpmdMesh
 from jaxpp.runtime import RemoteSharding as RemoteSharding
+from jaxpp.runtime import StackedArray as StackedArray
+from jaxpp.runtime import StackedSharding as StackedSharding
 from jaxpp.runtime import Trace as Trace
 from jaxpp.runtime import load_state as load_state
 from jaxpp.runtime import measure as measure

@@ -5,6 +5,7 @@ The only module that tests versions, and the only one that uses names which JAX 
 
 import io
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,11 +41,17 @@ def with_closed_type(jaxpr, template):
     return jaxpr if closed else jaxpr.jaxpr
 
 
-def with_equations(jaxpr, eqns, outvars):
-    """An open or closed jaxpr with other equations and results; it keeps its type and constants."""
+def with_equations(jaxpr, eqns, outvars, invars=None):
+    """An open or closed jaxpr with other equations, results and, if given, inputs.
+
+    It keeps its type and constants.
+    """
+    new = {"eqns": list(eqns), "outvars": list(outvars)}
+    if invars is not None:
+        new["invars"] = list(invars)
     if isinstance(jaxpr, jex.Jaxpr):
-        return jaxpr.replace(eqns=list(eqns), outvars=list(outvars))
-    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(eqns=list(eqns), outvars=list(outvars)))
+        return jaxpr.replace(**new)
+    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(**new))
 
 
 def constants_of(jaxpr) -> Sequence[Any]:
@@ -77,9 +84,18 @@ def eliminate_dead_code(jaxpr: jex.ClosedJaxpr, used: Sequence[bool]) -> jex.Clo
 
 
 def source_line(eqn) -> str:
-    """The user's file and line that an equation came from, or an empty string."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    """The user's file and line that an equation came from, or an empty string.
+
+    For what a library of layers computes, it is the line that calls the library.
+    """
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    frame = next(
+        (f for f in frames if not _LAYERS.search(f.file_name)), frames[0] if frames else None
+    )
     return f"{frame.file_name}:{frame.start_line}" if frame else ""
+
+
+_LAYERS = re.compile(r"[/\\]site-packages[/\\](equinox|flax|haiku|optax)[/\\]")
 
 
 def at_source_line(eqn) -> str:
@@ -96,10 +112,16 @@ def in_scope(eqn, name: str):
 
 
 def under_scope(eqn, caller):
-    """The equation `eqn` of a called jaxpr, with the name stack of the call put before its own."""
+    """The equation `eqn` of a called jaxpr, with the name stack of the call put before its own.
+
+    Where it is of a library's own function, its source line is that of the call.
+    """
     source = eqn.source_info
     stack = caller.source_info.name_stack + source.name_stack
-    return eqn.replace(source_info=source.replace(name_stack=stack))
+    traceback = source.traceback
+    if source_info_util.user_frame(traceback) is None:
+        traceback = caller.source_info.traceback
+    return eqn.replace(source_info=source.replace(name_stack=stack, traceback=traceback))
 
 
 def load_on_device(compiled: jax.stages.Compiled, device) -> jax.stages.Compiled | None:

@@ -41,11 +41,13 @@ class Traced:
 
     def output_paths(self) -> list[str]:
         """The path of each array in the function's result, as `jax.tree_util.keystr` writes it."""
-        tree = jtu.tree_unflatten(self.out_tree, list(range(len(self.out_static))))
+        # What JAX asks user-defined pytrees to put up with is an `object()` for a leaf.
+        tree = jtu.tree_unflatten(self.out_tree, [object() for _ in self.out_static])
+        leaves = jtu.tree_flatten_with_path(tree)[0]
         return [
             jtu.keystr(path)
-            for path, i in jtu.tree_flatten_with_path(tree)[0]
-            if self.out_static[i] is _STATIC_OUTPUT
+            for (path, _), static in zip(leaves, self.out_static, strict=True)
+            if static is _STATIC_OUTPUT
         ]
 
 
@@ -116,6 +118,7 @@ _CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
     "custom_jvp_call": "call_jaxpr",

@@ -75,6 +75,13 @@ class Free:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Wait:
+    """Waits until slots have been computed: what only they were computed from is gone by then."""
+
+    slots: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Fed:
     """Stands for an array that ranks in other processes load themselves.
 
@@ -86,7 +93,7 @@ class Fed:
     aval: Any
 
 
-Instruction = Run | Send | Receive | Free
+Instruction = Run | Send | Receive | Free | Wait
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,8 +123,11 @@ class Bundle:
     """All programs of a step, and what they share.
 
     `in_avals` and `out_avals` are the types of the step's flat arguments and results, and
-    `arg_names` the paths of the arguments. `donated` are the arguments that the step consumes, and
-    `output_literals` results that are the same in every step.
+    `arg_names` the paths of the arguments. `donated` are the arguments that the step consumes.
+
+    A stacked array is several flat arguments or results, each some of its rows: `in_cuts` and
+    `out_cuts` have, for each array of the caller, where its rows are cut, `(0, 2, 4)`, or None
+    where it is whole. Empty, all are whole.
     """
 
     programs: tuple[Program, ...]
@@ -126,6 +136,8 @@ class Bundle:
     out_avals: tuple[Any, ...]
     arg_names: tuple[str, ...]
     donated: frozenset[int]
+    in_cuts: tuple[tuple[int, ...] | None, ...] = ()
+    out_cuts: tuple[tuple[int, ...] | None, ...] = ()
 
     def as_text(self) -> str:
         """The programs, one instruction a line."""
@@ -150,6 +162,8 @@ class Bundle:
                 return f"receive {_join(slots)} from rank {message.source}: {_what(message)}"
             case Free(slots):
                 return f"free {_join(slots)}"
+            case Wait(slots):
+                return f"wait for {_join(slots)}"
 
 
 def _join(slots: Sequence[int]) -> str:

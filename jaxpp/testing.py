@@ -202,7 +202,9 @@ def _check_equal(step: int, got, want, bundle: Bundle | None, tolerance) -> None
 
 def _place_of(bundle: Bundle | None, number: int) -> str:
     """The ranks that give a result, and their stages."""
-    ranks = [] if bundle is None else [p for p in bundle.programs if number in dict(p.outputs)]
+    flat = [] if bundle is None else _flat_numbers(bundle.out_cuts, len(bundle.out_avals))[number]
+    programs = [] if bundle is None else bundle.programs
+    ranks = [p for p in programs if any(n in flat for n, _ in p.outputs)]
     named = [
         f"rank {p.rank} of stage{'s' * (len(p.stages) > 1)} {', '.join(map(str, p.stages))}"
         for p in ranks
@@ -323,10 +325,13 @@ def _signature(tree: Any) -> tuple[Any, list[Any]]:
 
 def _donated(args: Sequence[Any], bundle: Bundle | None) -> set[int]:
     """The positions of donated arguments."""
+    if bundle is None:
+        return set()
     donated, start = set(), 0
+    flat = _flat_numbers(bundle.in_cuts, len(bundle.in_avals))
     for j, arg in enumerate(args):
         size = sum(map(_jaxprs.is_array, jtu.tree_leaves(arg)))
-        if bundle is not None and any(n in bundle.donated for n in range(start, start + size)):
+        if any(n in bundle.donated for own in flat[start : start + size] for n in own):
             donated.add(j)
         start += size
     return donated
@@ -387,20 +392,41 @@ def _arguments(bundle: Bundle, argument: Any) -> list[int]:
             for path, x in jtu.tree_leaves_with_path(argument)
             if _jaxprs.is_array(x)
         ]
-        types = {p: _type(a) for p, a in zip(paths, bundle.in_avals, strict=True)}
+        whole = _whole_arguments(bundle)
+        types = {path: own for path, (own, _) in whole.items()}
         first = leaves[0][0] if leaves else ""
-        prefixes = {p.removesuffix(first) for p in paths if leaves and p.endswith(first)}
+        prefixes = {p.removesuffix(first) for p in whole if leaves and p.endswith(first)}
         wanted = {
             prefix + path
             for prefix in prefixes
             if all(types.get(prefix + path) == own for path, own in leaves)
             for path, _ in leaves
         }
-        found = [n for n, p in enumerate(paths) if p in wanted]
+        found = [n for path in whole if path in wanted for n in whole[path][1]]
         what = f"a {type(argument).__name__} with these {len(leaves)} arrays"
     if not found:
         shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
         raise ValueError(f"the step has no argument {what}; the paths of its arrays are {shown}.")
+    return found
+
+
+def _flat_numbers(cuts: Sequence[Any], count: int) -> list[list[int]]:
+    """For each array of the caller the numbers of the flat ones that it is: one, or its parts."""
+    rest = iter(range(count))
+    sizes = [1 if cut is None else len(cut) - 1 for cut in cuts] or [1] * count
+    return [list(itertools.islice(rest, size)) for size in sizes]
+
+
+def _whole_arguments(bundle: Bundle) -> dict[str, tuple[Any, list[int]]]:
+    """The type of each argument of the caller by its path, and the numbers of the flat ones."""
+    found: dict[str, tuple[Any, list[int]]] = {}
+    numbers = _flat_numbers(bundle.in_cuts, len(bundle.in_avals))
+    cuts = bundle.in_cuts or (None,) * len(numbers)
+    for own, cut in zip(numbers, cuts, strict=True):
+        path, (shape, dtype) = bundle.arg_names[own[0]], _type(bundle.in_avals[own[0]])
+        if cut is not None:
+            path, shape = path.removesuffix(f"[0:{cut[1]}]"), (cut[-1], *shape[1:])
+        found[path] = (shape, dtype), own
     return found
 
 

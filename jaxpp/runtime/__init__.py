@@ -5,6 +5,8 @@ from jaxpp.runtime._remote import RankError as RankError
 from jaxpp.runtime._remote import RemoteArray as RemoteArray
 from jaxpp.runtime._remote import RemoteMpmdMesh as RemoteMpmdMesh
 from jaxpp.runtime._remote import RemoteSharding as RemoteSharding
+from jaxpp.runtime._stacked import StackedArray as StackedArray
+from jaxpp.runtime._stacked import StackedSharding as StackedSharding
 from jaxpp.runtime._state import Checkpointer as Checkpointer
 from jaxpp.runtime._state import load_state as load_state
 from jaxpp.runtime._state import save_state as save_state

@@ -19,15 +19,24 @@ def check_arguments(bundle: Bundle, args: Sequence[Any]) -> None:
     for n, arg in enumerate(args):
         if not isinstance(arg, jax.Array):
             continue
-        if arg.is_deleted():
-            why = getattr(arg, "why_deleted", "") or "donated to an earlier call, which deleted it"
-            raise ValueError(
-                f"args{names[n]} was {why}; pass what that call returned, or leave the argument "
-                f"out of donate_argnums."
-            )
+        check_there(arg, names[n])
         first = seen.setdefault(id(arg), n)
         if first != n and (n in donated or first in donated):
             raise ValueError(
                 f"args{names[n]} is the same array as args{names[first]}, and one of them is "
                 f"donated, which deletes both. Copy it with jnp.copy, or do not donate it."
             )
+
+
+def check_there(arg: Any, name: str) -> None:
+    """Checks that an argument has not been deleted.
+
+    Raises:
+        ValueError: it has been.
+    """
+    if isinstance(arg, jax.Array) and arg.is_deleted():
+        why = getattr(arg, "why_deleted", "") or "donated to an earlier call, which deleted it"
+        raise ValueError(
+            f"args{name} was {why}; pass what that call returned, or leave the argument out of "
+            f"donate_argnums."
+        )

@@ -156,7 +156,7 @@ class Copier:
         >>> import jax
         >>> types = ArrayType((3,), "int32"), ArrayType((2,), "bfloat16")
         >>> Copier(types, (0, 16), jax.devices()[0])(bytes(4 * [1, 0, 0, 0]) + bytes(4 * [64]))
-        [Array([1, 1, 1], dtype=int32), Array([3.00781, 3.00781], dtype=bfloat16)]
+        [Array([1, 1, 1], dtype=int32), Array([3, 3], dtype=bfloat16)]
     """
 
     def __init__(self, array_types: Sequence[ArrayType], offsets: Sequence[int], device: Any):

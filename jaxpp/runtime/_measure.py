@@ -17,6 +17,7 @@ import jax.tree_util as jtu
 from jaxpp._program import Instruction, Receive, Run, Send
 from jaxpp.runtime import _figures
 from jaxpp.runtime._mesh import LocalStep
+from jaxpp.runtime._stacked import StackedStep
 from jaxpp.runtime._worker import Chunk
 from jaxpp.schedules import Costs, Dependencies, Table, Task, Timeline, simulate
 from jaxpp.transforms._place import Compiled, Placed
@@ -209,9 +210,13 @@ def _loaded(step: Any, args: Sequence[Any]) -> tuple[LocalStep, list[Any]]:
         raise TypeError(
             f"measure needs a step that place made, got {step!r}; use jaxpp.place(step, mesh)."
         )
-    if not isinstance(compiled._run, LocalStep):
+    run: Any = compiled._run
+    arrays = [leaves[i] for i in compiled._signature.arrays]
+    if isinstance(run, StackedStep):
+        run, arrays = run.step, run.flat(arrays)
+    if not isinstance(run, LocalStep):
         raise TypeError("measure runs steps that are on a jaxpp.MpmdMesh; place the step on one.")
-    return compiled._run, [leaves[i] for i in compiled._signature.arrays]
+    return run, arrays
 
 
 def _placed_copies(local: LocalStep, arrays: Sequence[Any]) -> list[Any]:

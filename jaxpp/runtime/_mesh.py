@@ -15,6 +15,7 @@ from jaxpp._program import Bundle, Message, default_mesh
 from jaxpp.runtime import _compile, _worker
 from jaxpp.runtime._arguments import check_arguments
 from jaxpp.runtime._axes import PIPELINE_AXIS, check_axes
+from jaxpp.runtime._stacked import put_together, with_stacked
 from jaxpp.runtime._trace import LocalTracing, Trace
 
 
@@ -64,9 +65,9 @@ class MpmdMesh:
         """The number of pipeline ranks."""
         return len(self.devices)
 
-    def load(self, bundle: Bundle) -> "LocalStep":
-        """Compiles a step, and gives the function that runs it on its flat arguments."""
-        return LocalStep(bundle, self.devices, self._tracing)
+    def load(self, bundle: Bundle) -> Any:
+        """Compiles a step, and gives the function that runs it on its arguments."""
+        return with_stacked(LocalStep(bundle, self.devices, self._tracing), bundle)
 
     def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
         """Starts to record what the ranks run and send.
@@ -207,6 +208,8 @@ class LocalStep:
         self, args: Sequence[Any], dispatch: Callable[[], None] | None = None
     ) -> list[Any]:
         """Runs the step; returns when everything has been dispatched, here or by `dispatch`."""
+        if dispatch is None and (results := put_together(self, args)) is not None:
+            return results
         check_arguments(self.bundle, args)
         for feed, arg in zip(self.feeds, args, strict=True):
             feed(arg)

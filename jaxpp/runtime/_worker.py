@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jaxpp._program import Free, Instruction, Message, Program, Receive, Run, Send
+import jax
+
+from jaxpp._program import Free, Instruction, Message, Program, Receive, Run, Send, Wait
 
 Chunk = tuple[Instruction, ...]
 
@@ -56,6 +58,8 @@ class Worker:
                     slots[slot] = None
             elif isinstance(instruction, Send):
                 self._transport.send([slots[i] for i in instruction.slots], instruction.message)
+            elif isinstance(instruction, Wait):
+                jax.block_until_ready([slots[i] for i in instruction.slots])
             else:
                 arrays = self._transport.receive(instruction.message)
                 for slot, value in zip(instruction.slots, arrays, strict=True):

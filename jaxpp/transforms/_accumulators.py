@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpp import _jaxprs
@@ -10,6 +11,10 @@ from jaxpp.transforms._body import Body
 
 _ADDS = frozenset({"add", "add_any"})
 _EXTREMES = frozenset({"max", "min", "and", "or"})
+#: What a sum may go through on the way to its accumulator: casts, and moves of data.
+_LINEAR = frozenset(
+    {"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "copy"}
+)
 
 
 def hand_through_zeros(body: Body) -> Body:
@@ -87,18 +92,24 @@ def split_shared_sums(body: Body) -> Sums:
             return eqn, right
         return (eqn, left) if itself(right) is carry else None
 
-    def terms(v) -> tuple[list[Any], list[int]]:
-        """The terms of a sum outside of any task, and the equations that add them."""
+    def terms(v) -> list[_Term]:
+        """The terms of a sum; what one task makes all of is one."""
         i = None if _jaxprs.is_literal(v) else maker.get(v)
-        if (
-            i is None
-            or body.position[i] is not None
-            or body.eqns[i].primitive.name not in _ADDS
-            or readers[v] != 1
-        ):
-            return [v], []
-        left, right = map(terms, body.eqns[i].invars)
-        return [*left[0], *right[0]], [i, *left[1], *right[1]]
+        if i is None or readers[v] != 1:
+            return [_Term(v)]
+        eqn, position = body.eqns[i], body.position[i]
+        if position is not None and position < body.num_stages:  # what a forward pass adds up
+            return [_Term(v)]
+        if eqn.primitive.name in _ADDS:
+            found = [t for operand in eqn.invars for t in terms(operand)]
+        elif eqn.primitive.name in _LINEAR and jnp.issubdtype(v.aval.dtype, jnp.inexact):
+            found = [t.through(eqn) for t in terms(eqn.invars[0])]
+        else:
+            return [_Term(v)]
+        tasks = {at.get(t.value) for t in found if not _jaxprs.is_literal(t.value)}
+        if tasks == {at.get(v)}:
+            return [_Term(v)]
+        return [dataclasses.replace(t, dropped=(*t.dropped, i)) for t in found]
 
     carries, outs = list(body.carries), list(body.carry_outs)
     summands: list[tuple[int, ...]] = []
@@ -114,11 +125,11 @@ def split_shared_sums(body: Body) -> Sums:
         folds[j] = eqn.primitive
         if eqn.primitive.name not in _ADDS:
             continue
-        found, adds = terms(value)
+        found = terms(value)
         groups = _by_task(found, at)
         if len(groups) < 2:
             continue
-        dropped.update([maker[out], *adds])
+        dropped.update([maker[out], *(i for t in found for i in t.dropped)])
         dropped.update(maker[v] for v in eqn.invars if itself(v) is carry and v is not carry)
         for n, group in enumerate(groups):
             if n > 0:
@@ -127,8 +138,8 @@ def split_shared_sums(body: Body) -> Sums:
                 carry, out = _jaxprs.fresh_var(carry), _jaxprs.fresh_var(out)
                 carries.append(carry)
                 outs.append(out)
-            value = group[0]
-            for v in group[1:]:
+            value, *others = (_finished(t, sums) for t in group)
+            for v in others:
                 partial = _jaxprs.fresh_var(v)
                 sums.append(eqn.replace(invars=[value, v], outvars=[partial]))
                 value = partial
@@ -140,14 +151,40 @@ def split_shared_sums(body: Body) -> Sums:
     return Sums(apart, tuple(summands), folds)
 
 
-def _by_task(terms: list[Any], at: dict[Any, int]) -> list[list[Any]]:
+@dataclasses.dataclass(frozen=True)
+class _Term:
+    """A term of a sum.
+
+    `linear` are the equations between it and the sum, to be applied to it alone; `dropped` are the
+    numbers of the equations that this makes needless.
+    """
+
+    value: Any
+    linear: tuple[Any, ...] = ()
+    dropped: tuple[int, ...] = ()
+
+    def through(self, eqn) -> "_Term":
+        return dataclasses.replace(self, linear=(*self.linear, eqn))
+
+
+def _finished(term: _Term, eqns: list[Any]) -> Any:
+    """The value of a term with what is applied to it, whose equations are added to `eqns`."""
+    value = term.value
+    for eqn in term.linear:
+        result = _jaxprs.fresh_var(eqn.outvars[0])
+        eqns.append(eqn.replace(invars=[value], outvars=[result]))
+        value = result
+    return value
+
+
+def _by_task(terms: list[_Term], at: dict[Any, int]) -> list[list[_Term]]:
     """Terms in groups by the task that makes them.
 
     What no task makes (the gradient of a penalty on the parameter) goes with the first that does.
     """
-    tasks = [None if _jaxprs.is_literal(v) else at.get(v) for v in terms]
+    tasks = [None if _jaxprs.is_literal(t.value) else at.get(t.value) for t in terms]
     first = next((p for p in tasks if p is not None), None)
-    groups: dict[int | None, list[Any]] = {}
-    for v, p in zip(terms, tasks, strict=True):
-        groups.setdefault(first if p is None else p, []).append(v)
+    groups: dict[int | None, list[_Term]] = {}
+    for t, p in zip(terms, tasks, strict=True):
+        groups.setdefault(first if p is None else p, []).append(t)
     return list(groups.values())

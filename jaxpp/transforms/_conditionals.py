@@ -1,5 +1,6 @@
 """Conditionals around the loops, where their values are on several stages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,11 +29,16 @@ def expand_conditionals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         ]
         if not spanning:
             return jaxpr
-        eqns: list[Any] = []
-        for eqn in jaxpr.eqns:
-            eqns.extend(_as_selects(eqn) if eqn in spanning else [eqn])
-        jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, eqns)
-        jaxpr = _jaxprs.inline(jaxpr, lambda e: not _marks.is_stage_call(e))
+        jaxpr = as_selects(jaxpr, spanning)
+
+
+def as_selects(jaxpr: jex.ClosedJaxpr, conditionals: Sequence[Any]) -> jex.ClosedJaxpr:
+    """Turns some `cond` equations of a flat jaxpr into selects: both branches are computed."""
+    eqns: list[Any] = []
+    for eqn in jaxpr.eqns:
+        eqns.extend(_as_selects(eqn) if eqn in conditionals else [eqn])
+    jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, eqns)
+    return _jaxprs.inline(jaxpr, lambda e: not _marks.is_stage_call(e))
 
 
 def _array_stages(jaxpr) -> dict[Any, frozenset[int]]:

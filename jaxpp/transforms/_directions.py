@@ -67,16 +67,13 @@ def separate(tasks: _loop.LoopTasks, directions: int, carries: Sequence[Any]) ->
     if directions == 1:
         return Directed(tasks, tuple(carries), (), tasks.num_ys)
     written = sorted({r.index for b in tasks.bodies for r in b.outputs if r.source == "carry"})
-    for body in tasks.bodies:
-        for ref in body.outputs:
-            if ref.source == "carry" and ref.index not in tasks.folds:
-                raise schedules.ScheduleError(
-                    f"the schedule sends microbatches through the ranks in {directions} "
-                    f"directions, but the loop carries a value through {body.kind}[stage "
-                    f"{body.stage}] from each microbatch to the next in order; combine it by "
-                    f"'mean', 'sum', 'max', 'stack' or 'concat', or use a schedule of one "
-                    f"direction."
-                )
+    for (kind, stage), line in _loop.ordered_carries(tasks).items():
+        raise schedules.ScheduleError(
+            f"the schedule sends microbatches through the ranks in {directions} directions, but "
+            f"the loop carries a value{line} through {kind}[stage {stage}] from each microbatch to "
+            f"the next in order; combine it by 'mean', 'sum', 'max', 'stack' or 'concat', or use a "
+            f"schedule of one direction."
+        )
     bodies, parts, firsts = list(tasks.bodies), [], list(carries)
     for direction in range(1, directions):
         number = {j: len(firsts) + n for n, j in enumerate(written)}

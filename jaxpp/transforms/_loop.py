@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from jaxpp import _jaxprs
+from jaxpp import _compat, _jaxprs
 from jaxpp.schedules import Dependencies, Kind, Table, Task
 
 
@@ -93,6 +93,20 @@ class LoopTasks:
             )
             for body in bodies
         }
+
+    def without_unread(self, consts: Sequence[Any]) -> tuple["LoopTasks", list[Any]]:
+        """The tasks without the constants that none reads, and the constants that they have."""
+        read = sorted({r.index for b in self.bodies for r in b.inputs if r.source == "const"})
+        number = {old: new for new, old in enumerate(read)}
+
+        def move(ref: Ref) -> Ref:
+            return Ref("const", number[ref.index]) if ref.source == "const" else ref
+
+        bodies = tuple(
+            dataclasses.replace(b, inputs=tuple(map(move, b.inputs))) for b in self.bodies
+        )
+        own = dataclasses.replace(self, bodies=bodies, num_consts=len(read))
+        return own, [consts[i] for i in read]
 
     def of_direction(self, direction: int) -> list[TaskBody]:
         """The bodies of the tasks of one direction."""
@@ -202,6 +216,22 @@ def result_stages(eqn) -> list[frozenset[int]]:
             elif ref.source == "y":
                 made[tasks.num_carry + ref.index] = frozenset({body.stage})
     return made
+
+
+def ordered_carries(tasks: LoopTasks) -> dict[tuple[Kind, int], str]:
+    """The tasks that hand a value on to themselves with the next microbatch, which must keep order.
+
+    Each with the place in the user's code that makes the value, ` at file:line`.
+    """
+    found: dict[tuple[Kind, int], str] = {}
+    for body in tasks.bodies:
+        maker = {v: e for e in body.jaxpr.eqns for v in e.outvars}
+        for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
+            if ref.source == "carry" and ref.index not in tasks.folds:
+                eqn = None if _jaxprs.is_literal(v) else maker.get(v)
+                line = "" if eqn is None else _compat.at_source_line(eqn)
+                found[body.kind, body.stage] = found.get((body.kind, body.stage)) or line
+    return found
 
 
 def table_of(eqn) -> Table:

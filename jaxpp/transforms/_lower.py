@@ -7,7 +7,7 @@ its first use, and each slot is freed after its last use.
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,6 +62,7 @@ def lower(
     placement: _placement.Placement,
     donated: frozenset[int],
     arg_names: Sequence[str],
+    gathered: Mapping[Any, str] | None = None,
 ) -> Bundle:
     """Lowers a placed step to programs.
 
@@ -70,8 +71,15 @@ def lower(
         placement: its segments and loops, in order.
         donated: the arguments that the step may consume.
         arg_names: the path of each argument.
+        gathered: arrays that are put together from their parts, and why.
     """
-    lowering = _Lowering(placement, list(jaxpr.jaxpr.invars), donated, arg_names)
+    why = {
+        v: reason
+        for e in jaxpr.eqns
+        if (reason := (gathered or {}).get(e.outvars[0] if e.outvars else None))
+        for v in _jaxprs.variables(e.invars)
+    }
+    lowering = _Lowering(placement, list(jaxpr.jaxpr.invars), donated, arg_names, why)
     for step in placement.steps:
         if isinstance(step, _placement.Segment):
             lowering.segment(step)
@@ -81,8 +89,9 @@ def lower(
 
 
 class _Lowering:
-    def __init__(self, placement: _placement.Placement, args, donated, arg_names):
+    def __init__(self, placement: _placement.Placement, args, donated, arg_names, why_gathered):
         self.placement = placement
+        self.why_gathered: Mapping[Any, str] = why_gathered
         #: The rank of each place: of each stage, in one direction after the other.
         self.ranks_of = sum(placement.directions, ())
         self.num_ranks = max(self.ranks_of) + 1
@@ -93,11 +102,11 @@ class _Lowering:
         self.computations = _Computations()
         self.events: list[_Event] = []
         self.segments: list[tuple[int, _placement.Segment]] = []
-        self.avals: dict[Hashable, Any] = {v: v.aval for v in args}
-        self.kinds: dict[Hashable, str] = {v: _kind(v, "argument") for v in args}
-        self.names: dict[Hashable, str] = {
-            v: f"args{n}" for v, n in zip(args, self.arg_names, strict=True)
-        }
+        self.avals: dict[Hashable, Any] = {}
+        self.kinds: dict[Hashable, str] = {}
+        self.names: dict[Hashable, str] = {}
+        for v, n in zip(args, self.arg_names, strict=True):
+            self._name(v, v.aval, _kind(v, "argument"), f"args{n}")
         self.constants: dict[Hashable, Any] = {}
         self.loop_number = itertools.count()
 
@@ -111,9 +120,9 @@ class _Lowering:
         maker = {v: e for e in segment.part.jaxpr.eqns for v in e.outvars}
         for v in segment.part.outputs:
             call = _marks.stage_of_call(maker[v]) if v in maker else None
-            self.avals[v] = v.aval
-            self.kinds.setdefault(v, _kind(v, "gathered" if call is None else "edge"))
-            self.names.setdefault(v, f"{segment.label} {_origin(maker.get(v))}")
+            if v not in self.names:
+                kind = _kind(v, "gathered" if call is None else "edge")
+                self._name(v, v.aval, kind, f"{segment.label} {_origin(maker.get(v))}")
         for rank in self.ranks(segment.place):
             event = _Event(
                 rank, -1, list(segment.part.inputs), list(segment.part.outputs), segment.label
@@ -192,6 +201,9 @@ class _Lowering:
 
     def _name(self, key: Hashable, aval: Any, kind: str, name: str) -> Hashable:
         """Notes what messages say of a value, and gives it back."""
+        if key in self.why_gathered:
+            kind = "scalar" if kind == "scalar" else "gathered"
+            name = f"{name} {self.why_gathered[key]}"
         self.avals[key], self.kinds[key], self.names[key] = aval, kind, name
         return key
 

@@ -13,6 +13,9 @@ from jax.custom_derivatives import SymbolicZero
 from jaxpp import _jaxprs
 from jaxpp.transforms import _reductions
 
+#: For an argument, that it is what the microbatch before it gave back.
+CARRY = "carry"
+
 
 def microbatch(
     fun: Callable,
@@ -20,29 +23,44 @@ def microbatch(
     *,
     in_axes: Any = (None, 0),
     reduce: Any = "mean",
+    accumulator_dtype: Any = None,
 ) -> Callable:
     """Runs `fun` on slices of its arguments and combines the results, in the memory of one slice.
 
     One `lax.scan` over the slices. `microbatch(jax.value_and_grad(f), M)` and
     `jax.value_and_grad(microbatch(f, M))` do the same work: the second accumulates the gradient of
-    its first scalar output slice by slice, in the forward pass (other outputs are differentiated by
-    running the slices again). Forward-mode differentiation is not supported.
+    its first scalar output slice by slice, in the forward pass (other outputs, and all where a
+    value is carried, are differentiated by running the slices again). Forward-mode differentiation
+    is not supported.
+
+    A state that each slice starts from where the slice before it left off (the running statistics
+    of BatchNorm, a recurrent state, a random key) is `"carry"` in both `in_axes` and `reduce`: the
+    arrays carried out of one slice go, in the order of their leaves, into the next one. The result
+    is that of a loop over the slices in order; a schedule that does not keep it is an error.
 
     Args:
         fun: a function of pytrees, called with positional arguments.
         num_microbatches: how many slices, M.
         in_axes: as in `jax.vmap`, an int or None for each argument, or a prefix of its pytree: the
             axis to slice; None passes the whole. Slice i holds the i-th run of `size / M` indices.
+            The sizes are the same, or M for what has an entry for each slice, such as a random key.
+            `"carry"` passes the whole to the first slice, and to each further one what the slice
+            before it made of it.
         reduce: how each output is combined, a prefix of the result's pytree: `"mean"`, `"sum"`,
             `"max"`, `"last"`, `"stack"` (a new first axis of size M), `"concat"` (along the first
-            axis), or an object with `init`, `combine` and `finish` (see `jaxpp.Operator`).
+            axis), `"carry"` (goes into the next slice; the last one is the result), or an object
+            with `init`, `combine` and `finish` (see `jaxpp.Operator`).
+        accumulator_dtype: the floating-point dtype in which `"mean"` and `"sum"` accumulate and
+            return floats, a prefix of the result's pytree; None is each output's own. With float32
+            the gradients by bfloat16 parameters are summed in, and come back as, float32.
 
     Returns:
         A function with the same arguments and results.
 
     Raises:
         ValueError: if the size of a sliced axis is not a multiple of M, differs between arguments,
-            or an output has no such reduction.
+            an output has no such reduction, `accumulator_dtype` holds no floating dtype, or what is
+            carried out of a slice does not fit what is carried in.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -50,6 +68,11 @@ def microbatch(
         >>> grad = jaxpp.microbatch(jax.grad(loss), 2)
         >>> float(grad(3.0 * jnp.ones(()), jnp.arange(4.0)))
         21.0
+        >>> smooth = lambda state, x: (jnp.mean(x - state), state / 2 + jnp.mean(x) / 2)
+        >>> follow = jaxpp.microbatch(smooth, 2, in_axes=("carry", 0), reduce=("stack", "carry"))
+        >>> error, state = follow(jnp.zeros(()), jnp.arange(4.0))
+        >>> error.tolist(), float(state)
+        ([0.5, 2.25], 1.375)
     """
     is_number = isinstance(num_microbatches, int | np.integer) and num_microbatches is not True
     if not is_number or num_microbatches < 1:
@@ -65,38 +88,49 @@ def microbatch(
         axes = [a if _jaxprs.is_array(leaf) else None for a, leaf in zip(axes, leaves, strict=True)]
         paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(args)[0]]
         _check_sizes(leaves, axes, paths, count)
-        sliced = [i for i, a in enumerate(axes) if a is not None]
         small = [
             leaf if axis is None else _slice_type(leaf, axis, count)
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
         traced = _jaxprs.trace(fun, jtu.tree_unflatten(tree, small))
-        operators = _resolve_outputs(reduce, traced)
+        operators = _resolve_outputs(reduce, accumulator_dtype, traced)
+        carried = [(p, x) for p, a, x in zip(paths, axes, small, strict=True) if a == CARRY]
+        _check_carried(carried, operators, traced)
         # Inputs of the traced jaxpr: what is closed over, then the array leaves in order.
         arrays = [i for i, leaf in enumerate(leaves) if _jaxprs.is_array(leaf)]
-        is_sliced = [False] * traced.num_closed_over + [i in sliced for i in arrays]
         inputs = list(traced.inputs[: traced.num_closed_over])
+        roles = ["whole"] * len(inputs)
         for i in arrays:
             axis = axes[i]
-            inputs.append(leaves[i] if axis is None else _stack_slices(leaves[i], axis, count))
-        return traced.rebuild(_loop(traced.jaxpr, is_sliced, operators, count)(*inputs))
+            if isinstance(axis, int):
+                inputs.append(_stack_slices(leaves[i], axis, count))
+                roles.append("slice")
+            else:
+                inputs.append(leaves[i])
+                roles.append("whole" if axis is None else CARRY)
+        return traced.rebuild(_loop(traced.jaxpr, roles, operators, count)(*inputs))
 
     return microbatched
 
 
-def _loop(jaxpr, is_sliced: Sequence[bool], operators: Sequence[Any], count: int) -> Callable:
-    """The loop over slices as a function of the jaxpr's inputs, with its derivative."""
+def _loop(jaxpr, roles: Sequence[str], operators: Sequence[Any], count: int) -> Callable:
+    """The loop over slices as a function of the jaxpr's inputs, with its derivative.
+
+    The role of an input is `"whole"`, `"slice"` or `"carry"`.
+    """
 
     def run_body(*inputs):
         return _jaxprs.run(jaxpr, *inputs)
 
-    plain = functools.partial(_run_loop, run_body, is_sliced, operators, count)
+    plain = functools.partial(_run_loop, run_body, roles, operators, count)
     avals = [v.aval for v in jaxpr.jaxpr.outvars]
     main = next(
         (
             i
             for i, (op, aval) in enumerate(zip(operators, avals, strict=True))
-            if getattr(op, "sums", False)
+            # What a slice carries to the next has a gradient that only comes back after the last.
+            if CARRY not in roles
+            and getattr(op, "sums", False)
             and aval.shape == ()
             and jnp.issubdtype(aval.dtype, jnp.floating)
         ),
@@ -127,16 +161,17 @@ def _loop(jaxpr, is_sliced: Sequence[bool], operators: Sequence[Any], count: int
             )
             return [*outputs, *pullback(jnp.ones_like(value))]
 
-        mean = _reductions.REDUCTIONS["mean"]
-        total = _reductions.REDUCTIONS["sum"]
-        share = operators[main]
-        stacked = _reductions.Collect("stack", lambda s: s / count if share is mean else s)
+        share = operators[first]
+        is_mean = share.name == "mean"
+        stacked = _reductions.Collect("stack", lambda s: s / count if is_mean else s)
+        added = _reductions.REDUCTIONS[share.name]
         gradient_operators = [
-            stacked if is_sliced[i] else (share if share is mean else total) for i in active
+            stacked
+            if roles[i] == "slice"
+            else _reductions.accumulate_in(added, share.dtype, inputs[i])
+            for i in active
         ]
-        results = _run_loop(
-            with_gradient, is_sliced, [*operators, *gradient_operators], count, *inputs
-        )
+        results = _run_loop(with_gradient, roles, [*operators, *gradient_operators], count, *inputs)
         outputs, gradients = results[: len(operators)], results[len(operators) :]
         return outputs, (inputs, dict(zip(active, gradients, strict=True)))
 
@@ -149,11 +184,9 @@ def _loop(jaxpr, is_sliced: Sequence[bool], operators: Sequence[Any], count: int
             rest[main] = SymbolicZero(avals[main])
             if not isinstance(ct, SymbolicZero):
                 for i, g in gradients.items():
-                    result[i] = (ct * g).astype(g.dtype)
+                    result[i] = (ct * g).astype(inputs[i].dtype)
         if any(not isinstance(ct, SymbolicZero) for ct in rest):
-            again = functools.partial(
-                _run_loop, jax.checkpoint(run_body), is_sliced, operators, count
-            )
+            again = functools.partial(_run_loop, jax.checkpoint(run_body), roles, operators, count)
             active = [i for i, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
             def of_active(*chosen):
@@ -181,37 +214,50 @@ def _zero_cotangent(y):
     return np.zeros(y.shape, jax.dtypes.float0)
 
 
-def _run_loop(body: Callable, is_sliced, operators, count: int, *inputs: Any) -> list[Any]:
-    """Scans `body` over the slices, folding or collecting each of its outputs."""
-    whole = [x for x, s in zip(inputs, is_sliced, strict=True) if not s]
-    slices = [x for x, s in zip(inputs, is_sliced, strict=True) if s]
+def _run_loop(body: Callable, roles, operators, count: int, *inputs: Any) -> list[Any]:
+    """Scans `body` over the slices, folding, collecting or handing on each of its outputs."""
+    whole, first, slices = (
+        [x for x, r in zip(inputs, roles, strict=True) if r == role]
+        for role in ("whole", CARRY, "slice")
+    )
 
-    def call(whole, one):
-        whole, one = iter(whole), iter(one)
-        return body(*(next(one) if s else next(whole) for s in is_sliced))
+    def call(carried, one):
+        given = {"whole": iter(whole), CARRY: iter(carried), "slice": iter(one)}
+        return body(*(next(given[role]) for role in roles))
 
     one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in slices]
-    shapes = jax.eval_shape(call, whole, one)
-    folded = [i for i, op in enumerate(operators) if not isinstance(op, _reductions.Collect)]
+    shapes = jax.eval_shape(call, first, one)
 
-    def step(accs, one):
-        outputs = call(whole, one)
-        accs = [operators[i].combine(acc, outputs[i]) for i, acc in zip(folded, accs, strict=True)]
-        return accs, [y for i, y in enumerate(outputs) if i not in folded]
+    def those(kind, outputs):
+        return [y for op, y in zip(operators, outputs, strict=True) if isinstance(op, kind)]
 
-    init = [operators[i].init(shapes[i]) for i in folded]
-    accs, stacked = jax.lax.scan(step, init, slices, length=count)
-    accs, stacked = iter(accs), iter(stacked)
-    return [
-        op.finish(next(stacked))
-        if isinstance(op, _reductions.Collect)
-        else op.finish(next(accs), count)
-        for op in operators
-    ]
+    others = (_reductions.Collect, _reductions.Carry)
+    folds = [i for i, op in enumerate(operators) if not isinstance(op, others)]
+
+    def step(state, one):
+        accs, carried = state
+        outputs = call(carried, one)
+        accs = [operators[i].combine(acc, outputs[i]) for i, acc in zip(folds, accs, strict=True)]
+        return (accs, those(_reductions.Carry, outputs)), those(_reductions.Collect, outputs)
+
+    init = [operators[i].init(shapes[i]) for i in folds]
+    (accs, carried), stacked = jax.lax.scan(step, (init, first), slices, length=count)
+    accs, carried, stacked = iter(accs), iter(carried), iter(stacked)
+
+    def result(op):
+        if isinstance(op, _reductions.Carry):
+            return next(carried)
+        return (
+            op.finish(next(stacked))
+            if isinstance(op, _reductions.Collect)
+            else op.finish(next(accs), count)
+        )
+
+    return [result(op) for op in operators]
 
 
-def _broadcast_axes(in_axes: Any, args: tuple) -> list[int | None]:
-    """One axis or None per leaf of the arguments."""
+def _broadcast_axes(in_axes: Any, args: tuple) -> list[Any]:
+    """One axis, None or `CARRY` per leaf of the arguments."""
     if isinstance(in_axes, list):
         in_axes = tuple(in_axes)
     if isinstance(in_axes, tuple) and len(in_axes) != len(args):
@@ -220,10 +266,15 @@ def _broadcast_axes(in_axes: Any, args: tuple) -> list[int | None]:
             f"called with {len(args)} arguments; give one entry for each."
         )
     axes = _broadcast(in_axes, args, "in_axes", lambda a: a is None)
-    wrong = [a for a in axes if a is not None and (isinstance(a, bool) or not isinstance(a, int))]
+    wrong = [
+        a
+        for a in axes
+        if a not in (None, CARRY) and (isinstance(a, bool) or not isinstance(a, int))
+    ]
     if wrong:
         raise ValueError(
-            f"microbatch: in_axes holds {wrong[0]!r}; each of its leaves is an int or None."
+            f"microbatch: in_axes holds {wrong[0]!r}; each of its leaves is an int, None or "
+            f"{CARRY!r}."
         )
     return axes
 
@@ -245,24 +296,54 @@ def _broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool]
     return result
 
 
-def _resolve_outputs(reduce: Any, traced: _jaxprs.Traced) -> list[Any]:
+def _resolve_outputs(reduce: Any, dtype: Any, traced: _jaxprs.Traced) -> list[Any]:
     paths = traced.output_paths()
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.jaxpr.outvars]
     outputs = traced.rebuild(avals)
-    named = _broadcast(
-        reduce, outputs, "reduce", lambda r: r is None or isinstance(r, _reductions.Operator)
-    )
     leaves = jtu.tree_leaves(outputs)
-    named = [
-        n for n, leaf in zip(named, leaves, strict=True) if isinstance(leaf, jax.ShapeDtypeStruct)
+
+    def of_arrays(prefix: Any, what: str, is_leaf: Callable[[Any], bool]) -> list[Any]:
+        named = _broadcast(prefix, outputs, what, is_leaf)
+        return [
+            n for n, x in zip(named, leaves, strict=True) if isinstance(x, jax.ShapeDtypeStruct)
+        ]
+
+    named = of_arrays(reduce, "reduce", lambda r: r is None or isinstance(r, _reductions.Operator))
+    dtypes = of_arrays(dtype, "accumulator_dtype", lambda d: d is None)
+    return [
+        _reductions.accumulate_in(_reductions.resolve(r, p, x), d, x)
+        for r, d, p, x in zip(named, dtypes, paths, avals, strict=True)
     ]
-    return [_reductions.resolve(r, p, x) for r, p, x in zip(named, paths, avals, strict=True)]
+
+
+def _check_carried(inputs: Sequence[tuple[str, Any]], operators, traced: _jaxprs.Traced) -> None:
+    """Checks that what a slice hands on is what the next one takes."""
+    outputs = [
+        (path, v.aval)
+        for path, op, v in zip(
+            traced.output_paths(), operators, traced.jaxpr.jaxpr.outvars, strict=True
+        )
+        if isinstance(op, _reductions.Carry)
+    ]
+    if len(inputs) != len(outputs):
+        raise ValueError(
+            f"microbatch: in_axes carries {len(inputs)} arrays in, but reduce carries "
+            f"{len(outputs)} out; what one microbatch carries out the next one takes, so give "
+            f"{CARRY!r} in both for the same state."
+        )
+    for (path, x), (out_path, y) in zip(inputs, outputs, strict=True):
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            raise ValueError(
+                f"microbatch: output{out_path} ({y.dtype}{list(y.shape)}) of a microbatch is "
+                f"carried to args{path} ({x.dtype}{list(x.shape)}) of the next; give back what was "
+                f"taken, with its shape and dtype."
+            )
 
 
 def _check_sizes(leaves, axes, paths, count: int) -> None:
     sizes = {}
     for leaf, axis, path in zip(leaves, axes, paths, strict=True):
-        if axis is None:
+        if axis in (None, CARRY):
             continue
         if not -leaf.ndim <= axis < leaf.ndim:
             raise ValueError(
@@ -281,17 +362,20 @@ def _check_sizes(leaves, axes, paths, count: int) -> None:
                 f"divide; use {near} or {(size // count + 1) * count} examples, or another number "
                 f"of microbatches."
             )
-    if len(set(sizes.values())) > 1:
+    # What has an entry for each microbatch (a random key, its number) has M whatever the batch.
+    if len(set(sizes.values()) - {count}) > 1:
         raise ValueError(
             f"microbatch: the sliced arguments differ in their number of examples: "
-            f"{', '.join(f'args{p}: {n}' for p, n in sizes.items())}."
+            f"{', '.join(f'args{p}: {n}' for p, n in sizes.items())}; give each as many, or one "
+            f"entry for each of the {count} microbatches."
         )
 
 
-def _slice_type(x, axis: int, count: int) -> jax.ShapeDtypeStruct:
+def _slice_type(x, axis: int | str, count: int) -> jax.ShapeDtypeStruct:
     x = jax.eval_shape(lambda x: x, x)  # NumPy's int64 is an int32 to JAX
     shape = list(x.shape)
-    shape[axis] //= count
+    if isinstance(axis, int):
+        shape[axis] //= count
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
 

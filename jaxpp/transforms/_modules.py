@@ -12,6 +12,7 @@ import contextvars
 import functools
 import inspect
 import operator
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,13 +24,16 @@ import jax.tree_util as jtu
 from jax.interpreters import ad, batching, mlir
 
 from jaxpp import _compat, _jaxprs
-from jaxpp.transforms import _marks
+from jaxpp.transforms import _layers, _marks
 
 # ---- naming modules -----------------------------------------------------------------------------
 
 
 def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
-    """The submodules that `at` names, with their paths; None where `at` does not name modules."""
+    """The submodules that `at` names, with their paths; None where `at` does not name modules.
+
+    An index that is no submodule but a layer of a stacked one gives a `_layers.Layer`.
+    """
     if not isinstance(model, eqx.Module):
         if callable(at):
             raise ValueError(
@@ -53,16 +57,17 @@ def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
             found.append((path, module))
     else:
         paths = module_paths(model)
-        if not any(name in paths for name in at):
+        at = [re.sub(r"\[(\d+)\]", r".\1", name) for name in at]
+        found = [(n, paths[n] if n in paths else _layers.layer_at(model, n)) for n in at]
+        if all(module is None for _, module in found):
             return None
-        for name in at:
-            if name not in paths:
+        for name, module in found:
+            if module is None:
                 raise ValueError(
                     f"{type(model).__name__} has no submodule {name!r}: {listed(paths)}."
                 )
-        found = [(name, paths[name]) for name in at]
     for path, module in found:
-        if not callable(module):
+        if not isinstance(module, _layers.Layer) and not callable(module):
             raise ValueError(
                 f"{path!r} is a {type(module).__name__}, which is not called: cut at a module that "
                 f"has a __call__."
@@ -108,7 +113,9 @@ def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 def announcing(fun: Callable, modules: Sequence[tuple[str, Any]]) -> Callable:
     """`fun`, with each call of a module of the same classes announced while it runs."""
-    classes = frozenset(type(module) for _, module in modules)
+    classes = frozenset(
+        type(module) for _, module in modules if not isinstance(module, _layers.Layer)
+    )
 
     @functools.wraps(fun)
     def announced(*args, **kwargs):
@@ -211,7 +218,9 @@ def mark_calls(
     Raises:
         ValueError: where a module is not called exactly once, or modules out of order.
     """
-    stages = {path: i + 1 for i, (path, _) in enumerate(modules)}
+    stages = {
+        path: i + 1 for i, (path, m) in enumerate(modules) if not isinstance(m, _layers.Layer)
+    }
     entered: list[str] = []
 
     def mark(eqn, path, passed):
@@ -238,6 +247,11 @@ def mark_calls(
             f"order {entered}; list them so."
         )
     return jaxpr
+
+
+def calls_class(eqn, cls: type) -> bool:
+    """Whether a call of a module of a class is announced inside an equation."""
+    return _jaxprs.contains(eqn, lambda e: e.primitive is call_p and e.params["module"] is cls)
 
 
 WHOLE = "jaxpp_whole_"

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Fed, Mesh, Program, Step, default_mesh
-from jaxpp.transforms import _loop, _lower, _marks, _placement, _schedule
+from jaxpp.transforms import _distribute, _initialize, _loop, _lower, _marks, _placement, _schedule
 
 
 def place(
@@ -90,6 +90,7 @@ class Compiled:
     """A step compiled for arguments of given types."""
 
     bundle: Bundle
+    _mesh: Mesh
     _run: Step
     _signature: "_Signature"
     _rebuild: Callable[[list[Any]], Any]
@@ -114,6 +115,26 @@ class Compiled:
     def as_text(self) -> str:
         """The programs as text, one instruction a line."""
         return self.bundle.as_text()
+
+    def initialize(self, init_fn: Callable, *args: Any) -> Any:
+        """Makes the step's first arguments where it reads them, as `Placed.initialize` does.
+
+        Raises:
+            TypeError: `init_fn` makes something else than the step was compiled for; the message
+                names the first leaf that differs.
+        """
+        traced = _initialize.trace(init_fn, args)
+        wanted = [x if a is None else a for x, a in zip(*self._signature.leaves, strict=True)]
+        state = _initialize.first_arguments(traced)
+        _initialize.check(state, jtu.tree_unflatten(self._signature.tree, wanted))
+        return self.run_initializer(traced, args)
+
+    def run_initializer(self, traced: _jaxprs.Traced, args: Sequence[Any]) -> Any:
+        """Runs an initialiser that is known to match; `traced` is at `args`."""
+        paths = [jtu.keystr(p) for p, x in jtu.tree_leaves_with_path(args) if _jaxprs.is_array(x)]
+        names = [*(f" closed over, {n}" for n in range(traced.num_closed_over)), *paths]
+        bundle = _initialize.lower(traced, self.bundle, names)
+        return traced.rebuild(self._mesh.load(bundle)(traced.inputs))
 
     def __call__(self, *args: Any) -> Any:
         """Runs the step; the arguments must have the types it was compiled for."""
@@ -140,6 +161,11 @@ class _Signature:
     arrays: tuple[int, ...]
     static: tuple[Any, ...]
 
+    @property
+    def leaves(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The static leaves, None for an array, and the types of arrays, None for a static one."""
+        return self.static, self.avals
+
     @staticmethod
     def of(leaves: Sequence[Any], tree: Any) -> "_Signature":
         is_array = [_jaxprs.is_array(leaf) for leaf in leaves]
@@ -165,6 +191,21 @@ class _Signature:
             elif not _jaxprs.is_array(leaf) or _type_of(leaf) != aval:
                 return False
         return True
+
+    def changed_counts(self, leaves: Sequence[Any], tree: Any) -> frozenset[int]:
+        """Where leaves differ by the value of an `int`, if they differ by nothing else."""
+        if tree != self.tree:
+            return frozenset()
+        like, changed = list(leaves), set()
+        for i, (leaf, aval, value) in enumerate(zip(leaves, self.avals, self.static, strict=True)):
+            if type(leaf) is int and -(2**31) <= leaf < 2**31:
+                if aval is not None:
+                    like[i] = jnp.asarray(leaf)
+                    changed.add(i)
+                elif type(value) is int and leaf != value:
+                    like[i] = value
+                    changed.add(i)
+        return frozenset(changed) if changed and self.matches(like, tree) else frozenset()
 
     def difference(self, args: Any) -> str:
         leaves, tree = jtu.tree_flatten_with_path(args)
@@ -218,18 +259,92 @@ class Placed:
         return f"<placed {getattr(self._fun, '__name__', self._fun)}>"
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the step; traces and compiles it where the arguments have new types."""
+        """Runs the step; traces and compiles it where the arguments have new types.
+
+        An `int` that differs from the calls before (flax's `TrainState.step`) is an array from then
+        on, unless the step needs to know its value: every other static leaf compiles it again.
+        """
         args = self._fed(args)
         leaves, tree = jtu.tree_flatten(args)
+        compiled = self._known(leaves, tree)
+        if compiled is None:
+            counted = self._with_counts(leaves, tree)
+            compiled = self._known(counted, tree)
+            if compiled is None and counted is not leaves:
+                try:
+                    compiled = self._compile(jtu.tree_unflatten(tree, counted))
+                except jax.errors.JAXTypeError:  # a shape or a branch depends on it
+                    counted = leaves
+            leaves = counted
+        return (compiled or self._compile(args)).call(leaves)
+
+    def _known(self, leaves: Sequence[Any], tree: Any) -> Compiled | None:
+        """What has been compiled for such leaves; it is now the last one used."""
         cache = self._cache
         for i, compiled in enumerate(cache):
             if compiled._signature.matches(leaves, tree):
                 if i:
                     cache.insert(0, cache.pop(i))
-                return compiled.call(leaves)
-        compiled = self._lower(args).compile()
-        cache.insert(0, compiled)
-        return compiled.call(leaves)
+                return compiled
+        return None
+
+    def _with_counts(self, leaves: Sequence[Any], tree: Any) -> Sequence[Any]:
+        """The leaves, with what is known to change from call to call as arrays."""
+        for compiled in self._cache:
+            if counts := compiled._signature.changed_counts(leaves, tree):
+                return [jnp.asarray(x) if i in counts else x for i, x in enumerate(leaves)]
+        return leaves
+
+    def _compile(self, args: tuple[Any, ...]) -> Compiled:
+        self._cache.insert(0, self._lower(args).compile())
+        return self._cache[0]
+
+    def initialize(self, init_fn: Callable, *args: Any, rest: Sequence[Any] = ()) -> Any:
+        """Makes the step's first arguments where the step reads them.
+
+        Each rank runs only the part of `init_fn` that makes what it reads, so that the whole is
+        nowhere: beside its own share, a rank holds what making one array takes. Of parameters that
+        are stacked over layers it makes those of its layers, where `init_fn` makes one layer at a
+        time, under `jax.vmap` or `jax.lax.map` over keys; else there is a warning.
+
+        The values are those of `init_fn(*args)`, bit for bit, on any mesh: each operation is
+        compiled by itself, as in a call outside of `jax.jit`, which would round in another way.
+        Exceptions may differ in the last bit: what JAX inlines when it traces, such as `jnp.mean`,
+        and what is jitted in `init_fn`, of which a rank compiles only what it needs.
+
+        Args:
+            init_fn: a function of pytrees, which does not print. It returns the step's first
+                argument, or a tuple of its first arguments. Leaves that are not arrays are static,
+                as in the step; a NumPy array becomes a JAX array.
+            *args: its arguments, such as a random key.
+            rest: the other arguments of the step, or `jax.ShapeDtypeStruct`s in place of their
+                arrays: the step is compiled for them, and their values are not used.
+
+        Returns:
+            What `init_fn` returns. Each array is on the devices, or the ranks, that read it; on the
+            first rank, if none does.
+
+        Raises:
+            ValueError: `init_fn` prints or has another effect, or the step cannot be placed.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpp
+            >>> def loss(weights, x):
+            ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ weights[0]))
+            ...     return jnp.mean((h @ weights[1]) ** 2)
+            >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+            >>> mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+            >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
+            >>> def make_weights(key):
+            ...     return [jax.random.normal(k, (2, 2)) for k in jax.random.split(key)]
+            >>> x = jnp.ones((8, 2))
+            >>> weights = step.initialize(make_weights, jax.random.key(0), rest=(x,))
+            >>> grads = step(weights, x)
+        """
+        traced = _initialize.trace(init_fn, args)
+        step_args = self._fed((*_initialize.first_arguments(traced), *rest))
+        compiled = self._known(*jtu.tree_flatten(step_args)) or self._compile(step_args)
+        return compiled.run_initializer(traced, args)
 
     def _fed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments, with those that are loaded by a function in place of what it takes."""
@@ -275,14 +390,20 @@ class Placed:
         donated_leaves = _leaves_of(args, self._donate_argnums)
         donated = frozenset(n for n, i in enumerate(signature.arrays) if i in donated_leaves)
         pairs = _pair_state(args, self._donate_argnums, traced, jaxpr)
-        jaxpr, donated = _own_results(jaxpr, donated)
-        placement = _placement.place_equations(jaxpr, pairs)
-        names = [paths[i] for i in signature.arrays]
-        bundle = _lower.lower(jaxpr, placement, donated, names)
+        # What ranks load themselves they load whole.
+        fed = frozenset(n for n, i in enumerate(signature.arrays) if isinstance(leaves[i], Fed))
+        parts = _distribute.distribute(jaxpr, pairs, fed)
+        jaxpr, donated = _own_results(parts.jaxpr, parts.flat_arguments(donated))
+        placement = _placement.place_equations(
+            jaxpr, parts.flat_pairs(pairs), parts.floating, parts.gathered.keys()
+        )
+        names = parts.flat_names([paths[i] for i in signature.arrays])
+        bundle = _lower.lower(jaxpr, placement, donated, names, parts.gathered)
+        bundle = dataclasses.replace(bundle, in_cuts=parts.arguments, out_cuts=parts.results)
         mesh = self._resolve_mesh(len(bundle.programs))
 
         def finish(bundle: Bundle) -> Compiled:
-            return Compiled(bundle, mesh.load(bundle), signature, traced.rebuild)
+            return Compiled(bundle, mesh, mesh.load(bundle), signature, traced.rebuild)
 
         return Lowered(bundle, finish)
 
@@ -391,8 +512,10 @@ def _pair_state(args, donate_argnums, traced: _jaxprs.Traced, jaxpr) -> dict[int
     An argument that is a single array is matched only if it is donated, since a scalar loss looks
     like a scalar argument.
     """
-    counter = iter(range(len(jaxpr.jaxpr.outvars)))
-    numbered = traced.rebuild(_Number(n) for n in counter)
+    # Plain objects stand for the outputs: what JAX asks user-defined pytrees to put up with.
+    outputs = [object() for _ in jaxpr.jaxpr.outvars]
+    number_of = {id(o): n for n, o in enumerate(outputs)}
+    numbered = traced.rebuild(outputs)
     in_avals = [(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.invars]
     out_avals = [(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.outvars]
     candidates, start = [], 0
@@ -407,8 +530,8 @@ def _pair_state(args, donate_argnums, traced: _jaxprs.Traced, jaxpr) -> dict[int
 
     def match(node):
         leaves, tree = jtu.tree_flatten(node)
-        arrays = [isinstance(leaf, _Number) for leaf in leaves]
-        outs = [leaf.value for leaf in leaves if isinstance(leaf, _Number)]
+        arrays = [id(leaf) in number_of for leaf in leaves]
+        outs = [number_of[id(leaf)] for leaf in leaves if id(leaf) in number_of]
         for candidate in candidates:
             if candidate[0] == tree and candidate[1] == arrays and all(
                 in_avals[i] == out_avals[o] for i, o in zip(candidate[2], outs, strict=True)
@@ -423,10 +546,3 @@ def _pair_state(args, donate_argnums, traced: _jaxprs.Traced, jaxpr) -> dict[int
 
     match(numbered)
     return pairs
-
-
-@dataclasses.dataclass(frozen=True)
-class _Number:
-    """Stands for an output in a result's pytree."""
-
-    value: int

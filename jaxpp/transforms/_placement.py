@@ -10,7 +10,7 @@ phase), and after what it needs from other places (the level).
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -62,17 +62,25 @@ class Placement:
     directions: tuple[tuple[int, ...], ...]
 
 
-def place_equations(jaxpr: jex.ClosedJaxpr, pairs: dict[int, int]) -> Placement:
+def place_equations(
+    jaxpr: jex.ClosedJaxpr,
+    pairs: dict[int, int],
+    floating: Set[Any] = frozenset(),
+    gathered: Set[Any] = frozenset(),
+) -> Placement:
     """Places a flat jaxpr.
 
     Args:
         jaxpr: the whole step, calls inlined.
         pairs: for outputs that become arguments of the next step, the number of the argument.
+        floating: variables that are made wherever they are needed.
+        gathered: variables that are put together from parts of several stages.
 
     Raises:
         ValueError: if its loops disagree on the stages or where they run.
     """
-    return _Placer(_conditionals.expand_conditionals(jaxpr), pairs).placement()
+    expanded = _conditionals.expand_conditionals(jaxpr)
+    return _Placer(expanded, pairs, floating, gathered).placement()
 
 
 def _size(var) -> int:
@@ -82,7 +90,14 @@ def _size(var) -> int:
 class _Placer:
     """One run of the placement; its attributes are the facts gathered so far."""
 
-    def __init__(self, jaxpr: jex.ClosedJaxpr, pairs: dict[int, int]):
+    def __init__(
+        self,
+        jaxpr: jex.ClosedJaxpr,
+        pairs: dict[int, int],
+        floating: Set[Any],
+        gathered: Set[Any],
+    ):
+        self.floating, self.gathered = floating, gathered
         self.jaxpr = _drop_untouched_carries(jaxpr)
         self.eqns = self.jaxpr.eqns
         self.args = list(self.jaxpr.jaxpr.invars)
@@ -215,10 +230,13 @@ class _Placer:
         if (call := _marks.stage_of_call(eqn)) is not None:
             self._pin(i, frozenset({call[0]}))
             return
-        if i in self.in_place:
+        if i in self.in_place or any(v in self.floating for v in eqn.outvars):
             return
         candidates = [(v, p) for v in _jaxprs.variables(eqn.invars) if (p := self._home(v))]
         if not candidates:
+            return
+        if any(v in self.gathered for v in eqn.outvars):
+            self._pin(i, frozenset().union(*(p for _, p in candidates)))
             return
         largest = max(_size(v) for v, _ in candidates)
         places = [p for v, p in candidates if _size(v) == largest]

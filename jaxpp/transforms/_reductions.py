@@ -37,7 +37,10 @@ class Operator(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """A built-in operator; `accepts` says for which dtypes, `sums` whether it adds."""
+    """A built-in operator; `accepts` says for which dtypes, `sums` whether it adds.
+
+    `dtype` is that of the accumulator and the result, None where it is the output's own.
+    """
 
     name: str
     init: Callable[[Any], Any]
@@ -45,6 +48,7 @@ class Fold:
     finish: Callable[[Any, int], Any]
     accepts: Callable[[Any], bool]
     sums: bool = False
+    dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,13 @@ class Collect:
 
     name: str
     finish: Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """Hands each microbatch's value to the next one; the last value is the result."""
+
+    name: str
 
 
 def _zeros(x):
@@ -81,7 +92,7 @@ def _concatenate(stacked):
     return stacked.reshape(stacked.shape[0] * stacked.shape[1], *stacked.shape[2:])
 
 
-REDUCTIONS: dict[str, Fold | Collect] = {
+REDUCTIONS: dict[str, Fold | Collect | Carry] = {
     "mean": Fold(
         "mean",
         _zeros,
@@ -95,7 +106,31 @@ REDUCTIONS: dict[str, Fold | Collect] = {
     "last": Fold("last", _zeros, lambda acc, x: x, lambda acc, m: acc, lambda d: True),
     "stack": Collect("stack", lambda stacked: stacked),
     "concat": Collect("concat", _concatenate),
+    "carry": Carry("carry"),
 }
+
+
+def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
+    """The operator for an output like `x`, which it adds up in `dtype`, if both are floats.
+
+    Raises:
+        ValueError: if `dtype` is no floating-point dtype.
+    """
+    if dtype is None:
+        return operator
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"microbatch: accumulator_dtype holds {dtype!r}, which is no floating-point dtype; "
+            f"give one, such as jnp.float32, or None for an output's own."
+        )
+    if not getattr(operator, "sums", False) or not jnp.issubdtype(x.dtype, jnp.floating):
+        return operator
+    return dataclasses.replace(
+        operator,
+        init=lambda x: jnp.zeros(x.shape, dtype),
+        combine=lambda acc, x: acc + x.astype(dtype),
+        dtype=dtype,
+    )
 
 
 def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
@@ -114,8 +149,9 @@ def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
         operator = REDUCTIONS[reduce]
         if isinstance(operator, Fold) and not operator.accepts(x.dtype):
             others = [
-                n for n, o in REDUCTIONS.items() if isinstance(o, Collect) or o.accepts(x.dtype)
-            ]
+                n for n, o in REDUCTIONS.items()
+                if isinstance(o, Collect) or (isinstance(o, Fold) and o.accepts(x.dtype))
+            ]  # fmt: skip
             if not x.shape:
                 others.remove("concat")
             raise ValueError(

@@ -1,14 +1,17 @@
 """`schedule`: gives the microbatch loops of a function their tasks and the order of these."""
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, schedules
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms import _directions, _loop, _marks, _tasks
+from jaxpp.transforms._rows import Bounds
 
 
 def schedule(fun: Callable, schedule: Any) -> Callable:
@@ -108,17 +111,20 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
     body, values = _jaxprs.without_constants(eqn.params["jaxpr"])
     operands, num_consts = [*values, *operands], num_consts + len(values)
     body = _compat.eliminate_dead_code(body, [True] * len(body.jaxpr.outvars))
+    operands = _without_unread_carries(body, num_consts, num_carry, operands)
     length = eqn.params["length"]
     table = _table(schedule, body, length)
     partition = _tasks.partition(body, num_consts, num_carry, table.splits_backward)
     _check(schedule, table, partition.tasks)
     hoisted = _jaxprs.run(partition.hoisted.jaxpr, *(operands[i] for i in partition.hoisted_from))
     zeros = [jnp.zeros(a.shape, a.dtype) for a in partition.zeros]
-    carries = [*operands[num_consts : num_consts + num_carry], *zeros]
-    directed = _directions.separate(partition.tasks, len(table.directions), carries)
+    firsts = operands[num_consts : num_consts + num_carry]
+    carries = [*_apart(firsts, partition.cuts), *zeros]
+    # A stacked parameter, once its slices are taken, is read by no task.
+    tasks, consts = partition.tasks.without_unread([*operands[:num_consts], *hoisted])
+    directed = _directions.separate(tasks, len(table.directions), carries)
     results = _loop.loop_p.bind(
-        *operands[:num_consts],
-        *hoisted,
+        *consts,
         *directed.carries,
         *operands[num_consts + num_carry :],
         schedule=schedule,
@@ -132,7 +138,44 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
         functools.reduce(lambda a, b: a + b, (results[i] for i in parts))
         for parts in partition.summands
     ]
-    return [*sums, *results[partition.tasks.num_carry :]]
+    return [*_together(sums, partition.cuts), *results[partition.tasks.num_carry :]]
+
+
+def _apart(carries: Sequence[Any], cuts: Sequence[Bounds | None]) -> list[Any]:
+    """Carries, those that are cut as slices of their rows."""
+    parts: list[Any] = []
+    for carry, cut in zip(carries, cuts, strict=True):
+        if cut is None:
+            parts.append(carry)
+        else:
+            parts += [jax.lax.slice_in_dim(carry, *rows) for rows in itertools.pairwise(cut)]
+    return parts
+
+
+def _together(parts: Sequence[Any], cuts: Sequence[Bounds | None]) -> list[Any]:
+    """Carries made of their slices."""
+    rest = iter(parts)
+    return [
+        next(rest) if cut is None else jax.lax.concatenate([next(rest) for _ in cut[1:]], 0)
+        for cut in cuts
+    ]
+
+
+def _without_unread_carries(
+    body, num_consts: int, num_carry: int, operands: list[Any]
+) -> list[Any]:
+    """Zeros in place of carries that the first microbatch overwrites unread: no rank needs these.
+
+    An example is the average that a BatchNorm gives for evaluation.
+    """
+    read = {v for e in body.eqns for v in _jaxprs.variables(e.invars)}
+    read.update(_jaxprs.variables(body.jaxpr.outvars))
+    carries = range(num_consts, num_consts + num_carry)
+    unread = {i: v.aval for i, v in enumerate(body.jaxpr.invars) if i in carries and v not in read}
+    return [
+        jnp.zeros(unread[i].shape, unread[i].dtype) if i in unread else x
+        for i, x in enumerate(operands)
+    ]
 
 
 def _table(schedule: Any, body, length: int) -> Table:
@@ -171,12 +214,7 @@ def _check(schedule: Any, table: Table, tasks: _loop.LoopTasks) -> None:
             f"for training, e.g. OneFOneB()."
         )
     schedules.check(table, dependencies=tasks.dependencies)
-    ordered = {
-        (b.kind, b.stage)
-        for b in tasks.bodies
-        for r in b.outputs
-        if r.source == "carry" and r.index not in tasks.folds
-    }
+    ordered = _loop.ordered_carries(tasks)
     for rank in table.ranks:
         last: dict[tuple[Kind, int], int] = {}
         for task in rank:
@@ -184,7 +222,7 @@ def _check(schedule: Any, table: Table, tasks: _loop.LoopTasks) -> None:
             if key in ordered and task.microbatch < last.get(key, -1):
                 raise schedules.ScheduleError(
                     f"{schedule!r} runs {task.describe()} after microbatch {last[key]}, but the "
-                    f"loop carries a value through this task from each microbatch to the next; "
-                    f"keep their order."
+                    f"loop carries a value{ordered[key]} through this task from each microbatch "
+                    f"to the next; keep their order."
                 )
             last[key] = task.microbatch

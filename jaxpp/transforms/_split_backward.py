@@ -2,7 +2,9 @@
 
 The split is by dependence: I holds what the cotangents of the stage's inputs need, W everything
 else. Calls are inlined first; a scan of which I needs only some results becomes two scans, the
-second reading what it needs of the first, stacked over the iterations.
+second reading what it needs of the first, stacked over the iterations. So the transposed scan over
+the layers of a stage becomes one that carries the cotangent, and one without a carry that makes the
+weight gradients. (JAX had the same split as `lax.scan(..., _split_transpose=True)`.)
 """
 
 import dataclasses
@@ -13,6 +15,7 @@ import jax
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs
+from jaxpp.transforms import _costs
 
 
 def split_backward(eqns: Sequence[Any], wanted: Iterable[Any]) -> tuple[list[Any], list[Any]]:
@@ -120,10 +123,11 @@ def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
     others = [j for j in range(num_carry) if j not in mine]
     if not others and not other_ys:
         return [eqn], []
-    read = {v for e in second for v in _jaxprs.variables(e.invars)}
-    read.update(_jaxprs.variables([*(scan.carry_outs[j] for j in others), *other_ys]))
-    made = [*(scan.carries[j] for j in mine), *(v for e in first for v in e.outvars)]
-    crossing = [v for v in made if v in read]
+    wanted = _jaxprs.variables([*(scan.carry_outs[j] for j in others), *other_ys])
+    kept = [scan.carries[j] for j in mine]
+    lacking = [scan.carries[j] for j in others]
+    first, second = _keep_less(first, second, wanted, kept, lacking)
+    crossing = _crossing(first, second, wanted, kept)
 
     def results(carried: Sequence[int], wanted: bool) -> list[Any]:
         ys = zip(eqn.outvars[num_carry:], wants[num_carry:], strict=True)
@@ -155,6 +159,60 @@ def _wanted_carries(
         if grown == mine:
             return mine, first, second
         mine = grown
+
+
+def _crossing(first, second, wanted: Sequence[Any], carries: Sequence[Any]) -> list[Any]:
+    """What the second half of a body reads of the first: it is stacked over the iterations."""
+    read = {v for e in second for v in _jaxprs.variables(e.invars)}.union(wanted)
+    return [v for v in [*carries, *(v for e in first for v in e.outvars)] if v in read]
+
+
+def _keep_less(
+    first: Sequence[Any],
+    second: Sequence[Any],
+    wanted: Sequence[Any],
+    carries: Sequence[Any],
+    lacking: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    """The halves of a body, changed so that less is stacked between them.
+
+    A light equation of the second moves to the first where its results are smaller than what it
+    alone reads of the first (the product of two factors of an activation).
+
+    Args:
+        first: the equations of the first half.
+        second: those of the second.
+        wanted: what the second makes.
+        carries: the carries of the first.
+        lacking: the carries of the second, which the first cannot read.
+    """
+    first, second = list(first), list(second)
+    absent = set(lacking).union(v for e in second for v in e.outvars)
+    later: list[Any] = []
+    for i, eqn in enumerate(second):
+        rest = [*later, *second[i + 1 :]]
+        movable = (
+            _is_light(eqn)
+            and not any(v in absent for v in _jaxprs.variables(eqn.invars))
+            and not any(v in wanted for v in eqn.outvars)
+        )
+
+        def kept(first, second):
+            return sum(map(_costs.nbytes, _crossing(first, second, wanted, carries)))
+
+        if movable and kept([*first, eqn], rest) < kept(first, [eqn, *rest]):
+            absent.difference_update(eqn.outvars)
+            first.append(eqn)
+        else:
+            later.append(eqn)
+    return first, later
+
+
+def _is_light(eqn) -> bool:
+    """Whether an equation costs no more than to read its operands and write its results."""
+    size = sum(getattr(v.aval, "size", 0) for v in [*eqn.invars, *eqn.outvars])
+    loops = any(True for _ in _jaxprs.sub_jaxprs(eqn))
+    return not eqn.effects and not loops and _costs.flops(eqn) <= size
 
 
 def _part_of_scan(

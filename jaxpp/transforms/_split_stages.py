@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
+import jax.tree_util as jtu
 
 from jaxpp import _jaxprs
 from jaxpp.transforms import _costs, _cuts, _marks, _modules, _stages
@@ -26,6 +27,9 @@ def split_stages(
     `pipeline_enter_stage` left in `fun`; or, with `num_stages` alone, a balanced cut: the slowest
     stage as small as possible, then the fewest bytes across the cuts.
 
+    A `lax.scan` over stacked layers (arrays of the first argument, as xs) is cut between its
+    iterations: it becomes several, each over a slice of the layers.
+
     Args:
         fun: a function of pytrees. Arrays, of any shape and dtype, are traced; other leaves are
             static. Where `at` names modules, its first argument is an Equinox model.
@@ -33,6 +37,8 @@ def split_stages(
         at: what opens a new stage, in the order of execution: paths of modules of the first
             argument (`["blocks.2", "blocks.4"]`), a function of it
             (`lambda model: [model.blocks[2], model.blocks[4]]`), or names of `jax.named_scope`.
+            `blocks.2` or `blocks[2]` also names a layer of stacked modules `blocks`, or of the scan
+            under the scope `blocks`.
         balance: the cost of an equation for a balanced cut: `"flops"` or a function of a
             `jax.extend.core.JaxprEqn`.
         whole: modules or scopes, named as in `at`, that a balanced cut must not cut inside.
@@ -69,13 +75,16 @@ def split_stages(
         named = modules or units
         traced = _jaxprs.trace(_modules.announcing(fun, named) if named else fun, args, kwargs)
         jaxpr = traced.jaxpr
+        arrays = _model_arrays(traced, model)
         if modules is not None:
+            modules = [(p, _cuts.stacked(jaxpr, model, p, m, arrays)) for p, m in modules]
             jaxpr = _modules.mark_calls(traced, model, modules)
+            jaxpr = _cuts.mark_layers(jaxpr, modules, arrays)
         elif units is not None:
             jaxpr = _modules.scope_calls(traced, model, units)
         others = list(_modules.module_paths(model)) if isinstance(model, eqx.Module) else []
         if modules is None and cuts is not None:
-            jaxpr = _cuts.cut_at_scopes(jaxpr, list(cuts), others)
+            jaxpr = _cuts.cut_at_scopes(jaxpr, list(cuts), others, arrays)
         elif not _stages.has_marks(jaxpr):
             if num_stages is None:
                 raise ValueError(
@@ -84,7 +93,7 @@ def split_stages(
                 )
             if num_stages > 1:
                 scopes = keep if units is None else [_modules.WHOLE + path for path, _ in units]
-                jaxpr = _cuts.cut_balanced(jaxpr, num_stages, cost, scopes, others)
+                jaxpr = _cuts.cut_balanced(jaxpr, num_stages, cost, scopes, others, arrays)
         stages = _stages.read_stages(jaxpr)
         if num_stages is not None and stages.num_stages != num_stages:
             raise ValueError(
@@ -94,6 +103,13 @@ def split_stages(
         return traced.rebuild(_run_with_marks(stages, traced.inputs))
 
     return split
+
+
+def _model_arrays(traced: _jaxprs.Traced, model: Any) -> list[Any]:
+    """The inputs that are arrays of the first argument, then those closed over."""
+    invars, first = traced.jaxpr.jaxpr.invars, traced.num_closed_over
+    count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
+    return [*invars[first : first + count], *invars[:first]]
 
 
 def _listed(names: Any) -> Any:

@@ -3,8 +3,8 @@
 - What a mark depends on belongs to the stage that the mark closes, or to an earlier one.
 - Otherwise an equation belongs to the stage that was open where it was written.
 - But what only prepares arguments (a weight's transform, a mask) belongs to the earliest stage that
-  reads it; where it is a scalar (a weight's norm), to the stage that reads the argument, so that
-  the scalar travels and not the argument.
+  reads it; where it is a scalar (a weight's norm), or only a result (the next count of a counter),
+  to the stage that reads the argument, so that the argument does not travel.
 - A slice of an argument that a mark is put on (the next part of a sequence) is taken in the stage
   that the mark opens, so that a stage that begins with data of its own waits for no other.
 - What depends on no argument at all (positions, causal masks) is repeated where it is read.
@@ -18,7 +18,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
-from jaxpp.transforms import _marks
+from jaxpp.transforms import _marks, _scans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +58,21 @@ def expose_marks(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         else:
             raise ValueError(
                 f"A stage is entered inside a `{eqn.primitive.name}`{_compat.at_source_line(eqn)}, "
-                f"which cannot be cut there: its body is one unit. Enter the stage before or after "
-                f"it, or write the loop over layers in Python."
+                f"which cannot be cut there: {_why_not(eqn)} Enter the stage before or after it, "
+                f"or write the loop over layers in Python."
             )
     outvars = [known(v) for v in jaxpr.jaxpr.outvars]
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
+
+
+def _why_not(eqn) -> str:
+    if eqn.primitive.name != "scan":
+        return "its body is one unit."
+    return (
+        f"its body is the same program for each of {eqn.params['length']} iterations. Drop the mark"
+        f" and cut between them: split_stages(fun, num_stages), or at=['blocks.2'] where it goes "
+        f"over the layers of `blocks`."
+    )
 
 
 def _cut_checkpoint(eqn) -> tuple[list[Any], list[Any]]:
@@ -79,11 +89,7 @@ def _cut_checkpoint(eqn) -> tuple[list[Any], list[Any]]:
         later = {v for e in rest for v in e.invars if not _jaxprs.is_literal(v)}
         later.update(v for v in exposed.jaxpr.outvars if not _jaxprs.is_literal(v))
         outputs = [v for e in group for v in e.outvars if v in later]
-        body = _jaxprs.part(group, outputs)
-        params = dict(eqn.params)
-        params["jaxpr"] = _compat.with_closed_type(body.jaxpr, params["jaxpr"])
-        eqns.append(eqn.replace(invars=list(body.inputs), outvars=outputs, params=params))
-        # The body has binders of the same names as the variables outside, which is harmless.
+        eqns.append(_scans.close_checkpoint(eqn, group, outputs))
         group.clear()
 
     for i, e in enumerate(exposed.eqns):
@@ -98,7 +104,7 @@ def _cut_checkpoint(eqn) -> tuple[list[Any], list[Any]]:
 
 def read_stages(jaxpr: jex.ClosedJaxpr) -> Stages:
     """Assigns each equation of a jaxpr to a stage by the marks in it."""
-    jaxpr = expose_marks(jaxpr)
+    jaxpr = _expose_preparations(expose_marks(jaxpr))
     chain = argument_chains(jaxpr)
     opens = _number_marks(jaxpr, chain)
     num_stages = max(opens.values(), default=0) + 1
@@ -143,6 +149,24 @@ def read_stages(jaxpr: jex.ClosedJaxpr) -> Stages:
         num_stages,
         tuple(names.get(k) for k in range(num_stages)),
     )
+
+
+def _expose_preparations(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Opens calls that prepare several arguments at once (a jitted cast of all parameters).
+
+    So that what each makes is prepared by the stage that reads it.
+    """
+    while True:
+        prepares = argument_chains(jaxpr)
+        made = {
+            v
+            for e, prepare in zip(jaxpr.eqns, prepares, strict=True)
+            if prepare and len(e.outvars) > 1 and e.primitive.name in ("jit", "pjit")
+            for v in e.outvars
+        }
+        if not made:
+            return jaxpr
+        jaxpr = _jaxprs.inline(jaxpr, lambda e: any(v in made for v in e.outvars))  # noqa: B023
 
 
 def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
@@ -204,6 +228,9 @@ def _place_chains(
     data = _data(jaxpr)
     first = min(opens.values(), default=0)
 
+    prepared = {v for e, c in zip(eqns, chain, strict=True) if c for v in e.outvars}
+    given = prepared.union(jaxpr.jaxpr.invars)
+
     def read_by_mark(i: int) -> int:
         if opens[i] > first and all(v in data for v in _jaxprs.variables(eqns[i].invars)):
             return opens[i]
@@ -213,12 +240,15 @@ def _place_chains(
         readers: dict[Any, int] = {
             v: last for v in jaxpr.jaxpr.outvars if not _jaxprs.is_literal(v)
         }
+        computed_with: set[Any] = set()  # other than for the results alone
         for i in reversed(range(len(eqns))):
+            for_results = False
             if _marks.is_enter(eqns[i]):
                 k = read_by_mark(i)
             elif chain[i]:
                 k = min((readers[v] for v in eqns[i].outvars if v in readers), default=last)
-                if _makes_float_scalar(eqns[i]):
+                for_results = computed_with.isdisjoint(eqns[i].outvars)
+                if for_results or _makes_float_scalar(eqns[i]):
                     if homes is None:
                         continue
                     k = min(k, homes.get(i, k))
@@ -227,9 +257,16 @@ def _place_chains(
                 continue
             else:
                 k = at
-            for v in eqns[i].invars:
-                if not _jaxprs.is_literal(v):
-                    readers[v] = min(readers.get(v, k), k)
+            read = {v: k for v in _jaxprs.variables(eqns[i].invars)}
+            if _marks.is_enter(eqns[i]) and not given.issuperset(read):
+                # What only goes along with computed values (a bias that a module is called with) is
+                # read by what reads it behind the mark.
+                along = zip(eqns[i].invars, eqns[i].outvars, strict=True)
+                read |= {v: readers.get(out, last) for v, out in along if v in prepared}
+            for v, at in read.items():
+                readers[v] = min(readers.get(v, at), at)
+                if not for_results:
+                    computed_with.add(v)
         return readers
 
     readers = place(None)

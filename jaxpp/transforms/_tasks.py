@@ -11,12 +11,15 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.schedules import Kind
-from jaxpp.transforms import _accumulators, _costs, _loop, _split_backward
+from jaxpp.transforms import _accumulators, _invariants, _loop, _split_backward, _stacked_sums
 from jaxpp.transforms._body import Body, read_body
+from jaxpp.transforms._rows import Bounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +27,15 @@ class Partition:
     """A loop's tasks, and what goes around it.
 
     `hoisted` makes further constants of the loop from its constants `hoisted_from`, before it.
-    Carry i of the loop body is the sum of the carries `summands[i]` of the tasks; the carries that
-    the body did not have have the types `zeros`, and begin with zeros.
+    Carry i of the loop body is cut into rows at `cuts[i]`, if that is not None; each of the carries
+    that this gives is the sum of the carries `summands[i]` of the tasks. Those that are of neither
+    have the types `zeros`, and begin with zeros.
     """
 
     tasks: _loop.LoopTasks
     hoisted: _jaxprs.Part
     hoisted_from: tuple[int, ...]
+    cuts: tuple[Bounds | None, ...]
     summands: tuple[tuple[int, ...], ...]
     zeros: tuple[Any, ...]
 
@@ -47,12 +52,14 @@ def partition(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, split: bo
     Raises:
         ValueError: if the body is not a forward and a backward pass over the stages.
     """
-    opened = _accumulators.hand_through_zeros(read_body(jaxpr, num_consts, num_carry))
-    body, hoisted = _hoist(opened)
+    stacked = _stacked_sums.split_stacked_sums(read_body(jaxpr, num_consts, num_carry))
+    opened = _accumulators.hand_through_zeros(stacked.body)
+    num_carry = len(opened.carries)
+    body, hoisted = _invariants.hoist(opened)
     sums = _accumulators.split_shared_sums(body)
     body = sums.body
-    repeatable = _repeatable(body)
-    body = _place_glue(body, repeatable)
+    body = _keep_carries(_place_glue(body, _repeatable(body)))
+    repeatable = [p is None for p in body.position]
     tasks = _loop.LoopTasks(
         tuple(_bodies(body, _collect(body, repeatable), split)),
         body.num_stages,
@@ -65,34 +72,13 @@ def partition(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, split: bo
         tasks,
         hoisted,
         tuple(opened.consts.index(v) for v in hoisted.inputs),
+        stacked.cuts,
         sums.summands,
         tuple(v.aval for v in body.carries[num_carry:]),
     )
 
 
 # ---- what is not computed in a task, or in several ----------------------------------------------
-
-
-def _hoist(body: Body) -> tuple[Body, _jaxprs.Part]:
-    """Takes out of the loop what depends on constants alone, but for what costs nothing."""
-    varying = _jaxprs.descendants(body.eqns, [*body.carries, *body.xs])
-    from_consts = _jaxprs.descendants(body.eqns, body.consts)
-
-    def worth(eqn) -> bool:
-        return (
-            not eqn.effects
-            and not any(v in varying for v in eqn.outvars)
-            and any(v in from_consts for v in eqn.outvars)
-            and _costs.flops(eqn) > 0
-        )
-
-    out = [worth(e) for e in body.eqns]
-    rest = [placed for placed, o in zip(body.placed(), out, strict=True) if not o]
-    read = {v for e, _ in rest for v in _jaxprs.variables(e.invars)}
-    read.update(_jaxprs.variables(body.outputs))
-    outputs = [v for e, o in zip(body.eqns, out, strict=True) if o for v in e.outvars if v in read]
-    hoisted = _jaxprs.part(_needed([e for e in body.eqns if not e.effects], outputs), outputs)
-    return body.with_equations(rest, consts=(*body.consts, *outputs)), hoisted
 
 
 def _needed(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
@@ -154,6 +140,44 @@ def _place_glue(body: Body, repeatable: Sequence[bool]) -> Body:
     return body.with_equations(zip(body.eqns, position, strict=True))
 
 
+def _keep_carries(body: Body) -> Body:
+    """Makes each carry that tasks read the work of the first of them.
+
+    That task hands on what the carry was before to later tasks: by then it may be that of a later
+    microbatch. So it is with a layer's state that the backward reads. It also makes what no task
+    does, such as a flag that is set to a constant.
+    """
+    owner = {v: p for e, p in body.placed() if p is not None for v in e.outvars}
+    first, last, outs = [], [], list(body.carry_outs)
+    kept: dict[Any, tuple[int, Any]] = {}
+    for i, (carry, out) in enumerate(zip(body.carries, body.carry_outs, strict=True)):
+        writer = None if _jaxprs.is_literal(out) else owner.get(out)
+        reading = {p for e, p in body.placed() if p is not None and carry in e.invars}
+        if reading and writer is None and out is not carry:
+            writer, outs[i] = min(reading), _jaxprs.fresh_var(carry)
+            last.append((_copy(out, outs[i]), writer))
+        if writer is None or min(reading, default=writer) < writer:
+            continue
+        if reading - {writer} or carry in body.ys:
+            kept[carry] = writer, _jaxprs.fresh_var(carry)
+            first.append((_copy(carry, kept[carry][1]), writer))
+
+    def read(v, position):
+        writer, before = (None, v) if _jaxprs.is_literal(v) else kept.get(v, (None, v))
+        return v if writer == position else before
+
+    placed = [
+        (e.replace(invars=[read(v, p) for v in e.invars]), p) for e, p in [*body.placed(), *last]
+    ]
+    ys = tuple(read(v, None) for v in body.ys)
+    return body.with_equations([*first, *placed], carry_outs=tuple(outs), ys=ys)
+
+
+def _copy(v: Any, result: Any) -> Any:
+    """The equation that makes `result` a copy of `v`."""
+    return jax.make_jaxpr(jnp.copy)(result.aval).eqns[0].replace(invars=[v], outvars=[result])
+
+
 @dataclasses.dataclass(frozen=True)
 class _Node:
     """A task before it is a jaxpr: its equations, and what it makes.
@@ -198,15 +222,17 @@ def _collect(body: Body, repeatable: Sequence[bool]) -> list[_Node]:
 
 
 def _check_carries(body: Body, read: Sequence[set[Any]], owner: dict[Any, int]) -> None:
+    made = body.maker()
     for carry, out in zip(body.carries, body.carry_outs, strict=True):
         reading = [position for position, variables in enumerate(read) if carry in variables]
         writer = None if _jaxprs.is_literal(out) else owner.get(out)
         if reading and reading != [writer]:
+            line = "" if writer is None else _compat.at_source_line(body.eqns[made[out]])
             raise ValueError(
                 f"schedule: a value carried from one microbatch to the next is read by "
                 f"{' and '.join(map(body.task_name, reading))}, but made by "
-                f"{'none of them' if writer is None else body.task_name(writer)}; only the task "
-                f"that makes it can read it."
+                f"{'none of them' if writer is None else body.task_name(writer)}{line}; only the "
+                f"task that makes it, and those after it, can read it."
             )
 
 

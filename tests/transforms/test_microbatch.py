@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -371,6 +372,116 @@ def test_an_argument_may_be_a_result_and_a_constant_too():
     close(got, tuple(jnp.asarray(v) for v in fun(W, X)))
 
 
+# ---- values carried from slice to slice ---------------------------------------------------------
+
+
+STATE = {
+    "mean": jax.random.normal(jax.random.key(3), (8,)),
+    "seen": jnp.int32(5),
+    "key": jax.random.key(4),
+}
+
+
+def with_state(w, state, x):
+    """A loss with running statistics, which it is also made of, a counter and a key."""
+    key, now = jax.random.split(state["key"])
+    h = jnp.tanh(x @ w - state["mean"]) + 0.1 * jax.random.normal(now, x.shape)
+    mean = 0.9 * state["mean"] + 0.1 * h.mean(0)
+    return jnp.mean(h**2), {"mean": mean, "seen": state["seen"] + len(x), "key": key}
+
+
+def loop_with_state(w, state, x, slices=4):
+    """What `microbatch` does, in Python."""
+    losses = []
+    for one in jnp.split(x, slices):
+        loss, state = with_state(w, state, one)
+        losses.append(loss)
+    return sum(losses[1:], losses[0]) / slices, state
+
+
+CARRIED = jaxpp.microbatch(
+    with_state, 4, in_axes=(None, "carry", 0), reduce=("mean", "carry")
+)  # fmt: skip
+
+
+def bits(tree):
+    keys = jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
+        tree,
+    )
+    return jax.tree.map(np.asarray, keys)
+
+
+def test_a_carried_state_is_that_of_a_loop_over_the_slices_bit_for_bit():
+    each = jaxpp.microbatch(with_state, 4, in_axes=(None, "carry", 0), reduce=("stack", "carry"))
+    step, state, losses = jax.jit(with_state), STATE, []
+    for one in jnp.split(X, 4):
+        loss, state = step(W, state, one)
+        losses.append(loss)
+    got = jax.jit(each)(W, STATE, X)
+    chex.assert_trees_all_equal(bits(got), bits((jnp.stack(losses), state)))
+
+
+def test_a_carried_state_depends_on_the_order_of_the_slices():
+    forwards, backwards = CARRIED(W, STATE, X), CARRIED(W, STATE, X[::-1])
+    assert not np.allclose(forwards[1]["mean"], backwards[1]["mean"])
+
+
+def test_a_gradient_goes_through_a_carried_state():
+    def total(fun):
+        def of(w, mean, x):
+            loss, state = fun(w, STATE | {"mean": mean}, x)
+            return loss + (state["mean"] ** 2).sum()
+
+        return jax.grad(of, (0, 1, 2))
+
+    got = total(CARRIED)(W, STATE["mean"], X)
+    close(got, total(loop_with_state)(W, STATE["mean"], X))
+
+
+def test_the_gradient_of_each_slice_takes_the_state_as_it_is():
+    grad = jax.value_and_grad(with_state, has_aux=True)
+    ours = jaxpp.microbatch(grad, 4, in_axes=(None, "carry", 0), reduce=(("mean", "carry"), "mean"))
+    state, total = STATE, jnp.zeros_like(W)
+    for one in jnp.split(X, 4):
+        (_, state), grads = grad(W, state, one)
+        total = total + grads / 4
+    (_, got), grads = ours(W, STATE, X)
+    close((bits(got), grads), (bits(state), total))
+
+
+def test_a_part_of_an_argument_may_be_carried():
+    def fun(pair, x):
+        return {"next": (pair["old"] + x.sum(),), "loss": (x * pair["w"]).mean()}
+
+    axes = ({"old": "carry", "w": None}, 0)
+    carried = jaxpp.microbatch(fun, 3, in_axes=axes, reduce={"next": "carry", "loss": "mean"})
+    got = carried({"old": jnp.float32(2), "w": jnp.float32(3)}, X)
+    close(got, {"next": (2 + X.sum(),), "loss": 3 * X.mean()})
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "reduce", "message"),
+    [
+        ((None, "carry", 0), "last", "in_axes carries 3 arrays in, but reduce carries 0 out"),
+        ((None, None, 0), ("mean", "carry"), "in_axes carries 0 arrays in, but reduce carries 3"),
+        (
+            (None, "carry", 0),
+            ("mean", {"mean": "carry", "seen": "last", "key": "last"}),
+            "carries 3 arrays in, but reduce carries 1 out",
+        ),
+        (
+            (None, {"mean": "carry", "seen": None, "key": None}, 0),
+            ("carry", "last"),
+            "output[0] (float32[]) of a microbatch is carried to args[1]['mean'] (float32[8])",
+        ),
+    ],
+)
+def test_what_is_carried_out_is_what_is_carried_in(in_axes, reduce, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxpp.microbatch(with_state, 4, in_axes=in_axes, reduce=reduce)(W, STATE, X)
+
+
 # ---- with the other transforms ------------------------------------------------------------------
 
 
@@ -425,7 +536,7 @@ def test_a_number_of_microbatches_is_at_least_one(number):
         (
             {"in_axes": (None, "0")},
             (W, X),
-            "in_axes holds '0'; each of its leaves is an int or None",
+            "in_axes holds '0'; each of its leaves is an int, None or 'carry'",
         ),
         ({"in_axes": (None, True)}, (W, X), "in_axes holds True; each of its leaves is an int"),
         ({"reduce": "median"}, (W, X), "(float32[]) has the unknown reduction 'median'"),

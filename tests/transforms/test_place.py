@@ -402,6 +402,32 @@ def test_other_shapes_and_dtypes_and_static_values_trace_again():
     assert len(traces) == len(calls)
 
 
+def test_a_count_in_python_is_an_array_once_it_changes():
+    traces = []
+
+    @functools.partial(jaxpp.place, mesh=mesh(1))
+    def step(state, x):
+        traces.append(1)
+        return {"count": state["count"] + 1, "sum": state["sum"] + x * state["count"]}
+
+    state = {"count": 0, "sum": jnp.zeros(2)}
+    for _ in range(4):
+        state = step(state, jnp.ones(2))
+    assert (int(state["count"]), state["sum"].tolist()) == (4, [6.0, 6.0])
+    for count in (7, 9):  # not only what the step returned
+        assert int(step({"count": count, "sum": jnp.zeros(2)}, jnp.ones(2))["count"]) == count + 1
+    assert len(traces) == 2
+
+
+def test_a_count_that_shapes_or_branches_depend_on_stays_static():
+    @functools.partial(jaxpp.place, mesh=mesh(1))
+    def step(x, count):
+        return x + (jnp.ones(count).sum() if count < 4 else 0)
+
+    for count in (2, 3, 4, 2, 5):
+        assert float(step(jnp.ones(()), count)) == 1 + (count if count < 4 else 0)
+
+
 def test_second_call_does_not_trace():
     traces = []
 

@@ -372,7 +372,7 @@ def test_a_value_carried_between_different_tasks_is_rejected():
 
         return jax.lax.scan(step, 0.0, x.reshape(M, -1, 4))[1]
 
-    with pytest.raises(ValueError, match="carried from one microbatch to the next is read by"):
+    with pytest.raises(ValueError, match="is read by F of stage 0, but made by .*test_schedule.py"):
         jaxpp.schedule(scan, ForwardOnly())(WS, X)
 
 
@@ -394,6 +394,103 @@ def test_sums_and_extremes_may_be_taken_in_any_order_but_not_other_carries():
     last = jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M, reduce="last")
     with pytest.raises(ScheduleError, match="keep their order"):
         jaxpp.schedule(last, LastFirst())(WS, X)
+
+
+def with_state(ws, states, x):
+    """Stages with running statistics that both their forward and their backward read."""
+    new = []
+    for i, (w, state) in enumerate(zip(ws, states, strict=True)):
+        x = jaxpp.pipeline_enter_stage(x) if i else x
+        h = jnp.tanh(x @ w)
+        new.append(0.9 * state + 0.1 * h)
+        x = h * state
+    return jnp.mean((x - 1) ** 2), tuple(new)
+
+
+STATES = tuple(jax.random.normal(jax.random.key(2), (STAGES, 6 // M, 4)))
+
+
+def stateful(schedule):
+    grad = jax.value_and_grad(jaxpp.wrap_forward(with_state), has_aux=True)
+    axes, reduce = (None, "carry", 0), (("mean", "carry"), "mean")
+    return jaxpp.schedule(jaxpp.microbatch(grad, M, in_axes=axes, reduce=reduce), schedule)
+
+
+def plain_stateful(ws, states, x):
+    losses, total = [], None
+    for one in jnp.split(x, M):
+        (loss, states), grads = jax.value_and_grad(with_state, has_aux=True)(ws, states, one)
+        losses.append(loss)
+        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+    return (sum(losses) / M, states), jax.tree.map(lambda g: g / M, total)
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()], ids=["1f1b", "zb_h1"])
+def test_each_stage_carries_its_state_through_the_microbatches_in_order(schedule):
+    fun = stateful(schedule)
+    assert_same(fun, plain_stateful, WS, STATES, X)
+    step = jaxpp.place(fun, jaxpp.MpmdMesh((STAGES,), devices=jax.devices()[:1] * STAGES))
+    got, want = step(WS, STATES, X), jax.jit(fun)(WS, STATES, X)
+    chex.assert_trees_all_equal(jax.device_get(got), jax.device_get(want))
+    # A state stays where its stage is.
+    jaxpp.testing.assert_no_transfers_of(step, 1)
+
+
+def test_a_state_may_become_a_constant():
+    """As the flag of a running mean that has seen nothing yet, which the backward reads too."""
+
+    def loss(ws, is_first, x):
+        for i, (w, first) in enumerate(zip(ws, is_first, strict=True)):
+            x = jnp.tanh((jaxpp.pipeline_enter_stage(x) if i else x) @ w)
+            x = jnp.where(first, 2 * x, x)
+        return jnp.mean(x**2), (jnp.array(False),) * STAGES
+
+    grad = jax.value_and_grad(jaxpp.wrap_forward(loss), has_aux=True)
+    axes, reduce = (None, "carry", 0), (("stack", "carry"), "stack")
+    fun = jaxpp.schedule(jaxpp.microbatch(grad, M, in_axes=axes, reduce=reduce), OneFOneB())
+    (losses, flags), grads = jax.jit(fun)(WS, (jnp.array(True),) * STAGES, X)
+    assert not any(flags)
+    for m, one in enumerate(jnp.split(X, M)):
+        is_first = (jnp.array(m == 0),) * STAGES
+        (want, _), want_grads = jax.value_and_grad(loss, has_aux=True)(WS, is_first, one)
+        got = losses[m], jax.tree.map(lambda g, m=m: g[m], grads)
+        chex.assert_trees_all_close(got, (want, want_grads), rtol=1e-5, atol=1e-7)
+
+
+def test_a_schedule_that_reorders_what_is_carried_is_an_error_that_names_the_line():
+    forward = jaxpp.microbatch(
+        jaxpp.wrap_forward(with_state), M, in_axes=(None, "carry", 0), reduce=("mean", "carry")
+    )
+    with pytest.raises(ScheduleError, match=r"carries a value at .*test_schedule.py:\d+ through"):
+        jaxpp.schedule(forward, LastFirst())(WS, STATES, X)
+
+
+def with_counters(ws, state, x):
+    """Stages that count their calls, draw by the count, and keep what they never read."""
+    counts, seen = [], []
+    for i, (w, count) in enumerate(zip(ws, state["counts"], strict=True)):
+        x = jaxpp.pipeline_enter_stage(x) if i else x
+        key = jax.random.fold_in(jax.random.key(i), count)
+        x = jnp.tanh(x @ w) * jax.random.bernoulli(key, 0.5, x.shape)
+        counts.append(count + 1)
+        seen.append(jnp.mean(x, 0))
+    return jnp.mean((x - 1) ** 2), {"counts": tuple(counts), "seen": tuple(seen)}
+
+
+def test_a_count_goes_up_in_the_stage_that_reads_it_and_what_is_never_read_needs_no_rank():
+    state = {
+        "counts": (jnp.zeros((), jnp.int32),) * STAGES,
+        "seen": tuple(jax.random.normal(jax.random.key(3), (STAGES, 4))),
+    }
+    grad = jax.value_and_grad(jaxpp.wrap_forward(with_counters), has_aux=True)
+    axes, reduce = (None, "carry", 0), (("mean", "carry"), "mean")
+    loop = jaxpp.microbatch(grad, M, in_axes=axes, reduce=reduce)
+    fun = jaxpp.schedule(loop, OneFOneB())
+    step = jaxpp.place(fun, jaxpp.MpmdMesh((STAGES,), devices=jax.devices()[:1] * STAGES))
+    got, want = step(WS, state, X), jax.jit(loop)(WS, state, X)
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-6, atol=1e-7)
+    assert [int(n) for n in got[0][1]["counts"]] == [M] * STAGES
+    jaxpp.testing.assert_no_transfers_of(step, 1)
 
 
 def test_an_error_is_a_value_error_too():

@@ -499,3 +499,28 @@ def test_a_consumer_before_its_producer_is_an_error():
 def test_every_error_names_an_unknown_balance():
     with pytest.raises(ValueError, match=re.escape("balance is 'flops' or a function")):
         jaxpp.split_stages(plain_mlp, 2, balance="seconds")
+
+
+def test_what_a_module_is_called_with_is_prepared_in_its_stage(arguments_of):
+    class Biased(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x, bias):
+            return jnp.tanh(x @ self.weight + bias)
+
+    class Net(eqx.Module):
+        first: eqx.nn.Linear
+        second: Biased
+        table: jax.Array
+
+        def __call__(self, x):
+            x = jax.vmap(self.first)(x)
+            return self.second(x, self.table[jnp.arange(4) % 3])
+
+    net = Net(
+        eqx.nn.Linear(2, 4, key=jax.random.key(0)), Biased(jnp.ones((4, 5))), jnp.ones((3, 5))
+    )
+    split = jaxpp.split_stages(lambda net, x: net(x).sum(), at=["second"])
+    first, second = arguments_of(split, net, jnp.ones((4, 2)))
+    assert first == [(4,), (4, 2), (4, 2)]
+    assert second == [(3, 5), (4, 5)]

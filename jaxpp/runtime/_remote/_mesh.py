@@ -21,6 +21,7 @@ from jaxpp.runtime._remote._failure import Failure
 from jaxpp.runtime._remote._feed import Batch, Feeds, describe
 from jaxpp.runtime._remote._library import Library
 from jaxpp.runtime._remote._step import RemoteStep
+from jaxpp.runtime._stacked import with_stacked
 
 #: Calls that may be under way before the next one waits for the oldest.
 IN_FLIGHT = 4
@@ -184,7 +185,7 @@ class RemoteMpmdMesh:
 
     # ---- steps ----------------------------------------------------------------------------------
 
-    def load(self, bundle: Bundle) -> RemoteStep:
+    def load(self, bundle: Bundle) -> Any:
         """Compiles a step on the workers, and gives the function that calls it."""
         with self._lock:
             self._check()
@@ -192,7 +193,7 @@ class RemoteMpmdMesh:
             step = RemoteStep(self, bundle, number)
             weakref.finalize(step, self._library.remove, number)
             self._install(number)
-        return step
+        return with_stacked(step, bundle)
 
     def _install(self, step: int) -> None:
         """Brings a step to the workers that do not have it."""

@@ -12,6 +12,7 @@ from jaxpp.runtime._arguments import check_arguments
 from jaxpp.runtime._array_types import ArrayType, to_host
 from jaxpp.runtime._remote._array import RemoteArray, RemoteSharding
 from jaxpp.runtime._remote._process import FED, MOVED, VALUE, Call, Move
+from jaxpp.runtime._stacked import put_together
 
 if TYPE_CHECKING:
     from jaxpp.runtime._remote._mesh import RemoteMpmdMesh
@@ -38,6 +39,8 @@ class RemoteStep:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Starts the step on all ranks, and returns at once."""
+        if (results := put_together(self, args)) is not None:
+            return results
         check_arguments(self.bundle, args)
         for arg in args:
             if isinstance(arg, RemoteArray):

@@ -1,5 +1,6 @@
 """`load_state`: reads a checkpoint onto any devices or ranks."""
 
+import dataclasses
 import os
 from collections import defaultdict
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxpp.runtime._remote._array import RemoteArray, RemoteSharding
+from jaxpp.runtime._stacked import StackedArray, StackedSharding
 from jaxpp.runtime._state import _directory, _manifest, _ranks
 from jaxpp.runtime._state._manifest import ArrayLeaf, NumberLeaf
 from jaxpp.runtime._state._save import absolute, ranks_at_work
@@ -53,6 +55,23 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
     local: dict[int, tuple[ArrayLeaf, _ranks.Place]] = {}
     hosts: dict[int, ArrayLeaf] = {}
     remote: dict[int, tuple[ArrayLeaf, RemoteSharding]] = {}
+    stacked: dict[int, list[int]] = {}
+
+    def note(number: int, leaf: ArrayLeaf, place: Any) -> None:
+        if isinstance(place, StackedSharding):
+            stacked[number] = []
+            for rows, own in zip(place.intervals, place.parts, strict=True):
+                stacked[number].append(len(values))
+                values.append(_rows_of(values[number], leaf, rows, place))
+                note(len(values) - 1, _leaf_of_rows(leaf, *rows), own)
+        elif isinstance(place, RemoteSharding):
+            remote[number] = leaf, place
+        elif place is np:
+            hosts[number] = leaf
+        else:
+            weak_type = getattr(values[number], "weak_type", False)
+            local[number] = leaf, _ranks.Place(place, weak_type)
+
     with _directory.reading(path) as (manifest, data):
         _manifest.check_matches([leaf for leaf, _ in leaves], manifest.leaves, str(path))
         saved = {leaf.path: leaf for leaf in manifest.leaves}
@@ -61,13 +80,7 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
             if isinstance(there, NumberLeaf):
                 values[number] = there.number()
             elif isinstance(there, ArrayLeaf):
-                place = _place_of(value) if place is None else place
-                if isinstance(place, RemoteSharding):
-                    remote[number] = there, place
-                elif place is np:
-                    hosts[number] = there
-                else:
-                    local[number] = there, _ranks.Place(place, getattr(value, "weak_type", False))
+                note(number, there, _place_of(value) if place is None else place)
         arrays, arguments, mesh = _remote_reads(remote, values, str(data), str(path))
         with ranks_at_work(mesh, arguments, ordered=True):
             _fill(values, local, _ranks.read_arrays(str(data), str(path), list(local.values())))
@@ -75,9 +88,34 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
     for number, array in arrays.items():
         values[number] = array
     for number in hosts:
-        if isinstance(leaves[number][1], np.generic):
+        if number < len(leaves) and isinstance(leaves[number][1], np.generic):
             values[number] = values[number][()]
-    return jtu.tree_unflatten(jtu.tree_structure(like), values)
+    for number, parts in stacked.items():
+        values[number] = StackedArray([values[part] for part in parts])
+    return jtu.tree_unflatten(jtu.tree_structure(like), values[: len(leaves)])
+
+
+def _rows_of(
+    like: Any, leaf: ArrayLeaf, rows: tuple[int, int], place: StackedSharding
+) -> jax.ShapeDtypeStruct:
+    """The type of some rows of an array."""
+    if like.shape[:1] != (place.bounds[-1],):
+        raise ValueError(
+            f"load_state: the leaf {leaf.path} is {leaf.describe()}, but its sharding is of an "
+            f"array with {place.bounds[-1]} rows; give it a sharding of its own."
+        )
+    shape = (rows[1] - rows[0], *like.shape[1:])
+    weak_type = bool(getattr(like, "weak_type", False))
+    return jax.ShapeDtypeStruct(shape, like.dtype, weak_type=weak_type)
+
+
+def _leaf_of_rows(leaf: ArrayLeaf, start: int, stop: int) -> ArrayLeaf:
+    """Some rows of an array of the checkpoint, as an array of it."""
+    kind = dataclasses.replace(leaf.type, shape=(stop - start, *leaf.type.shape[1:]))
+    pieces = tuple(
+        dataclasses.replace(p, offset=(p.offset[0] - start, *p.offset[1:])) for p in leaf.pieces
+    )
+    return ArrayLeaf(leaf.path, kind, pieces)
 
 
 def _fill(values: list[Any], numbers: Any, found: list[Any]) -> None:
@@ -90,7 +128,7 @@ def _places(like: Any, shardings: Any) -> list[Any]:
     places: list[Any] = []
 
     def note(place: Any, part: Any) -> None:
-        if not isinstance(place, Sharding | RemoteSharding | None):
+        if not isinstance(place, Sharding | RemoteSharding | StackedSharding | None):
             raise TypeError(
                 f"load_state needs shardings that are jax.sharding.Sharding or of a remote mesh, "
                 f"got {place!r}."

@@ -12,6 +12,7 @@ import jax
 
 from jaxpp import _compat
 from jaxpp.runtime._remote._array import RemoteArray
+from jaxpp.runtime._stacked import StackedArray
 from jaxpp.runtime._state import _directory, _manifest, _ranks
 from jaxpp.runtime._state._manifest import ArrayLeaf, Leaf, Piece
 
@@ -60,6 +61,8 @@ class Plan:
         mesh: the remote mesh of the others, if there are any.
         remote: for each rank that writes, pairs of the number of a leaf and the id of its array.
         held: the remote arrays, so that they stay.
+        rows: where a leaf comes in parts, these have numbers of their own: for each the number of
+            the leaf, and the first of its rows.
     """
 
     leaves: tuple[Leaf, ...]
@@ -67,6 +70,7 @@ class Plan:
     mesh: Any
     remote: Mapping[int, list[tuple[int, int]]]
     held: tuple[RemoteArray, ...]
+    rows: Mapping[int, tuple[int, int]]
 
     @staticmethod
     def of(tree: Any) -> "Plan":
@@ -80,16 +84,25 @@ class Plan:
         local: list[tuple[int, Any]] = []
         remote: dict[int, list[tuple[int, int]]] = defaultdict(list)
         held: list[RemoteArray] = []
-        for number, (leaf, value) in enumerate(found):
-            if not isinstance(leaf, ArrayLeaf):
-                continue
-            _check_value(leaf.path, value)
-            if isinstance(value, RemoteArray):
+        rows: dict[int, tuple[int, int]] = {}
+
+        def note(number: int, value: Any) -> None:
+            if isinstance(value, StackedArray):
+                for part, start in zip(value.parts, value.bounds, strict=False):
+                    own = len(found) + len(rows)
+                    rows[own] = number, start
+                    note(own, part)
+            elif isinstance(value, RemoteArray):
                 value.mesh.check_array(value)
                 remote[value.ranks[0]].append((number, value.id))
                 held.append(value)
             else:
                 local.append((number, value))
+
+        for number, (leaf, value) in enumerate(found):
+            if isinstance(leaf, ArrayLeaf):
+                _check_value(leaf.path, value)
+                note(number, value)
         meshes = {id(array.mesh): array.mesh for array in held}
         if len(meshes) > 1:
             raise ValueError(
@@ -98,7 +111,7 @@ class Plan:
             )
         mesh = next(iter(meshes.values()), None)
         leaves = tuple(leaf for leaf, _ in found)
-        return Plan(leaves, tuple(local), mesh, dict(remote), tuple(held))
+        return Plan(leaves, tuple(local), mesh, dict(remote), tuple(held), rows)
 
     def write(self, data: Path) -> tuple[Leaf, ...]:
         """Writes the arrays as they are; gives the leaves with their pieces."""
@@ -118,6 +131,10 @@ class Plan:
     def _with_pieces(self, written: Iterable[Iterable[tuple[int, Piece]]]) -> tuple[Leaf, ...]:
         pieces: dict[int, list[Piece]] = defaultdict(list)
         for number, piece in (pair for pairs in written for pair in pairs):
+            if number in self.rows:
+                number, start = self.rows[number]
+                offset = (piece.offset[0] + start, *piece.offset[1:])
+                piece = dataclasses.replace(piece, offset=offset)
             pieces[number].append(piece)
         return tuple(
             dataclasses.replace(leaf, pieces=tuple(pieces[n])) if n in pieces else leaf

@@ -1,0 +1,372 @@
+"""`StackedArray`: an array whose rows are with several ranks, and steps that take and give such.
+
+A parameter that is stacked over layers is distributed by `place`: each rank holds the rows of its
+stages. To the training loop it stays one leaf.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp._program import Bundle
+from jaxpp.runtime._arguments import check_there
+
+#: Where the rows of an array are cut, and their number at the end: `(0, 2, 4)`.
+Bounds = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedSharding:
+    """Where an array is whose rows are with several ranks.
+
+    Args:
+        bounds: where the parts begin along the first axis, and its size at the end.
+        parts: where each part is: JAX's shardings, or those of a remote mesh.
+
+    Example:
+        >>> import jax, jaxpp
+        >>> one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        >>> jaxpp.runtime.StackedSharding((0, 2, 4), (one, one)).bounds
+        (0, 2, 4)
+    """
+
+    bounds: Bounds
+    parts: tuple[Any, ...]
+
+    @property
+    def device_set(self) -> set[Any]:
+        """The devices of this process that hold a part."""
+        return set().union(*(getattr(p, "device_set", ()) for p in self.parts))
+
+    @property
+    def intervals(self) -> list[tuple[int, int]]:
+        """The rows of each part."""
+        return list(itertools.pairwise(self.bounds))
+
+
+class StackedArray(jax.Array):
+    """An array in parts, each some of its rows, on the devices or ranks that use them.
+
+    What a placed step returns for a parameter that is stacked over layers, and its optimizer state.
+    A leaf of pytrees that filters such as `eqx.is_array` take for an array. It goes into the next
+    call as it is; `np.asarray`, `jnp.asarray` and `jax.device_get` put the parts together. So do
+    operators and indices, where the parts are in this process.
+
+    Args:
+        parts: the parts, in order; they have the same shape but for the first axis.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpp
+        >>> x = jaxpp.runtime.StackedArray([jnp.zeros((2, 3)), jnp.ones((1, 3))])
+        >>> x.shape, x.bounds, jnp.asarray(x)[:, 0]
+        ((3, 3), (0, 2, 3), Array([0., 0., 1.], dtype=float32))
+    """
+
+    def __init__(self, parts: Sequence[jax.Array]):
+        self._parts = tuple(parts)
+        self._bounds = (0, *itertools.accumulate(p.shape[0] for p in self._parts))
+        first: Any = self._parts[0]
+        shape = (self._bounds[-1], *first.shape[1:])
+        self._aval = jax.ShapeDtypeStruct(shape, first.dtype, weak_type=first.aval.weak_type)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The parts, in order: arrays of this process, or `RemoteArray`s."""
+        return self._parts
+
+    @property
+    def bounds(self) -> Bounds:
+        """Where the parts begin along the first axis, and its size at the end."""
+        return self._bounds
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the parts are in other processes."""
+        return any(not p.is_fully_addressable for p in self._parts)
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and weak type."""
+        return self._aval
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each axis."""
+        return self._aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the elements."""
+        return self._aval.dtype
+
+    @property
+    def weak_type(self) -> bool:
+        """Whether it takes the dtype of what it is combined with."""
+        return self._aval.weak_type
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return self.size * self.itemsize
+
+    @property
+    def sharding(self) -> Any:
+        """Where it is, as a `StackedSharding`."""
+        return StackedSharding(self._bounds, tuple(p.sharding for p in self._parts))
+
+    @property
+    def committed(self) -> bool:
+        """Whether it belongs where it is; always true."""
+        return True
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        """Whether this process holds all of it."""
+        return not self.is_remote
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether each device holds all of it; always false."""
+        return False
+
+    def devices(self) -> set[Any]:
+        """The devices of this process that hold a part."""
+        return self.sharding.device_set
+
+    def is_deleted(self) -> bool:
+        """Whether a part is gone: a call has consumed it, or `delete` has been called."""
+        return any(p.is_deleted() for p in self._parts)
+
+    @property
+    def why_deleted(self) -> str:
+        """What consumed it, as the end of a sentence, where that is known."""
+        return next((why for p in self._parts if (why := getattr(p, "why_deleted", ""))), "")
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __repr__(self):
+        rows = ", ".join(f"{a}:{b}" for a, b in itertools.pairwise(self._bounds))
+        gone = "deleted, " if self.is_deleted() else ""
+        kind = f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+        return f"StackedArray({kind} {gone}in rows {rows})"
+
+    __str__ = __repr__
+
+    # ---- its value ------------------------------------------------------------------------------
+
+    def copy_to_host_async(self) -> None:
+        """Asks for the value, so that it comes together with others that are asked for."""
+        for part in self._parts:
+            part.copy_to_host_async()
+
+    def block_until_ready(self) -> "StackedArray":
+        """Waits until the value is there; raises the error of the step that was to make it."""
+        for part in self._parts:
+            part.block_until_ready()
+        return self
+
+    def __array__(self, dtype: Any = None, context: Any = None, copy: Any = None) -> np.ndarray:
+        self.copy_to_host_async()
+        value = np.concatenate([np.asarray(p) for p in self._parts])
+        return value if dtype is None else value.astype(dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        if self.is_remote:
+            parts = [jnp.asarray(p) for p in self._parts]
+        else:
+            (device, *_) = self._parts[0].devices()
+            parts = [jax.device_put(p, device) for p in self._parts]
+        return jnp.concatenate(parts)
+
+    def copy(self) -> "StackedArray":
+        """A copy, each part where it is; of arrays in this process."""
+        return StackedArray([jnp.copy(p) for p in self._parts])
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return np.asarray(self).tolist()
+
+    def delete(self) -> None:
+        """Drops it from all devices and ranks."""
+        for part in self._parts:
+            part.delete()
+
+    def __reduce__(self):
+        if self.is_remote:
+            raise TypeError(
+                f"{self!r} stays with its ranks and cannot be pickled; fetch it with "
+                f"jax.device_get, or save it with jaxpp.save_state."
+            )
+        return StackedArray, (self._parts,)
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: StackedArray, *args: Any) -> Any:
+        if self.is_remote:
+            raise TypeError(
+                f"{name} of {self!r}: its value is not in this process. Fetch it with jnp.asarray "
+                f"or jax.device_get, or compute with it inside a placed function."
+            )
+        values = [jnp.asarray(a) if isinstance(a, StackedArray) else a for a in args]
+        return getattr(jnp.asarray(self), name)(*values)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul "
+    "rmatmul and rand or ror xor rxor lshift rlshift rshift rrshift neg pos abs invert "
+    "lt le gt ge eq ne getitem iter"
+).split():
+    setattr(StackedArray, f"__{_name}__", _delegate(f"__{_name}__"))
+StackedArray.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+# ---- steps --------------------------------------------------------------------------------------
+
+
+class StackedStep:
+    """A step over parts as a step over arrays: cuts what it takes, and gives `StackedArray`s."""
+
+    def __init__(self, step: Any, bundle: Bundle):
+        self.step = step
+        self.bundle = bundle
+        self._in_cuts = bundle.in_cuts or (None,) * len(bundle.in_avals)
+        self._out_cuts = bundle.out_cuts or (None,) * len(bundle.out_avals)
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """Runs the step."""
+        flat = self.flat(args)
+        results = self.step(flat)
+        numbers = _grouped(range(len(flat)), self._in_cuts)
+        for arg, own in zip(args, numbers, strict=True):
+            # What the step has consumed in the form of slices is gone as a whole, too.
+            donated = self.bundle.donated.issuperset(own)
+            if donated and isinstance(arg, jax.Array) and not arg.is_deleted():
+                arg.delete()
+        return [
+            own[0] if cut is None else StackedArray(own)
+            for own, cut in zip(_grouped(results, self._out_cuts), self._out_cuts, strict=True)
+        ]
+
+    def flat(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments of the step over parts.
+
+        Raises:
+            ValueError: an array has been deleted.
+        """
+        found: list[Any] = []
+        names = _grouped(self.bundle.arg_names, self._in_cuts)
+        for arg, cut, name in zip(args, self._in_cuts, names, strict=True):
+            stacked = isinstance(arg, StackedArray)
+            if cut is not None or stacked:
+                check_there(arg, name[0] if cut is None else name[0].removesuffix(f"[0:{cut[1]}]"))
+            if cut is None:
+                found.append(_whole(arg) if stacked else arg)
+            else:
+                found += parts_of(arg, cut)
+        return found
+
+    def input_shardings(self) -> list[Any]:
+        """Where the step reads each argument; a `StackedSharding` where in parts."""
+        cuts = self._in_cuts
+        return [
+            own[0] if cut is None else StackedSharding(cut, tuple(own))
+            for own, cut in zip(_grouped(self.step.input_shardings(), cuts), cuts, strict=True)
+        ]
+
+
+def with_stacked(step: Any, bundle: Bundle) -> Any:
+    """A step over parts, taking and giving arrays of the caller; one over whole arrays as it is."""
+    return StackedStep(step, bundle) if any((*bundle.in_cuts, *bundle.out_cuts)) else step
+
+
+def put_together(step: Any, args: Sequence[Any]) -> list[Any] | None:
+    """Runs a step over whole arrays where some come in parts; None where none does."""
+    if not any(type(arg) is StackedArray for arg in args):
+        return None
+    whole = dataclasses.replace(step.bundle, in_cuts=(), out_cuts=())
+    return StackedStep(step, whole)(args)
+
+
+def _grouped(flat: Sequence[Any], cuts: Sequence[Bounds | None]) -> Iterator[list[Any]]:
+    rest = iter(flat)
+    for cut in cuts:
+        yield list(itertools.islice(rest, 1 if cut is None else len(cut) - 1))
+
+
+def _whole(array: StackedArray) -> Any:
+    keys = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return jnp.asarray(array) if keys or not array.is_remote else np.asarray(array)
+
+
+def parts_of(array: Any, bounds: Bounds) -> list[Any]:
+    """The rows of an array from bound to bound: what it has already as it is, else slices."""
+    if not isinstance(array, StackedArray):
+        array = array if isinstance(array, jax.Array) else np.asarray(array)
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            return _remote_slices(array, list(itertools.pairwise(bounds)))
+        return [_slice(array, a, b) for a, b in itertools.pairwise(bounds)]
+    if array.bounds == bounds:
+        return list(array.parts)
+    if set(array.bounds) <= set(bounds):  # cut finer
+        found = []
+        for part, (low, high) in zip(array.parts, itertools.pairwise(array.bounds), strict=True):
+            own = tuple(b - low for b in bounds if low <= b <= high)
+            found += parts_of(part, own) if len(own) > 2 else [part]
+        return found
+    return parts_of(_whole(array), bounds)
+
+
+def _slice(array: Any, start: int, stop: int) -> Any:
+    if isinstance(array, np.ndarray):
+        return array[start:stop]
+    return jax.lax.slice_in_dim(array, start, stop)
+
+
+def _remote_slices(array: Any, intervals: Sequence[tuple[int, int]]) -> list[Any]:
+    """Rows of a `RemoteArray`, on the first rank that holds it."""
+    mesh, rank = array.mesh, array.ranks[0]
+    aval = array.aval
+    parts = [
+        mesh.new_array(
+            jax.ShapeDtypeStruct((b - a, *aval.shape[1:]), aval.dtype, weak_type=aval.weak_type),
+            (rank,),
+        )
+        for a, b in intervals
+    ]
+    items = [(part.id, a, b) for part, (a, b) in zip(parts, intervals, strict=True)]
+    mesh.apply(slice_on_rank, {rank: (array.id, items)})
+    return parts
+
+
+def slice_on_rank(process: Any, number: int, items: Sequence[tuple[int, int, int]]) -> None:
+    """Makes arrays of rows of an array that a rank holds."""
+    array = process.arrays[number]
+    slices = [(new, jax.lax.slice_in_dim(array, a, b)) for new, a, b in items]
+    with process.lock:
+        process.arrays.update(slices)
+        process.lock.notify_all()

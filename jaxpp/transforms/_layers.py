@@ -1,0 +1,79 @@
+"""The layers of stacked modules, named by paths.
+
+`eqx.filter_vmap` of a constructor makes a module whose arrays have a leading axis of layers; a
+`lax.scan` over it runs one after the other. `blocks.2` is then no submodule, but a layer.
+"""
+
+import dataclasses
+import functools
+import itertools
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from jaxpp import _jaxprs
+
+#: A path that ends with an index: `blocks.2` or `blocks[2]`.
+INDEXED = re.compile(r"(.+)[.\[](\d+)\]?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer of stacked modules; None where all of the stack is meant.
+
+    `arrays` are those of the stack, as bits by their numbers among the arrays of the model.
+    """
+
+    stack: str
+    index: int | None
+    arrays: int
+
+
+def layer_at(model: eqx.Module, path: str) -> Layer | None:
+    """The layer of stacked modules that a path means, or None."""
+    match = INDEXED.fullmatch(path)
+    stack = None if match is None else _numbered(model, match[1])
+    if match is None or stack is None or isinstance(stack, list | tuple):
+        return None
+    leaves = [leaf for leaf in jtu.tree_leaves(model) if _jaxprs.is_array(leaf)]
+    own = jtu.tree_leaves(stack)
+    sizes = {leaves[i].shape[:1] for i in own}
+    if len(sizes) != 1 or sizes == {()}:
+        return None
+    ((size,),) = sizes
+    if int(match[2]) >= size:
+        raise ValueError(
+            f"The cut at {path!r} cannot be made: {match[1]!r} has {size} layers; the last is "
+            f"{f'{match[1]}.{size - 1}'!r}."
+        )
+    return Layer(match[1], int(match[2]), _bits(own))
+
+
+def stack_at(model: eqx.Module, path: str) -> Layer:
+    """A module as a stack of layers."""
+    return Layer(path, None, _bits(jtu.tree_leaves(_numbered(model, path))))
+
+
+def _numbered(model: eqx.Module, path: str) -> Any:
+    """What stands at a path, with the numbers of the model's arrays in their place, or None."""
+    leaves, tree = jtu.tree_flatten(model)
+    numbers = itertools.count()
+    node = tree.unflatten(next(numbers) if _jaxprs.is_array(leaf) else None for leaf in leaves)
+    for name in path.split("."):
+        if isinstance(node, eqx.Module):
+            node = vars(node).get(name)
+        elif isinstance(node, dict):
+            node = node.get(name, node.get(int(name)) if name.isdigit() else None)
+        elif isinstance(node, list | tuple) and name.isdigit() and int(name) < len(node):
+            node = node[int(name)]
+        else:
+            return None
+    return node
+
+
+def _bits(numbers: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, (1 << i for i in numbers), 0)
