@@ -6,7 +6,6 @@ stages. To the training loop it stays one leaf.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from jaxpp._program import Bundle
 from jaxpp.runtime._arguments import check_there
+from jaxpp.runtime._array_handle import ArrayHandle
 
 #: Where the rows of an array are cut, and their number at the end: `(0, 2, 4)`.
 Bounds = tuple[int, ...]
@@ -50,7 +50,7 @@ class StackedSharding:
         return list(itertools.pairwise(self.bounds))
 
 
-class StackedArray(jax.Array):
+class StackedArray(ArrayHandle):
     """An array in parts, each some of its rows, on the devices or ranks that use them.
 
     What a placed step returns for a parameter that is stacked over layers, and its optimizer state.
@@ -91,54 +91,9 @@ class StackedArray(jax.Array):
         return any(not p.is_fully_addressable for p in self._parts)
 
     @property
-    def aval(self) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and weak type."""
-        return self._aval
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each axis."""
-        return self._aval.shape
-
-    @property
-    def dtype(self) -> Any:
-        """The type of the elements."""
-        return self._aval.dtype
-
-    @property
-    def weak_type(self) -> bool:
-        """Whether it takes the dtype of what it is combined with."""
-        return self._aval.weak_type
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """The bytes of an element."""
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all elements."""
-        return self.size * self.itemsize
-
-    @property
     def sharding(self) -> Any:
         """Where it is, as a `StackedSharding`."""
         return StackedSharding(self._bounds, tuple(p.sharding for p in self._parts))
-
-    @property
-    def committed(self) -> bool:
-        """Whether it belongs where it is; always true."""
-        return True
 
     @property
     def is_fully_addressable(self) -> bool:

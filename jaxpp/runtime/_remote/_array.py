@@ -1,12 +1,13 @@
 """`RemoteArray`: what a step on a remote mesh returns; its value stays with the ranks."""
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxpp.runtime._array_handle import ArrayHandle
 
 if TYPE_CHECKING:
     from jaxpp.runtime._remote._mesh import RemoteMpmdMesh
@@ -34,7 +35,7 @@ class RemoteSharding:
         return f"RemoteSharding(ranks={self.ranks})"
 
 
-class RemoteArray(jax.Array):
+class RemoteArray(ArrayHandle):
     """An array that one or more ranks of a `RemoteMpmdMesh` hold.
 
     A leaf of pytrees that filters such as `eqx.is_array` take for an array. What is known of it is
@@ -74,46 +75,6 @@ class RemoteArray(jax.Array):
         return self._id
 
     @property
-    def aval(self) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and weak type."""
-        return self._aval
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each axis."""
-        return self._aval.shape
-
-    @property
-    def dtype(self) -> Any:
-        """The type of the elements."""
-        return self._aval.dtype
-
-    @property
-    def weak_type(self) -> bool:
-        """Whether it takes the dtype of what it is combined with."""
-        return self._aval.weak_type
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """The bytes of an element."""
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all elements."""
-        return self.size * self.itemsize
-
-    @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that hold it, each the whole of it."""
         return self._ranks
@@ -122,11 +83,6 @@ class RemoteArray(jax.Array):
     def sharding(self) -> Any:
         """Where it is, as a `RemoteSharding`."""
         return RemoteSharding(self._mesh, self._ranks)
-
-    @property
-    def committed(self) -> bool:
-        """Whether it belongs where it is; always true."""
-        return True
 
     @property
     def is_fully_addressable(self) -> bool:
