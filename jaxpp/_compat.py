@@ -124,8 +124,10 @@ def under_scope(eqn, caller):
     return eqn.replace(source_info=source.replace(name_stack=stack, traceback=traceback))
 
 
-def load_on_device(compiled: jax.stages.Compiled, device) -> jax.stages.Compiled | None:
-    """Loads an executable compiled for one device onto another without compiling again.
+def load_on_devices(
+    compiled: jax.stages.Compiled, devices: Sequence[Any]
+) -> jax.stages.Compiled | None:
+    """Loads an executable compiled for some devices onto others without compiling again.
 
     Returns None where the backend cannot do it; the caller then compiles. So it is with JAX's
     persistent compilation cache: an executable that came out of it cannot be serialised again on
@@ -134,6 +136,10 @@ def load_on_device(compiled: jax.stages.Compiled, device) -> jax.stages.Compiled
     config: Any = jax.config
     if config.jax_enable_compilation_cache and config.jax_compilation_cache_dir:
         return None
+
+    if len(devices) > 1:  # it would hold the shardings over the first devices
+        return None
+    (device,) = devices
 
     class Unpickler(serialize_executable._JaxPjrtUnpickler):
         def persistent_load(self, pid):

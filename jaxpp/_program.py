@@ -6,18 +6,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax.extend.core as jex
+from jax.sharding import AbstractMesh
+
+from jaxpp._specs import Spec
+
+#: The axis of a mesh along which its ranks are.
+PIPELINE_AXIS = "mpmd"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Computation:
     """What an executable computes; ranks that compute the same thing share one.
 
-    `donated` are the positions of the inputs whose memory the outputs may take.
+    `donated` are the positions of the inputs whose memory the outputs may take; `in_specs` and
+    `out_specs` say how inputs and outputs are split over the axes inside a rank, if it has any.
     """
 
     name: str
     jaxpr: jex.ClosedJaxpr
     donated: tuple[int, ...]
+    in_specs: tuple[Spec, ...] = ()
+    out_specs: tuple[Spec, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +41,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """What one send carries: for each array its origin, kind, shape and dtype.
+    """What one send carries: for each array its origin, kind, shape, dtype, and how it is split.
 
     A kind is `"edge"` (between stages), `"gradient"` (of a shared parameter), `"scalar"`,
     `"argument"` (an input of the step that another rank holds) or `"gathered"` (anything else).
@@ -44,6 +53,7 @@ class Message:
     names: tuple[str, ...]
     kinds: tuple[str, ...]
     avals: tuple[Any, ...]
+    specs: tuple[Spec, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +138,9 @@ class Bundle:
     A stacked array is several flat arguments or results, each some of its rows: `in_cuts` and
     `out_cuts` have, for each array of the caller, where its rows are cut, `(0, 2, 4)`, or None
     where it is whole. Empty, all are whole.
+
+    Where a rank is a mesh of its own, `inside` is that mesh without its devices, and `in_specs`,
+    `out_specs` say how flat arguments and results are split over it; constants are whole.
     """
 
     programs: tuple[Program, ...]
@@ -138,6 +151,9 @@ class Bundle:
     donated: frozenset[int]
     in_cuts: tuple[tuple[int, ...] | None, ...] = ()
     out_cuts: tuple[tuple[int, ...] | None, ...] = ()
+    inside: AbstractMesh | None = None
+    in_specs: tuple[Spec, ...] = ()
+    out_specs: tuple[Spec, ...] = ()
 
     def as_text(self) -> str:
         """The programs, one instruction a line."""
@@ -194,6 +210,11 @@ class Mesh(Protocol):
 
     @property
     def num_ranks(self) -> int: ...
+
+    @property
+    def inside(self) -> AbstractMesh | None:
+        """The mesh of each rank without its devices; None where a rank is one device."""
+        ...
 
     def load(self, bundle: Bundle) -> Step:
         """Compiles a step, and gives the function that runs it on flat arguments."""

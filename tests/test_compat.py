@@ -214,7 +214,7 @@ def test_an_executable_is_loaded_elsewhere_without_compiling(compilations):
     first, *others = jax.devices()[:3]
     compiled = compile_for(lambda x, w: {"y": jnp.tanh(x @ w)}, first, (3, 4), (4, 4))
     assert compilations.count == 1
-    loaded = [_compat.load_on_device(compiled, device) for device in others]
+    loaded = [_compat.load_on_devices(compiled, [device]) for device in others]
     assert compilations.count == 1
     x, w = X, jax.random.normal(jax.random.key(1), (4, 4))
     want = compiled(*jax.device_put((x, w), first))["y"]

@@ -1,41 +1,80 @@
-"""The axes of a mesh: their names and sizes, of which one is that of the pipeline."""
+"""The axes of a mesh: that of the pipeline, and those inside a rank."""
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
-PIPELINE_AXIS = "mpmd"
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxpp._program import PIPELINE_AXIS
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The axes of a mesh, of which one is that of the pipeline.
+
+    Args:
+        shape: the size of each axis.
+        names: the name of each axis.
+        types: the type of each axis; that of the pipeline's means nothing.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    types: tuple[AxisType, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """The size of the pipeline axis."""
+        return self.shape[self.names.index(PIPELINE_AXIS)]
+
+    @property
+    def inside(self) -> AbstractMesh | None:
+        """The mesh of every rank, without its devices; None where there is no other axis."""
+        own = [i for i, name in enumerate(self.names) if name != PIPELINE_AXIS]
+        if not own:
+            return None
+        return AbstractMesh(
+            tuple(self.shape[i] for i in own),
+            tuple(self.names[i] for i in own),
+            axis_types=tuple(self.types[i] for i in own),
+        )
+
+    @property
+    def devices_per_rank(self) -> int:
+        """The product of the sizes of the axes inside a rank."""
+        return math.prod(self.shape) // self.num_ranks
 
 
 def check_axes(
-    kind: str, shape: Sequence[int], axis_names: Sequence[str]
-) -> tuple[tuple[int, ...], tuple[str, ...], int]:
+    kind: str,
+    shape: Sequence[int],
+    axis_names: Sequence[str],
+    axis_types: Sequence[AxisType] | None = None,
+) -> Axes:
     """Checks the axes of a mesh.
 
     Args:
         kind: what the mesh is called, for errors.
         shape: the size of each axis.
         axis_names: the name of each axis.
-
-    Returns:
-        The shape, the names, and the number of ranks.
+        axis_types: the type of each axis, as in `jax.make_mesh`; by default all are `Auto`.
 
     Raises:
-        ValueError: the names are not one for each axis, or not different; none of them is
-            `"mpmd"`; a size is below 1; or another axis has a size above 1.
+        ValueError: the names or types are not one for each axis, or the names are not different;
+            none of them is `"mpmd"`; or a size is below 1.
     """
-    shape, axis_names = tuple(int(n) for n in shape), tuple(axis_names)
-    if len(shape) != len(axis_names) or len(set(axis_names)) < len(axis_names):
+    shape, names = tuple(int(n) for n in shape), tuple(axis_names)
+    if len(shape) != len(names) or len(set(names)) < len(names):
         raise ValueError(
-            f"{kind} needs a name of its own for each axis, got shape {shape} and names "
-            f"{axis_names}."
+            f"{kind} needs a name of its own for each axis, got shape {shape} and names {names}."
         )
-    if PIPELINE_AXIS not in axis_names:
-        raise ValueError(f"{kind} needs an axis named {PIPELINE_AXIS!r}, got {axis_names}.")
-    sizes = dict(zip(axis_names, shape, strict=True))
+    if PIPELINE_AXIS not in names:
+        raise ValueError(f"{kind} needs an axis named {PIPELINE_AXIS!r}, got {names}.")
+    types = (AxisType.Auto,) * len(names) if axis_types is None else tuple(axis_types)
+    if len(types) != len(names):
+        raise ValueError(f"{kind} needs a type for each of its axes {names}, got {types}.")
     if any(n < 1 for n in shape):
+        sizes = dict(zip(names, shape, strict=True))
         raise ValueError(f"{kind} needs axes of size 1 at least, got {sizes}.")
-    wide = [a for a, n in sizes.items() if a != PIPELINE_AXIS and n > 1]
-    if wide:
-        raise ValueError(
-            f"{kind} runs each rank on one device so far, got {sizes}; give {wide[0]!r} the size 1."
-        )
-    return shape, axis_names, sizes[PIPELINE_AXIS]
+    return Axes(shape, names, types)

@@ -12,18 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Computation, Run
+from jaxpp.runtime._homes import Home, devices_of, sharding_in
 
 
-def compile_all(bundle: Bundle, devices: Sequence[Any]) -> list[dict[int, Any]]:
+def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
     """Compiles a step's computations.
 
     Args:
         bundle: the step.
-        devices: the device of each rank.
+        homes: where the arrays of each rank are.
 
     Returns:
         For each rank, the executables by the number of their computation.
@@ -33,11 +34,11 @@ def compile_all(bundle: Bundle, devices: Sequence[Any]) -> list[dict[int, Any]]:
         for p in bundle.programs
     ]
     targets: dict[int, list[Any]] = {}
-    for numbers, device in zip(used, devices, strict=True):
+    for numbers, home in zip(used, homes, strict=True):
         for n in numbers:
             found = targets.setdefault(n, [])
-            if device not in found:
-                found.append(device)
+            if home not in found:
+                found.append(home)
 
     configuration = settings()
     keys = {n: key_of(c, configuration) for n, c in enumerate(bundle.computations) if n in targets}
@@ -46,7 +47,7 @@ def compile_all(bundle: Bundle, devices: Sequence[Any]) -> list[dict[int, Any]]:
         first = targets[n][0]
         found = known or _Executables(bundle.computations[n], lowered.compile(), first)
         _kept.put(keys[n], found)
-        return {device: found.on(device) for device in targets[n]}
+        return {home: found.on(home) for home in targets[n]}
 
     # The largest first, each compiled while the next is lowered.
     by_size = sorted(targets, key=lambda n: -len(bundle.computations[n].jaxpr.eqns))
@@ -57,29 +58,26 @@ def compile_all(bundle: Bundle, devices: Sequence[Any]) -> list[dict[int, Any]]:
             lowered = None if known else _lower(bundle.computations[n], targets[n][0])
             futures[n] = pool.submit(build, n, known, lowered)
     built = {n: future.result() for n, future in futures.items()}
-    return [
-        {n: built[n][device] for n in numbers}
-        for numbers, device in zip(used, devices, strict=True)
-    ]
+    return [{n: built[n][home] for n in numbers} for numbers, home in zip(used, homes, strict=True)]
 
 
 class _Executables:
-    """A computation compiled for one device, and loaded on others as they are asked for."""
+    """A computation compiled for one home, and loaded in others as they are asked for."""
 
-    def __init__(self, computation: Computation, compiled: Any, device: Any):
+    def __init__(self, computation: Computation, compiled: Any, home: Home):
         self._computation = computation
         # Only what was compiled can be loaded elsewhere: what was loaded cannot, again.
         self._compiled = compiled
-        self._by_device = {device: compiled}
+        self._by_home = {home: compiled}
 
-    def on(self, device: Any) -> Any:
-        """The executable of a device."""
-        if device not in self._by_device:
-            self._by_device[device] = (
-                _compat.load_on_device(self._compiled, device)
-                or _lower(self._computation, device).compile()
+    def on(self, home: Home) -> Any:
+        """The executable of a home."""
+        if home not in self._by_home:
+            self._by_home[home] = (
+                _compat.load_on_devices(self._compiled, devices_of(home))
+                or _lower(self._computation, home).compile()
             )
-        return self._by_device[device]
+        return self._by_home[home]
 
 
 class _Kept:
@@ -124,7 +122,8 @@ def key_of(computation: Computation, configuration: Hashable) -> Hashable:
 
     It names some objects by their ids, and holds only as long as the computation lives.
     """
-    return _jaxprs.structure(computation.jaxpr), computation.donated, configuration
+    split = computation.in_specs, computation.out_specs
+    return _jaxprs.structure(computation.jaxpr), computation.donated, split, configuration
 
 
 def settings() -> tuple[tuple[str, str], ...]:
@@ -132,21 +131,27 @@ def settings() -> tuple[tuple[str, str], ...]:
     return tuple((name, str(getattr(jax.config, name, None))) for name in sorted(jax.config.values))
 
 
-def _lower(computation: Computation, device: Any):
-    sharding = SingleDeviceSharding(device)
+def _lower(computation: Computation, home: Home) -> jax.stages.Lowered:
+    invars = computation.jaxpr.jaxpr.invars
+    in_specs = computation.in_specs or ((),) * len(invars)
     avals = [
         jax.ShapeDtypeStruct(
             v.aval.shape,
             v.aval.dtype,
-            sharding=sharding,
+            sharding=sharding_in(home, spec),
             weak_type=getattr(v.aval, "weak_type", False),
         )
-        for v in computation.jaxpr.jaxpr.invars
+        for v, spec in zip(invars, in_specs, strict=True)
     ]
 
     def run(*args):
         return _jaxprs.run(computation.jaxpr, *args)
 
     run.__name__ = run.__qualname__ = computation.name
-    with jax.default_device(device):
-        return jax.jit(run, donate_argnums=computation.donated).lower(*avals)
+    if not isinstance(home, Mesh):
+        with jax.default_device(home):
+            return jax.jit(run, donate_argnums=computation.donated).lower(*avals)
+    out = [sharding_in(home, spec) for spec in computation.out_specs]
+    with jax.set_mesh(home):
+        jitted = jax.jit(run, donate_argnums=computation.donated, out_shardings=out)
+        return jitted.lower(*avals)

@@ -229,9 +229,9 @@ def _placed_copies(local: LocalStep, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _device_of(local: LocalStep) -> tuple[int, ...]:
-    """For each rank, the number of its device among those of the mesh."""
-    devices = list(dict.fromkeys(local.devices))
-    return tuple(devices.index(device) for device in local.devices)
+    """For each rank, the number of its home among those of the mesh."""
+    homes = list(dict.fromkeys(local.homes))
+    return tuple(homes.index(home) for home in local.homes)
 
 
 def _table(local: LocalStep, tasks: Mapping[str, Task]) -> Table:

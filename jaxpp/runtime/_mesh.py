@@ -1,6 +1,7 @@
 """`MpmdMesh`: all ranks in this process."""
 
 import functools
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType
 
-from jaxpp._program import Bundle, Message, default_mesh
+from jaxpp._program import PIPELINE_AXIS, Bundle, Message, default_mesh
+from jaxpp._specs import Spec
 from jaxpp.runtime import _compile, _worker
 from jaxpp.runtime._arguments import check_arguments
-from jaxpp.runtime._axes import PIPELINE_AXIS, check_axes
+from jaxpp.runtime._axes import check_axes
+from jaxpp.runtime._homes import Home, devices_of, distinct, homes_of, sharding_across, sharding_in
 from jaxpp.runtime._stacked import put_together, with_stacked
 from jaxpp.runtime._trace import LocalTracing, Trace
 
@@ -22,20 +25,28 @@ from jaxpp.runtime._trace import LocalTracing, Trace
 class MpmdMesh:
     """A mesh of pipeline ranks over the devices of this process.
 
+    Each rank is a mesh of its own over the axes other than `"mpmd"`, if there are any: its tasks
+    are ordinary SPMD programs, split as `place`'s `in_specs` and the constraints in the model say.
+
     Args:
         shape: the size of each axis; that of `"mpmd"` is the number of ranks.
-        axis_names: a name for each axis, one of them `"mpmd"`; the others have size 1.
-        devices: the device of each rank, by default the first of `jax.devices()`. A device may be
-            repeated: its ranks share it.
+        axis_names: a name for each axis, one of them `"mpmd"`.
+        devices: as many devices as the product of the sizes, in the order of the axes, by default
+            the first of `jax.devices()`. Ranks may share devices; those of one rank differ.
+        axis_types: the type of each axis, as in `jax.make_mesh`; by default all are `Auto`.
 
     Raises:
-        ValueError: if the axes are not as above, or there are fewer devices than ranks.
+        ValueError: if the axes are not as above, there are fewer devices than entries, or a rank
+            has a device twice.
 
     Example:
         >>> import jax, jaxpp
         >>> mesh = jaxpp.MpmdMesh((2,), ("mpmd",), devices=[jax.devices()[0]] * 2)
         >>> mesh.num_ranks
         2
+        >>> wide = jaxpp.MpmdMesh((1, 1, 1), ("mpmd", "data", "model"))
+        >>> wide.inside.axis_names
+        ('data', 'model')
     """
 
     def __init__(
@@ -43,31 +54,49 @@ class MpmdMesh:
         shape: Sequence[int],
         axis_names: Sequence[str] = (PIPELINE_AXIS,),
         devices: Sequence[Any] | None = None,
+        axis_types: Sequence[AxisType] | None = None,
     ):
-        shape, axis_names, ranks = check_axes("MpmdMesh", shape, axis_names)
+        axes = check_axes("MpmdMesh", shape, axis_names, axis_types)
+        wanted = math.prod(axes.shape)
         available = list(jax.devices() if devices is None else np.asarray(devices, object).ravel())
-        if len(available) < ranks or (devices is not None and len(available) != ranks):
+        if len(available) < wanted or (devices is not None and len(available) != wanted):
+            sizes = dict(zip(axes.names, axes.shape, strict=True))
             raise ValueError(
-                f"MpmdMesh needs a device for each of its {ranks} ranks, got {len(available)}. To "
-                f"share one, repeat it: devices=[jax.devices()[0]] * {ranks}; to have more CPU "
-                f"devices, call jax.config.update('jax_num_cpu_devices', {ranks}) before JAX "
-                f"starts."
+                f"MpmdMesh needs a device for each entry of its axes {sizes}, {wanted} in all, got "
+                f"{len(available)}. To share some between ranks, repeat them: "
+                f"devices=[jax.devices()[0]] * {axes.num_ranks}; to have more CPU devices, call "
+                f"jax.config.update('jax_num_cpu_devices', {wanted}) before JAX starts."
             )
-        self.shape, self.axis_names = shape, axis_names
-        self.devices = tuple(available[:ranks])
+        grid = np.empty(wanted, object)
+        grid[:] = available[:wanted]
+        by_rank = np.moveaxis(grid.reshape(axes.shape), axes.names.index(PIPELINE_AXIS), 0)
+        for rank, own in enumerate(by_rank.reshape(axes.num_ranks, -1)):
+            if len(set(own)) < len(own):
+                raise ValueError(
+                    f"MpmdMesh: rank {rank} has a device twice: {list(own)}. Ranks may share "
+                    f"devices, but those of one rank must differ."
+                )
+        self.shape, self.axis_names = axes.shape, axes.names
+        self.inside: AbstractMesh | None = axes.inside
+        self.homes = homes_of(by_rank, axes.inside)
         self._tracing = LocalTracing()
 
     def __repr__(self):
         return f"MpmdMesh({self.shape}, {self.axis_names})"
 
     @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices, rank after rank."""
+        return tuple(device for home in self.homes for device in devices_of(home))
+
+    @property
     def num_ranks(self) -> int:
         """The number of pipeline ranks."""
-        return len(self.devices)
+        return len(self.homes)
 
     def load(self, bundle: Bundle) -> Any:
         """Compiles a step, and gives the function that runs it on its arguments."""
-        return with_stacked(LocalStep(bundle, self.devices, self._tracing), bundle)
+        return with_stacked(LocalStep(bundle, self.homes, self._tracing), bundle)
 
     def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
         """Starts to record what the ranks run and send.
@@ -109,7 +138,7 @@ class MpmdMesh:
         Raises:
             RuntimeError: the mesh is not traced.
         """
-        return self._tracing.stop(self.devices)
+        return self._tracing.stop(self.homes)
 
 
 default_mesh.set(lambda num_ranks: MpmdMesh((num_ranks,)))
@@ -120,17 +149,17 @@ RUN_AHEAD = 2
 
 
 class _LocalTransport:
-    """Moves arrays between ranks of one process, from device to device.
+    """Moves arrays between ranks of one process, each shard from device to device.
 
     Dispatch is asynchronous, and memory is taken when a computation is dispatched. So that a rank
     holds what its schedule says, and not what the host's lead over the devices makes of it, a
     receive waits for the message of `RUN_AHEAD` receives before.
     """
 
-    def __init__(self, devices: Sequence[Any]):
-        self._devices = devices
+    def __init__(self, homes: Sequence[Home]):
+        self._homes = homes
         self._mail: dict[int, Any] = {}
-        self._recent: list[deque[Any]] = [deque() for _ in devices]
+        self._recent: list[deque[Any]] = [deque() for _ in homes]
 
     def clear(self) -> None:
         """Forgets a step: the last messages, and those that a step that failed has left."""
@@ -139,9 +168,9 @@ class _LocalTransport:
             recent.clear()
 
     def send(self, arrays: list[Any], message: Message) -> None:
-        target = self._devices[message.target]
-        if target is not self._devices[message.source]:
-            arrays = jax.device_put(arrays, target)
+        target = self._homes[message.target]
+        if target is not self._homes[message.source]:
+            arrays = jax.device_put(arrays, _target(target, message.specs))
         self._mail[message.tag] = arrays
 
     def arrays_of(self, message: Message) -> list[Any]:
@@ -163,8 +192,14 @@ class _LocalTransport:
         return arrays
 
 
-#: A rank's worker, its device, and a slot.
-_Place = tuple[_worker.Worker, Any, int]
+@functools.cache
+def _target(home: Home, specs: tuple[Spec, ...]) -> Any:
+    """Where the arrays of a message go."""
+    return [sharding_in(home, spec) for spec in specs] if specs else home
+
+
+#: A rank's worker, its home, and a slot.
+_Place = tuple[_worker.Worker, Home, int]
 
 
 class LocalStep:
@@ -173,35 +208,40 @@ class LocalStep:
     `order` has the pieces of all ranks' programs in the order of their dispatch.
     """
 
-    def __init__(self, bundle: Bundle, devices: Sequence[Any], tracing: LocalTracing):
+    def __init__(self, bundle: Bundle, homes: Sequence[Home], tracing: LocalTracing):
         self.bundle = bundle
-        self.devices = devices
+        self.homes = homes
         self._tracing = tracing
-        self.transport = transport = _LocalTransport(devices)
-        executables = _compile.compile_all(bundle, devices)
+        self.transport = transport = _LocalTransport(homes)
+        executables = _compile.compile_all(bundle, homes)
         self.workers: list[_worker.Worker] = []
-        for program, own, device in zip(bundle.programs, executables, devices, strict=True):
+        for program, own, home in zip(bundle.programs, executables, homes, strict=True):
             calls = [own.get(n) for n in range(len(bundle.computations))]
             worker = _worker.Worker(program, calls, transport)
             for slot, value in program.constants:
-                worker.slots[slot] = jax.device_put(value, device)
+                worker.slots[slot] = jax.device_put(value, sharding_in(home))
             self.workers.append(worker)
         self.order = _worker.interleave(bundle.programs)
         self._calls = [(self.workers[rank].execute, chunk) for rank, chunk in self.order]
         inputs = self._places([p.inputs for p in bundle.programs], len(bundle.in_avals))
         outputs = self._places([p.outputs for p in bundle.programs], len(bundle.out_avals))
-        self.feeds = [_Feed(places, n in bundle.donated) for n, places in enumerate(inputs)]
+        in_specs = bundle.in_specs or ((),) * len(inputs)
+        out_specs = bundle.out_specs or ((),) * len(outputs)
+        self.feeds = [
+            _Feed(places, n in bundle.donated, spec)
+            for n, (places, spec) in enumerate(zip(inputs, in_specs, strict=True))
+        ]
         self._fetches = [
-            _Fetch(places, aval.shape)
-            for places, aval in zip(outputs, bundle.out_avals, strict=True)
+            _Fetch(places, aval.shape, spec)
+            for places, aval, spec in zip(outputs, bundle.out_avals, out_specs, strict=True)
         ]
 
     def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[_Place]]:
-        """For each argument or result, the worker, device and slot of each rank that has it."""
+        """For each argument or result, the worker, home and slot of each rank that has it."""
         places: list[list[_Place]] = [[] for _ in range(count)]
-        for own, worker, device in zip(pairs, self.workers, self.devices, strict=True):
+        for own, worker, home in zip(pairs, self.workers, self.homes, strict=True):
             for number, slot in own:
-                places[number].append((worker, device, slot))
+                places[number].append((worker, home, slot))
         return places
 
     def __call__(
@@ -238,11 +278,12 @@ class LocalStep:
 class _Feed:
     """Puts one argument where the ranks read it, without a copy where it is there already."""
 
-    def __init__(self, places: Sequence[_Place], donated: bool):
+    def __init__(self, places: Sequence[_Place], donated: bool, spec: Spec):
         self._places = places
         self._donated = donated
+        self._spec = spec
         self._sharding: Any = None
-        self._known: list[int | None] = []
+        self._known: list[_Source] = []
 
     def __call__(self, arg: Any) -> None:
         if not self._places:
@@ -252,51 +293,60 @@ class _Feed:
                 arg
             )  # a copy: the caller may write to a NumPy array while the step runs
         if arg.sharding is not self._sharding:
-            self._learn(arg)
+            self._sharding = arg.sharding
+            self._known = [_source(arg, home, self._spec) for _, home, _ in self._places]
         taken = set()
-        for (worker, device, slot), shard in zip(self._places, self._known, strict=True):
-            if shard is None:
-                value = jax.device_put(arg, device)
-            elif shard < 0:
-                value = arg
-            else:
-                value = arg.addressable_shards[shard].data
+        for (worker, home, slot), source in zip(self._places, self._known, strict=True):
+            value = source(arg)
             if len(self._places) > 1 and self._donated:
-                if id(device) in taken:  # ranks that share a device need a copy each
+                if id(home) in taken:  # ranks that share a home need a copy each
                     value = jnp.copy(value)
-                taken.add(id(device))
+                taken.add(id(home))
             worker.slots[slot] = value
 
     def sharding(self) -> Any:
         """Where an argument is put without a copy by the step; None where nothing reads it."""
-        devices = tuple(dict.fromkeys(device for _, device, _ in self._places))
-        if len(devices) > 1:
-            return _replicated(devices)
-        return SingleDeviceSharding(devices[0]) if devices else None
+        homes = distinct([home for _, home, _ in self._places])
+        return sharding_across(homes, self._spec) if homes else None
 
-    def _learn(self, arg: Any) -> None:
-        """Notes on which devices an argument's sharding has it: itself (-1), a shard, or not."""
-        devices = list(arg.sharding.device_set)
-        self._sharding = arg.sharding
-        if len(devices) == 1:
-            self._known = [-1 if d == devices[0] else None for _, d, _ in self._places]
-            return
-        on = {s.device: i for i, s in enumerate(arg.addressable_shards)}
-        whole = arg.sharding.is_fully_replicated
-        self._known = [on.get(d) if whole else None for _, d, _ in self._places]
+
+#: Gives a home's part of an array.
+_Source = Callable[[Any], Any]
+
+
+def _source(arg: jax.Array, home: Home, spec: Spec) -> _Source:
+    """How to get a home's part of arrays of one sharding: as it is, its shards, or a copy."""
+    wanted = sharding_in(home, spec)
+    if arg.sharding.is_equivalent_to(wanted, arg.ndim):
+        return lambda x: x
+    needed = wanted.addressable_devices_indices_map(arg.shape)
+    held = {s.device: (i, s.index) for i, s in enumerate(arg.addressable_shards)}
+    if any(d not in held or held[d][1] != index for d, index in needed.items()):
+        return lambda x: jax.device_put(x, wanted)
+    shards = [held[device][0] for device in needed]
+    if len(shards) == 1:
+        return lambda x: x.addressable_shards[shards[0]].data
+
+    def assemble(x: Any) -> Any:
+        own = x.addressable_shards
+        return jax.make_array_from_single_device_arrays(
+            x.shape, wanted, [own[i].data for i in shards]
+        )
+
+    return assemble
 
 
 class _Fetch:
     """Makes one result of what the ranks left in their slots."""
 
-    def __init__(self, places: Sequence[_Place], shape: tuple[int, ...]):
-        by_device: dict[Any, tuple[Any, int]] = {}
-        for worker, device, slot in places:
-            by_device.setdefault(device, (worker, slot))
-        self._sources = list(by_device.values())
+    def __init__(self, places: Sequence[_Place], shape: tuple[int, ...], spec: Spec):
+        by_home: dict[Home, tuple[Any, int]] = {}
+        for worker, home, slot in places:
+            by_home.setdefault(home, (worker, slot))
+        self._sources = list(by_home.values())
         self._places = places
         self._shape = shape
-        self._sharding = _replicated(tuple(by_device)) if len(by_device) > 1 else None
+        self._sharding = sharding_across(tuple(by_home), spec) if len(by_home) > 1 else None
 
     def __call__(self) -> Any:
         values = [worker.slots[slot] for worker, slot in self._sources]
@@ -304,10 +354,5 @@ class _Fetch:
             worker.slots[slot] = None
         if self._sharding is None:
             return values[0]
-        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, values)
-
-
-@functools.cache
-def _replicated(devices: tuple[Any, ...]) -> NamedSharding:
-    """One sharding object for each set of devices, so that it can be recognised by identity."""
-    return NamedSharding(Mesh(np.array(devices, object), ("ranks",)), PartitionSpec())
+        shards = [shard.data for value in values for shard in value.addressable_shards]
+        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, shards)

@@ -38,6 +38,14 @@ class Distributed:
         own = _numbers(self.arguments)
         return frozenset(i for n in numbers for i in own[n])
 
+    def of_arguments(self, values: Sequence[Any]) -> list[Any]:
+        """What is known of arguments as what is known of their parts."""
+        return [values[n] for n, own in enumerate(_numbers(self.arguments)) for _ in own]
+
+    def of_results(self, values: Sequence[Any]) -> list[Any]:
+        """What is known of results as what is known of their parts."""
+        return [values[n] for n, own in enumerate(_numbers(self.results)) for _ in own]
+
     def flat_pairs(self, pairs: Mapping[int, int]) -> dict[int, int]:
         """Pairs of results and arguments as pairs of their parts."""
         arguments, results = _numbers(self.arguments), _numbers(self.results)

@@ -27,7 +27,8 @@ from jaxpp._program import (
     Run,
     Send,
 )
-from jaxpp.transforms import _loop, _marks, _placement
+from jaxpp._specs import Spec, replicated
+from jaxpp.transforms import _assign_specs, _loop, _marks, _placement
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,6 +57,13 @@ class _Computations:
             self.items.append(Computation(name, jaxpr, donated))
         return self._numbers[key]
 
+    def add(self, key: Any, computation: Computation) -> int:
+        """The number of a computation with a key."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self.items)
+            self.items.append(computation)
+        return self._numbers[key]
+
 
 def lower(
     jaxpr: jex.ClosedJaxpr,
@@ -63,6 +71,7 @@ def lower(
     donated: frozenset[int],
     arg_names: Sequence[str],
     gathered: Mapping[Any, str] | None = None,
+    inside: _assign_specs.Inside | None = None,
 ) -> Bundle:
     """Lowers a placed step to programs.
 
@@ -72,6 +81,7 @@ def lower(
         donated: the arguments that the step may consume.
         arg_names: the path of each argument.
         gathered: arrays that are put together from their parts, and why.
+        inside: how arguments and results are split inside a rank; None where it is one device.
     """
     why = {
         v: reason
@@ -79,7 +89,7 @@ def lower(
         if (reason := (gathered or {}).get(e.outvars[0] if e.outvars else None))
         for v in _jaxprs.variables(e.invars)
     }
-    lowering = _Lowering(placement, list(jaxpr.jaxpr.invars), donated, arg_names, why)
+    lowering = _Lowering(placement, list(jaxpr.jaxpr.invars), donated, arg_names, why, inside)
     for step in placement.steps:
         if isinstance(step, _placement.Segment):
             lowering.segment(step)
@@ -89,8 +99,20 @@ def lower(
 
 
 class _Lowering:
-    def __init__(self, placement: _placement.Placement, args, donated, arg_names, why_gathered):
+    def __init__(
+        self,
+        placement: _placement.Placement,
+        args,
+        donated,
+        arg_names,
+        why_gathered,
+        inside: _assign_specs.Inside | None,
+    ):
         self.placement = placement
+        self.inside = inside
+        #: Values that share memory one after the other, by what they are part of, and their firsts.
+        self.groups: dict[Hashable, Hashable] = {}
+        self.beginnings: set[Hashable] = set()
         self.why_gathered: Mapping[Any, str] = why_gathered
         #: The rank of each place: of each stage, in one direction after the other.
         self.ranks_of = sum(placement.directions, ())
@@ -175,6 +197,9 @@ class _Lowering:
             "y": list(loop.ys),
         }
         results = {"carry": loop.carry_outs, "y": loop.y_outs}
+        for source in results:
+            self.beginnings.update(known[source])
+            self.groups.update((k, (number, source, i)) for i, k in enumerate(known[source]))
         for task, body in order:
             mb = length - 1 - task.microbatch if loop.eqn.params["reverse"] else task.microbatch
             inputs = [
@@ -194,6 +219,7 @@ class _Lowering:
                     key = result if task == last_writer[ref] else (number, ref, mb)
                     kind = _kind(result, {"carry": "gradient", "y": "gathered"}[ref.source])
                     self._name(key, result.aval, kind, f"result of {task.kind}{task.stage}")
+                    self.groups[key] = number, ref.source, ref.index
                     known[ref.source][ref.index] = key
                 outputs.append(key)
             rank = self.ranks_of[body.stage]
@@ -279,12 +305,14 @@ class _Lowering:
             for rank in ranks:
                 readers.setdefault(v, {}).setdefault(rank, end)
                 last_use[rank, v] = end
-        sends, receives, moved = self._messages(made, readers)
+        routes, moved = self._routes(made, readers)
         for _, key in moved:
             source = min(made[key])
             last_use.setdefault((source, key), made[key][source])
         returned = {(rank, v) for v, ranks in final for rank in ranks}
         self._finish_segments(last_use, moved | returned | {(min(made[k]), k) for _, k in moved})
+        specs = self._assign_specs()
+        sends, receives = self._messages(routes, specs)
         writers = [_ProgramWriter(rank, last_use, self.constants) for rank in range(self.num_ranks)]
         for v, ranks in homes.items():
             for rank in ranks:
@@ -314,12 +342,43 @@ class _Lowering:
             tuple(out_avals),
             self.arg_names,
             self.donated,
+            inside=None if self.inside is None else self.inside.mesh,
+            in_specs=() if self.inside is None else self.inside.arguments,
+            out_specs=() if self.inside is None else tuple(specs[v] for v, _ in final),
         )
 
-    def _messages(
+    def _assign_specs(self) -> dict[Hashable, Spec]:
+        """How each value is split inside a rank; the events get computations that are, too."""
+        if self.inside is None:
+            return {}
+        fixed = dict(zip(self.args, self.inside.arguments, strict=True))
+        fixed.update((key, replicated(np.ndim(value))) for key, value in self.constants.items())
+        for (v, _), spec in zip(self.placement.final, self.inside.results, strict=True):
+            if spec is not None:
+                fixed.setdefault(v, spec)
+        specs = _assign_specs.assign(
+            self.events,
+            self.computations.items,
+            fixed,
+            self.groups,
+            self.beginnings,
+            self.inside.sizes,
+        )
+        whole = self.computations
+        self.computations = _Computations()
+        for event in self.events:
+            own = tuple(specs[k] for k in event.inputs), tuple(specs[k] for k in event.outputs)
+            split = _assign_specs.with_specs(whole.items[event.computation], *own)
+            event.computation = self.computations.add((event.computation, own), split)
+        return specs
+
+    def _routes(
         self, made: dict[Hashable, dict[int, int]], readers: dict[Hashable, dict[int, int]]
     ):
-        """The sends after each event and the receives before each, by (event, rank)."""
+        """What is sent after which event, and before which it is read, by (event, source, target).
+
+        Also the ranks that values are sent to, with the values.
+        """
         wanted: dict[tuple[int, int, int], list[Hashable]] = {}
         first_read: dict[tuple[int, int, int], int] = {}
         moved: set[tuple[int, Hashable]] = set()
@@ -334,9 +393,13 @@ class _Lowering:
                 wanted.setdefault(route, []).append(key)
                 first_read[route] = min(first_read.get(route, index), index)
                 moved.add((rank, key))
+        return {route: (wanted[route], first_read[route]) for route in sorted(wanted)}, moved
+
+    def _messages(self, routes, specs: Mapping[Hashable, Spec]):
+        """The sends after each event and the receives before each, by (event, rank)."""
         sends: dict[tuple[int, int], list[tuple[list[Hashable], Message]]] = {}
         receives: dict[tuple[int, int], list[tuple[list[Hashable], Message]]] = {}
-        for tag, (route, keys) in enumerate(sorted(wanted.items(), key=lambda item: item[0])):
+        for tag, (route, (keys, first_read)) in enumerate(routes.items()):
             event, source, target = route
             message = Message(
                 tag,
@@ -345,10 +408,11 @@ class _Lowering:
                 tuple(self.names[k] for k in keys),
                 tuple(self.kinds[k] for k in keys),
                 tuple(self.avals[k] for k in keys),
+                tuple(specs[k] for k in keys) if specs else (),
             )
             sends.setdefault((event, source), []).append((keys, message))
-            receives.setdefault((first_read[route], target), []).append((keys, message))
-        return sends, receives, moved
+            receives.setdefault((first_read, target), []).append((keys, message))
+        return sends, receives
 
 
 def _kind(var, otherwise: str) -> str:

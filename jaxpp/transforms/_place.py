@@ -8,10 +8,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.sharding import AbstractMesh
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Fed, Mesh, Program, Step, default_mesh
-from jaxpp.transforms import _distribute, _initialize, _loop, _lower, _marks, _placement, _schedule
+from jaxpp._specs import Spec
+from jaxpp.transforms import (
+    _assign_specs,
+    _distribute,
+    _in_specs,
+    _initialize,
+    _loop,
+    _lower,
+    _marks,
+    _placement,
+    _schedule,
+)
+from jaxpp.transforms._signature import Signature
 
 
 def place(
@@ -19,6 +32,8 @@ def place(
     mesh: Mesh | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
+    in_specs: Any = None,
+    out_specs: Any = None,
     feed: Mapping[int, Callable[[Any], Any]] | None = None,
 ) -> "Placed":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
@@ -35,6 +50,13 @@ def place(
         mesh: where to run; by default a `jaxpp.MpmdMesh` over the first `jax.devices()`.
         donate_argnums: the positions of arguments whose memory the step may reuse. Their arrays are
             deleted by the call.
+        in_specs: how the arguments are split over the axes inside a rank, on a mesh that has such:
+            a prefix of the tuple of arguments, of `jax.sharding.PartitionSpec`s. In place of one
+            may be a list of rules `[(pattern, spec), ...]`: a leaf takes the spec of the first
+            pattern that `re.search` finds in its path, such as `blocks.0.mlp.up.weight`. None, and
+            what no rule speaks of, is whole on each device.
+        out_specs: the same for the results. By default a result that is the next call's argument,
+            such as the parameters, is split as that is, and others as they come out.
         feed: for the positions of some arguments a function that loads the argument: the step is
             then called with what the function takes, such as the number of the batch. On a
             `jaxpp.RemoteMpmdMesh` each rank that reads the argument calls the function itself, and
@@ -45,7 +67,8 @@ def place(
 
     Raises:
         ValueError: for a loop without a schedule, a mesh with another number of ranks, a donated
-            array that is used again, or an argument that is neither array nor hashable.
+            array that is used again, an argument that is neither array nor hashable, or a spec that
+            does not fit its array or the mesh.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -61,7 +84,7 @@ def place(
     """
     if isinstance(donate_argnums, int):
         donate_argnums = (donate_argnums,)
-    return Placed(fun, mesh, tuple(donate_argnums), dict(feed or {}))
+    return Placed(fun, mesh, tuple(donate_argnums), in_specs, out_specs, dict(feed or {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +115,7 @@ class Compiled:
     bundle: Bundle
     _mesh: Mesh
     _run: Step
-    _signature: "_Signature"
+    _signature: "Signature"
     _rebuild: Callable[[list[Any]], Any]
 
     @property
@@ -152,92 +175,6 @@ class Compiled:
         return self._rebuild(self._run([leaves[i] for i in self._signature.arrays]))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Signature:
-    """The types of a call's leaves: an aval for an array, the value itself for a static leaf."""
-
-    tree: Any
-    avals: tuple[Any, ...]
-    arrays: tuple[int, ...]
-    static: tuple[Any, ...]
-
-    @property
-    def leaves(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The static leaves, None for an array, and the types of arrays, None for a static one."""
-        return self.static, self.avals
-
-    @staticmethod
-    def of(leaves: Sequence[Any], tree: Any) -> "_Signature":
-        is_array = [_jaxprs.is_array(leaf) for leaf in leaves]
-        avals = tuple(_type_of(x) if a else None for x, a in zip(leaves, is_array, strict=True))
-        static = tuple(None if a else x for x, a in zip(leaves, is_array, strict=True))
-        return _Signature(tree, avals, tuple(i for i, a in enumerate(is_array) if a), static)
-
-    def matches(self, leaves: Sequence[Any], tree: Any) -> bool:
-        if tree != self.tree:
-            return False
-        for leaf, aval, value in zip(leaves, self.avals, self.static, strict=True):
-            if aval is None:
-                if leaf is not value and (type(leaf) is not type(value) or leaf != value):
-                    return False
-                if _jaxprs.is_array(leaf):
-                    return False
-            elif isinstance(leaf, jax.Array):
-                own = leaf.aval
-                if own.shape != aval.shape or own.dtype != aval.dtype:
-                    return False
-                if own.weak_type != aval.weak_type:
-                    return False
-            elif not _jaxprs.is_array(leaf) or _type_of(leaf) != aval:
-                return False
-        return True
-
-    def changed_counts(self, leaves: Sequence[Any], tree: Any) -> frozenset[int]:
-        """Where leaves differ by the value of an `int`, if they differ by nothing else."""
-        if tree != self.tree:
-            return frozenset()
-        like, changed = list(leaves), set()
-        for i, (leaf, aval, value) in enumerate(zip(leaves, self.avals, self.static, strict=True)):
-            if type(leaf) is int and -(2**31) <= leaf < 2**31:
-                if aval is not None:
-                    like[i] = jnp.asarray(leaf)
-                    changed.add(i)
-                elif type(value) is int and leaf != value:
-                    like[i] = value
-                    changed.add(i)
-        return frozenset(changed) if changed and self.matches(like, tree) else frozenset()
-
-    def difference(self, args: Any) -> str:
-        leaves, tree = jtu.tree_flatten_with_path(args)
-        if tree != self.tree:
-            own, known = jtu.treedef_children(tree), jtu.treedef_children(self.tree)
-            if len(own) != len(known):
-                return f"there are {len(own)} of them, not {len(known)}"
-            apart = next(n for n, (a, b) in enumerate(zip(own, known, strict=True)) if a != b)
-            return f"args[{apart}] has another structure"
-        for (path, leaf), aval, value in zip(leaves, self.avals, self.static, strict=True):
-            now = _type_of(leaf) if _jaxprs.is_array(leaf) else leaf
-            known = value if aval is None else aval
-            if now != known:
-                return f"args{jtu.keystr(path)} is {_describe(now)}, not {_describe(known)}"
-        return "none"
-
-
-def _type_of(array: Any) -> jax.ShapeDtypeStruct:
-    """An array's type without where it is, which differs between what a user and a step give."""
-    # What lives in another process is an array with a type, and nothing else that JAX knows.
-    aval = array.aval if isinstance(array, jax.Array | Fed) else jax.typeof(array)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def _describe(value: Any) -> str:
-    """A type as JAX writes it, or a static value."""
-    if not isinstance(value, jax.ShapeDtypeStruct):
-        return repr(value)
-    weak = ", weakly typed" if value.weak_type else ""
-    return f"{value.dtype.name}[{','.join(map(str, value.shape))}]{weak}"
-
-
 class Placed:
     """A function partitioned over the ranks of a mesh; made by `place`."""
 
@@ -246,10 +183,14 @@ class Placed:
         fun: Callable,
         mesh: Mesh | None,
         donate_argnums: tuple[int, ...],
+        in_specs: Any,
+        out_specs: Any,
         feed: Mapping[int, Callable[[Any], Any]],
     ):
         functools.update_wrapper(self, fun)
         self._feed = feed
+        self._in_specs = in_specs
+        self._out_specs = out_specs
         self._fun = fun
         self._mesh = mesh
         self._donate_argnums = donate_argnums
@@ -378,12 +319,22 @@ class Placed:
         return self._lower(self._fed(args))
 
     def _lower(self, args: tuple[Any, ...]) -> Lowered:
+        inside = getattr(self._mesh, "inside", None)
+        if inside is None:
+            return self._lower_inside(args, None)
+        # Constraints in the model name axes alone, and mean those of the rank that they run on.
+        with jax.sharding.use_abstract_mesh(inside):
+            return self._lower_inside(args, inside)
+
+    def _lower_inside(self, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
         leaves, tree = jtu.tree_flatten(args)
         paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(args)[0]]
         self._check_arguments(args, leaves, paths)
-        signature = _Signature.of(leaves, tree)
+        signature = Signature.of(leaves, tree)
         types = [x if a is None else a for x, a in zip(leaves, signature.avals, strict=True)]
-        traced = _jaxprs.trace(self._fun, jtu.tree_unflatten(tree, types))
+        typed = jtu.tree_unflatten(tree, types)
+        in_specs = self._specs("in_specs", self._in_specs, typed, inside)
+        traced = _jaxprs.trace(self._fun, typed)
         jaxpr = _flatten(traced.jaxpr)
         constants, num_closed = traced.inputs, traced.num_closed_over
         jaxpr = _bind_constants(jaxpr, constants[:num_closed])
@@ -393,12 +344,25 @@ class Placed:
         # What ranks load themselves they load whole.
         fed = frozenset(n for n, i in enumerate(signature.arrays) if isinstance(leaves[i], Fed))
         parts = _distribute.distribute(jaxpr, pairs, fed)
+        split = None
+        if inside is not None:
+            results = traced.rebuild([_as_type(v.aval) for v in jaxpr.jaxpr.outvars])
+            out_specs = self._specs("out_specs", self._out_specs, results, inside)
+            out_specs = [
+                in_specs[pairs[n]] if spec is None and n in pairs else spec
+                for n, spec in enumerate(out_specs)
+            ]
+            split = _assign_specs.Inside(
+                inside,
+                _in_specs.replicated_where_none(parts.of_arguments(in_specs), parts.jaxpr.in_avals),
+                tuple(parts.of_results(out_specs)),
+            )
         jaxpr, donated = _own_results(parts.jaxpr, parts.flat_arguments(donated))
         placement = _placement.place_equations(
             jaxpr, parts.flat_pairs(pairs), parts.floating, parts.gathered.keys()
         )
         names = parts.flat_names([paths[i] for i in signature.arrays])
-        bundle = _lower.lower(jaxpr, placement, donated, names, parts.gathered)
+        bundle = _lower.lower(jaxpr, placement, donated, names, parts.gathered, split)
         bundle = dataclasses.replace(bundle, in_cuts=parts.arguments, out_cuts=parts.results)
         mesh = self._resolve_mesh(len(bundle.programs))
 
@@ -406,6 +370,23 @@ class Placed:
             return Compiled(bundle, mesh, mesh.load(bundle), signature, traced.rebuild)
 
         return Lowered(bundle, finish)
+
+    def _specs(
+        self, what: str, prefix: Any, tree: Any, inside: AbstractMesh | None
+    ) -> list[Spec | None]:
+        """The spec of each array of a pytree."""
+        leaves = jtu.tree_leaves(tree)
+        if inside is None:
+            if prefix is not None:
+                raise ValueError(
+                    f"place: {what} splits arrays inside a rank, but each rank of the mesh is one "
+                    f"device. Give the mesh further axes: "
+                    f"jaxpp.MpmdMesh((2, 2), ('mpmd', 'data'))."
+                )
+            return [None] * len(leaves)
+        sizes = dict(zip(inside.axis_names, inside.axis_sizes, strict=True))
+        specs = _in_specs.specs_of_leaves(prefix, tree, sizes, f"place: {what}")
+        return [s for s, x in zip(specs, leaves, strict=True) if hasattr(x, "shape")]
 
     def _resolve_mesh(self, num_ranks: int) -> Mesh:
         mesh = default_mesh.get()(num_ranks) if self._mesh is None else self._mesh
@@ -443,6 +424,10 @@ def _check_positions(name: str, positions: Iterable[int], args: Sequence[Any]) -
                 f"place: {name} names argument {n}, but the step was called with {len(args)} "
                 f"arguments."
             )
+
+
+def _as_type(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _flatten(jaxpr):

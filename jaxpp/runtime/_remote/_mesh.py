@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp._program import Bundle
+from jaxpp._program import PIPELINE_AXIS, Bundle
 from jaxpp.runtime import _trace
-from jaxpp.runtime._axes import PIPELINE_AXIS, check_axes
+from jaxpp.runtime._axes import check_axes
 from jaxpp.runtime._remote._array import RemoteArray
 from jaxpp.runtime._remote._arrays import Arrays
 from jaxpp.runtime._remote._failure import Failure
@@ -92,8 +92,12 @@ class RemoteMpmdMesh:
     ):
         from jaxpp.runtime._remote import _gang  # brings Ray, which takes long to import
 
-        shape, axis_names, ranks = check_axes("RemoteMpmdMesh", shape, axis_names)
-        self.shape, self.axis_names, self.num_ranks = shape, axis_names, ranks
+        axes = check_axes("RemoteMpmdMesh", shape, axis_names)
+        if axes.devices_per_rank > 1:
+            sizes = dict(zip(axes.names, axes.shape, strict=True))
+            raise ValueError(f"RemoteMpmdMesh runs each rank on one device so far, got {sizes}.")
+        self.shape, self.axis_names, self.inside = axes.shape, axes.names, None
+        self.num_ranks = ranks = axes.num_ranks
         self.incarnation = 0
         self._heartbeat_timeout = heartbeat_timeout
         config: Any = jax.config

@@ -18,7 +18,7 @@ class _Transport(Protocol):
 
 class _Step(Protocol):
     bundle: Bundle
-    devices: Sequence[Any]
+    homes: Sequence[Any]
     workers: list[Worker]
     order: list[tuple[int, Chunk]]
 
@@ -51,11 +51,11 @@ class LocalTracing:
         """Starts a trace."""
         self._session = _session.start_trace(self, directory, profiler, self._session)
 
-    def stop(self, devices: Sequence[Any]) -> Trace:
+    def stop(self, homes: Sequence[Any]) -> Trace:
         """Ends it, and writes its files."""
         session, self._session = self._session, None
-        distinct = list(dict.fromkeys(devices))
-        return _session.stop_trace(self, session, [distinct.index(device) for device in devices])
+        distinct = list(dict.fromkeys(homes))
+        return _session.stop_trace(self, session, [distinct.index(home) for home in homes])
 
     def dispatch(self, step: _Step) -> None:
         """Dispatches a step, and has it recorded."""
@@ -66,13 +66,13 @@ class LocalTracing:
         for worker in step.workers:
             recorder.prepare(worker)
         for rank, chunk in step.order:
-            source = step.devices[rank]
+            source = step.homes[rank]
             dispatched = clock()
             recorder.execute(step.workers[rank], chunk, call, number, source)
             for instruction in chunk:
                 if not isinstance(instruction, Send):
                     continue
-                target = step.devices[instruction.message.target]
+                target = step.homes[instruction.message.target]
                 if target is not source:
                     arrays = step.transport.arrays_of(instruction.message)
                     link = source, target

@@ -1,0 +1,59 @@
+"""Where a rank's arrays are: one device, or a mesh of devices over which they are split."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+
+from jaxpp._specs import Spec, partition_spec
+
+#: A rank's device, or its mesh.
+Home = jax.Device | Mesh
+
+
+def homes_of(devices: np.ndarray, inside: AbstractMesh | None) -> tuple[Home, ...]:
+    """The home of each rank.
+
+    Args:
+        devices: the devices, the ranks along the first axis, the axes of `inside` behind it.
+        inside: the mesh of every rank without its devices; None where each is one device.
+    """
+    if inside is None:
+        return tuple(devices)
+    return tuple(Mesh(own, inside.axis_names, axis_types=inside.axis_types) for own in devices)
+
+
+def devices_of(home: Home) -> tuple[Any, ...]:
+    """The devices of a home, in the order of its axes."""
+    return tuple(home.devices.flat) if isinstance(home, Mesh) else (home,)
+
+
+@functools.cache
+def sharding_in(home: Home, spec: Spec = ()) -> Sharding:
+    """How an array is put into a home; always the same object, so that it is known by identity."""
+    if isinstance(home, Mesh):
+        return NamedSharding(home, partition_spec(spec))
+    return SingleDeviceSharding(home)
+
+
+@functools.cache
+def sharding_across(homes: tuple[Home, ...], spec: Spec = ()) -> Sharding:
+    """How an array is put that several homes have, each in the same way."""
+    if len(homes) == 1:
+        return sharding_in(homes[0], spec)
+    rows = np.array([devices_of(home) for home in homes], object)
+    first = homes[0]
+    if not isinstance(first, Mesh):
+        return NamedSharding(Mesh(rows[:, 0], ("ranks",)), partition_spec(()))
+    grid = rows.reshape(len(homes), *first.devices.shape)
+    types = (first.axis_types[0], *first.axis_types)
+    mesh = Mesh(grid, ("ranks", *first.axis_names), axis_types=types)
+    return NamedSharding(mesh, partition_spec(spec))
+
+
+def distinct(homes: Sequence[Home]) -> tuple[Home, ...]:
+    """The homes, each once."""
+    return tuple(dict.fromkeys(homes))

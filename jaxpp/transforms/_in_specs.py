@@ -1,0 +1,118 @@
+"""How a step's arguments and results are split inside a rank, as its caller writes it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+
+from jaxpp._program import PIPELINE_AXIS
+from jaxpp._specs import Spec, axes_of, replicated, spec_of
+
+#: Patterns of paths, each with the spec of the leaves that it is found in.
+Rules = Sequence[tuple[str, PartitionSpec]]
+
+
+def specs_of_leaves(
+    prefix: Any, tree: Any, sizes: Mapping[str, int], what: str
+) -> list[Spec | None]:
+    """The spec of each leaf of a pytree; None where nothing is said of it.
+
+    Args:
+        prefix: a prefix of the pytree, whose leaves are `PartitionSpec`s, rules, or None.
+        tree: the pytree; its array leaves have a shape.
+        sizes: the axes inside a rank, and their sizes.
+        what: what the pytree is, for errors: `"in_specs"`.
+
+    Raises:
+        ValueError: the prefix does not fit the pytree, or a spec does not fit its leaf; the message
+            has the leaf's path.
+    """
+    found: list[Spec | None] = []
+
+    def add(path: Any, own: Any, subtree: Any) -> None:
+        for below, leaf in jtu.tree_leaves_with_path(subtree):
+            if not hasattr(leaf, "shape"):
+                found.append(None)
+                continue
+            wanted = _by_rules(own, (*path, *below)) if _is_rules(own) else own
+            name = f"{what} for {jtu.keystr((*path, *below))}, {_kind(leaf)}"
+            found.append(None if wanted is None else _checked(wanted, leaf, sizes, name))
+
+    try:
+        jtu.tree_map_with_path(add, prefix, tree, is_leaf=_is_leaf)
+    except ValueError as error:
+        if str(error).startswith(what):
+            raise
+        raise ValueError(
+            f"{what} is not a prefix of the pytree it stands for: {error}. Its leaves are "
+            f"PartitionSpecs, None, and lists of rules [(pattern, PartitionSpec), ...]."
+        ) from None
+    return found
+
+
+def _is_leaf(node: Any) -> bool:
+    return node is None or isinstance(node, PartitionSpec) or _is_rules(node)
+
+
+def _is_rules(node: Any) -> bool:
+    return isinstance(node, list | tuple) and bool(node) and all(
+        isinstance(rule, tuple)
+        and len(rule) == 2
+        and isinstance(rule[0], str)
+        and isinstance(rule[1], PartitionSpec)
+        for rule in node
+    )  # fmt: skip
+
+
+def _by_rules(rules: Rules, path: tuple[Any, ...]) -> PartitionSpec | None:
+    name = jtu.keystr(path, simple=True, separator=".")
+    return next((spec for pattern, spec in rules if re.search(pattern, name)), None)
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
+
+
+def _checked(given: Any, leaf: Any, sizes: Mapping[str, int], name: str) -> Spec:
+    """A spec that fits a leaf."""
+    if not isinstance(given, PartitionSpec):
+        raise ValueError(f"{name}: {given!r} is not a PartitionSpec, None or a list of rules.")
+    if len(given) > len(leaf.shape):
+        raise ValueError(
+            f"{name}: {given} has {len(given)} entries, but the array has {len(leaf.shape)} "
+            f"dimensions."
+        )
+    spec = spec_of(given, len(leaf.shape))
+    axes = axes_of(spec)
+    for axis in axes:
+        if axis == PIPELINE_AXIS:
+            raise ValueError(
+                f"{name}: {given} names {axis!r}, the axis of the pipeline. The schedule says "
+                f"which rank has what; a spec names the axes inside a rank: {tuple(sizes)}."
+            )
+        if axis not in sizes:
+            raise ValueError(
+                f"{name}: {given} names {axis!r}, which is no axis inside a rank of the mesh; "
+                f"those are {tuple(sizes)}."
+            )
+        if axes.count(axis) > 1:
+            raise ValueError(f"{name}: {given} names {axis!r} twice.")
+    for dimension, (size, entry) in enumerate(zip(leaf.shape, spec, strict=True)):
+        parts = 1
+        for axis in entry:
+            parts *= sizes[axis]
+        if size % parts:
+            raise ValueError(
+                f"{name}: {given} splits dimension {dimension} of size {size} into {parts} parts, "
+                f"which does not divide it. Pad it, or leave that dimension whole."
+            )
+    return spec
+
+
+def replicated_where_none(specs: Sequence[Spec | None], avals: Sequence[Any]) -> tuple[Spec, ...]:
+    """The specs, with arrays of which nothing is said whole."""
+    return tuple(
+        replicated(len(a.shape)) if s is None else s for s, a in zip(specs, avals, strict=True)
+    )
