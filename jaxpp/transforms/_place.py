@@ -21,6 +21,7 @@ from jaxpp.transforms import (
     _loop,
     _lower,
     _marks,
+    _optimizer_shards,
     _placement,
     _schedule,
 )
@@ -34,6 +35,7 @@ def place(
     donate_argnums: int | Sequence[int] = (),
     in_specs: Any = None,
     out_specs: Any = None,
+    zero1: str | Sequence[str] = (),
     feed: Mapping[int, Callable[[Any], Any]] | None = None,
 ) -> "Placed":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
@@ -57,6 +59,9 @@ def place(
             what no rule speaks of, is whole on each device.
         out_specs: the same for the results. By default a result that is the next call's argument,
             such as the parameters, is split as that is, and others as they come out.
+        zero1: the axis, or axes, inside a rank over which optimizer state is split, such as
+            `"data"`: whatever the step hands on to the next one and no stage reads. Gradients are
+            then scattered to where their state is, and parameters gathered, once a step.
         feed: for the positions of some arguments a function that loads the argument: the step is
             then called with what the function takes, such as the number of the batch. On a
             `jaxpp.RemoteMpmdMesh` each rank that reads the argument calls the function itself, and
@@ -84,7 +89,8 @@ def place(
     """
     if isinstance(donate_argnums, int):
         donate_argnums = (donate_argnums,)
-    return Placed(fun, mesh, tuple(donate_argnums), in_specs, out_specs, dict(feed or {}))
+    zero1 = (zero1,) if isinstance(zero1, str) else tuple(zero1)
+    return Placed(fun, mesh, tuple(donate_argnums), in_specs, out_specs, zero1, dict(feed or {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,12 +191,14 @@ class Placed:
         donate_argnums: tuple[int, ...],
         in_specs: Any,
         out_specs: Any,
+        zero1: tuple[str, ...],
         feed: Mapping[int, Callable[[Any], Any]],
     ):
         functools.update_wrapper(self, fun)
         self._feed = feed
         self._in_specs = in_specs
         self._out_specs = out_specs
+        self._zero1 = zero1
         self._fun = fun
         self._mesh = mesh
         self._donate_argnums = donate_argnums
@@ -344,22 +352,15 @@ class Placed:
         # What ranks load themselves they load whole.
         fed = frozenset(n for n, i in enumerate(signature.arrays) if isinstance(leaves[i], Fed))
         parts = _distribute.distribute(jaxpr, pairs, fed)
+        flat_pairs = parts.flat_pairs(pairs)
         split = None
         if inside is not None:
             results = traced.rebuild([_as_type(v.aval) for v in jaxpr.jaxpr.outvars])
             out_specs = self._specs("out_specs", self._out_specs, results, inside)
-            out_specs = [
-                in_specs[pairs[n]] if spec is None and n in pairs else spec
-                for n, spec in enumerate(out_specs)
-            ]
-            split = _assign_specs.Inside(
-                inside,
-                _in_specs.replicated_where_none(parts.of_arguments(in_specs), parts.jaxpr.in_avals),
-                tuple(parts.of_results(out_specs)),
-            )
+            split = _split(parts, in_specs, out_specs, flat_pairs, inside, self._zero1)
         jaxpr, donated = _own_results(parts.jaxpr, parts.flat_arguments(donated))
         placement = _placement.place_equations(
-            jaxpr, parts.flat_pairs(pairs), parts.floating, parts.gathered.keys()
+            jaxpr, flat_pairs, parts.floating, parts.gathered.keys()
         )
         names = parts.flat_names([paths[i] for i in signature.arrays])
         bundle = _lower.lower(jaxpr, placement, donated, names, parts.gathered, split)
@@ -424,6 +425,29 @@ def _check_positions(name: str, positions: Iterable[int], args: Sequence[Any]) -
                 f"place: {name} names argument {n}, but the step was called with {len(args)} "
                 f"arguments."
             )
+
+
+def _split(
+    parts: _distribute.Distributed,
+    in_specs: Sequence[Spec | None],
+    out_specs: Sequence[Spec | None],
+    pairs: Mapping[int, int],
+    inside: AbstractMesh,
+    zero1: tuple[str, ...],
+) -> _assign_specs.Inside:
+    """How the arguments and results of a step are split inside a rank, part by part."""
+    avals = parts.jaxpr.in_avals
+    arguments = list(_in_specs.replicated_where_none(parts.of_arguments(in_specs), avals))
+    sizes = dict(zip(inside.axis_names, inside.axis_sizes, strict=True))
+    if zero1:
+        for n in _optimizer_shards.optimizer_arguments(parts.jaxpr, pairs):
+            own = _optimizer_shards.scattered(arguments[n], avals[n].shape, zero1, sizes)
+            arguments[n] = own or arguments[n]
+    results = [
+        arguments[pairs[n]] if spec is None and n in pairs else spec
+        for n, spec in enumerate(parts.of_results(out_specs))
+    ]
+    return _assign_specs.Inside(inside, tuple(arguments), tuple(results))
 
 
 def _as_type(aval: Any) -> jax.ShapeDtypeStruct:
