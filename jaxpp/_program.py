@@ -2,6 +2,7 @@
 
 import contextvars
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,15 @@ from jaxpp._specs import Spec
 
 #: The axis of a mesh along which its ranks are.
 PIPELINE_AXIS = "mpmd"
+
+
+class Role(enum.StrEnum):
+    """What an argument is to a step."""
+
+    PARAMETER = "parameter"  # read by a stage, the same for all microbatches
+    OPTIMIZER = "optimizer"  # handed on to the next step, and read by no stage
+    BATCH = "batch"  # read in slices, one for each microbatch
+    OTHER = "other"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,6 +151,7 @@ class Bundle:
 
     Where a rank is a mesh of its own, `inside` is that mesh without its devices, and `in_specs`,
     `out_specs` say how flat arguments and results are split over it; constants are whole.
+    `roles` says what each flat argument is to the step.
     """
 
     programs: tuple[Program, ...]
@@ -154,6 +165,7 @@ class Bundle:
     inside: AbstractMesh | None = None
     in_specs: tuple[Spec, ...] = ()
     out_specs: tuple[Spec, ...] = ()
+    roles: tuple[Role, ...] = ()
 
     def as_text(self) -> str:
         """The programs, one instruction a line."""
@@ -202,6 +214,10 @@ class Step(Protocol):
 
     def input_shardings(self) -> list[Any]:
         """Where it reads each of them; None for one that it does not read."""
+        ...
+
+    def describe(self) -> Any:
+        """What each rank holds, sends and reduces: a `jaxpp.runtime.Description`."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 #: For each dimension the axes that it is split over, the outermost first; `()` where it is whole.
 Spec = tuple[tuple[str, ...], ...]
@@ -43,3 +43,8 @@ def replicated(ndim: int) -> Spec:
 def axes_of(spec: Spec) -> tuple[str, ...]:
     """All axes that an array is split over, in the order of its dimensions."""
     return tuple(axis for entry in spec for axis in entry)
+
+
+def axis_sizes(mesh: AbstractMesh | None) -> dict[str, int]:
+    """The size of each axis of a mesh; of none, where a rank is one device."""
+    return {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))

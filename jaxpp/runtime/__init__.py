@@ -1,3 +1,5 @@
+from jaxpp.runtime._describe import Description as Description
+from jaxpp.runtime._describe import RankDescription as RankDescription
 from jaxpp.runtime._measure import Measurement as Measurement
 from jaxpp.runtime._measure import measure as measure
 from jaxpp.runtime._mesh import MpmdMesh as MpmdMesh

@@ -17,6 +17,8 @@ from jaxpp._specs import Spec
 from jaxpp.runtime import _compile, _worker
 from jaxpp.runtime._arguments import check_arguments
 from jaxpp.runtime._axes import check_axes
+from jaxpp.runtime._collectives import collectives
+from jaxpp.runtime._describe import Description, describe
 from jaxpp.runtime._homes import Home, devices_of, distinct, homes_of, sharding_across, sharding_in
 from jaxpp.runtime._stacked import put_together, with_stacked
 from jaxpp.runtime._trace import LocalTracing, Trace
@@ -266,6 +268,19 @@ class LocalStep:
     def input_shardings(self) -> list[Any]:
         """Where an argument is put without a copy by the step; None where nothing reads it."""
         return [feed.sharding() for feed in self.feeds]
+
+    def describe(self) -> Description:
+        """What each rank holds, sends and reduces."""
+        inside = self.bundle.inside
+        counted = [
+            {
+                n: collectives(call.as_text() or "", inside.axis_sizes, inside.axis_names)
+                for n, call in enumerate(worker.executables)
+                if call is not None and inside is not None
+            }
+            for worker in self.workers
+        ]
+        return describe(self.bundle, [devices_of(home) for home in self.homes], counted)
 
     def _dispatch(self) -> None:
         if self._tracing.recorder is not None:

@@ -12,10 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxpp._program import Bundle
+from jaxpp._specs import Spec
 from jaxpp.runtime._arguments import check_there
 from jaxpp.runtime._array_handle import ArrayHandle
+from jaxpp.runtime._homes import sharding_in
 
 #: Where the rows of an array are cut, and their number at the end: `(0, 2, 4)`.
 Bounds = tuple[int, ...]
@@ -245,6 +248,10 @@ class StackedStep:
                 found += parts_of(arg, cut)
         return found
 
+    def describe(self) -> Any:
+        """What each rank holds, sends and reduces."""
+        return self.step.describe()
+
     def input_shardings(self) -> list[Any]:
         """Where the step reads each argument; a `StackedSharding` where in parts."""
         cuts = self._in_cuts
@@ -303,24 +310,30 @@ def _slice(array: Any, start: int, stop: int) -> Any:
 
 
 def _remote_slices(array: Any, intervals: Sequence[tuple[int, int]]) -> list[Any]:
-    """Rows of a `RemoteArray`, on the first rank that holds it."""
+    """Rows of a `RemoteArray`, on the first rank that holds it; the first axis is not split."""
     mesh, rank = array.mesh, array.ranks[0]
     aval = array.aval
+    spec = ((), *array.spec[1:]) if array.spec else ()
     parts = [
         mesh.new_array(
             jax.ShapeDtypeStruct((b - a, *aval.shape[1:]), aval.dtype, weak_type=aval.weak_type),
             (rank,),
+            spec,
         )
         for a, b in intervals
     ]
     items = [(part.id, a, b) for part, (a, b) in zip(parts, intervals, strict=True)]
-    mesh.apply(slice_on_rank, {rank: (array.id, items)})
+    mesh.apply(slice_on_rank, {rank: (array.id, items, spec)})
     return parts
 
 
-def slice_on_rank(process: Any, number: int, items: Sequence[tuple[int, int, int]]) -> None:
-    """Makes arrays of rows of an array that a rank holds."""
+def slice_on_rank(
+    process: Any, number: int, items: Sequence[tuple[int, int, int]], spec: Spec = ()
+) -> None:
+    """Makes arrays of rows of an array that a rank holds, split as `spec` says."""
     array = process.arrays[number]
+    if isinstance(process.home, Mesh):
+        array = jax.device_put(array, sharding_in(process.home, spec))
     slices = [(new, jax.lax.slice_in_dim(array, a, b)) for new, a, b in items]
     with process.lock:
         process.arrays.update(slices)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from jax.sharding import AbstractMesh
 
 from jaxpp._program import Computation
-from jaxpp._specs import Spec, replicated
+from jaxpp._specs import Spec, axis_sizes, replicated
 from jaxpp.transforms import _sharding_rules
 
 
@@ -33,7 +33,7 @@ class Inside:
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each axis."""
-        return dict(zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True))
+        return axis_sizes(self.mesh)
 
 
 class Event(Protocol):

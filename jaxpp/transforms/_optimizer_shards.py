@@ -8,11 +8,7 @@ parameters that its state is for, and the new parameters are gathered, once a st
 import math
 from collections.abc import Mapping, Sequence
 
-import jax.extend.core as jex
-
-from jaxpp import _jaxprs
 from jaxpp._specs import Spec, axes_of
-from jaxpp.transforms import _loop, _marks
 
 
 def scattered(
@@ -47,19 +43,3 @@ def scattered(
         return None
     chosen = -max(found)[2]
     return tuple(e + axes if n == chosen else e for n, e in enumerate(spec))
-
-
-def optimizer_arguments(jaxpr: jex.ClosedJaxpr, pairs: Mapping[int, int]) -> frozenset[int]:
-    """The arguments that are optimizer state: handed on to the next step, and read by no stage.
-
-    Args:
-        jaxpr: the step.
-        pairs: for results that become arguments of the next step, the number of the argument.
-    """
-    stages = [_loop.is_loop(e) or _marks.is_stage_call(e) for e in jaxpr.eqns]
-    read = [v for e, own in zip(jaxpr.eqns, stages, strict=True) if own for v in e.invars]
-    needed = set(_jaxprs.variables(read))
-    for eqn, keep in zip(jaxpr.eqns, _jaxprs.ancestors(jaxpr.eqns, needed), strict=True):
-        if keep:
-            needed.update(_jaxprs.variables(eqn.invars))
-    return frozenset(n for n in pairs.values() if jaxpr.jaxpr.invars[n] not in needed)

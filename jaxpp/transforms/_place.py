@@ -11,10 +11,11 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._program import Bundle, Fed, Mesh, Program, Step, default_mesh
-from jaxpp._specs import Spec
+from jaxpp._program import Bundle, Fed, Mesh, Program, Role, Step, default_mesh
+from jaxpp._specs import Spec, axis_sizes
 from jaxpp.transforms import (
     _assign_specs,
+    _batch_axes,
     _distribute,
     _in_specs,
     _initialize,
@@ -23,6 +24,7 @@ from jaxpp.transforms import (
     _marks,
     _optimizer_shards,
     _placement,
+    _roles,
     _schedule,
 )
 from jaxpp.transforms._signature import Signature
@@ -144,6 +146,10 @@ class Compiled:
     def as_text(self) -> str:
         """The programs as text, one instruction a line."""
         return self.bundle.as_text()
+
+    def describe(self) -> Any:
+        """What each rank holds, sends and reduces in a step, as `Placed.describe` gives it."""
+        return self._run.describe()
 
     def initialize(self, init_fn: Callable, *args: Any) -> Any:
         """Makes the step's first arguments where it reads them, as `Placed.initialize` does.
@@ -322,6 +328,33 @@ class Placed:
         """The programs of the last call as text."""
         return self.bundle.as_text()
 
+    def describe(self) -> Any:
+        """What each rank holds, sends and reduces in a step, as it was called last.
+
+        Returns:
+            A `jaxpp.runtime.Description`: for each rank its devices, the bytes of parameters,
+            optimizer state, accumulators and activations on each of them, the bytes that it sends
+            to other ranks, and the collectives between its devices. `str` makes it a table,
+            `as_json` JSON.
+
+        Raises:
+            ValueError: it has not been called yet.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpp
+            >>> def loss(w, x):
+            ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+            ...     return jnp.mean((h @ w[1]) ** 2)
+            >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+            >>> mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+            >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
+            >>> grads = step([jnp.eye(8), jnp.eye(8)], jnp.ones((16, 8)))
+            >>> [(rank.parameter_bytes, rank.sent_bytes) for rank in step.describe().ranks]
+            [(256, {1: 512}), (256, {0: 512})]
+        """
+        self.bundle  # noqa: B018  says what is wrong where there is none
+        return self._cache[0].describe()
+
     def lower(self, *args: Any) -> Lowered:
         """Traces the step at arguments, or at `jax.ShapeDtypeStruct`s that stand for arrays."""
         return self._lower(self._fed(args))
@@ -353,18 +386,23 @@ class Placed:
         fed = frozenset(n for n, i in enumerate(signature.arrays) if isinstance(leaves[i], Fed))
         parts = _distribute.distribute(jaxpr, pairs, fed)
         flat_pairs = parts.flat_pairs(pairs)
+        roles = _roles.roles_of(parts.jaxpr, flat_pairs)
         split = None
         if inside is not None:
             results = traced.rebuild([_as_type(v.aval) for v in jaxpr.jaxpr.outvars])
             out_specs = self._specs("out_specs", self._out_specs, results, inside)
-            split = _split(parts, in_specs, out_specs, flat_pairs, inside, self._zero1)
+            split = _split(parts, in_specs, out_specs, flat_pairs, roles, inside, self._zero1)
         jaxpr, donated = _own_results(parts.jaxpr, parts.flat_arguments(donated))
+        if split is not None:
+            jaxpr, _ = _batch_axes.split_slices(jaxpr, split.arguments, split.sizes)
         placement = _placement.place_equations(
             jaxpr, flat_pairs, parts.floating, parts.gathered.keys()
         )
         names = parts.flat_names([paths[i] for i in signature.arrays])
         bundle = _lower.lower(jaxpr, placement, donated, names, parts.gathered, split)
-        bundle = dataclasses.replace(bundle, in_cuts=parts.arguments, out_cuts=parts.results)
+        bundle = dataclasses.replace(
+            bundle, in_cuts=parts.arguments, out_cuts=parts.results, roles=roles
+        )
         mesh = self._resolve_mesh(len(bundle.programs))
 
         def finish(bundle: Bundle) -> Compiled:
@@ -385,7 +423,7 @@ class Placed:
                     f"jaxpp.MpmdMesh((2, 2), ('mpmd', 'data'))."
                 )
             return [None] * len(leaves)
-        sizes = dict(zip(inside.axis_names, inside.axis_sizes, strict=True))
+        sizes = axis_sizes(inside)
         specs = _in_specs.specs_of_leaves(prefix, tree, sizes, f"place: {what}")
         return [s for s, x in zip(specs, leaves, strict=True) if hasattr(x, "shape")]
 
@@ -432,15 +470,18 @@ def _split(
     in_specs: Sequence[Spec | None],
     out_specs: Sequence[Spec | None],
     pairs: Mapping[int, int],
+    roles: Sequence[Role],
     inside: AbstractMesh,
     zero1: tuple[str, ...],
 ) -> _assign_specs.Inside:
     """How the arguments and results of a step are split inside a rank, part by part."""
     avals = parts.jaxpr.in_avals
     arguments = list(_in_specs.replicated_where_none(parts.of_arguments(in_specs), avals))
-    sizes = dict(zip(inside.axis_names, inside.axis_sizes, strict=True))
+    sizes = axis_sizes(inside)
     if zero1:
-        for n in _optimizer_shards.optimizer_arguments(parts.jaxpr, pairs):
+        for n, role in enumerate(roles):
+            if role is not Role.OPTIMIZER:
+                continue
             own = _optimizer_shards.scattered(arguments[n], avals[n].shape, zero1, sizes)
             arguments[n] = own or arguments[n]
     results = [

@@ -1,0 +1,232 @@
+"""`describe`: what each rank of a placed step holds, sends and reduces."""
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxpp._program import Bundle, Computation, Free, Program, Receive, Role, Run
+from jaxpp._specs import Spec, axis_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class RankDescription:
+    """What one rank of a placed step holds, sends and reduces; all bytes are those of one device.
+
+    Args:
+        rank: its number.
+        stages: the stages that it runs.
+        devices: its devices, as JAX writes them.
+        parameters: the number of parameters that its stages read, over all of its devices.
+        parameter_bytes: what they take.
+        optimizer_bytes: what the optimizer's state takes: all that the step hands on to the next
+            one, and that no stage reads.
+        accumulator_bytes: what gradients and other accumulators take, at their most.
+        activation_bytes: what the tasks of microbatches keep for later ones, and what has been
+            received, at its most; what a task needs while it runs comes on top.
+        sent_bytes: by the rank that it sends to, the bytes of a step, from all devices together.
+        collectives: by kind and axes, such as `"all-reduce over data"`, how many a step runs.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    devices: tuple[str, ...]
+    parameters: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    accumulator_bytes: int
+    activation_bytes: int
+    sent_bytes: Mapping[int, int]
+    collectives: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What the ranks of a placed step hold, send and reduce; `str` gives a table.
+
+    Args:
+        ranks: a description of each.
+    """
+
+    ranks: tuple[RankDescription, ...]
+
+    def as_json(self) -> str:
+        """The description as JSON: an object with a list `ranks`, its fields named as here."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        rows = [
+            ("rank", "stages", "devices", "parameters", "optimizer", "accumulators", "activations",
+             "sent to", "collectives"),
+            *map(_row, self.ranks),
+        ]  # fmt: skip
+        widths = [max(len(line) for row in rows for line in row[n].split("\n")) for n in range(9)]
+        lines = []
+        for row in rows:
+            cells = [cell.split("\n") for cell in row]
+            for i in range(max(map(len, cells))):
+                parts = [
+                    (c[i] if i < len(c) else "").ljust(w)
+                    for c, w in zip(cells, widths, strict=True)
+                ]
+                lines.append("  ".join(parts).rstrip())
+        return "\n".join(lines)
+
+
+def _row(rank: RankDescription) -> tuple[str, ...]:
+    return (
+        str(rank.rank),
+        ", ".join(map(str, rank.stages)) or "-",
+        "\n".join(rank.devices),
+        f"{rank.parameters:,}\n{_size(rank.parameter_bytes)}",
+        _size(rank.optimizer_bytes),
+        _size(rank.accumulator_bytes),
+        _size(rank.activation_bytes),
+        "\n".join(f"{to}: {_size(n)}" for to, n in rank.sent_bytes.items()) or "-",
+        "\n".join(f"{n} {kind}" for kind, n in rank.collectives.items()) or "-",
+    )
+
+
+def _size(nbytes: float) -> str:
+    """Bytes in the largest unit of which there is one."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
+
+
+def describe(
+    bundle: Bundle,
+    devices: Sequence[Sequence[Any]],
+    collectives: Sequence[Mapping[int, Counter[tuple[str, str]]]],
+) -> Description:
+    """Describes a step.
+
+    Args:
+        bundle: the step.
+        devices: those of each rank.
+        collectives: for each rank, those of each computation that it runs.
+    """
+    return Description(
+        tuple(
+            _describe_rank(bundle, program, own, counted)
+            for program, own, counted in zip(bundle.programs, devices, collectives, strict=True)
+        )
+    )
+
+
+def _describe_rank(
+    bundle: Bundle,
+    program: Program,
+    devices: Sequence[Any],
+    collectives: Mapping[int, Counter[tuple[str, str]]],
+) -> RankDescription:
+    in_specs = bundle.in_specs or ((),) * len(bundle.in_avals)
+    sizes = (
+        dict(zip(bundle.inside.axis_names, bundle.inside.axis_sizes, strict=True))
+        if bundle.inside
+        else {}
+    )  # noqa: E501
+    held: Counter[Role] = Counter()
+    for n, _ in program.inputs:
+        held[bundle.roles[n]] += _bytes(bundle.in_avals[n], in_specs[n], sizes)
+    parameters = [n for n, _ in program.inputs if bundle.roles[n] is Role.PARAMETER]
+    accumulators, activations = _peaks(bundle, program, sizes)
+    sent: Counter[int] = Counter()
+    for send in program.sends:
+        sent[send.message.target] += send.message.nbytes
+    counted: Counter[str] = Counter()
+    for run in program.instructions:
+        if isinstance(run, Run):
+            for (kind, axes), number in collectives.get(run.computation, {}).items():
+                counted[f"{kind} over {axes}" if axes else kind] += number
+    return RankDescription(
+        program.rank,
+        program.stages,
+        tuple(map(str, devices)),
+        sum(bundle.in_avals[n].size for n in parameters),
+        held[Role.PARAMETER],
+        held[Role.OPTIMIZER],
+        accumulators,
+        activations,
+        dict(sorted(sent.items())),
+        dict(sorted(counted.items())),
+    )
+
+
+def _bytes(aval: Any, spec: Spec, sizes: Mapping[str, int]) -> int:
+    """What an array takes on one device."""
+    parts = math.prod(sizes[axis] for entry in spec for axis in entry)
+    return aval.size * getattr(aval.dtype, "itemsize", 4) // parts
+
+
+def _peaks(bundle: Bundle, program: Program, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """The most bytes that accumulators take at once, and the most that activations do.
+
+    An accumulator is what a task takes the memory of, and its result in that memory.
+    """
+    activations: dict[int, int] = {}
+    accumulators: dict[int, int] = {}
+    peak_activations = peak_accumulators = 0
+    for instruction in program.instructions:
+        match instruction:
+            case Run(number, inputs, outputs, label):
+                computation = bundle.computations[number]
+                taken = [i for i in computation.donated if _is_task(label)]
+                replaced = _pair(computation, taken)
+                for i in taken:
+                    accumulators[inputs[i]] = _input_bytes(computation, i, sizes)
+                peak_accumulators = max(peak_accumulators, sum(accumulators.values()))
+                for i in computation.donated:
+                    activations.pop(inputs[i], None)
+                    accumulators.pop(inputs[i], None)
+                for o, slot in enumerate(outputs):
+                    nbytes = _output_bytes(computation, o, sizes)
+                    if o in replaced:
+                        accumulators[slot] = nbytes
+                    elif _is_task(label):
+                        activations[slot] = nbytes
+                peak_accumulators = max(peak_accumulators, sum(accumulators.values()))
+            case Receive(slots, message):
+                specs = message.specs or ((),) * len(slots)
+                for slot, aval, spec in zip(slots, message.avals, specs, strict=True):
+                    activations[slot] = _bytes(aval, spec, sizes)
+            case Free(slots):
+                for slot in slots:
+                    activations.pop(slot, None)
+                    accumulators.pop(slot, None)
+        peak_activations = max(peak_activations, sum(activations.values()))
+    return peak_accumulators, peak_activations
+
+
+def _is_task(label: str) -> bool:
+    """Whether a run is a task of a microbatch: `F0.3`."""
+    return label[:1] in "FBIW" and label[1:2].isdigit()
+
+
+def _pair(computation: Computation, taken: Sequence[int]) -> set[int]:
+    """The outputs that are in the memory of inputs."""
+    jaxpr = computation.jaxpr.jaxpr
+    wanted = Counter((str(jaxpr.invars[i].aval), _spec(computation.in_specs, i)) for i in taken)
+    found = set()
+    for o, v in enumerate(jaxpr.outvars):
+        kind = str(v.aval), _spec(computation.out_specs, o)
+        if wanted[kind] > 0:
+            wanted[kind] -= 1
+            found.add(o)
+    return found
+
+
+def _spec(specs: Sequence[Spec], n: int) -> Spec:
+    return specs[n] if specs else ()
+
+
+def _input_bytes(computation: Computation, n: int, sizes: Mapping[str, int]) -> int:
+    return _bytes(computation.jaxpr.in_avals[n], _spec(computation.in_specs, n), sizes)
+
+
+def _output_bytes(computation: Computation, n: int, sizes: Mapping[str, int]) -> int:
+    return _bytes(computation.jaxpr.out_avals[n], _spec(computation.out_specs, n), sizes)
