@@ -125,11 +125,7 @@ def _describe_rank(
     collectives: Mapping[int, Counter[tuple[str, str]]],
 ) -> RankDescription:
     in_specs = bundle.in_specs or ((),) * len(bundle.in_avals)
-    sizes = (
-        dict(zip(bundle.inside.axis_names, bundle.inside.axis_sizes, strict=True))
-        if bundle.inside
-        else {}
-    )  # noqa: E501
+    sizes = axis_sizes(bundle.inside)
     held: Counter[Role] = Counter()
     for n, _ in program.inputs:
         held[bundle.roles[n]] += _bytes(bundle.in_avals[n], in_specs[n], sizes)
