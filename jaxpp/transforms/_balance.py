@@ -57,6 +57,8 @@ def _smallest_bottleneck(total: Sequence[float], num_stages: int) -> float:
     best = _greedy_bound(total, num_stages, high)
     while high - low > 1e-12 * total[-1]:
         middle = (low + high) / 2
+        if not low < middle < high:  # no number is between two that are next to each other
+            break
         bound = _greedy_bound(total, num_stages, middle)
         if bound is None:
             low = middle

@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxpp.transforms._balance import balanced_cuts
@@ -49,6 +49,7 @@ def test_no_cut_has_a_smaller_bottleneck_or_then_fewer_bytes(problem):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 1e12), min_size=2, max_size=8), st.integers(1, 4))
+@example([5e-324, 0.0, 0.0], 3)  # the smallest number, of which there is no half
 def test_costs_may_be_any_numbers(costs, num_stages):
     crossing = [0.0] * (len(costs) + 1)
     cuts = list(every_cut(costs, crossing, num_stages))
