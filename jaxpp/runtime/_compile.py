@@ -40,7 +40,7 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
             if home not in found:
                 found.append(home)
 
-    configuration = settings()
+    configuration = settings(), bundle.inside
     keys = {n: key_of(c, configuration) for n, c in enumerate(bundle.computations) if n in targets}
 
     def build(n: int, known: "_Executables | None", lowered: Any) -> dict[Any, Any]:

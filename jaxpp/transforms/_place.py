@@ -16,6 +16,7 @@ from jaxpp._specs import Spec, axis_sizes
 from jaxpp.transforms import (
     _assign_specs,
     _batch_axes,
+    _constraints,
     _distribute,
     _in_specs,
     _initialize,
@@ -376,6 +377,7 @@ class Placed:
         typed = jtu.tree_unflatten(tree, types)
         in_specs = self._specs("in_specs", self._in_specs, typed, inside)
         traced = _jaxprs.trace(self._fun, typed)
+        _constraints.check_constraints(traced.jaxpr, inside)
         jaxpr = _flatten(traced.jaxpr)
         constants, num_closed = traced.inputs, traced.num_closed_over
         jaxpr = _bind_constants(jaxpr, constants[:num_closed])
@@ -416,7 +418,8 @@ class Placed:
         """The spec of each array of a pytree."""
         leaves = jtu.tree_leaves(tree)
         if inside is None:
-            if prefix is not None:
+            if prefix is not None or self._zero1:
+                what = what if prefix is not None else "zero1"
                 raise ValueError(
                     f"place: {what} splits arrays inside a rank, but each rank of the mesh is one "
                     f"device. Give the mesh further axes: "
@@ -478,6 +481,11 @@ def _split(
     avals = parts.jaxpr.in_avals
     arguments = list(_in_specs.replicated_where_none(parts.of_arguments(in_specs), avals))
     sizes = axis_sizes(inside)
+    if unknown := set(zero1) - set(sizes):
+        raise ValueError(
+            f"place: zero1 names {', '.join(map(repr, sorted(unknown)))}, but the axes inside a "
+            f"rank are {tuple(sizes)}."
+        )
     if zero1:
         for n, role in enumerate(roles):
             if role is not Role.OPTIMIZER:

@@ -1,0 +1,248 @@
+"""Steps whose ranks are meshes of their own: what is split, and what is wrong with a split."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpp
+
+AXES = ("mpmd", "data", "model")
+RULES = [(r"up$", P(None, "model")), (r"down$", P("model", None))]
+WIDTH = 8
+ONE_F_ONE_B = jaxpp.schedules.OneFOneB()
+optimizer = optax.adam(1e-2, eps=1e-3)
+
+
+def parameters():
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [
+        {
+            "up": jax.random.normal(key, (WIDTH, 2 * WIDTH)) / WIDTH**0.5,
+            "down": jax.random.normal(key, (2 * WIDTH, WIDTH)) / WIDTH,
+            "bias": jnp.full(WIDTH, 0.1 * n),
+        }
+        for n, key in enumerate(keys)
+    ]
+
+
+def keep(x):
+    return x
+
+
+def make_step(schedule=ONE_F_ONE_B, num_stages=2, constrain=keep):
+    def loss_fn(params, x, y):
+        for n, layer in enumerate(params):
+            if n and n % (4 // num_stages) == 0:
+                x = jaxpp.pipeline_enter_stage(x)
+            x = x + constrain(jnp.tanh(x @ layer["up"])) @ layer["down"] + layer["bias"]
+        return jnp.mean((x - y) ** 2)
+
+    grad_fn = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
+    grad_fn = jaxpp.microbatch(grad_fn, 4, in_axes=(None, 0, 0))
+    if schedule is not None:
+        grad_fn = jaxpp.schedule(grad_fn, schedule)
+
+    def step(params, state, x, y):
+        loss, grads = grad_fn(params, x, y)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def place(fun, shape, **options):
+    specs = {"in_specs": (RULES, RULES, P("data"), P("data"))}
+    return jaxpp.place(fun, jaxpp.MpmdMesh(shape, AXES), **(specs | options))
+
+
+def batch(seed):
+    return np.random.default_rng(seed).normal(size=(2, 16, WIDTH)).astype(np.float32)
+
+
+def train(step, num_steps=3):
+    params = parameters()
+    state, loss = optimizer.init(params), None
+    for seed in range(num_steps):
+        params, state, loss = step(params, state, *batch(seed))
+    return params, state, loss
+
+
+def assert_close(got, wanted):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def assert_equal(got, wanted):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def bytes_on(device, tree):
+    shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+    return sum(s.data.nbytes for s in shards if s.device == device)
+
+
+# ---- the same numbers ---------------------------------------------------------------------------
+
+SHAPES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2), (4, 2, 1)]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return train(jax.jit(make_step(None)))
+
+
+@pytest.mark.parametrize("zero1", [(), "data"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_split_step_gives_what_the_step_gives(shape, zero1, wanted):
+    step = place(make_step(num_stages=shape[0]), shape, zero1=zero1)
+    assert_close(train(step), wanted)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 2, 2)])
+def test_schedules_of_one_kind_agree_to_the_bit(shape):
+    gpipe = make_step(jaxpp.schedules.GPipe())
+    assert_equal(train(place(gpipe, shape)), train(place(make_step(), shape)))
+
+
+def test_a_mesh_of_ranks_of_one_device_each_gives_the_same_bits():
+    step = make_step()
+    plain = jaxpp.place(step, jaxpp.MpmdMesh((2,)))
+    assert_equal(train(place(step, (2, 1, 1))), train(plain))
+
+
+# ---- where things are ---------------------------------------------------------------------------
+
+
+def test_parameters_are_split_as_asked_and_stay_so():
+    step = place(make_step(), (2, 2, 2))
+    params, state, _ = train(step)
+    for tree in (params, state[0].mu):
+        assert tree[0]["up"].sharding.spec == P(None, "model")
+        assert tree[0]["down"].sharding.spec == P("model")
+        assert tree[0]["bias"].sharding.is_fully_replicated
+        assert tree[0]["up"].devices() == set(jax.devices()[:4])
+        assert tree[3]["up"].devices() == set(jax.devices()[4:])
+    shardings = step._cache[0].input_shardings
+    for x, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(shardings[0]), strict=True):
+        assert x.sharding == sharding
+
+
+def test_out_specs_split_results():
+    step = place(make_step(), (2, 1, 2), out_specs=([(r"up$", P("model"))], None, None))
+    params, _, _ = step(parameters(), optimizer.init(parameters()), *batch(0))
+    assert params[0]["up"].sharding.spec == P("model")
+    assert params[0]["down"].sharding.spec == P("model")  # as it came in
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_zero1_divides_the_bytes_of_the_optimizer(size):
+    shape = (2, size, 1)
+    split = train(place(make_step(), shape, zero1="data"))
+    whole = train(place(make_step(), shape))
+    for device in jax.devices()[: 2 * size]:
+        # What cannot be split is the count of steps.
+        count = whole[1][0].count.nbytes
+        own, all_of_it = (bytes_on(device, tree[1]) - count for tree in (split, whole))
+        assert all_of_it > 0 and own * size == all_of_it
+        assert bytes_on(device, split[0]) == bytes_on(device, whole[0])
+
+
+def test_zero1_gathers_each_parameter_once_a_step():
+    step = place(make_step(), (2, 2, 1), zero1="data")
+    train(step, 1)
+    for rank in step.describe().ranks:
+        assert rank.collectives["all-gather over data"] <= 6  # parameters of two layers
+    whole = place(make_step(), (2, 2, 1))
+    train(whole, 1)
+    for rank in whole.describe().ranks:
+        assert "all-gather over data" not in rank.collectives
+
+
+def test_a_constraint_is_one_of_the_rank_that_runs_it():
+    def constrain(h):
+        return jax.lax.with_sharding_constraint(h, P("data", "model"))
+
+    step = place(make_step(constrain=constrain), (2, 2, 2))
+    assert_equal(train(step), train(place(make_step(), (2, 2, 2))))
+
+
+def test_shard_map_over_the_axes_of_a_rank():
+    def summed(h):
+        double = jax.shard_map(
+            lambda own: own + jax.lax.psum(own, "model") - jax.lax.psum(own, "model"),
+            in_specs=P("data", "model"),
+            out_specs=P("data", "model"),
+        )
+        return double(h)
+
+    step = place(make_step(constrain=summed), (2, 2, 2))
+    assert_close(train(step), train(place(make_step(), (2, 2, 2))))
+
+
+# ---- what is wrong ------------------------------------------------------------------------------
+
+ARGS = (parameters(), optimizer.init(parameters()), *batch(0))
+
+
+@pytest.mark.parametrize(
+    ("in_specs", "words"),
+    [
+        (
+            (RULES, None, P("rows"), None),
+            r"in_specs for \[2\], float32\[16,8\]: .*'rows'.*no axis inside.*'data', 'model'",
+        ),
+        (([(r"up$", P("mpmd"))], None, None, None), r"\[0\]\[0\]\['up'\].*axis of the pipeline"),
+        (([(r"bias$", P("data", "model"))], None, None, None), r"\['bias'\].*2 entries.*1 dim"),
+        ((None, None, P("data", "data"), None), r"\[2\].*'data' twice"),
+        ((None, None, None), "not a prefix"),
+        ((None, None, "data", None), r"\[2\].*'data' is not a PartitionSpec"),
+    ],
+)
+def test_a_spec_that_does_not_fit_is_named_with_its_leaf(in_specs, words):
+    with pytest.raises(ValueError, match=words):
+        place(make_step(), (2, 2, 2), in_specs=in_specs).lower(*ARGS)
+
+
+def test_a_dimension_that_does_not_divide():
+    step = place(make_step(), (2, 3, 1), in_specs=(None, None, P("data"), None))
+    with pytest.raises(ValueError, match=r"\[2\].*dimension 0 of size 16 into 3 parts"):
+        step.lower(*ARGS)
+
+
+def test_specs_need_axes_inside_a_rank():
+    step = jaxpp.place(make_step(), jaxpp.MpmdMesh((2,)), in_specs=P())
+    with pytest.raises(ValueError, match="each rank of the mesh is one device"):
+        step.lower(*ARGS)
+
+
+def test_an_unknown_axis_for_the_optimizer():
+    with pytest.raises(ValueError, match=r"zero1.*'rows'.*'data', 'model'"):
+        place(make_step(), (2, 2, 1), zero1="rows").lower(*ARGS)
+
+
+def test_a_constraint_to_devices_is_an_error_with_its_line():
+    mesh = Mesh(np.array(jax.devices()[4:6]), ("model",))
+
+    def constrain(h):
+        return jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P(None, "model")))
+
+    with pytest.raises(
+        ValueError, match=r"sharding_constraint.*test_in_specs.py:\d+.*another rank"
+    ):
+        place(make_step(constrain=constrain), (2, 2, 2)).lower(*ARGS)
+
+
+def test_a_rank_with_a_device_twice():
+    device = jax.devices()[0]
+    with pytest.raises(ValueError, match="rank 0 has a device twice"):
+        jaxpp.MpmdMesh((2, 2), ("mpmd", "data"), devices=[device] * 4)
+
+
+def test_too_few_devices_are_counted():
+    with pytest.raises(ValueError, match=r"16 in all, got 8.*jax_num_cpu_devices', 16"):
+        jaxpp.MpmdMesh((4, 4), ("mpmd", "data"))
