@@ -108,7 +108,7 @@ def plain_seconds(process: Any, sizes: Sizes, steps: int) -> float:
 
 def task_times(process: Any, sizes: Sizes, repeats: int) -> TaskTimes:
     """Measures the tasks of the step with both stages on this worker's device."""
-    mesh = jaxpp.MpmdMesh((STAGES,), ("mpmd",), devices=[process.device] * STAGES)
+    mesh = jaxpp.MpmdMesh((STAGES,), ("mpmd",), devices=[process.home] * STAGES)
     step = placed(sizes, OneFOneB(), mesh)
     state, batch = start(sizes)
     found = jaxpp.measure(step, *state, batch, repeats=repeats)

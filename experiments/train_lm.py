@@ -4,12 +4,14 @@
     python -m experiments.train_lm --schedule=interleaved_1f1b --tied --dropout=0.1 --verify
     python -m experiments.train_lm --schedule=seq1f1b --knobs=slices=4
     python -m experiments.train_lm --model=mixtral --pp=2 --num_pipeline_microbatches=4 --profile
+    python -m experiments.train_lm --model=llama2 --width=64 --pp=2 --dp=2 --mp=2 --zero1 --verify
     python -m experiments.train_lm --mesh=ray --checkpoint_every=50 --restarts=3
     python -m experiments.train_lm --mesh=ray --checkpoint_every=50 --resume
 
 By default the model is a byte-level GPT; `--model` takes others (see `training_model`), which read
 the same bytes. The ranks of the pipeline are devices of this process: CPU devices, made for the
-run, or the accelerators that JAX finds (shared between ranks where there are fewer). With
+run, or the accelerators that JAX finds (shared between ranks where there are fewer). Inside a rank
+`--dp` devices share each microbatch, and `--mp` devices the heads and features of its layers. With
 `--mesh=ray` they are processes of a Ray session: of the one that is there, or of one made for the
 run. The output folder gets `metrics.jsonl`, checkpoints, pictures of the losses and of the
 schedule, a trace (`--profile`), and a sample of generated text.
@@ -282,6 +284,13 @@ def check_flags() -> None:
         raise app.UsageError(
             f"--batch_size must be a multiple of --microbatches, got {batch_size()} and "
             f"{training_pipeline.microbatches()}."
+        )
+    sequences = batch_size() // training_pipeline.microbatches()
+    if sequences % training_mesh.replicas():
+        raise app.UsageError(
+            f"--dp={training_mesh.replicas()} shares the sequences of each microbatch, and does "
+            f"not divide their number, {sequences}; use a larger --batch_size, or fewer "
+            f"--microbatches."
         )
 
 

@@ -16,6 +16,9 @@ _RANKS = flags.DEFINE_integer("ranks", None, "Ranks of the pipeline; by default 
 _PP = flags.DEFINE_integer("pp", None, "The same as --ranks.", lower_bound=1)
 _DP = flags.DEFINE_integer("dp", 1, "Devices of a rank that share a microbatch.", lower_bound=1)
 _MP = flags.DEFINE_integer("mp", 1, "Devices of a rank that share its layers.", lower_bound=1)
+_ZERO1 = flags.DEFINE_bool(
+    "zero1", False, "Whether the --dp devices share the optimizer state instead of each having it."
+)
 _CORES = flags.DEFINE_integer(
     "cores", None, "CPU cores that a process of --mesh=ray is bound to; by default it has all.", 1
 )
@@ -45,6 +48,26 @@ def devices() -> int:
     return _DP.value * ranks() * _MP.value
 
 
+def replicas() -> int:
+    """Devices of a rank that share a microbatch."""
+    return _DP.value
+
+
+def parts() -> int:
+    """Devices of a rank that share its layers."""
+    return _MP.value
+
+
+def is_split() -> bool:
+    """Whether a rank is several devices."""
+    return replicas() * parts() > 1
+
+
+def zero1() -> tuple[str, ...]:
+    """The axes that the optimizer state is split over."""
+    return ("data",) if _ZERO1.value else ()
+
+
 def is_remote() -> bool:
     return _MESH.value == "ray"
 
@@ -62,11 +85,13 @@ def check(steps: int) -> None:
     """Says what is wrong with the flags before anything is compiled."""
     ranks()
     for flag in (_DP, _MP):
-        if flag.value > 1:
+        if is_remote() and flag.value > 1:
             raise app.UsageError(
-                f"--{flag.name}={flag.value}: a rank runs on one device, and data and tensor "
-                f"parallelism inside a rank are not there yet; use --{flag.name}=1 and more --pp."
+                f"--{flag.name}={flag.value}: a process of --mesh=ray is one device here; use "
+                f"--{flag.name}=1 and more --pp, or --mesh=local."
             )
+    if _ZERO1.value and replicas() == 1:
+        raise app.UsageError("--zero1 shares optimizer state between the --dp devices; use --dp=2.")
     if not is_remote():
         for flag in (_CORES, _GPUS_PER_RANK, _HOSTS, _WORKER_ENVIRONMENT):
             if flag.value:
@@ -81,9 +106,9 @@ def check(steps: int) -> None:
 
 
 def make_devices() -> None:
-    """Gives the ranks of the local mesh a CPU device each, where there is no accelerator."""
+    """Gives the ranks of the local mesh CPU devices of their own, where there is no accelerator."""
     if not is_remote():
-        jax.config.update("jax_num_cpu_devices", ranks())
+        jax.config.update("jax_num_cpu_devices", devices())
 
 
 def make_mesh() -> contextlib.AbstractContextManager[Mesh]:
@@ -91,9 +116,11 @@ def make_mesh() -> contextlib.AbstractContextManager[Mesh]:
 
 
 def local_mesh() -> jaxpp.MpmdMesh:
-    """A device for each rank, in turn, so that ranks share devices where these are too few."""
-    devices = list(itertools.islice(itertools.cycle(jax.devices()), ranks()))
-    return jaxpp.MpmdMesh((ranks(),), ("mpmd",), devices=devices)
+    """Devices for each rank, in turn, so that ranks share devices where these are too few."""
+    own = list(itertools.islice(itertools.cycle(jax.devices()), devices()))
+    if not is_split():
+        return jaxpp.MpmdMesh((ranks(),), ("mpmd",), devices=own)
+    return jaxpp.MpmdMesh((ranks(), replicas(), parts()), ("mpmd", "data", "model"), devices=own)
 
 
 def remote_mesh() -> jaxpp.RemoteMpmdMesh:

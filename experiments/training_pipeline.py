@@ -7,11 +7,12 @@ from typing import Any
 import equinox as eqx
 import jax
 from absl import app, flags
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 import jaxpp
 from experiments import training_mesh, training_model
-from experiments.models import sliced_gpt
+from experiments.models import gpt, parallel, sliced_gpt
 from experiments.training_mesh import Mesh
 
 _MICROBATCHES = flags.DEFINE_integer(
@@ -70,7 +71,13 @@ def check() -> None:
         table = training_schedule().table(number_of_stages(), microbatches())
     except ValueError as error:
         raise app.UsageError(f"--schedule={_SCHEDULE.value}: {error}") from error
-    layers, length = training_model.config().layers, training_model.sequence_length()
+    config, parts = training_model.config(), training_mesh.parts()
+    if config.heads % parts:
+        raise app.UsageError(
+            f"--mp={parts} shares the heads of attention, and does not divide their number, "
+            f"{config.heads}; use other --heads, or more --dp in place of --mp."
+        )
+    layers, length = config.layers, training_model.sequence_length()
     if table.stage_inputs and not training_model.can_be_sliced():
         raise app.UsageError(
             f"--schedule={_SCHEDULE.value} cuts sequences, which is for --model=gpt."
@@ -139,6 +146,20 @@ def staged_loss_fn() -> Callable[..., Float[Array, ""]]:
     return jaxpp.wrap_forward(split, policy=REMAT_POLICIES[_REMAT.value])
 
 
+def in_specs(*, states: int, batches: int) -> Any:
+    """How a step's arguments are split inside a rank; None where a rank is one device.
+
+    Args:
+        states: how many of them are a model or an optimizer's state, the first ones.
+        batches: how many are a batch, along their first dimension.
+    """
+    if not training_mesh.is_split():
+        return None
+    vocabulary = getattr(training_model.config(), "vocabulary", gpt.NUM_BYTES)
+    rules = parallel.rules("model", vocabulary=vocabulary % training_mesh.parts() == 0)
+    return (rules,) * states + (PartitionSpec("data"),) * batches
+
+
 def placed_train_step(train_step_of: Callable[..., Any], mesh: Mesh) -> Any:
     """The train step, one program on each rank; lowered and compiled as `jax.jit` would be.
 
@@ -151,14 +172,22 @@ def placed_train_step(train_step_of: Callable[..., Any], mesh: Mesh) -> Any:
         eqx.filter_value_and_grad(staged_loss_fn()), microbatches(), in_axes=(None, 0, 0)
     )
     grad_fn = jaxpp.schedule(grad_fn, training_schedule())
-    return jaxpp.place(train_step_of(grad_fn), mesh, donate_argnums=(0, 1))
+    return jaxpp.place(
+        train_step_of(grad_fn),
+        mesh,
+        donate_argnums=(0, 1),
+        in_specs=in_specs(states=2, batches=2),
+        zero1=training_mesh.zero1(),
+    )
 
 
 def placed_evaluation(mesh: Mesh) -> Callable[..., Float[Array, ""]]:
     """The loss without dropout, forward only, of the parameters where they live."""
     loss_fn = jaxpp.microbatch(staged_loss_fn(), microbatches(), in_axes=(None, 0))
     schedule = jaxpp.schedules.ForwardOnly(like=training_schedule())
-    return jaxpp.place(jaxpp.schedule(loss_fn, schedule), mesh)
+    return jaxpp.place(
+        jaxpp.schedule(loss_fn, schedule), mesh, in_specs=in_specs(states=1, batches=1)
+    )
 
 
 def plot_schedule(path: pathlib.Path) -> None:

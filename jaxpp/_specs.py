@@ -27,7 +27,7 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 
     Example:
         >>> partition_spec((("data",), (), ("model", "expert"), ()))
-        PartitionSpec('data', None, ('model', 'expert'))
+        P('data', None, ('model', 'expert'))
     """
     entries: list[Any] = [e[0] if len(e) == 1 else (e or None) for e in spec]
     while entries and entries[-1] is None:

@@ -14,7 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh
+
+from jaxpp._specs import Spec
+from jaxpp.runtime._homes import Home, sharding_in
 
 #: The dtypes that JAX narrows unless 64 bits are switched on.
 _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
@@ -88,7 +91,7 @@ def to_host(array: Any) -> np.ndarray:
     the view must not be written to, and while it lives the array's memory is not donated.
 
     Args:
-        array: an array of any dtype, on one device.
+        array: an array of any dtype, on one device of this process or split over several.
 
     Returns:
         The bytes, `uint8` of one axis.
@@ -103,13 +106,27 @@ def to_host(array: Any) -> np.ndarray:
     """
     if not isinstance(array.dtype, np.dtype):
         array = jax.random.key_data(array)
-    host = np.asarray(array)
+    if isinstance(array, jax.Array) and not array.is_fully_replicated:
+        host = _put_together(array)
+    else:
+        host = np.asarray(array)
     if host.dtype.itemsize == 0 or host.size == 0:
         return np.empty(0, np.uint8)
     return np.ascontiguousarray(host).reshape(-1).view(np.uint8)
 
 
-def from_host(buffer: Any, array_type: ArrayType, device: Any) -> Any:
+def _put_together(array: jax.Array) -> np.ndarray:
+    """An array of shards on the host; unlike `np.asarray` it leaves no copy with the array."""
+    shards = [s for s in array.addressable_shards if s.replica_id == 0]
+    for shard in shards:
+        shard.data.copy_to_host_async()
+    host = np.empty(array.shape, array.dtype)
+    for shard in shards:
+        host[shard.index] = np.asarray(shard.data)
+    return host
+
+
+def from_host(buffer: Any, array_type: ArrayType, home: Home, spec: Spec = ()) -> Any:
     """Makes an array of bytes.
 
     The array may read the buffer for as long as it lives, and keeps it (the object that `buffer`
@@ -120,7 +137,8 @@ def from_host(buffer: Any, array_type: ArrayType, device: Any) -> Any:
         buffer: at least the bytes of the array; on CPU they are taken without a copy where they
             start at a multiple of 64 bytes.
         array_type: the type of the array.
-        device: where the array goes.
+        home: where the array goes.
+        spec: how it is split there, if that is a mesh.
 
     Returns:
         The array; one of dtype float0, which no device has, is a NumPy array.
@@ -136,21 +154,23 @@ def from_host(buffer: Any, array_type: ArrayType, device: Any) -> Any:
         return host
     # This makes the array in a third of the time of device_put.
     with jax.enable_x64(True) if array_type.dtype in _WIDE else contextlib.nullcontext():
-        array = jax.make_array_from_callback(host.shape, _sharding(device), lambda _: host)
+        part = (lambda index: host[(*index, ...)]) if isinstance(home, Mesh) else lambda _: host
+        array = jax.make_array_from_callback(host.shape, sharding_in(home, spec), part)
     if array_type.key is None:
         return array
     return jax.random.wrap_key_data(array, impl=array_type.key)
 
 
 class Copier:
-    """Makes arrays on a device of bytes that may change afterwards, always the same types.
+    """Makes arrays of bytes that may change afterwards, always the same types.
 
     For small arrays this takes a fraction of the time of `from_host`.
 
     Args:
         array_types: the types of the arrays.
         offsets: where in the buffer the bytes of each array start.
-        device: where the arrays go.
+        home: where the arrays go.
+        specs: how each is split there; none where all are whole.
 
     Example:
         >>> import jax
@@ -159,12 +179,19 @@ class Copier:
         [Array([1, 1, 1], dtype=int32), Array([3, 3], dtype=bfloat16)]
     """
 
-    def __init__(self, array_types: Sequence[ArrayType], offsets: Sequence[int], device: Any):
+    def __init__(
+        self,
+        array_types: Sequence[ArrayType],
+        offsets: Sequence[int],
+        home: Home,
+        specs: Sequence[Spec] = (),
+    ):
         self._views = [
             (t.host_shape, t.host_dtype, offset)
             for t, offset in zip(array_types, offsets, strict=True)
         ]
-        self._copy = _copy_function(tuple(array_types), device)
+        split = tuple(specs) if isinstance(home, Mesh) else ()
+        self._copy = _copy_function(tuple(array_types), home, split)
 
     def __call__(self, buffer: Any) -> list[Any]:
         """The arrays whose bytes are in a buffer."""
@@ -173,7 +200,11 @@ class Copier:
 
 
 @functools.lru_cache(4096)
-def _copy_function(array_types: tuple[ArrayType, ...], device: Any) -> Callable[..., Any]:
+def _copy_function(
+    array_types: tuple[ArrayType, ...], home: Home, specs: tuple[Spec, ...]
+) -> Callable[..., Any]:
+    specs = specs or ((),) * len(array_types)
+
     def copy(*hosts: Any) -> tuple[Any, ...]:
         pairs = zip(hosts, array_types, strict=True)
         return tuple(
@@ -181,18 +212,14 @@ def _copy_function(array_types: tuple[ArrayType, ...], device: Any) -> Callable[
         )
 
     def make(*hosts: np.ndarray) -> tuple[Any, ...]:
-        pairs = zip(hosts, array_types, strict=True)
-        return tuple(from_host(to_host(np.array(h)), t, device) for h, t in pairs)
+        items = zip(hosts, array_types, specs, strict=True)
+        return tuple(from_host(to_host(np.array(h)), t, home, spec) for h, t, spec in items)
 
-    # A compiled identity is fastest, but would narrow what is wide, and takes no float0.
-    if any(t.dtype in _WIDE or t.nbytes == 0 for t in array_types):
+    # A compiled identity is fastest on one device (on four of CPU it takes 4 times as long), but
+    # would narrow what is wide, and takes no float0.
+    if isinstance(home, Mesh) or any(t.dtype in _WIDE or t.nbytes == 0 for t in array_types):
         return make
-    return jax.jit(copy, out_shardings=_sharding(device))
-
-
-@functools.cache
-def _sharding(device: Any) -> SingleDeviceSharding:
-    return SingleDeviceSharding(device)
+    return jax.jit(copy, out_shardings=sharding_in(home))
 
 
 def host_array(buffer: Any, array_type: ArrayType) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Where a rank's arrays are: one device, or a mesh of devices over which they are split."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,28 @@ def homes_of(devices: np.ndarray, inside: AbstractMesh | None) -> tuple[Home, ..
     if inside is None:
         return tuple(devices)
     return tuple(Mesh(own, inside.axis_names, axis_types=inside.axis_types) for own in devices)
+
+
+def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
+    """The home of a rank that has a process of its own.
+
+    One device is its home itself, whatever the axes: what goes there takes the shortest way. In a
+    mesh all axes are automatic: which ones the caller has made explicit matters to what is traced,
+    and nothing is traced there.
+
+    Args:
+        devices: those of the rank, in the order of its axes.
+        sizes: the axes inside the rank, and their sizes.
+
+    Example:
+        >>> home_over(jax.devices()[:1], {"data": 1, "model": 1}) == jax.devices()[0]
+        True
+    """
+    if len(devices) == 1:
+        return devices[0]
+    grid = np.empty(len(devices), object)
+    grid[:] = devices
+    return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes))
 
 
 def devices_of(home: Home) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ some rows of them, is compiled without the rest.
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,8 @@ import numpy as np
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Computation, Free, Instruction, Program, Run, Wait
-from jaxpp.transforms import _row_slices
+from jaxpp._specs import Spec, replicated
+from jaxpp.transforms import _initial_specs, _row_slices
 
 
 def trace(init_fn: Callable, args: Sequence[Any]) -> _jaxprs.Traced:
@@ -125,8 +126,11 @@ def lower(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bun
     count = len(jaxpr.jaxpr.outvars)
     reads = [{n for n, _ in p.inputs if n < count} for p in step.programs]
     reads[0] |= set(range(count)).difference(*reads)
+    specs = None if step.inside is None else step.in_specs[:count]
     computations = _Computations()
-    programs = [_program(rank, jaxpr, sorted(own), computations) for rank, own in enumerate(reads)]
+    programs = [
+        _program(rank, jaxpr, sorted(own), computations, specs) for rank, own in enumerate(reads)
+    ]
     return Bundle(
         tuple(programs),
         tuple(computations.items),
@@ -135,15 +139,25 @@ def lower(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bun
         tuple(arg_names),
         frozenset(),
         out_cuts=cuts,
+        inside=step.inside,
+        out_specs=specs or (),
     )
 
 
 def _program(
-    rank: int, jaxpr: jex.ClosedJaxpr, owned: Sequence[int], computations: "_Computations"
+    rank: int,
+    jaxpr: jex.ClosedJaxpr,
+    owned: Sequence[int],
+    computations: "_Computations",
+    out_specs: Sequence[Spec] | None,
 ) -> Program:
     """What one rank runs: the operations that its outputs need; values go after their last use."""
     used = [n in owned for n in range(len(jaxpr.jaxpr.outvars))]
     slim = _with_own_outputs(_compat.eliminate_dead_code(jaxpr, used))
+    split: dict[Any, Spec] | None = None
+    if out_specs is not None:
+        wanted = zip(slim.jaxpr.outvars, (out_specs[n] for n in owned), strict=True)
+        slim, split = _initial_specs.with_split_outputs(slim, dict(wanted))
     eqns = [_with_start_operands(eqn) for eqn in _output_by_output(slim)]
     last_use = {v: i for i, eqn in enumerate(eqns) for v in _jaxprs.variables(eqn.invars)}
     outputs = dict(zip(owned, slim.jaxpr.outvars, strict=True))
@@ -169,7 +183,7 @@ def _program(
         read = tuple(slot_of(atom) for atom in eqn.invars)
         slots.update((v, next(fresh)) for v in results)
         made = tuple(slots[v] for v in results)
-        instructions.append(Run(computations.number(eqn, results), read, made, "initialize"))
+        instructions.append(Run(computations.number(eqn, results, split), read, made, "initialize"))
         over = [v for v in dict.fromkeys(_jaxprs.variables(eqn.invars)) if last_use[v] == i]
         if over := [v for v in over if v not in kept]:
             instructions.append(Free(tuple(slots[v] for v in over)))
@@ -196,19 +210,25 @@ class _Computations:
         self.items: list[Computation] = []
         self._numbers: dict[Any, int] = {}
 
-    def number(self, eqn: Any, results: Sequence[Any]) -> int:
-        """The number of the operation that makes some of an equation's results."""
+    def number(self, eqn: Any, results: Sequence[Any], specs: Mapping[Any, Spec] | None) -> int:
+        """The number of the operation that makes some of an equation's results, split so."""
         # Literals become operands, as in calls outside of `jit`: XLA may compute in another way
         # with a number that it knows, and what differs in numbers only is compiled once.
         inputs = [_jaxprs.fresh_var(atom) for atom in eqn.invars]
         alone = eqn.replace(invars=inputs)
         jaxpr = _compat.make_closed_jaxpr(inputs, results, [alone], "initialize")
-        key = _jaxprs.structure(jaxpr)
+        in_specs = () if specs is None else tuple(_spec_of(atom, specs) for atom in eqn.invars)
+        out_specs = () if specs is None else tuple(specs[v] for v in results)
+        key = _jaxprs.structure(jaxpr), in_specs, out_specs
         if key not in self._numbers:
             self._numbers[key] = len(self.items)
             name = eqn.params.get("name", eqn.primitive.name)
-            self.items.append(Computation(f"initialize_{name}", jaxpr, ()))
+            self.items.append(Computation(f"initialize_{name}", jaxpr, (), in_specs, out_specs))
         return self._numbers[key]
+
+
+def _spec_of(atom: Any, specs: Mapping[Any, Spec]) -> Spec:
+    return replicated(len(atom.aval.shape)) if _jaxprs.is_literal(atom) else specs[atom]
 
 
 def _with_start_operands(eqn: Any) -> Any:

@@ -17,6 +17,7 @@ from jaxpp.transforms import (
     _assign_specs,
     _batch_axes,
     _constraints,
+    _deferred_sums,
     _distribute,
     _in_specs,
     _initialize,
@@ -396,7 +397,10 @@ class Placed:
             split = _split(parts, in_specs, out_specs, flat_pairs, roles, inside, self._zero1)
         jaxpr, donated = _own_results(parts.jaxpr, parts.flat_arguments(donated))
         if split is not None:
-            jaxpr, _ = _batch_axes.split_slices(jaxpr, split.arguments, split.sizes)
+            jaxpr, axes = _batch_axes.split_slices(jaxpr, split.arguments, split.sizes)
+            jaxpr = _deferred_sums.defer_sums(
+                jaxpr, split.arguments, axes, split.sizes, scatter=set(axes) == set(self._zero1)
+            )
         placement = _placement.place_equations(
             jaxpr, flat_pairs, parts.floating, parts.gathered.keys()
         )

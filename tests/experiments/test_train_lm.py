@@ -173,8 +173,11 @@ def test_lost_rows_are_an_error(uninterrupted, train, tmp_path):
         (dict(restarts=1), "--restarts is for --mesh=ray"),
         (dict(cores=1), "--cores is for --mesh=ray"),
         (dict(mesh="ray", restarts=1, checkpoint_every=0), "--restarts needs --checkpoint_every"),
-        (dict(dp=2), "--dp=2: a rank runs on one device"),
-        (dict(mp=4), "--mp=4: a rank runs on one device"),
+        (dict(mesh="ray", dp=2), "--dp=2: a process of --mesh=ray is one device"),
+        (dict(mesh="ray", mp=4), "--mp=4: a process of --mesh=ray is one device"),
+        (dict(dp=4), "--dp=4 shares the sequences of each microbatch, .* number, 2;"),
+        (dict(mp=4), "--mp=4 shares the heads of attention, .* number, 2;"),
+        (dict(zero1=True), "--zero1 shares optimizer state between the --dp devices"),
         (dict(pp=4), "--ranks=2 and --pp=4 are two values for one thing"),
         (dict(num_pipeline_microbatches=4), "--microbatches=2 and --num_pipeline_microbatches=4"),
         (dict(batch_size_per_device=2), "--batch_size or --batch_size_per_device"),
@@ -209,6 +212,22 @@ def test_each_model_trains_as_on_one_device(train, tmp_path, capsys, model):
     assert len(train(tmp_path, **settings, verify=True)) == 3
     assert "verify: parameters: largest difference" in capsys.readouterr().out
     assert len((tmp_path / "sample.txt").read_text()) >= 4
+
+
+@pytest.mark.parametrize(
+    ("model", "inside"),
+    [
+        ("gpt", dict(dp=2, mp=2, zero1=True)),
+        pytest.param("gpt2", dict(dp=2, mp=2), marks=pytest.mark.slow),
+        pytest.param("llama2", dict(dp=2, zero1=True), marks=pytest.mark.slow),
+        pytest.param("mixtral", dict(mp=2), marks=pytest.mark.slow),
+    ],
+)
+def test_a_training_inside_ranks_is_that_on_one_device(train, tmp_path, capsys, model, inside):
+    run = dict(steps=3, sample_bytes=0, checkpoint_every=2, verify=True)
+    sizes = {} if model == "gpt" else MODELS[model] | dict(model=model, vocabulary=256)
+    train(tmp_path, **run | sizes | inside)
+    assert "verify: parameters: largest difference" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

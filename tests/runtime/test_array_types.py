@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from jaxpp.runtime._array_types import ArrayType, from_host, to_host
+from jaxpp.runtime._array_types import ArrayType, Copier, from_host, to_host
+from jaxpp.runtime._homes import sharding_in
 from tests.runtime.transport.ranks import failing_array
 
 DTYPES = [
@@ -68,6 +70,46 @@ def test_keys(implementation, shape):
     same(back, keys)
     if shape == ():
         np.testing.assert_array_equal(jax.random.normal(back, 4), jax.random.normal(keys, 4))
+
+
+def mesh_of_four():
+    return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+
+
+def check_split(array, spec):
+    """To a mesh by both ways, and back."""
+    home, kind, data = mesh_of_four(), ArrayType.of(array), to_host(array)
+    (copied,) = Copier((kind,), (0,), home, (spec,))(data)
+    for back in (from_host(aligned(data), kind, home, spec), copied):
+        same(back, array)
+        assert back.sharding.is_equivalent_to(sharding_in(home, spec), array.ndim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_arrays_that_are_split_over_a_mesh(dtype):
+    check_split(make(dtype, ()), ())
+    check_split(make(dtype, (5,)), ((),))
+    check_split(make(dtype, (4, 0)), (("data",), ()))
+    check_split(make(dtype, (4, 6)), (("model",), ("data",)))
+    check_split(make(dtype, (3, 8)), ((), ("data", "model")))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_keys_that_are_split_over_a_mesh(implementation):
+    keys = jax.random.split(jax.random.key(7, impl=implementation), (4, 2))
+    check_split(keys, (("data",), ("model",)))
+    check_split(keys[0, 0], ())
+
+
+def test_what_each_device_has_whole_is_donated_without_a_trace():
+    """All devices may read one buffer of the host; nobody may write to it."""
+    data = aligned(to_host(make("float32", (1024,))))
+    before = data.copy()
+    array = from_host(data, ArrayType((1024,), "float32"), mesh_of_four(), ((),))
+    doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(array)
+    for shard in doubled.addressable_shards:
+        np.testing.assert_array_equal(shard.data, 2 * before.view(np.float32))
+    np.testing.assert_array_equal(data, before)
 
 
 def test_float0():

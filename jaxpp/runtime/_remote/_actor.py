@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import math
 import os
 import platform
 import socket
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import ray
 
+from jaxpp.runtime._homes import Home, devices_of, home_over
 from jaxpp.runtime._remote._black_box import BlackBox
 from jaxpp.runtime._remote._cluster import Place
 from jaxpp.runtime._remote._environment import prepare_process
@@ -19,14 +21,17 @@ from jaxpp.runtime._remote._process import Process
 from jaxpp.runtime._transport import SocketTransport
 from jaxpp.runtime._transport._device import (
     DeviceTransport,
+    first_devices,
     free_port,
     join_processes,
-    rank_devices,
+    rank_homes,
 )
 
 #: Seconds after which a thread of a worker lets another one in that waits.
 SWITCH_INTERVAL = 1e-4
 
+#: The other way than `jax_num_cpu_devices` to have several CPU devices.
+DEVICE_COUNT_FLAG = "xla_force_host_platform_device_count"
 
 #: The address at which only processes of the same host reach each other.
 LOOPBACK = "127.0.0.1"
@@ -59,6 +64,7 @@ class Setup:
         place: where it runs.
         address: the address of its host that other hosts reach it by; None for loopback only.
         cores: how many CPU cores it may use; None for all.
+        sizes_inside: the axes inside a rank, and their sizes.
         kind: of the connections: `"auto"`, `"unix"` or `"tcp"`.
         join: how the ranks are joined for transfers between devices; None where they use sockets.
         x64: whether 64-bit types are on, as they are in the driver.
@@ -72,6 +78,7 @@ class Setup:
     place: Place
     address: str | None
     cores: int | None
+    sizes_inside: Mapping[str, int]
     kind: Any
     join: Join | None
     x64: bool
@@ -102,10 +109,29 @@ def versions() -> dict[str, str]:
 _remote: Any = ray.remote
 
 
-def _socket_transport(setup: Setup) -> SocketTransport:
+def _start_jax(setup: Setup) -> tuple[Home, SocketTransport | DeviceTransport]:
+    """Starts JAX with the devices of this rank; gives its home, and what sends from it."""
+    sizes = setup.sizes_inside
+    devices = math.prod(sizes.values())
+    jax.config.update("jax_enable_x64", setup.x64)
+    # JAX takes only one way to say it, and workers of this host have the driver's environment.
+    if devices > 1 and DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", devices)
+    if setup.cores == 1 and setup.join is None and devices == 1:
+        # On one core a thread that computes while this one goes on is a detour: tasks of
+        # 1 ms took 8% longer with it. (Transfers between devices need it.)
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    if setup.join is not None:
+        transport = _device_transport(setup)
+        return transport.home, transport
+    home = home_over(first_devices(jax.local_devices(), sizes, setup.rank), sizes)
+    return home, _socket_transport(setup, home)
+
+
+def _socket_transport(setup: Setup, home: Home) -> SocketTransport:
     transport = SocketTransport(
         setup.rank,
-        jax.local_devices()[0],
+        home,
         setup.secret,
         address=setup.address,
         kind=setup.kind,
@@ -123,7 +149,7 @@ def _device_transport(setup: Setup) -> DeviceTransport:
         setup.rank,
         host=setup.address or LOOPBACK,
     )
-    return DeviceTransport(setup.rank, rank_devices())
+    return DeviceTransport(setup.rank, rank_homes(setup.sizes_inside))
 
 
 @_remote(concurrency_groups={"control": 2, "feed": 1, "fetch": 16, "aside": 2})
@@ -147,17 +173,12 @@ class Actor:
         """Starts JAX, and listens for other ranks; a worker that runs already says who it is."""
         if self.process is None:
             prepare_process(setup.place, setup.cores)
-            jax.config.update("jax_enable_x64", setup.x64)
-            if setup.cores == 1 and setup.join is None:
-                # On one core a thread that computes while this one goes on is a detour: tasks of
-                # 1 ms took 8% longer with it. (Transfers between devices need it.)
-                jax.config.update("jax_cpu_enable_async_dispatch", False)
             # The threads of the transport must not wait for the Python thread's time slice, 5 ms.
             sys.setswitchinterval(SWITCH_INTERVAL)
-            transport = _socket_transport(setup) if setup.join is None else _device_transport(setup)
-            device = jax.local_devices()[0]
+            home, transport = _start_jax(setup)
+            device = devices_of(home)[0]
             box = BlackBox(setup.box) if setup.box else None
-            self.process = Process(setup.rank, setup.num_ranks, device, transport, box)
+            self.process = Process(setup.rank, setup.num_ranks, home, transport, box)
             self._hello = Hello(
                 versions(),
                 socket.gethostname(),

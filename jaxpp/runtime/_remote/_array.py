@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from jaxpp._specs import Spec, partition_spec
 from jaxpp.runtime._array_handle import ArrayHandle
 
 if TYPE_CHECKING:
@@ -15,24 +17,30 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteSharding:
-    """Where an array is on a remote mesh: whole on each of some ranks.
+    """Where an array is on a remote mesh: on each of some ranks, whole or split over its devices.
 
     Args:
         mesh: the mesh.
         ranks: the ranks that hold it, in order; none for an argument that no rank reads.
+        spec: how each of them has it split over the axes inside a rank.
 
     Example:
         >>> import jaxpp
+        >>> from jax.sharding import PartitionSpec as P
         >>> mesh = None  # a RemoteMpmdMesh
         >>> jaxpp.RemoteSharding(mesh, ranks=(0, 3))
         RemoteSharding(ranks=(0, 3))
+        >>> jaxpp.RemoteSharding(mesh, ranks=(1,), spec=P("data"))
+        RemoteSharding(ranks=(1,), spec=P('data',))
     """
 
     mesh: "RemoteMpmdMesh"
     ranks: tuple[int, ...]
+    spec: PartitionSpec = PartitionSpec()
 
     def __repr__(self):
-        return f"RemoteSharding(ranks={self.ranks})"
+        split = f", spec={self.spec!r}" if self.spec else ""
+        return f"RemoteSharding(ranks={self.ranks}{split})"
 
 
 class RemoteArray(ArrayHandle):
@@ -53,11 +61,19 @@ class RemoteArray(ArrayHandle):
     """
 
     # Made by `RemoteMpmdMesh.new_array`.
-    def __init__(self, mesh: "RemoteMpmdMesh", number: int, aval: Any, ranks: tuple[int, ...]):
+    def __init__(
+        self,
+        mesh: "RemoteMpmdMesh",
+        number: int,
+        aval: Any,
+        ranks: tuple[int, ...],
+        spec: Spec = (),
+    ):
         self._mesh = mesh
         self._id = number
         self._aval = aval
         self._ranks = ranks
+        self._spec = spec
         #: How often the mesh had been restarted when the array was made.
         self.incarnation = mesh.incarnation
         self._gone = ""
@@ -80,9 +96,14 @@ class RemoteArray(ArrayHandle):
         return self._ranks
 
     @property
+    def spec(self) -> Spec:
+        """How each of them has it split over its devices, dimension by dimension."""
+        return self._spec
+
+    @property
     def sharding(self) -> Any:
         """Where it is, as a `RemoteSharding`."""
-        return RemoteSharding(self._mesh, self._ranks)
+        return RemoteSharding(self._mesh, self._ranks, partition_spec(self._spec))
 
     @property
     def is_fully_addressable(self) -> bool:
@@ -91,8 +112,8 @@ class RemoteArray(ArrayHandle):
 
     @property
     def is_fully_replicated(self) -> bool:
-        """Whether each of its ranks holds all of it; always true."""
-        return True
+        """Whether each device of its ranks holds all of it."""
+        return not any(self._spec)
 
     def is_deleted(self) -> bool:
         """Whether a call has consumed it, or `delete` has been called."""

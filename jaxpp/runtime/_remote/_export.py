@@ -1,5 +1,6 @@
 """Computations as bytes, which go from the driver to the processes that compile and run them."""
 
+import contextlib
 import dataclasses
 import pickle
 import re
@@ -9,10 +10,12 @@ from typing import Any
 import jax
 from jax import export as jax_export
 from jax.experimental import serialize_executable
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Computation
+from jaxpp._specs import Spec, partition_spec
+from jaxpp.runtime._homes import Home, devices_of, sharding_in
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,14 +25,17 @@ class Exported:
     name: str
     payload: bytes
     donated: tuple[int, ...]
+    in_specs: tuple[Spec, ...] = ()
+    out_specs: tuple[Spec, ...] = ()
 
 
-def export(computation: Computation, platform: str) -> Exported:
+def export(computation: Computation, platform: str, inside: AbstractMesh | None = None) -> Exported:
     """Lowers a computation for a platform; the driver needs no device of it.
 
     Args:
         computation: what to lower.
         platform: of the processes that run it, as JAX names it: `"cpu"`, `"cuda"`, `"rocm"`.
+        inside: the mesh that each rank is, without its devices; None where it is one device.
 
     Raises:
         ValueError: for a callback into Python, which belongs to the driver's process.
@@ -40,36 +46,56 @@ def export(computation: Computation, platform: str) -> Exported:
         return _jaxprs.run(computation.jaxpr, *args)
 
     run.__name__ = run.__qualname__ = computation.name
+    invars = computation.jaxpr.jaxpr.invars
+    in_specs = computation.in_specs or ((),) * len(invars)
     avals = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=_is_weak(v.aval))
-        for v in computation.jaxpr.jaxpr.invars
+        jax.ShapeDtypeStruct(
+            v.aval.shape,
+            v.aval.dtype,
+            sharding=inside and NamedSharding(inside, partition_spec(spec)),
+            weak_type=_is_weak(v.aval),
+        )
+        for v, spec in zip(invars, in_specs, strict=True)
     ]
-    lower = jax.jit(run, donate_argnums=computation.donated)
-    try:
-        exported = jax_export.export(lower, platforms=[platform])(*avals)
-    except ValueError as error:
-        # JAX promises no stability for most custom calls (cuDNN's attention, Pallas kernels). Both
-        # ends run one version here, so that none is needed.
-        names = re.findall(r"@?([\w.$]+)", str(error).partition("custom call")[2])
-        if not names:
-            raise
-        checks = [jax_export.DisabledSafetyCheck.custom_call(name) for name in names]
-        exported = jax_export.export(lower, platforms=[platform], disabled_checks=checks)(*avals)
-    return Exported(computation.name, bytes(exported.serialize()), computation.donated)
+    out = inside and [NamedSharding(inside, partition_spec(s)) for s in computation.out_specs]
+    lower = jax.jit(run, donate_argnums=computation.donated, out_shardings=out)
+    with use_abstract_mesh(inside) if inside else contextlib.nullcontext():
+        try:
+            exported = jax_export.export(lower, platforms=[platform])(*avals)
+        except ValueError as error:
+            # JAX promises no stability for most custom calls (cuDNN's attention, Pallas kernels).
+            # Both ends run one version here, so that none is needed.
+            names = re.findall(r"@?([\w.$]+)", str(error).partition("custom call")[2])
+            if not names:
+                raise
+            checks = [jax_export.DisabledSafetyCheck.custom_call(name) for name in names]
+            export_all = jax_export.export(lower, platforms=[platform], disabled_checks=checks)
+            exported = export_all(*avals)
+    payload = bytes(exported.serialize())
+    specs = computation.in_specs, computation.out_specs
+    return Exported(computation.name, payload, computation.donated, *specs)
 
 
-def compile_exported(exported: Exported, device: Any) -> Callable[..., Any]:
-    """Compiles an exported computation for a device of this process."""
+def compile_exported(exported: Exported, home: Home) -> Callable[..., Any]:
+    """Compiles an exported computation for devices of this process."""
     restored = jax_export.deserialize(bytearray(exported.payload))
 
     def run(*args):
         return restored.call(*args)
 
     run.__name__ = run.__qualname__ = exported.name
-    sharding = SingleDeviceSharding(device)
-    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in restored.in_avals]
-    with jax.default_device(device):
-        return jax.jit(run, donate_argnums=exported.donated).lower(*avals).compile()
+    in_specs = exported.in_specs or ((),) * len(restored.in_avals)
+    avals = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding_in(home, spec))
+        for a, spec in zip(restored.in_avals, in_specs, strict=True)
+    ]
+    if not isinstance(home, Mesh):
+        with jax.default_device(home):
+            return jax.jit(run, donate_argnums=exported.donated).lower(*avals).compile()
+    out = [sharding_in(home, spec) for spec in exported.out_specs]
+    with jax.set_mesh(home):
+        jitted = jax.jit(run, donate_argnums=exported.donated, out_shardings=out)
+        return jitted.lower(*avals).compile()
 
 
 def serialize(compiled: Any) -> bytes | None:
@@ -87,11 +113,11 @@ def serialize(compiled: Any) -> bytes | None:
         return None
 
 
-def load_serialized(payload: bytes, device: Any) -> Callable[..., Any] | None:
-    """Undoes `serialize`, on a device of this process; None where the backend cannot do it."""
+def load_serialized(payload: bytes, home: Home) -> Callable[..., Any] | None:
+    """Undoes `serialize`, on devices of this process; None where the backend cannot do it."""
     try:
         return serialize_executable.deserialize_and_load(
-            *pickle.loads(payload), execution_devices=[device]
+            *pickle.loads(payload), execution_devices=list(devices_of(home))
         )
     except (ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
         return None

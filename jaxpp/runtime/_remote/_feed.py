@@ -11,7 +11,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxpp._program import Fed
+from jaxpp._specs import Spec
 from jaxpp.runtime._array_types import ArrayType, from_host, to_host
+from jaxpp.runtime._homes import Home, sharding_in
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,14 +86,15 @@ class Loader:
             self._batches[batch.number] = found
             self._there.notify_all()
 
-    def take(self, number: int, leaf: int, expected: ArrayType, device: Any) -> Any:
+    def take(self, number: int, leaf: int, expected: ArrayType, home: Home, spec: Spec = ()) -> Any:
         """An array of a batch; waits until it has been loaded.
 
         Args:
             number: of the batch.
             leaf: which of its arrays.
             expected: the type that the step was compiled for.
-            device: where it goes.
+            home: where it goes.
+            spec: how it is split there, if that is a mesh.
 
         Raises:
             Exception: what the function that loads the batch raised.
@@ -112,9 +115,10 @@ class Loader:
             )
         if isinstance(value, jax.Array):
             return jax.device_put(
-                value.astype(expected.dtype) if not expected.key else value, device
+                value.astype(expected.dtype) if not expected.key else value,
+                sharding_in(home, spec),
             )
-        return from_host(to_host(np.array(value, expected.host_dtype)), expected, device)
+        return from_host(to_host(np.array(value, expected.host_dtype)), expected, home, spec)
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forgets batches that have been taken."""

@@ -21,9 +21,10 @@ RESET_TIMEOUT = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How workers are started; see `RemoteMpmdMesh`."""
+    """How workers are started; see `RemoteMpmdMesh`. The GPUs are those of a rank in all."""
 
     num_ranks: int
+    sizes_inside: Mapping[str, int]
     gpus_per_rank: float
     cpus_per_rank: float | None
     cores: int | None
@@ -140,6 +141,7 @@ class Gang:
             place,
             self._address(rank),
             settings.cores,
+            settings.sizes_inside,
             "auto" if settings.transport == "socket" else settings.transport,
             self._join,
             settings.x64,

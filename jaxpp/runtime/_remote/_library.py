@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxpp import _compat
 from jaxpp._program import Bundle, Program, Run
+from jaxpp._specs import Spec
 from jaxpp.runtime import _compile
 from jaxpp.runtime._array_types import ArrayType, to_host
 from jaxpp.runtime._remote import _export
@@ -16,11 +17,11 @@ from jaxpp.runtime._transport._order import transfer_order
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A step: its programs, and for each of its computations the number among those of all."""
+    """A step: its programs, the number of each of its computations among all, its arguments."""
 
     programs: tuple[Program, ...]
     computations: tuple[int, ...]
-    in_types: tuple[ArrayType, ...]
+    inputs: tuple[tuple[ArrayType, Spec], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +64,13 @@ class Library:
             if key not in self._known:
                 self._known[key] = len(self._known), computation
                 number = self._known[key][0]
-                self._exported[number] = _export.export(computation, self._platform)
+                self._exported[number] = _export.export(computation, self._platform, bundle.inside)
             computations.append(self._known[key][0])
         number = next(self._numbers)
-        self._steps[number] = _Step(
-            bundle.programs,
-            tuple(computations),
-            tuple(ArrayType.of(aval) for aval in bundle.in_avals),
-        )
+        types = [ArrayType.of(aval) for aval in bundle.in_avals]
+        specs = bundle.in_specs or ((),) * len(types)
+        inputs = tuple(zip(types, specs, strict=True))
+        self._steps[number] = _Step(bundle.programs, tuple(computations), inputs)
         self._note_sources(bundle)
         return number
 
@@ -117,7 +117,7 @@ class Library:
         constants = [(s, ArrayType.of(x), to_host(x)) for s, x in program.constants]
         slots = tuple((slot, None) for slot, _ in program.constants)
         bare = dataclasses.replace(program, constants=slots)
-        in_types = [step.in_types[n] for n, _ in program.inputs]
+        inputs = [step.inputs[n] for n, _ in program.inputs]
         others = {n: self._exported[n] for n in lacks if n not in compiles}
         # In the order that transfers between devices need; sockets need only the rank's own.
         order = transfer_order(step.programs)
@@ -125,7 +125,7 @@ class Library:
         return Loading(
             program.rank,
             ({n: self._exported[n] for n in compiles}, shared),
-            (number, bare, messages, in_types, numbers, others, constants),
+            (number, bare, messages, inputs, numbers, others, constants),
         )
 
     def installed(self, step: int) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxpp._program import PIPELINE_AXIS, Bundle
+from jaxpp._specs import Spec, axis_sizes
 from jaxpp.runtime import _trace
 from jaxpp.runtime._axes import check_axes
 from jaxpp.runtime._remote._array import RemoteArray
@@ -30,6 +32,9 @@ IN_FLIGHT = 4
 class RemoteMpmdMesh:
     """A mesh of pipeline ranks, each in a worker process of its own, on one host or many.
 
+    Each rank is a mesh of its own over the axes other than `"mpmd"`, if there are any, as on an
+    `MpmdMesh`; the devices of a rank are those of its process.
+
     Joins the Ray session that is there (`RAY_ADDRESS`, `ray.init`, a cluster on this host), and
     starts one on this host where there is none, or where `RAY_ADDRESS=local`; what it started it
     stops. A context manager; without `with`, call `shutdown`.
@@ -40,8 +45,11 @@ class RemoteMpmdMesh:
 
     Args:
         shape: the size of each axis; that of `"mpmd"` is the number of ranks.
-        axis_names: a name for each axis, one of them `"mpmd"`; the others have size 1.
-        gpus_per_rank: of each worker; a fraction where ranks share a GPU. With 0 they run on CPU.
+        axis_names: a name for each axis, one of them `"mpmd"`.
+        axis_types: the type of each axis, as in `jax.make_mesh`; by default all are `Auto`.
+        gpus_per_rank: of each worker, for each entry of the axes inside a rank: a rank of 2 x 2
+            devices takes 4 GPUs with 1; a fraction where ranks of one device share a GPU. With 0
+            they run on CPU, each with as many CPU devices as its axes need.
         cpus_per_rank: CPUs that Ray counts for a rank; by default one, and next to nothing in a
             session that was started for this mesh.
         cores: how many of its host's cores a worker is bound to, each to others in turn; None for
@@ -59,7 +67,7 @@ class RemoteMpmdMesh:
 
     Raises:
         ValueError: the axes are not as above, the cluster cannot hold the ranks, or a worker has
-            other versions of Python, JAX or this package than the driver.
+            too few devices, or other versions of Python, JAX or this package than the driver.
 
     Example:
         >>> import jaxpp
@@ -80,6 +88,7 @@ class RemoteMpmdMesh:
         self,
         shape: Sequence[int],
         axis_names: Sequence[str] = (PIPELINE_AXIS,),
+        axis_types: Sequence[AxisType] | None = None,
         *,
         gpus_per_rank: float = 0,
         cpus_per_rank: float | None = None,
@@ -92,11 +101,14 @@ class RemoteMpmdMesh:
     ):
         from jaxpp.runtime._remote import _gang  # brings Ray, which takes long to import
 
-        axes = check_axes("RemoteMpmdMesh", shape, axis_names)
-        if axes.devices_per_rank > 1:
-            sizes = dict(zip(axes.names, axes.shape, strict=True))
-            raise ValueError(f"RemoteMpmdMesh runs each rank on one device so far, got {sizes}.")
-        self.shape, self.axis_names, self.inside = axes.shape, axes.names, None
+        axes = check_axes("RemoteMpmdMesh", shape, axis_names, axis_types)
+        if axes.devices_per_rank > 1 and gpus_per_rank != int(gpus_per_rank):
+            raise ValueError(
+                f"RemoteMpmdMesh needs a GPU for each of the {axes.devices_per_rank} devices of a "
+                f"rank, got gpus_per_rank={gpus_per_rank:g}; only ranks of one device share GPUs."
+            )
+        self.shape, self.axis_names = axes.shape, axes.names
+        self.inside: AbstractMesh | None = axes.inside
         self.num_ranks = ranks = axes.num_ranks
         self.incarnation = 0
         self._heartbeat_timeout = heartbeat_timeout
@@ -104,7 +116,8 @@ class RemoteMpmdMesh:
         self._gang: Any = _gang.Gang(
             _gang.Settings(
                 ranks,
-                gpus_per_rank,
+                axis_sizes(axes.inside),
+                gpus_per_rank * axes.devices_per_rank,
                 cpus_per_rank,
                 cores,
                 dict(environment or {}),
@@ -290,9 +303,9 @@ class RemoteMpmdMesh:
 
     # ---- arrays ---------------------------------------------------------------------------------
 
-    def new_array(self, aval: Any, ranks: tuple[int, ...]) -> RemoteArray:
+    def new_array(self, aval: Any, ranks: tuple[int, ...], spec: Spec = ()) -> RemoteArray:
         """A handle with an id of its own, for an array that ranks are going to hold."""
-        return RemoteArray(self, self._arrays.new_ids(1), aval, ranks)
+        return RemoteArray(self, self._arrays.new_ids(1), aval, ranks, spec)
 
     def new_ids(self, count: int) -> int:
         """The first of `count` ids in a row for new arrays."""

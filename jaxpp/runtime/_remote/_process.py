@@ -5,77 +5,24 @@ Knows nothing of Ray: the actor is a thin shell around it.
 
 import collections
 import dataclasses
-import pickle
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpp._program import Message, Program, Receive, Run, Send
-from jaxpp.runtime._array_types import ArrayType, Copier, from_host, to_host
+from jaxpp._specs import Spec
+from jaxpp.runtime._array_types import ArrayType, from_host, to_host
+from jaxpp.runtime._homes import Home
 from jaxpp.runtime._remote import _export
 from jaxpp.runtime._remote._black_box import BlackBox, NotingWorker, doing
+from jaxpp.runtime._remote._call import FED, MOVED, VALUE, Call, Input
 from jaxpp.runtime._remote._failure import Failure, Lost
 from jaxpp.runtime._remote._feed import Loader
 from jaxpp.runtime._transport._errors import Aborted, NotComputed, PeerLost
 from jaxpp.runtime._worker import Worker
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Move:
-    """An argument that a rank reads and another one holds; it is sent before the step."""
-
-    array: int
-    message: Message
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a step, as a rank gets it.
-
-    Args:
-        number: counts the calls of all steps of the mesh.
-        step: the step's number.
-        arrays: for each input of the program the id of an array of the rank; `VALUE` for one that
-            comes with the call, `MOVED` for one that comes from another rank, `FED` for one that
-            the rank loads itself.
-        results: the id of the step's first result; those of the others follow.
-        dropped: ids of arrays that this call consumes, or that nobody wants any more.
-        moves: what is sent and received before the step, in one order for all ranks.
-        fed: of each array that the rank loads itself, the number of its batch, and its own there.
-    """
-
-    number: int
-    step: int
-    arrays: tuple[int, ...]
-    results: int
-    dropped: tuple[int, ...]
-    moves: tuple[Move, ...] = ()
-    fed: tuple[tuple[int, int], ...] = ()
-
-    def pack(self, values: Sequence[Any]) -> list[Any]:
-        """Makes of a call, and the bytes of the arrays that come with it, what Ray is to carry.
-
-        Ray takes long to pickle anything but bytes, and carries what is large by itself.
-        """
-        small = [None if v.nbytes > LARGE else v.tobytes() for v in values]
-        fields = tuple(getattr(self, f.name) for f in dataclasses.fields(self))
-        return [pickle.dumps((fields, small)), *(v for v in values if v.nbytes > LARGE)]
-
-    @staticmethod
-    def unpack(packed: bytes, *large: Any) -> tuple["Call", list[Any]]:
-        """Undoes `pack`."""
-        fields, small = pickle.loads(packed)
-        rest = iter(large)
-        return Call(*fields), [next(rest) if v is None else v for v in small]
-
-
-VALUE, MOVED, FED = -1, -2, -3
-#: Bytes from which on an array goes by itself.
-LARGE = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,26 +40,7 @@ class _Loaded:
     program: Program
     worker: Worker
     #: What makes the program's inputs of the bytes that come with a call.
-    inputs: tuple["_Input", ...]
-
-
-class _Input:
-    """Makes an input of a step of bytes that come with a call: Ray's memory, so they are copied.
-
-    Args:
-        array_type: of the input.
-        device: where it goes.
-    """
-
-    def __init__(self, array_type: ArrayType, device: Any):
-        self.array_type, self.device = array_type, device
-        self._copier = Copier((array_type,), (0,), device)
-
-    def __call__(self, data: Any) -> Any:
-        """The input; `data` is a buffer of bytes."""
-        if self.array_type.nbytes <= LARGE:
-            return self._copier(data)[0]
-        return from_host(np.array(np.frombuffer(data, np.uint8)), self.array_type, self.device)
+    inputs: tuple[Input, ...]
 
 
 class Process:
@@ -122,11 +50,11 @@ class Process:
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, device: Any, transport: Any, box: BlackBox | None = None
+        self, rank: int, num_ranks: int, home: Home, transport: Any, box: BlackBox | None = None
     ):
         self.rank = rank
         self.num_ranks = num_ranks
-        self.device = device
+        self.home = home
         self.transport = transport
         transport.on_failure = self._transport_failed
         self.recorder: Any = None
@@ -157,7 +85,7 @@ class Process:
         """
         found = {}
         for number, computation in exported.items():
-            call = _export.compile_exported(computation, self.device)
+            call = _export.compile_exported(computation, self.home)
             self._executables[number] = _Executable(call, computation.donated)
             if number in shared:
                 found[number] = _export.serialize(call)
@@ -168,7 +96,7 @@ class Process:
         step: int,
         program: Program,
         messages: Sequence[Message],
-        input_types: Sequence[ArrayType],
+        inputs: Sequence[tuple[ArrayType, Spec]],
         computations: Sequence[int | None],
         exported: Mapping[int, _export.Exported],
         constants: Sequence[tuple[int, ArrayType, Any]],
@@ -180,7 +108,7 @@ class Process:
             step: its number.
             program: what this rank runs, without the values of constants.
             messages: of the program, or of all ranks in one order for all, as the transport wants.
-            input_types: of the program's inputs.
+            inputs: for each of the program's inputs its type, and how it is split.
             computations: for each computation of the program the number by which the mesh knows
                 it; None for one that this rank does not run.
             exported: the computations that others compile for this process, by those numbers.
@@ -189,8 +117,8 @@ class Process:
         """
         payloads = {n: p for found in compiled for n, p in found.items() if p is not None}
         for number, computation in exported.items():
-            call = number in payloads and _export.load_serialized(payloads[number], self.device)
-            call = call or _export.compile_exported(computation, self.device)
+            call = number in payloads and _export.load_serialized(payloads[number], self.home)
+            call = call or _export.compile_exported(computation, self.home)
             self._executables[number] = _Executable(call, computation.donated)
         executables = [None if n is None else self._executables[n] for n in computations]
         donated = {
@@ -201,14 +129,18 @@ class Process:
         arguments = program, [e and e.call for e in executables], transport
         worker = NotingWorker(self._box, *arguments) if self._box else Worker(*arguments)
         for slot, array_type, value in constants:
-            worker.slots[slot] = from_host(value.copy(), array_type, self.device)
+            worker.slots[slot] = from_host(value.copy(), array_type, self.home)
         # The transport knows messages by their identity, which they lose on the way to here.
         own = {
             i.message.tag: i.message for i in program.instructions if isinstance(i, Send | Receive)
         }
         self.transport.expect([own.get(m.tag, m) for m in messages], step)
-        inputs = tuple(_Input(type_, self.device) for type_ in input_types)
-        self._steps[step] = _Loaded(program, worker, inputs)
+        made = tuple(Input(type_, self.home, spec) for type_, spec in inputs)
+        self._steps[step] = _Loaded(program, worker, made)
+
+    def executables(self, step: int) -> Sequence[Any]:
+        """What a step's computations have been compiled to; None for one that is not run here."""
+        return self._steps[step].worker.executables
 
     def unload(self, step: int) -> None:
         """Forgets a step."""
@@ -265,9 +197,10 @@ class Process:
             elif number == MOVED:
                 worker.slots[slot] = next(arrivals)
             elif number == FED:
-                worker.slots[slot] = self.loader.take(*next(batches), make.array_type, self.device)
+                kind = make.array_type, self.home, make.spec
+                worker.slots[slot] = self.loader.take(*next(batches), *kind)
             else:
-                worker.slots[slot] = self.arrays[number]
+                worker.slots[slot] = make.resplit(self.arrays[number])
         # What is still to leave must not be donated.
         self.transport.settle([worker.slots[slot] for _, slot in program.inputs])
         for number in call.dropped:

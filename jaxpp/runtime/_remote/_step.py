@@ -1,17 +1,22 @@
 """A step on a remote mesh: what the driver does for a call of it."""
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from jaxpp._program import Bundle, Fed, Message
+from jaxpp._specs import axis_sizes, partition_spec
 from jaxpp.runtime._arguments import check_arguments
 from jaxpp.runtime._array_types import ArrayType, to_host
+from jaxpp.runtime._collectives import collectives
+from jaxpp.runtime._describe import Description, describe
+from jaxpp.runtime._homes import devices_of
 from jaxpp.runtime._remote._array import RemoteArray, RemoteSharding
-from jaxpp.runtime._remote._process import FED, MOVED, VALUE, Call, Move
+from jaxpp.runtime._remote._call import FED, MOVED, VALUE, Call, Move
 from jaxpp.runtime._stacked import put_together
 
 if TYPE_CHECKING:
@@ -27,6 +32,8 @@ class RemoteStep:
         self._mesh = mesh
         self._readers = _ranks_of([p.inputs for p in bundle.programs], len(bundle.in_avals))
         self._holders = _ranks_of([p.outputs for p in bundle.programs], len(bundle.out_avals))
+        self._in_specs = bundle.in_specs or ((),) * len(bundle.in_avals)
+        self._out_specs = bundle.out_specs or ((),) * len(bundle.out_avals)
         self._types = [ArrayType.of(aval) for aval in bundle.in_avals]
         self._avals = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
@@ -34,8 +41,18 @@ class RemoteStep:
         ]
 
     def input_shardings(self) -> list[RemoteSharding]:
-        """For each argument, the ranks that read it."""
-        return [RemoteSharding(self._mesh, ranks) for ranks in self._readers]
+        """For each argument, the ranks that read it, and how each has it split."""
+        return [
+            RemoteSharding(self._mesh, ranks, partition_spec(spec))
+            for ranks, spec in zip(self._readers, self._in_specs, strict=True)
+        ]
+
+    def describe(self) -> Description:
+        """What each rank holds, sends and reduces; asks the ranks for what they have compiled."""
+        arguments = self.number, axis_sizes(self.bundle.inside)
+        ranks = range(len(self.bundle.programs))
+        found = self._mesh.apply(look_at, dict.fromkeys(ranks, arguments))
+        return describe(self.bundle, [found[r][0] for r in ranks], [found[r][1] for r in ranks])
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Starts the step on all ranks, and returns at once."""
@@ -92,10 +109,8 @@ class RemoteStep:
                 arg.consume(f"donated as args{bundle.arg_names[n]} to call {number}")
             elif isinstance(arg, jax.Array):
                 arg.delete()
-        return [
-            RemoteArray(mesh, results + n, aval, ranks)
-            for n, (aval, ranks) in enumerate(zip(self._avals, self._holders, strict=True))
-        ]
+        held = zip(self._avals, self._holders, self._out_specs, strict=True)
+        return [RemoteArray(mesh, results + n, *own) for n, own in enumerate(held)]
 
     def _plan(self, args: Sequence[Any]) -> tuple[list[Move], dict[int, list[int]]]:
         """What is sent between ranks before the step, and what each rank drops at its start."""
@@ -110,12 +125,33 @@ class RemoteStep:
                     name = f"args{self.bundle.arg_names[n]}"
                     avals = (self.bundle.in_avals[n],)
                     source = arg.ranks[0]
-                    message = Message(next(tags), source, rank, (name,), ("argument",), avals)
+                    specs = (self._in_specs[n],) if self.bundle.inside else ()
+                    message = Message(
+                        next(tags), source, rank, (name,), ("argument",), avals, specs
+                    )
                     moves.append(Move(arg.id, message))
             if n in self.bundle.donated:
                 for rank in arg.ranks:
                     dropped[rank].append(arg.id)
         return moves, dropped
+
+
+def look_at(
+    process: Any, step: int, sizes: Mapping[str, int]
+) -> tuple[tuple[str, ...], dict[int, Counter[tuple[str, str]]]]:
+    """A rank's devices, and the collectives of each computation that it has of a step.
+
+    Args:
+        process: the rank's.
+        step: the number of the step.
+        sizes: the axes inside the rank, and their sizes.
+    """
+    counted = {
+        n: collectives(call.as_text() or "", tuple(sizes.values()), tuple(sizes))
+        for n, call in enumerate(process.executables(step))
+        if call is not None and sizes
+    }
+    return tuple(map(str, devices_of(process.home))), counted
 
 
 def _bytes_of(arg: Any, type_: ArrayType) -> np.ndarray:

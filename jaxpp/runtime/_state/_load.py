@@ -1,6 +1,7 @@
 """`load_state`: reads a checkpoint onto any devices or ranks."""
 
 import dataclasses
+import math
 import os
 from collections import defaultdict
 from typing import Any
@@ -10,6 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxpp._specs import Spec, axis_sizes, spec_of
 from jaxpp.runtime._remote._array import RemoteArray, RemoteSharding
 from jaxpp.runtime._stacked import StackedArray, StackedSharding
 from jaxpp.runtime._state import _directory, _manifest, _ranks
@@ -161,13 +163,31 @@ def _remote_reads(
         raise ValueError("load_state puts arrays on one remote mesh, got shardings of several.")
     mesh: Any = next(iter(meshes.values()), None)
     arrays: dict[int, RemoteArray] = {}
-    items: dict[int, list[tuple[int, ArrayLeaf, bool]]] = defaultdict(list)
+    items: dict[int, list[_ranks.Item]] = defaultdict(list)
     for number, (leaf, place) in remote.items():
         like = values[number]
         weak_type = bool(getattr(like, "weak_type", False))
         aval = jax.ShapeDtypeStruct(like.shape, like.dtype, weak_type=weak_type)
         ranks = place.ranks or (0,)  # no rank reads it: any may keep it
-        arrays[number] = array = mesh.new_array(aval, ranks)
+        spec = _spec_of(leaf, place)
+        arrays[number] = array = mesh.new_array(aval, ranks, spec)
         for rank in ranks:
-            items[rank].append((array.id, leaf, weak_type))
+            items[rank].append(_ranks.Item(array.id, leaf, spec, weak_type))
     return arrays, {r: (_ranks.read, data, path, found) for r, found in items.items()}, mesh
+
+
+def _spec_of(leaf: ArrayLeaf, place: RemoteSharding) -> Spec:
+    """How the ranks have an array of the checkpoint split.
+
+    Raises:
+        ValueError: it cannot be split so.
+    """
+    spec = spec_of(place.spec, len(leaf.type.shape))
+    sizes = axis_sizes(place.mesh.inside)
+    parts = [math.prod(sizes.get(axis, 0) for axis in entry) for entry in spec]
+    if any(p == 0 or n % p for n, p in zip(leaf.type.shape, parts, strict=True)):
+        raise ValueError(
+            f"load_state: the leaf {leaf.path} is {leaf.describe()}, which cannot be split as "
+            f"{place.spec} over the axes {sizes} inside a rank; give it a sharding of its own."
+        )
+    return spec

@@ -14,9 +14,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
+from jaxpp._specs import Spec
 from jaxpp.runtime._array_types import ArrayType
+from jaxpp.runtime._homes import sharding_in
 from jaxpp.runtime._remote._failure import Lost
 from jaxpp.runtime._state import _store
 from jaxpp.runtime._state._manifest import ArrayLeaf, Piece
@@ -168,6 +170,16 @@ def write_pieces(data: str, writer: str, pieces: Sequence[HostPiece]) -> list[tu
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    """An array that a rank is to read: the id that it gets, its leaf, its split, and weak type."""
+
+    number: int
+    leaf: ArrayLeaf
+    spec: Spec
+    weak_type: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Place:
     """Where an array goes in a process, and whether it is weakly typed.
 
@@ -178,27 +190,26 @@ class Place:
     weak_type: bool = False
 
 
-def read(process: Any, data: str, path: str, items: Sequence[tuple[int, ArrayLeaf, bool]]) -> None:
-    """Reads arrays of a rank, and only those, onto its device.
+def read(process: Any, data: str, path: str, items: Sequence[Item]) -> None:
+    """Reads arrays of a rank, and only those, onto its devices.
 
     Args:
         process: the rank's.
         data: the directory of the checkpoint's data.
         path: the checkpoint's, for errors.
-        items: for each array the id that it gets, the leaf, and whether it is weakly typed.
+        items: the arrays.
     """
     if not os.path.isdir(data):
         raise FileNotFoundError(
             f"{data} is not on host {socket.gethostname()}; load from a file system that all hosts "
             f"share."
         )
-    sharding = jax.sharding.SingleDeviceSharding(process.device)
-    arrays = read_arrays(
-        data, path, [(leaf, Place(sharding, weak_type)) for _, leaf, weak_type in items]
-    )
+    places = [Place(sharding_in(process.home, i.spec), i.weak_type) for i in items]
+    leaves = [item.leaf for item in items]
+    arrays = read_arrays(data, path, list(zip(leaves, places, strict=True)))
     with process.lock:
-        for (number, _, _), array in zip(items, arrays, strict=True):
-            process.arrays[number] = array
+        for item, array in zip(items, arrays, strict=True):
+            process.arrays[item.number] = array
         process.lock.notify_all()
 
 
@@ -256,7 +267,7 @@ def _assemble(
                 if array_type.key is None
                 else jax.random.wrap_key_data(part, impl=array_type.key)
             )
-        if sharding is None or len(sharding.device_set) == 1:
+        if sharding is None or isinstance(sharding, SingleDeviceSharding):
             return parts[0]
         return jax.make_array_from_single_device_arrays(array_type.shape, sharding, parts)
 
@@ -264,4 +275,5 @@ def _assemble(
 def _weaken(array: jax.Array) -> jax.Array:
     """The same array, weakly typed: what has been compiled for such takes the other kind too."""
     aval = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding, weak_type=True)
-    return jax.jit(lambda x: x).lower(aval).compile()(array)
+    same = jax.jit(lambda x: x, out_shardings=array.sharding)
+    return same.lower(aval).compile()(array)

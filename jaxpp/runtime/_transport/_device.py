@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import socket
 import threading
 import time
@@ -10,10 +11,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jaxpp._program import Message
+from jaxpp._specs import Spec
 from jaxpp.runtime._array_types import ArrayType, from_host
+from jaxpp.runtime._homes import Home, devices_of, home_over, sharding_in
 from jaxpp.runtime._transport._errors import Aborted, PeerLost, TransportError
 
 #: Which message: of which call and tag.
@@ -68,16 +70,41 @@ def join_processes(
     )
 
 
-def rank_devices() -> tuple[Any, ...]:
-    """The device of each rank: the first of each process that `join_processes` has joined.
+def rank_homes(sizes: Mapping[str, int] | None = None) -> tuple[Home, ...]:
+    """The home of each rank: the first devices of each process that `join_processes` has joined.
+
+    Args:
+        sizes: the axes inside a rank, and their sizes; by default it is one device.
+
+    Raises:
+        ValueError: a process has fewer devices than these axes need.
 
     Example:
         >>> import jax
-        >>> rank_devices() == (jax.devices()[0],)
+        >>> rank_homes() == (jax.devices()[0],)
         True
     """
-    first = {d.process_index: d for d in reversed(jax.devices())}
-    return tuple(first[n] for n in sorted(first))
+    sizes = sizes or {}
+    by_rank: dict[int, list[Any]] = collections.defaultdict(list)
+    for device in jax.devices():
+        by_rank[device.process_index].append(device)
+    return tuple(home_over(first_devices(by_rank[n], sizes, n), sizes) for n in sorted(by_rank))
+
+
+def first_devices(devices: Sequence[Any], sizes: Mapping[str, int], rank: int) -> list[Any]:
+    """As many of a process's devices as its rank needs.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    needed = math.prod(sizes.values())
+    if len(devices) < needed:
+        raise ValueError(
+            f"Rank {rank} needs {needed} devices for its axes {dict(sizes)}, and its process has "
+            f"{len(devices)}: {list(devices)}. On GPUs, look at CUDA_VISIBLE_DEVICES there; on "
+            f"CPU, take xla_force_host_platform_device_count out of XLA_FLAGS."
+        )
+    return list(devices[:needed])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,12 +112,14 @@ class _Cargo:
     """Which arrays of a message are moved: all that have bytes, keys as integers."""
 
     types: tuple[ArrayType, ...]
+    specs: tuple[Spec, ...]
     moved: tuple[int, ...]
 
     @classmethod
     def of(cls, message: Message) -> "_Cargo":
         types = tuple(ArrayType.of(a) for a in message.avals)
-        return cls(types, tuple(n for n, t in enumerate(types) if t.nbytes))
+        specs = message.specs or ((),) * len(types)
+        return cls(types, specs, tuple(n for n, t in enumerate(types) if t.nbytes))
 
     def pack(self, arrays: Sequence[Any]) -> list[Any]:
         return [
@@ -98,12 +127,16 @@ class _Cargo:
             for n in self.moved
         ]
 
-    def unpack(self, arrived: Sequence[Any], device: Any) -> list[Any]:
+    def unpack(self, arrived: Sequence[Any], home: Home) -> list[Any]:
         found = dict(zip(self.moved, arrived, strict=True))
         return [
-            from_host(b"", t, device) if n not in found else _as_type(found[n], t)
-            for n, t in enumerate(self.types)
+            from_host(b"", t, home, spec) if n not in found else _as_type(found[n], t)
+            for n, (t, spec) in enumerate(zip(self.types, self.specs, strict=True))
         ]
+
+    def shardings(self, home: Home) -> list[Any]:
+        """How the arrays that are moved are put into a home."""
+        return [sharding_in(home, self.specs[n]) for n in self.moved]
 
 
 def _as_type(array: Any, array_type: ArrayType) -> Any:
@@ -114,7 +147,8 @@ class DeviceTransport:
     """Sends and receives arrays by `jax.device_put` between the processes of the ranks.
 
     On GPU this is NCCL, from device to device, on streams of its own, while the device computes; it
-    needs a GPU for each rank. On CPU it is a socket of JAX's, slower than `SocketTransport`.
+    needs a GPU for each rank. On CPU it is a socket of JAX's, slower than `SocketTransport`. Where
+    ranks are meshes, each device sends its shard to its counterpart.
 
     A thread makes the transfers of this rank in the order that `expect` was given, which has to be
     the same for all ranks (`transfer_order`), whatever the order in which its program asks for
@@ -124,7 +158,7 @@ class DeviceTransport:
 
     Args:
         rank: this rank.
-        devices: the device of each rank (`rank_devices`).
+        homes: that of each rank (`rank_homes`).
         run_ahead: how many messages may have been received that have not arrived on the device, and
             how many are started ahead of the program while nobody waits, so that neither
             dispatch nor transfers take memory without bound.
@@ -137,7 +171,7 @@ class DeviceTransport:
 
     Example:
         >>> import jax
-        >>> transport = DeviceTransport(0, rank_devices())
+        >>> transport = DeviceTransport(0, rank_homes())
         >>> transport.begin(1)
         >>> transport.close()
     """
@@ -148,7 +182,7 @@ class DeviceTransport:
     def __init__(
         self,
         rank: int,
-        devices: Sequence[Any],
+        homes: Sequence[Home],
         *,
         run_ahead: int = 2,
         everyone: bool | None = None,
@@ -159,9 +193,11 @@ class DeviceTransport:
         self.recorder: Any = None
         #: Called, on some thread, with the error when a transfer fails.
         self.on_failure: Callable[[BaseException], None] | None = None
-        self._device = devices[rank]
-        self._shardings = [SingleDeviceSharding(d) for d in devices]
-        self._everyone = self._device.platform != "gpu" if everyone is None else everyone
+        #: That of this rank.
+        self.home = homes[rank]
+        self._homes = homes
+        (first, *_) = devices_of(self.home)
+        self._everyone = first.platform != "gpu" if everyone is None else everyone
         self._run_ahead = run_ahead
         self._programs: dict[int, tuple[Message, ...]] = {}
         #: Cargoes by the identity of their message, which `_programs` keeps.
@@ -242,7 +278,7 @@ class DeviceTransport:
         """
         cargo, key = self._cargo(message), (self._call, message.tag)
         if not cargo.moved:
-            return cargo.unpack((), self._device)
+            return cargo.unpack((), self.home)
         while len(self._recent) >= self._run_ahead:
             self._wait_for_device(*self._recent.popleft())
         with self._changed:
@@ -256,7 +292,7 @@ class DeviceTransport:
         self._recent.append((arrived[0], message))
         if self.recorder is not None:
             self.recorder.received(self._call, message, start, time.monotonic_ns())
-        return cargo.unpack(arrived, self._device)
+        return cargo.unpack(arrived, self.home)
 
     def settle(self, arrays: Sequence[Any]) -> None:
         """Waits until JAX has all that was sent, `arrays` too, so that they may be donated.
@@ -338,17 +374,22 @@ class DeviceTransport:
 
     def _put(self, message: Message, arrays: list[Any] | None) -> list[Any]:
         """The transfer itself, as each rank has to call it: only the source has the arrays."""
-        source, target = self._shardings[message.source], self._shardings[message.target]
+        source, target = self._homes[message.source], self._homes[message.target]
+        if self.rank not in (message.source, message.target):  # only counted
+            counted = _elsewhere((), np.dtype(np.float32), sharding_in(source))
+            return jax.device_put([counted], sharding_in(target))
+        cargo = self._cargo(message)
+        shardings = cargo.shardings(source)
         if message.source == self.rank:
-            # JAX transfers between processes only what is committed to its device.
-            arrays = jax.device_put(arrays, source)
-        elif message.target == self.rank:
-            cargo = self._cargo(message)
+            # JAX transfers between processes only what is committed to its devices.
+            arrays = jax.device_put(arrays, shardings)
+        else:
             moved = [cargo.types[n] for n in cargo.moved]
-            arrays = [_elsewhere(t.host_shape, t.host_dtype, source) for t in moved]
-        else:  # only counted
-            arrays = [_elsewhere((), np.dtype(np.float32), source)]
-        return jax.device_put(arrays, target)
+            arrays = [
+                _elsewhere(t.host_shape, t.host_dtype, sharding)
+                for t, sharding in zip(moved, shardings, strict=True)
+            ]
+        return jax.device_put(arrays, cargo.shardings(target))
 
     # ---- failure, and the end -------------------------------------------------------------------
 
@@ -385,5 +426,5 @@ class DeviceTransport:
 
 
 def _elsewhere(shape: tuple[int, ...], dtype: np.dtype, sharding: Any) -> Any:
-    """An array on a device of another process, of which nothing is here."""
+    """An array on devices of another process, of which nothing is here."""
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)

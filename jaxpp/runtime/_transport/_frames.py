@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxpp._program import Message
+from jaxpp._specs import Spec
 from jaxpp.runtime._array_types import ArrayType, Copier, from_host
+from jaxpp.runtime._homes import Home
 
 #: What JAX wants of memory that it uses as it is.
 ALIGNMENT = 64
@@ -74,13 +76,20 @@ class Unpacker:
 
     Args:
         layout: of the messages.
-        device: where the arrays go.
+        home: where the arrays go.
+        specs: how each is split there; none where all are whole.
     """
 
-    def __init__(self, layout: Layout, device: Any):
+    def __init__(self, layout: Layout, home: Home, specs: Sequence[Spec] = ()):
         self.layout = layout
-        self._device = device
-        self._copier = Copier(layout.array_types, layout.offsets, device)
+        self._home = home
+        self._specs = tuple(specs) or ((),) * len(layout.array_types)
+        self._copier = Copier(layout.array_types, layout.offsets, home, specs)
+
+    @classmethod
+    def of(cls, message: Message, home: Home) -> "Unpacker":
+        """What makes the arrays of a message in its target's home."""
+        return cls(Layout.of(message), home, message.specs)
 
     def __call__(self, buffer: Any) -> list[Any]:
         """The arrays of a message; those of a large one read the buffer, and keep it."""
@@ -88,8 +97,8 @@ class Unpacker:
         if layout.nbytes <= SMALL:
             return self._copier(buffer)
         return [
-            from_host(buffer[start : start + t.nbytes], t, self._device)
-            for start, t in zip(layout.offsets, layout.array_types, strict=True)
+            from_host(buffer[start : start + t.nbytes], t, self._home, spec)
+            for start, t, spec in zip(layout.offsets, layout.array_types, self._specs, strict=True)
         ]
 
 

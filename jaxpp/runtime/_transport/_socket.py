@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from jaxpp._program import Message
+from jaxpp.runtime._homes import Home
 from jaxpp.runtime._transport import _connections
 from jaxpp.runtime._transport._buffers import BufferPool
 from jaxpp.runtime._transport._connections import Addresses, Hello, Kind
 from jaxpp.runtime._transport._errors import TransportError
-from jaxpp.runtime._transport._frames import Header, Layout, Unpacker
+from jaxpp.runtime._transport._frames import Header, Unpacker
 from jaxpp.runtime._transport._session import Session, Traffic
 
 
@@ -35,7 +36,8 @@ class SocketTransport:
 
     Args:
         rank: this rank.
-        device: where what arrives goes.
+        home: where what arrives goes, split there as the message says. It comes as the bytes of
+            the whole array, once.
         secret: some bytes that the ranks have in common and nobody else has.
         address: the address of this host at which other hosts reach it; by default only processes
             of this host can connect.
@@ -63,7 +65,7 @@ class SocketTransport:
     def __init__(
         self,
         rank: int,
-        device: Any,
+        home: Home,
         secret: bytes,
         *,
         address: str | None = None,
@@ -76,7 +78,7 @@ class SocketTransport:
         self.recorder: Recorder | None = None
         #: Called, on some thread, with the error when a rank is lost or the transport aborts.
         self.on_failure: Callable[[BaseException], None] | None = None
-        self._device, self._secret = device, secret
+        self._home, self._secret = home, secret
         self._run_ahead = run_ahead
         self._pool = BufferPool()
         self._peers: dict[int, Addresses] = {}
@@ -142,7 +144,7 @@ class SocketTransport:
         Without it arrays are made when they are received, on the thread that receives them.
         """
         for message in messages:
-            unpack = Unpacker(Layout.of(message), self._device)
+            unpack = Unpacker.of(message, self._home)
             self._unpackers[program, message.tag] = unpack
             self._known[id(message)] = program, message, unpack
 
@@ -154,7 +156,7 @@ class SocketTransport:
 
     def _unpacker(self, message: Message) -> Unpacker:
         known = self._known.get(id(message))
-        return Unpacker(Layout.of(message), self._device) if known is None else known[2]
+        return Unpacker.of(message, self._home) if known is None else known[2]
 
     def begin(self, call: int, program: int = 0, before: Iterable[Message] = ()) -> None:
         """Says to which call, of which program, the next messages belong; `before` does not matter.

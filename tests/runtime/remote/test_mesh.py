@@ -349,7 +349,7 @@ def test_other_versions_are_refused(ray_session, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "names", "message"),
     [
-        ((2, 2), ("mpmd", "data"), "give 'data' the size 1"),
+        ((2, 2), ("mpmd",), "a name of its own for each axis"),
         ((2,), ("data",), "needs an axis named 'mpmd'"),
         ((0,), ("mpmd",), "size 1 at least"),
     ],

@@ -24,13 +24,14 @@ class ThreadMesh:
     """As much of `RemoteMpmdMesh` as saving and loading need; what crosses it is pickled."""
 
     incarnation = 0
+    inside = None
 
     def __init__(self, num_ranks):
         self.num_ranks = num_ranks
         self.processes = [
             types.SimpleNamespace(
                 rank=rank,
-                device=jax.devices()[rank],
+                home=jax.devices()[rank],
                 arrays={},
                 lock=threading.Condition(),
                 failure=None,
@@ -43,9 +44,9 @@ class ThreadMesh:
         )
         self._next = 0
 
-    def new_array(self, aval, ranks):
+    def new_array(self, aval, ranks, spec=()):
         self._next += 1
-        return RemoteArray(self, self._next, aval, ranks)
+        return RemoteArray(self, self._next, aval, ranks, spec)
 
     def check_array(self, array):
         assert not array.is_deleted()
@@ -83,7 +84,7 @@ class ThreadMesh:
         )
         array = self.new_array(aval, ranks)
         for rank in ranks:
-            copied = jax.device_put(value, self.processes[rank].device)
+            copied = jax.device_put(value, self.processes[rank].home)
             self.processes[rank].arrays[array.id] = copied
         return array
 

@@ -39,7 +39,7 @@ def assert_on_ranks(mesh, tree, holders, assert_same):
         assert array.ranks == holders(name)
         for rank in array.ranks:
             got = mesh.value(array, rank)
-            assert got.devices() == {mesh.processes[rank].device}
+            assert got.devices() == {mesh.processes[rank].home}
             assert_same(got, value, where=False)
 
 

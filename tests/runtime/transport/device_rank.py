@@ -23,7 +23,7 @@ import jaxpp
 from jaxpp._program import Message, Run
 from jaxpp.runtime._array_types import to_host
 from jaxpp.runtime._remote import _export
-from jaxpp.runtime._transport._device import DeviceTransport, join_processes, rank_devices
+from jaxpp.runtime._transport._device import DeviceTransport, join_processes, rank_homes
 from jaxpp.runtime._transport._errors import Aborted, PeerLost
 from jaxpp.runtime._transport._order import transfer_order
 from jaxpp.runtime._worker import Worker
@@ -113,7 +113,7 @@ def train(transport, program_number, schedule, num_ranks, num_stages, calls):
 
 def scenario_all(rank, num_ranks):
     found = {}
-    transport = DeviceTransport(rank, rank_devices())
+    transport = DeviceTransport(rank, rank_homes())
     wanted = arrays_of_all_dtypes()
     messages = [message(wanted, 0, 0, 1), message(wanted, 1, 1, 2), message(wanted[:1], 2, 0, 2)]
     transport.expect(messages, 1)
@@ -168,7 +168,7 @@ def aborted_after(transport, rank):
 
 def scenario_death(rank, num_ranks):
     """The last rank dies while rank 0 waits for it; rank 1 sees nothing of it."""
-    transport = DeviceTransport(rank, rank_devices())
+    transport = DeviceTransport(rank, rank_homes())
     x = [jnp.arange(4.0)]
     messages = [message(x, n, 2, 0) for n in range(4)]
     transport.expect(messages)

@@ -1,0 +1,100 @@
+"""A call of a step as it goes from the driver to a rank, and what the rank makes of its inputs."""
+
+import dataclasses
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpp._program import Message
+from jaxpp._specs import Spec
+from jaxpp.runtime._array_types import ArrayType, Copier, from_host
+from jaxpp.runtime._homes import Home, sharding_in
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """An argument that a rank reads and another one holds; it is sent before the step."""
+
+    array: int
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a step, as a rank gets it.
+
+    Args:
+        number: counts the calls of all steps of the mesh.
+        step: the step's number.
+        arrays: for each input of the program the id of an array of the rank; `VALUE` for one that
+            comes with the call, `MOVED` for one that comes from another rank, `FED` for one that
+            the rank loads itself.
+        results: the id of the step's first result; those of the others follow.
+        dropped: ids of arrays that this call consumes, or that nobody wants any more.
+        moves: what is sent and received before the step, in one order for all ranks.
+        fed: of each array that the rank loads itself, the number of its batch, and its own there.
+    """
+
+    number: int
+    step: int
+    arrays: tuple[int, ...]
+    results: int
+    dropped: tuple[int, ...]
+    moves: tuple[Move, ...] = ()
+    fed: tuple[tuple[int, int], ...] = ()
+
+    def pack(self, values: Sequence[Any]) -> list[Any]:
+        """Makes of a call, and the bytes of the arrays that come with it, what Ray is to carry.
+
+        Ray takes long to pickle anything but bytes, and carries what is large by itself.
+        """
+        small = [None if v.nbytes > LARGE else v.tobytes() for v in values]
+        fields = tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+        return [pickle.dumps((fields, small)), *(v for v in values if v.nbytes > LARGE)]
+
+    @staticmethod
+    def unpack(packed: bytes, *large: Any) -> tuple["Call", list[Any]]:
+        """Undoes `pack`."""
+        fields, small = pickle.loads(packed)
+        rest = iter(large)
+        return Call(*fields), [next(rest) if v is None else v for v in small]
+
+
+VALUE, MOVED, FED = -1, -2, -3
+#: Bytes from which on an array goes by itself.
+LARGE = 1 << 14
+
+
+class Input:
+    """Makes an input of a step of bytes that come with a call, or of an array that is here.
+
+    Args:
+        array_type: of the input.
+        home: where it goes.
+        spec: how it is split there, if that is a mesh.
+    """
+
+    def __init__(self, array_type: ArrayType, home: Home, spec: Spec):
+        self.array_type, self.spec = array_type, spec
+        self._home = home
+        self._copier = Copier((array_type,), (0,), home, (spec,))
+        split = isinstance(home, Mesh) and array_type.host_dtype != jax.dtypes.float0
+        self._sharding = sharding_in(home, spec) if split else None
+
+    def __call__(self, data: Any) -> Any:
+        """The input; `data` is a buffer of bytes, Ray's memory, so they are copied."""
+        if self.array_type.nbytes <= LARGE:
+            return self._copier(data)[0]
+        data = np.array(np.frombuffer(data, np.uint8))
+        return from_host(data, self.array_type, self._home, self.spec)
+
+    def resplit(self, array: Any) -> Any:
+        """The input, of an array of this rank: as it is, where it is split as it has to be."""
+        wanted = self._sharding
+        if wanted is None or array.sharding.is_equivalent_to(wanted, array.ndim):
+            return array
+        return jax.device_put(array, wanted)

@@ -1,0 +1,238 @@
+"""Adds up gradients over the replicas of the batch once a step, not once a microbatch.
+
+Where a rank's devices share the examples of a microbatch, each weight gradient and the loss is a
+sum over them all, so that XLA reduces it in each backward task. But the sum over microbatches and
+the one over replicas commute: each replica can accumulate what its own examples give, and the
+accumulators are added up after the loop. So do PyTorch's `DistributedDataParallel.no_sync` (Li et
+al., "PyTorch Distributed", VLDB 2020, section 4.3) and Megatron-LM, which leave out the reduction
+of all microbatches but the last, and Alpa (Zheng et al., OSDI 2022), which skips the collectives
+that XLA has put in. In JAX's own explicit sharding it would be a spec `unreduced={"data"}` of the
+accumulator, for programs that have it from their types (Autodiff and sharding, docs.jax.dev). Here
+programs are of any kind, and the accumulator is an array like others: it has a leading dimension of
+one row for each replica, which is split over the replicas.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._specs import Spec, replicated
+from jaxpp.transforms import _loop, _partial_sums, _replica_shares, _sharding_rules
+from jaxpp.transforms._optimizer_shards import scattered
+from jaxpp.transforms._replica_rules import Replicas
+from jaxpp.transforms._replica_shares import Scope
+
+_ADDS = frozenset({"add", "add_any"})
+
+
+def defer_sums(
+    jaxpr: jex.ClosedJaxpr,
+    specs: Sequence[Spec | None],
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+    *,
+    scatter: bool = False,
+) -> jex.ClosedJaxpr:
+    """A step whose scheduled loops keep sums over the batch apart by replica to their end.
+
+    An accumulator of a loop to which sums over examples are added, and nothing is added but such
+    sums and what comes from them by additive equations, gets a leading dimension of one row for
+    each replica. After the loop the rows are added up, so that the rest of the step is as it was.
+    A sum that anything else reads too, such as the mean and the variance of a batch, or the count
+    that a loss is divided by, is made where it was. With no mesh set (`jax.set_mesh`,
+    `jax.sharding.use_abstract_mesh`), rows are tied to no devices.
+
+    Args:
+        jaxpr: the step, its calls inlined.
+        specs: how each of its inputs is split; None where it may be in any way.
+        axes: the axes that the batch is split over, such as `("data",)`.
+        sizes: the number of devices along each axis inside a rank.
+        scatter: whether each replica gets a part of a sum, where one can be divided, as optimizer
+            state that is split over the replicas asks for.
+
+    Returns:
+        A step with the same inputs and outputs, equal but for rounding.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return jnp.mean(h ** 2)
+        >>> def gradient(w, xs):
+        ...     def add(total, x):
+        ...         return total + jax.grad(jaxpp.wrap_forward(loss))(w, x), None
+        ...     return jax.lax.scan(add, jnp.zeros((3, 3)), xs)[0]
+        >>> step = jaxpp.schedule(gradient, jaxpp.schedules.OneFOneB())
+        >>> jaxpr = jax.make_jaxpr(step)(jnp.eye(3), jnp.ones((4, 8, 3)))
+        >>> specs = [((), ()), ((), ("data",), ())]
+        >>> deferred = defer_sums(jaxpr, specs, ("data",), {"data": 2})
+        >>> [[v.aval.shape for v in e.outvars] for e in deferred.eqns][-2:]
+        [[(2, 3, 3)], [(3, 3)]]
+    """
+    replicas = Replicas(axes, sizes)
+    if replicas.count == 1:
+        return jaxpr
+    known = _sharding_rules.propagate(jaxpr, specs, sizes)
+    maker: dict[Any, Any] = {}
+    eqns: list[Any] = []
+    for eqn in jaxpr.eqns:
+        new = [eqn]
+        if _loop.is_loop(eqn):
+            new = _defer_in_loop(eqn, known, maker, replicas, scatter)
+        maker.update((v, e) for e in new for v in e.outvars)
+        eqns.extend(new)
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, eqns)
+
+
+def sums_in_tasks(
+    jaxpr: jex.ClosedJaxpr,
+    specs: Sequence[Spec | None],
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+) -> tuple[str, ...]:
+    """The sums over the examples of all replicas that tasks make, in each microbatch.
+
+    Args:
+        jaxpr: a step; what `defer_sums` gives has those left that it could not defer.
+        specs: how each of its inputs is split.
+        axes: the axes that the batch is split over.
+        sizes: the number of devices along each axis inside a rank.
+
+    Returns:
+        For each the name of the task, the equation and its place in the user's code.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(x @ w - jnp.mean(x @ w, 0))
+        ...     return jnp.mean(h ** 2)
+        >>> def gradient(w, xs):
+        ...     def add(total, x):
+        ...         return total + jax.grad(jaxpp.wrap_forward(loss))(w, x), None
+        ...     return jax.lax.scan(add, jnp.zeros((3, 3)), xs)[0]
+        >>> step = jaxpp.schedule(gradient, jaxpp.schedules.OneFOneB())
+        >>> jaxpr = jax.make_jaxpr(step)(jnp.eye(3), jnp.ones((4, 8, 3)))
+        >>> given = [((), ()), ((), ("data",), ())], ("data",), {"data": 2}
+        >>> [line.split(" at ")[0] for line in sums_in_tasks(jaxpr, *given)]
+        ['F0: reduce_sum of float32[3]', 'B0: reduce_sum of float32[3]', ...]
+        >>> deferred = defer_sums(jaxpr, *given)
+        >>> [line.split(" at ")[0] for line in sums_in_tasks(deferred, *given)]
+        ['F0: reduce_sum of float32[3]', 'B0: reduce_sum of float32[3]']
+    """
+    replicas = Replicas(axes, sizes)
+    if replicas.count == 1:
+        return ()
+    known = _sharding_rules.propagate(jaxpr, specs, sizes)
+    found: list[str] = []
+    for eqn in filter(_loop.is_loop, jaxpr.eqns):
+        for body, scope in _scopes(eqn, known, replicas):
+            found.extend(f"{body.name}: {sum_}" for sum_ in _sums(scope))
+    return tuple(dict.fromkeys(found))
+
+
+def _sums(scope: Scope):
+    for eqn in scope.jaxpr.eqns:
+        nested = scope.nested(eqn)
+        if nested is not None:
+            for inner in nested.bodies:
+                yield from _sums(inner)
+        elif scope.summed(eqn):
+            aval = eqn.outvars[0].aval
+            yield f"{eqn.primitive.name} of {aval.str_short()}{_compat.at_source_line(eqn)}"
+
+
+# ---- loops --------------------------------------------------------------------------------------
+
+
+def _scopes(
+    eqn: Any, known: Mapping[Any, Spec | None], replicas: Replicas
+) -> list[tuple[_loop.TaskBody, Scope]]:
+    """The tasks of a loop, each opened."""
+    specs = [None if _jaxprs.is_literal(v) else known.get(v) for v in eqn.invars]
+    inside = _sharding_rules.loop_specs(eqn, specs, replicas.sizes)
+    return [
+        (body, _replica_shares.open_scope(body.jaxpr, [inside[r] for r in body.inputs], replicas))
+        for body in eqn.params["tasks"].bodies
+    ]
+
+
+def _defer_in_loop(
+    eqn: Any,
+    known: Mapping[Any, Spec | None],
+    maker: Mapping[Any, Any],
+    replicas: Replicas,
+    scatter: bool,
+) -> list[Any]:
+    """A loop's equation with its sums over examples apart, and those that surround it."""
+    tasks: _loop.LoopTasks = eqn.params["tasks"]
+    scopes = _scopes(eqn, known, replicas)
+    deferred = {i for body, scope in scopes for i in _deferrable(body, scope, tasks)}
+    if not deferred:
+        return [eqn]
+    bodies = tuple(_rewrite(body, scope, deferred) for body, scope in scopes)
+    before, after = [], []
+    operands, results = list(eqn.invars), list(eqn.outvars)
+    for i in sorted(deferred):
+        first, total = operands[tasks.num_consts + i], results[i]
+        made, (operands[tasks.num_consts + i],) = _start(first, maker, replicas, eqn)
+        before.extend(made)
+        results[i] = jex.Var(operands[tasks.num_consts + i].aval)
+        after.extend(_sum_replicas(results[i], total, eqn, known.get(total), scatter, replicas))
+    params = {**eqn.params, "tasks": dataclasses.replace(tasks, bodies=bodies)}
+    return [*before, eqn.replace(invars=operands, outvars=results, params=params), *after]
+
+
+def _deferrable(body: _loop.TaskBody, scope: Scope, tasks: _loop.LoopTasks) -> set[int]:
+    """The accumulators of a loop that a task adds sums over examples to."""
+    outvars = scope.jaxpr.jaxpr.outvars
+    added = {
+        n: ref.index
+        for n, ref in enumerate(body.outputs)
+        if ref.source == "carry"
+        and ref.index in tasks.folds
+        and tasks.folds[ref.index].name in _ADDS
+        and not _jaxprs.is_literal(outvars[n])
+    }
+    apart = _replica_shares.shares(scope, (), [outvars[n] for n in added])
+    return {i for n, i in added.items() if outvars[n] in apart}
+
+
+def _rewrite(body: _loop.TaskBody, scope: Scope, deferred: Collection[int]) -> _loop.TaskBody:
+    """A task whose deferred accumulators are in shares."""
+
+    def numbers(refs: Sequence[_loop.Ref]) -> list[int]:
+        return [n for n, r in enumerate(refs) if r.source == "carry" and r.index in deferred]
+
+    given, wanted = numbers(body.inputs), numbers(body.outputs)
+    if not given and not wanted:
+        return body
+    return dataclasses.replace(body, jaxpr=_partial_sums.with_shares(scope, given, wanted))
+
+
+def _start(
+    first: Any, maker: Mapping[Any, Any], replicas: Replicas, eqn: Any
+) -> tuple[list[Any], list[Any]]:
+    """The equations, and the variable, of the shares that an accumulator begins with."""
+    if _partial_sums.is_zero(first, maker):
+        zeros = first.aval
+        return _partial_sums.record(lambda: _partial_sums.zero_rows(zeros, replicas), [], eqn)
+    return _partial_sums.record(lambda x: _partial_sums.first_row(x, replicas), [first], eqn)
+
+
+def _sum_replicas(
+    partial: Any, total: Any, eqn: Any, spec: Spec | None, scatter: bool, replicas: Replicas
+) -> list[Any]:
+    """The equations that make a loop's result of the accumulators of its replicas."""
+    spec = spec or replicated(total.aval.ndim)
+    target = scattered(spec, total.aval.shape, replicas.axes, replicas.sizes) if scatter else None
+
+    def add_up(rows):
+        if target is None:
+            return _partial_sums.sum_rows(rows)
+        return _partial_sums.scatter_rows(rows, spec, target, replicas)
+
+    eqns, (result,) = _partial_sums.record(add_up, [partial], eqn)
+    return [e.replace(outvars=[total if v is result else v for v in e.outvars]) for e in eqns]

@@ -1,0 +1,108 @@
+"""How the values of an initialiser are split inside a rank, so that each device makes its shards.
+
+Backward from what it makes, one operation before the other: what elementwise operations read is
+split as their results are, and what others read is whole. An operation that adds elements up would
+round in another way over split ones: each device runs it on the whole, and takes its shard of the
+result.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._specs import Spec, replicated
+
+_ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos
+    cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p
+    logistic lt max min mul ne neg nextafter not or pow rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
+    threefry2x32 xor
+    """.split()
+)
+_EXACT = _ELEMENTWISE | frozenset(
+    """
+    bitcast_convert_type broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather iota
+    pad random_bits random_fold_in random_seed random_split random_unwrap random_wrap reshape rev
+    scan scatter slice squeeze stack transpose while cond
+    """.split()
+)
+
+
+def with_split_outputs(
+    jaxpr: jex.ClosedJaxpr, wanted: Mapping[Any, Spec]
+) -> tuple[jex.ClosedJaxpr, dict[Any, Spec]]:
+    """Splits what an initialiser makes, and what that is made of as far as it stays the same bits.
+
+    Args:
+        jaxpr: what a rank runs of it, of which each output has an equation of its own.
+        wanted: how each output is to be split.
+
+    Returns:
+        The jaxpr, with copies where an output is not split from the start, and the spec of each of
+        its variables; those of its inputs are whole.
+
+    Example:
+        >>> jaxpr = jax.make_jaxpr(lambda x: jnp.broadcast_to(x, (4, 2)) * 3)(1.0)
+        >>> wanted = {jaxpr.jaxpr.outvars[0]: (("data",), ())}
+        >>> _, specs = with_split_outputs(jaxpr, wanted)
+        >>> [specs[v] for eqn in jaxpr.eqns for v in eqn.outvars]
+        [(('data',), ()), (('data',), ())]
+    """
+    wishes: dict[Any, set[Spec]] = {v: {spec} for v, spec in wanted.items()}
+    specs: dict[Any, Spec] = {}
+    for eqn in reversed(jaxpr.eqns):
+        exact = _consists_of(eqn, _is_exact)
+        for v in eqn.outvars:
+            whole = replicated(len(v.aval.shape))
+            wish = wishes.get(v, {whole})
+            specs[v] = next(iter(wish)) if exact and len(wish) == 1 else whole
+        like = _split_alike(eqn, specs)
+        for v in _jaxprs.variables(eqn.invars):
+            whole = replicated(len(v.aval.shape))
+            split = like if len(v.aval.shape) == len(like) else whole
+            wishes.setdefault(v, set()).add(split)
+    specs.update((v, replicated(len(v.aval.shape))) for v in jaxpr.jaxpr.invars)
+    eqns, outvars = list(jaxpr.eqns), []
+    for v in jaxpr.jaxpr.outvars:
+        if specs[v] != wanted[v]:
+            own = _jaxprs.fresh_var(v)
+            copy = jax.make_jaxpr(jnp.copy)(v.aval).eqns[0]
+            eqns.append(copy.replace(invars=[v], outvars=[own]))
+            specs[own] = wanted[v]
+            v = own
+        outvars.append(v)
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), specs
+
+
+def _split_alike(eqn: Any, specs: Mapping[Any, Spec]) -> Spec:
+    """How an equation's operands are split that have dimensions; `()` where they are whole."""
+    shapes = {v.aval.shape for v in eqn.outvars}
+    own = {specs[v] for v in eqn.outvars}
+    if len(shapes) > 1 or len(own) > 1 or not _consists_of(eqn, _is_elementwise):
+        return ()
+    operands = {v.aval.shape for v in _jaxprs.variables(eqn.invars)} - {()}
+    return own.pop() if operands <= shapes else ()
+
+
+def _consists_of(eqn: Any, kind: Callable[[Any], bool]) -> bool:
+    """Whether an equation, or all that it calls, are of a kind."""
+    return not _jaxprs.contains(eqn, lambda e: _jaxprs.called_jaxpr(e) is None and not kind(e))
+
+
+def _is_exact(eqn: Any) -> bool:
+    """Whether an operation computes each element by itself, or moves elements only."""
+    return eqn.primitive.name in _EXACT
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    """Whether each element of the results is made of the elements at the same place."""
+    shapes = {tuple(atom.aval.shape) for atom in [*eqn.invars, *eqn.outvars]}
+    if eqn.primitive.name == "broadcast_in_dim":
+        return len(shapes) == 1 or not eqn.invars[0].aval.shape
+    return eqn.primitive.name in _ELEMENTWISE and len(shapes - {()}) < 2

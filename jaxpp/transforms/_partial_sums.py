@@ -1,0 +1,361 @@
+"""Rewrites a jaxpr so that sums over examples stay apart by replica.
+
+In place of a value there are its *shares*, an array with a leading dimension of one row for each
+replica, which stays where the replica is; the value is the sum over the rows. Where an equation
+sums over examples, their dimension of size b is reshaped to (D, b / D), and the equation is mapped
+over the first by `jax.vmap`: so XLA finds nothing to reduce. Additive equations after it are mapped
+over the rows. What is whole and is added to shares is in the first row, with zeros in the others.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._specs import Spec, partition_spec
+from jaxpp.transforms import _replica_shares
+from jaxpp.transforms._replica_rules import Replicas
+from jaxpp.transforms._replica_shares import Nested, Scope
+
+
+def with_shares(scope: Scope, given: Collection[int], wanted: Collection[int]) -> jex.ClosedJaxpr:
+    """A jaxpr some of whose inputs and outputs are in shares.
+
+    Args:
+        scope: the jaxpr, opened.
+        given: the numbers of its inputs that come in shares.
+        wanted: the numbers of its outputs that are to be shares.
+    """
+    invars, outvars = scope.jaxpr.jaxpr.invars, scope.jaxpr.jaxpr.outvars
+    apart = _replica_shares.shares(
+        scope,
+        [invars[i] for i in given],
+        _jaxprs.variables([outvars[i] for i in wanted]),
+    )
+    rows = {invars[i]: jex.Var(rows_type(invars[i], scope.replicas)) for i in given}
+    writer = _Writer(scope, apart, rows)
+    for eqn in scope.jaxpr.eqns:
+        writer.add(eqn)
+    results = [writer.shares(v) if i in wanted else writer.whole(v) for i, v in enumerate(outvars)]
+    keep = _jaxprs.ancestors(writer.eqns, results)
+    eqns = [e for e, k in zip(writer.eqns, keep, strict=True) if k]
+    return _compat.make_closed_jaxpr([rows.get(v, v) for v in invars], results, eqns)
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+def rows_type(var: Any, replicas: Replicas) -> Any:
+    """The type of a variable's shares."""
+    return jax.make_jaxpr(lambda x: first_row(x, replicas))(var.aval).out_avals[0]
+
+
+def first_row(x: jax.Array, replicas: Replicas) -> jax.Array:
+    """The shares of a whole value: the first row has it, the others zeros."""
+    shape = (replicas.count, *x.shape)
+    # A comparison, not a pad, for which XLA would exchange rows between devices.
+    is_first = jax.lax.broadcasted_iota(jnp.int32, shape, 0) == 0
+    rows = jax.lax.broadcast(x, (replicas.count,))
+    return keep_apart(jax.lax.select(is_first, rows, jax.lax.full_like(rows, 0)), replicas)
+
+
+def zero_rows(aval: Any, replicas: Replicas) -> jax.Array:
+    """The shares of zeros."""
+    return keep_apart(jax.lax.full((replicas.count, *aval.shape), 0, aval.dtype), replicas)
+
+
+def keep_apart(x: jax.Array, replicas: Replicas, dimension: int = 0) -> jax.Array:
+    """Keeps each row where its replica is; without a mesh, as on one device, there is no choice."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    if _in_types(replicas):
+        entries = list(jax.typeof(x).sharding.spec)
+    entries[dimension] = replicas.axes
+    move = jax.sharding.reshard if _in_types(replicas) else jax.lax.with_sharding_constraint
+    return move(x, PartitionSpec(*entries))
+
+
+def _in_types(replicas: Replicas) -> bool:
+    """Whether the types of arrays say how they are split over replicas."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return all(types.get(axis) == AxisType.Explicit for axis in replicas.axes)
+
+
+def sum_rows(rows: jax.Array) -> jax.Array:
+    """The value whose shares these are."""
+    return jax.lax.reduce_sum(rows, (0,))
+
+
+def scatter_rows(rows: jax.Array, spec: Spec, target: Spec, replicas: Replicas) -> jax.Array:
+    """The value whose shares these are, of which each replica gets a part.
+
+    Args:
+        rows: the shares.
+        spec: how the value is split apart from the replicas.
+        target: how it comes out: one dimension is split over the replicas, too.
+        replicas: the devices.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return sum_rows(rows)
+    dimension = next(n for n, own in enumerate(target) if own != spec[n])
+
+    def part(own):
+        total = jax.lax.squeeze(own, (0,))
+        return jax.lax.psum_scatter(total, replicas.axes, scatter_dimension=dimension, tiled=True)
+
+    given = PartitionSpec(replicas.axes, *partition_spec(spec))
+    return jax.shard_map(part, in_specs=given, out_specs=partition_spec(target), check_vma=False)(
+        rows
+    )
+
+
+def by_replica(x: jax.Array, dimension: int, replicas: Replicas) -> jax.Array:
+    """Splits a dimension of size b, over examples, into one of replicas and one of size b / D."""
+    size = x.shape[dimension] // replicas.count
+    shape = (*x.shape[:dimension], replicas.count, size, *x.shape[dimension + 1 :])
+    return keep_apart(jax.lax.reshape(x, shape), replicas, dimension)
+
+
+#: What XLA moves between devices if it is mapped over a dimension that is split over them: a
+#: convolution is mapped by its groups of features.
+_BY_HAND = frozenset({"conv_general_dilated"})
+
+
+def map_replicas(
+    fun: Callable, dimensions: Sequence[int | None], replicas: Replicas, by_hand: bool
+) -> Callable:
+    """Applies a function to what each replica has of its operands; the results are rows.
+
+    Args:
+        fun: a function of arrays.
+        dimensions: that of the replicas in each operand, or None where all have the same.
+        replicas: the devices.
+        by_hand: whether each device is to apply it to its own (`jax.shard_map`), where there is a
+            mesh; otherwise this is left to XLA (`jax.vmap`).
+    """
+    if by_hand and not jax.sharding.get_abstract_mesh().empty:
+
+        def apply(*xs):
+            pairs = zip(xs, dimensions, strict=True)
+            own = [x if d is None else jax.lax.squeeze(x, (d,)) for x, d in pairs]
+            return jax.lax.broadcast(fun(*own), (1,))
+
+        specs = [
+            PartitionSpec() if d is None else PartitionSpec(*[None] * d, replicas.axes)
+            for d in dimensions
+        ]
+        return jax.shard_map(
+            apply,
+            in_specs=tuple(specs),
+            out_specs=PartitionSpec(replicas.axes),
+            axis_names=set(replicas.axes),
+            check_vma=False,
+        )
+    mapped = jax.vmap(
+        fun,
+        in_axes=tuple(dimensions),
+        axis_size=replicas.count,
+        spmd_axis_name=None if _in_types(replicas) else replicas.axes,
+    )
+    return lambda *xs: keep_apart(mapped(*xs), replicas)
+
+
+def record(fun: Callable, operands: Sequence[Any], source: Any) -> tuple[list[Any], list[Any]]:
+    """The equations of a function of atoms, as if they came from where the equation `source` does.
+
+    Returns:
+        The equations, and the variables of the function's results.
+    """
+    traced = jax.make_jaxpr(fun)(*(v.aval for v in operands))
+    opened, values = _jaxprs.without_constants(traced)
+    known = [jex.Literal(x, v.aval) for x, v in zip(values, opened.jaxpr.invars, strict=False)]
+    bound = _jaxprs.Substitution(zip(opened.jaxpr.invars, [*known, *operands], strict=True))
+    flat = _jaxprs.inline(opened, lambda e: True)
+    eqns = []
+    for eqn in flat.eqns:
+        # JAX keeps what it has traced: the variables may be there already.
+        own = [_jaxprs.fresh_var(v) for v in eqn.outvars]
+        eqns.append(bound.rename(eqn).replace(outvars=own))
+        bound.of.update(zip(eqn.outvars, own, strict=True))
+    if source is not None:
+        eqns = [e.replace(source_info=source.source_info) for e in eqns]
+    return eqns, [bound(v) for v in flat.jaxpr.outvars]
+
+
+# ---- equations ----------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes equations anew; `eqns` are those so far.
+
+    Args:
+        scope: where they are from.
+        apart: the variables that are to be shares.
+        rows: the shares of the inputs that come so.
+    """
+
+    def __init__(self, scope: Scope, apart: Collection[Any], rows: Mapping[Any, Any]):
+        self.eqns: list[Any] = []
+        self._scope = scope
+        self._replicas = scope.replicas
+        self._apart = apart
+        self._rows = dict(rows)
+        self._whole: dict[Any, Any] = {}
+        self._maker: dict[Any, Any] = {}
+        self._at: Any = None
+
+    def add(self, eqn: Any) -> None:
+        """Adds an equation: as it is, or giving shares."""
+        self._at = eqn
+        nested = self._scope.nested(eqn)
+        apart = [v in self._apart for v in eqn.outvars]
+        if nested is not None and any(apart):
+            self._add_nested(eqn, nested)
+        elif any(apart) and (summed := self._scope.summed(eqn)):
+            self._add_sum(eqn, summed)
+        elif any(apart):
+            self._add_additive(eqn)
+        else:
+            self._append(eqn.replace(invars=[self.whole(v) for v in eqn.invars]))
+
+    def whole(self, atom: Any) -> Any:
+        """An atom's whole value; where there are only its shares, their sum."""
+        if _jaxprs.is_literal(atom) or atom not in self._rows:
+            return atom
+        if atom not in self._whole:
+            (self._whole[atom],) = self._record(sum_rows, [self._rows[atom]])
+        return self._whole[atom]
+
+    def shares(self, atom: Any) -> Any:
+        """An atom's shares; where there is only its whole value, that in the first row."""
+        if not _jaxprs.is_literal(atom) and atom in self._rows:
+            return self._rows[atom]
+        if self._is_zero(atom):
+            (rows,) = self._record(lambda: zero_rows(atom.aval, self._replicas), [])
+        else:
+            (rows,) = self._record(lambda x: first_row(x, self._replicas), [atom])
+        return rows
+
+    def _is_zero(self, atom: Any) -> bool:
+        return is_zero(atom, self._maker)
+
+    def _append(self, eqn: Any) -> None:
+        self.eqns.append(eqn)
+        self._maker.update((v, eqn) for v in eqn.outvars)
+
+    def _record(self, fun: Callable, operands: Sequence[Any]) -> list[Any]:
+        eqns, results = record(fun, operands, self._at)
+        for eqn in eqns:
+            self._append(eqn)
+        return results
+
+    def _add_mapped(
+        self, eqn: Any, operands: Sequence[Any], dimensions: Sequence[int | None]
+    ) -> None:
+        """Maps an equation over a dimension of its operands, or of None that are the same."""
+        one = functools.partial(eqn.primitive.bind, **eqn.params)
+        mapped = map_replicas(one, dimensions, self._replicas, eqn.primitive.name in _BY_HAND)
+        (self._rows[eqn.outvars[0]],) = self._record(mapped, operands)
+
+    def _add_sum(self, eqn: Any, summed: Mapping[int, int]) -> None:
+        """Sums over the examples of each replica."""
+        replicas = self._replicas
+        operands, dimensions = [], []
+        for i, v in enumerate(eqn.invars):
+            operand, dimension = self.whole(v), summed.get(i)
+            if i in _replica_shares.summed_onto(eqn):
+                operand, dimension = self._mapped(v)
+            elif dimension is not None:
+                (operand,) = self._record(
+                    lambda x, d=dimension: by_replica(x, d, replicas), [operand]
+                )
+            operands.append(operand)
+            dimensions.append(dimension)
+        self._add_mapped(eqn, operands, dimensions)
+
+    def _add_additive(self, eqn: Any) -> None:
+        """Applies an additive equation to each row."""
+        additive = self._scope.additive(eqn, self._apart)
+        pairs = [
+            self._mapped(v) if i in additive else (self.whole(v), None)
+            for i, v in enumerate(eqn.invars)
+        ]
+        self._add_mapped(eqn, [v for v, _ in pairs], [d for _, d in pairs])
+
+    def _mapped(self, atom: Any) -> tuple[Any, int | None]:
+        """An operand that an equation is additive in; zeros are the same in each row."""
+        return (atom, None) if self._is_zero(atom) else (self.shares(atom), 0)
+
+    # ---- equations that hold others -------------------------------------------------------------
+
+    def _add_nested(self, eqn: Any, nested: Nested) -> None:
+        can = tuple(not _jaxprs.is_literal(v) and v in self._rows for v in eqn.invars)
+        ins, outs = nested.settled(can, tuple(v in self._apart for v in eqn.outvars))
+        operands = [
+            self._operand(v, apart, i in nested.stacked_operands)
+            for i, (v, apart) in enumerate(zip(eqn.invars, ins, strict=True))
+        ]
+        given = [i - nested.first for i, apart in enumerate(ins) if apart]
+        wanted = [i for i, apart in enumerate(outs) if apart]
+        bodies = [with_shares(scope, given, wanted) for scope in nested.bodies]
+        results = [
+            self._result(v, body_out, apart, i in nested.stacked_results, eqn)
+            for i, (v, body_out, apart) in enumerate(
+                zip(eqn.outvars, bodies[0].jaxpr.outvars, outs, strict=True)
+            )
+        ]
+        self._append(eqn.replace(invars=operands, outvars=results, params=_holding(eqn, bodies)))
+        for i, (v, rows) in enumerate(zip(eqn.outvars, results, strict=True)):
+            if not outs[i]:
+                continue
+            if i in nested.stacked_results:
+                (rows,) = self._record(_swap, [rows])
+            self._rows[v] = rows
+
+    def _operand(self, atom: Any, apart: bool, stacked: bool) -> Any:
+        if not apart:
+            return self.whole(atom)
+        rows = self.shares(atom)
+        return self._record(_swap, [rows])[0] if stacked else rows
+
+    def _result(self, var: Any, of_body: Any, apart: bool, stacked: bool, eqn: Any) -> Any:
+        if not apart:
+            return var
+        if not stacked:
+            return jex.Var(of_body.aval)
+        length = eqn.params["length"]
+        stack = jax.make_jaxpr(lambda x: jax.lax.broadcast(x, (length,)))(of_body.aval)
+        return jex.Var(stack.out_avals[0])
+
+
+def _swap(x: jax.Array) -> jax.Array:
+    """Exchanges the rows of replicas and those of iterations, which costs a device nothing."""
+    return jax.lax.transpose(x, (1, 0, *range(2, x.ndim)))
+
+
+def _holding(eqn: Any, bodies: Sequence[jex.ClosedJaxpr]) -> dict[str, Any]:
+    """The parameters of an equation with other jaxprs in it."""
+    if eqn.primitive.name == "cond":
+        old = eqn.params["branches"]
+        branches = [_compat.with_closed_type(b, o) for b, o in zip(bodies, old, strict=True)]
+        return {**eqn.params, "branches": tuple(branches)}
+    return {**eqn.params, "jaxpr": _compat.with_closed_type(bodies[0], eqn.params["jaxpr"])}
+
+
+def is_zero(atom: Any, maker: Mapping[Any, Any]) -> bool:
+    """Whether an atom is zeros, as far as the equations that make variables tell."""
+    if _jaxprs.is_literal(atom):
+        return jnp.ndim(atom.val) == 0 and atom.val == 0
+    eqn = maker.get(atom)
+    return (
+        eqn is not None
+        and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "copy")
+        and is_zero(eqn.invars[0], maker)
+    )

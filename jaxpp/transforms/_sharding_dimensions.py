@@ -1,0 +1,226 @@
+"""Which dimension of an equation's operands is found again as which dimension of its results.
+
+One small function for each kind of primitive, in a table by primitive name. This is what Shardy
+calls an operation's sharding rule (openxla.org/shardy, "Sharding propagation") and GSPMD the
+dimensions that it propagates through (Xu et al., arXiv 2105.04663, section 3.5).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+#: For each operand and each of its dimensions, the dimension of the results that is the same one:
+#: `None` where it ends here (it is summed, indexed, scanned over). All results share it.
+Found = list[tuple[int | None, ...]]
+
+
+def found_again(eqn) -> Found | None:
+    """Where the dimensions of an equation's operands are in its results.
+
+    Args:
+        eqn: an equation whose primitive has one result, or several of the same dimensions.
+
+    Returns:
+        for each operand a tuple with an entry for each of its dimensions, or `None` for a primitive
+        that has no rule here.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> jaxpr = jax.make_jaxpr(lambda x, w: x @ w)(jnp.ones((2, 3)), jnp.ones((3, 4)))
+        >>> found_again(jaxpr.eqns[0])
+        [(0, None), (None, 1)]
+    """
+    rule = _RULES.get(eqn.primitive.name)
+    return None if rule is None else rule(eqn, [shape_of(v) for v in eqn.invars])
+
+
+def shape_of(atom) -> tuple[int, ...]:
+    """The shape of an atom's value; `()` for what is not an array."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _where_equal(shape: Sequence[int], result: Sequence[int]) -> tuple[int | None, ...]:
+    """The same dimensions in the same order, those of another size excepted."""
+    return tuple(i if i < len(result) and n == result[i] else None for i, n in enumerate(shape))
+
+
+def _all_but(shape: Sequence[int], dropped: Sequence[int]) -> tuple[int | None, ...]:
+    """The same dimensions in the same order; those dropped end here, but stay where they are."""
+    return tuple(None if i in dropped else i for i in range(len(shape)))
+
+
+def _removed(shape: Sequence[int], dropped: Sequence[int]) -> tuple[int | None, ...]:
+    """The same dimensions in the same order; the results do not have those dropped at all."""
+    kept = [i for i in range(len(shape)) if i not in dropped]
+    return tuple(kept.index(i) if i in kept else None for i in range(len(shape)))
+
+
+def _same(eqn, shapes) -> Found:
+    """Each dimension, even of another size: a part of it, or it with others before and after."""
+    ndim = len(shape_of(eqn.outvars[0]))
+    return [tuple(range(ndim)) if len(s) == ndim else (None,) * len(s) for s in shapes]
+
+
+def _aligned(eqn, shapes) -> Found:
+    """Each dimension, those excepted that are repeated (of size 1) or of which a part is taken."""
+    result = shape_of(eqn.outvars[0])
+    return [
+        _where_equal(shape, result) if len(shape) == len(result) else (None,) * len(shape)
+        for shape in shapes
+    ]
+
+
+def _leading(eqn, shapes) -> Found:
+    """Elementwise on the leading dimensions: keys and their bits, and the bytes of elements."""
+    result = shape_of(eqn.outvars[0])
+    return [_where_equal(shape, result) for shape in shapes]
+
+
+def _matrices(eqn, shapes) -> Found:
+    """A function of matrices, the last two dimensions: only the batch is found again."""
+    return [_all_but(shape, (len(shape) - 2, len(shape) - 1)) for shape in shapes]
+
+
+def _dot_general(eqn, shapes) -> Found:
+    contracted, batch = eqn.params["dimension_numbers"]
+    found, offset = [], len(batch[0])
+    for shape, summed, shared in zip(shapes, contracted, batch, strict=True):
+        place: list[int | None] = [None] * len(shape)
+        for i, d in enumerate(shared):
+            place[d] = i
+        free = [d for d in range(len(shape)) if d not in summed and d not in shared]
+        for i, d in enumerate(free):
+            place[d] = offset + i
+        offset += len(free)
+        found.append(tuple(place))
+    return found
+
+
+def _convolution(eqn, shapes) -> Found:
+    """Batch, output features and the image's own dimensions, across which XLA exchanges halos."""
+    numbers = eqn.params["dimension_numbers"]
+    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    image: list[int | None] = [None] * len(lhs)
+    kernel: list[int | None] = [None] * len(rhs)
+    for mine, theirs in zip(lhs[2:], out[2:], strict=True):
+        image[mine] = theirs
+    # Where features are in groups, a group of the input makes a group of the output; a gradient of
+    # such a convolution has its groups in the batch.
+    image[lhs[0]] = out[0] if eqn.params["batch_group_count"] == 1 else out[1]
+    image[lhs[1]] = None if eqn.params["feature_group_count"] == 1 else out[1]
+    kernel[rhs[0]] = out[1]
+    return [tuple(image), tuple(kernel)]
+
+
+def _transpose(eqn, shapes) -> Found:
+    permutation = list(eqn.params["permutation"])
+    return [tuple(permutation.index(i) for i in range(len(permutation)))]
+
+
+def _broadcast(eqn, shapes) -> Found:
+    to, result = eqn.params["broadcast_dimensions"], shape_of(eqn.outvars[0])
+    operand = tuple(int(d) if n == result[d] else None for n, d in zip(shapes[0], to, strict=True))
+    return [operand, *((None,) * len(s) for s in shapes[1:])]
+
+
+def _reduction(eqn, shapes) -> Found:
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
+    return [_removed(shape, axes) for shape in shapes]
+
+
+def _top_k(eqn, shapes) -> Found:
+    return [_all_but(shapes[0], (eqn.params.get("axis", -1) % len(shapes[0]),))]
+
+
+def _stack(eqn, shapes) -> Found:
+    axis = eqn.params["axis"]
+    return [tuple(i + (i >= axis) for i in range(len(shape))) for shape in shapes]
+
+
+def _dynamic_update_slice(eqn, shapes) -> Found:
+    operand, update, *indices = shapes
+    whole = tuple(range(len(operand)))
+    return [whole, _where_equal(update, operand), *((None,) * len(s) for s in indices)]
+
+
+def _gather(eqn, shapes) -> Found:
+    """The windows' dimensions that are taken whole, and those of the indices."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shared = tuple(getattr(numbers, "operand_batching_dims", ()))
+    operand: list[int | None] = [None] * len(shapes[0])
+    indices: list[int | None] = [None] * len(shapes[1])
+    ndim = len(shape_of(eqn.outvars[0]))
+    batch = [d for d in range(ndim) if d not in numbers.offset_dims]
+    indices[: len(batch)] = batch
+    dropped = (*numbers.collapsed_slice_dims, *shared)
+    window = [d for d in range(len(shapes[0])) if d not in dropped]
+    for d, to in zip(window, numbers.offset_dims, strict=True):
+        if sizes[d] == shapes[0][d]:
+            operand[d] = to
+    for d, i in zip(shared, getattr(numbers, "start_indices_batching_dims", ()), strict=True):
+        operand[d] = indices[i]
+    return [tuple(operand), tuple(indices)]
+
+
+def _scatter(eqn, shapes) -> Found:
+    """The operand's dimensions; of the updates' those that are written whole."""
+    numbers = eqn.params["dimension_numbers"]
+    shared = tuple(getattr(numbers, "operand_batching_dims", ()))
+    ndim = len(shapes[0])
+    updates: list[int | None] = [None] * len(shapes[2])
+    indices: list[int | None] = [None] * len(shapes[1])
+    window = [d for d in range(ndim) if d not in (*numbers.inserted_window_dims, *shared)]
+    for d, u in zip(window, numbers.update_window_dims, strict=True):
+        if shapes[2][u] == shapes[0][d]:
+            updates[u] = d
+    rows = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
+    for d, i in zip(shared, getattr(numbers, "scatter_indices_batching_dims", ()), strict=True):
+        updates[rows[i]] = indices[i] = d
+    return [tuple(range(ndim)), tuple(indices), tuple(updates)]
+
+
+_ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    clz complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq eq_to erf
+    erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
+    layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to max mesh_cast min mul mulhi
+    name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow
+    random_clone random_fold_in random_seed real reduce_precision regularized_incomplete_beta rem
+    reshard round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+    sqrt square stage_edge stop_gradient sub tan tanh threefry2x32 tie with_memory_space_constraint
+    xor zeros_like zeta
+""".split()
+
+_IN_PLACE = """
+    concatenate cumlogsumexp cummax cummin cumprod cumsum pad reduce_window reduce_window_max
+    reduce_window_min reduce_window_sum rev select_and_gather_add select_and_scatter
+    select_and_scatter_add slice sort split
+""".split()
+
+_REDUCTIONS = """
+    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+    reduce_xor
+""".split()
+
+_LEADING = "bitcast_convert_type random_bits random_split random_unwrap random_wrap".split()
+
+_SCATTERS = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub".split()
+
+_RULES: dict[str, Callable[[Any, list[tuple[int, ...]]], Found]] = {
+    **dict.fromkeys(_ELEMENTWISE, _aligned),
+    **dict.fromkeys(_IN_PLACE, _same),
+    **dict.fromkeys(_REDUCTIONS, _reduction),
+    **dict.fromkeys(_LEADING, _leading),
+    **dict.fromkeys(_SCATTERS, _scatter),
+    **dict.fromkeys(["cholesky", "householder_product", "triangular_solve"], _matrices),
+    "broadcast_in_dim": _broadcast,
+    "conv_general_dilated": _convolution,
+    "dot_general": _dot_general,
+    "dynamic_slice": _aligned,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "gather": _gather,
+    "squeeze": lambda eqn, shapes: [_removed(shapes[0], eqn.params["dimensions"])],
+    "stack": _stack,
+    "top_k": _top_k,
+    "transpose": _transpose,
+    "unstack": lambda eqn, shapes: [_removed(shapes[0], (eqn.params["axis"],))],
+}

@@ -1,0 +1,152 @@
+"""Sharding propagation through the equations that hold jaxprs of their own: calls and loops.
+
+Each rule is given `outputs(jaxpr, specs)`, which tells how the outputs of such a jaxpr are split.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._specs import replicated, spec_of
+from jaxpp.transforms import _loop
+from jaxpp.transforms._sharding_dimensions import shape_of
+from jaxpp.transforms._sharding_specs import MaybeSpec, merge, pinned
+
+Outputs = Callable[[Any, Sequence[MaybeSpec]], list[MaybeSpec]]
+
+_ROUNDS = 3  # in which a loop's carries must have taken on the specs of its body's results
+
+
+def call(eqn, specs: Sequence[MaybeSpec], outputs: Outputs) -> list[MaybeSpec]:
+    """An equation that calls its body once."""
+    return outputs(_jaxprs.called_jaxpr(eqn), specs)
+
+
+def _jit(eqn, specs, outputs) -> list[MaybeSpec]:
+    """A nested `jit`, whose arguments and results may have shardings of their own."""
+    pinned_in = eqn.params.get("in_shardings", (None,) * len(specs))
+    specs = [pinned(s, p, v) for s, p, v in zip(specs, pinned_in, eqn.invars, strict=True)]
+    results = call(eqn, specs, outputs)
+    pinned_out = eqn.params.get("out_shardings", (None,) * len(results))
+    return [pinned(s, p, v) for s, p, v in zip(results, pinned_out, eqn.outvars, strict=True)]
+
+
+def _cond(eqn, specs, outputs) -> list[MaybeSpec]:
+    branches = [outputs(b, specs[1:]) for b in eqn.params["branches"]]
+    return [merge(results) for results in zip(*branches, strict=True)]
+
+
+def _while(eqn, specs, outputs) -> list[MaybeSpec]:
+    skipped, num_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    consts = specs[skipped : skipped + num_consts]
+
+    def body(carry):
+        return outputs(eqn.params["body_jaxpr"], [*consts, *carry]), None
+
+    return _fixpoint(body, specs[skipped + num_consts :])[0]
+
+
+def _scan(eqn, specs, outputs) -> list[MaybeSpec]:
+    num_consts, num_carry = _compat.scan_parts(eqn)
+    consts, xs = specs[:num_consts], specs[num_consts + num_carry :]
+    rows = [_row(s) for s in xs]
+
+    def body(carry):
+        results = outputs(eqn.params["jaxpr"], [*consts, *carry, *rows])
+        return results[:num_carry], results[num_carry:]
+
+    carry, ys = _fixpoint(body, specs[num_consts : num_consts + num_carry])
+    return [*carry, *map(_stacked, ys)]
+
+
+def _fixpoint(body: Callable, carry: Sequence[MaybeSpec]) -> tuple[list[MaybeSpec], Any]:
+    """The specs of a loop's carries, and what else `body` gives for them."""
+    carry = list(carry)
+    for _ in range(_ROUNDS):
+        results, rest = body(carry)
+        merged = [merge(pair) for pair in zip(carry, results, strict=True)]
+        if merged == carry:
+            break
+        carry = merged
+    return carry, rest  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def _row(spec: MaybeSpec) -> MaybeSpec:
+    """The spec of a slice along the first dimension."""
+    return None if spec is None else spec[1:]
+
+
+def _stacked(spec: MaybeSpec) -> MaybeSpec:
+    """The spec of values stacked along a new first dimension."""
+    return None if spec is None else ((), *spec)
+
+
+def loop_specs(eqn, specs: Sequence[MaybeSpec], outputs: Outputs) -> dict[_loop.Ref, MaybeSpec]:
+    """The specs of all that the tasks of a scheduled loop read and make, each of one microbatch.
+
+    Args:
+        eqn: the equation of the loop.
+        specs: of its operands: what is scanned over with its leading dimension of microbatches.
+        outputs: how the outputs of a task's jaxpr are split.
+
+    Returns:
+        a spec, or `None` where it may be any, by reference. An accumulator's is the same before and
+        after each task.
+    """
+    tasks: _loop.LoopTasks = eqn.params["tasks"]
+    xs = specs[tasks.num_consts + tasks.num_carry :]
+    known: dict[_loop.Ref, MaybeSpec] = {
+        _loop.Ref(source, i): spec
+        for source, own in (("const", specs[: tasks.num_consts]), ("x", map(_row, xs)))
+        for i, spec in enumerate(own)
+    }
+    carries = [_loop.Ref("carry", i) for i in range(tasks.num_carry)]
+
+    def body(carry):
+        known.update(zip(carries, carry, strict=True))
+        made = dict(known)
+        for task in tasks.bodies:
+            results = outputs(task.jaxpr, [known[r] for r in task.inputs])
+            made.update(zip(task.outputs, results, strict=True))
+            known.update((r, made[r]) for r in task.outputs if r.source != "carry")
+        return [made[r] for r in carries], None
+
+    initial = specs[tasks.num_consts : tasks.num_consts + tasks.num_carry]
+    known.update(zip(carries, _fixpoint(body, initial)[0], strict=True))
+    return known
+
+
+def _pipeline_loop(eqn, specs, outputs) -> list[MaybeSpec]:
+    tasks: _loop.LoopTasks = eqn.params["tasks"]
+    known = loop_specs(eqn, specs, outputs)
+    ys = [known[_loop.Ref("y", i)] for i in range(tasks.num_ys)]
+    return [*(known[_loop.Ref("carry", i)] for i in range(tasks.num_carry)), *map(_stacked, ys)]
+
+
+def _shard_map(eqn, specs, outputs) -> list[MaybeSpec]:
+    """The `out_specs` for its own axes; the others as its body leaves them."""
+    params = eqn.params
+    manual = params.get("newly_manual_axes", params.get("manual_axes", params["mesh"].axis_names))
+
+    def without(spec: MaybeSpec) -> MaybeSpec:
+        return spec and tuple(tuple(a for a in e if a not in manual) for e in spec)
+
+    inside = outputs(params["jaxpr"], [without(s) for s in specs])
+    results = []
+    for var, p, inner in zip(eqn.outvars, params["out_specs"], inside, strict=True):
+        outer = spec_of(p, len(shape_of(var)))
+        results.append(
+            tuple(o + i for o, i in zip(outer, inner or replicated(len(outer)), strict=True))
+        )
+    return results
+
+
+HOLDERS: dict[str, Callable[[Any, Sequence[MaybeSpec], Outputs], list[MaybeSpec]]] = {
+    "cond": _cond,
+    "jit": _jit,
+    "pipeline_loop": _pipeline_loop,
+    "pjit": _jit,
+    "scan": _scan,
+    "shard_map": _shard_map,
+    "while": _while,
+}

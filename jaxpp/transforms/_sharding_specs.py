@@ -1,0 +1,137 @@
+"""Working with specs: where several meet, where a type has a say, where an array is reshaped."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxpp._specs import Spec, replicated, spec_of
+from jaxpp.transforms._sharding_dimensions import shape_of
+
+#: A spec, or `None` for a value that may be split in any way: it is made of nothing that is split
+#: (zeros, positions, random bits), and takes after what it is combined with.
+MaybeSpec = Spec | None
+Sizes = Mapping[str, int]
+
+
+def merge(specs: Sequence[MaybeSpec]) -> MaybeSpec:
+    """One spec for a value that has several: each dimension is split where one of them splits it.
+
+    The first wins where they disagree.
+
+    Example:
+        >>> merge([None, (("data",), ()), ((), ("data",)), ((), ("model",))])
+        (('data',), ('model',))
+    """
+    known = [s for s in specs if s is not None]
+    if not known:
+        return None
+    return overlay(len(known[0]), ((i, e) for s in known for i, e in enumerate(s)))
+
+
+def overlay(ndim: int, entries: Iterable[tuple[int, tuple[str, ...]]]) -> Spec:
+    """A spec of (dimension, axes) pairs, the most important first, each axis at most once."""
+    spec: list[tuple[str, ...]] = [()] * ndim
+    used: set[str] = set()
+    for dim, axes in entries:
+        have = spec[dim]
+        if axes[: len(have)] != have:
+            continue
+        for axis in axes[len(have) :]:
+            if axis in used:
+                break
+            used.add(axis)
+            spec[dim] += (axis,)
+    return tuple(spec)
+
+
+def of_type(spec: MaybeSpec, var, sizes: Sizes) -> MaybeSpec:
+    """A spec as a variable's type allows it.
+
+    Each axis once and only where it divides the dimension; the axes that are explicit in the type
+    (`jax.sharding.AxisType.Explicit`) are where the type says.
+    """
+    shape = shape_of(var)
+    if not shape:
+        return ()
+    explicit, typed = _explicit(var.aval, len(shape))
+    if explicit:
+        spec = tuple(tuple(a for a in e if a not in explicit) for e in spec or ((),) * len(shape))
+        spec = tuple(t + e for t, e in zip(typed, spec, strict=True))
+    if spec is None:
+        return None
+    fitting = []
+    for n, axes in zip(shape, spec, strict=True):
+        for axis in axes:
+            if n % sizes[axis] == 0:
+                n //= sizes[axis]
+            else:
+                axes = axes[: axes.index(axis)]
+                break
+        fitting.append(axes)
+    return overlay(len(shape), enumerate(fitting))
+
+
+def _explicit(aval, ndim: int) -> tuple[frozenset[str], Spec]:
+    """The explicit axes of a type's mesh, and how they split its values."""
+    sharding = getattr(aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if sharding is None or mesh is None or mesh.empty:
+        return frozenset(), replicated(ndim)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes = frozenset(a for a, t in types.items() if t == AxisType.Explicit)
+    spec = _readable(sharding.spec, replicated(ndim))
+    return axes, tuple(tuple(a for a in e if a in axes) for e in spec)
+
+
+def _readable(partition_spec: PartitionSpec, unconstrained: Spec) -> Spec:
+    """A `PartitionSpec` as a spec; its unconstrained dimensions are as given."""
+    entries = tuple(partition_spec)
+    known = [None if e is PartitionSpec.UNCONSTRAINED else e for e in entries]
+    spec = spec_of(PartitionSpec(*known), len(unconstrained))
+    entries += (None,) * (len(spec) - len(entries))
+    fixed = [(i, s) for i, s in enumerate(spec)]
+    open_ = [
+        (i, unconstrained[i]) for i, e in enumerate(entries) if e is PartitionSpec.UNCONSTRAINED
+    ]
+    return overlay(len(spec), [*fixed, *open_])
+
+
+def pinned(spec: MaybeSpec, sharding, var) -> MaybeSpec:
+    """The spec that a sharding names, or `spec` where it names none."""
+    named = getattr(sharding, "spec", None)
+    if named is None:
+        return spec
+    return _readable(named, spec or replicated(len(shape_of(var))))
+
+
+def reshaped(spec: Spec, old: Sequence[int], new: Sequence[int], sizes: Sizes) -> Spec:
+    """The spec of a reshaped array for which nothing moves; an axis that has none is dropped.
+
+    An axis of size s gives the element at index i of the flattened array to the device of
+    coordinate `i // weight % s`, of a weight that its dimension's place tells. It splits the new
+    dimension in which this is the next place.
+
+    Example:
+        >>> reshaped((("data",), ("model",), ()), (4, 6, 5), (4, 30), {"data": 2, "model": 2})
+        (('data',), ('model',))
+        >>> reshaped((("data",), ("model",), ()), (4, 6, 5), (24, 5), {"data": 2, "model": 2})
+        (('data',), ())
+    """
+    places = []  # (weight times size, axis), from the outermost
+    for d, axes in enumerate(spec):
+        span = math.prod(old[d:])
+        for axis in axes:
+            places.append((span, axis))
+            span //= sizes[axis]
+    result: list[tuple[str, ...]] = [()] * len(new)
+    spans = [math.prod(new[d:]) for d in range(len(new))]
+    rests = list(new)
+    for span, axis in places:
+        for d in range(len(new)):
+            if spans[d] == span and rests[d] % sizes[axis] == 0:
+                result[d] += (axis,)
+                spans[d] //= sizes[axis]
+                rests[d] //= sizes[axis]
+                break
+    return tuple(result)
