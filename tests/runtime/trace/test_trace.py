@@ -69,8 +69,8 @@ def test_a_task_lasts_as_long_as_it_does(tmp_path):
     naps = [run.end - run.start for run in trace.runs if run.label.startswith("F1.")]
     others = [run.end - run.start for run in trace.runs if run.label.startswith("F0.")]
     assert len(naps) == 3 * steps.MICROBATCHES
-    assert min(naps) > 0.9 * steps.NAP  # what wakes the watcher may be late once in a while
-    assert statistics.median(naps) < 3 * steps.NAP
+    # On average: what wakes the watcher may be late once in a while.
+    assert 0.9 * steps.NAP < statistics.median(naps) < 3 * steps.NAP
     assert statistics.median(others) < 0.5 * steps.NAP
     measured, simulated = trace.timeline(), trace.simulated()
     assert steps.MICROBATCHES * steps.NAP < measured.makespan
