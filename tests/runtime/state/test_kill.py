@@ -151,9 +151,9 @@ def test_a_save_killed_before_any_change_to_a_file(tmp_path, saver, overwrite):
         if status == 0:
             break
         assert status == -signal.SIGKILL
-    # Before it is published it is not there, and after that it is.
-    published = outcomes.index(1)
-    assert set(outcomes[:published]) == {0 if overwrite else None}
-    assert set(outcomes[published:]) == {1}
-    assert published > 8
-    assert len(outcomes) - published >= (6 if overwrite else 2)
+    # Early on it is not there, at the end it is. In between the order of changes may vary: the
+    # arrays are written by several threads.
+    before = 0 if overwrite else None
+    assert set(outcomes) == {before, 1}
+    assert set(outcomes[:8]) == {before} and outcomes[-1] == 1
+    assert outcomes.count(1) >= (6 if overwrite else 2)

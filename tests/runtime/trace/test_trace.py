@@ -69,8 +69,8 @@ def test_a_task_lasts_as_long_as_it_does(tmp_path):
     naps = [run.end - run.start for run in trace.runs if run.label.startswith("F1.")]
     others = [run.end - run.start for run in trace.runs if run.label.startswith("F0.")]
     assert len(naps) == 3 * steps.MICROBATCHES
-    assert min(naps) > 0.9 * steps.NAP  # what wakes the watcher may be late once in a while
-    assert statistics.median(naps) < 3 * steps.NAP
+    # On average: what wakes the watcher may be late once in a while.
+    assert 0.9 * steps.NAP < statistics.median(naps) < 3 * steps.NAP
     assert statistics.median(others) < 0.5 * steps.NAP
     measured, simulated = trace.timeline(), trace.simulated()
     assert steps.MICROBATCHES * steps.NAP < measured.makespan
@@ -146,6 +146,8 @@ def test_a_call_that_fails_leaves_the_others(tmp_path):
     assert trace.typical_call == 0
     with pytest.raises(ValueError, match="Call 1 was not traced to its end"):
         trace.timeline(1)
+    step(params, steps.batch())  # JAX keeps the error until its devices have done something else
+    jax.effects_barrier()
 
 
 def test_the_timeline_of_a_call_has_the_order_of_the_table(plain):
