@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -25,9 +26,10 @@ def split_slices(
         sizes: the axes inside a rank.
 
     Returns:
-        The step, and the axes that its microbatches are split over along their first dimension.
+        The step, and the axes that the examples of its microbatches are split over.
     """
     known = _sharding_rules.propagate(jaxpr, specs, sizes)
+    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     axes: dict[str, None] = {}
     eqns = []
     for eqn in jaxpr.eqns:
@@ -36,29 +38,48 @@ def split_slices(
             first = tasks.num_consts + tasks.num_carry
             operands = list(eqn.invars)
             for n, v in enumerate(operands[first:], first):
-                spec = None if _jaxprs.is_literal(v) else known.get(v)
-                if spec is None or len(spec) < 2:
+                if _jaxprs.is_literal(v) or known.get(v) is None or v.aval.ndim < 2:
                     continue
-                if spec[0]:
-                    spec = _moved(spec, v.aval.shape, sizes)
+                dimension, over = _examples(v, maker, known)
+                spec = _split(known[v], v.aval.shape, dimension, over, sizes)
+                if spec != known[v]:
                     operands[n] = _jaxprs.fresh_var(v)
                     eqns.append(_constraint(v, spec).replace(invars=[v], outvars=[operands[n]]))
-                axes.update(dict.fromkeys(spec[1]))
+                axes.update(dict.fromkeys(spec[dimension]))
             eqn = eqn.replace(invars=operands)
         eqns.append(eqn)
     return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars), tuple(axes)
 
 
-def _moved(spec: Spec, shape: Sequence[int], sizes: Mapping[str, int]) -> Spec:
-    """The spec with the axes of the first dimension at the second, as far as they divide it."""
-    own = spec[1]
-    for axis in spec[0]:
-        if (
-            axis not in axes_of(spec[1:])
-            and shape[1] % (sizes[axis] * math.prod(sizes[a] for a in own)) == 0
-        ):
-            own = (*own, axis)
-    return ((), own, *spec[2:])
+def _examples(v: Any, maker: Mapping[Any, Any], known) -> tuple[int, tuple[str, ...]]:
+    """The dimension of the examples in the slices of a loop, and what it is to be split over.
+
+    The slices are a batch whose dimension of examples was reshaped to microbatches and examples,
+    and of these that of the microbatches moved to the front.
+    """
+    eqn, axis = maker.get(v), 0
+    if eqn is not None and eqn.primitive.name == "transpose":
+        axis = eqn.params["permutation"][0]
+        eqn = maker.get(eqn.invars[0])
+    over = known[v][0]
+    if eqn is not None and eqn.primitive.name == "reshape":
+        batch, shape = eqn.invars[0], eqn.outvars[0].aval.shape
+        merged = (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+        if batch.aval.shape == merged and known.get(batch) is not None:
+            return axis + 1, known[batch][axis]
+    return 1, over
+
+
+def _split(
+    spec: Spec, shape: Sequence[int], dimension: int, over: Sequence[str], sizes: Mapping[str, int]
+) -> Spec:
+    """The spec with a dimension split over some axes, as far as they divide it, the first whole."""
+    entries = [(), *spec[1:]]
+    for axis in over:
+        parts = sizes[axis] * math.prod(sizes[a] for a in entries[dimension])
+        if axis not in axes_of(tuple(entries)) and shape[dimension] % parts == 0:
+            entries[dimension] = (*entries[dimension], axis)
+    return tuple(entries)
 
 
 def _constraint(var, spec: Spec):

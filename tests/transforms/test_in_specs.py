@@ -163,6 +163,27 @@ def test_zero1_gathers_each_parameter_once_a_step():
         assert "all-gather over data" not in rank.collectives
 
 
+@pytest.mark.parametrize("num_microbatches", [3, 6])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_gradients_are_reduced_once_a_step(num_microbatches, axis):
+    def loss_fn(w, x):
+        x = x if axis == 0 else x.T
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.mean((h @ w[1]) ** 2)
+
+    grad_fn = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
+    grad_fn = jaxpp.microbatch(grad_fn, num_microbatches, in_axes=(None, axis))
+    mesh = jaxpp.MpmdMesh((2, 2), ("mpmd", "data"))
+    batch_spec = P(*(None,) * axis, "data")
+    step = jaxpp.place(jaxpp.schedule(grad_fn, ONE_F_ONE_B), mesh, in_specs=(None, batch_spec))
+    w = [jax.random.normal(k, (WIDTH, WIDTH)) for k in jax.random.split(jax.random.key(1))]
+    x = np.random.default_rng(3).normal(size=(24, WIDTH)).astype(np.float32)
+    x = x if axis == 0 else x.T
+    assert_close(step(w, x), jax.jit(grad_fn)(w, x))
+    for rank in step.describe().ranks:
+        assert rank.collectives["all-reduce over data"] == 1
+
+
 def test_a_constraint_is_one_of_the_rank_that_runs_it():
     def constrain(h):
         return jax.lax.with_sharding_constraint(h, P("data", "model"))

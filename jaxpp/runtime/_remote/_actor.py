@@ -19,8 +19,8 @@ from jaxpp.runtime._remote._cluster import Place
 from jaxpp.runtime._remote._environment import prepare_process
 from jaxpp.runtime._remote._process import Process
 from jaxpp.runtime._transport import SocketTransport
-from jaxpp.runtime._transport._device import (
-    DeviceTransport,
+from jaxpp.runtime._transport._device import DeviceTransport
+from jaxpp.runtime._transport._processes import (
     first_devices,
     free_port,
     join_processes,

@@ -23,9 +23,10 @@ import jaxpp
 from jaxpp._program import Message, Run
 from jaxpp.runtime._array_types import to_host
 from jaxpp.runtime._remote import _export
-from jaxpp.runtime._transport._device import DeviceTransport, join_processes, rank_homes
+from jaxpp.runtime._transport._device import DeviceTransport
 from jaxpp.runtime._transport._errors import Aborted, PeerLost
 from jaxpp.runtime._transport._order import transfer_order
+from jaxpp.runtime._transport._processes import join_processes, rank_homes
 from jaxpp.runtime._worker import Worker
 
 DTYPES = (

@@ -1,0 +1,93 @@
+"""The processes of the ranks as one system of JAX's, for transfers from device to device."""
+
+import collections
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxpp.runtime._homes import Home, home_over
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this host that nothing listens on.
+
+    Example:
+        >>> 0 < free_port() < 65536
+        True
+    """
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return found.getsockname()[1]
+
+
+def join_processes(
+    coordinator: str,
+    num_processes: int,
+    process_id: int,
+    *,
+    host: str = "127.0.0.1",
+    heartbeat_timeout_seconds: int = 100,
+) -> None:
+    """Joins this process with those of the other ranks; JAX must not have been used before.
+
+    Once joined, SIGTERM does not end the process (JAX takes it for the announcement of a
+    preemption), and the death of one process ends the others: at once where it is process 0, which
+    has the coordinator, else when its heartbeat has been missed for so long.
+
+    Args:
+        coordinator: host and port at which process 0 listens, `"127.0.0.1:12345"`; not port 0.
+        num_processes: how many there are, one a rank.
+        process_id: the rank of this one.
+        host: the address of this host at which the others reach it.
+        heartbeat_timeout_seconds: after how long without a sign of life a process counts as dead.
+    """
+    # Where there is no NCCL, on CPU, JAX serves transfers at a socket; port 0 there hangs.
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{free_port(host)}")
+    jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+        coordinator_bind_address=coordinator if process_id == 0 else None,
+    )
+
+
+def rank_homes(sizes: Mapping[str, int] | None = None) -> tuple[Home, ...]:
+    """The home of each rank: the first devices of each process that `join_processes` has joined.
+
+    Args:
+        sizes: the axes inside a rank, and their sizes; by default it is one device.
+
+    Raises:
+        ValueError: a process has fewer devices than these axes need.
+
+    Example:
+        >>> import jax
+        >>> rank_homes() == (jax.devices()[0],)
+        True
+    """
+    sizes = sizes or {}
+    by_rank: dict[int, list[Any]] = collections.defaultdict(list)
+    for device in jax.devices():
+        by_rank[device.process_index].append(device)
+    return tuple(home_over(first_devices(by_rank[n], sizes, n), sizes) for n in sorted(by_rank))
+
+
+def first_devices(devices: Sequence[Any], sizes: Mapping[str, int], rank: int) -> list[Any]:
+    """As many of a process's devices as its rank needs.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    needed = math.prod(sizes.values())
+    if len(devices) < needed:
+        raise ValueError(
+            f"Rank {rank} needs {needed} devices for its axes {dict(sizes)}, and its process has "
+            f"{len(devices)}: {list(devices)}. On GPUs, look at CUDA_VISIBLE_DEVICES there; on "
+            f"CPU, take xla_force_host_platform_device_count out of XLA_FLAGS."
+        )
+    return list(devices[:needed])
