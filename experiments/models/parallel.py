@@ -48,9 +48,9 @@ def rules(
 
     Example:
         >>> from experiments.models import parallel
-        >>> found = dict(parallel.rules("model", experts="data"))
-        >>> found[r"blocks\\.\\d+\\.attention\\.(output_proj|out)\\.weight$"]
-        PartitionSpec(None, 'model')
+        >>> found = {spec for name, spec in parallel.rules("model") if "down" in name}
+        >>> PartitionSpec(None, "model") in found
+        True
     """
     inside = None if axis == experts else axis
     columns, rows = PartitionSpec(axis), PartitionSpec(None, axis)

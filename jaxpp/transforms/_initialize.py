@@ -3,9 +3,9 @@
 A rank's program is what is left of the initialiser's jaxpr once all that the rank does not read is
 gone. Each operation in it is compiled by itself, as JAX runs a function that is not jitted, for XLA
 rounds in another way where it fuses operations. So the values are those of `init_fn(*args)`, bit
-for bit, on any number of ranks, and of devices in a rank. Two exceptions: what JAX inlines when it traces (`jnp.mean`) counts
-as the operations it consists of; and a jitted function of which a rank needs only some results, or
-some rows of them, is compiled without the rest.
+for bit, on any number of ranks, and of devices in a rank. Two exceptions: what JAX inlines when it
+traces (`jnp.mean`) counts as the operations it consists of; and a jitted function of which a rank
+needs only some results, or some rows of them, is compiled without the rest.
 """
 
 import itertools
