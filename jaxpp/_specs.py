@@ -1,8 +1,11 @@
 """How an array is split over the axes inside a rank: plain data, one entry for each dimension."""
 
+from collections.abc import Collection
 from typing import Any
 
-from jax.sharding import AbstractMesh, PartitionSpec
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 #: For each dimension the axes that it is split over, the outermost first; `()` where it is whole.
 Spec = tuple[tuple[str, ...], ...]
@@ -48,3 +51,48 @@ def axes_of(spec: Spec) -> tuple[str, ...]:
 def axis_sizes(mesh: AbstractMesh | None) -> dict[str, int]:
     """The size of each axis of a mesh; of none, where a rank is one device."""
     return {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+
+def explicit_axes(mesh: AbstractMesh) -> tuple[str, ...]:
+    """The axes of a mesh that the types of arrays speak of."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
+
+
+def in_type(x: Any) -> Spec | None:
+    """How an array is split as its type says; None where types say nothing."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or not explicit_axes(sharding.mesh):
+        return None
+    return spec_of(sharding.spec, x.ndim)
+
+
+def filled(x: Any, value: Any, dtype: Any = None) -> jax.Array:
+    """An array of one value, shaped like another, and split like it where its type says how.
+
+    Args:
+        x: an array, or a `jax.ShapeDtypeStruct`.
+        value: the value.
+        dtype: its dtype; by default that of `x`.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not explicit_axes(sharding.mesh):
+        return jnp.full(x.shape, value, dtype) if value else jnp.zeros(x.shape, dtype)
+    return jax.lax.full(x.shape, value, dtype, sharding=sharding)
+
+
+def only(spec: Spec, axes: Collection[str]) -> Spec:
+    """A spec without the axes that are not among the given ones."""
+    return tuple(tuple(a for a in entry if a in axes) for entry in spec)
+
+
+def constrain(x: jax.Array, spec: Spec) -> jax.Array:
+    """Splits an array over axes of the mesh that is set, be they automatic or explicit."""
+    explicit = explicit_axes(jax.sharding.get_abstract_mesh())
+    automatic = set(axes_of(spec)).difference(explicit)
+    if explicit:
+        x = jax.sharding.reshard(x, partition_spec(only(spec, explicit)))
+    if automatic or not explicit:
+        x = jax.lax.with_sharding_constraint(x, partition_spec(only(spec, automatic)))
+    return x

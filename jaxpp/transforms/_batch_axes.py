@@ -8,7 +8,7 @@ import jax
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._specs import Spec, axes_of, partition_spec
+from jaxpp._specs import Spec, axes_of, constrain
 from jaxpp.transforms import _loop, _sharding_rules
 
 
@@ -44,7 +44,7 @@ def split_slices(
                 spec = _split(known[v], v.aval.shape, dimension, over, sizes)
                 if spec != known[v]:
                     operands[n] = _jaxprs.fresh_var(v)
-                    eqns.append(_constraint(v, spec).replace(invars=[v], outvars=[operands[n]]))
+                    eqns.append(_constraint(v, spec, operands[n]))
                 axes.update(dict.fromkeys(spec[dimension]))
             eqn = eqn.replace(invars=operands)
         eqns.append(eqn)
@@ -82,7 +82,7 @@ def _split(
     return tuple(entries)
 
 
-def _constraint(var, spec: Spec):
+def _constraint(var: Any, spec: Spec, result: Any):
     """The equation that splits a variable; under the abstract mesh of a rank."""
-    split = partition_spec(spec)
-    return jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, split))(var.aval).eqns[0]
+    (eqn,) = jax.make_jaxpr(lambda x: constrain(x, spec))(var.aval).eqns
+    return eqn.replace(invars=[var], outvars=[result])

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from jaxpp import _jaxprs
+from jaxpp import _jaxprs, _specs
 from jaxpp.transforms import _reductions
 
 #: For an argument, that it is what the microbatch before it gave back.
@@ -225,7 +225,7 @@ def _run_loop(body: Callable, roles, operators, count: int, *inputs: Any) -> lis
         given = {"whole": iter(whole), CARRY: iter(carried), "slice": iter(one)}
         return body(*(next(given[role]) for role in roles))
 
-    one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in slices]
+    one = jax.eval_shape(lambda slices: [x[0] for x in slices], slices)
     shapes = jax.eval_shape(call, first, one)
 
     def those(kind, outputs):
@@ -372,15 +372,18 @@ def _check_sizes(leaves, axes, paths, count: int) -> None:
 
 
 def _slice_type(x, axis: int | str, count: int) -> jax.ShapeDtypeStruct:
-    x = jax.eval_shape(lambda x: x, x)  # NumPy's int64 is an int32 to JAX
-    shape = list(x.shape)
-    if isinstance(axis, int):
-        shape[axis] //= count
-    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+    def first(x):
+        return _stack_slices(x, axis, count)[0] if isinstance(axis, int) else x
+
+    return jax.eval_shape(first, x)  # NumPy's int64 is an int32 to JAX
 
 
 def _stack_slices(x, axis: int, count: int):
     """The slices of an array along a new first axis."""
+    x = jnp.asarray(x)
     axis = axis % x.ndim
     shape = (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x.reshape(shape), axis, 0) if axis else x.reshape(shape)
+    split = _specs.in_type(x)
+    if split is not None:  # a type says how it is split: so are the examples of each slice
+        split = _specs.partition_spec((*split[:axis], (), *split[axis:]))
+    return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)

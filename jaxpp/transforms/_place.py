@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Fed, Mesh, Program, Role, Step, default_mesh
-from jaxpp._specs import Spec, axis_sizes
+from jaxpp._specs import Spec, axis_sizes, explicit_axes, only, partition_spec
 from jaxpp.transforms import (
     _assign_specs,
     _batch_axes,
@@ -377,7 +377,7 @@ class Placed:
         types = [x if a is None else a for x, a in zip(leaves, signature.avals, strict=True)]
         typed = jtu.tree_unflatten(tree, types)
         in_specs = self._specs("in_specs", self._in_specs, typed, inside)
-        traced = _jaxprs.trace(self._fun, typed)
+        traced = _jaxprs.trace(self._fun, _with_explicit(typed, in_specs, inside))
         _constraints.check_constraints(traced.jaxpr, inside)
         jaxpr = _flatten(traced.jaxpr)
         constants, num_closed = traced.inputs, traced.num_closed_over
@@ -501,6 +501,22 @@ def _split(
         for n, spec in enumerate(parts.of_results(out_specs))
     ]
     return _assign_specs.Inside(inside, tuple(arguments), tuple(results))
+
+
+def _with_explicit(types: Any, specs: Sequence[Spec | None], inside: AbstractMesh | None) -> Any:
+    """The types of arguments, with how they are split over the explicit axes inside a rank."""
+    explicit = () if inside is None else explicit_axes(inside)
+    if inside is None or not explicit:
+        return types
+    leaves, tree = jtu.tree_flatten(types)
+    rest = iter(specs)
+    typed = [
+        x.update(sharding=NamedSharding(inside, partition_spec(only(next(rest) or (), explicit))))
+        if isinstance(x, jax.ShapeDtypeStruct)
+        else x
+        for x in leaves
+    ]
+    return jtu.tree_unflatten(tree, typed)
 
 
 def _as_type(aval: Any) -> jax.ShapeDtypeStruct:

@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from jaxpp import _specs
+
 
 @runtime_checkable
 class Operator(Protocol):
@@ -67,15 +69,15 @@ class Carry:
 
 
 def _zeros(x):
-    return jnp.zeros(x.shape, x.dtype)  # of a key type too
+    return _specs.filled(x, 0)  # of a key type too
 
 
 def _lowest(x):
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.full(x.shape, -jnp.inf, x.dtype)
+        return _specs.filled(x, -jnp.inf)
     if x.dtype == jnp.bool_:
-        return jnp.zeros(x.shape, x.dtype)
-    return jnp.full(x.shape, jnp.iinfo(x.dtype).min, x.dtype)
+        return _specs.filled(x, False)
+    return _specs.filled(x, jnp.iinfo(x.dtype).min)
 
 
 def _is_number(dtype):
@@ -127,7 +129,7 @@ def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
         return operator
     return dataclasses.replace(
         operator,
-        init=lambda x: jnp.zeros(x.shape, dtype),
+        init=lambda x: _specs.filled(x, 0, dtype),
         combine=lambda acc, x: acc + x.astype(dtype),
         dtype=dtype,
     )

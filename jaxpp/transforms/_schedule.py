@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs, schedules
+from jaxpp import _compat, _jaxprs, _specs, schedules
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms import _directions, _loop, _marks, _tasks
 from jaxpp.transforms._rows import Bounds
@@ -117,7 +117,7 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
     partition = _tasks.partition(body, num_consts, num_carry, table.splits_backward)
     _check(schedule, table, partition.tasks)
     hoisted = _jaxprs.run(partition.hoisted.jaxpr, *(operands[i] for i in partition.hoisted_from))
-    zeros = [jnp.zeros(a.shape, a.dtype) for a in partition.zeros]
+    zeros = [_specs.filled(a, 0) for a in partition.zeros]
     firsts = operands[num_consts : num_consts + num_carry]
     carries = [*_apart(firsts, partition.cuts), *zeros]
     # A stacked parameter, once its slices are taken, is read by no task.
