@@ -214,6 +214,30 @@ def test_a_pipeline_of_stacked_layers_is_the_model(name, remat, schedule):
     assert_pipeline_is_the_model(zoo, split, SCHEDULES[schedule], model)
 
 
+@pytest.mark.parametrize("layers", [8, pytest.param(32, marks=pytest.mark.slow)])
+def test_stacked_layers_make_no_longer_programs(layers):
+    config = dataclasses.replace(
+        gpt2.CONFIGS["gpt2_124m"],
+        vocabulary=64, context=8, width=8, heads=2, layers=layers, dropout=0.0,
+    )  # fmt: skip
+    cuts = [f"blocks.{n * layers // 4}" for n in (1, 2, 3)]
+    sizes = []
+    for stacked, cut in [(True, {"num_stages": 4}), (False, {"at": cuts})]:
+        model = gpt2.GPT2(config, stacked=stacked, key=jax.random.key(0))
+        loss = jaxpp.wrap_forward(jaxpp.split_stages(gpt2.loss_fn, **cut))
+        optimizer, step = train_step_of(
+            jaxpp.schedule(
+                jaxpp.microbatch(eqx.filter_value_and_grad(loss), 4, in_axes=(None, 0)), OneFOneB()
+            )
+        )
+        state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+        tokens = jax.ShapeDtypeStruct((8, 9), jnp.int32)
+        lowered = jaxpp.place(step, jaxpp.MpmdMesh((4,))).lower(model, state, tokens)
+        programs = sum(len(program.instructions) for program in lowered.programs)
+        sizes.append((programs, len(lowered.bundle.computations)))
+    assert sizes[0][0] <= sizes[1][0] and sizes[0][1] <= sizes[1][1], sizes
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_the_loss_falls(name):
     zoo = ZOO[name]
