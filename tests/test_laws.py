@@ -283,7 +283,9 @@ def trained(step, case: models.Case):
     return model
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied", "mixture_of_experts"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "tied", pytest.param("mixture_of_experts", marks=pytest.mark.slow)]
+)
 def test_a_step_in_bfloat16_is_as_close_as_its_resolution(name):
     case = make_case(name, jnp.bfloat16)
     step = place_train_step(case, jaxpp.schedules.OneFOneB(), 4, 3, 4)

@@ -180,8 +180,15 @@ def with_metrics(reduction, num_stages: int):
 METRICS = {"correct": "sum", "per_example": "concat", "worst": "max", "bytes": "sum"}
 
 
-@schedules
-@pytest.mark.parametrize("kind", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        pytest.param(kind, schedule, marks=() if quick else pytest.mark.slow)
+        for kind in ("mean", "sum")
+        for schedule in SCHEDULES
+        for quick in [(kind == "mean") == (schedule == "interleaved_1f1b")]
+    ],
+)
 def test_means_and_sums_with_metrics(kind, schedule):
     reduction = {"mean": jnp.mean, "sum": jnp.sum}[kind]
     make = functools.partial(with_metrics, reduction)

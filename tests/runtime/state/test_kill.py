@@ -151,8 +151,8 @@ def test_a_save_killed_before_any_change_to_a_file(tmp_path, saver, overwrite):
         if status == 0:
             break
         assert status == -signal.SIGKILL
-    # Early on it is not there, at the end it is. In between the order of changes may vary: the
-    # arrays are written by several threads.
+    # Early on it is not there, at the end it is. In between the number of changes before it is
+    # published may vary from save to save.
     before = 0 if overwrite else None
     assert set(outcomes) == {before, 1}
     assert set(outcomes[:8]) == {before} and outcomes[-1] == 1

@@ -146,7 +146,7 @@ def test_a_call_that_fails_leaves_the_others(tmp_path):
     assert trace.typical_call == 0
     with pytest.raises(ValueError, match="Call 1 was not traced to its end"):
         trace.timeline(1)
-    step(params, steps.batch())  # JAX keeps the error until its devices have done something else
+    step(params, steps.batch())  # the mesh is well, and no error waits for the next test
     jax.effects_barrier()
 
 

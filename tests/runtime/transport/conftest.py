@@ -26,6 +26,6 @@ def nothing_is_left():
     while resources() != (threads, descriptors) and time.monotonic() < deadline:
         time.sleep(0.02)
     left, opened = resources()
+    gc.unfreeze()
     assert left <= threads
     assert opened <= descriptors
-    gc.unfreeze()
