@@ -3,10 +3,11 @@
 The only module that tests versions, and the only one that uses names which JAX does not export.
 """
 
+import functools
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax._src import source_info_util
 from jax.core import Tracer
 from jax.experimental import serialize_executable
 from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh
 from jaxlib import xla_client
 
 # So that an equation's source line is the user's, in error messages and in profiles.
@@ -122,6 +124,18 @@ def under_scope(eqn, caller):
     if source_info_util.user_frame(traceback) is None:
         traceback = caller.source_info.traceback
     return eqn.replace(source_info=source.replace(name_stack=stack, traceback=traceback))
+
+
+def under_mesh(eqn, change: Callable[[AbstractMesh], AbstractMesh]):
+    """The equation under another abstract mesh than the one that was set where it was traced."""
+    return eqn.replace(ctx=_context(eqn.ctx, change))
+
+
+@functools.cache
+def _context(context, change: Callable[[AbstractMesh], AbstractMesh]):
+    mesh = change(context.cur_abstract_mesh)
+    with context.manager, jax.sharding.use_abstract_mesh(mesh):
+        return type(context)()
 
 
 def load_on_devices(

@@ -1,6 +1,6 @@
 """How an array is split over the axes inside a rank: plain data, one entry for each dimension."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -67,6 +67,17 @@ def in_type(x: Any) -> Spec | None:
     return spec_of(sharding.spec, x.ndim)
 
 
+def types_of(fun: Callable, *args: Any) -> Any:
+    """What `jax.eval_shape` gives, with how it is split over the explicit axes of any mesh."""
+    jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    leaves, tree = jax.tree.flatten(shapes)
+    typed = [
+        x.update(sharding=a.sharding) if explicit_axes(a.sharding.mesh) else x
+        for x, a in zip(leaves, jaxpr.out_avals, strict=True)
+    ]
+    return jax.tree.unflatten(tree, typed)
+
+
 def filled(x: Any, value: Any, dtype: Any = None) -> jax.Array:
     """An array of one value, shaped like another, and split like it where its type says how.
 
@@ -85,14 +96,3 @@ def filled(x: Any, value: Any, dtype: Any = None) -> jax.Array:
 def only(spec: Spec, axes: Collection[str]) -> Spec:
     """A spec without the axes that are not among the given ones."""
     return tuple(tuple(a for a in entry if a in axes) for entry in spec)
-
-
-def constrain(x: jax.Array, spec: Spec) -> jax.Array:
-    """Splits an array over axes of the mesh that is set, be they automatic or explicit."""
-    explicit = explicit_axes(jax.sharding.get_abstract_mesh())
-    automatic = set(axes_of(spec)).difference(explicit)
-    if explicit:
-        x = jax.sharding.reshard(x, partition_spec(only(spec, explicit)))
-    if automatic or not explicit:
-        x = jax.lax.with_sharding_constraint(x, partition_spec(only(spec, automatic)))
-    return x

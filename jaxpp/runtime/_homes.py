@@ -17,21 +17,22 @@ Home = jax.Device | Mesh
 def homes_of(devices: np.ndarray, inside: AbstractMesh | None) -> tuple[Home, ...]:
     """The home of each rank.
 
+    All its axes are automatic: which ones the caller has made explicit matters to what is traced,
+    and nothing is traced there.
+
     Args:
         devices: the devices, the ranks along the first axis, the axes of `inside` behind it.
         inside: the mesh of every rank without its devices; None where each is one device.
     """
     if inside is None:
         return tuple(devices)
-    return tuple(Mesh(own, inside.axis_names, axis_types=inside.axis_types) for own in devices)
+    return tuple(Mesh(own, inside.axis_names) for own in devices)
 
 
 def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
     """The home of a rank that has a process of its own.
 
-    One device is its home itself, whatever the axes: what goes there takes the shortest way. In a
-    mesh all axes are automatic: which ones the caller has made explicit matters to what is traced,
-    and nothing is traced there.
+    One device is its home itself, whatever the axes: what goes there takes the shortest way.
 
     Args:
         devices: those of the rank, in the order of its axes.
@@ -71,8 +72,7 @@ def sharding_across(homes: tuple[Home, ...], spec: Spec = ()) -> Sharding:
     if not isinstance(first, Mesh):
         return NamedSharding(Mesh(rows[:, 0], ("ranks",)), partition_spec(()))
     grid = rows.reshape(len(homes), *first.devices.shape)
-    types = (first.axis_types[0], *first.axis_types)
-    mesh = Mesh(grid, ("ranks", *first.axis_names), axis_types=types)
+    mesh = Mesh(grid, ("ranks", *first.axis_names))
     return NamedSharding(mesh, partition_spec(spec))
 
 

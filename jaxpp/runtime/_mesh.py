@@ -80,9 +80,7 @@ class MpmdMesh:
                 )
         self.shape, self.axis_names = axes.shape, axes.names
         self.homes = homes_of(by_rank, axes.inside)
-        first = self.homes[0]
-        # The types of arrays on the ranks name this one, which knows the kind of the devices.
-        self.inside: AbstractMesh | None = first.abstract_mesh if axes.inside else None
+        self.inside: AbstractMesh | None = axes.inside
         self._tracing = LocalTracing()
 
     def __repr__(self):

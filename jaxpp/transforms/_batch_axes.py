@@ -8,7 +8,7 @@ import jax
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._specs import Spec, axes_of, constrain
+from jaxpp._specs import Spec, axes_of, partition_spec
 from jaxpp.transforms import _loop, _sharding_rules
 
 
@@ -84,5 +84,6 @@ def _split(
 
 def _constraint(var: Any, spec: Spec, result: Any):
     """The equation that splits a variable; under the abstract mesh of a rank."""
-    (eqn,) = jax.make_jaxpr(lambda x: constrain(x, spec))(var.aval).eqns
+    wanted = partition_spec(spec)
+    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, wanted))(var.aval).eqns
     return eqn.replace(invars=[var], outvars=[result])

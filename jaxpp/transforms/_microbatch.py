@@ -225,8 +225,8 @@ def _run_loop(body: Callable, roles, operators, count: int, *inputs: Any) -> lis
         given = {"whole": iter(whole), CARRY: iter(carried), "slice": iter(one)}
         return body(*(next(given[role]) for role in roles))
 
-    one = jax.eval_shape(lambda slices: [x[0] for x in slices], slices)
-    shapes = jax.eval_shape(call, first, one)
+    one = _specs.types_of(lambda slices: [x[0] for x in slices], slices)
+    shapes = _specs.types_of(call, first, one)
 
     def those(kind, outputs):
         return [y for op, y in zip(operators, outputs, strict=True) if isinstance(op, kind)]
@@ -375,7 +375,7 @@ def _slice_type(x, axis: int | str, count: int) -> jax.ShapeDtypeStruct:
     def first(x):
         return _stack_slices(x, axis, count)[0] if isinstance(axis, int) else x
 
-    return jax.eval_shape(first, x)  # NumPy's int64 is an int32 to JAX
+    return _specs.types_of(first, x)  # NumPy's int64 is an int32 to JAX
 
 
 def _stack_slices(x, axis: int, count: int):

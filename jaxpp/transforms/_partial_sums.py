@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, partition_spec
@@ -74,18 +74,8 @@ def keep_apart(x: jax.Array, replicas: Replicas, dimension: int = 0) -> jax.Arra
     if jax.sharding.get_abstract_mesh().empty:
         return x
     entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-    if _in_types(replicas):
-        entries = list(jax.typeof(x).sharding.spec)
     entries[dimension] = replicas.axes
-    move = jax.sharding.reshard if _in_types(replicas) else jax.lax.with_sharding_constraint
-    return move(x, PartitionSpec(*entries))
-
-
-def _in_types(replicas: Replicas) -> bool:
-    """Whether the types of arrays say how they are split over replicas."""
-    mesh = jax.sharding.get_abstract_mesh()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return all(types.get(axis) == AxisType.Explicit for axis in replicas.axes)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
 
 
 def sum_rows(rows: jax.Array) -> jax.Array:
@@ -162,7 +152,7 @@ def map_replicas(
         fun,
         in_axes=tuple(dimensions),
         axis_size=replicas.count,
-        spmd_axis_name=None if _in_types(replicas) else replicas.axes,
+        spmd_axis_name=replicas.axes,
     )
     return lambda *xs: keep_apart(mapped(*xs), replicas)
 

@@ -15,6 +15,7 @@ from jaxpp._program import Bundle, Fed, Mesh, Program, Role, Step, default_mesh
 from jaxpp._specs import Spec, axis_sizes, explicit_axes, only, partition_spec
 from jaxpp.transforms import (
     _assign_specs,
+    _automatic_axes,
     _batch_axes,
     _constraints,
     _deferred_sums,
@@ -366,7 +367,7 @@ class Placed:
         if inside is None:
             return self._lower_inside(args, None)
         # Constraints in the model name axes alone, and mean those of the rank that they run on.
-        with jax.sharding.use_abstract_mesh(inside):
+        with jax.sharding.use_abstract_mesh(_automatic_axes.automatic(inside)):
             return self._lower_inside(args, inside)
 
     def _lower_inside(self, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
@@ -377,7 +378,7 @@ class Placed:
         types = [x if a is None else a for x, a in zip(leaves, signature.avals, strict=True)]
         typed = jtu.tree_unflatten(tree, types)
         in_specs = self._specs("in_specs", self._in_specs, typed, inside)
-        traced = _jaxprs.trace(self._fun, _with_explicit(typed, in_specs, inside))
+        traced = self._trace(typed, in_specs, inside)
         _constraints.check_constraints(traced.jaxpr, inside)
         jaxpr = _flatten(traced.jaxpr)
         constants, num_closed = traced.inputs, traced.num_closed_over
@@ -415,6 +416,18 @@ class Placed:
             return Compiled(bundle, mesh, mesh.load(bundle), signature, traced.rebuild)
 
         return Lowered(bundle, finish)
+
+    def _trace(
+        self, args: Any, in_specs: Sequence[Spec | None], inside: AbstractMesh | None
+    ) -> _jaxprs.Traced:
+        """Traces the step; explicit axes are automatic from then on."""
+        explicit = () if inside is None else explicit_axes(inside)
+        if inside is None or not explicit:
+            return _jaxprs.trace(self._fun, args)
+        with jax.sharding.use_abstract_mesh(inside):
+            traced = _jaxprs.trace(self._fun, _with_types(args, in_specs, inside, explicit))
+        jaxpr = _automatic_axes.with_automatic_axes(traced.jaxpr)
+        return dataclasses.replace(traced, jaxpr=jaxpr)
 
     def _specs(
         self, what: str, prefix: Any, tree: Any, inside: AbstractMesh | None
@@ -500,14 +513,14 @@ def _split(
         arguments[pairs[n]] if spec is None and n in pairs else spec
         for n, spec in enumerate(parts.of_results(out_specs))
     ]
-    return _assign_specs.Inside(inside, tuple(arguments), tuple(results))
+    own = _automatic_axes.automatic(inside)
+    return _assign_specs.Inside(own, tuple(arguments), tuple(results))
 
 
-def _with_explicit(types: Any, specs: Sequence[Spec | None], inside: AbstractMesh | None) -> Any:
+def _with_types(
+    types: Any, specs: Sequence[Spec | None], inside: AbstractMesh, explicit: Sequence[str]
+) -> Any:
     """The types of arguments, with how they are split over the explicit axes inside a rank."""
-    explicit = () if inside is None else explicit_axes(inside)
-    if inside is None or not explicit:
-        return types
     leaves, tree = jtu.tree_flatten(types)
     rest = iter(specs)
     typed = [

@@ -1,9 +1,9 @@
-"""Working with specs: where several meet, where a type has a say, where an array is reshaped."""
+"""Working with specs: where several meet, what fits a type, where an array is reshaped."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxpp._specs import Spec, replicated, spec_of
 from jaxpp.transforms._sharding_dimensions import shape_of
@@ -48,16 +48,11 @@ def overlay(ndim: int, entries: Iterable[tuple[int, tuple[str, ...]]]) -> Spec:
 def of_type(spec: MaybeSpec, var, sizes: Sizes) -> MaybeSpec:
     """A spec as a variable's type allows it.
 
-    Each axis once and only where it divides the dimension; the axes that are explicit in the type
-    (`jax.sharding.AxisType.Explicit`) are where the type says.
+    Each axis once and only where it divides the dimension.
     """
     shape = shape_of(var)
     if not shape:
         return ()
-    explicit, typed = _explicit(var.aval, len(shape))
-    if explicit:
-        spec = tuple(tuple(a for a in e if a not in explicit) for e in spec or ((),) * len(shape))
-        spec = tuple(t + e for t, e in zip(typed, spec, strict=True))
     if spec is None:
         return None
     fitting = []
@@ -70,18 +65,6 @@ def of_type(spec: MaybeSpec, var, sizes: Sizes) -> MaybeSpec:
                 break
         fitting.append(axes)
     return overlay(len(shape), enumerate(fitting))
-
-
-def _explicit(aval, ndim: int) -> tuple[frozenset[str], Spec]:
-    """The explicit axes of a type's mesh, and how they split its values."""
-    sharding = getattr(aval, "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
-    if sharding is None or mesh is None or mesh.empty:
-        return frozenset(), replicated(ndim)
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    axes = frozenset(a for a, t in types.items() if t == AxisType.Explicit)
-    spec = _readable(sharding.spec, replicated(ndim))
-    return axes, tuple(tuple(a for a in e if a in axes) for e in spec)
 
 
 def _readable(partition_spec: PartitionSpec, unconstrained: Spec) -> Spec:

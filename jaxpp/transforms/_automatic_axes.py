@@ -1,0 +1,131 @@
+"""Rewrites a step traced under explicit axis types to one under automatic ones.
+
+Explicit axes (`jax.sharding.AxisType.Explicit`) put into the types of arrays how they are split,
+and JAX checks the types as it traces. Once that is done the rest of the program knows one kind of
+axis only: what a type was made to be, by `reshard` or an `out_sharding`, is a constraint from here
+on, and everything else follows from those and the arguments, as in any SPMD program.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._specs import axes_of, spec_of
+from jaxpp.transforms import _loop
+
+
+def automatic(mesh: AbstractMesh) -> AbstractMesh:
+    """A mesh whose explicit axes are automatic."""
+    types = (AxisType.Auto if t == AxisType.Explicit else t for t in mesh.axis_types)
+    return mesh.update(axis_types=tuple(types))
+
+
+def with_automatic_axes(jaxpr: Any) -> Any:
+    """A jaxpr, open or closed, whose types do not say how arrays are split; its constraints do.
+
+    Raises:
+        ValueError: an array is a sum of which each device holds a part (`unreduced`).
+    """
+    opened = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
+    known = _jaxprs.Substitution((v, _retyped(v)) for v in opened.invars)
+    eqns: list[Any] = []
+    for eqn in opened.eqns:
+        eqns += _rewritten(known.rename(eqn), known)
+    outvars = [known(v) for v in opened.outvars]
+    return _compat.with_equations(jaxpr, eqns, outvars, [known(v) for v in opened.invars])
+
+
+#: What moves an array to a sharding, and does nothing else.
+_MOVES = {"reshard": "dst_sharding", "mesh_cast": "dst_sharding"}
+
+#: What makes an array out of nothing. JAX itself says there how it is split.
+_MADE = frozenset({"broadcast_in_dim", "iota"})
+
+#: The parameters by which the other equations say how their result is to be split.
+_WANTED = ("out_sharding", "sharding")
+
+
+def _rewritten(eqn: Any, known: _jaxprs.Substitution) -> list[Any]:
+    """The equations in place of one, whose results are `known` from then on."""
+    for v in eqn.outvars:
+        if "unreduced" in str(getattr(v.aval, "sharding", "")):
+            raise ValueError(
+                f"place: the `{eqn.primitive.name}`{_compat.at_source_line(eqn)} leaves a sum "
+                f"unreduced, {v.aval}, which a pipelined step cannot hold. Reduce it, with "
+                f"jax.sharding.reshard or an out_sharding without `unreduced`; gradients over "
+                f"examples are summed once a step as it is."
+            )
+    results = [_retyped(v) for v in eqn.outvars]
+    known.of.update(zip(eqn.outvars, results, strict=True))
+    if eqn.primitive.name in _MOVES:
+        wanted = eqn.params[_MOVES[eqn.primitive.name]]
+        return [_constraint(eqn, eqn.invars[0], wanted, results[0])]
+    own = eqn.replace(outvars=results)
+    if eqn.primitive.name == "sharding_constraint":
+        return [_automatic(own)]
+    wanted = [eqn.params[name] for name in _WANTED if _is_explicit(eqn.params.get(name))]
+    if not wanted:
+        return [_automatic(own)]
+    own = own.replace(params={k: None if k in _WANTED else v for k, v in eqn.params.items()})
+    split = axes_of(spec_of(wanted[0].spec, len(results[0].aval.shape)))
+    if eqn.primitive.name in _MADE and not split:
+        return [_automatic(own)]
+    free = _jaxprs.fresh_var(results[0])
+    first = own.replace(outvars=[free])
+    return [_automatic(first), _constraint(eqn, free, wanted[0], results[0])]
+
+
+def _automatic(eqn: Any) -> Any:
+    params = {k: _value(v) for k, v in eqn.params.items()}
+    return _compat.under_mesh(eqn.replace(params=params), automatic)
+
+
+def _value(value: Any) -> Any:
+    """A parameter in terms of automatic axes."""
+    if isinstance(value, _compat.JaxprTypes):
+        return with_automatic_axes(value)
+    if isinstance(value, _loop.LoopTasks):
+        bodies = [dataclasses.replace(b, jaxpr=_value(b.jaxpr)) for b in value.bodies]
+        return dataclasses.replace(value, bodies=tuple(bodies))
+    if isinstance(value, AbstractMesh):
+        return automatic(value)
+    if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):
+        return NamedSharding(automatic(value.mesh), value.spec)
+    if type(value) in (tuple, list):
+        return type(value)(map(_value, value))
+    return value
+
+
+def _retyped(var: Any) -> Any:
+    """A new variable, of the type without how it is split."""
+    sharding = getattr(var.aval, "sharding", None)
+    if not _is_explicit(sharding):
+        return _jaxprs.fresh_var(var)
+    whole = PartitionSpec(*[None] * len(var.aval.shape))
+    return jex.Var(var.aval.update(sharding=NamedSharding(automatic(sharding.mesh), whole)))
+
+
+def _is_explicit(sharding: Any) -> bool:
+    """Whether a sharding is part of types: of a mesh with explicit axes."""
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _constraint(eqn: Any, operand: Any, wanted: NamedSharding, result: Any) -> Any:
+    """The constraint that splits a variable as an equation's result was to be.
+
+    A type speaks of the explicit axes alone, and leaves it open what the others split.
+    """
+    mesh = automatic(wanted.mesh.abstract_mesh)
+    entries: Sequence[Any] = tuple(wanted.spec)
+    if AxisType.Auto in wanted.mesh.axis_types:
+        entries = [PartitionSpec.UNCONSTRAINED if e is None else e for e in entries]
+    spec = PartitionSpec(*entries)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, spec))(result.aval)
+    (made,) = traced.eqns
+    return made.replace(invars=[operand], outvars=[result], source_info=eqn.source_info)
