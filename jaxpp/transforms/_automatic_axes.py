@@ -73,7 +73,8 @@ def _rewritten(eqn: Any, known: _jaxprs.Substitution) -> list[Any]:
         return [_automatic(own)]
     own = own.replace(params={k: None if k in _WANTED else v for k, v in eqn.params.items()})
     split = axes_of(spec_of(wanted[0].spec, len(results[0].aval.shape)))
-    if eqn.primitive.name in _MADE and not split:
+    says_nothing = eqn.primitive.name in _MADE or AxisType.Auto in wanted[0].mesh.axis_types
+    if says_nothing and not split:
         return [_automatic(own)]
     free = _jaxprs.fresh_var(results[0])
     first = own.replace(outvars=[free])

@@ -198,8 +198,10 @@ class _Lowering:
         }
         results = {"carry": loop.carry_outs, "y": loop.y_outs}
         for source in results:
-            self.beginnings.update(known[source])
-            self.groups.update((k, (number, source, i)) for i, k in enumerate(known[source]))
+            for i, key in enumerate(known[source]):
+                if not _jaxprs.is_literal(key):  # of which nothing reads the beginning
+                    self.beginnings.add(key)
+                    self.groups[key] = number, source, i
         for task, body in order:
             mb = length - 1 - task.microbatch if loop.eqn.params["reverse"] else task.microbatch
             inputs = [
