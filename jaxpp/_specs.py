@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 #: For each dimension the axes that it is split over, the outermost first; `()` where it is whole.
 Spec = tuple[tuple[str, ...], ...]
@@ -53,7 +53,7 @@ def axis_sizes(mesh: AbstractMesh | None) -> dict[str, int]:
     return {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
-def explicit_axes(mesh: AbstractMesh) -> tuple[str, ...]:
+def explicit_axes(mesh: AbstractMesh | Mesh) -> tuple[str, ...]:
     """The axes of a mesh that the types of arrays speak of."""
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in pairs if kind == AxisType.Explicit)

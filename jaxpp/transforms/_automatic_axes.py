@@ -97,14 +97,14 @@ def _value(value: Any) -> Any:
         return automatic(value)
     if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):
         return NamedSharding(automatic(value.mesh), value.spec)
-    if type(value) in (tuple, list):
-        return type(value)(map(_value, value))
-    return value
+    if type(value) is tuple:  # not one with names
+        return tuple(map(_value, value))
+    return [_value(v) for v in value] if type(value) is list else value
 
 
 def _retyped(var: Any) -> Any:
     """A new variable, of the type without how it is split."""
-    sharding = getattr(var.aval, "sharding", None)
+    sharding: Any = getattr(var.aval, "sharding", None)
     if not _is_explicit(sharding):
         return _jaxprs.fresh_var(var)
     whole = PartitionSpec(*[None] * len(var.aval.shape))

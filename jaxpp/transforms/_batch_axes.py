@@ -38,11 +38,12 @@ def split_slices(
             first = tasks.num_consts + tasks.num_carry
             operands = list(eqn.invars)
             for n, v in enumerate(operands[first:], first):
-                if _jaxprs.is_literal(v) or known.get(v) is None or v.aval.ndim < 2:
+                own = None if _jaxprs.is_literal(v) else known.get(v)
+                if own is None or v.aval.ndim < 2:
                     continue
                 dimension, over = _examples(v, maker, known)
-                spec = _split(known[v], v.aval.shape, dimension, over, sizes)
-                if spec != known[v]:
+                spec = _split(own, v.aval.shape, dimension, over, sizes)
+                if spec != own:
                     operands[n] = _jaxprs.fresh_var(v)
                     eqns.append(_constraint(v, spec, operands[n]))
                 axes.update(dict.fromkeys(spec[dimension]))
