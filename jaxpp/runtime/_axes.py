@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpp._program import PIPELINE_AXIS
 
@@ -78,3 +78,47 @@ def check_axes(
         sizes = dict(zip(names, shape, strict=True))
         raise ValueError(f"{kind} needs axes of size 1 at least, got {sizes}.")
     return Axes(shape, names, types)
+
+
+def check_ranks(kind: str, meshes: Sequence[Mesh]) -> AbstractMesh:
+    """Checks the meshes of ranks that may differ in size.
+
+    Args:
+        kind: what makes a mesh of them, for errors.
+        meshes: that of each rank.
+
+    Returns:
+        A mesh each of whose axes has a multiple of the sizes that it has in the ranks, the least.
+
+    Raises:
+        ValueError: there is none, or they differ in more than the sizes of their axes.
+        TypeError: one is not a `jax.sharding.Mesh`.
+    """
+    if not meshes:
+        raise ValueError(f"{kind} needs the mesh of each rank, got none.")
+    for rank, mesh in enumerate(meshes):
+        if not isinstance(mesh, Mesh):
+            raise TypeError(
+                f"{kind} needs a jax.sharding.Mesh for each rank, such as "
+                f"jax.make_mesh((2,), ('data',)), got {mesh!r} for rank {rank}."
+            )
+        if PIPELINE_AXIS in mesh.axis_names or not mesh.axis_names:
+            raise ValueError(
+                f"{kind} needs meshes of the axes inside a rank, at least one and none called "
+                f"{PIPELINE_AXIS!r}, got {mesh.axis_names} for rank {rank}."
+            )
+        for what in ("axis_names", "axis_types"):
+            own, first = getattr(mesh, what), getattr(meshes[0], what)
+            if own != first:
+                raise ValueError(
+                    f"{kind} needs the same axes in all ranks, but the {what} of rank {rank} are "
+                    f"{own}, and those of rank 0 {first}. A rank that is not split along an axis "
+                    f"has it with size 1."
+                )
+    sizes = zip(*(mesh.axis_sizes for mesh in meshes), strict=True)
+    return without_devices(meshes[0], tuple(math.lcm(*own) for own in sizes))
+
+
+def without_devices(mesh: Mesh, sizes: tuple[int, ...] | None = None) -> AbstractMesh:
+    """The axes of a mesh, with their own sizes or others."""
+    return AbstractMesh(sizes or mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)

@@ -14,8 +14,10 @@ _KINDS = (
 _INSTRUCTION = re.compile(rf"^.*? = .*?\b({_KINDS})(?:-start)?\(.*$", re.MULTILINE)
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-#: Axes of a mesh of XLA's own, in its order of devices: `mesh['x'=2,'y'=4] {'x','y':(2)2}`.
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+#: Axes of a mesh of XLA's own: `mesh['x'=2,'y'=4] {'x','y':(2)2}`; its devices may be in another
+#: order than theirs: `mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'}`.
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+_TRANSPOSED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
 
@@ -29,7 +31,8 @@ def collectives(hlo: str, shape: Sequence[int], names: Sequence[str]) -> Counter
 
     Returns:
         For each kind and the axes it goes over, joined by commas, the number of instructions; one
-        may reduce several arrays, and one in a loop counts once.
+        may reduce several arrays, and one in a loop counts once. The axes are `"?"` where the text
+        does not tell them.
 
     Example:
         >>> line = "%x = f32[4] all-reduce(%y), replica_groups={{0,2},{1,3}}, to_apply=%add"
@@ -41,13 +44,15 @@ def collectives(hlo: str, shape: Sequence[int], names: Sequence[str]) -> Counter
     """
     found: Counter[tuple[str, str]] = Counter()
     for match in _INSTRUCTION.finditer(hlo):
-        axes = _axes(_groups(match.group(0), shape), shape)
-        found[match.group(1), ",".join(names[a] for a in axes)] += 1
+        groups = _groups(match.group(0), shape)
+        axes = "?" if groups is None else ",".join(names[a] for a in _axes(groups, shape))
+        if axes:  # none: each device is by itself
+            found[match.group(1), axes] += 1
     return found
 
 
-def _groups(instruction: str, shape: Sequence[int]) -> list[list[int]]:
-    """The devices that exchange something, by their numbers in the mesh."""
+def _groups(instruction: str, shape: Sequence[int]) -> list[list[int]] | None:
+    """The devices that exchange something, by their numbers in the mesh; None if unknown."""
     if listed := _LISTED.search(instruction) or _PAIRS.search(instruction):
         return [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed.group(1))]
     if iota := _IOTA.search(instruction):
@@ -56,10 +61,12 @@ def _groups(instruction: str, shape: Sequence[int]) -> list[list[int]]:
         return (numbers.transpose(order) if order else numbers).reshape(groups).tolist()
     if mesh := _MESH.search(instruction):
         return _mesh_groups(*mesh.groups())
+    if "replica_groups=" in instruction and "replica_groups={}" not in instruction:
+        return None
     return [list(range(int(np.prod(shape))))]
 
 
-def _mesh_groups(axes: str, moving: str) -> list[list[int]]:
+def _mesh_groups(axes: str, devices: str | None, moving: str) -> list[list[int]] | None:
     """The groups of devices along some axes of a mesh, or parts of axes: `'y':(2)2`."""
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
     chosen = {
@@ -73,8 +80,23 @@ def _mesh_groups(axes: str, moving: str) -> list[list[int]]:
         if name in chosen:
             own.append(len(dims) + 1)
         dims += [before, size, total // (before * size)]
-    numbers = np.moveaxis(np.arange(np.prod(dims)).reshape(dims), own, range(-len(own), 0))
+    order = _order(devices, int(np.prod(dims)))
+    if order is None:
+        return None
+    numbers = np.moveaxis(order.reshape(dims), own, range(-len(own), 0))
     return numbers.reshape(-1, int(np.prod([dims[n] for n in own]))).tolist()
+
+
+def _order(devices: str | None, count: int) -> np.ndarray | None:
+    """The devices of a mesh of XLA's in the order of its axes: listed, or an iota transposed."""
+    if devices is None:
+        return np.arange(count)
+    if transposed := _TRANSPOSED.match(devices):
+        dims, order = (_numbers(text or "") for text in transposed.groups())
+        numbers = np.arange(count).reshape(dims)
+        return (numbers.transpose(order) if order else numbers).ravel()
+    listed = _numbers(devices.strip("{}"))
+    return np.array(listed) if len(listed) == count else None
 
 
 def _numbers(text: str) -> list[int]:

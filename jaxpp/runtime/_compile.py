@@ -33,32 +33,45 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
         sorted({i.computation for i in p.instructions if isinstance(i, Run)})
         for p in bundle.programs
     ]
-    targets: dict[int, list[Any]] = {}
+    # Homes of one shape share what is compiled.
+    targets: dict[tuple[int, Any], list[Home]] = {}
     for numbers, home in zip(used, homes, strict=True):
         for n in numbers:
-            found = targets.setdefault(n, [])
+            found = targets.setdefault((n, _shape_of(home)), [])
             if home not in found:
                 found.append(home)
 
-    configuration = settings(), bundle.inside
-    keys = {n: key_of(c, configuration) for n, c in enumerate(bundle.computations) if n in targets}
+    own_settings = settings()
+    keys = {
+        (n, shape): key_of(bundle.computations[n], (own_settings, shape)) for n, shape in targets
+    }
 
-    def build(n: int, known: "_Executables | None", lowered: Any) -> dict[Any, Any]:
-        first = targets[n][0]
-        found = known or _Executables(bundle.computations[n], lowered.compile(), first)
-        _kept.put(keys[n], found)
-        return {home: found.on(home) for home in targets[n]}
+    def build(target: Any, known: "_Executables | None", lowered: Any) -> dict[Any, Any]:
+        first, computation = targets[target][0], bundle.computations[target[0]]
+        found = known or _Executables(computation, lowered.compile(), first)
+        _kept.put(keys[target], found)
+        return {home: found.on(home) for home in targets[target]}
 
     # The largest first, each compiled while the next is lowered.
-    by_size = sorted(targets, key=lambda n: -len(bundle.computations[n].jaxpr.eqns))
+    by_size = sorted(targets, key=lambda target: -len(bundle.computations[target[0]].jaxpr.eqns))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {}
-        for n in by_size:
-            known = _kept.get(keys[n])
-            lowered = None if known else _lower(bundle.computations[n], targets[n][0])
-            futures[n] = pool.submit(build, n, known, lowered)
-    built = {n: future.result() for n, future in futures.items()}
-    return [{n: built[n][home] for n in numbers} for numbers, home in zip(used, homes, strict=True)]
+        for target in by_size:
+            known = _kept.get(keys[target])
+            lowered = None
+            if not known:
+                lowered = _lower(bundle.computations[target[0]], targets[target][0])
+            futures[target] = pool.submit(build, target, known, lowered)
+    built = {target: future.result() for target, future in futures.items()}
+    return [
+        {n: built[n, _shape_of(home)][home] for n in numbers}
+        for numbers, home in zip(used, homes, strict=True)
+    ]
+
+
+def _shape_of(home: Home) -> Any:
+    """A home's mesh without its devices; None where it is one device."""
+    return home.abstract_mesh if isinstance(home, Mesh) else None
 
 
 class _Executables:

@@ -28,6 +28,11 @@ class RankDescription:
             received, at its most; what a task needs while it runs comes on top.
         sent_bytes: by the rank that it sends to, the bytes of a step, from all devices together.
         collectives: by kind and axes, such as `"all-reduce over data"`, how many a step runs.
+        step_collectives: those that it runs once, whatever the number of microbatches: the sums of
+            gradients, and what is around the loop.
+        task_collectives: for each kind of task, such as `"F0"`, how many each microbatch's runs:
+            those of tensor parallelism, and sums over the batch that a model needs at once, such as
+            batch statistics. One in a loop inside a task counts once.
     """
 
     rank: int
@@ -40,6 +45,8 @@ class RankDescription:
     activation_bytes: int
     sent_bytes: Mapping[int, int]
     collectives: Mapping[str, int]
+    step_collectives: Mapping[str, int]
+    task_collectives: Mapping[str, Mapping[str, int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +55,11 @@ class Description:
 
     Args:
         ranks: a description of each.
+
+    Example:
+        >>> one = RankDescription(0, (0,), ("cpu:0",), 4, 16, 32, 16, 8, {1: 64}, {}, {}, {})
+        >>> print(str(Description((one,))).splitlines()[1])
+        0     0       cpu:0    4           32 B       16 B          8 B          1: 64 B  -    ...
     """
 
     ranks: tuple[RankDescription, ...]
@@ -59,10 +71,10 @@ class Description:
     def __str__(self) -> str:
         rows = [
             ("rank", "stages", "devices", "parameters", "optimizer", "accumulators", "activations",
-             "sent to", "collectives"),
+             "sent to", "collectives once a step", "in each task"),
             *map(_row, self.ranks),
         ]  # fmt: skip
-        widths = [max(len(line) for row in rows for line in row[n].split("\n")) for n in range(9)]
+        widths = [max(len(line) for row in rows for line in row[n].split("\n")) for n in range(10)]
         lines = []
         for row in rows:
             cells = [cell.split("\n") for cell in row]
@@ -72,6 +84,10 @@ class Description:
                     for c, w in zip(cells, widths, strict=True)
                 ]
                 lines.append("  ".join(parts).rstrip())
+        lines.append(
+            "Bytes are those of one device, at their most; those sent are of a rank's devices "
+            "together, in a step."
+        )
         return "\n".join(lines)
 
 
@@ -85,7 +101,13 @@ def _row(rank: RankDescription) -> tuple[str, ...]:
         _size(rank.accumulator_bytes),
         _size(rank.activation_bytes),
         "\n".join(f"{to}: {_size(n)}" for to, n in rank.sent_bytes.items()) or "-",
-        "\n".join(f"{n} {kind}" for kind, n in rank.collectives.items()) or "-",
+        "\n".join(f"{n} {kind}" for kind, n in rank.step_collectives.items()) or "-",
+        "\n".join(
+            f"{task}: {n} {kind}"
+            for task, counted in rank.task_collectives.items()
+            for kind, n in counted.items()
+        )
+        or "-",
     )
 
 
@@ -102,6 +124,7 @@ def describe(
     bundle: Bundle,
     devices: Sequence[Sequence[Any]],
     collectives: Sequence[Mapping[int, Counter[tuple[str, str]]]],
+    sizes: Sequence[Mapping[str, int]] | None = None,
 ) -> Description:
     """Describes a step.
 
@@ -109,11 +132,13 @@ def describe(
         bundle: the step.
         devices: those of each rank.
         collectives: for each rank, those of each computation that it runs.
+        sizes: for each rank those of the axes inside it; by default they are those of the step.
     """
+    sizes = sizes or [axis_sizes(bundle.inside)] * len(devices)
     return Description(
         tuple(
-            _describe_rank(bundle, program, own, counted)
-            for program, own, counted in zip(bundle.programs, devices, collectives, strict=True)
+            _describe_rank(bundle, *of_rank)
+            for of_rank in zip(bundle.programs, devices, collectives, sizes, strict=True)
         )
     )
 
@@ -123,9 +148,9 @@ def _describe_rank(
     program: Program,
     devices: Sequence[Any],
     collectives: Mapping[int, Counter[tuple[str, str]]],
+    sizes: Mapping[str, int],
 ) -> RankDescription:
     in_specs = bundle.in_specs or ((),) * len(bundle.in_avals)
-    sizes = axis_sizes(bundle.inside)
     held: Counter[Role] = Counter()
     for n, _ in program.inputs:
         held[bundle.roles[n]] += _bytes(bundle.in_avals[n], in_specs[n], sizes)
@@ -134,11 +159,7 @@ def _describe_rank(
     sent: Counter[int] = Counter()
     for send in program.sends:
         sent[send.message.target] += send.message.nbytes
-    counted: Counter[str] = Counter()
-    for run in program.instructions:
-        if isinstance(run, Run):
-            for (kind, axes), number in collectives.get(run.computation, {}).items():
-                counted[f"{kind} over {axes}" if axes else kind] += number
+    counted, once, in_tasks = _collectives(program, collectives)
     return RankDescription(
         program.rank,
         program.stages,
@@ -150,7 +171,30 @@ def _describe_rank(
         activations,
         dict(sorted(sent.items())),
         dict(sorted(counted.items())),
+        dict(sorted(once.items())),
+        {task: dict(sorted(own.items())) for task, own in in_tasks.items()},
     )
+
+
+def _collectives(
+    program: Program, collectives: Mapping[int, Counter[tuple[str, str]]]
+) -> tuple[Counter[str], Counter[str], dict[str, Counter[str]]]:
+    """Those of a step, those that it runs once, and those of each kind of task that has any."""
+    counted: Counter[str] = Counter()
+    once: Counter[str] = Counter()
+    in_tasks: dict[str, Counter[str]] = {}
+    for run in program.instructions:
+        if not isinstance(run, Run) or not (found := collectives.get(run.computation)):
+            continue
+        own = Counter({f"{kind} over {axes}": n for (kind, axes), n in found.items()})
+        counted += own
+        if _is_task(run.label):
+            # Two loops of a step may have a task of one name.
+            task = run.label.split(".")[0]
+            in_tasks[task] = in_tasks.get(task, Counter()) | own
+        else:
+            once += own
+    return counted, once, in_tasks
 
 
 def _bytes(aval: Any, spec: Spec, sizes: Mapping[str, int]) -> int:

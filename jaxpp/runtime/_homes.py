@@ -54,6 +54,11 @@ def devices_of(home: Home) -> tuple[Any, ...]:
     return tuple(home.devices.flat) if isinstance(home, Mesh) else (home,)
 
 
+def sizes_of(home: Home) -> dict[str, int]:
+    """The size of each axis of a home; of none, where it is one device."""
+    return dict(home.shape) if isinstance(home, Mesh) else {}
+
+
 @functools.cache
 def sharding_in(home: Home, spec: Spec = ()) -> Sharding:
     """How an array is put into a home; always the same object, so that it is known by identity."""
@@ -64,16 +69,31 @@ def sharding_in(home: Home, spec: Spec = ()) -> Sharding:
 
 @functools.cache
 def sharding_across(homes: tuple[Home, ...], spec: Spec = ()) -> Sharding:
-    """How an array is put that several homes have, each in the same way."""
-    if len(homes) == 1:
-        return sharding_in(homes[0], spec)
-    rows = np.array([devices_of(home) for home in homes], object)
+    """How an array is put that several homes have, each in the same way.
+
+    Homes of different shapes, or of which some have a device in common, are no mesh together: what
+    each of their devices has whole is an array over these devices, and what is in shards is with
+    the first home alone, from which the others take it.
+    """
     first = homes[0]
+    if len(homes) == 1:
+        return sharding_in(first, spec)
+    devices = [device for home in homes for device in devices_of(home)]
+    if not alike(homes) or len(set(devices)) < len(devices):
+        if not all(sharding_in(home, spec).is_fully_replicated for home in homes):
+            return sharding_in(first, spec)
+        return NamedSharding(Mesh(list(dict.fromkeys(devices)), ("devices",)), partition_spec(()))
+    rows = np.array([devices_of(home) for home in homes], object)
     if not isinstance(first, Mesh):
         return NamedSharding(Mesh(rows[:, 0], ("ranks",)), partition_spec(()))
     grid = rows.reshape(len(homes), *first.devices.shape)
     mesh = Mesh(grid, ("ranks", *first.axis_names))
     return NamedSharding(mesh, partition_spec(spec))
+
+
+def alike(homes: Sequence[Home]) -> bool:
+    """Whether homes have the same shape."""
+    return len({home.devices.shape if isinstance(home, Mesh) else () for home in homes}) == 1
 
 
 def distinct(homes: Sequence[Home]) -> tuple[Home, ...]:

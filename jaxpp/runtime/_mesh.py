@@ -8,18 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpp._program import PIPELINE_AXIS, Bundle, Message, default_mesh
-from jaxpp._specs import Spec
+from jaxpp._specs import Spec, axis_sizes
 from jaxpp.runtime import _compile, _worker
 from jaxpp.runtime._arguments import check_arguments
-from jaxpp.runtime._axes import check_axes
+from jaxpp.runtime._axes import check_axes, check_ranks, without_devices
 from jaxpp.runtime._collectives import collectives
 from jaxpp.runtime._describe import Description, describe
-from jaxpp.runtime._homes import Home, devices_of, distinct, homes_of, sharding_across, sharding_in
+from jaxpp.runtime._feeds import Feed, Fetch, Place
+from jaxpp.runtime._homes import Home, alike, devices_of, homes_of, sharding_in, sizes_of
+from jaxpp.runtime._reshard import reshard
 from jaxpp.runtime._stacked import put_together, with_stacked
 from jaxpp.runtime._trace import LocalTracing, Trace
 
@@ -78,13 +79,63 @@ class MpmdMesh:
                     f"MpmdMesh: rank {rank} has a device twice: {list(own)}. Ranks may share "
                     f"devices, but those of one rank must differ."
                 )
-        self.shape, self.axis_names = axes.shape, axes.names
-        self.homes = homes_of(by_rank, axes.inside)
-        self.inside: AbstractMesh | None = axes.inside
+        insides = (axes.inside,) * axes.num_ranks
+        self._set(homes_of(by_rank, axes.inside), axes.names, axes.inside, insides)
+
+    def _set(
+        self,
+        homes: Sequence[Home],
+        axis_names: tuple[str, ...],
+        inside: AbstractMesh | None,
+        insides: Sequence[AbstractMesh | None],
+    ) -> None:
+        self.homes = tuple(homes)
+        self.axis_names = axis_names
+        self.inside = inside
+        self.insides = tuple(insides)
         self._tracing = LocalTracing()
 
+    @classmethod
+    def of_ranks(cls, meshes: Sequence[Mesh]) -> "MpmdMesh":
+        """A mesh of ranks that may differ in the sizes of their axes.
+
+        What is sent between ranks of different sizes is split anew on the way. A step is traced
+        and lowered once for each size, so that a `shard_map` in the model sees a rank's own. What
+        is split over an axis divides by its size in each rank.
+
+        Args:
+            meshes: that of each rank, all with the same axes, none of them called `"mpmd"`.
+
+        Raises:
+            ValueError: there is none, or they differ in more than the sizes of their axes.
+
+        Example:
+            >>> import jax, jaxpp
+            >>> one = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+            >>> jaxpp.MpmdMesh.of_ranks([one, one]).num_ranks
+            2
+        """
+        inside = check_ranks("MpmdMesh.of_ranks", meshes)
+        mesh = cls.__new__(cls)
+        mesh._set(
+            [Mesh(own.devices, own.axis_names) for own in meshes],
+            (PIPELINE_AXIS, *inside.axis_names),
+            inside,
+            [without_devices(own) for own in meshes],
+        )
+        return mesh
+
     def __repr__(self):
-        return f"MpmdMesh({self.shape}, {self.axis_names})"
+        if len(set(self.insides)) == 1:
+            return f"MpmdMesh({self.shape}, {self.axis_names})"
+        sizes = ", ".join(str(tuple(axis_sizes(own).values())) for own in self.insides)
+        return f"MpmdMesh.of_ranks({sizes} of {self.axis_names[1:]})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each axis; where ranks differ, the least that the size of each divides."""
+        sizes = axis_sizes(self.inside) | {PIPELINE_AXIS: self.num_ranks}
+        return tuple(sizes[name] for name in self.axis_names)
 
     @property
     def devices(self) -> tuple[Any, ...]:
@@ -170,9 +221,10 @@ class _LocalTransport:
             recent.clear()
 
     def send(self, arrays: list[Any], message: Message) -> None:
-        target = self._homes[message.target]
-        if target is not self._homes[message.source]:
-            arrays = jax.device_put(arrays, _target(target, message.specs))
+        source, target = self._homes[message.source], self._homes[message.target]
+        if target is not source:
+            move = jax.device_put if alike((source, target)) else reshard
+            arrays = move(arrays, _target(target, message.specs))
         self._mail[message.tag] = arrays
 
     def arrays_of(self, message: Message) -> list[Any]:
@@ -198,10 +250,6 @@ class _LocalTransport:
 def _target(home: Home, specs: tuple[Spec, ...]) -> Any:
     """Where the arrays of a message go."""
     return [sharding_in(home, spec) for spec in specs] if specs else home
-
-
-#: A rank's worker, its home, and a slot.
-_Place = tuple[_worker.Worker, Home, int]
 
 
 class LocalStep:
@@ -230,17 +278,17 @@ class LocalStep:
         in_specs = bundle.in_specs or ((),) * len(inputs)
         out_specs = bundle.out_specs or ((),) * len(outputs)
         self.feeds = [
-            _Feed(places, n in bundle.donated, spec)
+            Feed(places, n in bundle.donated, spec)
             for n, (places, spec) in enumerate(zip(inputs, in_specs, strict=True))
         ]
         self._fetches = [
-            _Fetch(places, aval.shape, spec)
+            Fetch(places, aval.shape, spec)
             for places, aval, spec in zip(outputs, bundle.out_avals, out_specs, strict=True)
         ]
 
-    def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[_Place]]:
+    def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:
         """For each argument or result, the worker, home and slot of each rank that has it."""
-        places: list[list[_Place]] = [[] for _ in range(count)]
+        places: list[list[Place]] = [[] for _ in range(count)]
         for own, worker, home in zip(pairs, self.workers, self.homes, strict=True):
             for number, slot in own:
                 places[number].append((worker, home, slot))
@@ -271,16 +319,16 @@ class LocalStep:
 
     def describe(self) -> Description:
         """What each rank holds, sends and reduces."""
-        inside = self.bundle.inside
         counted = [
             {
-                n: collectives(call.as_text() or "", inside.axis_sizes, inside.axis_names)
+                n: collectives(call.as_text() or "", home.axis_sizes, home.axis_names)
                 for n, call in enumerate(worker.executables)
-                if call is not None and inside is not None
+                if call is not None and isinstance(home, Mesh)
             }
-            for worker in self.workers
+            for worker, home in zip(self.workers, self.homes, strict=True)
         ]
-        return describe(self.bundle, [devices_of(home) for home in self.homes], counted)
+        sizes = [sizes_of(home) for home in self.homes]
+        return describe(self.bundle, [devices_of(home) for home in self.homes], counted, sizes)
 
     def _dispatch(self) -> None:
         if self._tracing.recorder is not None:
@@ -288,86 +336,3 @@ class LocalStep:
             return
         for execute, chunk in self._calls:
             execute(chunk)
-
-
-class _Feed:
-    """Puts one argument where the ranks read it, without a copy where it is there already."""
-
-    def __init__(self, places: Sequence[_Place], donated: bool, spec: Spec):
-        self._places = places
-        self._donated = donated
-        self._spec = spec
-        self._sharding: Any = None
-        self._known: list[_Source] = []
-
-    def __call__(self, arg: Any) -> None:
-        if not self._places:
-            return
-        if not isinstance(arg, jax.Array):
-            arg = jnp.array(
-                arg
-            )  # a copy: the caller may write to a NumPy array while the step runs
-        if arg.sharding is not self._sharding:
-            self._sharding = arg.sharding
-            self._known = [_source(arg, home, self._spec) for _, home, _ in self._places]
-        taken = set()
-        for (worker, home, slot), source in zip(self._places, self._known, strict=True):
-            value = source(arg)
-            if len(self._places) > 1 and self._donated:
-                if id(home) in taken:  # ranks that share a home need a copy each
-                    value = jnp.copy(value)
-                taken.add(id(home))
-            worker.slots[slot] = value
-
-    def sharding(self) -> Any:
-        """Where an argument is put without a copy by the step; None where nothing reads it."""
-        homes = distinct([home for _, home, _ in self._places])
-        return sharding_across(homes, self._spec) if homes else None
-
-
-#: Gives a home's part of an array.
-_Source = Callable[[Any], Any]
-
-
-def _source(arg: jax.Array, home: Home, spec: Spec) -> _Source:
-    """How to get a home's part of arrays of one sharding: as it is, its shards, or a copy."""
-    wanted = sharding_in(home, spec)
-    if arg.sharding.is_equivalent_to(wanted, arg.ndim):
-        return lambda x: x
-    needed = wanted.addressable_devices_indices_map(arg.shape)
-    held = {s.device: (i, s.index) for i, s in enumerate(arg.addressable_shards)}
-    if any(d not in held or held[d][1] != index for d, index in needed.items()):
-        return lambda x: jax.device_put(x, wanted)
-    shards = [held[device][0] for device in needed]
-    if len(shards) == 1:
-        return lambda x: x.addressable_shards[shards[0]].data
-
-    def assemble(x: Any) -> Any:
-        own = x.addressable_shards
-        return jax.make_array_from_single_device_arrays(
-            x.shape, wanted, [own[i].data for i in shards]
-        )
-
-    return assemble
-
-
-class _Fetch:
-    """Makes one result of what the ranks left in their slots."""
-
-    def __init__(self, places: Sequence[_Place], shape: tuple[int, ...], spec: Spec):
-        by_home: dict[Home, tuple[Any, int]] = {}
-        for worker, home, slot in places:
-            by_home.setdefault(home, (worker, slot))
-        self._sources = list(by_home.values())
-        self._places = places
-        self._shape = shape
-        self._sharding = sharding_across(tuple(by_home), spec) if len(by_home) > 1 else None
-
-    def __call__(self) -> Any:
-        values = [worker.slots[slot] for worker, slot in self._sources]
-        for worker, _, slot in self._places:  # the caller alone holds the result from here on
-            worker.slots[slot] = None
-        if self._sharding is None:
-            return values[0]
-        shards = [shard.data for value in values for shard in value.addressable_shards]
-        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, shards)

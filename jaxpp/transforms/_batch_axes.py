@@ -45,7 +45,7 @@ def split_slices(
                 spec = _split(own, v.aval.shape, dimension, over, sizes)
                 if spec != own:
                     operands[n] = _jaxprs.fresh_var(v)
-                    eqns.append(_constraint(v, spec, operands[n]))
+                    eqns.append(constraint(v, spec, operands[n]))
                 axes.update(dict.fromkeys(spec[dimension]))
             eqn = eqn.replace(invars=operands)
         eqns.append(eqn)
@@ -83,8 +83,8 @@ def _split(
     return tuple(entries)
 
 
-def _constraint(var: Any, spec: Spec, result: Any):
-    """The equation that splits a variable; under the abstract mesh of a rank."""
+def constraint(var: Any, spec: Spec, result: Any):
+    """The equation that splits a variable as given; under the abstract mesh of a rank."""
     wanted = partition_spec(spec)
     (eqn,) = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, wanted))(var.aval).eqns
     return eqn.replace(invars=[var], outvars=[result])

@@ -34,6 +34,7 @@ def defer_sums(
     axes: tuple[str, ...],
     sizes: Mapping[str, int],
     *,
+    own: Mapping[str, int] | None = None,
     scatter: bool = False,
 ) -> jex.ClosedJaxpr:
     """A step whose scheduled loops keep sums over the batch apart by replica to their end.
@@ -49,7 +50,9 @@ def defer_sums(
         jaxpr: the step, its calls inlined.
         specs: how each of its inputs is split; None where it may be in any way.
         axes: the axes that the batch is split over, such as `("data",)`.
-        sizes: the number of devices along each axis inside a rank.
+        sizes: the number of devices along each axis inside a rank; where ranks differ, multiples of
+            those of each, by which all decide alike.
+        own: where ranks differ, those of the rank that the step is for.
         scatter: whether each replica gets a part of a sum, where one can be divided, as optimizer
             state that is split over the replicas asks for.
 
@@ -72,9 +75,9 @@ def defer_sums(
         >>> [[v.aval.shape for v in e.outvars] for e in deferred.eqns][-2:]
         [[(2, 3, 3)], [(3, 3)]]
     """
-    replicas = Replicas(axes, sizes)
-    if replicas.count == 1:
+    if Replicas(axes, sizes).count == 1:
         return jaxpr
+    replicas = Replicas(axes, sizes, own)
     known = _sharding_rules.propagate(jaxpr, specs, sizes)
     maker: dict[Any, Any] = {}
     eqns: list[Any] = []
@@ -85,63 +88,6 @@ def defer_sums(
         maker.update((v, e) for e in new for v in e.outvars)
         eqns.extend(new)
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, eqns)
-
-
-def sums_in_tasks(
-    jaxpr: jex.ClosedJaxpr,
-    specs: Sequence[Spec | None],
-    axes: tuple[str, ...],
-    sizes: Mapping[str, int],
-) -> tuple[str, ...]:
-    """The sums over the examples of all replicas that tasks make, in each microbatch.
-
-    Args:
-        jaxpr: a step; what `defer_sums` gives has those left that it could not defer.
-        specs: how each of its inputs is split.
-        axes: the axes that the batch is split over.
-        sizes: the number of devices along each axis inside a rank.
-
-    Returns:
-        For each the name of the task, the equation and its place in the user's code.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jaxpp
-        >>> def loss(w, x):
-        ...     h = jaxpp.pipeline_enter_stage(x @ w - jnp.mean(x @ w, 0))
-        ...     return jnp.mean(h ** 2)
-        >>> def gradient(w, xs):
-        ...     def add(total, x):
-        ...         return total + jax.grad(jaxpp.wrap_forward(loss))(w, x), None
-        ...     return jax.lax.scan(add, jnp.zeros((3, 3)), xs)[0]
-        >>> step = jaxpp.schedule(gradient, jaxpp.schedules.OneFOneB())
-        >>> jaxpr = jax.make_jaxpr(step)(jnp.eye(3), jnp.ones((4, 8, 3)))
-        >>> given = [((), ()), ((), ("data",), ())], ("data",), {"data": 2}
-        >>> [line.split(" at ")[0] for line in sums_in_tasks(jaxpr, *given)]
-        ['F0: reduce_sum of float32[3]', 'B0: reduce_sum of float32[3]', ...]
-        >>> deferred = defer_sums(jaxpr, *given)
-        >>> [line.split(" at ")[0] for line in sums_in_tasks(deferred, *given)]
-        ['F0: reduce_sum of float32[3]', 'B0: reduce_sum of float32[3]']
-    """
-    replicas = Replicas(axes, sizes)
-    if replicas.count == 1:
-        return ()
-    known = _sharding_rules.propagate(jaxpr, specs, sizes)
-    found: list[str] = []
-    for eqn in filter(_loop.is_loop, jaxpr.eqns):
-        for body, scope in _scopes(eqn, known, replicas):
-            found.extend(f"{body.name}: {sum_}" for sum_ in _sums(scope))
-    return tuple(dict.fromkeys(found))
-
-
-def _sums(scope: Scope):
-    for eqn in scope.jaxpr.eqns:
-        nested = scope.nested(eqn)
-        if nested is not None:
-            for inner in nested.bodies:
-                yield from _sums(inner)
-        elif scope.summed(eqn):
-            aval = eqn.outvars[0].aval
-            yield f"{eqn.primitive.name} of {aval.str_short()}{_compat.at_source_line(eqn)}"
 
 
 # ---- loops --------------------------------------------------------------------------------------
@@ -227,7 +173,9 @@ def _sum_replicas(
 ) -> list[Any]:
     """The equations that make a loop's result of the accumulators of its replicas."""
     spec = spec or replicated(total.aval.ndim)
-    target = scattered(spec, total.aval.shape, replicas.axes, replicas.sizes) if scatter else None
+    target = None
+    if scatter and replicas.count > 1:
+        target = scattered(spec, total.aval.shape, replicas.axes, replicas.sizes)
 
     def add_up(rows):
         if target is None:

@@ -26,19 +26,23 @@ def specs_of_leaves(
         what: what the pytree is, for errors: `"in_specs"`.
 
     Raises:
-        ValueError: the prefix does not fit the pytree, or a spec does not fit its leaf; the message
-            has the leaf's path.
+        ValueError: the prefix does not fit the pytree, or a spec does not fit its leaf, and the
+            message has the leaf's path; or rules speak of no leaf of theirs.
     """
     found: list[Spec | None] = []
 
     def add(path: Any, own: Any, subtree: Any) -> None:
-        for below, leaf in jtu.tree_leaves_with_path(subtree):
-            if not hasattr(leaf, "shape"):
+        leaves = [(tuple([*path, *below]), x) for below, x in jtu.tree_leaves_with_path(subtree)]
+        arrays = [(own_path, x) for own_path, x in leaves if hasattr(x, "shape")]
+        if _is_rules(own):
+            _check_rules(own, arrays, f"{what} for {jtu.keystr(path)}")
+        for own_path, leaf in leaves:
+            wanted = _by_rules(own, own_path) if _is_rules(own) else own
+            if wanted is None or not hasattr(leaf, "shape"):
                 found.append(None)
                 continue
-            wanted = _by_rules(own, (*path, *below)) if _is_rules(own) else own
-            name = f"{what} for {jtu.keystr((*path, *below))}, {_kind(leaf)}"
-            found.append(None if wanted is None else _checked(wanted, leaf, sizes, name))
+            name = f"{what} for {jtu.keystr(own_path)}, {_kind(leaf)}"
+            found.append(_checked(wanted, leaf, sizes, name))
 
     try:
         jtu.tree_map_with_path(add, prefix, tree, is_leaf=_is_leaf)
@@ -67,8 +71,30 @@ def _is_rules(node: Any) -> bool:
 
 
 def _by_rules(rules: Rules, path: tuple[Any, ...]) -> PartitionSpec | None:
-    name = jtu.keystr(path, simple=True, separator=".")
+    name = _name(path)
     return next((spec for pattern, spec in rules if re.search(pattern, name)), None)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """A leaf's path as rules see it."""
+    return jtu.keystr(path, simple=True, separator=".")
+
+
+def _check_rules(rules: Rules, arrays: Sequence[tuple[Any, Any]], name: str) -> None:
+    """Checks that rules are patterns, and that they speak of some array that has dimensions."""
+    for pattern, _ in rules:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{name}: {pattern!r} is not a pattern of re: {error}.") from None
+    paths = [path for path, leaf in arrays if leaf.shape]
+    if paths and not any(_by_rules(rules, path) for path in paths):
+        first = ", ".join(repr(_name(path)) for path in paths[:3])
+        raise ValueError(
+            f"{name}: none of the patterns {[pattern for pattern, _ in rules]} is found in the "
+            f"path of any array there: {first}{', ...' if len(paths) > 3 else ''}. Correct them, "
+            f"or give None to have all of them whole."
+        )
 
 
 def _kind(leaf: Any) -> str:
@@ -79,6 +105,11 @@ def _checked(given: Any, leaf: Any, sizes: Mapping[str, int], name: str) -> Spec
     """A spec that fits a leaf."""
     if not isinstance(given, PartitionSpec):
         raise ValueError(f"{name}: {given!r} is not a PartitionSpec, None or a list of rules.")
+    if PartitionSpec.UNCONSTRAINED in tuple(given):
+        raise ValueError(
+            f"{name}: {given} leaves a dimension open, but how arguments and results are split is "
+            f"settled here. Name its axes, or None for none."
+        )
     if len(given) > len(leaf.shape):
         raise ValueError(
             f"{name}: {given} has {len(given)} entries, but the array has {len(leaf.shape)} "

@@ -22,10 +22,12 @@ from jaxpp.transforms import (
     _distribute,
     _in_specs,
     _initialize,
+    _join_ranks,
     _loop,
     _lower,
     _marks,
     _optimizer_shards,
+    _parameter_shards,
     _placement,
     _roles,
     _schedule,
@@ -41,6 +43,7 @@ def place(
     in_specs: Any = None,
     out_specs: Any = None,
     zero1: str | Sequence[str] = (),
+    zero3: str | Sequence[str] = (),
     feed: Mapping[int, Callable[[Any], Any]] | None = None,
 ) -> "Placed":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
@@ -67,6 +70,9 @@ def place(
         zero1: the axis, or axes, inside a rank over which optimizer state is split, such as
             `"data"`: whatever the step hands on to the next one and no stage reads. Gradients are
             then scattered to where their state is, and parameters gathered, once a step.
+        zero3: the axis, or axes, over which parameters are split as well as optimizer state. Each
+            task gathers the parameters that it reads, and drops them when it ends; gradients are
+            accumulated whole, and scattered once a step.
         feed: for the positions of some arguments a function that loads the argument: the step is
             then called with what the function takes, such as the number of the batch. On a
             `jaxpp.RemoteMpmdMesh` each rank that reads the argument calls the function itself, and
@@ -94,8 +100,36 @@ def place(
     """
     if isinstance(donate_argnums, int):
         donate_argnums = (donate_argnums,)
-    zero1 = (zero1,) if isinstance(zero1, str) else tuple(zero1)
-    return Placed(fun, mesh, tuple(donate_argnums), in_specs, out_specs, zero1, dict(feed or {}))
+    inside = getattr(mesh, "inside", None)
+    given = {
+        "in_specs": in_specs is not None,
+        "out_specs": out_specs is not None,
+        "zero1": bool(zero1),
+        "zero3": bool(zero3),
+    }
+    for name, is_given in given.items():
+        if is_given and inside is None:
+            raise ValueError(
+                f"place: {name} splits arrays inside a rank, but each rank of the mesh is one "
+                f"device. Give the mesh further axes: jaxpp.MpmdMesh((2, 2), ('mpmd', 'data'))."
+            )
+    parameter_axes = _axes_inside("zero3", zero3, inside)
+    optimizer_axes = parameter_axes or _axes_inside("zero1", zero1, inside)
+    zero = {Role.PARAMETER: parameter_axes, Role.OPTIMIZER: optimizer_axes}
+    return Placed(fun, mesh, tuple(donate_argnums), in_specs, out_specs, zero, dict(feed or {}))
+
+
+def _axes_inside(
+    name: str, given: str | Sequence[str], inside: AbstractMesh | None
+) -> tuple[str, ...]:
+    """The axes that an argument of `place` names."""
+    axes = (given,) if isinstance(given, str) else tuple(given)
+    known = tuple(axis_sizes(inside))
+    for axis in axes:
+        if axis not in known or axes.count(axis) > 1:
+            twice = "twice" if axis in known else f"which is no axis inside a rank: {known}"
+            raise ValueError(f"place: {name}={given!r} names {axis!r}, {twice}.")
+    return axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,14 +234,14 @@ class Placed:
         donate_argnums: tuple[int, ...],
         in_specs: Any,
         out_specs: Any,
-        zero1: tuple[str, ...],
+        zero: Mapping[Role, tuple[str, ...]],
         feed: Mapping[int, Callable[[Any], Any]],
     ):
         functools.update_wrapper(self, fun)
         self._feed = feed
         self._in_specs = in_specs
         self._out_specs = out_specs
-        self._zero1 = zero1
+        self._zero = zero
         self._fun = fun
         self._mesh = mesh
         self._donate_argnums = donate_argnums
@@ -364,6 +398,16 @@ class Placed:
 
     def _lower(self, args: tuple[Any, ...]) -> Lowered:
         inside = getattr(self._mesh, "inside", None)
+        insides = getattr(self._mesh, "insides", (inside,))
+        lowered = {own: self._lower_alike(args, own) for own in dict.fromkeys(insides)}
+        first = lowered[insides[0]]
+        if len(lowered) == 1:
+            return first
+        bundle = _join_ranks.join_ranks([lowered[own].bundle for own in insides])
+        return dataclasses.replace(first, bundle=bundle)
+
+    def _lower_alike(self, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
+        """The step as if all ranks were alike."""
         if inside is None:
             return self._lower_inside(args, None)
         # Constraints in the model name axes alone, and mean those of the rank that they run on.
@@ -391,16 +435,22 @@ class Placed:
         parts = _distribute.distribute(jaxpr, pairs, fed)
         flat_pairs = parts.flat_pairs(pairs)
         roles = _roles.roles_of(parts.jaxpr, flat_pairs)
-        split = None
+        split, in_tasks = None, ()
+        # Ranks that differ decide alike, by sizes that those of each divide.
+        sizes = axis_sizes(getattr(self._mesh, "inside", None))
         if inside is not None:
             results = traced.rebuild([_as_type(v.aval) for v in jaxpr.jaxpr.outvars])
             out_specs = self._specs("out_specs", self._out_specs, results, inside)
-            split = _split(parts, in_specs, out_specs, flat_pairs, roles, inside, self._zero1)
+            split, in_tasks = _split(
+                parts, in_specs, out_specs, flat_pairs, roles, inside, self._zero, sizes
+            )
         jaxpr, donated = _own_results(parts.jaxpr, parts.flat_arguments(donated))
         if split is not None:
-            jaxpr, axes = _batch_axes.split_slices(jaxpr, split.arguments, split.sizes)
+            jaxpr, axes = _batch_axes.split_slices(jaxpr, split.arguments, sizes)
+            jaxpr = _parameter_shards.gather_in_tasks(jaxpr, split.arguments, in_tasks, sizes)
+            scatter = set(axes) == set(self._zero[Role.OPTIMIZER])
             jaxpr = _deferred_sums.defer_sums(
-                jaxpr, split.arguments, axes, split.sizes, scatter=set(axes) == set(self._zero1)
+                jaxpr, split.arguments, axes, sizes, own=split.sizes, scatter=scatter
             )
         placement = _placement.place_equations(
             jaxpr, flat_pairs, parts.floating, parts.gathered.keys()
@@ -435,13 +485,6 @@ class Placed:
         """The spec of each array of a pytree."""
         leaves = jtu.tree_leaves(tree)
         if inside is None:
-            if prefix is not None or self._zero1:
-                what = what if prefix is not None else "zero1"
-                raise ValueError(
-                    f"place: {what} splits arrays inside a rank, but each rank of the mesh is one "
-                    f"device. Give the mesh further axes: "
-                    f"jaxpp.MpmdMesh((2, 2), ('mpmd', 'data'))."
-                )
             return [None] * len(leaves)
         sizes = axis_sizes(inside)
         specs = _in_specs.specs_of_leaves(prefix, tree, sizes, f"place: {what}")
@@ -492,29 +535,26 @@ def _split(
     pairs: Mapping[int, int],
     roles: Sequence[Role],
     inside: AbstractMesh,
-    zero1: tuple[str, ...],
-) -> _assign_specs.Inside:
-    """How the arguments and results of a step are split inside a rank, part by part."""
+    zero: Mapping[Role, tuple[str, ...]],
+    sizes: Mapping[str, int],
+) -> tuple[_assign_specs.Inside, tuple[Spec, ...]]:
+    """How the arguments and results of a step are split inside a rank, part by part.
+
+    Also gives how tasks are to have the arguments.
+    """
     avals = parts.jaxpr.in_avals
     arguments = list(_in_specs.replicated_where_none(parts.of_arguments(in_specs), avals))
-    sizes = axis_sizes(inside)
-    if unknown := set(zero1) - set(sizes):
-        raise ValueError(
-            f"place: zero1 names {', '.join(map(repr, sorted(unknown)))}, but the axes inside a "
-            f"rank are {tuple(sizes)}."
-        )
-    if zero1:
-        for n, role in enumerate(roles):
-            if role is not Role.OPTIMIZER:
-                continue
-            own = _optimizer_shards.scattered(arguments[n], avals[n].shape, zero1, sizes)
+    in_tasks = tuple(arguments)
+    for n, role in enumerate(roles):
+        if axes := zero.get(role):
+            own = _optimizer_shards.scattered(arguments[n], avals[n].shape, axes, sizes)
             arguments[n] = own or arguments[n]
     results = [
         arguments[pairs[n]] if spec is None and n in pairs else spec
         for n, spec in enumerate(parts.of_results(out_specs))
     ]
     own = _automatic_axes.automatic(inside)
-    return _assign_specs.Inside(own, tuple(arguments), tuple(results))
+    return _assign_specs.Inside(own, tuple(arguments), tuple(results)), in_tasks
 
 
 def _with_types(

@@ -261,7 +261,10 @@ class _Placer:
             if i not in self.place_of or _size(var) == 1 or place <= self.place_of[i]:
                 continue
             operands = _jaxprs.variables(self.eqns[i].invars)
-            if _marks.is_stage_call(self.eqns[i]) or any(_size(v) > _size(var) for v in operands):
+            # A sum makes less to send, and has the same place whatever the number of its addends.
+            sums = self.eqns[i].primitive.name == "reduce_sum"
+            smaller = sums or any(_size(v) > _size(var) for v in operands)
+            if smaller or _marks.is_stage_call(self.eqns[i]):
                 continue
             self._pin(i, self.place_of[i] | place)
             stack.extend(operands)

@@ -20,15 +20,21 @@ from jaxpp._specs import Spec, axes_of
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """The devices that have examples of their own: along `axes`, of the given sizes."""
+    """The devices that have examples of their own: along `axes`, of the given sizes.
+
+    Where ranks differ, `sizes` are multiples of those of each, for what all have to decide alike,
+    and `own` those of the rank.
+    """
 
     axes: tuple[str, ...]
     sizes: Mapping[str, int]
+    own: Mapping[str, int] | None = None
 
     @property
     def count(self) -> int:
         """How many there are."""
-        return math.prod(self.sizes[axis] for axis in self.axes)
+        sizes = self.sizes if self.own is None else self.own
+        return math.prod(sizes[axis] for axis in self.axes)
 
     def split(self, spec: Spec | None) -> bool:
         """Whether an array of this spec is split over any of the axes."""

@@ -69,12 +69,13 @@ def dense(own, x, split):
     return h @ own["down"] + own["bias"]
 
 
-def placed(mesh, layer=dense, **options):
+def placed(mesh, layer=dense, schedule=jaxpp.schedules.OneFOneB(), microbatches=2, **options):  # noqa: B008
     """The step on a mesh, whose layers are split over the axes inside a rank if it has any."""
     split = mesh.inside is not None
-    loss = jaxpp.wrap_forward(loss_of(mesh.num_ranks, split, layer))
-    grad = jaxpp.microbatch(jax.value_and_grad(loss), 2, in_axes=(None, 0, 0))
-    grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+    stages = mesh.num_ranks * getattr(schedule, "stages_per_rank", 1)
+    loss = jaxpp.wrap_forward(loss_of(stages, split, layer))
+    grad = jaxpp.microbatch(jax.value_and_grad(loss), microbatches, in_axes=(None, 0, 0))
+    grad = jaxpp.schedule(grad, schedule)
 
     def step(layers, state, x, y):
         value, grads = grad(layers, x, y)

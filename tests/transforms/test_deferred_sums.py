@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 import jaxpp
 from jaxpp import _jaxprs
@@ -269,13 +269,10 @@ def make_steps(name: str, schedule: str, num_devices: int) -> Steps:
     return steps_of(make_step(MODELS[name], schedule), arguments, specs_of(arguments), num_devices)
 
 
-def steps_of(
-    step, arguments, specs, num_devices: int, axis_type: AxisType = AxisType.Auto, **axes: int
-) -> Steps:
+def steps_of(step, arguments, specs, num_devices: int, **axes: int) -> Steps:
     """The steps on a mesh of the given number of devices along `data`, and along other axes."""
     sizes = {"data": num_devices, **axes}
-    types = (axis_type,) * len(sizes)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     with jax.sharding.use_abstract_mesh(mesh):
         plain = trace(step, arguments)
         deferred = _deferred_sums.defer_sums(plain, specs, ("data",), sizes)
@@ -432,36 +429,7 @@ def test_what_is_split_over_another_axis_stays_so():
     assert {(("data",), *s) for s in (columns, columns[1:], rows, ())} == accumulators
 
 
-def test_arrays_may_have_their_sharding_in_their_types():
-    leaves, tree = jax.tree.flatten(make_arguments(MODELS["mlp"]))
-    specs = specs_of(tree.unflatten(leaves))
-    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Explicit,))
-    typed = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, partition_spec(spec)))
-        for x, spec in zip(leaves, specs, strict=True)
-    ]
-    step, arguments = make_step(MODELS["mlp"]), tree.unflatten(typed)
-    steps = steps_of(step, arguments, specs, 2, AxisType.Explicit)
-    types = {str(v.aval.sharding.spec[0]) for v in loop_of(steps.deferred).outvars}
-    assert types == {"data"}
-    with jax.sharding.use_abstract_mesh(mesh):
-        found = task_collectives(steps, steps.deferred)
-    assert not sum(found.values(), Counter()), found
-
-
 # ---- what is not deferred -----------------------------------------------------------------------
-
-
-def test_the_sums_that_statistics_need_are_reported():
-    steps = make_steps("batch_norm", "1f1b", 4)
-    given = steps.specs, ("data",), steps.sizes
-    before = _deferred_sums.sums_in_tasks(steps.plain, *given)
-    after = _deferred_sums.sums_in_tasks(steps.deferred, *given)
-    assert {line.split(":")[0] for line in before} == {"F0", "F1", "B0"}
-    assert {line.split(":")[0] for line in after} == {"F0", "B0"}
-    assert all("reduce_sum of float32[4] at " in line and "test_deferred" in line for line in after)
-    plain = make_steps("language_model", "1f1b", 4)
-    assert not _deferred_sums.sums_in_tasks(plain.deferred, plain.specs, *given[1:])
 
 
 def test_a_sum_that_something_else_reads_is_made_where_it_is():

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from jaxpp.transforms import _in_specs
 
 AXES = ("mpmd", "data", "model")
 RULES = [(r"up$", P(None, "model")), (r"down$", P("model", None))]
@@ -33,7 +34,7 @@ def keep(x):
     return x
 
 
-def make_step(schedule=ONE_F_ONE_B, num_stages=2, constrain=keep):
+def make_step(schedule=ONE_F_ONE_B, num_stages=2, constrain=keep, num_microbatches=4):
     def loss_fn(params, x, y):
         for n, layer in enumerate(params):
             if n and n % (4 // num_stages) == 0:
@@ -42,7 +43,7 @@ def make_step(schedule=ONE_F_ONE_B, num_stages=2, constrain=keep):
         return jnp.mean((x - y) ** 2)
 
     grad_fn = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
-    grad_fn = jaxpp.microbatch(grad_fn, 4, in_axes=(None, 0, 0))
+    grad_fn = jaxpp.microbatch(grad_fn, num_microbatches, in_axes=(None, 0, 0))
     if schedule is not None:
         grad_fn = jaxpp.schedule(grad_fn, schedule)
 
@@ -163,22 +164,37 @@ def test_zero1_gathers_each_parameter_once_a_step():
         assert "all-gather over data" not in rank.collectives
 
 
-@pytest.mark.parametrize("num_microbatches", [3, 6])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_gradients_are_reduced_once_a_step(num_microbatches, axis):
+def reductions_over_data(num_microbatches, zero1):
+    """How many each rank runs in a step, in its compiled programs."""
+    step = make_step(num_microbatches=num_microbatches)
+    compiled = place(step, (2, 2, 1), zero1=zero1).lower(*ARGS).compile()
+    kinds = ("all-reduce over data", "reduce-scatter over data")
+    return [
+        tuple(rank.collectives.get(kind, 0) for kind in kinds) for rank in compiled.describe().ranks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("zero1", "wanted"),
+    [((), [(1, 0), (1, 0)]), ("data", [(0, 6), (1, 6)])],  # the second rank reduces the loss, too
+)
+def test_reductions_do_not_depend_on_the_number_of_microbatches(zero1, wanted):
+    for num_microbatches in (2, 4, 8):
+        assert reductions_over_data(num_microbatches, zero1) == wanted
+
+
+def test_gradients_are_reduced_once_where_examples_are_the_second_axis():
     def loss_fn(w, x):
-        x = x if axis == 0 else x.T
-        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x.T @ w[0]))
         return jnp.mean((h @ w[1]) ** 2)
 
     grad_fn = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
-    grad_fn = jaxpp.microbatch(grad_fn, num_microbatches, in_axes=(None, axis))
+    grad_fn = jaxpp.microbatch(grad_fn, 3, in_axes=(None, 1))
     mesh = jaxpp.MpmdMesh((2, 2), ("mpmd", "data"))
-    batch_spec = P(*(None,) * axis, "data")
-    step = jaxpp.place(jaxpp.schedule(grad_fn, ONE_F_ONE_B), mesh, in_specs=(None, batch_spec))
+    step = jaxpp.schedule(grad_fn, ONE_F_ONE_B)
+    step = jaxpp.place(step, mesh, in_specs=(None, P(None, "data")))
     w = [jax.random.normal(k, (WIDTH, WIDTH)) for k in jax.random.split(jax.random.key(1))]
-    x = np.random.default_rng(3).normal(size=(24, WIDTH)).astype(np.float32)
-    x = x if axis == 0 else x.T
+    x = np.random.default_rng(3).normal(size=(WIDTH, 24)).astype(np.float32)
     assert_close(step(w, x), jax.jit(grad_fn)(w, x))
     for rank in step.describe().ranks:
         assert rank.collectives["all-reduce over data"] == 1
@@ -222,11 +238,37 @@ ARGS = (parameters(), optimizer.init(parameters()), *batch(0))
         ((None, None, P("data", "data"), None), r"\[2\].*'data' twice"),
         ((None, None, None), "not a prefix"),
         ((None, None, "data", None), r"\[2\].*'data' is not a PartitionSpec"),
+        ((None, None, P(P.UNCONSTRAINED), None), r"\[2\].*leaves a dimension open"),
+        (([(r"upp$", P())], None, None, None), r"\[0\]: none of.*upp.*'0.0.bias', '0.0.down'"),
+        (([(r"up($", P())], None, None, None), r"\[0\].*'up\(\$' is not a pattern"),
     ],
 )
 def test_a_spec_that_does_not_fit_is_named_with_its_leaf(in_specs, words):
     with pytest.raises(ValueError, match=words):
         place(make_step(), (2, 2, 2), in_specs=in_specs).lower(*ARGS)
+
+
+def test_rules_may_have_nothing_to_speak_of():
+    sgd = optax.sgd(0.1, momentum=None)
+    specs = _in_specs.specs_of_leaves(
+        (RULES, RULES, RULES),
+        (parameters(), sgd.init(parameters()), {"count": jnp.zeros(())}),
+        {"data": 2, "model": 2},
+        "in_specs",
+    )
+    assert specs[-1] is None and ((), ("model",)) in specs
+
+
+@pytest.mark.parametrize(
+    "spec", [P("rows"), P("mpmd"), P("data", "data"), P("data", "model", None)]
+)
+def test_a_constraint_that_does_not_fit_is_an_error_of_its_line(spec):
+    def constrain(h):
+        return jax.lax.with_sharding_constraint(h, spec)
+
+    with pytest.raises(Exception, match=r"not found in mesh|duplicate|rank at least 3") as error:
+        place(make_step(constrain=constrain), (2, 2, 2)).lower(*ARGS)
+    assert any(entry.name == "constrain" for entry in error.traceback)
 
 
 def test_a_dimension_that_does_not_divide():
@@ -235,15 +277,27 @@ def test_a_dimension_that_does_not_divide():
         step.lower(*ARGS)
 
 
-def test_specs_need_axes_inside_a_rank():
-    step = jaxpp.place(make_step(), jaxpp.MpmdMesh((2,)), in_specs=P())
-    with pytest.raises(ValueError, match="each rank of the mesh is one device"):
-        step.lower(*ARGS)
+@pytest.mark.parametrize(
+    "options", [{"in_specs": P()}, {"out_specs": P("data")}, {"zero1": "data"}, {"zero3": "data"}]
+)
+@pytest.mark.parametrize("mesh", [None, jaxpp.MpmdMesh((2,))])
+def test_splits_need_axes_inside_a_rank(mesh, options):
+    with pytest.raises(ValueError, match=f"{[*options][0]}.*each rank of the mesh is one device"):
+        jaxpp.place(make_step(), mesh, **options)
 
 
-def test_an_unknown_axis_for_the_optimizer():
-    with pytest.raises(ValueError, match=r"zero1.*'rows'.*'data', 'model'"):
-        place(make_step(), (2, 2, 1), zero1="rows").lower(*ARGS)
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ("rows", r"'rows'.*'data', 'model'"),
+        (("data", "mpmd"), "'mpmd'.*no axis inside a rank"),
+        (("data", "data"), "'data', twice"),
+    ],
+)
+def test_an_axis_for_the_state_is_one_of_the_mesh(name, axes, words):
+    with pytest.raises(ValueError, match=f"{name}.*{words}"):
+        place(make_step(), (2, 2, 1), **{name: axes})
 
 
 def test_a_constraint_to_devices_is_an_error_with_its_line():

@@ -1,72 +1,24 @@
-"""The rules of sharding propagation, against what XLA makes of the same program."""
+"""The rules of sharding propagation for each primitive, against what XLA does; their laws."""
 
 import functools
-import re
 
-import equinox as eqx
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 import jaxpp
-from experiments.models import gpt, gpt2, llama, mixtral, resnet
-from jaxpp._specs import axes_of, partition_spec, replicated, spec_of
-from jaxpp.transforms import _loop, _sharding_rules
+from jaxpp._specs import replicated, spec_of
+from jaxpp.transforms import _automatic_axes, _loop, _sharding_rules
+from tests.transforms.xla import SIZES, array, chosen, compiled, make_mesh, tokens, trace, whole
 
 P = PartitionSpec
-SIZES = {"data": 2, "model": 2}
-COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 
 @pytest.fixture(scope="module")
 def mesh():
-    return jax.make_mesh((2, 2), tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
-
-
-def array(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def trace(fun, mesh, *args) -> jex.ClosedJaxpr:
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.make_jaxpr(fun)(*args)
-
-
-def compiled(jaxpr, mesh, specs, out_specs=None):
-    """What XLA makes of a jaxpr, its results left to XLA or pinned; without LLVM's work."""
-    pinned = {}
-    if out_specs is not None:
-        outs = [NamedSharding(mesh, partition_spec(s or ())) for s in out_specs]
-        pinned = {"out_shardings": outs}
-    jitted = jax.jit(
-        jex.jaxpr_as_fun(jaxpr),
-        in_shardings=[NamedSharding(mesh, partition_spec(s)) for s in specs],
-        **pinned,
-    )
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jitted.lower(*jaxpr.in_avals).compile(compiler_options=options)
-
-
-def chosen(executable, jaxpr):
-    return [
-        spec_of(sharding.spec, aval.ndim)
-        for sharding, aval in zip(executable.output_shardings, jaxpr.out_avals, strict=True)
-    ]
-
-
-def count(executable) -> int:
-    text = executable.as_text()
-    return sum(len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES)
-
-
-def whole(specs, jaxpr):
-    """The specs as they are pinned: what may be any is whole."""
-    return [
-        replicated(a.ndim) if s is None else s for s, a in zip(specs, jaxpr.out_avals, strict=True)
-    ]
+    return make_mesh()
 
 
 # ---- one primitive ------------------------------------------------------------------------------
@@ -74,10 +26,6 @@ def whole(specs, jaxpr):
 X, IMAGES = array(8, 16, 32), array(8, 4, 8, 8)
 D, DM, DNM, NM = P("data"), P("data", "model"), P("data", None, "model"), P(None, "model")
 MODEL = P("model")
-
-
-def tokens(*shape):
-    return array(*shape, dtype=jnp.int32)
 
 
 def convolve(x, kernel, **options):
@@ -253,166 +201,6 @@ def test_results_are_split_as_xla_splits_them(primitives, name):
     assert ours == xla
 
 
-# ---- layers and models --------------------------------------------------------------------------
-
-#: Megatron's columns and rows (Shoeybi et al., arXiv 1909.08053, section 3), by the path of a
-#: parameter, for the linear layers of Equinox: weights are [out, in].
-MEGATRON = [
-    (r"experts.*", lambda ndim: P("model")),
-    (r"(embed|head)\.weight", lambda ndim: P("model")),
-    (
-        r"(queries|keys|values|(query|key|value)_proj|qkv|up|gate)\.(weight|bias)",
-        lambda ndim: P("model"),
-    ),
-    (r"(out|output_proj|down)\.weight", lambda ndim: P(None, "model")),
-]
-
-
-def megatron(path, leaf, stacked: bool):
-    name = jax.tree_util.keystr(path)
-    for pattern, rule in MEGATRON:
-        if re.search(pattern + "$", name):
-            inner = spec_of(rule(leaf.ndim), leaf.ndim - stacked)
-            return ((),) * stacked + inner
-    return replicated(leaf.ndim)
-
-
-KEY = jax.random.key(0)
-LLAMA = dict(layers=1, width=16, heads=4, kv_heads=2, head_width=4, mlp_width=24, vocabulary=32)
-
-
-def block_loss(block, x):
-    return (jax.vmap(block)(x) ** 2).mean()
-
-
-def mlp_loss(mlp, x):
-    return (jax.vmap(jax.vmap(mlp))(x) ** 2).mean()
-
-
-def mixture_loss(mixture, x):
-    mixed, balance = jax.vmap(mixture)(x)
-    return (mixed**2).mean() + balance.mean()
-
-
-def norm_loss(norm, x):
-    return (jax.vmap(jax.vmap(norm))(x) ** 2).mean()
-
-
-def resnet_loss(model_and_state, images, labels):
-    return resnet.loss_fn(*model_and_state, images, labels)[0]
-
-
-def make_resnet():
-    config = resnet.Config(groups=(1, 1), bottleneck=False, width=4, classes=2)
-    return eqx.nn.make_with_state(resnet.ResNet)(config, key=KEY)
-
-
-SEQUENCES = tokens(8, 13)
-EXAMPLE_KEYS = jax.eval_shape(lambda: jax.random.split(KEY, 8))
-#: Each a model, its loss and a batch, whose leading dimension is split over `data`.
-MODELS = {
-    "mlp": (lambda: gpt.MLP(16, dtype=jnp.float32, key=KEY), mlp_loss, [array(8, 12, 16)]),
-    "attention": (
-        lambda: gpt.Attention(16, 4, dtype=jnp.float32, key=KEY), block_loss, [array(8, 12, 16)],
-    ),
-    "grouped-attention": (
-        lambda: llama.Attention(llama.Config(**LLAMA), key=KEY), block_loss, [array(8, 12, 16)],
-    ),
-    "layer-norm": (lambda: eqx.nn.LayerNorm(16), norm_loss, [array(8, 12, 16)]),
-    "block": (
-        lambda: gpt.Block(16, 4, 0.0, dtype=jnp.float32, key=KEY), block_loss, [array(8, 12, 16)],
-    ),
-    "mixture": (
-        lambda: mixtral.MixtureOfExperts(mixtral.Config(**LLAMA, experts=4), key=KEY),
-        mixture_loss, [array(8, 12, 16)],
-    ),
-    "gpt2": (  # tied embedding, dropout, cross-entropy
-        lambda: gpt2.GPT2(gpt2.Config(1, 16, 4, 12, 32, dropout=0.1), key=KEY),
-        gpt2.loss_fn, [SEQUENCES, EXAMPLE_KEYS],
-    ),
-    "stacked-gpt2": (
-        lambda: gpt2.GPT2(
-            gpt2.Config(3, 16, 4, 12, 32), stacked=True, remat=True, key=KEY
-        ),
-        gpt2.loss_fn, [SEQUENCES],
-    ),
-    "llama": (
-        lambda: llama.Llama(llama.Config(**LLAMA), key=KEY), llama.loss_fn, [SEQUENCES],
-    ),
-    "mixtral": (
-        lambda: mixtral.Mixtral(mixtral.Config(**LLAMA, experts=4), key=KEY),
-        mixtral.loss_fn, [SEQUENCES],
-    ),
-    "resnet": (make_resnet, resnet_loss, [array(8, 3, 16, 16), tokens(8)]),
-}  # fmt: skip
-#: Whole models take longer.
-QUICK = ("mlp", "attention", "grouped-attention", "layer-norm", "block", "mixture", "stacked-gpt2")
-NAMES = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MODELS]
-
-
-def flat_model(name):
-    """The loss as a function of the floating parameters and the rest, and how each is split."""
-    build, loss, batch = MODELS[name]
-    arrays, static = eqx.partition(
-        eqx.filter_eval_shape(build), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
-    )
-    paths, tree = jax.tree_util.tree_flatten_with_path(arrays)
-    specs = [megatron(p, x, "stacked" in name and "blocks" in str(p)) for p, x in paths]
-    leaves = [x for _, x in paths]
-    floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
-    rest = [i for i in range(len(leaves)) if i not in floating]
-
-    def fun(parameters, others, *batch):
-        found = dict(zip([*floating, *rest], [*parameters, *others], strict=True))
-        model = tree.unflatten(found[i] for i in range(len(leaves)))
-        return loss(eqx.combine(model, static), *batch)
-
-    operands = [leaves[i] for i in floating], [leaves[i] for i in rest], *batch
-    order = [specs[i] for i in (*floating, *rest)]
-    return fun, operands, [*order, *(spec_of(D, a.ndim) for a in batch)]
-
-
-def as_split(ours, xla) -> bool:
-    """Whether a spec has all that XLA splits, and where it splits more, XLA has it whole."""
-    return ours == xla or not axes_of(xla)
-
-
-def check(fun, mesh, operands, specs, at_least=False):
-    """Our specs of `fun`'s results, if they are XLA's, and pinning them costs no collectives."""
-    leaves, tree = jax.tree.flatten(tuple(operands))
-    jaxpr = trace(lambda *xs: jax.tree.leaves(fun(*tree.unflatten(xs))), mesh, *leaves)
-    ours = whole(_sharding_rules.output_specs(jaxpr, specs, SIZES), jaxpr)
-    left_free = compiled(jaxpr, mesh, specs)
-    for aval, mine, its in zip(jaxpr.out_avals, ours, chosen(left_free, jaxpr), strict=True):
-        assert as_split(mine, its) if at_least else mine == its, (aval, mine, its)
-    assert count(compiled(jaxpr, mesh, specs, ours)) <= count(left_free)
-    return ours
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_split_as_xla_splits_them(mesh, name):
-    fun, operands, specs = flat_model(name)
-    check(jax.value_and_grad(fun), mesh, operands, specs)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_forward_and_its_backward_are_split_as_xla_splits_them(mesh, name):
-    fun, operands, specs = flat_model(name)
-
-    def forward(parameters, *others):
-        return jax.vjp(lambda p: fun(p, *others), parameters)
-
-    value, pullback = jax.eval_shape(forward, *operands)
-    # What is made of nothing (a causal mask) XLA makes again for each use: then it splits only one.
-    made = check(forward, mesh, operands, specs, at_least=True)
-    residuals, tree = jax.tree.flatten(pullback)
-
-    def backward(residuals, cotangent):
-        return tree.unflatten(residuals)(cotangent)
-
-    check(backward, mesh, [residuals, value], [*made[1:], ()])
-
-
 # ---- laws ---------------------------------------------------------------------------------------
 
 
@@ -445,29 +233,6 @@ def test_an_accumulator_that_may_be_any_is_split_as_what_is_added():
     assert specs_of(fun, args, given) == [(("data",), ("model",))]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_an_axis_is_there_once_and_divides(seed):
-    """Whatever the inputs' specs are: also of axes that divide some of the dimensions only."""
-    rng = np.random.default_rng(seed)
-    sizes = {"a": 2, "b": 3, "c": 4}
-    fun, operands, _ = flat_model("block")
-    jaxpr = jax.make_jaxpr(jax.value_and_grad(fun))(*operands)
-    specs = []
-    for aval in jaxpr.in_avals:
-        entries = [()] * aval.ndim
-        for axis in rng.permutation(list(sizes))[: aval.ndim]:
-            entries[rng.integers(aval.ndim)] += (str(axis),)
-        specs.append(tuple(entries))
-    known = _sharding_rules.propagate(jaxpr, specs, sizes)
-    assert len(known) > 100
-    for var, spec in known.items():
-        if spec is None:
-            continue
-        assert len(set(axes_of(spec))) == len(axes_of(spec))
-        for n, entry in zip(var.aval.shape, spec, strict=True):
-            assert n % int(np.prod([sizes[a] for a in entry])) == 0
-
-
 def test_a_primitive_without_a_rule_gives_what_is_whole():
     unknown = jex.Primitive("unknown")
     unknown.def_abstract_eval(lambda aval: aval)
@@ -476,7 +241,7 @@ def test_a_primitive_without_a_rule_gives_what_is_whole():
     assert specs_of(unknown.bind, [array(8, 16)], [None]) == [None]
 
 
-def test_explicit_axes_are_where_the_types_say():
+def test_explicit_axes_are_where_the_types_said():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
 
     def fun(x, w):
@@ -484,6 +249,7 @@ def test_explicit_axes_are_where_the_types_say():
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jaxpr = jax.make_jaxpr(fun)(array(8, 4), array(4, 16))
+    jaxpr = _automatic_axes.with_automatic_axes(jaxpr)
     made = _sharding_rules.output_specs(jaxpr, [None, ((), ("model",))], SIZES)
     assert made == [(("data",), ("model",))]
 

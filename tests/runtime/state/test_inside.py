@@ -1,5 +1,8 @@
 """Checkpoints of arrays that ranks have split: on any mesh they are the same arrays, bitwise."""
 
+import functools
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,11 @@ import jaxpp
 from jaxpp.runtime._state import _manifest, load_state, save_state
 from tests.runtime.inside import AXES, LAYERS, WIDTH, batch, local, placed, start, train
 
-SHAPES = [(2,), (2, 2, 2), (1, 2, 1), (4, 2, 1)]
+# A mesh, and the axes over which it splits the optimizer state.
+WHOLE = [(2,), (1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)]
+ZERO1 = [(1, 2, 1), (2, 2, 1), (2, 2, 2), (4, 2, 1)]
+PLACES = [*((shape, ()) for shape in WHOLE), *((shape, "data") for shape in ZERO1)]
+CHOSEN = ((2, 2, 2), "data"), ((2,), ())
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +43,33 @@ def shardings_of(step):
     return list(step.lower(*start(), *batch()).compile().input_shardings[:2])
 
 
-def check(saving, loading, path):
-    """Saves on one mesh, loads on another by `like` and by shardings, and trains on there."""
-    step, other = placed(saving), placed(loading)
+def save(step, path):
+    """Saves what two steps give; returns it."""
     state, _ = train(step, start(), range(2))
     expected = jax.device_get(state)
-    like, losses = train(other, start(), range(3))
     save_state(path, state)
+    return expected
+
+
+def check_load(path, expected, step, like, losses):
+    """Loads for a step by `like`, its state after three steps, and by shardings; trains on."""
     by_like = load_state(path, like)
     wanted = jax.tree.map(lambda x: x.sharding, like)
     assert jax.tree.map(lambda x: x.sharding, by_like) == wanted
     assert_same(by_like, expected)
-    by_sharding = load_state(path, jax.eval_shape(start), shardings_of(other))
+    by_sharding = load_state(path, jax.eval_shape(start), shardings_of(step))
     assert_same(by_sharding, expected)
-    went_on, got = train(other, by_like, range(2, 3))
+    went_on, got = train(step, by_like, range(2, 3))
     np.testing.assert_allclose(got, losses[2:], rtol=1e-5)
-    assert_same(train(other, by_sharding, range(2, 3))[0], went_on)
+    assert_same(train(step, by_sharding, range(2, 3))[0], went_on)
+    with pytest.raises(AssertionError):
+        assert_same(went_on, expected)
+
+
+def check(saving, loading, path):
+    """Saves on one mesh, and loads on another."""
+    step = placed(loading)
+    check_load(path, save(placed(saving), path), step, *train(step, start(), range(3)))
 
 
 def written(path):
@@ -64,17 +82,39 @@ def written(path):
     }
 
 
+def id_of(place):
+    shape, zero1 = place
+    return "x".join(map(str, shape)) + ("-zero1" if zero1 else "")
+
+
+@functools.cache
+def local_step(shape, zero1):
+    return placed(local(shape), zero1=zero1)
+
+
+@pytest.fixture(scope="module")
+def saving(request, tmp_path_factory):
+    """Where a state was saved by one of the places, and the state."""
+    path = tmp_path_factory.mktemp("saved") / "state"
+    return path, save(local_step(*request.param), path)
+
+
+@functools.cache
+def trained(shape, zero1):
+    return train(local_step(shape, zero1), start(), range(3))
+
+
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [
-        pytest.param(
-            a, b, marks=() if (a, b) == ((2, 2, 2), (2,)) else pytest.mark.slow,
-        )
-        for a in SHAPES for b in SHAPES
+        pytest.param(*pair, marks=() if pair == CHOSEN else pytest.mark.slow)
+        for pair in itertools.product(PLACES, PLACES)
     ],
-)  # fmt: skip
-def test_between_meshes_of_this_process(saving, loading, tmp_path):
-    check(local(saving), local(loading), tmp_path / "a")
+    indirect=["saving"],
+    ids=id_of,
+)
+def test_between_meshes_of_this_process(saving, loading):
+    check_load(*saving, local_step(*loading), *trained(*loading))
 
 
 def test_from_processes_to_this_one_and_back(mesh, tmp_path):

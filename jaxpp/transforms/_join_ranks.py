@@ -1,0 +1,100 @@
+"""Joins the programs of ranks whose meshes differ in size.
+
+A step is traced and lowered once for each size that a rank has, since the size is in its types: a
+`shard_map` in the model sees the shapes of a device's shards. Each rank runs what it would run if
+all ranks were like it, and what is between ranks is the same for all sizes. So nothing is left to
+do but to take each rank's program, and to check that what it is sent is what it waits for.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxpp._program import Bundle, Computation, Instruction, Message, Program, Receive, Run, Send
+from jaxpp._specs import Spec, axis_sizes
+
+
+def join_ranks(bundles: Sequence[Bundle]) -> Bundle:
+    """The step of which each rank runs its program of another lowering.
+
+    Args:
+        bundles: for each rank the step, lowered as if all ranks were like it; the same object for
+            ranks of the same sizes.
+
+    Returns:
+        The step. How a message is split is what its target makes of it; how a result is, what the
+        first rank does that has it.
+
+    Raises:
+        ValueError: the ranks do not agree on what is between them.
+    """
+    first = bundles[0]
+    for bundle in bundles:
+        _check_alike(first, bundle)
+    computations: list[Computation] = []
+    start: dict[int, int] = {}
+    for bundle in bundles:
+        if id(bundle) not in start:
+            start[id(bundle)] = len(computations)
+            computations += bundle.computations
+    received = {
+        i.message.tag: i.message
+        for rank, bundle in enumerate(bundles)
+        for i in bundle.programs[rank].instructions
+        if isinstance(i, Receive)
+    }
+    programs = [
+        _joined(bundle.programs[rank], start[id(bundle)], received)
+        for rank, bundle in enumerate(bundles)
+    ]
+    out_specs: list[Spec] = list(first.out_specs)
+    for rank in reversed(range(len(bundles))):
+        for n, _ in programs[rank].outputs:
+            out_specs[n] = bundles[rank].out_specs[n]
+    return dataclasses.replace(
+        first,
+        programs=tuple(programs),
+        computations=tuple(computations),
+        out_specs=tuple(out_specs),
+    )
+
+
+def _joined(program: Program, start: int, received: Mapping[int, Message]) -> Program:
+    """A program whose computations are numbered from `start`, and whose sends are as received."""
+
+    def joined(instruction: Instruction) -> Instruction:
+        match instruction:
+            case Run(number):
+                return dataclasses.replace(instruction, computation=start + number)
+            case Send(slots, message):
+                return Send(slots, received[message.tag])
+        return instruction
+
+    return dataclasses.replace(program, instructions=tuple(map(joined, program.instructions)))
+
+
+def _check_alike(bundle: Bundle, other: Bundle) -> None:
+    for own, program in zip(bundle.programs, other.programs, strict=True):
+        one, two = _outline(own), _outline(program)
+        if one == two and bundle.in_specs == other.in_specs and bundle.donated == other.donated:
+            continue
+        differing = next((f"{a}, but {b}" for a, b in zip(one, two, strict=False) if a != b), "")
+        raise ValueError(
+            f"place: rank {own.rank} exchanges other arrays if the axes inside a rank have the "
+            f"sizes {axis_sizes(bundle.inside)} than if they have {axis_sizes(other.inside)}"
+            f"{differing and ': ' + differing}. Only the shards that a jax.shard_map sees may "
+            f"depend on the size of a rank: not what the model computes."
+        )
+
+
+def _outline(program: Program) -> list[Any]:
+    """What a program takes, gives and exchanges, in words."""
+    inputs = [f"argument {n}" for n, _ in program.inputs]
+    outputs = [f"result {n}" for n, _ in program.outputs]
+    messages = [
+        f"{', '.join(a.str_short() for a in m.avals)} from rank {m.source} to rank {m.target}"
+        for i in program.instructions
+        if isinstance(i, Send | Receive)
+        for m in [i.message]
+    ]
+    return [*sorted(inputs), *sorted(outputs), *messages]
