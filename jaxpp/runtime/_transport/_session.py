@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpp._program import Message
-from jaxpp.runtime import _array_types
+from jaxpp.runtime import _shares
 from jaxpp.runtime._transport._buffers import BufferPool
 from jaxpp.runtime._transport._errors import Aborted, NotComputed, PeerLost, TransportError
 from jaxpp.runtime._transport._frames import (
@@ -21,6 +21,7 @@ from jaxpp.runtime._transport._frames import (
     Bytes,
     FrameReader,
     Header,
+    ShareUnpacker,
     Unpacker,
     padded,
     send_frame,
@@ -84,7 +85,7 @@ class Session:
         rank: int,
         epoch: int,
         pool: BufferPool,
-        expected: dict[tuple[int, int], Unpacker],
+        expected: dict[tuple[int, int], Unpacker | ShareUnpacker],
         open_to: Callable[[int, int], socket.socket],
         on_failure: Callable[[BaseException], None],
         observe_sent: Callable[[int, Message, int, int], None],
@@ -187,7 +188,7 @@ class Session:
         """Waits for the values of a message, and gives their bytes."""
         names = item.message.names
         try:
-            values = [_array_types.to_host(array).data for array in item.arrays]
+            values = [_shares.to_host(array).data for array in item.arrays]
         except Exception as error:
             error.add_note(
                 f"in what rank {self.rank} was to send to rank {rank}: {', '.join(names)}"
