@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpp._program import Free, Program, Receive, Run, Send
 from jaxpp.runtime._worker import Worker
@@ -104,14 +104,24 @@ def _size(type_: Any) -> float:
 @functools.cache
 def _compiled_mark(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[Any], Any]:
     def mark(x):
-        return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
+        return lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), (1,))
 
+    if isinstance(sharding, NamedSharding):
+        mark = jax.shard_map(
+            mark,
+            mesh=sharding.mesh,
+            in_specs=sharding.spec,
+            out_specs=PartitionSpec(sharding.mesh.axis_names),
+            check_vma=False,
+        )
     return jax.jit(mark).lower(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)).compile()
 
 
 def _mark(type_: Any) -> Callable[[Any], Any] | None:
-    """What gives one element of an array of a type; None where it has none."""
+    """What gives an element of an array of a type, of each device; None where it has none."""
     if 0 in type_.shape:
         return None
-    (device,) = type_.sharding.device_set
-    return _compiled_mark(type_.shape, type_.dtype, SingleDeviceSharding(device))
+    sharding, (device, *others) = type_.sharding, type_.sharding.device_set
+    if not others:
+        sharding = SingleDeviceSharding(device)
+    return _compiled_mark(type_.shape, type_.dtype, sharding)
