@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.experimental import serialize_executable
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
-from jaxlib import _jax, xla_client
+from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]
 
 # So that an equation's source line is the user's, in error messages and in profiles.
 source_info_util.register_exclusion(os.path.join(os.path.dirname(__file__), ""))
@@ -190,9 +190,9 @@ def serve_collectives_at(host: str) -> None:
     """
 
     def make_client():
-        # Joined by `jax.distributed`, or not at all.
         client = distributed.global_state.client
-        if client is None:
+        config: Any = jax.config
+        if client is None or config.jax_cpu_collectives_implementation != "gloo":
             return xla_bridge.make_cpu_client()
         collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
         return xla_bridge.make_cpu_client(collectives)

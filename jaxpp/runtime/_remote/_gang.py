@@ -125,10 +125,11 @@ class Gang:
         self._join, self._spans = None, [None] * self._settings.num_ranks
         if processes > 1:
             self._spans = [Join(port, processes) for port in ports[::processes]]
-            return
-        ranks = [RankDevices("gpu" if gpus else "cpu", i.node, i.gpus) for i in identities]
-        if choose_transport(ranks, self._settings.transport) == "device":
-            self._join = Join(ports[0], len(ranks))
+        workers = [RankDevices("gpu" if gpus else "cpu", i.node, i.gpus) for i in identities]
+        flag = self._settings.transport
+        flag = "socket" if processes > 1 and flag == "auto" else flag
+        if choose_transport(workers, flag) == "device":
+            self._join = Join(ports[0], len(workers))
 
     @property
     def between_devices(self) -> bool:

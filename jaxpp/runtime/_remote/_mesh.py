@@ -183,8 +183,8 @@ class RemoteMpmdMesh:
     def restart(self) -> None:
         """Makes the mesh fit for work after a failure, without its arrays.
 
-        Workers that are well keep their compiled programs; the others are replaced. `RemoteArray`s
-        from before are lost: load a checkpoint.
+        Workers that are well keep their compiled programs; the others are replaced: all of them,
+        where ranks have several processes. `RemoteArray`s from before are lost: load a checkpoint.
         """
         with self._lock:
             self._check_open()
@@ -284,7 +284,7 @@ class RemoteMpmdMesh:
     # ---- traces ---------------------------------------------------------------------------------
 
     def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
-        """Starts to record what the ranks run and send.
+        """Starts to record what the ranks run and send; of several processes each first one.
 
         Args:
             directory: where `stop_trace` writes its files, on this host; those of an earlier trace

@@ -379,7 +379,8 @@ class Watch:
         elif isinstance(what, str):
             reason = what
         else:  # it lives; what is known is what others say of it
-            reason = next((w.exception for w in waits.values()), "it has ended the step")
+            own = what.exception if isinstance(what, Failure) else "it has ended the step"
+            reason = next((w.exception for w in waits.values()), own)
         waiting = [f"rank {self._members[w].rank} in {r.task}" for w, r in waits.items()]
         of_call = f" of call {call}" if call >= 0 else ""
         doing = f" in {task}{self._describe(task)}{of_call}" if task else ""

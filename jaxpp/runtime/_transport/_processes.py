@@ -111,13 +111,12 @@ def rank_home(sizes: Mapping[str, int], rank: int) -> Home:
     Raises:
         ValueError: a process has too few devices.
     """
-    needed = math.prod(sizes.values()) // jax.process_count()
+    processes = jax.process_count()
     by_process: dict[int, list[Any]] = collections.defaultdict(list)
     for device in jax.devices():
         by_process[device.process_index].append(device)
-    own = {"devices": needed}
-    found = [d for n in sorted(by_process) for d in first_devices(by_process[n], own, rank)]
-    return home_over(found, sizes)
+    each = [first_devices(by_process[n], sizes, rank, processes) for n in sorted(by_process)]
+    return home_over([device for own in each for device in own], sizes)
 
 
 def rank_homes(sizes: Mapping[str, int] | None = None) -> tuple[Home, ...]:
@@ -141,16 +140,20 @@ def rank_homes(sizes: Mapping[str, int] | None = None) -> tuple[Home, ...]:
     return tuple(home_over(first_devices(by_rank[n], sizes, n), sizes) for n in sorted(by_rank))
 
 
-def first_devices(devices: Sequence[Any], sizes: Mapping[str, int], rank: int) -> list[Any]:
-    """As many of a process's devices as its rank needs.
+def first_devices(
+    devices: Sequence[Any], sizes: Mapping[str, int], rank: int, processes: int = 1
+) -> list[Any]:
+    """As many of a process's devices as its rank needs, which has so many processes.
 
     Raises:
         ValueError: there are fewer.
     """
-    needed = math.prod(sizes.values())
+    needed = math.prod(sizes.values()) // processes
     if len(devices) < needed:
+        share = f", {needed} in each of its {processes} processes" if processes > 1 else ""
         raise ValueError(
-            f"Rank {rank} needs {needed} devices for its axes {dict(sizes)}, and its process has "
+            f"Rank {rank} needs {needed * processes} devices for its axes {dict(sizes)}{share}, "
+            f"and its process has "
             f"{len(devices)}: {list(devices)}. On GPUs, look at CUDA_VISIBLE_DEVICES there; on "
             f"CPU, take xla_force_host_platform_device_count out of XLA_FLAGS."
         )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpp._program import Message
-from jaxpp.runtime import _shares
+from jaxpp.runtime import _array_types
 from jaxpp.runtime._transport._buffers import BufferPool
 from jaxpp.runtime._transport._errors import Aborted, NotComputed, PeerLost, TransportError
 from jaxpp.runtime._transport._frames import (
@@ -78,6 +78,7 @@ class Session:
         open_to: opens a connection to a rank.
         on_failure: called when a rank is lost, or the session aborts.
         observe_sent: called with a call, a message, and when it was sent.
+        to_host: gives the bytes of an array, as they are sent.
     """
 
     def __init__(
@@ -89,12 +90,14 @@ class Session:
         open_to: Callable[[int, int], socket.socket],
         on_failure: Callable[[BaseException], None],
         observe_sent: Callable[[int, Message, int, int], None],
+        to_host: Callable[[Any], np.ndarray] = _array_types.to_host,
     ):
         self.rank, self.epoch = rank, epoch
         self.traffic: dict[int, Traffic] = collections.defaultdict(Traffic)
         self.threads: set[threading.Thread] = set()
         self._pool, self._expected = pool, expected
         self._open_to, self._on_failure, self._observe_sent = open_to, on_failure, observe_sent
+        self._to_host = to_host
         self._lock = threading.Lock()
         #: A message somebody waits for has arrived, or never will.
         self._arrival = threading.Condition(self._lock)
@@ -188,7 +191,7 @@ class Session:
         """Waits for the values of a message, and gives their bytes."""
         names = item.message.names
         try:
-            values = [_shares.to_host(array).data for array in item.arrays]
+            values = [self._to_host(array).data for array in item.arrays]
         except Exception as error:
             error.add_note(
                 f"in what rank {self.rank} was to send to rank {rank}: {', '.join(names)}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from jaxpp._program import Message
+from jaxpp.runtime import _array_types, _shares
 from jaxpp.runtime._homes import Home
 from jaxpp.runtime._transport import _connections
 from jaxpp.runtime._transport._buffers import BufferPool
@@ -101,6 +102,7 @@ class SocketTransport:
             self._open_to,
             self._tell,
             self._observe_sent,
+            _shares.to_host if _shares.spans(self._home) else _array_types.to_host,
         )
 
     # ---- who is where ---------------------------------------------------------------------------

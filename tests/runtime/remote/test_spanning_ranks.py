@@ -17,6 +17,7 @@ import jaxpp
 from jaxpp.runtime import RankError
 from jaxpp.runtime._array_types import ArrayType, to_host
 from jaxpp.runtime._shares import boxes_of_process, put_together, share_type
+from jaxpp.runtime._stacked import parts_of
 from tests.runtime import inside
 from tests.runtime.remote import faults
 
@@ -200,6 +201,14 @@ def test_an_array_is_split_anew_where_another_step_reads_it_so(mesh):
     assert_same(found, wanted)
 
 
+def test_rows_of_an_array_stay_with_all_processes(mesh):
+    state, _ = placed(mesh)(params(), batch())
+    parts = parts_of(state["second"], (0, 2, WIDTH))
+    whole = np.asarray(state["second"])
+    assert [part.spec for part in parts] == [((), ())] * 2
+    assert_same([np.asarray(part) for part in parts], [whole[:2], whole[2:]])
+
+
 def test_ranks_load_their_batch_themselves(mesh, expected):
     for load in (batch, lambda n: jnp.asarray(batch(n))):
         fed = placed(mesh, feed={1: load})
@@ -340,6 +349,16 @@ def test_an_error_in_one_process_ends_those_that_wait_for_it(mesh, expected):
 
 
 # ---- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_too_few_devices_are_an_error_at_the_start(ray_session):
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    told = r"Rank 0 needs 4 devices .*, 2 in each of its 2 processes, and its process has 1"
+    with pytest.raises(ValueError, match=told):
+        jaxpp.RemoteMpmdMesh(
+            (1, 4), AXES, processes_per_rank=2, environment=flags, start_timeout=300
+        )
 
 
 def test_processes_are_checked_before_anything_starts():
