@@ -65,8 +65,8 @@ LEAVE_TIMEOUT = 1
 def join_rank(coordinator: str, num_processes: int, process_id: int, *, host: str) -> None:
     """Joins this process with the others of its rank; JAX must not have been used before.
 
-    As with `join_processes`, the death of process 0 ends the others. That of another one does not:
-    collectives with it fail at once.
+    As with `join_processes`, the death of process 0 ends the others. That of another one does not
+    until its heartbeats have been missed for 100 s; collectives with it fail at once.
 
     Args:
         coordinator: host and port at which process 0 listens.
@@ -75,6 +75,7 @@ def join_rank(coordinator: str, num_processes: int, process_id: int, *, host: st
         host: the address of this host at which the others reach it.
     """
     _compat.serve_collectives_at(host)
+    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is to end the process
     jax.distributed.initialize(
         coordinator,
         num_processes,

@@ -105,6 +105,20 @@ def test_three_steps_are_bitwise_those_of_the_local_mesh(mesh, expected):
 
 def test_two_axes_inside_a_rank(ray_session):
     """Rows of devices belong to one process, columns to two."""
+    specs = [("first", P(None, "model")), ("second", P(("data", "model")))], P("data")
+    with jaxpp.RemoteMpmdMesh(
+        (2, 2, 2), inside.AXES, processes_per_rank=2, start_timeout=300
+    ) as mesh:
+        state, losses = train(placed(mesh, in_specs=specs), params(), range(3))
+        state = jax.device_get(state)
+    step = placed(inside.local((2, 2, 2)), in_specs=specs)
+    wanted, wanted_losses = train(step, params(), range(3))
+    assert losses == wanted_losses
+    assert_same(state, wanted)
+
+
+@pytest.mark.slow
+def test_a_deeper_model_with_two_axes_inside_a_rank(ray_session):
     with jaxpp.RemoteMpmdMesh(
         (2, 2, 2), inside.AXES, processes_per_rank=2, start_timeout=300
     ) as mesh:
