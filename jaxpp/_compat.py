@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import numpy as np
-from jax._src import source_info_util
+from jax._src import distributed, source_info_util, xla_bridge
 from jax.core import Tracer
 from jax.experimental import serialize_executable
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
-from jaxlib import xla_client
+from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]
 
 # So that an equation's source line is the user's, in error messages and in profiles.
 source_info_util.register_exclusion(os.path.join(os.path.dirname(__file__), ""))
@@ -180,6 +180,24 @@ def load_on_devices(
         )
     except (ValueError, NotImplementedError, TypeError, AttributeError, jax.errors.JaxRuntimeError):
         return None
+
+
+def serve_collectives_at(host: str) -> None:
+    """Says at which address of this host other processes reach it for collectives on CPU.
+
+    By default it is what the host's own name stands for, often the loopback address, and there is
+    no option for it. To be called before JAX starts its backends.
+    """
+
+    def make_client():
+        client = distributed.global_state.client
+        config: Any = jax.config
+        if client is None or config.jax_cpu_collectives_implementation != "gloo":
+            return xla_bridge.make_cpu_client()
+        collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
+        return xla_bridge.make_cpu_client(collectives)
+
+    xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
 def is_tracer(value) -> bool:

@@ -20,7 +20,7 @@ from jaxpp._specs import Spec
 from jaxpp.runtime._homes import Home, sharding_in
 
 #: The dtypes that JAX narrows unless 64 bits are switched on.
-_WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
+WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 _FLOAT0 = "float0"
 
 
@@ -153,7 +153,7 @@ def from_host(buffer: Any, array_type: ArrayType, home: Home, spec: Spec = ()) -
     if array_type.dtype == _FLOAT0:
         return host
     # This makes the array in a third of the time of device_put.
-    with jax.enable_x64(True) if array_type.dtype in _WIDE else contextlib.nullcontext():
+    with jax.enable_x64(True) if array_type.dtype in WIDE else contextlib.nullcontext():
         part = (lambda index: host[(*index, ...)]) if isinstance(home, Mesh) else lambda _: host
         array = jax.make_array_from_callback(host.shape, sharding_in(home, spec), part)
     if array_type.key is None:
@@ -217,7 +217,7 @@ def _copy_function(
 
     # A compiled identity is fastest on one device (on four of CPU it takes 4 times as long), but
     # would narrow what is wide, and takes no float0.
-    if isinstance(home, Mesh) or any(t.dtype in _WIDE or t.nbytes == 0 for t in array_types):
+    if isinstance(home, Mesh) or any(t.dtype in WIDE or t.nbytes == 0 for t in array_types):
         return make
     return jax.jit(copy, out_shardings=sharding_in(home))
 

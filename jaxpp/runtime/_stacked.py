@@ -19,6 +19,7 @@ from jaxpp._specs import Spec
 from jaxpp.runtime._arguments import check_there
 from jaxpp.runtime._array_handle import ArrayHandle
 from jaxpp.runtime._homes import sharding_in
+from jaxpp.runtime._shares import resplit
 
 #: Where the rows of an array are cut, and their number at the end: `(0, 2, 4)`.
 Bounds = tuple[int, ...]
@@ -323,7 +324,7 @@ def _remote_slices(array: Any, intervals: Sequence[tuple[int, int]]) -> list[Any
         for a, b in intervals
     ]
     items = [(part.id, a, b) for part, (a, b) in zip(parts, intervals, strict=True)]
-    mesh.apply(slice_on_rank, {rank: (array.id, items, spec)})
+    mesh.apply_everywhere(slice_on_rank, {rank: (array.id, items, spec)}).result()
     return parts
 
 
@@ -335,6 +336,8 @@ def slice_on_rank(
     if isinstance(process.home, Mesh):
         array = jax.device_put(array, sharding_in(process.home, spec))
     slices = [(new, jax.lax.slice_in_dim(array, a, b)) for new, a, b in items]
+    if isinstance(process.home, Mesh):
+        slices = [(new, resplit(part, process.home, spec)) for new, part in slices]
     with process.lock:
         process.arrays.update(slices)
         process.lock.notify_all()

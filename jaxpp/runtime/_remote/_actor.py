@@ -1,4 +1,4 @@
-"""The Ray actor of a rank: starts JAX and the transport, then hands all calls to a `Process`."""
+"""The Ray actor of a worker: starts JAX and the transport, then hands all calls to a `Process`."""
 
 import dataclasses
 import importlib.metadata
@@ -24,6 +24,8 @@ from jaxpp.runtime._transport._processes import (
     first_devices,
     free_port,
     join_processes,
+    join_rank,
+    rank_home,
     rank_homes,
 )
 
@@ -48,7 +50,7 @@ class Identity:
 
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """Where the processes of all ranks meet, to become one system of JAX's, and how many."""
+    """Where processes meet, to become one system of JAX's, and how many: all, or a rank's."""
 
     coordinator: str
     num_processes: int
@@ -60,6 +62,7 @@ class Setup:
 
     Args:
         rank: its rank, of `num_ranks`.
+        process: its number in the rank, of `processes_per_rank`.
         secret: what the connections between workers are authenticated with.
         place: where it runs.
         address: the address of its host that other hosts reach it by; None for loopback only.
@@ -67,6 +70,7 @@ class Setup:
         sizes_inside: the axes inside a rank, and their sizes.
         kind: of the connections: `"auto"`, `"unix"` or `"tcp"`.
         join: how the ranks are joined for transfers between devices; None where they use sockets.
+        span: how the processes of the rank are joined; None where it has but one.
         x64: whether 64-bit types are on, as they are in the driver.
         epoch: how often the mesh has been restarted.
         box: the path of its black box; None on another host than the driver's.
@@ -74,6 +78,8 @@ class Setup:
 
     rank: int
     num_ranks: int
+    process: int
+    processes_per_rank: int
     secret: bytes
     place: Place
     address: str | None
@@ -81,6 +87,7 @@ class Setup:
     sizes_inside: Mapping[str, int]
     kind: Any
     join: Join | None
+    span: Join | None
     x64: bool
     epoch: int
     box: str | None
@@ -112,18 +119,23 @@ _remote: Any = ray.remote
 def _start_jax(setup: Setup) -> tuple[Home, SocketTransport | DeviceTransport]:
     """Starts JAX with the devices of this rank; gives its home, and what sends from it."""
     sizes = setup.sizes_inside
-    devices = math.prod(sizes.values())
+    devices = math.prod(sizes.values()) // setup.processes_per_rank
     jax.config.update("jax_enable_x64", setup.x64)
     # JAX takes only one way to say it, and workers of this host have the driver's environment.
     if devices > 1 and DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", devices)
-    if setup.cores == 1 and setup.join is None and devices == 1:
+    if setup.cores == 1 and setup.join is None and math.prod(sizes.values()) == 1:
         # On one core a thread that computes while this one goes on is a detour: tasks of
         # 1 ms took 8% longer with it. (Transfers between devices need it.)
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     if setup.join is not None:
         transport = _device_transport(setup)
         return transport.home, transport
+    if setup.span is not None:
+        where = setup.span.coordinator, setup.span.num_processes, setup.process
+        join_rank(*where, host=setup.address or LOOPBACK)
+        home = rank_home(sizes, setup.rank)
+        return home, _socket_transport(setup, home)
     home = home_over(first_devices(jax.local_devices(), sizes, setup.rank), sizes)
     return home, _socket_transport(setup, home)
 
@@ -154,7 +166,7 @@ def _device_transport(setup: Setup) -> DeviceTransport:
 
 @_remote(concurrency_groups={"control": 2, "feed": 1, "fetch": 16, "aside": 2})
 class Actor:
-    """A rank's process.
+    """A rank's process, or one of them.
 
     Methods without a group run one after the other, in the order of their calls, on one thread:
     what a step does, and what must not overtake it.
@@ -176,9 +188,10 @@ class Actor:
             # The threads of the transport must not wait for the Python thread's time slice, 5 ms.
             sys.setswitchinterval(SWITCH_INTERVAL)
             home, transport = _start_jax(setup)
-            device = devices_of(home)[0]
+            device = next(d for d in devices_of(home) if d.process_index == jax.process_index())
             box = BlackBox(setup.box) if setup.box else None
-            self.process = Process(setup.rank, setup.num_ranks, home, transport, box)
+            own = setup.rank, setup.num_ranks, home, transport, box, setup.process
+            self.process = Process(*own)
             self._hello = Hello(
                 versions(),
                 socket.gethostname(),

@@ -2,16 +2,17 @@
 
 import collections
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxpp.runtime import _shares
 from jaxpp.runtime._array_types import ArrayType, from_host, host_array
 from jaxpp.runtime._remote._array import RemoteArray
 
-#: Gives the bytes of the arrays with some ids, asked of one rank.
+#: Gives the bytes of the arrays with some ids, asked of workers.
 Fetch = Callable[[dict[int, list[int]]], dict[int, list[Any]]]
 
 
@@ -20,11 +21,14 @@ class Arrays:
 
     Args:
         num_ranks: the number of ranks.
-        fetch: gives the bytes of arrays, whose ids it gets by rank.
+        fetch: gives the bytes of arrays, or of the worker's share of them; ids come by worker.
+        sizes: the axes inside a rank, and their sizes.
+        processes: how many workers a rank has.
     """
 
-    def __init__(self, num_ranks: int, fetch: Fetch):
+    def __init__(self, num_ranks: int, fetch: Fetch, sizes: Mapping[str, int], processes: int = 1):
         self._fetch = fetch
+        self._sizes, self._processes = sizes, processes
         self._next = 1
         self._released = [collections.deque[int]() for _ in range(num_ranks)]
         self._wanted: dict[int, RemoteArray] = {}
@@ -72,14 +76,37 @@ class Arrays:
             return [self._fetched.pop(a.id) for a in arrays]
 
     def _receive(self, arrays: Sequence[RemoteArray]) -> None:
-        by_rank: dict[int, list[RemoteArray]] = collections.defaultdict(list)
+        by_worker: dict[int, list[int]] = collections.defaultdict(list)
+        shares: dict[int, list[tuple[int, Any]]] = {}
         for array in arrays:
-            by_rank[array.ranks[0]].append(array)
-        found = self._fetch({rank: [a.id for a in own] for rank, own in by_rank.items()})
-        for rank, own in by_rank.items():
-            for array, data in zip(own, found[rank], strict=True):
-                # A copy: what comes out of a request is memory of Ray's store.
-                self._fetched[array.id] = host_array(data.copy(), ArrayType.of(array))
+            first = array.ranks[0] * self._processes
+            own = enumerate(self._shares(array))
+            shares[array.id] = [(first + process, boxes) for process, boxes in own]
+            for worker, _ in shares[array.id]:
+                by_worker[worker].append(array.id)
+        found = self._fetch(by_worker)
+        data = {
+            (worker, number): part
+            for worker, numbers in by_worker.items()
+            for number, part in zip(numbers, found[worker], strict=True)
+        }
+        for array in arrays:
+            own = [(boxes, data[worker, array.id]) for worker, boxes in shares[array.id]]
+            if self._processes > 1:
+                self._fetched[array.id] = _shares.put_together(ArrayType.of(array), own)
+            else:  # a copy: what comes out of a request is memory of Ray's store
+                self._fetched[array.id] = host_array(own[0][1].copy(), ArrayType.of(array))
+
+    def _shares(self, array: RemoteArray) -> list[tuple[_shares.Box, ...]]:
+        """What is to be asked of the processes of a rank: the first one, where it has all."""
+        if self._processes == 1:
+            return [()]
+        every = range(self._processes)
+        boxes = [
+            _shares.boxes_of_process(array.shape, array.spec, self._sizes, n, self._processes)
+            for n in every
+        ]
+        return boxes[:1] if set(boxes[0]) >= {box for own in boxes for box in own} else boxes
 
     def fetch_jax(self, array: RemoteArray) -> jax.Array:
         """The value of an array of any dtype, on the default device of this process."""

@@ -81,7 +81,8 @@ def reserve(
 ) -> Reservation:
     """Reserves room for all workers of a mesh at once, or for none.
 
-    The workers of a rank are on one node, wherever a node of the session is large enough for them.
+    The workers of a rank are on one node where the nodes have room for all ranks so; else ranks
+    fill node after node, and some have workers on two.
 
     Args:
         session: the session, from `join`.
@@ -103,7 +104,7 @@ def reserve(
     worker = {name: amount / processes_per_rank for name, amount in rank.items()}
     nodes, silent = _nodes()
     workers_per_bundle = processes_per_rank
-    if not any(_count_fitting(rank, node) for node in nodes):
+    if sum(_count_fitting(rank, node) for node in nodes) < ranks:
         workers_per_bundle = 1
     bundle = {n: a * workers_per_bundle for n, a in worker.items() if a > 0}
     count = ranks * processes_per_rank // workers_per_bundle

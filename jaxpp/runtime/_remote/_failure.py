@@ -20,18 +20,30 @@ class RankError(RuntimeError):
         host: the host it runs on.
         task: what it was at, as in `place(...).lower(...).as_text()`; empty if that is not known.
         reason: why, in short: an exception, a signal, no answer.
+        process: the number of the process that failed, among those of the rank.
     """
 
-    def __init__(self, message: str, *, rank: int, host: str = "", task: str = "", reason=""):
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        host: str = "",
+        task: str = "",
+        reason: str = "",
+        process: int = 0,
+    ):
         super().__init__(message)
         self.rank, self.host, self.task, self.reason = rank, host, task, reason
+        self.process = process
 
     def __reduce__(self):
-        return _rank_error, (str(self), self.rank, self.host, self.task, self.reason)
+        named = {n: getattr(self, n) for n in ("rank", "host", "task", "reason", "process")}
+        return _rank_error, (str(self), named)
 
 
-def _rank_error(message: str, rank: int, host: str, task: str, reason: str) -> RankError:
-    return RankError(message, rank=rank, host=host, task=task, reason=reason)
+def _rank_error(message: str, named: dict[str, Any]) -> RankError:
+    return RankError(message, **named)
 
 
 class Lost(RuntimeError):

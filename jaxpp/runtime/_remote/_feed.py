@@ -14,6 +14,7 @@ from jaxpp._program import Fed
 from jaxpp._specs import Spec
 from jaxpp.runtime._array_types import ArrayType, from_host, to_host
 from jaxpp.runtime._homes import Home, sharding_in
+from jaxpp.runtime._shares import spans
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,6 +114,9 @@ class Loader:
                 f"one of shape {expected.shape} the first time; a step is compiled for one shape: "
                 f"drop what is left of a batch, or place the step again with another function."
             )
+        if isinstance(value, jax.Array) and spans(home):  # `device_put` would compare the values
+            value = value if expected.key else value.astype(expected.dtype)
+            return from_host(to_host(value), expected, home, spec)
         if isinstance(value, jax.Array):
             return jax.device_put(
                 value.astype(expected.dtype) if not expected.key else value,

@@ -24,6 +24,7 @@ class Settings:
     """How workers are started; see `RemoteMpmdMesh`. The GPUs are those of a rank in all."""
 
     num_ranks: int
+    processes_per_rank: int
     sizes_inside: Mapping[str, int]
     gpus_per_rank: float
     cpus_per_rank: float | None
@@ -36,7 +37,7 @@ class Settings:
 
 
 class Gang:
-    """The workers of a mesh, in the order of ranks.
+    """The workers of a mesh, in the order of ranks; those of a rank one after the other.
 
     Args:
         settings: how they are started.
@@ -53,19 +54,24 @@ class Gang:
         self._secret = secrets.token_bytes(32)
         self._epoch = 0
         self._join: Join | None = None
+        #: For each rank how its processes are joined.
+        self._spans: list[Join | None] = []
         with contextlib.ExitStack() as undo:
             self._session = _session.join()
             undo.callback(_session.leave, self._session)
             self._reservation = _cluster.reserve(
                 self._session,
                 settings.num_ranks,
+                processes_per_rank=settings.processes_per_rank,
                 cpus_per_rank=settings.cpus_per_rank,
                 gpus_per_rank=settings.gpus_per_rank,
             )
             undo.callback(_cluster.release, self._reservation)
             undo.callback(self._kill)
             self._check_hosts()
-            self._start([Member(rank, None) for rank in range(settings.num_ranks)])
+            of_rank = range(processes := settings.processes_per_rank)
+            numbers = [(rank, process) for rank in range(settings.num_ranks) for process in of_rank]
+            self._start([Member(n, None, *own, processes) for n, own in enumerate(numbers)])
             undo.pop_all()
 
     def _check_hosts(self) -> None:
@@ -86,75 +92,90 @@ class Gang:
                     options = _environment.worker_options(
                         self._reservation,
                         member.rank,
+                        member.process,
                         environment=self._settings.environment,
                         cores=self._settings.cores,
                     )
                     member.actor = Actor.options(**options).remote()
-                    member.box = self._new_box(member.rank)
-            self._join = self._choose_transport()
-            hellos = self._call_all("start", lambda rank: (self._setup(rank),))
+                    member.box = self._new_box(member)
+            self._meet()
+            hellos = self._call_all("start", lambda member: (self._setup(member),))
         finally:
             for member in members:
                 if member.box is not None:
                     member.box.unlink()
         for member, hello in zip(self.members, hellos, strict=True):
             self._check(member, hello)
-            place = self._reservation.places[member.rank][0]
-            member.host = f"{hello.host} ({place.address})"
+            member.host = f"{hello.host} ({self._place(member).address})"
             member.pid, member.node = hello.pid, hello.node
         self.hellos = hellos
         self._connect([hello.addresses for hello in hellos])
 
-    def _choose_transport(self) -> Join | None:
-        """How ranks are joined for transfers between devices; None where they use sockets."""
-        gpus = self._settings.gpus_per_rank
-        identities = self._call_all("identify", lambda rank: (self._address(rank) or LOOPBACK,))
-        ranks = [RankDevices("gpu" if gpus else "cpu", i.node, i.gpus) for i in identities]
-        if choose_transport(ranks, self._settings.transport) == "socket":
-            return None
-        host = self._address(0) or LOOPBACK
-        return Join(f"{host}:{identities[0].free_port}", len(ranks))
+    def _meet(self) -> None:
+        """Settles how workers are joined: for transfers between devices all, else those of a rank.
+
+        Neither where ranks are single processes that use sockets.
+        """
+        gpus, processes = self._settings.gpus_per_rank, self._settings.processes_per_rank
+        identities = self._call_all("identify", lambda m: (self._address(m) or LOOPBACK,))
+        ports = [
+            f"{self._address(member) or LOOPBACK}:{found.free_port}"
+            for member, found in zip(self.members, identities, strict=True)
+        ]
+        self._join, self._spans = None, [None] * self._settings.num_ranks
+        if processes > 1:
+            self._spans = [Join(port, processes) for port in ports[::processes]]
+        workers = [RankDevices("gpu" if gpus else "cpu", i.node, i.gpus) for i in identities]
+        flag = self._settings.transport
+        flag = "socket" if processes > 1 and flag == "auto" else flag
+        if choose_transport(workers, flag) == "device":
+            self._join = Join(ports[0], len(workers))
 
     @property
     def between_devices(self) -> bool:
         """Whether arrays go from device to device, and not over sockets."""
         return self._join is not None
 
-    def _address(self, rank: int) -> str | None:
-        """Where other hosts reach a rank's; None where they do not."""
+    def _place(self, member: Member) -> _cluster.Place:
+        return self._reservation.places[member.rank][member.process]
+
+    def _address(self, member: Member) -> str | None:
+        """Where other hosts reach a worker's; None where they do not."""
         wanted = self._settings.address
-        return self._reservation.places[rank][0].address if wanted == "auto" else wanted
+        return self._place(member).address if wanted == "auto" else wanted
 
-    def _new_box(self, rank: int) -> BlackBox | None:
+    def _new_box(self, member: Member) -> BlackBox | None:
         here = ray.get_runtime_context().get_node_id()
-        if self._reservation.places[rank][0].node_id != here:
-            return None
-        return BlackBox(BlackBox.create())
+        return BlackBox(BlackBox.create()) if self._place(member).node_id == here else None
 
-    def _setup(self, rank: int) -> Setup:
+    def _setup(self, member: Member) -> Setup:
         settings = self._settings
-        place = self._reservation.places[rank][0]
         return Setup(
-            rank,
+            member.rank,
             settings.num_ranks,
+            member.process,
+            member.processes,
             self._secret,
-            place,
-            self._address(rank),
+            self._place(member),
+            self._address(member),
             settings.cores,
             settings.sizes_inside,
             "auto" if settings.transport == "socket" else settings.transport,
             self._join,
+            self._spans[member.rank],
             settings.x64,
             self._epoch,
-            box.path if (box := self.members[rank].box) else None,
+            member.box.path if member.box else None,
         )
 
     def _connect(self, addresses: Sequence[Any]) -> None:
-        peers = dict(enumerate(addresses))
-        self._call_all("connect", lambda rank: (peers,))
+        # Those of one number in their ranks send to each other.
+        every = self._settings.processes_per_rank
+        peers = [dict(enumerate(addresses[process::every])) for process in range(every)]
+        self._call_all("connect", lambda member: (peers[member.process],))
 
-    def _call_all(self, method: str, args: Callable[[int], tuple]) -> list[Any]:
-        references = [getattr(m.actor, method).remote(*args(m.rank)) for m in self.members]
+    def _call_all(self, method: str, args: Callable[[Member], tuple]) -> list[Any]:
+        references = [getattr(m.actor, method).remote(*args(m)) for m in self.members]
         try:
             return ray.get(references, timeout=self._settings.timeout)
         except ray.exceptions.GetTimeoutError:
@@ -186,8 +207,11 @@ class Gang:
     def renew(self) -> set[int]:
         """Makes all workers fit for work: new ones for the dead, the others without their arrays.
 
+        Where a rank has several processes all are new: they cannot be joined anew, and collectives
+        of theirs may wait for ever.
+
         Returns:
-            The ranks of new workers.
+            The ranks that have new workers.
 
         Raises:
             RuntimeError: a new one did not start; then all have ended, and it may be tried again.
@@ -199,10 +223,10 @@ class Gang:
             for member in self.members:
                 member.dead = True
         self._try_all("abort", "The mesh is restarted.")
-        if self._join is None:
+        if self._join is None and self._settings.processes_per_rank == 1:
             self._try_all("reset", self._epoch)
-        else:  # transfers between devices cannot be begun anew in a process
-            for member in self.members:
+        else:  # neither can transfers between devices be begun anew in a process
+            for member in reversed(self.members):
                 kill(member)
                 member.dead = True
         fresh = {m.rank for m in self.members if m.dead}
@@ -241,7 +265,7 @@ class Gang:
         _session.leave(self._session)
 
     def _kill(self) -> None:
-        for member in self.members:
+        for member in reversed(self.members):  # those whose death ends others last
             member.dead = True
             if member.actor is not None:
                 kill(member)

@@ -30,10 +30,11 @@ IN_FLIGHT = 4
 
 
 class RemoteMpmdMesh:
-    """A mesh of pipeline ranks, each in a worker process of its own, on one host or many.
+    """A mesh of pipeline ranks, each in worker processes of its own, on one host or many.
 
     Each rank is a mesh of its own over the axes other than `"mpmd"`, if there are any, as on an
-    `MpmdMesh`; the devices of a rank are those of its process.
+    `MpmdMesh`; the devices of a rank are those of its process, or of several on one host or many,
+    which `jax.distributed` joins.
 
     Joins the Ray session that is there (`RAY_ADDRESS`, `ray.init`, a cluster on this host), and
     starts one on this host where there is none, or where `RAY_ADDRESS=local`; what it started it
@@ -47,7 +48,10 @@ class RemoteMpmdMesh:
         shape: the size of each axis; that of `"mpmd"` is the number of ranks.
         axis_names: a name for each axis, one of them `"mpmd"`.
         axis_types: the type of each axis, as in `jax.make_mesh`; by default all are `Auto`.
-        gpus_per_rank: of each worker, for each entry of the axes inside a rank: a rank of 2 x 2
+        processes_per_rank: how many processes a rank has, each with as many of its devices: 2 of 4
+            devices each, for a rank of 8 devices on two hosts. Arrays go over sockets then, and a
+            function that feeds the step has to give the same in all of them.
+        gpus_per_rank: of each rank, for each entry of the axes inside a rank: a rank of 2 x 2
             devices takes 4 GPUs with 1; a fraction where ranks of one device share a GPU. With 0
             they run on CPU, each with as many CPU devices as its axes need.
         cpus_per_rank: CPUs that Ray counts for a rank; by default one, and next to nothing in a
@@ -90,6 +94,7 @@ class RemoteMpmdMesh:
         axis_names: Sequence[str] = (PIPELINE_AXIS,),
         axis_types: Sequence[AxisType] | None = None,
         *,
+        processes_per_rank: int = 1,
         gpus_per_rank: float = 0,
         cpus_per_rank: float | None = None,
         cores: int | None = None,
@@ -107,15 +112,18 @@ class RemoteMpmdMesh:
                 f"RemoteMpmdMesh needs a GPU for each of the {axes.devices_per_rank} devices of a "
                 f"rank, got gpus_per_rank={gpus_per_rank:g}; only ranks of one device share GPUs."
             )
+        _check_processes(processes_per_rank, axes.devices_per_rank, transport)
         self.shape, self.axis_names = axes.shape, axes.names
         self.inside: AbstractMesh | None = axes.inside
         self.num_ranks = ranks = axes.num_ranks
+        self.processes_per_rank = processes_per_rank
         self.incarnation = 0
         self._heartbeat_timeout = heartbeat_timeout
         config: Any = jax.config
         self._gang: Any = _gang.Gang(
             _gang.Settings(
                 ranks,
+                processes_per_rank,
                 axis_sizes(axes.inside),
                 gpus_per_rank * axes.devices_per_rank,
                 cpus_per_rank,
@@ -131,14 +139,15 @@ class RemoteMpmdMesh:
         self._calls = itertools.count(1)
         self._flying = threading.BoundedSemaphore(IN_FLIGHT)
         hellos = self._gang.hellos
+        joined = self._gang.between_devices or processes_per_rank > 1
         #: Whether each rank has to know what all send to each other.
         self.moves_all = self._gang.between_devices
         # Executables name devices by numbers, which differ where ranks are one system of JAX's.
         alike = [(h.node, h.device) for h in hellos]
-        kinds = range(ranks) if self.moves_all else alike
+        kinds = range(ranks) if joined else alike
         self._library = Library(hellos[0].platform, kinds, self.moves_all)
         self._tracing: Any = None
-        self._arrays = Arrays(ranks, self._fetch_bytes)
+        self._arrays = Arrays(ranks, self._fetch_bytes, axis_sizes(axes.inside), processes_per_rank)
         self._feeds = Feeds(
             lambda load, value: self.apply(describe, {0: (load, value)}, ordered=False)[0]
         )
@@ -174,8 +183,8 @@ class RemoteMpmdMesh:
     def restart(self) -> None:
         """Makes the mesh fit for work after a failure, without its arrays.
 
-        Workers that are well keep their compiled programs; the others are replaced. `RemoteArray`s
-        from before are lost: load a checkpoint.
+        Workers that are well keep their compiled programs; the others are replaced: all of them,
+        where ranks have several processes. `RemoteArray`s from before are lost: load a checkpoint.
         """
         with self._lock:
             self._check_open()
@@ -215,21 +224,27 @@ class RemoteMpmdMesh:
     def _install(self, step: int) -> None:
         """Brings a step to the workers that do not have it."""
         for rank, removed in self._library.removals():
-            self._actor(rank).unload.remote(removed)
+            for worker in self._workers(rank):
+                self._actor(worker).unload.remote(removed)
         loadings = self._library.missing(step)
         if not loadings:  # as in every call but the first
             return
-        compiled = [self._actor(x.rank).compile.remote(*x.compile) for x in loadings]
+        each = [(worker, x) for x in loadings for worker in self._workers(x.rank)]
+        compiled = [self._actor(w).compile.remote(*x.compile) for w, x in each]
         # In a list, for otherwise Ray sends the call, and all that come after it, only once all of
         # them are there: heartbeats too.
-        loaded = [self._actor(x.rank).load.remote(*x.load, compiled) for x in loadings]
-        for loading, *references in zip(loadings, compiled, loaded, strict=True):
+        loaded = [self._actor(w).load.remote(*x.load, compiled) for w, x in each]
+        for (worker, _), *references in zip(each, compiled, loaded, strict=True):
             for reference in references:
-                self._watch.value(loading.rank, reference)
+                self._watch.value(worker, reference)
         self._library.installed(step)
 
-    def _actor(self, rank: int) -> Any:
-        return self._gang.members[rank].actor
+    def _workers(self, rank: int) -> range:
+        """The numbers of a rank's processes, among those of all ranks."""
+        return range(rank * self.processes_per_rank, (rank + 1) * self.processes_per_rank)
+
+    def _actor(self, worker: int) -> Any:
+        return self._gang.members[worker].actor
 
     @contextlib.contextmanager
     def turn(self, step: int) -> Iterator[int]:
@@ -244,14 +259,15 @@ class RemoteMpmdMesh:
         flying, watch = self._flying, self._watch
         while not flying.acquire(timeout=0.2):
             watch.check()
-        landing = Countdown(len(calls), flying.release)
-        rank = 0
+        landing = Countdown(len(calls) * self.processes_per_rank, flying.release)
+        rank, worker = 0, 0
         try:
             for rank, packed in calls:
-                watch.follow(rank, self._actor(rank).run.remote(*packed), landing.count)
+                for worker in self._workers(rank):
+                    watch.follow(worker, self._actor(worker).run.remote(*packed), landing.count)
         except BaseException as error:
             # Those that have the call would wait for ever for those that do not.
-            watch.report(rank, Failure.of(error, rank, -1, "the dispatch of a call"))
+            watch.report(worker, Failure.of(error, rank, -1, "the dispatch of a call"))
             raise
 
     def feed(self, load: Callable[[Any], Any], value: Any) -> Any:
@@ -262,12 +278,13 @@ class RemoteMpmdMesh:
         """Lets a rank load what its next call reads."""
         for batch in batches:
             load = self._feeds.load_for(rank, batch)
-            self._watch.follow(rank, self._actor(rank).feed.remote(batch, load))
+            for worker in self._workers(rank):
+                self._watch.follow(worker, self._actor(worker).feed.remote(batch, load))
 
     # ---- traces ---------------------------------------------------------------------------------
 
     def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
-        """Starts to record what the ranks run and send.
+        """Starts to record what the ranks run and send; of several processes each first one.
 
         Args:
             directory: where `stop_trace` writes its files, on this host; those of an earlier trace
@@ -316,7 +333,8 @@ class RemoteMpmdMesh:
         with self._lock:
             for rank in range(self.num_ranks):
                 if released := self.releases(rank):
-                    self._actor(rank).drop.remote(released)
+                    for worker in self._workers(rank):
+                        self._actor(worker).drop.remote(released)
 
     def releases(self, rank: int) -> tuple[int, ...]:
         """Ids of arrays that a rank may drop; it has to be told."""
@@ -345,12 +363,12 @@ class RemoteMpmdMesh:
     def wait_for(self, array: RemoteArray) -> None:
         """Waits until an array has been computed."""
         self.check_array(array)
-        rank = array.ranks[0]
-        self._watch.result(rank, self._actor(rank).ready.remote([array.id]))
+        worker = self._workers(array.ranks[0])[0]
+        self._watch.result(worker, self._actor(worker).ready.remote([array.id]))
 
     def _fetch_bytes(self, numbers: dict[int, list[int]]) -> dict[int, list[Any]]:
-        references = {r: self._actor(r).fetch.remote(own) for r, own in numbers.items()}
-        return {rank: self._watch.result(rank, ref) for rank, ref in references.items()}
+        references = {w: self._actor(w).fetch.remote(own) for w, own in numbers.items()}
+        return {worker: self._watch.result(worker, ref) for worker, ref in references.items()}
 
     def check_array(self, array: RemoteArray) -> None:
         """Checks that an array is there.
@@ -375,6 +393,8 @@ class RemoteMpmdMesh:
     ) -> dict[int, Any]:
         """Runs `function(process, *args)` on ranks, and waits for the results.
 
+        Where a rank has several processes it runs in the first one.
+
         Args:
             function: a function that the workers can import, or that `cloudpickle` can take there.
             args: the arguments by rank; other ranks do not run it.
@@ -394,26 +414,51 @@ class RemoteMpmdMesh:
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
     ) -> "Pending":
         """Starts what `apply` does; `.result()` waits for it."""
+        first = {rank: self._workers(rank)[:1] for rank in args}
+        return Pending(self._start(function, args, first, ordered), self._watch)
+
+    def apply_everywhere(
+        self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
+    ) -> "Pending":
+        """Starts what `apply` does, in all processes of each rank."""
+        every = {rank: self._workers(rank) for rank in args}
+        return Pending(self._start(function, args, every, ordered), self._watch)
+
+    def _start(
+        self,
+        function: Callable[..., Any],
+        args: Mapping[int, tuple],
+        workers: Mapping[int, Sequence[int]],
+        ordered: bool,
+    ) -> list[tuple[int, int, Any]]:
+        """Runs a function on workers of some ranks; gives rank, worker and Ray's reference."""
         method = "apply" if ordered else "apply_aside"
         with self._lock:
             self._check()
             self.flush()
-            references = {
-                rank: getattr(self._actor(rank), method).remote(function, *own)
+            return [
+                (rank, worker, getattr(self._actor(worker), method).remote(function, *own))
                 for rank, own in args.items()
-            }
-        return Pending(references, self._watch)
+                for worker in workers[rank]
+            ]
 
 
 class Pending:
     """What runs on some ranks."""
 
-    def __init__(self, references: Mapping[int, Any], watch: Any):
+    def __init__(self, references: Sequence[tuple[int, int, Any]], watch: Any):
         self._references, self._watch = references, watch
 
     def result(self) -> dict[int, Any]:
         """The results by rank, once all are there; raises what one of them raised."""
-        return {r: self._watch.value(r, ref) for r, ref in self._references.items()}
+        return {rank: found[0] for rank, found in self.results().items()}
+
+    def results(self) -> dict[int, list[Any]]:
+        """By rank what each of its processes gave."""
+        found: dict[int, list[Any]] = {}
+        for rank, worker, reference in self._references:
+            found.setdefault(rank, []).append(self._watch.value(worker, reference))
+        return found
 
 
 class Countdown:
@@ -430,3 +475,21 @@ class Countdown:
             last = self._left == 0
         if last:
             self._then()
+
+
+def _check_processes(processes: int, devices: int, transport: str) -> None:
+    """Checks how many processes a rank has.
+
+    Raises:
+        ValueError: its devices cannot be divided so, or the transport is for single processes.
+    """
+    if processes < 1 or devices % processes:
+        raise ValueError(
+            f"RemoteMpmdMesh divides the devices of a rank evenly among its processes: a rank of "
+            f"{devices} cannot have processes_per_rank={processes}; take a divisor of {devices}."
+        )
+    if processes > 1 and transport == "device":
+        raise ValueError(
+            f"RemoteMpmdMesh sends arrays over sockets where a rank has several processes, got "
+            f"transport='device' and processes_per_rank={processes}; use transport='socket'."
+        )

@@ -1,4 +1,4 @@
-"""What runs in a worker's process: one rank's arrays, its steps and its connections.
+"""What runs in a worker's process: a rank's arrays, its steps and its connections.
 
 Knows nothing of Ray: the actor is a thin shell around it.
 """
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from jaxpp._program import Message, Program, Receive, Run, Send
 from jaxpp._specs import Spec
-from jaxpp.runtime._array_types import ArrayType, from_host, to_host
+from jaxpp.runtime import _shares
+from jaxpp.runtime._array_types import ArrayType, from_host
 from jaxpp.runtime._homes import Home
 from jaxpp.runtime._remote import _export
 from jaxpp.runtime._remote._black_box import BlackBox, NotingWorker, doing
@@ -22,6 +23,7 @@ from jaxpp.runtime._remote._call import FED, MOVED, VALUE, Call, Input
 from jaxpp.runtime._remote._failure import Failure, Lost
 from jaxpp.runtime._remote._feed import Loader
 from jaxpp.runtime._transport._errors import Aborted, NotComputed, PeerLost
+from jaxpp.runtime._transport._processes import leave_processes, lost_in_collective
 from jaxpp.runtime._worker import Worker
 
 
@@ -46,14 +48,23 @@ class _Loaded:
 class Process:
     """One rank: its arrays by id, its steps by number, its transport.
 
+    Where a rank has several processes, each is one of these, and all run the same.
+
     `run` and what is given to `apply` in order run on one thread; all else may be called from any.
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, home: Home, transport: Any, box: BlackBox | None = None
+        self,
+        rank: int,
+        num_ranks: int,
+        home: Home,
+        transport: Any,
+        box: BlackBox | None = None,
+        number_in_rank: int = 0,
     ):
         self.rank = rank
         self.num_ranks = num_ranks
+        self.number_in_rank = number_in_rank
         self.home = home
         self.transport = transport
         transport.on_failure = self._transport_failed
@@ -236,9 +247,9 @@ class Process:
             return [self.arrays[n] for n in numbers]
 
     def fetch(self, numbers: Sequence[int]) -> list[Any] | Failure:
-        """The bytes of arrays."""
+        """The bytes of arrays; of this process's share, where the rank has several."""
         try:
-            return [to_host(x) for x in jax.block_until_ready(self.wait_for(numbers))]
+            return [_shares.to_host(x) for x in jax.block_until_ready(self.wait_for(numbers))]
         except Lost as error:
             return self.failure or Failure.of(error, self.rank, -1, "")
         except Exception as error:
@@ -276,6 +287,8 @@ class Process:
             if self.failure is None:
                 at, source = self._doing() if task is None else (task, None)
                 self.failure = Failure.of(error, self.rank, self._call, at, source)
+                if _shares.spans(self.home) and lost_in_collective(error):
+                    self.failure = dataclasses.replace(self.failure, follows=True)
             self.lock.notify_all()
         self.transport.abort(error)
         self.loader.stop(Aborted("Another rank has failed."))
@@ -303,6 +316,8 @@ class Process:
     def close(self) -> None:
         """Ends all threads, and closes all connections."""
         self.transport.close()
+        if _shares.spans(self.home):
+            leave_processes()
 
     def _transport_failed(self, error: BaseException) -> None:
         # The loss of a rank is for those who wait for it, if any do. All else happens on a thread

@@ -26,7 +26,7 @@ from jaxpp.runtime._remote._lookout import (
 HEARTBEAT = 0.5
 #: Seconds that a look at a worker's process takes at most.
 LOOK = 0.7
-#: Seconds that the ranks get to say what went wrong, until the silent ones are suspected.
+#: Seconds that the workers get to say what went wrong, until the silent ones are suspected.
 SETTLING = 1.0
 #: Seconds between two looks at whether what a call waits for will never come.
 POLL = 0.2
@@ -34,15 +34,19 @@ POLL = 0.2
 
 @dataclasses.dataclass
 class Member:
-    """A rank's worker as the driver knows it.
+    """A worker as the driver knows it: the process of a rank, or one of several.
 
-    `seen` is when it last gave a sign of life (seconds of the monotonic clock), and `at` what it
-    was at then; `box` says what it was at last, if it is on this host. `dead` ones cannot be used
-    again.
+    `worker` is its number among all of the mesh, `process` that within its `rank`, which has
+    `processes`. `seen` is when it last gave a sign of life (seconds of the monotonic clock), and
+    `at` what it was at then; `box` says what it was at last, if it is on this host. `dead` ones
+    cannot be used again.
     """
 
-    rank: int
+    worker: int
     actor: Any
+    rank: int
+    process: int = 0
+    processes: int = 1
     host: str = ""
     pid: int = 0
     node: str = ""
@@ -52,15 +56,24 @@ class Member:
     box: BlackBox | None = None
 
     def __str__(self):
-        return f"rank {self.rank} (process {self.pid} on {self.host or 'a host not known yet'})"
+        where = f"process {self.pid} on {self.host or 'a host not known yet'}"
+        if self.processes > 1:
+            where = f"its process {self.process} of {self.processes}, {where}"
+        return f"rank {self.rank} ({where})"
+
+    @property
+    def first(self) -> int:
+        """The worker that is the first process of its rank; without it the others end."""
+        return self.worker - self.process
 
     def renewed(self) -> "Member":
         """The member of the next watch: without an actor, if that is dead."""
+        own = self.rank, self.process, self.processes
         if not self.dead:
-            return Member(self.rank, self.actor, box=self.box)
+            return Member(self.worker, self.actor, *own, box=self.box)
         if self.box is not None:
             self.box.close()
-        return Member(self.rank, None)
+        return Member(self.worker, None, *own)
 
 
 class Watch:
@@ -104,51 +117,51 @@ class Watch:
                 "call mesh.restart() and load the last checkpoint to go on."
             )
 
-    def follow(self, rank: int, reference: Any, done: Callable[[], None] | None = None) -> None:
+    def follow(self, worker: int, reference: Any, done: Callable[[], None] | None = None) -> None:
         """Hears of it when a call of a worker fails; `done` runs when the call has ended."""
 
         def ended(future):
             try:
-                self._hear(rank, future)
+                self._hear(worker, future)
             finally:
                 if done is not None:
                     done()
 
         reference.future().add_done_callback(ended)
 
-    def _hear(self, rank: int, future: Any) -> None:
+    def _hear(self, worker: int, future: Any) -> None:
         try:
             result = future.result()
         except BaseException as error:  # noqa: B036  on a thread of Ray, where nobody else hears
-            self.report(rank, error)
+            self.report(worker, error)
         else:
             if isinstance(result, Failure):
-                self.report(rank, result)
+                self.report(worker, result)
 
-    def result(self, rank: int, reference: Any) -> Any:
+    def result(self, worker: int, reference: Any) -> Any:
         """The result of a call of a worker; a failure becomes the error of all workers."""
         try:
             found = self._get(reference)
         except ray.exceptions.RayError as error:
             found = error
         if isinstance(found, Failure | ray.exceptions.RayError):
-            self._fail(rank, found)
+            self._fail(worker, found)
         return found
 
-    def value(self, rank: int, reference: Any) -> Any:
+    def value(self, worker: int, reference: Any) -> Any:
         """The value of a function that runs on a worker; what it raises is not the worker's end."""
         try:
             found = self._get(reference)
         except ray.exceptions.RayTaskError as error:
             if not isinstance(error.cause, ray.exceptions.RayError):  # another worker's end
                 raised = error.as_instanceof_cause()
-                raised.add_note(f"on {self._members[rank]}")
+                raised.add_note(f"on {self._members[worker]}")
                 raise raised from None
             found = error
         except ray.exceptions.RayError as error:
             found = error
         if isinstance(found, Failure | ray.exceptions.RayError):
-            self._fail(rank, found)
+            self._fail(worker, found)
         return found
 
     def _get(self, reference: Any) -> Any:
@@ -161,28 +174,29 @@ class Watch:
                 self.check()
         raise no_session()
 
-    def _fail(self, rank: int, what: Failure | BaseException) -> NoReturn:
-        """Raises the error of all workers, now that a rank's failure is known."""
-        self.report(rank, what)
+    def _fail(self, worker: int, what: Failure | BaseException) -> NoReturn:
+        """Raises the error of all workers, now that the failure of one is known."""
+        self.report(worker, what)
         self.check()
         raise AssertionError("a failure that is no error")
 
-    def report(self, rank: int, what: Failure | BaseException | str) -> None:
-        """Takes note that a rank has failed: what it or Ray says, or why we say so."""
+    def report(self, worker: int, what: Failure | BaseException | str) -> None:
+        """Takes note that a worker has failed: what it or Ray says, or why we say so."""
         if isinstance(what, ray.exceptions.RayTaskError):  # the worker lives
             found = re.search(r"ray::\w+\.(\w+)", str(what))
             cause = getattr(what, "cause", None) or what
-            what = Failure.of(cause, rank, -1, found[1] if found else "")
+            what = Failure.of(cause, self._members[worker].rank, -1, found[1] if found else "")
             if isinstance(cause, ray.exceptions.RayError):  # what another worker was to give
                 what = dataclasses.replace(what, follows=True)
         with self._changed:
             if self._closed.is_set():
                 return
-            self._reports.setdefault(rank, what)
+            self._reports.setdefault(worker, what)
             # That it is dead says more than what it said before.
             if not isinstance(what, Failure):
-                self._reports[rank] = what
-            first, self._first = self._first is None, rank if self._first is None else self._first
+                self._reports[worker] = what
+            first = self._first is None
+            self._first = worker if first else self._first
             self._changed.notify_all()
         if first:
             threading.Thread(target=self._settle, name="jaxpp-settle", daemon=True).start()
@@ -215,14 +229,14 @@ class Watch:
             if not ray.is_initialized():
                 raise no_session()
             for member in self._members:
-                if member.rank not in asked:
-                    asked[member.rank] = member.actor.pulse.remote()
+                if member.worker not in asked:
+                    asked[member.worker] = member.actor.pulse.remote()
             answered, _ = ray.wait(
                 list(asked.values()), num_returns=len(asked), timeout=POLL, fetch_local=False
             )
             for member in self._members:
-                if asked[member.rank] in answered:
-                    self._answer(member, asked.pop(member.rank))
+                if asked[member.worker] in answered:
+                    self._answer(member, asked.pop(member.worker))
                 elif time.monotonic() - member.seen > self._timeout - LOOK:
                     self._look_at(member)
 
@@ -230,11 +244,11 @@ class Watch:
         try:
             found: Any = ray.get(reference)
         except ray.exceptions.RayError as error:
-            self.report(member.rank, error)
+            self.report(member.worker, error)
             return
         member.seen = time.monotonic()
         if isinstance(found, Failure):
-            self.report(member.rank, found)
+            self.report(member.worker, found)
         else:
             member.at = found
 
@@ -243,7 +257,7 @@ class Watch:
         state = self._state(member)
         silence = time.monotonic() - member.seen
         if silence > (10 if state in BUSY else 1) * self._timeout:
-            self.report(member.rank, f"no sign of life for {silence:.1f} s, {told(state)}")
+            self.report(member.worker, f"no sign of life for {silence:.1f} s, {told(state)}")
 
     def _state(self, member: Member) -> str:
         """The state of a worker's process, or that its host does not say."""
@@ -257,10 +271,9 @@ class Watch:
     # ---- the end --------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Ends the step on all ranks, finds out which failed first and why, and says so."""
+        """Ends the step on all workers, finds out which failed first and why, and says so."""
         try:
-            rank = self._find_culprit()
-            self.error = self._explain(rank)
+            self.error = self._explain(self._find_culprit())
         except BaseException as error:  # noqa: B036  somebody waits for it
             member = self._members[self._first or 0]
             reason = f"{type(error).__name__}: {error}"
@@ -270,6 +283,7 @@ class Watch:
                 rank=member.rank,
                 host=member.host,
                 reason=reason,
+                process=member.process,
             )
         self._settled.set()
         for member in self._members:
@@ -277,70 +291,85 @@ class Watch:
                 kill(member)
 
     def _find_culprit(self) -> int:
-        """Aborts all ranks; gives the one whose failure does not follow from another's."""
+        """Aborts all workers; gives the one whose failure does not follow from another's."""
         if not ray.is_initialized():
             raise no_session()
         first = self._members[self._first or 0]
         aborts = {
-            member.rank: member.actor.abort.remote(f"{first} has failed")
+            member.worker: member.actor.abort.remote(f"{first} has failed")
             for member in self._members
-            if member.rank not in self._reports
+            if member.worker not in self._reports
         }
-        for rank, reference in aborts.items():
-            self.follow(rank, reference)
+        for worker, reference in aborts.items():
+            self.follow(worker, reference)
         with self._changed:
             self._changed.wait_for(lambda: self._culprit() is not None, SETTLING)
         silent = self._silent(aborts)
-        for rank in silent:
-            state = self._state(self._members[rank])
+        for worker in silent:
+            state = self._state(self._members[worker])
             if state not in BUSY:
-                self.report(rank, f"it does not answer, {told(state)}")
+                self.report(worker, f"it does not answer, {told(state)}")
         for member in self._members:
-            reported = self._reports.get(member.rank)
+            reported = self._reports.get(member.worker)
             # Who has described a failure, or could be aborted, is fit to go on after `restart`.
             gone = reported is not None and not isinstance(reported, Failure)
-            member.dead = gone or member.rank in silent
+            member.dead = gone or member.worker in silent
             if member.dead and member.node in self._lookouts:
                 self._lookouts[member.node].end_stopped.remote(member.pid)
-        rank = self._culprit()
-        return self._suspect() if rank is None else rank
+        worker = self._culprit(settled=True)
+        return self._suspect() if worker is None else worker
 
     def _silent(self, aborts: dict[int, Any]) -> list[int]:
-        """The ranks that could not be aborted."""
+        """The workers that could not be aborted."""
         if not aborts:
             return []
         waiting = list(aborts.values())
         answered, _ = ray.wait(waiting, num_returns=len(waiting), timeout=LOOK, fetch_local=False)
-        for rank, reference in aborts.items():
+        for worker, reference in aborts.items():
             if reference in answered:
                 try:
-                    self.report(rank, ray.get(reference))
+                    self.report(worker, ray.get(reference))
                 except ray.exceptions.RayError as error:
-                    self.report(rank, error)
-        return [r for r, ref in aborts.items() if ref not in answered and r not in self._reports]
+                    self.report(worker, error)
+        return [w for w, ref in aborts.items() if ref not in answered and w not in self._reports]
 
-    def _culprit(self) -> int | None:
-        """The rank whose failure does not follow from another's."""
-        for rank, what in list(self._reports.items()):
-            if not (isinstance(what, Failure) and what.follows):
-                return rank
+    def _culprit(self, settled: bool = False) -> int | None:
+        """The worker whose failure does not follow from another's; None where that is not known."""
+        for worker, what in list(self._reports.items()):
+            if isinstance(what, Failure):
+                if not what.follows:
+                    return worker
+                continue
+            # The death of a rank's first process ends the others.
+            first = self._members[worker].first
+            if first in self._reports or settled:
+                return worker if isinstance(self._reports.get(first), Failure | None) else first
         return None
 
     def _suspect(self) -> int:
-        """The rank that others waited for in vain, where none has failed by itself."""
-        for what in list(self._reports.values()):
-            if isinstance(what, Failure) and what.waited_for is not None:
-                return what.waited_for
+        """The worker that others waited for in vain, where none has failed by itself."""
+        for worker, what in list(self._reports.items()):
+            if (found := self._waited_for(worker, what)) is not None:
+                return found
         return self._first or 0
 
-    def _explain(self, rank: int) -> RankError:
-        member, what = self._members[rank], self._reports.get(rank)
+    def _waited_for(self, worker: int, what: Any) -> int | None:
+        """The worker that another waited for: processes send to those of the same number."""
+        if not isinstance(what, Failure) or what.waited_for is None:
+            return None
+        member = self._members[worker]
+        return what.waited_for * member.processes + member.process
+
+    def _explain(self, worker: int) -> RankError:
+        member, what = self._members[worker], self._reports.get(worker)
         call, task = member.box.read() if member.box else member.at
         cause: BaseException | None = None
         waits = {
-            r: w
-            for r, w in sorted(self._reports.items())
-            if isinstance(w, Failure) and w.follows and w.waited_for == rank
+            w: report
+            for w, report in sorted(self._reports.items())
+            if isinstance(report, Failure)
+            and report.follows
+            and self._waited_for(w, report) == worker
         }
         if isinstance(what, Failure) and not what.follows:
             call, task, reason = what.call, what.task, what.exception
@@ -350,18 +379,20 @@ class Watch:
         elif isinstance(what, str):
             reason = what
         else:  # it lives; what is known is what others say of it
-            reason = next((w.exception for w in waits.values()), "it has ended the step")
-        waiting = [f"rank {r} in {w.task}" for r, w in waits.items()]
+            own = what.exception if isinstance(what, Failure) else "it has ended the step"
+            reason = next((w.exception for w in waits.values()), own)
+        waiting = [f"rank {self._members[w].rank} in {r.task}" for w, r in waits.items()]
         of_call = f" of call {call}" if call >= 0 else ""
         doing = f" in {task}{self._describe(task)}{of_call}" if task else ""
         waited = f" Waiting for it: {', '.join(waiting)}." if waiting else ""
         error = RankError(
             f"{member} has failed{doing}: {reason}.{waited} All ranks have ended the step; arrays "
             f"on the mesh are lost. Call mesh.restart() and load the last checkpoint to go on.",
-            rank=rank,
+            rank=member.rank,
             host=member.host,
             task=task,
             reason=reason,
+            process=member.process,
         )
         error.__cause__ = cause
         return error

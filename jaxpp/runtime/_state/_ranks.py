@@ -53,16 +53,16 @@ def attempt(process: Any, function: Callable[..., Any], *args: Any) -> Outcome:
         return Outcome(error=error)
 
 
-def results(outcomes: Mapping[int, Outcome]) -> dict[int, Any]:
-    """What all ranks gave.
+def results(outcomes: Mapping[int, Sequence[Outcome]]) -> dict[int, list[Any]]:
+    """What all processes of all ranks gave.
 
     Raises:
-        Exception: the first rank's error, if there is one.
+        Exception: the first one's error, if there is one.
     """
-    for outcome in outcomes.values():
+    for outcome in itertools.chain(*outcomes.values()):
         if outcome.error is not None:
             raise outcome.error
-    return {rank: outcome.value for rank, outcome in outcomes.items()}
+    return {rank: [outcome.value for outcome in own] for rank, own in outcomes.items()}
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -80,7 +80,13 @@ def write(process: Any, data: str, items: Sequence[tuple[int, int]]) -> list[tup
         The pieces of the leaves.
     """
     pieces = to_pieces(_arrays(process, items))
-    return write_pieces(data, f"rank-{process.rank}", pieces)
+    return write_pieces(data, _writer(process), pieces)
+
+
+def _writer(process: Any) -> str:
+    """The name of a process in a checkpoint: that of its rank, and its number where others are."""
+    number = process.number_in_rank
+    return f"rank-{process.rank}-{number}" if number else f"rank-{process.rank}"
 
 
 def snapshot(process: Any, owner: str, items: Sequence[tuple[int, int]]) -> None:
@@ -93,7 +99,7 @@ def write_snapshot(process: Any, owner: str, data: str) -> list[tuple[int, Piece
     """Writes the snapshot, and forgets it."""
     if (owner, process.rank) not in _snapshots:
         raise LookupError(f"Rank {process.rank} has been restarted, and has lost its snapshot.")
-    return write_pieces(data, f"rank-{process.rank}", _snapshots.pop((owner, process.rank)))
+    return write_pieces(data, _writer(process), _snapshots.pop((owner, process.rank)))
 
 
 def drop_snapshot(process: Any, owner: str) -> None:
@@ -128,12 +134,12 @@ def to_pieces(arrays: Iterable[tuple[int, Any]], copy: bool = False) -> list[Hos
         if not isinstance(array, jax.Array):
             shards.append((leaf, (0,) * np.ndim(array), array))
             continue
-        if not isinstance(array.dtype, np.dtype):
-            array = jax.random.key_data(array)
+        key = not isinstance(array.dtype, np.dtype)
         for shard in array.addressable_shards:
             if shard.replica_id == 0:
+                data: Any = jax.random.key_data(shard.data) if key else shard.data
                 offset = tuple(s.start or 0 for s in shard.index)
-                shards.append((leaf, offset, shard.data))
+                shards.append((leaf, offset + (0,) * (data.ndim - len(offset)), data))
     for _, _, array in shards:
         if isinstance(array, jax.Array):
             array.copy_to_host_async()

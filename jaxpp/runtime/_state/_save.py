@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -118,7 +119,7 @@ class Plan:
         arguments = {r: (_ranks.write, str(data), items) for r, items in self.remote.items()}
         with ranks_at_work(self.mesh, arguments, ordered=True) as of_ranks:
             own = _ranks.write_pieces(str(data), _ranks.DRIVER, _ranks.to_pieces(self.local))
-        return self._with_pieces([own, *of_ranks.values()])
+        return self._with_pieces([own, *itertools.chain(*of_ranks.values())])
 
     def snapshot(self, owner: str) -> "Snapshot":
         """Copies the arrays, each in the process that holds it; an owner has one copy at a time."""
@@ -157,7 +158,7 @@ class Snapshot:
         }
         with ranks_at_work(self.plan.mesh, arguments, ordered=False) as of_ranks:
             own = _ranks.write_pieces(str(data), _ranks.DRIVER, self.own)
-        return self.plan._with_pieces([own, *of_ranks.values()])
+        return self.plan._with_pieces([own, *itertools.chain(*of_ranks.values())])
 
     def drop(self) -> None:
         """Forgets the copies."""
@@ -176,20 +177,20 @@ def ranks_at_work(mesh: Any, arguments: Mapping[int, tuple[Any, ...]], *, ordere
         ordered: whether they run between the steps called before and those called after.
 
     Yields:
-        A dictionary that has, after the block, what each rank gave.
+        A dictionary that has, after the block, what each process of each rank gave.
     """
     of_ranks: dict[int, Any] = {}
     if not arguments:
         yield of_ranks
         return
-    calls = mesh.apply_async(_ranks.attempt, arguments, ordered=ordered)
+    calls = mesh.apply_everywhere(_ranks.attempt, arguments, ordered=ordered)
     try:
         yield of_ranks
     except BaseException:
         with contextlib.suppress(Exception):
-            calls.result()
+            calls.results()
         raise
-    of_ranks.update(_ranks.results(calls.result()))
+    of_ranks.update(_ranks.results(calls.results()))
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:

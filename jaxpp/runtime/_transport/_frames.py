@@ -16,6 +16,7 @@ from jaxpp._program import Message
 from jaxpp._specs import Spec
 from jaxpp.runtime._array_types import ArrayType, Copier, from_host
 from jaxpp.runtime._homes import Home
+from jaxpp.runtime._shares import Share, resplit, spans
 
 #: What JAX wants of memory that it uses as it is.
 ALIGNMENT = 64
@@ -86,10 +87,16 @@ class Unpacker:
         self._specs = tuple(specs) or ((),) * len(layout.array_types)
         self._copier = Copier(layout.array_types, layout.offsets, home, specs)
 
-    @classmethod
-    def of(cls, message: Message, home: Home) -> "Unpacker":
+    @staticmethod
+    def of(message: Message, home: Home) -> "Unpacker | ShareUnpacker":
         """What makes the arrays of a message in its target's home."""
-        return cls(Layout.of(message), home, message.specs)
+        if spans(home):
+            return ShareUnpacker(message, home)
+        return Unpacker(Layout.of(message), home, message.specs)
+
+    def prepared(self, arrays: list[Any]) -> list[Any]:
+        """The arrays of a message as they are sent."""
+        return arrays
 
     def __call__(self, buffer: Any) -> list[Any]:
         """The arrays of a message; those of a large one read the buffer, and keep it."""
@@ -100,6 +107,34 @@ class Unpacker:
             from_host(buffer[start : start + t.nbytes], t, self._home, spec)
             for start, t, spec in zip(layout.offsets, layout.array_types, self._specs, strict=True)
         ]
+
+
+class ShareUnpacker:
+    """Makes the arrays of a message where a rank has several processes.
+
+    Process for process, the ranks send each other their shares.
+
+    Args:
+        message: the message.
+        home: of the rank that it comes to, or goes from; the devices of several processes.
+    """
+
+    def __init__(self, message: Message, home: Any):
+        self._home = home
+        self._specs = message.specs or ((),) * len(message.avals)
+        pairs = zip(message.avals, self._specs, strict=True)
+        self._shares = [Share(ArrayType.of(aval), home, spec) for aval, spec in pairs]
+        self.layout = _layout(tuple(share.type for share in self._shares))
+
+    def prepared(self, arrays: list[Any]) -> list[Any]:
+        """The arrays of a message as they are sent: split as the other rank has them."""
+        return [resplit(a, self._home, s) for a, s in zip(arrays, self._specs, strict=True)]
+
+    def __call__(self, buffer: Any) -> list[Any]:
+        """The arrays of a message; they may read the buffer, and keep it."""
+        layout = self.layout
+        pairs = zip(self._shares, layout.offsets, strict=True)
+        return [share(buffer[at : at + share.type.nbytes]) for share, at in pairs]
 
 
 def padded(nbytes: int) -> int:

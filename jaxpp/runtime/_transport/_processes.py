@@ -1,6 +1,7 @@
 """The processes of the ranks as one system of JAX's, for transfers from device to device."""
 
 import collections
+import contextlib
 import math
 import socket
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxpp import _compat
 from jaxpp.runtime._homes import Home, home_over
 
 
@@ -56,6 +58,68 @@ def join_processes(
     )
 
 
+#: Seconds that a process waits for the others of its rank, when all leave.
+LEAVE_TIMEOUT = 1
+
+
+def join_rank(coordinator: str, num_processes: int, process_id: int, *, host: str) -> None:
+    """Joins this process with the others of its rank; JAX must not have been used before.
+
+    As with `join_processes`, the death of process 0 ends the others. That of another one does not
+    until its heartbeats have been missed for 100 s; collectives with it fail at once.
+
+    Args:
+        coordinator: host and port at which process 0 listens.
+        num_processes: how many the rank has.
+        process_id: the number of this one in the rank.
+        host: the address of this host at which the others reach it.
+    """
+    _compat.serve_collectives_at(host)
+    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is to end the process
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=coordinator if process_id == 0 else None,
+        shutdown_timeout_seconds=LEAVE_TIMEOUT,
+    )
+
+
+def leave_processes() -> None:
+    """Leaves the other processes of the rank, which leave too."""
+    with contextlib.suppress(Exception):  # one of them is gone
+        jax.distributed.shutdown()
+
+
+def lost_in_collective(error: BaseException) -> bool:
+    """Whether an error says that another process of the rank was not there for a collective.
+
+    Example:
+        >>> lost_in_collective(RuntimeError("Gloo AllGather failed: Connection closed by peer"))
+        True
+    """
+    return isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+
+
+def rank_home(sizes: Mapping[str, int], rank: int) -> Home:
+    """The home of a rank whose processes `join_rank` has joined: devices process after process.
+
+    Args:
+        sizes: the axes inside the rank, and their sizes.
+        rank: its number, for errors.
+
+    Raises:
+        ValueError: a process has too few devices.
+    """
+    processes = jax.process_count()
+    by_process: dict[int, list[Any]] = collections.defaultdict(list)
+    for device in jax.devices():
+        by_process[device.process_index].append(device)
+    each = [first_devices(by_process[n], sizes, rank, processes) for n in sorted(by_process)]
+    return home_over([device for own in each for device in own], sizes)
+
+
 def rank_homes(sizes: Mapping[str, int] | None = None) -> tuple[Home, ...]:
     """The home of each rank: the first devices of each process that `join_processes` has joined.
 
@@ -77,16 +141,20 @@ def rank_homes(sizes: Mapping[str, int] | None = None) -> tuple[Home, ...]:
     return tuple(home_over(first_devices(by_rank[n], sizes, n), sizes) for n in sorted(by_rank))
 
 
-def first_devices(devices: Sequence[Any], sizes: Mapping[str, int], rank: int) -> list[Any]:
-    """As many of a process's devices as its rank needs.
+def first_devices(
+    devices: Sequence[Any], sizes: Mapping[str, int], rank: int, processes: int = 1
+) -> list[Any]:
+    """As many of a process's devices as its rank needs, which has so many processes.
 
     Raises:
         ValueError: there are fewer.
     """
-    needed = math.prod(sizes.values())
+    needed = math.prod(sizes.values()) // processes
     if len(devices) < needed:
+        share = f", {needed} in each of its {processes} processes" if processes > 1 else ""
         raise ValueError(
-            f"Rank {rank} needs {needed} devices for its axes {dict(sizes)}, and its process has "
+            f"Rank {rank} needs {needed * processes} devices for its axes {dict(sizes)}{share}, "
+            f"and its process has "
             f"{len(devices)}: {list(devices)}. On GPUs, look at CUDA_VISIBLE_DEVICES there; on "
             f"CPU, take xla_force_host_platform_device_count out of XLA_FLAGS."
         )

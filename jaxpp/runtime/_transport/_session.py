@@ -21,6 +21,7 @@ from jaxpp.runtime._transport._frames import (
     Bytes,
     FrameReader,
     Header,
+    ShareUnpacker,
     Unpacker,
     padded,
     send_frame,
@@ -77,6 +78,7 @@ class Session:
         open_to: opens a connection to a rank.
         on_failure: called when a rank is lost, or the session aborts.
         observe_sent: called with a call, a message, and when it was sent.
+        to_host: gives the bytes of an array, as they are sent.
     """
 
     def __init__(
@@ -84,16 +86,18 @@ class Session:
         rank: int,
         epoch: int,
         pool: BufferPool,
-        expected: dict[tuple[int, int], Unpacker],
+        expected: dict[tuple[int, int], Unpacker | ShareUnpacker],
         open_to: Callable[[int, int], socket.socket],
         on_failure: Callable[[BaseException], None],
         observe_sent: Callable[[int, Message, int, int], None],
+        to_host: Callable[[Any], np.ndarray] = _array_types.to_host,
     ):
         self.rank, self.epoch = rank, epoch
         self.traffic: dict[int, Traffic] = collections.defaultdict(Traffic)
         self.threads: set[threading.Thread] = set()
         self._pool, self._expected = pool, expected
         self._open_to, self._on_failure, self._observe_sent = open_to, on_failure, observe_sent
+        self._to_host = to_host
         self._lock = threading.Lock()
         #: A message somebody waits for has arrived, or never will.
         self._arrival = threading.Condition(self._lock)
@@ -187,7 +191,7 @@ class Session:
         """Waits for the values of a message, and gives their bytes."""
         names = item.message.names
         try:
-            values = [_array_types.to_host(array).data for array in item.arrays]
+            values = [self._to_host(array).data for array in item.arrays]
         except Exception as error:
             error.add_note(
                 f"in what rank {self.rank} was to send to rank {rank}: {', '.join(names)}"

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from jaxpp._program import Message
+from jaxpp.runtime import _array_types, _shares
 from jaxpp.runtime._homes import Home
 from jaxpp.runtime._transport import _connections
 from jaxpp.runtime._transport._buffers import BufferPool
 from jaxpp.runtime._transport._connections import Addresses, Hello, Kind
 from jaxpp.runtime._transport._errors import TransportError
-from jaxpp.runtime._transport._frames import Header, Unpacker
+from jaxpp.runtime._transport._frames import Header, ShareUnpacker, Unpacker
 from jaxpp.runtime._transport._session import Session, Traffic
 
 
@@ -37,7 +38,8 @@ class SocketTransport:
     Args:
         rank: this rank.
         home: where what arrives goes, split there as the message says. It comes as the bytes of
-            the whole array, once.
+            the whole array, once; where the rank has several processes, each has a transport of its
+            own, whose peers are those of the same number in other ranks, and sends its share.
         secret: some bytes that the ranks have in common and nobody else has.
         address: the address of this host at which other hosts reach it; by default only processes
             of this host can connect.
@@ -82,9 +84,9 @@ class SocketTransport:
         self._run_ahead = run_ahead
         self._pool = BufferPool()
         self._peers: dict[int, Addresses] = {}
-        self._unpackers: dict[tuple[int, int], Unpacker] = {}
+        self._unpackers: dict[tuple[int, int], Unpacker | ShareUnpacker] = {}
         #: The same by the identity of their message, which is kept so that it stays its own.
-        self._known: dict[int, tuple[int, Message, Unpacker]] = {}
+        self._known: dict[int, tuple[int, Message, Unpacker | ShareUnpacker]] = {}
         self._call, self._program = 0, 0
         self._closed = False
         self._epoch_begins = threading.Condition()
@@ -100,6 +102,7 @@ class SocketTransport:
             self._open_to,
             self._tell,
             self._observe_sent,
+            _shares.to_host if _shares.spans(self._home) else _array_types.to_host,
         )
 
     # ---- who is where ---------------------------------------------------------------------------
@@ -154,7 +157,7 @@ class SocketTransport:
             del self._unpackers[key]
         self._known = {k: v for k, v in self._known.items() if v[0] != program}
 
-    def _unpacker(self, message: Message) -> Unpacker:
+    def _unpacker(self, message: Message) -> Unpacker | ShareUnpacker:
         known = self._known.get(id(message))
         return Unpacker.of(message, self._home) if known is None else known[2]
 
@@ -172,8 +175,9 @@ class SocketTransport:
             PeerLost: if that rank is gone.
             Aborted: if the transport was aborted, or an earlier value could not be computed.
         """
-        nbytes = self._unpacker(message).layout.nbytes
-        self._session.send(Header(self._program, self._call, message.tag, nbytes), arrays, message)
+        unpack = self._unpacker(message)
+        header = Header(self._program, self._call, message.tag, unpack.layout.nbytes)
+        self._session.send(header, unpack.prepared(arrays), message)
 
     def receive(self, message: Message) -> list[Any]:
         """Waits for a message, and gives its arrays.

@@ -26,9 +26,15 @@ DRIVER = Path(__file__).with_name("two_hosts_driver.py")
 class Driver:
     """The driver on the first host; it goes on when it is told to."""
 
-    def __init__(self, host: two_hosts.Host):
+    def __init__(self, host: two_hosts.Host, *arguments: str):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = host.start(sys.executable, "-u", str(DRIVER), **pipes)
+        self.process = host.start(sys.executable, "-u", str(DRIVER), *arguments, **pipes)
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            pipe.close()
+        self.process.kill()
+        self.process.wait()
 
     def hears(self, what: str, within: float = 120) -> dict[str, Any]:
         """What it says next, which has to be `what`, in so many seconds."""
@@ -53,10 +59,7 @@ def driver_and_second_host():
     with two_hosts.two_hosts() as (first, second):
         driver = Driver(first)
         yield driver, second
-        for pipe in (driver.process.stdin, driver.process.stdout):
-            pipe.close()
-        driver.process.kill()
-        driver.process.wait()
+        driver.close()
 
 
 def test_trains_across_two_hosts_and_survives_the_loss_of_a_worker_and_of_a_host(
@@ -105,6 +108,34 @@ def test_trains_across_two_hosts_and_survives_the_loss_of_a_worker_and_of_a_host
     assert driver.process.wait(30) == 0
     assert second.processes("raylet")  # the session was there before, and stays
     assert not second.processes("ray::Actor") and not second.processes("ray::Lookout")
+
+
+def test_a_rank_spans_the_two_hosts_and_survives_the_loss_of_a_process():
+    """The first host has room for three of four processes: the second rank has one on each."""
+    with two_hosts.two_hosts(cpus=(3, 1)) as (first, second):
+        driver = Driver(first, "spanning")
+        trained = driver.hears("trained")
+        assert trained["same"]
+        addresses = [w["address"] for w in trained["workers"]]
+        assert addresses == [first.address] * 3 + [second.address]
+        pid = trained["workers"][3]["pid"]
+        assert pid in second.processes()
+        driver.goes_on()
+        driver.hears("training")
+        time.sleep(1)
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        failed = driver.hears("failed")
+        assert failed["at"] - killed < 5
+        assert (failed["type"], failed["rank"], failed["process"]) == ("RankError", 1, 1)
+        assert second.address in failed["host"]
+        driver.goes_on()
+        assert driver.hears("restarted")["same"]
+        driver.goes_on()
+        driver.hears("left")
+        driver.goes_on()
+        assert driver.process.wait(30) == 0
+        driver.close()
 
 
 def test_hosts_leave_nothing_behind_when_a_test_fails():

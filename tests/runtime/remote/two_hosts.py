@@ -113,11 +113,11 @@ def can_make_hosts() -> bool:
 
 
 @contextlib.contextmanager
-def two_hosts(cpus: int = 1) -> Iterator[tuple[Host, Host]]:
+def two_hosts(cpus: tuple[int, int] = (1, 1)) -> Iterator[tuple[Host, Host]]:
     """Two hosts that reach each other and nothing else; the first has the head of a Ray session.
 
     Args:
-        cpus: that each Ray node claims to have, so that the session spreads ranks over both.
+        cpus: that the Ray nodes claim to have, so that the session spreads ranks over both.
     """
     token = secrets.token_hex(32)  # two hosts of one session show each other the same token
     hosts = []
@@ -137,8 +137,8 @@ def two_hosts(cpus: int = 1) -> Iterator[tuple[Host, Host]]:
             undo.callback(_remove, host)
             hosts.append(host)
         _link(*hosts)
-        for host in hosts:
-            start_ray(host, cpus)
+        for host, own in zip(hosts, cpus, strict=True):
+            start_ray(host, own)
         yield hosts[0], hosts[1]
 
 

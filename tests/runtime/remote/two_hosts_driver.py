@@ -1,6 +1,7 @@
 """Trains across two hosts, and says on standard output how it goes: a JSON object a line.
 
-It waits for a line of its standard input after each, so that the test can do harm in between.
+It waits for a line of its standard input after each, so that the test can do harm in between. With
+the argument `spanning` its ranks have two processes each.
 """
 
 import json
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import ray
+from jax.sharding import PartitionSpec as P
 
 import jaxpp
 
@@ -38,7 +40,8 @@ def train(mesh):
         value, grads = grad(params, x)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    placed = jaxpp.place(step, mesh, donate_argnums=0)
+    specs = None if mesh.inside is None else ([("w1", P("data"))], P("data"))
+    placed = jaxpp.place(step, mesh, donate_argnums=0, in_specs=specs)
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
         n: jax.random.normal(key, (16, 16)) for n, key in zip(["w0", "w1"], keys, strict=False)
@@ -60,23 +63,31 @@ def until_it_fails(mesh) -> dict:
                 "at": time.monotonic(),
                 "type": type(error).__name__,
                 "rank": getattr(error, "rank", None),
+                "process": getattr(error, "process", None),
                 "host": getattr(error, "host", None),
                 "message": str(error),
             }
 
 
-def main() -> None:
-    expected = train(jaxpp.MpmdMesh((2,), ("mpmd",), devices=[jax.devices()[0]] * 2))
+def main(spanning: bool) -> None:
+    if spanning:
+        shape, names, processes = (2, 2), ("mpmd", "data"), 2
+        jax.config.update("jax_num_cpu_devices", 4)
+        expected = train(jaxpp.MpmdMesh(shape, names))
+    else:
+        shape, names, processes = (2,), ("mpmd",), 1
+        expected = train(jaxpp.MpmdMesh(shape, names, devices=[jax.devices()[0]] * 2))
 
     def same(found) -> bool:
         equal = [np.array_equal(found[1][name], expected[1][name]) for name in expected[1]]
         return found[0] == expected[0] and all(equal)
 
     options = {"cores": 1, "heartbeat_timeout": HEARTBEAT_TIMEOUT, "start_timeout": 90.0}
-    with jaxpp.RemoteMpmdMesh((2,), ("mpmd",), address="auto", **options) as mesh:
-        workers = mesh.apply(where, {0: (), 1: ()})
-        say("trained", same=same(train(mesh)), workers=[workers[0], workers[1]])
-        for _ in range(2):
+    options |= {"processes_per_rank": processes, "address": "auto"}
+    with jaxpp.RemoteMpmdMesh(shape, names, **options) as mesh:
+        workers = mesh.apply_everywhere(where, {0: (), 1: ()}).results()
+        say("trained", same=same(train(mesh)), workers=workers[0] + workers[1])
+        for _ in range(1 if spanning else 2):
             print(json.dumps({"what": "training"}), flush=True)
             say("failed", **until_it_fails(mesh))
             try:
@@ -95,4 +106,4 @@ def where(process) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    main("spanning" in sys.argv)

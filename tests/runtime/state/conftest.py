@@ -16,8 +16,8 @@ class Calls:
     def __init__(self, futures):
         self.futures = futures
 
-    def result(self):
-        return {rank: pickle.loads(future.result()) for rank, future in self.futures.items()}
+    def results(self):
+        return {rank: [pickle.loads(future.result())] for rank, future in self.futures.items()}
 
 
 class ThreadMesh:
@@ -31,6 +31,7 @@ class ThreadMesh:
         self.processes = [
             types.SimpleNamespace(
                 rank=rank,
+                number_in_rank=0,
                 home=jax.devices()[rank],
                 arrays={},
                 lock=threading.Condition(),
@@ -55,7 +56,7 @@ class ThreadMesh:
         for rank in array.ranks:
             self.processes[rank].arrays.pop(array.id, None)
 
-    def apply_async(self, function, arguments, *, ordered=True):
+    def apply_everywhere(self, function, arguments, *, ordered=True):
         pools = self._ordered if ordered else self._aside
         return Calls(
             {
