@@ -98,7 +98,7 @@ def wanted():
 
 
 @pytest.mark.parametrize("zero1", [(), "data"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES[:7], pytest.param(SHAPES[7], marks=pytest.mark.slow)])
 def test_a_split_step_gives_what_the_step_gives(shape, zero1, wanted):
     step = place(make_step(num_stages=shape[0]), shape, zero1=zero1)
     assert_close(train(step), wanted)
@@ -140,7 +140,7 @@ def test_out_specs_split_results():
     assert params[0]["down"].sharding.spec == P("model")  # as it came in
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_zero1_divides_the_bytes_of_the_optimizer(size):
     shape = (2, size, 1)
     split = train(place(make_step(), shape, zero1="data"))

@@ -123,7 +123,7 @@ MODELS = {
     "resnet": (make_resnet, resnet_loss, [array(8, 3, 16, 16), tokens(8)]),
 }  # fmt: skip
 #: Whole models take longer.
-QUICK = ("mlp", "attention", "grouped-attention", "layer-norm", "block", "mixture", "stacked-gpt2")
+QUICK = ("mlp", "attention", "grouped-attention", "layer-norm", "block", "mixture")
 NAMES = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MODELS]
 
 

@@ -171,6 +171,7 @@ def test_ranks_load_their_batch_themselves(mesh):
 # ---- bad input ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_too_few_devices_are_an_error_at_the_start(ray_session):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     with pytest.raises(ValueError, match=r"Rank 0 needs 4 devices .*'data': 2, 'model': 2.* has 2"):

@@ -117,6 +117,7 @@ def test_between_meshes_of_this_process(saving, loading):
     check_load(*saving, local_step(*loading), *trained(*loading))
 
 
+@pytest.mark.slow
 def test_from_processes_to_this_one_and_back(mesh, tmp_path):
     check(mesh, local((1, 2, 1)), tmp_path / "a")
     check(local((1, 2, 1)), mesh, tmp_path / "b")
