@@ -228,7 +228,7 @@ def test_an_executable_is_loaded_elsewhere_without_compiling(compilations):
 def test_with_a_persistent_cache_nothing_is_loaded(no_cache, tmp_path):
     compiled = compile_for(jnp.tanh, jax.devices()[0], (3, 4))
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    assert _compat.load_on_device(compiled, jax.devices()[1]) is None
+    assert _compat.load_on_devices(compiled, jax.devices()[1:2]) is None
 
 
 def test_what_cannot_be_loaded_is_none(no_cache):
@@ -238,4 +238,10 @@ def test_what_cannot_be_loaded_is_none(no_cache):
         def __getattr__(self, name):
             raise ValueError("no serialization here")
 
-    assert _compat.load_on_device(Backwards(), jax.devices()[0]) is None  # pyright: ignore
+    assert _compat.load_on_devices(Backwards(), jax.devices()[:1]) is None  # pyright: ignore
+
+
+def test_an_executable_of_several_devices_is_compiled_anew(no_cache):
+    """What is loaded would hold the shardings over the devices it was compiled for."""
+    compiled = compile_for(jnp.tanh, jax.devices()[0], (3, 4))
+    assert _compat.load_on_devices(compiled, jax.devices()[:2]) is None
