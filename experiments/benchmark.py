@@ -113,7 +113,7 @@ def host_ratio(step: Any, state: tuple, batch: Any, repeats: int) -> tuple[float
 def _host_ratio(step: Any, state: tuple, batch: Any, repeats: int) -> tuple[float, float]:
     loop = Loop(step, state, batch)
     jax.block_until_ready(loop())
-    bundle, devices = step.bundle, step._mesh.devices
+    bundle, devices = step.bundle, step.mesh.devices
     script = straight_line(bundle, devices)
     leaves = [x for x in jax.tree.leaves((*copy(state), batch)) if eqx.is_array(x)]
     arguments = {

@@ -20,7 +20,8 @@ from jaxpp.runtime._mesh import LocalStep
 from jaxpp.runtime._stacked import StackedStep
 from jaxpp.runtime._worker import Chunk
 from jaxpp.schedules import Costs, Dependencies, Table, Task, Timeline, simulate
-from jaxpp.transforms._place import Compiled, Placed
+from jaxpp.transforms._compiled import Compiled
+from jaxpp.transforms._place import Placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,24 +195,24 @@ def _loaded(step: Any, args: Sequence[Any]) -> tuple[LocalStep, list[Any]]:
     """The step as its mesh has loaded it, and its arguments that are arrays."""
     leaves, tree = jtu.tree_flatten(args)
     if isinstance(step, Placed):
-        known = [c for c in step._cache if c._signature.matches(leaves, tree)]
+        known = [c for c in step._cache if c.signature.matches(leaves, tree)]
         if not known:
             known = [step.lower(*args).compile()]
             step._cache.insert(0, known[0])
         compiled = known[0]
     elif isinstance(step, Compiled):
         compiled = step
-        if not compiled._signature.matches(leaves, tree):
+        if not compiled.signature.matches(leaves, tree):
             raise TypeError(
                 f"measure: the step was compiled for other arguments: "
-                f"{compiled._signature.difference(args)}. Measure the placed function itself."
+                f"{compiled.signature.difference(args)}. Measure the placed function itself."
             )
     else:
         raise TypeError(
             f"measure needs a step that place made, got {step!r}; use jaxpp.place(step, mesh)."
         )
     run: Any = compiled._run
-    arrays = [leaves[i] for i in compiled._signature.arrays]
+    arrays = [leaves[i] for i in compiled.signature.arrays]
     if isinstance(run, StackedStep):
         run, arrays = run.step, run.flat(arrays)
     if not isinstance(run, LocalStep):

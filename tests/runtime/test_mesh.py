@@ -182,7 +182,7 @@ def devices_that_read(step, device_of):
 
 def test_results_are_where_the_next_call_needs_them(placed):
     step, _, results = placed
-    readers = devices_that_read(step, lambda rank: step._mesh.devices[rank])
+    readers = devices_that_read(step, lambda rank: step.mesh.devices[rank])
     for n, leaf in enumerate(jax.tree.leaves(results[:3])):
         assert leaf.devices() == readers[n]
 
@@ -201,7 +201,7 @@ def test_no_call_moves_state(placed, monkeypatch):
     x = batch(2)  # on the first device, where the first stage is
     monkeypatch.setattr(jax, "device_put", counted)
     step(*state, x)
-    shared = len(set(step._mesh.devices)) == 1
+    shared = len(set(step.mesh.devices)) == 1
     sent = [(a.shape, a.dtype) for p in step.programs for s in p.sends for a in s.message.avals]
     assert sorted(map(str, moved)) == ([] if shared else sorted(map(str, sent)))
 

@@ -1,0 +1,104 @@
+"""What `place` makes of a step for arguments of given types: lowered, then compiled."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.tree_util as jtu
+
+from jaxpp import _jaxprs
+from jaxpp._program import Bundle, Mesh, Program, Step
+from jaxpp.transforms import _initialize
+from jaxpp.transforms._signature import Signature
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A step lowered to programs, before it is compiled."""
+
+    bundle: Bundle
+    _finish: Callable[[Bundle], "Compiled"]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What each rank runs."""
+        return self.bundle.programs
+
+    def as_text(self) -> str:
+        """The programs as text, one instruction a line."""
+        return self.bundle.as_text()
+
+    def compile(self) -> "Compiled":
+        """Compiles the computations and loads the programs on the mesh."""
+        return self._finish(self.bundle)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A step compiled for arguments of given types."""
+
+    bundle: Bundle
+    _mesh: Mesh
+    _run: Step
+    signature: Signature
+    _rebuild: Callable[[list[Any]], Any]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What each rank runs."""
+        return self.bundle.programs
+
+    @property
+    def input_shardings(self) -> tuple[Any, ...]:
+        """Where the step reads its arguments: a pytree for each, of `jax.sharding.Sharding`s.
+
+        On a `RemoteMpmdMesh`, of `RemoteSharding`s. Leaves that are not arrays, and arrays that
+        nothing reads, are None.
+        """
+        leaves: list[Any] = [None] * len(self.signature.avals)
+        for n, sharding in zip(self.signature.arrays, self._run.input_shardings(), strict=True):
+            leaves[n] = sharding
+        return jtu.tree_unflatten(self.signature.tree, leaves)
+
+    def as_text(self) -> str:
+        """The programs as text, one instruction a line."""
+        return self.bundle.as_text()
+
+    def describe(self) -> Any:
+        """What each rank holds, sends and reduces in a step, as `Placed.describe` gives it."""
+        return self._run.describe()
+
+    def initialize(self, init_fn: Callable, *args: Any) -> Any:
+        """Makes the step's first arguments where it reads them, as `Placed.initialize` does.
+
+        Raises:
+            TypeError: `init_fn` makes something else than the step was compiled for; the message
+                names the first leaf that differs.
+        """
+        traced = _initialize.trace(init_fn, args)
+        wanted = [x if a is None else a for x, a in zip(*self.signature.leaves, strict=True)]
+        state = _initialize.first_arguments(traced)
+        _initialize.check(state, jtu.tree_unflatten(self.signature.tree, wanted))
+        return self.run_initializer(traced, args)
+
+    def run_initializer(self, traced: _jaxprs.Traced, args: Sequence[Any]) -> Any:
+        """Runs an initialiser that is known to match; `traced` is at `args`."""
+        paths = [jtu.keystr(p) for p, x in jtu.tree_leaves_with_path(args) if _jaxprs.is_array(x)]
+        names = [*(f" closed over, {n}" for n in range(traced.num_closed_over)), *paths]
+        bundle = _initialize.lower(traced, self.bundle, names)
+        return traced.rebuild(self._mesh.load(bundle)(traced.inputs))
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the step; the arguments must have the types it was compiled for."""
+        leaves, tree = jtu.tree_flatten(args)
+        if not self.signature.matches(leaves, tree):
+            raise TypeError(
+                "The step was compiled for other arguments: "
+                + self.signature.difference(args)
+                + ". Call the placed function itself, which compiles for each."
+            )
+        return self.call(leaves)
+
+    def call(self, leaves: Sequence[Any]) -> Any:
+        """Runs the step on leaves that are known to match."""
+        return self._rebuild(self._run([leaves[i] for i in self.signature.arrays]))

@@ -1,0 +1,114 @@
+"""A step as one flat jaxpr: without calls and constants, its results owned, its state paired."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from jaxpp import _compat, _jaxprs
+from jaxpp.transforms import _loop, _marks, _schedule
+
+
+def flatten(jaxpr):
+    """The step with all calls inlined, but for the calls of stages outside of loops."""
+    flat = _jaxprs.inline(jaxpr, lambda e: not _marks.is_stage_call(e))
+    for eqn in flat.eqns:
+        if _schedule.is_microbatch_loop(eqn):
+            raise ValueError(
+                f"place: the microbatch loop{_compat.at_source_line(eqn)} has no schedule; wrap "
+                f"the function: schedule(grad_fn, jaxpp.schedules.OneFOneB())."
+            )
+        if not _loop.is_loop(eqn) and _jaxprs.contains(eqn, _loop.is_loop):
+            raise ValueError(
+                f"place: a scheduled loop is inside a `{eqn.primitive.name}`"
+                f"{_compat.at_source_line(eqn)}; a pipeline cannot start there. Move it to "
+                f"the top of the step."
+            )
+    return _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
+
+
+def bind_constants(jaxpr, values: Sequence[Any]):
+    """Makes literals of what the step closed over: each rank that reads one gets it once."""
+    known = _jaxprs.Substitution(
+        (v, _jaxprs.jex.Literal(value, v.aval))
+        for v, value in zip(jaxpr.jaxpr.invars, values, strict=False)
+    )
+    return _compat.make_closed_jaxpr(
+        jaxpr.jaxpr.invars[len(values) :],
+        [known(v) for v in jaxpr.jaxpr.outvars],
+        [known.rename(e) for e in jaxpr.eqns],
+    )
+
+
+def own_results(jaxpr, donated: frozenset[int]):
+    """Copies a result that is another result, or an argument that stays.
+
+    Also gives the arguments that are donated still: not those that are results as they are.
+    """
+    invars, eqns, outvars = jaxpr.jaxpr.invars, list(jaxpr.eqns), []
+    taken = {v for n, v in enumerate(invars) if n not in donated}
+    for v in jaxpr.jaxpr.outvars:
+        if not _jaxprs.is_literal(v) and v in taken:
+            copy = jax.make_jaxpr(jnp.copy)(v.aval).eqns[0]
+            own = _jaxprs.fresh_var(v)
+            eqns.append(copy.replace(invars=[v], outvars=[own]))
+            v = own
+        outvars.append(v)
+        taken.update(() if _jaxprs.is_literal(v) else (v,))
+    consumed = frozenset(n for n in donated if invars[n] not in taken)
+    return _compat.make_closed_jaxpr(invars, outvars, eqns), consumed
+
+
+def leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> set[int]:
+    """The numbers of the leaves of the arguments with the given numbers."""
+    found, start = set(), 0
+    for n, arg in enumerate(args):
+        size = len(jtu.tree_leaves(arg))
+        if n in numbers:
+            found.update(range(start, start + size))
+        start += size
+    return found
+
+
+def pair_state(args, donate_argnums, traced: _jaxprs.Traced, jaxpr) -> dict[int, int]:
+    """The outputs that are the next step's arguments: subtrees of the result like an argument.
+
+    An argument that is a single array is matched only if it is donated, since a scalar loss looks
+    like a scalar argument.
+    """
+    # Plain objects stand for the outputs: what JAX asks user-defined pytrees to put up with.
+    outputs = [object() for _ in jaxpr.jaxpr.outvars]
+    number_of = {id(o): n for n, o in enumerate(outputs)}
+    numbered = traced.rebuild(outputs)
+    in_avals = [(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.invars]
+    out_avals = [(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.outvars]
+    candidates, start = [], 0
+    for n, arg in enumerate(args):
+        leaves, tree = jtu.tree_flatten(arg)
+        arrays = [_jaxprs.is_array(leaf) for leaf in leaves]
+        numbers = range(start, start + sum(arrays))
+        start += sum(arrays)
+        if numbers and (n in donate_argnums or not jtu.treedef_is_leaf(tree)):
+            candidates.append((tree, arrays, numbers))
+    pairs: dict[int, int] = {}
+
+    def match(node):
+        leaves, tree = jtu.tree_flatten(node)
+        arrays = [id(leaf) in number_of for leaf in leaves]
+        outs = [number_of[id(leaf)] for leaf in leaves if id(leaf) in number_of]
+        for candidate in candidates:
+            if candidate[0] == tree and candidate[1] == arrays and all(
+                in_avals[i] == out_avals[o] for i, o in zip(candidate[2], outs, strict=True)
+            ):  # fmt: skip
+                candidates.remove(candidate)
+                pairs.update(zip(outs, candidate[2], strict=True))
+                return
+        children = jtu.tree_leaves(node, is_leaf=lambda x: x is not node)
+        if len(children) > 1 or (children and children[0] is not node):
+            for child in children:
+                match(child)
+
+    match(numbered)
+    return pairs

@@ -1,0 +1,238 @@
+"""From a function and its arguments to the programs of all ranks: what `place` does, in order."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._program import Bundle, Fed, Mesh, Role, default_mesh
+from jaxpp._specs import Spec, axis_sizes, explicit_axes, only, partition_spec
+from jaxpp.transforms import (
+    _assign_specs,
+    _automatic_axes,
+    _batch_axes,
+    _constraints,
+    _deferred_sums,
+    _distribute,
+    _flat_step,
+    _in_specs,
+    _join_ranks,
+    _lower,
+    _optimizer_shards,
+    _parameter_shards,
+    _placement,
+    _roles,
+)
+from jaxpp.transforms._compiled import Compiled, Lowered
+from jaxpp.transforms._signature import Signature
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a user has given to `place`.
+
+    Args:
+        fun: the step.
+        mesh: where to run it; None for the default.
+        donate_argnums: the positions of donated arguments.
+        in_specs: a prefix of the arguments.
+        out_specs: a prefix of the results.
+        zero: the axes over which what has a role is split further.
+    """
+
+    fun: Callable
+    mesh: Mesh | None
+    donate_argnums: tuple[int, ...]
+    in_specs: Any
+    out_specs: Any
+    zero: Mapping[Role, tuple[str, ...]]
+
+
+def lower_step(request: Request, args: tuple[Any, ...]) -> Lowered:
+    """Lowers a step, at arguments that are loaded already.
+
+    Raises:
+        ValueError: as `place` says.
+    """
+    inside = getattr(request.mesh, "inside", None)
+    insides = getattr(request.mesh, "insides", (inside,))
+    lowered = {own: _lower_alike(request, args, own) for own in dict.fromkeys(insides)}
+    first = lowered[insides[0]]
+    if len(lowered) == 1:
+        return first
+    bundle = _join_ranks.join_ranks([lowered[own].bundle for own in insides])
+    return dataclasses.replace(first, bundle=bundle)
+
+
+def _lower_alike(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
+    """The step as if all ranks were alike."""
+    if inside is None:
+        return _lower_inside(request, args, None)
+    # Constraints in the model name axes alone, and mean those of the rank that they run on.
+    with jax.sharding.use_abstract_mesh(_automatic_axes.automatic(inside)):
+        return _lower_inside(request, args, inside)
+
+
+def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
+    leaves, tree = jtu.tree_flatten(args)
+    paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(args)[0]]
+    _check_arguments(args, leaves, paths, request.donate_argnums)
+    signature = Signature.of(leaves, tree)
+    types = [x if a is None else a for x, a in zip(leaves, signature.avals, strict=True)]
+    typed = jtu.tree_unflatten(tree, types)
+    in_specs = _specs("in_specs", request.in_specs, typed, inside)
+    traced = _trace(request.fun, typed, in_specs, inside)
+    _constraints.check_constraints(traced.jaxpr, inside)
+    jaxpr = _flat_step.flatten(traced.jaxpr)
+    constants, num_closed = traced.inputs, traced.num_closed_over
+    jaxpr = _flat_step.bind_constants(jaxpr, constants[:num_closed])
+    donated_leaves = _flat_step.leaves_of(args, request.donate_argnums)
+    donated = frozenset(n for n, i in enumerate(signature.arrays) if i in donated_leaves)
+    pairs = _flat_step.pair_state(args, request.donate_argnums, traced, jaxpr)
+    # What ranks load themselves they load whole.
+    fed = frozenset(n for n, i in enumerate(signature.arrays) if isinstance(leaves[i], Fed))
+    parts = _distribute.distribute(jaxpr, pairs, fed)
+    flat_pairs = parts.flat_pairs(pairs)
+    roles = _roles.roles_of(parts.jaxpr, flat_pairs)
+    split, in_tasks = None, ()
+    # Ranks that differ decide alike, by sizes that those of each divide.
+    sizes = axis_sizes(getattr(request.mesh, "inside", None))
+    if inside is not None:
+        results = traced.rebuild(
+            [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.outvars]
+        )
+        out_specs = _specs("out_specs", request.out_specs, results, inside)
+        split, in_tasks = _split(
+            parts, in_specs, out_specs, flat_pairs, roles, inside, request.zero, sizes
+        )
+    jaxpr, donated = _flat_step.own_results(parts.jaxpr, parts.flat_arguments(donated))
+    if split is not None:
+        jaxpr, axes = _batch_axes.split_slices(jaxpr, split.arguments, sizes)
+        jaxpr = _parameter_shards.gather_in_tasks(jaxpr, split.arguments, in_tasks, sizes)
+        scatter = set(axes) == set(request.zero[Role.OPTIMIZER])
+        jaxpr = _deferred_sums.defer_sums(
+            jaxpr, split.arguments, axes, sizes, own=split.sizes, scatter=scatter
+        )
+    placement = _placement.place_equations(jaxpr, flat_pairs, parts.floating, parts.gathered.keys())
+    names = parts.flat_names([paths[i] for i in signature.arrays])
+    bundle = _lower.lower(jaxpr, placement, donated, names, parts.gathered, split)
+    bundle = dataclasses.replace(
+        bundle, in_cuts=parts.arguments, out_cuts=parts.results, roles=roles
+    )
+    mesh = _resolve_mesh(request.mesh, len(bundle.programs))
+
+    def finish(bundle: Bundle) -> Compiled:
+        return Compiled(bundle, mesh, mesh.load(bundle), signature, traced.rebuild)
+
+    return Lowered(bundle, finish)
+
+
+def _trace(
+    fun: Callable, args: Any, in_specs: Sequence[Spec | None], inside: AbstractMesh | None
+) -> _jaxprs.Traced:
+    """Traces the step; explicit axes are automatic from then on."""
+    explicit = () if inside is None else explicit_axes(inside)
+    if inside is None or not explicit:
+        return _jaxprs.trace(fun, args)
+    with jax.sharding.use_abstract_mesh(inside):
+        traced = _jaxprs.trace(fun, _with_types(args, in_specs, inside, explicit))
+    jaxpr = _automatic_axes.with_automatic_axes(traced.jaxpr)
+    return dataclasses.replace(traced, jaxpr=jaxpr)
+
+
+def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> list[Spec | None]:
+    """The spec of each array of a pytree."""
+    leaves = jtu.tree_leaves(tree)
+    if inside is None:
+        return [None] * len(leaves)
+    sizes = axis_sizes(inside)
+    specs = _in_specs.specs_of_leaves(prefix, tree, sizes, f"place: {what}")
+    return [s for s, x in zip(specs, leaves, strict=True) if hasattr(x, "shape")]
+
+
+def _resolve_mesh(given: Mesh | None, num_ranks: int) -> Mesh:
+    mesh = default_mesh.get()(num_ranks) if given is None else given
+    if mesh.num_ranks != num_ranks:
+        raise ValueError(
+            f"place: the schedule runs on {num_ranks} ranks, but the mesh has "
+            f"{mesh.num_ranks}; make them equal (a mesh whose devices list repeats a device "
+            f"lets ranks share it)."
+        )
+    return mesh
+
+
+def _check_arguments(args, leaves, paths, donate_argnums: Sequence[int]) -> None:
+    check_positions("donate_argnums", donate_argnums, args)
+    for leaf, path in zip(leaves, paths, strict=True):
+        if _compat.is_tracer(leaf):
+            raise ValueError(
+                f"place: args{path} is being traced: a placed function cannot be inside jit, "
+                f"grad, vmap or scan. Transform the function first and place the result."
+            )
+        if not _jaxprs.is_array(leaf):
+            try:
+                hash(leaf)
+            except TypeError:
+                raise ValueError(
+                    f"place: args{path} is a {type(leaf).__name__}, which is neither an array "
+                    f"nor hashable. Arrays are traced and all else is static: make it an "
+                    f"array, or hashable."
+                ) from None
+
+
+def check_positions(name: str, positions: Iterable[int], args: Sequence[Any]) -> None:
+    """Checks that an argument of `place` names positions that there are."""
+    for n in positions:
+        if not 0 <= n < len(args):
+            raise ValueError(
+                f"place: {name} names argument {n}, but the step was called with {len(args)} "
+                f"arguments."
+            )
+
+
+def _split(
+    parts: _distribute.Distributed,
+    in_specs: Sequence[Spec | None],
+    out_specs: Sequence[Spec | None],
+    pairs: Mapping[int, int],
+    roles: Sequence[Role],
+    inside: AbstractMesh,
+    zero: Mapping[Role, tuple[str, ...]],
+    sizes: Mapping[str, int],
+) -> tuple[_assign_specs.Inside, tuple[Spec, ...]]:
+    """How the arguments and results of a step are split inside a rank, part by part.
+
+    Also gives how tasks are to have the arguments.
+    """
+    avals = parts.jaxpr.in_avals
+    arguments = list(_in_specs.replicated_where_none(parts.of_arguments(in_specs), avals))
+    in_tasks = tuple(arguments)
+    for n, role in enumerate(roles):
+        if axes := zero.get(role):
+            own = _optimizer_shards.scattered(arguments[n], avals[n].shape, axes, sizes)
+            arguments[n] = own or arguments[n]
+    results = [
+        arguments[pairs[n]] if spec is None and n in pairs else spec
+        for n, spec in enumerate(parts.of_results(out_specs))
+    ]
+    own = _automatic_axes.automatic(inside)
+    return _assign_specs.Inside(own, tuple(arguments), tuple(results)), in_tasks
+
+
+def _with_types(
+    types: Any, specs: Sequence[Spec | None], inside: AbstractMesh, explicit: Sequence[str]
+) -> Any:
+    """The types of arguments, with how they are split over the explicit axes inside a rank."""
+    leaves, tree = jtu.tree_flatten(types)
+    rest = iter(specs)
+    typed = [
+        x.update(sharding=NamedSharding(inside, partition_spec(only(next(rest) or (), explicit))))
+        if isinstance(x, jax.ShapeDtypeStruct)
+        else x
+        for x in leaves
+    ]
+    return jtu.tree_unflatten(tree, typed)
