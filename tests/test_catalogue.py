@@ -148,6 +148,7 @@ def test_a_schedule_trains_as_one_device(name, ranks, num_microbatches):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * max(1.0, float(np.abs(y).max())))
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_would_be_seen():
     """One bias whose gradient has the wrong sign fails both comparisons."""
     want = on_one_device(None, 1, 1, 4, False)

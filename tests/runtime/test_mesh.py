@@ -346,7 +346,7 @@ def test_mesh_takes_an_array_of_devices():
         (((0,), ("mpmd",)), "needs axes of size 1 at least"),
         (
             ((99,), ("mpmd",)),
-            r"a device for each of its 99 ranks, got \d+. To share one, repeat it",
+            r"a device for each entry of its axes {.mpmd.: 99}, 99 in all, got \d+. To share some",
         ),
     ],
 )
@@ -357,5 +357,7 @@ def test_bad_meshes(args, message):
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_mesh_with_another_number_of_devices(number):
-    with pytest.raises(ValueError, match=f"a device for each of its 2 ranks, got {number}"):
+    with pytest.raises(
+        ValueError, match=f"a device for each entry of its axes .*, 2 in all, got {number}"
+    ):
         jaxpp.MpmdMesh((2,), devices=jax.devices()[:number])

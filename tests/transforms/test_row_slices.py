@@ -71,7 +71,7 @@ SLOW = pytest.mark.slow
     [
         pytest.param(vmapped(linear), jax.random.PRNGKey, id="vmapped"),
         pytest.param(jitted(linear), jax.random.key, id="jitted"),
-        pytest.param(vmapped(various), jax.random.key, id="various"),
+        pytest.param(vmapped(various), jax.random.key, id="various", marks=SLOW),
         pytest.param(mapped(linear), jax.random.key, id="mapped", marks=SLOW),
         pytest.param(state_of(linear), jax.random.key, id="state", marks=SLOW),
         pytest.param(jitted(various), jax.random.PRNGKey, id="various-jitted", marks=SLOW),

@@ -103,6 +103,7 @@ def test_three_steps_are_bitwise_those_of_the_local_mesh(mesh, expected):
     assert state["first"].is_fully_replicated
 
 
+@pytest.mark.slow
 def test_two_axes_inside_a_rank(ray_session):
     """Rows of devices belong to one process, columns to two."""
     specs = [("first", P(None, "model")), ("second", P(("data", "model")))], P("data")

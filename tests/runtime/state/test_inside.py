@@ -129,6 +129,7 @@ def test_between_processes_of_one_device_and_of_four(mesh, plain_mesh, tmp_path)
     check(plain_mesh, mesh, tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_each_part_is_written_once_however_many_devices_have_it(mesh, tmp_path):
     here, there = (train(placed(m), start(), range(1))[0] for m in (local((2, 2, 2)), mesh))
     save_state(tmp_path / "here", here)
