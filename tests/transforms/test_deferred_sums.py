@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 import jaxpp
 from jaxpp import _jaxprs
@@ -272,7 +272,8 @@ def make_steps(name: str, schedule: str, num_devices: int) -> Steps:
 def steps_of(step, arguments, specs, num_devices: int, **axes: int) -> Steps:
     """The steps on a mesh of the given number of devices along `data`, and along other axes."""
     sizes = {"data": num_devices, **axes}
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    types = (AxisType.Auto,) * len(sizes)  # JAX 0.12 makes them explicit by itself
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
     with jax.sharding.use_abstract_mesh(mesh):
         plain = trace(step, arguments)
         deferred = _deferred_sums.defer_sums(plain, specs, ("data",), sizes)
