@@ -29,9 +29,8 @@ class Feed:
         if not self._places:
             return
         if not isinstance(arg, jax.Array):
-            arg = jnp.array(
-                arg
-            )  # a copy: the caller may write to a NumPy array while the step runs
+            # A copy: the caller may write to a NumPy array while the step runs.
+            arg = jnp.array(arg)
         if arg.sharding is not self._sharding:
             self._sharding = arg.sharding
             self._known = [_source(arg, home, self._spec) for _, home, _ in self._places]

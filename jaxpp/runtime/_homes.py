@@ -96,6 +96,16 @@ def alike(homes: Sequence[Home]) -> bool:
     return len({home.devices.shape if isinstance(home, Mesh) else () for home in homes}) == 1
 
 
+#: A part of an array: where it begins and ends along each dimension.
+Box = tuple[tuple[int, int], ...]
+
+
+def box_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
+    """The box that a sharding's index is, of an array of some shape."""
+    assert index is not None  # as it is of a device in other processes
+    return tuple(own.indices(size)[:2] for own, size in zip(index, shape, strict=True))
+
+
 def distinct(homes: Sequence[Home]) -> tuple[Home, ...]:
     """The homes, each once."""
     return tuple(dict.fromkeys(homes))

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Sharding
 
-#: Where a shard begins and ends along each dimension.
-Box = tuple[tuple[int, int], ...]
+from jaxpp.runtime._homes import Box, box_of
 
 
 class Piece(NamedTuple):
@@ -70,10 +69,10 @@ def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[Sh
     """
     holders: dict[Box, list[Any]] = {}
     for device, index in source.addressable_devices_indices_map(shape).items():
-        holders.setdefault(_box(index, shape), []).append(device)
+        holders.setdefault(box_of(index, shape), []).append(device)
     wanted = target.addressable_devices_indices_map(shape).items()
     return tuple(
-        _shard(device, _box(index, shape), holders, number)
+        _shard(device, box_of(index, shape), holders, number)
         for number, (device, index) in enumerate(wanted)
     )
 
@@ -90,11 +89,6 @@ def _shard(device: Any, wanted: Box, holders: Mapping[Box, Sequence[Any]], numbe
     ordered = sorted(pieces)
     starts = [{box[n][0] for box in ordered} for n in range(len(wanted))]
     return Shard(device, tuple(pieces[box] for box in ordered), tuple(map(len, starts)))
-
-
-def _box(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
-    assert index is not None  # as it is of a device in other processes
-    return tuple(own.indices(size)[:2] for own, size in zip(index, shape, strict=True))
 
 
 def _cut(x: jax.Array, box: Box | None) -> jax.Array:

@@ -19,10 +19,7 @@ from jax.sharding import Mesh
 from jaxpp._specs import Spec
 from jaxpp.runtime import _array_types
 from jaxpp.runtime._array_types import ArrayType
-from jaxpp.runtime._homes import Home, sharding_in
-
-#: A part of an array: where it begins and ends along each axis.
-Box = tuple[tuple[int, int], ...]
+from jaxpp.runtime._homes import Box, Home, box_of, sharding_in
 
 
 def boxes_of_process(
@@ -148,7 +145,7 @@ class Share:
         self._whole = array_type
         self._sharding = sharding_in(home, spec)
         own = self._sharding.addressable_devices_indices_map(array_type.shape)
-        boxes = {device: _box(index, array_type.shape) for device, index in own.items()}
+        boxes = {device: box_of(index, array_type.shape) for device, index in own.items()}
         numbers = {box: n for n, box in enumerate(dict.fromkeys(boxes.values()))}
         self._parts = [(device, numbers[box]) for device, box in boxes.items()]
         #: The type of the part.
@@ -165,7 +162,3 @@ class Share:
             if kind.key is not None:
                 parts = [jax.random.wrap_key_data(part, impl=kind.key) for part in parts]
             return jax.make_array_from_single_device_arrays(kind.shape, self._sharding, parts)
-
-
-def _box(index: Any, shape: tuple[int, ...]) -> Box:
-    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import axes_of, spec_of
 from jaxpp.transforms import _loop
+from jaxpp.transforms._constraints import constraint
 
 
 def automatic(mesh: AbstractMesh) -> AbstractMesh:
@@ -125,8 +126,6 @@ def _constraint(eqn: Any, operand: Any, wanted: NamedSharding, result: Any) -> A
     entries: Sequence[Any] = tuple(wanted.spec)
     if AxisType.Auto in wanted.mesh.axis_types:
         entries = [PartitionSpec.UNCONSTRAINED if e is None else e for e in entries]
-    spec = PartitionSpec(*entries)
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, spec))(result.aval)
-    (made,) = traced.eqns
-    return made.replace(invars=[operand], outvars=[result], source_info=eqn.source_info)
+        made = constraint(operand, PartitionSpec(*entries), result)
+    return made.replace(source_info=eqn.source_info)

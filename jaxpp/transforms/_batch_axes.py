@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, axes_of, partition_spec
 from jaxpp.transforms import _loop, _sharding_rules
+from jaxpp.transforms._constraints import constraint
 
 
 def split_slices(
@@ -45,7 +45,7 @@ def split_slices(
                 spec = _split(own, v.aval.shape, dimension, over, sizes)
                 if spec != own:
                     operands[n] = _jaxprs.fresh_var(v)
-                    eqns.append(constraint(v, spec, operands[n]))
+                    eqns.append(constraint(v, partition_spec(spec), operands[n]))
                 axes.update(dict.fromkeys(spec[dimension]))
             eqn = eqn.replace(invars=operands)
         eqns.append(eqn)
@@ -81,10 +81,3 @@ def _split(
         if axis not in axes_of(tuple(entries)) and shape[dimension] % parts == 0:
             entries[dimension] = (*entries[dimension], axis)
     return tuple(entries)
-
-
-def constraint(var: Any, spec: Spec, result: Any):
-    """The equation that splits a variable as given; under the abstract mesh of a rank."""
-    wanted = partition_spec(spec)
-    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, wanted))(var.aval).eqns
-    return eqn.replace(invars=[var], outvars=[result])

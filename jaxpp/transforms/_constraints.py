@@ -1,12 +1,26 @@
-"""Checks what a step says of devices: constraints and `shard_map`s name axes alone."""
+"""Constraints of how arrays are split: how to write one, and what those of a step may name."""
 
 from typing import Any
 
+import jax
 import jax.extend.core as jex
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms import _loop
+
+
+def constraint(var: Any, spec: PartitionSpec, result: Any) -> Any:
+    """The equation that splits a variable, under the abstract mesh that is set.
+
+    Args:
+        var: the variable, of the type of `result`.
+        spec: over which axes.
+        result: the variable of the result.
+    """
+    traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, spec))(result.aval)
+    (eqn,) = traced.eqns
+    return eqn.replace(invars=[var], outvars=[result])
 
 
 def check_constraints(jaxpr: jex.ClosedJaxpr, inside: AbstractMesh | None) -> None:

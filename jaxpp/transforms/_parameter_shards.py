@@ -12,9 +12,9 @@ from typing import Any
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._specs import Spec, replicated
+from jaxpp._specs import Spec, partition_spec, replicated
 from jaxpp.transforms import _loop, _sharding_rules
-from jaxpp.transforms._batch_axes import constraint
+from jaxpp.transforms._constraints import constraint
 
 
 def gather_in_tasks(
@@ -73,7 +73,7 @@ def gather_in_tasks(
                 # What tasks write over stays as it is from task to task.
                 if (spec := gathered(operands[n])) is not None:
                     own = _jaxprs.fresh_var(operands[n])
-                    eqns.append(constraint(operands[n], spec, own))
+                    eqns.append(constraint(operands[n], partition_spec(spec), own))
                     operands[n] = own
             bodies = tuple(_gather(body, consts) for body in tasks.bodies)
             params = {**eqn.params, "tasks": dataclasses.replace(tasks, bodies=bodies)}
@@ -88,7 +88,7 @@ def _gather(body: _loop.TaskBody, specs: Mapping[int, Spec]) -> _loop.TaskBody:
     for ref, v in zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True):
         if ref.source == "const" and ref.index in specs:
             known.of[v] = _jaxprs.fresh_var(v)
-            gathers.append(constraint(v, specs[ref.index], known.of[v]))
+            gathers.append(constraint(v, partition_spec(specs[ref.index]), known.of[v]))
     if not gathers:
         return body
     eqns = [*gathers, *(known.rename(eqn) for eqn in body.jaxpr.eqns)]
