@@ -115,10 +115,63 @@ def check_ranks(kind: str, meshes: Sequence[Mesh]) -> AbstractMesh:
                     f"{own}, and those of rank 0 {first}. A rank that is not split along an axis "
                     f"has it with size 1."
                 )
-    sizes = zip(*(mesh.axis_sizes for mesh in meshes), strict=True)
-    return without_devices(meshes[0], tuple(math.lcm(*own) for own in sizes))
+    return common_mesh([without_devices(mesh) for mesh in meshes])
 
 
-def without_devices(mesh: Mesh, sizes: tuple[int, ...] | None = None) -> AbstractMesh:
-    """The axes of a mesh, with their own sizes or others."""
-    return AbstractMesh(sizes or mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
+def check_shapes(
+    kind: str,
+    shapes: Sequence[Sequence[int]],
+    axis_names: Sequence[str],
+    axis_types: Sequence[AxisType] | None = None,
+) -> list[AbstractMesh]:
+    """Checks the shapes of ranks that may differ; gives the mesh of each, without its devices.
+
+    Args:
+        kind: what makes a mesh of them, for errors.
+        shapes: for each rank the size of each axis inside it.
+        axis_names: the name of each of these axes.
+        axis_types: their types, as in `jax.make_mesh`; by default all are `Auto`.
+
+    Raises:
+        ValueError: there is none, or one is no shape of a rank with these axes.
+    """
+    if not shapes or not axis_names or PIPELINE_AXIS in axis_names:
+        raise ValueError(
+            f"{kind} needs a shape for each rank, and the names of the axes inside a rank, none of "
+            f"them {PIPELINE_AXIS!r}, got shapes {shapes} and names {tuple(axis_names)}."
+        )
+    meshes = []
+    for rank, own in enumerate(shapes):
+        types = axis_types if axis_types is None else (AxisType.Auto, *axis_types)
+        sizes, names = (1, *own), (PIPELINE_AXIS, *axis_names)
+        meshes.append(check_axes(f"{kind}: rank {rank}", sizes, names, types).inside)
+    return meshes
+
+
+def common_mesh(insides: Sequence[AbstractMesh]) -> AbstractMesh:
+    """A mesh each of whose axes has a multiple of the sizes that it has in the ranks, the least."""
+    sizes = zip(*(mesh.axis_sizes for mesh in insides), strict=True)
+    return insides[0].update(axis_sizes=tuple(math.lcm(*own) for own in sizes))
+
+
+def without_devices(mesh: Mesh) -> AbstractMesh:
+    """The axes of a mesh."""
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def shape_of(
+    axis_names: Sequence[str], inside: AbstractMesh | None, num_ranks: int
+) -> tuple[int, ...]:
+    """The size of each axis of a mesh of ranks."""
+    sizes = {} if inside is None else dict(zip(inside.axis_names, inside.axis_sizes, strict=True))
+    return tuple((sizes | {PIPELINE_AXIS: num_ranks})[name] for name in axis_names)
+
+
+def describe_mesh(
+    kind: str, axis_names: Sequence[str], insides: Sequence[AbstractMesh | None]
+) -> str:
+    """A mesh of ranks, as Python writes it; by the sizes of each where they differ."""
+    if len(set(insides)) == 1:
+        return f"{kind}({shape_of(axis_names, insides[0], len(insides))}, {tuple(axis_names)})"
+    sizes = ", ".join(str(own.axis_sizes) for own in insides if own)
+    return f"{kind}.of_ranks({sizes} of {tuple(axis_names)[1:]})"

@@ -12,10 +12,16 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpp._program import PIPELINE_AXIS, Bundle, Message, default_mesh
-from jaxpp._specs import Spec, axis_sizes
+from jaxpp._specs import Spec
 from jaxpp.runtime import _compile, _worker
 from jaxpp.runtime._arguments import check_arguments
-from jaxpp.runtime._axes import check_axes, check_ranks, without_devices
+from jaxpp.runtime._axes import (
+    check_axes,
+    check_ranks,
+    describe_mesh,
+    shape_of,
+    without_devices,
+)
 from jaxpp.runtime._collectives import collectives
 from jaxpp.runtime._describe import Description, describe
 from jaxpp.runtime._feeds import Feed, Fetch, Place
@@ -126,16 +132,12 @@ class MpmdMesh:
         return mesh
 
     def __repr__(self):
-        if len(set(self.insides)) == 1:
-            return f"MpmdMesh({self.shape}, {self.axis_names})"
-        sizes = ", ".join(str(tuple(axis_sizes(own).values())) for own in self.insides)
-        return f"MpmdMesh.of_ranks({sizes} of {self.axis_names[1:]})"
+        return describe_mesh("MpmdMesh", self.axis_names, self.insides)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The size of each axis; where ranks differ, the least that the size of each divides."""
-        sizes = axis_sizes(self.inside) | {PIPELINE_AXIS: self.num_ranks}
-        return tuple(sizes[name] for name in self.axis_names)
+        return shape_of(self.axis_names, self.inside, self.num_ranks)
 
     @property
     def devices(self) -> tuple[Any, ...]:

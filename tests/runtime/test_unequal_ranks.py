@@ -18,7 +18,7 @@ from jaxpp._program import Run, Send
 from jaxpp.runtime._state import load_state, save_state
 from jaxpp.schedules import GPipe, Interleaved1F1B, OneFOneB
 from tests.runtime import inside
-from tests.runtime.inside import LAYERS, RULES, WIDTH, batch, placed, start, train
+from tests.runtime.inside import LAYERS, RULES, WIDTH, batch, of_ranks, placed, start, train
 
 NAMES = ("data", "model")
 #: The sizes of (data, model) in each rank.
@@ -27,14 +27,6 @@ NARROW = ((4, 1), (2, 1))
 FROM_ONE = ((1, 1), (4, 1))
 MANY = ((1, 1), (2, 1), (1, 1), (2, 2))
 ONE_F_ONE_B = OneFOneB()
-
-
-def of_ranks(*sizes, types=None):
-    devices, meshes = iter(jax.devices()), []
-    for own in sizes:
-        grid = np.array([next(devices) for _ in range(math.prod(own))]).reshape(own)
-        meshes.append(Mesh(grid, NAMES, axis_types=types))
-    return jaxpp.MpmdMesh.of_ranks(meshes)
 
 
 def assert_equal(got, want):

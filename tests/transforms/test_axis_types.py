@@ -4,34 +4,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from tests.transforms.residual import AXES, RULES, assert_close, batch, parameters
 
-AXES = ("mpmd", "data", "model")
 SHAPE = (2, 2, 2)
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-RULES = [(r"up$", P(None, "model")), (r"down$", P("model", None))]
-WIDTH = 8
-
-
-def parameters():
-    keys = jax.random.split(jax.random.key(0), 4)
-    return [
-        {
-            "up": jax.random.normal(key, (WIDTH, 2 * WIDTH)) / WIDTH**0.5,
-            "down": jax.random.normal(key, (2 * WIDTH, WIDTH)) / WIDTH,
-            "bias": jnp.full(WIDTH, 0.1 * n),
-        }
-        for n, key in enumerate(keys)
-    ]
-
-
-def batch(seed=0):
-    return np.random.default_rng(seed).normal(size=(2, 16, WIDTH)).astype(np.float32)
 
 
 def make_step(multiply, schedule=None, layer_of=None):
@@ -83,11 +64,6 @@ def on_automatic_axes():
 def reductions(step):
     """For each rank the collectives of a step, by kind and axes."""
     return [rank.collectives for rank in step.describe().ranks]
-
-
-def assert_close(got, wanted):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def with_types(names):

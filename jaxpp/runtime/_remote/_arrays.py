@@ -20,17 +20,16 @@ class Arrays:
     """Who holds what, as far as it has to be said to the ranks.
 
     Args:
-        num_ranks: the number of ranks.
         fetch: gives the bytes of arrays, or of the worker's share of them; ids come by worker.
-        sizes: the axes inside a rank, and their sizes.
+        insides: for each rank the axes inside it, and their sizes.
         processes: how many workers a rank has.
     """
 
-    def __init__(self, num_ranks: int, fetch: Fetch, sizes: Mapping[str, int], processes: int = 1):
+    def __init__(self, fetch: Fetch, insides: Sequence[Mapping[str, int]], processes: int = 1):
         self._fetch = fetch
-        self._sizes, self._processes = sizes, processes
+        self._insides, self._processes = insides, processes
         self._next = 1
-        self._released = [collections.deque[int]() for _ in range(num_ranks)]
+        self._released = [collections.deque[int]() for _ in insides]
         self._wanted: dict[int, RemoteArray] = {}
         self._fetched: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
@@ -101,10 +100,9 @@ class Arrays:
         """What is to be asked of the processes of a rank: the first one, where it has all."""
         if self._processes == 1:
             return [()]
-        every = range(self._processes)
+        sizes, every = self._insides[array.ranks[0]], self._processes
         boxes = [
-            _shares.boxes_of_process(array.shape, array.spec, self._sizes, n, self._processes)
-            for n in every
+            _shares.boxes_of_process(array.shape, array.spec, sizes, n, every) for n in range(every)
         ]
         return boxes[:1] if set(boxes[0]) >= {box for own in boxes for box in own} else boxes
 

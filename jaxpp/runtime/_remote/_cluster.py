@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,13 +59,30 @@ class Reservation:
         group: the placement group.
         places: for each rank, the place of each of its workers. Ranks fill node after node.
         cpus: CPUs of a worker.
-        gpus: GPUs of a worker, or the part of one that it has.
+        gpus: for each rank the GPUs of a worker, or the part of one that it has.
     """
 
     group: PlacementGroup
     places: tuple[tuple[Place, ...], ...]
     cpus: float
+    gpus: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Need:
+    """CPUs and GPUs of a rank, or of a bundle of its workers."""
+
+    cpus: float
     gpus: float
+
+    def part(self, count: int) -> "_Need":
+        """What each of several has that share it evenly."""
+        return _Need(self.cpus / count, self.gpus / count)
+
+    def resources(self) -> dict[str, float]:
+        """As Ray wants it, which takes no zeros."""
+        both = {"CPU": self.cpus, "GPU": self.gpus}
+        return {name: float(amount) for name, amount in both.items() if amount > 0}
 
 
 _numbers = itertools.count()
@@ -76,7 +94,7 @@ def reserve(
     *,
     processes_per_rank: int = 1,
     cpus_per_rank: float | None = None,
-    gpus_per_rank: float = 0,
+    gpus_per_rank: float | Sequence[float] = 0,
     timeout: float = RESERVE_TIMEOUT,
 ) -> Reservation:
     """Reserves room for all workers of a mesh at once, or for none.
@@ -90,7 +108,8 @@ def reserve(
         processes_per_rank: the number of workers of a rank, which share its CPUs and GPUs evenly.
         cpus_per_rank: CPUs to count for a rank. By default one for each of its workers, but next to
             nothing in a session of our own, so that ranks may be more than a laptop's cores.
-        gpus_per_rank: GPUs of a rank; below 1, ranks share one.
+        gpus_per_rank: GPUs of a rank; below 1, ranks share one. Where ranks of one worker differ in
+            them, those of each.
         timeout: seconds to wait for what others hold.
 
     Raises:
@@ -99,18 +118,16 @@ def reserve(
     """
     if cpus_per_rank is None:
         cpus_per_rank = processes_per_rank * (UNCOUNTED_CPU if session.started else 1)
-    _check_request(ranks, processes_per_rank, cpus_per_rank, gpus_per_rank)
-    rank = {"CPU": float(cpus_per_rank), "GPU": float(gpus_per_rank)}
-    worker = {name: amount / processes_per_rank for name, amount in rank.items()}
+    own = gpus_per_rank if isinstance(gpus_per_rank, Sequence) else [gpus_per_rank] * ranks
+    for gpus in own or [0]:
+        _check_request(ranks, processes_per_rank, cpus_per_rank, gpus)
+    needs = [_Need(cpus_per_rank, gpus) for gpus in own]
     nodes, silent = _nodes()
-    workers_per_bundle = processes_per_rank
-    if sum(_count_fitting(rank, node) for node in nodes) < ranks:
-        workers_per_bundle = 1
-    bundle = {n: a * workers_per_bundle for n, a in worker.items() if a > 0}
-    count = ranks * processes_per_rank // workers_per_bundle
-    size = f" of {processes_per_rank} processes" if processes_per_rank > 1 else ""
-    asked = f"{ranks} rank{'s' * (ranks > 1)}{size} with {_describe(rank)} each"
-    if sum(_count_fitting(bundle, node) for node in nodes) < count:
+    workers_per_bundle = processes_per_rank if _all_fit(needs, nodes) else 1
+    bundles_per_rank = processes_per_rank // workers_per_bundle
+    bundles = [need.part(bundles_per_rank) for need in needs for _ in range(bundles_per_rank)]
+    asked = _describe_needs(needs, processes_per_rank)
+    if not _all_fit(bundles, nodes):
         raise ValueError(
             f"The Ray session at {session.address} is too small for {asked}. It has:\n"
             f"{_describe_nodes(nodes, silent)}\n"
@@ -121,7 +138,8 @@ def reserve(
     name = f"jaxpp-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
     names = ",".join(node["NodeID"] for node in silent)
     avoid = {"ray.io/node-id": f"!in({names})"} if silent else {}
-    group = placement_group([bundle] * count, "PACK", name, bundle_label_selector=[avoid] * count)
+    asks = [bundle.resources() for bundle in bundles]
+    group = placement_group(asks, "PACK", name, bundle_label_selector=[avoid] * len(asks))
     try:
         if not group.wait(timeout):
             raise TimeoutError(
@@ -129,11 +147,12 @@ def reserve(
                 f"{timeout:g} s. It has:\n{_describe_nodes(nodes, silent)}\n"
                 f"Shut down the mesh that holds it (mesh.shutdown()), or ask for less."
             )
-        places = _places(group, workers_per_bundle, processes_per_rank)
+        places = _places(group, bundles, workers_per_bundle, processes_per_rank)
     except BaseException:
         remove_placement_group(group)
         raise
-    return Reservation(group, places, worker["CPU"], worker["GPU"])
+    worker = [need.part(processes_per_rank) for need in needs]
+    return Reservation(group, places, worker[0].cpus, tuple(w.gpus for w in worker))
 
 
 def release(reservation: Reservation) -> None:
@@ -164,7 +183,7 @@ def renew(session: Session, reservation: Reservation) -> Reservation:
         len(reservation.places),
         processes_per_rank=processes,
         cpus_per_rank=reservation.cpus * processes,
-        gpus_per_rank=reservation.gpus * processes,
+        gpus_per_rank=[gpus * processes for gpus in reservation.gpus],
     )
 
 
@@ -196,16 +215,29 @@ def _check_request(ranks: int, processes: int, cpus: float, gpus: float) -> None
         )
 
 
-def _count_fitting(bundle: Mapping[str, float], node: Mapping[str, Any]) -> int:
-    """How often a bundle fits on a node that nothing else uses."""
-    has = node["Resources"]
-    return min(int(has.get(n, 0) / a + 1e-6) for n, a in bundle.items() if a > 0)
+def _all_fit(needs: Sequence[_Need], nodes: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether nodes that nothing else uses have room, each of the largest taking the first."""
+    left = [{n: node["Resources"].get(n, 0) + 1e-6 for n in ("CPU", "GPU")} for node in nodes]
+    for need in sorted(needs, key=lambda need: (-need.gpus, -need.cpus)):
+        asks = need.resources()
+        room = next((n for n in left if all(n[x] >= a for x, a in asks.items())), None)
+        if room is None:
+            return False
+        for name, amount in asks.items():
+            room[name] -= amount
+    return True
 
 
 def _places(
-    group: PlacementGroup, workers_per_bundle: int, processes_per_rank: int
+    group: PlacementGroup,
+    needs: Sequence[_Need],
+    workers_per_bundle: int,
+    processes_per_rank: int,
 ) -> tuple[tuple[Place, ...], ...]:
-    """Numbers the workers so that ranks follow nodes, from this process's own, if it is one."""
+    """Numbers the workers so that ranks follow nodes, from this process's own, if it is one.
+
+    Ranks that differ in what they need follow nodes among their like.
+    """
     table = placement_group_table(group)
     node_of = {int(bundle): node for bundle, node in table["bundles_to_node_id"].items()}
     nodes = {node["NodeID"]: node for node in ray.nodes()}
@@ -213,16 +245,27 @@ def _places(
     order = sorted(dict.fromkeys(node_of[b] for b in sorted(node_of)), key=lambda n: n != here)
     bundles = sorted(node_of, key=lambda bundle: (order.index(node_of[bundle]), bundle))
     seen: dict[str, int] = {}
-    workers: list[Place] = []
+    workers: dict[_Need, list[Place]] = {need: [] for need in needs}
     for bundle in bundles:
         node = nodes[node_of[bundle]]
         for _ in range(workers_per_bundle):
             index = seen.get(node["NodeID"], 0)
             seen[node["NodeID"]] = index + 1
             address, host = node["NodeManagerAddress"], node["NodeManagerHostname"]
-            workers.append(Place(bundle, node["NodeID"], address, host, index))
-    size = processes_per_rank
-    return tuple(tuple(workers[i : i + size]) for i in range(0, len(workers), size))
+            workers[needs[bundle]].append(Place(bundle, node["NodeID"], address, host, index))
+    left = {need: iter(own) for need, own in workers.items()}
+    of_ranks = needs[:: processes_per_rank // workers_per_bundle]
+    return tuple(tuple(itertools.islice(left[n], processes_per_rank)) for n in of_ranks)
+
+
+def _describe_needs(needs: Sequence[_Need], processes: int) -> str:
+    """What ranks need, in words."""
+    size = f" of {processes} processes" if processes > 1 else ""
+    kinds = [
+        f"{count} rank{'s' * (count > 1)}{size} with {_describe(need.resources())} each"
+        for need, count in Counter(needs).items()
+    ]
+    return " and ".join(kinds)
 
 
 def _describe(resources: Mapping[str, float]) -> str:

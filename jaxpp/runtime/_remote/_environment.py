@@ -38,17 +38,18 @@ def worker_options(
         cores: the number of cores that it may use, by default all; see `prepare_process`.
     """
     variables = {"PYTHONPATH": os.pathsep.join(_import_paths())}
-    if not reservation.gpus:
+    gpus = reservation.gpus[rank]
+    if not gpus:
         variables["JAX_PLATFORMS"] = "cpu"
-    elif reservation.gpus < 1:
-        variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{MEMORY_FRACTION * reservation.gpus:.3f}"
+    elif gpus < 1:
+        variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{MEMORY_FRACTION * gpus:.3f}"
     if cores is not None:
         variables["NPROC"] = str(cores)  # the number of threads that XLA takes on CPU
     variables |= environment or {}
     place = reservation.places[rank][process]
     return {
         "num_cpus": reservation.cpus,
-        "num_gpus": reservation.gpus,
+        "num_gpus": gpus,
         "max_restarts": 0,
         "max_task_retries": 0,
         "enable_task_events": False,

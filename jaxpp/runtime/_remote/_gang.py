@@ -1,39 +1,23 @@
 """The worker processes of a mesh: started together, introduced to each other, replaced together."""
 
 import contextlib
-import dataclasses
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import ray
 import ray.exceptions
 
 from jaxpp.runtime._remote import _cluster, _environment, _session
 from jaxpp.runtime._remote._actor import LOOPBACK, Actor, Hello, Join, Setup, versions
 from jaxpp.runtime._remote._black_box import BlackBox
+from jaxpp.runtime._remote._settings import Settings
 from jaxpp.runtime._remote._watch import Member, kill
 from jaxpp.runtime._transport._choice import RankDevices, choose_transport
 
 #: Seconds that a worker has to end what it is about, when the mesh is restarted.
 RESET_TIMEOUT = 5.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How workers are started; see `RemoteMpmdMesh`. The GPUs are those of a rank in all."""
-
-    num_ranks: int
-    processes_per_rank: int
-    sizes_inside: Mapping[str, int]
-    gpus_per_rank: float
-    cpus_per_rank: float | None
-    cores: int | None
-    environment: Mapping[str, str]
-    address: str | None
-    transport: Any
-    x64: bool
-    timeout: float
 
 
 class Gang:
@@ -51,6 +35,8 @@ class Gang:
         self.members: list[Member] = []
         self.hellos: list[Hello] = []
         self._settings = settings
+        config: Any = jax.config
+        self._x64 = bool(config.jax_enable_x64)
         self._secret = secrets.token_bytes(32)
         self._epoch = 0
         self._join: Join | None = None
@@ -64,7 +50,7 @@ class Gang:
                 settings.num_ranks,
                 processes_per_rank=settings.processes_per_rank,
                 cpus_per_rank=settings.cpus_per_rank,
-                gpus_per_rank=settings.gpus_per_rank,
+                gpus_per_rank=[n * settings.gpus_per_rank for n in settings.devices_per_rank],
             )
             undo.callback(_cluster.release, self._reservation)
             undo.callback(self._kill)
@@ -127,7 +113,8 @@ class Gang:
             self._spans = [Join(port, processes) for port in ports[::processes]]
         workers = [RankDevices("gpu" if gpus else "cpu", i.node, i.gpus) for i in identities]
         flag = self._settings.transport
-        flag = "socket" if processes > 1 and flag == "auto" else flag
+        apart = processes > 1 or self._settings.ranks_differ
+        flag = "socket" if apart and flag == "auto" else flag
         if choose_transport(workers, flag) == "device":
             self._join = Join(ports[0], len(workers))
 
@@ -159,11 +146,11 @@ class Gang:
             self._place(member),
             self._address(member),
             settings.cores,
-            settings.sizes_inside,
+            settings.insides[member.rank],
             "auto" if settings.transport == "socket" else settings.transport,
             self._join,
             self._spans[member.rank],
-            settings.x64,
+            self._x64,
             self._epoch,
             member.box.path if member.box else None,
         )
@@ -177,13 +164,14 @@ class Gang:
     def _call_all(self, method: str, args: Callable[[Member], tuple]) -> list[Any]:
         references = [getattr(m.actor, method).remote(*args(m)) for m in self.members]
         try:
-            return ray.get(references, timeout=self._settings.timeout)
+            return ray.get(references, timeout=self._settings.start_timeout)
         except ray.exceptions.GetTimeoutError:
             done, _ = ray.wait(references, num_returns=len(references), timeout=0)
             late = [m.rank for m, r in zip(self.members, references, strict=True) if r not in done]
             raise RuntimeError(
                 f"RemoteMpmdMesh: the workers of ranks {late} have not started within "
-                f"{self._settings.timeout:g} s; look at Ray's logs, or give a longer start_timeout."
+                f"{self._settings.start_timeout:g} s; look at Ray's logs, or give a longer "
+                f"start_timeout."
             ) from None
         except ray.exceptions.RayTaskError as error:
             raise error.as_instanceof_cause() from None

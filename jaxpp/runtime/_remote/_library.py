@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxpp import _compat
@@ -17,10 +17,13 @@ from jaxpp.runtime._transport._order import transfer_order
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A step: its programs, the number of each of its computations among all, its arguments."""
+    """A step: its programs, what each of them runs, its arguments.
+
+    A rank knows computations by their numbers among all; None stands for one that it does not run.
+    """
 
     programs: tuple[Program, ...]
-    computations: tuple[int, ...]
+    computations: tuple[tuple[int | None, ...], ...]
     inputs: tuple[tuple[ArrayType, Spec], ...]
 
 
@@ -40,10 +43,18 @@ class Library:
         platform: of the workers, as JAX names it.
         kinds: for each rank something that is equal where ranks can share executables.
         all_messages: whether each rank has to know the messages of all.
+        insides: for each rank the sizes of the axes inside it.
     """
 
-    def __init__(self, platform: str, kinds: Sequence[Any], all_messages: bool):
+    def __init__(
+        self,
+        platform: str,
+        kinds: Sequence[Any],
+        all_messages: bool,
+        insides: Sequence[Mapping[str, int]],
+    ):
         self._own = not all_messages
+        self._insides = [tuple(sizes.values()) for sizes in insides]
         self._platform = platform
         self._kinds = kinds
         self._numbers = itertools.count()
@@ -57,22 +68,28 @@ class Library:
 
     def add(self, bundle: Bundle) -> int:
         """Takes up a step, and lowers what no other step has; gives its number."""
-        settings = _compile.settings()
-        computations = []
-        for computation in bundle.computations:
-            key = _compile.key_of(computation, settings)
-            if key not in self._known:
-                self._known[key] = len(self._known), computation
-                number = self._known[key][0]
-                self._exported[number] = _export.export(computation, self._platform, bundle.inside)
-            computations.append(self._known[key][0])
+        computations = tuple(self._numbers_of(program, bundle) for program in bundle.programs)
         number = next(self._numbers)
         types = [ArrayType.of(aval) for aval in bundle.in_avals]
         specs = bundle.in_specs or ((),) * len(types)
         inputs = tuple(zip(types, specs, strict=True))
-        self._steps[number] = _Step(bundle.programs, tuple(computations), inputs)
+        self._steps[number] = _Step(bundle.programs, computations, inputs)
         self._note_sources(bundle)
         return number
+
+    def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
+        """The number of each computation that a rank runs; those that no rank had are lowered."""
+        inside = bundle.inside and bundle.inside.update(axis_sizes=self._insides[program.rank])
+        settings = _compile.settings(), inside
+        numbers: list[int | None] = [None] * len(bundle.computations)
+        for n in {i.computation for i in program.instructions if isinstance(i, Run)}:
+            computation = bundle.computations[n]
+            key = _compile.key_of(computation, settings)
+            if key not in self._known:
+                self._known[key] = number, _ = len(self._known), computation
+                self._exported[number] = _export.export(computation, self._platform, inside)
+            numbers[n] = self._known[key][0]
+        return tuple(numbers)
 
     def missing(self, step: int) -> list["Loading"]:
         """What has to be sent to the ranks that do not have a step."""
@@ -96,8 +113,7 @@ class Library:
 
     def _lacks(self, step: _Step, program: Program) -> list[int]:
         """The computations that a rank runs in a step and does not have, largest first."""
-        used = {i.computation for i in program.instructions if isinstance(i, Run)}
-        numbers = {n for i, n in enumerate(step.computations) if i in used}
+        numbers = {n for n in step.computations[program.rank] if n is not None}
         lacks = [n for n in numbers if ("computation", n) not in self._has[program.rank]]
         return sorted(lacks, key=lambda n: (-self._weight([n]), n))
 
@@ -112,8 +128,7 @@ class Library:
         self, number: int, program: Program, compiles: list[int], lacks: list[int], shared: set[int]
     ) -> "Loading":
         step = self._steps[number]
-        used = {i.computation for i in program.instructions if isinstance(i, Run)}
-        numbers = [n if i in used else None for i, n in enumerate(step.computations)]
+        numbers = step.computations[program.rank]
         constants = [(s, ArrayType.of(x), to_host(x)) for s, x in program.constants]
         slots = tuple((slot, None) for slot, _ in program.constants)
         bare = dataclasses.replace(program, constants=slots)
@@ -132,10 +147,10 @@ class Library:
         """Notes that all ranks have a step."""
         found = self._steps[step]
         for program in found.programs:
-            used = {i.computation for i in program.instructions if isinstance(i, Run)}
+            own = found.computations[program.rank]
             has = self._has[program.rank]
             has.add(("step", step))
-            has.update(("computation", found.computations[i]) for i in used)
+            has.update(("computation", n) for n in own if n is not None)
 
     def remove(self, step: int) -> None:
         """Notes that a step is not called any more; the ranks have to be told."""

@@ -16,12 +16,14 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxpp._program import PIPELINE_AXIS, Bundle
 from jaxpp._specs import Spec, axis_sizes
 from jaxpp.runtime import _trace
-from jaxpp.runtime._axes import check_axes
+from jaxpp.runtime._axes import check_axes, check_shapes, common_mesh, describe_mesh, shape_of
 from jaxpp.runtime._remote._array import RemoteArray
 from jaxpp.runtime._remote._arrays import Arrays
 from jaxpp.runtime._remote._failure import Failure
 from jaxpp.runtime._remote._feed import Batch, Feeds, describe
 from jaxpp.runtime._remote._library import Library
+from jaxpp.runtime._remote._pending import Countdown, Pending
+from jaxpp.runtime._remote._settings import Settings
 from jaxpp.runtime._remote._step import RemoteStep
 from jaxpp.runtime._stacked import with_stacked
 
@@ -104,50 +106,85 @@ class RemoteMpmdMesh:
         heartbeat_timeout: float = 3.0,
         start_timeout: float = 60.0,
     ):
+        axes = check_axes("RemoteMpmdMesh", shape, axis_names, axis_types)
+        options = {
+            "processes_per_rank": processes_per_rank,
+            "gpus_per_rank": gpus_per_rank,
+            "cpus_per_rank": cpus_per_rank,
+            "cores": cores,
+            "environment": environment,
+            "address": address,
+            "transport": transport,
+            "heartbeat_timeout": heartbeat_timeout,
+            "start_timeout": start_timeout,
+        }
+        self._set(axes.names, axes.inside, (axes.inside,) * axes.num_ranks, options)
+
+    @classmethod
+    def of_ranks(
+        cls,
+        shapes: Sequence[Sequence[int]],
+        axis_names: Sequence[str],
+        axis_types: Sequence[AxisType] | None = None,
+        **options: Any,
+    ) -> "RemoteMpmdMesh":
+        """A mesh of ranks that may differ in the sizes of their axes, as `MpmdMesh.of_ranks`.
+
+        Each rank is one process, and what ranks of different sizes send goes over sockets.
+
+        Args:
+            shapes: for each rank the size of each axis inside it.
+            axis_names: a name for each of these axes, none of them `"mpmd"`.
+            axis_types: the type of each, as in `jax.make_mesh`; by default all are `Auto`.
+            **options: the other arguments of `RemoteMpmdMesh`.
+
+        Raises:
+            ValueError: as `RemoteMpmdMesh`; or ranks that differ are to have several processes, or
+                to send from device to device.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxpp
+            >>> with jaxpp.RemoteMpmdMesh.of_ranks([(2,)], ("data",)) as mesh:
+            ...     print(mesh, jaxpp.place(jnp.sum, mesh)(jnp.arange(4)))
+            RemoteMpmdMesh((1, 2), ('mpmd', 'data')) RemoteArray(int32[] on rank 0)
+        """
+        insides = check_shapes("RemoteMpmdMesh.of_ranks", shapes, axis_names, axis_types)
+        mesh = cls.__new__(cls)
+        options = (cls.__init__.__kwdefaults__ or {}) | options
+        mesh._set((PIPELINE_AXIS, *axis_names), common_mesh(insides), insides, options)
+        return mesh
+
+    def _set(
+        self,
+        axis_names: tuple[str, ...],
+        inside: AbstractMesh | None,
+        insides: Sequence[AbstractMesh | None],
+        options: Mapping[str, Any],
+    ) -> None:
+        settings = Settings([axis_sizes(own) for own in insides], **options)
+        settings.check()
         from jaxpp.runtime._remote import _gang  # brings Ray, which takes long to import
 
-        axes = check_axes("RemoteMpmdMesh", shape, axis_names, axis_types)
-        if axes.devices_per_rank > 1 and gpus_per_rank != int(gpus_per_rank):
-            raise ValueError(
-                f"RemoteMpmdMesh needs a GPU for each of the {axes.devices_per_rank} devices of a "
-                f"rank, got gpus_per_rank={gpus_per_rank:g}; only ranks of one device share GPUs."
-            )
-        _check_processes(processes_per_rank, axes.devices_per_rank, transport)
-        self.shape, self.axis_names = axes.shape, axes.names
-        self.inside: AbstractMesh | None = axes.inside
-        self.num_ranks = ranks = axes.num_ranks
-        self.processes_per_rank = processes_per_rank
+        self.axis_names = axis_names
+        self.inside, self.insides = inside, tuple(insides)
+        self.num_ranks = len(self.insides)
+        self.processes_per_rank = settings.processes_per_rank
         self.incarnation = 0
-        self._heartbeat_timeout = heartbeat_timeout
-        config: Any = jax.config
-        self._gang: Any = _gang.Gang(
-            _gang.Settings(
-                ranks,
-                processes_per_rank,
-                axis_sizes(axes.inside),
-                gpus_per_rank * axes.devices_per_rank,
-                cpus_per_rank,
-                cores,
-                dict(environment or {}),
-                address,
-                transport,
-                bool(config.jax_enable_x64),
-                start_timeout,
-            )
-        )
+        self._heartbeat_timeout = settings.heartbeat_timeout
+        self._gang: Any = _gang.Gang(settings)
         self._lock = threading.RLock()
         self._calls = itertools.count(1)
         self._flying = threading.BoundedSemaphore(IN_FLIGHT)
         hellos = self._gang.hellos
-        joined = self._gang.between_devices or processes_per_rank > 1
+        joined = self._gang.between_devices or self.processes_per_rank > 1
         #: Whether each rank has to know what all send to each other.
         self.moves_all = self._gang.between_devices
         # Executables name devices by numbers, which differ where ranks are one system of JAX's.
         alike = [(h.node, h.device) for h in hellos]
-        kinds = range(ranks) if joined else alike
-        self._library = Library(hellos[0].platform, kinds, self.moves_all)
+        kinds = range(self.num_ranks) if joined else alike
+        self._library = Library(hellos[0].platform, kinds, self.moves_all, settings.insides)
         self._tracing: Any = None
-        self._arrays = Arrays(ranks, self._fetch_bytes, axis_sizes(axes.inside), processes_per_rank)
+        self._arrays = Arrays(self._fetch_bytes, settings.insides, self.processes_per_rank)
         self._feeds = Feeds(
             lambda load, value: self.apply(describe, {0: (load, value)}, ordered=False)[0]
         )
@@ -160,13 +197,18 @@ class RemoteMpmdMesh:
         return Watch(self._gang.members, self._heartbeat_timeout, self._library.describe)
 
     def __repr__(self):
-        return f"RemoteMpmdMesh({self.shape}, {self.axis_names})"
+        return describe_mesh("RemoteMpmdMesh", self.axis_names, self.insides)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.shutdown()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each axis; where ranks differ, the least that the size of each divides."""
+        return shape_of(self.axis_names, self.inside, self.num_ranks)
 
     # ---- life -----------------------------------------------------------------------------------
 
@@ -412,14 +454,14 @@ class RemoteMpmdMesh:
 
     def apply_async(
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
-    ) -> "Pending":
+    ) -> Pending:
         """Starts what `apply` does; `.result()` waits for it."""
         first = {rank: self._workers(rank)[:1] for rank in args}
         return Pending(self._start(function, args, first, ordered), self._watch)
 
     def apply_everywhere(
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
-    ) -> "Pending":
+    ) -> Pending:
         """Starts what `apply` does, in all processes of each rank."""
         every = {rank: self._workers(rank) for rank in args}
         return Pending(self._start(function, args, every, ordered), self._watch)
@@ -441,55 +483,3 @@ class RemoteMpmdMesh:
                 for rank, own in args.items()
                 for worker in workers[rank]
             ]
-
-
-class Pending:
-    """What runs on some ranks."""
-
-    def __init__(self, references: Sequence[tuple[int, int, Any]], watch: Any):
-        self._references, self._watch = references, watch
-
-    def result(self) -> dict[int, Any]:
-        """The results by rank, once all are there; raises what one of them raised."""
-        return {rank: found[0] for rank, found in self.results().items()}
-
-    def results(self) -> dict[int, list[Any]]:
-        """By rank what each of its processes gave."""
-        found: dict[int, list[Any]] = {}
-        for rank, worker, reference in self._references:
-            found.setdefault(rank, []).append(self._watch.value(worker, reference))
-        return found
-
-
-class Countdown:
-    """Runs something once it has been counted `number` times, on any threads."""
-
-    def __init__(self, number: int, then: Callable[[], None]):
-        self._left, self._then = number, then
-        self._lock = threading.Lock()
-
-    def count(self) -> None:
-        """Counts once."""
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._then()
-
-
-def _check_processes(processes: int, devices: int, transport: str) -> None:
-    """Checks how many processes a rank has.
-
-    Raises:
-        ValueError: its devices cannot be divided so, or the transport is for single processes.
-    """
-    if processes < 1 or devices % processes:
-        raise ValueError(
-            f"RemoteMpmdMesh divides the devices of a rank evenly among its processes: a rank of "
-            f"{devices} cannot have processes_per_rank={processes}; take a divisor of {devices}."
-        )
-    if processes > 1 and transport == "device":
-        raise ValueError(
-            f"RemoteMpmdMesh sends arrays over sockets where a rank has several processes, got "
-            f"transport='device' and processes_per_rank={processes}; use transport='socket'."
-        )

@@ -49,10 +49,10 @@ class RemoteStep:
 
     def describe(self) -> Description:
         """What each rank holds, sends and reduces; asks the ranks for what they have compiled."""
-        arguments = self.number, axis_sizes(self.bundle.inside)
-        ranks = range(len(self.bundle.programs))
-        found = self._mesh.apply(look_at, dict.fromkeys(ranks, arguments))
-        return describe(self.bundle, [found[r][0] for r in ranks], [found[r][1] for r in ranks])
+        sizes = [axis_sizes(inside) for inside in self._mesh.insides]
+        found = self._mesh.apply(look_at, {r: (self.number, own) for r, own in enumerate(sizes)})
+        devices, counted = zip(*(found[rank] for rank in range(len(sizes))), strict=True)
+        return describe(self.bundle, devices, counted, sizes)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Starts the step on all ranks, and returns at once."""

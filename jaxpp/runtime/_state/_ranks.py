@@ -18,7 +18,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpp._specs import Spec
 from jaxpp.runtime._array_types import ArrayType
-from jaxpp.runtime._homes import sharding_in
+from jaxpp.runtime._homes import box_of, sharding_in
 from jaxpp.runtime._remote._failure import Lost
 from jaxpp.runtime._state import _store
 from jaxpp.runtime._state._manifest import ArrayLeaf, Piece
@@ -250,8 +250,7 @@ def _layout(array_type: ArrayType, sharding: Sharding | None) -> dict[Any, _stor
         return {None: whole}
     layout = {}
     for device, index in sharding.addressable_devices_indices_map(array_type.shape).items():
-        assert index is not None
-        box = tuple(s.indices(n)[:2] for s, n in zip(index, array_type.shape, strict=True))
+        box = box_of(index, array_type.shape)
         layout[device] = box + whole[len(box) :]
     return layout
 

@@ -230,12 +230,71 @@ def test_a_worker_has_its_cores_its_environment_and_the_imports_of_the_driver(se
 def test_workers_that_share_a_gpu_share_its_memory():
     def variables(gpus):
         place = _cluster.Place(0, "", "", "", 0)
-        reservation = _cluster.Reservation(None, ((place,),), 1.0, gpus)
+        reservation = _cluster.Reservation(None, ((place,),), 1.0, (gpus,))
         return _environment.worker_options(reservation, 0)["runtime_env"]["env_vars"]
 
     class_name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     assert float(variables(0.25)[class_name]) * 4 == pytest.approx(0.75, abs=0.01)
     assert class_name not in variables(1.0) and "JAX_PLATFORMS" not in variables(1.0)
+
+
+def nodes_with(*amounts):
+    """Nodes as Ray describes them, with these CPUs and GPUs."""
+    names = ("NodeManagerAddress", "NodeManagerHostname")
+    return [
+        {"NodeID": f"node {n}", "Resources": {"CPU": cpus, "GPU": gpus}, **dict.fromkeys(names, "")}
+        for n, (cpus, gpus) in enumerate(amounts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "there", "fits"),
+    [
+        ((4, 2, 2), ((8, 4), (8, 4)), True),
+        ((2, 4, 2), ((8, 4), (8, 4)), True),  # the largest first, else none is left for it
+        ((4, 2, 4), ((8, 4), (8, 4)), False),
+        ((2, 2, 2), ((2, 8),), False),  # for want of CPUs
+        ((0.5, 0.5, 0.25), ((8, 1),), False),
+        ((0.5, 0.25, 0.25), ((8, 1),), True),
+    ],
+)
+def test_ranks_that_differ_in_their_gpus_fit(gpus, there, fits):
+    needs = [_cluster._Need(1, own) for own in gpus]
+    assert _cluster._all_fit(needs, nodes_with(*there)) == fits
+
+
+def test_ranks_that_differ_in_their_gpus_get_what_they_need(session, monkeypatch):
+    """Bundles are where Ray has put them, and ranks have those of their own size."""
+    asked, nodes = [], nodes_with((8, 4), (8, 4))
+    monkeypatch.setattr(_cluster, "_nodes", lambda: (nodes, []))
+    monkeypatch.setattr(_cluster.ray, "nodes", lambda: nodes)
+
+    class Group:
+        def wait(self, timeout):
+            return True
+
+    def placement_group(bundles, *_, **__):
+        asked.extend(bundles)
+        return Group()
+
+    where = {0: "node 1", 1: "node 0", 2: "node 0", 3: "node 1"}
+    monkeypatch.setattr(_cluster, "placement_group", placement_group)
+    monkeypatch.setattr(_cluster, "placement_group_table", lambda _: {"bundles_to_node_id": where})
+    reservation = _cluster.reserve(session, 4, cpus_per_rank=1, gpus_per_rank=[2, 2, 1, 1])
+    assert [bundle["GPU"] for bundle in asked] == [2, 2, 1, 1]
+    bundles = [place.bundle for (place,) in reservation.places]
+    # Ranks follow nodes, from that of the first bundle; none has the GPUs of ranks of another size.
+    assert bundles == [0, 1, 3, 2]
+    assert reservation.gpus == (2, 2, 1, 1)
+    options = [_environment.worker_options(reservation, rank) for rank in range(4)]
+    assert [own["num_gpus"] for own in options] == [2, 2, 1, 1]
+
+
+def test_what_ranks_that_differ_need_is_said(session):
+    with pytest.raises(
+        ValueError, match="2 ranks with 1 CPU and 64 GPU each and 1 rank with .* 32"
+    ):
+        _cluster.reserve(session, 3, cpus_per_rank=1, gpus_per_rank=[64, 32, 64])
 
 
 # Ends.

@@ -24,10 +24,10 @@ class ThreadMesh:
     """As much of `RemoteMpmdMesh` as saving and loading need; what crosses it is pickled."""
 
     incarnation = 0
-    inside = None
 
     def __init__(self, num_ranks):
         self.num_ranks = num_ranks
+        self.insides = (None,) * num_ranks
         self.processes = [
             types.SimpleNamespace(
                 rank=rank,

@@ -1,0 +1,39 @@
+"""What the driver has begun on some ranks, and waits for, or counts."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class Pending:
+    """What runs on some ranks."""
+
+    def __init__(self, references: Sequence[tuple[int, int, Any]], watch: Any):
+        self._references, self._watch = references, watch
+
+    def result(self) -> dict[int, Any]:
+        """The results by rank, once all are there; raises what one of them raised."""
+        return {rank: found[0] for rank, found in self.results().items()}
+
+    def results(self) -> dict[int, list[Any]]:
+        """By rank what each of its processes gave."""
+        found: dict[int, list[Any]] = {}
+        for rank, worker, reference in self._references:
+            found.setdefault(rank, []).append(self._watch.value(worker, reference))
+        return found
+
+
+class Countdown:
+    """Runs something once it has been counted `number` times, on any threads."""
+
+    def __init__(self, number: int, then: Callable[[], None]):
+        self._left, self._then = number, then
+        self._lock = threading.Lock()
+
+    def count(self) -> None:
+        """Counts once."""
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._then()
