@@ -2,17 +2,20 @@
 
     python -m experiments.trace_overhead
     python -m experiments.trace_overhead --task_ms=1,5 --rounds=20 --profiler
+    python -m experiments.trace_overhead --mesh=ray
 
-Ranks are devices of this process. Each round calls the step a few times without tracing and a few
-times with it, in an order that alternates; the figure is the median of the rounds' ratios, with the
-quartiles beside it. The width of the model is chosen so that a forward takes about the time asked
-for while nothing else runs.
+Ranks are devices of this process, or worker processes, each bound to a core. Each round calls the
+step a few times without tracing and a few times with it, in an order that alternates; the figure is
+the median of the rounds' ratios, with the quartiles beside it. The width of the model is chosen so
+that a forward takes about the time asked for while nothing else runs.
 """
 
+import contextlib
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,7 @@ _RANKS = flags.DEFINE_integer("ranks", 2, "Ranks, each a CPU device.", 1)
 _MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "Microbatches of a step.", 1)
 _CALLS = flags.DEFINE_integer("calls", 5, "Calls of the step in a turn.", 1)
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Pairs of turns.", 1)
+_MESH = flags.DEFINE_enum("mesh", "local", ["local", "ray"], "Devices or worker processes.")
 _PROFILER = flags.DEFINE_bool("profiler", False, "Whether JAX's profiler records, too.")
 _SCHEDULE = flags.DEFINE_enum(
     "schedule", "1f1b", sorted(jaxpp.schedules.CATALOGUE), "Name of the schedule."
@@ -60,10 +64,9 @@ def examples_for(seconds: float) -> int:
     return max(1, round(examples * seconds / time_of(examples)))
 
 
-def compare(task_seconds: float) -> tuple[list[float], list[float], float]:
+def compare(mesh: Any, task_seconds: float) -> tuple[list[float], list[float], float]:
     """The times of a call without and with tracing, and that of a traced forward."""
     ranks, microbatches = _RANKS.value, _MICROBATCHES.value
-    mesh = jaxpp.MpmdMesh((ranks,))
     schedule = jaxpp.schedules.by_name(_SCHEDULE.value)
 
     def loss_fn(params, x):
@@ -113,15 +116,26 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     jax.config.update("jax_num_cpu_devices", _RANKS.value)
-    for given in _TASK_MS.value:
-        off, on, forward = compare(float(given) / 1e3)
-        ratios = [b / a for a, b in zip(off, on, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
-        print(
-            f"forward {1e3 * forward:.2f} ms, step {1e3 * statistics.median(off):.1f} ms: tracing "
-            f"costs {100 * (middle - 1):+.1f}% (quartiles {100 * (low - 1):+.1f}%, "
-            f"{100 * (high - 1):+.1f}%)"
-        )
+    ranks = (_RANKS.value,)
+    with contextlib.ExitStack() as stack:
+        if _MESH.value == "ray":
+            mesh = stack.enter_context(jaxpp.RemoteMpmdMesh(ranks, cores=1))
+        else:
+            mesh = jaxpp.MpmdMesh(ranks)
+        for given in _TASK_MS.value:
+            report(*compare(mesh, float(given) / 1e3))
+
+
+def report(off: list[float], on: list[float], forward: float) -> None:
+    """Prints what tracing costs."""
+    ratios = [b / a for a, b in zip(off, on, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
+    print(
+        f"forward {1e3 * forward:.2f} ms, step {1e3 * statistics.median(off):.1f} ms: tracing "
+        f"costs {100 * (middle - 1):+.1f}% (quartiles {100 * (low - 1):+.1f}%, "
+        f"{100 * (high - 1):+.1f}%)",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ from jaxpp.runtime._transport._errors import Aborted, NotComputed, PeerLost
 from jaxpp.runtime._transport._processes import leave_processes, lost_in_collective
 from jaxpp.runtime._worker import Worker
 
+#: Seconds that an error without a task waits for the same with one.
+GRACE = 0.5
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Executable:
@@ -253,7 +256,7 @@ class Process:
         except Lost as error:
             return self.failure or Failure.of(error, self.rank, -1, "")
         except Exception as error:
-            return self.fail(error)
+            return self._fail_later(error)
 
     def ready(self, numbers: Sequence[int]) -> Failure | None:
         """Waits until arrays have been computed."""
@@ -262,7 +265,7 @@ class Process:
         except Lost as error:
             return self.failure or Failure.of(error, self.rank, -1, "")
         except Exception as error:
-            return self.fail(error)
+            return self._fail_later(error)
         return None
 
     def drop(self, numbers: Sequence[int]) -> None:
@@ -293,6 +296,15 @@ class Process:
         self.transport.abort(error)
         self.loader.stop(Aborted("Another rank has failed."))
         return self.failure
+
+    def _fail_later(self, error: Exception) -> Failure:
+        """Notes an error of an array that a task was to make, some time ago.
+
+        What the rank dispatches or sends meets the same error, and knows whose it is.
+        """
+        with self.lock:
+            self.lock.wait_for(lambda: self.failure is not None, GRACE)
+        return self.fail(error)
 
     def abort(self, reason: str) -> Failure:
         """Ends what runs here, because another rank has failed; says what that was."""

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ pytest.importorskip("ray.core.generated.common_pb2")
 
 import jaxpp  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
-from jaxpp.runtime._remote import _lookout, _watch  # noqa: E402
+from jaxpp.runtime._remote import _lookout, _process, _watch  # noqa: E402
+from jaxpp.runtime._transport._errors import NotComputed  # noqa: E402
 from tests.runtime.remote import faults  # noqa: E402
 from tests.runtime.remote.faults import Fault, TaskError  # noqa: E402
 from tests.runtime.test_mesh import batch, init_params, start, step_of  # noqa: E402
@@ -246,6 +248,31 @@ def test_a_task_without_enough_memory_is_named(mesh):
     assert re.search(r"\b[FB]1\.\d", error.task), error.task
     assert isinstance(error.__cause__, jax.errors.JaxRuntimeError)
     assert "memory" in error.reason.lower()
+
+
+class Unmade:
+    """An array whose computation has failed."""
+
+    error = RuntimeError("out of memory")
+
+    def block_until_ready(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_an_error_that_is_met_in_a_fetch_is_of_the_task_that_a_sender_names(sent):
+    transport = unittest.mock.Mock()
+    process = _process.Process(1, 2, jax.devices()[0], transport)
+    process.arrays[7] = Unmade()
+    named = NotComputed("B1.0")
+    named.__cause__ = Unmade.error
+    later = threading.Timer(0.1, transport.on_failure, [named])
+    if sent:
+        later.start()
+    failure = process.fetch([7])
+    assert (failure.rank, failure.task) == (1, "B1.0" if sent else "")
+    assert "out of memory" in failure.exception
+    assert process.ready([7]) is failure
 
 
 def of_actor(message):
