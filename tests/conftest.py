@@ -1,6 +1,11 @@
-"""CPU devices for the ranks, before JAX starts; GPU tests skip themselves where there is none."""
+"""CPU devices for the ranks, before JAX starts; GPU tests skip themselves where there is none.
+
+XLA optimizes little here, for most of the time of the tests goes into that. To test what users run,
+set `JAX_DISABLE_MOST_OPTIMIZATIONS=0`.
+"""
 
 import gc
+import os
 
 import jax
 import pytest
@@ -8,6 +13,9 @@ import pytest
 from jaxpp.runtime import _compile
 
 jax.config.update("jax_num_cpu_devices", 8)
+# In the environment for the processes that tests start.
+fewer = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0"
+jax.config.update("jax_disable_most_optimizations", fewer)
 
 
 def pytest_collection_modifyitems(items):

@@ -172,15 +172,6 @@ def assert_same_training(got, want):
     assert_close(got[0], want[0])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_without_optimizations():
-    """Compiling takes nearly all of the time, and a third of it without optimizations of LLVM."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture(scope="module")
 def case(request):
     """A model and the shape of a mesh; tests of one case share what they compile."""
