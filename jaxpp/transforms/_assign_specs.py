@@ -23,11 +23,13 @@ class Inside:
     Args:
         mesh: the mesh of every rank without its devices.
         arguments: the spec of each flat argument.
+        in_tasks: that with which tasks have it; of what each task gathers for itself, another.
         results: that of each flat result; None where it is what the step makes it.
     """
 
     mesh: AbstractMesh
     arguments: tuple[Spec, ...]
+    in_tasks: tuple[Spec, ...]
     results: tuple[Spec | None, ...]
 
     @property

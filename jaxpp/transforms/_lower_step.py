@@ -98,7 +98,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     parts = _distribute.distribute(jaxpr, pairs, fed)
     flat_pairs = parts.flat_pairs(pairs)
     roles = _roles.roles_of(parts.jaxpr, flat_pairs)
-    split, in_tasks = None, ()
+    split = None
     # Ranks that differ decide alike, by sizes that those of each divide.
     sizes = axis_sizes(getattr(request.mesh, "inside", None))
     if inside is not None:
@@ -106,13 +106,13 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
             [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.outvars]
         )
         out_specs = _specs("out_specs", request.out_specs, results, inside)
-        split, in_tasks = _split(
-            parts, in_specs, out_specs, flat_pairs, roles, inside, request.zero, sizes
-        )
+        split = _split(parts, in_specs, out_specs, flat_pairs, roles, inside, request.zero, sizes)
     jaxpr, donated = _flat_step.own_results(parts.jaxpr, parts.flat_arguments(donated))
     if split is not None:
         jaxpr, axes = _batch_axes.split_slices(jaxpr, split.arguments, sizes)
-        jaxpr = _parameter_shards.gather_in_tasks(jaxpr, split.arguments, in_tasks, sizes)
+        jaxpr = _parameter_shards.gather_in_tasks(
+            jaxpr, split.arguments, split.in_tasks, sizes
+        )
         scatter = set(axes) == set(request.zero[Role.OPTIMIZER])
         jaxpr = _deferred_sums.defer_sums(
             jaxpr, split.arguments, axes, sizes, own=split.sizes, scatter=scatter
@@ -203,11 +203,8 @@ def _split(
     inside: AbstractMesh,
     zero: Mapping[Role, tuple[str, ...]],
     sizes: Mapping[str, int],
-) -> tuple[_assign_specs.Inside, tuple[Spec, ...]]:
-    """How the arguments and results of a step are split inside a rank, part by part.
-
-    Also gives how tasks are to have the arguments.
-    """
+) -> _assign_specs.Inside:
+    """How the arguments and results of a step are split inside a rank, part by part."""
     avals = parts.jaxpr.in_avals
     arguments = list(_in_specs.replicated_where_none(parts.of_arguments(in_specs), avals))
     in_tasks = tuple(arguments)
@@ -220,7 +217,7 @@ def _split(
         for n, spec in enumerate(parts.of_results(out_specs))
     ]
     own = _automatic_axes.automatic(inside)
-    return _assign_specs.Inside(own, tuple(arguments), tuple(results)), in_tasks
+    return _assign_specs.Inside(own, tuple(arguments), in_tasks, tuple(results))
 
 
 def _with_types(
