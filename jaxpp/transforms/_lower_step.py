@@ -110,9 +110,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     jaxpr, donated = _flat_step.own_results(parts.jaxpr, parts.flat_arguments(donated))
     if split is not None:
         jaxpr, axes = _batch_axes.split_slices(jaxpr, split.arguments, sizes)
-        jaxpr = _parameter_shards.gather_in_tasks(
-            jaxpr, split.arguments, split.in_tasks, sizes
-        )
+        jaxpr = _parameter_shards.gather_in_tasks(jaxpr, split.arguments, split.in_tasks, sizes)
         scatter = set(axes) == set(request.zero[Role.OPTIMIZER])
         jaxpr = _deferred_sums.defer_sums(
             jaxpr, split.arguments, axes, sizes, own=split.sizes, scatter=scatter
