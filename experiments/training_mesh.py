@@ -23,7 +23,10 @@ _CORES = flags.DEFINE_integer(
     "cores", None, "CPU cores that a process of --mesh=ray is bound to; by default it has all.", 1
 )
 _GPUS_PER_RANK = flags.DEFINE_float(
-    "gpus_per_rank", 0.0, "GPUs of each process of --mesh=ray; below 1 they share them.", 0.0
+    "gpus_per_rank", 0.0, "GPUs for each of the --dp * --mp devices of a rank of --mesh=ray.", 0.0
+)
+_PROCESSES_PER_RANK = flags.DEFINE_integer(
+    "processes_per_rank", 1, "Processes of each rank of --mesh=ray, which share its devices.", 1
 )
 _HOSTS = flags.DEFINE_bool(
     "several_hosts", False, "Whether the processes of --mesh=ray may be on several hosts."
@@ -84,17 +87,16 @@ def either(*names: flags.FlagHolder[int | None], default: int) -> int:
 def check(steps: int) -> None:
     """Says what is wrong with the flags before anything is compiled."""
     ranks()
-    for flag in (_DP, _MP):
-        if is_remote() and flag.value > 1:
-            raise app.UsageError(
-                f"--{flag.name}={flag.value}: a process of --mesh=ray is one device here; use "
-                f"--{flag.name}=1 and more --pp, or --mesh=local."
-            )
+    if replicas() * parts() % _PROCESSES_PER_RANK.value:
+        raise app.UsageError(
+            f"--processes_per_rank={_PROCESSES_PER_RANK.value} divides the {replicas() * parts()} "
+            f"devices of a rank, --dp * --mp, and has to divide their number."
+        )
     if _ZERO1.value and replicas() == 1:
         raise app.UsageError("--zero1 shares optimizer state between the --dp devices; use --dp=2.")
     if not is_remote():
-        for flag in (_CORES, _GPUS_PER_RANK, _HOSTS, _WORKER_ENVIRONMENT):
-            if flag.value:
+        for flag in (_CORES, _GPUS_PER_RANK, _PROCESSES_PER_RANK, _HOSTS, _WORKER_ENVIRONMENT):
+            if flag.value != flag.default:
                 raise app.UsageError(f"--{flag.name} is for --mesh=ray.")
     for variable in _WORKER_ENVIRONMENT.value:
         if "=" not in variable:
@@ -118,16 +120,21 @@ def make_mesh() -> contextlib.AbstractContextManager[Mesh]:
 def local_mesh() -> jaxpp.MpmdMesh:
     """Devices for each rank, in turn, so that ranks share devices where these are too few."""
     own = list(itertools.islice(itertools.cycle(jax.devices()), devices()))
+    return jaxpp.MpmdMesh(*axes(), devices=own)
+
+
+def axes() -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The sizes and names of the axes; of the pipeline's alone where ranks are single devices."""
     if not is_split():
-        return jaxpp.MpmdMesh((ranks(),), ("mpmd",), devices=own)
-    return jaxpp.MpmdMesh((ranks(), replicas(), parts()), ("mpmd", "data", "model"), devices=own)
+        return (ranks(),), ("mpmd",)
+    return (ranks(), replicas(), parts()), ("mpmd", "data", "model")
 
 
 def remote_mesh() -> jaxpp.RemoteMpmdMesh:
-    """A process for each rank, wherever the Ray session has room for it."""
+    """Processes for each rank, wherever the Ray session has room for them."""
     return jaxpp.RemoteMpmdMesh(
-        (ranks(),),
-        ("mpmd",),
+        *axes(),
+        processes_per_rank=_PROCESSES_PER_RANK.value,
         gpus_per_rank=_GPUS_PER_RANK.value,
         cores=_CORES.value,
         address="auto" if _HOSTS.value else None,

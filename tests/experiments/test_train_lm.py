@@ -173,8 +173,8 @@ def test_lost_rows_are_an_error(uninterrupted, train, tmp_path):
         (dict(restarts=1), "--restarts is for --mesh=ray"),
         (dict(cores=1), "--cores is for --mesh=ray"),
         (dict(mesh="ray", restarts=1, checkpoint_every=0), "--restarts needs --checkpoint_every"),
-        (dict(mesh="ray", dp=2), "--dp=2: a process of --mesh=ray is one device"),
-        (dict(mesh="ray", mp=4), "--mp=4: a process of --mesh=ray is one device"),
+        (dict(mesh="ray", dp=2, processes_per_rank=4), "=4 divides the 2 devices of a rank"),
+        (dict(dp=2, processes_per_rank=2), "--processes_per_rank is for --mesh=ray"),
         (dict(dp=4), "--dp=4 shares the sequences of each microbatch, .* number, 2;"),
         (dict(mp=4), "--mp=4 shares the heads of attention, .* number, 2;"),
         (dict(zero1=True), "--zero1 shares optimizer state between the --dp devices"),
@@ -221,6 +221,8 @@ def test_each_model_trains_as_on_one_device(train, tmp_path, capsys, model):
         pytest.param("gpt2", dict(dp=2, mp=2), marks=pytest.mark.slow),
         pytest.param("llama2", dict(dp=2, zero1=True), marks=pytest.mark.slow),
         pytest.param("mixtral", dict(mp=2), marks=pytest.mark.slow),
+        pytest.param("gpt", dict(mesh="ray", dp=2, mp=2, zero1=True), marks=pytest.mark.slow),
+        pytest.param("gpt2", dict(mesh="ray", dp=2, processes_per_rank=2), marks=pytest.mark.slow),
     ],
 )
 def test_a_training_inside_ranks_is_that_on_one_device(train, tmp_path, capsys, model, inside):
