@@ -11,7 +11,8 @@ Starts a Ray session, or joins the one that is there, and prints by part:
   of both are compared first. Without `--torch_python` it is left out;
 - `speedup`: two workers over one, each pinned to a core, for tasks of several lengths, and what the
   schedule's simulation makes of the times of tasks, measured in the pipeline (`predicted`) and on a
-  worker alone (`predicted_alone`: cores that work at once slow each other);
+  worker alone (`predicted_alone`: cores that work at once slow each other); `efficiency` is what it
+  makes of each task's own time over the step of which it was part;
 - `local`: the same empty step on the mesh of one process: how long a call takes to return
   (`dispatch`), and until its result is there;
 - `memory`: what driver and workers hold after a tenth of many steps, and at the end.
@@ -238,6 +239,7 @@ def measure_speedup() -> list[dict[str, float]]:
                     "speedup/predicted": found.predicted_traced / found.placed_on_two,
                     "predicted_alone": found.predicted(found.predicted_alone),
                     "speedup/predicted_alone": found.predicted_alone / found.placed_on_two,
+                    "efficiency": found.efficiency,
                 }
             )
     return rows

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
@@ -62,8 +62,10 @@ class Speedup:
     """Medians over blocks of steps, which take turns; all times are seconds.
 
     Two cores that compute at once share what lies behind them, so tasks take longer then, whatever
-    dispatches them. So there are two predictions: of tasks measured on one core while the other was
-    idle, and of tasks as a trace of the pipeline itself has them.
+    dispatches them, and no two runs of a task take the same time. So there are three predictions:
+    of tasks measured on one core while the other was idle; of the tasks that a trace of the
+    pipeline has, by their medians; and of each of these tasks by its own time, over the traced step
+    itself (`efficiency`): what is missing there is what lies between the tasks.
     """
 
     sizes: Sizes
@@ -74,6 +76,7 @@ class Speedup:
     placed_on_two: float
     predicted_alone: float
     predicted_traced: float
+    efficiency: float
 
     @property
     def measured(self) -> float:
@@ -165,7 +168,7 @@ def measure(one: Any, two: Any, task_seconds: float, microbatches: int, blocks: 
     on_worker(one, plain_seconds, sizes, 2)
     steps = max(2, round(1.0 / (3 * STAGES * microbatches * task_seconds)))
     alone: list[TaskTimes] = []
-    traced: list[float] = []
+    traced: list[Traced] = []
     seconds: list[tuple[float, float, float]] = []
     for _ in range(blocks):
         alone.append(on_worker(one, task_times, sizes, 1))
@@ -182,17 +185,51 @@ def measure(one: Any, two: Any, task_seconds: float, microbatches: int, blocks: 
         placed_one,
         placed_two,
         times.predicted_step(microbatches),
-        statistics.median(traced) + times.around / STAGES,
+        statistics.median(t.by_medians for t in traced) + times.around / STAGES,
+        statistics.median(t.by_own / t.step for t in traced),
     )
 
 
-def traced_tasks(mesh: Any, run: Callable[[int], float], microbatches: int) -> float:
-    """Seconds that the simulation gives for tasks and transfers as the pipeline has them."""
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """Seconds of a traced step: measured, and what the simulation makes of its tasks.
+
+    `by_medians` is that of the tasks alone, with transfers; `by_own` that of each task's own time
+    and of what a rank computes around its tasks, without transfers.
+    """
+
+    step: float
+    by_medians: float
+    by_own: float
+
+
+def traced_tasks(mesh: Any, run: Callable[[int], float], microbatches: int) -> Traced:
+    """Traces some steps of the pipeline."""
     with tempfile.TemporaryDirectory() as folder:
         mesh.start_trace(folder, profiler=False)
-        run(2)
+        seconds = run(4)
         trace = mesh.stop_trace()
-    return simulated(trace.costs(), microbatches)
+    own = []
+    for call in {r.call for r in trace.runs}:
+        runs = [r for r in trace.runs if r.call == call]
+        costs, around = costs_of(runs)
+        own.append(simulated(costs, microbatches) + around)
+    return Traced(seconds, simulated(trace.costs(), microbatches), statistics.mean(own))
+
+
+def costs_of(runs: Sequence[Any]) -> tuple[Costs, float]:
+    """The costs of the tasks of one call, each its own, and the most that a rank does besides."""
+    times = {r.label: r.end - r.start for r in runs}
+    tasks = {f"{kind}{s}.{n}" for kind in "FB" for s in range(STAGES) for n in range(len(runs))}
+    besides = [0.0] * STAGES
+    for r in runs:
+        if r.label not in tasks:
+            besides[r.rank] += r.end - r.start
+
+    def of(task: Any) -> float:
+        return times[f"{task.kind.value}{task.stage}.{task.microbatch}"]
+
+    return Costs(forward=of, backward=of), max(besides)
 
 
 def middle(times: list[TaskTimes]) -> TaskTimes:

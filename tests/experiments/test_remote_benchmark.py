@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import sys
+import types
 
 import jax
 import numpy as np
@@ -82,6 +83,23 @@ def test_the_prediction_is_the_closed_form_of_1f1b():
     assert speedup.TaskTimes(equal, 4.0).predicted_step(16) == 3 * (16 + 1) + 2
     unequal = equal | {(Kind.B, 1): 6.0}
     assert speedup.TaskTimes(unequal, 0.0).predicted_step(16) > 7 * 16
+
+
+def test_a_step_is_predicted_of_each_tasks_own_time():
+    """Two microbatches on two ranks: a slow backward is waited for; updates are side by side."""
+    seconds = dict.fromkeys(["F0.0", "F0.1", "F1.0", "F1.1"], 1)
+    seconds |= {"B0.0": 2, "B0.1": 5, "B1.0": 2, "B1.1": 2}
+    runs = [
+        types.SimpleNamespace(label=label, rank=int(label[1]), start=10.0, end=10.0 + n)
+        for label, n in seconds.items()
+    ]
+    runs += [
+        types.SimpleNamespace(label="update", rank=rank, start=0.0, end=3.0 + rank)
+        for rank in range(2)
+    ]
+    costs, around = speedup.costs_of(runs)
+    # F0.0 1, then F1.0 B1.0 F1.1 B1.1 on the other rank until 7, and B0.1 after them.
+    assert (speedup.simulated(costs, 2), around) == (12, 4)
 
 
 def test_the_baseline_trains_as_two_ranks_do():
