@@ -62,6 +62,19 @@ def driver_and_second_host():
         driver.close()
 
 
+def after_a_kill(driver, pid, host):
+    """Kills a worker of a host while it trains; gives what the driver says of it."""
+    driver.goes_on()
+    driver.hears("training")
+    time.sleep(1)
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    failed = driver.hears("failed")
+    assert failed["at"] - killed < 5
+    assert host.address in failed["host"]
+    return failed
+
+
 def test_trains_across_two_hosts_and_survives_the_loss_of_a_worker_and_of_a_host(
     driver_and_second_host,
 ):
@@ -73,15 +86,8 @@ def test_trains_across_two_hosts_and_survives_the_loss_of_a_worker_and_of_a_host
     pid = trained["workers"][1]["pid"]
     assert pid in second.processes()
 
-    driver.goes_on()
-    driver.hears("training")
-    time.sleep(1)
-    os.kill(pid, signal.SIGKILL)
-    killed = time.monotonic()
-    failed = driver.hears("failed")
-    assert failed["at"] - killed < 5
+    failed = after_a_kill(driver, pid, second)
     assert failed["type"] == "RankError" and failed["rank"] == 1
-    assert second.address in failed["host"]
     driver.goes_on()
     assert driver.hears("restarted")["same"]
 
@@ -120,15 +126,8 @@ def test_a_rank_spans_the_two_hosts_and_survives_the_loss_of_a_process():
         assert addresses == [first.address] * 3 + [second.address]
         pid = trained["workers"][3]["pid"]
         assert pid in second.processes()
-        driver.goes_on()
-        driver.hears("training")
-        time.sleep(1)
-        os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-        failed = driver.hears("failed")
-        assert failed["at"] - killed < 5
+        failed = after_a_kill(driver, pid, second)
         assert (failed["type"], failed["rank"], failed["process"]) == ("RankError", 1, 1)
-        assert second.address in failed["host"]
         driver.goes_on()
         assert driver.hears("restarted")["same"]
         driver.goes_on()
