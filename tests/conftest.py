@@ -18,6 +18,18 @@ fewer = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0"
 jax.config.update("jax_disable_most_optimizations", fewer)
 
 
+@pytest.fixture(scope="module")
+def optimized():
+    """Tests of a module compile as users do: without optimizations loops may round in another way.
+
+    What compares to the bit a loop with the same tasks compiled one by one needs it.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def pytest_collection_modifyitems(items):
     gpu_tests = [item for item in items if "gpu" in item.keywords]
     if gpu_tests and not any(d.platform == "gpu" for d in jax.devices()):

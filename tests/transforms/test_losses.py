@@ -11,6 +11,8 @@ import pytest
 import jaxpp
 from jaxpp import testing
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 WIDTH, LAYERS, BATCH, TIME, MICROBATCHES, RANKS = 16, 4, 12, 6, 3, 2
 SCHEDULES = {
     "1f1b": (1, jaxpp.schedules.OneFOneB()),

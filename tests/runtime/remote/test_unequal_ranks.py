@@ -76,7 +76,9 @@ def make(key):
     return layers, inside.OPTIMIZER.init(layers)
 
 
-@pytest.mark.parametrize("options", [{}, {"zero3": "data"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"zero3": "data"}], ids=str
+)
 def test_initial_values_are_made_by_the_ranks(mesh, options):
     step = placed(mesh, **options)
     layers, state = step.initialize(make, jax.random.key(5), rest=batch())
