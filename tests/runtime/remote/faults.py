@@ -276,6 +276,8 @@ def run_with_fault(bench: Bench, fault: Fault, directory: Path, seed: int = 0) -
         assert last in (None, *range(EVERY, fault.call + 3 if fault.kind != "disk" else 99, EVERY))
         state = start() if last is None else checkpointer.restore(bench.like, last, bench.shardings)
         bench.train(state, last or 0, checkpointer, chance)
+    if last == STEPS:  # nothing was left to do, so that new workers do not have the step yet
+        bench.train_once()
     return Outcome(fault, detection, restarted, time.monotonic() - began, str(error))
 
 
