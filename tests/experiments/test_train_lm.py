@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 from absl import app
@@ -230,6 +231,16 @@ def test_a_training_inside_ranks_is_that_on_one_device(train, tmp_path, capsys, 
     sizes = {} if model == "gpt" else MODELS[model] | dict(model=model, vocabulary=256)
     train(tmp_path, **run | sizes | inside)
     assert "verify: parameters: largest difference" in capsys.readouterr().out
+
+
+def test_differences_count_and_roundings_do_not(script, monkeypatch, capsys):
+    monkeypatch.setattr(script.module.training_model, "dtype", lambda: "float32")
+    weight, noise = np.ones(4), np.full(4, 1e-9)
+    script.module.compare("parameters", [weight, 3 * noise], [weight, noise])
+    assert "within the tolerance" in capsys.readouterr().out
+    for wrong in ([weight + 0.01, noise], [weight, noise + 1e-5], [weight * np.nan, noise]):
+        with pytest.raises(SystemExit, match="FAILED"):
+            script.module.compare("parameters", wrong, [weight, noise])
 
 
 @pytest.mark.parametrize(
