@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpp._program import PIPELINE_AXIS
+from jaxpp._specs import axis_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +164,8 @@ def shape_of(
     axis_names: Sequence[str], inside: AbstractMesh | None, num_ranks: int
 ) -> tuple[int, ...]:
     """The size of each axis of a mesh of ranks."""
-    sizes = {} if inside is None else dict(zip(inside.axis_names, inside.axis_sizes, strict=True))
-    return tuple((sizes | {PIPELINE_AXIS: num_ranks})[name] for name in axis_names)
+    sizes = axis_sizes(inside) | {PIPELINE_AXIS: num_ranks}
+    return tuple(sizes[name] for name in axis_names)
 
 
 def describe_mesh(

@@ -51,7 +51,7 @@ def shapes_of(process, number):
 def test_each_rank_splits_over_its_own_axes(mesh):
     (layers, state), _ = three_steps(mesh, zero1="data")
     for rank, ((data, _), layer) in enumerate(zip(NARROW, (0, LAYERS - 1), strict=True)):
-        (moment,) = (state[0].mu[layer]["bias"],)
+        moment = state[0].mu[layer]["bias"]
         found = mesh.apply(shapes_of, {rank: (moment.id,)})[rank]
         assert found == {(WIDTH // data,)}
         found = mesh.apply(shapes_of, {rank: (layers[layer]["bias"].id,)})[rank]
