@@ -12,7 +12,8 @@ Starts a Ray session, or joins the one that is there, and prints by part:
 - `speedup`: two workers over one, each pinned to a core, for tasks of several lengths, and what the
   schedule's simulation makes of the times of tasks, measured in the pipeline (`predicted`) and on a
   worker alone (`predicted_alone`: cores that work at once slow each other); `efficiency` is what it
-  makes of each task's own time over the step of which it was part;
+  makes of each task's own time over the step of which it was part. With 1F1B a rank waits for each
+  of its transfers, twice a microbatch; eager 1F1B leaves them the time of a task;
 - `local`: the same empty step on the mesh of one process: how long a call takes to return
   (`dispatch`), and until its result is there;
 - `memory`: what driver and workers hold after a tenth of many steps, and at the end.
@@ -52,6 +53,7 @@ _MICROBATCHES = flags.DEFINE_list("microbatches", ["8", "32"], "Of empty pipelin
 _WIDTH = flags.DEFINE_integer("width", 8, "Features of empty pipelines.", 1)
 _TORCH_PYTHON = flags.DEFINE_string("torch_python", None, "A Python that has torch and NumPy.")
 _TASK_MS = flags.DEFINE_list("task_ms", ["1", "5", "50"], "Lengths of tasks, for the speed-up.")
+_SCHEDULES = flags.DEFINE_list("schedules", ["1f1b", "eager_1f1b"], "For the speed-up.")
 _SPEEDUP_MICROBATCHES = flags.DEFINE_integer("speedup_microbatches", 16, "For the speed-up.", 1)
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "How often what is compared takes turns.", 1)
 _STEPS = flags.DEFINE_integer("steps", 50, "Empty steps in a block.", 1)
@@ -221,14 +223,15 @@ def measure_local() -> list[dict[str, float]]:
 
 def measure_speedup() -> list[dict[str, float]]:
     rows = []
+    schedules = {name: jaxpp.schedules.by_name(name) for name in _SCHEDULES.value}
+    sizes = _SPEEDUP_MICROBATCHES.value, _BLOCKS.value
     with pinned_mesh(1) as one, pinned_mesh(2) as two:
         for task_ms in map(float, _TASK_MS.value):
-            found = speedup.measure(
-                one, two, task_ms / 1e3, _SPEEDUP_MICROBATCHES.value, _BLOCKS.value
-            )
-            rows.append(
+            measured = speedup.measure(one, two, list(schedules.values()), task_ms / 1e3, *sizes)
+            rows += [
                 {
                     "task_ms": task_ms,
+                    "schedule": name,
                     "forward_ms": 1e3 * found.shortest_task,
                     "backward_ms": 1e3 * found.longest_task,
                     "plain_ms": 1e3 * found.plain_step,
@@ -241,7 +244,8 @@ def measure_speedup() -> list[dict[str, float]]:
                     "speedup/predicted_alone": found.predicted_alone / found.placed_on_two,
                     "efficiency": found.efficiency,
                 }
-            )
+                for name, found in zip(schedules, measured, strict=True)
+            ]
     return rows
 
 

@@ -17,7 +17,7 @@ import optax
 
 import jaxpp
 from experiments import equal_blocks
-from jaxpp.schedules import Costs, Interleaved1F1B, Kind, OneFOneB, simulate
+from jaxpp.schedules import Costs, Interleaved1F1B, Kind, OneFOneB, Schedule, simulate
 
 STAGES = 2
 WIDTH = 512
@@ -43,23 +43,24 @@ class TaskTimes:
     def shortest(self) -> float:
         return min(self.tasks.values())
 
-    def predicted_step(self, microbatches: int) -> float:
+    def predicted_step(self, schedule: Schedule, microbatches: int) -> float:
         """Seconds of a step by the schedule's simulation, with a rank for each stage.
 
         Transfers take nothing. Around the tasks are mostly the optimizer's updates, which the
         ranks do side by side.
         """
-        return simulated(Costs.measured(self.tasks), microbatches) + self.around / STAGES
+        tasks = simulated(Costs.measured(self.tasks), schedule, microbatches)
+        return tasks + self.around / STAGES
 
 
-def simulated(costs: Costs, microbatches: int) -> float:
+def simulated(costs: Costs, schedule: Schedule, microbatches: int) -> float:
     """Seconds of the tasks of a step by the schedule's simulation."""
-    return simulate(OneFOneB().table(STAGES, microbatches), costs).makespan
+    return simulate(schedule.table(STAGES, microbatches), costs).makespan
 
 
 @dataclasses.dataclass(frozen=True)
 class Speedup:
-    """Medians over blocks of steps, which take turns; all times are seconds.
+    """Medians over blocks of steps of a schedule, which take turns; all times are seconds.
 
     Two cores that compute at once share what lies behind them, so tasks take longer then, whatever
     dispatches them, and no two runs of a task take the same time. So there are three predictions:
@@ -68,6 +69,7 @@ class Speedup:
     itself (`efficiency`): what is missing there is what lies between the tasks.
     """
 
+    schedule: Schedule
     sizes: Sizes
     shortest_task: float
     longest_task: float
@@ -126,11 +128,11 @@ def start(sizes: Sizes) -> tuple[Any, Any]:
     return equal_blocks.draw(STAGES, sizes.width, examples, _optimizer())
 
 
-def placed(sizes: Sizes, schedule: jaxpp.schedules.Schedule, mesh: Any) -> Any:
+def placed(sizes: Sizes, schedule: Schedule, mesh: Any) -> Any:
     return equal_blocks.placed_step(schedule, STAGES, sizes.microbatches, _optimizer(), mesh)
 
 
-def placed_seconds(sizes: Sizes, schedule: jaxpp.schedules.Schedule, mesh: Any) -> Callable:
+def placed_seconds(sizes: Sizes, schedule: Schedule, mesh: Any) -> Callable:
     """A function from a number of steps to the seconds of each, called one after the other."""
     state, batch = start(sizes)
     loop = equal_blocks.Loop(placed(sizes, schedule, mesh), state, batch)
@@ -152,42 +154,54 @@ def on_worker(mesh: Any, function: Callable[..., Any], *args: Any) -> Any:
     return mesh.apply(function, {0: args})[0]
 
 
-def measure(one: Any, two: Any, task_seconds: float, microbatches: int, blocks: int) -> Speedup:
-    """Measures the speed-up for tasks of a given length.
+def measure(
+    one: Any,
+    two: Any,
+    schedules: Sequence[Schedule],
+    task_seconds: float,
+    microbatches: int,
+    blocks: int,
+) -> list[Speedup]:
+    """Measures the speed-up for tasks of a given length, with each of some schedules.
 
     Args:
         one: a mesh of a worker pinned to a core.
         two: a mesh of two workers, each pinned to a core of its own.
+        schedules: of the step on two workers.
         task_seconds: how long the shortest task should take.
         microbatches: of a step.
         blocks: how often each step is measured, in turns with the others.
     """
     sizes = calibrated(one, task_seconds, microbatches)
     on_one = placed_seconds(sizes, Interleaved1F1B(stages_per_rank=STAGES), one)
-    on_two = placed_seconds(sizes, OneFOneB(), two)
+    on_two = [placed_seconds(sizes, schedule, two) for schedule in schedules]
     on_worker(one, plain_seconds, sizes, 2)
     steps = max(2, round(1.0 / (3 * STAGES * microbatches * task_seconds)))
     alone: list[TaskTimes] = []
-    traced: list[Traced] = []
-    seconds: list[tuple[float, float, float]] = []
+    on_single: list[tuple[float, float]] = []
+    pipelined: list[list[tuple[float, Traced]]] = [[] for _ in schedules]
     for _ in range(blocks):
         alone.append(on_worker(one, task_times, sizes, 1))
-        traced.append(traced_tasks(two, on_two, microbatches))
-        plain = on_worker(one, plain_seconds, sizes, steps)
-        seconds.append((plain, on_one(steps), on_two(steps)))
+        on_single.append((on_worker(one, plain_seconds, sizes, steps), on_one(steps)))
+        for schedule, run, found in zip(schedules, on_two, pipelined, strict=True):
+            found.append((run(steps), traced_tasks(two, run, schedule, microbatches)))
     times = middle(alone)
-    plain, placed_one, placed_two = map(statistics.median, zip(*seconds, strict=True))
-    return Speedup(
-        sizes,
-        times.shortest,
-        max(times.tasks.values()),
-        plain,
-        placed_one,
-        placed_two,
-        times.predicted_step(microbatches),
-        statistics.median(t.by_medians for t in traced) + times.around / STAGES,
-        statistics.median(t.by_own / t.step for t in traced),
-    )
+    plain, placed_one = map(statistics.median, zip(*on_single, strict=True))
+    return [
+        Speedup(
+            schedule,
+            sizes,
+            times.shortest,
+            max(times.tasks.values()),
+            plain,
+            placed_one,
+            statistics.median(seconds for seconds, _ in found),
+            times.predicted_step(schedule, microbatches),
+            statistics.median(t.by_medians for _, t in found) + times.around / STAGES,
+            statistics.median(t.by_own / t.step for _, t in found),
+        )
+        for schedule, found in zip(schedules, pipelined, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +217,9 @@ class Traced:
     by_own: float
 
 
-def traced_tasks(mesh: Any, run: Callable[[int], float], microbatches: int) -> Traced:
+def traced_tasks(
+    mesh: Any, run: Callable[[int], float], schedule: Schedule, microbatches: int
+) -> Traced:
     """Traces some steps of the pipeline."""
     with tempfile.TemporaryDirectory() as folder:
         mesh.start_trace(folder, profiler=False)
@@ -213,8 +229,9 @@ def traced_tasks(mesh: Any, run: Callable[[int], float], microbatches: int) -> T
     for call in {r.call for r in trace.runs}:
         runs = [r for r in trace.runs if r.call == call]
         costs, around = costs_of(runs)
-        own.append(simulated(costs, microbatches) + around)
-    return Traced(seconds, simulated(trace.costs(), microbatches), statistics.mean(own))
+        own.append(simulated(costs, schedule, microbatches) + around)
+    by_medians = simulated(trace.costs(), schedule, microbatches)
+    return Traced(seconds, by_medians, statistics.mean(own))
 
 
 def costs_of(runs: Sequence[Any]) -> tuple[Costs, float]:

@@ -13,7 +13,7 @@ import pytest
 import jaxpp
 from experiments import equal_blocks, speedup
 from experiments.empty_pipeline import LEARNING_RATE, TORCH_SCHEDULES, EmptyPipeline
-from jaxpp.schedules import Kind
+from jaxpp.schedules import Kind, OneFOneB
 
 
 @pytest.fixture
@@ -78,11 +78,11 @@ def test_torch_trains_the_same_pipeline(run):
 
 def test_the_prediction_is_the_closed_form_of_1f1b():
     equal = {(kind, stage): t for kind, t in ((Kind.F, 1.0), (Kind.B, 2.0)) for stage in (0, 1)}
-    assert speedup.TaskTimes(equal, 0.0).predicted_step(16) == 3 * (16 + 1)
+    assert speedup.TaskTimes(equal, 0.0).predicted_step(OneFOneB(), 16) == 3 * (16 + 1)
     # What is around the tasks is shared as the tasks are, and has no bubble.
-    assert speedup.TaskTimes(equal, 4.0).predicted_step(16) == 3 * (16 + 1) + 2
+    assert speedup.TaskTimes(equal, 4.0).predicted_step(OneFOneB(), 16) == 3 * (16 + 1) + 2
     unequal = equal | {(Kind.B, 1): 6.0}
-    assert speedup.TaskTimes(unequal, 0.0).predicted_step(16) > 7 * 16
+    assert speedup.TaskTimes(unequal, 0.0).predicted_step(OneFOneB(), 16) > 7 * 16
 
 
 def test_a_step_is_predicted_of_each_tasks_own_time():
@@ -99,14 +99,14 @@ def test_a_step_is_predicted_of_each_tasks_own_time():
     ]
     costs, around = speedup.costs_of(runs)
     # F0.0 1, then F1.0 B1.0 F1.1 B1.1 on the other rank until 7, and B0.1 after them.
-    assert (speedup.simulated(costs, 2), around) == (12, 4)
+    assert (speedup.simulated(costs, OneFOneB(), 2), around) == (12, 4)
 
 
 def test_the_baseline_trains_as_two_ranks_do():
     sizes = speedup.Sizes(examples=2, microbatches=4, width=8)
     mesh = jaxpp.MpmdMesh((2,), ("mpmd",), devices=jax.devices()[:2])
     state, batch = speedup.start(sizes)
-    step = speedup.placed(sizes, jaxpp.schedules.OneFOneB(), mesh)
+    step = speedup.placed(sizes, OneFOneB(), mesh)
     placed, plain = equal_blocks.Loop(step, state, batch), speedup.plain_loop(sizes)
     for _ in range(3):
         np.testing.assert_allclose(float(placed()[1]), float(plain()[1]), rtol=1e-5)

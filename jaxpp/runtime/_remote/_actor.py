@@ -1,4 +1,4 @@
-"""The Ray actor of a worker: starts JAX and the transport, then hands all calls to a `Process`."""
+"""The Ray actor of a worker: starts JAX, transport and line, then hands calls to a `Process`."""
 
 import dataclasses
 import importlib.metadata
@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,10 @@ from jaxpp.runtime._remote._black_box import BlackBox
 from jaxpp.runtime._remote._cluster import Place
 from jaxpp.runtime._remote._environment import prepare_process
 from jaxpp.runtime._remote._process import Process
+from jaxpp.runtime._remote._service import Service
+from jaxpp.runtime._remote._turns import Turn
 from jaxpp.runtime._transport import SocketTransport
+from jaxpp.runtime._transport._connections import Addresses
 from jaxpp.runtime._transport._device import DeviceTransport
 from jaxpp.runtime._transport._processes import (
     first_devices,
@@ -104,6 +107,7 @@ class Hello:
     platform: str
     device: str
     addresses: Any
+    line: Addresses
 
 
 def versions() -> dict[str, str]:
@@ -164,16 +168,17 @@ def _device_transport(setup: Setup) -> DeviceTransport:
     return DeviceTransport(setup.rank, rank_homes(setup.sizes_inside))
 
 
-@_remote(concurrency_groups={"control": 2, "feed": 1, "fetch": 16, "aside": 2})
+@_remote(concurrency_groups={"control": 2, "feed": 1, "aside": 2})
 class Actor:
     """A rank's process, or one of them.
 
-    Methods without a group run one after the other, in the order of their calls, on one thread:
-    what a step does, and what must not overtake it.
+    Methods with a turn run in the order in which the driver called them and the steps, one at a
+    time. The steps themselves come over the driver's line.
     """
 
     def __init__(self):
         self.process: Any = None
+        self._service: Any = None
         self._hello: Any = None
 
     def identify(self, host: str) -> Identity:
@@ -190,8 +195,9 @@ class Actor:
             home, transport = _start_jax(setup)
             device = next(d for d in devices_of(home) if d.process_index == jax.process_index())
             box = BlackBox(setup.box) if setup.box else None
-            own = setup.rank, setup.num_ranks, home, transport, box, setup.process
+            own = setup.rank, setup.num_ranks, home, transport, box, setup.process, setup.epoch
             self.process = Process(*own)
+            self._service = Service(self.process, setup.secret, setup.address)
             self._hello = Hello(
                 versions(),
                 socket.gethostname(),
@@ -200,6 +206,7 @@ class Actor:
                 device.platform,
                 device.device_kind,
                 transport.addresses,
+                self._service.addresses,
             )
         return self._hello
 
@@ -207,30 +214,27 @@ class Actor:
         """Tells the transport where the other ranks are."""
         self.process.transport.connect(peers)
 
-    def compile(self, *args: Any) -> Any:
+    def compile(self, turn: Turn, *args: Any) -> Any:
         """See `Process.compile`."""
-        return self.process.compile(*args)
+        return self.process.in_turn(turn, self.process.compile, *args)
 
-    def load(self, *args: Any) -> None:
+    def load(self, turn: Turn, *args: Any) -> Any:
         """See `Process.load`; what others have compiled comes as references."""
         *rest, compiled = args
-        self.process.load(*rest, *ray.get(compiled))
+        load = self.process.load
+        return self.process.in_turn(turn, lambda: load(*rest, *ray.get(compiled)))
 
-    def run(self, *args: Any) -> Any:
-        """See `Process.run`."""
-        return self.process.run(*args)
-
-    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+    def apply(self, turn: Turn, function: Callable[..., Any], *args: Any) -> Any:
         """See `Process.apply`; after the steps that were called before."""
-        return self.process.apply(function, *args)
+        return self.process.in_turn(turn, self.process.apply, function, *args)
 
-    def drop(self, *args: Any) -> None:
+    def drop(self, turn: Turn, numbers: Sequence[int]) -> None:
         """See `Process.drop`."""
-        self.process.drop(*args)
+        self.process.in_turn(turn, self.process.drop, numbers)
 
-    def unload(self, *args: Any) -> None:
+    def unload(self, turn: Turn, step: int) -> None:
         """See `Process.unload`."""
-        self.process.unload(*args)
+        self.process.in_turn(turn, self.process.unload, step)
 
     def reset(self, epoch: int) -> None:
         """See `Process.reset`."""
@@ -238,17 +242,8 @@ class Actor:
 
     def close(self) -> None:
         """See `Process.close`."""
+        self._service.close()
         self.process.close()
-
-    @ray.method(concurrency_group="fetch")
-    def fetch(self, *args: Any) -> Any:
-        """See `Process.fetch`."""
-        return self.process.fetch(*args)
-
-    @ray.method(concurrency_group="fetch")
-    def ready(self, *args: Any) -> Any:
-        """See `Process.ready`."""
-        return self.process.ready(*args)
 
     @ray.method(concurrency_group="feed")
     def feed(self, *args: Any) -> None:

@@ -93,8 +93,8 @@ class Arrays:
             own = [(boxes, data[worker, array.id]) for worker, boxes in shares[array.id]]
             if self._processes > 1:
                 self._fetched[array.id] = _shares.put_together(ArrayType.of(array), own)
-            else:  # a copy: what comes out of a request is memory of Ray's store
-                self._fetched[array.id] = host_array(own[0][1].copy(), ArrayType.of(array))
+            else:
+                self._fetched[array.id] = host_array(own[0][1], ArrayType.of(array))
 
     def _shares(self, array: RemoteArray) -> list[tuple[_shares.Box, ...]]:
         """What is to be asked of the processes of a rank: the first one, where it has all."""

@@ -13,6 +13,7 @@ from jaxpp._program import Message
 from jaxpp._specs import Spec
 from jaxpp.runtime._array_types import ArrayType, Copier, from_host
 from jaxpp.runtime._homes import Home, sharding_in
+from jaxpp.runtime._transport._frames import Bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,17 +48,14 @@ class Call:
     moves: tuple[Move, ...] = ()
     fed: tuple[tuple[int, int], ...] = ()
 
-    def pack(self, values: Sequence[Any]) -> list[Any]:
-        """Makes of a call, and the bytes of the arrays that come with it, what Ray is to carry.
-
-        Ray takes long to pickle anything but bytes, and carries what is large by itself.
-        """
+    def pack(self, values: Sequence[np.ndarray]) -> list[Bytes]:
+        """The bytes of a call, and of the arrays that come with it; large ones by themselves."""
         small = [None if v.nbytes > LARGE else v.tobytes() for v in values]
         fields = tuple(getattr(self, f.name) for f in dataclasses.fields(self))
-        return [pickle.dumps((fields, small)), *(v for v in values if v.nbytes > LARGE)]
+        return [pickle.dumps((fields, small)), *(v.data for v in values if v.nbytes > LARGE)]
 
     @staticmethod
-    def unpack(packed: bytes, *large: Any) -> tuple["Call", list[Any]]:
+    def unpack(packed: Bytes, *large: Bytes) -> tuple["Call", list[Bytes]]:
         """Undoes `pack`."""
         fields, small = pickle.loads(packed)
         rest = iter(large)
@@ -86,10 +84,9 @@ class Input:
         self._sharding = sharding_in(home, spec) if split else None
 
     def __call__(self, data: Any) -> Any:
-        """The input; `data` is a buffer of bytes, Ray's memory, so they are copied."""
+        """The input; `data` are its bytes, in memory that nobody else uses."""
         if self.array_type.nbytes <= LARGE:
             return self._copier(data)[0]
-        data = np.array(np.frombuffer(data, np.uint8))
         return from_host(data, self.array_type, self._home, self.spec)
 
     def resplit(self, array: Any) -> Any:

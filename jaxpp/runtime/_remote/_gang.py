@@ -12,6 +12,7 @@ import ray.exceptions
 from jaxpp.runtime._remote import _cluster, _environment, _session
 from jaxpp.runtime._remote._actor import LOOPBACK, Actor, Hello, Join, Setup, versions
 from jaxpp.runtime._remote._black_box import BlackBox
+from jaxpp.runtime._remote._line import Line
 from jaxpp.runtime._remote._settings import Settings
 from jaxpp.runtime._remote._watch import Member, kill
 from jaxpp.runtime._transport._choice import RankDevices, choose_transport
@@ -61,13 +62,28 @@ class Gang:
             undo.pop_all()
 
     def _check_hosts(self) -> None:
-        hosts = list(dict.fromkeys(p.address for own in self._reservation.places for p in own))
-        if len(hosts) > 1 and self._settings.address is None:
+        here = ray.get_runtime_context().get_node_id()
+        places = [place for own in self._reservation.places for place in own]
+        if self._settings.address is None and any(p.node_id != here for p in places):
+            hosts = ", ".join(dict.fromkeys(p.address for p in places))
             raise ValueError(
-                f"RemoteMpmdMesh: the ranks are on the hosts {', '.join(hosts)}, and workers "
-                f"listen for others of their own host only; give address='auto' to let them "
-                f"listen at the address that Ray knows of their host."
+                f"RemoteMpmdMesh: the ranks are on the hosts {hosts}, not all on this one, and "
+                f"workers listen for processes of their own host only; give address='auto' to let "
+                f"them listen at the address that Ray knows of their host."
             )
+
+    def lines(self, check: Callable[[], None], ended: Callable[[int], None]) -> list[Line]:
+        """Opens a line to each worker; see `Line` for the arguments."""
+        lines = []
+        try:
+            for member, hello in zip(self.members, self.hellos, strict=True):
+                where = self._epoch, member.rank, hello.line, self._secret
+                lines.append(Line(member.worker, *where, check, ended))
+        except BaseException:
+            for line in lines:
+                line.close()
+            raise
+        return lines
 
     def _start(self, members: Sequence[Member]) -> None:
         """Starts the workers of members that have none, and connects all."""

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -22,6 +23,7 @@ from jaxpp.runtime._remote._arrays import Arrays
 from jaxpp.runtime._remote._failure import Failure
 from jaxpp.runtime._remote._feed import Batch, Feeds, describe
 from jaxpp.runtime._remote._library import Library
+from jaxpp.runtime._remote._line import Line, Method
 from jaxpp.runtime._remote._pending import Countdown, Pending
 from jaxpp.runtime._remote._settings import Settings
 from jaxpp.runtime._remote._step import RemoteStep
@@ -172,6 +174,7 @@ class RemoteMpmdMesh:
         self.incarnation = 0
         self._heartbeat_timeout = settings.heartbeat_timeout
         self._gang: Any = _gang.Gang(settings)
+        self._lines: list[Line] = []
         self._lock = threading.RLock()
         self._calls = itertools.count(1)
         self._flying = threading.BoundedSemaphore(IN_FLIGHT)
@@ -188,13 +191,28 @@ class RemoteMpmdMesh:
         self._feeds = Feeds(
             lambda load, value: self.apply(describe, {0: (load, value)}, ordered=False)[0]
         )
-        self._watch = self._new_watch()
+        try:
+            self._begin_watch()
+        except BaseException:
+            self._gang.stop()
+            raise
         atexit.register(self.shutdown)
 
-    def _new_watch(self) -> Any:
+    def _begin_watch(self) -> None:
         from jaxpp.runtime._remote._watch import Watch
 
-        return Watch(self._gang.members, self._heartbeat_timeout, self._library.describe)
+        watch = Watch(self._gang.members, self._heartbeat_timeout, self._library.describe)
+        try:
+            self._lines = self._gang.lines(watch.check, watch.line_ended)
+        except BaseException:
+            watch.close()
+            raise
+        self._watch = watch
+
+    def _end_watch(self) -> None:
+        self._watch.close()
+        for line in self._lines:
+            line.close()
 
     def __repr__(self):
         return describe_mesh("RemoteMpmdMesh", self.axis_names, self.insides)
@@ -218,7 +236,7 @@ class RemoteMpmdMesh:
             if self._gang is None:
                 return
             atexit.unregister(self.shutdown)
-            self._watch.close()
+            self._end_watch()
             gang, self._gang = self._gang, None
             gang.stop()
 
@@ -230,7 +248,7 @@ class RemoteMpmdMesh:
         """
         with self._lock:
             self._check_open()
-            self._watch.close()  # it stays, and refuses all calls, if the rest fails
+            self._end_watch()  # it stays, and refuses all calls, if the rest fails
             fresh = set(range(self.num_ranks))
             try:
                 fresh = self._gang.renew()
@@ -241,7 +259,7 @@ class RemoteMpmdMesh:
             self._flying = threading.BoundedSemaphore(IN_FLIGHT)
             self.incarnation += 1
             self._tracing = None
-            self._watch = self._new_watch()
+            self._begin_watch()
 
     def _check_open(self) -> None:
         if self._gang is None:
@@ -267,15 +285,15 @@ class RemoteMpmdMesh:
         """Brings a step to the workers that do not have it."""
         for rank, removed in self._library.removals():
             for worker in self._workers(rank):
-                self._actor(worker).unload.remote(removed)
+                self._in_turn(worker, "unload", removed)
         loadings = self._library.missing(step)
         if not loadings:  # as in every call but the first
             return
         each = [(worker, x) for x in loadings for worker in self._workers(x.rank)]
-        compiled = [self._actor(w).compile.remote(*x.compile) for w, x in each]
+        compiled = [self._in_turn(w, "compile", *x.compile) for w, x in each]
         # In a list, for otherwise Ray sends the call, and all that come after it, only once all of
         # them are there: heartbeats too.
-        loaded = [self._actor(w).load.remote(*x.load, compiled) for w, x in each]
+        loaded = [self._in_turn(w, "load", *x.load, compiled) for w, x in each]
         for (worker, _), *references in zip(each, compiled, loaded, strict=True):
             for reference in references:
                 self._watch.value(worker, reference)
@@ -287,6 +305,11 @@ class RemoteMpmdMesh:
 
     def _actor(self, worker: int) -> Any:
         return self._gang.members[worker].actor
+
+    def _in_turn(self, worker: int, method: str, *args: Any) -> Any:
+        """Calls a method of a worker after all that was called before; gives Ray's reference."""
+        call = getattr(self._actor(worker), method).remote
+        return self._lines[worker].in_turn(lambda turn: call(turn, *args))
 
     @contextlib.contextmanager
     def turn(self, step: int) -> Iterator[int]:
@@ -306,11 +329,18 @@ class RemoteMpmdMesh:
         try:
             for rank, packed in calls:
                 for worker in self._workers(rank):
-                    watch.follow(worker, self._actor(worker).run.remote(*packed), landing.count)
+                    landed = functools.partial(self._landed, worker, watch, landing)
+                    self._lines[worker].run(packed, landed)
         except BaseException as error:
             # Those that have the call would wait for ever for those that do not.
             watch.report(worker, Failure.of(error, rank, -1, "the dispatch of a call"))
             raise
+
+    @staticmethod
+    def _landed(worker: int, watch: Any, landing: Countdown, failure: Failure | None) -> None:
+        if failure is not None:
+            watch.report(worker, failure)
+        landing.count()
 
     def feed(self, load: Callable[[Any], Any], value: Any) -> Any:
         """What stands for `load(value)` in the arguments of a call: the ranks load it."""
@@ -376,7 +406,7 @@ class RemoteMpmdMesh:
             for rank in range(self.num_ranks):
                 if released := self.releases(rank):
                     for worker in self._workers(rank):
-                        self._actor(worker).drop.remote(released)
+                        self._in_turn(worker, "drop", released)
 
     def releases(self, rank: int) -> tuple[int, ...]:
         """Ids of arrays that a rank may drop; it has to be told."""
@@ -406,11 +436,11 @@ class RemoteMpmdMesh:
         """Waits until an array has been computed."""
         self.check_array(array)
         worker = self._workers(array.ranks[0])[0]
-        self._watch.result(worker, self._actor(worker).ready.remote([array.id]))
+        self._watch.result(worker, self._lines[worker].ask(Method.READY, [array.id]))
 
     def _fetch_bytes(self, numbers: dict[int, list[int]]) -> dict[int, list[Any]]:
-        references = {w: self._actor(w).fetch.remote(own) for w, own in numbers.items()}
-        return {worker: self._watch.result(worker, ref) for worker, ref in references.items()}
+        asked = {w: self._lines[w].ask(Method.FETCH, own) for w, own in numbers.items()}
+        return {worker: self._watch.result(worker, future) for worker, future in asked.items()}
 
     def check_array(self, array: RemoteArray) -> None:
         """Checks that an array is there.
@@ -474,12 +504,17 @@ class RemoteMpmdMesh:
         ordered: bool,
     ) -> list[tuple[int, int, Any]]:
         """Runs a function on workers of some ranks; gives rank, worker and Ray's reference."""
-        method = "apply" if ordered else "apply_aside"
+
+        def call(worker: int, *own: Any) -> Any:
+            if ordered:
+                return self._in_turn(worker, "apply", function, *own)
+            return self._actor(worker).apply_aside.remote(function, *own)
+
         with self._lock:
             self._check()
             self.flush()
             return [
-                (rank, worker, getattr(self._actor(worker), method).remote(function, *own))
+                (rank, worker, call(worker, *own))
                 for rank, own in args.items()
                 for worker in workers[rank]
             ]

@@ -22,6 +22,7 @@ from jaxpp.runtime._remote._black_box import BlackBox, NotingWorker, doing
 from jaxpp.runtime._remote._call import FED, MOVED, VALUE, Call, Input
 from jaxpp.runtime._remote._failure import Failure, Lost
 from jaxpp.runtime._remote._feed import Loader
+from jaxpp.runtime._remote._turns import Turn, Turns
 from jaxpp.runtime._transport._errors import Aborted, NotComputed, PeerLost
 from jaxpp.runtime._transport._processes import leave_processes, lost_in_collective
 from jaxpp.runtime._worker import Worker
@@ -53,7 +54,8 @@ class Process:
 
     Where a rank has several processes, each is one of these, and all run the same.
 
-    `run` and what is given to `apply` in order run on one thread; all else may be called from any.
+    What the driver calls in order goes through `in_turn`, one call at a time, on any thread; so do
+    `run`, `compile`, `load`, `unload`, `drop`. All else may be called at any time.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Process:
         transport: Any,
         box: BlackBox | None = None,
         number_in_rank: int = 0,
+        epoch: int = 0,
     ):
         self.rank = rank
         self.num_ranks = num_ranks
@@ -75,6 +78,7 @@ class Process:
         self.loader = Loader()
         self.arrays: dict[int, jax.Array] = {}
         self.lock = threading.Condition()
+        self.turns = Turns(epoch)
         self.failure: Failure | None = None
         self._box = box
         self._executables: dict[int, _Executable] = {}
@@ -82,6 +86,14 @@ class Process:
         self._epoch = 0
         self._call = -1
         self._worker: Worker | None = None
+
+    def in_turn(self, turn: Turn, method: Callable[..., Any], *args: Any) -> Any:
+        """Calls a method when it is its turn; gives what has gone wrong where it never will be."""
+        try:
+            with self.turns.take(turn):
+                return method(*args)
+        except Lost as error:
+            return self.failure or Failure.of(error, self.rank, -1, "")
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -293,6 +305,7 @@ class Process:
                 if _shares.spans(self.home) and lost_in_collective(error):
                     self.failure = dataclasses.replace(self.failure, follows=True)
             self.lock.notify_all()
+        self.turns.stop()
         self.transport.abort(error)
         self.loader.stop(Aborted("Another rank has failed."))
         return self.failure
@@ -311,7 +324,11 @@ class Process:
         return self.fail(Aborted(reason))
 
     def reset(self, epoch: int) -> None:
-        """Makes a process that has failed fit for work, without its arrays."""
+        """Makes a process that has failed fit for work, without its arrays, once it is idle."""
+        with self.turns.paused_for(epoch):
+            self._reset(epoch)
+
+    def _reset(self, epoch: int) -> None:
         with self.lock:
             self.arrays.clear()
             self.failure = None

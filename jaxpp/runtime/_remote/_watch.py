@@ -1,5 +1,6 @@
 """The driver's watch over its workers: whoever fails, all end at once and with one error."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import re
@@ -138,6 +139,21 @@ class Watch:
             if isinstance(result, Failure):
                 self.report(worker, result)
 
+    def line_ended(self, worker: int) -> None:
+        """Finds out why a worker has closed its line: Ray knows, if its process has ended."""
+        if self._closed.is_set():
+            return
+        if not ray.is_initialized():
+            self.report(0, no_session())
+            return
+
+        def hear(future):
+            self._hear(worker, future)
+            if future.exception() is None and not isinstance(future.result(), Failure):
+                self.report(worker, "it lives, and has closed its connection to the driver")
+
+        self._members[worker].actor.pulse.remote().future().add_done_callback(hear)
+
     def result(self, worker: int, reference: Any) -> Any:
         """The result of a call of a worker; a failure becomes the error of all workers."""
         try:
@@ -165,10 +181,13 @@ class Watch:
         return found
 
     def _get(self, reference: Any) -> Any:
-        """What a call gives; ends when the workers have, whether or not Ray ever tells of it."""
+        """What a call gives; ends when the workers have, whether or not anybody tells of it."""
         # Ray would start a session by itself where there is none.
         while ray.is_initialized():
-            if ray.wait([reference], timeout=POLL, fetch_local=False)[0]:
+            if isinstance(reference, concurrent.futures.Future):
+                with contextlib.suppress(TimeoutError):
+                    return reference.result(POLL)
+            elif ray.wait([reference], timeout=POLL, fetch_local=False)[0]:
                 return ray.get(reference)
             if self._settled.is_set():
                 self.check()

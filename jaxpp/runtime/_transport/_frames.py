@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxpp._program import Message
@@ -157,13 +157,30 @@ def send_frame(connection: socket.socket, header: Header, arrays: Sequence[Bytes
     if header.nbytes <= SMALL:
         connection.sendall(b"".join(pieces))
         return
-    for start in range(0, len(pieces), _MOST_PIECES):
-        _send_pieces(connection, pieces[start : start + _MOST_PIECES])
+    send_pieces(connection, pieces)
 
 
-def _send_pieces(connection: socket.socket, pieces: list[Bytes]) -> None:
+def send_pieces(
+    connection: socket.socket, pieces: list[Bytes], wait: Callable[[], None] | None = None
+) -> None:
+    """Sends bytes one after the other.
+
+    Args:
+        connection: what nobody else writes to meanwhile.
+        pieces: the bytes, none of them empty; the list is emptied.
+        wait: returns once the connection takes more, or raises; by default the system waits.
+
+    Raises:
+        OSError: if the connection ends first.
+    """
+    flags = 0 if wait is None else socket.MSG_DONTWAIT
     while pieces:
-        sent = connection.sendmsg(pieces)
+        try:
+            sent = connection.sendmsg(pieces[:_MOST_PIECES], [], flags)
+        except BlockingIOError:
+            assert wait is not None
+            wait()
+            continue
         while pieces and sent >= len(pieces[0]):
             sent -= len(pieces.pop(0))
         if sent:

@@ -180,7 +180,7 @@ def test_an_error_surfaces_at_whatever_comes_next(mesh, step, tmp_path, fetch):
 
 
 def test_who_waits_for_the_failed_rank_is_released_and_named(mesh, step, tmp_path):
-    arm(mesh, tmp_path, "raise", rank=1, call=0, position=0.0)
+    arm(mesh, tmp_path, "raise", rank=1, call=0, position=0.5)
     error = fail(step, calls=1)
     assert "Waiting for it: rank 0 in receive of" in str(error)
 
@@ -404,14 +404,11 @@ def test_who_waits_while_the_mesh_is_restarted_is_told(mesh, step):
 
 def test_a_call_that_is_interrupted_half_way_is_an_error_not_a_hang(mesh, step, monkeypatch):
     state = step(*begin(), batch())
-    actor = type(mesh)._actor
 
-    def interrupted(self, rank):
-        if rank == 1:
-            raise KeyboardInterrupt
-        return actor(self, rank)
+    def interrupted(*_):
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(mesh), "_actor", interrupted)
+    monkeypatch.setattr(mesh._lines[1], "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(*state[:3], batch())
     monkeypatch.undo()

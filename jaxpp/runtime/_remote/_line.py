@@ -1,0 +1,189 @@
+"""The driver's line to a worker, and how what is said on it is written.
+
+What a training loop does over and over, calling steps and fetching their results, goes over a
+connection of its own: Ray takes about a millisecond of processor time to carry a call and its
+result. Everything else is Ray's: it starts workers, loads steps, and tells when one has died.
+"""
+
+import concurrent.futures
+import contextlib
+import enum
+import itertools
+import pickle
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from jaxpp.runtime._remote._failure import Failure
+from jaxpp.runtime._remote._turns import Turn
+from jaxpp.runtime._transport import _connections
+from jaxpp.runtime._transport._connections import Addresses
+from jaxpp.runtime._transport._frames import Bytes, send_pieces
+
+#: What stands for the driver where connections name ranks.
+DRIVER = -1
+#: Seconds between two looks at whether a worker that takes nothing in is well.
+PATIENCE = 0.2
+
+_HEAD = struct.Struct("<qqqq")
+_READ_AHEAD = 1 << 16
+
+
+class Method(enum.IntEnum):
+    """What is called: `Process.run`, `Process.fetch` or `Process.ready`."""
+
+    RUN = 0
+    FETCH = 1
+    READY = 2
+
+
+class Said(NamedTuple):
+    """A call, or the answer to one.
+
+    Args:
+        what: the method of a call; of an answer whether it is a `Failure`.
+        number: of the call, by which it is answered.
+        turn: of a call of a step, its number among what the worker has to do in order.
+        pieces: arguments or results, each as its bytes.
+    """
+
+    what: int
+    number: int
+    turn: int
+    pieces: Sequence[Bytes]
+
+    def pieces_to_send(self) -> list[Bytes]:
+        """All of it as it goes over a connection."""
+        head = _HEAD.pack(self.what, self.number, self.turn, len(self.pieces))
+        sizes = struct.pack(f"<{len(self.pieces)}q", *map(len, self.pieces))
+        return [head + sizes, *filter(len, self.pieces)]
+
+
+def listen(stream: BinaryIO) -> Said | None:
+    """Waits for what is said next; None where the connection has ended.
+
+    Args:
+        stream: of a connection, from `stream_of`.
+    """
+    with contextlib.suppress(OSError):
+        head = stream.read(_HEAD.size)
+        if len(head) == _HEAD.size:
+            what, number, turn, count = _HEAD.unpack(head)
+            sizes = struct.unpack(f"<{count}q", stream.read(8 * count))
+            pieces = [np.empty(size, np.uint8).data for size in sizes]
+            if all(stream.readinto(piece) == len(piece) for piece in pieces):  # type: ignore
+                return Said(what, number, turn, pieces)
+    return None
+
+
+def stream_of(connection: socket.socket) -> BinaryIO:
+    """What is read from a connection, and read ahead."""
+    return connection.makefile("rb", _READ_AHEAD)
+
+
+def answer(found: Sequence[Bytes] | Failure | None, number: int) -> Said:
+    """The answer to a call, of what the method gave."""
+    if isinstance(found, Failure):
+        return Said(True, number, 0, [pickle.dumps(found)])
+    return Said(False, number, 0, found or [])
+
+
+class Line:
+    """The driver's end: calls methods of a worker, and hears what comes of it, in any order.
+
+    Args:
+        worker: the worker, as the other arguments know it.
+        epoch: how often the mesh has been restarted.
+        rank: the worker's rank.
+        addresses: where it listens for the driver.
+        secret: what both ends know.
+        check: called now and then while the worker takes nothing in; raises if it never will.
+        ended: called, on a thread of the line, when the other end is gone.
+
+    Raises:
+        TransportError: there is no way to the worker.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        epoch: int,
+        rank: int,
+        addresses: Addresses,
+        secret: bytes,
+        check: Callable[[], None],
+        ended: Callable[[int], None],
+    ):
+        self._worker, self._check, self._ended = worker, check, ended
+        self._next_turn = Turn(epoch, 0)
+        self._numbers = itertools.count()
+        self._calls: dict[int, Callable[[Any], None]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        hello = _connections.Hello(epoch, DRIVER, rank)
+        self._connection = _connections.connect(hello, addresses, secret)
+        self._thread = threading.Thread(target=self._listen, name=f"line-{worker}", daemon=True)
+        self._thread.start()
+
+    def in_turn(self, call: Callable[[Turn], Any]) -> Any:
+        """Makes a call that has to be made in order; one that raises takes no turn."""
+        found = call(self._next_turn)
+        self._next_turn = self._next_turn._replace(number=self._next_turn.number + 1)
+        return found
+
+    def run(self, packed: Sequence[Bytes], done: Callable[[Failure | None], None]) -> None:
+        """Calls a step, in its turn; `done` gets what went wrong, on a thread of the line."""
+        self.in_turn(
+            lambda turn: self._call(
+                Method.RUN, turn.number, packed, lambda found: done(found if found else None)
+            )
+        )
+
+    def ask(self, method: Method, numbers: Sequence[int]) -> concurrent.futures.Future:
+        """Asks for arrays by their ids: for their bytes, or that they are there.
+
+        Returns:
+            What will hold them, or a `Failure`; nothing ever where the worker is gone.
+        """
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        self._call(method, 0, [np.array(numbers, np.int64).tobytes()], future.set_result)
+        return future
+
+    def _call(
+        self, method: Method, turn: int, pieces: Sequence[Bytes], done: Callable[[Any], None]
+    ) -> None:
+        with self._lock:
+            number = next(self._numbers)
+            self._calls[number] = done
+            said = Said(method, number, turn, pieces).pieces_to_send()
+            with contextlib.suppress(OSError):  # who listens hears of the end
+                send_pieces(self._connection, said, self._wait)
+
+    def _wait(self) -> None:
+        """Waits until the connection takes more; a worker that has stopped takes no more."""
+        writable = select.poll()
+        writable.register(self._connection, select.POLLOUT)
+        while not writable.poll(1000 * PATIENCE):
+            self._check()
+
+    def _listen(self) -> None:
+        with stream_of(self._connection) as stream:
+            while (said := listen(stream)) is not None:
+                found = pickle.loads(said.pieces[0]) if said.what else said.pieces
+                self._calls.pop(said.number)(found)
+        if not self._closed:
+            self._ended(self._worker)
+
+    def close(self) -> None:
+        """Ends the line; what has not been answered never is."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2.0)
+        self._connection.close()
