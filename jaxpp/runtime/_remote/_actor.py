@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -168,7 +169,7 @@ def _device_transport(setup: Setup) -> DeviceTransport:
     return DeviceTransport(setup.rank, rank_homes(setup.sizes_inside))
 
 
-@_remote(concurrency_groups={"control": 2, "feed": 1, "aside": 2})
+@_remote(concurrency_groups={"control": 2, "feed": 1, "aside": 2, "life": 1})
 class Actor:
     """A rank's process, or one of them.
 
@@ -254,6 +255,11 @@ class Actor:
     def apply_aside(self, function: Callable[..., Any], *args: Any) -> Any:
         """See `Process.apply`; at once."""
         return self.process.apply(function, *args)
+
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Never returns: who has called it hears when the process has ended."""
+        threading.Event().wait()
 
     @ray.method(concurrency_group="control")
     def pulse(self) -> Any:

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def listen(stream: BinaryIO) -> Said | None:
 
 def stream_of(connection: socket.socket) -> BinaryIO:
     """What is read from a connection, and read ahead."""
-    return connection.makefile("rb", _READ_AHEAD)
+    return cast(BinaryIO, connection.makefile("rb", _READ_AHEAD))
 
 
 def answer(found: Sequence[Bytes] | Failure | None, number: int) -> Said:

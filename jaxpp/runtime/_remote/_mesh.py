@@ -64,8 +64,8 @@ class RemoteMpmdMesh:
             all of them.
         environment: variables of the workers' environment, such as `XLA_FLAGS` or
             `XLA_PYTHON_CLIENT_MEM_FRACTION`.
-        address: `"auto"` where the workers of other hosts reach a worker at the address that Ray
-            knows of its host; by default only workers of the same host can connect to it.
+        address: `"auto"` where workers and the driver reach a worker of another host at the address
+            that Ray knows of it; by default only processes of the same host can connect to it.
         transport: how arrays go between ranks: `"device"`, from device to device, as JAX does it
             between processes; `"socket"`, through the memory of the hosts (`"unix"` and `"tcp"` say
             which); `"auto"` takes the first where each rank has a GPU of its own.

@@ -29,6 +29,8 @@ HEARTBEAT = 0.5
 LOOK = 0.7
 #: Seconds that the workers get to say what went wrong, until the silent ones are suspected.
 SETTLING = 1.0
+#: Seconds within which Ray tells of a worker's death.
+DYING = 2.0
 #: Seconds between two looks at whether what a call waits for will never come.
 POLL = 0.2
 
@@ -140,19 +142,10 @@ class Watch:
                 self.report(worker, result)
 
     def line_ended(self, worker: int) -> None:
-        """Finds out why a worker has closed its line: Ray knows, if its process has ended."""
-        if self._closed.is_set():
-            return
-        if not ray.is_initialized():
-            self.report(0, no_session())
-            return
-
-        def hear(future):
-            self._hear(worker, future)
-            if future.exception() is None and not isinstance(future.result(), Failure):
-                self.report(worker, "it lives, and has closed its connection to the driver")
-
-        self._members[worker].actor.pulse.remote().future().add_done_callback(hear)
+        """Notes that a worker has closed its line; mostly it has died, which Ray tells us soon."""
+        # To ask Ray, on this thread, ends the process where the session is just being shut down.
+        if not self._settled.wait(DYING):
+            self.report(worker, "it has closed its connection to the driver")
 
     def result(self, worker: int, reference: Any) -> Any:
         """The result of a call of a worker; a failure becomes the error of all workers."""
@@ -243,6 +236,8 @@ class Watch:
         now = time.monotonic()
         for member in self._members:
             member.seen = now
+            # It never returns, so that Ray tells at once when the worker has died.
+            self.follow(member.worker, member.actor.live.remote())
         asked: dict[int, Any] = {}
         while not self._closed.wait(0.05 if asked else HEARTBEAT) and self._first is None:
             if not ray.is_initialized():

@@ -194,6 +194,15 @@ def test_workers_that_die_idle_are_noticed_at_the_next_call(mesh, step):
     assert "its process has died" in error.reason
 
 
+def test_a_worker_whose_line_breaks_is_lost(mesh, step):
+    step(*begin(), batch())
+    mesh._lines[1]._connection.shutdown(socket.SHUT_RDWR)
+    began = time.monotonic()
+    error = fail(step, calls=1000)
+    assert time.monotonic() - began < faults.LIMIT
+    assert error.rank == 1 and "has closed its connection to the driver" in error.reason
+
+
 def test_a_worker_that_dies_while_nobody_calls_is_reported_at_once_later(mesh, step):
     *state, loss = step(*begin(), batch())
     float(loss)
