@@ -164,8 +164,9 @@ def assert_pipeline_is_the_model(zoo, split, schedule, model):
     step = jaxpp.place(train_step, jaxpp.MpmdMesh((RANKS,)), donate_argnums=(0, 1))
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     _, reference = train_step_of(eqx.filter_value_and_grad(zoo.loss_fn))
+    # Adam divides by gradients, some of which are hardly more than their roundings.
     jaxpp.testing.assert_matches_single_device(
-        step, reference, model, opt_state, data=zoo.data, steps=3, rtol=2e-5, atol=1e-6
+        step, reference, model, opt_state, data=zoo.data, steps=3, rtol=5e-5, atol=1e-6
     )
 
 

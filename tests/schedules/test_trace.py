@@ -17,6 +17,7 @@ from jaxpp.schedules import (
     simulate,
     to_trace,
 )
+from jaxpp.schedules._drawing._trace_events import FIRST_THREAD
 
 
 def events_of(timelines, path, **options):
@@ -47,7 +48,7 @@ def test_every_task_is_one_slice_and_slices_do_not_overlap(
     assert len(events["X"]) == len(table.tasks) == len(slices)
     for span in timeline.spans:
         event = slices[str(span.task)]
-        assert event["tid"] % p == span.rank
+        assert (event["tid"] - FIRST_THREAD) % p == span.rank
         assert event["ts"] == pytest.approx(1e3 * span.start, abs=0.0626)
         assert event["ts"] + event["dur"] == pytest.approx(1e3 * span.end, abs=0.0626)
         assert event["args"]["kind"] == str(span.task.kind)
@@ -67,12 +68,21 @@ def test_every_task_is_one_slice_and_slices_do_not_overlap(
 def test_threads_are_named_and_sorted_by_rank(tmp_path):
     events = events_of(simulate(DualPipe().table(4, 8)), tmp_path / "trace.json")
     names = {e["tid"]: e["args"]["name"] for e in events["M"] if e["name"] == "thread_name"}
-    order = {e["tid"]: e["args"]["sort_index"] for e in events["M"] if "sort_index" in e["args"]}
+    sorting = [e for e in events["M"] if e["name"] == "thread_sort_index"]
+    order = {e["tid"]: e["args"]["sort_index"] for e in sorting}
     assert [names[tid] for tid in sorted(order, key=order.__getitem__)] == [
         name for r in range(4) for name in (f"rank {r}", f"rank {r}, at the same time")
     ]
     assert {event["tid"] for event in events["X"]} == set(names)
     assert {event["args"]["direction"] for event in events["X"]} == {0, 1}
+
+
+def test_no_thread_has_the_number_of_a_process(tmp_path):
+    # Perfetto would draw it, and thread 0 of that process, as one, and drop what overlaps.
+    timelines = {str(p): simulate(OneFOneB().table(p, 8)) for p in (2, 3, 4)}
+    events = events_of(timelines, tmp_path / "trace.json")
+    processes = {event["pid"] for event in events["X"]}
+    assert processes == {0, 1, 2} and not {e["tid"] for e in events["X"]} & processes
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,7 @@ def test_each_transfer_is_an_arrow_from_slice_to_slice(tmp_path, schedule, p, m,
     assert len(begins) == len(events["s"]) == hops and begins.keys() == ends.keys()
     for arrow, begin in begins.items():
         source, target = (_slice_at(events["X"], event) for event in (begin, ends[arrow]))
-        assert source["tid"] % p != target["tid"] % p
+        assert (source["tid"] - target["tid"]) % p
         assert source["args"]["microbatch"] == target["args"]["microbatch"]
         step = target["args"]["stage"] - source["args"]["stage"]
         assert step == (1 if source["args"]["kind"] == "F" else -1)

@@ -13,8 +13,8 @@ from jaxpp.runtime._remote import _cluster, _environment, _session
 from jaxpp.runtime._remote._actor import LOOPBACK, Actor, Hello, Join, Setup, versions
 from jaxpp.runtime._remote._black_box import BlackBox
 from jaxpp.runtime._remote._line import Line
+from jaxpp.runtime._remote._member import Member, kill
 from jaxpp.runtime._remote._settings import Settings
-from jaxpp.runtime._remote._watch import Member, kill
 from jaxpp.runtime._transport._choice import RankDevices, choose_transport
 
 #: Seconds that a worker has to end what it is about, when the mesh is restarted.

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import functools
 import itertools
 import os
 import threading
@@ -20,17 +19,13 @@ from jaxpp.runtime import _trace
 from jaxpp.runtime._axes import check_axes, check_shapes, common_mesh, describe_mesh, shape_of
 from jaxpp.runtime._remote._array import RemoteArray
 from jaxpp.runtime._remote._arrays import Arrays
-from jaxpp.runtime._remote._failure import Failure
 from jaxpp.runtime._remote._feed import Batch, Feeds, describe
 from jaxpp.runtime._remote._library import Library
-from jaxpp.runtime._remote._line import Line, Method
-from jaxpp.runtime._remote._pending import Countdown, Pending
+from jaxpp.runtime._remote._line import Method
+from jaxpp.runtime._remote._pending import Pending
 from jaxpp.runtime._remote._settings import Settings
 from jaxpp.runtime._remote._step import RemoteStep
 from jaxpp.runtime._stacked import with_stacked
-
-#: Calls that may be under way before the next one waits for the oldest.
-IN_FLIGHT = 4
 
 
 class RemoteMpmdMesh:
@@ -165,23 +160,20 @@ class RemoteMpmdMesh:
     ) -> None:
         settings = Settings([axis_sizes(own) for own in insides], **options)
         settings.check()
-        from jaxpp.runtime._remote import _gang  # brings Ray, which takes long to import
+        from jaxpp.runtime._remote import _crew  # brings Ray, which takes long to import
 
         self.axis_names = axis_names
         self.inside, self.insides = inside, tuple(insides)
         self.num_ranks = len(self.insides)
         self.processes_per_rank = settings.processes_per_rank
         self.incarnation = 0
-        self._heartbeat_timeout = settings.heartbeat_timeout
-        self._gang: Any = _gang.Gang(settings)
-        self._lines: list[Line] = []
+        self._crew: Any = _crew.Crew(settings, lambda task: self._library.describe(task))
         self._lock = threading.RLock()
         self._calls = itertools.count(1)
-        self._flying = threading.BoundedSemaphore(IN_FLIGHT)
-        hellos = self._gang.hellos
-        joined = self._gang.between_devices or self.processes_per_rank > 1
+        hellos = self._crew.hellos
+        joined = self._crew.between_devices or self.processes_per_rank > 1
         #: Whether each rank has to know what all send to each other.
-        self.moves_all = self._gang.between_devices
+        self.moves_all = self._crew.between_devices
         # Executables name devices by numbers, which differ where ranks are one system of JAX's.
         alike = [(h.node, h.device) for h in hellos]
         kinds = range(self.num_ranks) if joined else alike
@@ -191,28 +183,7 @@ class RemoteMpmdMesh:
         self._feeds = Feeds(
             lambda load, value: self.apply(describe, {0: (load, value)}, ordered=False)[0]
         )
-        try:
-            self._begin_watch()
-        except BaseException:
-            self._gang.stop()
-            raise
         atexit.register(self.shutdown)
-
-    def _begin_watch(self) -> None:
-        from jaxpp.runtime._remote._watch import Watch
-
-        watch = Watch(self._gang.members, self._heartbeat_timeout, self._library.describe)
-        try:
-            self._lines = self._gang.lines(watch.check, watch.line_ended)
-        except BaseException:
-            watch.close()
-            raise
-        self._watch = watch
-
-    def _end_watch(self) -> None:
-        self._watch.close()
-        for line in self._lines:
-            line.close()
 
     def __repr__(self):
         return describe_mesh("RemoteMpmdMesh", self.axis_names, self.insides)
@@ -233,12 +204,11 @@ class RemoteMpmdMesh:
     def shutdown(self) -> None:
         """Ends the workers; also a Ray session that was started for this mesh. May be repeated."""
         with self._lock:
-            if self._gang is None:
+            if self._crew is None:
                 return
             atexit.unregister(self.shutdown)
-            self._end_watch()
-            gang, self._gang = self._gang, None
-            gang.stop()
+            crew, self._crew = self._crew, None
+            crew.stop()
 
     def restart(self) -> None:
         """Makes the mesh fit for work after a failure, without its arrays.
@@ -248,26 +218,23 @@ class RemoteMpmdMesh:
         """
         with self._lock:
             self._check_open()
-            self._end_watch()  # it stays, and refuses all calls, if the rest fails
             fresh = set(range(self.num_ranks))
             try:
-                fresh = self._gang.renew()
+                fresh = self._crew.restart()
             finally:
                 self._library.forget(fresh)
                 self._feeds.forget(fresh)
             self._arrays.clear()
-            self._flying = threading.BoundedSemaphore(IN_FLIGHT)
             self.incarnation += 1
             self._tracing = None
-            self._begin_watch()
 
     def _check_open(self) -> None:
-        if self._gang is None:
+        if self._crew is None:
             raise ValueError("This RemoteMpmdMesh has been shut down; make a new one.")
 
     def _check(self) -> None:
         self._check_open()
-        self._watch.check()
+        self._crew.check()
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -283,33 +250,22 @@ class RemoteMpmdMesh:
 
     def _install(self, step: int) -> None:
         """Brings a step to the workers that do not have it."""
+        crew = self._crew
         for rank, removed in self._library.removals():
-            for worker in self._workers(rank):
-                self._in_turn(worker, "unload", removed)
+            for worker in crew.workers(rank):
+                crew.call_in_turn(worker, "unload", removed)
         loadings = self._library.missing(step)
         if not loadings:  # as in every call but the first
             return
-        each = [(worker, x) for x in loadings for worker in self._workers(x.rank)]
-        compiled = [self._in_turn(w, "compile", *x.compile) for w, x in each]
+        each = [(worker, x) for x in loadings for worker in crew.workers(x.rank)]
+        compiled = [crew.call_in_turn(w, "compile", *x.compile) for w, x in each]
         # In a list, for otherwise Ray sends the call, and all that come after it, only once all of
         # them are there: heartbeats too.
-        loaded = [self._in_turn(w, "load", *x.load, compiled) for w, x in each]
+        loaded = [crew.call_in_turn(w, "load", *x.load, compiled) for w, x in each]
         for (worker, _), *references in zip(each, compiled, loaded, strict=True):
             for reference in references:
-                self._watch.value(worker, reference)
+                crew.value(worker, reference)
         self._library.installed(step)
-
-    def _workers(self, rank: int) -> range:
-        """The numbers of a rank's processes, among those of all ranks."""
-        return range(rank * self.processes_per_rank, (rank + 1) * self.processes_per_rank)
-
-    def _actor(self, worker: int) -> Any:
-        return self._gang.members[worker].actor
-
-    def _in_turn(self, worker: int, method: str, *args: Any) -> Any:
-        """Calls a method of a worker after all that was called before; gives Ray's reference."""
-        call = getattr(self._actor(worker), method).remote
-        return self._lines[worker].in_turn(lambda turn: call(turn, *args))
 
     @contextlib.contextmanager
     def turn(self, step: int) -> Iterator[int]:
@@ -321,26 +277,7 @@ class RemoteMpmdMesh:
 
     def submit(self, calls: Sequence[tuple[int, Sequence[Any]]]) -> None:
         """Sends a call to each rank; waits first where too many are under way."""
-        flying, watch = self._flying, self._watch
-        while not flying.acquire(timeout=0.2):
-            watch.check()
-        landing = Countdown(len(calls) * self.processes_per_rank, flying.release)
-        rank, worker = 0, 0
-        try:
-            for rank, packed in calls:
-                for worker in self._workers(rank):
-                    landed = functools.partial(self._landed, worker, watch, landing)
-                    self._lines[worker].run(packed, landed)
-        except BaseException as error:
-            # Those that have the call would wait for ever for those that do not.
-            watch.report(worker, Failure.of(error, rank, -1, "the dispatch of a call"))
-            raise
-
-    @staticmethod
-    def _landed(worker: int, watch: Any, landing: Countdown, failure: Failure | None) -> None:
-        if failure is not None:
-            watch.report(worker, failure)
-        landing.count()
+        self._crew.submit(calls)
 
     def feed(self, load: Callable[[Any], Any], value: Any) -> Any:
         """What stands for `load(value)` in the arguments of a call: the ranks load it."""
@@ -350,8 +287,8 @@ class RemoteMpmdMesh:
         """Lets a rank load what its next call reads."""
         for batch in batches:
             load = self._feeds.load_for(rank, batch)
-            for worker in self._workers(rank):
-                self._watch.follow(worker, self._actor(worker).feed.remote(batch, load))
+            for worker in self._crew.workers(rank):
+                self._crew.follow(worker, self._crew.call(worker, "feed", batch, load))
 
     # ---- traces ---------------------------------------------------------------------------------
 
@@ -405,8 +342,8 @@ class RemoteMpmdMesh:
         with self._lock:
             for rank in range(self.num_ranks):
                 if released := self.releases(rank):
-                    for worker in self._workers(rank):
-                        self._in_turn(worker, "drop", released)
+                    for worker in self._crew.workers(rank):
+                        self._crew.call_in_turn(worker, "drop", released)
 
     def releases(self, rank: int) -> tuple[int, ...]:
         """Ids of arrays that a rank may drop; it has to be told."""
@@ -435,12 +372,10 @@ class RemoteMpmdMesh:
     def wait_for(self, array: RemoteArray) -> None:
         """Waits until an array has been computed."""
         self.check_array(array)
-        worker = self._workers(array.ranks[0])[0]
-        self._watch.result(worker, self._lines[worker].ask(Method.READY, [array.id]))
+        self._crew.ask(Method.READY, {self._crew.workers(array.ranks[0])[0]: [array.id]})
 
     def _fetch_bytes(self, numbers: dict[int, list[int]]) -> dict[int, list[Any]]:
-        asked = {w: self._lines[w].ask(Method.FETCH, own) for w, own in numbers.items()}
-        return {worker: self._watch.result(worker, future) for worker, future in asked.items()}
+        return self._crew.ask(Method.FETCH, numbers)
 
     def check_array(self, array: RemoteArray) -> None:
         """Checks that an array is there.
@@ -456,7 +391,7 @@ class RemoteMpmdMesh:
             raise ValueError(
                 f"{array!r} was lost when the mesh was restarted; load the last checkpoint."
             )
-        self._watch.check()
+        self._crew.check()
 
     # ---- functions on the workers ---------------------------------------------------------------
 
@@ -486,35 +421,16 @@ class RemoteMpmdMesh:
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
     ) -> Pending:
         """Starts what `apply` does; `.result()` waits for it."""
-        first = {rank: self._workers(rank)[:1] for rank in args}
-        return Pending(self._start(function, args, first, ordered), self._watch)
+        return self._start(function, args, everywhere=False, ordered=ordered)
 
     def apply_everywhere(
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
     ) -> Pending:
         """Starts what `apply` does, in all processes of each rank."""
-        every = {rank: self._workers(rank) for rank in args}
-        return Pending(self._start(function, args, every, ordered), self._watch)
+        return self._start(function, args, everywhere=True, ordered=ordered)
 
-    def _start(
-        self,
-        function: Callable[..., Any],
-        args: Mapping[int, tuple],
-        workers: Mapping[int, Sequence[int]],
-        ordered: bool,
-    ) -> list[tuple[int, int, Any]]:
-        """Runs a function on workers of some ranks; gives rank, worker and Ray's reference."""
-
-        def call(worker: int, *own: Any) -> Any:
-            if ordered:
-                return self._in_turn(worker, "apply", function, *own)
-            return self._actor(worker).apply_aside.remote(function, *own)
-
+    def _start(self, *what: Any, everywhere: bool, ordered: bool) -> Pending:
         with self._lock:
             self._check()
             self.flush()
-            return [
-                (rank, worker, call(worker, *own))
-                for rank, own in args.items()
-                for worker in workers[rank]
-            ]
+            return self._crew.apply(*what, everywhere=everywhere, ordered=ordered)

@@ -12,16 +12,10 @@ from typing import Any, NoReturn
 import ray
 import ray.exceptions
 
-from jaxpp.runtime._remote._black_box import BlackBox
+from jaxpp.runtime._remote._blame import culprit, explain, suspect
 from jaxpp.runtime._remote._failure import Failure, RankError
-from jaxpp.runtime._remote._lookout import (
-    BUSY,
-    UNKNOWN,
-    end_stopped,
-    post_lookouts,
-    process_state,
-    told,
-)
+from jaxpp.runtime._remote._lookout import BUSY, UNKNOWN, post_lookouts, process_state, told
+from jaxpp.runtime._remote._member import Member, kill
 
 #: Seconds between two signs of life.
 HEARTBEAT = 0.5
@@ -33,50 +27,6 @@ SETTLING = 1.0
 DYING = 2.0
 #: Seconds between two looks at whether what a call waits for will never come.
 POLL = 0.2
-
-
-@dataclasses.dataclass
-class Member:
-    """A worker as the driver knows it: the process of a rank, or one of several.
-
-    `worker` is its number among all of the mesh, `process` that within its `rank`, which has
-    `processes`. `seen` is when it last gave a sign of life (seconds of the monotonic clock), and
-    `at` what it was at then; `box` says what it was at last, if it is on this host. `dead` ones
-    cannot be used again.
-    """
-
-    worker: int
-    actor: Any
-    rank: int
-    process: int = 0
-    processes: int = 1
-    host: str = ""
-    pid: int = 0
-    node: str = ""
-    seen: float = 0.0
-    at: tuple[int, str] = (-1, "")
-    dead: bool = False
-    box: BlackBox | None = None
-
-    def __str__(self):
-        where = f"process {self.pid} on {self.host or 'a host not known yet'}"
-        if self.processes > 1:
-            where = f"its process {self.process} of {self.processes}, {where}"
-        return f"rank {self.rank} ({where})"
-
-    @property
-    def first(self) -> int:
-        """The worker that is the first process of its rank; without it the others end."""
-        return self.worker - self.process
-
-    def renewed(self) -> "Member":
-        """The member of the next watch: without an actor, if that is dead."""
-        own = self.rank, self.process, self.processes
-        if not self.dead:
-            return Member(self.worker, self.actor, *own, box=self.box)
-        if self.box is not None:
-            self.box.close()
-        return Member(self.worker, None, *own)
 
 
 class Watch:
@@ -287,7 +237,7 @@ class Watch:
     def _settle(self) -> None:
         """Ends the step on all workers, finds out which failed first and why, and says so."""
         try:
-            self.error = self._explain(self._find_culprit())
+            self.error = explain(self._members, self._reports, self._find_culprit(), self._describe)
         except BaseException as error:  # noqa: B036  somebody waits for it
             member = self._members[self._first or 0]
             reason = f"{type(error).__name__}: {error}"
@@ -317,7 +267,9 @@ class Watch:
         for worker, reference in aborts.items():
             self.follow(worker, reference)
         with self._changed:
-            self._changed.wait_for(lambda: self._culprit() is not None, SETTLING)
+            self._changed.wait_for(
+                lambda: culprit(self._members, self._reports) is not None, SETTLING
+            )
         silent = self._silent(aborts)
         for worker in silent:
             state = self._state(self._members[worker])
@@ -330,8 +282,9 @@ class Watch:
             member.dead = gone or member.worker in silent
             if member.dead and member.node in self._lookouts:
                 self._lookouts[member.node].end_stopped.remote(member.pid)
-        worker = self._culprit(settled=True)
-        return self._suspect() if worker is None else worker
+        found = culprit(self._members, self._reports, settled=True)
+        found = suspect(self._members, self._reports) if found is None else found
+        return self._first or 0 if found is None else found
 
     def _silent(self, aborts: dict[int, Any]) -> list[int]:
         """The workers that could not be aborted."""
@@ -347,92 +300,7 @@ class Watch:
                     self.report(worker, error)
         return [w for w, ref in aborts.items() if ref not in answered and w not in self._reports]
 
-    def _culprit(self, settled: bool = False) -> int | None:
-        """The worker whose failure does not follow from another's; None where that is not known."""
-        for worker, what in list(self._reports.items()):
-            if isinstance(what, Failure):
-                if not what.follows:
-                    return worker
-                continue
-            # The death of a rank's first process ends the others.
-            first = self._members[worker].first
-            if first in self._reports or settled:
-                return worker if isinstance(self._reports.get(first), Failure | None) else first
-        return None
-
-    def _suspect(self) -> int:
-        """The worker that others waited for in vain, where none has failed by itself."""
-        for worker, what in list(self._reports.items()):
-            if (found := self._waited_for(worker, what)) is not None:
-                return found
-        return self._first or 0
-
-    def _waited_for(self, worker: int, what: Any) -> int | None:
-        """The worker that another waited for: processes send to those of the same number."""
-        if not isinstance(what, Failure) or what.waited_for is None:
-            return None
-        member = self._members[worker]
-        return what.waited_for * member.processes + member.process
-
-    def _explain(self, worker: int) -> RankError:
-        member, what = self._members[worker], self._reports.get(worker)
-        call, task = member.box.read() if member.box else member.at
-        cause: BaseException | None = None
-        waits = {
-            w: report
-            for w, report in sorted(self._reports.items())
-            if isinstance(report, Failure)
-            and report.follows
-            and self._waited_for(w, report) == worker
-        }
-        if isinstance(what, Failure) and not what.follows:
-            call, task, reason = what.call, what.task, what.exception
-            cause = what.cause()
-        elif isinstance(what, BaseException):
-            reason, cause = why(what), what
-        elif isinstance(what, str):
-            reason = what
-        else:  # it lives; what is known is what others say of it
-            own = what.exception if isinstance(what, Failure) else "it has ended the step"
-            reason = next((w.exception for w in waits.values()), own)
-        waiting = [f"rank {self._members[w].rank} in {r.task}" for w, r in waits.items()]
-        of_call = f" of call {call}" if call >= 0 else ""
-        doing = f" in {task}{self._describe(task)}{of_call}" if task else ""
-        waited = f" Waiting for it: {', '.join(waiting)}." if waiting else ""
-        error = RankError(
-            f"{member} has failed{doing}: {reason}.{waited} All ranks have ended the step; arrays "
-            f"on the mesh are lost. Call mesh.restart() and load the last checkpoint to go on.",
-            rank=member.rank,
-            host=member.host,
-            task=task,
-            reason=reason,
-            process=member.process,
-        )
-        error.__cause__ = cause
-        return error
-
 
 def no_session() -> BaseException:
     """The error where `ray.shutdown` has been called before the mesh was shut down."""
     return ray.exceptions.RaySystemError("the Ray session has been shut down")
-
-
-def why(error: BaseException) -> str:
-    """What Ray says of a dead worker, in a line."""
-    text = str(error)
-    if isinstance(error, ray.exceptions.OutOfMemoryError) or "running low on memory" in text:
-        return "Ray has killed it because its host ran out of memory"
-    if isinstance(error, ray.exceptions.RayActorError):
-        found = re.search(r"exit type: (\w+) Worker exit detail: ([^.]*)", text)
-        return "its process has died" + (f" (Ray: {found[1]}, {found[2]})" if found else "")
-    return f"{type(error).__name__}: {error}"
-
-
-def kill(member: Member) -> None:
-    """Ends a worker's process, whatever state it is in; may be repeated."""
-    if not ray.is_initialized():  # Ray would start a session for it
-        return
-    with contextlib.suppress(Exception):  # the session goes just now
-        if member.node == ray.get_runtime_context().get_node_id():
-            end_stopped(member.pid)
-        ray.kill(member.actor)

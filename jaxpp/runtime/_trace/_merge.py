@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jaxpp.runtime._trace._clock import Reading
 from jaxpp.runtime._trace._process import CLOCK_EVENT
 from jaxpp.runtime._trace._timeline import METADATA
-from jaxpp.schedules._drawing._trace_events import Event, read_events, write_events
+from jaxpp.schedules._drawing._trace_events import Event, read_events, ticks, write_events
 
 Path = str | os.PathLike[str]
 
@@ -55,7 +55,7 @@ def merge_traces(paths: Sequence[Path], path: Path) -> None:
     processes: dict[tuple[int, int], int] = {}
     arrows: dict[tuple[int, object, object], int] = {}
     for n, ((title, events, _), zero) in enumerate(zip(traces, zeros, strict=True)):
-        shift = (zero - min(zeros)) / 1000
+        shift = ticks((zero - min(zeros)) / 1000)
         for event in events:
             event = {**event, "pid": processes.setdefault((n, event["pid"]), len(processes))}
             if "ts" in event:

@@ -10,6 +10,7 @@ from jaxpp.runtime._trace._clock import Reading
 from jaxpp.runtime._trace._result import Trace, TracedMessage
 from jaxpp.schedules import Timeline, plot
 from jaxpp.schedules._drawing._trace_events import (
+    FIRST_THREAD,
     Event,
     make_arrow,
     make_slice,
@@ -20,6 +21,8 @@ from jaxpp.schedules._drawing._trace_events import (
     write_events,
 )
 
+#: The threads of a rank: its tasks, and its sends and receives, with room for some at a time.
+TASKS, SENDS, RECEIVES = FIRST_THREAD, 2 * FIRST_THREAD, 3 * FIRST_THREAD
 #: The key of `metadata` under which a timeline says what its time 0 is.
 METADATA = "jaxpp"
 
@@ -58,11 +61,11 @@ def make_events(trace: Trace) -> list[Event]:
     runs: dict[tuple[int, int, int], Event] = {}
     for rank in range(len(trace.device_of)):
         events += [name_process(rank, f"rank {rank}"), sort_process(rank)]
-        events += name_thread(rank, 0, "tasks", 0)
+        events += name_thread(rank, TASKS, "tasks", TASKS)
     for run in trace.runs:
         event = make_slice(
             run.rank,
-            0,
+            TASKS,
             run.label,
             run.label[:1] if run.label[-1:].isdigit() else "other",
             1e6 * run.start,
@@ -73,7 +76,7 @@ def make_events(trace: Trace) -> list[Event]:
     sends = {id(m): _message_slice(m, "send") for m in trace.messages}
     receives = {id(m): _message_slice(m, "receive") for m in trace.messages}
     for rank in range(len(trace.device_of)):
-        for name, own, first in (("sends", sends, 1), ("receives", receives, 1001)):
+        for name, own, first in (("sends", sends, SENDS), ("receives", receives, RECEIVES)):
             slices = [event for event in own.values() if event["pid"] == rank]
             for lane in range(_put_in_lanes(slices, first)):
                 title = name + ", at the same time" * (lane > 0)

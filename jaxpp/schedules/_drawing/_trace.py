@@ -6,12 +6,14 @@ from typing import Any, Literal
 
 from jaxpp.schedules._drawing._styles import Cell, by_title, lay_out
 from jaxpp.schedules._drawing._trace_events import (
+    FIRST_THREAD,
     Event,
     make_arrow,
     make_counter,
     make_slice,
     name_process,
     name_thread,
+    sort_process,
     write_events,
 )
 from jaxpp.schedules._execute import number
@@ -57,10 +59,10 @@ def to_trace(
     >>> for event in events:
     ...     if event["ph"] == "X":
     ...         print(event["name"], "on thread", event["tid"], "at", event["ts"], "us")
-    F0.0 on thread 0 at 0.0 us
-    B0.0 on thread 0 at 4000.0 us
-    F1.0 on thread 1 at 1000.0 us
-    B1.0 on thread 1 at 2000.0 us
+    F0.0 on thread 1000 at 0.0 us
+    B0.0 on thread 1000 at 4000.0 us
+    F1.0 on thread 1001 at 1000.0 us
+    B1.0 on thread 1001 at 2000.0 us
     """
     if unit not in _MICROSECONDS:
         raise ValueError(f"unit is one of {', '.join(map(repr, _MICROSECONDS))}, got {unit!r}.")
@@ -73,7 +75,7 @@ def to_trace(
             for cells in rows
             for cell in cells
         }
-        events.append(name_process(process, title or "schedule"))
+        events += [name_process(process, title or "schedule"), sort_process(process)]
         events += _name_threads(process, rows)
         events += slices.values()
         events += _counters(process, timeline, scale)
@@ -87,7 +89,8 @@ def _name_threads(process: int, rows: tuple[tuple[Cell, ...], ...]) -> Iterable[
     for rank, cells in enumerate(rows):
         for lane in range(max((cell.num_lanes for cell in cells), default=1)):
             name = f"rank {rank}" + ", at the same time" * (lane > 0)
-            yield from name_thread(process, lane * len(rows) + rank, name, rank * num_lanes + lane)
+            thread = FIRST_THREAD + lane * len(rows) + rank
+            yield from name_thread(process, thread, name, rank * num_lanes + lane)
 
 
 def _slice(process: int, timeline: Timeline, cell: Cell, scale: float) -> Event:
@@ -99,7 +102,7 @@ def _slice(process: int, timeline: Timeline, cell: Cell, scale: float) -> Event:
     }
     if len(table.placement) > 1:
         args["direction"] = table.direction_of[task.microbatch]
-    thread = cell.lane * timeline.num_ranks + span.rank
+    thread = FIRST_THREAD + cell.lane * timeline.num_ranks + span.rank
     start, end = span.start * scale, span.end * scale
     return make_slice(process, thread, str(task), str(task.kind), start, end, args)
 

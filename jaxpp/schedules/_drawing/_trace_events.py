@@ -12,6 +12,10 @@ from typing import Any
 
 Event = dict[str, Any]
 
+#: Threads are numbered from here on. Perfetto takes thread 0 of any process, and the thread with
+#: the number of its process, for one and the same, and drops slices that overlap there.
+FIRST_THREAD = 1000
+
 
 def name_process(process: int, name: str) -> Event:
     """Names a process."""

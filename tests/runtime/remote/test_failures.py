@@ -26,7 +26,7 @@ pytest.importorskip("ray.core.generated.common_pb2")
 
 import jaxpp  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
-from jaxpp.runtime._remote import _lookout, _process, _watch  # noqa: E402
+from jaxpp.runtime._remote import _blame, _lookout, _process  # noqa: E402
 from jaxpp.runtime._transport._errors import NotComputed  # noqa: E402
 from tests.runtime.remote import faults  # noqa: E402
 from tests.runtime.remote.faults import Fault, TaskError  # noqa: E402
@@ -196,7 +196,7 @@ def test_workers_that_die_idle_are_noticed_at_the_next_call(mesh, step):
 
 def test_a_worker_whose_line_breaks_is_lost(mesh, step):
     step(*begin(), batch())
-    mesh._lines[1]._connection.shutdown(socket.SHUT_RDWR)
+    mesh._crew._lines[1]._connection.shutdown(socket.SHUT_RDWR)
     began = time.monotonic()
     error = fail(step, calls=1000)
     assert time.monotonic() - began < faults.LIMIT
@@ -315,7 +315,7 @@ DIED = "The actor is dead because its worker process has died. Worker exit type:
     ],
 )  # fmt: skip
 def test_what_ray_says_of_a_dead_worker(error, words):
-    assert words in _watch.why(error)
+    assert words in _blame.why(error)
 
 
 # ---- other times ----------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def test_a_call_that_is_interrupted_half_way_is_an_error_not_a_hang(mesh, step, 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mesh._lines[1], "run", interrupted)
+    monkeypatch.setattr(mesh._crew._lines[1], "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(*state[:3], batch())
     monkeypatch.undo()

@@ -31,7 +31,7 @@ def test_each_run_and_each_end_of_a_message_is_a_slice_of_its_rank(made):
     assert found == wanted
     runs = {(r.rank, r.label, r.call): r for r in trace.runs}
     for e in slices:
-        if e["tid"] == 0:
+        if e["tid"] == _timeline.TASKS:
             run = runs[e["pid"], e["name"], e["args"]["call"]]
             assert e["ts"] == pytest.approx(1e6 * run.start, abs=0.0626)
             assert e["ts"] + e["dur"] == pytest.approx(1e6 * run.end, abs=0.0626)
@@ -47,6 +47,8 @@ def test_events_have_the_fields_that_readers_need(made):
         assert event.get("ts", 0) >= 0 and event.get("dur", 0) >= 0
     named = {(e["pid"], e["tid"]) for e in written["traceEvents"] if e["name"] == "thread_name"}
     assert {(e["pid"], e["tid"]) for e in written["traceEvents"] if "ts" in e} <= named
+    # Perfetto takes a thread 0 for the one with the number of the process.
+    assert not any(thread in (0, process) for process, thread in named)
 
 
 def test_slices_of_a_thread_do_not_overlap(made):
@@ -130,7 +132,7 @@ def test_a_profile_has_the_same_clock(tmp_path):
     ranks = [f"run/timeline.json, rank {n}" for n in range(3)]
     assert list(names.values()) == [*ranks, "run-0, /host:CPU"]
     slices = [e for e in events if e["ph"] == "X"]
-    runs = [e for e in slices if e.get("tid") == 0 and e["name"][0] in "FB"]
+    runs = [e for e in slices if e.get("tid") == _timeline.TASKS and e["name"][0] in "FB"]
     first, last = min(e["ts"] for e in runs), max(e["ts"] + e["dur"] for e in runs)
     own = [e for e in slices if "Execute" in e["name"] and names[e["pid"]] not in ranks]
     # What the profiler saw of the tasks is where the timeline has them.

@@ -1,0 +1,170 @@
+"""The workers of a mesh at work: all watched, each on its line, called in one order."""
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxpp.runtime._remote._failure import Failure
+from jaxpp.runtime._remote._gang import Gang
+from jaxpp.runtime._remote._line import Method
+from jaxpp.runtime._remote._pending import Countdown, Pending
+from jaxpp.runtime._remote._settings import Settings
+from jaxpp.runtime._remote._watch import Watch
+
+#: Calls that may be under way before the next one waits for the oldest.
+IN_FLIGHT = 4
+#: Seconds between two looks at whether the oldest will ever end.
+PATIENCE = 0.2
+
+
+class Crew:
+    """Starts workers, and calls them until they are stopped.
+
+    Who calls in turn, submits, restarts or stops holds a lock: calls have one order for all ranks.
+
+    Args:
+        settings: how they are started.
+        describe: gives the stage and source line of a task's label, or an empty string.
+
+    Raises:
+        ValueError: the cluster cannot hold them, or they differ from the driver in a version.
+        RuntimeError: one did not start, or cannot be reached.
+    """
+
+    def __init__(self, settings: Settings, describe: Callable[[str], str]):
+        self._settings, self._describe = settings, describe
+        self._gang = Gang(settings)
+        try:
+            self._begin()
+        except BaseException:
+            self._gang.stop()
+            raise
+
+    def _begin(self) -> None:
+        watch = Watch(self._gang.members, self._settings.heartbeat_timeout, self._describe)
+        try:
+            lines = self._gang.lines(watch.check, watch.line_ended)
+        except BaseException:
+            watch.close()
+            raise
+        self._flying = threading.BoundedSemaphore(IN_FLIGHT)
+        # In this order, so that who waits on another thread never has old lines and a new watch.
+        self._lines = lines
+        self._watch = watch
+
+    def _end(self) -> None:
+        self._watch.close()  # it stays, and refuses all calls
+        for line in self._lines:
+            line.close()
+
+    @property
+    def hellos(self) -> Sequence[Any]:
+        """What the workers have said of themselves."""
+        return self._gang.hellos
+
+    @property
+    def between_devices(self) -> bool:
+        """Whether arrays go from device to device, and not over sockets."""
+        return self._gang.between_devices
+
+    def workers(self, rank: int) -> range:
+        """The numbers of a rank's processes, among those of all ranks."""
+        processes = self._settings.processes_per_rank
+        return range(rank * processes, (rank + 1) * processes)
+
+    def restart(self) -> set[int]:
+        """Replaces workers that have failed, and makes the others fit for work.
+
+        Returns:
+            The ranks that have new workers.
+
+        Raises:
+            RuntimeError: a new one did not start; then none is left, and it may be tried again.
+        """
+        self._end()
+        fresh = self._gang.renew()
+        self._begin()
+        return fresh
+
+    def stop(self) -> None:
+        """Ends all workers."""
+        self._end()
+        self._gang.stop()
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises the error of the workers, if one has failed."""
+        self._watch.check()
+
+    def call(self, worker: int, method: str, *args: Any) -> Any:
+        """Calls a method of a worker at once; gives Ray's reference."""
+        return getattr(self._gang.members[worker].actor, method).remote(*args)
+
+    def call_in_turn(self, worker: int, method: str, *args: Any) -> Any:
+        """Calls a method of a worker after all that was called in turn before, steps included."""
+        return self._lines[worker].in_turn(lambda turn: self.call(worker, method, turn, *args))
+
+    def value(self, worker: int, reference: Any) -> Any:
+        """The value of a function that runs on a worker; what it raises is not the worker's end."""
+        return self._watch.value(worker, reference)
+
+    def follow(self, worker: int, reference: Any) -> None:
+        """Hears of it when a call of a worker fails."""
+        self._watch.follow(worker, reference)
+
+    def ask(self, method: Method, numbers: Mapping[int, Sequence[int]]) -> dict[int, Any]:
+        """Asks workers for arrays by their ids, and waits for the answers."""
+        watch, lines = self._watch, self._lines
+        asked = {worker: lines[worker].ask(method, own) for worker, own in numbers.items()}
+        return {worker: watch.result(worker, future) for worker, future in asked.items()}
+
+    def apply(
+        self,
+        function: Callable[..., Any],
+        args: Mapping[int, tuple],
+        *,
+        everywhere: bool,
+        ordered: bool,
+    ) -> Pending:
+        """Starts a function in the first process of some ranks, or in all of them.
+
+        Args:
+            function: called with the process, and the arguments of the rank.
+            args: the arguments by rank.
+            everywhere: whether all processes of a rank run it.
+            ordered: whether it takes its turn, or runs beside what is called in turn.
+        """
+        call = self.call_in_turn if ordered else self.call
+        method = "apply" if ordered else "apply_aside"
+        references = [
+            (rank, worker, call(worker, method, function, *own))
+            for rank, own in args.items()
+            for worker in (self.workers(rank) if everywhere else self.workers(rank)[:1])
+        ]
+        return Pending(references, self._watch)
+
+    def submit(self, calls: Sequence[tuple[int, Sequence[Any]]]) -> None:
+        """Sends the call of a step to each rank; waits first where too many are under way."""
+        flying, watch = self._flying, self._watch
+        while not flying.acquire(timeout=PATIENCE):
+            watch.check()
+        landing = Countdown(len(calls) * self._settings.processes_per_rank, flying.release)
+        rank, worker = 0, 0
+        try:
+            for rank, packed in calls:
+                for worker in self.workers(rank):
+                    done = functools.partial(_land, worker, watch, landing)
+                    self._lines[worker].run(packed, done)
+        except BaseException as error:
+            # Those that have the call would wait for ever for those that do not.
+            watch.report(worker, Failure.of(error, rank, -1, "the dispatch of a call"))
+            raise
+
+
+def _land(worker: int, watch: Watch, landing: Countdown, failure: Failure | None) -> None:
+    """A worker has dispatched a step, or failed to."""
+    if failure is not None:
+        watch.report(worker, failure)
+    landing.count()

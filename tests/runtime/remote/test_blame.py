@@ -1,0 +1,76 @@
+"""Who has failed first is found out of what is heard of the workers, in whatever order it comes."""
+
+import itertools
+
+import pytest
+
+pytest.importorskip("ray")
+
+from jaxpp.runtime._remote._blame import culprit, explain, suspect  # noqa: E402
+from jaxpp.runtime._remote._failure import Failure  # noqa: E402
+from jaxpp.runtime._remote._member import Member  # noqa: E402
+from jaxpp.runtime._transport import PeerLost  # noqa: E402
+
+OWN = Failure.of(KeyError("its own"), 2, 7, "F2.1")
+DEAD = "no sign of life for 3.0 s"
+
+
+def waited(rank, for_rank, task="receive of x"):
+    return Failure.of(PeerLost(for_rank, "it is gone"), rank, 7, task, for_rank)
+
+
+def ranks(number, processes=1):
+    return [
+        Member(n, None, n // processes, n % processes, processes, host="here", pid=100 + n)
+        for n in range(number * processes)
+    ]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_failure_of_its_own_counts_before_those_that_follow(order):
+    heard = [(0, waited(0, 1)), (1, waited(1, 2)), (2, OWN)]
+    assert culprit(ranks(3), dict(heard[n] for n in order)) == 2
+
+
+def test_while_all_wait_for_another_it_is_not_known():
+    reports = {0: waited(0, 1), 1: waited(1, 2)}
+    assert culprit(ranks(3), reports) is None
+    assert culprit(ranks(3), reports, settled=True) is None
+    # Of those that were waited for the first that is heard of.
+    assert suspect(ranks(3), reports) == 1
+    assert suspect(ranks(3), {2: Failure.of(PeerLost(0, "gone"), 2, 7, "")}) is None
+
+
+def test_a_dead_worker_counts_as_soon_as_it_is_heard_of():
+    assert culprit(ranks(3), {0: waited(0, 1), 1: DEAD}) == 1
+
+
+def test_the_death_of_a_ranks_first_process_explains_that_of_the_others():
+    members = ranks(2, processes=2)
+    assert culprit(members, {3: DEAD}) is None  # the first may be dead, too
+    assert culprit(members, {3: DEAD}, settled=True) == 3
+    assert culprit(members, {3: DEAD, 2: DEAD}) == 2
+    assert culprit(members, {3: DEAD, 2: waited(1, 0)}) == 3
+    # Processes wait for those of their own number.
+    assert suspect(members, {1: waited(0, 1)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("what", "cause", "words", "task"),
+    [
+        (OWN, KeyError, "in F2.1 of stage 2 of call 7: KeyError: 'its own'.", "F2.1"),
+        (DEAD, None, f"in B1.0 of stage 1 of call 5: {DEAD}.", "B1.0"),
+        (MemoryError("none"), MemoryError, "in B1.0 of stage 1 of call 5: MemoryError", "B1.0"),
+        (None, None, "in B1.0 of stage 1 of call 5: ", "B1.0"),
+    ],
+)
+def test_the_error_says_who_where_why_and_who_waits(what, cause, words, task):
+    members = ranks(3)
+    members[1].at = (5, "B1.0")
+    reports = {0: waited(0, 1, "receive of B1.0"), 2: waited(2, 0)}
+    reports |= {} if what is None else {1: what}
+    error = explain(members, reports, 1, lambda task: f" of stage {task[1]}")
+    assert str(error).startswith(f"rank 1 (process 101 on here) has failed {words}")
+    assert "Waiting for it: rank 0 in receive of B1.0." in str(error)
+    assert (error.rank, error.host, error.task) == (1, "here", task)
+    assert type(error.__cause__) is (cause or type(None))
