@@ -105,3 +105,9 @@ def test_what_cannot_be_merged_is_named(tmp_path):
     with pytest.raises(ValueError, match="foreign.json does not say when it was made"):
         jaxpp.merge_traces([tmp_path / "foreign.json"], tmp_path / "all.json")
     assert not (tmp_path / "all.json").exists()
+
+
+def test_slices_that_touch_do_so_when_they_have_been_moved(tmp_path):
+    paths = [timeline(tmp_path / f"{n}.json", monotonic_ns=12_347 * n) for n in range(3)]
+    for time in starts(merged(tmp_path, *paths)).values():
+        assert 8 * time == round(8 * time)  # whole nanoseconds, whoever rounds them
