@@ -218,15 +218,16 @@ class RemoteMpmdMesh:
         """
         with self._lock:
             self._check_open()
+            # Before new workers are there, where nobody would ever make the arrays from before.
+            self.incarnation += 1
+            self._arrays.clear()
+            self._tracing = None
             fresh = set(range(self.num_ranks))
             try:
                 fresh = self._crew.restart()
             finally:
                 self._library.forget(fresh)
                 self._feeds.forget(fresh)
-            self._arrays.clear()
-            self.incarnation += 1
-            self._tracing = None
 
     def _check_open(self) -> None:
         if self._crew is None:
