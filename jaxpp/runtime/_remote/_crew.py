@@ -7,15 +7,13 @@ from typing import Any
 
 from jaxpp.runtime._remote._failure import Failure
 from jaxpp.runtime._remote._gang import Gang
-from jaxpp.runtime._remote._line import Method
+from jaxpp.runtime._remote._line import PATIENCE, Method
 from jaxpp.runtime._remote._pending import Countdown, Pending
 from jaxpp.runtime._remote._settings import Settings
 from jaxpp.runtime._remote._watch import Watch
 
 #: Calls that may be under way before the next one waits for the oldest.
 IN_FLIGHT = 4
-#: Seconds between two looks at whether the oldest will ever end.
-PATIENCE = 0.2
 
 
 class Crew:

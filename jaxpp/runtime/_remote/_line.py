@@ -8,6 +8,7 @@ result. Everything else is Ray's: it starts workers, loads steps, and tells when
 import concurrent.futures
 import contextlib
 import enum
+import io
 import itertools
 import pickle
 import select
@@ -15,7 +16,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from jaxpp.runtime._transport._frames import Bytes, send_pieces
 
 #: What stands for the driver where connections name ranks.
 DRIVER = -1
-#: Seconds between two looks at whether a worker that takes nothing in is well.
+#: Seconds between two looks at whether a worker is well that takes nothing in, or answers nothing.
 PATIENCE = 0.2
 
 _HEAD = struct.Struct("<qqqq")
@@ -64,7 +65,7 @@ class Said(NamedTuple):
         return [head + sizes, *filter(len, self.pieces)]
 
 
-def listen(stream: BinaryIO) -> Said | None:
+def listen(stream: io.BufferedReader) -> Said | None:
     """Waits for what is said next; None where the connection has ended.
 
     Args:
@@ -76,14 +77,14 @@ def listen(stream: BinaryIO) -> Said | None:
             what, number, turn, count = _HEAD.unpack(head)
             sizes = struct.unpack(f"<{count}q", stream.read(8 * count))
             pieces = [np.empty(size, np.uint8).data for size in sizes]
-            if all(stream.readinto(piece) == len(piece) for piece in pieces):  # type: ignore
+            if all(stream.readinto(piece) == len(piece) for piece in pieces):
                 return Said(what, number, turn, pieces)
     return None
 
 
-def stream_of(connection: socket.socket) -> BinaryIO:
+def stream_of(connection: socket.socket) -> io.BufferedReader:
     """What is read from a connection, and read ahead."""
-    return cast(BinaryIO, connection.makefile("rb", _READ_AHEAD))
+    return cast(io.BufferedReader, connection.makefile("rb", _READ_AHEAD))
 
 
 def answer(found: Sequence[Bytes] | Failure | None, number: int) -> Said:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import re
 import threading
 import time
@@ -70,17 +71,9 @@ class Watch:
                 "call mesh.restart() and load the last checkpoint to go on."
             )
 
-    def follow(self, worker: int, reference: Any, done: Callable[[], None] | None = None) -> None:
-        """Hears of it when a call of a worker fails; `done` runs when the call has ended."""
-
-        def ended(future):
-            try:
-                self._hear(worker, future)
-            finally:
-                if done is not None:
-                    done()
-
-        reference.future().add_done_callback(ended)
+    def follow(self, worker: int, reference: Any) -> None:
+        """Hears of it when a call of a worker fails."""
+        reference.future().add_done_callback(functools.partial(self._hear, worker))
 
     def _hear(self, worker: int, future: Any) -> None:
         try:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ ray = pytest.importorskip("ray")
 
 from ray.util.placement_group import placement_group_table  # noqa: E402
 
-from jaxpp.runtime._remote import _cluster, _environment, _session  # noqa: E402
+from jaxpp.runtime._remote import _cluster, _environment, _gang, _session  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -337,6 +338,29 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("nodes", "address", "fits"),
+    [
+        (["here", "here"], None, True),
+        (["here", "there"], None, False),
+        (["there", "there"], None, False),  # the driver has to reach them, too
+        (["there", "there"], "auto", True),
+    ],
+)
+def test_ranks_on_another_host_than_the_driver_need_an_address(monkeypatch, nodes, address, fits):
+    context = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    places = [[_cluster.Place(n, node, f"{node}.ip", node, 0)] for n, node in enumerate(nodes)]
+    gang = object.__new__(_gang.Gang)
+    gang._reservation = SimpleNamespace(places=places)
+    gang._settings = SimpleNamespace(address=address)
+    if fits:
+        gang._check_hosts()
+        return
+    with pytest.raises(ValueError, match=r"there\.ip.*not all on this one.*address='auto'"):
+        gang._check_hosts()
 
 
 def descendants(pid: int) -> list[int]:
