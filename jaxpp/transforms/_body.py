@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms import _marks, _stages
@@ -19,7 +20,8 @@ class Body:
     """A loop body.
 
     `position` has the position of each equation's task, None where it is in no stage's call.
-    Carry i becomes `carry_outs[i]`; `ys` are the results of each iteration.
+    Carry i becomes `carry_outs[i]`; `ys` are the results of each iteration. The tasks at the
+    positions `recomputing` compute a part of a forward again.
     """
 
     consts: tuple[Any, ...]
@@ -30,6 +32,7 @@ class Body:
     carry_outs: tuple[Any, ...]
     ys: tuple[Any, ...]
     num_stages: int
+    recomputing: frozenset[int]
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -76,18 +79,7 @@ def read_body(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int) -> Body:
     Raises:
         ValueError: if stages are called inside a loop or conditional, or differ in their number.
     """
-
-    def holds_calls(eqn):
-        return not _marks.is_stage_call(eqn) and _jaxprs.contains(eqn, _marks.is_stage_call)
-
-    flat = _jaxprs.inline(jaxpr, holds_calls)
-    for eqn in flat.eqns:
-        if holds_calls(eqn):
-            raise ValueError(
-                f"schedule: stages are called inside a `{eqn.primitive.name}`"
-                f"{_compat.at_source_line(eqn)}; a schedule needs them directly in the microbatch "
-                f"loop."
-            )
+    flat, again = _inline_to_calls(jaxpr)
     sizes = sorted({call[1] for e in flat.eqns if (call := _marks.stage_of_call(e))})
     if len(sizes) > 1:
         raise ValueError(
@@ -98,19 +90,28 @@ def read_body(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int) -> Body:
     (num_stages,) = sizes
     known = _jaxprs.Substitution()
     placed: list[tuple[Any, int | None]] = []
-    for eqn in flat.eqns:
+    edges: set[Any] = set()
+    recomputing: set[int] = set()
+    for eqn, computed_again in zip(flat.eqns, again, strict=True):
         eqn = known.rename(eqn)
         call = _marks.stage_of_call(eqn)
         if call is None:
-            placed.append((eqn, None))
+            if _rounds_nothing(eqn) and eqn.invars[0] in edges:
+                known.of[eqn.outvars[0]] = eqn.invars[0]
+            else:
+                placed.append((eqn, None))
             continue
-        position = 2 * num_stages - 1 - call[0] if _marks.is_backward_call(eqn) else call[0]
+        backward = computed_again or _marks.is_backward_call(eqn)
+        position = 2 * num_stages - 1 - call[0] if backward else call[0]
         opened = _jaxprs.part(*_jaxprs.inline_call(eqn, eqn.invars))
         clean, _ = _stages.dissolve_marks(opened.jaxpr)
+        if computed_again or _jaxprs.contains(eqn, _recomputes):
+            recomputing.add(position)
         placed.extend((e, position) for e in clean.eqns)
         known.of.update(
             (o, known(r)) for o, r in zip(eqn.outvars, clean.jaxpr.outvars, strict=True)
         )
+        edges.update(_jaxprs.variables(clean.jaxpr.outvars))
     invars = tuple(flat.jaxpr.invars)
     outvars = tuple(known(v) for v in flat.jaxpr.outvars)
     return Body(
@@ -122,4 +123,50 @@ def read_body(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int) -> Body:
         outvars[:num_carry],
         outvars[num_carry:],
         num_stages,
+        frozenset(recomputing),
     )
+
+
+def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool]]:
+    """Brings the calls of stages to the top of a loop's body.
+
+    Also says which equations a checkpoint computes again, for the backward.
+    """
+
+    def holds_calls(eqn):
+        return not _marks.is_stage_call(eqn) and _jaxprs.contains(eqn, _marks.is_stage_call)
+
+    flat = _jaxprs.inline(jaxpr, lambda e: holds_calls(e) and not _recomputes(e))
+    known = _jaxprs.Substitution()
+    eqns, again = [], []
+    for eqn in map(known.rename, flat.eqns):
+        inner, opens = [eqn], holds_calls(eqn) and _recomputes(eqn)
+        if opens:
+            called = _jaxprs.part(*_jaxprs.inline_call(eqn, eqn.invars))
+            opened = _jaxprs.inline(called.jaxpr, holds_calls)
+            known.of.update(zip(eqn.outvars, opened.jaxpr.outvars, strict=True))
+            inner = opened.eqns
+        for e in inner:
+            if holds_calls(e):
+                raise ValueError(
+                    f"schedule: stages are called inside a `{e.primitive.name}`"
+                    f"{_compat.at_source_line(e)}; a schedule needs them directly in the "
+                    f"microbatch loop."
+                )
+        eqns.extend(inner)
+        again.extend([opens] * len(inner))
+    outvars = [known(v) for v in flat.jaxpr.outvars]
+    return _compat.make_closed_jaxpr(flat.jaxpr.invars, outvars, eqns), again
+
+
+def _recomputes(eqn) -> bool:
+    """Whether an equation is the backward of a checkpoint, which computes its forward again."""
+    return eqn.primitive.name in _jaxprs.CHECKPOINTS and eqn.params["differentiated"]
+
+
+def _rounds_nothing(eqn) -> bool:
+    """Whether an equation rounds to the dtype it has: a checkpoint does so with what it keeps."""
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    kind = jnp.finfo(eqn.invars[0].aval.dtype)
+    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (kind.nexp, kind.nmant)

@@ -39,6 +39,7 @@ class TaskBody:
     """What a kind of task of a stage computes, the same for every microbatch of a direction.
 
     `stage` tells directions apart: with S stages, S + s is stage s in the second direction.
+    `recomputes` says that it computes a part of the stage's forward again.
     """
 
     kind: Kind
@@ -46,6 +47,7 @@ class TaskBody:
     jaxpr: jex.ClosedJaxpr
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
+    recomputes: bool
 
     @property
     def name(self) -> str:
@@ -149,6 +151,8 @@ def _step(tasks: LoopTasks, bodies: Sequence[TaskBody], consts, carry, slices):
             values[r.index] if r.source == "value" else known[r.source][r.index]
             for r in body.inputs
         ]
+        if body.recomputes:  # else XLA keeps what the forward has, and computes nothing again
+            inputs = list(jax.lax.optimization_barrier(inputs))
         for ref, y in zip(body.outputs, _jaxprs.run(body.jaxpr, *inputs), strict=True):
             targets[ref.source][ref.index] = y
     return new, ys

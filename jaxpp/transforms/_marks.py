@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.tree_util as jtu
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jaxpp import _jaxprs
 
@@ -95,6 +95,15 @@ def _edge_transpose(ct, _, *, transposed, **params):
     return [ct if type(ct) is ad.Zero else edge_p.bind(ct, transposed=not transposed, **params)]
 
 
+def _keep_edge(saveable, unknown, instantiated, eqn):
+    """Keeps an edge, whatever the policy: from its edges a stage is computed again."""
+    if not any(unknown):
+        return eqn, None, [False], [False], []
+    new = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i]
+    return None, eqn, [True], [True], _jaxprs.variables(new)
+
+
+partial_eval.partial_eval_jaxpr_custom_rules[edge_p] = _keep_edge
 ad.primitive_jvps[edge_p] = _edge_jvp
 ad.primitive_transposes[edge_p] = _edge_transpose
 

@@ -242,11 +242,11 @@ def _check_carries(body: Body, read: Sequence[set[Any]], owner: dict[Any, int]) 
 def _bodies(body: Body, nodes: Sequence[_Node], split: bool) -> list[_loop.TaskBody]:
     writer = _BodyWriter(body)
     for node in nodes:
-        stage = body.stage(node.position)
+        stage, recomputes = body.stage(node.position), node.position in body.recomputing
         if node.position < body.num_stages:
             writer.add(Kind.F, stage, node.eqns, node.sent, node.left)
         elif not split:
-            writer.add(Kind.B, stage, node.eqns, node.sent, node.left)
+            writer.add(Kind.B, stage, node.eqns, node.sent, node.left, recomputes)
         else:
             first, second = _split_backward.split_backward(node.eqns, node.sent)
             free = _from_constants(first, body.consts)
@@ -256,8 +256,8 @@ def _bodies(body: Body, nodes: Sequence[_Node], split: bool) -> list[_loop.TaskB
             needed = {v for e in second for v in _jaxprs.variables(e.invars)}.union(node.left)
             kept = [v for e in first for v in e.outvars if v in needed and v not in free]
             sent = list(dict.fromkeys([*node.sent, *kept]))
-            writer.add(Kind.I, stage, first, sent, [])
-            writer.add(Kind.W, stage, second, [], node.left)
+            writer.add(Kind.I, stage, first, sent, [], recomputes)
+            writer.add(Kind.W, stage, second, [], node.left, recomputes)
     return writer.bodies
 
 
@@ -294,7 +294,7 @@ class _BodyWriter:
                 else:
                     self._results.setdefault(v, []).append(ref)
 
-    def add(self, kind: Kind, stage: int, eqns, sent, left) -> None:
+    def add(self, kind: Kind, stage: int, eqns, sent, left, recomputes=False) -> None:
         """Adds a task that makes values for other tasks, and results of the loop."""
         for v in sent:
             if v not in self._refs:
@@ -310,4 +310,5 @@ class _BodyWriter:
         part = _jaxprs.part(kept, outputs, f"{kind}{stage}")
         inputs = tuple(self._refs[v] for v in part.inputs)
         refs = tuple(ref for _, ref in given)
-        self.bodies.append(_loop.TaskBody(kind, stage, part.jaxpr, inputs, refs))
+        body = _loop.TaskBody(kind, stage, part.jaxpr, inputs, refs, recomputes)
+        self.bodies.append(body)

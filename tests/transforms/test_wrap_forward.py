@@ -9,7 +9,9 @@ import pytest
 
 import jaxpp
 from jaxpp import _jaxprs
+from jaxpp.schedules import Kind
 from jaxpp.transforms import _marks
+from jaxpp.transforms._loop import is_loop
 
 NOTHING = jax.checkpoint_policies.nothing_saveable
 DOTS = jax.checkpoint_policies.dots_saveable
@@ -213,3 +215,73 @@ def test_prints_survive(schedule, capfd):
     step([jnp.eye(2)] * 2, jnp.ones((4, 2)))
     jax.effects_barrier()
     assert sorted(capfd.readouterr().out.split("\n")) == ["", "hidden 4", "loss 6.093"]
+
+
+# ---- a checkpoint around it ---------------------------------------------------------------------
+
+
+def layers(w, x):
+    for _ in range(3):
+        x = jnp.sin(jnp.tanh(x @ w / 4))
+    return x
+
+
+def skipping(ws, x):
+    """Three stages, the last of which reads the first one's result too."""
+    x = layers(ws[0], x)
+    skip, y = jaxpp.pipeline_enter_stage((x, x))
+    y = jaxpp.pipeline_enter_stage(layers(ws[1], y))
+    return (layers(ws[2], y + skip) ** 2).mean()
+
+
+CHECKPOINTED = {
+    "nothing": lambda f: jax.checkpoint(f),
+    "dots": lambda f: jax.checkpoint(f, policy=DOTS),
+    "jitted": lambda f: jax.jit(jax.checkpoint(jax.jit(f))),
+    "with more in it": lambda f: jax.checkpoint(lambda ws, x: jnp.sin(2) * f(ws, jnp.sin(x))),
+    "twice": lambda f: jax.checkpoint(jax.checkpoint(f)),
+}
+SCHEDULES = [jaxpp.schedules.OneFOneB(), jaxpp.schedules.ZeroBubbleH1()]
+
+
+def scheduled(fun, schedule):
+    return jaxpp.schedule(jaxpp.microbatch(jax.value_and_grad(fun), 2), schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_a_checkpoint_around_it_gives_the_values_of_the_plain_step(name, schedule):
+    checkpointed = CHECKPOINTED[name]
+    fun = scheduled(checkpointed(jaxpp.wrap_forward(skipping)), schedule)
+    want = jax.jit(jax.value_and_grad(checkpointed(skipping)))(WS, X)
+    mesh = jaxpp.MpmdMesh((STAGES,), ("mpmd",), devices=jax.devices()[:1] * STAGES)
+    got = jax.device_get(jaxpp.place(fun, mesh)(WS, X))
+    chex.assert_trees_all_close(jax.jit(fun)(WS, X), want, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["1f1b", "zb_h1"])
+@pytest.mark.parametrize("policy", [NOTHING, DOTS], ids=["nothing", "dots"])
+def test_a_checkpoint_around_it_keeps_what_a_policy_for_each_stage_keeps(policy, schedule):
+    def loop_of(fun):
+        return next(e for e in jax.make_jaxpr(scheduled(fun, schedule))(WS, X).eqns if is_loop(e))
+
+    def kept(loop):
+        forwards = [b for b in loop.params["tasks"].bodies if b.kind is Kind.F]
+        return [sorted(v.aval.shape for v in b.jaxpr.jaxpr.outvars) for b in forwards]
+
+    wrapped = jaxpp.wrap_forward(skipping)
+    around = jax.checkpoint(wrapped, policy=policy)
+    inside = jaxpp.wrap_forward(skipping, policy=policy)
+    assert kept(loop_of(around)) == kept(loop_of(inside))
+    assert sum(map(len, kept(loop_of(around)))) < sum(map(len, kept(loop_of(wrapped))))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["1f1b", "zb_h1"])
+def test_on_one_device_too_a_backward_computes_again_what_its_forward_does_not_keep(schedule):
+    def flops(fun):
+        return jax.jit(scheduled(fun, schedule)).lower(WS, X).compile().cost_analysis()["flops"]
+
+    kept = flops(jaxpp.wrap_forward(skipping))
+    assert flops(jax.checkpoint(jaxpp.wrap_forward(skipping))) > 1.1 * kept
+    assert flops(jaxpp.wrap_forward(skipping, policy=NOTHING)) > 1.1 * kept
