@@ -106,6 +106,19 @@ def without_constants(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any
     return opened, list(jaxpr.consts)
 
 
+def bind_constants(jaxpr: jex.ClosedJaxpr, values: Sequence[Any]) -> jex.ClosedJaxpr:
+    """Makes literals of a jaxpr's first inputs."""
+    known = Substitution(
+        (v, jex.Literal(value, v.aval))
+        for v, value in zip(jaxpr.jaxpr.invars, values, strict=False)
+    )
+    return _compat.make_closed_jaxpr(
+        jaxpr.jaxpr.invars[len(values) :],
+        [known(v) for v in jaxpr.jaxpr.outvars],
+        [known.rename(e) for e in jaxpr.eqns],
+    )
+
+
 def called_jaxpr(eqn) -> Any | None:
     """The body of an equation that calls it once (a jit, a checkpoint, a custom rule), or None."""
     if eqn.primitive.name in _CALLS:

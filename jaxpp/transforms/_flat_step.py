@@ -20,26 +20,27 @@ def flatten(jaxpr):
                 f"place: the microbatch loop{_compat.at_source_line(eqn)} has no schedule; wrap "
                 f"the function: schedule(grad_fn, jaxpp.schedules.OneFOneB())."
             )
+        if _jaxprs.contains(eqn, _loop.was_loop):
+            raise ValueError(
+                f"place: the scheduled loop{_compat.at_source_line(eqn)} was differentiated, and "
+                f"has no schedule any more; differentiate first, then schedule: "
+                f"schedule(jax.grad(microbatch(wrap_forward(f), M)), ...)."
+            )
         if not _loop.is_loop(eqn) and _jaxprs.contains(eqn, _loop.is_loop):
             raise ValueError(
                 f"place: a scheduled loop is inside a `{eqn.primitive.name}`"
                 f"{_compat.at_source_line(eqn)}; a pipeline cannot start there. Move it to "
                 f"the top of the step."
             )
-    return _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
-
-
-def bind_constants(jaxpr, values: Sequence[Any]):
-    """Makes literals of what the step closed over: each rank that reads one gets it once."""
-    known = _jaxprs.Substitution(
-        (v, _jaxprs.jex.Literal(value, v.aval))
-        for v, value in zip(jaxpr.jaxpr.invars, values, strict=False)
-    )
-    return _compat.make_closed_jaxpr(
-        jaxpr.jaxpr.invars[len(values) :],
-        [known(v) for v in jaxpr.jaxpr.outvars],
-        [known.rename(e) for e in jaxpr.eqns],
-    )
+    live = _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
+    loops = [e for e in flat.eqns if _loop.is_loop(e)]
+    if loops and not any(map(_loop.is_loop, live.eqns)):
+        raise ValueError(
+            f"place: nothing reads what the scheduled loop{_compat.at_source_line(loops[0])} "
+            f"computes, so that the step has nothing to run as a pipeline; return some of it, such "
+            f"as the loss, or leave the loop out."
+        )
+    return live
 
 
 def own_results(jaxpr, donated: frozenset[int]):

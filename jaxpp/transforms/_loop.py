@@ -110,6 +110,17 @@ class LoopTasks:
         own = dataclasses.replace(self, bodies=bodies, num_consts=len(read))
         return own, [consts[i] for i in read]
 
+    def operands(self, number: int) -> list[Ref]:
+        """What the operands of the loop are, which has so many."""
+        counts = {"const": self.num_consts, "carry": self.num_carry}
+        counts["x"] = number - sum(counts.values())
+        return [Ref(source, i) for source, count in counts.items() for i in range(count)]
+
+    def results(self) -> list[Ref]:
+        """What the results of the loop are."""
+        counts = {"carry": self.num_carry, "y": self.num_ys}
+        return [Ref(source, i) for source, count in counts.items() for i in range(count)]
+
     def of_direction(self, direction: int) -> list[TaskBody]:
         """The bodies of the tasks of one direction."""
         return [b for b in self.bodies if b.stage // self.num_stages == direction]
@@ -153,10 +164,22 @@ def _step(tasks: LoopTasks, bodies: Sequence[TaskBody], consts, carry, slices):
         ]
         if body.recomputes:  # else XLA keeps what the forward has, and computes nothing again
             inputs = list(jax.lax.optimization_barrier(inputs))
-        for ref, y in zip(body.outputs, _jaxprs.run(body.jaxpr, *inputs), strict=True):
+        for ref, y in zip(body.outputs, _call(body, inputs), strict=True):
             targets[ref.source][ref.index] = y
     return new, ys
 
+
+def _call(body: TaskBody, inputs: Sequence[Any]) -> list[Any]:
+    """Runs a task in a call that tells what it was, in a loop that has its schedule no more."""
+
+    def task(*inputs):
+        return _jaxprs.run(body.jaxpr, *inputs)
+
+    task.__name__ = task.__qualname__ = f"{_TASK}{body.name}"
+    return jax.jit(task)(*inputs)
+
+
+_TASK = "pipeline_task_"
 
 loop_p = jex.Primitive("pipeline_loop")
 loop_p.multiple_results = True
@@ -176,14 +199,60 @@ mlir.register_lowering(loop_p, mlir.lower_fun(run_as_scan, multiple_results=True
 
 
 def _jvp(primals, tangents, **params):
+    """The derivative of the plain loop: its tasks are not those of the schedule."""
     tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
     return jax.jvp(lambda *xs: run_as_scan(*xs, **params), tuple(primals), tangents)
 
 
-def _batch(args, dims, **params):
-    mapped = jax.vmap(lambda *xs: run_as_scan(*xs, **params), in_axes=tuple(dims))
-    outputs = mapped(*args)
-    return outputs, [0] * len(outputs)
+def _batch(args, dims, *, tasks: LoopTasks, **params):
+    """A loop whose tasks are batched, with the schedule that it had."""
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    refs = tasks.operands(len(args))
+    batched = _reached(tasks, {r for r, d in zip(refs, dims, strict=True) if d is not None})
+
+    def operand(ref: Ref, x, dim):
+        if dim is not None:
+            return jnp.moveaxis(x, dim, _batch_axis(ref))
+        # A carry that begins the same for all, and does not stay so.
+        return jnp.broadcast_to(x, (size, *x.shape)) if ref in batched else x
+
+    def batch(body: TaskBody) -> TaskBody:
+        axes, out_axes = (
+            [0 if r in batched else None for r in own] for own in (body.inputs, body.outputs)
+        )
+        run = jax.vmap(functools.partial(_jaxprs.run, body.jaxpr), axes, out_axes, axis_size=size)
+        avals = [
+            v.aval if axis is None else jax.ShapeDtypeStruct((size, *v.aval.shape), v.aval.dtype)
+            for v, axis in zip(body.jaxpr.jaxpr.invars, axes, strict=True)
+        ]
+        jaxpr = _jaxprs.bind_constants(*_jaxprs.without_constants(jax.make_jaxpr(run)(*avals)))
+        return dataclasses.replace(body, jaxpr=jaxpr)
+
+    outputs = loop_p.bind(
+        *map(operand, refs, args, dims),
+        tasks=dataclasses.replace(tasks, bodies=tuple(map(batch, tasks.bodies))),
+        **params,
+    )
+    results = tasks.results()
+    return outputs, [_batch_axis(r) if r in batched else None for r in results]
+
+
+def _batch_axis(ref: Ref) -> int:
+    """The axis of a batch of operands or results: behind that of the microbatches."""
+    return 1 if ref.source in ("x", "y") else 0
+
+
+def _reached(tasks: LoopTasks, sources: set[Ref]) -> set[Ref]:
+    """The sources, and what depends on them in any microbatch."""
+    reached, before = set(sources), 0
+    while before < len(reached):
+        before = len(reached)
+        for body in tasks.bodies:
+            invars = zip(body.jaxpr.jaxpr.invars, body.inputs, strict=True)
+            variables = _jaxprs.descendants(body.jaxpr.eqns, [v for v, r in invars if r in reached])
+            outvars = zip(body.jaxpr.jaxpr.outvars, body.outputs, strict=True)
+            reached.update(r for v, r in outvars if not _jaxprs.is_literal(v) and v in variables)
+    return reached
 
 
 ad.primitive_jvps[loop_p] = _jvp
@@ -193,6 +262,13 @@ batching.primitive_batchers[loop_p] = _batch
 def is_loop(eqn) -> bool:
     """Whether an equation is a scheduled loop."""
     return eqn.primitive is loop_p
+
+
+def was_loop(eqn) -> bool:
+    """Whether an equation was a scheduled loop, before it was differentiated."""
+    return eqn.primitive.name == "scan" and _jaxprs.contains(
+        eqn, lambda e: str(e.params.get("name")).startswith(_TASK)
+    )
 
 
 def operand_stages(eqn) -> dict[Any, frozenset[int]]:

@@ -89,7 +89,8 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     _constraints.check_constraints(traced.jaxpr, inside)
     jaxpr = _flat_step.flatten(traced.jaxpr)
     constants, num_closed = traced.inputs, traced.num_closed_over
-    jaxpr = _flat_step.bind_constants(jaxpr, constants[:num_closed])
+    # What the step closed over are literals: each rank that reads one gets it once.
+    jaxpr = _jaxprs.bind_constants(jaxpr, constants[:num_closed])
     donated_leaves = _flat_step.leaves_of(args, request.donate_argnums)
     donated = frozenset(n for n, i in enumerate(signature.arrays) if i in donated_leaves)
     pairs = _flat_step.pair_state(args, request.donate_argnums, traced, jaxpr)

@@ -95,19 +95,14 @@ class _Scan:
 
 def _open_scan(eqn) -> _Scan:
     num_consts, num_carry = _compat.scan_parts(eqn)
-    opened, values = _jaxprs.without_constants(eqn.params["jaxpr"])
-    known = _jaxprs.Substitution(
-        (v, jex.Literal(value, v.aval))
-        for v, value in zip(opened.jaxpr.invars, values, strict=False)
-    )
-    invars = opened.jaxpr.invars[len(values) :]
-    outvars = [known(v) for v in opened.jaxpr.outvars]
+    opened = _jaxprs.bind_constants(*_jaxprs.without_constants(eqn.params["jaxpr"]))
+    invars, outvars = opened.jaxpr.invars, opened.jaxpr.outvars
     return _Scan(
         eqn,
         invars[:num_consts],
         invars[num_consts : num_consts + num_carry],
         invars[num_consts + num_carry :],
-        inline_all([known.rename(e) for e in opened.eqns]),
+        inline_all(opened.eqns),
         outvars[:num_carry],
         outvars[num_carry:],
     )
@@ -261,9 +256,8 @@ def _part_of_scan(
 def _as_equations(run, operands, results, num_new: int) -> tuple[list[Any], list[Any]]:
     """The equations of a function of atoms whose results are named, plus `num_new` new ones."""
     traced = jax.make_jaxpr(run)(*(v.aval for v in operands))
-    traced, consts = _jaxprs.without_constants(traced)
-    known = [jex.Literal(c, v.aval) for c, v in zip(consts, traced.jaxpr.invars, strict=False)]
-    bound = _jaxprs.Substitution(zip(traced.jaxpr.invars, [*known, *operands], strict=True))
+    traced = _jaxprs.bind_constants(*_jaxprs.without_constants(traced))
+    bound = _jaxprs.Substitution(zip(traced.jaxpr.invars, operands, strict=True))
     outvars = traced.jaxpr.outvars
     new = [_jaxprs.fresh_var(v) for v in outvars[len(outvars) - num_new :]]
     flat = _compat.make_closed_jaxpr(

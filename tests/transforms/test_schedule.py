@@ -76,6 +76,116 @@ def test_a_scheduled_function_can_be_differentiated_and_vmapped():
     assert_same(jax.vmap(fun, in_axes), jax.vmap(loss_fn, in_axes), WS, xs)
 
 
+def with_predictions(ws, x):
+    """The loss and its gradient, a mean and a prediction for each example."""
+
+    def loss(ws, x):
+        y = x
+        for i, w in enumerate(ws):
+            y = jaxpp.pipeline_enter_stage(y) if i else y
+            y = jnp.tanh(y @ w)
+        return jnp.mean(y**2), (jnp.max(y), y)
+
+    return jax.value_and_grad(jaxpp.wrap_forward(loss), has_aux=True)(ws, x)
+
+
+PREDICT = functools.partial(
+    jaxpp.microbatch, with_predictions, reduce=(("mean", ("max", "concat")), "mean")
+)
+STACKED_WS = tuple(jnp.stack([w, 2 * w]) for w in WS)
+STACKED_X = jnp.stack([X, 2 * X], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "number", "ranks"),
+    [(OneFOneB(), 3, 3), (ZeroBubbleH1(), 3, 3), (schedules.Chimera(), 6, None)],
+    ids=["1f1b", "zb_h1", "chimera"],
+)
+@pytest.mark.parametrize(
+    ("args", "in_axes"),
+    [
+        ((WS, STACKED_X), (None, 1)),
+        ((STACKED_WS, X), (0, None)),
+        (((STACKED_WS[0], *WS[1:]), STACKED_X), ((0, None, None), 1)),
+    ],
+    ids=["data", "weights", "both"],
+)
+def test_a_vmapped_scheduled_function_keeps_its_schedule(args, in_axes, schedule, number, ranks):
+    if ranks is None:  # an even number of ranks
+        args = (args[0][:2], args[1])
+        in_axes = (in_axes[0][:2] if isinstance(in_axes[0], tuple) else in_axes[0], in_axes[1])
+    fun = PREDICT(number)
+    scheduled = jax.vmap(jaxpp.schedule(fun, schedule), in_axes)
+    assert len(loops_of(scheduled, *args)) == 1
+    assert_same(scheduled, jax.vmap(fun, in_axes), *args)
+    placed = jaxpp.place(scheduled, jaxpp.MpmdMesh((len(args[0]),)))
+    chex.assert_trees_all_close(
+        jax.device_get(placed(*args)), jax.vmap(fun, in_axes)(*args), rtol=1e-6, atol=1e-7
+    )
+
+
+def test_what_is_the_same_for_a_whole_batch_is_not_repeated_in_its_schedule():
+    xs = jnp.stack([X, 2 * X])
+    (loop,) = loops_of(jax.vmap(jaxpp.schedule(GRAD, OneFOneB()), (None, 0)), WS, xs)
+    consts = loop.invars[: loop.params["tasks"].num_consts]
+    assert [v.aval.shape for v in consts] == [w.shape for w in WS]
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        lambda fun: lambda ws, x: jax.jvp(lambda ws: fun(ws, x), (ws,), (ws,)),
+        lambda fun: jax.grad(lambda ws, x: fun(ws, x)[0]),
+    ],
+    ids=["jvp", "grad"],
+)
+def test_a_schedule_that_is_lost_by_differentiation_is_an_error_of_place(differentiate):
+    fun = differentiate(jaxpp.schedule(GRAD, OneFOneB()))
+    assert_same(fun, differentiate(jax.value_and_grad(loss_fn)), WS, X, rtol=1e-5)
+    message = r"loop at \S*test_schedule.py:\d+ was differentiated, and has no schedule any more"
+    with pytest.raises(ValueError, match=message):
+        jaxpp.place(fun, jaxpp.MpmdMesh((STAGES,)))(WS, X)
+
+
+def test_a_loop_of_which_nothing_is_read_is_an_error_of_place():
+    def step(ws, x):
+        jaxpp.schedule(GRAD, OneFOneB())(ws, x)
+        return jax.tree.map(lambda w: w + 1, ws)
+
+    message = r"nothing reads what the scheduled loop at \S*test_schedule.py:\d+ computes"
+    with pytest.raises(ValueError, match=message):
+        jaxpp.place(step, jaxpp.MpmdMesh((STAGES,)))(WS, X)
+
+
+def test_a_loop_of_which_nothing_is_read_is_left_out_of_a_step_with_another():
+    def step(ws, x, fun):
+        fun(ws, 2 * x)
+        loss, grads = fun(ws, x)
+        return jax.tree.map(lambda w, g: w - g, ws, grads), loss
+
+    placed = jaxpp.place(
+        lambda ws, x: step(ws, x, jaxpp.schedule(GRAD, OneFOneB())), jaxpp.MpmdMesh((STAGES,))
+    )
+    assert placed.lower(WS, X).as_text().count("run F0.0") == 1
+    jaxpp.testing.assert_matches_single_device(placed, lambda ws, x: step(ws, x, GRAD), WS, X)
+
+
+def test_a_print_in_a_loop_of_which_nothing_is_read_is_printed(capfd):
+    def printing(ws, x):
+        y = jaxpp.pipeline_enter_stage(jnp.tanh(x @ ws[0]))
+        jax.debug.print("rows {}", y.shape[0])
+        return jnp.mean((y @ ws[1]) ** 2)
+
+    def step(ws, x):
+        fun = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(printing)), M)
+        jaxpp.schedule(fun, OneFOneB())(ws, x)
+        return jax.tree.map(lambda w: w + 1, ws)
+
+    jaxpp.place(step, jaxpp.MpmdMesh((2,)))(WS[:2], X)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split("\n") == ["rows 2"] * M + [""]
+
+
 def test_the_gradient_of_the_mean_loss_is_scheduled_too():
     fun = jax.value_and_grad(jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M))
     scheduled = jaxpp.schedule(fun, OneFOneB())
