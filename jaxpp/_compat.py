@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import numpy as np
-from jax._src import distributed, source_info_util, xla_bridge
+from jax._src import api_util, config, core, distributed, source_info_util, xla_bridge
 from jax.core import Tracer
 from jax.experimental import serialize_executable
 from jax.interpreters import partial_eval
@@ -203,3 +203,20 @@ def serve_collectives_at(host: str) -> None:
 def is_tracer(value) -> bool:
     """Whether a value is being traced by a JAX transformation."""
     return isinstance(value, Tracer)
+
+
+def is_tracing() -> bool:
+    """Whether a JAX transformation runs what is computed now."""
+    return not core.trace_state_clean()
+
+
+def trace_context() -> Any:
+    """JAX's settings as they are now: `jax.jit` traces anew where they differ."""
+    return config.trace_context()
+
+
+def public_error(error: Any) -> Exception:
+    """The error that `jax.jit` raises for one of an executable."""
+    if isinstance(error, api_util.InternalFloatingPointError):
+        return FloatingPointError(f"invalid value ({error.ty}) encountered")
+    return error

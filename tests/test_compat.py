@@ -173,6 +173,32 @@ def test_tracers_are_told_from_values():
     )
 
 
+def test_a_trace_knows_that_it_is_one():
+    seen = [_compat.is_tracing()]
+    jax.vmap(lambda x: seen.append(_compat.is_tracing()) or x)(X)
+    jax.jit(lambda: seen.append(_compat.is_tracing()))()
+    assert [*seen, _compat.is_tracing()] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("setting", [jax.enable_x64(True), jax.default_matmul_precision("highest")])
+def test_the_context_of_a_trace_is_that_of_its_settings(setting):
+    before = _compat.trace_context()
+    with setting:
+        assert _compat.trace_context() != before
+    assert _compat.trace_context() == before
+
+
+def test_an_executable_that_finds_a_nan_raises_what_jit_raises():
+    compiled = jax.jit(lambda x: x / x).lower(X).compile()
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        try:
+            compiled(0 * X)
+        except Exception as error:
+            raise _compat.public_error(error) from None
+    error = KeyError()
+    assert _compat.public_error(error) is error
+
+
 # ---- executables --------------------------------------------------------------------------------
 
 

@@ -193,15 +193,11 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
 
 def _loaded(step: Any, args: Sequence[Any]) -> tuple[LocalStep, list[Any]]:
     """The step as its mesh has loaded it, and its arguments that are arrays."""
-    leaves, tree = jtu.tree_flatten(args)
     if isinstance(step, Placed):
-        known = [c for c in step._cache if c.signature.matches(leaves, tree)]
-        if not known:
-            known = [step.lower(*args).compile()]
-            step._cache.insert(0, known[0])
-        compiled = known[0]
+        compiled, leaves = step.compiled_for(*args)
     elif isinstance(step, Compiled):
         compiled = step
+        leaves, tree = jtu.tree_flatten(args)
         if not compiled.signature.matches(leaves, tree):
             raise TypeError(
                 f"measure: the step was compiled for other arguments: "

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxpp import _compat
 from jaxpp._program import Free, Instruction, Message, Program, Receive, Run, Send, Wait
 
 Chunk = tuple[Instruction, ...]
@@ -48,8 +49,9 @@ class Worker:
                         *[slots[i] for i in instruction.inputs]
                     )
                 except Exception as error:
+                    error = _compat.public_error(error)
                     error.add_note(f"in {instruction.label} on rank {self._rank}")
-                    raise
+                    raise error
                 for slot, value in zip(instruction.outputs, outputs):  # noqa: B905  hot loop
                     slots[slot] = value
             elif isinstance(instruction, Free):

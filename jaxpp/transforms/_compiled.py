@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 from jaxpp import _jaxprs
 from jaxpp._program import Bundle, Mesh, Program, Step
 from jaxpp.transforms import _initialize
+from jaxpp.transforms._keywords import as_positional
 from jaxpp.transforms._signature import Signature
 
 
@@ -37,11 +38,14 @@ class Lowered:
 class Compiled:
     """A step compiled for arguments of given types."""
 
+    fun: Callable
     bundle: Bundle
     _mesh: Mesh
     _run: Step
     signature: Signature
     _rebuild: Callable[[list[Any]], Any]
+    #: JAX's settings for which a placed function has compiled it.
+    context: Any = None
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -75,10 +79,8 @@ class Compiled:
             TypeError: `init_fn` makes something else than the step was compiled for; the message
                 names the first leaf that differs.
         """
-        traced = _initialize.trace(init_fn, args)
-        wanted = [x if a is None else a for x, a in zip(*self.signature.leaves, strict=True)]
-        state = _initialize.first_arguments(traced)
-        _initialize.check(state, jtu.tree_unflatten(self.signature.tree, wanted))
+        traced = _initialize.trace(init_fn, args, self.signature.static_argnums)
+        _initialize.check(_initialize.first_arguments(traced), self.signature.types)
         return self.run_initializer(traced, args)
 
     def run_initializer(self, traced: _jaxprs.Traced, args: Sequence[Any]) -> Any:
@@ -88,8 +90,9 @@ class Compiled:
         bundle = _initialize.lower(traced, self.bundle, names)
         return traced.rebuild(self._mesh.load(bundle)(traced.inputs))
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; the arguments must have the types it was compiled for."""
+        args = as_positional(self.fun, args, kwargs)
         leaves, tree = jtu.tree_flatten(args)
         if not self.signature.matches(leaves, tree):
             raise TypeError(

@@ -23,15 +23,30 @@ from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Computation, Free, Instruction, Program, Run, Wait
 from jaxpp._specs import Spec, replicated
 from jaxpp.transforms import _initial_specs, _row_slices
+from jaxpp.transforms._signature import with_arrays
 
 
-def trace(init_fn: Callable, args: Sequence[Any]) -> _jaxprs.Traced:
+def trace(
+    init_fn: Callable, args: Sequence[Any], static_argnums: Sequence[int] = ()
+) -> _jaxprs.Traced:
     """Traces an initialiser, of which nothing is computed.
+
+    Args:
+        init_fn: it makes the first arguments of a step.
+        args: its arguments.
+        static_argnums: those of the step; of other arguments numbers are made as arrays.
 
     Raises:
         ValueError: it prints, or has another effect, which no rank could be chosen for.
     """
-    traced = _jaxprs.trace(init_fn, args)
+
+    def make(*args):
+        made = init_fn(*args)
+        if type(made) is tuple:
+            return with_arrays(made, static_argnums)
+        return with_arrays((made,), static_argnums)[0]
+
+    traced = _jaxprs.trace(make, args)
     for eqn in traced.jaxpr.eqns:
         if eqn.effects:
             raise ValueError(

@@ -21,6 +21,7 @@ from jaxpp.transforms import (
     _flat_step,
     _in_specs,
     _join_ranks,
+    _keywords,
     _lower,
     _optimizer_shards,
     _parameter_shards,
@@ -39,6 +40,7 @@ class Request:
         fun: the step.
         mesh: where to run it; None for the default.
         donate_argnums: the positions of donated arguments.
+        static_argnums: the positions of arguments whose numbers are static.
         in_specs: a prefix of the arguments.
         out_specs: a prefix of the results.
         zero: the axes over which what has a role is split further.
@@ -47,6 +49,7 @@ class Request:
     fun: Callable
     mesh: Mesh | None
     donate_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
     in_specs: Any
     out_specs: Any
     zero: Mapping[Role, tuple[str, ...]]
@@ -78,13 +81,13 @@ def _lower_alike(request: Request, args: tuple[Any, ...], inside: AbstractMesh |
 
 
 def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
-    leaves, tree = jtu.tree_flatten(args)
+    leaves = jtu.tree_leaves(args)
     paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(args)[0]]
-    _check_arguments(args, leaves, paths, request.donate_argnums)
-    signature = Signature.of(leaves, tree)
-    types = [x if a is None else a for x, a in zip(leaves, signature.avals, strict=True)]
-    typed = jtu.tree_unflatten(tree, types)
-    in_specs = _specs("in_specs", request.in_specs, typed, inside)
+    _check_arguments(request, args, leaves, paths)
+    signature = Signature.of(args, request.static_argnums)
+    typed = signature.types
+    in_specs = _keywords.with_keywords(request.in_specs, args, None)
+    in_specs = _specs("in_specs", in_specs, typed, inside)
     traced = _trace(request.fun, typed, in_specs, inside)
     _constraints.check_constraints(traced.jaxpr, inside)
     jaxpr = _flat_step.flatten(traced.jaxpr)
@@ -93,7 +96,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     jaxpr = _jaxprs.bind_constants(jaxpr, constants[:num_closed])
     donated_leaves = _flat_step.leaves_of(args, request.donate_argnums)
     donated = frozenset(n for n, i in enumerate(signature.arrays) if i in donated_leaves)
-    pairs = _flat_step.pair_state(args, request.donate_argnums, traced, jaxpr)
+    pairs = _flat_step.pair_state(typed, request.donate_argnums, traced, jaxpr)
     # What ranks load themselves they load whole.
     fed = frozenset(n for n, i in enumerate(signature.arrays) if isinstance(leaves[i], Fed))
     parts = _distribute.distribute(jaxpr, pairs, fed)
@@ -125,7 +128,8 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     mesh = _resolve_mesh(request.mesh, len(bundle.programs))
 
     def finish(bundle: Bundle) -> Compiled:
-        return Compiled(bundle, mesh, mesh.load(bundle), signature, traced.rebuild)
+        run = mesh.load(bundle)
+        return Compiled(request.fun, bundle, mesh, run, signature, traced.rebuild)
 
     return Lowered(bundle, finish)
 
@@ -164,13 +168,14 @@ def _resolve_mesh(given: Mesh | None, num_ranks: int) -> Mesh:
     return mesh
 
 
-def _check_arguments(args, leaves, paths, donate_argnums: Sequence[int]) -> None:
-    check_positions("donate_argnums", donate_argnums, args)
+def _check_arguments(request: Request, args, leaves, paths) -> None:
+    check_positions("donate_argnums", request.donate_argnums, args)
+    check_positions("static_argnums", request.static_argnums, args)
     for leaf, path in zip(leaves, paths, strict=True):
         if _compat.is_tracer(leaf):
             raise ValueError(
-                f"place: args{path} is being traced: a placed function cannot be inside jit, "
-                f"grad, vmap or scan. Transform the function first and place the result."
+                f"place: args{path} is a tracer that has left the jit, grad, vmap or scan that "
+                f"made it; return it from there."
             )
         if not _jaxprs.is_array(leaf):
             try:
@@ -178,18 +183,19 @@ def _check_arguments(args, leaves, paths, donate_argnums: Sequence[int]) -> None
             except TypeError:
                 raise ValueError(
                     f"place: args{path} is a {type(leaf).__name__}, which is neither an array "
-                    f"nor hashable. Arrays are traced and all else is static: make it an "
-                    f"array, or hashable."
+                    f"nor hashable. Arrays and numbers are traced and all else is static: make it "
+                    f"an array, or hashable."
                 ) from None
 
 
 def check_positions(name: str, positions: Iterable[int], args: Sequence[Any]) -> None:
     """Checks that an argument of `place` names positions that there are."""
+    count = len(_keywords.without_keywords(args))
     for n in positions:
-        if not 0 <= n < len(args):
+        if not 0 <= n < count:
             raise ValueError(
-                f"place: {name} names argument {n}, but the step was called with {len(args)} "
-                f"arguments."
+                f"place: {name} names argument {n}, but the step was called with {count} "
+                f"arguments that have a position."
             )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jaxpp import _jaxprs, _specs
-from jaxpp.transforms import _reductions
+from jaxpp.transforms import _keywords, _reductions
 
 #: For an argument, that it is what the microbatch before it gave back.
 CARRY = "carry"
@@ -39,13 +39,14 @@ def microbatch(
     is that of a loop over the slices in order; a schedule that does not keep it is an error.
 
     Args:
-        fun: a function of pytrees, called with positional arguments.
+        fun: a function of pytrees.
         num_microbatches: how many slices, M.
         in_axes: as in `jax.vmap`, an int or None for each argument, or a prefix of its pytree: the
             axis to slice; None passes the whole. Slice i holds the i-th run of `size / M` indices.
             The sizes are the same, or M for what has an entry for each slice, such as a random key.
             `"carry"` passes the whole to the first slice, and to each further one what the slice
-            before it made of it.
+            before it made of it. An argument given by keyword has the entry of its position in
+            `fun`; as in `jax.vmap`, one without an entry is sliced along its first axis.
         reduce: how each output is combined, a prefix of the result's pytree: `"mean"`, `"sum"`,
             `"max"`, `"last"`, `"stack"` (a new first axis of size M), `"concat"` (along the first
             axis), `"carry"` (goes into the next slice; the last one is the result), or an object
@@ -82,7 +83,9 @@ def microbatch(
     count = int(num_microbatches)
 
     @functools.wraps(fun)
-    def microbatched(*args):
+    def microbatched(*args, **kwargs):
+        most = len(in_axes) if isinstance(in_axes, tuple | list) else None
+        args = _keywords.as_positional(fun, args, kwargs, most)
         leaves, tree = jtu.tree_flatten(args)
         axes = _broadcast_axes(in_axes, args)
         axes = [a if _jaxprs.is_array(leaf) else None for a, leaf in zip(axes, leaves, strict=True)]
@@ -92,7 +95,7 @@ def microbatch(
             leaf if axis is None else _slice_type(leaf, axis, count)
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
-        traced = _jaxprs.trace(fun, jtu.tree_unflatten(tree, small))
+        traced = _jaxprs.trace(_keywords.positional(fun), jtu.tree_unflatten(tree, small))
         operators = _resolve_outputs(reduce, accumulator_dtype, traced)
         carried = [(p, x) for p, a, x in zip(paths, axes, small, strict=True) if a == CARRY]
         _check_carried(carried, operators, traced)
@@ -260,11 +263,13 @@ def _broadcast_axes(in_axes: Any, args: tuple) -> list[Any]:
     """One axis, None or `CARRY` per leaf of the arguments."""
     if isinstance(in_axes, list):
         in_axes = tuple(in_axes)
-    if isinstance(in_axes, tuple) and len(in_axes) != len(args):
+    count = len(_keywords.without_keywords(args))
+    if isinstance(in_axes, tuple) and len(in_axes) != count:
         raise ValueError(
             f"microbatch: in_axes has {len(in_axes)} entries {in_axes}, but the function was "
-            f"called with {len(args)} arguments; give one entry for each."
+            f"called with {count} arguments; give one entry for each."
         )
+    in_axes = _keywords.with_keywords(in_axes, args, 0)
     axes = _broadcast(in_axes, args, "in_axes", lambda a: a is None)
     wrong = [
         a

@@ -1,19 +1,23 @@
 """`place`: compiles a step to one program per rank, and runs it on a mesh."""
 
+import dataclasses
 import functools
+import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh
 
+from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
 from jaxpp.transforms import _initialize
 from jaxpp.transforms._compiled import Compiled, Lowered
+from jaxpp.transforms._keywords import as_positional, positional
 from jaxpp.transforms._lower_step import Request, check_positions, lower_step
+from jaxpp.transforms._signature import Signature
 
 
 def place(
@@ -21,6 +25,7 @@ def place(
     mesh: Mesh | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
     in_specs: Any = None,
     out_specs: Any = None,
     zero1: str | Sequence[str] = (),
@@ -35,17 +40,20 @@ def place(
     use them: results are left where the next call needs them.
 
     Args:
-        fun: a function of pytrees. JAX and NumPy arrays, of any shape and dtype, are traced; every
-            other leaf is static and must be hashable: another value traces again, as do other
-            shapes and dtypes.
+        fun: a function of pytrees. JAX and NumPy arrays, of any shape and dtype, are traced, and
+            Python's numbers as in `jax.jit`, but for those in an Equinox module. Every other leaf
+            is static and must be hashable: another value traces again, as do other shapes, dtypes
+            and settings of JAX. What is given by keyword counts at its position in `fun`.
         mesh: where to run; by default a `jaxpp.MpmdMesh` over the first `jax.devices()`.
         donate_argnums: the positions of arguments whose memory the step may reuse. Their arrays are
             deleted by the call.
+        static_argnums: the positions of arguments whose numbers are static, too: where the step
+            needs a value, for a shape, a branch, or as a key.
         in_specs: how the arguments are split over the axes inside a rank, on a mesh that has such:
             a prefix of the tuple of arguments, of `jax.sharding.PartitionSpec`s. In place of one
             may be a list of rules `[(pattern, spec), ...]`: a leaf takes the spec of the first
-            pattern that `re.search` finds in its path, such as `blocks.0.mlp.up.weight`. None, and
-            what no rule speaks of, is whole on each device.
+            pattern that `re.search` finds in its path, such as `blocks.0.mlp.up.weight`. None,
+            what no rule speaks of, and what `fun` takes by keyword alone is whole on each device.
         out_specs: the same for the results. By default a result that is the next call's argument,
             such as the parameters, is split as that is, and others as they come out.
         zero1: the axis, or axes, inside a rank over which optimizer state is split, such as
@@ -60,7 +68,8 @@ def place(
             nothing goes through this process; it has to give the same everywhere.
 
     Returns:
-        A callable with `lower(*args)`, as `jax.jit` gives. It cannot be transformed further.
+        A callable with `lower(*args)`, as `jax.jit` gives. Inside `jit`, `grad`, `vmap`,
+        `make_jaxpr` and `eval_shape` it is `fun`.
 
     Raises:
         ValueError: for a loop without a schedule, a mesh with another number of ranks, a donated
@@ -79,8 +88,9 @@ def place(
         >>> step(jnp.eye(2), jnp.ones((8, 2))).shape
         (2, 2)
     """
-    if isinstance(donate_argnums, int):
-        donate_argnums = (donate_argnums,)
+    donated, static = (
+        (n,) if isinstance(n, int) else tuple(n) for n in (donate_argnums, static_argnums)
+    )
     inside = getattr(mesh, "inside", None)
     given = {
         "in_specs": in_specs is not None,
@@ -97,7 +107,7 @@ def place(
     parameter_axes = _axes_inside("zero3", zero3, inside)
     optimizer_axes = parameter_axes or _axes_inside("zero1", zero1, inside)
     zero = {Role.PARAMETER: parameter_axes, Role.OPTIMIZER: optimizer_axes}
-    request = Request(fun, mesh, tuple(donate_argnums), in_specs, out_specs, zero)
+    request = Request(positional(fun), mesh, donated, static, in_specs, out_specs, zero)
     return Placed(request, dict(feed or {}))
 
 
@@ -114,6 +124,13 @@ def _axes_inside(
     return axes
 
 
+#: How many calls that differ in their types, or in what is static, a step keeps compiled.
+KEPT = 64
+
+#: For how many values of what is static a step is compiled before it warns.
+MANY = 8
+
+
 class Placed:
     """A function partitioned over the ranks of a mesh; made by `place`."""
 
@@ -121,6 +138,8 @@ class Placed:
         functools.update_wrapper(self, request.fun)
         self._feed = feed
         self._request = request
+        self._lock = threading.RLock()
+        # The one that was called last comes first.
         self._cache: list[Compiled] = []
 
     @property
@@ -131,46 +150,62 @@ class Placed:
     def __repr__(self):
         return f"<placed {getattr(self._request.fun, '__name__', self._request.fun)}>"
 
-    def __call__(self, *args: Any) -> Any:
-        """Runs the step; traces and compiles it where the arguments have new types.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; traces and compiles it where `jax.jit` would trace it anew.
 
-        An `int` that differs from the calls before (flax's `TrainState.step`) is an array from then
-        on, unless the step needs to know its value: every other static leaf compiles it again.
+        Inside a transformation of JAX it is the function that was placed.
         """
-        args = self._fed(args)
+        if _compat.is_tracing():
+            return self._request.fun(*self._arguments(args, kwargs, here=True))
+        compiled, leaves = self.compiled_for(*args, **kwargs)
+        return compiled.call(leaves)
+
+    def compiled_for(self, *args: Any, **kwargs: Any) -> tuple[Compiled, list[Any]]:
+        """The step compiled for such arguments, and their leaves."""
+        args = self._arguments(args, kwargs)
         leaves, tree = jtu.tree_flatten(args)
-        compiled = self._known(leaves, tree)
-        if compiled is None:
-            counted = self._with_counts(leaves, tree)
-            compiled = self._known(counted, tree)
-            if compiled is None and counted is not leaves:
-                try:
-                    compiled = self._compile(jtu.tree_unflatten(tree, counted))
-                except jax.errors.JAXTypeError:  # a shape or a branch depends on it
-                    counted = leaves
-            leaves = counted
-        return (compiled or self._compile(args)).call(leaves)
-
-    def _known(self, leaves: Sequence[Any], tree: Any) -> Compiled | None:
-        """What has been compiled for such leaves; it is now the last one used."""
+        context = _compat.trace_context()
         cache = self._cache
-        for i, compiled in enumerate(cache):
-            if compiled.signature.matches(leaves, tree):
-                if i:
-                    cache.insert(0, cache.pop(i))
-                return compiled
-        return None
+        with self._lock:
+            for i, compiled in enumerate(cache):
+                if compiled.context == context and compiled.signature.matches(leaves, tree):
+                    if i:
+                        cache.insert(0, cache.pop(i))
+                    return compiled, leaves
+            compiled = dataclasses.replace(self._lower(args).compile(), context=context)
+            self._warn_of_static_values(compiled, args)
+            cache.insert(0, compiled)
+            del cache[KEPT:]
+            return compiled, leaves
 
-    def _with_counts(self, leaves: Sequence[Any], tree: Any) -> Sequence[Any]:
-        """The leaves, with what is known to change from call to call as arrays."""
-        for compiled in self._cache:
-            if counts := compiled.signature.changed_counts(leaves, tree):
-                return [jnp.asarray(x) if i in counts else x for i, x in enumerate(leaves)]
-        return leaves
+    def _lower(self, args: tuple[Any, ...]) -> Lowered:
+        try:
+            return lower_step(self._request, args)
+        except TypeError as error:  # such as those of JAX about values that are not known
+            leaves = jtu.tree_leaves_with_path(args)
+            arrays = Signature.of(args, self._request.static_argnums).arrays
+            numbers = [i for i in arrays if not _jaxprs.is_array(leaves[i][1])]
+            if numbers:
+                named = ", ".join(f"args{jtu.keystr(leaves[i][0])}" for i in numbers)
+                error.add_note(
+                    f"place: the step is traced for any value of the Python numbers {named}, as by "
+                    f"jax.jit. Where it needs their values, give their positions as static_argnums."
+                )
+            raise
 
-    def _compile(self, args: tuple[Any, ...]) -> Compiled:
-        self._cache.insert(0, lower_step(self._request, args).compile())
-        return self._cache[0]
+    def _warn_of_static_values(self, compiled: Compiled, args: tuple[Any, ...]) -> None:
+        alike = [
+            known.signature
+            for known in self._cache
+            if known.context == compiled.context and known.signature.is_like(compiled.signature)
+        ]
+        if len(alike) + 1 == MANY:
+            warnings.warn(
+                f"{self!r} has been compiled for {MANY} values of what is static: "
+                f"{alike[0].difference(args)}, as it was before. An array (jnp.asarray) in its "
+                f"place is traced, and compiled once.",
+                stacklevel=4,
+            )
 
     def initialize(self, init_fn: Callable, *args: Any, rest: Sequence[Any] = ()) -> Any:
         """Makes the step's first arguments where the step reads them.
@@ -187,8 +222,8 @@ class Placed:
 
         Args:
             init_fn: a function of pytrees, which does not print. It returns the step's first
-                argument, or a tuple of its first arguments. Leaves that are not arrays are static,
-                as in the step; a NumPy array becomes a JAX array.
+                argument, or a tuple of its first arguments. What the step traces becomes an array
+                of JAX; other leaves are static.
             *args: its arguments, such as a random key.
             rest: the other arguments of the step, or `jax.ShapeDtypeStruct`s in place of their
                 arrays: the step is compiled for them, and their values are not used.
@@ -214,18 +249,20 @@ class Placed:
             >>> weights = step.initialize(make_weights, jax.random.key(0), rest=(x,))
             >>> grads = step(weights, x)
         """
-        traced = _initialize.trace(init_fn, args)
-        step_args = self._fed((*_initialize.first_arguments(traced), *rest))
-        compiled = self._known(*jtu.tree_flatten(step_args)) or self._compile(step_args)
+        traced = _initialize.trace(init_fn, args, self._request.static_argnums)
+        compiled, _ = self.compiled_for(*_initialize.first_arguments(traced), *rest)
         return compiled.run_initializer(traced, args)
 
-    def _fed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments, with those that are loaded by a function in place of what it takes."""
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, here: bool = False
+    ) -> tuple[Any, ...]:
+        """The arguments by position, with what functions load; `here` says that they load here."""
+        args = as_positional(self._request.fun, args, kwargs)
         if not self._feed:
             return args
         check_positions("feed", self._feed, args)
-        # Ranks in other processes load for themselves.
-        load = getattr(self.mesh, "feed", lambda load, value: load(value))
+        load: Any = None if here else getattr(self.mesh, "feed", None)
+        load = load or (lambda load, value: load(value))
         return tuple(load(self._feed[n], x) if n in self._feed else x for n, x in enumerate(args))
 
     @property
@@ -273,6 +310,6 @@ class Placed:
         self.bundle  # noqa: B018  says what is wrong where there is none
         return self._cache[0].describe()
 
-    def lower(self, *args: Any) -> Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces the step at arguments, or at `jax.ShapeDtypeStruct`s that stand for arrays."""
-        return lower_step(self._request, self._fed(args))
+        return self._lower(self._arguments(args, kwargs))

@@ -1,9 +1,15 @@
-"""The types of a placed step's arguments: for which calls it has been compiled."""
+"""The types of a placed step's arguments: for which calls it has been compiled.
+
+What is traced is an array, and a Python number, which is an array to `jax.jit`, too. In an Equinox
+module a number is static, as to `eqx.filter_jit`: it is a setting of a layer (the rate of a
+dropout), which `eqx.filter` does not take for a parameter. All else is static.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -20,23 +26,32 @@ class Signature:
     avals: tuple[Any, ...]
     arrays: tuple[int, ...]
     static: tuple[Any, ...]
-
-    @property
-    def leaves(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The static leaves, None for an array, and the types of arrays, None for a static one."""
-        return self.static, self.avals
+    #: Whether a number is traced, leaf by leaf.
+    numbers: tuple[bool, ...]
+    static_argnums: tuple[int, ...]
 
     @staticmethod
-    def of(leaves: Sequence[Any], tree: Any) -> "Signature":
-        is_array = [_jaxprs.is_array(leaf) for leaf in leaves]
-        avals = tuple(type_of(x) if a else None for x, a in zip(leaves, is_array, strict=True))
-        static = tuple(None if a else x for x, a in zip(leaves, is_array, strict=True))
-        return Signature(tree, avals, tuple(i for i, a in enumerate(is_array) if a), static)
+    def of(args: Sequence[Any], static_argnums: tuple[int, ...]) -> "Signature":
+        leaves, tree = jtu.tree_flatten(args)
+        numbers = tuple(_numbers_traced(args, static_argnums))
+        traced = [_is_traced(x, own) for x, own in zip(leaves, numbers, strict=True)]
+        avals = tuple(type_of(x) if t else None for x, t in zip(leaves, traced, strict=True))
+        static = tuple(None if t else x for x, t in zip(leaves, traced, strict=True))
+        arrays = tuple(i for i, t in enumerate(traced) if t)
+        return Signature(tree, avals, arrays, static, numbers, static_argnums)
+
+    @property
+    def types(self) -> Any:
+        """The arguments, with a type in place of what is traced."""
+        pairs = zip(self.static, self.avals, strict=True)
+        return jtu.tree_unflatten(self.tree, [x if a is None else a for x, a in pairs])
 
     def matches(self, leaves: Sequence[Any], tree: Any) -> bool:
         if tree != self.tree:
             return False
-        for leaf, aval, value in zip(leaves, self.avals, self.static, strict=True):
+        for leaf, aval, value, number in zip(
+            leaves, self.avals, self.static, self.numbers, strict=True
+        ):
             if aval is None:
                 if leaf is not value and (type(leaf) is not type(value) or leaf != value):
                     return False
@@ -48,24 +63,13 @@ class Signature:
                     return False
                 if own.weak_type != aval.weak_type:
                     return False
-            elif not _jaxprs.is_array(leaf) or type_of(leaf) != aval:
+            elif not _is_traced(leaf, number) or type_of(leaf) != aval:
                 return False
         return True
 
-    def changed_counts(self, leaves: Sequence[Any], tree: Any) -> frozenset[int]:
-        """Where leaves differ by the value of an `int`, if they differ by nothing else."""
-        if tree != self.tree:
-            return frozenset()
-        like, changed = list(leaves), set()
-        for i, (leaf, aval, value) in enumerate(zip(leaves, self.avals, self.static, strict=True)):
-            if type(leaf) is int and -(2**31) <= leaf < 2**31:
-                if aval is not None:
-                    like[i] = jnp.asarray(leaf)
-                    changed.add(i)
-                elif type(value) is int and leaf != value:
-                    like[i] = value
-                    changed.add(i)
-        return frozenset(changed) if changed and self.matches(like, tree) else frozenset()
+    def is_like(self, other: "Signature") -> bool:
+        """Whether another one has the same types, so that only what is static differs."""
+        return (self.tree, self.avals) == (other.tree, other.avals)
 
     def difference(self, args: Any) -> str:
         leaves, tree = jtu.tree_flatten_with_path(args)
@@ -75,12 +79,45 @@ class Signature:
                 return f"there are {len(own)} of them, not {len(known)}"
             apart = next(n for n, (a, b) in enumerate(zip(own, known, strict=True)) if a != b)
             return f"args[{apart}] has another structure"
-        for (path, leaf), aval, value in zip(leaves, self.avals, self.static, strict=True):
-            now = type_of(leaf) if _jaxprs.is_array(leaf) else leaf
+        for (path, leaf), aval, value, number in zip(
+            leaves, self.avals, self.static, self.numbers, strict=True
+        ):
             known = value if aval is None else aval
+            now = type_of(leaf) if _is_traced(leaf, number) else leaf
             if now != known:
                 return f"args{jtu.keystr(path)} is {_describe(now)}, not {_describe(known)}"
         return "none"
+
+
+def with_arrays(args: Sequence[Any], static_argnums: Sequence[int]) -> tuple[Any, ...]:
+    """The arguments of a step, with an array for each number that is traced."""
+    leaves, tree = jtu.tree_flatten(tuple(args))
+    numbers = _numbers_traced(args, static_argnums)
+    pairs = zip(leaves, numbers, strict=True)
+    return jtu.tree_unflatten(
+        tree, [jnp.asarray(x) if n and _is_number(x) else x for x, n in pairs]
+    )
+
+
+def _is_traced(leaf: Any, number: bool) -> bool:
+    """Whether a leaf is traced; `number` says if a Python number is, where the leaf stands."""
+    return _jaxprs.is_array(leaf) or (number and _is_number(leaf))
+
+
+def _is_number(leaf: Any) -> bool:
+    return type(leaf) in (int, float, complex)  # neither a bool nor an enumeration's member
+
+
+def _numbers_traced(args: Sequence[Any], static_argnums: Sequence[int]) -> Iterator[bool]:
+    """For each leaf, whether a Python number that stands there is traced."""
+    for n, arg in enumerate(args):
+        for node in jtu.tree_leaves(arg, is_leaf=_is_module):
+            static = n in static_argnums or _is_module(node)
+            yield from [not static] * len(jtu.tree_leaves(node))
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, eqx.Module)
 
 
 def type_of(array: Any) -> jax.ShapeDtypeStruct:
