@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import numpy as np
-from jax._src import api_util, config, core, distributed, source_info_util, xla_bridge
+from jax._src import api_util, config, core, distributed, effects, source_info_util, xla_bridge
+from jax._src.state import discharge
 from jax.core import Tracer
 from jax.experimental import serialize_executable
 from jax.interpreters import partial_eval
@@ -83,6 +84,22 @@ def eliminate_dead_code(jaxpr: jex.ClosedJaxpr, used: Sequence[bool]) -> jex.Clo
     """Removes what the `used` outputs do not need, inside calls and loops too; keeps the inputs."""
     slim, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, list(used), instantiate=True)
     return jex.ClosedJaxpr(slim, [])
+
+
+def without_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The program with plain values in place of the `jax.new_ref`s that it makes.
+
+    Where JAX takes refs apart it has differentiated already; here a derivative is that of the plain
+    values. Only a custom derivative rule around a ref of its own cannot be differentiated then.
+    """
+    if any(isinstance(e, core.InternalMutableArrayEffect) for e in jaxpr.effects):
+        return discharge.discharge_state(jaxpr, should_discharge=False)
+    return jaxpr
+
+
+def is_ordered(eqn) -> bool:
+    """Whether an equation has an effect that keeps its order among others."""
+    return any(map(effects.ordered_effects.contains, eqn.effects))
 
 
 def source_line(eqn) -> str:

@@ -57,7 +57,10 @@ def is_array(leaf: Any) -> bool:
 
 
 def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Traced:
-    """Traces `fun`; every leaf of the arguments that is not an array is static, as in Equinox."""
+    """Traces `fun`; every leaf of the arguments that is not an array is static, as in Equinox.
+
+    What `fun` writes to a `jax.new_ref` of its own becomes data that flows, as any other.
+    """
     leaves, tree = jtu.tree_flatten((tuple(args), kwargs or {}))
     traced = [is_array(leaf) for leaf in leaves]
     static = [None if t else leaf for leaf, t in zip(leaves, traced, strict=True)]
@@ -72,7 +75,7 @@ def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Tra
         return [leaf for leaf in out_leaves if is_array(leaf)]
 
     arrays = [leaf for leaf, t in zip(leaves, traced, strict=True) if t]
-    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    jaxpr = _compat.without_refs(jax.make_jaxpr(flat)(*arrays))
     opened, consts = without_constants(jaxpr)
     return Traced(opened, [*consts, *arrays], len(consts), result["tree"], result["static"])
 
@@ -138,8 +141,15 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_lin": "call_jaxpr",
 }
+_JITS = frozenset({"jit", "pjit"})
 CHECKPOINTS = frozenset({"remat2", "checkpoint"})
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+
+
+def shardings_of(eqn) -> list[Any]:
+    """The shardings that a `jax.jit` call gives its arguments and results."""
+    given = [eqn.params.get(name) or () for name in ("in_shardings", "out_shardings")]
+    return [s for own in given for s in own if isinstance(s, jax.sharding.Sharding)]
 
 
 def contains(eqn, wanted: Callable[[Any], bool]) -> bool:
@@ -183,8 +193,11 @@ class Substitution:
 
 def inline_call(eqn, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """The equations of a called jaxpr with variables of their own, and its result atoms."""
-    body = called_jaxpr(eqn)
-    assert body is not None
+    return inline_body(called_jaxpr(eqn), args, eqn)
+
+
+def inline_body(body: Any, args: Sequence[Any], eqn) -> tuple[list[Any], list[Any]]:
+    """The same for any jaxpr among the parameters of an equation."""
     opened = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
     fresh = Substitution(zip(opened.invars, args, strict=True))
     for var, value in zip(opened.constvars, _compat.constants_of(body), strict=True):
@@ -196,6 +209,17 @@ def inline_call(eqn, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         fresh.of.update(zip(inner.outvars, outvars, strict=True))
         eqns.append(_compat.under_scope(renamed.replace(outvars=outvars), eqn))
     return eqns, [fresh(v) for v in opened.outvars]
+
+
+def splice(fun: Callable, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The equations of a function of atoms whose results are the given variables."""
+    traced = jax.make_jaxpr(fun)(*(v.aval for v in operands))
+    flat = inline(without_constants(traced)[0], lambda e: True)
+    bound = Substitution(zip(flat.jaxpr.invars, operands, strict=True))
+    # JAX gives the same variables whenever it traces the same function.
+    bound.of.update((v, fresh_var(v)) for e in flat.eqns for v in e.outvars)
+    bound.of.update(zip(flat.jaxpr.outvars, results, strict=True))
+    return [bound.rename(e).replace(outvars=[bound(v) for v in e.outvars]) for e in flat.eqns]
 
 
 def fresh_var(var):
@@ -248,6 +272,32 @@ def part(eqns: Sequence[Any], outputs: Sequence[Any], name: str = "part") -> Par
     )
 
 
+def lift_arrays(part: Part) -> tuple[Part, tuple[Any, ...]]:
+    """The part with the arrays among its literals as its last inputs, and these literals.
+
+    So that an array that a function closes over is in no executable, and no key of one.
+    """
+    lifted: dict[int, tuple[Any, Any]] = {}
+
+    def lift(atom):
+        if not is_literal(atom) or not is_array_literal(atom):
+            return atom
+        return lifted.setdefault(id(atom.val), (fresh_var(atom), atom))[0]
+
+    eqns = [e.replace(invars=list(map(lift, e.invars))) for e in part.jaxpr.eqns]
+    outvars = list(map(lift, part.jaxpr.jaxpr.outvars))
+    if not lifted:
+        return part, ()
+    variables, literals = zip(*lifted.values(), strict=True)
+    invars = [*part.jaxpr.jaxpr.invars, *variables]
+    return part._replace(jaxpr=_compat.make_closed_jaxpr(invars, outvars, eqns)), literals
+
+
+def is_array_literal(literal) -> bool:
+    """Whether a literal is an array, or a key, and not a number."""
+    return bool(literal.aval.shape) or jnp.issubdtype(literal.aval.dtype, jax.dtypes.extended)
+
+
 def ancestors(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[bool]:
     """Which equations the outputs depend on; equations with effects count as needed."""
     needed = {v for v in outputs if not is_literal(v)}
@@ -268,51 +318,60 @@ def descendants(eqns: Sequence[Any], sources: Iterable[Any]) -> set[Any]:
     return reached
 
 
-def structure(jaxpr) -> Any:
-    """A hashable key, equal for jaxprs that compute the same thing in the same order.
+def structure(jaxpr, *, differentiable: bool = False) -> Any:
+    """A hashable key, equal for jaxprs that JAX itself could not tell apart.
 
-    Names of calls and source lines do not count.
+    They compute the same thing in the same order, with the same primitives, under the same
+    configuration. Source lines and the names of `jax.jit` calls do not count. The rules of
+    `jax.custom_jvp` and `jax.custom_vjp` count where the jaxprs may still be differentiated.
     """
     opened = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
     number: dict[Any, int] = {}
 
     def atom(a):
         if is_literal(a):
-            return ("literal", str(a.aval), _hashable(a.val))
+            return ("literal", a.aval, _hashable(a.val, differentiable))
         return number.setdefault(a, len(number))
 
-    head = tuple((atom(v), str(v.aval)) for v in [*opened.constvars, *opened.invars])
+    def typed(v):
+        return atom(v), v.aval
+
+    head = tuple(map(typed, [*opened.constvars, *opened.invars]))
     body = tuple(
         (
-            eqn.primitive.name,
-            tuple(atom(v) for v in eqn.invars),
-            _params(eqn),
-            tuple((atom(v), str(v.aval)) for v in eqn.outvars),
+            eqn.primitive,
+            eqn.ctx,
+            tuple(map(atom, eqn.invars)),
+            _params(eqn, differentiable),
+            tuple(map(typed, eqn.outvars)),
         )
         for eqn in opened.eqns
     )
     consts = tuple(id(c) for c in _compat.constants_of(jaxpr))
-    return head, body, tuple(atom(v) for v in opened.outvars), consts
+    return head, body, tuple(map(atom, opened.outvars)), consts
 
 
-_NAMES = frozenset({"name"})
 _DERIVATIVE_RULES = frozenset(
     {"jvp_jaxpr_fun", "jvp", "fwd_jaxpr_thunk", "bwd", "fwd", "out_trees", "symbolic_zeros"}
 )
 
 
-def _params(eqn):
-    ignored = _NAMES | (_DERIVATIVE_RULES if eqn.primitive.name in CUSTOM_RULES else frozenset())
-    return tuple((k, _hashable(v)) for k, v in sorted(eqn.params.items()) if k not in ignored)
+def _params(eqn, differentiable: bool):
+    ignored = {"name"} if eqn.primitive.name in _JITS else set()
+    if eqn.primitive.name in CUSTOM_RULES and not differentiable:
+        ignored |= _DERIVATIVE_RULES
+    return tuple(
+        (k, _hashable(v, differentiable)) for k, v in sorted(eqn.params.items()) if k not in ignored
+    )
 
 
-def _hashable(value):
+def _hashable(value, differentiable: bool):
     if isinstance(value, _compat.JaxprTypes):
-        return structure(value)
+        return structure(value, differentiable=differentiable)
     if isinstance(value, tuple | list):
-        return tuple(_hashable(v) for v in value)
+        return tuple(_hashable(v, differentiable) for v in value)
     if isinstance(value, dict):
-        return tuple((k, _hashable(v)) for k, v in sorted(value.items()))
+        return tuple((k, _hashable(v, differentiable)) for k, v in sorted(value.items()))
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):
         return (str(value.dtype), value.shape, value.tobytes())
     if isinstance(value, int | float | complex):  # 0.0 is not -0.0, nor 1 True

@@ -31,7 +31,8 @@ def check_constraints(jaxpr: jex.ClosedJaxpr, inside: AbstractMesh | None) -> No
         inside: the mesh of every rank without its devices; None where each is one device.
 
     Raises:
-        ValueError: a constraint, or a `shard_map`, is over a mesh of its own.
+        ValueError: a constraint, a `shard_map`, or what a `jax.jit` says of its arguments and
+            results, is over a mesh of its own.
     """
     for eqn in jaxpr.eqns:
         mesh = _mesh_of(eqn)
@@ -40,8 +41,9 @@ def check_constraints(jaxpr: jex.ClosedJaxpr, inside: AbstractMesh | None) -> No
             raise ValueError(
                 f"place: the `{eqn.primitive.name}`{_compat.at_source_line(eqn)} is over a mesh of "
                 f"its own, {mesh}, whose devices may be another rank's. Name axes alone, with a "
-                f"PartitionSpec (and leave out shard_map's mesh): they are those of the rank that "
-                f"runs it. The mesh has these axes inside a rank: {axes}."
+                f"PartitionSpec in jax.lax.with_sharding_constraint (and leave out shard_map's "
+                f"mesh): they are those of the rank that runs it. The mesh has these axes inside a "
+                f"rank: {axes}."
             )
         tasks = [b.jaxpr for b in eqn.params["tasks"].bodies] if _loop.is_loop(eqn) else []
         for inner in (*_jaxprs.sub_jaxprs(eqn), *tasks):
@@ -53,4 +55,6 @@ def _mesh_of(eqn: Any) -> Any | None:
     if eqn.primitive.name == "sharding_constraint":
         sharding = eqn.params["sharding"]
         return getattr(sharding, "mesh", sharding)
+    if shardings := _jaxprs.shardings_of(eqn):
+        return getattr(shardings[0], "mesh", shardings[0])
     return eqn.params.get("mesh") if eqn.primitive.name == "shard_map" else None

@@ -24,7 +24,7 @@ class Distributed:
     `arguments` and `results` have for each of the step as it was where it is cut, None where it is
     whole. `floating` is what is made wherever it is read: parts of arrays that had to be whole, and
     what partial reductions give together. `gathered` are the arrays that were put together, and
-    why.
+    why. `guards` says when the equations of some variables run.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -32,6 +32,7 @@ class Distributed:
     results: tuple[Bounds | None, ...]
     floating: frozenset[Any] = frozenset()
     gathered: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    guards: Mapping[Any, _conditionals.Guard] = dataclasses.field(default_factory=dict)
 
     def flat_arguments(self, numbers: Iterable[int]) -> frozenset[int]:
         """The numbers of the parts of some arguments."""
@@ -86,13 +87,13 @@ def distribute(
         pairs: for results that become arguments of the next step, the number of the argument.
         whole: the numbers of arguments that stay whole.
     """
-    jaxpr, bounds = _choose(_slice_literals(jaxpr), pairs, whole)
+    jaxpr, bounds, guards = _choose(_slice_literals(jaxpr), pairs, whole)
     invars, outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
     if not bounds:
         return Distributed(jaxpr, (None,) * len(invars), (None,) * len(outvars))
     given = {v: _parts.part_vars(v, bounds[v]) for v in invars if v in bounds}
     rules = dict(enumerate(map(_rows.rows_of, jaxpr.eqns)))
-    splitter = _parts.Splitter(bounds, rules, given)
+    splitter = _parts.Splitter(bounds, rules, given, guards)
     splitter.rewrite(jaxpr.eqns)
     outs, cuts = [], []
     for v in outvars:
@@ -107,7 +108,9 @@ def distribute(
         for v, (_, eqn) in splitter.gathered.items()
     }
     arguments = tuple(bounds.get(v) for v in invars)
-    return Distributed(split, arguments, tuple(cuts), frozenset(splitter.floating), reasons)
+    return Distributed(
+        split, arguments, tuple(cuts), frozenset(splitter.floating), reasons, splitter.guards
+    )
 
 
 def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -129,8 +132,9 @@ def _choose(
     jaxpr: jex.ClosedJaxpr,
     pairs: Mapping[int, int],
     whole: frozenset[int],
-) -> tuple[jex.ClosedJaxpr, dict[Any, Bounds]]:
-    """Where variables are cut; conditionals over such variables become selects on the way."""
+) -> tuple[jex.ClosedJaxpr, dict[Any, Bounds], dict[Any, _conditionals.Guard]]:
+    """Where variables are cut; conditionals over such variables are opened on the way."""
+    guards: dict[Any, _conditionals.Guard] = {}
     while True:
         bounds = _bounds(jaxpr, pairs, whole)
         stuck = [
@@ -141,8 +145,8 @@ def _choose(
             and any(v in bounds for v in _jaxprs.variables([*e.invars, *e.outvars]))
         ]
         if not stuck:
-            return jaxpr, bounds
-        jaxpr = _conditionals.as_selects(jaxpr, stuck)
+            return jaxpr, bounds, guards
+        jaxpr, guards = _conditionals.open_conditionals(jaxpr, stuck, guards, [])
 
 
 def _bounds(
@@ -170,7 +174,8 @@ def _bounds(
             v in makers for v in eqn.invars if not _jaxprs.is_literal(v)
         ):
             for v, own in zip(eqn.invars, intervals, strict=True):
-                note(eqn.outvars[0], own, makers.get(v, frozenset()))
+                stages = frozenset() if _jaxprs.is_literal(v) else makers[v]
+                note(eqn.outvars[0], own, stages)
     stay = {classes.of(invars[n]) for n in whole}
     cuts = {
         own: _parts.merge_bounds(_rows.num_rows(own), intervals)

@@ -87,7 +87,7 @@ class _Opener:
         eqn = self.known.rename(eqn)
         name = eqn.primitive.name
         varies = any(v in self.find.varying for v in _jaxprs.variables(eqn.invars))
-        if varies and not eqn.effects:
+        if varies and not eqn.effects and not _jaxprs.shardings_of(eqn):
             if name in _PLAIN_CALLS or name in _jaxprs.CHECKPOINTS:
                 return self._open_call(eqn)
             if name == "scan":
@@ -162,7 +162,9 @@ def _merge_equal(eqns: Sequence[Any]) -> tuple[list[Any], _jaxprs.Substitution]:
     first: dict[Any, Any] = {}
     for eqn in map(known.rename, eqns):
         one = _jaxprs.part([eqn], eqn.outvars)
-        same = first.setdefault((_jaxprs.structure(one.jaxpr), one.inputs), eqn)
+        # The loop may still be differentiated: other rules are another function.
+        key = _jaxprs.structure(one.jaxpr, differentiable=True), one.inputs
+        same = first.setdefault(key, eqn)
         if same is not eqn:
             known.of.update(zip(eqn.outvars, same.outvars, strict=True))
     return list(first.values()), known

@@ -145,10 +145,11 @@ class _Lowering:
             if v not in self.names:
                 kind = _kind(v, "gathered" if call is None else "edge")
                 self._name(v, v.aval, kind, f"{segment.label} {_origin(maker.get(v))}")
+        part, constants = _jaxprs.lift_arrays(segment.part)
+        segment = dataclasses.replace(segment, part=part)
+        inputs = [*part.inputs, *map(self._operand, constants)]
         for rank in self.ranks(segment.place):
-            event = _Event(
-                rank, -1, list(segment.part.inputs), list(segment.part.outputs), segment.label
-            )
+            event = _Event(rank, -1, list(inputs), list(part.outputs), segment.label)
             self.segments.append((len(self.events), segment))
             self.events.append(event)
 
@@ -164,6 +165,7 @@ class _Lowering:
                 if last_use.get((event.rank, v)) == index
                 and (event.rank, v) not in shared
                 and (v not in self.arg_number or self.arg_number[v] in self.donated)
+                and v not in self.constants
             ]
             taken = _pair_by_type(
                 [v.aval for v in part.outputs], [(i, part.inputs[i].aval) for i in free]
@@ -188,7 +190,11 @@ class _Lowering:
         bodies = [(task, tasks.body(task, taken[task.microbatch])) for task in order]
         order = [(task, body) for task, body in bodies if body is not None]
         last_writer = {r: task for task, body in order for r in body.outputs if r.source != "value"}
-        computations = {body: self._task_computation(body, loop) for body in tasks.bodies}
+        lifted = {body: _jaxprs.lift_arrays(_whole(body.jaxpr)) for body in tasks.bodies}
+        computations = {
+            body: self._task_computation(body, part.jaxpr, loop)
+            for body, (part, _) in lifted.items()
+        }
         # Where operands are; accumulators and results move on as tasks update them.
         known: dict[str, list[Hashable]] = {
             "const": [self._operand(v) for v in loop.consts],
@@ -208,8 +214,9 @@ class _Lowering:
                 (number, mb, r.index) if r.source == "value" else known[r.source][r.index]
                 for r in body.inputs
             ]
+            inputs += map(self._operand, lifted[body][1])
             if _is_indexed(body):
-                inputs.append(self._constant(np.int32(mb)))
+                inputs.append(self._number(np.int32(mb)))
             outputs: list[Hashable] = []
             for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
                 if ref.source == "value":
@@ -236,18 +243,29 @@ class _Lowering:
         return key
 
     def _operand(self, atom: Any) -> Hashable:
-        return self._constant(_jaxprs.literal_array(atom)) if _jaxprs.is_literal(atom) else atom
+        """The key of an atom; a literal is there before the step."""
+        if not _jaxprs.is_literal(atom):
+            return atom
+        if not _jaxprs.is_array_literal(atom):
+            return self._number(_jaxprs.literal_array(atom))
+        if (key := ("array", id(atom.val))) not in self.constants:
+            self.constants[key] = _jaxprs.literal_array(atom)
+        return key
 
-    def _constant(self, value: Any) -> Hashable:
-        """A value that is there before the step: a number, or an array it closes over."""
-        is_number = np.ndim(value) == 0 and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
-        key = (str(value.dtype), np.asarray(value).tobytes() if is_number else id(value))
+    def _number(self, value: Any) -> Hashable:
+        key = (str(value.dtype), np.asarray(value).tobytes())
         self.constants[key] = value
         return key
 
-    def _task_computation(self, body: _loop.TaskBody, loop: _placement.Loop) -> int:
-        """A task as a computation: it slices its microbatch, and updates accumulators in place."""
+    def _task_computation(
+        self, body: _loop.TaskBody, jaxpr: jex.ClosedJaxpr, loop: _placement.Loop
+    ) -> int:
+        """A task as a computation: it slices its microbatch, and updates accumulators in place.
+
+        Its `jaxpr` takes the arrays that it closes over after its other inputs.
+        """
         xs = [loop.xs[r.index].aval if r.source == "x" else None for r in body.inputs]
+        xs += [None] * (len(jaxpr.in_avals) - len(xs))
         y_avals = [loop.y_outs[r.index].aval for r in body.outputs if r.source == "y"]
         indexed = _is_indexed(body)
         pattern = (
@@ -267,7 +285,7 @@ class _Lowering:
                 x if a is None else jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
                 for x, a in zip(own, xs, strict=True)
             ]
-            outputs = _jaxprs.run(body.jaxpr, *own)
+            outputs = _jaxprs.run(jaxpr, *own)
             return [
                 jax.lax.dynamic_update_index_in_dim(next(buffers), y, index, 0)
                 if r.source == "y" else y
@@ -276,16 +294,16 @@ class _Lowering:
 
         def make():
             avals = [
-                v.aval if a is None else a for v, a in zip(body.jaxpr.jaxpr.invars, xs, strict=True)
+                v.aval if a is None else a for v, a in zip(jaxpr.jaxpr.invars, xs, strict=True)
             ]
             if indexed:
                 avals.append(jax.ShapeDtypeStruct((), jnp.int32))
             first = len(avals)
-            jaxpr, consts = _jaxprs.without_constants(jax.make_jaxpr(run)(*avals, *y_avals))
+            whole, consts = _jaxprs.without_constants(jax.make_jaxpr(run)(*avals, *y_avals))
             assert not consts
-            return jaxpr, (*carries, *range(first, first + len(y_avals)))
+            return whole, (*carries, *range(first, first + len(y_avals)))
 
-        return self.computations.number((_jaxprs.structure(body.jaxpr), pattern), body.name, make)
+        return self.computations.number((_jaxprs.structure(jaxpr), pattern), body.name, make)
 
     # ---- programs -------------------------------------------------------------------------------
 
@@ -415,6 +433,12 @@ class _Lowering:
             sends.setdefault((event, source), []).append((keys, message))
             receives.setdefault((first_read, target), []).append((keys, message))
         return sends, receives
+
+
+def _whole(jaxpr: jex.ClosedJaxpr) -> _jaxprs.Part:
+    """A task's jaxpr, the calls of functions with derivative rules opened: no more are needed."""
+    plain = _jaxprs.inline(jaxpr, lambda e: e.primitive.name in _jaxprs.CUSTOM_RULES)
+    return _jaxprs.Part(plain, tuple(plain.jaxpr.invars), tuple(plain.jaxpr.outvars))
 
 
 def _kind(var, otherwise: str) -> str:

@@ -119,7 +119,9 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
         jaxpr = _deferred_sums.defer_sums(
             jaxpr, split.arguments, axes, sizes, own=split.sizes, scatter=scatter
         )
-    placement = _placement.place_equations(jaxpr, flat_pairs, parts.floating, parts.gathered.keys())
+    placement = _placement.place_equations(
+        jaxpr, flat_pairs, parts.floating, parts.gathered.keys(), parts.guards
+    )
     names = parts.flat_names([paths[i] for i in signature.arrays])
     bundle = _lower.lower(jaxpr, placement, donated, names, parts.gathered, split)
     bundle = dataclasses.replace(

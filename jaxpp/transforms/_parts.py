@@ -24,6 +24,7 @@ class Splitter:
         bounds: where the arrays that are in parts are cut.
         rules: for each equation how it treats rows.
         given: the parts of variables that no equation makes.
+        guards: when the equations of some variables run.
     """
 
     def __init__(
@@ -31,7 +32,11 @@ class Splitter:
         bounds: Mapping[Any, Bounds],
         rules: Mapping[int, _rows.Rows | None],
         given: Mapping[Any, Sequence[Any]],
+        guards: Mapping[Any, Any] | None = None,
     ):
+        self._guards = guards or {}
+        #: When the equations made run, where that is not always.
+        self.guards: dict[Any, Any] = {}
         self._bounds = bounds
         self._rules = rules
         self._parts: dict[Any, tuple[Part, ...]] = {v: tuple(p) for v, p in given.items()}
@@ -51,7 +56,18 @@ class Splitter:
             if any(v in self._bounds for v in _jaxprs.variables([*eqn.invars, *eqn.outvars])):
                 self._split(eqn, self._rules[number])
             else:
-                self.eqns.append((self._known.rename(eqn), number))
+                self._add(self._known.rename(eqn), number)
+
+    def _add(self, eqn: Any, number: int | None = None) -> None:
+        """Adds an equation in place of the one that is rewritten, under its guard.
+
+        What `emit` adds beside it is computed at all times, for others may read it.
+        """
+        self.eqns.append((eqn, number))
+        guard = next((self._guards[v] for v in self._at.outvars if v in self._guards), ())
+        if guard:
+            own = tuple((self._known(v), k) for v, k in guard)
+            self.guards.update(dict.fromkeys(eqn.outvars, own))
 
     # ---- atoms ----------------------------------------------------------------------------------
 
@@ -139,12 +155,12 @@ class Splitter:
             self._place_rows(result, [(interval, eqn.invars[0])])
         elif result in self._bounds and (intervals := _rows.concatenation_intervals(eqn)):
             self._place_rows(result, list(zip(intervals, eqn.invars, strict=True)))
-        elif rule is not None:
+        elif rule is not None and any(v in self._bounds for v in rule.members(eqn)):
             self._split_rows(eqn, rule)
         elif any(v in self._bounds for v in _jaxprs.variables(_rows.scanned(eqn))):
             self._split_scan(eqn)
         else:
-            self.eqns.append((eqn.replace(invars=[self.whole(v) for v in eqn.invars]), None))
+            self._add(eqn.replace(invars=[self.whole(v) for v in eqn.invars]))
 
     def _slice_rows(self, eqn: Any) -> None:
         interval = _rows.slice_interval(eqn)
@@ -152,7 +168,7 @@ class Splitter:
         rows, own = self.rows(eqn.invars[0], *interval), _jaxprs.fresh_var(eqn.outvars[0])
         columns = _rows.slice_of_rows(eqn, rows, own)
         if columns is not None:
-            self.eqns.append((columns, None))
+            self._add(columns)
         self._known.of[eqn.outvars[0]] = rows if columns is None else own
 
     def _place_rows(self, result: Any, operands: list[tuple[tuple[int, int], Any]]) -> None:
@@ -181,11 +197,7 @@ class Splitter:
         self._parts[result] = tuple(parts)
 
     def _split_rows(self, eqn: Any, rule: _rows.Rows) -> None:
-        flagged = [
-            v for v, f in zip([*eqn.invars, *eqn.outvars],
-                              [*rule.operands, *rule.results], strict=True) if f
-        ]  # fmt: skip
-        bounds = next(self._bounds[v] for v in _jaxprs.variables(flagged))
+        bounds = next(self._bounds[v] for v in rule.members(eqn))
         columns = [
             self.parts(v, bounds) if f else [self.whole(v)] * (len(bounds) - 1)
             for v, f in zip(eqn.invars, rule.operands, strict=True)
@@ -229,7 +241,7 @@ class Splitter:
             for v, f in zip(eqn.outvars, rule.results, strict=True)
         ]
         params = eqn.params if rule.params is None else rule.params(rows)
-        self.eqns.append((eqn.replace(invars=operands, outvars=outvars, params=params), None))
+        self._add(eqn.replace(invars=operands, outvars=outvars, params=params))
         return outvars
 
     def _split_scan(self, eqn: Any) -> None:
@@ -250,7 +262,7 @@ class Splitter:
                 outvars=[*outvars, *stacks[k]],
                 params={**eqn.params, "length": high - low},
             )
-            self.eqns.append((part, None))
+            self._add(part)
             carry = outvars
         self._known.of.update(zip(eqn.outvars[:num_carry], carry, strict=True))
         for n, v in enumerate(ys):

@@ -5,12 +5,15 @@ the number of ranks. An equation runs where its largest pinned operand lives. Pi
 from a loop's results, or from an argument that a loop reads; the rest (step counters, optimizer
 state before it meets a gradient) is computed wherever it is needed.
 
+An effect (a print, a callback) happens once, where the largest value that it reads is; all ordered
+ones of a step are on one rank, in their order.
+
 A segment is a set of equations at one place that runs as one computation: between loops (the
 phase), and after what it needs from other places (the level).
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -67,6 +70,7 @@ def place_equations(
     pairs: dict[int, int],
     floating: Set[Any] = frozenset(),
     gathered: Set[Any] = frozenset(),
+    guards: Mapping[Any, _conditionals.Guard] | None = None,
 ) -> Placement:
     """Places a flat jaxpr.
 
@@ -75,12 +79,17 @@ def place_equations(
         pairs: for outputs that become arguments of the next step, the number of the argument.
         floating: variables that are made wherever they are needed.
         gathered: variables that are put together from parts of several stages.
+        guards: when the equations of variables run, where that is not always.
 
     Raises:
         ValueError: if its loops disagree on the stages or where they run.
     """
-    expanded = _conditionals.expand_conditionals(jaxpr)
-    return _Placer(expanded, pairs, floating, gathered).placement()
+    opened, guards = _conditionals.open_spanning(jaxpr, guards or {})
+    return _Placer(opened, pairs, floating, gathered, guards).placement()
+
+
+#: Stands for what an ordered effect hands on to the next one.
+_ORDER = object()
 
 
 def _size(var) -> int:
@@ -96,10 +105,19 @@ class _Placer:
         pairs: dict[int, int],
         floating: Set[Any],
         gathered: Set[Any],
+        guards: Mapping[Any, _conditionals.Guard],
     ):
         self.floating, self.gathered = floating, gathered
-        self.jaxpr = _drop_untouched_carries(jaxpr)
+        self.jaxpr, self.guards = _drop_untouched_carries(jaxpr, guards)
         self.eqns = self.jaxpr.eqns
+        #: For each equation the variables that it reads, those of its guard, too.
+        self.reads = [
+            [
+                *_jaxprs.variables(e.invars),
+                *dict.fromkeys(v for out in e.outvars for v, _ in self.guards.get(out, ())),
+            ]
+            for e in self.eqns
+        ]
         self.args = list(self.jaxpr.jaxpr.invars)
         self.outs = list(self.jaxpr.jaxpr.outvars)
         self.pairs = pairs
@@ -116,6 +134,9 @@ class _Placer:
         #: Where other arguments are needed.
         self.wanted: dict[Any, Place] = {}
         self.place_of: dict[int, Place] = {}
+        #: Where all effects are that keep their order, the loops' too; they are read one by one.
+        self.ordered = [i for i, e in enumerate(self.eqns) if _compat.is_ordered(e)]
+        self.ordered_place = self._ordered_place()
         self.phase = self._phases()
 
     def _directions(self) -> tuple[tuple[int, ...], ...]:
@@ -140,21 +161,43 @@ class _Placer:
         needed: dict[Any, int] = {}
         for i in reversed(range(len(self.eqns))):
             eqn = self.eqns[i]
-            own = min((needed.get(v, last) for v in eqn.outvars), default=last)
+            after = [_ORDER] if i in self.ordered else []
+            own = min((needed.get(v, last) for v in [*eqn.outvars, *after]), default=last)
             if i in self.tables:
                 own = min(own, self.loops.index(i))
             phase[i] = own
-            for v in _jaxprs.variables(eqn.invars):
+            for v in [*self.reads[i], *after]:
                 needed[v] = min(needed.get(v, last), own)
         for n, i in enumerate(self.loops):  # a loop comes after every loop before it
             phase[i] = n
         return phase
+
+    def _ordered_place(self) -> Place | None:
+        """The stage whose tasks have effects that keep their order, if loops have such."""
+        found: dict[tuple[Any, int], Any] = {}
+        for i in self.loops:
+            for body in self.eqns[i].params["tasks"].bodies:
+                for e in filter(_compat.is_ordered, body.jaxpr.eqns):
+                    found[body.kind, body.stage] = e
+                    orders = [
+                        [t.microbatch for t in rank if (t.kind, t.stage) == (body.kind, body.stage)]
+                        for rank in self.tables[i].ranks
+                    ]
+                    if len(found) > 1 or any(order != sorted(order) for order in orders):
+                        raise ValueError(
+                            f"place: the `{e.primitive.name}`{_compat.at_source_line(e)} is in "
+                            f"{body.name} and has to keep its order, but a pipeline runs tasks of "
+                            f"several microbatches and stages side by side. Keep ordered effects "
+                            f"of loops in one task, or give them ordered=False."
+                        )
+        return frozenset(stage for _, stage in found) or None
 
     def placement(self) -> Placement:
         self._pin_loop_arguments()
         order = sorted(range(len(self.eqns)), key=lambda i: (self.phase[i], i in self.tables, i))
         for i in order:
             self._place(i)
+        self._settle_effects()
         self._settle_outputs()
         levels = self._levels(order)
         steps: list[Segment | Loop] = []
@@ -207,11 +250,11 @@ class _Placer:
                 i = self.maker.get(var)
                 if i is None:
                     self.pinned[var] = known | place
-                elif _marks.is_stage_call(self.eqns[i]) or _reduces_to_scalar(self.eqns[i]):
+                elif _is_computed_once(self.eqns[i]) or _reduces_to_scalar(self.eqns[i]):
                     continue
                 else:
                     self.in_place.add(i)
-                    stack.extend(_jaxprs.variables(self.eqns[i].invars))
+                    stack.extend(self.reads[i])
                 self.demanded[var] = known | place
 
         for i, eqn in enumerate(self.eqns):
@@ -234,6 +277,9 @@ class _Placer:
             return
         candidates = [(v, p) for v in _jaxprs.variables(eqn.invars) if (p := self._home(v))]
         if not candidates:
+            return
+        if eqn.effects:
+            self._pin_effect(i, max(candidates, key=lambda c: _size(c[0]))[1])
             return
         if any(v in self.gathered for v in eqn.outvars):
             self._pin(i, frozenset().union(*(p for _, p in candidates)))
@@ -264,7 +310,7 @@ class _Placer:
             # A sum makes less to send, and has the same place whatever the number of its addends.
             sums = self.eqns[i].primitive.name == "reduce_sum"
             smaller = sums or any(_size(v) > _size(var) for v in operands)
-            if smaller or _marks.is_stage_call(self.eqns[i]):
+            if smaller or _is_computed_once(self.eqns[i]):
                 continue
             self._pin(i, self.place_of[i] | place)
             stack.extend(operands)
@@ -273,8 +319,25 @@ class _Placer:
         self.place_of[i] = place
         self.pinned.update((v, place) for v in self.eqns[i].outvars)
 
+    def _pin_effect(self, i: int, place: Place) -> None:
+        """Pins an equation with an effect to one stage."""
+        if i in self.ordered:
+            place = self.ordered_place = self.ordered_place or place
+        self._pin(i, frozenset({min(place)}))
+
+    def _settle_effects(self) -> None:
+        """Pins the effects that read nothing that is placed: where their arguments are wanted."""
+        self._collect_wanted()
+        for i, eqn in enumerate(self.eqns):
+            if eqn.effects and i not in self.place_of and i not in self.tables:
+                roots = [r for v in _jaxprs.variables(eqn.invars) for r in self._roots(v)]
+                found = (p for r in roots if (p := self.pinned.get(r) or self.wanted.get(r)))
+                self._pin_effect(i, next(found, frozenset({0})))
+
     def _roots(self, var) -> list[Any]:
         """The arguments that an unplaced variable is computed from, largest first."""
+        if var not in self.maker:
+            return [var]
         keep = _jaxprs.ancestors(self.eqns[: self.maker[var] + 1], [var])
         read = (
             v
@@ -311,7 +374,7 @@ class _Placer:
     def _collect_wanted(self) -> None:
         self.visited: set[tuple[Any, Place]] = set()
         for i, place in self.place_of.items():
-            for var in _jaxprs.variables(self.eqns[i].invars):
+            for var in self.reads[i]:
                 self._want(var, place)
         for i in self.loops:
             for var, place in _loop.operand_stages(self.eqns[i]).items():
@@ -325,7 +388,7 @@ class _Placer:
                 continue
             self.visited.add((var, place))
             if var in self.maker:
-                stack.extend(_jaxprs.variables(self.eqns[self.maker[var]].invars))
+                stack.extend(self.reads[self.maker[var]])
             else:
                 self.wanted[var] = self.wanted.get(var, frozenset()) | place
 
@@ -357,8 +420,8 @@ class _Placer:
 
     def _placed_sources(self, i: int) -> set[int]:
         """The placed equations that an equation reads, through unplaced ones too."""
-        found: set[int] = set()
-        stack = _jaxprs.variables(self.eqns[i].invars)
+        found = {j for j in self.ordered if i in self.ordered and j in self.place_of and j < i}
+        stack = list(self.reads[i])
         seen = set()
         while stack:
             var = stack.pop()
@@ -369,36 +432,40 @@ class _Placer:
             if j in self.place_of:
                 found.add(j)
             elif j not in self.tables:
-                stack.extend(_jaxprs.variables(self.eqns[j].invars))
+                stack.extend(self.reads[j])
         return found
 
     def _segment(self, place: Place, members: Sequence[int], label: str) -> Segment:
         """The computation of placed equations, with the unplaced ones they need."""
-        included = self._with_unplaced(members)
-        eqns = [self.eqns[i] for i in sorted(included)]
         made = {v for i in members for v in self.eqns[i].outvars}
         mine = set(members)
         read = self._read_outside(mine)
         outputs = [v for i in members for v in self.eqns[i].outvars if v in read and v in made]
+        eqns = self._equations(self._with_unplaced(members), outputs)
         return Segment(place, _jaxprs.part(eqns, outputs), label)
+
+    def _equations(self, numbers: Iterable[int], outputs: Collection[Any]) -> list[Any]:
+        """Some equations, of which the outputs are read, in order and under their guards."""
+        eqns = [self.eqns[i] for i in sorted(numbers)]
+        return _conditionals.close_conditionals(eqns, outputs, self.guards)
 
     def _read_outside(self, members: set[int]) -> set[Any]:
         read = set(_jaxprs.variables(self.outs))
-        for i, e in enumerate(self.eqns):
+        for i, own in enumerate(self.reads):
             if i not in members:
-                read.update(_jaxprs.variables(e.invars))
+                read.update(own)
         return read
 
     def _with_unplaced(self, members: Iterable[int]) -> set[int]:
         included = set(members)
-        stack = [v for i in included for v in _jaxprs.variables(self.eqns[i].invars)]
+        stack = [v for i in included for v in self.reads[i]]
         while stack:
             var = stack.pop()
             i = self.maker.get(var)
             if i is None or i in included or i in self.place_of or i in self.tables:
                 continue
             included.add(i)
-            stack.extend(_jaxprs.variables(self.eqns[i].invars))
+            stack.extend(self.reads[i])
         return included
 
     def _loop(self, i: int) -> list[Segment | Loop]:
@@ -414,9 +481,7 @@ class _Placer:
             if var in places and var in self.maker and var not in self.pinned:
                 by_place.setdefault(places[var], []).append(var)
         for place, variables in by_place.items():
-            eqns = [
-                self.eqns[j] for j in sorted(self._with_unplaced(self.maker[v] for v in variables))
-            ]
+            eqns = self._equations(self._with_unplaced(self.maker[v] for v in variables), variables)
             segments.append(Segment(place, _jaxprs.part(eqns, variables), "prepare"))
         # Literal operands, and the first accumulators, are made anew by each stage.
         carries = list(eqn.invars[nc : nc + nk])
@@ -451,7 +516,7 @@ class _Placer:
         """Makes the first accumulators of a stage; none of them shares memory with anything."""
         needed = [v for v, _ in pairs if v is not None and not _jaxprs.is_literal(v)]
         makers = [self.maker[v] for v in needed if v in self.maker and v not in self.pinned]
-        eqns = [self.eqns[j] for j in sorted(self._with_unplaced(makers))]
+        eqns = self._equations(self._with_unplaced(makers), needed)
         seen: set[Any] = set()
         local = {v for e in eqns for v in e.outvars}
         rename = _jaxprs.Substitution()
@@ -459,11 +524,11 @@ class _Placer:
         for source, target in pairs:
             if source is None:
                 extra.extend(
-                    _equations(lambda a=target.aval: jnp.zeros(a.shape, a.dtype), [], [target])
+                    _jaxprs.splice(lambda a=target.aval: jnp.zeros(a.shape, a.dtype), [], [target])
                 )
             elif _jaxprs.is_literal(source) or source not in local or source in seen:
                 extra.extend(
-                    _equations(lambda x: jax.lax.optimization_barrier(x), [source], [target])
+                    _jaxprs.splice(lambda x: jax.lax.optimization_barrier(x), [source], [target])
                 )
             else:
                 seen.add(source)
@@ -479,14 +544,16 @@ class _Placer:
         segments = []
         for n in loose:
             var = jex.Var(self.outs[n].aval)
-            eqns = _equations(lambda x: jax.lax.optimization_barrier(x), [self.outs[n]], [var])
+            eqns = _jaxprs.splice(lambda x: jax.lax.optimization_barrier(x), [self.outs[n]], [var])
             segments.append(Segment(frozenset({0}), _jaxprs.part(eqns, [var]), "update"))
             self.outs[n] = var
             self.pinned[var] = frozenset({0})
         return segments
 
 
-def _drop_untouched_carries(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+def _drop_untouched_carries(
+    jaxpr: jex.ClosedJaxpr, guards: Mapping[Any, _conditionals.Guard]
+) -> tuple[jex.ClosedJaxpr, dict[Any, _conditionals.Guard]]:
     """Reads a carry that a loop hands through where it came from."""
     known = _jaxprs.Substitution()
     eqns = []
@@ -502,23 +569,16 @@ def _drop_untouched_carries(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
                 if not place
             )
     outvars = [known(v) for v in jaxpr.jaxpr.outvars]
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
+    renamed = {v: tuple((known(w), k) for w, k in guard) for v, guard in guards.items()}
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), renamed
+
+
+def _is_computed_once(eqn) -> bool:
+    """Whether an equation is never repeated on the ranks that read its results."""
+    return bool(eqn.effects) or _marks.is_stage_call(eqn)
 
 
 def _reduces_to_scalar(eqn) -> bool:
     return all(_size(v) == 1 for v in eqn.outvars) and any(
         _size(v) > 1 for v in _jaxprs.variables(eqn.invars)
     )
-
-
-def _equations(fun, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The equations of a function of atoms whose results are the given variables."""
-    traced = jax.make_jaxpr(fun)(*(v.aval for v in operands))
-    flat = _jaxprs.inline(_jaxprs.without_constants(traced)[0], lambda e: True)
-    bound = _jaxprs.Substitution(
-        [
-            *zip(flat.jaxpr.invars, operands, strict=True),
-            *zip(flat.jaxpr.outvars, results, strict=True),
-        ]
-    )
-    return [bound.rename(e).replace(outvars=[bound(v) for v in e.outvars]) for e in flat.eqns]

@@ -31,6 +31,11 @@ class Rows:
     params: Callable[[int], dict[str, Any]] | None = None
     combine: Callable[[Any, Any], Any] | None = None
 
+    def members(self, eqn) -> list[Any]:
+        """The variables of the equation that have the rows."""
+        flags = zip([*eqn.invars, *eqn.outvars], [*self.operands, *self.results], strict=True)
+        return _jaxprs.variables(v for v, has_rows in flags if has_rows)
+
 
 def rows_of(eqn) -> Rows | None:
     """How an equation treats rows; None where all rows have to be in one place."""
@@ -275,12 +280,7 @@ class Classes:
         self._above: dict[Any, Any] = {}
         self.rules: list[Rows | None] = [rows_of(e) for e in eqns]
         for eqn, rule in zip(eqns, self.rules, strict=True):
-            if rule is None:
-                members = scanned(eqn)
-            else:
-                flags = [*rule.operands, *rule.results]
-                members = [v for v, f in zip([*eqn.invars, *eqn.outvars], flags, strict=True) if f]
-            self._join(_jaxprs.variables(members))
+            self._join(_jaxprs.variables(scanned(eqn)) if rule is None else rule.members(eqn))
         for pair in pairs:
             if len({v.aval.shape for v in pair}) == 1 and num_rows(pair[0]) >= 0:
                 self._join(_jaxprs.variables(pair))

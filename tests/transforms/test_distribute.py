@@ -15,6 +15,7 @@ import jaxpp
 from jaxpp import _compat, _jaxprs
 from jaxpp.runtime import StackedArray
 from jaxpp.transforms import _parts, _rows
+from tests.transforms import two_layers
 
 LAYERS, WIDTH, BATCH, MICROBATCHES, STEPS = 6, 8, 8, 4, 3
 
@@ -440,3 +441,22 @@ def test_an_equation_gives_part_by_part_what_it_gives_as_a_whole(fun, pieces):
         np.concatenate([next(values) for _ in range(n)]) if n > 1 else next(values) for n in joined
     ]
     chex.assert_trees_all_close(got, jax.tree.leaves(jax.jit(fun)(x)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda p, g: (p[None] - g[None])[0],
+        lambda p, g: jnp.broadcast_to(p, (3, *p.shape)).mean(0) - g,
+        lambda p, g: (p[:, None] - g[:, None])[:, 0],
+    ],
+)
+def test_an_update_may_put_an_axis_before_or_after_the_layers(update):
+    def loss(w, x):
+        return jnp.mean(jax.lax.scan(lambda h, a: (jnp.tanh(h @ a), None), x, w)[0] ** 2)
+
+    grad_fn = two_layers.scheduled(jaxpp.split_stages(loss, 2))
+    w = jax.random.normal(jax.random.key(3), (4, 4, 4))
+    got = two_layers.place(lambda w, x: update(w, grad_fn(w, x)[1]))(w, two_layers.X)
+    _, grads = two_layers.accumulated(loss)(w, two_layers.X)
+    np.testing.assert_allclose(jax.device_get(got), update(w, grads), rtol=1e-4, atol=1e-6)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpp
 from jaxpp.transforms import _in_specs
+from tests.transforms import two_layers
 from tests.transforms.residual import (
     AXES,
     RULES,
@@ -301,3 +302,16 @@ def test_a_rank_with_a_device_twice():
 def test_too_few_devices_are_counted():
     with pytest.raises(ValueError, match=r"16 in all, got 8.*jax_num_cpu_devices', 16"):
         jaxpp.MpmdMesh((4, 4), ("mpmd", "data"))
+
+
+@pytest.mark.parametrize("given", ["in_shardings", "out_shardings"])
+def test_a_jit_inside_the_step_that_names_devices_is_refused(given):
+    """As a sharding constraint over them is."""
+    own = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    double = jax.jit(lambda h: 2 * h, **{given: NamedSharding(own, P("data"))})
+
+    def loss(w, x):
+        return two_layers.loss(w, double(x))
+
+    with pytest.raises(ValueError, match=r"the `jit` at .*test_in_specs.* over a mesh of its own"):
+        two_layers.place(two_layers.scheduled(loss))(two_layers.WEIGHTS, two_layers.X)

@@ -1,0 +1,107 @@
+"""Arrays that a function closes over: they are bound once, and may meet each other."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpp
+from jaxpp import _jaxprs
+from tests.transforms import two_layers
+from tests.transforms.two_layers import WEIGHTS, X
+
+ONES, COUNT = jnp.ones(2), jnp.arange(2.0)
+
+
+def joined():
+    return jnp.concatenate([ONES, COUNT])
+
+
+def appended():
+    return jnp.append(ONES, np.arange(2.0))
+
+
+def repeated():
+    return jnp.repeat(jnp.arange(3.0), jnp.array([1, 2, 1]), total_repeat_length=4)
+
+
+def indexed():
+    return jnp.r_[ONES, jnp.arange(2.0)]
+
+
+@pytest.mark.parametrize("make", [joined, appended, repeated, indexed])
+@pytest.mark.parametrize("where", ["stage", "around"])
+def test_constants_are_concatenated(make, where):
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0])) @ w[1]
+        return jnp.mean((h + make()) ** 2) if where == "stage" else jnp.mean(h**2)
+
+    def step(grad_fn):
+        def run(w, x):
+            value, grads = grad_fn(loss)(w, x)
+            return value, [grads[0], grads[1] + make()]
+
+        return run
+
+    got = two_layers.place(step(two_layers.scheduled))(WEIGHTS, X)
+    want = jax.jit(step(two_layers.accumulated))(WEIGHTS, X)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def scaled_vjp(scale, factor):
+    """`scale * x`, with a backward that is wrong by a factor, and closes over arrays, too."""
+    fun = jax.custom_vjp(lambda x: scale * x)
+    fun.defvjp(lambda x: (scale * x, x), lambda x, g: (factor * scale * g + 0 * x,))
+    return fun
+
+
+def scaled_jvp(scale, factor):
+    fun = jax.custom_jvp(lambda x: scale * x)
+    fun.defjvp(lambda primals, tangents: (scale * primals[0], factor * scale * tangents[0]))
+    return fun
+
+
+@pytest.mark.parametrize("make", [scaled_vjp, scaled_jvp])
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_a_derivative_rule_may_close_over_an_array(make, differentiated):
+    fun = make(jnp.arange(1.0, 5.0), 3.0)
+
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0])) @ w[1]
+        return jnp.mean(fun(h) ** 2)
+
+    if differentiated:
+        got = two_layers.place(two_layers.scheduled(loss))(WEIGHTS, X)
+        want = jax.jit(two_layers.accumulated(loss))(WEIGHTS, X)
+    else:
+        loop = jaxpp.microbatch(jaxpp.wrap_forward(loss), two_layers.MICROBATCHES)
+        forward = jaxpp.schedule(loop, jaxpp.schedules.ForwardOnly())
+        got, want = two_layers.place(forward)(WEIGHTS, X), jax.jit(loss)(WEIGHTS, X)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_an_array_that_stages_and_the_step_close_over_is_in_no_executable():
+    """Each rank that reads it has it once, whatever the number of its tasks."""
+    table = jax.random.normal(jax.random.key(5), (8, 4))
+
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.mean((h @ w[1]) ** 2 + jnp.sum(table**2))
+
+    def make(grad_fn):
+        def step(w, x):
+            value, grads = grad_fn(loss)(w, x)
+            return value * jnp.sum(table), [g + jnp.sum(table, 0)[0] for g in grads]
+
+        return step
+
+    placed = two_layers.place(make(two_layers.scheduled))
+    got, want = placed(WEIGHTS, X), jax.jit(make(two_layers.accumulated))(WEIGHTS, X)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
+    for computation in placed.bundle.computations:
+        atoms = [v for e in computation.jaxpr.eqns for v in e.invars]
+        assert not [v for v in atoms if _jaxprs.is_literal(v) and v.aval.size > 1]
+        assert not computation.jaxpr.consts
+    for program in placed.programs:
+        assert sum(np.size(value) == table.size for _, value in program.constants) == 1

@@ -1,0 +1,76 @@
+"""A `jax.new_ref` that a function makes is written and read as in the plain function."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpp
+from tests.transforms import two_layers
+from tests.transforms.two_layers import WEIGHTS, X
+
+
+def within_a_stage(w, x):
+    h = jnp.tanh(x @ w[0])
+    ref = jax.new_ref(jnp.zeros_like(h))
+    ref[...] = 2 * h
+    ref[0] += 1.0
+    h = jaxpp.pipeline_enter_stage(jax.freeze(ref))
+    return jnp.mean((h @ w[1]) ** 2)
+
+
+def across_stages(w, x):
+    h = jnp.tanh(x @ w[0])
+    ref = jax.new_ref(h)
+    h = jaxpp.pipeline_enter_stage(h)
+    out = h @ w[1] + ref[...][:, :4]
+    ref[...] = 3 * h
+    return jnp.mean(out**2) + jnp.sum(ref[...] ** 2)
+
+
+def in_a_loop_of_a_stage(w, x):
+    h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+    ref = jax.new_ref(jnp.zeros((x.shape[0], 4)))
+
+    def body(i, _):
+        ref[...] += (h @ w[1]) * i
+
+    jax.lax.fori_loop(0, 3, body, None)
+    return jnp.mean(ref[...] ** 2)
+
+
+def in_a_jitted_part(w, x):
+    @jax.jit
+    def layer(h, w):
+        ref = jax.new_ref(h)
+        ref[...] = jnp.tanh(ref[...])
+        return ref[...] @ w
+
+    h = jaxpp.pipeline_enter_stage(layer(x, w[0]))
+    return jnp.mean(layer(h, w[1]) ** 2)
+
+
+@pytest.mark.parametrize(
+    "loss", [within_a_stage, across_stages, in_a_loop_of_a_stage, in_a_jitted_part]
+)
+def test_a_ref_of_the_loss(loss):
+    got = two_layers.place(two_layers.scheduled(loss))(WEIGHTS, X)
+    want = jax.jit(two_layers.accumulated(loss))(WEIGHTS, X)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_ref_of_the_step():
+    def make(grad_fn):
+        def step(w, x):
+            ref = jax.new_ref(jnp.zeros(()))
+            count = jax.new_ref(jnp.zeros(3, jnp.int32))
+            value, grads = grad_fn(w, x)
+            ref[...] = value
+            count[1] += 2
+            return ref[...], jax.freeze(count), grads
+
+        return step
+
+    got = two_layers.place(make(two_layers.scheduled()))(WEIGHTS, X)
+    want = jax.jit(make(two_layers.accumulated()))(WEIGHTS, X)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
