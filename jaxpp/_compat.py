@@ -13,7 +13,16 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import numpy as np
-from jax._src import api_util, config, core, distributed, effects, source_info_util, xla_bridge
+from jax._src import (
+    api_util,
+    config,
+    core,
+    distributed,
+    dtypes,
+    effects,
+    source_info_util,
+    xla_bridge,
+)
 from jax._src.state import discharge
 from jax.core import Tracer
 from jax.experimental import serialize_executable
@@ -237,3 +246,9 @@ def public_error(error: Any) -> Exception:
     if isinstance(error, api_util.InternalFloatingPointError):
         return FloatingPointError(f"invalid value ({error.ty}) encountered")
     return error
+
+
+def refuse_as_argument(cls: type, refuse: Callable[[Any], Any]) -> None:
+    """Lets `refuse` raise the error where JAX is to compute with an instance of a class."""
+    core.pytype_aval_mappings[cls] = refuse
+    dtypes.register_canonicalize_value_handler(cls, refuse)

@@ -199,6 +199,19 @@ def test_an_executable_that_finds_a_nan_raises_what_jit_raises():
     assert _compat.public_error(error) is error
 
 
+def test_a_class_may_refuse_to_be_computed_with():
+    class Handle:
+        dtype, shape = np.dtype(np.float32), ()
+
+    def refuse(handle):
+        raise ValueError(f"not this {type(handle).__name__}")
+
+    _compat.refuse_as_argument(Handle, refuse)
+    for function in (jnp.exp, jax.lax.exp, jax.jit(jnp.exp), jax.grad(jnp.exp)):
+        with pytest.raises(ValueError, match="not this Handle"):
+            function(Handle())
+
+
 # ---- executables --------------------------------------------------------------------------------
 
 

@@ -1,15 +1,20 @@
 """`ArrayHandle`: what is known of an array that lives elsewhere, or in parts, by its type alone."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
+
+from jaxpp import _compat
 
 
 class ArrayHandle(jax.Array):
     """A leaf of pytrees that stands for an array: its type is known, its value is fetched.
 
-    Subclasses set `_aval`.
+    Operators and methods of arrays work where all of the value is in this process; functions of
+    JAX want it fetched first. Else an error says how to get it. Subclasses set `_aval`.
     """
 
     _aval: Any
@@ -58,3 +63,51 @@ class ArrayHandle(jax.Array):
     def committed(self) -> bool:
         """Whether it belongs where it is; always true."""
         return True
+
+    def how_to_use(self, what: str) -> str:
+        """Says why something cannot be done with it, and what can."""
+        here = self.is_fully_addressable
+        where = "in parts, on several devices" if here else "not in this process"
+        return (
+            f"{what} of {self!r}: its value is {where}. Fetch it with jnp.asarray or "
+            f"jax.device_get, or compute with it inside a placed function."
+        )
+
+
+def _delegate(name: str, method: bool) -> Any:
+    """A method or a property of the fetched array."""
+
+    def fetched(handle: Any) -> Any:
+        if not isinstance(handle, ArrayHandle):
+            return handle
+        if not handle.is_fully_addressable:
+            raise TypeError(handle.how_to_use(name))
+        return jnp.asarray(handle)
+
+    def call(self: ArrayHandle, *args: Any, **kwargs: Any) -> Any:
+        return getattr(fetched(self), name)(*map(fetched, args), **kwargs)
+
+    call.__name__ = name
+    return call if method else property(lambda self: getattr(fetched(self), name))
+
+
+#: What arrays are asked about where they are, which is not where a fetched one would be.
+_PLACES = {"addressable_data", "addressable_shards", "device", "global_shards", "sharding"}
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow "
+    "rpow matmul rmatmul and rand or ror xor rxor lshift rlshift rshift rrshift neg pos abs invert "
+    "round lt le gt ge eq ne getitem iter"
+).split()
+for _name, _member in list(vars(jax.Array).items()):
+    if not _name.startswith("_") and _name not in _PLACES and _name not in vars(ArrayHandle):
+        setattr(ArrayHandle, _name, _delegate(_name, isinstance(_member, Callable)))
+for _name in (f"__{name}__" for name in _OPERATORS):
+    setattr(ArrayHandle, _name, _delegate(_name, method=True))
+ArrayHandle.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _refuse(handle: ArrayHandle) -> NoReturn:
+    raise ValueError(handle.how_to_use("a JAX function"))
+
+
+_compat.refuse_as_argument(ArrayHandle, _refuse)

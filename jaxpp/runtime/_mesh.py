@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,9 @@ from jaxpp.runtime._trace import LocalTracing, Trace
 
 class MpmdMesh:
     """A mesh of pipeline ranks over the devices of this process.
+
+    A context manager, as `RemoteMpmdMesh` is; it has nothing to end. Threads may share it: its
+    calls are dispatched one after the other.
 
     Each rank is a mesh of its own over the axes other than `"mpmd"`, if there are any: its tasks
     are ordinary SPMD programs, split as `place`'s `in_specs` and the constraints in the model say.
@@ -100,6 +104,7 @@ class MpmdMesh:
         self.inside = inside
         self.insides = tuple(insides)
         self._tracing = LocalTracing()
+        self._lock = threading.RLock()
 
     @classmethod
     def of_ranks(cls, meshes: Sequence[Mesh]) -> "MpmdMesh":
@@ -134,6 +139,12 @@ class MpmdMesh:
     def __repr__(self):
         return describe_mesh("MpmdMesh", self.axis_names, self.insides)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The size of each axis; where ranks differ, the least that the size of each divides."""
@@ -151,7 +162,7 @@ class MpmdMesh:
 
     def load(self, bundle: Bundle) -> Any:
         """Compiles a step, and gives the function that runs it on its arguments."""
-        return with_stacked(LocalStep(bundle, self.homes, self._tracing), bundle)
+        return with_stacked(LocalStep(bundle, self.homes, self._tracing, self._lock), bundle)
 
     def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
         """Starts to record what the ranks run and send.
@@ -178,7 +189,8 @@ class MpmdMesh:
             >>> [run.label for run in trace.runs if run.label[0] in "FB"]
             ['F0.0', 'B0.0', 'F0.1', 'B0.1']
         """
-        self._tracing.start(directory, profiler)
+        with self._lock:
+            self._tracing.start(directory, profiler)
 
     def stop_trace(self) -> Trace:
         """Ends the trace, once all that was called has been computed, and writes its files.
@@ -193,7 +205,8 @@ class MpmdMesh:
         Raises:
             RuntimeError: the mesh is not traced.
         """
-        return self._tracing.stop(self.homes)
+        with self._lock:
+            return self._tracing.stop(self.homes)
 
 
 default_mesh.set(lambda num_ranks: MpmdMesh((num_ranks,)))
@@ -257,13 +270,17 @@ def _target(home: Home, specs: tuple[Spec, ...]) -> Any:
 class LocalStep:
     """A step's programs, loaded on the devices of one process; called with its flat arguments.
 
-    `order` has the pieces of all ranks' programs in the order of their dispatch.
+    `order` has the pieces of all ranks' programs in the order of their dispatch. Calls, which use
+    the same slots, are dispatched one after the other.
     """
 
-    def __init__(self, bundle: Bundle, homes: Sequence[Home], tracing: LocalTracing):
+    def __init__(
+        self, bundle: Bundle, homes: Sequence[Home], tracing: LocalTracing, lock: threading.RLock
+    ):
         self.bundle = bundle
         self.homes = homes
         self._tracing = tracing
+        self._lock = lock
         self.transport = transport = _LocalTransport(homes)
         executables = _compile.compile_all(bundle, homes)
         self.workers: list[_worker.Worker] = []
@@ -302,18 +319,19 @@ class LocalStep:
         """Runs the step; returns when everything has been dispatched, here or by `dispatch`."""
         if dispatch is None and (results := put_together(self, args)) is not None:
             return results
-        check_arguments(self.bundle, args)
-        for feed, arg in zip(self.feeds, args, strict=True):
-            feed(arg)
-        try:
-            (dispatch or self._dispatch)()
-        finally:
-            self.transport.clear()
-        results = [fetch() for fetch in self._fetches]
-        for n in self.bundle.donated:
-            if isinstance(args[n], jax.Array):
-                args[n].delete()  # on all its devices, also where a computation has taken it on one
-        return results
+        with self._lock:
+            check_arguments(self.bundle, args)
+            for feed, arg in zip(self.feeds, args, strict=True):
+                feed(arg)
+            try:
+                (dispatch or self._dispatch)()
+            finally:
+                self.transport.clear()
+            results = [fetch() for fetch in self._fetches]
+            for n in self.bundle.donated:
+                if isinstance(args[n], jax.Array):
+                    args[n].delete()  # on all its devices, also where one has taken it
+            return results
 
     def input_shardings(self) -> list[Any]:
         """Where an argument is put without a copy by the step; None where nothing reads it."""

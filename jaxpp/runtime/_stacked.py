@@ -6,7 +6,7 @@ stages. To the training loop it stays one leaf.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -60,7 +60,7 @@ class StackedArray(ArrayHandle):
     What a placed step returns for a parameter that is stacked over layers, and its optimizer state.
     A leaf of pytrees that filters such as `eqx.is_array` take for an array. It goes into the next
     call as it is; `np.asarray`, `jnp.asarray` and `jax.device_get` put the parts together. So do
-    operators and indices, where the parts are in this process.
+    operators, indices and methods, where the parts are in this process.
 
     Args:
         parts: the parts, in order; they have the same shape but for the first axis.
@@ -179,29 +179,6 @@ class StackedArray(ArrayHandle):
                 f"jax.device_get, or save it with jaxpp.save_state."
             )
         return StackedArray, (self._parts,)
-
-
-def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: StackedArray, *args: Any) -> Any:
-        if self.is_remote:
-            raise TypeError(
-                f"{name} of {self!r}: its value is not in this process. Fetch it with jnp.asarray "
-                f"or jax.device_get, or compute with it inside a placed function."
-            )
-        values = [jnp.asarray(a) if isinstance(a, StackedArray) else a for a in args]
-        return getattr(jnp.asarray(self), name)(*values)
-
-    method.__name__ = name
-    return method
-
-
-for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul "
-    "rmatmul and rand or ror xor rxor lshift rlshift rshift rrshift neg pos abs invert "
-    "lt le gt ge eq ne getitem iter"
-).split():
-    setattr(StackedArray, f"__{_name}__", _delegate(f"__{_name}__"))
-StackedArray.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 # ---- steps --------------------------------------------------------------------------------------

@@ -43,6 +43,20 @@ def flatten(jaxpr):
     return live
 
 
+def unused_mark(jaxpr) -> Any | None:
+    """A mark of where a stage opens in a step that has neither stages nor loops; None else."""
+    marks, used = [], []
+
+    def look(eqn) -> bool:
+        if _marks.is_enter(eqn):
+            marks.append(eqn)
+        elif _marks.is_stage_call(eqn) or _loop.is_loop(eqn):
+            used.append(eqn)
+        return bool(used)
+
+    return None if any(_jaxprs.contains(e, look) for e in jaxpr.eqns) or not marks else marks[0]
+
+
 def own_results(jaxpr, donated: frozenset[int]):
     """Copies a result that is another result, or an argument that stays.
 

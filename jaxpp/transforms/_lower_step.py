@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._program import Bundle, Fed, Mesh, Role, default_mesh
+from jaxpp._program import Bundle, Fed, Mesh, Program, Role, default_mesh
 from jaxpp._specs import Spec, axis_sizes, explicit_axes, only, partition_spec
 from jaxpp.transforms import (
     _assign_specs,
@@ -127,7 +127,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     bundle = dataclasses.replace(
         bundle, in_cuts=parts.arguments, out_cuts=parts.results, roles=roles
     )
-    mesh = _resolve_mesh(request.mesh, len(bundle.programs))
+    mesh = _resolve_mesh(request.mesh, bundle.programs, traced)
 
     def finish(bundle: Bundle) -> Compiled:
         run = mesh.load(bundle)
@@ -159,15 +159,26 @@ def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> li
     return [s for s, x in zip(specs, leaves, strict=True) if hasattr(x, "shape")]
 
 
-def _resolve_mesh(given: Mesh | None, num_ranks: int) -> Mesh:
-    mesh = default_mesh.get()(num_ranks) if given is None else given
-    if mesh.num_ranks != num_ranks:
+def _resolve_mesh(given: Mesh | None, programs: Sequence[Program], traced: _jaxprs.Traced) -> Mesh:
+    count = len(programs)
+    mesh = default_mesh.get()(count) if given is None else given
+    if mesh.num_ranks == count:
+        return mesh
+    if mark := _flat_step.unused_mark(traced.jaxpr):
         raise ValueError(
-            f"place: the schedule runs on {num_ranks} ranks, but the mesh has "
-            f"{mesh.num_ranks}; make them equal (a mesh whose devices list repeats a device "
-            f"lets ranks share it)."
+            f"place: pipeline_enter_stage{_compat.at_source_line(mark)} marks where a stage opens, "
+            f"but the function has not been cut into stages there: wrap_forward is missing. Wrap "
+            f"the loss, then make the loop: "
+            f"schedule(microbatch(value_and_grad(wrap_forward(loss)), M), OneFOneB())."
         )
-    return mesh
+    stages = len({stage for program in programs for stage in program.stages})
+    each, rest = divmod(stages, mesh.num_ranks)
+    fewer = mesh.num_ranks < count and not rest
+    raise ValueError(
+        f"place: the schedule runs on {count} ranks, but the mesh has {mesh.num_ranks}; make them "
+        f"equal (a mesh whose devices list repeats a device lets ranks share it)"
+        + (f", or give a rank {each} stages: Interleaved1F1B({each})." if fewer else ".")
+    )
 
 
 def _check_arguments(request: Request, args, leaves, paths) -> None:

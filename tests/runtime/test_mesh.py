@@ -1,6 +1,7 @@
 """Steps on the devices of this process: what is compiled, donated, moved and kept."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import chex
 import jax
@@ -322,6 +323,52 @@ def test_what_is_kept_is_bounded():
     assert [kept.get(key) for key in "abc"] == ["A", None, "C"]
 
 
+# ---- threads ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_threads_that_share_a_step_do_not_mix_their_data(tmp_path, traced):
+    """Also two steps of one mesh, and a trace of them."""
+    mesh = jaxpp.MpmdMesh((2,), devices=jax.devices()[:1] * 2)
+    loop = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss_fn)), MICROBATCHES)
+    loop = jaxpp.schedule(loop, jaxpp.schedules.OneFOneB())
+    placed = [
+        jaxpp.place(loop, mesh),
+        jaxpp.place(lambda w, x: jax.tree.map(jnp.negative, loop(w, x)), mesh),
+    ]
+    params, data = init_params(2), [batch(n) for n in range(8)]
+    expected = [[step(params, x) for x in data] for step in placed]
+    if traced:
+        mesh.start_trace(tmp_path / "trace", profiler=False)
+
+    def run(number):
+        step = placed[number % 2]
+        return [(n, step(params, x)) for _ in range(5) for n, x in enumerate(data)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, range(4)))
+    for number, results in enumerate(found):
+        for n, result in results:
+            chex.assert_trees_all_equal(result, expected[number % 2][n])
+    if traced:
+        trace = mesh.stop_trace()
+        assert len(trace.calls) == 4 * 5 * len(data) and not trace.errors
+        assert repr(trace).startswith("Trace(160 calls of 2 ranks: ") and len(repr(trace)) < 300
+
+
+def test_threads_that_call_a_step_first_compile_it_once():
+    traces = []
+
+    def step(w, x):
+        traces.append(1)
+        return step_of()(w, [w_ * 0 for w_ in w], jnp.float32(0.1), x)
+
+    placed = jaxpp.place(step, jaxpp.MpmdMesh((3,)))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: placed(init_params(), batch(n)), range(8)))
+    assert len(traces) == 1
+
+
 # ---- the mesh itself ----------------------------------------------------------------------------
 
 
@@ -330,6 +377,13 @@ def test_mesh():
     assert mesh.num_ranks == 3
     assert mesh.devices == tuple(jax.devices()[:3])
     assert repr(mesh) == "MpmdMesh((1, 3), ('data', 'mpmd'))"
+
+
+def test_a_mesh_is_a_context_manager():
+    with jaxpp.MpmdMesh((3,)) as mesh:
+        step = jaxpp.place(step_of(), mesh)
+        step(*start(init_params()), batch())
+    step(*start(init_params()), batch())
 
 
 def test_mesh_takes_an_array_of_devices():

@@ -91,6 +91,18 @@ def test_it_is_an_array_with_a_value():
     assert "deleted" in repr(x)
 
 
+def test_operators_and_methods_put_the_parts_together():
+    x, value = stack()
+    np.testing.assert_allclose(x.mean(axis=0), value.mean(axis=0))
+    np.testing.assert_allclose(np.mean(x, axis=0), np.mean(value, axis=0))
+    np.testing.assert_array_equal(x.T @ x.reshape(5, 3), value.T @ value)
+    np.testing.assert_array_equal(x.at[0].set(x[1]), value[[1, 1, 2, 3, 4]])
+    np.testing.assert_array_equal(divmod(x, x + 1)[1], divmod(value, value + 1)[1])
+    for function in (jnp.mean, jax.lax.exp, jax.jit(jnp.sum)):
+        with pytest.raises(ValueError, match=r"in parts, on several devices. Fetch it with jnp"):
+            function(x)
+
+
 def test_a_step_takes_it_back_without_a_move():
     step = placed((0, 2, 5), donate=())
     start = params()

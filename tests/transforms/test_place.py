@@ -674,6 +674,33 @@ def test_mesh_with_another_number_of_ranks(ranks):
         step.lower(init_params(), batch())
 
 
+def test_more_stages_than_ranks_may_be_several_on_a_rank():
+    step = jaxpp.place(train_step, mesh(2))
+    with pytest.raises(ValueError, match=r"on 4 ranks.* has 2; .* 2 stages: Interleaved1F1B\(2\)"):
+        step.lower(init_params(4), batch())
+    grad_fn = piped(loss_fn, schedule=jaxpp.schedules.Interleaved1F1B(2))
+    assert len(jaxpp.place(grad_fn, mesh(2)).lower(init_params(4), batch()).programs) == 2
+    with pytest.raises(ValueError, match=r"on 3 ranks.* has 2; make .* share it\)\.$"):
+        step.lower(init_params(3), batch())
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_marks_without_stages_ask_for_wrap_forward(looped):
+    grad_fn = jax.value_and_grad(loss_fn)
+    grad_fn = jaxpp.microbatch(jax.jit(grad_fn), MICROBATCHES) if looped else grad_fn
+    message = r"pipeline_enter_stage at .*test_place.py:\d+ marks .* wrap_forward is missing"
+    with pytest.raises(ValueError, match=message):
+        jaxpp.place(grad_fn, mesh()).lower(init_params(), batch())
+
+
+def test_marks_outside_of_the_loop_are_no_stages():
+    def step(params, x):
+        return train_step(params, x), loss_fn(params, x)
+
+    (_, value), plain = jaxpp.place(step, mesh())(init_params(), batch())
+    assert_close((value, plain), (loss_fn(init_params(), batch()),) * 2)
+
+
 def test_default_mesh_has_the_ranks_of_the_schedule():
     step = jaxpp.place(train_step)
     results = step(init_params(), batch())

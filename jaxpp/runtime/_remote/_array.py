@@ -48,9 +48,9 @@ class RemoteArray(ArrayHandle):
 
     A leaf of pytrees that filters such as `eqx.is_array` take for an array. What is known of it is
     known here: shape, dtype, ranks. Its value is fetched by `np.asarray`, `jax.device_get`,
-    `jnp.asarray`, `float` and their like, and by nothing else: `jax.numpy` functions and operators
-    refuse it. It may be passed to any placed function of its mesh, and is gone once it has been
-    donated. The ranks drop it when the last reference to it goes.
+    `jnp.asarray`, `float` and their like, and by nothing else: functions of JAX, methods and
+    operators refuse it. It may be passed to any placed function of its mesh, and is gone once it
+    has been donated. The ranks drop it when the last reference to it goes.
 
     Example:
         >>> import jax.numpy as jnp, jaxpp
@@ -205,23 +205,3 @@ class RemoteArray(ArrayHandle):
             f"{self!r} stays with its rank and cannot be pickled; fetch it with jax.device_get, or "
             f"save it with jaxpp.save_state."
         )
-
-
-def _refuse(name: str):
-    def method(self, *_):
-        raise TypeError(
-            f"{name} of {self!r}: its value is not in this process. Fetch it with jnp.asarray or "
-            f"jax.device_get, or compute with it inside a placed function."
-        )
-
-    method.__name__ = name
-    return method
-
-
-for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul "
-    "rmatmul and rand or ror xor rxor lshift rlshift rshift rrshift neg pos abs invert "
-    "lt le gt ge eq ne getitem iter"
-).split():
-    setattr(RemoteArray, f"__{_name}__", _refuse(f"__{_name}__"))
-RemoteArray.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -89,6 +89,14 @@ class Trace:
     profile_paths: tuple[pathlib.Path, ...] = ()
     errors: tuple[str, ...] = ()
 
+    def __repr__(self):
+        where = f" in {str(self.timeline_path)!r}" if self.timeline_path else ""
+        wrong = f", {len(self.errors)} errors" if self.errors else ""
+        return (
+            f"Trace({len(self.calls)} calls of {len(self.device_of)} ranks: {len(self.runs)} runs, "
+            f"{len(self.messages)} messages{wrong}{where})"
+        )
+
     @property
     def calls(self) -> tuple[int, ...]:
         """The numbers of the calls, in order."""
