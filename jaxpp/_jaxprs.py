@@ -112,8 +112,7 @@ def without_constants(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any
 def bind_constants(jaxpr: jex.ClosedJaxpr, values: Sequence[Any]) -> jex.ClosedJaxpr:
     """Makes literals of a jaxpr's first inputs."""
     known = Substitution(
-        (v, jex.Literal(value, v.aval))
-        for v, value in zip(jaxpr.jaxpr.invars, values, strict=False)
+        (v, literal(value, v.aval)) for v, value in zip(jaxpr.jaxpr.invars, values, strict=False)
     )
     return _compat.make_closed_jaxpr(
         jaxpr.jaxpr.invars[len(values) :],
@@ -172,6 +171,15 @@ def is_literal(atom) -> bool:
     return isinstance(atom, jex.Literal)
 
 
+def literal(value: Any, aval: Any) -> jex.Literal:
+    """A literal; a number is one of Python's or NumPy's, for JAX takes its own for constants."""
+    is_number = not aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    if is_number and not _compat.is_tracer(value):
+        value = np.asarray(value)[()]
+        value = value.item() if aval.weak_type else value
+    return jex.Literal(value, aval)
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """The atoms that are variables."""
     return [a for a in atoms if not is_literal(a)]
@@ -201,7 +209,7 @@ def inline_body(body: Any, args: Sequence[Any], eqn) -> tuple[list[Any], list[An
     opened = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
     fresh = Substitution(zip(opened.invars, args, strict=True))
     for var, value in zip(opened.constvars, _compat.constants_of(body), strict=True):
-        fresh.of[var] = jex.Literal(value, var.aval)
+        fresh.of[var] = literal(value, var.aval)
     eqns = []
     for inner in opened.eqns:
         renamed = fresh.rename(inner)

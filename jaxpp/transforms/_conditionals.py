@@ -94,7 +94,9 @@ def _branch(branch: Any, operands: Sequence[Any], eqn: Any) -> tuple[list[Any], 
     opened, values = _jaxprs.without_constants(branch)
     flat = _jaxprs.inline(opened, lambda e: not _marks.is_stage_call(e))
     consts = zip(values, flat.jaxpr.invars, strict=False)
-    return _jaxprs.inline_body(flat, [*(jex.Literal(c, v.aval) for c, v in consts), *operands], eqn)
+    return _jaxprs.inline_body(
+        flat, [*(_jaxprs.literal(c, v.aval) for c, v in consts), *operands], eqn
+    )
 
 
 def _select(index, *cases):

@@ -121,7 +121,7 @@ def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         if _rows.takes_some_rows(eqn) and _jaxprs.is_literal(eqn.invars[0]):
             (result,) = eqn.outvars
             value = eqn.primitive.bind(_jaxprs.literal_array(eqn.invars[0]), **eqn.params)
-            known.of[result] = jex.Literal(value, result.aval)
+            known.of[result] = _jaxprs.literal(value, result.aval)
         else:
             eqns.append(eqn)
     outvars = [known(v) for v in jaxpr.jaxpr.outvars]

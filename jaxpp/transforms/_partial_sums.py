@@ -165,7 +165,7 @@ def record(fun: Callable, operands: Sequence[Any], source: Any) -> tuple[list[An
     """
     traced = jax.make_jaxpr(fun)(*(v.aval for v in operands))
     opened, values = _jaxprs.without_constants(traced)
-    known = [jex.Literal(x, v.aval) for x, v in zip(values, opened.jaxpr.invars, strict=False)]
+    known = [_jaxprs.literal(x, v.aval) for x, v in zip(values, opened.jaxpr.invars, strict=False)]
     bound = _jaxprs.Substitution(zip(opened.jaxpr.invars, [*known, *operands], strict=True))
     flat = _jaxprs.inline(opened, lambda e: True)
     eqns = []

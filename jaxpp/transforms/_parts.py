@@ -124,7 +124,7 @@ class Splitter:
 
     def _literal_rows(self, literal: Any, start: int, stop: int) -> Any:
         value = _rows.slice_rows(_jaxprs.literal_array(literal), start, stop)
-        return jex.Literal(value, _with_rows(literal.aval, stop - start))
+        return _jaxprs.literal(value, _with_rows(literal.aval, stop - start))
 
     def _slice(self, atom: Any, start: int, stop: int) -> Any:
         return self.emit(lambda x: jax.lax.slice_in_dim(x, start, stop), atom)

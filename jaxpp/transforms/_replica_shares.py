@@ -56,7 +56,7 @@ def open_scope(jaxpr: Any, specs: Sequence[Spec | None], replicas: Replicas) -> 
     """Opens a jaxpr whose inputs have the given specs."""
     opened, values = _jaxprs.without_constants(_closed(jaxpr))
     known = _jaxprs.Substitution(
-        (v, jex.Literal(value, v.aval))
+        (v, _jaxprs.literal(value, v.aval))
         for v, value in zip(opened.jaxpr.invars, values, strict=False)
     )
     bound = _compat.make_closed_jaxpr(

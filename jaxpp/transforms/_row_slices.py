@@ -71,7 +71,7 @@ class _Slicer:
     def rows(self, var: Any, low: int, high: int) -> Any:
         """A variable with the rows `low` to `high` of another, made of as few rows as can be."""
         if _jaxprs.is_literal(var):  # an array that a jitted function closes over
-            return jex.Literal(var.val[low:high], _with_rows(var, high - low).aval)
+            return _jaxprs.literal(var.val[low:high], _with_rows(var, high - low).aval)
         key = var, low, high
         if key in self._known:
             return self._known[key]
@@ -162,7 +162,7 @@ class _Slicer:
         opened = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
         given = dict(zip(opened.invars, operands, strict=True))
         constants = zip(opened.constvars, _compat.constants_of(body), strict=True)
-        given.update((v, jex.Literal(x, v.aval)) for v, x in constants)
+        given.update((v, _jaxprs.literal(x, v.aval)) for v, x in constants)
         inner = _Slicer(opened.eqns, (self, given))
         output = inner.rows(opened.outvars[result], low, high)
         self.blamed = self.blamed or inner.blamed

@@ -63,9 +63,12 @@ def scaled_jvp(scale, factor):
 
 
 @pytest.mark.parametrize("make", [scaled_vjp, scaled_jvp])
+@pytest.mark.parametrize(
+    "scale", [jnp.arange(1.0, 5.0), jnp.float32(2.0), jnp.bfloat16(2.0)], ids=str
+)
 @pytest.mark.parametrize("differentiated", [True, False])
-def test_a_derivative_rule_may_close_over_an_array(make, differentiated):
-    fun = make(jnp.arange(1.0, 5.0), 3.0)
+def test_a_derivative_rule_may_close_over_an_array(make, scale, differentiated):
+    fun = jax.jit(make(scale, 3.0))
 
     def loss(w, x):
         h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0])) @ w[1]
