@@ -23,7 +23,7 @@ from jax._src import (
     source_info_util,
     xla_bridge,
 )
-from jax._src.state import discharge
+from jax._src.state import AbstractRef, discharge
 from jax.core import Tracer
 from jax.experimental import serialize_executable
 from jax.interpreters import partial_eval
@@ -95,15 +95,28 @@ def eliminate_dead_code(jaxpr: jex.ClosedJaxpr, used: Sequence[bool]) -> jex.Clo
     return jex.ClosedJaxpr(slim, [])
 
 
-def without_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The program with plain values in place of the `jax.new_ref`s that it makes.
+def is_ref(var) -> bool:
+    """Whether a variable is a reference, as `jax.new_ref` makes it."""
+    return isinstance(var.aval, AbstractRef)
 
-    Where JAX takes refs apart it has differentiated already; here a derivative is that of the plain
-    values. Only a custom derivative rule around a ref of its own cannot be differentiated then.
+
+def makes_refs(jaxpr_or_eqn) -> bool:
+    """Whether a jaxpr, or an equation, makes references of its own."""
+    return any(isinstance(e, core.InternalMutableArrayEffect) for e in jaxpr_or_eqn.effects)
+
+
+def discharge_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The program with values in place of the references that its equations make.
+
+    Derivative rules survive, but for those inside an equation that takes a reference.
     """
-    if any(isinstance(e, core.InternalMutableArrayEffect) for e in jaxpr.effects):
-        return discharge.discharge_state(jaxpr, should_discharge=False)
-    return jaxpr
+    return discharge.discharge_state(jaxpr, should_discharge=False, lower=False)
+
+
+def without_ref_effects(eqn):
+    """An equation that makes no references any more."""
+    own = {e for e in eqn.effects if not isinstance(e, core.InternalMutableArrayEffect)}
+    return eqn.replace(effects=own)
 
 
 def is_ordered(eqn) -> bool:

@@ -75,9 +75,37 @@ def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Tra
         return [leaf for leaf in out_leaves if is_array(leaf)]
 
     arrays = [leaf for leaf, t in zip(leaves, traced, strict=True) if t]
-    jaxpr = _compat.without_refs(jax.make_jaxpr(flat)(*arrays))
+    jaxpr = without_refs(jax.make_jaxpr(flat)(*arrays))
     opened, consts = without_constants(jaxpr)
     return Traced(opened, [*consts, *arrays], len(consts), result["tree"], result["static"])
+
+
+def without_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The program with plain values in place of the `jax.new_ref`s that it makes.
+
+    Raises:
+        ValueError: a loop or a call writes to a reference from outside it, and has a function with
+            a derivative rule in it, which would be lost.
+    """
+
+    def open_inner(eqn):
+        if any(map(_compat.is_ref, eqn.invars)):
+            if contains(eqn, lambda e: e.primitive.name in CUSTOM_RULES):
+                raise ValueError(
+                    f"The `{eqn.primitive.name}`{_compat.at_source_line(eqn)} reads or writes a "
+                    f"jax.new_ref made outside of it, and calls a function with a derivative rule "
+                    f"of its own (jax.custom_jvp or custom_vjp), which would be lost. Carry a "
+                    f"value in place of the ref, or make the ref inside."
+                )
+            return eqn
+        if not _compat.makes_refs(eqn) or not any(True for _ in sub_jaxprs(eqn)):
+            return eqn
+        return _compat.without_ref_effects(map_jaxprs(eqn, without_refs))
+
+    if not _compat.makes_refs(jaxpr):
+        return jaxpr
+    eqns = list(map(open_inner, jaxpr.eqns))
+    return _compat.discharge_refs(_compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars))
 
 
 def run(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
@@ -164,6 +192,20 @@ def sub_jaxprs(eqn) -> Iterator[Any]:
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, _compat.JaxprTypes):
                 yield item.jaxpr if isinstance(item, jex.ClosedJaxpr) else item
+
+
+def map_jaxprs(eqn, fun: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]):
+    """The equation with what a function makes of each jaxpr among its parameters, closed."""
+
+    def new(value):
+        if isinstance(value, _compat.JaxprTypes):
+            closed = value if isinstance(value, jex.ClosedJaxpr) else jex.ClosedJaxpr(value, ())
+            return _compat.with_closed_type(fun(closed), value)
+        if isinstance(value, tuple) and any(isinstance(v, _compat.JaxprTypes) for v in value):
+            return tuple(map(new, value))
+        return value
+
+    return eqn.replace(params={name: new(value) for name, value in eqn.params.items()})
 
 
 def is_literal(atom) -> bool:

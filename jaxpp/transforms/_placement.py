@@ -173,24 +173,35 @@ class _Placer:
         return phase
 
     def _ordered_place(self) -> Place | None:
-        """The stage whose tasks have effects that keep their order, if loops have such."""
-        found: dict[tuple[Any, int], Any] = {}
-        for i in self.loops:
-            for body in self.eqns[i].params["tasks"].bodies:
-                for e in filter(_compat.is_ordered, body.jaxpr.eqns):
-                    found[body.kind, body.stage] = e
-                    orders = [
-                        [t.microbatch for t in rank if (t.kind, t.stage) == (body.kind, body.stage)]
-                        for rank in self.tables[i].ranks
-                    ]
-                    if len(found) > 1 or any(order != sorted(order) for order in orders):
-                        raise ValueError(
-                            f"place: the `{e.primitive.name}`{_compat.at_source_line(e)} is in "
-                            f"{body.name} and has to keep its order, but a pipeline runs tasks of "
-                            f"several microbatches and stages side by side. Keep ordered effects "
-                            f"of loops in one task, or give them ordered=False."
-                        )
-        return frozenset(stage for _, stage in found) or None
+        """The stage whose tasks have effects that keep their order, if any have.
+
+        Raises:
+            ValueError: if several tasks have, or one that runs its microbatches in another order.
+        """
+        found: dict[str, int] = {}
+
+        def note(name: str, stage: int, eqn: Any, order: Sequence[int]) -> None:
+            found[name] = stage
+            if len(found) > 1 or list(order) != sorted(order):
+                raise ValueError(
+                    f"place: the `{eqn.primitive.name}`{_compat.at_source_line(eqn)} is in {name} "
+                    f"and has to keep its order, but a pipeline runs tasks of several microbatches "
+                    f"and stages side by side. Keep the ordered effects of stages in one task, or "
+                    f"give them ordered=False."
+                )
+
+        for i in self.ordered:
+            if (call := _marks.stage_of_call(self.eqns[i])) is not None:
+                note(f"stage {call[0]}", call[0], self.eqns[i], ())
+            elif i in self.tables:
+                for body in self.eqns[i].params["tasks"].bodies:
+                    for e in filter(_compat.is_ordered, body.jaxpr.eqns):
+                        for rank in self.tables[i].ranks:
+                            order = [
+                                t.microbatch for t in rank if f"{t.kind}{t.stage}" == body.name
+                            ]
+                            note(body.name, body.stage, e, order)
+        return frozenset(found.values()) or None
 
     def placement(self) -> Placement:
         self._pin_loop_arguments()

@@ -123,7 +123,8 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
     carries = [*_apart(firsts, partition.cuts), *zeros]
     # A stacked parameter, once its slices are taken, is read by no task.
     tasks, consts = partition.tasks.without_unread([*operands[:num_consts], *hoisted])
-    directed = _directions.separate(tasks, len(table.directions), carries)
+    # With a single microbatch, that which has two directions uses one.
+    directed = _directions.separate(tasks, max(table.direction_of) + 1, carries)
     results = _loop.loop_p.bind(
         *consts,
         *directed.carries,

@@ -262,6 +262,7 @@ def _place_chains(
                 # What only goes along with computed values (a bias that a module is called with) is
                 # read by what reads it behind the mark.
                 along = zip(eqns[i].invars, eqns[i].outvars, strict=True)
+                along = [(v, out) for v, out in along if not _jaxprs.is_literal(v)]
                 read |= {v: readers.get(out, last) for v, out in along if v in prepared}
             for v, at in read.items():
                 readers[v] = min(readers.get(v, at), at)

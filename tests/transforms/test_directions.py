@@ -214,3 +214,13 @@ def test_training_both_ways_and_evaluating_one_way_share_a_step():
     new = jax.tree.map(lambda w, g: w - g, WS, grads)
     got = jax.device_get((loss, ws, most))
     chex.assert_trees_all_close(got, jax.device_get((want, new, largest(WS, data(0)))), atol=1e-6)
+
+
+def test_a_single_microbatch_takes_one_direction():
+    x = data(0)
+    loop = jaxpp.microbatch(
+        jax.value_and_grad(jaxpp.wrap_forward(lambda ws, x: loss_fn(ws, x)[0])), 1
+    )
+    placed = jaxpp.place(jaxpp.schedule(loop, jaxpp.schedules.Chimera()), mesh())
+    want = jax.jit(jax.value_and_grad(lambda ws, x: loss_fn(ws, x)[0]))(WS, x)
+    chex.assert_trees_all_close(jax.device_get(placed(WS, x)), jax.device_get(want), atol=1e-6)

@@ -157,6 +157,9 @@ def test_ordered_effects_of_two_tasks_are_refused_with_their_line():
     step = two_layers.place(two_layers.scheduled(loss))
     with pytest.raises(ValueError, match=r"test_effects\.py:\d+ is in F1 .* ordered=False"):
         step(WEIGHTS, X)
+    forward = two_layers.place(jaxpp.wrap_forward(loss))
+    with pytest.raises(ValueError, match=r"is in stage 1 .* ordered=False"):
+        forward(WEIGHTS, X)
 
 
 def test_a_callback_with_a_result_gives_all_ranks_the_same():

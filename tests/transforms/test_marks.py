@@ -110,3 +110,13 @@ def test_users_functions_of_similar_names_are_not_stage_calls():
 
     jaxpr = jax.make_jaxpr(jax.jit(pipeline_stage_0))(X)
     assert not any(_jaxprs.contains(e, _marks.is_stage_call) for e in jaxpr.eqns)
+
+
+def test_a_constant_may_go_through_a_mark():
+    def loss(w, x):
+        h, scale = jaxpp.pipeline_enter_stage((jnp.tanh(x @ w), jnp.asarray(3.0)))
+        return jnp.mean((h @ w) ** 2 * scale)
+
+    w, x = jax.random.normal(jax.random.key(0), (4, 4)), jnp.arange(12.0).reshape(3, 4)
+    got = jax.jit(jax.grad(jaxpp.wrap_forward(loss)))(w, x)
+    np.testing.assert_allclose(got, jax.jit(jax.grad(loss))(w, x), rtol=1e-5)

@@ -59,6 +59,71 @@ def test_a_ref_of_the_loss(loss):
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
 
 
+def tenfold():
+    """`2 * x`, with a backward that no derivative of it would give."""
+    fun = jax.custom_vjp(lambda x: 2 * x)
+    fun.defvjp(lambda x: (2 * x, None), lambda _, g: (10 * g,))
+    return fun
+
+
+def rule_beside(h):
+    ref = jax.new_ref(h)
+    ref[0] *= 0.5
+    return tenfold()(ref[...])
+
+
+def rule_around(h):
+    def double(x):
+        ref = jax.new_ref(x)
+        ref[...] *= 2
+        return ref[...]
+
+    fun = jax.custom_vjp(double)
+    fun.defvjp(lambda x: (double(x), None), lambda _, g: (10 * g,))
+    return fun(h)
+
+
+def rule_in_a_jit(h):
+    return jax.jit(rule_beside)(h)
+
+
+def rule_in_a_scan(h):
+    return jax.lax.scan(lambda c, _: (jnp.sin(rule_beside(c)), None), h, None, 3)[0]
+
+
+def rule_in_a_checkpoint(h):
+    return jax.checkpoint(rule_beside)(h)
+
+
+@pytest.mark.parametrize(
+    "layer", [rule_beside, rule_around, rule_in_a_jit, rule_in_a_scan, rule_in_a_checkpoint]
+)
+def test_a_ref_leaves_derivative_rules_as_they_are(layer):
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(layer(x @ w[0]))
+        return jnp.mean((h @ w[1]) ** 2)
+
+    got = two_layers.place(two_layers.scheduled(loss))(WEIGHTS, X)
+    want = jax.jit(two_layers.accumulated(loss))(WEIGHTS, X)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rule_in_a_loop_that_writes_a_ref_from_outside_is_refused_with_its_line():
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(x @ w[0])
+        ref = jax.new_ref(h)
+
+        def body(_, c):
+            ref[...] += tenfold()(h)
+            return c
+
+        jax.lax.fori_loop(0, 3, body, 0)
+        return jnp.mean((ref[...] @ w[1]) ** 2)
+
+    with pytest.raises(ValueError, match=r"test_refs\.py:\d+ reads or writes a jax.new_ref"):
+        two_layers.scheduled(loss)(WEIGHTS, X)
+
+
 def test_a_ref_of_the_step():
     def make(grad_fn):
         def step(w, x):
