@@ -14,8 +14,9 @@ import jax.tree_util as jtu
 
 from jaxpp import _jaxprs
 from jaxpp._program import Mesh
-from jaxpp.transforms import microbatch, place
+from jaxpp.transforms import _marks, microbatch, place
 from jaxpp.transforms import schedule as schedule_loops
+from jaxpp.transforms._microbatch import microbatch_by
 
 
 def accumulate_grads(
@@ -25,12 +26,12 @@ def accumulate_grads(
     schedule: Any,
     num_microbatches: int | None = None,
     axis: int = 0,
-    reduce: Any = ("stack", "sum"),
+    reduce: Any = None,
 ) -> Any:
     """Runs `fun` on each microbatch, in the order of a schedule, and combines the results.
 
     It is `schedule(microbatch(fun, ...), schedule)(batch)`, for a `fun` that closes over the
-    parameters.
+    parameters. Gradients are added up, and values (losses, predictions) stacked.
 
     Args:
         fun: a function of one microbatch; it differentiates a function that `wrap_forward` made,
@@ -41,15 +42,16 @@ def accumulate_grads(
             axis counts the microbatches: `fun` then gets slices without it.
         axis: of each array of the batch.
         reduce: how each result is combined, a prefix of its pytree, as for `microbatch`. By default
-            the first of two is stacked along a new first axis and the second summed, as suits the
-            values and the gradients of `jax.value_and_grad`.
+            `fun` returns two results, in either order: the one that the backward pass of the stages
+            makes is summed, and the other one stacked along a new first axis.
 
     Returns:
         The combined results.
 
     Raises:
-        ValueError: if the arrays have no such axis or differ in its size, or `fun` calls no stages
-            that `wrap_forward` made.
+        ValueError: if the arrays have no such axis or differ in its size, `fun` calls no stages
+            that `wrap_forward` made, or its results are not gradients and values, and `reduce` does
+            not say how to combine them.
         jaxpp.schedules.ScheduleError: if the schedule does not fit the loop.
 
     Example:
@@ -78,8 +80,35 @@ def accumulate_grads(
             )
         return fun(part)
 
-    loop = microbatch(of_microbatch, count, in_axes=axis, reduce=reduce)
+    if reduce is None:
+        loop = microbatch_by(of_microbatch, count, axis, _gradients_summed)
+    else:
+        loop = microbatch(of_microbatch, count, in_axes=axis, reduce=reduce)
     return schedule_loops(loop, schedule)(batch)
+
+
+def _gradients_summed(traced: _jaxprs.Traced) -> Any:
+    """How to combine two results, gradients and values: what is made by a backward is summed."""
+    flat = _jaxprs.inline(traced.jaxpr, lambda eqn: not _marks.is_stage_call(eqn))
+    if not any(_jaxprs.contains(eqn, _marks.is_stage_call) for eqn in flat.eqns):
+        return "last"  # `schedule` says that there are no stages
+    made = [v for eqn in flat.eqns if _marks.is_backward_call(eqn) for v in eqn.outvars]
+    reached = _jaxprs.descendants(flat.eqns, made)
+    gradient, value = object(), object()
+    results = traced.rebuild(
+        gradient if not _jaxprs.is_literal(v) and v in reached else value
+        for v in flat.jaxpr.outvars
+    )
+    parts = results if isinstance(results, tuple) else (results,)
+    summed = [any(leaf is gradient for leaf in jtu.tree_leaves(part)) for part in parts]
+    if len(parts) != 2 or sum(summed) != 1:
+        raise ValueError(
+            f"accumulate_grads: fun returns {len(parts)} results, {sum(summed)} of which come out "
+            f"of the backward pass; only of two, gradients and values, is it known how to combine "
+            f"them. Say it: reduce=('stack', 'sum') for (values, gradients), ('sum', 'stack') for "
+            f"(gradients, values)."
+        )
+    return tuple("sum" if own else "stack" for own in summed)
 
 
 def _size(batch: Any, axis: int) -> int:

@@ -49,6 +49,53 @@ def test_values_are_stacked_and_gradients_summed():
     assert_close(got, (values, jax.tree.map(lambda g: g.sum(0), grads)))
 
 
+@pytest.mark.parametrize(
+    "order", [lambda x: x, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"]
+)
+def test_gradients_may_come_first(order):
+    """As in the first README of JaxPP: `return grad, (loss, predictions)`; and a static leaf."""
+
+    def microbatch_grad(x):
+        (loss, predictions), grads = order(gradients_of(PARAMS))(x)
+        return grads, (loss, predictions, 4)
+
+    (losses, predictions), grads = one_by_one()
+    got, (*values, four) = jaxpp.accumulate_grads(microbatch_grad, STACKED, schedule=OneFOneB())
+    assert four == 4
+    assert_close((got, values), (jax.tree.map(lambda g: g.sum(0), grads), [losses, predictions]))
+
+
+def test_a_parameter_without_a_gradient_is_no_value():
+    """Its zeros come out of no backward."""
+
+    def fun(x):
+        value, (grads, zeros) = jax.value_and_grad(
+            lambda both, x: jaxpp.wrap_forward(loss_fn)(both[0], x)[0]
+        )((PARAMS, jnp.ones(3)), x)
+        return value, (zeros, grads)
+
+    losses, (zeros, grads) = jaxpp.accumulate_grads(fun, STACKED, schedule=OneFOneB())
+    assert losses.shape == (COUNT,) and zeros.tolist() == [0.0, 0.0, 0.0]
+    assert [g.shape for g in grads] == [p.shape for p in PARAMS]
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        (lambda v, g: (v, g, g), "returns 3 results, 2 of which"),
+        (lambda v, g: g, "returns 1 results, 1 of which"),
+        (lambda v, g: ((v, g[0].sum()), g), "returns 2 results, 2 of which"),
+        (lambda v, g: v, "returns 2 results, 0 of which"),
+    ],
+)
+def test_results_that_are_not_told_apart_need_reductions(results, message):
+    def fun(x):
+        return results(*gradients_of(PARAMS)(x))
+
+    with pytest.raises(ValueError, match=f"{message}.*reduce="):
+        jaxpp.accumulate_grads(fun, STACKED, schedule=OneFOneB())
+
+
 @pytest.mark.parametrize("axis", [1, -1])
 def test_any_axis_may_count_the_microbatches(axis):
     want = jaxpp.accumulate_grads(gradients_of(PARAMS), STACKED, schedule=OneFOneB())

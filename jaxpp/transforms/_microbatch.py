@@ -75,6 +75,17 @@ def microbatch(
         >>> error.tolist(), float(state)
         ([0.5, 2.25], 1.375)
     """
+    return microbatch_by(fun, num_microbatches, in_axes, lambda traced: reduce, accumulator_dtype)
+
+
+def microbatch_by(
+    fun: Callable,
+    num_microbatches: int,
+    in_axes: Any,
+    reduce: Callable[[_jaxprs.Traced], Any],
+    accumulator_dtype: Any = None,
+) -> Callable:
+    """`microbatch`, where what `fun` is traced to decides how its outputs are combined."""
     is_number = isinstance(num_microbatches, int | np.integer) and num_microbatches is not True
     if not is_number or num_microbatches < 1:
         raise ValueError(
@@ -96,7 +107,7 @@ def microbatch(
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
         traced = _jaxprs.trace(_keywords.positional(fun), jtu.tree_unflatten(tree, small))
-        operators = _resolve_outputs(reduce, accumulator_dtype, traced)
+        operators = _resolve_outputs(reduce(traced), accumulator_dtype, traced)
         carried = [(p, x) for p, a, x in zip(paths, axes, small, strict=True) if a == CARRY]
         _check_carried(carried, operators, traced)
         # Inputs of the traced jaxpr: what is closed over, then the array leaves in order.

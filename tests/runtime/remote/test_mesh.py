@@ -161,7 +161,7 @@ def test_what_needs_the_value_says_how_to_get_it(mesh, use):
         use(params[0])
 
 
-@pytest.mark.parametrize("use", [np.exp, np.ravel, np.linalg.norm, np.argmax], ids=str)
+@pytest.mark.parametrize("use", [np.exp, np.ravel, np.argmax], ids=["exp", "ravel", "argmax"])
 def test_functions_of_numpy_may_fetch_it(mesh, use):
     params, *_ = jaxpp.place(step_of(), mesh)(*start(), batch())
     chex.assert_trees_all_equal(use(params[0]), use(np.asarray(params[0])))
