@@ -326,15 +326,25 @@ def lift_arrays(part: Part) -> tuple[Part, tuple[Any, ...]]:
     """The part with the arrays among its literals as its last inputs, and these literals.
 
     So that an array that a function closes over is in no executable, and no key of one.
+
+    Raises:
+        ValueError: a derivative rule closes over a value that was traced with the function.
     """
     lifted: dict[int, tuple[Any, Any]] = {}
 
-    def lift(atom):
+    def lift(atom, eqn=None):
+        if is_literal(atom) and _compat.is_tracer(atom.val):
+            raise ValueError(
+                f"A function with a derivative rule (jax.custom_vjp or custom_jvp), called"
+                f"{_compat.at_source_line(eqn)}, closes over a value that JAX traces, such as an "
+                f"argument of the loss. It cannot be called as part of a jaxpr then, as inside "
+                f"jax.jit; give it the value as an argument."
+            )
         if not is_literal(atom) or not is_array_literal(atom):
             return atom
         return lifted.setdefault(id(atom.val), (fresh_var(atom), atom))[0]
 
-    eqns = [e.replace(invars=list(map(lift, e.invars))) for e in part.jaxpr.eqns]
+    eqns = [e.replace(invars=[lift(v, e) for v in e.invars]) for e in part.jaxpr.eqns]
     outvars = list(map(lift, part.jaxpr.jaxpr.outvars))
     if not lifted:
         return part, ()

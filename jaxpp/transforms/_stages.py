@@ -399,7 +399,8 @@ def read_outputs(stages: Stages, values: dict[Any, Any]) -> list[Any]:
     jaxpr = stages.jaxpr.jaxpr
     loose = [v for v in jaxpr.outvars if not _jaxprs.is_literal(v) and v not in values]
     if loose:
-        keep = _jaxprs.ancestors(jaxpr.eqns, loose)
-        part = _jaxprs.part([e for e, k in zip(jaxpr.eqns, keep, strict=True) if k], loose)
+        free = [e for e, k in zip(jaxpr.eqns, stages.stage_of, strict=True) if k is None]
+        keep = _jaxprs.ancestors(free, loose)
+        part = _jaxprs.part([e for e, k in zip(free, keep, strict=True) if k], loose)
         values = values | dict(zip(loose, _jaxprs.run(part.jaxpr, *part.inputs), strict=True))
     return _jaxprs.read(jaxpr.outvars, values)

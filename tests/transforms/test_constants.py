@@ -108,3 +108,19 @@ def test_an_array_that_stages_and_the_step_close_over_is_in_no_executable():
         assert not computation.jaxpr.consts
     for program in placed.programs:
         assert sum(np.size(value) == table.size for _, value in program.constants) == 1
+
+
+@pytest.mark.parametrize("value", [jnp.asarray(2.0), jnp.arange(1.0, 5.0)])
+def test_a_derivative_rule_that_closes_over_an_argument_is_refused_with_its_line(value):
+    """JAX cannot differentiate such a function inside `jax.jit`, either."""
+
+    def loss(w, x, scale):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0])) @ w[1]
+        return jnp.mean(scaled_vjp(scale, 3.0)(h) ** 2)
+
+    with pytest.raises(TypeError):
+        jax.jit(jax.grad(jax.jit(loss)))(WEIGHTS, X, value)
+    loop = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 2, in_axes=(None, 0, None))
+    placed = two_layers.place(jaxpp.schedule(loop, jaxpp.schedules.OneFOneB()))
+    with pytest.raises(ValueError, match=r"test_constants\.py:\d+, closes over a value"):
+        placed(WEIGHTS, X, value)

@@ -209,3 +209,19 @@ def test_a_callback_can_read_the_batch_for_all_stages():
     want = jax.jit(make(two_layers.accumulated()))(WEIGHTS, jnp.int32(1))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_callback_in_a_stage_leaves_constant_results_alone():
+    """They depend on no argument, and are computed beside the stages."""
+
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0])) @ w[1]
+        double = io_callback(lambda v: 2 * v, SCALAR, jax.lax.stop_gradient(h.sum()))
+        return jnp.mean(h**2) + double, jnp.arange(3)
+
+    staged = jax.value_and_grad(jaxpp.wrap_forward(loss), has_aux=True)
+    loop = jaxpp.microbatch(staged, 1, reduce=(("mean", "sum"), "mean"))
+    got = two_layers.place(jaxpp.schedule(loop, jaxpp.schedules.OneFOneB()))(WEIGHTS, X)
+    want = jax.jit(jax.value_and_grad(loss, has_aux=True))(WEIGHTS, X)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
