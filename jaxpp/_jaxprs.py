@@ -71,8 +71,11 @@ def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Tra
         full = [next(arrays) if t else s for t, s in zip(traced, static, strict=True)]
         args, kwargs = jtu.tree_unflatten(tree, full)
         out_leaves, result["tree"] = jtu.tree_flatten(fun(*args, **kwargs))
-        result["static"] = [_STATIC_OUTPUT if is_array(leaf) else leaf for leaf in out_leaves]
-        return [leaf for leaf in out_leaves if is_array(leaf)]
+        out_leaves = list(map(_fixed_if_empty, out_leaves))
+        flows = [is_array(leaf) and leaf.dtype != jax.dtypes.float0 for leaf in out_leaves]
+        pairs = list(zip(out_leaves, flows, strict=True))
+        result["static"] = [_STATIC_OUTPUT if flows else leaf for leaf, flows in pairs]
+        return [leaf for leaf, flows in pairs if flows]
 
     arrays = [leaf for leaf, t in zip(leaves, traced, strict=True) if t]
     jaxpr = without_refs(jax.make_jaxpr(flat)(*arrays))
@@ -106,6 +109,13 @@ def without_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         return jaxpr
     eqns = list(map(open_inner, jaxpr.eqns))
     return _compat.discharge_refs(_compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars))
+
+
+def _fixed_if_empty(leaf: Any) -> Any:
+    """The leaf; if it is the gradient by an integer, which has no bits, as an array of its own."""
+    if getattr(leaf, "dtype", None) != jax.dtypes.float0:
+        return leaf
+    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 def run(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:

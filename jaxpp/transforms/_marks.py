@@ -95,12 +95,19 @@ def _edge_transpose(ct, _, *, transposed, **params):
     return [ct if type(ct) is ad.Zero else edge_p.bind(ct, transposed=not transposed, **params)]
 
 
-def _keep_edge(saveable, unknown, instantiated, eqn):
-    """Keeps an edge, whatever the policy: from its edges a stage is computed again."""
-    if not any(unknown):
-        return eqn, None, [False], [False], []
+def keep_nothing(*_, **__) -> bool:
+    """A policy of a checkpoint that does not keep edges either."""
+    return False
+
+
+def _keep_edge(policy, unknown, instantiated, eqn):
+    """Keeps an edge, if not by `keep_nothing`: from its edges a stage is computed again."""
     new = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i]
-    return None, eqn, [True], [True], _jaxprs.variables(new)
+    if any(unknown):
+        return None, eqn, [True], [True], _jaxprs.variables(new)
+    if policy is keep_nothing:
+        return eqn, eqn, [False], [True], _jaxprs.variables(new)
+    return eqn, None, [False], [False], []
 
 
 partial_eval.partial_eval_jaxpr_custom_rules[edge_p] = _keep_edge

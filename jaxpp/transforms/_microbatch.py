@@ -8,13 +8,10 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from jaxpp import _jaxprs, _specs
-from jaxpp.transforms import _keywords, _reductions
-
-#: For an argument, that it is what the microbatch before it gave back.
-CARRY = "carry"
+from jaxpp.transforms import _keywords, _reductions, _slices
+from jaxpp.transforms._slices import CARRY
 
 
 def microbatch(
@@ -29,9 +26,9 @@ def microbatch(
 
     One `lax.scan` over the slices. `microbatch(jax.value_and_grad(f), M)` and
     `jax.value_and_grad(microbatch(f, M))` do the same work: the second accumulates the gradient of
-    its first scalar output slice by slice, in the forward pass (other outputs, and all where a
-    value is carried, are differentiated by running the slices again). Forward-mode differentiation
-    is not supported.
+    each scalar mean or sum slice by slice, in the forward pass, and under `jax.jit` those that are
+    not asked for are left out. The gradient of another output takes a second pass over the slices.
+    What gives a scalar mean or sum cannot be differentiated in forward mode; a gradient can.
 
     A state that each slice starts from where the slice before it left off (the running statistics
     of BatchNorm, a recurrent state, a random key) is `"carry"` in both `in_axes` and `reduce`: the
@@ -122,152 +119,10 @@ def microbatch_by(
             else:
                 inputs.append(leaves[i])
                 roles.append("whole" if axis is None else CARRY)
-        return traced.rebuild(_loop(traced.jaxpr, roles, operators, count)(*inputs))
+        loop = _slices.loop_over_slices(traced.jaxpr, roles, operators, count)
+        return traced.rebuild(loop(*inputs))
 
     return microbatched
-
-
-def _loop(jaxpr, roles: Sequence[str], operators: Sequence[Any], count: int) -> Callable:
-    """The loop over slices as a function of the jaxpr's inputs, with its derivative.
-
-    The role of an input is `"whole"`, `"slice"` or `"carry"`.
-    """
-
-    def run_body(*inputs):
-        return _jaxprs.run(jaxpr, *inputs)
-
-    plain = functools.partial(_run_loop, run_body, roles, operators, count)
-    avals = [v.aval for v in jaxpr.jaxpr.outvars]
-    main = next(
-        (
-            i
-            for i, (op, aval) in enumerate(zip(operators, avals, strict=True))
-            # What a slice carries to the next has a gradient that only comes back after the last.
-            if CARRY not in roles
-            and getattr(op, "sums", False)
-            and aval.shape == ()
-            and jnp.issubdtype(aval.dtype, jnp.floating)
-        ),
-        None,
-    )
-    loop = jax.custom_vjp(plain)
-
-    def forward(*primals):
-        inputs = [p.value for p in primals]
-        active = [
-            i for i, p in enumerate(primals)
-            if p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact)
-        ]  # fmt: skip
-        if main is None or not active:
-            return plain(*inputs), (inputs, None)
-        first = main
-
-        def with_gradient(*inputs):
-            def of_active(*chosen):
-                full = list(inputs)
-                for i, x in zip(active, chosen, strict=True):
-                    full[i] = x
-                outputs = run_body(*full)
-                return outputs[first], outputs
-
-            value, pullback, outputs = jax.vjp(
-                of_active, *(inputs[i] for i in active), has_aux=True
-            )
-            return [*outputs, *pullback(jnp.ones_like(value))]
-
-        share = operators[first]
-        is_mean = share.name == "mean"
-        stacked = _reductions.Collect("stack", lambda s: s / count if is_mean else s)
-        added = _reductions.REDUCTIONS[share.name]
-        gradient_operators = [
-            stacked
-            if roles[i] == "slice"
-            else _reductions.accumulate_in(added, share.dtype, inputs[i])
-            for i in active
-        ]
-        results = _run_loop(with_gradient, roles, [*operators, *gradient_operators], count, *inputs)
-        outputs, gradients = results[: len(operators)], results[len(operators) :]
-        return outputs, (inputs, dict(zip(active, gradients, strict=True)))
-
-    def backward(residuals, cotangents):
-        inputs, gradients = residuals
-        result: list[Any] = [None] * len(inputs)
-        rest = list(cotangents)
-        if gradients is not None and main is not None:
-            ct = cotangents[main]
-            rest[main] = SymbolicZero(avals[main])
-            if not isinstance(ct, SymbolicZero):
-                for i, g in gradients.items():
-                    result[i] = (ct * g).astype(inputs[i].dtype)
-        if any(not isinstance(ct, SymbolicZero) for ct in rest):
-            again = functools.partial(_run_loop, jax.checkpoint(run_body), roles, operators, count)
-            active = [i for i, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-            def of_active(*chosen):
-                full = list(inputs)
-                for i, x in zip(active, chosen, strict=True):
-                    full[i] = x
-                return again(*full)
-
-            outputs, pullback = jax.vjp(of_active, *(inputs[i] for i in active))
-            full = [
-                _zero_cotangent(y) if isinstance(ct, SymbolicZero) else ct
-                for ct, y in zip(rest, outputs, strict=True)
-            ]
-            for i, g in zip(active, pullback(full), strict=True):
-                result[i] = g if result[i] is None else result[i] + g
-        return tuple(result)
-
-    loop.defvjp(forward, backward, symbolic_zeros=True)
-    return loop
-
-
-def _zero_cotangent(y):
-    if jnp.issubdtype(y.dtype, jnp.inexact):
-        return jnp.zeros_like(y)
-    return np.zeros(y.shape, jax.dtypes.float0)
-
-
-def _run_loop(body: Callable, roles, operators, count: int, *inputs: Any) -> list[Any]:
-    """Scans `body` over the slices, folding, collecting or handing on each of its outputs."""
-    whole, first, slices = (
-        [x for x, r in zip(inputs, roles, strict=True) if r == role]
-        for role in ("whole", CARRY, "slice")
-    )
-
-    def call(carried, one):
-        given = {"whole": iter(whole), CARRY: iter(carried), "slice": iter(one)}
-        return body(*(next(given[role]) for role in roles))
-
-    one = _specs.types_of(lambda slices: [x[0] for x in slices], slices)
-    shapes = _specs.types_of(call, first, one)
-
-    def those(kind, outputs):
-        return [y for op, y in zip(operators, outputs, strict=True) if isinstance(op, kind)]
-
-    others = (_reductions.Collect, _reductions.Carry)
-    folds = [i for i, op in enumerate(operators) if not isinstance(op, others)]
-
-    def step(state, one):
-        accs, carried = state
-        outputs = call(carried, one)
-        accs = [operators[i].combine(acc, outputs[i]) for i, acc in zip(folds, accs, strict=True)]
-        return (accs, those(_reductions.Carry, outputs)), those(_reductions.Collect, outputs)
-
-    init = [operators[i].init(shapes[i]) for i in folds]
-    (accs, carried), stacked = jax.lax.scan(step, (init, first), slices, length=count)
-    accs, carried, stacked = iter(accs), iter(carried), iter(stacked)
-
-    def result(op):
-        if isinstance(op, _reductions.Carry):
-            return next(carried)
-        return (
-            op.finish(next(stacked))
-            if isinstance(op, _reductions.Collect)
-            else op.finish(next(accs), count)
-        )
-
-    return [result(op) for op in operators]
 
 
 def _broadcast_axes(in_axes: Any, args: tuple) -> list[Any]:

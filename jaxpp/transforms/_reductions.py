@@ -112,6 +112,22 @@ REDUCTIONS: dict[str, Fold | Collect | Carry] = {
 }
 
 
+def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[str, Any] | None:
+    """What the cotangent of a combined output is for that of each microbatch.
+
+    Returns:
+        `"whole"` and the one that all have, or `"slice"` and theirs along a new first axis; None
+        where they depend on the values that were combined.
+    """
+    if getattr(operator, "sums", False):
+        return "whole", ct / num_microbatches if operator.name == "mean" else ct
+    if isinstance(operator, Collect):
+        if operator.name == "concat":
+            ct = ct.reshape(num_microbatches, -1, *ct.shape[1:])
+        return "slice", ct
+    return None
+
+
 def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
     """The operator for an output like `x`, which it adds up in `dtype`, if both are floats.
 

@@ -63,6 +63,10 @@ def is_microbatch_loop(eqn) -> bool:
     return eqn.primitive.name == "scan" and _jaxprs.contains(eqn, _marks.is_stage_call)
 
 
+def _has_backward(eqn) -> bool:
+    return _jaxprs.contains(eqn, lambda e: _marks.is_stage_call(e) and _marks.is_backward_call(e))
+
+
 def _holds_microbatch_loop(eqn) -> bool:
     bodies = _jaxprs.sub_jaxprs(eqn)
     return any(_jaxprs.contains(e, is_microbatch_loop) for body in bodies for e in body.eqns)
@@ -87,6 +91,11 @@ def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
             f"{missing} first: "
             f"schedule(microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M), ...)."
         )
+    # A gradient that is not asked for is accumulated by no task, and an unread loop by none.
+    live = _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
+    if any(map(is_microbatch_loop, live.eqns)):
+        flat = live
+    trains = any(is_microbatch_loop(e) and _has_backward(e) for e in flat.eqns)
     values = dict(zip(flat.jaxpr.invars, inputs, strict=True))
     plain: list[Any] = []
 
@@ -101,8 +110,11 @@ def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
             plain.append(eqn)
             continue
         run_plain()
+        own = schedule
+        if trains and not _has_backward(eqn) and isinstance(schedule, schedules.Schedule):
+            own = schedules.ForwardOnly(like=schedule)
         operands = _jaxprs.read(eqn.invars, values)
-        values.update(zip(eqn.outvars, _bind_loop(eqn, schedule, operands), strict=True))
+        values.update(zip(eqn.outvars, _bind_loop(eqn, own, operands), strict=True))
     run_plain()
     return _jaxprs.read(flat.jaxpr.outvars, values)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs
+from jaxpp import _compat, _jaxprs
 
 W = jax.random.normal(jax.random.key(0), (8, 8))
 X = jax.random.normal(jax.random.key(1), (12, 8))
@@ -136,6 +136,36 @@ def test_gradients_through_any_output(of, argnums):
     close(got, jax.grad(total(outputs), argnums)(W, X))
 
 
+def live_scans(fun, *args):
+    """The scans of a function that are needed for its results."""
+    flat = _jaxprs.inline(jax.make_jaxpr(fun)(*args), lambda e: True)
+    live = _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
+    return [e for e in live.eqns if e.primitive.name == "scan"]
+
+
+@pytest.mark.parametrize("name", ["loss", "other"])
+def test_the_gradient_of_any_scalar_takes_one_pass_over_the_slices(name):
+    def fun(w, x):  # the key that is differentiated sorts first or last
+        return {k: v for k, v in outputs(w, x).items() if k in ("loss", "other")}
+
+    microbatched = jaxpp.microbatch(fun, 4)
+    got = jax.value_and_grad(lambda w: microbatched(w, X)[name])
+    close(jax.jit(got)(W), jax.value_and_grad(lambda w: fun(w, X)[name])(W))
+    (scan,) = live_scans(got, W)
+    assert sum(v.aval.shape == W.shape for v in scan.outvars) == 1
+    alone = jax.value_and_grad(lambda w: jaxpp.microbatch(lambda w, x: fun(w, x)[name], 4)(w, X))
+    flops = [jax.jit(f).lower(W).compile().cost_analysis()["flops"] for f in (got, alone)]
+    assert flops[0] == pytest.approx(flops[1], rel=0.01)
+
+
+@pytest.mark.parametrize("reduce", ["stack", "concat"])
+def test_the_gradient_of_collected_rows_takes_the_memory_of_one_slice(reduce):
+    microbatched = jaxpp.microbatch(lambda w, x: jnp.tanh(x @ w).sum(1), 4, reduce=reduce)
+    got = jax.grad(lambda w: (microbatched(w, X) ** 2).sum())
+    close(got(W), jax.grad(lambda w: (jnp.tanh(X @ w).sum(1) ** 2).sum())(W))
+    assert all(v.aval.size <= max(W.size, len(X)) for s in live_scans(got, W) for v in s.outvars)
+
+
 @pytest.mark.parametrize(
     "transform",
     [
@@ -164,7 +194,33 @@ def test_transformations_of_it(transform):
     assert ran
 
 
-def test_forward_mode_is_refused():
+@pytest.mark.parametrize(
+    "gradient",
+    [lambda f: jaxpp.microbatch(jax.grad(f), 3), lambda f: jax.grad(jaxpp.microbatch(f, 3))],
+    ids=["inside", "outside"],
+)
+def test_a_gradient_has_a_forward_derivative(gradient):
+    def along(grad):
+        return lambda w, x: jax.jvp(lambda w: grad(w, x), (w,), (jnp.cos(w),))
+
+    close(jax.jit(along(gradient(loss)))(W, X), along(jax.grad(loss))(W, X), rtol=1e-4)
+
+
+def test_the_gradient_by_an_integer_passes():
+    def fun(params, x):
+        return jnp.mean(jnp.tanh(x @ params["w"]) * params["n"])
+
+    params = {"n": jnp.int32(3), "mask": jnp.ones(4, bool), "w": W}
+    grad = jax.value_and_grad(fun, allow_int=True)
+    for microbatched in (jaxpp.microbatch(grad, 3), jaxpp.microbatch(jax.jit(grad), 3)):
+        got, want = jax.jit(microbatched)(params, X), jax.jit(grad)(params, X)
+        close((got[0], got[1]["w"]), (want[0], want[1]["w"]))
+        for name in ("n", "mask"):
+            assert got[1][name].dtype == want[1][name].dtype == jax.dtypes.float0
+            assert got[1][name].shape == want[1][name].shape
+
+
+def test_forward_mode_of_a_loss_is_refused():
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(jaxpp.microbatch(loss, 3), (W, X), (W, X))
 

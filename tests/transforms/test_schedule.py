@@ -193,6 +193,79 @@ def test_the_gradient_of_the_mean_loss_is_scheduled_too():
     assert_same(scheduled, jax.value_and_grad(loss_fn), WS, X)
 
 
+def with_outputs(ws, x):
+    for i, w in enumerate(ws):
+        x = jaxpp.pipeline_enter_stage(x) if i else x
+        x = jnp.tanh(x @ w)
+    return {"best": jnp.max(x), "loss": jnp.mean(x**2), "norm": jnp.mean(x), "rows": x.sum(1)}
+
+
+OUTPUTS = {"best": "max", "loss": "mean", "norm": "mean", "rows": "concat"}
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()])
+@pytest.mark.parametrize(
+    ("of", "loops"),
+    [
+        (lambda out: out["loss"], 1),
+        (lambda out: out["norm"], 1),
+        (lambda out: out["loss"] ** 2 + out["norm"], 1),
+        (lambda out: jnp.mean(out["rows"] ** 2), 2),
+    ],
+    ids=["first", "second", "both", "rows"],
+)
+def test_the_gradient_of_any_output_is_scheduled(of, loops, schedule):
+    """Where it depends on the outputs of each microbatch, these are made by a loop before it."""
+
+    def step(fun):
+        return lambda ws, x: jax.value_and_grad(lambda ws: of(fun(ws, x)))(ws)
+
+    scheduled = jaxpp.schedule(
+        step(jaxpp.microbatch(jaxpp.wrap_forward(with_outputs), M, reduce=OUTPUTS)), schedule
+    )
+    found = loops_of(scheduled, WS, X)
+    assert len(found) == loops
+    assert sum(b.kind is Kind.F for b in found[-1].params["tasks"].bodies) == STAGES
+    assert_same(scheduled, step(with_outputs), WS, X, rtol=1e-5)
+    placed = jaxpp.place(scheduled, jaxpp.MpmdMesh((STAGES,)))
+    jaxpp.testing.assert_matches_single_device(
+        placed, step(with_outputs), WS, X, num_state=0, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()])
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss_fn)), M),
+        jax.grad(jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M)),
+    ],
+    ids=["inside", "outside"],
+)
+def test_the_derivative_of_a_gradient_along_a_direction_is_scheduled(gradient, schedule):
+    def along(grad):
+        return lambda ws, x: jax.jvp(lambda ws: grad(ws, x), (ws,), (jax.tree.map(jnp.cos, ws),))
+
+    scheduled = jaxpp.schedule(along(gradient), schedule)
+    placed = jaxpp.place(scheduled, jaxpp.MpmdMesh((STAGES,)))
+    want = jax.jit(along(jax.grad(loss_fn)))(WS, X)
+    chex.assert_trees_all_close(jax.device_get(placed(WS, X)), want, rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_by_an_integer_comes_out_of_a_placed_step():
+    def loss(params, x):
+        x = jaxpp.pipeline_enter_stage(jnp.tanh(x @ params["ws"][0]))
+        return jnp.mean((x @ params["ws"][1]) ** 2) * params["n"]
+
+    params = {"n": jnp.int32(3), "ws": WS[:2]}
+    fun = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss), allow_int=True), M)
+    placed = jaxpp.place(jaxpp.schedule(fun, OneFOneB()), jaxpp.MpmdMesh((2,)))
+    got = placed(params, X)
+    want = jax.jit(jax.value_and_grad(loss, allow_int=True))(params, X)
+    assert got[1]["n"].dtype == want[1]["n"].dtype == jax.dtypes.float0
+    chex.assert_trees_all_close(jax.device_get(got[1]["ws"]), want[1]["ws"], rtol=1e-5)
+
+
 def test_two_loops_of_one_function_are_both_scheduled():
     def two(ws, x):
         loss, first = GRAD(ws, x)
