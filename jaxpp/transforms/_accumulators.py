@@ -1,6 +1,7 @@
 """What a microbatch loop accumulates: nothing for frozen parameters, and apart for shared ones."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxpp.transforms._body import Body
 
 _ADDS = frozenset({"add", "add_any"})
 _EXTREMES = frozenset({"max", "min", "and", "or"})
+_FILLS = frozenset({"broadcast_in_dim", "convert_element_type"})
 #: What a sum may go through on the way to its accumulator: casts, and moves of data.
 _LINEAR = frozenset(
     {"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "copy"}
@@ -25,14 +27,12 @@ def hand_through_zeros(body: Body) -> Body:
     maker = body.maker()
 
     def is_zero(v) -> bool:
-        if _jaxprs.is_literal(v):
-            return np.ndim(v.val) == 0 and v.val == 0
-        eqn = body.eqns[maker[v]] if v in maker else None
-        return (
-            eqn is not None
-            and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type")
-            and is_zero(eqn.invars[0])
-        )
+        while not _jaxprs.is_literal(v):
+            eqn = body.eqns[maker[v]] if v in maker else None
+            if eqn is None or eqn.primitive.name not in _FILLS:
+                return False
+            v = eqn.invars[0]
+        return np.ndim(v.val) == 0 and v.val == 0
 
     def update(carry, out):
         if _jaxprs.is_literal(out) or out not in maker:
@@ -92,24 +92,22 @@ def split_shared_sums(body: Body) -> Sums:
             return eqn, right
         return (eqn, left) if itself(right) is carry else None
 
-    def terms(v) -> list[_Term]:
-        """The terms of a sum; what one task makes all of is one."""
-        i = None if _jaxprs.is_literal(v) else maker.get(v)
-        if i is None or readers[v] != 1:
-            return [_Term(v)]
-        eqn, position = body.eqns[i], body.position[i]
-        if position is not None and position < body.num_stages:  # what a forward pass adds up
-            return [_Term(v)]
-        if eqn.primitive.name in _ADDS:
-            found = [t for operand in eqn.invars for t in terms(operand)]
-        elif eqn.primitive.name in _LINEAR and jnp.issubdtype(v.aval.dtype, jnp.inexact):
-            found = [t.through(eqn) for t in terms(eqn.invars[0])]
-        else:
-            return [_Term(v)]
-        tasks = {at.get(t.value) for t in found if not _jaxprs.is_literal(t.value)}
-        if tasks == {at.get(v)}:
-            return [_Term(v)]
-        return [dataclasses.replace(t, dropped=(*t.dropped, i)) for t in found]
+    opened = _sums_of_several(body, at, readers)
+
+    def terms(v) -> tuple[list[_Term], list[int]]:
+        """The terms of a sum, and the numbers of the equations that make it of them."""
+        found, numbers, rest = [], [], [_Term(v)]
+        while rest:
+            term = rest.pop()
+            i = None if _jaxprs.is_literal(term.value) else opened.get(term.value)
+            if i is None:
+                found.append(term)
+                continue
+            numbers.append(i)
+            eqn = body.eqns[i]
+            linear = () if eqn.primitive.name in _ADDS else (eqn,)
+            rest += [_Term(o, (*linear, *term.linear)) for o in reversed(eqn.invars)]
+        return found, numbers
 
     carries, outs = list(body.carries), list(body.carry_outs)
     summands: list[tuple[int, ...]] = []
@@ -125,11 +123,11 @@ def split_shared_sums(body: Body) -> Sums:
         folds[j] = eqn.primitive
         if eqn.primitive.name not in _ADDS:
             continue
-        found = terms(value)
+        found, numbers = terms(value)
         groups = _by_task(found, at)
         if len(groups) < 2:
             continue
-        dropped.update([maker[out], *(i for t in found for i in t.dropped)])
+        dropped.update([maker[out], *numbers])
         dropped.update(maker[v] for v in eqn.invars if itself(v) is carry and v is not carry)
         for n, group in enumerate(groups):
             if n > 0:
@@ -153,18 +151,35 @@ def split_shared_sums(body: Body) -> Sums:
 
 @dataclasses.dataclass(frozen=True)
 class _Term:
-    """A term of a sum.
-
-    `linear` are the equations between it and the sum, to be applied to it alone; `dropped` are the
-    numbers of the equations that this makes needless.
-    """
+    """A term of a sum; `linear` are the equations between it and the sum, applied to it alone."""
 
     value: Any
     linear: tuple[Any, ...] = ()
-    dropped: tuple[int, ...] = ()
 
-    def through(self, eqn) -> "_Term":
-        return dataclasses.replace(self, linear=(*self.linear, eqn))
+
+def _sums_of_several(
+    body: Body, at: Mapping[Any, int], readers: Mapping[Any, int]
+) -> dict[Any, int]:
+    """The sums of what several tasks make, each with the number of its equation.
+
+    What one task makes all of is none, nor what a forward pass adds up.
+    """
+    tasks: dict[Any, set[int | None]] = {}
+    found: dict[Any, int] = {}
+    for i, (eqn, position) in enumerate(body.placed()):
+        name = eqn.primitive.name
+        if name not in _ADDS | _LINEAR or (position is not None and position < body.num_stages):
+            continue
+        (v,) = eqn.outvars
+        if readers.get(v) != 1 or (
+            name in _LINEAR and not jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        ):
+            continue
+        made_by = [tasks.get(o, {at.get(o)}) for o in _jaxprs.variables(eqn.invars)]
+        own = set[int | None]().union(*made_by)
+        if own != {at.get(v)}:
+            tasks[v], found[v] = own, i
+    return found
 
 
 def _finished(term: _Term, eqns: list[Any]) -> Any:
