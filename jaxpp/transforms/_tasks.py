@@ -148,11 +148,15 @@ def _keep_carries(body: Body) -> Body:
     does, such as a flag that is set to a constant.
     """
     owner = {v: p for e, p in body.placed() if p is not None for v in e.outvars}
+    readers: dict[Any, set[int]] = {}
+    for e, p in body.placed():
+        for v in _jaxprs.variables(e.invars) if p is not None else ():
+            readers.setdefault(v, set()).add(p)
     first, last, outs = [], [], list(body.carry_outs)
     kept: dict[Any, tuple[int, Any]] = {}
     for i, (carry, out) in enumerate(zip(body.carries, body.carry_outs, strict=True)):
         writer = None if _jaxprs.is_literal(out) else owner.get(out)
-        reading = {p for e, p in body.placed() if p is not None and carry in e.invars}
+        reading = readers.get(carry, set())
         if reading and writer is None and out is not carry:
             writer, outs[i] = min(reading), _jaxprs.fresh_var(carry)
             last.append((_copy(out, outs[i]), writer))

@@ -310,6 +310,21 @@ def test_the_sum_of_a_tied_gradient_is_accumulated_apart(schedule):
     assert all(r.source != "carry" or r.index in tasks.folds for b in first for r in b.inputs)
 
 
+def test_a_weight_may_be_read_a_thousand_times():
+    """Its gradient is a sum of as many terms, and accumulated once in each stage that reads it."""
+
+    def loss(w, x):
+        for count in (1, 1000):
+            x = jaxpp.pipeline_enter_stage(x) if count > 1 else x
+            for _ in range(count):
+                x = jax.lax.mul(x, w)
+        return jnp.sum(x)
+
+    fun = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), M)
+    tasks = tasks_of(jaxpp.schedule(fun, OneFOneB()), jnp.ones(4), jnp.ones(4 * M))
+    assert tasks.num_carry == 2
+
+
 def test_a_sum_that_began_as_a_number_is_a_sum():
     """The carry of such a scan is weakly typed, and converted before each addition."""
     staged = jaxpp.wrap_forward(tied_loss)
