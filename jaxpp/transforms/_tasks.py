@@ -150,8 +150,9 @@ def _keep_carries(body: Body) -> Body:
     owner = {v: p for e, p in body.placed() if p is not None for v in e.outvars}
     readers: dict[Any, set[int]] = {}
     for e, p in body.placed():
-        for v in _jaxprs.variables(e.invars) if p is not None else ():
-            readers.setdefault(v, set()).add(p)
+        if p is not None:
+            for v in _jaxprs.variables(e.invars):
+                readers.setdefault(v, set()).add(p)
     first, last, outs = [], [], list(body.carry_outs)
     kept: dict[Any, tuple[int, Any]] = {}
     for i, (carry, out) in enumerate(zip(body.carries, body.carry_outs, strict=True)):
