@@ -90,40 +90,81 @@ def leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> set[int]:
 def pair_state(args, donate_argnums, traced: _jaxprs.Traced, jaxpr) -> dict[int, int]:
     """The outputs that are the next step's arguments: subtrees of the result like an argument.
 
-    An argument that is a single array is matched only if it is donated, since a scalar loss looks
-    like a scalar argument.
+    Where several are alike, such as a model and its average, it is the one that is computed from
+    the argument, leaf by leaf, and from as little else as can be. An argument that is a single
+    array is matched only if it is donated, since a scalar loss looks like a scalar argument.
     """
     # Plain objects stand for the outputs: what JAX asks user-defined pytrees to put up with.
     outputs = [object() for _ in jaxpr.jaxpr.outvars]
     number_of = {id(o): n for n, o in enumerate(outputs)}
-    numbered = traced.rebuild(outputs)
     in_avals = [(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.invars]
     out_avals = [(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.outvars]
-    candidates, start = [], 0
+    origins = _origins(jaxpr)
+    #: For each argument its structure, and the numbers of its arrays, by their leaves.
+    free: dict[int, tuple[Any, list[int | None]]] = {}
+    numbers = iter(range(len(in_avals)))
     for n, arg in enumerate(args):
         leaves, tree = jtu.tree_flatten(arg)
-        arrays = [_jaxprs.is_array(leaf) for leaf in leaves]
-        numbers = range(start, start + sum(arrays))
-        start += sum(arrays)
-        if numbers and (n in donate_argnums or not jtu.treedef_is_leaf(tree)):
-            candidates.append((tree, arrays, numbers))
+        own = [next(numbers) if _jaxprs.is_array(leaf) else None for leaf in leaves]
+        if any(i is not None for i in own) and (
+            n in donate_argnums or not jtu.treedef_is_leaf(tree)
+        ):
+            free[n] = tree, own
     pairs: dict[int, int] = {}
 
-    def match(node):
+    def arrays_of(node, n: int) -> list[tuple[int, int]] | None:
+        """The outputs of a subtree with the inputs of an argument that it is like, else None."""
         leaves, tree = jtu.tree_flatten(node)
-        arrays = [id(leaf) in number_of for leaf in leaves]
-        outs = [number_of[id(leaf)] for leaf in leaves if id(leaf) in number_of]
-        for candidate in candidates:
-            if candidate[0] == tree and candidate[1] == arrays and all(
-                in_avals[i] == out_avals[o] for i, o in zip(candidate[2], outs, strict=True)
-            ):  # fmt: skip
-                candidates.remove(candidate)
-                pairs.update(zip(outs, candidate[2], strict=True))
-                return
-        children = jtu.tree_leaves(node, is_leaf=lambda x: x is not node)
-        if len(children) > 1 or (children and children[0] is not node):
-            for child in children:
-                match(child)
+        wanted, inputs = free[n]
+        outs = [number_of.get(id(leaf)) for leaf in leaves]
+        if tree != wanted or [o is None for o in outs] != [i is None for i in inputs]:
+            return None
+        own = [(o, i) for o, i in zip(outs, inputs, strict=True) if o is not None and i is not None]
+        return own if all(out_avals[o] == in_avals[i] for o, i in own) else None
 
-    match(numbered)
+    def largest(node) -> list[Any]:
+        """The largest subtrees that are like an argument."""
+        if any(arrays_of(node, n) is not None for n in free):
+            return [node]
+        return [found for child in _children(node) for found in largest(child)]
+
+    nodes = largest(traced.rebuild(outputs))
+    while nodes:
+        alike = [
+            (sum(1 / len(origins[o]) for o, i in own if i in origins[o]), k, n, own)
+            for k, node in enumerate(nodes)
+            for n in free
+            if (own := arrays_of(node, n)) is not None
+        ]
+        taken = set()
+        for _, k, n, own in sorted(alike, key=lambda found: -found[0]):
+            if n in free and k not in taken:
+                taken.add(k)
+                pairs.update(own)
+                del free[n]
+        rest = [node for k, node in enumerate(nodes) if k not in taken]
+        nodes = [found for node in rest for child in _children(node) for found in largest(child)]
     return pairs
+
+
+def _children(node: Any) -> list[Any]:
+    """The parts of a pytree."""
+    children = jtu.tree_leaves(node, is_leaf=lambda x: x is not node)
+    return [child for child in children if child is not node]
+
+
+def _origins(jaxpr) -> list[frozenset[int]]:
+    """For each output the inputs it is computed from, outside of loops, in arrays of one shape."""
+    reached = {v: frozenset({n}) for n, v in enumerate(jaxpr.jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        if _loop.is_loop(eqn) or _marks.is_stage_call(eqn):
+            continue
+        operands = [v for v in _jaxprs.variables(eqn.invars) if v in reached]
+        for out in eqn.outvars:
+            alike = [reached[v] for v in operands if v.aval.shape == out.aval.shape]
+            if alike:
+                reached[out] = frozenset().union(*alike)
+    return [
+        frozenset() if _jaxprs.is_literal(v) else reached.get(v, frozenset())
+        for v in jaxpr.jaxpr.outvars
+    ]

@@ -18,6 +18,8 @@ import optax
 import pytest
 
 import jaxpp
+from jaxpp import _jaxprs
+from jaxpp.transforms import _flat_step
 
 WIDTH, BATCH, MICROBATCHES = 4, 8, 2
 
@@ -455,3 +457,53 @@ def test_a_tracer_that_has_escaped_is_an_error():
     jax.jit(lambda x: seen.append(x) or x)(batch())
     with pytest.raises(ValueError, match=r"args\[1\] is a tracer that has left"):
         jaxpp.place(train_step, mesh())(weights(), seen[0])
+
+
+# ---- state --------------------------------------------------------------------------------------
+
+
+def averaging_step(value_and_grad, w, average, x):
+    new, value = descend(value_and_grad, w, x)
+    return jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, new), new, value
+
+
+def test_what_is_alike_is_handed_on_by_what_it_is_computed_from():
+    """The average comes first as a result, and second as an argument: no call lays it out anew."""
+    wide = jaxpp.MpmdMesh((2, 2), ("mpmd", "data"))
+    spec = jax.sharding.PartitionSpec
+    placed = jaxpp.place(
+        functools.partial(averaging_step, piped(loss_fn)),
+        wide,
+        donate_argnums=(0, 1),
+        in_specs=(None, None, spec("data")),
+        zero1="data",
+    )
+    plain = jax.jit(functools.partial(averaging_step, jax.value_and_grad(loss_fn)))
+    w, average = weights(), weights(1)
+    want = plain(w, average, batch())
+    average, w, value = placed(*jax.tree.map(jnp.copy, (w, average)), batch())
+    assert_close((average, w, value), want)
+    shardings = placed._cache[0].input_shardings
+    assert [[p.sharding for p in tree] for tree in (w, average)] == list(shardings[:2])
+    assert shardings[0] != shardings[1]
+
+
+PAIRED = {
+    "average first": (lambda w, a, g: (a + w, w - g), {0: 1, 1: 0}),
+    "moments first": (lambda w, m, g: (m + g, w - (m + g)), {0: 1, 1: 0}),
+    "gradient first": (lambda w, a, g: (g, w - g, a), {1: 0, 2: 1}),
+    "in order": (lambda w, a, g: (w - a, a + g), {0: 0, 1: 1}),
+    "nothing of it": (lambda w, a, g: (g, 2 * g), {0: 0, 1: 1}),
+    "inside": (lambda w, a, g: {"more": (g, [a * w]), "w": w * g}, {1: 1, 2: 0}),
+}
+
+
+@pytest.mark.parametrize("rule, pairs", PAIRED.values(), ids=PAIRED)
+def test_results_are_paired_with_the_arguments_that_they_update(rule, pairs):
+    def step(w, a, x):
+        g = jnp.outer(x.sum(0), x.sum(0))
+        return jax.tree.map(lambda y: {"y": y}, rule(w["y"], a["y"], g))
+
+    args = ({"y": jnp.ones((3, 3))}, {"y": jnp.zeros((3, 3))}, jnp.ones((2, 3)))
+    traced = _jaxprs.trace(step, args)
+    assert _flat_step.pair_state(args, (), traced, _flat_step.flatten(traced.jaxpr)) == pairs
