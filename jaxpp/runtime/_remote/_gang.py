@@ -55,21 +55,21 @@ class Gang:
             )
             undo.callback(_cluster.release, self._reservation)
             undo.callback(self._kill)
-            self._check_hosts()
+            self._check_nodes()
             of_rank = range(processes := settings.processes_per_rank)
             numbers = [(rank, process) for rank in range(settings.num_ranks) for process in of_rank]
             self._start([Member(n, None, *own, processes) for n, own in enumerate(numbers)])
             undo.pop_all()
 
-    def _check_hosts(self) -> None:
+    def _check_nodes(self) -> None:
         here = ray.get_runtime_context().get_node_id()
         places = [place for own in self._reservation.places for place in own]
         if self._settings.address is None and any(p.node_id != here for p in places):
-            hosts = ", ".join(dict.fromkeys(p.address for p in places))
+            nodes = ", ".join(dict.fromkeys(f"{p.node_id[:8]} ({p.address})" for p in places))
             raise ValueError(
-                f"RemoteMpmdMesh: the ranks are on the hosts {hosts}, not all on this one, and "
-                f"workers listen for processes of their own host only; give address='auto' to let "
-                f"them listen at the address that Ray knows of their host."
+                f"RemoteMpmdMesh: the ranks are on the Ray nodes {nodes}, not all on {here[:8]}, "
+                f"which this process is on, and workers listen for processes of their own node "
+                f"only; give address='auto' to let them listen at the address that Ray knows of it."
             )
 
     def lines(self, check: Callable[[], None], ended: Callable[[int], None]) -> list[Line]:

@@ -349,18 +349,21 @@ def is_running(pid: int) -> bool:
         (["there", "there"], "auto", True),
     ],
 )
-def test_ranks_on_another_host_than_the_driver_need_an_address(monkeypatch, nodes, address, fits):
+def test_ranks_on_another_node_than_the_driver_need_an_address(monkeypatch, nodes, address, fits):
+    """Nodes of one machine have one address, and differ in Ray's number of them."""
     context = SimpleNamespace(get_node_id=lambda: "here")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    places = [[_cluster.Place(n, node, f"{node}.ip", node, 0)] for n, node in enumerate(nodes)]
+    places = [[_cluster.Place(n, node, "10.0.0.1", node, 0)] for n, node in enumerate(nodes)]
     gang = object.__new__(_gang.Gang)
     gang._reservation = SimpleNamespace(places=places)
     gang._settings = SimpleNamespace(address=address)
     if fits:
-        gang._check_hosts()
+        gang._check_nodes()
         return
-    with pytest.raises(ValueError, match=r"there\.ip.*not all on this one.*address='auto'"):
-        gang._check_hosts()
+    with pytest.raises(
+        ValueError, match=r"there \(10\.0\.0\.1\), not all on here,.*address='auto'"
+    ):
+        gang._check_nodes()
 
 
 def descendants(pid: int) -> list[int]:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,32 @@ def test_a_rank_spans_the_two_hosts_and_survives_the_loss_of_a_process():
         driver.goes_on()
         assert driver.process.wait(30) == 0
         driver.close()
+
+
+def test_what_the_page_on_hosts_says_works_after_a_local_run(tmp_path):
+    """A session of a program's own has left Ray's token file, which turns authentication on."""
+    page = (Path(__file__).parents[3] / "docs" / "multi_node.md").read_text()
+    blocks = re.findall(r"```(sh|python)\n(.*?)```", page, re.DOTALL)
+    head, node, train, run = (textwrap.dedent(text) for _, text in blocks[:4])
+    (tmp_path / "train.py").write_text(train)
+    with two_hosts.linked_hosts({"HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}) as hosts:
+
+        def shell(host, commands):
+            small = "--num-cpus=1 --object-store-memory=100000000 --disable-usage-stats"
+            commands = commands.replace("ray start", f"ray start {small} --temp-dir={host.folder}")
+            path = f"PATH={Path(sys.executable).parent}:$PATH"
+            roots = ":".join([str(Path(__file__).parents[3]), *sys.path])
+            lines = ["set -e", path, f"export PYTHONPATH={roots}", f"cd {tmp_path}", commands]
+            return host.run("bash", "-c", "\n".join(lines), timeout=120)
+
+        start = f"import ray; ray.init('local', num_cpus=1, _temp_dir='{hosts[0].folder}')"
+        hosts[0].run(sys.executable, "-c", start)
+        assert (tmp_path / ".ray" / "auth_token").exists()
+        shell(hosts[0], head)
+        shell(hosts[1], node)
+        printed = shell(hosts[0], run)
+    values = [float(line.split()[1]) for line in printed.splitlines() if line[:1] in "012"]
+    assert len(values) == 3 and values == sorted(values, reverse=True)
 
 
 def test_hosts_leave_nothing_behind_when_a_test_fails():

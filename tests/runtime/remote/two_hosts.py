@@ -119,26 +119,32 @@ def two_hosts(cpus: tuple[int, int] = (1, 1)) -> Iterator[tuple[Host, Host]]:
     Args:
         cpus: that the Ray nodes claim to have, so that the session spreads ranks over both.
     """
-    token = secrets.token_hex(32)  # two hosts of one session show each other the same token
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # hosts of one session show each other the same
+        "RAY_ADDRESS": f"{ADDRESSES[0]}:{PORT}",
+    }
+    with linked_hosts(environment) as hosts:
+        for host, own in zip(hosts, cpus, strict=True):
+            start_ray(host, own)
+        yield hosts
+
+
+@contextlib.contextmanager
+def linked_hosts(environment: dict[str, str]) -> Iterator[tuple[Host, Host]]:
+    """Two hosts that reach each other, without Ray."""
     hosts = []
     with contextlib.ExitStack() as undo:
         for n in range(2):
             folder = Path(tempfile.mkdtemp(prefix=f"jaxpp{n}-", dir="/tmp"))  # sockets: short names
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
-            environment = {
-                "JAX_PLATFORMS": "cpu",
-                "RAY_AUTH_MODE": "token",
-                "RAY_AUTH_TOKEN": token,
-                "RAY_ADDRESS": f"{ADDRESSES[0]}:{PORT}",
-            }
             namespace = f"jaxpp-{os.getpid()}-{n}"
             host = Host(namespace, ADDRESSES[n], f"veth{n}", folder, environment)
             _ip("netns", "add", namespace)
             undo.callback(_remove, host)
             hosts.append(host)
         _link(*hosts)
-        for host, own in zip(hosts, cpus, strict=True):
-            start_ray(host, own)
         yield hosts[0], hosts[1]
 
 
