@@ -7,7 +7,7 @@ import functools
 import io
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -150,6 +150,19 @@ def in_scope(eqn, name: str):
     source = eqn.source_info
     stack = source_info_util.new_name_stack(name) + source.name_stack
     return eqn.replace(source_info=source.replace(name_stack=stack))
+
+
+def scope_names(eqn) -> list[str]:
+    """The names on an equation's name stack, the outermost first."""
+    return [entry.name for entry in eqn.source_info.name_stack.stack]
+
+
+def rename_scopes(eqn, names: Mapping[str, str | None]):
+    """The equation with other names on its name stack, and without those that become None."""
+    source = eqn.source_info
+    stack = [e._replace(name=names.get(e.name, e.name)) for e in source.name_stack.stack]
+    kept = type(source.name_stack)(tuple(entry for entry in stack if entry.name is not None))
+    return eqn.replace(source_info=source.replace(name_stack=kept))
 
 
 def under_scope(eqn, caller):

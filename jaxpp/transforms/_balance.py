@@ -1,26 +1,33 @@
-"""A balanced cut of a sequence: the slowest stage as fast as can be, then the fewest bytes across.
+"""Cuts a sequence of items into stages: by the costs of the items, or by the number of layers.
 
-The first goal is the classic partition of a sequence by parametric search (Pinar and Aykanat, Fast
-optimal load balancing algorithms for 1D partitioning, 2004); the second a dynamic programme over
-the cuts that reach it.
+By costs: the slowest stage as fast as can be, then the idlest as busy as can be, then the fewest
+bytes across. The first two are the classic partition of a sequence by parametric search (Pinar and
+Aykanat, Fast optimal load balancing algorithms for 1D partitioning, 2004); the third a dynamic
+programme over the cuts that reach both.
 """
 
-import bisect
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 
 def balanced_cuts(
-    costs: Sequence[float], crossing_bytes: Sequence[float], num_stages: int
+    costs: Sequence[float],
+    crossing_bytes: Sequence[float],
+    num_stages: int,
+    layers: Sequence[int] = (),
 ) -> list[int]:
-    """Where to cut a sequence of items into stages.
+    """Where to cut a sequence of items into stages of equal costs.
 
     Args:
         costs: the cost of each of n items, not negative.
         crossing_bytes: for each position 0..n, the bytes that cross a cut before item `position`;
             `math.inf` where no cut is allowed.
         num_stages: how many stages to make.
+        layers: the first items of layers, in order. Where there are as many as stages, each stage
+            gets one at least.
 
     Returns:
         `num_stages - 1` increasing positions; no stage is empty.
@@ -31,8 +38,67 @@ def balanced_cuts(
     Example:
         >>> balanced_cuts([1, 1, 2, 4], [0, 5, 3, 7, 0], 2)
         [3]
+        >>> balanced_cuts([1, 1, 3], [0, 0, 0, 0], 2, layers=[0, 1])
+        [1]
     """
-    n = len(costs)
+    allowed = _allowed(crossing_bytes, num_stages)
+    total = np.array([0.0, *itertools.accumulate(float(c) for c in costs)])[allowed]
+    # A stage from `start` to `end` has `begun[end] - begun[start]` layers, and an item.
+    begun = np.searchsorted(layers, allowed)
+    after = np.minimum(np.searchsorted(begun, begun - 1, "right"), np.arange(len(total)))
+    if not _reaches_the_end(np.zeros(len(total), int), after, num_stages):
+        after = np.arange(len(total))
+
+    def starts(low: float, high: float):
+        """For each end of a stage whose cost is within bounds, the first start and the last + 1."""
+        costs_enough = np.searchsorted(total, total - low, "right")
+        return np.searchsorted(total, total - high, "left"), np.minimum(after, costs_enough)
+
+    slack = 1e-9 * total[-1]
+    high = _bisect(0.0, total[-1], lambda c: _reaches_the_end(*starts(0.0, c), num_stages))
+    high += slack
+    low = -_bisect(-high, 0.0, lambda c: _reaches_the_end(*starts(-c, high), num_stages))
+    crossing = [crossing_bytes[p] for p in allowed]
+    cuts = _fewest_bytes(*starts(low - slack, high), crossing, num_stages)
+    return [allowed[c] for c in cuts]
+
+
+def even_cuts(layers: Sequence[int], crossing_bytes: Sequence[float], num_stages: int) -> list[int]:
+    """Where to cut a sequence of items so that each stage has as many layers, the last one more.
+
+    Args:
+        layers: the first items of layers, in order.
+        crossing_bytes: as for `balanced_cuts`.
+        num_stages: how many stages to make.
+
+    Returns:
+        `num_stages - 1` increasing positions: of those between two layers, that which the fewest
+        bytes cross.
+
+    Raises:
+        ValueError: if there are fewer layers than stages.
+
+    Example:
+        >>> even_cuts([1, 2, 3, 4, 5, 6], [0] * 8, 4)
+        [2, 3, 5]
+    """
+    if len(layers) < num_stages:
+        raise ValueError(
+            f"{num_stages} stages need a layer each, but the program has {len(layers)}; ask for at "
+            f"most {max(len(layers), 1)} stages."
+        )
+    fewest, more = divmod(len(layers), num_stages)
+    cuts = []
+    for k in range(1, num_stages):
+        begun = k * fewest + max(0, k - (num_stages - more))
+        places = range(layers[begun], layers[begun - 1], -1)
+        cuts.append(min(places, key=crossing_bytes.__getitem__))
+    return cuts
+
+
+def _allowed(crossing_bytes: Sequence[float], num_stages: int) -> list[int]:
+    """The positions at which a stage may begin or end."""
+    n = len(crossing_bytes) - 1
     allowed = [0, *(p for p in range(1, n) if crossing_bytes[p] != float("inf")), n]
     if len(allowed) - 1 < num_stages or n == 0:
         raise ValueError(
@@ -40,67 +106,49 @@ def balanced_cuts(
             f"{max(len(allowed) - 2, 0)} places to cut; ask for at most {max(len(allowed) - 1, 1)} "
             f"stages."
         )
-    prefix = [0.0, *itertools.accumulate(float(c) for c in costs)]
-    total = [prefix[p] for p in allowed]
-    crossing = [crossing_bytes[p] for p in allowed]
-    limit = _smallest_bottleneck(total, num_stages)
-    cuts = _fewest_bytes(total, crossing, num_stages, limit)
-    return [allowed[c] for c in cuts]
+    return allowed
 
 
-def _smallest_bottleneck(total: Sequence[float], num_stages: int) -> float:
-    """The smallest cost that bounds every stage; stages need not be empty.
+def _reaches_the_end(first: np.ndarray, after: np.ndarray, num_stages: int) -> bool:
+    """Whether so many stages lead to the end, each from `first[end]` to before `after[end]`."""
+    reached = np.zeros(len(first), int)
+    reached[0] = 1
+    for _ in range(num_stages):
+        before = np.concatenate([[0], np.cumsum(reached)])
+        reached = np.where(after > first, before[after] > before[np.minimum(first, after)], False)
+    return bool(reached[-1])
 
-    Bisection over the candidate bounds, which are the sums of runs of items.
-    """
-    low, high = 0.0, total[-1]
-    best = _greedy_bound(total, num_stages, high)
-    while high - low > 1e-12 * total[-1]:
+
+def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
+    """The smallest number for which something holds, as it does for the largest, `high`."""
+    exact = 1e-12 * max(abs(low), abs(high))
+    while high - low > exact:
         middle = (low + high) / 2
         if not low < middle < high:  # no number is between two that are next to each other
             break
-        bound = _greedy_bound(total, num_stages, middle)
-        if bound is None:
-            low = middle
-        else:
-            best, high = bound, min(bound, middle)
-    return best if best is not None else total[-1]
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
-def _greedy_bound(total: Sequence[float], num_stages: int, limit: float) -> float | None:
-    """The largest stage of a partition within `limit`, or None; each stage takes an item at least.
-
-    Each stage takes as many items as fit, but leaves one for each stage after it.
-    """
-    n, start, largest = len(total) - 1, 0, 0.0
-    for k in range(num_stages):
-        last = n - (num_stages - 1 - k)
-        if k == num_stages - 1:
-            end = n
-        else:
-            end = min(bisect.bisect_right(total, total[start] + limit) - 1, last)
-            end = max(end, start + 1)
-        largest = max(largest, total[end] - total[start])
-        start = end
-    return largest if largest <= limit else None
-
-
-def _fewest_bytes(total, crossing, num_stages: int, limit: float) -> list[int]:
-    """The cuts with the fewest crossing bytes among those with every stage within the limit."""
-    n = len(total) - 1
-    slack = limit + 1e-9 * total[-1]
+def _fewest_bytes(
+    first: np.ndarray, after: np.ndarray, crossing: Sequence[float], num_stages: int
+) -> list[int]:
+    """The cuts with the fewest crossing bytes, each stage from `first[end]` to `after[end] - 1`."""
+    n = len(first) - 1
     best = [0.0] + [float("inf")] * n
     back: list[list[int]] = []
+    first, after = first.tolist(), after.tolist()
     for _ in range(num_stages):
         window: deque[int] = deque()
         new, source = [float("inf")] * (n + 1), [-1] * (n + 1)
+        starts = iter(range(n))
         for end in range(1, n + 1):
-            start = end - 1
-            if best[start] < float("inf"):
-                while window and best[window[-1]] > best[start]:
-                    window.pop()
-                window.append(start)
-            while window and total[end] - total[window[0]] > slack:
+            for start in itertools.islice(starts, after[end] - after[end - 1]):
+                if best[start] < float("inf"):
+                    while window and best[window[-1]] > best[start]:
+                        window.pop()
+                    window.append(start)
+            while window and window[0] < first[end]:
                 window.popleft()
             if window:
                 new[end] = best[window[0]] + (crossing[end] if end < n else 0.0)

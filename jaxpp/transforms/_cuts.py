@@ -1,15 +1,28 @@
 """Where a program is cut: at named scopes, at layers of a stack, or by balance."""
 
+import dataclasses
 import functools
+import itertools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs
-from jaxpp.transforms import _balance, _costs, _layers, _marks, _modules, _scans, _stages
+from jaxpp.transforms import (
+    _balance,
+    _checkpoints,
+    _costs,
+    _layers,
+    _marks,
+    _modules,
+    _scans,
+    _stages,
+    _units,
+)
 
 # ---- named scopes -------------------------------------------------------------------------------
 
@@ -23,9 +36,9 @@ def cut_at_scopes(
     have been named too, and are listed where a name is unknown; `model` are the inputs of the
     jaxpr over which such a scan goes.
     """
-    inlined, _ = _stages.dissolve_marks(_inline_plain_calls(jaxpr))
-    places = _places_in_scopes(inlined, names, model)
-    divided = _scans.divide(inlined, model, _wanted(places.values()))
+    jaxpr, _ = _stages.dissolve_marks(jaxpr)
+    places = _places_in_scopes(jaxpr, names, model)
+    divided = _scans.divide(jaxpr, model, _wanted(places.values()))
     flat, sunk = sink_argument_chains(divided.jaxpr)
     positions = []
     for name in names:
@@ -36,15 +49,13 @@ def cut_at_scopes(
             position = next((i for i, e in enumerate(flat.eqns) if _in_scope(e, name)), None)
         if position is None:
             nested = next((e for e in flat.eqns if _contains_scope(e, name)), None)
-            if nested is not None and not _starts_with_scope(nested, name):
-                raise ValueError(
-                    f"The scope {name!r} is inside a `{nested.primitive.name}`"
-                    f"{_compat.at_source_line(nested)}, whose body is one unit: no cut can be made "
-                    f"there."
-                )
             if nested is None:
                 raise ValueError(_no_scope(name, flat, modules))
-            position = flat.eqns.index(nested)
+            raise ValueError(
+                f"The scope {name!r} is inside a `{nested.primitive.name}`"
+                f"{_compat.at_source_line(nested)}, whose body is one unit: no cut can be made "
+                f"there."
+            )
         while position > 0 and _leads(flat.eqns[position - 1], sunk, divided):
             position -= 1
         positions.append(position)
@@ -90,112 +101,163 @@ def _scope_path(eqn) -> str:
 
 
 def _in_scope(eqn, name: str) -> bool:
-    return re.search(rf"(^|[/(]){re.escape(name)}($|[/)])", _scope_path(eqn)) is not None
+    """Whether an equation is under a scope; dots and slashes in names are the same."""
+    name = re.escape(name.replace(".", "/"))
+    return re.search(rf"(^|[/(]){name}($|[/)])", _scope_path(eqn).replace(".", "/")) is not None
 
 
 def _contains_scope(eqn, name: str) -> bool:
     return _jaxprs.contains(eqn, lambda e: _in_scope(e, name))
 
 
-def _starts_with_scope(eqn, name: str) -> bool:
-    """Whether an equation is a checkpoint of which the scope holds the first equation."""
-    return eqn.primitive.name in _jaxprs.CHECKPOINTS and any(
-        _in_scope(sub.eqns[0], name) for sub in _jaxprs.sub_jaxprs(eqn) if sub.eqns
-    )
-
-
 def _no_scope(name: str, jaxpr, modules: Sequence[str]) -> str:
-    if name.startswith(_modules.WHOLE):
-        return (
-            f"{name.removeprefix(_modules.WHOLE)!r} cannot stay whole: the function never calls it."
-        )
-    scopes = list(dict.fromkeys(s for e in jaxpr.eqns if (s := _scope_path(e))))
-    named = (
-        f"No module of the first argument is called {name!r} ({_modules.listed(modules)}), and n"
-        if modules
-        else "N"
+    scopes = list(dict.fromkeys(".".join(p) for e in jaxpr.eqns if (p := _units.scope_path(e))))
+    parts = [s.split(".") for s in scopes]
+    inner = dict.fromkeys(
+        ".".join(p[i:j]) for p in parts for i in range(len(p)) for j in range(i + 1, len(p) + 1)
     )
-    return f"{named}o equation is under jax.named_scope({name!r}) ({_modules.listed(scopes)})."
+    there = _modules.listed(scopes) + _modules.nearest(name.replace("/", "."), inner)
+    no_scope = f"o equation is under jax.named_scope({name!r}) ({there})."
+    if not modules:
+        return f"N{no_scope}"
+    there = _modules.listed(modules, name)
+    return f"No module of the first argument is called {name!r} ({there}), and n{no_scope}"
 
 
 # ---- balance ------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """What a balanced cut does not cut inside.
+
+    `calls` are scopes of calls of modules, with the class where it is a layer, `scopes` names of
+    others. Where these are None, it finds the repeated blocks.
+    """
+
+    calls: Mapping[str, type | None]
+    scopes: Sequence[str] | None
+
+
 def cut_balanced(
     jaxpr: jex.ClosedJaxpr,
+    checkpoints: _checkpoints.Checkpoints,
     num_stages: int,
-    cost: _costs.Cost,
-    whole: Sequence[str],
+    balance: str | _costs.Cost,
+    whole: Whole,
     modules: Sequence[str],
     model: Sequence[Any],
 ) -> jex.ClosedJaxpr:
     """Marks `num_stages - 1` cuts that balance the stages.
 
-    No cut is made between equations under one of the scopes `whole` that follow each other. A scan
-    over arrays of the model, which are the inputs `model` of the jaxpr, counts as its iterations.
+    A scan over arrays of the model, which are the inputs `model` of the jaxpr, counts as its
+    iterations.
     """
-    inlined = _inline_plain_calls(jaxpr)
-    units = _scans.divide(inlined, model, lambda scan: scan.places)
-    flat, sunk = sink_argument_chains(units.jaxpr)
+    divided = _scans.divide(jaxpr, model, lambda scan: range(scan.length))
+    flat, sunk = sink_argument_chains(divided.jaxpr)
     varying = _jaxprs.descendants(flat.eqns, flat.jaxpr.invars)
     eqns = [e for e in flat.eqns if any(v in varying for v in e.outvars)]
     crossing = _crossing_bytes(flat.jaxpr, eqns)
-    heads = _heads(eqns, sunk, units)
+    heads = _heads(eqns, sunk, divided)
     for i, head in enumerate(heads):
-        if (i > 0 and heads[i - 1] is head) or _is_joined(head, units):
+        if (i > 0 and heads[i - 1] is head) or eqns[i].outvars[0] in divided.joins:
             crossing[i] = float("inf")
-    for name in whole:
-        runs = list(_runs_in_scope(eqns, sunk, units, name))
-        if not runs:
+    cost = _costs.resolve("flops" if balance == "layers" else balance)
+    moves = divided.slices | divided.joins
+    costs = [0.0 if e.outvars[0] in moves else cost(e) for e in eqns]
+    own = [None if e in sunk or e.outvars[0] in moves else e for e in eqns]
+    units = _whole_units(own, costs, num_stages, whole, divided.places, checkpoints)
+    for name in whole.scopes or ():
+        if not any(unit.label == name for unit in units):
             raise ValueError(_no_scope(name, flat, modules))
-        for first, last in runs:
-            crossing[first + 1 : last + 1] = [float("inf")] * (last - first)
-    costs = [0.0 if e.outvars[0] in units.slices | units.joins else cost(e) for e in eqns]
+    units = _units.outermost(units)
+    for unit in units:
+        crossing[unit.first + 1 : unit.last + 1] = [float("inf")] * (unit.last - unit.first)
+    layers = [unit for unit in units if unit.kind is not None]
+    first = [unit.first for unit in layers]
+    closed = _closed_call(eqns, costs, num_stages, divided.places) if eqns else ""
     try:
-        cuts = _balance.balanced_cuts(costs, crossing, num_stages)
+        if balance == "layers":
+            cuts = _balance.even_cuts(first, crossing, num_stages)
+        else:
+            most = sum(sum(costs[u.first : u.last + 1]) for u in layers) >= sum(costs) / 2
+            cuts = _balance.balanced_cuts(costs, crossing, num_stages, first if most else ())
     except ValueError as error:
-        hint = _scans.loop_that_is_one_unit(inlined, model)
+        hint = _units.hint(layers) + _scans.loop_that_is_one_unit(jaxpr, model)
+        hint = hint or (f" Note that {closed}." if closed else "")
         raise ValueError(f"split_stages: {error}{hint}") from None
+    if closed:
+        bounds = itertools.pairwise([0, *cuts, len(eqns)])
+        shares = ", ".join(f"{sum(costs[a:b]) / sum(costs):.2f}" for a, b in bounds)
+        warnings.warn(
+            f"split_stages: {closed}. The stages have these shares: {shares}.", stacklevel=2
+        )
     starts = [heads[c].outvars[0] for c in cuts]
-    places = [units.places.get(v) for v in starts]
-    divided = _scans.divide(inlined, model, _wanted(p for p in places if p is not None))
-    starts = [v if p is None else divided.start_of(p) for v, p in zip(starts, places, strict=True)]
-    return mark_starts(divided, starts, range(1, num_stages), [None] * len(cuts))
+    places = [divided.places.get(v) for v in starts]
+    names = {name: name.removeprefix(_modules.WHOLE) for name in whole.calls}
+    renamed = [_compat.rename_scopes(e, names) for e in jaxpr.eqns]
+    jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, renamed)
+    again = _scans.divide(jaxpr, model, _wanted(p for p in places if p is not None))
+    starts = [v if p is None else again.start_of(p) for v, p in zip(starts, places, strict=True)]
+    return mark_starts(again, starts, range(1, num_stages), [None] * len(cuts))
 
 
-def _heads(eqns, sunk: "_Equations", units: _scans.Divided) -> list[Any]:
+def _heads(eqns, sunk: "_Equations", divided: _scans.Divided) -> list[Any]:
     """For each equation the first from it on that others do not go with: none before a slice."""
     heads: list[Any] = []
     for eqn in reversed(eqns):
-        heads.append(heads[-1] if heads and _leads(eqn, sunk, units) else eqn)
+        heads.append(heads[-1] if heads and _leads(eqn, sunk, divided) else eqn)
     return heads[::-1]
 
 
-def _is_joined(eqn, units: _scans.Divided) -> bool:
-    """Whether an equation goes with the one before it."""
-    var = eqn.outvars[0]
-    return var in units.joins or (var in units.units and var not in units.places)
+def _whole_units(
+    eqns: Sequence[Any],
+    costs: Sequence[float],
+    num_stages: int,
+    whole: Whole,
+    places: Mapping[Any, _scans.Place],
+    checkpoints: _checkpoints.Checkpoints,
+) -> list[_units.Unit]:
+    """The parts that stay whole; None stands for an equation that goes with another."""
+
+    def iteration(eqn) -> _scans.Place | None:
+        return None if eqn is None else places.get(eqn.outvars[0])
+
+    def named(eqn) -> Iterator[str]:
+        # A scan whose body calls a module is under the module's scope: it is a stack of layers.
+        inside = _contains_scope if iteration(eqn) else _in_scope
+        return (name for name in whole.scopes or () if inside(eqn, name))
+
+    def calls(eqn) -> Iterator[str]:
+        names = _compat.scope_names(eqn)
+        if iteration(eqn):
+            stacks = {n for n, cls in whole.calls.items() if cls is None}
+            names = [*names, *(n for n in stacks if _contains_scope(eqn, n))]
+        return (name for name in names if name in whole.calls)
+
+    units = [
+        _units.Unit(i, i, place, ("scan", place[0]))
+        for i, eqn in enumerate(eqns)
+        if (place := iteration(eqn))
+    ]
+    units += _units.labelled(eqns, calls, whole.calls)
+    if whole.scopes is not None:
+        return units + _units.labelled(eqns, named)
+    units += _units.repeated_scopes(eqns) + _units.checkpoints(eqns, checkpoints)
+    return _units.choose(units, costs, num_stages)
 
 
-def _runs_in_scope(
-    eqns, sunk: "_Equations", units: _scans.Divided, name: str
-) -> Iterator[tuple[int, int]]:
-    """The first and last position of each run of equations under a scope, but for those moved.
-
-    A scan whose body calls a module is under the module's scope: the module is a stack of layers.
-    """
-    run = None
-    for i, eqn in enumerate(eqns):
-        var = eqn.outvars[0]
-        if eqn in sunk or var in units.slices or var in units.joins:
-            continue
-        if _in_scope(eqn, name) or (var in units.units and _contains_scope(eqn, name)):
-            run = (i if run is None else run[0], i)
-        elif run is not None:
-            yield run
-            run = None
-    if run is not None:
-        yield run
+def _closed_call(eqns, costs, num_stages: int, places: Mapping[Any, _scans.Place]) -> str:
+    """Which call has much more than a stage's share of the work and is one unit, or nothing."""
+    i = max(range(len(eqns)), key=costs.__getitem__)
+    is_call = any(True for _ in _jaxprs.sub_jaxprs(eqns[i])) and eqns[i].outvars[0] not in places
+    if not is_call or costs[i] <= 1.5 * sum(costs) / num_stages:
+        return ""
+    return (
+        f"the `{eqns[i].primitive.name}`{_compat.at_source_line(eqns[i])} has "
+        f"{costs[i] / sum(costs):.0%} of the work, and no cut can be made inside it: call it for "
+        f"each layer and not for all of them"
+    )
 
 
 def _crossing_bytes(jaxpr, eqns) -> list[float]:
@@ -217,14 +279,9 @@ def _crossing_bytes(jaxpr, eqns) -> list[float]:
 # ---- shared -------------------------------------------------------------------------------------
 
 
-def _inline_plain_calls(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    return _jaxprs.inline(
-        jaxpr,
-        lambda e: (
-            e.primitive.name not in _jaxprs.CUSTOM_RULES | _jaxprs.CHECKPOINTS
-            and not _marks.is_stage_call(e)
-        ),
-    )
+def open_program(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _checkpoints.Checkpoints]:
+    """A program with all calls and checkpoints open but for outlined stages."""
+    return _checkpoints.open_calls(jaxpr, lambda e: not _marks.is_stage_call(e))
 
 
 class _Equations:
@@ -244,36 +301,17 @@ def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _Equa
     So that a weight's cast, transpose or stacking goes with the stage that reads it: no cut should
     be made right after one of the equations moved, which are returned too.
     """
-    sunk: dict[Any, Any] = {}
-    order: list[Any] = []
-    placed: set[int] = set()
+    eqns = jaxpr.eqns
+    moves = _stages.argument_chains(jaxpr)
+    sunk = {v: i for i, e in enumerate(eqns) if moves[i] for v in e.outvars}
+    results = [sunk[v] for v in _jaxprs.variables(jaxpr.jaxpr.outvars) if v in sunk]
 
-    def place(eqn):
-        stack = [eqn]
-        while stack:
-            top = stack[-1]
-            waiting = [
-                sunk[v]
-                for v in top.invars
-                if not _jaxprs.is_literal(v) and v in sunk and id(sunk[v]) not in placed
-            ]
-            if waiting:
-                stack.extend(reversed(waiting))
-                continue
-            stack.pop()
-            if id(top) not in placed:
-                placed.add(id(top))
-                order.append(top)
+    def needs(i: int) -> list[int]:
+        return [sunk[v] for v in _jaxprs.variables(eqns[i].invars) if v in sunk]
 
-    for eqn, moves in zip(jaxpr.eqns, _stages.argument_chains(jaxpr), strict=True):
-        if moves:
-            sunk.update((v, eqn) for v in eqn.outvars)
-        else:
-            place(eqn)
-    for var in jaxpr.jaxpr.outvars:
-        if not _jaxprs.is_literal(var) and var in sunk:
-            place(sunk[var])
-    moved = _Equations(list(sunk.values()))
+    stays = [i for i in range(len(eqns)) if not moves[i]]
+    order = [eqns[i] for i in _checkpoints.ordered([*stays, *results], needs)]
+    moved = _Equations([eqns[i] for i in sunk.values()])
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, order), moved
 
 
@@ -284,7 +322,7 @@ def stacked(
     if isinstance(module, _layers.Layer):
         return module
     stack = _layers.stack_at(model, path)
-    for scan in _scans.divide(_inline_plain_calls(jaxpr), arrays).scans:
+    for scan in _scans.divide(jaxpr, arrays).scans:
         own = functools.reduce(operator.or_, (a for a in scan.arrays if not a & ~stack.arrays), 0)
         if own and own == stack.arrays and _modules.calls_class(scan.eqn, type(module)):
             return stack
@@ -298,10 +336,9 @@ def mark_layers(
     layers = {i: m for i, (_, m) in enumerate(modules) if isinstance(m, _layers.Layer)}
     if not layers:
         return jaxpr
-    inlined = _inline_plain_calls(jaxpr)
     places = []
     for layer in layers.values():
-        scan = _scans.find(inlined, model, layer.arrays, layer.stack)
+        scan = _scans.find(jaxpr, model, layer.arrays, layer.stack)
         first = 0 if layer.index is None else scan.place_of(layer.index, layer.stack)[1]
         places.append((scan.number, first))
     if len(set(places)) < len(places):
@@ -313,7 +350,7 @@ def mark_layers(
         names = [modules[i][0] for i in layers]
         order = [n for _, n in sorted(zip(places, names, strict=True))]
         raise ValueError(f"The cuts {names} are out of order: they run in the order {order}.")
-    divided = _scans.divide(inlined, model, _wanted(places))
+    divided = _scans.divide(jaxpr, model, _wanted(places))
     starts = [divided.start_of(place) for place in places]
     return mark_starts(divided, starts, [i + 1 for i in layers], [modules[i][0] for i in layers])
 

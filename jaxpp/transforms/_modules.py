@@ -9,12 +9,14 @@ Which module was called follows from the object; or, where that was rebuilt on t
 
 import contextlib
 import contextvars
+import dataclasses
+import difflib
 import functools
 import inspect
 import operator
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -64,7 +66,7 @@ def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
         for name, module in found:
             if module is None:
                 raise ValueError(
-                    f"{type(model).__name__} has no submodule {name!r}: {listed(paths)}."
+                    f"{type(model).__name__} has no submodule {name!r}: {listed(paths, name)}."
                 )
     for path, module in found:
         if not isinstance(module, _layers.Layer) and not callable(module):
@@ -82,14 +84,7 @@ def module_paths(model: eqx.Module) -> dict[str, eqx.Module]:
     def visit(node: Any, path: str):
         if isinstance(node, eqx.Module):
             found.setdefault(path, node)
-            children = vars(node).items()
-        elif isinstance(node, list | tuple):
-            children = enumerate(node)
-        elif isinstance(node, dict):
-            children = node.items()
-        else:
-            return
-        for name, child in children:
+        for name, child in _children(node).items():
             visit(child, f"{path}.{name}" if path else str(name))
 
     visit(model, "")
@@ -97,42 +92,83 @@ def module_paths(model: eqx.Module) -> dict[str, eqx.Module]:
     return found
 
 
+def _children(node: Any) -> Mapping[Any, Any]:
+    if isinstance(node, eqx.Module):
+        return vars(node)
+    if isinstance(node, list | tuple):
+        return dict(enumerate(node))
+    return node if isinstance(node, dict) else {}
+
+
 def _describe(value: Any) -> str:
     return type(value).__name__ if not isinstance(value, str | int | float) else repr(value)
 
 
-def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """What could have been named, for an error message."""
+def listed(names: Sequence[str] | Mapping[str, Any], wanted: str = "") -> str:
+    """What could have been named, for an error message, and what is nearest to what was."""
     shown = list(names)[:12]
     more = f", ... ({len(names)} in all)" if len(names) > len(shown) else ""
-    return f"there are {', '.join(map(repr, shown))}{more}" if shown else "there are none"
+    there = f"there are {', '.join(map(repr, shown))}{more}" if shown else "there are none"
+    return there + nearest(wanted, names)
 
 
-# ---- announcing calls ---------------------------------------------------------------------------
+def nearest(wanted: str, names: Iterable[str]) -> str:
+    """What may have been meant, as the end of a sentence, or nothing."""
+    found = difflib.get_close_matches(wanted, names, 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def announcing(fun: Callable, modules: Sequence[tuple[str, Any]]) -> Callable:
-    """`fun`, with each call of a module of the same classes announced while it runs."""
-    classes = frozenset(
-        type(module) for _, module in modules if not isinstance(module, _layers.Layer)
-    )
+def repeated_classes(model: Any) -> set[type]:
+    """The classes of modules in lists that hold several modules of one class."""
+    found: set[type] = set()
+    nodes = [model]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, list | tuple):
+            classes = [type(m) for m in node if isinstance(m, eqx.Module) and callable(m)]
+            if len(set(classes)) < len(classes):
+                found.update(classes)
+        nodes.extend(_children(node).values())
+    return found
+
+
+def subclasses(cls: type) -> set[type]:
+    """A class and those derived from it."""
+    return {cls}.union(*map(subclasses, cls.__subclasses__()))
+
+
+# ---- watching calls -----------------------------------------------------------------------------
+
+#: What is done at a call of a module: `handler(module, call, args, kwargs)` gives its result.
+Handler = Callable[[Any, Callable, tuple, dict], Any]
+#: Classes, and what makes the handler of their calls for the first argument of a function.
+Watcher = tuple[frozenset[type], Callable[[Any], Handler]]
+
+
+def watched(fun: Callable, watchers: Sequence[Watcher]) -> Callable:
+    """`fun`, with a handler at each call of a module of some classes while it runs."""
+    classes = frozenset().union(*(classes for classes, _ in watchers))
+    if not classes:
+        return fun
 
     @functools.wraps(fun)
-    def announced(*args, **kwargs):
-        paths = {id(module): path for path, module in module_paths(args[0]).items()}
-        token = _paths_of_objects.set(paths)
+    def watching(*args, **kwargs):
+        model = args[0] if args else None
+        token = _handlers.set(tuple((classes, make(model)) for classes, make in watchers))
         try:
             with _intercepted(classes), _cache_key(classes):
                 return fun(*args, **kwargs)
         finally:
-            _paths_of_objects.reset(token)
+            _handlers.reset(token)
 
-    return announced
+    return watching
 
 
-# The modules of the model being traced by this thread. A class is intercepted for all threads, but
-# announces for those that trace; and JAX must not use what it has traced before or outside.
-_paths_of_objects = contextvars.ContextVar[dict[int, str] | None]("paths_of_objects", default=None)
+# The handlers of this thread. A class is intercepted for all threads, but handled for those that
+# trace; and JAX must not use what it has traced before or outside.
+_handlers = contextvars.ContextVar[tuple[tuple[frozenset[type], Handler], ...]](
+    "handlers", default=()
+)
 _cache_key = jax.make_user_context(frozenset())
 _interceptions: dict[type, int] = {}
 _originals: dict[type, Any] = {}
@@ -161,15 +197,19 @@ def _intercept(cls: type) -> None:
 
     def __call__(self, *args, **kwargs):
         call = original.__get__(self, type(self))
-        # A subclass may call this one as its `super()`: it has its own announcement, or none.
-        if type(self) is not cls or _paths_of_objects.get() is None:
-            return call(*args, **kwargs)
-        args, kwargs = _announce(self, (args, kwargs), begins=True)
-        return _announce(self, call(*args, **kwargs), begins=False)
+        # A subclass may call this one as its `super()`: its own call is handled, or none.
+        for classes, handler in _handlers.get() if type(self) is cls else ():
+            if cls in classes:
+                call = functools.partial(_handled, handler, self, call)
+        return call(*args, **kwargs)
 
     if "__call__" in vars(cls):
         _originals[cls] = original
     cls.__call__ = functools.update_wrapper(__call__, original)
+
+
+def _handled(handler: Handler, module: Any, call: Callable, *args, **kwargs) -> Any:
+    return handler(module, call, args, kwargs)
 
 
 def _release(cls: type) -> None:
@@ -179,13 +219,33 @@ def _release(cls: type) -> None:
         del cls.__call__
 
 
-def _announce(module: Any, values: Any, *, begins: bool) -> Any:
+# ---- announcing calls ---------------------------------------------------------------------------
+
+
+def announcing(modules: Sequence[tuple[str, Any]], classes: Collection[type]) -> Watcher:
+    """Announces in the jaxpr the calls of modules of some classes, and of those of some modules."""
+    classes = {c for cls in classes for c in subclasses(cls)}
+    classes |= {type(module) for _, module in modules if not isinstance(module, _layers.Layer)}
+
+    def make(model: Any) -> Handler:
+        paths = {id(module): path for path, module in module_paths(model).items()}
+
+        def announce(module: Any, call: Callable, args: tuple, kwargs: dict) -> Any:
+            path = paths.get(id(module))
+            args, kwargs = _announce(module, path, (args, kwargs), begins=True)
+            return _announce(module, path, call(*args, **kwargs), begins=False)
+
+        return announce
+
+    return frozenset(classes), make
+
+
+def _announce(module: Any, path: str | None, values: Any, *, begins: bool) -> Any:
     own = [leaf for leaf in jtu.tree_leaves(module) if _jaxprs.is_array(leaf)]
     leaves, tree = jtu.tree_flatten(values)
     arrays = [leaf for leaf in leaves if _jaxprs.is_array(leaf)]
     if not arrays:
         return values
-    path = (_paths_of_objects.get() or {}).get(id(module))
     passed = iter(
         call_p.bind(*own, *arrays, own=len(own), module=type(module), path=path, begins=begins)
     )
@@ -224,13 +284,13 @@ def mark_calls(
     entered: list[str] = []
 
     def mark(eqn, path, passed):
-        if path not in stages or not eqn.params["begins"]:
+        if path not in stages:
             return None
         entered.append(path)
         enter = _marks.enter_equation(passed, eqn.outvars, stages[path], path)
         return enter.replace(source_info=eqn.source_info)
 
-    jaxpr = _read_announcements(traced, model, stages, mark)
+    jaxpr = _read_announcements(traced, model, stages, mark=mark)
     for path in stages:
         if path not in entered:
             raise ValueError(
@@ -258,89 +318,129 @@ WHOLE = "jaxpp_whole_"
 
 
 def scope_calls(
-    traced: _jaxprs.Traced, model: Any, modules: Sequence[tuple[str, Any]]
+    traced: _jaxprs.Traced, model: Any, paths: Sequence[str], classes: Collection[type]
+) -> tuple[jex.ClosedJaxpr, dict[str, type | None]]:
+    """Puts the equations of each call of some modules under a scope of its own.
+
+    Returns:
+        The jaxpr, and the scopes: with the class of the module, or None where it is named by path.
+    """
+    scopes: dict[str, type | None] = {}
+    named: set[str] = set()
+
+    def scope(eqn, path: str | None) -> str | None:
+        if path is None and eqn.params["module"] not in classes:
+            return None
+        named.add(path or "")
+        name = f"{WHOLE}{eqn.params['path'] or path or eqn.params['module'].__name__}"
+        name += f"#{len(scopes)}" if name in scopes else ""
+        scopes[name] = eqn.params["module"] if path is None else None
+        return name
+
+    jaxpr = _read_announcements(traced, model, paths, scope=scope)
+    for path in paths:
+        if path not in named:
+            raise ValueError(f"{path!r} cannot stay whole: the function never calls it.")
+    return jaxpr, scopes
+
+
+def without_announcements(traced: _jaxprs.Traced, model: Any) -> jex.ClosedJaxpr:
+    """The jaxpr as it would be without announcements."""
+    return _read_announcements(traced, model, ())
+
+
+def _read_announcements(
+    traced, model, wanted, *, mark: Callable | None = None, scope: Callable | None = None
 ) -> jex.ClosedJaxpr:
-    """Puts the equations of each call of a module under a scope: `WHOLE`, then the path."""
-    return _read_announcements(traced, model, {path for path, _ in modules}, None)
+    """Removes all announcements.
 
-
-def _read_announcements(traced, model, wanted, mark: Callable | None) -> jex.ClosedJaxpr:
-    """Removes all announcements; `mark(eqn, path, passed)` may give an equation in place of one.
-
-    With `mark`, marks that were there before go too. Without it, the equations between the begin
-    and the end of a wanted call are scoped.
+    `mark(eqn, path, passed)` may give an equation in place of one; marks that were there before go
+    then. `scope(eqn, path)` may name a scope for the equations between the begin of a call and its
+    end. A path is None where it is not `wanted`.
     """
     count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
     first = traced.num_closed_over
     sources = [
         1 << i - first if first <= i < first + count else 0 for i in range(len(traced.inputs))
     ]
-    return _read(traced.jaxpr, sources, _finder(model, wanted), mark)[0]
+    find = _finder(model, wanted) if wanted else lambda *_: None
+    reader = _Reader(find, mark, scope)
+    return reader.read(traced.jaxpr, sources)[0]
 
 
-def _read(
-    jaxpr: Any, sources: Sequence[int], find: Callable, mark: Callable | None
-) -> tuple[Any, list[int]]:
-    """A jaxpr without announcements, and the arguments (as bits) that each output depends on."""
-    opened = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
-    source_of = dict(zip(opened.invars, sources, strict=True))
-    known = _jaxprs.Substitution()
-    scopes: list[str] = []
-    eqns = []
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    find: Callable
+    mark: Callable | None
+    scope: Callable | None
 
-    def sources_of(atoms):
-        return [0 if _jaxprs.is_literal(v) else source_of.get(v, 0) for v in atoms]
+    def read(self, jaxpr: Any, sources: Sequence[int]) -> tuple[Any, list[int]]:
+        """A jaxpr without announcements, and the arguments (as bits) behind each output."""
+        opened = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
+        source_of = dict(zip(opened.invars, sources, strict=True))
+        known = _jaxprs.Substitution()
+        calls: list[tuple[type, str | None]] = []  # those that have begun, with their scopes
+        eqns = []
 
-    for old in opened.eqns:
-        eqn = known.rename(old) if known.of else old
-        given = sources_of(eqn.invars)
-        put, passed = None, eqn.invars
-        if eqn.primitive is call_p:
-            own = eqn.params["own"]
-            passed, made = eqn.invars[own:], given[own:]
-            path = find(eqn, _union(given[:own]))
-            if mark is not None:
-                put = mark(eqn, path, passed)
-            elif path is not None and eqn.params["begins"]:
-                scopes.append(path)
-            elif path in scopes:
-                scopes.remove(path)
-        elif mark is not None and _marks.is_enter(eqn):
-            made = given
-        else:
-            put, made = _read_inside(eqn, given, find, mark)
-            for scope in scopes:
-                put = _compat.in_scope(put, f"{WHOLE}{scope}")
-        source_of.update(zip(eqn.outvars, made, strict=True))
-        if put is None:
-            known.of.update(zip(eqn.outvars, passed, strict=True))
-        else:
-            eqns.append(put)
-    outvars = [known(v) for v in opened.outvars]
-    if len(eqns) < len(opened.eqns) or any(map(operator.is_not, eqns, opened.eqns)):
-        jaxpr = _compat.with_equations(jaxpr, eqns, outvars)
-    return jaxpr, sources_of(outvars)
+        def sources_of(atoms):
+            return [0 if _jaxprs.is_literal(v) else source_of.get(v, 0) for v in atoms]
 
+        for old in opened.eqns:
+            eqn = known.rename(old) if known.of else old
+            given = sources_of(eqn.invars)
+            put, passed = None, eqn.invars
+            if eqn.primitive is call_p:
+                own = eqn.params["own"]
+                passed, made = eqn.invars[own:], given[own:]
+                put = self._announced(eqn, passed, _union(given[:own]), calls)
+            elif self.mark is not None and _marks.is_enter(eqn):
+                made = given
+            else:
+                put, made = self._inside(eqn, given)
+                for _, scope in calls:
+                    put = put if scope is None else _compat.in_scope(put, scope)
+            source_of.update(zip(eqn.outvars, made, strict=True))
+            if put is None:
+                known.of.update(zip(eqn.outvars, passed, strict=True))
+            else:
+                eqns.append(put)
+        outvars = [known(v) for v in opened.outvars]
+        if len(eqns) < len(opened.eqns) or any(map(operator.is_not, eqns, opened.eqns)):
+            jaxpr = _compat.with_equations(jaxpr, eqns, outvars)
+        return jaxpr, sources_of(outvars)
 
-def _read_inside(eqn, given: Sequence[int], find: Callable, mark: Callable | None):
-    """The same for the jaxprs in an equation, which take its last inputs (a branch all but one)."""
-    made = [_union(given)] * len(eqn.outvars)
-    params = {}
-    for name, value in eqn.params.items():
-        items, tree = jtu.tree_flatten(value, is_leaf=_is_jaxpr)
-        if not any(map(_is_jaxpr, items)):
-            continue
-        new = []
-        for item in items:
-            if _is_jaxpr(item):
-                num = len(item.in_avals)
-                padded = [*([_union(given)] * num), *given]
-                item, results = _read(item, padded[len(padded) - num :], find, mark)
-                made = results if _jaxprs.called_jaxpr(eqn) is value else made
-            new.append(item)
-        if any(map(operator.is_not, new, items)):
-            params[name] = tree.unflatten(new)
-    return (eqn.replace(params=eqn.params | params) if params else eqn), made
+    def _announced(self, eqn, passed, sources: int, calls: list) -> Any:
+        """What stands in place of an announcement; the scopes of `calls` follow."""
+        module = eqn.params["module"]
+        if eqn.params["begins"]:
+            path = self.find(eqn, sources)
+            if self.mark is not None:
+                return self.mark(eqn, path, passed)
+            calls.append((module, None if self.scope is None else self.scope(eqn, path)))
+        elif any(begun is module for begun, _ in calls):
+            while calls.pop()[0] is not module:
+                pass
+        return None
+
+    def _inside(self, eqn, given: Sequence[int]):
+        """The same for the jaxprs in an equation, which take its last inputs (not all of them)."""
+        made = [_union(given)] * len(eqn.outvars)
+        params = {}
+        for name, value in eqn.params.items():
+            items, tree = jtu.tree_flatten(value, is_leaf=_is_jaxpr)
+            if not any(map(_is_jaxpr, items)):
+                continue
+            new = []
+            for item in items:
+                if _is_jaxpr(item):
+                    num = len(item.in_avals)
+                    padded = [*([_union(given)] * num), *given]
+                    item, results = self.read(item, padded[len(padded) - num :])
+                    made = results if _jaxprs.called_jaxpr(eqn) is value else made
+                new.append(item)
+            if any(map(operator.is_not, new, items)):
+                params[name] = tree.unflatten(new)
+        return (eqn.replace(params=eqn.params | params) if params else eqn), made
 
 
 def _is_jaxpr(value: Any) -> bool:

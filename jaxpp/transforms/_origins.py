@@ -12,6 +12,7 @@ import jax
 import jax.extend.core as jex
 
 from jaxpp import _jaxprs
+from jaxpp.transforms import _checkpoints
 
 
 class Origins:
@@ -84,7 +85,9 @@ class Origins:
             outvars = [jex.Var(resized(v.aval, stop - start)) for v in maker.outvars]
             eqn = maker.replace(invars=invars, outvars=outvars)
         else:
-            eqn = _sliced(scan, atom, start, stop)
+            # What was not made in a checkpoint is not sliced there: the slice alone is kept.
+            around = [] if maker is None else _checkpoints.scopes(maker)
+            eqn = _sliced(_checkpoints.outside(scan, around), atom, start, stop)
         self.add(eqn)
         eqns.append(eqn)
         return eqn.outvars[0]

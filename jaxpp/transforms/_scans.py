@@ -2,7 +2,7 @@
 
 A `lax.scan` that goes over arrays of the model (its xs: the layers' parameters, stacked) becomes
 several scans of the same body, each over a static slice of the xs; what it carries goes from one
-to the next, and what it stacks is concatenated. A checkpoint around it is cut with it.
+to the next, and what it stacks is concatenated.
 
 Pipelines over stacked layers are usually made by reshaping the stack to [stages, layers per stage]
 (MaxText, praxis), so that the number of stages must divide that of the layers; slices need not be
@@ -19,11 +19,8 @@ import jax.extend.core as jex
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms import _origins
 
-#: Where a program can be cut: the number of a scan, and the iteration that follows the cut. Where
-#: a checkpoint holds the scan, the last place is that after all iterations, and `BEFORE` that
-#: before the checkpoint.
+#: Where a program can be cut: the number of a scan, and the iteration that follows the cut.
 Place = tuple[int, int]
-BEFORE = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,24 +52,18 @@ class LayerScan:
             )
         return self.number, self.length - 1 - layer if self.eqn.params["reverse"] else layer
 
-    @property
-    def places(self) -> Collection[int]:
-        """All iterations at which it can be cut."""
-        return range(BEFORE, self.length + 1)
-
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
     """A program whose scans are cut.
 
     Equations are named by the first variable they make. `places` has the place before an equation;
-    `units` are the parts of scans; `slices` belong to the equation after them, `joins` (what
+    `slices` belong to the equation after them, `joins` (what
     concatenates) to that before them, and no cut should be made between.
     """
 
     jaxpr: jex.ClosedJaxpr
     places: dict[Any, Place]
-    units: frozenset[Any]
     slices: frozenset[Any]
     joins: frozenset[Any]
     scans: tuple[LayerScan, ...]
@@ -87,12 +78,12 @@ def divide(
     model: Sequence[Any],
     wanted: Callable[[LayerScan], Collection[int]] = lambda _: (),
 ) -> Divided:
-    """Cuts the scans over stacked layers in a program whose calls are inlined.
+    """Cuts the scans over stacked layers in a program whose calls are open.
 
     Args:
         jaxpr: the program.
         model: its inputs that are arrays of the model; bit i of `LayerScan.arrays` is the i-th.
-        wanted: the iterations at which a scan is to be cut, of those in its `places`.
+        wanted: the iterations before which a scan is to be cut.
 
     Returns:
         The program with the same inputs and results, and where its parts are.
@@ -109,7 +100,6 @@ def divide(
     return Divided(
         _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, [e.eqn for e in entries]),
         {v: e.place for v, e in named if e.place is not None},
-        of_kind("unit"),
         of_kind("slice"),
         of_kind("join"),
         tuple(divider.scans),
@@ -151,7 +141,7 @@ def loop_that_is_one_unit(jaxpr: jex.ClosedJaxpr, model: Sequence[Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """An equation of the result: `"plain"`, `"unit"`, `"slice"` or `"join"` (see `Divided`)."""
+    """An equation of the result: `"plain"`, `"slice"` or `"join"` (see `Divided`)."""
 
     eqn: Any
     kind: str = "plain"
@@ -167,35 +157,22 @@ class _Divider:
         self._wanted = wanted
         self._origins = _origins.Origins(jaxpr.jaxpr.invars, model)
 
-    def walk(self, eqns: Sequence[Any], inner: bool = False) -> list[_Entry]:
-        """The entries for equations; `inner` where they are the body of a checkpoint."""
+    def walk(self, eqns: Sequence[Any]) -> list[_Entry]:
+        """The entries for equations."""
         entries: list[_Entry] = []
-        # The place of the entry that follows, where a cut is wanted there.
-        pending: Place | None = None
         for eqn in eqns:
             eqn = self.known.rename(eqn)
-            new, after = self._rewrite(eqn, inner)
-            entries.extend(_placed(new, pending))
-            pending = after
+            arrays = self._layer_arrays(eqn)
+            if any(arrays):
+                scan = LayerScan(len(self.scans), eqn, arrays)
+                self.scans.append(scan)
+                cuts = {i for i in self._wanted(scan) if 0 <= i < scan.length}
+                if cuts:
+                    entries.extend(self._cut_scan(scan, cuts))
+                    continue
+            self._origins.add(eqn)
+            entries.append(_Entry(eqn))
         return entries
-
-    def _rewrite(self, eqn, inner: bool) -> tuple[list[_Entry], Place | None]:
-        """The entries for an equation, and the place after it if a cut is wanted there."""
-        arrays = self._layer_arrays(eqn)
-        if any(arrays):
-            scan = LayerScan(len(self.scans), eqn, arrays)
-            self.scans.append(scan)
-            wanted = self._wanted(scan)
-            cuts = {i for i in wanted if 0 <= i < scan.length}
-            after = (scan.number, scan.length) if inner and scan.length in wanted else None
-            if cuts or after:
-                return self._cut_scan(scan, cuts), after
-        elif eqn.primitive.name in _jaxprs.CHECKPOINTS:
-            cut = self._cut_checkpoint(eqn, inner)
-            if cut is not None:
-                return cut, None
-        self._origins.add(eqn)
-        return [_Entry(eqn)], None
 
     def _layer_arrays(self, eqn) -> tuple[int, ...]:
         """For each of the xs of a scan, the arrays of the model that it alone comes from, or 0."""
@@ -232,7 +209,7 @@ class _Divider:
             params = eqn.params | {"length": rows, "unroll": min(eqn.params["unroll"], rows)}
             piece = eqn.replace(invars=[*consts, *carry, *slices], outvars=made, params=params)
             place = (scan.number, start) if start in cuts else None
-            entries.append(_Entry(piece, "unit", place))
+            entries.append(_Entry(piece, place=place))
             self._origins.add(piece)
             carry = [
                 c if same else new
@@ -255,36 +232,6 @@ class _Divider:
         self._origins.add(eqn)
         entries.append(_Entry(eqn, "join"))
         return eqn.outvars[0]
-
-    # ---- checkpoints ----------------------------------------------------------------------------
-
-    def _cut_checkpoint(self, eqn, inner: bool) -> list[_Entry] | None:
-        """A checkpoint that holds scans to be cut as several; None where it stays as it is."""
-        first = len(self.scans)
-        part = _jaxprs.part(*_jaxprs.inline_call(eqn, eqn.invars))
-        flat = _jaxprs.inline(part.jaxpr, lambda e: e.primitive.name not in _KEPT)
-        entries = self.walk(flat.eqns, inner=True)
-        found = self.scans[first:]
-        if not found:
-            return None
-        is_before = not inner and BEFORE in self._wanted(found[0])
-        before = (found[0].number, BEFORE) if is_before else None
-        outvars = [self.known(v) for v in flat.jaxpr.outvars]
-        groups = _grouped(self.without_bypassed(entries, outvars))
-        if len(groups) == 1:
-            place = _place_of(groups[0]) or before
-            self._origins.add(eqn)
-            return [_Entry(eqn, "unit", place)] if place else None
-        made = {v for g in groups for e in g if e.kind != "slice" for v in e.eqn.outvars}
-        closed: list[_Entry] = []
-        for i, group in enumerate(groups):
-            rest = [e.eqn for g in groups[i + 1 :] for e in g]
-            new = _closed(eqn, group, made, rest, outvars)
-            closed.extend(_placed(new, _place_of(group) or (before if i == 0 else None)))
-        for entry in closed:
-            self._origins.add(entry.eqn)
-        self.known.of.update(zip(eqn.outvars, outvars, strict=True))
-        return closed
 
     # ---- what stands in the way -----------------------------------------------------------------
 
@@ -323,67 +270,6 @@ class _Divider:
             read.update(_jaxprs.variables(eqn.invars))
             kept.append(entry)
         return kept[::-1]
-
-
-_KEPT = _jaxprs.CUSTOM_RULES | _jaxprs.CHECKPOINTS
-
-
-def _placed(entries: list[_Entry], place: Place | None) -> list[_Entry]:
-    """The entries with a place before the first, unless it has one."""
-    i = next(i for i, e in enumerate(entries) if e.kind != "slice")
-    if place is None or entries[i].place is not None:
-        return entries
-    return [*entries[:i], dataclasses.replace(entries[i], place=place), *entries[i + 1 :]]
-
-
-def _place_of(group: Sequence[_Entry]) -> Place | None:
-    """The place before a group."""
-    return next((e.place for e in group if e.kind != "slice"), None)
-
-
-def _grouped(entries: Sequence[_Entry]) -> list[list[_Entry]]:
-    """The entries from each place to the next."""
-    groups: list[list[_Entry]] = [[]]
-    for entry in entries:
-        if entry.place is not None:
-            slices: list[_Entry] = []
-            while groups[-1] and groups[-1][-1].kind == "slice":
-                slices.insert(0, groups[-1].pop())
-            groups.append(slices)
-        groups[-1].append(entry)
-    return [g for g in groups if g]
-
-
-def _closed(
-    checkpoint, group: Sequence[_Entry], made: set[Any], rest: Sequence[Any], results: Sequence[Any]
-) -> list[_Entry]:
-    """A part of a checkpoint's body as a checkpoint, after the slices of what it is given."""
-    given, own = [], []
-    for entry in group:
-        reads = _jaxprs.variables(entry.eqn.invars)
-        if entry.kind == "slice" and not any(v in made for v in reads):
-            given.append(entry)
-        else:
-            made.update(entry.eqn.outvars)
-            own.append(entry.eqn)
-    later = {v for e in rest for v in _jaxprs.variables(e.invars)}
-    later.update(_jaxprs.variables(results))
-    outputs = [v for e in own for v in e.outvars if v in later]
-    return [*given, _Entry(close_checkpoint(checkpoint, own, outputs), "unit")]
-
-
-def close_checkpoint(checkpoint, eqns: Sequence[Any], outputs: Sequence[Any]) -> Any:
-    """Equations as a checkpoint like another one.
-
-    Its body has binders of the same names as the variables outside, which is harmless.
-    """
-    body = _jaxprs.part(eqns, outputs)
-    jaxpr = _compat.with_closed_type(body.jaxpr, checkpoint.params["jaxpr"])
-    return checkpoint.replace(
-        invars=list(body.inputs),
-        outvars=list(outputs),
-        params=checkpoint.params | {"jaxpr": jaxpr},
-    )
 
 
 def _handed_on(jaxpr, atom: Any) -> Any:

@@ -1,5 +1,6 @@
 """`split_stages`: decides where a program is cut into pipeline stages."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,9 +9,10 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from jaxpp import _jaxprs
-from jaxpp.transforms import _costs, _cuts, _marks, _modules, _stages
+from jaxpp.transforms import _costs, _cuts, _marks, _modules, _nnx, _stages
 
 At = Sequence[str] | Callable[[Any], Any]
+Whole = At | type | Sequence[str | type]
 
 
 def split_stages(
@@ -19,7 +21,7 @@ def split_stages(
     *,
     at: At | None = None,
     balance: str | _costs.Cost = "flops",
-    whole: At = (),
+    whole: Whole | None = None,
 ) -> Callable:
     """Cuts `fun` into stages, each equation in exactly one, and leaves each cut as a mark.
 
@@ -59,42 +61,52 @@ def split_stages(
     """
     if num_stages is not None and num_stages < 1:
         raise ValueError(f"split_stages: num_stages must be at least 1, got {num_stages}.")
-    cuts, keep = _listed(at), _listed(whole)
+    cuts = _listed(at)
+    names, classes = _named_whole(whole)
     if cuts is not None and not callable(at) and len(set(cuts)) < len(cuts):
         twice = next(name for name in cuts if list(cuts).count(name) > 1)
         raise ValueError(f"split_stages: the cut at {twice!r} is given twice; name each once.")
-    cost = _costs.resolve(balance)
+    if balance != "layers":
+        _costs.resolve(balance)
 
     @functools.wraps(fun)
     def split(*args, **kwargs):
         model = args[0] if args else None
-        modules = _modules.resolve_modules(model, cuts) if cuts is not None else None
-        units = _modules.resolve_modules(model, keep) if keep and cuts is None else None
+        modules = None if cuts is None else _modules.resolve_modules(model, cuts)
         if modules is not None and len({p for p, _ in modules}) < len(modules):
             raise ValueError(f"split_stages: a module is named twice in {[p for p, _ in modules]}.")
-        named = modules or units
-        traced = _jaxprs.trace(_modules.announcing(fun, named) if named else fun, args, kwargs)
-        jaxpr = traced.jaxpr
+        units, layers = None, set()
+        if cuts is None and num_stages is not None:
+            units = _modules.resolve_modules(model, names) if names else None
+            layers = _modules.repeated_classes(model) if whole is None else classes
+        watchers = [_nnx.scoping(), _modules.announcing(modules or units or (), layers)]
+        traced = _jaxprs.trace(_modules.watched(fun, watchers), args, kwargs)
         arrays = _model_arrays(traced, model)
-        if modules is not None:
-            modules = [(p, _cuts.stacked(jaxpr, model, p, m, arrays)) for p, m in modules]
-            jaxpr = _modules.mark_calls(traced, model, modules)
-            jaxpr = _cuts.mark_layers(jaxpr, modules, arrays)
-        elif units is not None:
-            jaxpr = _modules.scope_calls(traced, model, units)
         others = list(_modules.module_paths(model)) if isinstance(model, eqx.Module) else []
-        if modules is None and cuts is not None:
-            jaxpr = _cuts.cut_at_scopes(jaxpr, list(cuts), others, arrays)
-        elif not _stages.has_marks(jaxpr):
-            if num_stages is None:
+        if cuts is None and (num_stages == 1 or _stages.has_marks(traced.jaxpr)):
+            jaxpr, checkpoints = _modules.without_announcements(traced, model), None
+        else:
+            jaxpr, checkpoints = _cuts.open_program(traced.jaxpr)
+            opened = dataclasses.replace(traced, jaxpr=jaxpr)
+            if modules is not None:
+                modules = [(p, _cuts.stacked(jaxpr, model, p, m, arrays)) for p, m in modules]
+                jaxpr = _modules.mark_calls(opened, model, modules)
+                jaxpr = _cuts.mark_layers(jaxpr, modules, arrays)
+            elif cuts is not None:
+                jaxpr = _cuts.cut_at_scopes(jaxpr, list(cuts), others, arrays)
+            elif num_stages is None:
                 raise ValueError(
                     "split_stages: nothing says where to cut: give num_stages or at=, or mark the "
                     "stages in the function with pipeline_enter_stage."
                 )
-            if num_stages > 1:
-                scopes = keep if units is None else [_modules.WHOLE + path for path, _ in units]
-                jaxpr = _cuts.cut_balanced(jaxpr, num_stages, cost, scopes, others, arrays)
-        stages = _stages.read_stages(jaxpr)
+            else:
+                paths = [path for path, _ in units or ()]
+                jaxpr, calls = _modules.scope_calls(opened, model, paths, layers)
+                stays = _cuts.Whole(calls, None if whole is None else () if units else names)
+                jaxpr = _cuts.cut_balanced(
+                    jaxpr, checkpoints, num_stages, balance, stays, others, arrays
+                )
+        stages = _stages.read_stages(jaxpr, checkpoints)
         if num_stages is not None and stages.num_stages != num_stages:
             raise ValueError(
                 f"split_stages: num_stages={num_stages}, but the cuts in the function make "
@@ -110,6 +122,17 @@ def _model_arrays(traced: _jaxprs.Traced, model: Any) -> list[Any]:
     invars, first = traced.jaxpr.jaxpr.invars, traced.num_closed_over
     count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
     return [*invars[first : first + count], *invars[:first]]
+
+
+def _named_whole(whole: Any) -> tuple[Any, set[type]]:
+    """What `whole` names, and the classes in it."""
+    if isinstance(whole, type):
+        return (), {whole}
+    if whole is None or callable(whole):
+        return whole, set()
+    listed = _listed(whole)
+    classes = {c for c in listed if isinstance(c, type)}
+    return [name for name in listed if not isinstance(name, type)], classes
 
 
 def _listed(names: Any) -> Any:

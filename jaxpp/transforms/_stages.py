@@ -18,7 +18,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
-from jaxpp.transforms import _marks, _scans
+from jaxpp.transforms import _checkpoints, _marks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,33 +36,14 @@ def has_marks(jaxpr) -> bool:
     return any(_jaxprs.contains(eqn, _marks.is_enter) for eqn in jaxpr.eqns)
 
 
-def expose_marks(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Brings marks inside calls to the top: calls are inlined, checkpoints cut in two at a mark."""
-
-    def inlinable(eqn):
-        return eqn.primitive.name not in _jaxprs.CUSTOM_RULES | _jaxprs.CHECKPOINTS and (
-            _jaxprs.contains(eqn, _marks.is_enter)
-        )
-
-    jaxpr = _jaxprs.inline(jaxpr, inlinable)
-    eqns: list[Any] = []
-    known = _jaxprs.Substitution()
+def _refuse_marks_inside(jaxpr: jex.ClosedJaxpr) -> None:
     for eqn in jaxpr.eqns:
-        eqn = known.rename(eqn)
-        if _marks.is_enter(eqn) or not _jaxprs.contains(eqn, _marks.is_enter):
-            eqns.append(eqn)
-        elif eqn.primitive.name in _jaxprs.CHECKPOINTS:
-            cut, results = _cut_checkpoint(eqn)
-            eqns.extend(cut)
-            known.of.update(zip(eqn.outvars, results, strict=True))
-        else:
+        if not _marks.is_enter(eqn) and _jaxprs.contains(eqn, _marks.is_enter):
             raise ValueError(
                 f"A stage is entered inside a `{eqn.primitive.name}`{_compat.at_source_line(eqn)}, "
                 f"which cannot be cut there: {_why_not(eqn)} Enter the stage before or after it, "
                 f"or write the loop over layers in Python."
             )
-    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
 
 
 def _why_not(eqn) -> str:
@@ -75,36 +56,19 @@ def _why_not(eqn) -> str:
     )
 
 
-def _cut_checkpoint(eqn) -> tuple[list[Any], list[Any]]:
-    """A checkpoint with marks inside as one checkpoint per stage, the marks between them."""
-    inner, results = _jaxprs.inline_call(eqn, eqn.invars)
-    part = _jaxprs.part(inner, results)
-    exposed = expose_marks(part.jaxpr)
-    eqns: list[Any] = []
-    group: list[Any] = []
+def read_stages(
+    jaxpr: jex.ClosedJaxpr, checkpoints: _checkpoints.Checkpoints | None = None
+) -> Stages:
+    """Assigns each equation of a jaxpr to a stage by the marks in it.
 
-    def close(rest: Sequence[Any]):
-        if not group:
-            return
-        later = {v for e in rest for v in e.invars if not _jaxprs.is_literal(v)}
-        later.update(v for v in exposed.jaxpr.outvars if not _jaxprs.is_literal(v))
-        outputs = [v for e in group for v in e.outvars if v in later]
-        eqns.append(_scans.close_checkpoint(eqn, group, outputs))
-        group.clear()
-
-    for i, e in enumerate(exposed.eqns):
-        if _marks.is_enter(e):
-            close(exposed.eqns[i:])
-            eqns.append(e)
-        else:
-            group.append(e)
-    close([])
-    return eqns, list(exposed.jaxpr.outvars)
-
-
-def read_stages(jaxpr: jex.ClosedJaxpr) -> Stages:
-    """Assigns each equation of a jaxpr to a stage by the marks in it."""
-    jaxpr = _expose_preparations(expose_marks(jaxpr))
+    A checkpoint with marks inside, and those that are open in the jaxpr, become one in each stage.
+    """
+    if checkpoints is None:
+        jaxpr, checkpoints = _checkpoints.open_calls(
+            jaxpr, lambda e: _jaxprs.contains(e, _marks.is_enter)
+        )
+    _refuse_marks_inside(jaxpr)
+    jaxpr = _expose_preparations(jaxpr)
     chain = argument_chains(jaxpr)
     opens = _number_marks(jaxpr, chain)
     num_stages = max(opens.values(), default=0) + 1
@@ -143,9 +107,12 @@ def read_stages(jaxpr: jex.ClosedJaxpr) -> Stages:
     marks = [(opens[i], e) for i, e in enumerate(eqns) if _marks.is_enter(e)]
     names = {k: e.params["name"] for k, e in marks}
     flat, kept = dissolve_marks(jaxpr)
+    outvars = flat.jaxpr.outvars
+    closed = _checkpoints.close(flat.eqns, [stage[i] for i in kept], checkpoints, outvars)
+    flat = _compat.make_closed_jaxpr(flat.jaxpr.invars, outvars, [e for e, _ in closed])
     return Stages(
         flat,
-        tuple(stage[i] for i in kept),
+        tuple(k for _, k in closed),
         num_stages,
         tuple(names.get(k) for k in range(num_stages)),
     )

@@ -13,7 +13,7 @@ import pytest
 import jaxpp
 from jaxpp import _jaxprs, testing
 from jaxpp.schedules import GPipe, Interleaved1F1B, Kind, OneFOneB, ZeroBubbleH1
-from jaxpp.transforms import _loop, _scans
+from jaxpp.transforms import _cuts, _loop, _scans
 
 WIDTH, LAYERS = 4, 7
 X = jax.random.normal(jax.random.key(1), (4, 3, WIDTH))
@@ -625,8 +625,7 @@ def test_a_placed_step_matches_the_single_device(schedule, num_stages, at):
 
 
 def test_a_pass_without_wishes_changes_nothing():
-    jaxpr = jax.make_jaxpr(with_scan(checkpointed_scan))(PARAMS, X)
-    flat = _jaxprs.inline(jaxpr, lambda e: e.primitive.name == "jit")
+    flat, _ = _cuts.open_program(jax.make_jaxpr(with_scan(checkpointed_scan))(PARAMS, X))
     divided = _scans.divide(flat, flat.jaxpr.invars[:3])
     assert _jaxprs.structure(divided.jaxpr) == _jaxprs.structure(flat)
     assert [s.length for s in divided.scans] == [LAYERS]

@@ -1,0 +1,168 @@
+"""Opens checkpoints, so that a program is cut inside them, and closes what each stage has of one.
+
+The equations of an open checkpoint stand among the others, under a scope that names it.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax.extend.core as jex
+
+from jaxpp import _compat, _jaxprs
+
+#: The open checkpoints of a program, by their scopes.
+Checkpoints = dict[str, Any]
+
+_SCOPE = "jaxpp_checkpoint_"
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+
+def open_calls(
+    jaxpr: jex.ClosedJaxpr, wanted: Callable[[Any], bool]
+) -> tuple[jex.ClosedJaxpr, Checkpoints]:
+    """Puts the equations of calls and checkpoints that are `wanted`, also nested, in their place.
+
+    Custom derivative rules stay closed.
+    """
+    checkpoints: Checkpoints = {}
+    known = _jaxprs.Substitution()
+
+    def opened(eqns) -> Iterator[Any]:
+        for eqn in eqns:
+            eqn = known.rename(eqn)
+            is_call = _jaxprs.called_jaxpr(eqn) is not None
+            if not is_call or eqn.primitive.name in _jaxprs.CUSTOM_RULES or not wanted(eqn):
+                yield eqn
+                continue
+            inner, results = _jaxprs.inline_call(eqn, eqn.invars)
+            if is_checkpoint(eqn):
+                scope = f"{_SCOPE}{len(checkpoints)}"
+                checkpoints[scope] = eqn
+                inner = [_compat.in_scope(e, scope) for e in inner]
+            yield from opened(inner)
+            known.of.update((out, known(v)) for out, v in zip(eqn.outvars, results, strict=True))
+
+    eqns = list(opened(jaxpr.eqns))
+    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), checkpoints
+
+
+def is_checkpoint(eqn) -> bool:
+    """Whether an equation is a `jax.checkpoint`."""
+    return eqn.primitive.name in _jaxprs.CHECKPOINTS
+
+
+def scopes(eqn) -> list[str]:
+    """The scopes of the open checkpoints that an equation is in, the outermost first."""
+    return [n for n in reversed(_compat.scope_names(eqn)) if n.startswith(_SCOPE)]
+
+
+def outside(eqn, others: Sequence[str] = ()) -> Any:
+    """An equation taken out of all open checkpoints but `others`."""
+    out = set(scopes(eqn)).difference(others)
+    return _compat.rename_scopes(eqn, dict.fromkeys(out)) if out else eqn
+
+
+def close(
+    eqns: Sequence[Any],
+    stages: Sequence[int | None],
+    checkpoints: Checkpoints,
+    results: Sequence[Any],
+    depth: int = 0,
+) -> list[tuple[Any, int | None]]:
+    """Puts what each stage has of an open checkpoint into a checkpoint of its own.
+
+    Args:
+        eqns: equations, some of them in open checkpoints.
+        stages: the stage of each; None where it is repeated in each stage that reads it, which
+            happens inside the checkpoint.
+        checkpoints: the open checkpoints.
+        results: what is read of the equations' results.
+        depth: how many checkpoints are around the equations and stay open.
+
+    Returns:
+        The equations and their stages, each after what it reads.
+    """
+    group_of, repeated = [], {}
+    for i, (eqn, stage) in enumerate(zip(eqns, stages, strict=True)):
+        around = scopes(eqn)[depth : depth + 1]
+        group_of.append((around[0], stage) if around and stage is not None else i)
+        if around and stage is None:
+            repeated.setdefault(around[0], []).append(eqn)
+    if not any(isinstance(g, tuple) for g in group_of):
+        return [(outside(e), k) for e, k in zip(eqns, stages, strict=True)]
+
+    groups: dict[Hashable, list[int]] = {}
+    maker: dict[Any, Hashable] = {}
+    for i, group in enumerate(group_of):
+        groups.setdefault(group, []).append(i)
+        maker.update((v, group) for v in eqns[i].outvars)
+    read_from: dict[Hashable, dict[Hashable, None]] = {group: {} for group in groups}
+    shared = set(_jaxprs.variables(results))
+    for i, group in enumerate(group_of):
+        for v in _jaxprs.variables(eqns[i].invars):
+            if v in maker and maker[v] != group:
+                read_from[group][maker[v]] = None
+                shared.add(v)
+
+    closed: list[tuple[Any, int | None]] = []
+    for group in ordered(groups, read_from.__getitem__):
+        own = [eqns[i] for i in groups[group]]
+        stage = stages[groups[group][0]]
+        if not isinstance(group, tuple):
+            closed.append((outside(own[0]), stage))
+            continue
+        outputs = [v for e in own for v in e.outvars if v in shared]
+        own = [*_read_by(own, repeated.get(group[0], [])), *own]
+        inner = close(own, [stage] * len(own), checkpoints, outputs, depth + 1)
+        closed.append((_closed(checkpoints[group[0]], [e for e, _ in inner], outputs), stage))
+    return closed
+
+
+def _read_by(eqns: Sequence[Any], among: Sequence[Any]) -> list[Any]:
+    """The equations `among` others that some equations need."""
+    needed = {v for e in eqns for v in _jaxprs.variables(e.invars)}
+    kept = []
+    for eqn in reversed(among):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(_jaxprs.variables(eqn.invars))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def _closed(checkpoint, eqns: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """Equations as a checkpoint like another one.
+
+    Its body has binders of the same names as the variables outside, which is harmless.
+    """
+    body = _jaxprs.part(eqns, outputs)
+    params = checkpoint.params | {
+        "jaxpr": _compat.with_closed_type(body.jaxpr, checkpoint.params["jaxpr"])
+    }
+    if isinstance(params["prevent_cse"], tuple):
+        # As JAX does for what it adds to the operands of a checkpoint.
+        given = dict(zip(checkpoint.invars, params["prevent_cse"], strict=True))
+        params["prevent_cse"] = tuple(given.get(v, True) for v in body.inputs)
+    return outside(checkpoint).replace(
+        invars=list(body.inputs),
+        outvars=list(outputs),
+        params=params,
+        effects=body.jaxpr.effects,
+    )
+
+
+def ordered(items: Iterable[_Item], needs: Callable[[_Item], Iterable[_Item]]) -> Iterator[_Item]:
+    """The items and what they need, each once and after what it needs, and else in their order."""
+    placed: set[_Item] = set()
+    for item in items:
+        stack = [item]
+        while stack:
+            waiting = [n for n in needs(stack[-1]) if n not in placed]
+            if waiting:
+                stack.extend(reversed(waiting))
+                continue
+            top = stack.pop()
+            if top not in placed:
+                placed.add(top)
+                yield top
