@@ -101,9 +101,13 @@ def _scope_path(eqn) -> str:
 
 
 def _in_scope(eqn, name: str) -> bool:
-    """Whether an equation is under a scope; dots and slashes in names are the same."""
-    name = re.escape(name.replace(".", "/"))
-    return re.search(rf"(^|[/(]){name}($|[/)])", _scope_path(eqn).replace(".", "/")) is not None
+    """Whether an equation is under a scope; `layers.2`, `layers[2]` and `layers/2` are the same."""
+    name = re.escape(_with_slashes(name))
+    return re.search(rf"(^|[/(]){name}($|[/)])", _with_slashes(_scope_path(eqn))) is not None
+
+
+def _with_slashes(name: str) -> str:
+    return re.sub(r"\[(\d+)\]", r"/\1", name).replace(".", "/")
 
 
 def _contains_scope(eqn, name: str) -> bool:

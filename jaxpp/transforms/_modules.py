@@ -156,7 +156,7 @@ def watched(fun: Callable, watchers: Sequence[Watcher]) -> Callable:
         model = args[0] if args else None
         token = _handlers.set(tuple((classes, make(model)) for classes, make in watchers))
         try:
-            with _intercepted(classes), _cache_key(classes):
+            with _intercepted(classes), _cache_key(tuple(classes for classes, _ in watchers)):
                 return fun(*args, **kwargs)
         finally:
             _handlers.reset(token)
@@ -169,7 +169,7 @@ def watched(fun: Callable, watchers: Sequence[Watcher]) -> Callable:
 _handlers = contextvars.ContextVar[tuple[tuple[frozenset[type], Handler], ...]](
     "handlers", default=()
 )
-_cache_key = jax.make_user_context(frozenset())
+_cache_key = jax.make_user_context(())
 _interceptions: dict[type, int] = {}
 _originals: dict[type, Any] = {}
 _lock = threading.Lock()
