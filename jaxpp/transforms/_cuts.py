@@ -1,5 +1,6 @@
 """Where a program is cut: at named scopes, at layers of a stack, or by balance."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,6 +22,7 @@ from jaxpp.transforms import (
     _modules,
     _scans,
     _stages,
+    _states,
     _units,
 )
 
@@ -151,12 +153,15 @@ def cut_balanced(
     whole: Whole,
     modules: Sequence[str],
     model: Sequence[Any],
+    states: Sequence[_states.State],
 ) -> jex.ClosedJaxpr:
     """Marks `num_stages - 1` cuts that balance the stages.
 
     A scan over arrays of the model, which are the inputs `model` of the jaxpr, counts as its
-    iterations.
+    iterations. No cut falls between what reads a state and what makes its next value, where this
+    leaves enough places.
     """
+    jaxpr = _states.make_early(jaxpr, states) if states else jaxpr
     divided = _scans.divide(jaxpr, model, lambda scan: range(scan.length))
     flat, sunk = sink_argument_chains(divided.jaxpr)
     varying = _jaxprs.descendants(flat.eqns, flat.jaxpr.invars)
@@ -174,27 +179,23 @@ def cut_balanced(
     for name in whole.scopes or ():
         if not any(unit.label == name for unit in units):
             raise ValueError(_no_scope(name, flat, modules))
-    units = _units.outermost(units)
-    for unit in units:
-        crossing[unit.first + 1 : unit.last + 1] = [float("inf")] * (unit.last - unit.first)
-    layers = [unit for unit in units if unit.kind is not None]
-    first = [unit.first for unit in layers]
-    closed = _closed_call(eqns, costs, num_stages, divided.places) if eqns else ""
+    line = _Line(crossing, costs, num_stages, balance == "layers")
+    note = _closed_call(eqns, costs, num_stages, divided.places)
     try:
-        if balance == "layers":
-            cuts = _balance.even_cuts(first, crossing, num_stages)
-        else:
-            most = sum(sum(costs[u.first : u.last + 1]) for u in layers) >= sum(costs) / 2
-            cuts = _balance.balanced_cuts(costs, crossing, num_stages, first if most else ())
+        cuts = line.cuts(units)
     except ValueError as error:
-        hint = _units.hint(layers) + _scans.loop_that_is_one_unit(jaxpr, model)
-        hint = hint or (f" Note that {closed}." if closed else "")
+        hint = _units.hint(units) + _scans.loop_that_is_one_unit(jaxpr, model)
+        hint = hint or (f" Note that {note}." if note else "")
         raise ValueError(f"split_stages: {error}{hint}") from None
-    if closed:
-        bounds = itertools.pairwise([0, *cuts, len(eqns)])
-        shares = ", ".join(f"{sum(costs[a:b]) / sum(costs):.2f}" for a, b in bounds)
+    together = _states.units(states, eqns, flat.jaxpr.outvars)
+    with contextlib.suppress(ValueError):  # which says that there are too few places
+        apart, cuts = cuts, line.cuts([*units, *together])
+        if max(line.shares(cuts)) > 1.5 * max(line.shares(apart)):
+            note = note or _states.note(together, eqns)
+    if note:
+        shares = ", ".join(f"{share:.2f}" for share in line.shares(cuts))
         warnings.warn(
-            f"split_stages: {closed}. The stages have these shares: {shares}.", stacklevel=2
+            f"split_stages: {note}. The stages have these shares: {shares}.", stacklevel=2
         )
     starts = [heads[c].outvars[0] for c in cuts]
     places = [divided.places.get(v) for v in starts]
@@ -251,8 +252,39 @@ def _whole_units(
     return _units.choose(units, costs, num_stages)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """A sequence of equations: the bytes that cross each position, and the cost of each."""
+
+    crossing: Sequence[float]
+    costs: Sequence[float]
+    num_stages: int
+    count_layers: bool
+
+    def cuts(self, units: Sequence[_units.Unit]) -> list[int]:
+        """The positions of the best cuts, none of them inside a unit."""
+        units, crossing = _units.outermost(units), list(self.crossing)
+        for unit in units:
+            crossing[unit.first + 1 : unit.last + 1] = [float("inf")] * (unit.last - unit.first)
+        layers = [unit for unit in units if unit.kind is not None]
+        first = [unit.first for unit in layers]
+        if self.count_layers:
+            return _balance.even_cuts(first, crossing, self.num_stages)
+        in_layers = sum(sum(self.costs[u.first : u.last + 1]) for u in layers)
+        first = first if in_layers >= sum(self.costs) / 2 else ()
+        return _balance.balanced_cuts(self.costs, crossing, self.num_stages, first)
+
+    def shares(self, cuts: Sequence[int]) -> list[float]:
+        """The share of the costs that each stage has."""
+        total = sum(self.costs) or 1.0
+        bounds = itertools.pairwise([0, *cuts, len(self.costs)])
+        return [sum(self.costs[a:b]) / total for a, b in bounds]
+
+
 def _closed_call(eqns, costs, num_stages: int, places: Mapping[Any, _scans.Place]) -> str:
     """Which call has much more than a stage's share of the work and is one unit, or nothing."""
+    if not eqns:
+        return ""
     i = max(range(len(eqns)), key=costs.__getitem__)
     is_call = any(True for _ in _jaxprs.sub_jaxprs(eqns[i])) and eqns[i].outvars[0] not in places
     if not is_call or costs[i] <= 1.5 * sum(costs) / num_stages:

@@ -106,6 +106,13 @@ def read_stages(
     _place_chains(jaxpr, opens, chain, stage, num_stages)
     marks = [(opens[i], e) for i, e in enumerate(eqns) if _marks.is_enter(e)]
     names = {k: e.params["name"] for k, e in marks}
+    if num_stages > 1 and num_stages - 1 not in stage:
+        last = max(i for i in opens if opens[i] == num_stages - 1)
+        raise ValueError(
+            f"Nothing is computed in the last stage, {num_stages - 1}, which is entered"
+            f"{_compat.at_source_line(eqns[last])}: a mark opens the stage of what reads its "
+            f"result. Drop it, or put it before what the stage is to compute."
+        )
     flat, kept = dissolve_marks(jaxpr)
     outvars = flat.jaxpr.outvars
     closed = _checkpoints.close(flat.eqns, [stage[i] for i in kept], checkpoints, outvars)

@@ -148,11 +148,12 @@ def outermost(units: Sequence[Unit]) -> list[Unit]:
     return found
 
 
-def hint(layers: Sequence[Unit]) -> str:
+def hint(units: Sequence[Unit]) -> str:
     """Why there is no cut inside layers, as a sentence to follow others; or nothing."""
+    layers = sum(unit.kind is not None for unit in outermost(units))
     if not layers:
         return ""
     return (
-        f" No cut is made inside the {len(layers)} layers that were found; whole=() allows cuts "
-        f"inside them, and whole= names what stays whole instead."
+        f" No cut is made inside the {layers} layers that were found; whole=() allows cuts inside "
+        f"them, and whole= names what stays whole instead."
     )

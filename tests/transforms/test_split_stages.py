@@ -524,3 +524,23 @@ def test_what_a_module_is_called_with_is_prepared_in_its_stage(arguments_of):
     first, second = arguments_of(split, net, jnp.ones((4, 2)))
     assert first == [(4,), (4, 2), (4, 2)]
     assert second == [(3, 5), (4, 5)]
+
+
+@pytest.mark.parametrize("transform", [jaxpp.split_stages, jaxpp.wrap_forward])
+def test_a_mark_behind_which_nothing_is_computed_is_an_error(transform):
+    def fun(ws, x):
+        return enter(jnp.mean(mlp(ws, x, marks=(1,)) ** 2))
+
+    message = (
+        r"Nothing is computed in the last stage, 2, .* at \S*test_split_stages.py:\d+: .* Drop"
+    )
+    with pytest.raises(ValueError, match=message):
+        transform(fun)(WS, X)
+
+
+def test_results_may_come_from_earlier_stages_than_the_last(stages_of):
+    def fun(ws, x):
+        h = jnp.tanh(x @ ws[0])
+        return jnp.mean(enter(h) @ ws[1]), h
+
+    assert stages_of(jaxpp.split_stages(fun), WS, X).num_stages == 2
