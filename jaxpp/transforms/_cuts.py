@@ -180,18 +180,21 @@ def cut_balanced(
         if not any(unit.label == name for unit in units):
             raise ValueError(_no_scope(name, flat, modules))
     line = _Line(crossing, costs, num_stages, balance == "layers")
+    layers = _units.note(units, num_stages)
     note = _closed_call(eqns, costs, num_stages, divided.places)
     try:
         cuts = line.cuts(units)
     except ValueError as error:
-        hint = _units.hint(units) + _scans.loop_that_is_one_unit(jaxpr, model)
-        hint = hint or (f" Note that {note}." if note else "")
-        raise ValueError(f"split_stages: {error}{hint}") from None
+        hints = [f" Note that {text}." for text in (layers, note) if text]
+        hints.append(_scans.loop_that_is_one_unit(jaxpr, model))
+        raise ValueError(f"split_stages: {error}{''.join(hints)}") from None
+    if not note and layers and line.is_slower(cuts, line.cuts([])):
+        note = layers
     together = _states.units(states, eqns, flat.jaxpr.outvars)
     with contextlib.suppress(ValueError):  # which says that there are too few places
         apart, cuts = cuts, line.cuts([*units, *together])
-        if max(line.shares(cuts)) > 1.5 * max(line.shares(apart)):
-            note = note or _states.note(together, eqns)
+        if not note and line.is_slower(cuts, apart):
+            note = _states.note(together, eqns)
     if note:
         shares = ", ".join(f"{share:.2f}" for share in line.shares(cuts))
         warnings.warn(
@@ -241,7 +244,7 @@ def _whole_units(
         return (name for name in names if name in whole.calls)
 
     units = [
-        _units.Unit(i, i, place, ("scan", place[0]))
+        _units.Unit(i, i, place, place[0])
         for i, eqn in enumerate(eqns)
         if (place := iteration(eqn))
     ]
@@ -273,6 +276,10 @@ class _Line:
         in_layers = sum(sum(self.costs[u.first : u.last + 1]) for u in layers)
         first = first if in_layers >= sum(self.costs) / 2 else ()
         return _balance.balanced_cuts(self.costs, crossing, self.num_stages, first)
+
+    def is_slower(self, cuts: Sequence[int], others: Sequence[int]) -> bool:
+        """Whether the slowest stage is much slower than with other cuts."""
+        return max(self.shares(cuts)) > 1.5 * max(self.shares(others))
 
     def shares(self, cuts: Sequence[int]) -> list[float]:
         """The share of the costs that each stage has."""

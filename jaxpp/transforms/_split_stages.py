@@ -27,23 +27,33 @@ def split_stages(
 
     The cuts are, in this order of preference: those that `at` names; the marks that
     `pipeline_enter_stage` left in `fun`; or, with `num_stages` alone, a balanced cut: the slowest
-    stage as small as possible, then the fewest bytes across the cuts.
+    stage as fast as can be, then the idlest as busy as can be, then the fewest bytes across.
 
-    A `lax.scan` over stacked layers (arrays of the first argument, as xs) is cut between its
-    iterations: it becomes several, each over a slice of the layers.
+    A balanced cut is made between the layers of a model, and each stage gets one where there are
+    enough. Layers are what is repeated and does most of the work: calls of modules of one class
+    that are in a list of an Equinox model; what is under scopes such as `layer_0`, `layer_1` (Flax
+    and haiku make them); iterations of a `lax.scan` over arrays of the first argument, which
+    becomes several, each over a slice of the layers; and checkpoints of one structure. What is in a
+    `jax.checkpoint` is cut like all else, and each stage has a checkpoint of its own of its part.
+    An argument and the result that is its next value (the same pytree, such as the statistics of a
+    BatchNorm) are read and made in one stage.
 
     Args:
         fun: a function of pytrees. Arrays, of any shape and dtype, are traced; other leaves are
-            static. Where `at` names modules, its first argument is an Equinox model.
+            static. Where `at` names modules, its first argument is an Equinox model, or a model of
+            Flax NNX or its state.
         num_stages: how many stages to make, or to expect where the cuts are given.
         at: what opens a new stage, in the order of execution: paths of modules of the first
-            argument (`["blocks.2", "blocks.4"]`), a function of it
+            argument (`["blocks.2", "blocks.4"]`), a function of an Equinox model
             (`lambda model: [model.blocks[2], model.blocks[4]]`), or names of `jax.named_scope`.
-            `blocks.2` or `blocks[2]` also names a layer of stacked modules `blocks`, or of the scan
-            under the scope `blocks`.
+            `blocks.2`, `blocks[2]` and, for scopes, `blocks/2` are the same; it may also be a layer
+            of stacked modules `blocks`, or of the scan under the scope `blocks`.
         balance: the cost of an equation for a balanced cut: `"flops"` or a function of a
-            `jax.extend.core.JaxprEqn`.
-        whole: modules or scopes, named as in `at`, that a balanced cut must not cut inside.
+            `jax.extend.core.JaxprEqn`. With `"layers"` each stage gets as many layers, and the last
+            stages have the remainder: 6 layers in 4 stages are 1, 1, 2 and 2.
+        whole: what a balanced cut does not cut inside: modules or scopes, named as in `at`, or
+            classes of modules of any library, whose calls are then the layers. By default the
+            layers that it finds; nothing with `()`, which allows cuts inside layers.
 
     Returns:
         A function with the same arguments and results.
@@ -51,6 +61,10 @@ def split_stages(
     Raises:
         ValueError: for a cut that is unknown, repeated, out of order, inside a loop, or before what
             it needs, and for more stages than there are places to cut.
+
+    Warns:
+        UserWarning: where a call that cannot be cut inside (one with a derivative rule of its own,
+            a `while`) has most of the work, with the shares of the stages.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp

@@ -16,7 +16,7 @@ from jaxpp import _compat, _jaxprs
 from jaxpp.transforms import _checkpoints
 
 #: The share of the work below which it is not what the layers do: a list of norms beside a list of
-#: blocks, or a residual connection beside the layers of a group.
+#: blocks, or a residual connection beside stacked layers.
 MINOR = 0.1
 
 
@@ -24,7 +24,8 @@ MINOR = 0.1
 class Unit:
     """The equations from `first` to `last`, which stay together.
 
-    Units that are repeated have a `kind` in common; others have none.
+    Units that are repeated have a `kind` in common, iterations the number of their scan; others
+    have none.
     """
 
     first: int
@@ -104,8 +105,8 @@ def checkpoints(eqns: Sequence[Any], opened: _checkpoints.Checkpoints) -> list[U
 def choose(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -> list[Unit]:
     """The units that stay whole: the outermost, but for those that hold more than a layer.
 
-    Where fewer are repeated than there are stages, those of them are opened that hold nothing but
-    repeated units, or are checkpoints of more than a stage's share of the costs.
+    Where fewer are repeated than there are stages, those of them are opened that do nothing but run
+    stacked layers, or are checkpoints of more than a stage's share of the costs.
     """
     before = np.concatenate([[0.0], np.cumsum(costs)])
     share = before[-1] / num_stages
@@ -121,16 +122,14 @@ def choose(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -> li
     units = [u for u in units if u.kind is None or totals[u.kind] >= MINOR * largest]
     while True:
         outer = outermost(units)
-        if sum(u.kind is not None for u in outer) >= num_stages:
-            return outer
         opened = []
         for unit in outer:
-            inner = [u for u in units if u is not unit and unit.holds(u) and u.kind is not None]
-            inner = outermost(inner)
-            is_group = len(inner) > 1 and cost(*inner) >= (1 - MINOR) * cost(unit)
-            if unit.kind is not None and (is_group or _is_checkpoint(unit) and cost(unit) > share):
+            inside = [u for u in units if u is not unit and unit.holds(u)]
+            iterations = cost(*(u for u in inside if isinstance(u.kind, int)))
+            is_stack = iterations > (1 - MINOR) * cost(unit)
+            if unit.kind is not None and (is_stack or _is_checkpoint(unit) and cost(unit) > share):
                 opened.append(unit)
-        if not opened:
+        if not opened or sum(u.kind is not None for u in outer) >= num_stages:
             return outer
         units = [u for u in units if u not in opened]
 
@@ -148,12 +147,13 @@ def outermost(units: Sequence[Unit]) -> list[Unit]:
     return found
 
 
-def hint(units: Sequence[Unit]) -> str:
-    """Why there is no cut inside layers, as a sentence to follow others; or nothing."""
-    layers = sum(unit.kind is not None for unit in outermost(units))
-    if not layers:
+def note(units: Sequence[Unit], num_stages: int) -> str:
+    """What to do where there are fewer layers than stages, or nothing."""
+    kinds = [unit.kind for unit in outermost(units) if unit.kind is not None]
+    layers = len(kinds)
+    if layers >= num_stages or all(isinstance(kind, int) for kind in kinds):
         return ""
     return (
-        f" No cut is made inside the {layers} layers that were found; whole=() allows cuts inside "
-        f"them, and whole= names what stays whole instead."
+        f"no cut is made inside the {layers} layers that were found; whole=() allows cuts inside "
+        f"them, and whole= names what stays whole instead"
     )

@@ -206,6 +206,11 @@ def test_a_class_may_be_named_beside_paths():
     assert layers_of(split, Net(3)) == [0, 1, 1, 1, 0]
 
 
+class Run(Stacked):
+    def __call__(self, x, *, key=None):
+        return super().__call__(x)
+
+
 class Group(eqx.Module):
     blocks: list[Block]
 
@@ -218,8 +223,16 @@ class Group(eqx.Module):
         return x
 
 
-def test_groups_of_layers_are_cut_between_their_layers_where_they_are_too_few():
+def test_the_outermost_of_repeated_modules_are_the_layers_unless_a_class_says_otherwise():
     model = eqx.nn.Sequential([Group(k) for k in jax.random.split(jax.random.key(3), 2)])
+    assert layers_of(jaxpp.split_stages(loss, 2), model) == [3, 3]
+    with pytest.warns(UserWarning, match=r"the 2 layers that .* 0.50, 0.50, 0.00, 0.00"):
+        jaxpp.split_stages(loss, 4)(model, X)
+    assert sorted(layers_of(jaxpp.split_stages(loss, 4, whole=Block), model)) == [1, 1, 2, 2]
+
+
+def test_modules_that_run_stacked_layers_are_cut_between_these_where_they_are_too_few():
+    model = eqx.nn.Sequential([Run(3), Run(3)])
     assert layers_of(jaxpp.split_stages(loss, 2), model) == [3, 3]
     assert sorted(layers_of(jaxpp.split_stages(loss, 4), model)) == [1, 1, 2, 2]
 
@@ -247,7 +260,7 @@ def test_a_list_of_small_modules_inside_layers_is_no_list_of_layers():
 @pytest.mark.parametrize("name", ["scopes", "linen"])
 def test_more_stages_than_places_between_layers_are_an_error_with_the_way_out(name):
     fun, model = MODELS[name](3)
-    with pytest.raises(ValueError, match=r"10 stages need .* the 3 layers.*whole=\(\)"):
+    with pytest.raises(ValueError, match=r"10 stages need .* 3 layers .*whole=\(\)"):
         jaxpp.split_stages(fun, 10)(model, X)
     with pytest.raises(ValueError, match="4 stages need a layer each, .* has 3; ask for at most 3"):
         jaxpp.split_stages(fun, 4, balance="layers")(model, X)

@@ -544,3 +544,24 @@ def test_results_may_come_from_earlier_stages_than_the_last(stages_of):
         return jnp.mean(enter(h) @ ws[1]), h
 
     assert stages_of(jaxpp.split_stages(fun), WS, X).num_stages == 2
+
+
+def test_a_stage_may_have_thousands_of_equations_and_use_a_weight_in_each():
+    def fun(w, x):
+        for _ in range(1200):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    split = jaxpp.split_stages(jax.checkpoint(fun), 2)
+    wrapped = jaxpp.wrap_forward(split)
+    assert len(jax.make_jaxpr(wrapped)(WS[0], X).eqns) == 2
+
+
+def test_a_stage_may_have_thousands_of_equations_of_arguments_alone(primitives_of):
+    def fun(w, x):
+        for _ in range(2500):
+            w = jnp.sin(w)
+        return (enter(x @ w) @ w).sum()
+
+    first, second = primitives_of(jaxpp.split_stages(fun), WS[0], X)
+    assert first.count("sin") == 2500 and "sin" not in second
