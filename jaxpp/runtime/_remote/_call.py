@@ -38,6 +38,7 @@ class Call:
         dropped: ids of arrays that this call consumes, or that nobody wants any more.
         moves: what is sent and received before the step, in one order for all ranks.
         fed: of each array that the rank loads itself, the number of its batch, and its own there.
+        checks: JAX's settings under which results are checked, such as `"debug_nans"`.
     """
 
     number: int
@@ -47,6 +48,7 @@ class Call:
     dropped: tuple[int, ...]
     moves: tuple[Move, ...] = ()
     fed: tuple[tuple[int, int], ...] = ()
+    checks: tuple[str, ...] = ()
 
     def pack(self, values: Sequence[np.ndarray]) -> list[Bytes]:
         """The bytes of a call, and of the arrays that come with it; large ones by themselves."""
@@ -63,6 +65,8 @@ class Call:
 
 
 VALUE, MOVED, FED = -1, -2, -3
+#: Settings that a call has of its caller: they are no part of what was traced.
+CHECKS = ("debug_nans", "debug_infs")
 #: Bytes from which on an array goes by itself.
 LARGE = 1 << 14
 

@@ -89,11 +89,12 @@ def compile_exported(exported: Exported, home: Home) -> Callable[..., Any]:
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding_in(home, spec))
         for a, spec in zip(restored.in_avals, in_specs, strict=True)
     ]
+    # The types are those of the driver's trace, which may be of 64 bits, whatever is set here.
     if not isinstance(home, Mesh):
-        with jax.default_device(home):
+        with jax.enable_x64(True), jax.default_device(home):
             return jax.jit(run, donate_argnums=exported.donated).lower(*avals).compile()
     out = [sharding_in(home, spec) for spec in exported.out_specs]
-    with jax.set_mesh(home):
+    with jax.enable_x64(True), jax.set_mesh(home):
         jitted = jax.jit(run, donate_argnums=exported.donated, out_shardings=out)
         return jitted.lower(*avals).compile()
 

@@ -4,6 +4,7 @@ Knows nothing of Ray: the actor is a thin shell around it.
 """
 
 import collections
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -191,10 +192,13 @@ class Process:
         try:
             self.transport.begin(call.number, call.step, [m.message for m in call.moves])
             self._feed(call, loaded, values)
-            if self.recorder is None:
-                worker.execute(program.instructions)
-            else:
-                self.recorder.execute(worker, program.instructions, call.number, call.step)
+            with contextlib.ExitStack() as settings:
+                for name in call.checks:
+                    settings.enter_context(getattr(jax, name)(True))
+                if self.recorder is None:
+                    worker.execute(program.instructions)
+                else:
+                    self.recorder.execute(worker, program.instructions, call.number, call.step)
             results = {call.results + n: worker.slots[slot] for n, slot in program.outputs}
             for _, slot in program.outputs:
                 worker.slots[slot] = None

@@ -16,7 +16,7 @@ from jaxpp.runtime._collectives import collectives
 from jaxpp.runtime._describe import Description, describe
 from jaxpp.runtime._homes import devices_of
 from jaxpp.runtime._remote._array import RemoteArray, RemoteSharding
-from jaxpp.runtime._remote._call import FED, MOVED, VALUE, Call, Move
+from jaxpp.runtime._remote._call import CHECKS, FED, MOVED, VALUE, Call, Move
 from jaxpp.runtime._stacked import put_together
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class RemoteStep:
             if not isinstance(arg, RemoteArray | Fed) and self._readers[n]
         }
         mesh.note_traced(self.number, bundle)
+        checks = tuple(name for name in CHECKS if getattr(jax.config, f"jax_{name}"))
         calls = []
         for program in bundle.programs:
             rank = program.rank
@@ -100,6 +101,7 @@ class RemoteStep:
                     if mesh.moves_all or m.message.source == rank or m.message.target == rank
                 ),
                 tuple((leaf.batch.number, leaf.index) for leaf in fed),
+                checks,
             )
             calls.append((rank, call.pack([values[n] for n in numbers if n in values])))
         mesh.submit(calls)

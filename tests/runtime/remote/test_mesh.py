@@ -132,6 +132,42 @@ def test_results_are_arrays_that_stay_with_their_ranks(mesh):
     assert jax.block_until_ready(loss) is loss
 
 
+def with_noise(params, momentum, rate, x):
+    """A step with random numbers, numbers of the default type, and one that a caller may spoil."""
+    *_, loss = step_of()(params, momentum, rate, x)
+    return loss, jax.random.normal(jax.random.key(0), (4,)), jnp.arange(3.0), jnp.sqrt(rate)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: jax.threefry_partitionable(False),
+        lambda: jax.enable_x64(True),
+        lambda: jax.default_matmul_precision("highest"),
+    ],
+    ids=["threefry", "x64", "precision"],
+)
+def test_settings_of_a_call_are_those_of_the_driver(mesh, setting):
+    steps = [jaxpp.place(with_noise, where) for where in (mesh, local(3))]
+    plain = [jax.device_get(step(*start(), batch())) for step in steps]
+    with setting():
+        params, momentum, _ = start()
+        args = jax.tree.map(lambda x: jnp.asarray(x, float), (params, momentum)), 0.1, batch()
+        found = [jax.device_get(step(*args[0], *args[1:])) for step in steps]
+    for remote, here in (plain, found, [jax.device_get(step(*start(), batch())) for step in steps]):
+        chex.assert_trees_all_equal(remote, here, strict=True)
+
+
+def test_nans_are_found_where_they_are_asked_for(ray_session):
+    with jaxpp.RemoteMpmdMesh((3,)) as mesh:
+        step = jaxpp.place(with_noise, mesh)
+        assert np.isnan(step(*start()[:2], -1.0, batch())[-1])
+        with jax.debug_nans(True), pytest.raises(jaxpp.RankError, match="FloatingPoint.*nan"):
+            np.asarray(step(*start()[:2], -1.0, batch())[-1])
+        mesh.restart()
+        assert np.isnan(step(*start()[:2], -1.0, batch())[-1])
+
+
 USES = {
     "+": lambda x: x + 1,
     "*": lambda x: 2 * x,
