@@ -138,6 +138,7 @@ def pipelined(
     *,
     mesh: Mesh | None = None,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
     feed: Mapping[int, Callable[[Any], Any]] | None = None,
 ) -> Any:
     """Runs a train step as a pipeline: `place` as a decorator, with arguments or without.
@@ -147,6 +148,7 @@ def pipelined(
             made; None where the decorator is given arguments.
         mesh: where to run, as for `place`.
         donate_argnums: the positions of arguments that the step consumes, as for `place`.
+        static_argnums: the positions of arguments whose numbers are static, as for `place`.
         feed: for positions of arguments the functions that load them, as for `place`.
 
     Returns:
@@ -174,11 +176,17 @@ def pipelined(
         >>> losses.shape
         (4,)
     """
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "donate_argnums": donate_argnums,
+        "static_argnums": static_argnums,
+        "feed": feed,
+    }
     if fun is None:
-        return functools.partial(pipelined, mesh=mesh, donate_argnums=donate_argnums, feed=feed)
+        return functools.partial(pipelined, **options)
     if not callable(fun):
         raise ValueError(
             f"pipelined: {fun!r} is no function to run as a pipeline; a mesh is given by name: "
             f"@jaxpp.pipelined(mesh=mesh)."
         )
-    return place(fun, mesh, donate_argnums=donate_argnums, feed=feed)
+    return place(fun, **options)

@@ -157,6 +157,11 @@ def test_a_pipelined_step_is_the_placed_one_and_donates():
     assert len(step.lower(PARAMS, STACKED).programs) == 2
 
 
+def test_a_pipelined_step_may_need_the_value_of_a_number():
+    step = jaxpp.pipelined(static_argnums=2)(lambda p, x, n: [train_step(p, x) for _ in range(n)])
+    assert len(step(PARAMS, STACKED, 2)) == 2
+
+
 def test_a_pipelined_step_needs_no_arguments():
     step = jaxpp.pipelined(train_step)
     assert_close(jax.device_get(step(PARAMS, STACKED)), jax.jit(train_step)(PARAMS, STACKED))
