@@ -262,6 +262,11 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
+def is_jit_disabled() -> bool:
+    """Whether `jax.disable_jit` holds, under which a jitted function is the function."""
+    return config.disable_jit.value
+
+
 def trace_context() -> Any:
     """JAX's settings as they are now: `jax.jit` traces anew where they differ."""
     return config.trace_context()

@@ -180,6 +180,12 @@ def test_a_trace_knows_that_it_is_one():
     assert [*seen, _compat.is_tracing()] == [False, True, True, False]
 
 
+def test_jit_may_be_disabled():
+    with jax.disable_jit():
+        assert _compat.is_jit_disabled()
+    assert not _compat.is_jit_disabled()
+
+
 @pytest.mark.parametrize("setting", [jax.enable_x64(True), jax.default_matmul_precision("highest")])
 def test_the_context_of_a_trace_is_that_of_its_settings(setting):
     before = _compat.trace_context()

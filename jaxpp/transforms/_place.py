@@ -153,9 +153,10 @@ class Placed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; traces and compiles it where `jax.jit` would trace it anew.
 
-        Inside a transformation of JAX it is the function that was placed.
+        Inside a transformation of JAX, and under `jax.disable_jit`, it is the function that was
+        placed.
         """
-        if _compat.is_tracing():
+        if _compat.is_tracing() or _compat.is_jit_disabled():
             return self._request.fun(*self._arguments(args, kwargs, here=True))
         compiled, leaves = self.compiled_for(*args, **kwargs)
         return compiled.call(leaves)

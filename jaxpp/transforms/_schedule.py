@@ -52,6 +52,8 @@ def schedule(fun: Callable, schedule: Any) -> Callable:
 
     @functools.wraps(fun)
     def scheduled(*args, **kwargs):
+        if _compat.is_jit_disabled():  # stages are calls of jitted functions
+            return fun(*args, **kwargs)
         traced = _jaxprs.trace(fun, args, kwargs)
         return traced.rebuild(_run(traced.jaxpr, schedule, traced.inputs))
 

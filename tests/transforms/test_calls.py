@@ -400,6 +400,14 @@ def test_specs_of_positions_leave_keywords_whole():
     assert_close(got, jax.jit(plain_step)(weights(), batch(), 0.2))
 
 
+def test_without_jit_a_placed_function_is_the_function():
+    placed = jaxpp.place(train_step, mesh())
+    with jax.disable_jit():
+        got = placed(weights(), batch())
+    assert_close(got, plain_step(weights(), batch()))
+    assert not placed._cache
+
+
 # ---- under a trace ------------------------------------------------------------------------------
 
 
