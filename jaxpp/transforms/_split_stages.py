@@ -9,7 +9,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from jaxpp import _jaxprs
-from jaxpp.transforms import _costs, _cuts, _marks, _modules, _nnx, _stages, _states
+from jaxpp.transforms import _costs, _cut_balanced, _cuts, _marks, _modules, _nnx, _stages, _states
 
 At = Sequence[str] | Callable[[Any], Any]
 Whole = At | type | Sequence[str | type]
@@ -116,9 +116,11 @@ def split_stages(
             else:
                 paths = [path for path, _ in units or ()]
                 jaxpr, calls = _modules.scope_calls(opened, model, paths, layers)
-                stays = _cuts.Whole(calls, None if whole is None else () if units else names)
+                stays = _cut_balanced.Whole(
+                    calls, None if whole is None else () if units else names
+                )
                 states = _states.states(opened, args, kwargs)
-                jaxpr = _cuts.cut_balanced(
+                jaxpr = _cut_balanced.cut_balanced(
                     jaxpr, checkpoints, num_stages, balance, stays, others, arrays, states
                 )
         stages = _stages.read_stages(jaxpr, checkpoints)

@@ -5,6 +5,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxpp
 from jaxpp import _jaxprs
@@ -304,13 +305,31 @@ def with_rule(ws, x):
 with_rule.defjvp(lambda primals, tangents: jax.jvp(forward, primals, tangents))
 
 
-def test_a_call_with_a_rule_that_has_most_of_the_work_is_named_in_a_warning():
-    def fun(ws, x):
-        return with_rule(ws, jnp.tanh(x @ ws[0]))
-
-    message = (
-        r"the `custom_jvp_call` at \S*test_checkpoints.py:\d+ has 80% of the work.* 0.20, 0.80"
+def on_devices(ws, x):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    run = jax.shard_map(
+        lambda ws, x: forward(ws, x)[None],
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec("data"),
     )
+    return run(ws, x).sum()
+
+
+def chosen(ws, x):
+    return jax.lax.cond(x[0, 0] > 0, forward, forward, ws, x)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [(with_rule, "custom_jvp_call"), (on_devices, "shard_map"), (chosen, "cond")],
+    ids=["rule", "shard_map", "cond"],
+)
+def test_a_call_that_is_one_unit_and_has_most_of_the_work_is_named_in_a_warning(call, name):
+    def fun(ws, x):
+        return call(ws, jnp.tanh(x @ ws[0]))
+
+    message = rf"the `{name}` at \S*test_checkpoints.py:\d+ has 8\d% of the work.* 0.\d+, 0.8"
     with pytest.warns(UserWarning, match=message):
         split = jaxpp.split_stages(fun, 2)
         assert_gradient(split, fun, WS, X)
