@@ -79,7 +79,7 @@ def cut_balanced(
         raise ValueError(f"split_stages: {error}{''.join(hints)}") from None
     if not note and layers and line.is_slower(cuts, line.cuts([])):
         note = layers
-    together = _states.units(states, eqns, flat.jaxpr.outvars)
+    together = _states.units(states, eqns, sunk, flat.jaxpr.outvars)
     with contextlib.suppress(ValueError):  # which says that there are too few places
         apart, cuts = cuts, line.cuts([*units, *together])
         if not note and line.is_slower(cuts, apart):

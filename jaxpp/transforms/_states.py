@@ -5,7 +5,7 @@ reads it. `split_stages` does not see the loop: a part of the result that has th
 shapes and the dtypes of an argument is taken for its next value.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +26,7 @@ class State(NamedTuple):
 def states(traced: _jaxprs.Traced, args: Sequence[Any], kwargs: dict[str, Any]) -> list[State]:
     """The states among the arguments of a traced function.
 
-    An argument is one where it is not the first, or a value of that if it is a dictionary, and
-    where it is more than a bare array.
+    An argument is one where it is not the first, and more than a bare array.
     """
     jaxpr = traced.jaxpr.jaxpr
     inputs = iter(jaxpr.invars[traced.num_closed_over :])
@@ -36,9 +35,8 @@ def states(traced: _jaxprs.Traced, args: Sequence[Any], kwargs: dict[str, Any]) 
     structs = [jax.ShapeDtypeStruct(*_type(v)) for v in jaxpr.outvars]
     number = {id(struct): i for i, struct in enumerate(structs)}
     result = traced.rebuild(structs)
-    first = list(args[0].values()) if args and isinstance(args[0], dict) else []
     found = []
-    for argument in [*first, *args[1:], *kwargs.values()]:
+    for argument in [*args[1:], *kwargs.values()]:
         own, structure = jtu.tree_flatten(argument)
         if jtu.treedef_is_leaf(structure) or not own:
             continue
@@ -68,10 +66,13 @@ def _parts(tree: Any, structure: Any) -> Iterable[Any]:
 
 
 def units(
-    carried: Sequence[State], eqns: Sequence[Any], results: Sequence[Any]
+    carried: Sequence[State], eqns: Sequence[Any], prepares: Container[Any], results: Sequence[Any]
 ) -> list[_units.Unit]:
-    """For each state, what is from its first reader to its next value."""
-    makers = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+    """For each state, what is from its first reader to its next value.
+
+    What only prepares arguments (the next count of a counter) goes with their readers anyway.
+    """
+    makers = {v: i for i, e in enumerate(eqns) if e not in prepares for v in e.outvars}
     readers: dict[Any, int] = {}
     for i, eqn in enumerate(eqns):
         for v in _jaxprs.variables(eqn.invars):

@@ -111,3 +111,37 @@ def test_a_result_that_is_no_more_than_an_array_is_no_state(primitives_of):
 
     names = primitives_of(jaxpp.split_stages(fun, 2), WS, X)
     assert [n.count("dot_general") for n in names] == [3, 3]
+
+
+def counted(ws, state, x):
+    """Each layer reads the count and raises it, as the dropouts of NNX do."""
+    count = state["count"]
+    for w in ws:
+        x = jnp.tanh(x @ w) * jax.random.bernoulli(jax.random.key(count), 0.9, x.shape)
+        count = count + 1
+    return jnp.mean(x**2), {"count": count}
+
+
+def of_a_dictionary(ws, x):
+    def loss(ws, x):
+        for name in sorted(ws):
+            x = jnp.tanh(x @ ws[name]["w"])
+        return jnp.mean(x**2)
+
+    return jax.grad(loss)(ws, x)
+
+
+@pytest.mark.parametrize(
+    ("fun", "args"),
+    [
+        (counted, (WS, {"count": jnp.zeros((), jnp.uint32)}, X)),
+        (of_a_dictionary, ({f"{i}": {"w": w} for i, w in enumerate(WS)}, X)),
+    ],
+    ids=["count", "gradient"],
+)
+def test_what_is_no_such_state_keeps_nothing_together(fun, args, primitives_of):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        names = primitives_of(jaxpp.split_stages(fun, 2), *args)
+    products = [n.count("dot_general") for n in names]
+    assert min(products) >= sum(products) // 2 - 1
