@@ -124,8 +124,8 @@ def counted(ws, state, x):
 
 def of_a_dictionary(ws, x):
     def loss(ws, x):
-        for name in sorted(ws):
-            x = jnp.tanh(x @ ws[name]["w"])
+        for w in [*ws["down"], *ws["up"]]:
+            x = jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
     return jax.grad(loss)(ws, x)
@@ -135,7 +135,7 @@ def of_a_dictionary(ws, x):
     ("fun", "args"),
     [
         (counted, (WS, {"count": jnp.zeros((), jnp.uint32)}, X)),
-        (of_a_dictionary, ({f"{i}": {"w": w} for i, w in enumerate(WS)}, X)),
+        (of_a_dictionary, ({"down": WS[:3], "up": WS[3:]}, X)),
     ],
     ids=["count", "gradient"],
 )
