@@ -74,6 +74,14 @@ def _holds_microbatch_loop(eqn) -> bool:
     return any(_jaxprs.contains(e, is_microbatch_loop) for body in bodies for e in body.eqns)
 
 
+def _uses_of_refs(eqn):
+    for body in _jaxprs.sub_jaxprs(eqn):
+        for inner in body.eqns:
+            if any(map(_compat.is_ref, inner.invars)):
+                yield inner
+            yield from _uses_of_refs(inner)
+
+
 def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
     """Evaluates a program with its microbatch loops scheduled."""
     flat = _jaxprs.inline(jaxpr, lambda e: _jaxprs.contains(e, is_microbatch_loop))
@@ -82,6 +90,14 @@ def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
             raise ValueError(
                 f"schedule: the microbatch loop is inside a `{eqn.primitive.name}`"
                 f"{_compat.at_source_line(eqn)}; a pipeline cannot start there. Move it to the top."
+            )
+        if is_microbatch_loop(eqn) and any(map(_compat.is_ref, eqn.invars)):
+            lines = [_compat.at_source_line(e) for e in _uses_of_refs(eqn)]
+            raise ValueError(
+                f"schedule: the microbatch loop reads or writes{max(lines, default='')} a "
+                f"jax.new_ref made outside of it, which the ranks of a pipeline cannot share. "
+                f"Return the value and combine it (reduce=), hand it from one microbatch to the "
+                f"next by 'carry' in in_axes and reduce, or make the ref in the function."
             )
     if not any(is_microbatch_loop(e) for e in flat.eqns):
         if any(_jaxprs.contains(e, _loop.is_loop) for e in flat.eqns):

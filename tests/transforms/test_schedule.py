@@ -541,6 +541,26 @@ def test_a_loop_inside_a_conditional_is_rejected_though_another_is_not():
         jaxpp.schedule(fun, OneFOneB())(WS, X)
 
 
+@pytest.mark.parametrize("given", ["argument", "closed over"])
+def test_a_ref_from_outside_of_the_loop_is_rejected(given):
+    def writing(ws, x, ref):
+        ref[...] = jax.lax.stop_gradient(x.sum())
+        return loss_fn(ws, x)
+
+    total = jax.new_ref(jnp.zeros(()))
+    if given == "argument":
+        fun, in_axes, args = writing, (None, 0, None), (WS, X, total)
+    else:
+        fun, in_axes, args = functools.partial(writing, ref=total), (None, 0), (WS, X)
+    wrapped = jax.value_and_grad(jaxpp.wrap_forward(jaxpp.split_stages(fun)))
+    grad = jaxpp.microbatch(wrapped, M, in_axes=in_axes)
+    assert_same(grad, jax.value_and_grad(fun), *args)
+    assert float(total[...]) == pytest.approx(float(X.sum()), rel=1e-5)
+    message = r"reads or writes at \S*test_schedule.py:\d+ a jax.new_ref made outside of it"
+    with pytest.raises(ValueError, match=message):
+        jaxpp.schedule(grad, OneFOneB())(*args)
+
+
 def test_stages_inside_a_conditional_are_rejected():
     staged = jaxpp.wrap_forward(loss_fn)
 
