@@ -1,6 +1,7 @@
 """`microbatch`: runs a function on slices of its arguments, one after the other."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +14,16 @@ from jaxpp import _jaxprs, _specs
 from jaxpp.transforms import _keywords, _reductions, _slices
 from jaxpp.transforms._slices import CARRY
 
+#: The reduction of all outputs where the user gives none; one that is given is another object.
+_BY_DEFAULT = "".join(("me", "an"))
+
 
 def microbatch(
     fun: Callable,
     num_microbatches: int,
     *,
     in_axes: Any = (None, 0),
-    reduce: Any = "mean",
+    reduce: Any = _BY_DEFAULT,
     accumulator_dtype: Any = None,
 ) -> Callable:
     """Runs `fun` on slices of its arguments and combines the results, in the memory of one slice.
@@ -47,7 +51,9 @@ def microbatch(
         reduce: how each output is combined, a prefix of the result's pytree: `"mean"`, `"sum"`,
             `"max"`, `"last"`, `"stack"` (a new first axis of size M), `"concat"` (along the first
             axis), `"carry"` (goes into the next slice; the last one is the result), or an object
-            with `init`, `combine` and `finish` (see `jaxpp.Operator`).
+            with `init`, `combine` and `finish` (see `jaxpp.Operator`). By default it is `"mean"`
+            for all, with a warning where an output has an entry for each example (predictions that
+            `has_aux` gives): that wants `"concat"`.
         accumulator_dtype: the floating-point dtype in which `"mean"` and `"sum"` accumulate and
             return floats, a prefix of the result's pytree; None is each output's own. With float32
             the gradients by bfloat16 parameters are summed in, and come back as, float32.
@@ -104,7 +110,10 @@ def microbatch_by(
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
         traced = _jaxprs.trace(_keywords.positional(fun), jtu.tree_unflatten(tree, small))
-        operators = _resolve_outputs(reduce(traced), accumulator_dtype, traced)
+        chosen = reduce(traced)
+        if chosen is _BY_DEFAULT:
+            _warn_of_averaged_examples(traced, small, axes, count)
+        operators = _resolve_outputs(chosen, accumulator_dtype, traced)
         carried = [(p, x) for p, a, x in zip(paths, axes, small, strict=True) if a == CARRY]
         _check_carried(carried, operators, traced)
         # Inputs of the traced jaxpr: what is closed over, then the array leaves in order.
@@ -123,6 +132,27 @@ def microbatch_by(
         return traced.rebuild(loop(*inputs))
 
     return microbatched
+
+
+def _warn_of_averaged_examples(
+    traced: _jaxprs.Traced, small: Sequence[Any], axes: Sequence[Any], count: int
+) -> None:
+    """Warns of outputs with an entry for each example that the default reduction averages."""
+    pairs = list(zip(small, axes, strict=True))
+    sizes = {x.shape[axis] for x, axis in pairs if isinstance(axis, int)} - {1}
+    whole = [x for x, axis in pairs if not isinstance(axis, int)]
+    # What is like a parameter is its gradient.
+    parameters = {np.shape(x) for x in [*whole, *traced.inputs[: traced.num_closed_over]]}
+    for path, v in zip(traced.output_paths(), traced.jaxpr.jaxpr.outvars, strict=True):
+        shape = v.aval.shape
+        if shape and shape[0] in sizes and shape not in parameters:
+            warnings.warn(
+                f"microbatch: output{path} ({v.aval.dtype}{list(shape)}) seems to have an entry "
+                f"for each of the {shape[0]} examples of a microbatch, and is averaged over the "
+                f"{count} microbatches. Give reduce= for it: 'concat' keeps those of all examples, "
+                f"'mean' says that the average is meant.",
+                stacklevel=3,
+            )
 
 
 def _broadcast_axes(in_axes: Any, args: tuple) -> list[Any]:

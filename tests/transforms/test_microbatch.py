@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 
 import chex
 import equinox as eqx
@@ -564,6 +565,43 @@ def test_inside_itself():
 def test_a_number_of_microbatches_is_at_least_one(number):
     with pytest.raises(ValueError, match=f"must be an int and at least 1, got {number}"):
         jaxpp.microbatch(loss, number)
+
+
+def predicting(w, x):
+    y = jnp.tanh(x @ w)
+    return jnp.mean(y**2), {"rows": y.sum(1), "norm": jnp.sum(y)}
+
+
+def test_a_prediction_for_each_example_that_is_averaged_by_default_is_warned_of():
+    grad = jax.value_and_grad(predicting, has_aux=True)
+    message = r"output\[0\]\[1\]\['rows'\] \(float32\[4\]\) seems to have an entry for each"
+    with pytest.warns(UserWarning, match=message) as warned:
+        jaxpp.microbatch(grad, 3)(W, X)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("fun", "number", "reduce"),
+    [
+        (predicting, 3, ("mean", {"rows": "concat", "norm": "mean"})),
+        (predicting, 3, "mean"),
+        (jax.value_and_grad(loss), 3, None),
+    ],
+    ids=["concatenated", "meant", "gradient"],
+)
+def test_what_is_chosen_or_is_a_gradient_is_not_warned_of(fun, number, reduce):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        options = {} if reduce is None else {"reduce": reduce}
+        jaxpp.microbatch(fun, number, **options)(W, X)
+
+
+def test_a_gradient_as_long_as_a_microbatch_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jaxpp.microbatch(jax.grad(loss), 2)(W, jnp.ones((16, 8)))
+        jaxpp.microbatch(lambda x: jax.grad(loss)(W, x), 2, in_axes=0)(jnp.ones((16, 8)))
 
 
 @pytest.mark.parametrize(
