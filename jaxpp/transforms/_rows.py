@@ -46,6 +46,11 @@ def rows_of(eqn) -> Rows | None:
     return rule(eqn) if rule is not None else None
 
 
+def is_elementwise(eqn) -> bool:
+    """Whether each element of the results is made of the elements at the same place."""
+    return eqn.primitive.name in _ELEMENTWISE
+
+
 def num_rows(atom) -> int:
     """The size of the first axis; -1 where there is none."""
     shape = getattr(atom.aval, "shape", ())

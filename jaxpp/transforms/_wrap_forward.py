@@ -1,12 +1,15 @@
 """`wrap_forward`: each stage in a jaxpr of its own."""
 
 import functools
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 from jaxpp import _jaxprs
-from jaxpp.transforms import _marks, _stages
+from jaxpp.transforms import _marks, _rows, _stages
 
 
 def wrap_forward(fun: Callable, *, policy: Callable | None = None) -> Callable:
@@ -19,7 +22,9 @@ def wrap_forward(fun: Callable, *, policy: Callable | None = None) -> Callable:
         fun: a function of pytrees, with marks; its arrays may have any shape and dtype.
         policy: a `jax.checkpoint` policy: what a stage keeps for its backward pass instead of
             computing it again (`jax.checkpoint_policies.nothing_saveable` keeps its inputs only).
-            None keeps what JAX keeps. `jax.checkpoint(wrap_forward(fun), policy=...)` does the
+            None keeps what JAX keeps, but of a row of more than 32 elementwise operations only
+            what the row reads: XLA would compute the whole row anew for each of the values kept.
+            `jax.checkpoint(wrap_forward(fun), policy=...)` does the
             same: what goes from stage to stage is kept, whatever the policy.
 
     Returns:
@@ -51,9 +56,45 @@ def _run_stages(stages: _stages.Stages, policy: Callable | None, inputs: list) -
     values = dict(zip(jaxpr.invars, inputs, strict=True))
     for k in range(stages.num_stages):
         part = _stages.stage_part(stages, k)
-        stage = functools.partial(_jaxprs.run, part.jaxpr)
-        if policy is not None:
-            stage = jax.checkpoint(stage, policy=policy)
+        if policy is None:
+            stage = functools.partial(_run_stage, part.jaxpr)
+        else:
+            stage = jax.checkpoint(functools.partial(_jaxprs.run, part.jaxpr), policy=policy)
         outputs = _marks.call_stage(stage, k, stages.num_stages, [values[v] for v in part.inputs])
         values.update(zip(part.outputs, outputs, strict=True))
     return _stages.read_outputs(stages, values)
+
+
+#: How many elementwise operations in a row are too many to keep what each of them makes.
+_LONG_ROW = 32
+
+
+def _run_stage(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
+    """Evaluates a stage; its backward computes long rows of elementwise operations again."""
+    rows = [list(row) for _, row in itertools.groupby(jaxpr.eqns, _is_elementwise)]
+    long = [len(row) > _LONG_ROW and _is_elementwise(row[0]) for row in rows]
+    if not any(long):
+        return _jaxprs.run(jaxpr, *args)
+    values = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+    needed = set(_jaxprs.variables(jaxpr.jaxpr.outvars))
+    parts = []
+    for row in reversed(rows):
+        part = _jaxprs.part(row, [v for e in row for v in e.outvars if v in needed])
+        needed.update(part.inputs)
+        parts.append(part)
+    for part, is_long in zip(reversed(parts), long, strict=True):
+        run = functools.partial(_jaxprs.run, part.jaxpr)
+        run = jax.checkpoint(run) if is_long else run
+        outputs = run(*(values[v] for v in part.inputs))
+        values.update(zip(part.outputs, outputs, strict=True))
+    return _jaxprs.read(jaxpr.jaxpr.outvars, values)
+
+
+def _is_elementwise(eqn) -> bool:
+    inner = [e for body in _jaxprs.sub_jaxprs(eqn) for e in body.eqns]
+    if inner or eqn.effects:
+        return not eqn.effects and all(map(_is_elementwise, inner))
+    return _rows.is_elementwise(eqn) or eqn.primitive.name in _MOVES
+
+
+_MOVES = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "slice", "squeeze", "transpose"})
