@@ -22,7 +22,7 @@ def wrap_forward(fun: Callable, *, policy: Callable | None = None) -> Callable:
         fun: a function of pytrees, with marks; its arrays may have any shape and dtype.
         policy: a `jax.checkpoint` policy: what a stage keeps for its backward pass instead of
             computing it again (`jax.checkpoint_policies.nothing_saveable` keeps its inputs only).
-            None keeps what JAX keeps, but of a row of more than 32 elementwise operations only
+            None keeps what JAX keeps, but of a row of more than 48 elementwise operations only
             what the row reads: XLA would compute the whole row anew for each of the values kept.
             `jax.checkpoint(wrap_forward(fun), policy=...)` does the
             same: what goes from stage to stage is kept, whatever the policy.
@@ -66,7 +66,7 @@ def _run_stages(stages: _stages.Stages, policy: Callable | None, inputs: list) -
 
 
 #: How many elementwise operations in a row are too many to keep what each of them makes.
-_LONG_ROW = 32
+_LONG_ROW = 48
 
 
 def _run_stage(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
