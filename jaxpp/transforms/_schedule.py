@@ -20,7 +20,8 @@ def schedule(fun: Callable, schedule: Any) -> Callable:
     A loop is a `lax.scan`, as `microbatch` makes it, whose body calls the stages of a function made
     by `wrap_forward`. On one device the result runs as before, with the same values; `place` runs
     it in the order of the schedule's table. Vmapped it keeps its schedule. Differentiated it is the
-    plain loop again, which `place` refuses: differentiate first, then schedule.
+    plain loop again, which `place` refuses: differentiate first, then schedule. Where one loop has
+    a backward pass and another has none, the other runs by `ForwardOnly(like=schedule)`.
 
     Args:
         fun: a function of pytrees, e.g. `microbatch(jax.value_and_grad(wrap_forward(...)), M)`.

@@ -22,10 +22,10 @@ def wrap_forward(fun: Callable, *, policy: Callable | None = None) -> Callable:
         fun: a function of pytrees, with marks; its arrays may have any shape and dtype.
         policy: a `jax.checkpoint` policy: what a stage keeps for its backward pass instead of
             computing it again (`jax.checkpoint_policies.nothing_saveable` keeps its inputs only).
-            None keeps what JAX keeps, but of a row of more than 48 elementwise operations only
-            what the row reads: XLA would compute the whole row anew for each of the values kept.
-            `jax.checkpoint(wrap_forward(fun), policy=...)` does the
-            same: what goes from stage to stage is kept, whatever the policy.
+            `jax.checkpoint(wrap_forward(fun), policy=...)` does the same: what goes from stage to
+            stage is kept, whatever the policy. None keeps what JAX keeps, but of more than 48
+            elementwise operations in a row only what these read: XLA would compute all of them
+            anew for each value that is kept.
 
     Returns:
         A function with the same arguments and results, in whose jaxpr each stage is one call.
