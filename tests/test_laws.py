@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 
 import jaxpp
 from jaxpp import testing
@@ -219,6 +220,23 @@ def test_a_scheduled_function_has_the_values_of_the_plain_loop(name, schedule):
     case = make_case(name)
     scheduled = eqx.filter_jit(pipelined(case, SCHEDULES[schedule][1](1), 4, 3))
     assert_trees_close(scheduled(case.model, *case.data(0)), plain_loop(name), 1e-6)
+
+
+def test_a_loop_that_runs_backwards_hands_its_state_backwards():
+    ws, loss = chain(2)
+    x = jax.random.normal(jax.random.key(4), (6, 4))
+
+    def backwards(ws, x):
+        def body(state, x):
+            value = jaxpp.wrap_forward(loss)(ws, x)
+            return 0.5 * state + value, value
+
+        return jax.lax.scan(body, 0.0, x.reshape(3, 2, 4), reverse=True)
+
+    scheduled = jaxpp.schedule(backwards, jaxpp.schedules.ForwardOnly())
+    want = jax.jit(backwards)(ws, x)
+    assert_trees_close(jax.jit(scheduled)(ws, x), want)
+    assert_trees_close(jaxpp.place(scheduled, mesh_of(2))(ws, x), want)
 
 
 # ---- law 2: microbatches change nothing but memory ----------------------------------------------
@@ -589,6 +607,14 @@ def _rounded(mantissa_bits):
     return lambda w: jax.lax.reduce_precision(w, 8, mantissa_bits)
 
 
+def _difference(swapped):
+    def difference(w):
+        one, other = jnp.sin(3 * w), w
+        return other - one if swapped else one - other
+
+    return difference
+
+
 def _scan(reverse):
     return lambda w: jax.lax.scan(lambda c, x: (c / 2 + x, None), w, w, reverse=reverse)[0]
 
@@ -599,7 +625,7 @@ ALIKE = {
     "configuration": (_under(False), _under(True)),
     "parameters": (_rounded(3), _rounded(23)),
     "constants": (lambda w: w * np.float32(2.0), lambda w: w * np.float32(3.0)),
-    "the order of operands": (lambda w: w / (w + 2.0), lambda w: (w + 2.0) / w),
+    "the order of operands": (_difference(swapped=False), _difference(swapped=True)),
     "the direction of a loop": tuple(
         functools.partial(
             lambda reverse, w: jax.lax.scan(
@@ -629,10 +655,10 @@ def test_stages_that_differ_in_one_thing_are_not_one_computation(unlike, read):
 
     def make_loss(first, second):
         def loss(ws, x):
-            for w, fun in zip(ws, [first, second] * 2, strict=True):
+            for w, fun in zip(ws, [first, second, first, first], strict=True):
                 x = jaxpp.pipeline_enter_stage(x) if w is not ws[0] else x
                 x = jnp.tanh(fun(x @ w) if read == "activations" else x @ fun(w))
-            return jnp.mean(x**2)
+            return jnp.mean((x - 0.3) ** 2)
 
         return loss
 
@@ -645,6 +671,42 @@ def test_stages_that_differ_in_one_thing_are_not_one_computation(unlike, read):
     assert_trees_close(got, accumulated(make_loss(first, second), 2)(ws, x))
     with pytest.raises(AssertionError):
         assert_trees_close(got, accumulated(make_loss(first, first), 2)(ws, x))
+
+
+def test_loops_of_other_lengths_are_not_one_computation():
+    """Their tasks read slices of arrays of another shape."""
+    ws, loss = chain(2)
+    x, y = (jax.random.normal(key, (6, 4)) for key in jax.random.split(jax.random.key(4)))
+
+    def step(ws, x, y):
+        loops = [jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), m) for m in (3, 2)]
+        loops = [jaxpp.schedule(loop, jaxpp.schedules.OneFOneB()) for loop in loops]
+        return loops[0](ws, x), loops[1](ws, y)
+
+    got = jaxpp.place(step, mesh_of(2))(ws, x, y[:4])
+    want = accumulated(loss, 3)(ws, x), accumulated(loss, 2)(ws, y[:4])
+    assert_trees_close(got, want)
+
+
+def test_a_weak_type_is_another_type():
+    """A float that is weakly typed leaves bfloat16 as it is."""
+    ws, loss = chain(2)
+    x = jax.random.normal(jax.random.key(4), (6, 4))
+
+    def step(ws, x, scale, grad_fn):
+        value, grads = grad_fn(ws, x)
+        return value, grads, scale * jnp.ones(3, jnp.bfloat16)
+
+    grad_fn = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 3)
+    grad_fn = jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())
+    placed = jaxpp.place(functools.partial(step, grad_fn=grad_fn), mesh_of(2))
+    plain = jax.jit(functools.partial(step, grad_fn=jax.value_and_grad(loss)))
+    dtypes = []
+    for scale in (jnp.asarray(2.0), jnp.float32(2.0), jnp.asarray(3.0)):
+        got = placed(ws, x, scale)
+        assert_trees_close(got, plain(ws, x, scale))
+        dtypes.append(got[2].dtype)
+    assert dtypes == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
 
 
 CONTEXTS = {
@@ -729,3 +791,58 @@ def test_an_effect_happens_as_often_as_in_the_plain_function(schedule):
     assert [name for name, *_ in got] == [name for name, *_ in want]
     for (_, *values), (_, *wanted) in zip(got, want, strict=True):
         np.testing.assert_allclose(values, wanted, rtol=1e-5)
+
+
+def test_what_an_effect_gives_is_not_computed_before_the_loop():
+    """It reads a weight alone, and is called for each microbatch all the same."""
+    calls = []
+
+    def double(w):
+        calls.append(1)
+        return 2 * np.asarray(w)
+
+    def loss(ws, x):
+        x = jaxpp.pipeline_enter_stage(jnp.tanh(x @ ws[0]))
+        w = jax.lax.stop_gradient(ws[1])
+        doubled = io_callback(double, jax.ShapeDtypeStruct(w.shape, w.dtype), w)
+        return jnp.mean((x @ (ws[1] * doubled)) ** 2)
+
+    ws, _ = chain(2)
+    x = jax.random.normal(jax.random.key(4), (6, 4))
+    grad_fn = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 3)
+    placed = jaxpp.place(jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB()), mesh_of(2))
+    assert_trees_close(placed(ws, x), accumulated(loss, 3)(ws, x))
+    jax.effects_barrier()
+    assert len(calls) == 2 * 3
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_effect_of_a_value_on_several_ranks_happens_once(tied):
+    seen = []
+
+    def make_step(grad_fn):
+        def step(ws, x):
+            jax.debug.callback(lambda w: seen.append(float(np.sum(w))), ws[0] if tied else x)
+            value, grads = grad_fn(ws, x)
+            jax.debug.callback(lambda g: seen.append(float(np.sum(g))), grads[0])
+            return value, grads
+
+        return step
+
+    def happened(step):
+        seen.clear()
+        jax.block_until_ready(step(ws, x))
+        jax.effects_barrier()
+        return sorted(seen)
+
+    ws, tied_loss = with_tied_ends()
+    x = jax.random.normal(jax.random.key(4), (6, 4))
+
+    def loss(ws, x):
+        return tied_loss(ws, x) + jnp.mean(x)  # the first stage and the last read the data
+
+    grad_fn = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 3)
+    grad_fn = jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())
+    got = happened(jaxpp.place(make_step(grad_fn), mesh_of(4)))
+    want = happened(jax.jit(make_step(accumulated(loss, 3))))
+    np.testing.assert_allclose(got, want, rtol=1e-5)

@@ -70,6 +70,26 @@ def run(make, schedule: str | None, in_axes, reduce, args, *, after=lambda resul
     return step(*args)
 
 
+# ---- penalties ----------------------------------------------------------------------------------
+
+
+@schedules
+def test_a_penalty_on_a_parameter_of_two_stages(schedule):
+    """Its gradient has three terms: one of each stage, and that of the penalty."""
+
+    def make(num_stages):
+        def loss(params, x, y):
+            losses, _ = token_losses(num_stages, [*params[:-1], params[0]], x, y)
+            return jnp.mean(losses) + 0.1 * jnp.sum(params[0] ** 2), ()
+
+        return loss
+
+    args = (make_params(), X, Y)
+    got = run(make, schedule, (None, 0, 0), "mean", args)
+    want = jax.jit(jax.value_and_grad(make(1), has_aux=True))(*args)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
+
+
 # ---- weighted means -----------------------------------------------------------------------------
 
 
