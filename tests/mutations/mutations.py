@@ -572,6 +572,9 @@ MUTATIONS = (
 
 #: Those that no test catches, and why.
 KNOWN = {
+    "computations of two ranks are in one level": (
+        "levels are set a second time, from the last to the first; no test needs the first"
+    ),
     "a light equation is moved although the second half makes its operand": (
         "no test has a scan in which an equation is moved before one that must stay"
     ),
