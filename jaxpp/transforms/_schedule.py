@@ -148,12 +148,13 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
     table = _table(schedule, body, length)
     partition = _tasks.partition(body, num_consts, num_carry, table.splits_backward)
     _check(schedule, table, partition.tasks)
-    hoisted = _jaxprs.run(partition.hoisted.jaxpr, *(operands[i] for i in partition.hoisted_from))
     zeros = [_specs.filled(a, 0) for a in partition.zeros]
     firsts = operands[num_consts : num_consts + num_carry]
     carries = [*_apart(firsts, partition.cuts), *zeros]
+    consts = [*operands[:num_consts], *(carries[i] for i in partition.kept)]
+    hoisted = _jaxprs.run(partition.hoisted.jaxpr, *(consts[i] for i in partition.hoisted_from))
     # A stacked parameter, once its slices are taken, is read by no task.
-    tasks, consts = partition.tasks.without_unread([*operands[:num_consts], *hoisted])
+    tasks, consts = partition.tasks.without_unread([*consts, *hoisted])
     # With a single microbatch, that which has two directions uses one.
     directed = _directions.separate(tasks, max(table.direction_of) + 1, carries)
     results = _loop.loop_p.bind(

@@ -26,13 +26,15 @@ from jaxpp.transforms._rows import Bounds
 class Partition:
     """A loop's tasks, and what goes around it.
 
-    `hoisted` makes further constants of the loop from its constants `hoisted_from`, before it.
-    Carry i of the loop body is cut into rows at `cuts[i]`, if that is not None; each of the carries
-    that this gives is the sum of the carries `summands[i]` of the tasks. Those that are of neither
-    have the types `zeros`, and begin with zeros.
+    The carries `kept`, which no microbatch changes, are constants after those of the loop.
+    `hoisted` makes further ones from the constants `hoisted_from`, before it. Carry i of the loop
+    body is cut into rows at `cuts[i]`, if that is not None; each of the carries that this gives is
+    the sum of the carries `summands[i]` of the tasks. Those that are of neither have the types
+    `zeros`, and begin with zeros.
     """
 
     tasks: _loop.LoopTasks
+    kept: tuple[int, ...]
     hoisted: _jaxprs.Part
     hoisted_from: tuple[int, ...]
     cuts: tuple[Bounds | None, ...]
@@ -53,7 +55,7 @@ def partition(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, split: bo
         ValueError: if the body is not a forward and a backward pass over the stages.
     """
     stacked = _stacked_sums.split_stacked_sums(read_body(jaxpr, num_consts, num_carry))
-    opened = _accumulators.hand_through_zeros(stacked.body)
+    opened, kept = _with_kept_carries(_accumulators.hand_through_zeros(stacked.body))
     num_carry = len(opened.carries)
     body, hoisted = _invariants.hoist(opened)
     sums = _accumulators.split_shared_sums(body)
@@ -70,6 +72,7 @@ def partition(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, split: bo
     )
     return Partition(
         tasks,
+        kept,
         hoisted,
         tuple(opened.consts.index(v) for v in hoisted.inputs),
         stacked.cuts,
@@ -103,6 +106,21 @@ def _repeatable(body: Body) -> list[bool]:
         return position is None and not any(v in from_stages for v in eqn.outvars)
 
     return [is_repeatable(e, p) for e, p in body.placed()]
+
+
+def _with_kept_carries(body: Body) -> tuple[Body, tuple[int, ...]]:
+    """Reads carries that each microbatch hands on as they are (a random key) as constants.
+
+    Also gives their numbers.
+    """
+    read = {v for e in body.eqns for v in _jaxprs.variables(e.invars)}
+    read.update(_jaxprs.variables(body.ys))
+    pairs = enumerate(zip(body.carries, body.carry_outs, strict=True))
+    kept = tuple(i for i, (carry, out) in pairs if out is carry and carry in read)
+    known = _jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in [body.carries[i] for i in kept])
+    placed = [(known.rename(e), p) for e, p in body.placed()]
+    consts = (*body.consts, *known.of.values())
+    return body.with_equations(placed, consts=consts, ys=tuple(map(known, body.ys))), kept
 
 
 # ---- which task an equation is in ---------------------------------------------------------------

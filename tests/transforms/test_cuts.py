@@ -707,15 +707,6 @@ def test_an_unknown_whole_is_an_error():
         jaxpp.split_stages(loss, 2, whole=["table.unused"])(MODEL, X)
 
 
-def test_a_checkpoint_is_one_unit_of_a_balanced_cut(primitives_of):
-    def fun(ws, x):
-        x = jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) @ ws[2]))(x)
-        return jnp.tanh(x @ ws[3]).sum()
-
-    names = primitives_of(jaxpp.split_stages(fun, 2), WS, X)
-    assert [n.count("dot_general") for n in names] == [0, 1]
-
-
 def test_numpy_arrays_are_arguments(assert_same):
     ws = [np.asarray(w) for w in WS]
     np.testing.assert_array_equal(

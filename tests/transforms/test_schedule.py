@@ -13,6 +13,7 @@ import jaxpp.testing
 from jaxpp import schedules
 from jaxpp.schedules import ForwardOnly, Kind, OneFOneB, ScheduleError, Table, Task, ZeroBubbleH1
 from jaxpp.transforms import _loop
+from tests.transforms import two_layers
 
 M = 3
 STAGES = 3
@@ -713,3 +714,39 @@ def test_a_count_goes_up_in_the_stage_that_reads_it_and_what_is_never_read_needs
 
 def test_an_error_is_a_value_error_too():
     assert issubclass(schedules.ScheduleError, ValueError)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_carry_that_no_microbatch_changes_is_read_by_any_stage(split):
+    """As the key is from which each layer folds one of its own, by a count that is carried, too."""
+
+    def loss(w, state, x):
+        key, count = state
+        scale = 1 + jax.random.uniform(jax.random.fold_in(key, count), (6,))
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]) * scale)
+        h = h @ w[1] * jax.random.uniform(key, (4,))
+        return jnp.mean(h**2), (key, count + 1)
+
+    def plain(w, state, x):
+        values, grads = [], []
+        for part in jnp.split(x, two_layers.MICROBATCHES):
+            (value, state), grad = jax.value_and_grad(loss, has_aux=True)(w, state, part)
+            values.append(value)
+            grads.append(grad)
+        mean = jax.tree.map(lambda *gs: sum(gs) / len(gs), *grads)
+        return (sum(values) / len(values), state), mean
+
+    staged = jax.value_and_grad(jaxpp.wrap_forward(loss), has_aux=True)
+    loop = jaxpp.microbatch(
+        staged,
+        two_layers.MICROBATCHES,
+        in_axes=(None, "carry", 0),
+        reduce=(("mean", "carry"), "mean"),
+    )
+    schedule = jaxpp.schedules.ZeroBubbleH1() if split else jaxpp.schedules.OneFOneB()
+    state = jax.random.key(7), jnp.int32(3)
+    args = two_layers.WEIGHTS, state, two_layers.X
+    got = two_layers.place(jaxpp.schedule(loop, schedule))(*args)
+    (value, (key, count)), grads = jax.jit(plain)(*args)
+    assert got[0][1][0] == key and got[0][1][1] == count
+    chex.assert_trees_all_close((got[0][0], got[1]), (value, grads), rtol=1e-4, atol=1e-6)
