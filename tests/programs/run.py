@@ -163,9 +163,12 @@ def _differs(x: np.ndarray, y: np.ndarray, tolerance: float) -> str:
 
 def _compare_events(program: Program, where: str, got: list, want: list) -> None:
     tolerance = _tolerance(program)
+    has_refs = any(op.name == "reference" for op in program.operations())
     tags = sorted({tag for tag, _ in [*got, *want]})
     for tag in tags:
         ours, theirs = ([v for t, v in log if t == tag] for log in (got, want))
+        if not ours and tag.startswith("backward") and has_refs:
+            continue  # JAX differentiates what passes a ref, though it depends on no parameter
         if len(ours) != len(theirs):
             raise Difference(
                 f"effects: {_family(tag)}",
