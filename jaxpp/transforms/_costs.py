@@ -80,6 +80,4 @@ def resolve(balance: str | Cost) -> Cost:
         return flops
     if callable(balance):
         return balance
-    raise ValueError(
-        f"balance is 'flops' or a function of an equation or 'layers', got {balance!r}."
-    )
+    raise ValueError(f"balance is 'flops', 'layers' or a function of an equation, got {balance!r}.")

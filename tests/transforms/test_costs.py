@@ -69,5 +69,7 @@ def test_balance_is_resolved():
 
     assert _costs.resolve("flops") is _costs.flops
     assert _costs.resolve(mine) is mine
-    with pytest.raises(ValueError, match="balance is 'flops' or a function of an equation, got 3"):
+    with pytest.raises(
+        ValueError, match="balance is 'flops', 'layers' or a function of an equation, got 3"
+    ):
         _costs.resolve(3)  # pyright: ignore[reportArgumentType]

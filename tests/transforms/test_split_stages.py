@@ -497,7 +497,7 @@ def test_a_consumer_before_its_producer_is_an_error():
 
 
 def test_every_error_names_an_unknown_balance():
-    with pytest.raises(ValueError, match=re.escape("balance is 'flops' or a function")):
+    with pytest.raises(ValueError, match=re.escape("balance is 'flops', 'layers' or a function")):
         jaxpp.split_stages(plain_mlp, 2, balance="seconds")
 
 
