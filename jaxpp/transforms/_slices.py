@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from jaxpp import _jaxprs, _specs
+from jaxpp import _compat, _jaxprs, _specs
 from jaxpp.transforms import _marks, _reductions
 
 #: For an argument, that it is what the microbatch before it gave back.
@@ -57,6 +57,24 @@ def loop_over_slices(
 
     differentiable.defvjp(forward, backward, symbolic_zeros=True)
     return differentiable
+
+
+def _without_effects(pullback: Callable, cotangent: Any) -> list[Any]:
+    """What a pullback gives, one of several of which one is asked for.
+
+    Raises:
+        ValueError: it has an effect, which would happen for those that are not asked for, too.
+    """
+    traced = jax.make_jaxpr(pullback)(cotangent)
+    for eqn in traced.eqns:
+        if eqn.effects:
+            raise ValueError(
+                f"microbatch: the backward pass has an effect, such as a print"
+                f"{_compat.at_source_line(eqn)}, and the function several scalars that it could be "
+                f"of. Differentiate first: microbatch(jax.value_and_grad(f, has_aux=True), M), or "
+                f"return one scalar."
+            )
+    return _jaxprs.run(traced, cotangent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +125,12 @@ class _Loop:
             zeros = [ad.Zero(jax.typeof(y)) for y in values]
             ones = map(jnp.ones_like, values)
             # Which of them is differentiated is known only later; the others are dead code.
-            of_each = [pullback(_replaced(zeros, [n], [one])) for n, one in enumerate(ones)]
+            of_each = [
+                _without_effects(lambda one, n=n: pullback(_replaced(zeros, [n], [one])), one)
+                if len(values) > 1
+                else pullback([one])
+                for n, one in enumerate(ones)
+            ]
             return [*outputs, *(g for gradients in of_each for g in gradients)]
 
         def operator(k: int, i: int):

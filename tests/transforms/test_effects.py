@@ -225,3 +225,33 @@ def test_a_callback_in_a_stage_leaves_constant_results_alone():
     want = jax.jit(jax.value_and_grad(loss, has_aux=True))(WEIGHTS, X)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def with_noisy_backward(note):
+    fun = jax.custom_vjp(lambda h: 1.0 * h)
+
+    def backward(_, ct):
+        jax.debug.callback(note, ct)
+        return (ct,)
+
+    fun.defvjp(lambda h: (1.0 * h, None), backward)
+    return fun
+
+
+def test_an_effect_of_a_backward_pass_happens_once_or_is_refused():
+    """The loop does not know which of several scalars is differentiated."""
+    seen = []
+    layer = with_noisy_backward(lambda _: seen.append(None))
+
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(layer(jnp.tanh(x @ w[0])))
+        return jnp.mean((h @ w[1]) ** 2)
+
+    def grads_of(fun, pick):
+        return jax.grad(lambda w: pick(jaxpp.microbatch(jaxpp.wrap_forward(fun), 4)(w, X)))
+
+    jax.block_until_ready(grads_of(loss, lambda value: value)(WEIGHTS))
+    jax.effects_barrier()
+    assert len(seen) == 4
+    with pytest.raises(ValueError, match="several scalars .* Differentiate first"):
+        grads_of(lambda w, x: (loss(w, x), 2 * loss(w, x)), lambda values: values[0])(WEIGHTS)
