@@ -175,7 +175,7 @@ def test_a_callback_with_a_result_gives_all_ranks_the_same():
         def step(w, x):
             _, grads = grad_fn(w, x)
             number = io_callback(count, SCALAR)
-            return [p - number * g for p, g in zip(w, grads, strict=True)], number
+            return [p - number * g for p, g in zip(w, grads, strict=True)]
 
         return step, calls
 
@@ -184,8 +184,8 @@ def test_a_callback_with_a_result_gives_all_ranks_the_same():
     placed, plain = two_layers.place(placed), jax.jit(plain)
     for n in (1, 2):
         got, want = placed(WEIGHTS, X), plain(WEIGHTS, X)
-        assert got[1] == want[1] == len(calls) == n
-        for a, b in zip(got[0], want[0], strict=True):
+        assert len(calls) == n
+        for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
