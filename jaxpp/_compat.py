@@ -96,12 +96,12 @@ def eliminate_dead_code(jaxpr: jex.ClosedJaxpr, used: Sequence[bool]) -> jex.Clo
 
 
 def is_ref(var) -> bool:
-    """Whether a variable is a reference, as `jax.new_ref` makes it."""
+    """Tells whether a variable is a reference, as `jax.new_ref` makes it."""
     return isinstance(var.aval, AbstractRef)
 
 
 def makes_refs(jaxpr_or_eqn) -> bool:
-    """Whether a jaxpr, or an equation, makes references of its own."""
+    """Tells whether a jaxpr, or an equation, makes references of its own."""
     return any(isinstance(e, core.InternalMutableArrayEffect) for e in jaxpr_or_eqn.effects)
 
 
@@ -120,7 +120,7 @@ def without_ref_effects(eqn):
 
 
 def is_ordered(eqn) -> bool:
-    """Whether an equation has an effect that keeps its order among others."""
+    """Tells whether an equation has an effect that keeps its order among others."""
     return any(map(effects.ordered_effects.contains, eqn.effects))
 
 

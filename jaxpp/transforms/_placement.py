@@ -134,7 +134,7 @@ class _Placer:
         #: Where other arguments are needed.
         self.wanted: dict[Any, Place] = {}
         self.place_of: dict[int, Place] = {}
-        #: Where all effects are that keep their order, the loops' too; they are read one by one.
+        #: The equations whose effects keep their order, loops too, and the stage where they run.
         self.ordered = [i for i, e in enumerate(self.eqns) if _compat.is_ordered(e)]
         self.ordered_place = self._ordered_place()
         self.phase = self._phases()
@@ -197,10 +197,8 @@ class _Placer:
                 for body in self.eqns[i].params["tasks"].bodies:
                     for e in filter(_compat.is_ordered, body.jaxpr.eqns):
                         for rank in self.tables[i].ranks:
-                            order = [
-                                t.microbatch for t in rank if f"{t.kind}{t.stage}" == body.name
-                            ]
-                            note(body.name, body.stage, e, order)
+                            own = [t for t in rank if (t.kind, t.stage) == (body.kind, body.stage)]
+                            note(body.name, body.stage, e, [t.microbatch for t in own])
         return frozenset(found.values()) or None
 
     def placement(self) -> Placement:
@@ -338,12 +336,14 @@ class _Placer:
 
     def _settle_effects(self) -> None:
         """Pins the effects that read nothing that is placed: where their arguments are wanted."""
-        self._collect_wanted()
-        for i, eqn in enumerate(self.eqns):
-            if eqn.effects and i not in self.place_of and i not in self.tables:
-                roots = [r for v in _jaxprs.variables(eqn.invars) for r in self._roots(v)]
-                found = (p for r in roots if (p := self.pinned.get(r) or self.wanted.get(r)))
-                self._pin_effect(i, next(found, frozenset({0})))
+        settled = self.place_of.keys() | self.tables.keys()
+        left = [i for i, e in enumerate(self.eqns) if e.effects and i not in settled]
+        if left:
+            self._collect_wanted()
+        for i in left:
+            roots = [r for v in _jaxprs.variables(self.eqns[i].invars) for r in self._roots(v)]
+            found = (p for r in roots if (p := self.pinned.get(r) or self.wanted.get(r)))
+            self._pin_effect(i, next(found, frozenset({0})))
 
     def _roots(self, var) -> list[Any]:
         """The arguments that an unplaced variable is computed from, largest first."""
@@ -448,10 +448,8 @@ class _Placer:
 
     def _segment(self, place: Place, members: Sequence[int], label: str) -> Segment:
         """The computation of placed equations, with the unplaced ones they need."""
-        made = {v for i in members for v in self.eqns[i].outvars}
-        mine = set(members)
-        read = self._read_outside(mine)
-        outputs = [v for i in members for v in self.eqns[i].outvars if v in read and v in made]
+        read = self._read_outside(set(members))
+        outputs = [v for i in members for v in self.eqns[i].outvars if v in read]
         eqns = self._equations(self._with_unplaced(members), outputs)
         return Segment(place, _jaxprs.part(eqns, outputs), label)
 
