@@ -543,8 +543,8 @@ MUTATIONS = (
     Mutation(
         "a policy is ignored",
         "jaxpp/transforms/_wrap_forward.py",
-        "if policy is not None:",
-        "if False:",
+        "if policy is None:",
+        "if True:",
         ("wrap_forward::a_policy_keeps_less_and_computes_again",),
     ),
     Mutation(
