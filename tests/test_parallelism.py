@@ -148,12 +148,12 @@ def arrays_of(tree):
 
 
 def assert_close(got, want):
-    """Equal up to 1e-5 of each entry, or of its array's largest."""
+    """Equal up to 1e-5 of each entry, or 5e-5 of its array's largest: machines round differently."""
     for (path, x), y in zip(named_arrays_of(got), arrays_of(want), strict=True):
         # The moments of GPT-2's key biases are nothing but roundings.
         if not re.search(r"(mu|nu).*key_proj\.bias", path):
             largest = np.abs(y).max(initial=0)
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * largest, err_msg=path)
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=5e-5 * largest, err_msg=path)
 
 
 def assert_bitwise(got, want):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.programs import optimizers, steps
-from tests.programs.operations import POLICIES, RULES, Operation, walk
+from tests.programs.operations import POLICIES, RULES, Operation, has_complex
 from tests.programs.program import SCHEDULES, Call, Output, Program, Stage
 
 REDUCTIONS = {
@@ -112,8 +112,8 @@ def draw(seed: int) -> Program:
     if some(0.5):
         calls.append(Call(one(CONTEXTS) if some(0.25) else "none", int(one((2, 3, 3)))))
     policy = one((*[*POLICIES][1:], "outside")) if some(0.25) and not effects_inside else None
-    if any(op.name in ("complex_numbers", "spectrum") for s in stages for op in walk(s.lines)):
-        policy = None  # JAX keeps no complex number by a policy
+    if any(has_complex(s.lines) for s in stages):
+        policy = None
     return Program(
         seed=seed,
         stages=tuple(stages),

@@ -425,6 +425,8 @@ POLICIES = {
 @operation(nests=True)
 def checkpoint(h, op, scope):
     policy = list(POLICIES.values())[op.number % len(POLICIES)]
+    if has_complex(op.inner):
+        policy = None
     return jax.checkpoint(scope.inner(op), policy=policy)(h)
 
 
@@ -631,6 +633,11 @@ def walk(ops):
     for op in ops:
         yield op
         yield from walk(op.inner)
+
+
+def has_complex(ops):
+    """Whether there are complex numbers, of which JAX keeps none by a policy."""
+    return any(op.name in ("complex_numbers", "spectrum") for op in walk(ops))
 
 
 # ---- what stages hand on beside the rows --------------------------------------------------------
