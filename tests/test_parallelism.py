@@ -148,7 +148,7 @@ def arrays_of(tree):
 
 
 def assert_close(got, want):
-    """Equal up to 1e-5 of each entry, or 5e-5 of its array's largest: machines round differently."""
+    """Equal up to 1e-5 of each entry, or to 5e-5 of its largest: machines round differently."""
     for (path, x), y in zip(named_arrays_of(got), arrays_of(want), strict=True):
         # The moments of GPT-2's key biases are nothing but roundings.
         if not re.search(r"(mu|nu).*key_proj\.bias", path):
