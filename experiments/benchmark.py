@@ -184,7 +184,7 @@ def walk_memory(program: Any, bundle: Bundle) -> tuple[int, int, int]:
 
     An activation is what the first forward task leaves behind: what its backward task reads.
     """
-    live = {slot: nbytes(bundle.in_avals[n]) for n, slot in program.inputs}
+    live = {slot: nbytes(bundle.arguments[n].aval) for n, slot in program.inputs}
     received: dict[int, int] = {}
     peak, static, activation = 0, None, None
     for instruction in program.instructions:

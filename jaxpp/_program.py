@@ -3,6 +3,8 @@
 import contextvars
 import dataclasses
 import enum
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -138,34 +140,94 @@ class Program:
         return tuple(i for i in self.instructions if isinstance(i, Send))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Argument:
+    """A flat argument of a step: an array that the step takes, or some rows of one.
+
+    Args:
+        path: that of the array: `[0]['w']`.
+        aval: its type.
+        array: the number of the array among those of the caller.
+        rows: the first row that it has of that array, and the first after them; None for all.
+        role: what it is to the step.
+        donated: whether the step consumes it.
+        fed: whether the ranks that read it load it themselves.
+        spec: how it is split inside a rank.
+        in_tasks: how tasks have it; of what each task gathers for itself, another.
+    """
+
+    path: str
+    aval: Any
+    array: int
+    rows: tuple[int, int] | None = None
+    role: Role = Role.OTHER
+    donated: bool = False
+    fed: bool = False
+    spec: Spec = ()
+    in_tasks: Spec = ()
+
+    @property
+    def name(self) -> str:
+        """Its path, with its rows where it has some: `[0]['w'][0:2]`."""
+        return self.path if self.rows is None else f"{self.path}[{self.rows[0]}:{self.rows[1]}]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """A flat result of a step: an array that the step gives, or some rows of one.
+
+    Args:
+        aval: its type.
+        array: the number of the array among those of the caller.
+        rows: the first row that it is of that array, and the first after them; None for all.
+        becomes: the number of the argument of the next call that it becomes; None for none.
+        spec: how it is split inside a rank; None where that is open.
+    """
+
+    aval: Any
+    array: int
+    rows: tuple[int, int] | None = None
+    becomes: int | None = None
+    spec: Spec | None = None
+
+
+#: Where the rows of an array are cut, and their number at the end: `(0, 2, 4)`; None for whole.
+Cut = tuple[int, ...] | None
+
+
+def cuts_of(records: Sequence[Argument] | Sequence[Result]) -> tuple[Cut, ...]:
+    """Where each array of the caller is cut into flat arguments, or results.
+
+    Example:
+        >>> parts = [Result(None, 0, (0, 2)), Result(None, 0, (2, 4)), Result(None, 1)]
+        >>> cuts_of(parts)
+        ((0, 2, 4), None)
+    """
+    return tuple(
+        None if own[0].rows is None else (0, *(r.rows[1] for r in own if r.rows))
+        for _, group in itertools.groupby(records, key=lambda r: r.array)
+        if (own := list(group))
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """All programs of a step, and what they share.
+    """All programs of a step, what they share, and what the step takes and gives.
 
-    `in_avals` and `out_avals` are the types of the step's flat arguments and results, and
-    `arg_names` the paths of the arguments. `donated` are the arguments that the step consumes.
-
-    A stacked array is several flat arguments or results, each some of its rows: `in_cuts` and
-    `out_cuts` have, for each array of the caller, where its rows are cut, `(0, 2, 4)`, or None
-    where it is whole. Empty, all are whole.
-
-    Where a rank is a mesh of its own, `inside` is that mesh without its devices, and `in_specs`,
-    `out_specs` say how flat arguments and results are split over it; constants are whole.
-    `roles` says what each flat argument is to the step.
+    Where a rank is a mesh of its own, `inside` is that mesh without its devices; constants are
+    whole on it.
     """
 
     programs: tuple[Program, ...]
     computations: tuple[Computation, ...]
-    in_avals: tuple[Any, ...]
-    out_avals: tuple[Any, ...]
-    arg_names: tuple[str, ...]
-    donated: frozenset[int]
-    in_cuts: tuple[tuple[int, ...] | None, ...] = ()
-    out_cuts: tuple[tuple[int, ...] | None, ...] = ()
+    arguments: tuple[Argument, ...]
+    results: tuple[Result, ...]
     inside: AbstractMesh | None = None
-    in_specs: tuple[Spec, ...] = ()
-    out_specs: tuple[Spec, ...] = ()
-    roles: tuple[Role, ...] = ()
+
+    @functools.cached_property
+    def donated(self) -> tuple[int, ...]:
+        """The numbers of the arguments that the step consumes."""
+        return tuple(n for n, a in enumerate(self.arguments) if a.donated)
 
     def as_text(self) -> str:
         """The programs, one instruction a line."""
@@ -205,7 +267,7 @@ def _what(message: Message) -> str:
     )
 
 
-class Step(Protocol):
+class LoadedStep(Protocol):
     """A step on a mesh."""
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
@@ -232,7 +294,7 @@ class Mesh(Protocol):
         """The mesh of each rank without its devices; None where a rank is one device."""
         ...
 
-    def load(self, bundle: Bundle) -> Step:
+    def load(self, bundle: Bundle) -> LoadedStep:
         """Compiles a step, and gives the function that runs it on flat arguments."""
         ...
 

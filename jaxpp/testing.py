@@ -127,10 +127,10 @@ def assert_no_transfers_of(step: Any, argument: Any) -> None:
     """
     bundle = _bundle_of(step)
     wanted = _arguments(bundle, argument)
-    names = {f"args{bundle.arg_names[n]}" for n in wanted}
+    names = {f"args{bundle.arguments[n].name}" for n in wanted}
     types: dict[Any, str] = {}
     for n in wanted:
-        types.setdefault(_type(bundle.in_avals[n]), bundle.arg_names[n])
+        types.setdefault(_type(bundle.arguments[n].aval), bundle.arguments[n].name)
     found = []
     for message, name, kind, aval in _sent_arrays(bundle):
         route = f"from rank {message.source} to rank {message.target}"
@@ -202,9 +202,10 @@ def _check_equal(step: int, got, want, bundle: Bundle | None, tolerance) -> None
 
 def _place_of(bundle: Bundle | None, number: int) -> str:
     """The ranks that give a result, and their stages."""
-    flat = [] if bundle is None else _flat_numbers(bundle.out_cuts, len(bundle.out_avals))[number]
-    programs = [] if bundle is None else bundle.programs
-    ranks = [p for p in programs if any(n in flat for n, _ in p.outputs)]
+    if bundle is None:
+        return ""
+    flat = {n for n, r in enumerate(bundle.results) if r.array == number}
+    ranks = [p for p in bundle.programs if any(n in flat for n, _ in p.outputs)]
     named = [
         f"rank {p.rank} of stage{'s' * (len(p.stages) > 1)} {', '.join(map(str, p.stages))}"
         for p in ranks
@@ -327,14 +328,8 @@ def _donated(args: Sequence[Any], bundle: Bundle | None) -> set[int]:
     """The positions of donated arguments."""
     if bundle is None:
         return set()
-    donated, start = set(), 0
-    flat = _flat_numbers(bundle.in_cuts, len(bundle.in_avals))
-    for j, arg in enumerate(args):
-        size = sum(map(_jaxprs.is_array, jtu.tree_leaves(arg)))
-        if any(n in bundle.donated for own in flat[start : start + size] for n in own):
-            donated.add(j)
-        start += size
-    return donated
+    owners = [j for j, arg in enumerate(args) for x in jtu.tree_leaves(arg) if _jaxprs.is_array(x)]
+    return {owners[a.array] for a in bundle.arguments if a.donated}
 
 
 def _copied(tree: Any) -> Any:
@@ -379,7 +374,7 @@ def _sent_arrays(bundle: Bundle) -> Iterator[tuple[Message, str, str, Any]]:
 
 def _arguments(bundle: Bundle, argument: Any) -> list[int]:
     """The numbers of the step's flat arguments that `argument` means."""
-    paths = bundle.arg_names
+    paths = [a.name for a in bundle.arguments]
     if isinstance(argument, int):
         argument = f"[{argument}]"
     if isinstance(argument, str):
@@ -410,23 +405,15 @@ def _arguments(bundle: Bundle, argument: Any) -> list[int]:
     return found
 
 
-def _flat_numbers(cuts: Sequence[Any], count: int) -> list[list[int]]:
-    """For each array of the caller the numbers of the flat ones that it is: one, or its parts."""
-    rest = iter(range(count))
-    sizes = [1 if cut is None else len(cut) - 1 for cut in cuts] or [1] * count
-    return [list(itertools.islice(rest, size)) for size in sizes]
-
-
 def _whole_arguments(bundle: Bundle) -> dict[str, tuple[Any, list[int]]]:
     """The type of each argument of the caller by its path, and the numbers of the flat ones."""
     found: dict[str, tuple[Any, list[int]]] = {}
-    numbers = _flat_numbers(bundle.in_cuts, len(bundle.in_avals))
-    cuts = bundle.in_cuts or (None,) * len(numbers)
-    for own, cut in zip(numbers, cuts, strict=True):
-        path, (shape, dtype) = bundle.arg_names[own[0]], _type(bundle.in_avals[own[0]])
-        if cut is not None:
-            path, shape = path.removesuffix(f"[0:{cut[1]}]"), (cut[-1], *shape[1:])
-        found[path] = (shape, dtype), own
+    for n, own in enumerate(bundle.arguments):
+        shape, dtype = _type(own.aval)
+        if own.rows is not None:
+            shape = (own.rows[1], *shape[1:])
+        _, numbers = found.get(own.path, (None, []))
+        found[own.path] = (shape, dtype), [*numbers, n]
     return found
 
 

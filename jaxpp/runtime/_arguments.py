@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxpp._program import Bundle
+from jaxpp._program import Argument, Bundle
 
 
 def check_arguments(bundle: Bundle, args: Sequence[Any]) -> None:
@@ -14,16 +14,16 @@ def check_arguments(bundle: Bundle, args: Sequence[Any]) -> None:
     Raises:
         ValueError: one was donated to an earlier call, or is passed twice and donated once.
     """
-    names, donated = bundle.arg_names, bundle.donated
-    seen: dict[int, int] = {}
-    for n, arg in enumerate(args):
+    seen: dict[int, Argument] = {}
+    for own, arg in zip(bundle.arguments, args, strict=True):
         if not isinstance(arg, jax.Array):
             continue
-        check_there(arg, names[n])
-        first = seen.setdefault(id(arg), n)
-        if first != n and (n in donated or first in donated):
+        if arg.is_deleted():
+            check_there(arg, own.name)
+        first = seen.setdefault(id(arg), own)
+        if first is not own and (own.donated or first.donated):
             raise ValueError(
-                f"args{names[n]} is the same array as args{names[first]}, and one of them is "
+                f"args{own.name} is the same array as args{first.name}, and one of them is "
                 f"donated, which deletes both. Copy it with jnp.copy, or do not donate it."
             )
 

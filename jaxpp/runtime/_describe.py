@@ -150,11 +150,10 @@ def _describe_rank(
     collectives: Mapping[int, Counter[tuple[str, str]]],
     sizes: Mapping[str, int],
 ) -> RankDescription:
-    in_specs = bundle.in_specs or ((),) * len(bundle.in_avals)
+    read = [bundle.arguments[n] for n, _ in program.inputs]
     held: Counter[Role] = Counter()
-    for n, _ in program.inputs:
-        held[bundle.roles[n]] += _bytes(bundle.in_avals[n], in_specs[n], sizes)
-    parameters = [n for n, _ in program.inputs if bundle.roles[n] is Role.PARAMETER]
+    for own in read:
+        held[own.role] += _bytes(own.aval, own.spec, sizes)
     accumulators, activations = _peaks(bundle, program, sizes)
     sent: Counter[int] = Counter()
     for send in program.sends:
@@ -164,7 +163,7 @@ def _describe_rank(
         program.rank,
         program.stages,
         tuple(map(str, devices)),
-        sum(bundle.in_avals[n].size for n in parameters),
+        sum(own.aval.size for own in read if own.role is Role.PARAMETER),
         held[Role.PARAMETER],
         held[Role.OPTIMIZER],
         accumulators,

@@ -292,17 +292,15 @@ class LocalStep:
             self.workers.append(worker)
         self.order = _worker.interleave(bundle.programs)
         self._calls = [(self.workers[rank].execute, chunk) for rank, chunk in self.order]
-        inputs = self._places([p.inputs for p in bundle.programs], len(bundle.in_avals))
-        outputs = self._places([p.outputs for p in bundle.programs], len(bundle.out_avals))
-        in_specs = bundle.in_specs or ((),) * len(inputs)
-        out_specs = bundle.out_specs or ((),) * len(outputs)
+        inputs = self._places([p.inputs for p in bundle.programs], len(bundle.arguments))
+        outputs = self._places([p.outputs for p in bundle.programs], len(bundle.results))
         self.feeds = [
-            Feed(places, n in bundle.donated, spec)
-            for n, (places, spec) in enumerate(zip(inputs, in_specs, strict=True))
+            Feed(places, a.donated, a.spec)
+            for places, a in zip(inputs, bundle.arguments, strict=True)
         ]
         self._fetches = [
-            Fetch(places, aval.shape, spec)
-            for places, aval, spec in zip(outputs, bundle.out_avals, out_specs, strict=True)
+            Fetch(places, r.aval.shape, r.spec or ())
+            for places, r in zip(outputs, bundle.results, strict=True)
         ]
 
     def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:

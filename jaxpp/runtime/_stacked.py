@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpp._program import Bundle
+from jaxpp._program import Bundle, Cut, cuts_of
 from jaxpp._specs import Spec
 from jaxpp.runtime._arguments import check_there
 from jaxpp.runtime._array_handle import ArrayHandle
@@ -187,11 +187,10 @@ class StackedArray(ArrayHandle):
 class StackedStep:
     """A step over parts as a step over arrays: cuts what it takes, and gives `StackedArray`s."""
 
-    def __init__(self, step: Any, bundle: Bundle):
+    def __init__(self, step: Any, bundle: Bundle, in_cuts: Sequence[Cut], out_cuts: Sequence[Cut]):
         self.step = step
         self.bundle = bundle
-        self._in_cuts = bundle.in_cuts or (None,) * len(bundle.in_avals)
-        self._out_cuts = bundle.out_cuts or (None,) * len(bundle.out_avals)
+        self._in_cuts, self._out_cuts = in_cuts, out_cuts
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Runs the step."""
@@ -200,7 +199,7 @@ class StackedStep:
         numbers = _grouped(range(len(flat)), self._in_cuts)
         for arg, own in zip(args, numbers, strict=True):
             # What the step has consumed in the form of slices is gone as a whole, too.
-            donated = self.bundle.donated.issuperset(own)
+            donated = all(self.bundle.arguments[n].donated for n in own)
             if donated and isinstance(arg, jax.Array) and not arg.is_deleted():
                 arg.delete()
         return [
@@ -215,11 +214,11 @@ class StackedStep:
             ValueError: an array has been deleted.
         """
         found: list[Any] = []
-        names = _grouped(self.bundle.arg_names, self._in_cuts)
-        for arg, cut, name in zip(args, self._in_cuts, names, strict=True):
+        records = _grouped(self.bundle.arguments, self._in_cuts)
+        for arg, cut, own in zip(args, self._in_cuts, records, strict=True):
             stacked = isinstance(arg, StackedArray)
             if cut is not None or stacked:
-                check_there(arg, name[0] if cut is None else name[0].removesuffix(f"[0:{cut[1]}]"))
+                check_there(arg, own[0].name if cut is None else own[0].path)
             if cut is None:
                 found.append(_whole(arg) if stacked else arg)
             else:
@@ -241,18 +240,20 @@ class StackedStep:
 
 def with_stacked(step: Any, bundle: Bundle) -> Any:
     """A step over parts, taking and giving arrays of the caller; one over whole arrays as it is."""
-    return StackedStep(step, bundle) if any((*bundle.in_cuts, *bundle.out_cuts)) else step
+    cuts = cuts_of(bundle.arguments), cuts_of(bundle.results)
+    return StackedStep(step, bundle, *cuts) if any(map(any, cuts)) else step
 
 
 def put_together(step: Any, args: Sequence[Any]) -> list[Any] | None:
     """Runs a step over whole arrays where some come in parts; None where none does."""
     if not any(type(arg) is StackedArray for arg in args):
         return None
-    whole = dataclasses.replace(step.bundle, in_cuts=(), out_cuts=())
-    return StackedStep(step, whole)(args)
+    bundle: Bundle = step.bundle
+    whole = (None,) * len(bundle.arguments), (None,) * len(bundle.results)
+    return StackedStep(step, bundle, *whole)(args)
 
 
-def _grouped(flat: Sequence[Any], cuts: Sequence[Bounds | None]) -> Iterator[list[Any]]:
+def _grouped(flat: Sequence[Any], cuts: Sequence[Cut]) -> Iterator[list[Any]]:
     rest = iter(flat)
     for cut in cuts:
         yield list(itertools.islice(rest, 1 if cut is None else len(cut) - 1))

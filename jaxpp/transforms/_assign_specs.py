@@ -9,33 +9,9 @@ import dataclasses
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jax.sharding import AbstractMesh
-
 from jaxpp._program import Computation
-from jaxpp._specs import Spec, axis_sizes, replicated
+from jaxpp._specs import Spec, replicated
 from jaxpp.transforms import _sharding_rules
-
-
-@dataclasses.dataclass(frozen=True)
-class Inside:
-    """What is known of the inside of a rank before a step is lowered.
-
-    Args:
-        mesh: the mesh of every rank without its devices.
-        arguments: the spec of each flat argument.
-        in_tasks: that with which tasks have it; of what each task gathers for itself, another.
-        results: that of each flat result; None where it is what the step makes it.
-    """
-
-    mesh: AbstractMesh
-    arguments: tuple[Spec, ...]
-    in_tasks: tuple[Spec, ...]
-    results: tuple[Spec | None, ...]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The size of each axis."""
-        return axis_sizes(self.mesh)
 
 
 class Event(Protocol):

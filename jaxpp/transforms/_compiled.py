@@ -1,23 +1,39 @@
 """What `place` makes of a step for arguments of given types: lowered, then compiled."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
 
 from jaxpp import _jaxprs
-from jaxpp._program import Bundle, Mesh, Program, Step
+from jaxpp._program import Bundle, LoadedStep, Mesh, Program
 from jaxpp.transforms import _initialize
 from jaxpp.transforms._keywords import as_positional
 from jaxpp.transforms._signature import Signature
+from jaxpp.transforms._step import Step
 
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A step lowered to programs, before it is compiled."""
+    """A step lowered to programs, before it is compiled.
+
+    Args:
+        bundle: the programs of all ranks.
+        passes: the step as it was traced, and after each pass, by the pass's name.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> loss = jaxpp.wrap_forward(lambda w, x: jnp.mean((x @ w) ** 2))
+        >>> grad = jaxpp.microbatch(jax.grad(loss), 2)
+        >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()))
+        >>> lowered = step.lower(jnp.eye(2), jnp.ones((4, 2)))
+        >>> print(lowered.passes["find_roles"].as_text().splitlines()[0])
+        argument 0: args[0] float32[2,2] parameter
+    """
 
     bundle: Bundle
+    passes: Mapping[str, Step]
     _finish: Callable[[Bundle], "Compiled"]
 
     @property
@@ -41,7 +57,7 @@ class Compiled:
     fun: Callable
     bundle: Bundle
     _mesh: Mesh
-    _run: Step
+    _run: LoadedStep
     signature: Signature
     _rebuild: Callable[[list[Any]], Any]
     #: JAX's settings for which a placed function has compiled it.

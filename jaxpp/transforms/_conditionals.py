@@ -17,16 +17,12 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _specs
 from jaxpp.transforms import _loop, _marks
-
-#: When an equation runs: where each of the variables has the number.
-Guard = tuple[tuple[Any, int], ...]
+from jaxpp.transforms._step import Guard, Step
 
 
-def open_spanning(
-    jaxpr: jex.ClosedJaxpr, guards: Mapping[Any, Guard]
-) -> tuple[jex.ClosedJaxpr, dict[Any, Guard]]:
-    """Opens each `cond` over arrays of several stages; also gives the guards of variables."""
-    known: dict[Any, Guard] = dict(guards)
+def open_spanning(step: Step) -> Step:
+    """Opens each `cond` over arrays of several stages; the facts say when equations run."""
+    jaxpr, known = step.jaxpr, step.guards
     effects: list[Any] = []
     while True:
         stages = _array_stages(jaxpr)
@@ -37,7 +33,7 @@ def open_spanning(
 
         spanning = [e for e in jaxpr.eqns if e.primitive.name == "cond" and is_spanning(e)]
         if not spanning:
-            return jaxpr, known
+            return step.with_guards(jaxpr, known)
         jaxpr, known = open_conditionals(jaxpr, spanning, known, effects)
 
 

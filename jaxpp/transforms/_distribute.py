@@ -6,7 +6,8 @@ own, and is placed with its stage as any other. What needs all rows at once gath
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,82 +16,15 @@ import jax.extend.core as jex
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms import _conditionals, _loop, _parts, _rows
 from jaxpp.transforms._rows import Bounds
+from jaxpp.transforms._step import Fact, Guard, Step
 
 
-@dataclasses.dataclass(frozen=True)
-class Distributed:
-    """A step with its stacked arrays in parts.
-
-    `arguments` and `results` have for each of the step as it was where it is cut, None where it is
-    whole. `floating` is what is made wherever it is read: parts of arrays that had to be whole, and
-    what partial reductions give together. `gathered` are the arrays that were put together, and
-    why. `guards` says when the equations of some variables run.
-    """
-
-    jaxpr: jex.ClosedJaxpr
-    arguments: tuple[Bounds | None, ...]
-    results: tuple[Bounds | None, ...]
-    floating: frozenset[Any] = frozenset()
-    gathered: Mapping[Any, str] = dataclasses.field(default_factory=dict)
-    guards: Mapping[Any, _conditionals.Guard] = dataclasses.field(default_factory=dict)
-
-    def flat_arguments(self, numbers: Iterable[int]) -> frozenset[int]:
-        """The numbers of the parts of some arguments."""
-        own = _numbers(self.arguments)
-        return frozenset(i for n in numbers for i in own[n])
-
-    def of_arguments(self, values: Sequence[Any]) -> list[Any]:
-        """What is known of arguments as what is known of their parts."""
-        return [values[n] for n, own in enumerate(_numbers(self.arguments)) for _ in own]
-
-    def of_results(self, values: Sequence[Any]) -> list[Any]:
-        """What is known of results as what is known of their parts."""
-        return [values[n] for n, own in enumerate(_numbers(self.results)) for _ in own]
-
-    def flat_pairs(self, pairs: Mapping[int, int]) -> dict[int, int]:
-        """Pairs of results and arguments as pairs of their parts."""
-        arguments, results = _numbers(self.arguments), _numbers(self.results)
-        return {
-            out: arg
-            for n, m in pairs.items()
-            if self.results[n] == self.arguments[m]
-            for out, arg in zip(results[n], arguments[m], strict=True)
-        }
-
-    def flat_names(self, names: Sequence[str]) -> list[str]:
-        """The names of arguments as names of their parts, with the rows."""
-        return [
-            name + rows
-            for name, cut in zip(names, self.arguments, strict=True)
-            for rows in ([""] if cut is None else [f"[{a}:{b}]" for a, b in pairwise(cut)])
-        ]
-
-
-def _numbers(cuts: tuple[Bounds | None, ...]) -> list[list[int]]:
-    found, start = [], 0
-    for bounds in cuts:
-        size = 1 if bounds is None else len(bounds) - 1
-        found.append(list(range(start, start + size)))
-        start += size
-    return found
-
-
-def distribute(
-    jaxpr: jex.ClosedJaxpr,
-    pairs: Mapping[int, int],
-    whole: frozenset[int] = frozenset(),
-) -> Distributed:
-    """Puts stacked arrays of a step into parts, by what the stages of its loops read and make.
-
-    Args:
-        jaxpr: the step, calls inlined.
-        pairs: for results that become arguments of the next step, the number of the argument.
-        whole: the numbers of arguments that stay whole.
-    """
-    jaxpr, bounds, guards = _choose(_slice_literals(jaxpr), pairs, whole)
-    invars, outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
+def distribute(step: Step) -> Step:
+    """Puts stacked arrays of a step into parts, by what the stages of its loops read and make."""
+    jaxpr, bounds, guards = _choose(step)
     if not bounds:
-        return Distributed(jaxpr, (None,) * len(invars), (None,) * len(outvars))
+        return step.with_guards(jaxpr, guards)
+    invars, outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
     given = {v: _parts.part_vars(v, bounds[v]) for v in invars if v in bounds}
     rules = dict(enumerate(map(_rows.rows_of, jaxpr.eqns)))
     splitter = _parts.Splitter(bounds, rules, given, guards)
@@ -99,18 +33,38 @@ def distribute(
     for v in outvars:
         cuts.append(None if _jaxprs.is_literal(v) else bounds.get(v))
         outs.extend([splitter.whole(v)] if cuts[-1] is None else splitter.solid_parts(v, cuts[-1]))
-    split = _compat.make_closed_jaxpr(
-        [part for v in invars for part in given.get(v, [v])], outs, [e for e, _ in splitter.eqns]
-    )
+    ins = [part for v in invars for part in given.get(v, [v])]
+    split = _compat.make_closed_jaxpr(ins, outs, [e for e, _ in splitter.eqns])
     split = _compat.eliminate_dead_code(split, [True] * len(outs))
-    reasons = {
-        v: f"for `{eqn.primitive.name}`{_compat.at_source_line(eqn)}"
-        for v, (_, eqn) in splitter.gathered.items()
-    }
-    arguments = tuple(bounds.get(v) for v in invars)
-    return Distributed(
-        split, arguments, tuple(cuts), frozenset(splitter.floating), reasons, splitter.guards
+    facts = {v: Fact(anywhere=True) for v in splitter.floating}
+    for v, (_, eqn) in splitter.gathered.items():
+        why = f"for `{eqn.primitive.name}`{_compat.at_source_line(eqn)}"
+        facts[v] = Fact(v in facts, why)
+    in_cuts = [bounds.get(v) for v in invars]
+    arguments = _in_parts(step.arguments, in_cuts, ins)
+    results = _in_parts(step.results, cuts, outs)
+    first = {a.array: n for n, a in reversed([*enumerate(arguments)])}
+    for array, own in itertools.groupby(list(enumerate(results)), key=lambda item: item[1].array):
+        for k, (n, result) in enumerate(own):
+            if result.becomes is not None:
+                # Arrays that are cut alike become each other's next values part by part.
+                alike = cuts[array] == in_cuts[result.becomes]
+                becomes = first[result.becomes] + k if alike else None
+                results[n] = dataclasses.replace(result, becomes=becomes)
+    done = dataclasses.replace(
+        step, jaxpr=split, arguments=tuple(arguments), results=tuple(results), facts=facts
     )
+    return done.with_guards(split, splitter.guards)
+
+
+def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequence[Any]) -> list:
+    """The records of the parts of arguments, or of results."""
+    rest = iter(parts)
+    found = []
+    for record, cut in zip(records, cuts, strict=True):
+        for rows in [None] if cut is None else pairwise(cut):
+            found.append(dataclasses.replace(record, aval=next(rest).aval, rows=rows))
+    return found
 
 
 def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -128,15 +82,13 @@ def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
 
 
-def _choose(
-    jaxpr: jex.ClosedJaxpr,
-    pairs: Mapping[int, int],
-    whole: frozenset[int],
-) -> tuple[jex.ClosedJaxpr, dict[Any, Bounds], dict[Any, _conditionals.Guard]]:
+def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Any, Bounds], dict[Any, Guard]]:
     """Where variables are cut; conditionals over such variables are opened on the way."""
-    guards: dict[Any, _conditionals.Guard] = {}
+    jaxpr, guards = _slice_literals(step.jaxpr), step.guards
+    # What ranks load themselves they load whole.
+    whole = [n for n, a in enumerate(step.arguments) if a.fed]
     while True:
-        bounds = _bounds(jaxpr, pairs, whole)
+        bounds = _bounds(jaxpr, step.pairs, whole)
         stuck = [
             e
             for e in jaxpr.eqns
@@ -150,9 +102,7 @@ def _choose(
 
 
 def _bounds(
-    jaxpr: jex.ClosedJaxpr,
-    pairs: Mapping[int, int],
-    whole: frozenset[int],
+    jaxpr: jex.ClosedJaxpr, pairs: Mapping[int, int], whole: Sequence[int]
 ) -> dict[Any, Bounds]:
     eqns, invars, outvars = jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
     tied = [(outvars[o], invars[i]) for o, i in pairs.items()]

@@ -1,14 +1,15 @@
 """A step as one flat jaxpr: without calls and constants, its results owned, its state paired."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms import _loop, _marks, _schedule
+from jaxpp.transforms._step import Step
 
 
 def flatten(jaxpr):
@@ -57,23 +58,51 @@ def unused_mark(jaxpr) -> Any | None:
     return None if any(_jaxprs.contains(e, look) for e in jaxpr.eqns) or not marks else marks[0]
 
 
-def own_results(jaxpr, donated: frozenset[int]):
-    """Copies a result that is another result, or an argument that stays.
+def own_results(step: Step) -> Step:
+    """Gives each result memory of its own: copies one that is a number, an argument or another.
 
-    Also gives the arguments that are donated still: not those that are results as they are.
+    A donated argument that is a result as it is stays, and is donated no more.
     """
-    invars, eqns, outvars = jaxpr.jaxpr.invars, list(jaxpr.eqns), []
-    taken = {v for n, v in enumerate(invars) if n not in donated}
-    for v in jaxpr.jaxpr.outvars:
-        if not _jaxprs.is_literal(v) and v in taken:
-            copy = jax.make_jaxpr(jnp.copy)(v.aval).eqns[0]
+    invars, eqns, outvars = step.jaxpr.jaxpr.invars, list(step.jaxpr.eqns), []
+    taken = {v for v, a in zip(invars, step.arguments, strict=True) if not a.donated}
+    for v in step.jaxpr.jaxpr.outvars:
+        if _jaxprs.is_literal(v) or v in taken:
             own = _jaxprs.fresh_var(v)
-            eqns.append(copy.replace(invars=[v], outvars=[own]))
+            eqns += _jaxprs.splice(_copy, [v], [own])
             v = own
         outvars.append(v)
-        taken.update(() if _jaxprs.is_literal(v) else (v,))
-    consumed = frozenset(n for n in donated if invars[n] not in taken)
-    return _compat.make_closed_jaxpr(invars, outvars, eqns), consumed
+        taken.add(v)
+    arguments = tuple(
+        dataclasses.replace(a, donated=False) if v in taken else a
+        for v, a in zip(invars, step.arguments, strict=True)
+    )
+    jaxpr = _compat.make_closed_jaxpr(invars, outvars, eqns)
+    return dataclasses.replace(step, jaxpr=jaxpr, arguments=arguments)
+
+
+def _copy(x):
+    return jnp.copy(x)
+
+
+def skip_carries(step: Step) -> Step:
+    """Reads a carry that a loop hands through where it came from."""
+    known = _jaxprs.Substitution()
+    eqns = []
+    for eqn in step.jaxpr.eqns:
+        eqn = known.rename(eqn)
+        eqns.append(eqn)
+        if _loop.is_loop(eqn):
+            first = eqn.params["tasks"].num_consts
+            made = _loop.result_stages(eqn)[: eqn.params["tasks"].num_carry]
+            known.of.update(
+                (out, eqn.invars[first + j])
+                for j, (out, place) in enumerate(zip(eqn.outvars, made, strict=False))
+                if not place
+            )
+    outvars = [known(v) for v in step.jaxpr.jaxpr.outvars]
+    jaxpr = _compat.make_closed_jaxpr(step.jaxpr.jaxpr.invars, outvars, eqns)
+    guards = {v: tuple((known(w), k) for w, k in guard) for v, guard in step.guards.items()}
+    return step.with_guards(jaxpr, guards)
 
 
 def leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> set[int]:

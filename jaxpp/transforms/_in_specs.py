@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
 from jaxpp._program import PIPELINE_AXIS
-from jaxpp._specs import Spec, axes_of, replicated, spec_of
+from jaxpp._specs import Spec, axes_of, spec_of
 
 #: Patterns of paths, each with the spec of the leaves that it is found in.
 Rules = Sequence[tuple[str, PartitionSpec]]
@@ -140,10 +140,3 @@ def _checked(given: Any, leaf: Any, sizes: Mapping[str, int], name: str) -> Spec
                 f"which does not divide it. Pad it, or leave that dimension whole."
             )
     return spec
-
-
-def replicated_where_none(specs: Sequence[Spec | None], avals: Sequence[Any]) -> tuple[Spec, ...]:
-    """The specs, with arrays of which nothing is said whole."""
-    return tuple(
-        replicated(len(a.shape)) if s is None else s for s, a in zip(specs, avals, strict=True)
-    )

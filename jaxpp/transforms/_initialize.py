@@ -20,7 +20,18 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._program import Bundle, Computation, Free, Instruction, Program, Run, Wait
+from jaxpp._program import (
+    Argument,
+    Bundle,
+    Computation,
+    Free,
+    Instruction,
+    Program,
+    Result,
+    Run,
+    Wait,
+    cuts_of,
+)
 from jaxpp._specs import Spec, replicated
 from jaxpp.transforms import _initial_specs, _row_slices
 from jaxpp.transforms._signature import with_arrays
@@ -125,11 +136,10 @@ def lower(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bun
             array some rows, and the first rank what none reads.
         arg_names: a name for each of the initialiser's flat inputs.
     """
-    whole = len(traced.jaxpr.jaxpr.outvars)
-    cuts = step.in_cuts[:whole] or (None,) * whole
+    made = [a for a in step.arguments if a.array < len(traced.jaxpr.jaxpr.outvars)]
     # JAX runs the bodies of all calls but of jitted functions operation by operation, too.
     jaxpr = _jaxprs.inline(traced.jaxpr, lambda e: e.primitive.name not in ("jit", "pjit"))
-    jaxpr, blamed = _row_slices.with_parts(jaxpr, cuts)
+    jaxpr, blamed = _row_slices.with_parts(jaxpr, cuts_of(made))
     for n, eqn in blamed.items():
         warnings.warn(
             f"initialize: each rank that has some of the layers of {traced.output_paths()[n]} "
@@ -138,10 +148,9 @@ def lower(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bun
             f"one layer under jax.vmap over keys can.",
             stacklevel=4,
         )
-    count = len(jaxpr.jaxpr.outvars)
-    reads = [{n for n, _ in p.inputs if n < count} for p in step.programs]
-    reads[0] |= set(range(count)).difference(*reads)
-    specs = None if step.inside is None else step.in_specs[:count]
+    reads = [{n for n, _ in p.inputs if n < len(made)} for p in step.programs]
+    reads[0] |= set(range(len(made))).difference(*reads)
+    specs = None if step.inside is None else [a.spec for a in made]
     computations = _Computations()
     programs = [
         _program(rank, jaxpr, sorted(own), computations, specs) for rank, own in enumerate(reads)
@@ -149,13 +158,15 @@ def lower(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bun
     return Bundle(
         tuple(programs),
         tuple(computations.items),
-        tuple(v.aval for v in jaxpr.jaxpr.invars),
-        tuple(v.aval for v in jaxpr.jaxpr.outvars),
-        tuple(arg_names),
-        frozenset(),
-        out_cuts=cuts,
-        inside=step.inside,
-        out_specs=specs or (),
+        tuple(
+            Argument(name, v.aval, n)
+            for n, (name, v) in enumerate(zip(arg_names, jaxpr.jaxpr.invars, strict=True))
+        ),
+        tuple(
+            Result(v.aval, a.array, a.rows, spec=a.spec)
+            for v, a in zip(jaxpr.jaxpr.outvars, made, strict=True)
+        ),
+        step.inside,
     )
 
 

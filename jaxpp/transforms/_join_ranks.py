@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpp._program import Bundle, Computation, Instruction, Message, Program, Receive, Run, Send
-from jaxpp._specs import Spec, axis_sizes
+from jaxpp._specs import axis_sizes
 
 
 def join_ranks(bundles: Sequence[Bundle]) -> Bundle:
@@ -47,15 +47,15 @@ def join_ranks(bundles: Sequence[Bundle]) -> Bundle:
         _joined(bundle.programs[rank], start[id(bundle)], received)
         for rank, bundle in enumerate(bundles)
     ]
-    out_specs: list[Spec] = list(first.out_specs)
+    results = list(first.results)
     for rank in reversed(range(len(bundles))):
         for n, _ in programs[rank].outputs:
-            out_specs[n] = bundles[rank].out_specs[n]
+            results[n] = bundles[rank].results[n]
     return dataclasses.replace(
         first,
         programs=tuple(programs),
         computations=tuple(computations),
-        out_specs=tuple(out_specs),
+        results=tuple(results),
     )
 
 
@@ -76,7 +76,8 @@ def _joined(program: Program, start: int, received: Mapping[int, Message]) -> Pr
 def _check_alike(bundle: Bundle, other: Bundle) -> None:
     for own, program in zip(bundle.programs, other.programs, strict=True):
         one, two = _outline(own), _outline(program)
-        if one == two and bundle.in_specs == other.in_specs and bundle.donated == other.donated:
+        given, taken = ([(a.spec, a.donated) for a in b.arguments] for b in (bundle, other))
+        if one == two and given == taken:
             continue
         differing = next((f"{a}, but {b}" for a, b in zip(one, two, strict=False) if a != b), "")
         raise ValueError(

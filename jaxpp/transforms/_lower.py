@@ -29,6 +29,7 @@ from jaxpp._program import (
 )
 from jaxpp._specs import Spec, replicated
 from jaxpp.transforms import _assign_specs, _loop, _marks, _placement
+from jaxpp.transforms._step import Step
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,70 +66,43 @@ class _Computations:
         return self._numbers[key]
 
 
-def lower(
-    jaxpr: jex.ClosedJaxpr,
-    placement: _placement.Placement,
-    donated: frozenset[int],
-    arg_names: Sequence[str],
-    gathered: Mapping[Any, str] | None = None,
-    inside: _assign_specs.Inside | None = None,
-) -> Bundle:
-    """Lowers a placed step to programs.
-
-    Args:
-        jaxpr: the step; `placement` is of it.
-        placement: its segments and loops, in order.
-        donated: the arguments that the step may consume.
-        arg_names: the path of each argument.
-        gathered: arrays that are put together from their parts, and why.
-        inside: how arguments and results are split inside a rank; None where it is one device.
-    """
-    why = {
-        v: reason
-        for e in jaxpr.eqns
-        if (reason := (gathered or {}).get(e.outvars[0] if e.outvars else None))
-        for v in _jaxprs.variables(e.invars)
-    }
-    lowering = _Lowering(placement, list(jaxpr.jaxpr.invars), donated, arg_names, why, inside)
-    for step in placement.steps:
-        if isinstance(step, _placement.Segment):
-            lowering.segment(step)
+def lower(step: Step, placement: _placement.Placement) -> Bundle:
+    """Lowers a step, whose equations are placed, to programs."""
+    lowering = _Lowering(step, placement)
+    for part in placement.steps:
+        if isinstance(part, _placement.Segment):
+            lowering.segment(part)
         else:
-            lowering.loop(step)
-    return lowering.bundle([v.aval for v in jaxpr.jaxpr.outvars])
+            lowering.loop(part)
+    return lowering.bundle()
 
 
 class _Lowering:
-    def __init__(
-        self,
-        placement: _placement.Placement,
-        args,
-        donated,
-        arg_names,
-        why_gathered,
-        inside: _assign_specs.Inside | None,
-    ):
+    def __init__(self, step: Step, placement: _placement.Placement):
+        self.step = step
         self.placement = placement
-        self.inside = inside
         #: Values that share memory one after the other, by what they are part of, and their firsts.
         self.groups: dict[Hashable, Hashable] = {}
         self.beginnings: set[Hashable] = set()
-        self.why_gathered: Mapping[Any, str] = why_gathered
+        #: Why values are sent to be put together with others.
+        self.why_gathered = {
+            v: why
+            for e in step.jaxpr.eqns
+            if e.outvars and (why := step.fact(e.outvars[0]).gathered)
+            for v in _jaxprs.variables(e.invars)
+        }
         #: The rank of each place: of each stage, in one direction after the other.
         self.ranks_of = sum(placement.directions, ())
         self.num_ranks = max(self.ranks_of) + 1
-        self.args = args
-        self.arg_number = {v: n for n, v in enumerate(args)}
-        self.donated = donated
-        self.arg_names = tuple(arg_names)
+        self.args = dict(zip(step.jaxpr.jaxpr.invars, step.arguments, strict=True))
         self.computations = _Computations()
         self.events: list[_Event] = []
         self.segments: list[tuple[int, _placement.Segment]] = []
         self.avals: dict[Hashable, Any] = {}
         self.kinds: dict[Hashable, str] = {}
         self.names: dict[Hashable, str] = {}
-        for v, n in zip(args, self.arg_names, strict=True):
-            self._name(v, v.aval, _kind(v, "argument"), f"args{n}")
+        for v, own in self.args.items():
+            self._name(v, v.aval, _kind(v, "argument"), f"args{own.name}")
         self.constants: dict[Hashable, Any] = {}
         self.loop_number = itertools.count()
 
@@ -164,7 +138,7 @@ class _Lowering:
                 for i, v in enumerate(event.inputs)
                 if last_use.get((event.rank, v)) == index
                 and (event.rank, v) not in shared
-                and (v not in self.arg_number or self.arg_number[v] in self.donated)
+                and (v not in self.args or self.args[v].donated)
                 and v not in self.constants
             ]
             taken = _pair_by_type(
@@ -307,7 +281,7 @@ class _Lowering:
 
     # ---- programs -------------------------------------------------------------------------------
 
-    def bundle(self, out_avals) -> Bundle:
+    def bundle(self) -> Bundle:
         homes = {v: self.ranks(place) for v, place in self.placement.homes.items()}
         final = [(v, self.ranks(place)) for v, place in self.placement.final]
         # Who makes each value, and who reads it.
@@ -334,9 +308,9 @@ class _Lowering:
         specs = self._assign_specs()
         sends, receives = self._messages(routes, specs)
         writers = [_ProgramWriter(rank, last_use, self.constants) for rank in range(self.num_ranks)]
-        for v, ranks in homes.items():
-            for rank in ranks:
-                writers[rank].inputs.append((self.arg_number[v], writers[rank].slot(v)))
+        for n, v in enumerate(self.args):
+            for rank in homes[v]:
+                writers[rank].inputs.append((n, writers[rank].slot(v)))
         for rank, writer in enumerate(writers):
             writer.send(sends.get((-1, rank), ()))
         for index, event in enumerate(self.events):
@@ -355,34 +329,34 @@ class _Lowering:
             tuple(s for s, ranks in enumerate(homes_of) if rank in ranks)
             for rank in range(self.num_ranks)
         ]
+        results = (
+            dataclasses.replace(result, spec=specs.get(v, ()))
+            for result, (v, _) in zip(self.step.results, final, strict=True)
+        )
         return Bundle(
             tuple(w.program(s) for w, s in zip(writers, stages, strict=True)),
             tuple(self.computations.items),
-            tuple(v.aval for v in self.args),
-            tuple(out_avals),
-            self.arg_names,
-            self.donated,
-            inside=None if self.inside is None else self.inside.mesh,
-            in_specs=() if self.inside is None else self.inside.arguments,
-            out_specs=() if self.inside is None else tuple(specs[v] for v, _ in final),
+            self.step.arguments,
+            tuple(results),
+            self.step.inside and self.step.inside.mesh,
         )
 
     def _assign_specs(self) -> dict[Hashable, Spec]:
         """How each value is split inside a rank; the events get computations that are, too."""
-        if self.inside is None:
+        if self.step.inside is None:
             return {}
-        fixed = dict(zip(self.args, self.inside.arguments, strict=True))
+        fixed: dict[Hashable, Spec] = {v: own.spec for v, own in self.args.items()}
         fixed.update((key, replicated(np.ndim(value))) for key, value in self.constants.items())
-        for (v, _), spec in zip(self.placement.final, self.inside.results, strict=True):
-            if spec is not None:
-                fixed.setdefault(v, spec)
+        for (v, _), result in zip(self.placement.final, self.step.results, strict=True):
+            if result.spec is not None:
+                fixed.setdefault(v, result.spec)
         specs = _assign_specs.assign(
             self.events,
             self.computations.items,
             fixed,
             self.groups,
             self.beginnings,
-            self.inside.sizes,
+            self.step.inside.own_sizes,
         )
         whole = self.computations
         self.computations = _Computations()

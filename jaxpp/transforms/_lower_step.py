@@ -9,27 +9,25 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._program import Bundle, Fed, Mesh, Program, Role, default_mesh
-from jaxpp._specs import Spec, axis_sizes, explicit_axes, only, partition_spec
+from jaxpp._program import Argument, Bundle, Fed, Mesh, Program, Result, Role, default_mesh
+from jaxpp._specs import Spec, axis_sizes, explicit_axes, only, partition_spec, replicated
 from jaxpp.transforms import (
-    _assign_specs,
     _automatic_axes,
-    _batch_axes,
+    _conditionals,
     _constraints,
-    _deferred_sums,
     _distribute,
     _flat_step,
     _in_specs,
     _join_ranks,
     _keywords,
     _lower,
-    _optimizer_shards,
-    _parameter_shards,
     _placement,
     _roles,
+    _split_inside,
 )
 from jaxpp.transforms._compiled import Compiled, Lowered
 from jaxpp.transforms._signature import Signature
+from jaxpp.transforms._step import Inside, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +51,20 @@ class Request:
     in_specs: Any
     out_specs: Any
     zero: Mapping[Role, tuple[str, ...]]
+
+
+#: What is done to a step before its equations are placed, in order.
+PASSES: tuple[Callable[[Step], Step], ...] = (
+    _distribute.distribute,
+    _roles.find_roles,
+    _split_inside.split_state,
+    _flat_step.own_results,
+    _split_inside.split_examples,
+    _split_inside.gather_in_tasks,
+    _split_inside.defer_sums,
+    _conditionals.open_spanning,
+    _flat_step.skip_carries,
+)
 
 
 def lower_step(request: Request, args: tuple[Any, ...]) -> Lowered:
@@ -81,59 +93,75 @@ def _lower_alike(request: Request, args: tuple[Any, ...], inside: AbstractMesh |
 
 
 def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
-    leaves = jtu.tree_leaves(args)
-    paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(args)[0]]
-    _check_arguments(request, args, leaves, paths)
+    _check_arguments(request, args)
     signature = Signature.of(args, request.static_argnums)
-    typed = signature.types
-    in_specs = _keywords.with_keywords(request.in_specs, args, None)
-    in_specs = _specs("in_specs", in_specs, typed, inside)
-    traced = _trace(request.fun, typed, in_specs, inside)
-    _constraints.check_constraints(traced.jaxpr, inside)
-    jaxpr = _flat_step.flatten(traced.jaxpr)
-    constants, num_closed = traced.inputs, traced.num_closed_over
-    # What the step closed over are literals: each rank that reads one gets it once.
-    jaxpr = _jaxprs.bind_constants(jaxpr, constants[:num_closed])
-    donated_leaves = _flat_step.leaves_of(args, request.donate_argnums)
-    donated = frozenset(n for n, i in enumerate(signature.arrays) if i in donated_leaves)
-    pairs = _flat_step.pair_state(typed, request.donate_argnums, traced, jaxpr)
-    # What ranks load themselves they load whole.
-    fed = frozenset(n for n, i in enumerate(signature.arrays) if isinstance(leaves[i], Fed))
-    parts = _distribute.distribute(jaxpr, pairs, fed)
-    flat_pairs = parts.flat_pairs(pairs)
-    roles = _roles.roles_of(parts.jaxpr, flat_pairs)
-    split = None
-    # Ranks that differ decide alike, by sizes that those of each divide.
-    sizes = axis_sizes(getattr(request.mesh, "inside", None))
-    if inside is not None:
-        results = traced.rebuild(
-            [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.outvars]
-        )
-        out_specs = _specs("out_specs", request.out_specs, results, inside)
-        split = _split(parts, in_specs, out_specs, flat_pairs, roles, inside, request.zero, sizes)
-    jaxpr, donated = _flat_step.own_results(parts.jaxpr, parts.flat_arguments(donated))
-    if split is not None:
-        jaxpr, axes = _batch_axes.split_slices(jaxpr, split.arguments, sizes)
-        jaxpr = _parameter_shards.gather_in_tasks(jaxpr, split.arguments, split.in_tasks, sizes)
-        scatter = set(axes) == set(request.zero[Role.OPTIMIZER])
-        jaxpr = _deferred_sums.defer_sums(
-            jaxpr, split.arguments, axes, sizes, own=split.sizes, scatter=scatter
-        )
-    placement = _placement.place_equations(
-        jaxpr, flat_pairs, parts.floating, parts.gathered.keys(), parts.guards
-    )
-    names = parts.flat_names([paths[i] for i in signature.arrays])
-    bundle = _lower.lower(jaxpr, placement, donated, names, parts.gathered, split)
-    bundle = dataclasses.replace(
-        bundle, in_cuts=parts.arguments, out_cuts=parts.results, roles=roles
-    )
+    step, traced = _trace_step(request, args, signature, inside)
+    passes = {"trace": step}
+    for run in PASSES:
+        step = passes[run.__name__] = run(step)
+    bundle = _lower.lower(step, _placement.place_equations(step))
     mesh = _resolve_mesh(request.mesh, bundle.programs, traced)
 
     def finish(bundle: Bundle) -> Compiled:
         run = mesh.load(bundle)
         return Compiled(request.fun, bundle, mesh, run, signature, traced.rebuild)
 
-    return Lowered(bundle, finish)
+    return Lowered(bundle, passes, finish)
+
+
+# ---- tracing ------------------------------------------------------------------------------------
+
+
+def _trace_step(
+    request: Request, args: tuple[Any, ...], signature: Signature, inside: AbstractMesh | None
+) -> tuple[Step, _jaxprs.Traced]:
+    """Traces a function at arguments to a flat step, of which nothing else is done yet."""
+    types = signature.types
+    given = _keywords.with_keywords(request.in_specs, args, None)
+    in_specs = _specs("in_specs", given, types, inside)
+    traced = _trace(request.fun, types, in_specs, inside)
+    _constraints.check_constraints(traced.jaxpr, inside)
+    # What the step closes over are literals: each rank that reads one gets it once.
+    closed_over = traced.inputs[: traced.num_closed_over]
+    jaxpr = _jaxprs.bind_constants(_flat_step.flatten(traced.jaxpr), closed_over)
+    outputs = [v.aval for v in jaxpr.jaxpr.outvars]
+    results = traced.rebuild([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outputs])
+    out_specs = _specs("out_specs", request.out_specs, results, inside)
+    pairs = _flat_step.pair_state(types, request.donate_argnums, traced, jaxpr)
+    leaves = jtu.tree_leaves_with_path(args)
+    donated = _flat_step.leaves_of(args, request.donate_argnums)
+    arguments = []
+    for n, (i, v, spec) in enumerate(
+        zip(signature.arrays, jaxpr.jaxpr.invars, in_specs, strict=True)
+    ):
+        path, leaf = leaves[i]
+        own = replicated(len(v.aval.shape)) if inside is not None and spec is None else spec or ()
+        arguments.append(
+            Argument(
+                jtu.keystr(path),
+                v.aval,
+                n,
+                donated=i in donated,
+                fed=isinstance(leaf, Fed),
+                spec=own,
+                in_tasks=own,
+            )
+        )
+    step = Step(
+        jaxpr,
+        tuple(arguments),
+        tuple(
+            Result(aval, n, becomes=pairs.get(n), spec=spec)
+            for n, (aval, spec) in enumerate(zip(outputs, out_specs, strict=True))
+        ),
+        inside=inside
+        and Inside(
+            _automatic_axes.automatic(inside),
+            axis_sizes(getattr(request.mesh, "inside", None)),
+            request.zero,
+        ),
+    )
+    return step, traced
 
 
 def _trace(
@@ -152,10 +180,10 @@ def _trace(
 def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> list[Spec | None]:
     """The spec of each array of a pytree."""
     leaves = jtu.tree_leaves(tree)
-    if inside is None:
-        return [None] * len(leaves)
-    sizes = axis_sizes(inside)
-    specs = _in_specs.specs_of_leaves(prefix, tree, sizes, f"place: {what}")
+    specs: list[Spec | None] = [None] * len(leaves)
+    if inside is not None:
+        sizes = axis_sizes(inside)
+        specs = _in_specs.specs_of_leaves(prefix, tree, sizes, f"place: {what}")
     return [s for s, x in zip(specs, leaves, strict=True) if hasattr(x, "shape")]
 
 
@@ -181,10 +209,11 @@ def _resolve_mesh(given: Mesh | None, programs: Sequence[Program], traced: _jaxp
     )
 
 
-def _check_arguments(request: Request, args, leaves, paths) -> None:
+def _check_arguments(request: Request, args: tuple[Any, ...]) -> None:
     check_positions("donate_argnums", request.donate_argnums, args)
     check_positions("static_argnums", request.static_argnums, args)
-    for leaf, path in zip(leaves, paths, strict=True):
+    for keys, leaf in jtu.tree_leaves_with_path(args):
+        path = jtu.keystr(keys)
         if _compat.is_tracer(leaf):
             raise ValueError(
                 f"place: args{path} is a tracer that has left the jit, grad, vmap or scan that "
@@ -210,32 +239,6 @@ def check_positions(name: str, positions: Iterable[int], args: Sequence[Any]) ->
                 f"place: {name} names argument {n}, but the step was called with {count} "
                 f"arguments that have a position."
             )
-
-
-def _split(
-    parts: _distribute.Distributed,
-    in_specs: Sequence[Spec | None],
-    out_specs: Sequence[Spec | None],
-    pairs: Mapping[int, int],
-    roles: Sequence[Role],
-    inside: AbstractMesh,
-    zero: Mapping[Role, tuple[str, ...]],
-    sizes: Mapping[str, int],
-) -> _assign_specs.Inside:
-    """How the arguments and results of a step are split inside a rank, part by part."""
-    avals = parts.jaxpr.in_avals
-    arguments = list(_in_specs.replicated_where_none(parts.of_arguments(in_specs), avals))
-    in_tasks = tuple(arguments)
-    for n, role in enumerate(roles):
-        if axes := zero.get(role):
-            own = _optimizer_shards.scattered(arguments[n], avals[n].shape, axes, sizes)
-            arguments[n] = own or arguments[n]
-    results = [
-        arguments[pairs[n]] if spec is None and n in pairs else spec
-        for n, spec in enumerate(parts.of_results(out_specs))
-    ]
-    own = _automatic_axes.automatic(inside)
-    return _assign_specs.Inside(own, tuple(arguments), in_tasks, tuple(results))
 
 
 def _with_types(

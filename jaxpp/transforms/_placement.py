@@ -13,16 +13,16 @@ phase), and after what it needs from other places (the level).
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.schedules import Table
 from jaxpp.transforms import _conditionals, _loop, _marks
+from jaxpp.transforms._step import Step
 
 Place = frozenset[int]
 
@@ -65,27 +65,13 @@ class Placement:
     directions: tuple[tuple[int, ...], ...]
 
 
-def place_equations(
-    jaxpr: jex.ClosedJaxpr,
-    pairs: dict[int, int],
-    floating: Set[Any] = frozenset(),
-    gathered: Set[Any] = frozenset(),
-    guards: Mapping[Any, _conditionals.Guard] | None = None,
-) -> Placement:
-    """Places a flat jaxpr.
-
-    Args:
-        jaxpr: the whole step, calls inlined.
-        pairs: for outputs that become arguments of the next step, the number of the argument.
-        floating: variables that are made wherever they are needed.
-        gathered: variables that are put together from parts of several stages.
-        guards: when the equations of variables run, where that is not always.
+def place_equations(step: Step) -> Placement:
+    """Places the equations of a step.
 
     Raises:
         ValueError: if its loops disagree on the stages or where they run.
     """
-    opened, guards = _conditionals.open_spanning(jaxpr, guards or {})
-    return _Placer(opened, pairs, floating, gathered, guards).placement()
+    return _Placer(step).placement()
 
 
 #: Stands for what an ordered effect hands on to the next one.
@@ -99,16 +85,10 @@ def _size(var) -> int:
 class _Placer:
     """One run of the placement; its attributes are the facts gathered so far."""
 
-    def __init__(
-        self,
-        jaxpr: jex.ClosedJaxpr,
-        pairs: dict[int, int],
-        floating: Set[Any],
-        gathered: Set[Any],
-        guards: Mapping[Any, _conditionals.Guard],
-    ):
-        self.floating, self.gathered = floating, gathered
-        self.jaxpr, self.guards = _drop_untouched_carries(jaxpr, guards)
+    def __init__(self, step: Step):
+        self.step = step
+        self.guards = step.guards
+        self.jaxpr = step.jaxpr
         self.eqns = self.jaxpr.eqns
         #: For each equation the variables that it reads, those of its guard, too.
         self.reads = [
@@ -120,7 +100,7 @@ class _Placer:
         ]
         self.args = list(self.jaxpr.jaxpr.invars)
         self.outs = list(self.jaxpr.jaxpr.outvars)
-        self.pairs = pairs
+        self.pairs = step.pairs
         self.maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.loops = [i for i, e in enumerate(self.eqns) if _loop.is_loop(e)]
         self.tables = {i: _loop.table_of(self.eqns[i]) for i in self.loops}
@@ -231,7 +211,6 @@ class _Placer:
                 steps.append(self._segment(frozenset(place), members, label))
             if phase < len(self.loops):
                 steps.extend(self._loop(self.loops[phase]))
-        steps.extend(self._loose_outputs())
         homes = {v: self.pinned.get(v) or self.wanted.get(v) or frozenset() for v in self.args}
         for v in self.outs:
             if v in homes and not homes[v]:  # an argument that is only handed back
@@ -282,7 +261,7 @@ class _Placer:
         if (call := _marks.stage_of_call(eqn)) is not None:
             self._pin(i, frozenset({call[0]}))
             return
-        if i in self.in_place or any(v in self.floating for v in eqn.outvars):
+        if i in self.in_place or any(self.step.fact(v).anywhere for v in eqn.outvars):
             return
         candidates = [(v, p) for v in _jaxprs.variables(eqn.invars) if (p := self._home(v))]
         if not candidates:
@@ -290,7 +269,7 @@ class _Placer:
         if eqn.effects:
             self._pin_effect(i, max(candidates, key=lambda c: _size(c[0]))[1])
             return
-        if any(v in self.gathered for v in eqn.outvars):
+        if any(self.step.fact(v).gathered for v in eqn.outvars):
             self._pin(i, frozenset().union(*(p for _, p in candidates)))
             return
         largest = max(_size(v) for v, _ in candidates)
@@ -546,40 +525,6 @@ class _Placer:
         extra = [rename.rename(e) for e in extra]
         part = _jaxprs.part([*eqns, *extra], [t for _, t in pairs])
         return Segment(place, part, "start")
-
-    def _loose_outputs(self) -> list[Segment]:
-        """Results that are literals get a segment of their own."""
-        loose = [n for n, v in enumerate(self.outs) if _jaxprs.is_literal(v)]
-        segments = []
-        for n in loose:
-            var = jex.Var(self.outs[n].aval)
-            eqns = _jaxprs.splice(lambda x: jax.lax.optimization_barrier(x), [self.outs[n]], [var])
-            segments.append(Segment(frozenset({0}), _jaxprs.part(eqns, [var]), "update"))
-            self.outs[n] = var
-            self.pinned[var] = frozenset({0})
-        return segments
-
-
-def _drop_untouched_carries(
-    jaxpr: jex.ClosedJaxpr, guards: Mapping[Any, _conditionals.Guard]
-) -> tuple[jex.ClosedJaxpr, dict[Any, _conditionals.Guard]]:
-    """Reads a carry that a loop hands through where it came from."""
-    known = _jaxprs.Substitution()
-    eqns = []
-    for eqn in jaxpr.eqns:
-        eqn = known.rename(eqn)
-        eqns.append(eqn)
-        if _loop.is_loop(eqn):
-            first = eqn.params["tasks"].num_consts
-            made = _loop.result_stages(eqn)[: eqn.params["tasks"].num_carry]
-            known.of.update(
-                (out, eqn.invars[first + j])
-                for j, (out, place) in enumerate(zip(eqn.outvars, made, strict=False))
-                if not place
-            )
-    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
-    renamed = {v: tuple((known(w), k) for w, k in guard) for v, guard in guards.items()}
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), renamed
 
 
 def _is_computed_once(eqn) -> bool:

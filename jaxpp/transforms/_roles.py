@@ -1,6 +1,8 @@
 """What the arguments of a step are to it: parameters, optimizer state, or else."""
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 import jax.extend.core as jex
 import jax.numpy as jnp
@@ -8,15 +10,12 @@ import jax.numpy as jnp
 from jaxpp import _jaxprs
 from jaxpp._program import Role
 from jaxpp.transforms import _loop, _marks
+from jaxpp.transforms._step import Step
 
 
-def roles_of(jaxpr: jex.ClosedJaxpr, pairs: Mapping[int, int]) -> tuple[Role, ...]:
-    """The role of each argument of a step.
-
-    Args:
-        jaxpr: the step.
-        pairs: for results that become arguments of the next step, the number of the argument.
-    """
+def find_roles(step: Step) -> Step:
+    """Finds out the role of each argument."""
+    jaxpr = step.jaxpr
     for_all, sliced = [], []
     for eqn in jaxpr.eqns:
         if _loop.is_loop(eqn):
@@ -27,17 +26,21 @@ def roles_of(jaxpr: jex.ClosedJaxpr, pairs: Mapping[int, int]) -> tuple[Role, ..
         elif _marks.is_stage_call(eqn):
             for_all += eqn.invars
     read, batch = _behind(jaxpr, for_all), _behind(jaxpr, sliced)
-    state = frozenset(pairs.values())
-    roles = []
-    for n, v in enumerate(jaxpr.jaxpr.invars):
+    state = frozenset(step.pairs.values())
+
+    def role(n: int, v: Any) -> Role:
         if v in batch:
-            roles.append(Role.BATCH)
-        elif v in read:
+            return Role.BATCH
+        if v in read:
             learned = jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            roles.append(Role.PARAMETER if learned else Role.OTHER)
-        else:
-            roles.append(Role.OPTIMIZER if n in state else Role.OTHER)
-    return tuple(roles)
+            return Role.PARAMETER if learned else Role.OTHER
+        return Role.OPTIMIZER if n in state else Role.OTHER
+
+    arguments = tuple(
+        dataclasses.replace(a, role=role(n, v))
+        for n, (a, v) in enumerate(zip(step.arguments, jaxpr.jaxpr.invars, strict=True))
+    )
+    return dataclasses.replace(step, arguments=arguments)
 
 
 def _behind(jaxpr: jex.ClosedJaxpr, atoms: Iterable) -> set:

@@ -197,7 +197,7 @@ MUTATIONS = (
     Mutation(
         "an argument that is not donated is",
         "jaxpp/transforms/_lower.py",
-        "and (v not in self.arg_number or self.arg_number[v] in self.donated)",
+        "and (v not in self.args or self.args[v].donated)",
         "and True",
         ("mesh::arguments_that_are_not_donated_stay",),
     ),
@@ -522,8 +522,8 @@ MUTATIONS = (
     Mutation(
         "a result is the array of an argument",
         "jaxpp/transforms/_flat_step.py",
-        "if not _jaxprs.is_literal(v) and v in taken:",
-        "if False:",
+        "if _jaxprs.is_literal(v) or v in taken:",
+        "if _jaxprs.is_literal(v):",
         ("place::results_of_all_kinds", "place::same_argument_twice"),
     ),
     Mutation(

@@ -174,7 +174,7 @@ def test_a_step_that_failed_leaves_the_next_one_whole(placed):
 
 def devices_that_read(step, device_of):
     """For each flat argument, the devices of the ranks that read it."""
-    readers = {n: set() for n in range(len(step.bundle.in_avals))}
+    readers = {n: set() for n in range(len(step.bundle.arguments))}
     for program in step.programs:
         for n, _ in program.inputs:
             readers[n].add(device_of(program.rank))

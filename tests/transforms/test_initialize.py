@@ -219,7 +219,7 @@ def test_layers_of_a_stack_are_made_by_their_ranks():
 def peak_of(bundle, rank):
     """The most bytes that a rank's program holds at a time, and the bytes of its results."""
     program = bundle.programs[rank]
-    size = {slot: bundle.in_avals[n].size * 4 for n, slot in program.inputs}
+    size = {slot: bundle.arguments[n].aval.size * 4 for n, slot in program.inputs}
     live, peak = dict(size), 0
     for instruction in program.instructions:
         if isinstance(instruction, Run):

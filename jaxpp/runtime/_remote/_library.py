@@ -70,9 +70,7 @@ class Library:
         """Takes up a step, and lowers what no other step has; gives its number."""
         computations = tuple(self._numbers_of(program, bundle) for program in bundle.programs)
         number = next(self._numbers)
-        types = [ArrayType.of(aval) for aval in bundle.in_avals]
-        specs = bundle.in_specs or ((),) * len(types)
-        inputs = tuple(zip(types, specs, strict=True))
+        inputs = tuple((ArrayType.of(a.aval), a.spec) for a in bundle.arguments)
         self._steps[number] = _Step(bundle.programs, computations, inputs)
         self._note_sources(bundle)
         return number

@@ -30,21 +30,28 @@ class RemoteStep:
         self.bundle = bundle
         self.number = number
         self._mesh = mesh
-        self._readers = _ranks_of([p.inputs for p in bundle.programs], len(bundle.in_avals))
-        self._holders = _ranks_of([p.outputs for p in bundle.programs], len(bundle.out_avals))
-        self._in_specs = bundle.in_specs or ((),) * len(bundle.in_avals)
-        self._out_specs = bundle.out_specs or ((),) * len(bundle.out_avals)
-        self._types = [ArrayType.of(aval) for aval in bundle.in_avals]
-        self._avals = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
-            for a in bundle.out_avals
+        self._readers = _ranks_of([p.inputs for p in bundle.programs], len(bundle.arguments))
+        self._types = [ArrayType.of(a.aval) for a in bundle.arguments]
+        #: For each result its type, the ranks that hold it, and how each has it split.
+        self._held = [
+            (
+                jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)),
+                ranks,
+                result.spec or (),
+            )
+            for result, ranks in zip(
+                bundle.results,
+                _ranks_of([p.outputs for p in bundle.programs], len(bundle.results)),
+                strict=True,
+            )
+            for a in [result.aval]
         ]
 
     def input_shardings(self) -> list[RemoteSharding]:
         """For each argument, the ranks that read it, and how each has it split."""
         return [
-            RemoteSharding(self._mesh, ranks, partition_spec(spec))
-            for ranks, spec in zip(self._readers, self._in_specs, strict=True)
+            RemoteSharding(self._mesh, ranks, partition_spec(own.spec))
+            for ranks, own in zip(self._readers, self.bundle.arguments, strict=True)
         ]
 
     def describe(self) -> Description:
@@ -75,7 +82,7 @@ class RemoteStep:
     def _call(self, number: int, args: Sequence[Any]) -> list[Any]:
         mesh, bundle = self._mesh, self.bundle
         moves, dropped = self._plan(args)
-        results = mesh.new_ids(len(self._avals))
+        results = mesh.new_ids(len(self._held))
         values = {
             n: _bytes_of(arg, self._types[n])
             for n, arg in enumerate(args)
@@ -108,31 +115,28 @@ class RemoteStep:
         for n in bundle.donated:
             arg = args[n]
             if isinstance(arg, RemoteArray):
-                arg.consume(f"donated as args{bundle.arg_names[n]} to call {number}")
+                arg.consume(f"donated as args{bundle.arguments[n].name} to call {number}")
             elif isinstance(arg, jax.Array):
                 arg.delete()
-        held = zip(self._avals, self._holders, self._out_specs, strict=True)
-        return [RemoteArray(mesh, results + n, *own) for n, own in enumerate(held)]
+        return [RemoteArray(mesh, results + n, *own) for n, own in enumerate(self._held)]
 
     def _plan(self, args: Sequence[Any]) -> tuple[list[Move], dict[int, list[int]]]:
         """What is sent between ranks before the step, and what each rank drops at its start."""
         moves: list[Move] = []
         dropped: dict[int, list[int]] = {p.rank: [] for p in self.bundle.programs}
         tags = itertools.count(-1, -1)
-        for n, arg in enumerate(args):
+        for n, (own, arg) in enumerate(zip(self.bundle.arguments, args, strict=True)):
             if not isinstance(arg, RemoteArray):
                 continue
             for rank in self._readers[n]:
                 if rank not in arg.ranks:
-                    name = f"args{self.bundle.arg_names[n]}"
-                    avals = (self.bundle.in_avals[n],)
-                    source = arg.ranks[0]
-                    specs = (self._in_specs[n],) if self.bundle.inside else ()
+                    names, source = (f"args{own.name}",), arg.ranks[0]
+                    specs = (own.spec,) if self.bundle.inside else ()
                     message = Message(
-                        next(tags), source, rank, (name,), ("argument",), avals, specs
+                        next(tags), source, rank, names, ("argument",), (own.aval,), specs
                     )
                     moves.append(Move(arg.id, message))
-            if n in self.bundle.donated:
+            if own.donated:
                 for rank in arg.ranks:
                     dropped[rank].append(arg.id)
         return moves, dropped

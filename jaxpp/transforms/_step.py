@@ -1,0 +1,136 @@
+"""`Step`: a whole step as one flat jaxpr, with all that is known of it.
+
+`place` traces a function to a step, and takes it through passes. A pass is a function from a step
+to a step. What is known of an argument or a result is in its record, what is known of a variable
+in `facts`; a pass that puts other variables in the place of some says what is known of those.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.extend.core as jex
+from jax.sharding import AbstractMesh
+
+from jaxpp._program import Argument, Result, Role
+from jaxpp._specs import axis_sizes
+
+#: When an equation runs: where each of the variables has the number.
+Guard = tuple[tuple[Any, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fact:
+    """What is known of a variable beside its type.
+
+    Args:
+        anywhere: whether it is made wherever it is read: a part of an array that had to be whole,
+            or what partial reductions give together.
+        gathered: why it is put together from parts of several stages; empty where it is not.
+        guard: when its equation runs; empty for always.
+    """
+
+    anywhere: bool = False
+    gathered: str = ""
+    guard: Guard = ()
+
+    def __str__(self) -> str:
+        when = ", ".join(f"{v} is {k}" for v, k in self.guard)
+        said = ["made anywhere"] * self.anywhere
+        said += [f"gathered {self.gathered}"] if self.gathered else []
+        return ", ".join([*said, *([f"where {when}"] if when else [])])
+
+
+#: What is known of most variables.
+NOTHING = Fact()
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """The axes inside a rank.
+
+    Args:
+        mesh: the mesh of the rank that the step is for, without its devices.
+        sizes: the size of each axis. Where ranks differ it is one that those of each divide, so
+            that all ranks decide alike.
+        zero: the axes over which what has a role is split further, such as optimizer state.
+        examples: the axes that the examples of a microbatch are split over.
+    """
+
+    mesh: AbstractMesh
+    sizes: Mapping[str, int]
+    zero: Mapping[Role, tuple[str, ...]]
+    examples: tuple[str, ...] = ()
+
+    @property
+    def own_sizes(self) -> dict[str, int]:
+        """The size of each axis in the rank that the step is for."""
+        return axis_sizes(self.mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A whole step.
+
+    Args:
+        jaxpr: the step, its calls inlined but for those of stages.
+        arguments: what it takes, in the order of the jaxpr's inputs.
+        results: what it gives, in the order of the jaxpr's outputs.
+        facts: what is known of variables.
+        inside: the axes inside a rank; None where a rank is one device.
+    """
+
+    jaxpr: jex.ClosedJaxpr
+    arguments: tuple[Argument, ...]
+    results: tuple[Result, ...]
+    facts: Mapping[Any, Fact] = dataclasses.field(default_factory=dict)
+    inside: Inside | None = None
+
+    def fact(self, var: Any) -> Fact:
+        """What is known of a variable."""
+        return self.facts.get(var, NOTHING)
+
+    @property
+    def pairs(self) -> dict[int, int]:
+        """For each result that becomes an argument of the next call, the two numbers."""
+        return {n: r.becomes for n, r in enumerate(self.results) if r.becomes is not None}
+
+    @property
+    def guards(self) -> dict[Any, Guard]:
+        """The guards of variables whose equations run only at times."""
+        return {v: fact.guard for v, fact in self.facts.items() if fact.guard}
+
+    def with_guards(self, jaxpr: jex.ClosedJaxpr, guards: Mapping[Any, Guard]) -> "Step":
+        """The step with another jaxpr, and with these guards and no others."""
+        facts = {v: dataclasses.replace(self.fact(v), guard=()) for v in self.facts}
+        for v, guard in guards.items():
+            facts[v] = dataclasses.replace(facts.get(v, NOTHING), guard=guard)
+        return dataclasses.replace(self, jaxpr=jaxpr, facts=facts)
+
+    def as_text(self) -> str:
+        """The arguments, the results and the facts, a line each, and the jaxpr."""
+        lines = [f"argument {n}: {_line(a)}" for n, a in enumerate(self.arguments)]
+        lines += [f"result {n}: {_line(r)}" for n, r in enumerate(self.results)]
+        lines += [
+            f"{', '.join(said)}: made by {eqn.primitive.name}"
+            for eqn in self.jaxpr.eqns
+            if (said := [str(f) for v in eqn.outvars if str(f := self.fact(v))])
+        ]
+        return "\n".join([*lines, str(self.jaxpr)])
+
+
+def _line(record: Argument | Result) -> str:
+    """What a record says, without what it leaves open."""
+    said: list[str] = [record.aval.str_short()]
+    if isinstance(record, Argument):
+        said = [f"args{record.name}", *said, str(record.role)]
+        said += [word for word in ("donated", "fed") if getattr(record, word)]
+    elif record.rows is not None:
+        said.append(f"rows {record.rows[0]}:{record.rows[1]}")
+    if isinstance(record, Result) and record.becomes is not None:
+        said.append(f"becomes argument {record.becomes}")
+    if record.spec and any(record.spec):
+        said.append(f"split {record.spec}")
+    if isinstance(record, Argument) and record.in_tasks != record.spec:
+        said.append(f"in tasks {record.in_tasks}")
+    return " ".join(said)
