@@ -56,16 +56,25 @@ class TaskBody:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoopTasks:
-    """The tasks of one microbatch, in an order that respects their dependence."""
+    """The tasks of one microbatch, in an order that respects their dependence.
+
+    `table` says which rank runs them when, its backwards in the halves that the tasks have. For
+    each carry that takes its microbatches in any order, `folds` has the primitive that combines
+    them.
+    """
 
     bodies: tuple[TaskBody, ...]
-    num_stages: int
+    table: Table
     num_consts: int
     num_carry: int
     num_ys: int
-    #: For each carry that takes its microbatches in any order, the primitive that combines them.
     folds: dict[int, Any]
     num_directions: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are, in each direction."""
+        return self.table.num_stages
 
     def __repr__(self):
         return "\n".join(
@@ -126,7 +135,7 @@ class LoopTasks:
         return [b for b in self.bodies if b.stage // self.num_stages == direction]
 
 
-def run_as_scan(*operands: Any, schedule: Any, tasks: LoopTasks, length: int, reverse: bool):
+def run_as_scan(*operands: Any, tasks: LoopTasks, reverse: bool):
     """The loop's results, microbatch after microbatch, all tasks of each in order.
 
     Each direction of the table is a scan over its own microbatches.
@@ -134,12 +143,13 @@ def run_as_scan(*operands: Any, schedule: Any, tasks: LoopTasks, length: int, re
     consts = operands[: tasks.num_consts]
     carry = list(operands[tasks.num_consts : tasks.num_consts + tasks.num_carry])
     xs = list(operands[tasks.num_consts + tasks.num_carry :])
+    length = tasks.table.num_microbatches
     if tasks.num_directions == 1:
         step = functools.partial(_step, tasks, tasks.bodies, consts)
         carry, made = jax.lax.scan(step, carry, xs, length=length, reverse=reverse)
         return [*carry, *(made[i] for i in range(tasks.num_ys))]
     ys: list[Any] = [None] * tasks.num_ys
-    taken = schedule.table(tasks.num_stages, length).direction_of
+    taken = tasks.table.direction_of
     for direction in range(tasks.num_directions):
         own = [i for i, d in enumerate(taken) if d == direction]
         at = np.array([length - 1 - i for i in own] if reverse else own, np.int32)
@@ -185,11 +195,8 @@ loop_p = jex.Primitive("pipeline_loop")
 loop_p.multiple_results = True
 
 
-def _abstract(*avals, tasks: LoopTasks, length: int, **params):
-    def shapes(*operands):
-        return run_as_scan(*operands, tasks=tasks, length=length, **params)
-
-    jaxpr = jax.make_jaxpr(shapes)(*avals)
+def _abstract(*avals, **params):
+    jaxpr = jax.make_jaxpr(lambda *xs: run_as_scan(*xs, **params))(*avals)
     return jaxpr.out_avals, jaxpr.jaxpr.effects
 
 
@@ -312,14 +319,3 @@ def ordered_carries(tasks: LoopTasks) -> dict[tuple[Kind, int], str]:
                 line = "" if eqn is None else _compat.at_source_line(eqn)
                 found[body.kind, body.stage] = found.get((body.kind, body.stage)) or line
     return found
-
-
-def table_of(eqn) -> Table:
-    """The table of a scheduled loop, its backwards in the halves that the loop's tasks have."""
-    return make_table(eqn.params["schedule"], eqn.params["tasks"].num_stages, eqn.params["length"])
-
-
-def make_table(schedule: Any, num_stages: int, num_microbatches: int) -> Table:
-    """A schedule's table as it is run: where it splits any backward, all are in halves."""
-    table = schedule.table(num_stages, num_microbatches)
-    return table.with_halves() if table.splits_backward else table

@@ -158,9 +158,10 @@ class _Lowering:
     def loop(self, loop: _placement.Loop) -> None:
         """Adds the runs of a loop's tasks in an order in which the ranks can run them."""
         number = next(self.loop_number)
-        tasks, length = loop.tasks, loop.eqn.params["length"]
-        order = [t for _, t in schedules.execution_order(loop.table, tasks.dependencies)]
-        taken = loop.table.direction_of if tasks.num_directions > 1 else (0,) * length
+        tasks, table = loop.tasks, loop.tasks.table
+        length = table.num_microbatches
+        order = [t for _, t in schedules.execution_order(table, tasks.dependencies)]
+        taken = table.direction_of if tasks.num_directions > 1 else (0,) * length
         bodies = [(task, tasks.body(task, taken[task.microbatch])) for task in order]
         order = [(task, body) for task, body in bodies if body is not None]
         last_writer = {r: task for task, body in order for r in body.outputs if r.source != "value"}
@@ -247,7 +248,7 @@ class _Lowering:
             tuple(r.source == "carry" for r in body.inputs),
             tuple(r.source == "y" for r in body.outputs),
             tuple(str(a) for a in y_avals),
-            loop.eqn.params["length"] if indexed else None,
+            loop.tasks.table.num_microbatches if indexed else None,
         )
         carries = tuple(i for i, r in enumerate(body.inputs) if r.source == "carry")
 

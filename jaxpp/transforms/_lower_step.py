@@ -184,7 +184,7 @@ def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> li
     if inside is not None:
         sizes = axis_sizes(inside)
         specs = _in_specs.specs_of_leaves(prefix, tree, sizes, f"place: {what}")
-    return [s for s, x in zip(specs, leaves, strict=True) if hasattr(x, "shape")]
+    return [s for s, x in zip(specs, leaves, strict=True) if isinstance(x, jax.ShapeDtypeStruct)]
 
 
 def _resolve_mesh(given: Mesh | None, programs: Sequence[Program], traced: _jaxprs.Traced) -> Mesh:

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
-from jaxpp.schedules import Table
 from jaxpp.transforms import _conditionals, _loop, _marks
 from jaxpp.transforms._step import Step
 
@@ -45,7 +44,6 @@ class Loop:
     """
 
     eqn: Any
-    table: Table
     tasks: _loop.LoopTasks
     consts: tuple[Any, ...]
     xs: tuple[Any, ...]
@@ -103,7 +101,7 @@ class _Placer:
         self.pairs = step.pairs
         self.maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.loops = [i for i, e in enumerate(self.eqns) if _loop.is_loop(e)]
-        self.tables = {i: _loop.table_of(self.eqns[i]) for i in self.loops}
+        self.tables = {i: self.eqns[i].params["tasks"].table for i in self.loops}
         self.directions = self._directions()
         self.everywhere = frozenset(range(sum(map(len, self.directions))))
         #: Where pinned variables live: arguments that loops read, and what has been placed.
@@ -489,7 +487,6 @@ class _Placer:
             segments.append(self._start(frozenset({stage}), starts[stage]))
         loop = Loop(
             eqn,
-            self.tables[i],
             tasks,
             tuple(eqn.invars[:nc]),
             tuple(eqn.invars[nc + nk :]),

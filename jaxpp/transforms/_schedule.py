@@ -144,9 +144,8 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
     operands, num_consts = [*values, *operands], num_consts + len(values)
     body = _compat.eliminate_dead_code(body, [True] * len(body.jaxpr.outvars))
     operands = _without_unread_carries(body, num_consts, num_carry, operands)
-    length = eqn.params["length"]
-    table = _table(schedule, body, length)
-    partition = _tasks.partition(body, num_consts, num_carry, table.splits_backward)
+    table = _table(schedule, body, eqn.params["length"])
+    partition = _tasks.partition(body, num_consts, num_carry, table)
     _check(schedule, table, partition.tasks)
     zeros = [_specs.filled(a, 0) for a in partition.zeros]
     firsts = operands[num_consts : num_consts + num_carry]
@@ -161,8 +160,6 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
         *consts,
         *directed.carries,
         *operands[num_consts + num_carry :],
-        schedule=schedule,
-        length=length,
         reverse=eqn.params["reverse"],
         tasks=directed.tasks,
     )
@@ -213,17 +210,17 @@ def _without_unread_carries(
 
 
 def _table(schedule: Any, body, length: int) -> Table:
-    """The schedule's table for a loop, before the loop is partitioned."""
+    """The schedule's table for a loop; where it splits any backward, all are in halves."""
     sizes = [s for e in body.eqns for s in _stage_counts(e)]
     num_stages = sizes[0]
-    table = _loop.make_table(schedule, num_stages, length)
+    table = schedule.table(num_stages, length)
     if table.num_stages != num_stages or table.num_microbatches != length:
         raise schedules.ScheduleError(
             f"{schedule!r} gave a table for {table.num_stages} stages and {table.num_microbatches} "
             f"microbatches, but the loop has {num_stages} stages and {length} microbatches; make "
             f"the table for these."
         )
-    return table
+    return table.with_halves() if table.splits_backward else table
 
 
 def _stage_counts(eqn):

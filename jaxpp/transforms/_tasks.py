@@ -16,7 +16,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
-from jaxpp.schedules import Kind
+from jaxpp.schedules import Kind, Table
 from jaxpp.transforms import _accumulators, _invariants, _loop, _split_backward, _stacked_sums
 from jaxpp.transforms._body import Body, read_body
 from jaxpp.transforms._rows import Bounds
@@ -42,14 +42,14 @@ class Partition:
     zeros: tuple[Any, ...]
 
 
-def partition(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, split: bool) -> Partition:
+def partition(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, table: Table) -> Partition:
     """Partitions a loop body into tasks.
 
     Args:
         jaxpr: one iteration; it takes constants, carries and slices, and gives carries and results.
         num_consts: how many of its inputs are constants.
         num_carry: how many of its inputs and outputs are carries.
-        split: whether the backward is split into I and W.
+        table: that of the loop; it says whether the backward is split into I and W.
 
     Raises:
         ValueError: if the body is not a forward and a backward pass over the stages.
@@ -63,8 +63,8 @@ def partition(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, split: bo
     body = _keep_carries(_place_glue(body, _repeatable(body)))
     repeatable = [p is None for p in body.position]
     tasks = _loop.LoopTasks(
-        tuple(_bodies(body, _collect(body, repeatable), split)),
-        body.num_stages,
+        tuple(_bodies(body, _collect(body, repeatable), table.splits_backward)),
+        table,
         len(body.consts),
         len(body.carries),
         len(body.ys),

@@ -225,7 +225,7 @@ MUTATIONS = (
     Mutation(
         "loops of other lengths share tasks",
         "jaxpp/transforms/_lower.py",
-        'loop.eqn.params["length"] if indexed else None,',
+        "loop.tasks.table.num_microbatches if indexed else None,",
         "None,",
         ("LAW7",),
     ),
