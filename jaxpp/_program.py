@@ -32,6 +32,7 @@ class Computation:
 
     `donated` are the positions of the inputs whose memory the outputs may take; `in_specs` and
     `out_specs` say how inputs and outputs are split over the axes inside a rank, if it has any.
+    `whole` names the equations that make whole what is split, as nothing else is known of them.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Computation:
     donated: tuple[int, ...]
     in_specs: tuple[Spec, ...] = ()
     out_specs: tuple[Spec, ...] = ()
+    whole: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -241,11 +243,12 @@ class Bundle:
     def _line(self, instruction: Instruction) -> str:
         match instruction:
             case Run(number, inputs, outputs, label):
-                donated = self.computations[number].donated
-                shown = " ".join(f"{s}!" if i in donated else f"{s}" for i, s in enumerate(inputs))
-                return (
-                    f"run {label} ({self.computations[number].name}): {shown} -> {_join(outputs)}"
+                own = self.computations[number]
+                shown = " ".join(
+                    f"{s}!" if i in own.donated else f"{s}" for i, s in enumerate(inputs)
                 )
+                whole = f"; made whole by {', '.join(own.whole)}" if own.whole else ""
+                return f"run {label} ({own.name}): {shown} -> {_join(outputs)}{whole}"
             case Send(slots, message):
                 return f"send {_join(slots)} to rank {message.target}: {_what(message)}"
             case Receive(slots, message):

@@ -152,6 +152,36 @@ def test_every_folder_is_a_known_layer():
     }
 
 
+# ---- rooms ---------------------------------------------------------------------------------------
+
+FACES = [name_of(p) for p in FILES if p.name == "__init__.py"]
+ROOMS = [name for name in FACES if name.startswith("jaxpp.transforms.")]
+
+
+def past_a_face(module, source):
+    """The imports of a module that reach past the face of a room that it is not in."""
+    return [
+        name
+        for name in imports(ast.parse(source))
+        for room in ROOMS
+        if name.startswith(f"{room}._") and not is_within(module, room)
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_imports_past_the_face_of_a_room(path):
+    assert past_a_face(name_of(path), path.read_text()) == []
+
+
+def test_an_import_past_a_face_would_be_found():
+    past = "from jaxpp.transforms.inside import _assign, assign"
+    assert past_a_face("jaxpp.transforms._lower", past) == ["jaxpp.transforms.inside._assign"]
+    past = "from jaxpp.transforms.inside.replicas._shares import shares"
+    assert past_a_face("jaxpp.transforms._lower", past)
+    assert past_a_face("jaxpp.transforms.inside._passes", past)
+    assert not past_a_face("jaxpp.transforms.inside.replicas._rows", past)
+
+
 # ---- exports ------------------------------------------------------------------------------------
 
 

@@ -28,8 +28,9 @@ from jaxpp._program import (
     Send,
 )
 from jaxpp._specs import Spec, replicated
-from jaxpp.transforms import _assign_specs, _loop, _marks, _placement
+from jaxpp.transforms import _loop, _marks, _placement
 from jaxpp.transforms._step import Step
+from jaxpp.transforms.inside import assign, with_specs
 
 
 @dataclasses.dataclass(eq=False)
@@ -351,19 +352,20 @@ class _Lowering:
         for (v, _), result in zip(self.placement.final, self.step.results, strict=True):
             if result.spec is not None:
                 fixed.setdefault(v, result.spec)
-        specs = _assign_specs.assign(
+        sizes = self.step.inside.own_sizes
+        specs = assign(
             self.events,
             self.computations.items,
             fixed,
             self.groups,
             self.beginnings,
-            self.step.inside.own_sizes,
+            sizes,
         )
         whole = self.computations
         self.computations = _Computations()
         for event in self.events:
             own = tuple(specs[k] for k in event.inputs), tuple(specs[k] for k in event.outputs)
-            split = _assign_specs.with_specs(whole.items[event.computation], *own)
+            split = with_specs(whole.items[event.computation], *own, sizes)
             event.computation = self.computations.add((event.computation, own), split)
         return specs
 

@@ -6,28 +6,33 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Argument, Bundle, Fed, Mesh, Program, Result, Role, default_mesh
-from jaxpp._specs import Spec, axis_sizes, explicit_axes, only, partition_spec, replicated
+from jaxpp._specs import Spec, axis_sizes, replicated
 from jaxpp.transforms import (
-    _automatic_axes,
     _conditionals,
-    _constraints,
     _distribute,
     _flat_step,
-    _in_specs,
     _join_ranks,
     _keywords,
     _lower,
     _placement,
     _roles,
-    _split_inside,
 )
 from jaxpp.transforms._compiled import Compiled, Lowered
 from jaxpp.transforms._signature import Signature
 from jaxpp.transforms._step import Inside, Step
+from jaxpp.transforms.inside import (
+    automatic,
+    defer_sums,
+    gather_in_tasks,
+    specs_of_leaves,
+    split_examples,
+    split_state,
+    trace,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +62,11 @@ class Request:
 PASSES: tuple[Callable[[Step], Step], ...] = (
     _distribute.distribute,
     _roles.find_roles,
-    _split_inside.split_state,
+    split_state,
     _flat_step.own_results,
-    _split_inside.split_examples,
-    _split_inside.gather_in_tasks,
-    _split_inside.defer_sums,
+    split_examples,
+    gather_in_tasks,
+    defer_sums,
     _conditionals.open_spanning,
     _flat_step.skip_carries,
 )
@@ -88,7 +93,7 @@ def _lower_alike(request: Request, args: tuple[Any, ...], inside: AbstractMesh |
     if inside is None:
         return _lower_inside(request, args, None)
     # Constraints in the model name axes alone, and mean those of the rank that they run on.
-    with jax.sharding.use_abstract_mesh(_automatic_axes.automatic(inside)):
+    with jax.sharding.use_abstract_mesh(automatic(inside)):
         return _lower_inside(request, args, inside)
 
 
@@ -119,8 +124,7 @@ def _trace_step(
     types = signature.types
     given = _keywords.with_keywords(request.in_specs, args, None)
     in_specs = _specs("in_specs", given, types, inside)
-    traced = _trace(request.fun, types, in_specs, inside)
-    _constraints.check_constraints(traced.jaxpr, inside)
+    traced = trace(request.fun, types, in_specs, inside)
     # What the step closes over are literals: each rank that reads one gets it once.
     closed_over = traced.inputs[: traced.num_closed_over]
     jaxpr = _jaxprs.bind_constants(_flat_step.flatten(traced.jaxpr), closed_over)
@@ -156,25 +160,12 @@ def _trace_step(
         ),
         inside=inside
         and Inside(
-            _automatic_axes.automatic(inside),
+            automatic(inside),
             axis_sizes(getattr(request.mesh, "inside", None)),
             request.zero,
         ),
     )
     return step, traced
-
-
-def _trace(
-    fun: Callable, args: Any, in_specs: Sequence[Spec | None], inside: AbstractMesh | None
-) -> _jaxprs.Traced:
-    """Traces the step; explicit axes are automatic from then on."""
-    explicit = () if inside is None else explicit_axes(inside)
-    if inside is None or not explicit:
-        return _jaxprs.trace(fun, args)
-    with jax.sharding.use_abstract_mesh(inside):
-        traced = _jaxprs.trace(fun, _with_types(args, in_specs, inside, explicit))
-    jaxpr = _automatic_axes.with_automatic_axes(traced.jaxpr)
-    return dataclasses.replace(traced, jaxpr=jaxpr)
 
 
 def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> list[Spec | None]:
@@ -183,7 +174,7 @@ def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> li
     specs: list[Spec | None] = [None] * len(leaves)
     if inside is not None:
         sizes = axis_sizes(inside)
-        specs = _in_specs.specs_of_leaves(prefix, tree, sizes, f"place: {what}")
+        specs = specs_of_leaves(prefix, tree, sizes, f"place: {what}")
     return [s for s, x in zip(specs, leaves, strict=True) if isinstance(x, jax.ShapeDtypeStruct)]
 
 
@@ -239,18 +230,3 @@ def check_positions(name: str, positions: Iterable[int], args: Sequence[Any]) ->
                 f"place: {name} names argument {n}, but the step was called with {count} "
                 f"arguments that have a position."
             )
-
-
-def _with_types(
-    types: Any, specs: Sequence[Spec | None], inside: AbstractMesh, explicit: Sequence[str]
-) -> Any:
-    """The types of arguments, with how they are split over the explicit axes inside a rank."""
-    leaves, tree = jtu.tree_flatten(types)
-    rest = iter(specs)
-    typed = [
-        x.update(sharding=NamedSharding(inside, partition_spec(only(next(rest) or (), explicit))))
-        if isinstance(x, jax.ShapeDtypeStruct)
-        else x
-        for x in leaves
-    ]
-    return jtu.tree_unflatten(tree, typed)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from experiments.models import gpt, gpt2, llama, mixtral, parallel
-from jaxpp.transforms import _in_specs
+from jaxpp.transforms.inside import specs_of_leaves
 
 SIZES = {"data": 4, "model": 8, "expert": 8}
 PUBLISHED = {
@@ -32,7 +32,7 @@ def shapes(name, **options):
 def specs(tree, **options):
     """The spec of each leaf by its path; `()` where it is whole."""
     rules = parallel.rules("model", **options)
-    found = _in_specs.specs_of_leaves(rules, tree, SIZES, "rules")
+    found = specs_of_leaves(rules, tree, SIZES, "rules")
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): spec or ()
         for (path, _), spec in zip(jax.tree_util.tree_leaves_with_path(tree), found, strict=True)

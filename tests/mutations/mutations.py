@@ -556,14 +556,14 @@ MUTATIONS = (
     ),
     Mutation(
         "each replica has the whole",
-        "jaxpp/transforms/_partial_sums.py",
+        "jaxpp/transforms/inside/replicas/_partial_sums.py",
         "jax.lax.broadcasted_iota(jnp.int32, shape, 0) == 0",
         "jax.lax.broadcasted_iota(jnp.int32, shape, 0) >= 0",
         ("deferred_sums::counts_are_exact",),
     ),
     Mutation(
         "the sum over replicas is the first of them",
-        "jaxpp/transforms/_partial_sums.py",
+        "jaxpp/transforms/inside/replicas/_partial_sums.py",
         "return jax.lax.reduce_sum(rows, (0,))",
         "return rows[0]",
         ("deferred_sums::counts_are_exact",),

@@ -17,7 +17,8 @@ import jaxpp
 from jaxpp import _jaxprs
 from jaxpp._specs import partition_spec, replicated
 from jaxpp.runtime import _collectives
-from jaxpp.transforms import _deferred_sums, _loop, _sharding_rules
+from jaxpp.transforms import _loop
+from jaxpp.transforms.inside import propagation, replicas
 
 MICROBATCHES, EXAMPLES, TIME, WIDTH, VOCABULARY, LAYERS = 4, 8, 6, 4, 10, 3
 SCHEDULES = {
@@ -276,7 +277,7 @@ def steps_of(step, arguments, specs, num_devices: int, **axes: int) -> Steps:
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
     with jax.sharding.use_abstract_mesh(mesh):
         plain = trace(step, arguments)
-        deferred = _deferred_sums.defer_sums(plain, specs, ("data",), sizes)
+        deferred = replicas.with_deferred_sums(plain, specs, ("data",), sizes)
     return Steps(plain, deferred, specs, mesh)
 
 
@@ -312,7 +313,7 @@ def test_equals_the_step_that_reduces_in_each_microbatch(name, schedule):
     with jax.enable_x64(True):
         arguments = make_arguments(MODELS[name], jnp.float64)
         plain = trace(make_step(MODELS[name], schedule), arguments)
-        deferred = _deferred_sums.defer_sums(plain, specs_of(arguments), ("data",), {"data": 4})
+        deferred = replicas.with_deferred_sums(plain, specs_of(arguments), ("data",), {"data": 4})
         carries = [v.aval.shape for v in loop_of(plain).outvars]
         assert [v.aval.shape for v in loop_of(deferred).outvars] == [(4, *s) for s in carries]
         leaves = jax.tree.leaves(arguments)
@@ -364,10 +365,10 @@ def collectives(jaxpr, in_specs, out_specs, abstract: AbstractMesh) -> Counter:
 
 def task_collectives(steps: Steps, jaxpr) -> dict[str, Counter]:
     """The collectives over `data` in each task that adds to an accumulator."""
-    known = _sharding_rules.propagate(jaxpr, steps.specs, steps.sizes)
+    known = propagation.propagate(jaxpr, steps.specs, steps.sizes)
     loop = loop_of(jaxpr)
     operands = [None if _jaxprs.is_literal(v) else known[v] for v in loop.invars]
-    inside = _sharding_rules.loop_specs(loop, operands, steps.sizes)
+    inside = propagation.loop_specs(loop, operands, steps.sizes)
     return {
         body.name: collectives(
             body.jaxpr,
@@ -383,7 +384,7 @@ def task_collectives(steps: Steps, jaxpr) -> dict[str, Counter]:
 def collectives_after(steps: Steps) -> Counter:
     """The collectives over `data` of what follows a step's loop."""
     jaxpr = steps.deferred
-    known = _sharding_rules.propagate(jaxpr, steps.specs, steps.sizes)
+    known = propagation.propagate(jaxpr, steps.specs, steps.sizes)
     rest = _jaxprs.part(jaxpr.eqns[jaxpr.eqns.index(loop_of(jaxpr)) + 1 :], jaxpr.jaxpr.outvars)
     results = [known[v] for v in rest.outputs]
     return collectives(rest.jaxpr, [known[v] for v in rest.inputs], results, steps.mesh)
@@ -425,7 +426,7 @@ def test_what_is_split_over_another_axis_stays_so():
     found = task_collectives(steps, steps.deferred)
     assert not sum(found.values(), Counter()), found
     assert all(counter["all-reduce"] for counter in task_collectives(steps, steps.plain).values())
-    known = _sharding_rules.propagate(steps.deferred, specs, steps.sizes)
+    known = propagation.propagate(steps.deferred, specs, steps.sizes)
     accumulators = {known[v] for v in loop_of(steps.deferred).outvars}
     assert {(("data",), *s) for s in (columns, columns[1:], rows, ())} == accumulators
 
@@ -469,7 +470,7 @@ def test_counts_are_exact():
     arguments = make_arguments(MODELS["apart_tied"])
     step = jaxpp.schedule(step, jaxpp.schedules.ForwardOnly())
     plain = trace(step, arguments)
-    deferred = _deferred_sums.defer_sums(plain, specs_of(arguments), ("data",), {"data": 4})
+    deferred = replicas.with_deferred_sums(plain, specs_of(arguments), ("data",), {"data": 4})
     assert [v.aval.shape for v in loop_of(deferred).outvars] == [(4, VOCABULARY), (4,)]
     got, want = _jaxprs.run(deferred, *jax.tree.leaves(arguments)), jax.jit(step)(*arguments)
     chex.assert_trees_all_equal(tuple(got), want, strict=True)
@@ -479,6 +480,6 @@ def test_a_step_whose_batch_is_whole_stays_as_it_is():
     arguments = make_arguments(MODELS["mlp"])
     plain = trace(make_step(MODELS["mlp"]), arguments)
     specs = [replicated(len(v.aval.shape)) for v in plain.jaxpr.invars]
-    deferred = _deferred_sums.defer_sums(plain, specs, ("data",), {"data": 2})
+    deferred = replicas.with_deferred_sums(plain, specs, ("data",), {"data": 2})
     assert _jaxprs.structure(deferred) == _jaxprs.structure(plain)
-    assert _deferred_sums.defer_sums(plain, specs_of(arguments), ("data",), {"data": 1}) is plain
+    assert replicas.with_deferred_sums(plain, specs_of(arguments), ("data",), {"data": 1}) is plain

@@ -8,8 +8,9 @@ from jax import lax
 
 from jaxpp import _jaxprs
 from jaxpp._specs import replicated
-from jaxpp.transforms import _replica_rules, _sharding_rules
-from jaxpp.transforms._replica_rules import Replicas
+from jaxpp.transforms.inside import propagation
+from jaxpp.transforms.inside.replicas import _rules
+from jaxpp.transforms.inside.replicas._rules import Replicas
 
 REPLICAS = Replicas(("data",), {"data": 2, "model": 2})
 NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -71,7 +72,7 @@ def test_what_is_taken_for_additive_is(name):
     jaxpr = _jaxprs.inline(traced.jaxpr, lambda e: True)
     inputs = jaxpr.jaxpr.invars[traced.num_closed_over :]
     (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == name.removesuffix("_second")]
-    operands = _replica_rules.additive_operands(eqn, inputs[-1:] if "second" in name else inputs)
+    operands = _rules.additive_operands(eqn, inputs[-1:] if "second" in name else inputs)
     assert len(operands) > 0
     moved = [any(eqn.invars[i] is v for i in operands) for v in inputs]
     assert any(moved)
@@ -82,7 +83,7 @@ def test_what_is_taken_for_additive_is(name):
 
 
 def test_every_additive_primitive_is_checked():
-    known = {*_replica_rules._TOGETHER, *_replica_rules._PRODUCTS, "div", "convert_element_type"}
+    known = {*_rules._TOGETHER, *_rules._PRODUCTS, "div", "convert_element_type"}
     # These do nothing to the values.
     same = {"add_any", "copy_p", "expand_dims", "name", "sharding_constraint", "real", "imag"}
     assert {name.removesuffix("_second") for name in ADDITIVE} == known - same
@@ -107,7 +108,7 @@ def test_what_is_not_additive_is_refused(fun, dtype):
     jaxpr = flat(fun, [jax.ShapeDtypeStruct((4,), dtype)])
     (x,) = jaxpr.jaxpr.invars
     (eqn,) = [e for e in jaxpr.eqns if any(v is x for v in e.invars)]
-    assert not any(eqn.invars[i] is x for i in _replica_rules.additive_operands(eqn, {x}))
+    assert not any(eqn.invars[i] is x for i in _rules.additive_operands(eqn, {x}))
 
 
 def weights_of_convolution(x, w):
@@ -153,6 +154,6 @@ def test_sums_over_examples_are_found(name):
     args = [jax.ShapeDtypeStruct(s, d) for (s, _), d in zip(arguments, dtypes, strict=False)]
     jaxpr = flat(fun, args)
     specs = [spec for _, spec in arguments]
-    known = _sharding_rules.propagate(jaxpr, specs, REPLICAS.sizes)
-    found = [_replica_rules.summed_dimensions(e, known, REPLICAS) for e in jaxpr.eqns]
+    known = propagation.propagate(jaxpr, specs, REPLICAS.sizes)
+    found = [_rules.summed_dimensions(e, known, REPLICAS) for e in jaxpr.eqns]
     assert [f for f in found if f] == ([expected] if expected else [])

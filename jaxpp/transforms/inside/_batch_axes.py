@@ -1,34 +1,30 @@
 """Splits the slices of a microbatch loop over the axes that the batch is split over."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.extend.core as jex
-
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, axes_of, partition_spec
-from jaxpp.transforms import _loop, _sharding_rules
-from jaxpp.transforms._constraints import constraint
+from jaxpp.transforms import _loop
+from jaxpp.transforms._step import Step
+from jaxpp.transforms.inside import propagation
+from jaxpp.transforms.inside._constraints import constraint
 
 
-def split_slices(
-    jaxpr: jex.ClosedJaxpr, specs: Sequence[Spec], sizes: Mapping[str, int]
-) -> tuple[jex.ClosedJaxpr, tuple[str, ...]]:
+def split_examples(step: Step) -> Step:
     """Splits each microbatch over all replicas, rather than giving each replica some microbatches.
 
     A batch that is split along its first dimension becomes, as microbatches, an array that is split
-    along the microbatches; a loop over them needs each of them split.
-
-    Args:
-        jaxpr: the whole step, flat.
-        specs: of its arguments.
-        sizes: the axes inside a rank.
-
-    Returns:
-        The step, and the axes that the examples of its microbatches are split over.
+    along the microbatches; a loop over them needs each of them split. What the examples are split
+    over is known of the step from then on.
     """
-    known = _sharding_rules.propagate(jaxpr, specs, sizes)
+    if step.inside is None:
+        return step
+    jaxpr, sizes = step.jaxpr, step.inside.sizes
+    specs = [a.spec for a in step.arguments]
+    known = propagation.propagate(jaxpr, specs, sizes)
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     axes: dict[str, None] = {}
     eqns = []
@@ -49,7 +45,9 @@ def split_slices(
                 axes.update(dict.fromkeys(spec[dimension]))
             eqn = eqn.replace(invars=operands)
         eqns.append(eqn)
-    return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars), tuple(axes)
+    jaxpr = _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
+    inside = dataclasses.replace(step.inside, examples=tuple(axes))
+    return dataclasses.replace(step, jaxpr=jaxpr, inside=inside)
 
 
 def _examples(v: Any, maker: Mapping[Any, Any], known) -> tuple[int, tuple[str, ...]]:

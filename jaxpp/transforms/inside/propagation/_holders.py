@@ -9,8 +9,8 @@ from typing import Any
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import replicated, spec_of
 from jaxpp.transforms import _loop
-from jaxpp.transforms._sharding_dimensions import shape_of
-from jaxpp.transforms._sharding_specs import MaybeSpec, merge, pinned
+from jaxpp.transforms.inside.propagation._dimensions import shape_of
+from jaxpp.transforms.inside.propagation._specs import MaybeSpec, merge, pinned
 
 Outputs = Callable[[Any, Sequence[MaybeSpec]], list[MaybeSpec]]
 
@@ -82,17 +82,7 @@ def _stacked(spec: MaybeSpec) -> MaybeSpec:
 
 
 def loop_specs(eqn, specs: Sequence[MaybeSpec], outputs: Outputs) -> dict[_loop.Ref, MaybeSpec]:
-    """The specs of all that the tasks of a scheduled loop read and make, each of one microbatch.
-
-    Args:
-        eqn: the equation of the loop.
-        specs: of its operands: what is scanned over with its leading dimension of microbatches.
-        outputs: how the outputs of a task's jaxpr are split.
-
-    Returns:
-        a spec, or `None` where it may be any, by reference. An accumulator's is the same before and
-        after each task.
-    """
+    """The specs of all that the tasks of a scheduled loop read and make, each of one microbatch."""
     tasks: _loop.LoopTasks = eqn.params["tasks"]
     xs = specs[tasks.num_consts + tasks.num_carry :]
     known: dict[_loop.Ref, MaybeSpec] = {
@@ -145,7 +135,6 @@ HOLDERS: dict[str, Callable[[Any, Sequence[MaybeSpec], Outputs], list[MaybeSpec]
     "cond": _cond,
     "jit": _jit,
     "pipeline_loop": _pipeline_loop,
-    "pjit": _jit,
     "scan": _scan,
     "shard_map": _shard_map,
     "while": _while,

@@ -9,9 +9,10 @@ import dataclasses
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from jaxpp import _compat
 from jaxpp._program import Computation
 from jaxpp._specs import Spec, replicated
-from jaxpp.transforms import _sharding_rules
+from jaxpp.transforms.inside import propagation
 
 
 class Event(Protocol):
@@ -54,7 +55,7 @@ def assign(
             own = tuple(specs.get(key) for key in event.inputs)
             if (event.computation, own) not in known:
                 jaxpr = computations[event.computation].jaxpr
-                known[event.computation, own] = _sharding_rules.output_specs(jaxpr, own, sizes)
+                known[event.computation, own] = propagation.output_specs(jaxpr, own, sizes)
             for key, spec in zip(event.outputs, known[event.computation, own], strict=True):
                 if key in groups:
                     if spec is not None and key not in beginnings:
@@ -73,7 +74,10 @@ def assign(
 
 
 def with_specs(
-    computation: Computation, in_specs: tuple[Spec, ...], out_specs: tuple[Spec, ...]
+    computation: Computation,
+    in_specs: tuple[Spec, ...],
+    out_specs: tuple[Spec, ...],
+    sizes: Mapping[str, int],
 ) -> Computation:
     """A computation over split arrays; it takes the memory of arrays that are split alike."""
     jaxpr = computation.jaxpr.jaxpr
@@ -88,6 +92,11 @@ def with_specs(
         if vacant.get(kind, 0) > 0:
             vacant[kind] -= 1
             donated.append(i)
+    whole = propagation.made_whole(computation.jaxpr, in_specs, sizes)
     return dataclasses.replace(
-        computation, in_specs=in_specs, out_specs=out_specs, donated=tuple(donated)
+        computation,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        donated=tuple(donated),
+        whole=tuple({f"`{e.primitive.name}`{_compat.at_source_line(e)}": None for e in whole}),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.sharding import PartitionSpec
 
 from jaxpp._specs import Spec, replicated, spec_of
-from jaxpp.transforms._sharding_dimensions import shape_of
+from jaxpp.transforms.inside.propagation._dimensions import shape_of
 
 #: A spec, or `None` for a value that may be split in any way: it is made of nothing that is split
 #: (zeros, positions, random bits), and takes after what it is combined with.

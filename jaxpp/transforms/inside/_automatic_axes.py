@@ -1,4 +1,4 @@
-"""Rewrites a step traced under explicit axis types to one under automatic ones.
+"""Traces a step; one traced under explicit axis types becomes one under automatic ones.
 
 Explicit axes (`jax.sharding.AxisType.Explicit`) put into the types of arrays how they are split,
 and JAX checks the types as it traces. Once that is done the rest of the program knows one kind of
@@ -7,23 +7,65 @@ on, and everything else follows from those and the arguments, as in any SPMD pro
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._specs import axes_of, spec_of
+from jaxpp._specs import Spec, axes_of, explicit_axes, only, partition_spec, spec_of
 from jaxpp.transforms import _loop
-from jaxpp.transforms._constraints import constraint
+from jaxpp.transforms.inside._constraints import check_constraints, constraint
 
 
 def automatic(mesh: AbstractMesh) -> AbstractMesh:
     """A mesh whose explicit axes are automatic."""
     types = (AxisType.Auto if t == AxisType.Explicit else t for t in mesh.axis_types)
     return mesh.update(axis_types=tuple(types))
+
+
+def trace(
+    fun: Callable, types: Any, specs: Sequence[Spec | None], inside: AbstractMesh | None
+) -> _jaxprs.Traced:
+    """Traces a step; explicit axes are automatic from then on.
+
+    Args:
+        fun: the step.
+        types: those of its arguments.
+        specs: how each array of these is split.
+        inside: the mesh of a rank without its devices; None where a rank is one device.
+
+    Raises:
+        ValueError: a constraint is over a mesh of its own, or a sum is left `unreduced`.
+    """
+    explicit = () if inside is None else explicit_axes(inside)
+    if inside is None or not explicit:
+        traced = _jaxprs.trace(fun, types)
+    else:
+        with jax.sharding.use_abstract_mesh(inside):
+            traced = _jaxprs.trace(fun, _with_types(types, specs, inside, explicit))
+        jaxpr = with_automatic_axes(traced.jaxpr)
+        traced = dataclasses.replace(traced, jaxpr=jaxpr)
+    check_constraints(traced.jaxpr, inside)
+    return traced
+
+
+def _with_types(
+    types: Any, specs: Sequence[Spec | None], inside: AbstractMesh, explicit: Sequence[str]
+) -> Any:
+    """The types of arguments, with how they are split over the explicit axes inside a rank."""
+    leaves, tree = jtu.tree_flatten(types)
+    rest = iter(specs)
+    typed = [
+        x.update(sharding=NamedSharding(inside, partition_spec(only(next(rest) or (), explicit))))
+        if isinstance(x, jax.ShapeDtypeStruct)
+        else x
+        for x in leaves
+    ]
+    return jtu.tree_unflatten(tree, typed)
 
 
 def with_automatic_axes(jaxpr: Any) -> Any:

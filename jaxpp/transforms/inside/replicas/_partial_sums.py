@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, partition_spec
-from jaxpp.transforms import _replica_shares
-from jaxpp.transforms._replica_rules import Replicas
-from jaxpp.transforms._replica_shares import Nested, Scope
+from jaxpp.transforms.inside.replicas import _shares
+from jaxpp.transforms.inside.replicas._rules import Replicas
+from jaxpp.transforms.inside.replicas._shares import Nested, Scope
 
 
 def with_shares(scope: Scope, given: Collection[int], wanted: Collection[int]) -> jex.ClosedJaxpr:
@@ -32,7 +32,7 @@ def with_shares(scope: Scope, given: Collection[int], wanted: Collection[int]) -
         wanted: the numbers of its outputs that are to be shares.
     """
     invars, outvars = scope.jaxpr.jaxpr.invars, scope.jaxpr.jaxpr.outvars
-    apart = _replica_shares.shares(
+    apart = _shares.shares(
         scope,
         [invars[i] for i in given],
         _jaxprs.variables([outvars[i] for i in wanted]),
@@ -227,14 +227,11 @@ class _Writer:
         """An atom's shares; where there is only its whole value, that in the first row."""
         if not _jaxprs.is_literal(atom) and atom in self._rows:
             return self._rows[atom]
-        if self._is_zero(atom):
+        if is_zero(atom, self._maker):
             (rows,) = self._record(lambda: zero_rows(atom.aval, self._replicas), [])
         else:
             (rows,) = self._record(lambda x: first_row(x, self._replicas), [atom])
         return rows
-
-    def _is_zero(self, atom: Any) -> bool:
-        return is_zero(atom, self._maker)
 
     def _append(self, eqn: Any) -> None:
         self.eqns.append(eqn)
@@ -260,7 +257,7 @@ class _Writer:
         operands, dimensions = [], []
         for i, v in enumerate(eqn.invars):
             operand, dimension = self.whole(v), summed.get(i)
-            if i in _replica_shares.summed_onto(eqn):
+            if i in _shares.summed_onto(eqn):
                 operand, dimension = self._mapped(v)
             elif dimension is not None:
                 (operand,) = self._record(
@@ -281,7 +278,7 @@ class _Writer:
 
     def _mapped(self, atom: Any) -> tuple[Any, int | None]:
         """An operand that an equation is additive in; zeros are the same in each row."""
-        return (atom, None) if self._is_zero(atom) else (self.shares(atom), 0)
+        return (atom, None) if is_zero(atom, self._maker) else (self.shares(atom), 0)
 
     # ---- equations that hold others -------------------------------------------------------------
 

@@ -19,16 +19,36 @@ from typing import Any
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs
+from jaxpp._program import Role
 from jaxpp._specs import Spec, replicated
-from jaxpp.transforms import _loop, _partial_sums, _replica_shares, _sharding_rules
-from jaxpp.transforms._optimizer_shards import scattered
-from jaxpp.transforms._replica_rules import Replicas
-from jaxpp.transforms._replica_shares import Scope
+from jaxpp.transforms import _loop
+from jaxpp.transforms._step import Step
+from jaxpp.transforms.inside import propagation
+from jaxpp.transforms.inside._zero import scattered
+from jaxpp.transforms.inside.replicas import _partial_sums, _shares
+from jaxpp.transforms.inside.replicas._rules import Replicas
+from jaxpp.transforms.inside.replicas._shares import Scope
 
 _ADDS = frozenset({"add", "add_any"})
 
 
-def defer_sums(
+def defer_sums(step: Step) -> Step:
+    """Adds up gradients over the replicas once a step, not once a microbatch."""
+    inside = step.inside
+    if inside is None:
+        return step
+    jaxpr = with_deferred_sums(
+        step.jaxpr,
+        [a.spec for a in step.arguments],
+        inside.examples,
+        inside.sizes,
+        own=inside.own_sizes,
+        scatter=set(inside.examples) == set(inside.zero[Role.OPTIMIZER]),
+    )
+    return dataclasses.replace(step, jaxpr=jaxpr)
+
+
+def with_deferred_sums(
     jaxpr: jex.ClosedJaxpr,
     specs: Sequence[Spec | None],
     axes: tuple[str, ...],
@@ -71,14 +91,14 @@ def defer_sums(
         >>> step = jaxpp.schedule(gradient, jaxpp.schedules.OneFOneB())
         >>> jaxpr = jax.make_jaxpr(step)(jnp.eye(3), jnp.ones((4, 8, 3)))
         >>> specs = [((), ()), ((), ("data",), ())]
-        >>> deferred = defer_sums(jaxpr, specs, ("data",), {"data": 2})
+        >>> deferred = with_deferred_sums(jaxpr, specs, ("data",), {"data": 2})
         >>> [[v.aval.shape for v in e.outvars] for e in deferred.eqns][-2:]
         [[(2, 3, 3)], [(3, 3)]]
     """
     if Replicas(axes, sizes).count == 1:
         return jaxpr
     replicas = Replicas(axes, sizes, own)
-    known = _sharding_rules.propagate(jaxpr, specs, sizes)
+    known = propagation.propagate(jaxpr, specs, sizes)
     maker: dict[Any, Any] = {}
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
@@ -98,9 +118,9 @@ def _scopes(
 ) -> list[tuple[_loop.TaskBody, Scope]]:
     """The tasks of a loop, each opened."""
     specs = [None if _jaxprs.is_literal(v) else known.get(v) for v in eqn.invars]
-    inside = _sharding_rules.loop_specs(eqn, specs, replicas.sizes)
+    inside = propagation.loop_specs(eqn, specs, replicas.sizes)
     return [
-        (body, _replica_shares.open_scope(body.jaxpr, [inside[r] for r in body.inputs], replicas))
+        (body, _shares.open_scope(body.jaxpr, [inside[r] for r in body.inputs], replicas))
         for body in eqn.params["tasks"].bodies
     ]
 
@@ -142,7 +162,7 @@ def _deferrable(body: _loop.TaskBody, scope: Scope, tasks: _loop.LoopTasks) -> s
         and tasks.folds[ref.index].name in _ADDS
         and not _jaxprs.is_literal(outvars[n])
     }
-    apart = _replica_shares.shares(scope, (), [outvars[n] for n in added])
+    apart = _shares.shares(scope, (), [outvars[n] for n in added])
     return {i for n, i in added.items() if outvars[n] in apart}
 
 

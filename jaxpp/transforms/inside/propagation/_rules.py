@@ -14,11 +14,12 @@ from typing import Any
 import jax.extend.core as jex
 
 from jaxpp import _jaxprs
-from jaxpp._specs import replicated
-from jaxpp.transforms import _loop, _sharding_holders
-from jaxpp.transforms._sharding_dimensions import found_again, shape_of
-from jaxpp.transforms._sharding_holders import Outputs
-from jaxpp.transforms._sharding_specs import (
+from jaxpp._specs import axes_of, replicated
+from jaxpp.transforms import _loop
+from jaxpp.transforms.inside.propagation import _holders
+from jaxpp.transforms.inside.propagation._dimensions import found_again, shape_of
+from jaxpp.transforms.inside.propagation._holders import Outputs
+from jaxpp.transforms.inside.propagation._specs import (
     MaybeSpec,
     Sizes,
     merge,
@@ -86,16 +87,28 @@ def output_specs(
     return _of_outputs(opened, known)
 
 
-def equation_specs(eqn, specs: Sequence[MaybeSpec], sizes: Sizes) -> list[MaybeSpec]:
-    """The specs of an equation's results, given those of its operands (`None` for a literal).
+def made_whole(jaxpr: jex.ClosedJaxpr, specs: Sequence[MaybeSpec], sizes: Sizes) -> list[Any]:
+    """The equations, also inside calls and loops, that make split values whole for want of a rule.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> jaxpr = jax.make_jaxpr(lambda x: x.reshape(4, 2, 4))(jnp.ones((4, 8)))
-        >>> equation_specs(jaxpr.eqns[0], [((), ("model",))], {"model": 2})
-        [((), ('model',), ())]
+        >>> jaxpr = jax.make_jaxpr(lambda x: jnp.tanh(jnp.fft.fft(x)))(jnp.ones((4, 8)))
+        >>> [e.primitive.name for e in made_whole(jaxpr, [(("data",), ())], {"data": 2})]
+        ['fft']
     """
-    return _results(eqn, specs, sizes, functools.partial(_made, sizes=sizes))
+    found: dict[int, Any] = {}
+
+    def outputs(inner, specs):
+        opened, known = _opened(inner), {}
+        _forward(opened, known, specs, sizes, outputs)
+        for eqn in opened.eqns:
+            axes = [a for s in _of_operands(eqn, known) for a in axes_of(s or ())]
+            if any(sizes[a] > 1 for a in axes) and not _has_rule(eqn):
+                found[id(eqn)] = eqn
+        return _of_outputs(opened, known)
+
+    outputs(jaxpr, specs)
+    return list(found.values())
 
 
 def loop_specs(eqn, specs: Sequence[MaybeSpec], sizes: Sizes) -> dict[_loop.Ref, MaybeSpec]:
@@ -110,7 +123,7 @@ def loop_specs(eqn, specs: Sequence[MaybeSpec], sizes: Sizes) -> dict[_loop.Ref,
         a spec, or `None` where it may be any, by reference. An accumulator's is the same before and
         after each task.
     """
-    return _sharding_holders.loop_specs(eqn, specs, functools.partial(_made, sizes=sizes))
+    return _holders.loop_specs(eqn, specs, functools.partial(_made, sizes=sizes))
 
 
 def _made(jaxpr, specs, sizes: Sizes) -> list[MaybeSpec]:
@@ -149,10 +162,10 @@ def _of_operands(eqn, known) -> list[MaybeSpec]:
 def _results(eqn, specs, sizes: Sizes, outputs: Outputs) -> list[MaybeSpec]:
     """The specs of an equation's results; `outputs` tells those of a jaxpr that it holds."""
     name = eqn.primitive.name
-    if name in _sharding_holders.HOLDERS:
-        results = _sharding_holders.HOLDERS[name](eqn, specs, outputs)
+    if name in _holders.HOLDERS:
+        results = _holders.HOLDERS[name](eqn, specs, outputs)
     elif _jaxprs.called_jaxpr(eqn) is not None:
-        results = _sharding_holders.call(eqn, specs, outputs)
+        results = _holders.call(eqn, specs, outputs)
     elif name in _RULES:
         results = _RULES[name](eqn, specs, sizes)
     elif not any(specs):  # all free, or scalars
@@ -162,6 +175,12 @@ def _results(eqn, specs, sizes: Sizes, outputs: Outputs) -> list[MaybeSpec]:
     else:
         results = [replicated(len(shape_of(v))) for v in eqn.outvars]
     return [of_type(s, v, sizes) for s, v in zip(results, eqn.outvars, strict=True)]
+
+
+def _has_rule(eqn) -> bool:
+    known = {*_holders.HOLDERS, *_RULES}
+    called = _jaxprs.called_jaxpr(eqn) is not None
+    return called or eqn.primitive.name in known or found_again(eqn) is not None
 
 
 def _combine(eqn, found, specs: Sequence[MaybeSpec], ndim: int) -> MaybeSpec:

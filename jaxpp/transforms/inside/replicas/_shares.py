@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec
-from jaxpp.transforms import _replica_rules, _sharding_rules
-from jaxpp.transforms._replica_rules import Replicas
+from jaxpp.transforms.inside import propagation
+from jaxpp.transforms.inside.replicas import _rules
+from jaxpp.transforms.inside.replicas._rules import Replicas
 
 Flags = tuple[bool, ...]
 
@@ -40,13 +41,13 @@ class Scope:
         """The dimensions of an equation's operands in which it sums over the examples."""
         if self._split(eqn.outvars):
             return {}
-        return _replica_rules.summed_dimensions(eqn, self.specs, self.replicas)
+        return _rules.summed_dimensions(eqn, self.specs, self.replicas)
 
     def additive(self, eqn: Any, apart: Collection[Any]) -> range:
         """The operands in which an equation is additive; none if it reads examples besides."""
         if len(eqn.outvars) != 1 or self._split([*eqn.invars, *eqn.outvars]):
             return range(0)
-        return _replica_rules.additive_operands(eqn, apart)
+        return _rules.additive_operands(eqn, apart)
 
     def _split(self, atoms: Sequence[Any]) -> bool:
         return any(self.replicas.split(self.specs.get(v)) for v in _jaxprs.variables(atoms))
@@ -54,22 +55,10 @@ class Scope:
 
 def open_scope(jaxpr: Any, specs: Sequence[Spec | None], replicas: Replicas) -> Scope:
     """Opens a jaxpr whose inputs have the given specs."""
-    opened, values = _jaxprs.without_constants(_closed(jaxpr))
-    known = _jaxprs.Substitution(
-        (v, _jaxprs.literal(value, v.aval))
-        for v, value in zip(opened.jaxpr.invars, values, strict=False)
-    )
-    bound = _compat.make_closed_jaxpr(
-        opened.jaxpr.invars[len(values) :],
-        [known(v) for v in opened.jaxpr.outvars],
-        [known.rename(e) for e in opened.eqns],
-    )
+    closed = jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jex.ClosedJaxpr(jaxpr, [])
+    bound = _jaxprs.bind_constants(*_jaxprs.without_constants(closed))
     flat = _jaxprs.inline(bound, lambda e: e.primitive.name not in _jaxprs.CHECKPOINTS)
-    return Scope(flat, _sharding_rules.propagate(flat, specs, replicas.sizes), replicas)
-
-
-def _closed(jaxpr: Any) -> jex.ClosedJaxpr:
-    return jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jex.ClosedJaxpr(jaxpr, [])
+    return Scope(flat, propagation.propagate(flat, specs, replicas.sizes), replicas)
 
 
 # ---- one jaxpr ----------------------------------------------------------------------------------

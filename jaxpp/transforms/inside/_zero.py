@@ -1,0 +1,149 @@
+"""ZeRO: what is kept from step to step is split over the replicas.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". With
+optimizer state split (ZeRO-1, section 5.1) the gradients are reduced and scattered, each replica
+updates the part of the parameters that its state is for, and the new parameters are gathered, once
+a step. With parameters split too (ZeRO-3, section 5.3) each task gathers those that it reads, and
+they are gone when it ends. Gradients are accumulated whole all the same, as they are reduced once a
+step.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._specs import Spec, axes_of, partition_spec, replicated
+from jaxpp.transforms import _loop
+from jaxpp.transforms._step import Step
+from jaxpp.transforms.inside import propagation
+from jaxpp.transforms.inside._constraints import constraint
+
+
+def scattered(
+    spec: Spec, shape: Sequence[int], axes: tuple[str, ...], sizes: Mapping[str, int]
+) -> Spec | None:
+    """The spec of an array that is split over further axes, along one of its dimensions.
+
+    Args:
+        spec: how it is split already.
+        shape: its shape.
+        axes: the axes to split it over.
+        sizes: the size of each axis inside a rank.
+
+    Returns:
+        The spec, with the largest dimension that can be split so, whole ones first; None where none
+        can be, or it is split over one of the axes.
+
+    Example:
+        >>> scattered(((), ("model",)), (6, 8), ("data",), {"data": 2, "model": 2})
+        (('data',), ('model',))
+        >>> scattered(((),), (3,), ("data",), {"data": 2})
+    """
+    if set(axes_of(spec)) & set(axes):
+        return None
+    added = math.prod(sizes[a] for a in axes)
+    found = [
+        (not entry, size, -dimension)
+        for dimension, (size, entry) in enumerate(zip(shape, spec, strict=True))
+        if size and size % (added * math.prod(sizes[a] for a in entry)) == 0
+    ]
+    if not found:
+        return None
+    chosen = -max(found)[2]
+    return tuple(e + axes if n == chosen else e for n, e in enumerate(spec))
+
+
+def split_state(step: Step) -> Step:
+    """Splits what is kept from step to step further, as `zero1` and `zero3` say."""
+    if step.inside is None:
+        return step
+    sizes = step.inside.sizes
+    arguments = []
+    for own in step.arguments:
+        axes = step.inside.zero.get(own.role)
+        spec = axes and scattered(own.spec, own.aval.shape, axes, sizes)
+        arguments.append(dataclasses.replace(own, spec=spec) if spec else own)
+    results = tuple(
+        dataclasses.replace(r, spec=arguments[r.becomes].spec)
+        if r.spec is None and r.becomes is not None
+        else r
+        for r in step.results
+    )
+    return dataclasses.replace(step, arguments=tuple(arguments), results=results)
+
+
+def gather_in_tasks(step: Step) -> Step:
+    """Lets tasks gather the parameters that are split further than they read them.
+
+    Without it, XLA would take the axes that parameters and examples are both split over to be those
+    of the parameters, and move the examples.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> from jaxpp._program import Argument
+        >>> from jaxpp.transforms._step import Inside
+        >>> loss = jaxpp.wrap_forward(lambda w, x: jnp.mean((x @ w) ** 2))
+        >>> grad = jaxpp.schedule(jaxpp.microbatch(jax.grad(loss), 2), jaxpp.schedules.OneFOneB())
+        >>> types = (jax.sharding.AxisType.Auto,)
+        >>> mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=types)
+        >>> split, whole = (("data",), ()), ((), ())
+        >>> with jax.sharding.use_abstract_mesh(mesh):
+        ...     jaxpr = jax.make_jaxpr(grad)(jnp.ones((4, 4)), jnp.ones((8, 4)))
+        ...     weight, batch = (Argument("", aval, 0, spec=split) for aval in jaxpr.in_avals)
+        ...     weight = dataclasses.replace(weight, in_tasks=whole)
+        ...     batch = dataclasses.replace(batch, in_tasks=split)
+        ...     step = Step(jaxpr, (weight, batch), (), inside=Inside(mesh, mesh.shape, {}))
+        ...     own = gather_in_tasks(step)
+        >>> (loop,) = filter(_loop.is_loop, own.jaxpr.eqns)
+        >>> loop.params["tasks"].bodies[0].jaxpr.eqns[0].primitive.name
+        'sharding_constraint'
+    """
+    specs, whole = [a.spec for a in step.arguments], [a.in_tasks for a in step.arguments]
+    if step.inside is None or specs == whole:
+        return step
+    jaxpr, sizes = step.jaxpr, step.inside.sizes
+    split = propagation.propagate(jaxpr, specs, sizes)
+    wanted = propagation.propagate(jaxpr, whole, sizes)
+
+    def gathered(v: Any) -> Spec | None:
+        """How tasks are to have what is split otherwise."""
+        if _jaxprs.is_literal(v) or split[v] is None or split[v] == wanted[v]:
+            return None
+        return wanted[v] or replicated(v.aval.ndim)
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if _loop.is_loop(eqn):
+            tasks: _loop.LoopTasks = eqn.params["tasks"]
+            operands = list(eqn.invars)
+            consts = {
+                i: s for i, v in enumerate(operands[: tasks.num_consts]) if (s := gathered(v))
+            }
+            for n in range(tasks.num_consts, tasks.num_consts + tasks.num_carry):
+                # What tasks write over stays as it is from task to task.
+                if (spec := gathered(operands[n])) is not None:
+                    own = _jaxprs.fresh_var(operands[n])
+                    eqns.append(constraint(operands[n], partition_spec(spec), own))
+                    operands[n] = own
+            bodies = tuple(_gather(body, consts) for body in tasks.bodies)
+            params = {**eqn.params, "tasks": dataclasses.replace(tasks, bodies=bodies)}
+            eqn = eqn.replace(invars=operands, params=params)
+        eqns.append(eqn)
+    jaxpr = _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
+    return dataclasses.replace(step, jaxpr=jaxpr)
+
+
+def _gather(body: _loop.TaskBody, specs: Mapping[int, Spec]) -> _loop.TaskBody:
+    """A task that gathers constants, given how it is to have them."""
+    known, gathers = _jaxprs.Substitution(), []
+    for ref, v in zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True):
+        if ref.source == "const" and ref.index in specs:
+            known.of[v] = _jaxprs.fresh_var(v)
+            gathers.append(constraint(v, partition_spec(specs[ref.index]), known.of[v]))
+    if not gathers:
+        return body
+    eqns = [*gathers, *(known.rename(eqn) for eqn in body.jaxpr.eqns)]
+    outvars = [known(v) for v in body.jaxpr.jaxpr.outvars]
+    return dataclasses.replace(body, jaxpr=_compat.with_equations(body.jaxpr, eqns, outvars))

@@ -1,0 +1,6 @@
+"""Sharding propagation: how the values of a jaxpr are split, given how its inputs are."""
+
+from jaxpp.transforms.inside.propagation._rules import loop_specs as loop_specs
+from jaxpp.transforms.inside.propagation._rules import made_whole as made_whole
+from jaxpp.transforms.inside.propagation._rules import output_specs as output_specs
+from jaxpp.transforms.inside.propagation._rules import propagate as propagate
