@@ -20,6 +20,7 @@ from jaxpp.transforms import (
     _lower,
     _placement,
     _roles,
+    _task_graph,
 )
 from jaxpp.transforms._compiled import Compiled, Lowered
 from jaxpp.transforms._signature import Signature
@@ -104,7 +105,8 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     passes = {"trace": step}
     for run in PASSES:
         step = passes[run.__name__] = run(step)
-    bundle = _lower.lower(step, _placement.place_equations(step))
+    graph = _task_graph.build(step, _placement.place_equations(step))
+    bundle = _lower.lower(step, graph)
     mesh = _resolve_mesh(request.mesh, bundle.programs, traced)
 
     def finish(bundle: Bundle) -> Compiled:

@@ -6,7 +6,7 @@ without asking the compiler, on any mesh and for any schedule.
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpp import _compat
@@ -15,62 +15,60 @@ from jaxpp._specs import Spec, replicated
 from jaxpp.transforms.inside import propagation
 
 
-class Event(Protocol):
-    """A run of a computation over named values."""
+class Value(Protocol):
+    """An array that tasks make and read; `spec` is how it is split, where that is given.
 
-    computation: int
-    inputs: list[Hashable]
-    outputs: list[Hashable]
+    Values of one `memory` (an accumulator) are in it one after the other, from the one that
+    `begins` it.
+    """
+
+    aval: Any
+    spec: Spec | None
+    memory: Hashable
+    begins: bool
+
+
+class Task(Protocol):
+    """A run of a body over values."""
+
+    @property
+    def body(self) -> Any: ...
+    @property
+    def inputs(self) -> Sequence[Any]: ...
+    @property
+    def outputs(self) -> Sequence[Any]: ...
 
 
 def assign(
-    events: Sequence[Event],
-    computations: Sequence[Computation],
-    fixed: Mapping[Hashable, Spec],
-    groups: Mapping[Hashable, Hashable],
-    first_of: Iterable[Hashable],
-    sizes: Mapping[str, int],
-) -> dict[Hashable, Spec]:
-    """The spec of each value.
+    tasks: Sequence[Task], arguments: Sequence[Value], sizes: Mapping[str, int]
+) -> dict[Any, Spec]:
+    """How each value of a step is split.
 
     Args:
-        events: the runs, in an order in which they can happen.
-        computations: what they run.
-        fixed: the specs of values that are given, or wanted: arguments, constants, results.
-        groups: for values that share memory one after the other (an accumulator), their group.
-        first_of: the values of groups that their first use takes: the empty accumulators.
+        tasks: in an order in which they can happen.
+        arguments: the values that the step takes.
         sizes: the axes inside a rank.
     """
-    beginnings = frozenset(first_of)
-    of_group: dict[Hashable, Spec] = {}
-    for key, spec in fixed.items():
-        if key in groups:
-            of_group[groups[key]] = spec
-    known: dict[tuple[int, tuple[Spec | None, ...]], list[Spec | None]] = {}
-    specs: dict[Hashable, Spec | None] = {}
+    values = dict.fromkeys(arguments)
+    values.update((v, None) for task in tasks for v in (*task.inputs, *task.outputs))
+    given = {v: v.spec for v in values if v.spec is not None}
+    in_memory = {v.memory: spec for v, spec in given.items() if v.memory is not None}
+    known: dict[tuple[Any, tuple[Spec | None, ...]], list[Spec | None]] = {}
+    specs: dict[Value, Spec | None] = {}
     # The second round knows what is added to the accumulators.
     for _ in range(2):
-        specs = dict(fixed)
-        for event in events:
-            own = tuple(specs.get(key) for key in event.inputs)
-            if (event.computation, own) not in known:
-                jaxpr = computations[event.computation].jaxpr
-                known[event.computation, own] = propagation.output_specs(jaxpr, own, sizes)
-            for key, spec in zip(event.outputs, known[event.computation, own], strict=True):
-                if key in groups:
-                    if spec is not None and key not in beginnings:
-                        spec = of_group.setdefault(groups[key], spec)
-                    spec = of_group.get(groups[key])
-                if key not in fixed:
-                    specs[key] = spec
-    ndims = {
-        key: len(v.aval.shape)
-        for event in events
-        for key, v in zip(
-            event.outputs, computations[event.computation].jaxpr.jaxpr.outvars, strict=True
-        )
-    }
-    return {k: replicated(ndims[k]) if s is None else s for k, s in specs.items()}
+        specs = dict(given)
+        for task in tasks:
+            own = tuple(specs.get(v) for v in task.inputs)
+            if (task.body, own) not in known:
+                known[task.body, own] = propagation.output_specs(task.body.jaxpr, own, sizes)
+            for value, spec in zip(task.outputs, known[task.body, own], strict=True):
+                if value.memory is not None:
+                    if spec is not None and not value.begins:
+                        spec = in_memory.setdefault(value.memory, spec)
+                    spec = in_memory.get(value.memory)
+                specs[value] = given.get(value, spec)
+    return {v: specs.get(v) or replicated(len(v.aval.shape)) for v in values}
 
 
 def with_specs(
