@@ -568,6 +568,13 @@ MUTATIONS = (
         "return rows[0]",
         ("deferred_sums::counts_are_exact",),
     ),
+    Mutation(
+        "what nothing is known of is not named",
+        "jaxpp/transforms/inside/propagation/_rules.py",
+        "if any(sizes[a] > 1 for a in axes) and not _has_rule(eqn):",
+        "if False:",
+        ("in_specs::an_unknown_primitive_that_makes_an_array_whole_is_named",),
+    ),
 )
 
 #: Those that no test catches, and why.
