@@ -271,15 +271,49 @@ def inline_body(body: Any, args: Sequence[Any], eqn) -> tuple[list[Any], list[An
     return eqns, [fresh(v) for v in opened.outvars]
 
 
-def splice(fun: Callable, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The equations of a function of atoms whose results are the given variables."""
-    traced = jax.make_jaxpr(fun)(*(v.aval for v in operands))
-    flat = inline(without_constants(traced)[0], lambda e: True)
+def record(
+    fun: Callable, operands: Sequence[Any], source: Any = None
+) -> tuple[list[Any], list[Any]]:
+    """Traces a function of atoms; gives its equations, calls inlined, and the atoms it returns.
+
+    With the equation `source`, those made have its names and source line.
+    """
+    traced = bind_constants(*without_constants(jax.make_jaxpr(fun)(*(v.aval for v in operands))))
+    flat = inline(traced, lambda e: True)
     bound = Substitution(zip(flat.jaxpr.invars, operands, strict=True))
     # JAX gives the same variables whenever it traces the same function.
     bound.of.update((v, fresh_var(v)) for e in flat.eqns for v in e.outvars)
-    bound.of.update(zip(flat.jaxpr.outvars, results, strict=True))
-    return [bound.rename(e).replace(outvars=[bound(v) for v in e.outvars]) for e in flat.eqns]
+    eqns = [bound.rename(e).replace(outvars=[bound(v) for v in e.outvars]) for e in flat.eqns]
+    if source is not None:
+        eqns = [e.replace(source_info=source.source_info) for e in eqns]
+    return eqns, [bound(v) for v in flat.jaxpr.outvars]
+
+
+def splice(
+    fun: Callable, operands: Sequence[Any], results: Sequence[Any], source: Any = None
+) -> list[Any]:
+    """Records a function of atoms, whose results are the given variables."""
+    return with_results(*record(fun, operands, source), results)
+
+
+def with_results(eqns: Iterable[Any], made: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Renames what equations make to the given variables.
+
+    Where that is no variable of its own (an input, a literal, or given twice), adds a copy.
+    """
+    eqns = list(eqns)
+    own = {v for e in eqns for v in e.outvars}
+    rename, copies = Substitution(), []
+    for atom, wanted in zip(made, results, strict=True):
+        if is_literal(atom) or atom not in own or atom in rename.of:
+            copies.append((atom, wanted))
+        else:
+            rename.of[atom] = wanted
+    eqns = [rename.rename(e).replace(outvars=[rename(v) for v in e.outvars]) for e in eqns]
+    for atom, wanted in copies:
+        if atom is not wanted:
+            eqns += splice(jax.lax.optimization_barrier, [rename(atom)], [wanted])
+    return eqns
 
 
 def fresh_var(var):

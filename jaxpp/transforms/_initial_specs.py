@@ -9,7 +9,6 @@ result.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
@@ -72,8 +71,7 @@ def with_split_outputs(
     for v in jaxpr.jaxpr.outvars:
         if specs[v] != wanted[v]:
             own = _jaxprs.fresh_var(v)
-            copy = jax.make_jaxpr(jnp.copy)(v.aval).eqns[0]
-            eqns.append(copy.replace(invars=[v], outvars=[own]))
+            eqns += _jaxprs.splice(jnp.copy, [v], [own])
             specs[own] = wanted[v]
             v = own
         outvars.append(v)

@@ -263,17 +263,14 @@ def _with_start_operands(eqn: Any) -> Any:
         return eqn
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     sizes = [limit - start for start, limit in zip(starts, limits, strict=True)]
-    traced = jax.make_jaxpr(lambda x, *at: jax.lax.dynamic_slice(x, at, sizes))(
-        eqn.invars[0].aval, *(np.uint32(start) for start in starts)
+    literals = [jex.Literal(start, jax.typeof(start)) for start in map(np.uint32, starts)]
+    (dynamic,) = _jaxprs.splice(
+        lambda x, *at: jax.lax.dynamic_slice(x, at, sizes),
+        [eqn.invars[0], *literals],
+        eqn.outvars,
+        eqn,
     )
-    (dynamic,) = traced.eqns
-    literals = [
-        jex.Literal(np.uint32(start), v.aval)
-        for start, v in zip(starts, traced.jaxpr.invars[1:], strict=True)
-    ]
-    return dynamic.replace(
-        invars=[eqn.invars[0], *literals], outvars=eqn.outvars, source_info=eqn.source_info
-    )
+    return dynamic
 
 
 def _with_own_outputs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -283,8 +280,7 @@ def _with_own_outputs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     for atom in jaxpr.jaxpr.outvars:
         if _jaxprs.is_literal(atom) or atom in taken:
             own = _jaxprs.fresh_var(atom)
-            copy = jax.make_jaxpr(jnp.copy)(atom.aval).eqns[0]
-            eqns.append(copy.replace(invars=[atom], outvars=[own]))
+            eqns += _jaxprs.splice(jnp.copy, [atom], [own])
             atom = own
         taken.add(atom)
         outvars.append(atom)

@@ -134,16 +134,9 @@ class Splitter:
 
     def emit(self, fun: Callable, *atoms: Any) -> Any:
         """Adds the equations of a function of atoms; gives its result."""
-        traced = _jaxprs.without_constants(jax.make_jaxpr(fun)(*(v.aval for v in atoms)))[0]
-        flat = _jaxprs.inline(traced, lambda e: True)
-        bound = _jaxprs.Substitution(zip(flat.jaxpr.invars, atoms, strict=True))
-        for eqn in flat.eqns:
-            # JAX gives the same variables whenever it traces the same function.
-            outvars = [_jaxprs.fresh_var(v) for v in eqn.outvars]
-            own = bound.rename(eqn).replace(outvars=outvars, source_info=self._at.source_info)
-            bound.of.update(zip(eqn.outvars, outvars, strict=True))
-            self.eqns.append((own, None))
-        return bound(flat.jaxpr.outvars[0])
+        eqns, (result,) = _jaxprs.record(fun, atoms, self._at)
+        self.eqns += [(e, None) for e in eqns]
+        return result
 
     # ---- equations ------------------------------------------------------------------------------
 

@@ -180,8 +180,9 @@ class _Slicer:
     def _of_whole(self, eqn: Any, var: Any, low: int, high: int) -> None:
         if eqn is not None:
             self._blame_for(eqn, [var])
-        traced = jax.make_jaxpr(lambda x: jax.lax.slice_in_dim(x, low, high))(var.aval)
-        self._add(traced.eqns[0], [var], var, low, high)
+        eqns, (rows,) = _jaxprs.record(lambda x: jax.lax.slice_in_dim(x, low, high), [var])
+        self._known[var, low, high] = rows
+        self.eqns += eqns
 
     def _blame_for(self, eqn: Any, atoms: Sequence[Any]) -> None:
         """Notes an equation that wants some atoms whole, if that takes a large array."""

@@ -51,33 +51,7 @@ def inline_all(eqns: Sequence[Any]) -> list[Any]:
     outputs = [v for e in eqns for v in e.outvars if not isinstance(v, jex.DropVar)]
     part = _jaxprs.part(list(eqns), outputs)
     flat = _jaxprs.inline(part.jaxpr, lambda e: True)
-    return _named_as(flat, outputs)
-
-
-def _named_as(flat, outputs: Sequence[Any]) -> list[Any]:
-    """The equations of a jaxpr with its results renamed to `outputs`.
-
-    A result that is no variable of its own (an input, a literal, or given twice) gets a copy.
-    """
-    rename = _jaxprs.Substitution()
-    inputs = set(flat.jaxpr.invars)
-    copies = []
-    for result, wanted in zip(flat.jaxpr.outvars, outputs, strict=True):
-        if result is wanted:
-            rename.of[result] = wanted
-        elif _jaxprs.is_literal(result) or result in inputs or result in rename.of:
-            copies.append((result, wanted))
-        else:
-            rename.of[result] = wanted
-    eqns = [rename.rename(e).replace(outvars=[rename(v) for v in e.outvars]) for e in flat.eqns]
-    for result, wanted in copies:
-        eqns.append(_copy(rename(result), wanted))
-    return eqns
-
-
-def _copy(source, target):
-    template = jax.make_jaxpr(lambda x: jax.lax.optimization_barrier(x))(source.aval).eqns[0]
-    return template.replace(invars=[source], outvars=[target])
+    return _jaxprs.with_results(flat.eqns, flat.jaxpr.outvars, outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +104,13 @@ def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
 
     outer = dict(zip([*scan.consts, *scan.carries, *scan.xs], eqn.invars, strict=True))
     run, operands = _part_of_scan(scan, first, mine, scan.xs, [*my_ys, *crossing], outer)
-    mine_eqns, stacks = _as_equations(run, operands, results(mine, True), len(crossing))
-    outer.update(zip(crossing, stacks, strict=True))
+    mine_eqns, made = _jaxprs.record(run, operands)
+    named = results(mine, True)
+    outer.update(zip(crossing, made[len(named) :], strict=True))
+    mine_eqns = _jaxprs.with_results(mine_eqns, made[: len(named)], named)
     slices = [*scan.xs, *crossing]
     run, operands = _part_of_scan(scan, second, others, slices, other_ys, outer)
-    rest_eqns, _ = _as_equations(run, operands, results(others, False), 0)
-    return mine_eqns, rest_eqns
+    return mine_eqns, _jaxprs.splice(run, operands, results(others, False))
 
 
 def _wanted_carries(
@@ -251,18 +226,3 @@ def _part_of_scan(
         return [*carry, *stacked]
 
     return run, [outer[v] for v in [*whole, *sliced, *carries]]
-
-
-def _as_equations(run, operands, results, num_new: int) -> tuple[list[Any], list[Any]]:
-    """The equations of a function of atoms whose results are named, plus `num_new` new ones."""
-    traced = jax.make_jaxpr(run)(*(v.aval for v in operands))
-    traced = _jaxprs.bind_constants(*_jaxprs.without_constants(traced))
-    bound = _jaxprs.Substitution(zip(traced.jaxpr.invars, operands, strict=True))
-    outvars = traced.jaxpr.outvars
-    new = [_jaxprs.fresh_var(v) for v in outvars[len(outvars) - num_new :]]
-    flat = _compat.make_closed_jaxpr(
-        dict.fromkeys(_jaxprs.variables(operands)),
-        [bound(v) for v in outvars],
-        [bound.rename(e) for e in traced.eqns],
-    )
-    return _named_as(flat, [*results, *new]), new

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
@@ -178,12 +177,12 @@ def _keep_carries(body: Body) -> Body:
         reading = readers.get(carry, set())
         if reading and writer is None and out is not carry:
             writer, outs[i] = min(reading), _jaxprs.fresh_var(carry)
-            last.append((_copy(out, outs[i]), writer))
+            last += [(e, writer) for e in _jaxprs.splice(jnp.copy, [out], [outs[i]])]
         if writer is None or min(reading, default=writer) < writer:
             continue
         if reading - {writer} or carry in body.ys:
             kept[carry] = writer, _jaxprs.fresh_var(carry)
-            first.append((_copy(carry, kept[carry][1]), writer))
+            first += [(e, writer) for e in _jaxprs.splice(jnp.copy, [carry], [kept[carry][1]])]
 
     def read(v, position):
         writer, before = (None, v) if _jaxprs.is_literal(v) else kept.get(v, (None, v))
@@ -194,11 +193,6 @@ def _keep_carries(body: Body) -> Body:
     ]
     ys = tuple(read(v, None) for v in body.ys)
     return body.with_equations([*first, *placed], carry_outs=tuple(outs), ys=ys)
-
-
-def _copy(v: Any, result: Any) -> Any:
-    """The equation that makes `result` a copy of `v`."""
-    return jax.make_jaxpr(jnp.copy)(result.aval).eqns[0].replace(invars=[v], outvars=[result])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,7 +154,7 @@ MUTATIONS = (
         "jaxpp/transforms/_tasks.py",
         "if kind is Kind.F and stage == self._num_stages - 1:",
         "if False:",
-        ("place::results_of_all_kinds", "programs"),
+        ("schedule::what_no_task_makes_leaves_the_loop",),
     ),
     Mutation(
         "an accumulator is the carry before it",

@@ -716,6 +716,19 @@ def test_an_error_is_a_value_error_too():
     assert issubclass(schedules.ScheduleError, ValueError)
 
 
+@pytest.mark.parametrize("reduce", ["stack", "last"])
+def test_what_no_task_makes_leaves_the_loop(reduce):
+    def aux(ws, x):
+        return loss_fn(ws, x), (jnp.float32(3), ws[1])
+
+    gradient = jax.value_and_grad(jaxpp.wrap_forward(aux), has_aux=True)
+    plain = jaxpp.microbatch(gradient, M, reduce=(("mean", (reduce, "last")), "mean"))
+    scheduled = jaxpp.schedule(plain, OneFOneB())
+    assert_same(scheduled, plain, WS, X)
+    placed = jaxpp.place(scheduled, jaxpp.MpmdMesh((STAGES,)))
+    chex.assert_trees_all_close(placed(WS, X), jax.jit(plain)(WS, X), rtol=1e-6)
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_a_carry_that_no_microbatch_changes_is_read_by_any_stage(split):
     """As the key is from which each layer folds one of its own, by a count that is carried, too."""

@@ -18,9 +18,8 @@ def constraint(var: Any, spec: PartitionSpec, result: Any) -> Any:
         spec: over which axes.
         result: the variable of the result.
     """
-    traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, spec))(result.aval)
-    (eqn,) = traced.eqns
-    return eqn.replace(invars=[var], outvars=[result])
+    (eqn,) = _jaxprs.splice(lambda x: jax.lax.with_sharding_constraint(x, spec), [var], [result])
+    return eqn
 
 
 def check_constraints(jaxpr: jex.ClosedJaxpr, inside: AbstractMesh | None) -> None:

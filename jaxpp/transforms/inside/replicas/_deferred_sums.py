@@ -184,8 +184,8 @@ def _start(
     """The equations, and the variable, of the shares that an accumulator begins with."""
     if _partial_sums.is_zero(first, maker):
         zeros = first.aval
-        return _partial_sums.record(lambda: _partial_sums.zero_rows(zeros, replicas), [], eqn)
-    return _partial_sums.record(lambda x: _partial_sums.first_row(x, replicas), [first], eqn)
+        return _jaxprs.record(lambda: _partial_sums.zero_rows(zeros, replicas), [], eqn)
+    return _jaxprs.record(lambda x: _partial_sums.first_row(x, replicas), [first], eqn)
 
 
 def _sum_replicas(
@@ -202,5 +202,5 @@ def _sum_replicas(
             return _partial_sums.sum_rows(rows)
         return _partial_sums.scatter_rows(rows, spec, target, replicas)
 
-    eqns, (result,) = _partial_sums.record(add_up, [partial], eqn)
+    eqns, (result,) = _jaxprs.record(add_up, [partial], eqn)
     return [e.replace(outvars=[total if v is result else v for v in e.outvars]) for e in eqns]

@@ -157,28 +157,6 @@ def map_replicas(
     return lambda *xs: keep_apart(mapped(*xs), replicas)
 
 
-def record(fun: Callable, operands: Sequence[Any], source: Any) -> tuple[list[Any], list[Any]]:
-    """The equations of a function of atoms, as if they came from where the equation `source` does.
-
-    Returns:
-        The equations, and the variables of the function's results.
-    """
-    traced = jax.make_jaxpr(fun)(*(v.aval for v in operands))
-    opened, values = _jaxprs.without_constants(traced)
-    known = [_jaxprs.literal(x, v.aval) for x, v in zip(values, opened.jaxpr.invars, strict=False)]
-    bound = _jaxprs.Substitution(zip(opened.jaxpr.invars, [*known, *operands], strict=True))
-    flat = _jaxprs.inline(opened, lambda e: True)
-    eqns = []
-    for eqn in flat.eqns:
-        # JAX keeps what it has traced: the variables may be there already.
-        own = [_jaxprs.fresh_var(v) for v in eqn.outvars]
-        eqns.append(bound.rename(eqn).replace(outvars=own))
-        bound.of.update(zip(eqn.outvars, own, strict=True))
-    if source is not None:
-        eqns = [e.replace(source_info=source.source_info) for e in eqns]
-    return eqns, [bound(v) for v in flat.jaxpr.outvars]
-
-
 # ---- equations ----------------------------------------------------------------------------------
 
 
@@ -238,7 +216,7 @@ class _Writer:
         self._maker.update((v, eqn) for v in eqn.outvars)
 
     def _record(self, fun: Callable, operands: Sequence[Any]) -> list[Any]:
-        eqns, results = record(fun, operands, self._at)
+        eqns, results = _jaxprs.record(fun, operands, self._at)
         for eqn in eqns:
             self._append(eqn)
         return results
