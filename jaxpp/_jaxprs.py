@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxpp import _compat
+from jaxpp import _compat, _primitives
 from jaxpp._program import Fed
 
 _STATIC_OUTPUT = object()
@@ -93,7 +93,7 @@ def without_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
     def open_inner(eqn):
         if any(map(_compat.is_ref, eqn.invars)):
-            if contains(eqn, lambda e: e.primitive.name in CUSTOM_RULES):
+            if contains(eqn, lambda e: e.primitive.name in _primitives.CUSTOM_RULES):
                 raise ValueError(
                     f"The `{eqn.primitive.name}`{_compat.at_source_line(eqn)} reads or writes a "
                     f"jax.new_ref made outside of it, and calls a function with a derivative rule "
@@ -161,26 +161,8 @@ def bind_constants(jaxpr: jex.ClosedJaxpr, values: Sequence[Any]) -> jex.ClosedJ
 
 def called_jaxpr(eqn) -> Any | None:
     """The body of an equation that calls it once (a jit, a checkpoint, a custom rule), or None."""
-    if eqn.primitive.name in _CALLS:
-        return eqn.params[_CALLS[eqn.primitive.name]]
-    return None
-
-
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_lin": "call_jaxpr",
-}
-_JITS = frozenset({"jit", "pjit"})
-CHECKPOINTS = frozenset({"remat2", "checkpoint"})
-CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+    body = _primitives.CALLS.get(eqn.primitive.name)
+    return None if body is None else eqn.params[body]
 
 
 def shardings_of(eqn) -> list[Any]:
@@ -461,8 +443,8 @@ _DERIVATIVE_RULES = frozenset(
 
 
 def _params(eqn, differentiable: bool):
-    ignored = {"name"} if eqn.primitive.name in _JITS else set()
-    if eqn.primitive.name in CUSTOM_RULES and not differentiable:
+    ignored = {"name"} if eqn.primitive.name == "jit" else set()
+    if eqn.primitive.name in _primitives.CUSTOM_RULES and not differentiable:
         ignored |= _DERIVATIVE_RULES
     return tuple(
         (k, _hashable(v, differentiable)) for k, v in sorted(eqn.params.items()) if k not in ignored

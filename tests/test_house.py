@@ -12,7 +12,7 @@ import jaxpp
 
 ROOT = pathlib.Path(jaxpp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-GROUND = ("_compat", "_jaxprs", "_program")
+GROUND = ("_compat", "_jaxprs", "_primitives", "_program")
 
 
 def name_of(path):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _primitives
 
 X = jax.random.normal(jax.random.key(0), (3, 4))
 W = jax.random.normal(jax.random.key(1), (4, 4))
@@ -100,8 +100,8 @@ def test_inlined_calls_compute_the_same():
     jaxpr = traced(calls, X, W)
     for wanted in (
         lambda e: True,
-        lambda e: e.primitive.name not in _jaxprs.CUSTOM_RULES,
-        lambda e: e.primitive.name in _jaxprs.CHECKPOINTS,
+        lambda e: e.primitive.name not in _primitives.CUSTOM_RULES,
+        lambda e: e.primitive.name in _primitives.CHECKPOINTS,
         lambda e: False,
     ):
         flat = _jaxprs.inline(jaxpr, wanted)

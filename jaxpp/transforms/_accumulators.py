@@ -5,18 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from jaxpp import _jaxprs
+from jaxpp import _jaxprs, _primitives
 from jaxpp.transforms._body import Body
 
-_ADDS = frozenset({"add", "add_any"})
-_EXTREMES = frozenset({"max", "min", "and", "or"})
-_FILLS = frozenset({"broadcast_in_dim", "convert_element_type"})
 #: What a sum may go through on the way to its accumulator: casts, and moves of data.
-_LINEAR = frozenset(
-    {"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "copy"}
-)
+_PASSED = _primitives.REORDERS | {"convert_element_type"}
 
 
 def hand_through_zeros(body: Body) -> Body:
@@ -24,22 +18,15 @@ def hand_through_zeros(body: Body) -> Body:
 
     So it is with the gradient of a parameter behind `stop_gradient`.
     """
-    maker = body.maker()
-
-    def is_zero(v) -> bool:
-        while not _jaxprs.is_literal(v):
-            eqn = body.eqns[maker[v]] if v in maker else None
-            if eqn is None or eqn.primitive.name not in _FILLS:
-                return False
-            v = eqn.invars[0]
-        return np.ndim(v.val) == 0 and v.val == 0
+    maker = {v: e for e in body.eqns for v in e.outvars}
 
     def update(carry, out):
         if _jaxprs.is_literal(out) or out not in maker:
             return out
-        eqn = body.eqns[maker[out]]
-        adds = eqn.primitive.name in _ADDS and carry in eqn.invars
-        return carry if adds and all(v is carry or is_zero(v) for v in eqn.invars) else out
+        eqn = maker[out]
+        adds = eqn.primitive.name in _primitives.ADDS and carry in eqn.invars
+        zeros = all(v is carry or _primitives.is_zero(v, maker) for v in eqn.invars)
+        return carry if adds and zeros else out
 
     outs = tuple(map(update, body.carries, body.carry_outs))
     keep = _jaxprs.ancestors(body.eqns, (*outs, *body.ys))
@@ -85,7 +72,7 @@ def split_shared_sums(body: Body) -> Sums:
         if _jaxprs.is_literal(out) or out not in maker or readers.get(carry) != 1:
             return None
         eqn = body.eqns[maker[out]]
-        if eqn.primitive.name not in _ADDS | _EXTREMES:
+        if eqn.primitive.name not in _primitives.ADDS | _primitives.EXTREMES:
             return None
         left, right = eqn.invars
         if itself(left) is carry:
@@ -105,7 +92,7 @@ def split_shared_sums(body: Body) -> Sums:
                 continue
             numbers.append(i)
             eqn = body.eqns[i]
-            linear = () if eqn.primitive.name in _ADDS else (eqn,)
+            linear = () if eqn.primitive.name in _primitives.ADDS else (eqn,)
             rest += [_Term(o, (*linear, *term.linear)) for o in reversed(eqn.invars)]
         return found, numbers
 
@@ -121,7 +108,7 @@ def split_shared_sums(body: Body) -> Sums:
             continue
         eqn, value = folded
         folds[j] = eqn.primitive
-        if eqn.primitive.name not in _ADDS:
+        if eqn.primitive.name not in _primitives.ADDS:
             continue
         found, numbers = terms(value)
         groups = _by_task(found, at)
@@ -168,11 +155,13 @@ def _sums_of_several(
     found: dict[Any, int] = {}
     for i, (eqn, position) in enumerate(body.placed()):
         name = eqn.primitive.name
-        if name not in _ADDS | _LINEAR or (position is not None and position < body.num_stages):
+        if name not in _primitives.ADDS | _PASSED or (
+            position is not None and position < body.num_stages
+        ):
             continue
         (v,) = eqn.outvars
         if readers.get(v) != 1 or (
-            name in _LINEAR and not jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            name in _PASSED and not jnp.issubdtype(v.aval.dtype, jnp.inexact)
         ):
             continue
         made_by = [tasks.get(o, {at.get(o)}) for o in _jaxprs.variables(eqn.invars)]

@@ -11,7 +11,7 @@ from typing import Any
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp.transforms import _marks, _stages
 
 
@@ -161,7 +161,7 @@ def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool
 
 def _recomputes(eqn) -> bool:
     """Whether an equation is the backward of a checkpoint, which computes its forward again."""
-    return eqn.primitive.name in _jaxprs.CHECKPOINTS and eqn.params["differentiated"]
+    return eqn.primitive.name in _primitives.CHECKPOINTS and eqn.params["differentiated"]
 
 
 def _rounds_nothing(eqn) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _primitives
 
 #: The open checkpoints of a program, by their scopes.
 Checkpoints = dict[str, Any]
@@ -32,7 +32,7 @@ def open_calls(
         for eqn in eqns:
             eqn = known.rename(eqn)
             is_call = _jaxprs.called_jaxpr(eqn) is not None
-            if not is_call or eqn.primitive.name in _jaxprs.CUSTOM_RULES or not wanted(eqn):
+            if not is_call or eqn.primitive.name in _primitives.CUSTOM_RULES or not wanted(eqn):
                 yield eqn
                 continue
             inner, results = _jaxprs.inline_call(eqn, eqn.invars)
@@ -50,7 +50,7 @@ def open_calls(
 
 def is_checkpoint(eqn) -> bool:
     """Whether an equation is a `jax.checkpoint`."""
-    return eqn.primitive.name in _jaxprs.CHECKPOINTS
+    return eqn.primitive.name in _primitives.CHECKPOINTS
 
 
 def scopes(eqn) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from jaxpp import _jaxprs
+from jaxpp import _jaxprs, _primitives
 
 Cost = Callable[[jex.JaxprEqn], float]
 
@@ -48,17 +48,9 @@ def flops(eqn: jex.JaxprEqn) -> float:
         return _body_flops(eqn)
     if name.startswith(("reduce_", "arg", "cum")):
         return float(sum(a.size for a in operands if hasattr(a, "size")))
-    if name in _FREE:
+    if name in _primitives.FREE:
         return 0.0
     return float(sum(a.size for a in results if hasattr(a, "size")))
-
-
-_FREE = frozenset(
-    {
-        "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "iota", "copy",
-        "stop_gradient", "pipeline_enter_stage", "stage_edge", "optimization_barrier",
-    }
-)  # fmt: skip
 
 
 def _body_flops(eqn) -> float:

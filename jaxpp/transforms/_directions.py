@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import schedules
+from jaxpp import _primitives, schedules
 from jaxpp.transforms import _loop
 
 
@@ -95,7 +95,7 @@ def separate(tasks: _loop.LoopTasks, directions: int, carries: Sequence[Any]) ->
 
 def _neutral(fold: Any, carry: Any) -> Any:
     """What another accumulator of a carry begins with: nothing added, or the same extreme."""
-    adds = fold.name in ("add", "add_any")
+    adds = fold.name in _primitives.ADDS
     return jnp.zeros(carry.shape, carry.dtype) if adds else carry
 
 

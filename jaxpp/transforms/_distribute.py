@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp.transforms import _conditionals, _loop, _parts, _rows
 from jaxpp.transforms._rows import Bounds
 from jaxpp.transforms._step import Fact, Guard, Step
@@ -143,7 +143,7 @@ def _makers(eqns) -> dict[Any, frozenset[int]]:
         read = _jaxprs.variables(eqn.invars)
         if _loop.is_loop(eqn):
             makers.update(zip(eqn.outvars, _loop.result_stages(eqn), strict=True))
-        elif eqn.primitive.name == "add" and all(v in makers for v in read):
+        elif eqn.primitive.name in _primitives.ADDS and all(v in makers for v in read):
             makers[eqn.outvars[0]] = frozenset().union(*(makers[v] for v in read))
     return makers
 

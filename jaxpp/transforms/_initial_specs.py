@@ -12,25 +12,8 @@ from typing import Any
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._specs import Spec, replicated
-
-_ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos
-    cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p
-    logistic lt max min mul ne neg nextafter not or pow rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
-    threefry2x32 xor
-    """.split()
-)
-_EXACT = _ELEMENTWISE | frozenset(
-    """
-    bitcast_convert_type broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather iota
-    pad random_bits random_fold_in random_seed random_split random_unwrap random_wrap reshape rev
-    scan scatter slice squeeze stack transpose while cond
-    """.split()
-)
 
 
 def with_split_outputs(
@@ -95,7 +78,7 @@ def _consists_of(eqn: Any, kind: Callable[[Any], bool]) -> bool:
 
 def _is_exact(eqn: Any) -> bool:
     """Whether an operation computes each element by itself, or moves elements only."""
-    return eqn.primitive.name in _EXACT
+    return eqn.primitive.name in _primitives.EXACT
 
 
 def _is_elementwise(eqn: Any) -> bool:
@@ -103,4 +86,4 @@ def _is_elementwise(eqn: Any) -> bool:
     shapes = {tuple(atom.aval.shape) for atom in [*eqn.invars, *eqn.outvars]}
     if eqn.primitive.name == "broadcast_in_dim":
         return len(shapes) == 1 or not eqn.invars[0].aval.shape
-    return eqn.primitive.name in _ELEMENTWISE and len(shapes - {()}) < 2
+    return eqn.primitive.name in _primitives.ELEMENTWISE and len(shapes - {()}) < 2

@@ -138,7 +138,7 @@ def lower(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bun
     """
     made = [a for a in step.arguments if a.array < len(traced.jaxpr.jaxpr.outvars)]
     # JAX runs the bodies of all calls but of jitted functions operation by operation, too.
-    jaxpr = _jaxprs.inline(traced.jaxpr, lambda e: e.primitive.name not in ("jit", "pjit"))
+    jaxpr = _jaxprs.inline(traced.jaxpr, lambda e: e.primitive.name != "jit")
     jaxpr, blamed = _row_slices.with_parts(jaxpr, cuts_of(made))
     for n, eqn in blamed.items():
         warnings.warn(

@@ -10,11 +10,9 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp.transforms import _costs
 from jaxpp.transforms._body import Body
-
-_PLAIN_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 
 
 def hoist(body: Body) -> tuple[Body, _jaxprs.Part]:
@@ -88,7 +86,7 @@ class _Opener:
         name = eqn.primitive.name
         varies = any(v in self.find.varying for v in _jaxprs.variables(eqn.invars))
         if varies and not eqn.effects and not _jaxprs.shardings_of(eqn):
-            if name in _PLAIN_CALLS or name in _jaxprs.CHECKPOINTS:
+            if name in _primitives.PLAIN_CALLS or name in _primitives.CHECKPOINTS:
                 return self._open_call(eqn)
             if name == "scan":
                 return self._open_scan(eqn)
@@ -103,7 +101,7 @@ class _Opener:
         if not worth:
             self.find.note(eqn)
             return [eqn]
-        if eqn.primitive.name in _PLAIN_CALLS:
+        if eqn.primitive.name in _primitives.PLAIN_CALLS:
             self.known.of.update(zip(eqn.outvars, results, strict=True))
             return inner
         before = _needed([e for e in inner if not e.effects], worth)

@@ -12,7 +12,7 @@ import jax
 import jax.extend.core as jex
 
 from jaxpp import _jaxprs
-from jaxpp.transforms import _checkpoints
+from jaxpp.transforms import _checkpoints, _rows
 
 
 class Origins:
@@ -60,30 +60,30 @@ class Origins:
         if (start, stop) == (0, atom.aval.shape[0]):
             return atom
         maker = None if _jaxprs.is_literal(atom) else self._maker.get(atom)
-        if maker is not None and _joins_rows(maker):
+        if maker is not None and (intervals := _rows.concatenation_intervals(maker)):
             self._bypassed.add(id(maker))
-            parts, row = [], 0
-            for part in maker.invars:
-                rows = part.aval.shape[0]
-                low, high = max(start - row, 0), min(stop - row, rows)
-                if low < high:
-                    parts.append(self.slice(part, low, high, scan, eqns))
-                row += rows
+            parts = [
+                self.slice(part, max(start - row, 0), min(stop - row, end - row), scan, eqns)
+                for part, (row, end) in zip(maker.invars, intervals, strict=True)
+                if row < stop and start < end
+            ]
             if len(parts) == 1:
                 return parts[0]
-            eqn = joined(scan, parts, resized(atom.aval, stop - start))
+            eqn = joined(scan, parts, _rows.with_rows(atom.aval, stop - start))
         elif maker is not None and _is_slice_of_rows(maker):
             self._bypassed.add(id(maker))
             row = maker.params["start_indices"][0]
             return self.slice(maker.invars[0], row + start, row + stop, scan, eqns)
-        elif maker is not None and _works_by_rows(maker) and self.is_prepared(atom):
+        elif maker is not None and self.is_prepared(atom) and (rule := _rows.row_by_row(maker)):
             self._bypassed.add(id(maker))
-            invars = [
-                v if v.aval.ndim == 0 else self.slice(v, start, stop, scan, eqns)
-                for v in maker.invars
+            operands = [
+                self.slice(v, start, stop, scan, eqns) if has_rows else v
+                for v, has_rows in zip(maker.invars, rule.operands, strict=True)
             ]
-            outvars = [jex.Var(resized(v.aval, stop - start)) for v in maker.outvars]
-            eqn = maker.replace(invars=invars, outvars=outvars)
+            eqn = _rows.of_rows(maker, rule, operands, stop - start)
+            self.add(eqn)
+            eqns.append(eqn)
+            return eqn.outvars[maker.outvars.index(atom)]
         else:
             # What was not made in a checkpoint is not sliced there: the slice alone is kept.
             around = [] if maker is None else _checkpoints.scopes(maker)
@@ -100,7 +100,9 @@ def _sliced(scan, array: Any, start: int, stop: int) -> Any:
         "limit_indices": (stop, *rest),
         "strides": None,
     }
-    return _equation(scan, [array], resized(array.aval, stop - start), jax.lax.slice_p, params)
+    return _equation(
+        scan, [array], _rows.with_rows(array.aval, stop - start), jax.lax.slice_p, params
+    )
 
 
 def joined(scan, parts: Sequence[Any], aval) -> Any:
@@ -113,38 +115,7 @@ def _equation(scan, invars: Sequence[Any], aval, primitive, params: dict) -> Any
     return eqn.replace(source_info=scan.source_info)
 
 
-def resized(aval, rows: int):
-    """The type of an array with another number of rows."""
-    return aval.update(shape=(rows, *aval.shape[1:]))
-
-
-def _works_by_rows(eqn) -> bool:
-    """Whether an equation makes each row of its result from that row of its operands."""
-    rows = {v.aval.shape[:1] for v in [*eqn.invars, *eqn.outvars] if v.aval.ndim}
-    if len(rows) != 1:
-        return False
-    if eqn.primitive.name == "transpose":
-        return eqn.params["permutation"][0] == 0
-    return eqn.primitive.name in _BY_ROWS
-
-
-_BY_ROWS = frozenset(
-    {
-        "convert_element_type", "reduce_precision", "copy", "neg", "mul", "add", "sub", "div",
-        "max", "min", "exp", "tanh", "sqrt", "rsqrt", "integer_pow", "random_wrap",
-        "random_unwrap",
-    }
-)  # fmt: skip
-
-
-def _joins_rows(eqn) -> bool:
-    return eqn.primitive.name == "concatenate" and eqn.params["dimension"] == 0
-
-
 def _is_slice_of_rows(eqn) -> bool:
-    if eqn.primitive.name != "slice":
-        return False
-    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-    strides = eqn.params["strides"] or (1,) * len(starts)
-    shape = eqn.invars[0].aval.shape
-    return set(strides) == {1} and not any(starts[1:]) and tuple(limits[1:]) == tuple(shape[1:])
+    """Whether an equation is a slice that takes some rows, and all of each."""
+    columns = {v.aval.shape[1:] for v in [*eqn.invars, *eqn.outvars]}
+    return _rows.takes_some_rows(eqn) and len(columns) == 1

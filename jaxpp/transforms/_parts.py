@@ -9,7 +9,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp.transforms import _rows
 from jaxpp.transforms._rows import Bounds
 
@@ -124,7 +124,7 @@ class Splitter:
 
     def _literal_rows(self, literal: Any, start: int, stop: int) -> Any:
         value = _rows.slice_rows(_jaxprs.literal_array(literal), start, stop)
-        return _jaxprs.literal(value, _with_rows(literal.aval, stop - start))
+        return _jaxprs.literal(value, _rows.with_rows(literal.aval, stop - start))
 
     def _slice(self, atom: Any, start: int, stop: int) -> Any:
         return self.emit(lambda x: jax.lax.slice_in_dim(x, start, stop), atom)
@@ -218,24 +218,18 @@ class Splitter:
         return result
 
     def _one_part(self, eqn: Any, rule: _rows.Rows, operands: list[Part], rows: int) -> list[Part]:
-        name = eqn.primitive.name
-        if name in ("add", "add_any") and None in operands and all(rule.operands):
+        zero = [x is None for x in operands]
+        if eqn.primitive.name in _primitives.ADDS and any(zero) and all(rule.operands):
             return [next((x for x in operands if x is not None), None)]
-        if name in _rows.KEEPS_ZEROS and operands[0] is None:
-            return [None]
-        if name == "mul" and None in operands:
-            return [None]
+        if any(zero) and rule.combine is None and _primitives.keeps_zeros(eqn, zero):
+            return [None] * len(eqn.outvars)
         operands = [
             self.emit(functools.partial(_rows.zeros, v.aval, rows)) if x is None else x
             for x, v in zip(operands, eqn.invars, strict=True)
         ]
-        outvars = [
-            jex.Var(_with_rows(v.aval, rows) if f else v.aval)
-            for v, f in zip(eqn.outvars, rule.results, strict=True)
-        ]
-        params = eqn.params if rule.params is None else rule.params(rows)
-        self._add(eqn.replace(invars=operands, outvars=outvars, params=params))
-        return outvars
+        own = _rows.of_rows(eqn, rule, operands, rows)
+        self._add(own)
+        return own.outvars
 
     def _split_scan(self, eqn: Any) -> None:
         """A scan over rows as one scan a part, each of which goes on where the one before ends."""
@@ -249,7 +243,7 @@ class Splitter:
         order = list(enumerate(_intervals(bounds)))
         for k, (low, high) in reversed(order) if eqn.params["reverse"] else order:
             outvars = [_jaxprs.fresh_var(v) for v in eqn.outvars[:num_carry]]
-            stacks[k] = [jex.Var(_with_rows(v.aval, high - low)) for v in ys]
+            stacks[k] = [jex.Var(_rows.with_rows(v.aval, high - low)) for v in ys]
             part = eqn.replace(
                 invars=[*consts, *carry, *(column[k] for column in columns)],
                 outvars=[*outvars, *stacks[k]],
@@ -268,13 +262,9 @@ def _intervals(bounds: Bounds) -> list[tuple[int, int]]:
 
 def part_vars(var: Any, bounds: Bounds) -> list[Any]:
     """New variables for the parts of one."""
-    return [jex.Var(_with_rows(var.aval, high - low)) for low, high in _intervals(bounds)]
+    return [jex.Var(_rows.with_rows(var.aval, high - low)) for low, high in _intervals(bounds)]
 
 
 def merge_bounds(rows: int, intervals: Iterable[tuple[int, int]]) -> Bounds:
     """The cuts of rows in which each interval is some parts."""
     return tuple(sorted({0, rows}.union(*intervals)))
-
-
-def _with_rows(aval: Any, rows: int) -> Any:
-    return aval.update(shape=(rows, *aval.shape[1:]))

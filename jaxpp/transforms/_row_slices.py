@@ -17,8 +17,6 @@ from jaxpp.transforms._rows import Bounds
 
 #: Arrays of fewer elements may be made whole: the keys of all layers, above all.
 SMALL = 1 << 16
-#: What rounds in another way for another number of rows: products of matrices are tiled.
-_ROUNDED_TOGETHER = frozenset({"conv_general_dilated", "dot_general"})
 
 
 def with_parts(
@@ -76,11 +74,10 @@ class _Slicer:
         if key in self._known:
             return self._known[key]
         eqn = self._maker.get(var)
-        together = eqn is None or eqn.primitive.name in _ROUNDED_TOGETHER
-        rule = None if together else _rows.rows_of(eqn)
+        rule = None if eqn is None else _rows.row_by_row(eqn)
         if eqn is None and self._outer is not None:
             self._of_operand(var, low, high)
-        elif rule is not None and rule.combine is None:
+        elif rule is not None:
             self._row_by_row(eqn, rule, low, high)
         elif eqn is not None and _jaxprs.called_jaxpr(eqn) is not None:
             self._of_call(eqn, var, low, high)
@@ -105,13 +102,10 @@ class _Slicer:
             for v, has_rows in zip(eqn.invars, rule.operands, strict=True)
         ]
         self._blame_for(eqn, [v for v, r in zip(eqn.invars, rule.operands, strict=True) if not r])
-        results = [
-            _with_rows(v, high - low) if has_rows else _jaxprs.fresh_var(v)
-            for v, has_rows in zip(eqn.outvars, rule.results, strict=True)
-        ]
-        params = eqn.params if rule.params is None else rule.params(high - low)
-        self.eqns.append(eqn.replace(invars=operands, outvars=results, params=params))
-        self._known.update(((v, low, high), r) for v, r in zip(eqn.outvars, results, strict=True))
+        own = _rows.of_rows(eqn, rule, operands, high - low)
+        self.eqns.append(own)
+        pairs = zip(eqn.outvars, own.outvars, strict=True)
+        self._known.update(((v, low, high), r) for v, r in pairs)
 
     def _of_call(self, eqn: Any, var: Any, low: int, high: int) -> None:
         """Calls what is left of a function when it gives only rows of one of its results."""
@@ -204,7 +198,7 @@ class _Slicer:
 
 def _with_rows(var: Any, rows: int) -> Any:
     """A new variable of the same type, but for the number of rows."""
-    return jex.Var(var.aval.update(shape=(rows, *var.aval.shape[1:])))
+    return jex.Var(_rows.with_rows(var.aval, rows))
 
 
 def _named(fun: Any, name: str) -> Any:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _primitives
 
 #: Where the parts of an array begin along its first axis, and its size at the end: `(0, 2, 4)`.
 Bounds = tuple[int, ...]
@@ -40,15 +41,31 @@ class Rows:
 def rows_of(eqn) -> Rows | None:
     """How an equation treats rows; None where all rows have to be in one place."""
     name = eqn.primitive.name
-    if name in _ELEMENTWISE:
+    if name in _primitives.ELEMENTWISE:
         return _elementwise(eqn)
     rule = _RULES.get(name)
     return rule(eqn) if rule is not None else None
 
 
-def is_elementwise(eqn) -> bool:
-    """Whether each element of the results is made of the elements at the same place."""
-    return eqn.primitive.name in _ELEMENTWISE
+def row_by_row(eqn) -> Rows | None:
+    """How an equation makes rows from rows, with the same bits for any number of them, or None."""
+    rule = None if eqn.primitive.name in _primitives.CONTRACTIONS else rows_of(eqn)
+    return rule if rule is not None and rule.combine is None else None
+
+
+def of_rows(eqn, rule: Rows, operands: Sequence[Any], rows: int) -> Any:
+    """The equation that makes some rows of its results, of operands that have these rows."""
+    outvars = [
+        jex.Var(with_rows(v.aval, rows) if has_rows else v.aval)
+        for v, has_rows in zip(eqn.outvars, rule.results, strict=True)
+    ]
+    params = eqn.params if rule.params is None else rule.params(rows)
+    return eqn.replace(invars=list(operands), outvars=outvars, params=params)
+
+
+def with_rows(aval: Any, rows: int) -> Any:
+    """The type of an array with another number of rows."""
+    return aval.update(shape=(rows, *aval.shape[1:]))
 
 
 def num_rows(atom) -> int:
@@ -58,16 +75,6 @@ def num_rows(atom) -> int:
 
 
 # ---- rules --------------------------------------------------------------------------------------
-
-_ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil "
-    "clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv "
-    "erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt "
-    "max min mul ne neg nextafter not one_minus_square or polygamma population_count pow "
-    "random_fold_in random_seed real reduce_precision rem round rsqrt select_n shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh "
-    "threefry2x32 xor".split()
-)
 
 
 def _same(eqn) -> Rows:
@@ -213,12 +220,6 @@ _RULES: dict[str, Callable[[Any], Rows | None]] = {
     "transpose": _transpose,
     "unstack": _along("axis"),
 }
-
-#: What makes zeros of zeros: rows that nothing is added to stay out of it.
-KEEPS_ZEROS = frozenset(
-    "convert_element_type copy copy_p div mul neg reshape squeeze transpose".split()
-)
-
 
 # ---- slices, pads and concatenations of rows ----------------------------------------------------
 

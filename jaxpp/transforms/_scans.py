@@ -16,8 +16,8 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs
-from jaxpp.transforms import _origins
+from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp.transforms import _origins, _rows
 
 #: Where a program can be cut: the number of a scan, and the iteration that follows the cut.
 Place = tuple[int, int]
@@ -205,7 +205,7 @@ class _Divider:
             entries.extend(_Entry(e, "slice") for e in new)
             rows = stop - start
             made = [jex.Var(v.aval) for v in eqn.outvars[:num_carry]]
-            made += [jex.Var(_origins.resized(v.aval, rows)) for v in eqn.outvars[num_carry:]]
+            made += [jex.Var(_rows.with_rows(v.aval, rows)) for v in eqn.outvars[num_carry:]]
             params = eqn.params | {"length": rows, "unroll": min(eqn.params["unroll"], rows)}
             piece = eqn.replace(invars=[*consts, *carry, *slices], outvars=made, params=params)
             place = (scan.number, start) if start in cuts else None
@@ -277,7 +277,7 @@ def _handed_on(jaxpr, atom: Any) -> Any:
     maker = {v: e for e in jaxpr.eqns for v in e.outvars}
     while not _jaxprs.is_literal(atom) and atom in maker:
         eqn = maker[atom]
-        body = None if eqn.primitive.name in _jaxprs.CUSTOM_RULES else _jaxprs.called_jaxpr(eqn)
+        body = None if eqn.primitive.name in _primitives.CUSTOM_RULES else _jaxprs.called_jaxpr(eqn)
         if body is None:
             break
         opened = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body

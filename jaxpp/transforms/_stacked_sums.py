@@ -7,7 +7,7 @@ with zeros and adds them up. Apart, each stage accumulates its own rows, and not
 import dataclasses
 from typing import Any
 
-from jaxpp import _jaxprs
+from jaxpp import _jaxprs, _primitives
 from jaxpp.transforms import _parts, _rows
 from jaxpp.transforms._body import Body
 from jaxpp.transforms._rows import Bounds
@@ -84,7 +84,7 @@ def _open_calls(body: Body) -> Body:
     """
 
     def touches_rows(eqn) -> bool:
-        if eqn.primitive.name in _jaxprs.CUSTOM_RULES or _jaxprs.called_jaxpr(eqn) is None:
+        if eqn.primitive.name in _primitives.CUSTOM_RULES or _jaxprs.called_jaxpr(eqn) is None:
             return False
         for inner in (inner for sub in _jaxprs.sub_jaxprs(eqn) for inner in sub.eqns):
             if _rows.takes_some_rows(inner) or _rows.pad_interval(inner) or touches_rows(inner):

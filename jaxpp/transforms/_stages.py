@@ -17,7 +17,7 @@ from typing import Any
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp.transforms import _checkpoints, _marks
 
 
@@ -135,7 +135,7 @@ def _expose_preparations(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         made = {
             v
             for e, prepare in zip(jaxpr.eqns, prepares, strict=True)
-            if prepare and len(e.outvars) > 1 and e.primitive.name in ("jit", "pjit")
+            if prepare and len(e.outvars) > 1 and e.primitive.name == "jit"
             for v in e.outvars
         }
         if not made:
@@ -168,12 +168,7 @@ def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
 
 
 def _is_heavy(eqn) -> bool:
-    return eqn.primitive.name in _HEAVY
-
-
-_HEAVY = frozenset(
-    {"dot_general", "conv_general_dilated", "gather", "scan", "while", "cond", "dynamic_slice"}
-)
+    return eqn.primitive.name in _primitives.HEAVY
 
 
 def _latest(jaxpr, opens: dict[int, int], num_stages: int) -> list[int]:
@@ -263,12 +258,9 @@ def _data(jaxpr) -> set[Any]:
     for eqn in jaxpr.eqns:
         read = _jaxprs.variables(eqn.invars)
         if read and all(v in data for v in read) and not _marks.is_enter(eqn):
-            if eqn.primitive.name in _MOVES:
+            if eqn.primitive.name in _primitives.MOVES:
                 data.update(eqn.outvars)
     return data
-
-
-_MOVES = frozenset({"slice", "squeeze", "reshape", "transpose", "expand_dims", "rev"})
 
 
 def _makes_float_scalar(eqn) -> bool:

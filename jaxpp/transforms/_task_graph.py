@@ -15,7 +15,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import _compat, _jaxprs, schedules
+from jaxpp import _compat, _jaxprs, _primitives, schedules
 from jaxpp._program import Argument
 from jaxpp._specs import Spec, replicated
 from jaxpp.transforms import _loop, _marks, _placement
@@ -294,7 +294,7 @@ class _Builder:
 
 def _whole(jaxpr: jex.ClosedJaxpr) -> _jaxprs.Part:
     """A task's jaxpr, the calls of functions with derivative rules opened: no more are needed."""
-    plain = _jaxprs.inline(jaxpr, lambda e: e.primitive.name in _jaxprs.CUSTOM_RULES)
+    plain = _jaxprs.inline(jaxpr, lambda e: e.primitive.name in _primitives.CUSTOM_RULES)
     return _jaxprs.Part(plain, tuple(plain.jaxpr.invars), tuple(plain.jaxpr.outvars))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _jaxprs
-from jaxpp.transforms import _marks, _rows, _stages
+from jaxpp import _jaxprs, _primitives
+from jaxpp.transforms import _marks, _stages
 
 
 def wrap_forward(fun: Callable, *, policy: Callable | None = None) -> Callable:
@@ -94,7 +94,4 @@ def _is_elementwise(eqn) -> bool:
     inner = [e for body in _jaxprs.sub_jaxprs(eqn) for e in body.eqns]
     if inner or eqn.effects:
         return not eqn.effects and all(map(_is_elementwise, inner))
-    return _rows.is_elementwise(eqn) or eqn.primitive.name in _MOVES
-
-
-_MOVES = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "slice", "squeeze", "transpose"})
+    return eqn.primitive.name in _primitives.ELEMENTWISE | _primitives.MOVES

@@ -92,15 +92,15 @@ MUTATIONS = (
     Mutation(
         "what is added to a gradient is taken for zero",
         "jaxpp/transforms/_accumulators.py",
-        "all(v is carry or is_zero(v) for v in eqn.invars)",
-        "any(v is carry or is_zero(v) for v in eqn.invars)",
+        "all(v is carry or _primitives.is_zero(v, maker) for v in eqn.invars)",
+        "any(v is carry or _primitives.is_zero(v, maker) for v in eqn.invars)",
         ("schedule::each_stage_has_a_task_of_each_kind",),
     ),
     Mutation(
         "a one is taken for a zero",
-        "jaxpp/transforms/_accumulators.py",
-        "return np.ndim(v.val) == 0 and v.val == 0",
-        "return np.ndim(v.val) == 0",
+        "jaxpp/_primitives.py",
+        "return np.ndim(atom.val) == 0 and atom.val == 0",
+        "return np.ndim(atom.val) == 0",
         (
             "losses",
             "schedule::a_count_goes_up_in_the_stage_that_reads_it_and_what_is_never_read_needs_no_rank",
@@ -383,14 +383,14 @@ MUTATIONS = (
     Mutation(
         "derivative rules never count",
         "jaxpp/_jaxprs.py",
-        "eqn.primitive.name in CUSTOM_RULES and not differentiable",
-        "eqn.primitive.name in CUSTOM_RULES",
+        "eqn.primitive.name in _primitives.CUSTOM_RULES and not differentiable",
+        "eqn.primitive.name in _primitives.CUSTOM_RULES",
         ("identity",),
     ),
     Mutation(
         "parameters called name never count",
         "jaxpp/_jaxprs.py",
-        'ignored = {"name"} if eqn.primitive.name in _JITS else set()',
+        'ignored = {"name"} if eqn.primitive.name == "jit" else set()',
         'ignored = {"name"}',
         ("identity",),
     ),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp import _jaxprs
+from jaxpp import _jaxprs, _primitives
 from jaxpp.transforms import _stages
 
 enter = jaxpp.pipeline_enter_stage
@@ -157,7 +157,7 @@ def _flat(jaxpr):
 def test_a_cut_checkpoint_is_a_checkpoint_in_each_stage():
     split = jaxpp.split_stages(jax.checkpoint(mlp))
     for part in _parts(split, WS, X):
-        assert any(eqn.primitive.name in _jaxprs.CHECKPOINTS for eqn in part.eqns)
+        assert any(eqn.primitive.name in _primitives.CHECKPOINTS for eqn in part.eqns)
 
 
 def test_a_mark_under_vmap_marks_the_batch(stages_of):

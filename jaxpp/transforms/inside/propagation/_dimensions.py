@@ -8,6 +8,8 @@ dimensions that it propagates through (Xu et al., arXiv 2105.04663, section 3.5)
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxpp import _primitives
+
 #: For each operand and each of its dimensions, the dimension of the results that is the same one:
 #: `None` where it ends here (it is summed, indexed, scanned over). All results share it.
 Found = list[tuple[int | None, ...]]
@@ -178,17 +180,7 @@ def _scatter(eqn, shapes) -> Found:
     return [tuple(range(ndim)), tuple(indices), tuple(updates)]
 
 
-_ELEMENTWISE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    clz complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq eq_to erf
-    erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
-    layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to max mesh_cast min mul mulhi
-    name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow
-    random_clone random_fold_in random_seed real reduce_precision regularized_incomplete_beta rem
-    reshard round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
-    sqrt square stage_edge stop_gradient sub tan tanh threefry2x32 tie with_memory_space_constraint
-    xor zeros_like zeta
-""".split()
+_ELEMENTWISE = _primitives.ELEMENTWISE | _primitives.CONVERGING | _primitives.HANDS_ON
 
 _IN_PLACE = """
     concatenate cumlogsumexp cummax cummin cumprod cumsum pad reduce_window reduce_window_max

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._program import Role
 from jaxpp._specs import Spec, replicated
 from jaxpp.transforms import _loop
@@ -28,8 +28,6 @@ from jaxpp.transforms.inside._zero import scattered
 from jaxpp.transforms.inside.replicas import _partial_sums, _shares
 from jaxpp.transforms.inside.replicas._rules import Replicas
 from jaxpp.transforms.inside.replicas._shares import Scope
-
-_ADDS = frozenset({"add", "add_any"})
 
 
 def defer_sums(step: Step) -> Step:
@@ -159,7 +157,7 @@ def _deferrable(body: _loop.TaskBody, scope: Scope, tasks: _loop.LoopTasks) -> s
         for n, ref in enumerate(body.outputs)
         if ref.source == "carry"
         and ref.index in tasks.folds
-        and tasks.folds[ref.index].name in _ADDS
+        and tasks.folds[ref.index].name in _primitives.ADDS
         and not _jaxprs.is_literal(outvars[n])
     }
     apart = _shares.shares(scope, (), [outvars[n] for n in added])
@@ -182,7 +180,7 @@ def _start(
     first: Any, maker: Mapping[Any, Any], replicas: Replicas, eqn: Any
 ) -> tuple[list[Any], list[Any]]:
     """The equations, and the variable, of the shares that an accumulator begins with."""
-    if _partial_sums.is_zero(first, maker):
+    if _primitives.is_zero(first, maker):
         zeros = first.aval
         return _jaxprs.record(lambda: _partial_sums.zero_rows(zeros, replicas), [], eqn)
     return _jaxprs.record(lambda x: _partial_sums.first_row(x, replicas), [first], eqn)

@@ -16,7 +16,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._specs import Spec, partition_spec
 from jaxpp.transforms.inside.replicas import _shares
 from jaxpp.transforms.inside.replicas._rules import Replicas
@@ -205,7 +205,7 @@ class _Writer:
         """An atom's shares; where there is only its whole value, that in the first row."""
         if not _jaxprs.is_literal(atom) and atom in self._rows:
             return self._rows[atom]
-        if is_zero(atom, self._maker):
+        if _primitives.is_zero(atom, self._maker):
             (rows,) = self._record(lambda: zero_rows(atom.aval, self._replicas), [])
         else:
             (rows,) = self._record(lambda x: first_row(x, self._replicas), [atom])
@@ -256,7 +256,7 @@ class _Writer:
 
     def _mapped(self, atom: Any) -> tuple[Any, int | None]:
         """An operand that an equation is additive in; zeros are the same in each row."""
-        return (atom, None) if is_zero(atom, self._maker) else (self.shares(atom), 0)
+        return (atom, None) if _primitives.is_zero(atom, self._maker) else (self.shares(atom), 0)
 
     # ---- equations that hold others -------------------------------------------------------------
 
@@ -312,15 +312,3 @@ def _holding(eqn: Any, bodies: Sequence[jex.ClosedJaxpr]) -> dict[str, Any]:
         branches = [_compat.with_closed_type(b, o) for b, o in zip(bodies, old, strict=True)]
         return {**eqn.params, "branches": tuple(branches)}
     return {**eqn.params, "jaxpr": _compat.with_closed_type(bodies[0], eqn.params["jaxpr"])}
-
-
-def is_zero(atom: Any, maker: Mapping[Any, Any]) -> bool:
-    """Whether an atom is zeros, as far as the equations that make variables tell."""
-    if _jaxprs.is_literal(atom):
-        return jnp.ndim(atom.val) == 0 and atom.val == 0
-    eqn = maker.get(atom)
-    return (
-        eqn is not None
-        and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "copy")
-        and is_zero(eqn.invars[0], maker)
-    )

@@ -1,18 +1,9 @@
-"""Which equations sum over examples, and which can be applied to each replica's share of a sum.
-
-An equation is *additive* in some of its operands if the sum of what it gives for several values of
-them is what it gives for their sum: `f(a, b) + f(c, d) = f(a + c, b + d)`. A sum over the examples
-of all replicas that goes through nothing else can be finished later. The equations are those of
-the transposition of linear programs: Frostig, Johnson, Maclaurin, Paszke, Radul, "Decomposing
-reverse-mode automatic differentiation" (2021), section 4.
-"""
+"""Finds the equations that sum over examples, and where a sum over replicas is split."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import jax.numpy as jnp
 
 from jaxpp import _jaxprs
 from jaxpp._specs import Spec, axes_of
@@ -43,80 +34,6 @@ class Replicas:
     def split_first(self, spec: Spec | None, dimension: int) -> bool:
         """Whether a dimension is split over the axes, and over others only within a replica."""
         return spec is not None and spec[dimension][: len(self.axes)] == self.axes
-
-
-# ---- additive equations -------------------------------------------------------------------------
-
-_ALL = slice(None)
-#: For each primitive the operands that it is additive in, all together.
-_TOGETHER = {
-    "add": _ALL,
-    "add_any": _ALL,
-    "broadcast_in_dim": slice(1),
-    "concatenate": _ALL,
-    "copy": _ALL,
-    "copy_p": _ALL,
-    "cumsum": _ALL,
-    "dynamic_slice": slice(1),
-    "dynamic_update_slice": slice(2),
-    "expand_dims": _ALL,
-    "gather": slice(1),
-    "imag": _ALL,
-    "name": _ALL,
-    "neg": _ALL,
-    "pad": _ALL,
-    "real": _ALL,
-    "reduce_precision": _ALL,
-    "reduce_sum": _ALL,
-    "reduce_window_sum": _ALL,
-    "reshape": slice(1),
-    "rev": _ALL,
-    "scatter-add": slice(0, None, 2),
-    "select_n": slice(1, None),
-    "sharding_constraint": _ALL,
-    "slice": _ALL,
-    "squeeze": _ALL,
-    "sub": _ALL,
-    "transpose": _ALL,
-}
-#: Those that are additive in each of their first two operands, if the other stays the same.
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "mul"})
-
-
-def additive_operands(eqn: Any, apart: Collection[Any]) -> range:
-    """The operands that an equation is additive in, all together.
-
-    Args:
-        eqn: the equation.
-        apart: the variables that are shares of sums; it says which factor of a product to take.
-    """
-    name, operands = eqn.primitive.name, range(len(eqn.invars))
-    if name in _TOGETHER:
-        return operands[_TOGETHER[name]]
-    if name in _PRODUCTS:
-        second = _is_in(eqn.invars[1], apart) and not _is_in(eqn.invars[0], apart)
-        return operands[1:2] if second else operands[:1]
-    if name == "div" and _is_inexact(eqn.outvars[0]):
-        return operands[:1]
-    if name == "convert_element_type" and _is_additive_cast(eqn):
-        return operands
-    if name == "optimization_barrier" and len(operands) == 1:
-        return operands
-    return operands[:0]
-
-
-def _is_in(atom: Any, variables: Collection[Any]) -> bool:
-    return not _jaxprs.is_literal(atom) and atom in variables
-
-
-def _is_inexact(atom: Any) -> bool:
-    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
-
-
-def _is_additive_cast(eqn: Any) -> bool:
-    """Whether a cast is additive, but for rounding: not to integers, and not of truth values."""
-    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    return old == new or (jnp.issubdtype(old, jnp.number) and jnp.issubdtype(new, jnp.inexact))
 
 
 # ---- sums over examples -------------------------------------------------------------------------

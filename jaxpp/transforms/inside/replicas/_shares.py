@@ -13,7 +13,7 @@ from typing import Any
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._specs import Spec
 from jaxpp.transforms.inside import propagation
 from jaxpp.transforms.inside.replicas import _rules
@@ -47,7 +47,8 @@ class Scope:
         """The operands in which an equation is additive; none if it reads examples besides."""
         if len(eqn.outvars) != 1 or self._split([*eqn.invars, *eqn.outvars]):
             return range(0)
-        return _rules.additive_operands(eqn, apart)
+        chosen = [not _jaxprs.is_literal(v) and v in apart for v in eqn.invars]
+        return _primitives.additive_operands(eqn, chosen)
 
     def _split(self, atoms: Sequence[Any]) -> bool:
         return any(self.replicas.split(self.specs.get(v)) for v in _jaxprs.variables(atoms))
@@ -57,7 +58,7 @@ def open_scope(jaxpr: Any, specs: Sequence[Spec | None], replicas: Replicas) -> 
     """Opens a jaxpr whose inputs have the given specs."""
     closed = jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jex.ClosedJaxpr(jaxpr, [])
     bound = _jaxprs.bind_constants(*_jaxprs.without_constants(closed))
-    flat = _jaxprs.inline(bound, lambda e: e.primitive.name not in _jaxprs.CHECKPOINTS)
+    flat = _jaxprs.inline(bound, lambda e: e.primitive.name not in _primitives.CHECKPOINTS)
     return Scope(flat, propagation.propagate(flat, specs, replicas.sizes), replicas)
 
 
@@ -224,7 +225,7 @@ def _both(one: Flags, other: Flags) -> Flags:
 def _nested(eqn: Any, scope: Scope) -> Nested | None:
     specs = [None if _jaxprs.is_literal(v) else scope.specs.get(v) for v in eqn.invars]
     name = eqn.primitive.name
-    if name in _jaxprs.CHECKPOINTS:
+    if name in _primitives.CHECKPOINTS:
         return Nested((open_scope(eqn.params["jaxpr"], specs, scope.replicas),))
     if name == "cond":
         branches = eqn.params["branches"]

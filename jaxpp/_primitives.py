@@ -1,0 +1,160 @@
+"""Tells what is known of primitives, by name: each fact is declared once, here.
+
+To add a primitive, write its name into each group of which the sentence above it is true; a test
+holds each group against JAX. What is in no group is treated with care: its arrays are made whole,
+and it is not moved. A rule that looks at the parameters of an equation is a function, and stands
+with what it is for.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+# ---- calls --------------------------------------------------------------------------------------
+
+#: They run their body once, as it is. The values of these tables name the parameter that has it.
+PLAIN_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
+#: They run it once more for the backward pass.
+CHECKPOINTS = {"remat2": "jaxpr"}
+#: They have a derivative that is not that of their body.
+CUSTOM_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+#: All that run a body once.
+CALLS = {**PLAIN_CALLS, **CHECKPOINTS, **CUSTOM_RULES, "custom_lin": "call_jaxpr"}
+
+# ---- elements -----------------------------------------------------------------------------------
+
+#: They make each element of their results of the elements at the same place. Operands that are
+#: scalars, or of size 1 along an axis, serve for all places.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp
+    exp2 expm1 floor ge gt imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt
+    lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial
+    population_count pow random_clone random_fold_in random_seed real reduce_precision rem round
+    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh threefry2x32 xor zeros_like zeta
+    """.split()
+)
+#: They do so but for rounding: they iterate until all elements have converged.
+CONVERGING = frozenset("igamma igamma_grad_a igammac regularized_incomplete_beta".split())
+#: They hand on their operand with a note to the compiler, for one about its devices.
+HANDS_ON = frozenset(
+    "device_put layout_constraint reshard stage_edge tie with_memory_space_constraint".split()
+)
+#: They give all elements of their operand, each once, in another order or shape.
+REORDERS = frozenset("copy reshape rev squeeze transpose".split())
+#: They give elements of their operand, and nothing else, wherever the operand's values do not tell.
+MOVES = REORDERS | {"broadcast_in_dim", "slice"}
+#: They give the same bits when their arrays are split over devices: they add nothing up. Loops and
+#: conditionals do if what is inside them does.
+EXACT = (
+    ELEMENTWISE
+    | MOVES
+    | frozenset(
+        """
+        bitcast_convert_type concatenate cond dynamic_slice dynamic_update_slice gather iota pad
+        random_bits random_split random_unwrap random_wrap scan scatter split stack unstack while
+        """.split()
+    )
+)
+
+# ---- costs --------------------------------------------------------------------------------------
+
+#: They compute nothing.
+FREE = (
+    REORDERS
+    | {"broadcast_in_dim", "iota"}
+    | {"optimization_barrier", "pipeline_enter_stage", "stage_edge", "stop_gradient"}
+)
+#: They are work of a stage's own, and not the preparation of an argument.
+HEAVY = frozenset("cond conv_general_dilated dot_general dynamic_slice gather scan while".split())
+
+# ---- sums ---------------------------------------------------------------------------------------
+
+#: They add two values up.
+ADDS = frozenset({"add", "add_any"})
+#: They combine two values in any order, without rounding.
+EXTREMES = frozenset({"and", "max", "min", "or"})
+#: They sum products, and round in another way for another number of rows: XLA tiles them.
+CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
+#: They are additive in each of their first two operands, if the other stays the same.
+PRODUCTS = CONTRACTIONS | {"mul"}
+
+_ALL = slice(None)
+#: For each primitive the operands that it is additive in, all together; `additive_operands` has
+#: the rest.
+ADDITIVE: Mapping[str, slice] = {
+    **dict.fromkeys(ADDS, _ALL),
+    **dict.fromkeys(MOVES, slice(1)),
+    "concatenate": _ALL,
+    "cumsum": _ALL,
+    "dynamic_slice": slice(1),
+    "dynamic_update_slice": slice(2),
+    "gather": slice(1),
+    "imag": _ALL,
+    "name": _ALL,
+    "neg": _ALL,
+    "pad": _ALL,
+    "real": _ALL,
+    "reduce_precision": _ALL,
+    "reduce_sum": _ALL,
+    "reduce_window_sum": _ALL,
+    "scatter-add": slice(0, None, 2),
+    "select_n": slice(1, None),
+    "sharding_constraint": _ALL,
+    "sub": _ALL,
+}
+
+
+def additive_operands(eqn: Any, apart: Sequence[bool]) -> range:
+    """Gives the operands that an equation is additive in, all together.
+
+    `f` is additive in `a` and `b` if `f(a, b) + f(c, d) = f(a + c, b + d)`. So a sum over replicas
+    that goes through nothing else can be finished later. The equations are those of the
+    transposition of linear programs: Frostig, Johnson, Maclaurin, Paszke, Radul, "Decomposing
+    reverse-mode automatic differentiation" (2021), section 4.
+
+    Args:
+        eqn: the equation.
+        apart: the operands that are shares of sums; it says which factor of a product to take.
+    """
+    name, operands = eqn.primitive.name, range(len(eqn.invars))
+    if name in ADDITIVE:
+        return operands[ADDITIVE[name]]
+    if name in PRODUCTS:
+        return operands[1:2] if apart[1] and not apart[0] else operands[:1]
+    if name == "div" and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return operands[:1]
+    if name == "convert_element_type" and _is_additive_cast(eqn):
+        return operands
+    if name == "optimization_barrier" and len(operands) == 1:
+        return operands
+    return operands[:0]
+
+
+def _is_additive_cast(eqn: Any) -> bool:
+    """Tells whether a cast is additive, but for rounding: not to integers, nor of truth values."""
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return old == new or (jnp.issubdtype(old, jnp.number) and jnp.issubdtype(new, jnp.inexact))
+
+
+def keeps_zeros(eqn: Any, zero: Sequence[bool]) -> bool:
+    """Tells whether an equation makes zeros of the operands that are zeros, whatever the others."""
+    if eqn.primitive.name in ("convert_element_type", "div"):
+        return zero[0]
+    additive = additive_operands(eqn, zero)
+    return bool(additive) and all(zero[i] for i in additive)
+
+
+def is_zero(atom: Any, maker: Mapping[Any, Any]) -> bool:
+    """Tells whether an atom is zeros, as far as the equations that make variables show."""
+    while not isinstance(atom, jex.Literal):
+        eqn = maker.get(atom)
+        if eqn is None or eqn.primitive.name not in MOVES | {"convert_element_type"}:
+            return False
+        atom = eqn.invars[0]
+    return np.ndim(atom.val) == 0 and atom.val == 0
