@@ -14,9 +14,10 @@ import jax.tree_util as jtu
 
 from jaxpp import _jaxprs
 from jaxpp._program import Mesh
-from jaxpp.transforms import _marks, microbatch, place
+from jaxpp.transforms import microbatch, place
 from jaxpp.transforms import schedule as schedule_loops
-from jaxpp.transforms._microbatch import microbatch_by
+from jaxpp.transforms.microbatch import microbatch_by
+from jaxpp.transforms.stages import is_backward_call, is_stage_call
 
 
 def accumulate_grads(
@@ -89,10 +90,10 @@ def accumulate_grads(
 
 def _gradients_summed(traced: _jaxprs.Traced) -> Any:
     """How to combine two results, gradients and values: what is made by a backward is summed."""
-    flat = _jaxprs.inline(traced.jaxpr, lambda eqn: not _marks.is_stage_call(eqn))
-    if not any(_jaxprs.contains(eqn, _marks.is_stage_call) for eqn in flat.eqns):
+    flat = _jaxprs.inline(traced.jaxpr, lambda eqn: not is_stage_call(eqn))
+    if not any(_jaxprs.contains(eqn, is_stage_call) for eqn in flat.eqns):
         return "last"  # `schedule` says that there are no stages
-    made = [v for eqn in flat.eqns if _marks.is_backward_call(eqn) for v in eqn.outvars]
+    made = [v for eqn in flat.eqns if is_backward_call(eqn) for v in eqn.outvars]
     reached = _jaxprs.descendants(flat.eqns, made)
     gradient, value = object(), object()
     results = traced.rebuild(

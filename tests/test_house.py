@@ -175,9 +175,9 @@ def test_nothing_imports_past_the_face_of_a_room(path):
 
 def test_an_import_past_a_face_would_be_found():
     past = "from jaxpp.transforms.inside import _assign, assign"
-    assert past_a_face("jaxpp.transforms._lower", past) == ["jaxpp.transforms.inside._assign"]
+    assert past_a_face("jaxpp.transforms.place._lower", past) == ["jaxpp.transforms.inside._assign"]
     past = "from jaxpp.transforms.inside.replicas._shares import shares"
-    assert past_a_face("jaxpp.transforms._lower", past)
+    assert past_a_face("jaxpp.transforms.place._lower", past)
     assert past_a_face("jaxpp.transforms.inside._passes", past)
     assert not past_a_face("jaxpp.transforms.inside.replicas._rows", past)
 

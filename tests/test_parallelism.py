@@ -308,7 +308,7 @@ def initialiser(name, layers):
     return make
 
 
-# tests/transforms/test_initialize_inside.py has a smaller model.
+# tests/transforms/initialize/test_initialize_inside.py has a smaller model.
 @cases([], names=["mixtral"])
 def test_initial_values_do_not_depend_on_the_mesh(case):
     name, shape = case

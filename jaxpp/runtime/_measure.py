@@ -20,8 +20,7 @@ from jaxpp.runtime._mesh import LocalStep
 from jaxpp.runtime._stacked import StackedStep
 from jaxpp.runtime._worker import Chunk
 from jaxpp.schedules import Costs, Dependencies, Table, Task, Timeline, simulate
-from jaxpp.transforms._compiled import Compiled
-from jaxpp.transforms._place import Placed
+from jaxpp.transforms.place import Compiled, Placed
 
 
 @dataclasses.dataclass(frozen=True)

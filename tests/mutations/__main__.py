@@ -98,10 +98,16 @@ def arguments(tests: tuple[str, ...]) -> list[list[str]]:
     for name in tests:
         if name not in LAWS:
             file, _, test = name.partition("::")
-            path = PLACES.get(file, f"tests/transforms/test_{file}.py")
+            path = PLACES.get(file) or _find(file)
             nodes.append(f"{path}::test_{test}" if test else path)
     laws = [["tests/test_laws.py", "-k", LAWS[name]] for name in tests if name in LAWS]
     return [nodes, *laws] if nodes else laws
+
+
+def _find(file: str) -> str:
+    """The path of a file of tests of the transforms."""
+    (path,) = ROOT.glob(f"tests/transforms/**/test_{file}.py")
+    return str(path.relative_to(ROOT))
 
 
 def first_failure(folder: pathlib.Path, tests: list[str]) -> str | None:

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxpp import _jaxprs
-from jaxpp.transforms import _stages
+from jaxpp.transforms.stages import _stages
 
 
 @pytest.fixture(scope="session")

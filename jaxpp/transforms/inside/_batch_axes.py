@@ -7,10 +7,10 @@ from typing import Any
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, axes_of, partition_spec
-from jaxpp.transforms import _loop
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import propagation
 from jaxpp.transforms.inside._constraints import constraint
+from jaxpp.transforms.tasks import is_loop
 
 
 def split_examples(step: Step) -> Step:
@@ -29,7 +29,7 @@ def split_examples(step: Step) -> Step:
     axes: dict[str, None] = {}
     eqns = []
     for eqn in jaxpr.eqns:
-        if _loop.is_loop(eqn):
+        if is_loop(eqn):
             tasks = eqn.params["tasks"]
             first = tasks.num_consts + tasks.num_carry
             operands = list(eqn.invars)

@@ -7,7 +7,7 @@ import jax.extend.core as jex
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpp import _compat, _jaxprs
-from jaxpp.transforms import _loop
+from jaxpp.transforms.tasks import is_loop
 
 
 def constraint(var: Any, spec: PartitionSpec, result: Any) -> Any:
@@ -44,7 +44,7 @@ def check_constraints(jaxpr: jex.ClosedJaxpr, inside: AbstractMesh | None) -> No
                 f"mesh): they are those of the rank that runs it. The mesh has these axes inside a "
                 f"rank: {axes}."
             )
-        tasks = [b.jaxpr for b in eqn.params["tasks"].bodies] if _loop.is_loop(eqn) else []
+        tasks = [b.jaxpr for b in eqn.params["tasks"].bodies] if is_loop(eqn) else []
         for inner in (*_jaxprs.sub_jaxprs(eqn), *tasks):
             check_constraints(inner, inside)
 

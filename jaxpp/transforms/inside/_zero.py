@@ -15,10 +15,10 @@ from typing import Any
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, axes_of, partition_spec, replicated
-from jaxpp.transforms import _loop
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import propagation
 from jaxpp.transforms.inside._constraints import constraint
+from jaxpp.transforms.tasks import LoopTasks, TaskBody, is_loop
 
 
 def scattered(
@@ -96,7 +96,7 @@ def gather_in_tasks(step: Step) -> Step:
         ...     batch = dataclasses.replace(batch, in_tasks=split)
         ...     step = Step(jaxpr, (weight, batch), (), inside=Inside(mesh, mesh.shape, {}))
         ...     own = gather_in_tasks(step)
-        >>> (loop,) = filter(_loop.is_loop, own.jaxpr.eqns)
+        >>> (loop,) = filter(is_loop, own.jaxpr.eqns)
         >>> loop.params["tasks"].bodies[0].jaxpr.eqns[0].primitive.name
         'sharding_constraint'
     """
@@ -115,8 +115,8 @@ def gather_in_tasks(step: Step) -> Step:
 
     eqns = []
     for eqn in jaxpr.eqns:
-        if _loop.is_loop(eqn):
-            tasks: _loop.LoopTasks = eqn.params["tasks"]
+        if is_loop(eqn):
+            tasks: LoopTasks = eqn.params["tasks"]
             operands = list(eqn.invars)
             consts = {
                 i: s for i, v in enumerate(operands[: tasks.num_consts]) if (s := gathered(v))
@@ -135,7 +135,7 @@ def gather_in_tasks(step: Step) -> Step:
     return dataclasses.replace(step, jaxpr=jaxpr)
 
 
-def _gather(body: _loop.TaskBody, specs: Mapping[int, Spec]) -> _loop.TaskBody:
+def _gather(body: TaskBody, specs: Mapping[int, Spec]) -> TaskBody:
     """A task that gathers constants, given how it is to have them."""
     known, gathers = _jaxprs.Substitution(), []
     for ref, v in zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True):

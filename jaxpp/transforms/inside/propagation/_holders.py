@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import replicated, spec_of
-from jaxpp.transforms import _loop
 from jaxpp.transforms.inside.propagation._dimensions import shape_of
 from jaxpp.transforms.inside.propagation._specs import MaybeSpec, merge, pinned
+from jaxpp.transforms.tasks import LoopTasks, Ref
 
 Outputs = Callable[[Any, Sequence[MaybeSpec]], list[MaybeSpec]]
 
@@ -81,16 +81,16 @@ def _stacked(spec: MaybeSpec) -> MaybeSpec:
     return None if spec is None else ((), *spec)
 
 
-def loop_specs(eqn, specs: Sequence[MaybeSpec], outputs: Outputs) -> dict[_loop.Ref, MaybeSpec]:
+def loop_specs(eqn, specs: Sequence[MaybeSpec], outputs: Outputs) -> dict[Ref, MaybeSpec]:
     """The specs of all that the tasks of a scheduled loop read and make, each of one microbatch."""
-    tasks: _loop.LoopTasks = eqn.params["tasks"]
+    tasks: LoopTasks = eqn.params["tasks"]
     xs = specs[tasks.num_consts + tasks.num_carry :]
-    known: dict[_loop.Ref, MaybeSpec] = {
-        _loop.Ref(source, i): spec
+    known: dict[Ref, MaybeSpec] = {
+        Ref(source, i): spec
         for source, own in (("const", specs[: tasks.num_consts]), ("x", map(_row, xs)))
         for i, spec in enumerate(own)
     }
-    carries = [_loop.Ref("carry", i) for i in range(tasks.num_carry)]
+    carries = [Ref("carry", i) for i in range(tasks.num_carry)]
 
     def body(carry):
         known.update(zip(carries, carry, strict=True))
@@ -107,10 +107,10 @@ def loop_specs(eqn, specs: Sequence[MaybeSpec], outputs: Outputs) -> dict[_loop.
 
 
 def _pipeline_loop(eqn, specs, outputs) -> list[MaybeSpec]:
-    tasks: _loop.LoopTasks = eqn.params["tasks"]
+    tasks: LoopTasks = eqn.params["tasks"]
     known = loop_specs(eqn, specs, outputs)
-    ys = [known[_loop.Ref("y", i)] for i in range(tasks.num_ys)]
-    return [*(known[_loop.Ref("carry", i)] for i in range(tasks.num_carry)), *map(_stacked, ys)]
+    ys = [known[Ref("y", i)] for i in range(tasks.num_ys)]
+    return [*(known[Ref("carry", i)] for i in range(tasks.num_carry)), *map(_stacked, ys)]
 
 
 def _shard_map(eqn, specs, outputs) -> list[MaybeSpec]:

@@ -15,7 +15,6 @@ import jax.extend.core as jex
 
 from jaxpp import _jaxprs
 from jaxpp._specs import axes_of, replicated
-from jaxpp.transforms import _loop
 from jaxpp.transforms.inside.propagation import _holders
 from jaxpp.transforms.inside.propagation._dimensions import found_again, shape_of
 from jaxpp.transforms.inside.propagation._holders import Outputs
@@ -28,6 +27,7 @@ from jaxpp.transforms.inside.propagation._specs import (
     pinned,
     reshaped,
 )
+from jaxpp.transforms.tasks import Ref
 
 _ROUNDS = 2  # forward and back, after which the models of experiments/ change no more
 
@@ -111,7 +111,7 @@ def made_whole(jaxpr: jex.ClosedJaxpr, specs: Sequence[MaybeSpec], sizes: Sizes)
     return list(found.values())
 
 
-def loop_specs(eqn, specs: Sequence[MaybeSpec], sizes: Sizes) -> dict[_loop.Ref, MaybeSpec]:
+def loop_specs(eqn, specs: Sequence[MaybeSpec], sizes: Sizes) -> dict[Ref, MaybeSpec]:
     """The specs of all that the tasks of a scheduled loop read and make, each of one microbatch.
 
     Args:

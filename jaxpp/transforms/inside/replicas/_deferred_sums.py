@@ -21,13 +21,13 @@ import jax.extend.core as jex
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._program import Role
 from jaxpp._specs import Spec, replicated
-from jaxpp.transforms import _loop
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import propagation
 from jaxpp.transforms.inside._zero import scattered
 from jaxpp.transforms.inside.replicas import _partial_sums, _shares
 from jaxpp.transforms.inside.replicas._rules import Replicas
 from jaxpp.transforms.inside.replicas._shares import Scope
+from jaxpp.transforms.tasks import LoopTasks, Ref, TaskBody, is_loop
 
 
 def defer_sums(step: Step) -> Step:
@@ -101,7 +101,7 @@ def with_deferred_sums(
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
         new = [eqn]
-        if _loop.is_loop(eqn):
+        if is_loop(eqn):
             new = _defer_in_loop(eqn, known, maker, replicas, scatter)
         maker.update((v, e) for e in new for v in e.outvars)
         eqns.extend(new)
@@ -113,7 +113,7 @@ def with_deferred_sums(
 
 def _scopes(
     eqn: Any, known: Mapping[Any, Spec | None], replicas: Replicas
-) -> list[tuple[_loop.TaskBody, Scope]]:
+) -> list[tuple[TaskBody, Scope]]:
     """The tasks of a loop, each opened."""
     specs = [None if _jaxprs.is_literal(v) else known.get(v) for v in eqn.invars]
     inside = propagation.loop_specs(eqn, specs, replicas.sizes)
@@ -131,7 +131,7 @@ def _defer_in_loop(
     scatter: bool,
 ) -> list[Any]:
     """A loop's equation with its sums over examples apart, and those that surround it."""
-    tasks: _loop.LoopTasks = eqn.params["tasks"]
+    tasks: LoopTasks = eqn.params["tasks"]
     scopes = _scopes(eqn, known, replicas)
     deferred = {i for body, scope in scopes for i in _deferrable(body, scope, tasks)}
     if not deferred:
@@ -149,7 +149,7 @@ def _defer_in_loop(
     return [*before, eqn.replace(invars=operands, outvars=results, params=params), *after]
 
 
-def _deferrable(body: _loop.TaskBody, scope: Scope, tasks: _loop.LoopTasks) -> set[int]:
+def _deferrable(body: TaskBody, scope: Scope, tasks: LoopTasks) -> set[int]:
     """The accumulators of a loop that a task adds sums over examples to."""
     outvars = scope.jaxpr.jaxpr.outvars
     added = {
@@ -164,10 +164,10 @@ def _deferrable(body: _loop.TaskBody, scope: Scope, tasks: _loop.LoopTasks) -> s
     return {i for n, i in added.items() if outvars[n] in apart}
 
 
-def _rewrite(body: _loop.TaskBody, scope: Scope, deferred: Collection[int]) -> _loop.TaskBody:
+def _rewrite(body: TaskBody, scope: Scope, deferred: Collection[int]) -> TaskBody:
     """A task whose deferred accumulators are in shares."""
 
-    def numbers(refs: Sequence[_loop.Ref]) -> list[int]:
+    def numbers(refs: Sequence[Ref]) -> list[int]:
         return [n for n, r in enumerate(refs) if r.source == "carry" and r.index in deferred]
 
     given, wanted = numbers(body.inputs), numbers(body.outputs)

@@ -1,0 +1,308 @@
+"""Deferred initialisation: each rank makes what it reads of a step's state, and nothing else.
+
+A rank's program is what is left of the initialiser's jaxpr once all that the rank does not read is
+gone. Each operation in it is compiled by itself, as JAX runs a function that is not jitted, for XLA
+rounds in another way where it fuses operations. So the values are those of `init_fn(*args)`, bit
+for bit, on any number of ranks, and of devices in a rank. Two exceptions: what JAX inlines when it
+traces (`jnp.mean`) counts as the operations it consists of; and a jitted function of which a rank
+needs only some results, or some rows of them, is compiled without the rest.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._program import (
+    Argument,
+    Bundle,
+    Computation,
+    Free,
+    Instruction,
+    Program,
+    Result,
+    Run,
+    Wait,
+    cuts_of,
+)
+from jaxpp._specs import Spec, replicated
+from jaxpp.transforms._signature import with_arrays
+from jaxpp.transforms.initialize import _row_slices, _specs
+
+
+def trace_initializer(
+    init_fn: Callable, args: Sequence[Any], static_argnums: Sequence[int] = ()
+) -> _jaxprs.Traced:
+    """Traces an initialiser, of which nothing is computed.
+
+    Args:
+        init_fn: it makes the first arguments of a step.
+        args: its arguments.
+        static_argnums: those of the step; of other arguments numbers are made as arrays.
+
+    Raises:
+        ValueError: it prints, or has another effect, which no rank could be chosen for.
+    """
+
+    def make(*args):
+        made = init_fn(*args)
+        if type(made) is tuple:
+            return with_arrays(made, static_argnums)
+        return with_arrays((made,), static_argnums)[0]
+
+    traced = _jaxprs.trace(make, args)
+    for eqn in traced.jaxpr.eqns:
+        if eqn.effects:
+            raise ValueError(
+                f"initialize: `{eqn.primitive.name}`{_compat.at_source_line(eqn)} has an effect, "
+                f"but each rank runs only the part of the initialiser that makes what it reads; "
+                f"take it out."
+            )
+    return traced
+
+
+def first_arguments(traced: _jaxprs.Traced) -> tuple[Any, ...]:
+    """The types of what an initialiser makes: of one argument, or of as many as its tuple has."""
+    avals = [v.aval for v in traced.jaxpr.jaxpr.outvars]
+    result = traced.rebuild(
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
+        for a in avals
+    )
+    return result if type(result) is tuple else (result,)
+
+
+def check_initializer(state: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Checks that an initialiser makes what a step takes.
+
+    Args:
+        state: what it makes: pytrees of `jax.ShapeDtypeStruct`s and static leaves.
+        wanted: all arguments of the step, likewise; it makes the first of them.
+
+    Raises:
+        TypeError: it makes something else; the message names the first leaf that differs.
+    """
+    if len(state) > len(wanted):
+        raise TypeError(
+            f"initialize: init_fn returns a tuple of {len(state)}, but the step has "
+            f"{len(wanted)} arguments; a tuple stands for the step's first arguments, so wrap one "
+            f"that is an argument itself: return (state,)."
+        )
+    for n, (own, other) in enumerate(zip(state, wanted, strict=False)):
+        if problem := _difference(own, other):
+            raise TypeError(
+                f"initialize: what init_fn makes is not what the step was compiled for: "
+                f"args[{n}]{problem}. Lower the step for what init_fn returns, or call initialize "
+                f"of the placed function, which does."
+            )
+
+
+def _difference(own: Any, other: Any) -> str:
+    """Where two pytrees differ first, as the end of a sentence; empty where they do not."""
+    leaves = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(own)}
+    others = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(other)}
+    for path in [*others, *leaves]:
+        if path not in leaves:
+            return f"{path} is missing"
+        if path not in others:
+            return f"{path} is one too many"
+        x, y = leaves[path], others[path]
+        if x is not y and (type(x) is not type(y) or x != y):
+            return f"{path} is {_describe(x)}, not {_describe(y)}"
+    if jtu.tree_structure(own) != jtu.tree_structure(other):
+        return " has another structure, though its leaves are alike"
+    return ""
+
+
+def _describe(leaf: Any) -> str:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return repr(leaf)
+    weak = ", weakly typed" if leaf.weak_type else ""
+    return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]{weak}"
+
+
+def lower_initializer(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bundle:
+    """Lowers an initialiser to a program a rank, which sends nothing.
+
+    Args:
+        traced: the initialiser.
+        step: whose first arguments it makes; each rank makes what its program reads, of a stacked
+            array some rows, and the first rank what none reads.
+        arg_names: a name for each of the initialiser's flat inputs.
+    """
+    made = [a for a in step.arguments if a.array < len(traced.jaxpr.jaxpr.outvars)]
+    # JAX runs the bodies of all calls but of jitted functions operation by operation, too.
+    jaxpr = _jaxprs.inline(traced.jaxpr, lambda e: e.primitive.name != "jit")
+    jaxpr, blamed = _row_slices.with_parts(jaxpr, cuts_of(made))
+    for n, eqn in blamed.items():
+        warnings.warn(
+            f"initialize: each rank that has some of the layers of {traced.output_paths()[n]} "
+            f"makes all of them first, because `{eqn.primitive.name}`"
+            f"{_compat.at_source_line(eqn)} cannot be computed layer by layer. An initialiser of "
+            f"one layer under jax.vmap over keys can.",
+            stacklevel=4,
+        )
+    reads = [{n for n, _ in p.inputs if n < len(made)} for p in step.programs]
+    reads[0] |= set(range(len(made))).difference(*reads)
+    specs = None if step.inside is None else [a.spec for a in made]
+    computations = _Computations()
+    programs = [
+        _program(rank, jaxpr, sorted(own), computations, specs) for rank, own in enumerate(reads)
+    ]
+    return Bundle(
+        tuple(programs),
+        tuple(computations.items),
+        tuple(
+            Argument(name, v.aval, n)
+            for n, (name, v) in enumerate(zip(arg_names, jaxpr.jaxpr.invars, strict=True))
+        ),
+        tuple(
+            Result(v.aval, a.array, a.rows, spec=a.spec)
+            for v, a in zip(jaxpr.jaxpr.outvars, made, strict=True)
+        ),
+        step.inside,
+    )
+
+
+def _program(
+    rank: int,
+    jaxpr: jex.ClosedJaxpr,
+    owned: Sequence[int],
+    computations: "_Computations",
+    out_specs: Sequence[Spec] | None,
+) -> Program:
+    """What one rank runs: the operations that its outputs need; values go after their last use."""
+    used = [n in owned for n in range(len(jaxpr.jaxpr.outvars))]
+    slim = _with_own_outputs(_compat.eliminate_dead_code(jaxpr, used))
+    split: dict[Any, Spec] | None = None
+    if out_specs is not None:
+        wanted = zip(slim.jaxpr.outvars, (out_specs[n] for n in owned), strict=True)
+        slim, split = _specs.with_split_outputs(slim, dict(wanted))
+    eqns = [_with_start_operands(eqn) for eqn in _output_by_output(slim)]
+    last_use = {v: i for i, eqn in enumerate(eqns) for v in _jaxprs.variables(eqn.invars)}
+    outputs = dict(zip(owned, slim.jaxpr.outvars, strict=True))
+    kept = set(outputs.values())
+    fresh = itertools.count()
+    slots = {v: next(fresh) for v in slim.jaxpr.invars if v in last_use}
+    inputs = [(n, slots[v]) for n, v in enumerate(slim.jaxpr.invars) if v in slots]
+    constants: dict[Any, tuple[int, Any]] = {}
+
+    def slot_of(atom: Any) -> int:
+        if not _jaxprs.is_literal(atom):
+            return slots[atom]
+        value = _jaxprs.literal_array(atom)
+        key = str(jax.typeof(value)), np.asarray(value).tobytes()
+        if key not in constants:
+            constants[key] = next(fresh), value
+        return constants[key][0]
+
+    instructions: list[Instruction] = []
+    last_made: tuple[int, ...] = ()
+    for i, eqn in enumerate(eqns):
+        results = [v for v in eqn.outvars if v in last_use or v in kept]
+        read = tuple(slot_of(atom) for atom in eqn.invars)
+        slots.update((v, next(fresh)) for v in results)
+        made = tuple(slots[v] for v in results)
+        instructions.append(Run(computations.number(eqn, results, split), read, made, "initialize"))
+        over = [v for v in dict.fromkeys(_jaxprs.variables(eqn.invars)) if last_use[v] == i]
+        if over := [v for v in over if v not in kept]:
+            instructions.append(Free(tuple(slots[v] for v in over)))
+        # Memory is taken when a computation is dispatched: two outputs at most are in the making.
+        if own := tuple(slots[v] for v in results if v in kept):
+            if last_made:
+                instructions.append(Wait(last_made))
+            last_made = own
+    return Program(
+        rank,
+        (),
+        tuple(instructions),
+        next(fresh),
+        tuple(inputs),
+        tuple((n, slots[v]) for n, v in outputs.items()),
+        tuple(constants.values()),
+    )
+
+
+class _Computations:
+    """The computations of all ranks, each an operation; equal ones once."""
+
+    def __init__(self):
+        self.items: list[Computation] = []
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, eqn: Any, results: Sequence[Any], specs: Mapping[Any, Spec] | None) -> int:
+        """The number of the operation that makes some of an equation's results, split so."""
+        # Literals become operands, as in calls outside of `jit`: XLA may compute in another way
+        # with a number that it knows, and what differs in numbers only is compiled once.
+        inputs = [_jaxprs.fresh_var(atom) for atom in eqn.invars]
+        alone = eqn.replace(invars=inputs)
+        jaxpr = _compat.make_closed_jaxpr(inputs, results, [alone], "initialize")
+        in_specs = () if specs is None else tuple(_spec_of(atom, specs) for atom in eqn.invars)
+        out_specs = () if specs is None else tuple(specs[v] for v in results)
+        key = _jaxprs.structure(jaxpr), in_specs, out_specs
+        if key not in self._numbers:
+            self._numbers[key] = len(self.items)
+            name = eqn.params.get("name", eqn.primitive.name)
+            self.items.append(Computation(f"initialize_{name}", jaxpr, (), in_specs, out_specs))
+        return self._numbers[key]
+
+
+def _spec_of(atom: Any, specs: Mapping[Any, Spec]) -> Spec:
+    return replicated(len(atom.aval.shape)) if _jaxprs.is_literal(atom) else specs[atom]
+
+
+def _with_start_operands(eqn: Any) -> Any:
+    """A slice with its start as operands: the keys of many layers are one computation to take."""
+    if eqn.primitive.name != "slice" or set(eqn.params["strides"] or (1,)) != {1}:
+        return eqn
+    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+    sizes = [limit - start for start, limit in zip(starts, limits, strict=True)]
+    literals = [jex.Literal(start, jax.typeof(start)) for start in map(np.uint32, starts)]
+    (dynamic,) = _jaxprs.splice(
+        lambda x, *at: jax.lax.dynamic_slice(x, at, sizes),
+        [eqn.invars[0], *literals],
+        eqn.outvars,
+        eqn,
+    )
+    return dynamic
+
+
+def _with_own_outputs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Copies an output that is an input, a number, or another output: each has its own memory."""
+    eqns, outvars = list(jaxpr.eqns), []
+    taken = set(jaxpr.jaxpr.invars)
+    for atom in jaxpr.jaxpr.outvars:
+        if _jaxprs.is_literal(atom) or atom in taken:
+            own = _jaxprs.fresh_var(atom)
+            eqns += _jaxprs.splice(jnp.copy, [atom], [own])
+            atom = own
+        taken.add(atom)
+        outvars.append(atom)
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
+
+
+def _output_by_output(jaxpr: jex.ClosedJaxpr) -> list[Any]:
+    """The equations that the outputs need, those of one output after those of the one before.
+
+    So that little is held at a time: a model that is made in float32 and then cast is cast leaf by
+    leaf.
+    """
+    maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    done: set[int] = set()
+    ordered = []
+    for output in jaxpr.jaxpr.outvars:
+        stack, new = [output], set()
+        while stack:
+            i = maker.get(stack.pop())
+            if i is not None and i not in done:
+                done.add(i)
+                new.add(i)
+                stack.extend(_jaxprs.variables(jaxpr.eqns[i].invars))
+        ordered += [jaxpr.eqns[i] for i in sorted(new)]
+    return ordered

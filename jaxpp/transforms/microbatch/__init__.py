@@ -1,0 +1,5 @@
+"""Runs a function on microbatches, one after the other, and combines what they give."""
+
+from jaxpp.transforms.microbatch._microbatch import microbatch as microbatch
+from jaxpp.transforms.microbatch._microbatch import microbatch_by as microbatch_by
+from jaxpp.transforms.microbatch._reductions import Operator as Operator

@@ -1,0 +1,243 @@
+"""The loop over slices of the arguments of a function, and its derivative."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
+
+from jaxpp import _compat, _jaxprs, _specs
+from jaxpp.transforms.microbatch import _reductions
+from jaxpp.transforms.stages import keep_nothing
+
+#: For an argument, that it is what the microbatch before it gave back.
+CARRY = "carry"
+
+
+def loop_over_slices(
+    jaxpr: jex.ClosedJaxpr, roles: Sequence[str], operators: Sequence[Any], count: int
+) -> Callable:
+    """The loop over slices as a function of the jaxpr's inputs, with its derivative.
+
+    The gradient of a scalar that is summed is accumulated in the loop that makes its value; that
+    of another output in a second loop, which knows the cotangents of the slices.
+
+    Args:
+        jaxpr: what is done with one slice.
+        roles: of each input, `"whole"`, `"slice"` or `"carry"`.
+        operators: how each output is combined.
+        count: the number of slices.
+    """
+    loop = _Loop(jaxpr, roles, operators, count)
+    # What a slice carries to the next has a gradient that only comes back after the last.
+    if CARRY in roles or not loop.scalars:
+        return loop.recomputed
+    differentiable = jax.custom_vjp(loop.plain)
+
+    def forward(*primals):
+        inputs = [p.value for p in primals]
+        active = [i for i, p in enumerate(primals) if p.perturbed and _is_inexact(p.value)]
+        outputs, gradients = loop.with_gradients(inputs, active)
+        return outputs, (inputs, gradients)
+
+    def backward(residuals, cotangents):
+        inputs, gradients = residuals
+        given = {k: ct for k, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)}
+        result: list[Any] = [None] * len(inputs)
+        parts = [(i, given[k] * g) for (k, i), g in gradients.items() if k in given]
+        parts += loop.gradients(inputs, {k: ct for k, ct in given.items() if k not in loop.scalars})
+        for i, part in parts:
+            part = part.astype(inputs[i].dtype)
+            result[i] = part if result[i] is None else result[i] + part
+        return tuple(result)
+
+    differentiable.defvjp(forward, backward, symbolic_zeros=True)
+    return differentiable
+
+
+def _without_effects(pullback: Callable, cotangent: Any) -> list[Any]:
+    """What a pullback gives, one of several of which one is asked for.
+
+    Raises:
+        ValueError: it has an effect, which would happen for those that are not asked for, too.
+    """
+    traced = jax.make_jaxpr(pullback)(cotangent)
+    for eqn in traced.eqns:
+        if eqn.effects:
+            raise ValueError(
+                f"microbatch: the backward pass has an effect, such as a print"
+                f"{_compat.at_source_line(eqn)}, and the function several scalars that it could be "
+                f"of. Differentiate first: microbatch(jax.value_and_grad(f, has_aux=True), M), or "
+                f"return one scalar."
+            )
+    return _jaxprs.run(traced, cotangent)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A loop over slices, as `loop_over_slices` takes it."""
+
+    jaxpr: jex.ClosedJaxpr
+    roles: Sequence[str]
+    operators: Sequence[Any]
+    count: int
+
+    @functools.cached_property
+    def scalars(self) -> list[int]:
+        """The outputs whose gradient is accumulated while their value is."""
+        avals = [v.aval for v in self.jaxpr.jaxpr.outvars]
+        return [
+            k
+            for k, (operator, aval) in enumerate(zip(self.operators, avals, strict=True))
+            if getattr(operator, "sums", False)
+            and aval.shape == ()
+            and jnp.issubdtype(aval.dtype, jnp.floating)
+        ]
+
+    def plain(self, *inputs):
+        """The outputs."""
+        return _run_loop(self._body, self.roles, self.operators, self.count, *inputs)
+
+    def recomputed(self, *inputs):
+        """The outputs; differentiated, it keeps nothing of a slice but what the slice was given."""
+        body = jax.checkpoint(self._body, policy=keep_nothing)
+        return _run_loop(body, self.roles, self.operators, self.count, *inputs)
+
+    def with_gradients(
+        self, inputs: Sequence[Any], active: Sequence[int]
+    ) -> tuple[list[Any], dict[tuple[int, int], Any]]:
+        """The outputs, and the gradient of each scalar k by each active input i, by (k, i)."""
+        pairs = [(k, i) for k in self.scalars for i in active]
+        if not pairs:
+            return self.plain(*inputs), {}
+
+        def of_slice(*inputs):
+            def of_active(*chosen):
+                outputs = self._body(*_replaced(inputs, active, chosen))
+                return [outputs[k] for k in self.scalars], outputs
+
+            chosen = [inputs[i] for i in active]
+            values, pullback, outputs = jax.vjp(of_active, *chosen, has_aux=True)
+            zeros = [ad.Zero(jax.typeof(y)) for y in values]
+            ones = map(jnp.ones_like, values)
+            # Which of them is differentiated is known only later; the others are dead code.
+            of_each = [
+                _without_effects(lambda one, n=n: pullback(_replaced(zeros, [n], [one])), one)
+                if len(values) > 1
+                else pullback([one])
+                for n, one in enumerate(ones)
+            ]
+            return [*outputs, *(g for gradients in of_each for g in gradients)]
+
+        def operator(k: int, i: int):
+            own = self.operators[k]
+            if self.roles[i] == "slice":
+                mean = own.name == "mean"
+                return _reductions.Collect("stack", lambda s: s / self.count if mean else s)
+            added = _reductions.REDUCTIONS[own.name]
+            return _reductions.accumulate_in(added, own.dtype, inputs[i])
+
+        operators = [*self.operators, *(operator(k, i) for k, i in pairs)]
+        results = _run_loop(of_slice, self.roles, operators, self.count, *inputs)
+        split = len(self.operators)
+        return results[:split], dict(zip(pairs, results[split:], strict=True))
+
+    def gradients(self, inputs: Sequence[Any], cotangents: dict[int, Any]) -> list[tuple[int, Any]]:
+        """The parts of the gradient by the inputs, for the cotangents of some outputs."""
+        shares = {
+            k: _reductions.cotangent_of_slices(self.operators[k], ct, self.count)
+            for k, ct in cotangents.items()
+        }
+        known = {k: share for k, share in shares.items() if share is not None}
+        others = {k: ct for k, ct in cotangents.items() if k not in known}
+        active = [i for i, x in enumerate(inputs) if _is_inexact(x)]
+
+        def of_some(fun: Callable, outputs: Iterable[int], inputs: Sequence[Any]) -> Callable:
+            """The pullback of some outputs to the active inputs."""
+
+            def of_active(*chosen):
+                results = fun(*_replaced(inputs, active, chosen))
+                return [results[k] for k in outputs]
+
+            return jax.vjp(of_active, *(inputs[i] for i in active))[1]
+
+        def of_slice(*operands):
+            avals = [self.jaxpr.out_avals[k] for k in known]
+            cts = operands[len(inputs) :]
+            cts = [ct.astype(aval.dtype) for ct, aval in zip(cts, avals, strict=True)]
+            return of_some(self._body, known, operands[: len(inputs)])(cts)
+
+        parts = []
+        if known:
+            names = ["stack" if self.roles[i] == "slice" else "sum" for i in active]
+            roles = [*self.roles, *(role for role, _ in known.values())]
+            operands = [*inputs, *(ct for _, ct in known.values())]
+            operators = [_reductions.REDUCTIONS[name] for name in names]
+            results = _run_loop(of_slice, roles, operators, self.count, *operands)
+            parts += zip(active, results, strict=True)
+        if others:
+            pullback = of_some(self.recomputed, others, inputs)
+            parts += zip(active, pullback(list(others.values())), strict=True)
+        return parts
+
+    def _body(self, *inputs):
+        return _jaxprs.run(self.jaxpr, *inputs)
+
+
+def _is_inexact(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _replaced(values: Sequence[Any], numbers: Sequence[int], by: Iterable[Any]) -> list[Any]:
+    """The values, those of the given numbers replaced."""
+    result = list(values)
+    for i, x in zip(numbers, by, strict=True):
+        result[i] = x
+    return result
+
+
+def _run_loop(body: Callable, roles, operators, count: int, *inputs: Any) -> list[Any]:
+    """Scans `body` over the slices, folding, collecting or handing on each of its outputs."""
+    whole, first, slices = (
+        [x for x, r in zip(inputs, roles, strict=True) if r == role]
+        for role in ("whole", CARRY, "slice")
+    )
+
+    def call(carried, one):
+        given = {"whole": iter(whole), CARRY: iter(carried), "slice": iter(one)}
+        return body(*(next(given[role]) for role in roles))
+
+    one = _specs.types_of(lambda slices: [x[0] for x in slices], slices)
+    shapes = _specs.types_of(call, first, one)
+
+    def those(kind, outputs):
+        return [y for op, y in zip(operators, outputs, strict=True) if isinstance(op, kind)]
+
+    others = (_reductions.Collect, _reductions.Carry)
+    folds = [i for i, op in enumerate(operators) if not isinstance(op, others)]
+
+    def step(state, one):
+        accs, carried = state
+        outputs = call(carried, one)
+        accs = [operators[i].combine(acc, outputs[i]) for i, acc in zip(folds, accs, strict=True)]
+        return (accs, those(_reductions.Carry, outputs)), those(_reductions.Collect, outputs)
+
+    init = [operators[i].init(shapes[i]) for i in folds]
+    (accs, carried), stacked = jax.lax.scan(step, (init, first), slices, length=count)
+    accs, carried, stacked = iter(accs), iter(carried), iter(stacked)
+
+    def result(op):
+        if isinstance(op, _reductions.Carry):
+            return next(carried)
+        return (
+            op.finish(next(stacked))
+            if isinstance(op, _reductions.Collect)
+            else op.finish(next(accs), count)
+        )
+
+    return [result(op) for op in operators]

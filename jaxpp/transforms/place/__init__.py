@@ -1,0 +1,5 @@
+"""Takes a step through passes, places its equations, and lowers it to a program for each rank."""
+
+from jaxpp.transforms.place._compiled import Compiled as Compiled
+from jaxpp.transforms.place._place import Placed as Placed
+from jaxpp.transforms.place._place import place as place

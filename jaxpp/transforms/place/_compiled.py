@@ -1,0 +1,128 @@
+"""What `place` makes of a step for arguments of given types: lowered, then compiled."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.tree_util as jtu
+
+from jaxpp import _jaxprs
+from jaxpp._program import Bundle, LoadedStep, Mesh, Program
+from jaxpp.transforms._keywords import as_positional
+from jaxpp.transforms._signature import Signature
+from jaxpp.transforms._step import Step
+from jaxpp.transforms.initialize import (
+    check_initializer,
+    first_arguments,
+    lower_initializer,
+    trace_initializer,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A step lowered to programs, before it is compiled.
+
+    Args:
+        bundle: the programs of all ranks.
+        passes: the step as it was traced, and after each pass, by the pass's name.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> loss = jaxpp.wrap_forward(lambda w, x: jnp.mean((x @ w) ** 2))
+        >>> grad = jaxpp.microbatch(jax.grad(loss), 2)
+        >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()))
+        >>> lowered = step.lower(jnp.eye(2), jnp.ones((4, 2)))
+        >>> print(lowered.passes["find_roles"].as_text().splitlines()[0])
+        argument 0: args[0] float32[2,2] parameter
+    """
+
+    bundle: Bundle
+    passes: Mapping[str, Step]
+    _finish: Callable[[Bundle], "Compiled"]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What each rank runs."""
+        return self.bundle.programs
+
+    def as_text(self) -> str:
+        """The programs as text, one instruction a line."""
+        return self.bundle.as_text()
+
+    def compile(self) -> "Compiled":
+        """Compiles the computations and loads the programs on the mesh."""
+        return self._finish(self.bundle)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A step compiled for arguments of given types."""
+
+    fun: Callable
+    bundle: Bundle
+    _mesh: Mesh
+    _run: LoadedStep
+    signature: Signature
+    _rebuild: Callable[[list[Any]], Any]
+    #: JAX's settings for which a placed function has compiled it.
+    context: Any = None
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What each rank runs."""
+        return self.bundle.programs
+
+    @property
+    def input_shardings(self) -> tuple[Any, ...]:
+        """Where the step reads its arguments: a pytree for each, of `jax.sharding.Sharding`s.
+
+        On a `RemoteMpmdMesh`, of `RemoteSharding`s. Leaves that are not arrays, and arrays that
+        nothing reads, are None.
+        """
+        leaves: list[Any] = [None] * len(self.signature.avals)
+        for n, sharding in zip(self.signature.arrays, self._run.input_shardings(), strict=True):
+            leaves[n] = sharding
+        return jtu.tree_unflatten(self.signature.tree, leaves)
+
+    def as_text(self) -> str:
+        """The programs as text, one instruction a line."""
+        return self.bundle.as_text()
+
+    def describe(self) -> Any:
+        """What each rank holds, sends and reduces in a step, as `Placed.describe` gives it."""
+        return self._run.describe()
+
+    def initialize(self, init_fn: Callable, *args: Any) -> Any:
+        """Makes the step's first arguments where it reads them, as `Placed.initialize` does.
+
+        Raises:
+            TypeError: `init_fn` makes something else than the step was compiled for; the message
+                names the first leaf that differs.
+        """
+        traced = trace_initializer(init_fn, args, self.signature.static_argnums)
+        check_initializer(first_arguments(traced), self.signature.types)
+        return self.run_initializer(traced, args)
+
+    def run_initializer(self, traced: _jaxprs.Traced, args: Sequence[Any]) -> Any:
+        """Runs an initialiser that is known to match; `traced` is at `args`."""
+        paths = [jtu.keystr(p) for p, x in jtu.tree_leaves_with_path(args) if _jaxprs.is_array(x)]
+        names = [*(f" closed over, {n}" for n in range(traced.num_closed_over)), *paths]
+        bundle = lower_initializer(traced, self.bundle, names)
+        return traced.rebuild(self._mesh.load(bundle)(traced.inputs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; the arguments must have the types it was compiled for."""
+        args = as_positional(self.fun, args, kwargs)
+        leaves, tree = jtu.tree_flatten(args)
+        if not self.signature.matches(leaves, tree):
+            raise TypeError(
+                "The step was compiled for other arguments: "
+                + self.signature.difference(args)
+                + ". Call the placed function itself, which compiles for each."
+            )
+        return self.call(leaves)
+
+    def call(self, leaves: Sequence[Any]) -> Any:
+        """Runs the step on leaves that are known to match."""
+        return self._rebuild(self._run([leaves[i] for i in self.signature.arrays]))

@@ -1,0 +1,161 @@
+"""Conditionals around the loops, where their values are on several stages.
+
+Such a `cond` is opened: the equations of its branches join those around it, each under its *guard*,
+and selects make the results. Equations are placed as any others; those of one guard that come to
+stand together in a computation are put under a `cond` again. So each rank branches alike, and runs
+what the plain function runs; the predicate is all that they share.
+"""
+
+import functools
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from jaxpp import _compat, _jaxprs, _specs
+from jaxpp.transforms._step import Guard, Step
+from jaxpp.transforms.stages import is_stage_call
+from jaxpp.transforms.tasks import is_loop, operand_stages, result_stages
+
+
+def open_spanning(step: Step) -> Step:
+    """Opens each `cond` over arrays of several stages; the facts say when equations run."""
+    jaxpr, known = step.jaxpr, step.guards
+    effects: list[Any] = []
+    while True:
+        stages = _array_stages(jaxpr)
+
+        def is_spanning(eqn) -> bool:
+            read = [stages.get(v, frozenset()) for v in _jaxprs.variables(eqn.invars)]  # noqa: B023
+            return len(frozenset().union(*read)) > 1 and not any(eqn is e for e in effects)
+
+        spanning = [e for e in jaxpr.eqns if e.primitive.name == "cond" and is_spanning(e)]
+        if not spanning:
+            return step.with_guards(jaxpr, known)
+        jaxpr, known = open_conditionals(jaxpr, spanning, known, effects)
+
+
+def open_conditionals(
+    jaxpr: jex.ClosedJaxpr,
+    conditionals: Collection[Any],
+    guards: Mapping[Any, Guard],
+    effects: list[Any],
+) -> tuple[jex.ClosedJaxpr, dict[Any, Guard]]:
+    """Opens some `cond` equations of a flat jaxpr.
+
+    Args:
+        jaxpr: the program.
+        conditionals: those of its equations that are opened.
+        guards: those of variables whose equations run only at times.
+        effects: gets the conditionals that an equation with an effect is put under at once.
+    """
+    known, found = _jaxprs.Substitution(), dict(guards)
+    eqns: list[Any] = []
+    for old in jaxpr.eqns:
+        eqn = known.rename(old)
+        if not any(old is e for e in conditionals):
+            eqns.append(eqn)
+            continue
+        index, *operands = eqn.invars
+        outer = next((found.pop(v) for v in eqn.outvars if v in found), ())
+        outcomes = []
+        for k, branch in enumerate(eqn.params["branches"]):
+            guard = outer if _jaxprs.is_literal(index) else (*outer, (index, k))
+            inner, results = _branch(branch, operands, eqn)
+            outcomes.append(results)
+            if _jaxprs.is_literal(index) and k != index.val:
+                continue
+            for e in inner:
+                if e.effects and guard:
+                    eqns += under(guard, [e], e.outvars)
+                    effects.append(eqns[-1])
+                else:
+                    found.update(dict.fromkeys(e.outvars, guard) if guard else {})
+                    eqns.append(e)
+        if _jaxprs.is_literal(index):
+            known.of.update(zip(eqn.outvars, outcomes[int(index.val)], strict=True))
+            continue
+        for out, *cases in zip(eqn.outvars, *outcomes, strict=True):
+            eqns += _jaxprs.splice(_select, [index, *cases], [out])
+            if outer:
+                found[out] = outer
+    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), found
+
+
+def _branch(branch: Any, operands: Sequence[Any], eqn: Any) -> tuple[list[Any], list[Any]]:
+    """The equations of a branch, its calls inlined, and its result atoms."""
+    opened, values = _jaxprs.without_constants(branch)
+    flat = _jaxprs.inline(opened, lambda e: not is_stage_call(e))
+    consts = zip(values, flat.jaxpr.invars, strict=False)
+    return _jaxprs.inline_body(
+        flat, [*(_jaxprs.literal(c, v.aval) for c, v in consts), *operands], eqn
+    )
+
+
+def _select(index, *cases):
+    return jax.lax.select_n(index.astype(jnp.bool_) if len(cases) == 2 else index, *cases)
+
+
+def close_conditionals(
+    eqns: Sequence[Any], outputs: Collection[Any], guards: Mapping[Any, Guard]
+) -> list[Any]:
+    """Puts neighbouring equations of one guard under a `cond`.
+
+    Args:
+        eqns: the equations of a computation, in order.
+        outputs: what is read of it.
+        guards: those of variables whose equations run only at times.
+    """
+    runs: list[tuple[Guard, list[Any]]] = []
+    for eqn in eqns:
+        guard = next((guards[v] for v in eqn.outvars if v in guards), ())
+        if not runs or runs[-1][0] != guard:
+            runs.append((guard, []))
+        runs[-1][1].append(eqn)
+    closed: list[Any] = []
+    read = set(_jaxprs.variables(outputs))
+    for guard, run in reversed(runs):
+        made = [v for e in run for v in e.outvars if v in read]
+        closed[:0] = under(guard, run, made) if guard else run
+        read.update(v for e in run for v in _jaxprs.variables(e.invars))
+        read.update(v for v, _ in guard)
+    return closed
+
+
+def under(guard: Guard, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """The equations of a `cond` that makes the outputs where a guard holds, else zeros."""
+    part, literals = _jaxprs.lift_arrays(_jaxprs.part(eqns, outputs))
+    numbers = [k for _, k in guard]
+
+    def run(*values):
+        own, operands = values[: len(guard)], values[len(guard) :]
+        holds = functools.reduce(operator.and_, [v == k for v, k in zip(own, numbers, strict=True)])
+        return jax.lax.cond(
+            holds,
+            lambda: _jaxprs.run(part.jaxpr, *operands),
+            lambda: [_specs.filled(v.aval, 0) for v in outputs],
+        )
+
+    return _jaxprs.splice(run, [*(v for v, _ in guard), *part.inputs, *literals], outputs)
+
+
+def _array_stages(jaxpr) -> dict[Any, frozenset[int]]:
+    """The stages whose arrays a variable derives from; scalars count for none."""
+    stages: dict[Any, frozenset[int]] = {}
+    for eqn in jaxpr.eqns:
+        if is_loop(eqn):
+            for var, place in operand_stages(eqn).items():
+                stages[var] = stages.get(var, frozenset()) | place
+    for eqn in jaxpr.eqns:
+        if is_loop(eqn):
+            stages.update(zip(eqn.outvars, result_stages(eqn), strict=True))
+            continue
+        union = frozenset().union(
+            *(stages.get(v, frozenset()) for v in _jaxprs.variables(eqn.invars) if v.aval.size > 1)
+        )
+        stages.update((v, union) for v in eqn.outvars)
+    return stages

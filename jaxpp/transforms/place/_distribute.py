@@ -1,0 +1,175 @@
+"""Distributes parameters that are stacked over layers: each stage has its rows of them.
+
+A stacked parameter whose slices the stages of a loop read, its gradients, and what is updated with
+them (optimizer state) come apart into parts; each part is then an argument, or a result, of its
+own, and is placed with its stage as any other. What needs all rows at once gathers them.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import jax.extend.core as jex
+
+from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp.transforms._step import Fact, Guard, Step
+from jaxpp.transforms.place import _conditionals
+from jaxpp.transforms.stacked import (
+    Bounds,
+    Classes,
+    Splitter,
+    concatenation_intervals,
+    merge_bounds,
+    num_rows,
+    part_vars,
+    rows_of,
+    slice_interval,
+    takes_some_rows,
+)
+from jaxpp.transforms.tasks import is_loop, operand_stages, result_stages
+
+
+def distribute(step: Step) -> Step:
+    """Puts stacked arrays of a step into parts, by what the stages of its loops read and make."""
+    jaxpr, bounds, guards = _choose(step)
+    if not bounds:
+        return step.with_guards(jaxpr, guards)
+    invars, outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
+    given = {v: part_vars(v, bounds[v]) for v in invars if v in bounds}
+    rules = dict(enumerate(map(rows_of, jaxpr.eqns)))
+    splitter = Splitter(bounds, rules, given, guards)
+    splitter.rewrite(jaxpr.eqns)
+    outs, cuts = [], []
+    for v in outvars:
+        cuts.append(None if _jaxprs.is_literal(v) else bounds.get(v))
+        outs.extend([splitter.whole(v)] if cuts[-1] is None else splitter.solid_parts(v, cuts[-1]))
+    ins = [part for v in invars for part in given.get(v, [v])]
+    split = _compat.make_closed_jaxpr(ins, outs, [e for e, _ in splitter.eqns])
+    split = _compat.eliminate_dead_code(split, [True] * len(outs))
+    facts = {v: Fact(anywhere=True) for v in splitter.floating}
+    for v, (_, eqn) in splitter.gathered.items():
+        why = f"for `{eqn.primitive.name}`{_compat.at_source_line(eqn)}"
+        facts[v] = Fact(v in facts, why)
+    in_cuts = [bounds.get(v) for v in invars]
+    arguments = _in_parts(step.arguments, in_cuts, ins)
+    results = _in_parts(step.results, cuts, outs)
+    first = {a.array: n for n, a in reversed([*enumerate(arguments)])}
+    for array, own in itertools.groupby(list(enumerate(results)), key=lambda item: item[1].array):
+        for k, (n, result) in enumerate(own):
+            if result.becomes is not None:
+                # Arrays that are cut alike become each other's next values part by part.
+                alike = cuts[array] == in_cuts[result.becomes]
+                becomes = first[result.becomes] + k if alike else None
+                results[n] = dataclasses.replace(result, becomes=becomes)
+    done = dataclasses.replace(
+        step, jaxpr=split, arguments=tuple(arguments), results=tuple(results), facts=facts
+    )
+    return done.with_guards(split, splitter.guards)
+
+
+def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequence[Any]) -> list:
+    """The records of the parts of arguments, or of results."""
+    rest = iter(parts)
+    found = []
+    for record, cut in zip(records, cuts, strict=True):
+        for rows in [None] if cut is None else pairwise(cut):
+            found.append(dataclasses.replace(record, aval=next(rest).aval, rows=rows))
+    return found
+
+
+def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Takes rows of arrays that the step closes over at once, so that no rank is given the rest."""
+    known = _jaxprs.Substitution()
+    eqns = []
+    for eqn in map(known.rename, jaxpr.eqns):
+        if takes_some_rows(eqn) and _jaxprs.is_literal(eqn.invars[0]):
+            (result,) = eqn.outvars
+            value = eqn.primitive.bind(_jaxprs.literal_array(eqn.invars[0]), **eqn.params)
+            known.of[result] = _jaxprs.literal(value, result.aval)
+        else:
+            eqns.append(eqn)
+    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
+
+
+def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Any, Bounds], dict[Any, Guard]]:
+    """Where variables are cut; conditionals over such variables are opened on the way."""
+    jaxpr, guards = _slice_literals(step.jaxpr), step.guards
+    # What ranks load themselves they load whole.
+    whole = [n for n, a in enumerate(step.arguments) if a.fed]
+    while True:
+        bounds = _bounds(jaxpr, step.pairs, whole)
+        stuck = [
+            e
+            for e in jaxpr.eqns
+            if e.primitive.name == "cond"
+            and not e.effects
+            and any(v in bounds for v in _jaxprs.variables([*e.invars, *e.outvars]))
+        ]
+        if not stuck:
+            return jaxpr, bounds, guards
+        jaxpr, guards = _conditionals.open_conditionals(jaxpr, stuck, guards, [])
+
+
+def _bounds(
+    jaxpr: jex.ClosedJaxpr, pairs: Mapping[int, int], whole: Sequence[int]
+) -> dict[Any, Bounds]:
+    eqns, invars, outvars = jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
+    tied = [(outvars[o], invars[i]) for o, i in pairs.items()]
+    classes = Classes(eqns, tied)
+    # For each class, the intervals that stages read or make, and which stages.
+    found: dict[Any, dict[tuple[int, int], frozenset[int]]] = {}
+
+    def note(var: Any, interval: tuple[int, int], stages: frozenset[int]) -> None:
+        known = found.setdefault(classes.of(var), {})
+        known[interval] = known.get(interval, frozenset()) | stages
+
+    readers = _readers(eqns)
+    makers = _makers(eqns)
+    for eqn in eqns:
+        if takes_some_rows(eqn) and (interval := slice_interval(eqn)):
+            if not _jaxprs.is_literal(eqn.invars[0]) and eqn.outvars[0] in readers:
+                note(eqn.invars[0], interval, readers[eqn.outvars[0]])
+        elif (intervals := concatenation_intervals(eqn)) and all(
+            v in makers for v in eqn.invars if not _jaxprs.is_literal(v)
+        ):
+            for v, own in zip(eqn.invars, intervals, strict=True):
+                stages = frozenset() if _jaxprs.is_literal(v) else makers[v]
+                note(eqn.outvars[0], own, stages)
+    stay = {classes.of(invars[n]) for n in whole}
+    cuts = {
+        own: merge_bounds(num_rows(own), intervals)
+        for own, intervals in found.items()
+        if own not in stay and len(intervals) > 1 and len(set(intervals.values())) > 1
+    }
+    variables = [*invars, *(v for e in eqns for v in e.outvars)]
+    return {v: cuts[own] for v in variables if (own := classes.of(v)) in cuts}
+
+
+def _makers(eqns) -> dict[Any, frozenset[int]]:
+    """The stages of loops that make a variable, or the terms of a sum."""
+    makers: dict[Any, frozenset[int]] = {}
+    for eqn in eqns:
+        read = _jaxprs.variables(eqn.invars)
+        if is_loop(eqn):
+            makers.update(zip(eqn.outvars, result_stages(eqn), strict=True))
+        elif eqn.primitive.name in _primitives.ADDS and all(v in makers for v in read):
+            makers[eqn.outvars[0]] = frozenset().union(*(makers[v] for v in read))
+    return makers
+
+
+def _readers(eqns) -> dict[Any, frozenset[int]]:
+    """The stages of loops that read a variable, directly or through what is made of it."""
+    readers: dict[Any, frozenset[int]] = {}
+    for eqn in reversed(eqns):
+        if is_loop(eqn):
+            for v, stages in operand_stages(eqn).items():
+                readers[v] = readers.get(v, frozenset()) | stages
+            continue
+        own = frozenset().union(*(readers.get(v, frozenset()) for v in eqn.outvars))
+        if own:
+            for v in _jaxprs.variables(eqn.invars):
+                readers[v] = readers.get(v, frozenset()) | own
+    return readers

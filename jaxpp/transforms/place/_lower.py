@@ -1,0 +1,264 @@
+"""Lowers a graph of tasks to one program per rank.
+
+Each value that is read on a rank that did not make it gets a send right after it is made and a
+receive right before its first use, and each slot is freed after its last use.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from jaxpp._program import (
+    Bundle,
+    Computation,
+    Free,
+    Instruction,
+    Message,
+    Program,
+    Receive,
+    Run,
+    Send,
+)
+from jaxpp._specs import Spec
+from jaxpp.transforms._step import Step
+from jaxpp.transforms.inside import assign, with_specs
+from jaxpp.transforms.place._task_graph import GraphTask, TaskGraph, Value
+
+#: A place between two tasks: before the task with the number, or after it; on a rank.
+_At = tuple[int, int]
+
+
+def lower(step: Step, graph: TaskGraph) -> Bundle:
+    """Lowers the tasks of a step to programs."""
+    specs: dict[Value, Spec] = {}
+    if step.inside is not None:
+        given = [value for value, _ in graph.arguments]
+        specs = assign(graph.tasks, given, step.inside.own_sizes)
+    uses = _Uses(graph)
+    routes = _routes(uses)
+    numbers, computations = _computations(step, uses, specs)
+    sends, receives = _messages(routes, specs)
+    end = len(graph.tasks)
+    writers = [_ProgramWriter(rank, uses) for rank in range(len(graph.stages))]
+    for n, (value, ranks) in enumerate(graph.arguments):
+        for rank in ranks:
+            writers[rank].inputs.append((n, writers[rank].slot(value)))
+    for rank, writer in enumerate(writers):
+        writer.send(sends.get((-1, rank), ()))
+    for index, (task, number) in enumerate(zip(graph.tasks, numbers, strict=True)):
+        writer = writers[task.rank]
+        writer.receive(receives.get((index, task.rank), ()))
+        writer.run(index, task, number, computations[number].donated)
+        writer.send(sends.get((index, task.rank), ()))
+        writer.free()
+    for rank, writer in enumerate(writers):
+        writer.receive(receives.get((end, rank), ()))
+    for n, (value, ranks) in enumerate(graph.results):
+        for rank in ranks:
+            writers[rank].outputs.append((n, writers[rank].slot(value)))
+    results = (
+        dataclasses.replace(result, spec=specs.get(value, ()))
+        for result, (value, _) in zip(step.results, graph.results, strict=True)
+    )
+    return Bundle(
+        tuple(w.program(stages) for w, stages in zip(writers, graph.stages, strict=True)),
+        tuple(computations),
+        step.arguments,
+        tuple(results),
+        step.inside and step.inside.mesh,
+    )
+
+
+class _Uses:
+    """Where values are made and read, by the numbers of tasks; -1 is before all, `end` after all.
+
+    `made` has for each value the task that makes it on each rank, `readers` the first that reads
+    it there, and `last` the last that uses it on a rank. `kept` is what a rank holds for others or
+    for the caller.
+    """
+
+    def __init__(self, graph: TaskGraph):
+        self.graph = graph
+        self.made: dict[Value, dict[int, int]] = {
+            value: dict.fromkeys(ranks, -1) for value, ranks in graph.arguments
+        }
+        self.readers: dict[Value, dict[int, int]] = {}
+        self.last: dict[tuple[int, Value], int] = {}
+        self.kept = {(rank, value) for value, ranks in graph.results for rank in ranks}
+        for index, task in enumerate(graph.tasks):
+            for value in task.outputs:
+                self.made.setdefault(value, {})[task.rank] = index
+            for value in task.inputs:
+                self._read(value, task.rank, index)
+        for value, ranks in graph.results:
+            for rank in ranks:
+                self._read(value, rank, len(graph.tasks))
+
+    def _read(self, value: Value, rank: int, index: int) -> None:
+        self.readers.setdefault(value, {}).setdefault(rank, index)
+        self.last[rank, value] = index
+
+    def send(self, value: Value, source: int, target: int) -> None:
+        """Notes that a value goes from a rank to another."""
+        self.last.setdefault((source, value), self.made[value][source])
+        self.kept |= {(source, value), (target, value)}
+
+
+def _routes(uses: _Uses) -> dict[tuple[int, int, int], tuple[list[Value], int]]:
+    """What is sent after which task, and before which it is read, by (task, source, target)."""
+    wanted: dict[tuple[int, int, int], list[Value]] = {}
+    first_read: dict[tuple[int, int, int], int] = {}
+    for value, by_rank in uses.readers.items():
+        if value.constant is not None:
+            continue
+        made = uses.made[value]
+        for rank, index in by_rank.items():
+            if rank in made:
+                continue
+            source = min(made)
+            route = (made[source], source, rank)
+            wanted.setdefault(route, []).append(value)
+            first_read[route] = min(first_read.get(route, index), index)
+            uses.send(value, source, rank)
+    return {route: (wanted[route], first_read[route]) for route in sorted(wanted)}
+
+
+def _messages(routes, specs: Mapping[Value, Spec]):
+    """The sends after each task and the receives before each, by (task, rank)."""
+    sends: dict[_At, list[tuple[list[Value], Message]]] = {}
+    receives: dict[_At, list[tuple[list[Value], Message]]] = {}
+    for tag, ((index, source, target), (values, first_read)) in enumerate(routes.items()):
+        message = Message(
+            tag,
+            source,
+            target,
+            tuple(v.name for v in values),
+            tuple(v.kind for v in values),
+            tuple(v.aval for v in values),
+            tuple(specs[v] for v in values) if specs else (),
+        )
+        sends.setdefault((index, source), []).append((values, message))
+        receives.setdefault((first_read, target), []).append((values, message))
+    return sends, receives
+
+
+def _computations(
+    step: Step, uses: _Uses, specs: Mapping[Value, Spec]
+) -> tuple[list[int], list[Computation]]:
+    """The number of each task's computation, and the computations, equal ones once."""
+    found: dict[Hashable, int] = {}
+    computations: list[Computation] = []
+    numbers = []
+    for index, task in enumerate(uses.graph.tasks):
+        donated = task.body.donated
+        if donated is None:
+            donated = _unread(index, task, uses)
+        in_specs, out_specs = (
+            tuple(specs[v] for v in values) if specs else ()
+            for values in (task.inputs, task.outputs)
+        )
+        key = task.body, donated, in_specs, out_specs
+        if key not in found:
+            found[key] = len(computations)
+            computation = Computation(task.body.name, task.body.jaxpr, donated)
+            if step.inside is not None:
+                sizes = step.inside.own_sizes
+                computation = with_specs(computation, in_specs, out_specs, sizes)
+            computations.append(computation)
+        numbers.append(found[key])
+    return numbers, computations
+
+
+def _unread(index: int, task: GraphTask, uses: _Uses) -> tuple[int, ...]:
+    """The inputs that nothing reads after a task, as far as outputs can take their memory."""
+    wanted: dict[Any, int] = {}
+    for value in task.outputs:
+        kind = value.aval.shape, value.aval.dtype
+        wanted[kind] = wanted.get(kind, 0) + 1
+    taken = []
+    for i, value in enumerate(task.inputs):
+        kind = value.aval.shape, value.aval.dtype
+        if (
+            uses.last[task.rank, value] == index
+            and (task.rank, value) not in uses.kept
+            and (value.argument is None or value.argument.donated)
+            and value.constant is None
+            and wanted.get(kind, 0) > 0
+        ):
+            wanted[kind] -= 1
+            taken.append(i)
+    return tuple(taken)
+
+
+class _ProgramWriter:
+    """Writes one rank's program: gives values slots, and frees them."""
+
+    def __init__(self, rank: int, uses: _Uses):
+        self.rank = rank
+        self.instructions: list[Instruction] = []
+        self.inputs: list[tuple[int, int]] = []
+        self.outputs: list[tuple[int, int]] = []
+        self.constant_slots: list[tuple[int, Any]] = []
+        self.uses = uses
+        self.slots: dict[Value, int] = {}
+        self.vacant: list[int] = []
+        self.num_slots = 0
+        #: What the last run was the last to use.
+        self.ending: list[Value] = []
+
+    def slot(self, value: Value) -> int:
+        """The slot of a value; a constant keeps its own."""
+        if value not in self.slots:
+            if self.vacant and value.constant is None:
+                self.slots[value] = self.vacant.pop()
+            else:
+                self.slots[value] = self.num_slots
+                self.num_slots += 1
+            if value.constant is not None:
+                self.constant_slots.append((self.slots[value], value.constant))
+        return self.slots[value]
+
+    def run(self, index: int, task: GraphTask, computation: int, donated: Sequence[int]) -> None:
+        inputs = tuple(map(self.slot, task.inputs))
+        gone = [task.inputs[i] for i in donated]
+        for value in gone:
+            self._vacate(value)
+        outputs = tuple(map(self.slot, task.outputs))
+        self.instructions.append(Run(computation, inputs, outputs, task.label))
+        self.ending = [
+            value
+            for value in dict.fromkeys([*task.inputs, *task.outputs])
+            if value.constant is None
+            and value not in gone
+            and self.uses.last.get((self.rank, value), -2) <= index
+        ]
+
+    def free(self) -> None:
+        """Frees what the last run was the last to use, after it has been sent."""
+        slots = tuple(self.slots[value] for value in self.ending)
+        for value in self.ending:
+            self._vacate(value)
+        if slots:
+            self.instructions.append(Free(slots))
+
+    def _vacate(self, value: Value) -> None:
+        self.vacant.append(self.slots.pop(value))
+
+    def send(self, messages) -> None:
+        for values, message in messages:
+            self.instructions.append(Send(tuple(map(self.slot, values)), message))
+
+    def receive(self, messages) -> None:
+        for values, message in messages:
+            self.instructions.append(Receive(tuple(map(self.slot, values)), message))
+
+    def program(self, stages: tuple[int, ...]) -> Program:
+        return Program(
+            self.rank,
+            stages,
+            tuple(self.instructions),
+            self.num_slots,
+            tuple(self.inputs),
+            tuple(self.outputs),
+            tuple(self.constant_slots),
+        )

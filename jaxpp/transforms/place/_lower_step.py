@@ -1,0 +1,234 @@
+"""From a function and its arguments to the programs of all ranks: what `place` does, in order."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import AbstractMesh
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._program import Argument, Bundle, Fed, Mesh, Program, Result, Role, default_mesh
+from jaxpp._specs import Spec, axis_sizes, replicated
+from jaxpp.transforms import _keywords
+from jaxpp.transforms._signature import Signature
+from jaxpp.transforms._step import Inside, Step
+from jaxpp.transforms.inside import (
+    automatic,
+    defer_sums,
+    gather_in_tasks,
+    specs_of_leaves,
+    split_examples,
+    split_state,
+    trace,
+)
+from jaxpp.transforms.place import (
+    _conditionals,
+    _distribute,
+    _flat_step,
+    _join_ranks,
+    _lower,
+    _placement,
+    _roles,
+    _task_graph,
+)
+from jaxpp.transforms.place._compiled import Compiled, Lowered
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a user has given to `place`.
+
+    Args:
+        fun: the step.
+        mesh: where to run it; None for the default.
+        donate_argnums: the positions of donated arguments.
+        static_argnums: the positions of arguments whose numbers are static.
+        in_specs: a prefix of the arguments.
+        out_specs: a prefix of the results.
+        zero: the axes over which what has a role is split further.
+    """
+
+    fun: Callable
+    mesh: Mesh | None
+    donate_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    in_specs: Any
+    out_specs: Any
+    zero: Mapping[Role, tuple[str, ...]]
+
+
+#: What is done to a step before its equations are placed, in order.
+PASSES: tuple[Callable[[Step], Step], ...] = (
+    _distribute.distribute,
+    _roles.find_roles,
+    split_state,
+    _flat_step.own_results,
+    split_examples,
+    gather_in_tasks,
+    defer_sums,
+    _conditionals.open_spanning,
+    _flat_step.skip_carries,
+)
+
+
+def lower_step(request: Request, args: tuple[Any, ...]) -> Lowered:
+    """Lowers a step, at arguments that are loaded already.
+
+    Raises:
+        ValueError: as `place` says.
+    """
+    inside = getattr(request.mesh, "inside", None)
+    insides = getattr(request.mesh, "insides", (inside,))
+    lowered = {own: _lower_alike(request, args, own) for own in dict.fromkeys(insides)}
+    first = lowered[insides[0]]
+    if len(lowered) == 1:
+        return first
+    bundle = _join_ranks.join_ranks([lowered[own].bundle for own in insides])
+    return dataclasses.replace(first, bundle=bundle)
+
+
+def _lower_alike(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
+    """The step as if all ranks were alike."""
+    if inside is None:
+        return _lower_inside(request, args, None)
+    # Constraints in the model name axes alone, and mean those of the rank that they run on.
+    with jax.sharding.use_abstract_mesh(automatic(inside)):
+        return _lower_inside(request, args, inside)
+
+
+def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
+    _check_arguments(request, args)
+    signature = Signature.of(args, request.static_argnums)
+    step, traced = _trace_step(request, args, signature, inside)
+    passes = {"trace": step}
+    for run in PASSES:
+        step = passes[run.__name__] = run(step)
+    graph = _task_graph.build(step, _placement.place_equations(step))
+    bundle = _lower.lower(step, graph)
+    mesh = _resolve_mesh(request.mesh, bundle.programs, traced)
+
+    def finish(bundle: Bundle) -> Compiled:
+        run = mesh.load(bundle)
+        return Compiled(request.fun, bundle, mesh, run, signature, traced.rebuild)
+
+    return Lowered(bundle, passes, finish)
+
+
+# ---- tracing ------------------------------------------------------------------------------------
+
+
+def _trace_step(
+    request: Request, args: tuple[Any, ...], signature: Signature, inside: AbstractMesh | None
+) -> tuple[Step, _jaxprs.Traced]:
+    """Traces a function at arguments to a flat step, of which nothing else is done yet."""
+    types = signature.types
+    given = _keywords.with_keywords(request.in_specs, args, None)
+    in_specs = _specs("in_specs", given, types, inside)
+    traced = trace(request.fun, types, in_specs, inside)
+    # What the step closes over are literals: each rank that reads one gets it once.
+    closed_over = traced.inputs[: traced.num_closed_over]
+    jaxpr = _jaxprs.bind_constants(_flat_step.flatten(traced.jaxpr), closed_over)
+    outputs = [v.aval for v in jaxpr.jaxpr.outvars]
+    results = traced.rebuild([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outputs])
+    out_specs = _specs("out_specs", request.out_specs, results, inside)
+    pairs = _flat_step.pair_state(types, request.donate_argnums, traced, jaxpr)
+    leaves = jtu.tree_leaves_with_path(args)
+    donated = _flat_step.leaves_of(args, request.donate_argnums)
+    arguments = []
+    for n, (i, v, spec) in enumerate(
+        zip(signature.arrays, jaxpr.jaxpr.invars, in_specs, strict=True)
+    ):
+        path, leaf = leaves[i]
+        own = replicated(len(v.aval.shape)) if inside is not None and spec is None else spec or ()
+        arguments.append(
+            Argument(
+                jtu.keystr(path),
+                v.aval,
+                n,
+                donated=i in donated,
+                fed=isinstance(leaf, Fed),
+                spec=own,
+                in_tasks=own,
+            )
+        )
+    step = Step(
+        jaxpr,
+        tuple(arguments),
+        tuple(
+            Result(aval, n, becomes=pairs.get(n), spec=spec)
+            for n, (aval, spec) in enumerate(zip(outputs, out_specs, strict=True))
+        ),
+        inside=inside
+        and Inside(
+            automatic(inside),
+            axis_sizes(getattr(request.mesh, "inside", None)),
+            request.zero,
+        ),
+    )
+    return step, traced
+
+
+def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> list[Spec | None]:
+    """The spec of each array of a pytree."""
+    leaves = jtu.tree_leaves(tree)
+    specs: list[Spec | None] = [None] * len(leaves)
+    if inside is not None:
+        sizes = axis_sizes(inside)
+        specs = specs_of_leaves(prefix, tree, sizes, f"place: {what}")
+    return [s for s, x in zip(specs, leaves, strict=True) if isinstance(x, jax.ShapeDtypeStruct)]
+
+
+def _resolve_mesh(given: Mesh | None, programs: Sequence[Program], traced: _jaxprs.Traced) -> Mesh:
+    count = len(programs)
+    mesh = default_mesh.get()(count) if given is None else given
+    if mesh.num_ranks == count:
+        return mesh
+    if mark := _flat_step.unused_mark(traced.jaxpr):
+        raise ValueError(
+            f"place: pipeline_enter_stage{_compat.at_source_line(mark)} marks where a stage opens, "
+            f"but the function has not been cut into stages there: wrap_forward is missing. Wrap "
+            f"the loss, then make the loop: "
+            f"schedule(microbatch(value_and_grad(wrap_forward(loss)), M), OneFOneB())."
+        )
+    stages = len({stage for program in programs for stage in program.stages})
+    each, rest = divmod(stages, mesh.num_ranks)
+    fewer = mesh.num_ranks < count and not rest
+    raise ValueError(
+        f"place: the schedule runs on {count} ranks, but the mesh has {mesh.num_ranks}; make them "
+        f"equal (a mesh whose devices list repeats a device lets ranks share it)"
+        + (f", or give a rank {each} stages: Interleaved1F1B({each})." if fewer else ".")
+    )
+
+
+def _check_arguments(request: Request, args: tuple[Any, ...]) -> None:
+    check_positions("donate_argnums", request.donate_argnums, args)
+    check_positions("static_argnums", request.static_argnums, args)
+    for keys, leaf in jtu.tree_leaves_with_path(args):
+        path = jtu.keystr(keys)
+        if _compat.is_tracer(leaf):
+            raise ValueError(
+                f"place: args{path} is a tracer that has left the jit, grad, vmap or scan that "
+                f"made it; return it from there."
+            )
+        if not _jaxprs.is_array(leaf):
+            try:
+                hash(leaf)
+            except TypeError:
+                raise ValueError(
+                    f"place: args{path} is a {type(leaf).__name__}, which is neither an array "
+                    f"nor hashable. Arrays and numbers are traced and all else is static: make it "
+                    f"an array, or hashable."
+                ) from None
+
+
+def check_positions(name: str, positions: Iterable[int], args: Sequence[Any]) -> None:
+    """Checks that an argument of `place` names positions that there are."""
+    count = len(_keywords.without_keywords(args))
+    for n in positions:
+        if not 0 <= n < count:
+            raise ValueError(
+                f"place: {name} names argument {n}, but the step was called with {count} "
+                f"arguments that have a position."
+            )

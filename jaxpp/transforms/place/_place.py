@@ -1,0 +1,316 @@
+"""`place`: compiles a step to one program per rank, and runs it on a mesh."""
+
+import dataclasses
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.tree_util as jtu
+from jax.sharding import AbstractMesh
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._program import Bundle, Mesh, Program, Role
+from jaxpp._specs import axis_sizes
+from jaxpp.transforms._keywords import as_positional, positional
+from jaxpp.transforms._signature import Signature
+from jaxpp.transforms.initialize import first_arguments, trace_initializer
+from jaxpp.transforms.place._compiled import Compiled, Lowered
+from jaxpp.transforms.place._lower_step import Request, check_positions, lower_step
+
+
+def place(
+    fun: Callable,
+    mesh: Mesh | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    in_specs: Any = None,
+    out_specs: Any = None,
+    zero1: str | Sequence[str] = (),
+    zero3: str | Sequence[str] = (),
+    feed: Mapping[int, Callable[[Any], Any]] | None = None,
+) -> "Placed":
+    """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
+
+    The outermost transform, as `jax.jit` is: around a train step whose loops `schedule` has
+    partitioned. The stages' tasks run where the schedule's table puts them, and everything around
+    the loops where its largest operand lives. Parameters and optimizer state stay on the ranks that
+    use them: results are left where the next call needs them.
+
+    Args:
+        fun: a function of pytrees. JAX and NumPy arrays, of any shape and dtype, are traced, and
+            Python's numbers as in `jax.jit`, but for those in an Equinox module. Every other leaf
+            is static and must be hashable: another value traces again, as do other shapes, dtypes
+            and settings of JAX. What is given by keyword counts at its position in `fun`.
+        mesh: where to run; by default a `jaxpp.MpmdMesh` over the first `jax.devices()`.
+        donate_argnums: the positions of arguments whose memory the step may reuse. Their arrays are
+            deleted by the call.
+        static_argnums: the positions of arguments whose numbers are static, too: where the step
+            needs a value, for a shape, a branch, or as a key.
+        in_specs: how the arguments are split over the axes inside a rank, on a mesh that has such:
+            a prefix of the tuple of arguments, of `jax.sharding.PartitionSpec`s. In place of one
+            may be a list of rules `[(pattern, spec), ...]`: a leaf takes the spec of the first
+            pattern that `re.search` finds in its path, such as `blocks.0.mlp.up.weight`. None,
+            what no rule speaks of, and what `fun` takes by keyword alone is whole on each device.
+        out_specs: the same for the results. By default a result that is the next call's argument,
+            such as the parameters, is split as that is, and others as they come out.
+        zero1: the axis, or axes, inside a rank over which optimizer state is split, such as
+            `"data"`: whatever the step hands on to the next one and no stage reads. Gradients are
+            then scattered to where their state is, and parameters gathered, once a step.
+        zero3: the axis, or axes, over which parameters are split as well as optimizer state. Each
+            task gathers the parameters that it reads, and drops them when it ends; gradients are
+            accumulated whole, and scattered once a step.
+        feed: for the positions of some arguments a function that loads the argument: the step is
+            then called with what the function takes, such as the number of the batch. On a
+            `jaxpp.RemoteMpmdMesh` each rank that reads the argument calls the function itself, and
+            nothing goes through this process; it has to give the same everywhere.
+
+    Returns:
+        A callable with `lower(*args)`, as `jax.jit` gives. Inside `jit`, `grad`, `vmap`,
+        `make_jaxpr` and `eval_shape` it is `fun`.
+
+    Raises:
+        ValueError: for a loop without a schedule, a mesh with another number of ranks, a donated
+            array that is used again, an argument that is neither array nor hashable, or a spec that
+            does not fit its array or the mesh.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return jnp.mean((h @ w) ** 2)
+        >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+        >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        >>> mesh = jaxpp.MpmdMesh((2,), ("mpmd",), devices=[jax.devices()[0]] * 2)
+        >>> step = jaxpp.place(lambda w, x: w - 0.1 * grad(w, x), mesh)
+        >>> step(jnp.eye(2), jnp.ones((8, 2))).shape
+        (2, 2)
+    """
+    donated, static = (
+        (n,) if isinstance(n, int) else tuple(n) for n in (donate_argnums, static_argnums)
+    )
+    inside = getattr(mesh, "inside", None)
+    given = {
+        "in_specs": in_specs is not None,
+        "out_specs": out_specs is not None,
+        "zero1": bool(zero1),
+        "zero3": bool(zero3),
+    }
+    for name, is_given in given.items():
+        if is_given and inside is None:
+            raise ValueError(
+                f"place: {name} splits arrays inside a rank, but each rank of the mesh is one "
+                f"device. Give the mesh further axes: jaxpp.MpmdMesh((2, 2), ('mpmd', 'data'))."
+            )
+    parameter_axes = _axes_inside("zero3", zero3, inside)
+    optimizer_axes = parameter_axes or _axes_inside("zero1", zero1, inside)
+    zero = {Role.PARAMETER: parameter_axes, Role.OPTIMIZER: optimizer_axes}
+    request = Request(positional(fun), mesh, donated, static, in_specs, out_specs, zero)
+    return Placed(request, dict(feed or {}))
+
+
+def _axes_inside(
+    name: str, given: str | Sequence[str], inside: AbstractMesh | None
+) -> tuple[str, ...]:
+    """The axes that an argument of `place` names."""
+    axes = (given,) if isinstance(given, str) else tuple(given)
+    known = tuple(axis_sizes(inside))
+    for axis in axes:
+        if axis not in known or axes.count(axis) > 1:
+            twice = "twice" if axis in known else f"which is no axis inside a rank: {known}"
+            raise ValueError(f"place: {name}={given!r} names {axis!r}, {twice}.")
+    return axes
+
+
+#: How many calls that differ in their types, or in what is static, a step keeps compiled.
+KEPT = 64
+
+#: For how many values of what is static a step is compiled before it warns.
+MANY = 8
+
+
+class Placed:
+    """A function partitioned over the ranks of a mesh; made by `place`."""
+
+    def __init__(self, request: Request, feed: Mapping[int, Callable[[Any], Any]]):
+        functools.update_wrapper(self, request.fun)
+        self._feed = feed
+        self._request = request
+        self._lock = threading.RLock()
+        # The one that was called last comes first.
+        self._cache: list[Compiled] = []
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Where the step runs, as it was given to `place`."""
+        return self._request.mesh
+
+    def __repr__(self):
+        return f"<placed {getattr(self._request.fun, '__name__', self._request.fun)}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; traces and compiles it where `jax.jit` would trace it anew.
+
+        Inside a transformation of JAX, and under `jax.disable_jit`, it is the function that was
+        placed.
+        """
+        if _compat.is_tracing() or _compat.is_jit_disabled():
+            return self._request.fun(*self._arguments(args, kwargs, here=True))
+        compiled, leaves = self.compiled_for(*args, **kwargs)
+        return compiled.call(leaves)
+
+    def compiled_for(self, *args: Any, **kwargs: Any) -> tuple[Compiled, list[Any]]:
+        """The step compiled for such arguments, and their leaves."""
+        args = self._arguments(args, kwargs)
+        leaves, tree = jtu.tree_flatten(args)
+        context = _compat.trace_context()
+        cache = self._cache
+        with self._lock:
+            for i, compiled in enumerate(cache):
+                if compiled.context == context and compiled.signature.matches(leaves, tree):
+                    if i:
+                        cache.insert(0, cache.pop(i))
+                    return compiled, leaves
+            compiled = dataclasses.replace(self._lower(args).compile(), context=context)
+            self._warn_of_static_values(compiled, args)
+            cache.insert(0, compiled)
+            del cache[KEPT:]
+            return compiled, leaves
+
+    def _lower(self, args: tuple[Any, ...]) -> Lowered:
+        try:
+            return lower_step(self._request, args)
+        except TypeError as error:  # such as those of JAX about values that are not known
+            leaves = jtu.tree_leaves_with_path(args)
+            arrays = Signature.of(args, self._request.static_argnums).arrays
+            numbers = [i for i in arrays if not _jaxprs.is_array(leaves[i][1])]
+            if numbers:
+                named = ", ".join(f"args{jtu.keystr(leaves[i][0])}" for i in numbers)
+                error.add_note(
+                    f"place: the step is traced for any value of the Python numbers {named}, as by "
+                    f"jax.jit. Where it needs their values, give their positions as static_argnums."
+                )
+            raise
+
+    def _warn_of_static_values(self, compiled: Compiled, args: tuple[Any, ...]) -> None:
+        alike = [
+            known.signature
+            for known in self._cache
+            if known.context == compiled.context and known.signature.is_like(compiled.signature)
+        ]
+        if len(alike) + 1 == MANY:
+            warnings.warn(
+                f"{self!r} has been compiled for {MANY} values of what is static: "
+                f"{alike[0].difference(args)}, as it was before. An array (jnp.asarray) in its "
+                f"place is traced, and compiled once.",
+                stacklevel=4,
+            )
+
+    def initialize(self, init_fn: Callable, *args: Any, rest: Sequence[Any] = ()) -> Any:
+        """Makes the step's first arguments where the step reads them.
+
+        Each rank runs only the part of `init_fn` that makes what it reads, so that the whole is
+        nowhere: beside its own share, a rank holds what making one array takes. Of parameters that
+        are stacked over layers it makes those of its layers, where `init_fn` makes one layer at a
+        time, under `jax.vmap` or `jax.lax.map` over keys; else there is a warning.
+
+        The values are those of `init_fn(*args)`, bit for bit, on any mesh: each operation is
+        compiled by itself, as in a call outside of `jax.jit`, which would round in another way.
+        Exceptions may differ in the last bit: what JAX inlines when it traces, such as `jnp.mean`,
+        and what is jitted in `init_fn`, of which a rank compiles only what it needs.
+
+        Args:
+            init_fn: a function of pytrees, which does not print. It returns the step's first
+                argument, or a tuple of its first arguments. What the step traces becomes an array
+                of JAX; other leaves are static.
+            *args: its arguments, such as a random key.
+            rest: the other arguments of the step, or `jax.ShapeDtypeStruct`s in place of their
+                arrays: the step is compiled for them, and their values are not used.
+
+        Returns:
+            What `init_fn` returns. Each array is on the devices, or the ranks, that read it; on the
+            first rank, if none does.
+
+        Raises:
+            ValueError: `init_fn` prints or has another effect, or the step cannot be placed.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpp
+            >>> def loss(weights, x):
+            ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ weights[0]))
+            ...     return jnp.mean((h @ weights[1]) ** 2)
+            >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+            >>> mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+            >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
+            >>> def make_weights(key):
+            ...     return [jax.random.normal(k, (2, 2)) for k in jax.random.split(key)]
+            >>> x = jnp.ones((8, 2))
+            >>> weights = step.initialize(make_weights, jax.random.key(0), rest=(x,))
+            >>> grads = step(weights, x)
+        """
+        traced = trace_initializer(init_fn, args, self._request.static_argnums)
+        compiled, _ = self.compiled_for(*first_arguments(traced), *rest)
+        return compiled.run_initializer(traced, args)
+
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, here: bool = False
+    ) -> tuple[Any, ...]:
+        """The arguments by position, with what functions load; `here` says that they load here."""
+        args = as_positional(self._request.fun, args, kwargs)
+        if not self._feed:
+            return args
+        check_positions("feed", self._feed, args)
+        load: Any = None if here else getattr(self.mesh, "feed", None)
+        load = load or (lambda load, value: load(value))
+        return tuple(load(self._feed[n], x) if n in self._feed else x for n, x in enumerate(args))
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What each rank runs, of the last call."""
+        return self.bundle.programs
+
+    @property
+    def bundle(self) -> Bundle:
+        """The programs of the last call, and what they share."""
+        if not self._cache:
+            raise ValueError(
+                "The placed function has not been called yet; use lower(*args).programs."
+            )
+        return self._cache[0].bundle
+
+    def as_text(self) -> str:
+        """The programs of the last call as text."""
+        return self.bundle.as_text()
+
+    def describe(self) -> Any:
+        """What each rank holds, sends and reduces in a step, as it was called last.
+
+        Returns:
+            A `jaxpp.runtime.Description`: for each rank its devices, the bytes of parameters,
+            optimizer state, accumulators and activations on each of them, the bytes that it sends
+            to other ranks, and the collectives between its devices. `str` makes it a table,
+            `as_json` JSON.
+
+        Raises:
+            ValueError: it has not been called yet.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpp
+            >>> def loss(w, x):
+            ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+            ...     return jnp.mean((h @ w[1]) ** 2)
+            >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+            >>> mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+            >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
+            >>> grads = step([jnp.eye(8), jnp.eye(8)], jnp.ones((16, 8)))
+            >>> [(rank.parameter_bytes, rank.sent_bytes) for rank in step.describe().ranks]
+            [(256, {1: 512}), (256, {0: 512})]
+        """
+        self.bundle  # noqa: B018  says what is wrong where there is none
+        return self._cache[0].describe()
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Traces the step at arguments, or at `jax.ShapeDtypeStruct`s that stand for arrays."""
+        return self._lower(self._arguments(args, kwargs))

@@ -1,0 +1,11 @@
+"""Where the stages of a forward are: marks, cuts, units, and the calls that outline them."""
+
+from jaxpp.transforms.stages._marks import is_backward_call as is_backward_call
+from jaxpp.transforms.stages._marks import is_enter as is_enter
+from jaxpp.transforms.stages._marks import is_stage_call as is_stage_call
+from jaxpp.transforms.stages._marks import keep_nothing as keep_nothing
+from jaxpp.transforms.stages._marks import pipeline_enter_stage as pipeline_enter_stage
+from jaxpp.transforms.stages._marks import stage_of_call as stage_of_call
+from jaxpp.transforms.stages._split_stages import split_stages as split_stages
+from jaxpp.transforms.stages._stages import dissolve_marks as dissolve_marks
+from jaxpp.transforms.stages._wrap_forward import wrap_forward as wrap_forward

@@ -1,0 +1,174 @@
+"""`split_stages`: decides where a program is cut into pipeline stages."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from jaxpp import _flops, _jaxprs
+from jaxpp.transforms.stages import _cut_balanced, _cuts, _marks, _modules, _nnx, _stages, _states
+
+At = Sequence[str] | Callable[[Any], Any]
+Whole = At | type | Sequence[str | type]
+
+
+def split_stages(
+    fun: Callable,
+    num_stages: int | None = None,
+    *,
+    at: At | None = None,
+    balance: str | _flops.Cost = "flops",
+    whole: Whole | None = None,
+) -> Callable:
+    """Cuts `fun` into stages, each equation in exactly one, and leaves each cut as a mark.
+
+    The cuts are, in this order of preference: those that `at` names; the marks that
+    `pipeline_enter_stage` left in `fun`; or, with `num_stages` alone, a balanced cut: the slowest
+    stage as fast as can be, then the idlest as busy as can be, then the fewest bytes across.
+
+    A balanced cut is made between the layers of a model, and each stage gets one where there are
+    enough. Layers are what is repeated and does most of the work: calls of modules of one class
+    that are in a list of an Equinox model; what is under scopes such as `layer_0`, `layer_1` (Flax
+    and haiku make them); iterations of a `lax.scan` over arrays of the first argument, which
+    becomes several, each over a slice of the layers; and checkpoints of one structure. What is in a
+    `jax.checkpoint` is cut like all else, and each stage has a checkpoint of its own of its part.
+    An argument and the result that is its next value (the same pytree, such as the statistics of a
+    BatchNorm) are read and made in one stage.
+
+    Args:
+        fun: a function of pytrees. Arrays, of any shape and dtype, are traced; other leaves are
+            static. Where `at` names modules, its first argument is an Equinox model, or a model of
+            Flax NNX or its state.
+        num_stages: how many stages to make, or to expect where the cuts are given.
+        at: what opens a new stage, in the order of execution: paths of modules of the first
+            argument (`["blocks.2", "blocks.4"]`), a function of an Equinox model
+            (`lambda model: [model.blocks[2], model.blocks[4]]`), or names of `jax.named_scope`.
+            `blocks.2`, `blocks[2]` and, for scopes, `blocks/2` are the same; it may also be a layer
+            of stacked modules `blocks`, or of the scan under the scope `blocks`.
+        balance: the cost of an equation for a balanced cut: `"flops"` or a function of a
+            `jax.extend.core.JaxprEqn`. With `"layers"` each stage gets as many layers, and the last
+            stages have the remainder: 6 layers in 4 stages are 1, 1, 2 and 2.
+        whole: what a balanced cut does not cut inside: modules or scopes, named as in `at`, or
+            classes of modules of any library, whose calls are then the layers. By default the
+            layers that it finds; nothing with `()`, which allows cuts inside layers.
+
+    Returns:
+        A function with the same arguments and results.
+
+    Raises:
+        ValueError: for a cut that is unknown, repeated, out of order, inside a loop, or before what
+            it needs, and for more stages than there are places to cut.
+
+    Warns:
+        UserWarning: where a call that cannot be cut inside (one with a derivative rule of its own,
+            a `while`) has most of the work, with the shares of the stages.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> net = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+        >>> jaxpr = jax.make_jaxpr(jaxpp.split_stages(net, 2))(jnp.eye(2), jnp.ones((1, 2)))
+        >>> [eqn.primitive.name for eqn in jaxpr.eqns]
+        ['dot_general', 'tanh', 'pipeline_enter_stage', 'dot_general', 'tanh', 'reduce_sum']
+    """
+    if num_stages is not None and num_stages < 1:
+        raise ValueError(f"split_stages: num_stages must be at least 1, got {num_stages}.")
+    cuts = _listed(at)
+    names, classes = _named_whole(whole)
+    if cuts is not None and not callable(at) and len(set(cuts)) < len(cuts):
+        twice = next(name for name in cuts if list(cuts).count(name) > 1)
+        raise ValueError(f"split_stages: the cut at {twice!r} is given twice; name each once.")
+    if balance != "layers":
+        _flops.resolve(balance)
+
+    @functools.wraps(fun)
+    def split(*args, **kwargs):
+        model = args[0] if args else None
+        modules = None if cuts is None else _modules.resolve_modules(model, cuts)
+        if modules is not None and len({p for p, _ in modules}) < len(modules):
+            raise ValueError(f"split_stages: a module is named twice in {[p for p, _ in modules]}.")
+        units, layers = None, set()
+        if cuts is None and num_stages is not None:
+            units = _modules.resolve_modules(model, names) if names else None
+            layers = _modules.repeated_classes(model) if whole is None else classes
+        watchers = [_nnx.scoping(), _modules.announcing(modules or units or (), layers)]
+        traced = _jaxprs.trace(_modules.watched(fun, watchers), args, kwargs)
+        arrays = _model_arrays(traced, model)
+        others = list(_modules.module_paths(model)) if isinstance(model, eqx.Module) else []
+        if cuts is None and (num_stages == 1 or _stages.has_marks(traced.jaxpr)):
+            jaxpr, checkpoints = _modules.without_announcements(traced, model), None
+        else:
+            jaxpr, checkpoints = _cuts.open_program(traced.jaxpr)
+            opened = dataclasses.replace(traced, jaxpr=jaxpr)
+            if modules is not None:
+                modules = [(p, _cuts.stacked(jaxpr, model, p, m, arrays)) for p, m in modules]
+                jaxpr = _modules.mark_calls(opened, model, modules)
+                jaxpr = _cuts.mark_layers(jaxpr, modules, arrays)
+            elif cuts is not None:
+                jaxpr = _cuts.cut_at_scopes(jaxpr, list(cuts), others, arrays)
+            elif num_stages is None:
+                raise ValueError(
+                    "split_stages: nothing says where to cut: give num_stages or at=, or mark the "
+                    "stages in the function with pipeline_enter_stage."
+                )
+            else:
+                paths = [path for path, _ in units or ()]
+                jaxpr, calls = _modules.scope_calls(opened, model, paths, layers)
+                stays = _cut_balanced.Whole(
+                    calls, None if whole is None else () if units else names
+                )
+                states = _states.states(opened, args, kwargs)
+                jaxpr = _cut_balanced.cut_balanced(
+                    jaxpr, checkpoints, num_stages, balance, stays, others, arrays, states
+                )
+        stages = _stages.read_stages(jaxpr, checkpoints)
+        if num_stages is not None and stages.num_stages != num_stages:
+            raise ValueError(
+                f"split_stages: num_stages={num_stages}, but the cuts in the function make "
+                f"{stages.num_stages} stages; drop num_stages or change the cuts."
+            )
+        return traced.rebuild(_run_with_marks(stages, traced.inputs))
+
+    return split
+
+
+def _model_arrays(traced: _jaxprs.Traced, model: Any) -> list[Any]:
+    """The inputs that are arrays of the first argument, then those closed over."""
+    invars, first = traced.jaxpr.jaxpr.invars, traced.num_closed_over
+    count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
+    return [*invars[first : first + count], *invars[:first]]
+
+
+def _named_whole(whole: Any) -> tuple[Any, set[type]]:
+    """What `whole` names, and the classes in it."""
+    if isinstance(whole, type):
+        return (), {whole}
+    if whole is None or callable(whole):
+        return whole, set()
+    listed = _listed(whole)
+    classes = {c for c in listed if isinstance(c, type)}
+    return [name for name in listed if not isinstance(name, type)], classes
+
+
+def _listed(names: Any) -> Any:
+    return [names] if isinstance(names, str) else names
+
+
+def _run_with_marks(stages: _stages.Stages, inputs: list[Any]) -> list[Any]:
+    """Evaluates the stages in order, with a mark on all that crosses from one to a later one."""
+    jaxpr = stages.jaxpr.jaxpr
+    values = dict(zip(jaxpr.invars, inputs, strict=True))
+    parts = [_stages.stage_part(stages, k) for k in range(stages.num_stages)]
+    made: list[Any] = []
+    for k, part in enumerate(parts):
+        if k > 0:
+            later = {v for p in parts[k:] for v in p.inputs}
+            live = [v for v in made if v in later]
+            marked = _marks.enter_p.bind(*(values[v] for v in live), stage=k, name=stages.names[k])
+            values.update(zip(live, marked, strict=True))
+        outputs = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
+        values.update(zip(part.outputs, outputs, strict=True))
+        made.extend(part.outputs)
+    return _stages.read_outputs(stages, values)

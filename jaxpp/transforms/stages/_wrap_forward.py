@@ -1,0 +1,97 @@
+"""`wrap_forward`: each stage in a jaxpr of its own."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from jaxpp import _jaxprs, _primitives
+from jaxpp.transforms.stages import _marks, _stages
+
+
+def wrap_forward(fun: Callable, *, policy: Callable | None = None) -> Callable:
+    """Outlines each stage of `fun`, so that differentiation gives a backward call per stage.
+
+    The stages are those that the marks in `fun` open (see `split_stages`). Without it,
+    differentiation interleaves the stages of the backward pass.
+
+    Args:
+        fun: a function of pytrees, with marks; its arrays may have any shape and dtype.
+        policy: a `jax.checkpoint` policy: what a stage keeps for its backward pass instead of
+            computing it again (`jax.checkpoint_policies.nothing_saveable` keeps its inputs only).
+            `jax.checkpoint(wrap_forward(fun), policy=...)` does the same: what goes from stage to
+            stage is kept, whatever the policy. None keeps what JAX keeps, but of more than 48
+            elementwise operations in a row only what these read: XLA would compute all of them
+            anew for each value that is kept.
+
+    Returns:
+        A function with the same arguments and results, in whose jaxpr each stage is one call.
+
+    Raises:
+        ValueError: if the marks are repeated, out of order, or inside a loop.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def net(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return (h @ w).sum()
+        >>> jaxpr = jax.make_jaxpr(jaxpp.wrap_forward(net))(jnp.eye(2), jnp.ones((1, 2)))
+        >>> [eqn.params["name"] for eqn in jaxpr.eqns]
+        ['pipeline_stage_0_of_2', 'pipeline_stage_1_of_2']
+    """
+
+    @functools.wraps(fun)
+    def outlined(*args, **kwargs):
+        traced = _jaxprs.trace(fun, args, kwargs)
+        return traced.rebuild(_run_stages(_stages.read_stages(traced.jaxpr), policy, traced.inputs))
+
+    return outlined
+
+
+def _run_stages(stages: _stages.Stages, policy: Callable | None, inputs: list) -> list:
+    jaxpr = stages.jaxpr.jaxpr
+    values = dict(zip(jaxpr.invars, inputs, strict=True))
+    for k in range(stages.num_stages):
+        part = _stages.stage_part(stages, k)
+        if policy is None:
+            stage = functools.partial(_run_stage, part.jaxpr)
+        else:
+            stage = jax.checkpoint(functools.partial(_jaxprs.run, part.jaxpr), policy=policy)
+        outputs = _marks.call_stage(stage, k, stages.num_stages, [values[v] for v in part.inputs])
+        values.update(zip(part.outputs, outputs, strict=True))
+    return _stages.read_outputs(stages, values)
+
+
+#: How many elementwise operations in a row are too many to keep what each of them makes.
+_LONG_ROW = 48
+
+
+def _run_stage(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
+    """Evaluates a stage; its backward computes long rows of elementwise operations again."""
+    rows = [list(row) for _, row in itertools.groupby(jaxpr.eqns, _is_elementwise)]
+    long = [len(row) > _LONG_ROW and _is_elementwise(row[0]) for row in rows]
+    if not any(long):
+        return _jaxprs.run(jaxpr, *args)
+    values = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+    needed = set(_jaxprs.variables(jaxpr.jaxpr.outvars))
+    parts = []
+    for row in reversed(rows):
+        part = _jaxprs.part(row, [v for e in row for v in e.outvars if v in needed])
+        needed.update(part.inputs)
+        parts.append(part)
+    for part, is_long in zip(reversed(parts), long, strict=True):
+        run = functools.partial(_jaxprs.run, part.jaxpr)
+        run = jax.checkpoint(run) if is_long else run
+        outputs = run(*(values[v] for v in part.inputs))
+        values.update(zip(part.outputs, outputs, strict=True))
+    return _jaxprs.read(jaxpr.jaxpr.outvars, values)
+
+
+def _is_elementwise(eqn) -> bool:
+    inner = [e for body in _jaxprs.sub_jaxprs(eqn) for e in body.eqns]
+    if inner or eqn.effects:
+        return not eqn.effects and all(map(_is_elementwise, inner))
+    return eqn.primitive.name in _primitives.ELEMENTWISE | _primitives.MOVES

@@ -1,0 +1,172 @@
+"""The body of a microbatch loop, its stage calls opened and each equation's task known.
+
+A task has a position: 0..S-1 are the forwards of stages 0..S-1, and S..2S-1 the backwards of stages
+S-1..0, so that values flow from lower positions to higher ones.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp.transforms.stages import dissolve_marks, is_backward_call, is_stage_call, stage_of_call
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """A loop body.
+
+    `position` has the position of each equation's task, None where it is in no stage's call.
+    Carry i becomes `carry_outs[i]`; `ys` are the results of each iteration. The tasks at the
+    positions `recomputing` compute a part of a forward again.
+    """
+
+    consts: tuple[Any, ...]
+    carries: tuple[Any, ...]
+    xs: tuple[Any, ...]
+    eqns: tuple[Any, ...]
+    position: tuple[int | None, ...]
+    carry_outs: tuple[Any, ...]
+    ys: tuple[Any, ...]
+    num_stages: int
+    recomputing: frozenset[int]
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        return (*self.carry_outs, *self.ys)
+
+    def placed(self) -> Iterator[tuple[Any, int | None]]:
+        """Each equation with its position."""
+        return zip(self.eqns, self.position, strict=True)
+
+    def with_equations(self, placed, **changes: Any) -> "Body":
+        """The body with other equations, given with their positions."""
+        placed = list(placed)
+        return dataclasses.replace(
+            self, eqns=tuple(e for e, _ in placed), position=tuple(p for _, p in placed), **changes
+        )
+
+    def maker(self) -> dict[Any, int]:
+        """The number of the equation that makes each variable."""
+        return {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
+
+    def last_position(self) -> dict[Any, int]:
+        """For each variable, the last task that it depends on; none for what depends on no task."""
+        at: dict[Any, int] = {}
+        for eqn, position in self.placed():
+            if position is None:
+                found = [at[v] for v in _jaxprs.variables(eqn.invars) if v in at]
+                position = max(found, default=None)
+            if position is not None:
+                at.update(dict.fromkeys(eqn.outvars, position))
+        return at
+
+    def stage(self, position: int) -> int:
+        """The stage of a task."""
+        return 2 * self.num_stages - 1 - position if position >= self.num_stages else position
+
+    def task_name(self, position: int) -> str:
+        """A task as errors name it."""
+        return f"{'B' if position >= self.num_stages else 'F'} of stage {self.stage(position)}"
+
+
+def read_body(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int) -> Body:
+    """Opens the stage calls in the jaxpr of a loop's body.
+
+    Raises:
+        ValueError: if stages are called inside a loop or conditional, or differ in their number.
+    """
+    flat, again = _inline_to_calls(jaxpr)
+    sizes = sorted({call[1] for e in flat.eqns if (call := stage_of_call(e))})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"schedule: one microbatch loop calls functions of "
+            f"{' and '.join(map(str, sizes))} stages; split them alike, or give each a loop of its "
+            f"own."
+        )
+    (num_stages,) = sizes
+    known = _jaxprs.Substitution()
+    placed: list[tuple[Any, int | None]] = []
+    edges: set[Any] = set()
+    recomputing: set[int] = set()
+    for eqn, computed_again in zip(flat.eqns, again, strict=True):
+        eqn = known.rename(eqn)
+        call = stage_of_call(eqn)
+        if call is None:
+            if _rounds_nothing(eqn) and eqn.invars[0] in edges:
+                known.of[eqn.outvars[0]] = eqn.invars[0]
+            else:
+                placed.append((eqn, None))
+            continue
+        backward = computed_again or is_backward_call(eqn)
+        position = 2 * num_stages - 1 - call[0] if backward else call[0]
+        opened = _jaxprs.part(*_jaxprs.inline_call(eqn, eqn.invars))
+        clean, _ = dissolve_marks(opened.jaxpr)
+        if computed_again or _jaxprs.contains(eqn, _recomputes):
+            recomputing.add(position)
+        placed.extend((e, position) for e in clean.eqns)
+        known.of.update(
+            (o, known(r)) for o, r in zip(eqn.outvars, clean.jaxpr.outvars, strict=True)
+        )
+        edges.update(_jaxprs.variables(clean.jaxpr.outvars))
+    invars = tuple(flat.jaxpr.invars)
+    outvars = tuple(known(v) for v in flat.jaxpr.outvars)
+    return Body(
+        invars[:num_consts],
+        invars[num_consts : num_consts + num_carry],
+        invars[num_consts + num_carry :],
+        tuple(e for e, _ in placed),
+        tuple(p for _, p in placed),
+        outvars[:num_carry],
+        outvars[num_carry:],
+        num_stages,
+        frozenset(recomputing),
+    )
+
+
+def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool]]:
+    """Brings the calls of stages to the top of a loop's body.
+
+    Also says which equations a checkpoint computes again, for the backward.
+    """
+
+    def holds_calls(eqn):
+        return not is_stage_call(eqn) and _jaxprs.contains(eqn, is_stage_call)
+
+    flat = _jaxprs.inline(jaxpr, lambda e: holds_calls(e) and not _recomputes(e))
+    known = _jaxprs.Substitution()
+    eqns, again = [], []
+    for eqn in map(known.rename, flat.eqns):
+        inner, opens = [eqn], holds_calls(eqn) and _recomputes(eqn)
+        if opens:
+            called = _jaxprs.part(*_jaxprs.inline_call(eqn, eqn.invars))
+            opened = _jaxprs.inline(called.jaxpr, holds_calls)
+            known.of.update(zip(eqn.outvars, opened.jaxpr.outvars, strict=True))
+            inner = opened.eqns
+        for e in inner:
+            if holds_calls(e):
+                raise ValueError(
+                    f"schedule: stages are called inside a `{e.primitive.name}`"
+                    f"{_compat.at_source_line(e)}; a schedule needs them directly in the "
+                    f"microbatch loop."
+                )
+        eqns.extend(inner)
+        again.extend([opens] * len(inner))
+    outvars = [known(v) for v in flat.jaxpr.outvars]
+    return _compat.make_closed_jaxpr(flat.jaxpr.invars, outvars, eqns), again
+
+
+def _recomputes(eqn) -> bool:
+    """Whether an equation is the backward of a checkpoint, which computes its forward again."""
+    return eqn.primitive.name in _primitives.CHECKPOINTS and eqn.params["differentiated"]
+
+
+def _rounds_nothing(eqn) -> bool:
+    """Whether an equation rounds to the dtype it has: a checkpoint does so with what it keeps."""
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    kind = jnp.finfo(eqn.invars[0].aval.dtype)
+    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (kind.nexp, kind.nmant)

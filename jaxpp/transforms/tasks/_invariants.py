@@ -1,0 +1,167 @@
+"""What depends on no microbatch is computed once a step, before the loop.
+
+A model's cast of its float32 parameters to a narrower type is the common case. It may stand inside
+a call: a jitted layer, a checkpoint that would compute it again in each backward, a scan over
+layers that casts each slice.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jex
+
+from jaxpp import _compat, _flops, _jaxprs, _primitives
+from jaxpp.transforms.tasks._body import Body
+
+
+def hoist(body: Body) -> tuple[Body, _jaxprs.Part]:
+    """Takes out of the loop what depends on constants alone, but for what costs nothing.
+
+    Returns:
+        The body, with what was taken out as further constants, and the equations that make these.
+    """
+    body = _Opener(body).opened()
+    find = _Invariance(body)
+    out = []
+    for e in body.eqns:
+        find.note(e)
+        out.append(find.is_worth_hoisting(e))
+    rest = [placed for placed, o in zip(body.placed(), out, strict=True) if not o]
+    read = {v for e, _ in rest for v in _jaxprs.variables(e.invars)}
+    read.update(_jaxprs.variables(body.outputs))
+    outputs = [v for e, o in zip(body.eqns, out, strict=True) if o for v in e.outvars if v in read]
+    made = _needed([e for e in body.eqns if not e.effects], outputs)
+    made, known = _merge_equal(made)
+    outputs = list(dict.fromkeys(map(known, outputs)))
+    hoisted = _jaxprs.part(made, outputs)
+    rest = [(known.rename(e), p) for e, p in rest]
+    body = body.with_equations(
+        rest,
+        consts=(*body.consts, *outputs),
+        carry_outs=tuple(map(known, body.carry_outs)),
+        ys=tuple(map(known, body.ys)),
+    )
+    return body, hoisted
+
+
+class _Invariance:
+    """Which variables change from microbatch to microbatch, and which derive from constants."""
+
+    def __init__(self, body: Body):
+        self.varying = {*body.carries, *body.xs}
+        self.constant = set(body.consts)
+
+    def note(self, eqn) -> None:
+        """Follows an equation; they come in order."""
+        read = _jaxprs.variables(eqn.invars)
+        if eqn.effects or any(v in self.varying for v in read):
+            self.varying.update(eqn.outvars)
+        elif any(v in self.constant for v in read):
+            self.constant.update(eqn.outvars)
+
+    def is_worth_hoisting(self, eqn) -> bool:
+        return any(v in self.constant for v in eqn.outvars) and _flops.flops(eqn) > 0
+
+
+class _Opener:
+    """Brings what depends on constants alone out of the calls and scans of a body."""
+
+    def __init__(self, body: Body):
+        self.body = body
+        self.find = _Invariance(body)
+        self.known = _jaxprs.Substitution()
+
+    def opened(self) -> Body:
+        placed = [(e, p) for eqn, p in self.body.placed() for e in self._open(eqn)]
+        return self.body.with_equations(
+            placed,
+            carry_outs=tuple(map(self.known, self.body.carry_outs)),
+            ys=tuple(map(self.known, self.body.ys)),
+        )
+
+    def _open(self, eqn) -> list[Any]:
+        """The equations that stand for one."""
+        eqn = self.known.rename(eqn)
+        name = eqn.primitive.name
+        varies = any(v in self.find.varying for v in _jaxprs.variables(eqn.invars))
+        if varies and not eqn.effects and not _jaxprs.shardings_of(eqn):
+            if name in _primitives.PLAIN_CALLS or name in _primitives.CHECKPOINTS:
+                return self._open_call(eqn)
+            if name == "scan":
+                return self._open_scan(eqn)
+        self.find.note(eqn)
+        return [eqn]
+
+    def _open_call(self, eqn) -> list[Any]:
+        inner, results = _jaxprs.inline_call(eqn, eqn.invars)
+        inner = [e for each in inner for e in self._open(each)]
+        results = list(map(self.known, results))
+        worth = [v for e in inner if self.find.is_worth_hoisting(e) for v in e.outvars]
+        if not worth:
+            self.find.note(eqn)
+            return [eqn]
+        if eqn.primitive.name in _primitives.PLAIN_CALLS:
+            self.known.of.update(zip(eqn.outvars, results, strict=True))
+            return inner
+        before = _needed([e for e in inner if not e.effects], worth)
+        after = [e for e in inner if not any(e is b for b in before)]
+        made = {v for e in after for v in e.outvars}
+        kept = [(v, r) for v, r in zip(eqn.outvars, results, strict=True) if r in made]
+        self.known.of.update(
+            (v, r) for v, r in zip(eqn.outvars, results, strict=True) if r not in made
+        )
+        part = _jaxprs.part(after, [r for _, r in kept])
+        jaxpr = _compat.with_closed_type(part.jaxpr, eqn.params["jaxpr"])
+        checkpoint = eqn.replace(
+            invars=list(part.inputs),
+            outvars=[v for v, _ in kept],
+            params={**eqn.params, "jaxpr": jaxpr},
+        )
+        self.find.note(checkpoint)
+        return [*before, checkpoint]
+
+    def _open_scan(self, eqn) -> list[Any]:
+        """Casts what a scan reads from outside before it, where all it does with it is the cast."""
+        closed = eqn.params["jaxpr"]
+        num_consts, num_carry = _compat.scan_parts(eqn)
+        inputs, operands = list(closed.jaxpr.invars), list(eqn.invars)
+        body, before = list(closed.eqns), []
+        for i, (var, operand) in enumerate(zip(inputs, operands, strict=True)):
+            carried = num_consts <= i < num_consts + num_carry
+            if carried or _jaxprs.is_literal(operand) or operand not in self.find.constant:
+                continue
+            readers = [e for e in body if var in _jaxprs.variables(e.invars)]
+            if len(readers) != 1 or var in _jaxprs.variables(closed.jaxpr.outvars):
+                continue
+            cast = readers[0]
+            if cast.primitive.name != "convert_element_type":
+                continue
+            whole = operand.aval.update(dtype=cast.outvars[0].aval.dtype, weak_type=False)
+            operands[i], inputs[i] = jex.Var(whole), cast.outvars[0]
+            before.append(cast.replace(invars=[operand], outvars=[operands[i]]))
+            body = [e for e in body if e is not cast]
+        if before:
+            jaxpr = _compat.with_equations(closed, body, closed.jaxpr.outvars, inputs)
+            eqn = eqn.replace(invars=operands, params={**eqn.params, "jaxpr": jaxpr})
+        for e in (*before, eqn):
+            self.find.note(e)
+        return [*before, eqn]
+
+
+def _needed(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """The equations that outputs need."""
+    return [e for e, k in zip(eqns, _jaxprs.ancestors(eqns, outputs), strict=True) if k]
+
+
+def _merge_equal(eqns: Sequence[Any]) -> tuple[list[Any], _jaxprs.Substitution]:
+    """The equations without repetitions: a forward and a backward pass may cast the same weight."""
+    known = _jaxprs.Substitution()
+    first: dict[Any, Any] = {}
+    for eqn in map(known.rename, eqns):
+        one = _jaxprs.part([eqn], eqn.outvars)
+        # The loop may still be differentiated: other rules are another function.
+        key = _jaxprs.structure(one.jaxpr, differentiable=True), one.inputs
+        same = first.setdefault(key, eqn)
+        if same is not eqn:
+            known.of.update(zip(eqn.outvars, same.outvars, strict=True))
+    return list(first.values()), known

@@ -1,0 +1,260 @@
+"""`schedule`: gives the microbatch loops of a function their tasks and the order of these."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp import _compat, _jaxprs, _specs, schedules
+from jaxpp.schedules import Kind, Table
+from jaxpp.transforms.stacked import Bounds
+from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
+from jaxpp.transforms.tasks import _directions, _loop, _partition
+
+
+def schedule(fun: Callable, schedule: Any) -> Callable:
+    """Partitions the body of each microbatch loop in `fun` into tasks, ordered by `schedule`.
+
+    A loop is a `lax.scan`, as `microbatch` makes it, whose body calls the stages of a function made
+    by `wrap_forward`. On one device the result runs as before, with the same values; `place` runs
+    it in the order of the schedule's table. Vmapped it keeps its schedule. Differentiated it is the
+    plain loop again, which `place` refuses: differentiate first, then schedule. Where one loop has
+    a backward pass and another has none, the other runs by `ForwardOnly(like=schedule)`.
+
+    Args:
+        fun: a function of pytrees, e.g. `microbatch(jax.value_and_grad(wrap_forward(...)), M)`.
+        schedule: a `jaxpp.schedules.Schedule`, or any hashable object with
+            `table(num_stages, num_microbatches)`.
+
+    Returns:
+        A function with the same arguments and results.
+
+    Raises:
+        ValueError: if there is no loop over stages, or it is not one forward and one backward pass.
+        jaxpp.schedules.ScheduleError: if the table does not fit the loop: it lacks a task, repeats
+            one, deadlocks, or is for another number of stages or microbatches.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return jnp.mean((h @ w) ** 2)
+        >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+        >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        >>> grad(jnp.eye(2), jnp.ones((8, 2))).shape
+        (2, 2)
+    """
+    if isinstance(schedule, type) or not callable(getattr(schedule, "table", None)):
+        name = schedule.__name__ if isinstance(schedule, type) else repr(schedule)
+        hint = f"; make one: {name}()" if isinstance(schedule, type) else ""
+        raise ValueError(f"schedule: {name} is not a schedule with a table(){hint}.")
+
+    @functools.wraps(fun)
+    def scheduled(*args, **kwargs):
+        if _compat.is_jit_disabled():  # stages are calls of jitted functions
+            return fun(*args, **kwargs)
+        traced = _jaxprs.trace(fun, args, kwargs)
+        return traced.rebuild(_run(traced.jaxpr, schedule, traced.inputs))
+
+    return scheduled
+
+
+def is_microbatch_loop(eqn) -> bool:
+    """Whether an equation is a scan over calls of stages."""
+    return eqn.primitive.name == "scan" and _jaxprs.contains(eqn, is_stage_call)
+
+
+def _has_backward(eqn) -> bool:
+    return _jaxprs.contains(eqn, lambda e: is_stage_call(e) and is_backward_call(e))
+
+
+def _holds_microbatch_loop(eqn) -> bool:
+    bodies = _jaxprs.sub_jaxprs(eqn)
+    return any(_jaxprs.contains(e, is_microbatch_loop) for body in bodies for e in body.eqns)
+
+
+def _uses_of_refs(eqn):
+    for body in _jaxprs.sub_jaxprs(eqn):
+        for inner in body.eqns:
+            if any(map(_compat.is_ref, inner.invars)):
+                yield inner
+            yield from _uses_of_refs(inner)
+
+
+def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
+    """Evaluates a program with its microbatch loops scheduled."""
+    flat = _jaxprs.inline(jaxpr, lambda e: _jaxprs.contains(e, is_microbatch_loop))
+    for eqn in flat.eqns:
+        if _holds_microbatch_loop(eqn):
+            raise ValueError(
+                f"schedule: the microbatch loop is inside a `{eqn.primitive.name}`"
+                f"{_compat.at_source_line(eqn)}; a pipeline cannot start there. Move it to the top."
+            )
+        if is_microbatch_loop(eqn) and any(map(_compat.is_ref, eqn.invars)):
+            lines = [_compat.at_source_line(e) for e in _uses_of_refs(eqn)]
+            raise ValueError(
+                f"schedule: the microbatch loop reads or writes{max(lines, default='')} a "
+                f"jax.new_ref made outside of it, which the ranks of a pipeline cannot share. "
+                f"Return the value and combine it (reduce=), hand it from one microbatch to the "
+                f"next by 'carry' in in_axes and reduce, or make the ref in the function."
+            )
+    if not any(is_microbatch_loop(e) for e in flat.eqns):
+        if any(_jaxprs.contains(e, _loop.is_loop) for e in flat.eqns):
+            raise ValueError("schedule: the function is scheduled already; schedule it once.")
+        calls = any(_jaxprs.contains(e, is_stage_call) for e in flat.eqns)
+        missing = "microbatch" if calls else "wrap_forward and microbatch"
+        raise ValueError(
+            f"schedule: the function has no loop over microbatches of a staged function; apply "
+            f"{missing} first: "
+            f"schedule(microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M), ...)."
+        )
+    # A gradient that is not asked for is accumulated by no task, and an unread loop by none.
+    live = _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
+    if any(map(is_microbatch_loop, live.eqns)):
+        flat = live
+    trains = any(is_microbatch_loop(e) and _has_backward(e) for e in flat.eqns)
+    values = dict(zip(flat.jaxpr.invars, inputs, strict=True))
+    plain: list[Any] = []
+
+    def run_plain():
+        part = _jaxprs.part(plain, [v for e in plain for v in e.outvars])
+        outputs = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
+        values.update(zip(part.outputs, outputs, strict=True))
+        plain.clear()
+
+    for eqn in flat.eqns:
+        if not is_microbatch_loop(eqn):
+            plain.append(eqn)
+            continue
+        run_plain()
+        own = schedule
+        if trains and not _has_backward(eqn) and isinstance(schedule, schedules.Schedule):
+            own = schedules.ForwardOnly(like=schedule)
+        operands = _jaxprs.read(eqn.invars, values)
+        values.update(zip(eqn.outvars, _bind_loop(eqn, own, operands), strict=True))
+    run_plain()
+    return _jaxprs.read(flat.jaxpr.outvars, values)
+
+
+def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
+    num_consts, num_carry = _compat.scan_parts(eqn)
+    body, values = _jaxprs.without_constants(eqn.params["jaxpr"])
+    operands, num_consts = [*values, *operands], num_consts + len(values)
+    body = _compat.eliminate_dead_code(body, [True] * len(body.jaxpr.outvars))
+    operands = _without_unread_carries(body, num_consts, num_carry, operands)
+    table = _table(schedule, body, eqn.params["length"])
+    partition = _partition.partition(body, num_consts, num_carry, table)
+    _check(schedule, table, partition.tasks)
+    zeros = [_specs.filled(a, 0) for a in partition.zeros]
+    firsts = operands[num_consts : num_consts + num_carry]
+    carries = [*_apart(firsts, partition.cuts), *zeros]
+    consts = [*operands[:num_consts], *(carries[i] for i in partition.kept)]
+    hoisted = _jaxprs.run(partition.hoisted.jaxpr, *(consts[i] for i in partition.hoisted_from))
+    # A stacked parameter, once its slices are taken, is read by no task.
+    tasks, consts = partition.tasks.without_unread([*consts, *hoisted])
+    # With a single microbatch, that which has two directions uses one.
+    directed = _directions.separate(tasks, max(table.direction_of) + 1, carries)
+    results = _loop.loop_p.bind(
+        *consts,
+        *directed.carries,
+        *operands[num_consts + num_carry :],
+        reverse=eqn.params["reverse"],
+        tasks=directed.tasks,
+    )
+    taken = table.direction_of[::-1] if eqn.params["reverse"] else table.direction_of
+    results = directed.together(results, taken)
+    sums = [
+        functools.reduce(lambda a, b: a + b, (results[i] for i in parts))
+        for parts in partition.summands
+    ]
+    return [*_together(sums, partition.cuts), *results[partition.tasks.num_carry :]]
+
+
+def _apart(carries: Sequence[Any], cuts: Sequence[Bounds | None]) -> list[Any]:
+    """Carries, those that are cut as slices of their rows."""
+    parts: list[Any] = []
+    for carry, cut in zip(carries, cuts, strict=True):
+        if cut is None:
+            parts.append(carry)
+        else:
+            parts += [jax.lax.slice_in_dim(carry, *rows) for rows in itertools.pairwise(cut)]
+    return parts
+
+
+def _together(parts: Sequence[Any], cuts: Sequence[Bounds | None]) -> list[Any]:
+    """Carries made of their slices."""
+    rest = iter(parts)
+    return [
+        next(rest) if cut is None else jax.lax.concatenate([next(rest) for _ in cut[1:]], 0)
+        for cut in cuts
+    ]
+
+
+def _without_unread_carries(
+    body, num_consts: int, num_carry: int, operands: list[Any]
+) -> list[Any]:
+    """Zeros in place of carries that the first microbatch overwrites unread: no rank needs these.
+
+    An example is the average that a BatchNorm gives for evaluation.
+    """
+    read = {v for e in body.eqns for v in _jaxprs.variables(e.invars)}
+    read.update(_jaxprs.variables(body.jaxpr.outvars))
+    carries = range(num_consts, num_consts + num_carry)
+    unread = {i: v.aval for i, v in enumerate(body.jaxpr.invars) if i in carries and v not in read}
+    return [
+        jnp.zeros(unread[i].shape, unread[i].dtype) if i in unread else x
+        for i, x in enumerate(operands)
+    ]
+
+
+def _table(schedule: Any, body, length: int) -> Table:
+    """The schedule's table for a loop; where it splits any backward, all are in halves."""
+    sizes = [s for e in body.eqns for s in _stage_counts(e)]
+    num_stages = sizes[0]
+    table = schedule.table(num_stages, length)
+    if table.num_stages != num_stages or table.num_microbatches != length:
+        raise schedules.ScheduleError(
+            f"{schedule!r} gave a table for {table.num_stages} stages and {table.num_microbatches} "
+            f"microbatches, but the loop has {num_stages} stages and {length} microbatches; make "
+            f"the table for these."
+        )
+    return table.with_halves() if table.splits_backward else table
+
+
+def _stage_counts(eqn):
+    if (call := stage_of_call(eqn)) is not None:
+        yield call[1]
+    for sub in _jaxprs.sub_jaxprs(eqn):
+        for inner in sub.eqns:
+            yield from _stage_counts(inner)
+
+
+def _check(schedule: Any, table: Table, tasks: _loop.LoopTasks) -> None:
+    """Checks a table against the tasks that were traced."""
+    backward = any(b.kind is not Kind.F for b in tasks.bodies)
+    if not backward and not table.forward_only:
+        raise schedules.ScheduleError(
+            f"{schedule!r} runs backward tasks, but the loop has only a forward pass; use "
+            f"ForwardOnly(), or differentiate the function before it is scheduled."
+        )
+    if backward and table.forward_only:
+        raise schedules.ScheduleError(
+            f"{schedule!r} has no backward tasks, but the loop is differentiated; use a schedule "
+            f"for training, e.g. OneFOneB()."
+        )
+    schedules.check(table, dependencies=tasks.dependencies)
+    ordered = _loop.ordered_carries(tasks)
+    for rank in table.ranks:
+        last: dict[tuple[Kind, int], int] = {}
+        for task in rank:
+            key = (task.kind, task.stage)
+            if key in ordered and task.microbatch < last.get(key, -1):
+                raise schedules.ScheduleError(
+                    f"{schedule!r} runs {task.describe()} after microbatch {last[key]}, but the "
+                    f"loop carries a value{ordered[key]} through this task from each microbatch "
+                    f"to the next; keep their order."
+                )
+            last[key] = task.microbatch

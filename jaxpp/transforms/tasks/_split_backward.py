@@ -1,0 +1,227 @@
+"""The backward of a stage in two halves: input gradients, which others wait for, and the rest.
+
+The split is by dependence: I holds what the cotangents of the stage's inputs need, W everything
+else. Calls are inlined first; a scan of which I needs only some results becomes two scans, the
+second reading what it needs of the first, stacked over the iterations. So the transposed scan over
+the layers of a stage becomes one that carries the cotangent, and one without a carry that makes the
+weight gradients. (JAX had the same split as `lax.scan(..., _split_transpose=True)`.)
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from jaxpp import _compat, _flops, _jaxprs
+
+
+def split_backward(eqns: Sequence[Any], wanted: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Splits equations into those that the wanted variables need, and the others.
+
+    Args:
+        eqns: equations in order.
+        wanted: the variables that the first half must make.
+
+    Returns:
+        The equations of both halves, in order; the second may read variables of the first.
+    """
+    eqns = inline_all(eqns)
+    needed = set(_jaxprs.variables(wanted))
+    first: list[Any] = []
+    second: list[Any] = []
+    for eqn in reversed(eqns):
+        wants = [v in needed for v in eqn.outvars]
+        if not any(wants):
+            second.append(eqn)
+            continue
+        mine, rest = [eqn], []
+        if eqn.primitive.name == "scan" and not all(wants):
+            mine, rest = _split_scan(eqn, wants)
+        first.extend(reversed(mine))
+        second.extend(reversed(rest))
+        needed.update(v for e in mine for v in _jaxprs.variables(e.invars))
+    return first[::-1], second[::-1]
+
+
+def inline_all(eqns: Sequence[Any]) -> list[Any]:
+    """Equations with every call inlined; the variables they make stay the same."""
+    outputs = [v for e in eqns for v in e.outvars if not isinstance(v, jex.DropVar)]
+    part = _jaxprs.part(list(eqns), outputs)
+    flat = _jaxprs.inline(part.jaxpr, lambda e: True)
+    return _jaxprs.with_results(flat.eqns, flat.jaxpr.outvars, outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scan:
+    """A scan equation with its body opened, the body's variables by what they are."""
+
+    eqn: Any
+    consts: Sequence[Any]
+    carries: Sequence[Any]
+    xs: Sequence[Any]
+    eqns: Sequence[Any]
+    carry_outs: Sequence[Any]
+    ys: Sequence[Any]
+
+
+def _open_scan(eqn) -> _Scan:
+    num_consts, num_carry = _compat.scan_parts(eqn)
+    opened = _jaxprs.bind_constants(*_jaxprs.without_constants(eqn.params["jaxpr"]))
+    invars, outvars = opened.jaxpr.invars, opened.jaxpr.outvars
+    return _Scan(
+        eqn,
+        invars[:num_consts],
+        invars[num_consts : num_consts + num_carry],
+        invars[num_consts + num_carry :],
+        inline_all(opened.eqns),
+        outvars[:num_carry],
+        outvars[num_carry:],
+    )
+
+
+def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """A scan as two: one for the wanted results, and one for the others that reads it."""
+    scan = _open_scan(eqn)
+    num_carry = len(scan.carries)
+    my_ys = [v for v, w in zip(scan.ys, wants[num_carry:], strict=True) if w]
+    other_ys = [v for v, w in zip(scan.ys, wants[num_carry:], strict=True) if not w]
+    mine, first, second = _wanted_carries(scan, wants[:num_carry], my_ys)
+    others = [j for j in range(num_carry) if j not in mine]
+    if not others and not other_ys:
+        return [eqn], []
+    wanted = _jaxprs.variables([*(scan.carry_outs[j] for j in others), *other_ys])
+    kept = [scan.carries[j] for j in mine]
+    lacking = [scan.carries[j] for j in others]
+    first, second = _keep_less(first, second, wanted, kept, lacking)
+    crossing = _crossing(first, second, wanted, kept)
+
+    def results(carried: Sequence[int], wanted: bool) -> list[Any]:
+        ys = zip(eqn.outvars[num_carry:], wants[num_carry:], strict=True)
+        return [*(eqn.outvars[j] for j in carried), *(v for v, w in ys if w == wanted)]
+
+    outer = dict(zip([*scan.consts, *scan.carries, *scan.xs], eqn.invars, strict=True))
+    run, operands = _part_of_scan(scan, first, mine, scan.xs, [*my_ys, *crossing], outer)
+    mine_eqns, made = _jaxprs.record(run, operands)
+    named = results(mine, True)
+    outer.update(zip(crossing, made[len(named) :], strict=True))
+    mine_eqns = _jaxprs.with_results(mine_eqns, made[: len(named)], named)
+    slices = [*scan.xs, *crossing]
+    run, operands = _part_of_scan(scan, second, others, slices, other_ys, outer)
+    return mine_eqns, _jaxprs.splice(run, operands, results(others, False))
+
+
+def _wanted_carries(
+    scan: _Scan, wants: Sequence[bool], ys: Sequence[Any]
+) -> tuple[list[int], list[Any], list[Any]]:
+    """The carries that wanted results depend on, over any number of iterations.
+
+    Also the body in two halves, the first of which makes them and the wanted `ys`.
+    """
+    mine = [j for j, w in enumerate(wants) if w]
+    while True:
+        wanted = _jaxprs.variables([*(scan.carry_outs[j] for j in mine), *ys])
+        first, second = split_backward(scan.eqns, wanted)
+        read = {v for e in first for v in _jaxprs.variables(e.invars)}.union(wanted)
+        grown = [j for j, v in enumerate(scan.carries) if j in mine or v in read]
+        if grown == mine:
+            return mine, first, second
+        mine = grown
+
+
+def _crossing(first, second, wanted: Sequence[Any], carries: Sequence[Any]) -> list[Any]:
+    """What the second half of a body reads of the first: it is stacked over the iterations."""
+    read = {v for e in second for v in _jaxprs.variables(e.invars)}.union(wanted)
+    return [v for v in [*carries, *(v for e in first for v in e.outvars)] if v in read]
+
+
+def _keep_less(
+    first: Sequence[Any],
+    second: Sequence[Any],
+    wanted: Sequence[Any],
+    carries: Sequence[Any],
+    lacking: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    """The halves of a body, changed so that less is stacked between them.
+
+    A light equation of the second moves to the first where its results are smaller than what it
+    alone reads of the first (the product of two factors of an activation).
+
+    Args:
+        first: the equations of the first half.
+        second: those of the second.
+        wanted: what the second makes.
+        carries: the carries of the first.
+        lacking: the carries of the second, which the first cannot read.
+    """
+    first, second = list(first), list(second)
+    absent = set(lacking).union(v for e in second for v in e.outvars)
+    later: list[Any] = []
+    for i, eqn in enumerate(second):
+        rest = [*later, *second[i + 1 :]]
+        movable = (
+            _is_light(eqn)
+            and not any(v in absent for v in _jaxprs.variables(eqn.invars))
+            and not any(v in wanted for v in eqn.outvars)
+        )
+
+        def kept(first, second):
+            return sum(map(_flops.nbytes, _crossing(first, second, wanted, carries)))
+
+        if movable and kept([*first, eqn], rest) < kept(first, [eqn, *rest]):
+            absent.difference_update(eqn.outvars)
+            first.append(eqn)
+        else:
+            later.append(eqn)
+    return first, later
+
+
+def _is_light(eqn) -> bool:
+    """Whether an equation costs no more than to read its operands and write its results."""
+    size = sum(getattr(v.aval, "size", 0) for v in [*eqn.invars, *eqn.outvars])
+    loops = any(True for _ in _jaxprs.sub_jaxprs(eqn))
+    return not eqn.effects and not loops and _flops.flops(eqn) <= size
+
+
+def _part_of_scan(
+    scan: _Scan,
+    eqns: Sequence[Any],
+    carried: Sequence[int],
+    slices: Sequence[Any],
+    ys: Sequence[Any],
+    outer: Mapping[Any, Any],
+) -> tuple[Callable, list[Any]]:
+    """A scan of some of the equations of a body, as a function of atoms.
+
+    Args:
+        scan: the whole scan.
+        eqns: the equations.
+        carried: the numbers of the carries that they make.
+        slices: the variables of the body that are read slice by slice.
+        ys: the variables to be stacked.
+        outer: the atom outside for each variable that the body reads.
+
+    Returns:
+        The function, whose results are the carries, then the stacks; and its operands.
+    """
+    part = _jaxprs.part(eqns, [*(scan.carry_outs[j] for j in carried), *ys])
+    carries = [scan.carries[j] for j in carried]
+    whole = [v for v in part.inputs if v in scan.consts]
+    sliced = [v for v in part.inputs if v in slices]
+
+    def run(*operands):
+        known = dict(zip(whole, operands, strict=False))
+        stacks = operands[len(whole) : len(whole) + len(sliced)]
+
+        def step(carry, one):
+            values = known | dict(zip([*carries, *sliced], [*carry, *one], strict=True))
+            outputs = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
+            return outputs[: len(carried)], outputs[len(carried) :]
+
+        params = {name: scan.eqn.params[name] for name in ("length", "reverse", "unroll")}
+        init = operands[len(whole) + len(sliced) :]
+        carry, stacked = jax.lax.scan(step, list(init), list(stacks), **params)
+        return [*carry, *stacked]
+
+    return run, [outer[v] for v in [*whole, *sliced, *carries]]

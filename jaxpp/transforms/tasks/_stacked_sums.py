@@ -1,0 +1,117 @@
+"""Accumulates the gradient of a parameter that is stacked over layers in parts, one a stage.
+
+Each stage reads some rows of such a parameter, so that differentiation pads each stage's gradient
+with zeros and adds them up. Apart, each stage accumulates its own rows, and nothing else.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxpp import _jaxprs, _primitives
+from jaxpp.transforms.stacked import (
+    Bounds,
+    Classes,
+    Splitter,
+    merge_bounds,
+    num_rows,
+    pad_interval,
+    part_vars,
+    rows_of,
+    takes_some_rows,
+)
+from jaxpp.transforms.tasks._body import Body
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedSums:
+    """A body whose stacked sums are in parts.
+
+    `cuts` has for each carry of the old body where its rows are cut, None where it is whole; the
+    new one has the parts in its place.
+    """
+
+    body: Body
+    cuts: tuple[Bounds | None, ...]
+
+
+def split_stacked_sums(body: Body) -> StackedSums:
+    """Gives a sum over rows that several stages make one accumulator for the rows of each."""
+    body = _open_calls(body)
+    bounds = _bounds(body)
+    cuts = tuple(bounds.get(v) for v in body.carries)
+    if not any(cuts):
+        return StackedSums(body, cuts)
+    given = {v: part_vars(v, bounds[v]) for v in body.carries if v in bounds}
+    rules = dict(enumerate(map(rows_of, body.eqns)))
+    splitter = Splitter(bounds, rules, given)
+    splitter.rewrite(body.eqns)
+    carry_outs = []
+    for out, cut in zip(body.carry_outs, cuts, strict=True):
+        whole = cut is None
+        carry_outs.extend([splitter.whole(out)] if whole else splitter.solid_parts(out, cut))
+    ys = tuple(splitter.whole(v) for v in body.ys)
+    # What is new joins the task that it depends on, as what is outside of any stage does.
+    placed = [(e, None if n is None else body.position[n]) for e, n in splitter.eqns]
+    keep = _jaxprs.ancestors([e for e, _ in placed], (*carry_outs, *ys))
+    carries = tuple(part for v in body.carries for part in given.get(v, [v]))
+    apart = body.with_equations(
+        [p for p, k in zip(placed, keep, strict=True) if k],
+        carries=carries,
+        carry_outs=tuple(carry_outs),
+        ys=ys,
+    )
+    return StackedSums(apart, cuts)
+
+
+def _bounds(body: Body) -> dict[Any, Bounds]:
+    """Where carries, and what is added to them, are cut: by what the stages pad with zeros."""
+    classes = Classes(body.eqns, zip(body.carries, body.carry_outs, strict=True))
+    found: dict[Any, dict[tuple[int, int], set[int]]] = {}
+    for eqn, position in body.placed():
+        interval = pad_interval(eqn)
+        if interval is None or position is None:
+            continue
+        if interval != (0, num_rows(eqn.outvars[0])):
+            known = found.setdefault(classes.of(eqn.outvars[0]), {})
+            known.setdefault(interval, set()).add(body.stage(position))
+    carried = {classes.of(v) for v in body.carries}
+    cuts = {
+        own: merge_bounds(num_rows(own), intervals)
+        for own, intervals in found.items()
+        if own in carried and len(intervals) > 1 and len(set().union(*intervals.values())) > 1
+    }
+    made = (v for e in body.eqns for v in e.outvars)
+    variables = [*body.consts, *body.carries, *made]
+    return {v: cuts[own] for v in variables if (own := classes.of(v)) in cuts}
+
+
+def _open_calls(body: Body) -> Body:
+    """Opens calls in which rows of something that the call reads are taken, or padded with zeros.
+
+    A stage that is rematerialised is such a call. Its backward is a program of its own, so that
+    nothing can merge what it computes anew with the forward.
+    """
+
+    def touches_rows(eqn) -> bool:
+        if eqn.primitive.name in _primitives.CUSTOM_RULES or _jaxprs.called_jaxpr(eqn) is None:
+            return False
+        for inner in (inner for sub in _jaxprs.sub_jaxprs(eqn) for inner in sub.eqns):
+            if takes_some_rows(inner) or pad_interval(inner) or touches_rows(inner):
+                return True
+        return False
+
+    known = _jaxprs.Substitution()
+    placed: list[tuple[Any, int | None]] = []
+    for eqn, position in body.placed():
+        eqn = known.rename(eqn)
+        if not touches_rows(eqn):
+            placed.append((eqn, position))
+            continue
+        opened = _jaxprs.inline(_jaxprs.part([eqn], eqn.outvars).jaxpr, touches_rows)
+        placed.extend((e, position) for e in opened.eqns)
+        known.of.update(zip(eqn.outvars, opened.jaxpr.outvars, strict=True))
+    return body.with_equations(
+        placed,
+        carry_outs=tuple(map(known, body.carry_outs)),
+        ys=tuple(map(known, body.ys)),
+    )
