@@ -1,4 +1,31 @@
-"""Pipeline parallelism as five composable transforms over jaxprs."""
+"""Pipeline parallelism as five composable transforms over jaxprs.
+
+Words:
+    stage: a slice of the forward computation, numbered from 0 in an order of dependence.
+    mark: an equation of a traced function that says where a stage opens.
+    cut: where one stage ends and another opens; of a stacked array, where its rows are divided.
+    unit: equations that a cut does not divide: a layer, or a module that is called `whole`.
+    rank: a program and the devices that it owns; it runs one or more stages.
+    microbatch: a slice of the batch, numbered from 0.
+    task: a kind (F, B, I, W) of a stage and a microbatch: forward, backward, or its halves.
+    table: for each rank the tasks that it runs, in order.
+    schedule: a value that gives a table for a number of stages and of microbatches.
+    loop: the microbatch loop; a scheduled loop has its tasks and its table.
+    carry, accumulator: what a loop hands from a microbatch to the next; one that only sums.
+    step: the whole function that `place` is given, as one flat jaxpr with records and facts.
+    pass: a function from a step to a step.
+    guard: when an equation runs that was in a branch of a conditional.
+    place: the stages that an equation around the loops runs with.
+    segment: equations of one place that run as one computation.
+    value: an array that tasks make and read.
+    computation: what an executable computes; equal ones are compiled once.
+    program: what one rank runs: instructions (run, send, receive, free) over numbered slots.
+    bundle: the programs of all ranks, and what they share.
+    rows, part: some of the layers of an array that is stacked over layers; an array of these.
+    inside: the axes of a mesh that divide the devices of one rank, such as data and model.
+    spec: for each dimension of an array the axes inside a rank that it is split over.
+    role: what an argument is to a step: parameter, optimizer state, batch, or other.
+"""
 
 from jaxpp import schedules as schedules
 from jaxpp import testing as testing

@@ -182,6 +182,36 @@ def test_an_import_past_a_face_would_be_found():
     assert not past_a_face("jaxpp.transforms.inside.replicas._rows", past)
 
 
+#: The rooms of the transforms, each below those that may import it.
+FLOORS = ("stacked", "stages", "microbatch", "tasks", "inside", "initialize", "place")
+
+
+def upward(room, source):
+    """The imports of a room that are of a room above it."""
+    above = FLOORS[FLOORS.index(room) + 1 :]
+    return [
+        name
+        for name in imports(ast.parse(source))
+        if any(is_within(name, f"jaxpp.transforms.{other}") for other in above)
+    ]
+
+
+def test_every_room_has_a_floor():
+    assert set(FLOORS) == {name.split(".")[2] for name in ROOMS}
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if name_of(p).count(".") > 2 and "transforms" in p.parts], ids=name_of
+)
+def test_rooms_import_what_is_below_them(path):
+    assert upward(path.relative_to(ROOT).parts[1], path.read_text()) == []
+
+
+def test_an_import_of_a_room_above_would_be_found():
+    assert upward("stages", "from jaxpp.transforms.tasks import is_loop")
+    assert not upward("tasks", "from jaxpp.transforms.stages import is_enter")
+
+
 # ---- exports ------------------------------------------------------------------------------------
 
 

@@ -1,3 +1,10 @@
+"""The transforms. Each room is below those that import it, and is reached through its face.
+
+stacked: layers stacked on an axis. stages: where the stages are. microbatch: the loop and its
+reductions. tasks: what the loop's tasks compute. inside: axes inside a rank. initialize: first
+arguments. place: a whole step, from a function to the programs of the ranks.
+"""
+
 from jaxpp.transforms.microbatch import Operator as Operator
 from jaxpp.transforms.microbatch import microbatch as microbatch
 from jaxpp.transforms.place import place as place

@@ -49,6 +49,20 @@ def assert_same(fun, plain, *args, rtol=1e-6):
 # ---- what it makes ------------------------------------------------------------------------------
 
 
+def test_a_step_is_lowered_and_run_by_the_table_of_its_trace():
+    calls = []
+
+    class Counted:
+        def table(self, num_stages, num_microbatches):
+            calls.append((num_stages, num_microbatches))
+            return OneFOneB().table(num_stages, num_microbatches)
+
+    mesh = jaxpp.MpmdMesh((STAGES,), devices=[jax.devices()[0]] * STAGES)
+    step = jaxpp.place(jaxpp.schedule(GRAD, Counted()), mesh)
+    step(WS, X)
+    assert calls == [(STAGES, M)]
+
+
 @pytest.mark.parametrize(
     ("schedule", "kinds"), [(OneFOneB(), "FB"), (ZeroBubbleH1(), "FIW"), (ForwardOnly(), "F")]
 )
