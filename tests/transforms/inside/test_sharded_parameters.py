@@ -168,3 +168,34 @@ def test_what_names_the_axis_itself_is_not_gathered():
     first, second = compiled.describe().ranks
     assert first.task_collectives == {}
     assert second.task_collectives["F1"] == {"all-gather over data": 1}
+
+
+def test_gradients_that_are_added_to_parameters_are_summed_once_a_step():
+    """What is accumulated begins as the parameters are, split over the replicas."""
+
+    def make(schedule):
+        grad_fn = jax.grad(jaxpp.wrap_forward(unrolled))
+
+        def add_up(params, xs, ys):
+            def add(total, xy):
+                return jax.tree.map(jnp.add, total, grad_fn(params, *xy)), None
+
+            begin = jax.tree.map(lambda p: 0.1 * p, params)
+            return jax.lax.scan(add, begin, (xs, ys))[0]
+
+        def step(params, x, y):
+            slices = (a.reshape(4, -1, WIDTH) for a in (x, y))
+            return schedule(add_up)(params, *slices)
+
+        return step
+
+    mesh = jaxpp.MpmdMesh((2, 2), AXES[:2])
+    step = make(lambda fun: jaxpp.schedule(fun, jaxpp.schedules.OneFOneB()))
+    placed = jaxpp.place(step, mesh, in_specs=(None, P("data"), P("data")), zero3="data")
+    args = by_layer(parameters()), *batch(0)
+    wanted = jax.jit(make(lambda fun: fun))(*args)
+    for x, y in zip(*map(jax.tree.leaves, (placed(*args), wanted)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    for rank in placed.lower(*args).compile().describe().ranks:
+        for collectives in rank.task_collectives.values():
+            assert collectives.keys() <= {"all-gather over data"}

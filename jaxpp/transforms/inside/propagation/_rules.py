@@ -178,9 +178,8 @@ def _results(eqn, specs, sizes: Sizes, outputs: Outputs) -> list[MaybeSpec]:
 
 
 def _has_rule(eqn) -> bool:
-    known = {*_holders.HOLDERS, *_RULES}
-    called = _jaxprs.called_jaxpr(eqn) is not None
-    return called or eqn.primitive.name in known or found_again(eqn) is not None
+    known = eqn.primitive.name in _holders.HOLDERS or eqn.primitive.name in _RULES
+    return known or _jaxprs.called_jaxpr(eqn) is not None or found_again(eqn) is not None
 
 
 def _combine(eqn, found, specs: Sequence[MaybeSpec], ndim: int) -> MaybeSpec:
