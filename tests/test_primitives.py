@@ -296,6 +296,12 @@ def test_what_is_not_additive_is_not_taken_for_it(fun, dtype):
     assert not any(apart[i] for i in _primitives.additive_operands(eqn, apart))
 
 
+@pytest.mark.parametrize(("fun", "kept"), [(lax.mul, True), (lax.add, False), (lax.sub, False)])
+def test_one_operand_of_zeros_makes_zeros_of_a_product_alone(fun, kept):
+    (eqn,) = flat(fun, [jnp.ones(3), jnp.ones(3)]).eqns
+    assert [_primitives.keeps_zeros(eqn, z) for z in ((True, False), (False, True))] == [kept] * 2
+
+
 def test_zeros_are_seen_through_moves_and_casts():
     jaxpr = flat(
         lambda x: (jnp.zeros((2, 3), jnp.bfloat16).T[1:], jnp.ones((2, 3)), x), [jnp.ones(3)]

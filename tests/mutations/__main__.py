@@ -34,6 +34,7 @@ PLACES = {
     "laws": "tests/test_laws.py",
     "mesh": "tests/runtime/test_mesh.py",
     "worker": "tests/runtime/test_worker.py",
+    "primitives": "tests/test_primitives.py",
     "programs": "tests/programs",
     "transforms": "tests/transforms",
 }

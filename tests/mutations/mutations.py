@@ -97,6 +97,13 @@ MUTATIONS = (
         ("schedule::each_stage_has_a_task_of_each_kind",),
     ),
     Mutation(
+        "a sum of zeros and others is taken for zeros",
+        "jaxpp/_primitives.py",
+        "all(zero[i] for i in additive)",
+        "any(zero[i] for i in additive)",
+        ("primitives::one_operand_of_zeros_makes_zeros_of_a_product_alone",),
+    ),
+    Mutation(
         "a one is taken for a zero",
         "jaxpp/_primitives.py",
         "return np.ndim(atom.val) == 0 and atom.val == 0",

@@ -5,7 +5,7 @@ operations, of transposes, slices and concatenations. So a stage that runs some 
 these of a parameter and nothing else, also where all layers were cast, or stacked, at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -52,45 +52,59 @@ class Origins:
         """Whether slices were taken of an equation's operands, and not of its results."""
         return id(eqn) in self._bypassed
 
-    def slice(self, atom: Any, start: int, stop: int, scan, eqns: list[Any]) -> Any:
-        """The rows from `start` to `stop` of an array, computed from as little as can be.
+    def slices(
+        self, atoms: Sequence[Any], start: int, stop: int, scan
+    ) -> tuple[list[Any], list[Any]]:
+        """Takes the rows from `start` to `stop` of arrays, computed from as little as can be.
 
-        The equations that it takes are added to `eqns`, under the names of the equation `scan`.
+        Returns:
+            The slices, and the equations that make them, under the names of the equation `scan`.
         """
+        eqns: list[Any] = []
+        known: dict[tuple[int, int, int], Any] = {}
+
+        def rows(atom, start: int, stop: int):
+            key = id(atom), start, stop
+            if key not in known:
+                known[key] = self._rows(atom, start, stop, scan, eqns, rows)
+            return known[key]
+
+        return [rows(v, start, stop) for v in atoms], eqns
+
+    def _rows(self, atom: Any, start: int, stop: int, scan, eqns: list[Any], rows: Callable) -> Any:
+        """Takes rows of an array; `rows` does so of what it is made of."""
         if (start, stop) == (0, atom.aval.shape[0]):
             return atom
         maker = None if _jaxprs.is_literal(atom) else self._maker.get(atom)
         if maker is not None and (intervals := _rows.concatenation_intervals(maker)):
             self._bypassed.add(id(maker))
             parts = [
-                self.slice(part, max(start - row, 0), min(stop - row, end - row), scan, eqns)
-                for part, (row, end) in zip(maker.invars, intervals, strict=True)
-                if row < stop and start < end
+                rows(part, max(start - low, 0), min(stop, high) - low)
+                for part, (low, high) in zip(maker.invars, intervals, strict=True)
+                if low < stop and start < high
             ]
             if len(parts) == 1:
                 return parts[0]
             eqn = joined(scan, parts, _rows.with_rows(atom.aval, stop - start))
         elif maker is not None and _is_slice_of_rows(maker):
             self._bypassed.add(id(maker))
-            row = maker.params["start_indices"][0]
-            return self.slice(maker.invars[0], row + start, row + stop, scan, eqns)
+            low = maker.params["start_indices"][0]
+            return rows(maker.invars[0], low + start, low + stop)
         elif maker is not None and self.is_prepared(atom) and (rule := _rows.row_by_row(maker)):
             self._bypassed.add(id(maker))
             operands = [
-                self.slice(v, start, stop, scan, eqns) if has_rows else v
+                rows(v, start, stop) if has_rows else v
                 for v, has_rows in zip(maker.invars, rule.operands, strict=True)
             ]
             eqn = _rows.of_rows(maker, rule, operands, stop - start)
-            self.add(eqn)
-            eqns.append(eqn)
-            return eqn.outvars[maker.outvars.index(atom)]
         else:
             # What was not made in a checkpoint is not sliced there: the slice alone is kept.
             around = [] if maker is None else _checkpoints.scopes(maker)
             eqn = _sliced(_checkpoints.outside(scan, around), atom, start, stop)
         self.add(eqn)
         eqns.append(eqn)
-        return eqn.outvars[0]
+        number = maker.outvars.index(atom) if len(eqn.outvars) > 1 and maker is not None else 0
+        return eqn.outvars[number]
 
 
 def _sliced(scan, array: Any, start: int, stop: int) -> Any:

@@ -200,8 +200,7 @@ class _Divider:
         stacks: list[list[Any]] = []
         for start, stop in itertools.pairwise(bounds):
             low, high = (length - stop, length - start) if eqn.params["reverse"] else (start, stop)
-            new: list[Any] = []
-            slices = [self._origins.slice(v, low, high, eqn, new) for v in xs]
+            slices, new = self._origins.slices(xs, low, high, eqn)
             entries.extend(_Entry(e, "slice") for e in new)
             rows = stop - start
             made = [jex.Var(v.aval) for v in eqn.outvars[:num_carry]]

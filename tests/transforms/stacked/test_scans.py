@@ -139,6 +139,16 @@ def cast(h, params):
     return h.astype(jnp.float32), 0.0
 
 
+def made_by_rows(h, params):
+    """Layers that are made of others row by row, which are read twice, before the scan."""
+
+    def made(x):
+        rows = jnp.sin(x.reshape(LAYERS, -1))
+        return (rows * jax.lax.rsqrt(1 + jnp.sum(rows**2, 1, keepdims=True))).reshape(x.shape)
+
+    return jax.lax.scan(layer, h, jax.tree.map(made, params["blocks"]))[0], 0.0
+
+
 def listed(h, params):
     """Layers that are stacked in the program."""
     blocks = [jax.tree.map(lambda x, i=i: x[i], params["blocks"]) for i in range(LAYERS)]
@@ -176,8 +186,8 @@ def encoder_decoder(h, params):
 
 SCANS = [
     plain, reverse, unrolled, checkpointed_layer, checkpointed_scan, checkpointed_around,
-    twice_checkpointed, jitted, carrying, stacking, reversed_stacking, cast, listed, masked,
-    encoder_decoder,
+    twice_checkpointed, jitted, carrying, stacking, reversed_stacking, cast, made_by_rows,
+    listed, masked, encoder_decoder,
 ]  # fmt: skip
 SLOW = [unrolled, twice_checkpointed, jitted, reversed_stacking, listed, checkpointed_scan]
 SOME = [checkpointed_layer, carrying, stacking]
