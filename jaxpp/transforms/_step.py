@@ -6,6 +6,7 @@ in `facts`; a pass that puts other variables in the place of some says what is k
 """
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,6 +118,18 @@ class Step:
             if (said := [str(f) for v in eqn.outvars if str(f := self.fact(v))])
         ]
         return "\n".join([*lines, str(self.jaxpr)])
+
+
+def changes(passes: Mapping[str, Step]) -> str:
+    """The first of some steps as text, and of each further one the lines that it changes."""
+    texts = {name: step.as_text().splitlines() for name, step in passes.items()}
+    (first, *lines), *rest = ([name, *text] for name, text in texts.items())
+    said = [f"==== {first}", *lines]
+    for name, *text in rest:
+        # Without the names of files, and the numbers of lines, of a diff.
+        said += [f"==== {name}", *[*difflib.unified_diff(lines, text, n=0, lineterm="")][2:]]
+        lines = text
+    return "\n".join(line for line in said if not line.startswith("@@"))
 
 
 def _line(record: Argument | Result) -> str:

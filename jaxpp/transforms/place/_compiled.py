@@ -10,7 +10,7 @@ from jaxpp import _jaxprs
 from jaxpp._program import Bundle, LoadedStep, Mesh, Program
 from jaxpp.transforms._keywords import as_positional
 from jaxpp.transforms._signature import Signature
-from jaxpp.transforms._step import Step
+from jaxpp.transforms._step import Step, changes
 from jaxpp.transforms.initialize import (
     check_initializer,
     first_arguments,
@@ -25,7 +25,8 @@ class Lowered:
 
     Args:
         bundle: the programs of all ranks.
-        passes: the step as it was traced, and after each pass, by the pass's name.
+        passes: the step as it was traced, and after each pass, by the pass's name; each has
+            `as_text()`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -49,6 +50,10 @@ class Lowered:
     def as_text(self) -> str:
         """The programs as text, one instruction a line."""
         return self.bundle.as_text()
+
+    def passes_as_text(self) -> str:
+        """The step as it was traced, and the lines that each pass changed in it, as a diff."""
+        return changes(self.passes)
 
     def compile(self) -> "Compiled":
         """Compiles the computations and loads the programs on the mesh."""

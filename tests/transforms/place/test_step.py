@@ -1,0 +1,53 @@
+"""`Step`: what a reader sees of it after each pass."""
+
+import contextlib
+import io
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+
+import jaxpp
+from jaxpp.transforms.place._lower_step import PASSES
+
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "how_a_step_flows.md"
+
+
+def test_the_page_shows_what_its_code_prints():
+    page = PAGE.read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, str(PAGE), "exec"), {})
+    # Not the equations, which JAX writes in its own way.
+    own = re.compile(r"(==== |[+-]?argument |[+-]?result )")
+    assert [line for line in shown.splitlines() if own.match(line)] == [
+        line for line in printed.getvalue().splitlines() if own.match(line)
+    ]
+
+
+def test_the_page_tells_of_each_pass():
+    names = re.findall(r"^\| `(\w+)` \| [^|]* \| [^|]* \|$", PAGE.read_text(), re.MULTILINE)
+    assert names == [run.__name__ for run in PASSES]
+
+
+def test_rows_of_a_stack_and_what_becomes_of_them_are_in_the_records():
+    def loss(layers, x):
+        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)[0] ** 2)
+
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss, 2))
+    grad = jaxpp.schedule(jaxpp.microbatch(jax.grad(staged), 2), jaxpp.schedules.OneFOneB())
+    mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+    step = jaxpp.place(lambda w, x: w - grad(w, x), mesh, donate_argnums=0)
+    lowered = step.lower(jnp.ones((4, 3, 3)), jnp.ones((4, 3)))
+    before, after = (lowered.passes[name] for name in ("trace", "distribute"))
+    assert [a.rows for a in before.arguments] == [None, None]
+    assert [(a.array, a.rows, a.donated) for a in after.arguments] == [
+        (0, (0, 2), True),
+        (0, (2, 4), True),
+        (1, None, False),
+    ]
+    assert [(r.array, r.rows, r.becomes) for r in after.results] == [(0, (0, 2), 0), (0, (2, 4), 1)]
+    assert [a.name for a in lowered.bundle.arguments] == ["[0][0:2]", "[0][2:4]", "[1]"]
