@@ -1,8 +1,10 @@
 """Where the stages of a forward are: marks, cuts, units, and the calls that outline them."""
 
+from jaxpp.transforms.stages._marks import call_task as call_task
 from jaxpp.transforms.stages._marks import is_backward_call as is_backward_call
 from jaxpp.transforms.stages._marks import is_enter as is_enter
 from jaxpp.transforms.stages._marks import is_stage_call as is_stage_call
+from jaxpp.transforms.stages._marks import is_task_call as is_task_call
 from jaxpp.transforms.stages._marks import keep_nothing as keep_nothing
 from jaxpp.transforms.stages._marks import pipeline_enter_stage as pipeline_enter_stage
 from jaxpp.transforms.stages._marks import stage_of_call as stage_of_call

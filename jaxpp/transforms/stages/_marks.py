@@ -5,6 +5,7 @@ whether it was transposed, which tells the backward call of a stage from its for
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -125,23 +126,49 @@ def is_edge(eqn) -> bool:
     return eqn.primitive is edge_p
 
 
+# ---- calls with a name --------------------------------------------------------------------------
+
+# A name is all that JAX keeps of a call: where nothing reads the outputs of a stage (another output
+# of the function is differentiated), their edges are gone from its body, and the call stays.
 _STAGE_CALL = re.compile(r"pipeline_stage_(\d+)_of_(\d+)")
+_TASK_CALL = re.compile(r"pipeline_task_\w+")
 
 
-def call_stage(fun, stage: int, num_stages: int, args: list[Any]) -> list[Any]:
+def _call(fun, name: str, args: Sequence[Any]) -> list[Any]:
+    def named(*args):
+        return fun(*args)
+
+    named.__name__ = named.__qualname__ = name
+    return jax.jit(named)(*args)
+
+
+def call_stage(fun, stage: int, num_stages: int, args: Sequence[Any]) -> list[Any]:
     """Calls `fun` as the outlined stage `stage`: a `jax.jit` of its own, its outputs marked."""
 
     def outlined(*args):
         return [edge(y, stage=stage, num_stages=num_stages) for y in fun(*args)]
 
-    outlined.__name__ = outlined.__qualname__ = f"pipeline_stage_{stage}_of_{num_stages}"
-    return jax.jit(outlined)(*args)
+    return _call(outlined, f"pipeline_stage_{stage}_of_{num_stages}", args)
+
+
+def call_task(fun, name: str, args: Sequence[Any]) -> list[Any]:
+    """Calls `fun` as a task of a loop that may lose its schedule: a `jax.jit` of its own."""
+    return _call(fun, f"pipeline_task_{name}", args)
+
+
+def _matched(eqn, pattern: re.Pattern[str]) -> re.Match[str] | None:
+    name = eqn.params.get("name")
+    return pattern.fullmatch(name) if isinstance(name, str) else None
+
+
+def is_task_call(eqn) -> bool:
+    """Whether an equation is a call made by `call_task`."""
+    return _matched(eqn, _TASK_CALL) is not None
 
 
 def stage_of_call(eqn) -> tuple[int, int] | None:
     """The stage and the number of stages of a call made by `call_stage`, or None."""
-    name = eqn.params.get("name")
-    match = _STAGE_CALL.fullmatch(name) if isinstance(name, str) else None
+    match = _matched(eqn, _STAGE_CALL)
     return (int(match[1]), int(match[2])) if match else None
 
 

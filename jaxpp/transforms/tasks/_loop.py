@@ -16,6 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.schedules import Dependencies, Kind, Table, Task
+from jaxpp.transforms.stages import call_task, is_task_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,22 +175,12 @@ def _step(tasks: LoopTasks, bodies: Sequence[TaskBody], consts, carry, slices):
         ]
         if body.recomputes:  # else XLA keeps what the forward has, and computes nothing again
             inputs = list(jax.lax.optimization_barrier(inputs))
-        for ref, y in zip(body.outputs, _call(body, inputs), strict=True):
+        # Of a loop that is differentiated the names are left, so that it can be told from others.
+        run = functools.partial(_jaxprs.run, body.jaxpr)
+        for ref, y in zip(body.outputs, call_task(run, body.name, inputs), strict=True):
             targets[ref.source][ref.index] = y
     return new, ys
 
-
-def _call(body: TaskBody, inputs: Sequence[Any]) -> list[Any]:
-    """Runs a task in a call that tells what it was, in a loop that has its schedule no more."""
-
-    def task(*inputs):
-        return _jaxprs.run(body.jaxpr, *inputs)
-
-    task.__name__ = task.__qualname__ = f"{_TASK}{body.name}"
-    return jax.jit(task)(*inputs)
-
-
-_TASK = "pipeline_task_"
 
 loop_p = jex.Primitive("pipeline_loop")
 loop_p.multiple_results = True
@@ -273,9 +264,7 @@ def is_loop(eqn) -> bool:
 
 def was_loop(eqn) -> bool:
     """Whether an equation was a scheduled loop, before it was differentiated."""
-    return eqn.primitive.name == "scan" and _jaxprs.contains(
-        eqn, lambda e: str(e.params.get("name")).startswith(_TASK)
-    )
+    return eqn.primitive.name == "scan" and _jaxprs.contains(eqn, is_task_call)
 
 
 def operand_stages(eqn) -> dict[Any, frozenset[int]]:
