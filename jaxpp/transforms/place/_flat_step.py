@@ -69,7 +69,7 @@ def own_results(step: Step) -> Step:
     for v in step.jaxpr.jaxpr.outvars:
         if _jaxprs.is_literal(v) or v in taken:
             own = _jaxprs.fresh_var(v)
-            eqns += _jaxprs.splice(_copy, [v], [own])
+            eqns += _jaxprs.splice(jnp.copy, [v], [own])
             v = own
         outvars.append(v)
         taken.add(v)
@@ -79,10 +79,6 @@ def own_results(step: Step) -> Step:
     )
     jaxpr = _compat.make_closed_jaxpr(invars, outvars, eqns)
     return dataclasses.replace(step, jaxpr=jaxpr, arguments=arguments)
-
-
-def _copy(x):
-    return jnp.copy(x)
 
 
 def skip_carries(step: Step) -> Step:
