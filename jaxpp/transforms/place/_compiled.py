@@ -1,4 +1,4 @@
-"""What `place` makes of a step for arguments of given types: lowered, then compiled."""
+"""`Lowered` and `Compiled`: a step for arguments of given types, as programs and on a mesh."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,8 @@ class Lowered:
 
     Args:
         bundle: the programs of all ranks.
-        passes: the step as it was traced, and after each pass, by the pass's name; each has
-            `as_text()`.
+        passes: the step after tracing (under `"trace"`), and after each pass, by the pass's name;
+            each has `as_text()`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -44,15 +44,15 @@ class Lowered:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """What each rank runs."""
+        """The program of each rank."""
         return self.bundle.programs
 
     def as_text(self) -> str:
-        """The programs as text, one instruction a line."""
+        """Writes the programs as text, one instruction a line."""
         return self.bundle.as_text()
 
     def passes_as_text(self) -> str:
-        """The step as it was traced, and the lines that each pass changed in it, as a diff."""
+        """Writes the traced step as text, then the lines that each pass changed, as a diff."""
         return changes(self.passes)
 
     def compile(self) -> "Compiled":
@@ -75,15 +75,15 @@ class Compiled:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """What each rank runs."""
+        """The program of each rank."""
         return self.bundle.programs
 
     @property
     def input_shardings(self) -> tuple[Any, ...]:
-        """Where the step reads its arguments: a pytree for each, of `jax.sharding.Sharding`s.
+        """The shardings with which the step reads its arguments: a pytree for each argument.
 
-        On a `RemoteMpmdMesh`, of `RemoteSharding`s. Leaves that are not arrays, and arrays that
-        nothing reads, are None.
+        Its leaves are `jax.sharding.Sharding`s, or `RemoteSharding`s on a `RemoteMpmdMesh`. Leaves
+        that are not arrays, and arrays that nothing reads, are None.
         """
         leaves: list[Any] = [None] * len(self.signature.avals)
         for n, sharding in zip(self.signature.arrays, self._run.input_shardings(), strict=True):
@@ -91,15 +91,15 @@ class Compiled:
         return jtu.tree_unflatten(self.signature.tree, leaves)
 
     def as_text(self) -> str:
-        """The programs as text, one instruction a line."""
+        """Writes the programs as text, one instruction a line."""
         return self.bundle.as_text()
 
     def describe(self) -> Any:
-        """What each rank holds, sends and reduces in a step, as `Placed.describe` gives it."""
+        """Tells what each rank holds, sends and reduces in a step, as `Placed.describe` does."""
         return self._run.describe()
 
     def initialize(self, init_fn: Callable, *args: Any) -> Any:
-        """Makes the step's first arguments where it reads them, as `Placed.initialize` does.
+        """Makes the step's first arguments where the step reads them, as `Placed.initialize` does.
 
         Raises:
             TypeError: `init_fn` makes something else than the step was compiled for; the message
@@ -110,14 +110,14 @@ class Compiled:
         return self.run_initializer(traced, args)
 
     def run_initializer(self, traced: _jaxprs.Traced, args: Sequence[Any]) -> Any:
-        """Runs an initialiser that is known to match; `traced` is at `args`."""
+        """Runs an initialiser that is known to match the step; `traced` is its trace at `args`."""
         paths = [jtu.keystr(p) for p, x in jtu.tree_leaves_with_path(args) if _jaxprs.is_array(x)]
         names = [*(f" closed over, {n}" for n in range(traced.num_closed_over)), *paths]
         bundle = lower_initializer(traced, self.bundle, names)
         return traced.rebuild(self._mesh.load(bundle)(traced.inputs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step; the arguments must have the types it was compiled for."""
+        """Runs the step; the arguments must have the types that it was compiled for."""
         args = as_positional(self.fun, args, kwargs)
         leaves, tree = jtu.tree_flatten(args)
         if not self.signature.matches(leaves, tree):
@@ -129,5 +129,5 @@ class Compiled:
         return self.call(leaves)
 
     def call(self, leaves: Sequence[Any]) -> Any:
-        """Runs the step on leaves that are known to match."""
+        """Runs the step on leaves that are known to have the types it was compiled for."""
         return self._rebuild(self._run([leaves[i] for i in self.signature.arrays]))

@@ -1,9 +1,9 @@
-"""Conditionals around the loops, where their values are on several stages.
+"""Opens the conditionals around loops whose arrays are of several stages, and closes them again.
 
-Such a `cond` is opened: the equations of its branches join those around it, each under its *guard*,
-and selects make the results. Equations are placed as any others; those of one guard that come to
-stand together in a computation are put under a `cond` again. So each rank branches alike, and runs
-what the plain function runs; the predicate is all that they share.
+To open a `cond` is to put the equations of its branches among those around it, each under its
+*guard*; selects make the results. These equations are placed as any others. Neighbouring equations
+of one guard in a computation are put under a `cond` again. So each rank takes the same branch, and
+runs what the plain function runs; the ranks share the predicate alone.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jaxpp.transforms.tasks import is_loop, operand_stages, result_stages
 
 
 def open_spanning(step: Step) -> Step:
-    """Opens each `cond` over arrays of several stages; the facts say when equations run."""
+    """Opens each `cond` over arrays of several stages; guards say when its equations run."""
     jaxpr, known = step.jaxpr, step.guards
     effects: list[Any] = []
     while True:
@@ -48,9 +48,10 @@ def open_conditionals(
 
     Args:
         jaxpr: the program.
-        conditionals: those of its equations that are opened.
-        guards: those of variables whose equations run only at times.
-        effects: gets the conditionals that an equation with an effect is put under at once.
+        conditionals: the equations of the program to open.
+        guards: the guards of the variables whose equations run only at times.
+        effects: a list to which are added the conditionals that the result keeps: an equation with
+            an effect is put under one of its own at once.
     """
     known, found = _jaxprs.Substitution(), dict(guards)
     eqns: list[Any] = []
@@ -87,7 +88,7 @@ def open_conditionals(
 
 
 def _branch(branch: Any, operands: Sequence[Any], eqn: Any) -> tuple[list[Any], list[Any]]:
-    """The equations of a branch, its calls inlined, and its result atoms."""
+    """Gives the equations of a branch, its calls inlined, and its result atoms."""
     opened, values = _jaxprs.without_constants(branch)
     flat = _jaxprs.inline(opened, lambda e: not is_stage_call(e))
     consts = zip(values, flat.jaxpr.invars, strict=False)
@@ -107,8 +108,8 @@ def close_conditionals(
 
     Args:
         eqns: the equations of a computation, in order.
-        outputs: what is read of it.
-        guards: those of variables whose equations run only at times.
+        outputs: the variables of the computation that are read outside of it.
+        guards: the guards of the variables whose equations run only at times.
     """
     runs: list[tuple[Guard, list[Any]]] = []
     for eqn in eqns:
@@ -127,7 +128,7 @@ def close_conditionals(
 
 
 def under(guard: Guard, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The equations of a `cond` that makes the outputs where a guard holds, else zeros."""
+    """Puts equations under a `cond` that makes the outputs where a guard holds, else zeros."""
     part, literals = _jaxprs.lift_arrays(_jaxprs.part(eqns, outputs))
     numbers = [k for _, k in guard]
 
@@ -144,7 +145,7 @@ def under(guard: Guard, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any
 
 
 def _array_stages(jaxpr) -> dict[Any, frozenset[int]]:
-    """The stages whose arrays a variable derives from; scalars count for none."""
+    """Finds the stages whose arrays each variable is computed from; scalars count for none."""
     stages: dict[Any, frozenset[int]] = {}
     for eqn in jaxpr.eqns:
         if is_loop(eqn):

@@ -1,8 +1,9 @@
 """Distributes parameters that are stacked over layers: each stage has its rows of them.
 
-A stacked parameter whose slices the stages of a loop read, its gradients, and what is updated with
-them (optimizer state) come apart into parts; each part is then an argument, or a result, of its
-own, and is placed with its stage as any other. What needs all rows at once gathers them.
+Stages of a loop read slices of such a parameter. The pass divides the parameter, its gradients and
+the optimizer state that is updated with them into parts. Each part is then an argument, or a
+result, of its own, and is placed with its stage as any other. An equation that needs all rows at
+once gathers them.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from jaxpp.transforms.tasks import is_loop, operand_stages, result_stages
 
 
 def distribute(step: Step) -> Step:
-    """Puts stacked arrays of a step into parts, by what the stages of its loops read and make."""
+    """Divides stacked arrays of a step into the parts that the stages of its loops read or make."""
     jaxpr, bounds, guards = _choose(step)
     if not bounds:
         return step.with_guards(jaxpr, guards)
@@ -59,7 +60,7 @@ def distribute(step: Step) -> Step:
     for array, own in itertools.groupby(list(enumerate(results)), key=lambda item: item[1].array):
         for k, (n, result) in enumerate(own):
             if result.becomes is not None:
-                # Arrays that are cut alike become each other's next values part by part.
+                # Where both arrays are cut alike, each part becomes the next value of its own.
                 alike = cuts[array] == in_cuts[result.becomes]
                 becomes = first[result.becomes] + k if alike else None
                 results[n] = dataclasses.replace(result, becomes=becomes)
@@ -70,7 +71,7 @@ def distribute(step: Step) -> Step:
 
 
 def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequence[Any]) -> list:
-    """The records of the parts of arguments, or of results."""
+    """Makes a record for each part of arguments, or of results."""
     rest = iter(parts)
     found = []
     for record, cut in zip(records, cuts, strict=True):
@@ -80,7 +81,7 @@ def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequ
 
 
 def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Takes rows of arrays that the step closes over at once, so that no rank is given the rest."""
+    """Slices the arrays that the step closes over while it is lowered: no rank gets the rest."""
     known = _jaxprs.Substitution()
     eqns = []
     for eqn in map(known.rename, jaxpr.eqns):
@@ -95,9 +96,9 @@ def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Any, Bounds], dict[Any, Guard]]:
-    """Where variables are cut; conditionals over such variables are opened on the way."""
+    """Chooses where variables are cut, and opens the conditionals over such variables."""
     jaxpr, guards = _slice_literals(step.jaxpr), step.guards
-    # What ranks load themselves they load whole.
+    # An argument that ranks load themselves is loaded whole.
     whole = [n for n, a in enumerate(step.arguments) if a.fed]
     while True:
         bounds = _bounds(jaxpr, step.pairs, whole)
@@ -119,7 +120,7 @@ def _bounds(
     eqns, invars, outvars = jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
     tied = [(outvars[o], invars[i]) for o, i in pairs.items()]
     classes = Classes(eqns, tied)
-    # For each class, the intervals that stages read or make, and which stages.
+    # For each class, the intervals of rows that stages read or make, and these stages.
     found: dict[Any, dict[tuple[int, int], frozenset[int]]] = {}
 
     def note(var: Any, interval: tuple[int, int], stages: frozenset[int]) -> None:
@@ -149,7 +150,7 @@ def _bounds(
 
 
 def _makers(eqns) -> dict[Any, frozenset[int]]:
-    """The stages of loops that make a variable, or the terms of a sum."""
+    """Finds for each variable the stages of loops that make it, or that make its terms if a sum."""
     makers: dict[Any, frozenset[int]] = {}
     for eqn in eqns:
         read = _jaxprs.variables(eqn.invars)
@@ -161,7 +162,7 @@ def _makers(eqns) -> dict[Any, frozenset[int]]:
 
 
 def _readers(eqns) -> dict[Any, frozenset[int]]:
-    """The stages of loops that read a variable, directly or through what is made of it."""
+    """Finds for each variable the stages of loops that read it, or what is computed from it."""
     readers: dict[Any, frozenset[int]] = {}
     for eqn in reversed(eqns):
         if is_loop(eqn):

@@ -1,4 +1,4 @@
-"""A step as one flat jaxpr: without calls and constants, its results owned, its state paired."""
+"""Makes a step one flat jaxpr, gives each result its own memory, and pairs state with arguments."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jaxpp.transforms.tasks import is_loop, is_microbatch_loop, result_stages, w
 
 
 def flatten(jaxpr):
-    """The step with all calls inlined, but for the calls of stages outside of loops."""
+    """Inlines all calls of a step, but for the calls of stages outside of loops."""
     flat = _jaxprs.inline(jaxpr, lambda e: not is_stage_call(e))
     for eqn in flat.eqns:
         if is_microbatch_loop(eqn):
@@ -46,7 +46,7 @@ def flatten(jaxpr):
 
 
 def unused_mark(jaxpr) -> Any | None:
-    """A mark of where a stage opens in a step that has neither stages nor loops; None else."""
+    """Finds a mark in a step that has neither stages nor loops; None where there is none."""
     marks, used = [], []
 
     def look(eqn) -> bool:
@@ -60,9 +60,9 @@ def unused_mark(jaxpr) -> Any | None:
 
 
 def own_results(step: Step) -> Step:
-    """Gives each result memory of its own: copies one that is a number, an argument or another.
+    """Gives each result its own memory: copies a result that is a literal, an argument or another.
 
-    A donated argument that is a result as it is stays, and is donated no more.
+    A donated argument that is itself a result is not copied, and is donated no more.
     """
     invars, eqns, outvars = step.jaxpr.jaxpr.invars, list(step.jaxpr.eqns), []
     taken = {v for v, a in zip(invars, step.arguments, strict=True) if not a.donated}
@@ -82,7 +82,7 @@ def own_results(step: Step) -> Step:
 
 
 def skip_carries(step: Step) -> Step:
-    """Reads a carry that a loop hands through where it came from."""
+    """Replaces the result of each carry that a loop only hands through by the loop's operand."""
     known = _jaxprs.Substitution()
     eqns = []
     for eqn in step.jaxpr.eqns:
@@ -103,7 +103,7 @@ def skip_carries(step: Step) -> Step:
 
 
 def leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> set[int]:
-    """The numbers of the leaves of the arguments with the given numbers."""
+    """Numbers the leaves of all arguments, and gives the numbers of those of some arguments."""
     found, start = set(), 0
     for n, arg in enumerate(args):
         size = len(jtu.tree_leaves(arg))
@@ -114,13 +114,14 @@ def leaves_of(args: Sequence[Any], numbers: Sequence[int]) -> set[int]:
 
 
 def pair_state(args, donate_argnums, traced: _jaxprs.Traced, jaxpr) -> dict[int, int]:
-    """The outputs that are the next step's arguments: subtrees of the result like an argument.
+    """Finds the outputs that are arguments of the next call, by output the number of the input.
 
-    Where several are alike, such as a model and its average, it is the one that is computed from
-    the argument, leaf by leaf, and from as little else as can be. An argument that is a single
-    array is matched only if it is donated, since a scalar loss looks like a scalar argument.
+    They are the subtrees of the result that have the structure and types of an argument. Where
+    several have, such as a model and its average, the pair is the subtree that is computed from the
+    argument, leaf by leaf, and from as little else as can be. An argument that is a single array is
+    matched only if it is donated, since a scalar loss looks like a scalar argument.
     """
-    # Plain objects stand for the outputs: what JAX asks user-defined pytrees to put up with.
+    # Plain objects stand for the outputs; JAX asks user-defined pytrees to accept such leaves.
     outputs = [object() for _ in jaxpr.jaxpr.outvars]
     number_of = {id(o): n for n, o in enumerate(outputs)}
     in_avals = [(v.aval.shape, v.aval.dtype) for v in jaxpr.jaxpr.invars]
@@ -139,7 +140,7 @@ def pair_state(args, donate_argnums, traced: _jaxprs.Traced, jaxpr) -> dict[int,
     pairs: dict[int, int] = {}
 
     def arrays_of(node, n: int) -> list[tuple[int, int]] | None:
-        """The outputs of a subtree with the inputs of an argument that it is like, else None."""
+        """Pairs the outputs of a subtree with the inputs of a like argument; None for an unlike."""
         leaves, tree = jtu.tree_flatten(node)
         wanted, inputs = free[n]
         outs = [number_of.get(id(leaf)) for leaf in leaves]
@@ -149,7 +150,7 @@ def pair_state(args, donate_argnums, traced: _jaxprs.Traced, jaxpr) -> dict[int,
         return own if all(out_avals[o] == in_avals[i] for o, i in own) else None
 
     def largest(node) -> list[Any]:
-        """The largest subtrees that are like an argument."""
+        """Finds the largest subtrees that are like an argument."""
         if any(arrays_of(node, n) is not None for n in free):
             return [node]
         return [found for child in _children(node) for found in largest(child)]
@@ -174,13 +175,13 @@ def pair_state(args, donate_argnums, traced: _jaxprs.Traced, jaxpr) -> dict[int,
 
 
 def _children(node: Any) -> list[Any]:
-    """The parts of a pytree."""
+    """Gives the children of a node of a pytree."""
     children = jtu.tree_leaves(node, is_leaf=lambda x: x is not node)
     return [child for child in children if child is not node]
 
 
 def _origins(jaxpr) -> list[frozenset[int]]:
-    """For each output the inputs it is computed from, outside of loops, in arrays of one shape."""
+    """Finds the inputs of each output: those that reach it outside loops by arrays of its shape."""
     reached = {v: frozenset({n}) for n, v in enumerate(jaxpr.jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if is_loop(eqn) or is_stage_call(eqn):

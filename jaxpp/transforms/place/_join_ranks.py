@@ -1,9 +1,9 @@
 """Joins the programs of ranks whose meshes differ in size.
 
-A step is traced and lowered once for each size that a rank has, since the size is in its types: a
-`shard_map` in the model sees the shapes of a device's shards. Each rank runs what it would run if
-all ranks were like it, and what is between ranks is the same for all sizes. So nothing is left to
-do but to take each rank's program, and to check that what it is sent is what it waits for.
+A step is traced and lowered once for each size of a rank, since the size is in the step's types: a
+`shard_map` in the model sees the shapes of a device's shards. Each rank runs the program that it
+would run if all ranks were like it. The ranks exchange the same arrays at all sizes. So it is
+enough to take each rank's program, and to check that the messages agree.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ from jaxpp._specs import axis_sizes
 
 
 def join_ranks(bundles: Sequence[Bundle]) -> Bundle:
-    """The step of which each rank runs its program of another lowering.
+    """Makes one bundle in which each rank has its program of its own lowering.
 
     Args:
         bundles: for each rank the step, lowered as if all ranks were like it; the same object for
             ranks of the same sizes.
 
     Returns:
-        The step. How a message is split is what its target makes of it; how a result is, what the
-        first rank does that has it.
+        The bundle. The spec of a message is that of its target; the spec of a result, that of the
+        first rank that has it.
 
     Raises:
-        ValueError: the ranks do not agree on what is between them.
+        ValueError: the ranks do not agree on what they exchange.
     """
     first = bundles[0]
     for bundle in bundles:
@@ -60,7 +60,7 @@ def join_ranks(bundles: Sequence[Bundle]) -> Bundle:
 
 
 def _joined(program: Program, start: int, received: Mapping[int, Message]) -> Program:
-    """A program whose computations are numbered from `start`, and whose sends are as received."""
+    """Numbers a program's computations from `start`, and sends each message as it is received."""
 
     def joined(instruction: Instruction) -> Instruction:
         match instruction:
@@ -89,7 +89,7 @@ def _check_alike(bundle: Bundle, other: Bundle) -> None:
 
 
 def _outline(program: Program) -> list[Any]:
-    """What a program takes, gives and exchanges, in words."""
+    """Says in words what arguments a program takes, what results it gives and what it exchanges."""
     inputs = [f"argument {n}" for n, _ in program.inputs]
     outputs = [f"result {n}" for n, _ in program.outputs]
     messages = [

@@ -24,7 +24,7 @@ from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import assign, with_specs
 from jaxpp.transforms.place._task_graph import GraphTask, TaskGraph, Value
 
-#: A place between two tasks: before the task with the number, or after it; on a rank.
+#: The number of a task and a rank: sends come after that task, receives before it.
 _At = tuple[int, int]
 
 
@@ -70,11 +70,12 @@ def lower(step: Step, graph: TaskGraph) -> Bundle:
 
 
 class _Uses:
-    """Where values are made and read, by the numbers of tasks; -1 is before all, `end` after all.
+    """The tasks that make and read each value, by number; -1 is before all tasks.
 
-    `made` has for each value the task that makes it on each rank, `readers` the first that reads
-    it there, and `last` the last that uses it on a rank. `kept` is what a rank holds for others or
-    for the caller.
+    The number of tasks stands for the caller, who reads the results after all tasks. For each value
+    and rank, `made` has the task that makes the value there, `readers` the first task that reads
+    it, and `last` the last one. `kept` has the values that are sent, received or results: no task
+    may take their memory.
     """
 
     def __init__(self, graph: TaskGraph):
@@ -99,13 +100,13 @@ class _Uses:
         self.last[rank, value] = index
 
     def send(self, value: Value, source: int, target: int) -> None:
-        """Notes that a value goes from a rank to another."""
+        """Notes that a value is sent from a rank to another."""
         self.last.setdefault((source, value), self.made[value][source])
         self.kept |= {(source, value), (target, value)}
 
 
 def _routes(uses: _Uses) -> dict[tuple[int, int, int], tuple[list[Value], int]]:
-    """What is sent after which task, and before which it is read, by (task, source, target)."""
+    """Finds the values to send and the first task that reads them, by (maker, source, target)."""
     wanted: dict[tuple[int, int, int], list[Value]] = {}
     first_read: dict[tuple[int, int, int], int] = {}
     for value, by_rank in uses.readers.items():
@@ -124,7 +125,7 @@ def _routes(uses: _Uses) -> dict[tuple[int, int, int], tuple[list[Value], int]]:
 
 
 def _messages(routes, specs: Mapping[Value, Spec]):
-    """The sends after each task and the receives before each, by (task, rank)."""
+    """Makes the sends after each task and the receives before each, by (task, rank)."""
     sends: dict[_At, list[tuple[list[Value], Message]]] = {}
     receives: dict[_At, list[tuple[list[Value], Message]]] = {}
     for tag, ((index, source, target), (values, first_read)) in enumerate(routes.items()):
@@ -145,7 +146,7 @@ def _messages(routes, specs: Mapping[Value, Spec]):
 def _computations(
     step: Step, uses: _Uses, specs: Mapping[Value, Spec]
 ) -> tuple[list[int], list[Computation]]:
-    """The number of each task's computation, and the computations, equal ones once."""
+    """Numbers the computations of the tasks, equal ones once; gives also each task's number."""
     found: dict[Hashable, int] = {}
     computations: list[Computation] = []
     numbers = []
@@ -170,7 +171,7 @@ def _computations(
 
 
 def _unread(index: int, task: GraphTask, uses: _Uses) -> tuple[int, ...]:
-    """The inputs that nothing reads after a task, as far as outputs can take their memory."""
+    """Finds the inputs of a task that nothing reads later and whose memory an output can take."""
     wanted: dict[Any, int] = {}
     for value in task.outputs:
         kind = value.aval.shape, value.aval.dtype
@@ -203,11 +204,11 @@ class _ProgramWriter:
         self.slots: dict[Value, int] = {}
         self.vacant: list[int] = []
         self.num_slots = 0
-        #: What the last run was the last to use.
+        #: The values that nothing uses after the last run.
         self.ending: list[Value] = []
 
     def slot(self, value: Value) -> int:
-        """The slot of a value; a constant keeps its own."""
+        """Gives the slot of a value, a new one if it has none; a constant keeps its own."""
         if value not in self.slots:
             if self.vacant and value.constant is None:
                 self.slots[value] = self.vacant.pop()
@@ -234,7 +235,7 @@ class _ProgramWriter:
         ]
 
     def free(self) -> None:
-        """Frees what the last run was the last to use, after it has been sent."""
+        """Frees the slots of the values that nothing uses after the last run and its sends."""
         slots = tuple(self.slots[value] for value in self.ending)
         for value in self.ending:
             self._vacate(value)

@@ -1,4 +1,4 @@
-"""From a function and its arguments to the programs of all ranks: what `place` does, in order."""
+"""Lowers a function and its arguments to the programs of all ranks: `place`'s work, in order."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,7 +38,7 @@ from jaxpp.transforms.place._compiled import Compiled, Lowered
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a user has given to `place`.
+    """The arguments of a call of `place`.
 
     Args:
         fun: the step.
@@ -47,7 +47,7 @@ class Request:
         static_argnums: the positions of arguments whose numbers are static.
         in_specs: a prefix of the arguments.
         out_specs: a prefix of the results.
-        zero: the axes over which what has a role is split further.
+        zero: for each role, the axes over which arguments of that role are split further.
     """
 
     fun: Callable
@@ -59,7 +59,7 @@ class Request:
     zero: Mapping[Role, tuple[str, ...]]
 
 
-#: What is done to a step before its equations are placed, in order.
+#: The passes that a step goes through before its equations are placed, in order.
 PASSES: tuple[Callable[[Step], Step], ...] = (
     _distribute.distribute,
     _roles.find_roles,
@@ -74,10 +74,10 @@ PASSES: tuple[Callable[[Step], Step], ...] = (
 
 
 def lower_step(request: Request, args: tuple[Any, ...]) -> Lowered:
-    """Lowers a step, at arguments that are loaded already.
+    """Lowers a step for the types of some arguments, which are loaded already.
 
     Raises:
-        ValueError: as `place` says.
+        ValueError: for the reasons that `place` lists.
     """
     inside = getattr(request.mesh, "inside", None)
     insides = getattr(request.mesh, "insides", (inside,))
@@ -90,10 +90,10 @@ def lower_step(request: Request, args: tuple[Any, ...]) -> Lowered:
 
 
 def _lower_alike(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
-    """The step as if all ranks were alike."""
+    """Lowers a step as if all ranks had the axes `inside`."""
     if inside is None:
         return _lower_inside(request, args, None)
-    # Constraints in the model name axes alone, and mean those of the rank that they run on.
+    # A constraint in the model names axes without a mesh: those of the rank that runs it.
     with jax.sharding.use_abstract_mesh(automatic(inside)):
         return _lower_inside(request, args, inside)
 
@@ -122,12 +122,12 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
 def _trace_step(
     request: Request, args: tuple[Any, ...], signature: Signature, inside: AbstractMesh | None
 ) -> tuple[Step, _jaxprs.Traced]:
-    """Traces a function at arguments to a flat step, of which nothing else is done yet."""
+    """Traces a function at arguments to a flat step, the input of the first pass."""
     types = signature.types
     given = _keywords.with_keywords(request.in_specs, args, None)
     in_specs = _specs("in_specs", given, types, inside)
     traced = trace(request.fun, types, in_specs, inside)
-    # What the step closes over are literals: each rank that reads one gets it once.
+    # Arrays that the step closes over become literals: each rank that reads one gets it once.
     closed_over = traced.inputs[: traced.num_closed_over]
     jaxpr = _jaxprs.bind_constants(_flat_step.flatten(traced.jaxpr), closed_over)
     outputs = [v.aval for v in jaxpr.jaxpr.outvars]
@@ -171,7 +171,7 @@ def _trace_step(
 
 
 def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> list[Spec | None]:
-    """The spec of each array of a pytree."""
+    """Finds the spec of each array of a pytree."""
     leaves = jtu.tree_leaves(tree)
     specs: list[Spec | None] = [None] * len(leaves)
     if inside is not None:
@@ -224,7 +224,7 @@ def _check_arguments(request: Request, args: tuple[Any, ...]) -> None:
 
 
 def check_positions(name: str, positions: Iterable[int], args: Sequence[Any]) -> None:
-    """Checks that an argument of `place` names positions that there are."""
+    """Checks that an argument of `place` names positions that the call has."""
     count = len(_keywords.without_keywords(args))
     for n in positions:
         if not 0 <= n < count:

@@ -43,7 +43,7 @@ def place(
         fun: a function of pytrees. JAX and NumPy arrays, of any shape and dtype, are traced, and
             Python's numbers as in `jax.jit`, but for those in an Equinox module. Every other leaf
             is static and must be hashable: another value traces again, as do other shapes, dtypes
-            and settings of JAX. What is given by keyword counts at its position in `fun`.
+            and settings of JAX. A keyword argument counts at its position in `fun`.
         mesh: where to run; by default a `jaxpp.MpmdMesh` over the first `jax.devices()`.
         donate_argnums: the positions of arguments whose memory the step may reuse. Their arrays are
             deleted by the call.
@@ -52,20 +52,23 @@ def place(
         in_specs: how the arguments are split over the axes inside a rank, on a mesh that has such:
             a prefix of the tuple of arguments, of `jax.sharding.PartitionSpec`s. In place of one
             may be a list of rules `[(pattern, spec), ...]`: a leaf takes the spec of the first
-            pattern that `re.search` finds in its path, such as `blocks.0.mlp.up.weight`. None,
-            what no rule speaks of, and what `fun` takes by keyword alone is whole on each device.
+            pattern that `re.search` finds in its path, such as `blocks.0.mlp.up.weight`. With None,
+            an array is whole on each device; so is one that no rule names, and one that `fun` takes
+            by keyword alone.
         out_specs: the same for the results. By default a result that is the next call's argument,
-            such as the parameters, is split as that is, and others as they come out.
+            such as the parameters, is split as that argument is; others are split as the step
+            makes them.
         zero1: the axis, or axes, inside a rank over which optimizer state is split, such as
-            `"data"`: whatever the step hands on to the next one and no stage reads. Gradients are
-            then scattered to where their state is, and parameters gathered, once a step.
+            `"data"`. Optimizer state is all that the step hands on to the next one and no stage
+            reads. Gradients are then scattered to their state's devices, and parameters gathered,
+            once a step.
         zero3: the axis, or axes, over which parameters are split as well as optimizer state. Each
             task gathers the parameters that it reads, and drops them when it ends; gradients are
             accumulated whole, and scattered once a step.
         feed: for the positions of some arguments a function that loads the argument: the step is
-            then called with what the function takes, such as the number of the batch. On a
+            then called with the function's own argument, such as the number of the batch. On a
             `jaxpp.RemoteMpmdMesh` each rank that reads the argument calls the function itself, and
-            nothing goes through this process; it has to give the same everywhere.
+            nothing goes through this process; the function has to give the same everywhere.
 
     Returns:
         A callable with `lower(*args)`, as `jax.jit` gives. Inside `jit`, `grad`, `vmap`,
@@ -114,7 +117,7 @@ def place(
 def _axes_inside(
     name: str, given: str | Sequence[str], inside: AbstractMesh | None
 ) -> tuple[str, ...]:
-    """The axes that an argument of `place` names."""
+    """Gives the axes that an argument of `place` names, and checks that they are inside a rank."""
     axes = (given,) if isinstance(given, str) else tuple(given)
     known = tuple(axis_sizes(inside))
     for axis in axes:
@@ -124,10 +127,10 @@ def _axes_inside(
     return axes
 
 
-#: How many calls that differ in their types, or in what is static, a step keeps compiled.
+#: The number of compiled steps that a placed function keeps: one for each signature of a call.
 KEPT = 64
 
-#: For how many values of what is static a step is compiled before it warns.
+#: The number of values of static leaves for which a step is compiled before it warns.
 MANY = 8
 
 
@@ -139,12 +142,12 @@ class Placed:
         self._feed = feed
         self._request = request
         self._lock = threading.RLock()
-        # The one that was called last comes first.
+        # The step that was called last comes first.
         self._cache: list[Compiled] = []
 
     @property
     def mesh(self) -> Mesh | None:
-        """Where the step runs, as it was given to `place`."""
+        """The mesh that `place` was given; None for the default."""
         return self._request.mesh
 
     def __repr__(self):
@@ -153,7 +156,7 @@ class Placed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; traces and compiles it where `jax.jit` would trace it anew.
 
-        Inside a transformation of JAX, and under `jax.disable_jit`, it is the function that was
+        Inside a transformation of JAX, and under `jax.disable_jit`, calls the function that was
         placed.
         """
         if _compat.is_tracing() or _compat.is_jit_disabled():
@@ -162,7 +165,7 @@ class Placed:
         return compiled.call(leaves)
 
     def compiled_for(self, *args: Any, **kwargs: Any) -> tuple[Compiled, list[Any]]:
-        """The step compiled for such arguments, and their leaves."""
+        """Gives the step compiled for such arguments, and their leaves."""
         args = self._arguments(args, kwargs)
         leaves, tree = jtu.tree_flatten(args)
         context = _compat.trace_context()
@@ -211,27 +214,28 @@ class Placed:
     def initialize(self, init_fn: Callable, *args: Any, rest: Sequence[Any] = ()) -> Any:
         """Makes the step's first arguments where the step reads them.
 
-        Each rank runs only the part of `init_fn` that makes what it reads, so that the whole is
-        nowhere: beside its own share, a rank holds what making one array takes. Of parameters that
-        are stacked over layers it makes those of its layers, where `init_fn` makes one layer at a
+        Each rank runs only the part of `init_fn` that makes the arrays it reads. So no rank ever
+        holds all of them: beside its own share, it holds what making one array takes. Of parameters
+        that are stacked over layers it makes its own layers, where `init_fn` makes one layer at a
         time, under `jax.vmap` or `jax.lax.map` over keys; else there is a warning.
 
         The values are those of `init_fn(*args)`, bit for bit, on any mesh: each operation is
         compiled by itself, as in a call outside of `jax.jit`, which would round in another way.
-        Exceptions may differ in the last bit: what JAX inlines when it traces, such as `jnp.mean`,
-        and what is jitted in `init_fn`, of which a rank compiles only what it needs.
+        There are exceptions, which may differ in the last bit: functions that JAX inlines when it
+        traces, such as `jnp.mean`, and functions that are jitted in `init_fn`, of which a rank
+        compiles only the part that it needs.
 
         Args:
             init_fn: a function of pytrees, which does not print. It returns the step's first
-                argument, or a tuple of its first arguments. What the step traces becomes an array
-                of JAX; other leaves are static.
+                argument, or a tuple of its first arguments. Leaves that the step traces become
+                arrays of JAX; other leaves are static.
             *args: its arguments, such as a random key.
             rest: the other arguments of the step, or `jax.ShapeDtypeStruct`s in place of their
                 arrays: the step is compiled for them, and their values are not used.
 
         Returns:
-            What `init_fn` returns. Each array is on the devices, or the ranks, that read it; on the
-            first rank, if none does.
+            The result of `init_fn`. Each array is on the devices, or the ranks, that read it; on
+            the first rank, if none does.
 
         Raises:
             ValueError: `init_fn` prints or has another effect, or the step cannot be placed.
@@ -257,7 +261,7 @@ class Placed:
     def _arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, here: bool = False
     ) -> tuple[Any, ...]:
-        """The arguments by position, with what functions load; `here` says that they load here."""
+        """Puts the arguments at their positions, and loads those of `feed`, `here` if asked to."""
         args = as_positional(self._request.fun, args, kwargs)
         if not self._feed:
             return args
@@ -268,7 +272,7 @@ class Placed:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """What each rank runs, of the last call."""
+        """The programs of the ranks, of the last call."""
         return self.bundle.programs
 
     @property
@@ -281,11 +285,11 @@ class Placed:
         return self._cache[0].bundle
 
     def as_text(self) -> str:
-        """The programs of the last call as text."""
+        """Writes the programs of the last call as text."""
         return self.bundle.as_text()
 
     def describe(self) -> Any:
-        """What each rank holds, sends and reduces in a step, as it was called last.
+        """Tells what each rank holds, sends and reduces in a step, as it was called last.
 
         Returns:
             A `jaxpp.runtime.Description`: for each rank its devices, the bytes of parameters,
@@ -294,7 +298,7 @@ class Placed:
             `as_json` JSON.
 
         Raises:
-            ValueError: it has not been called yet.
+            ValueError: the step has not been called yet.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxpp

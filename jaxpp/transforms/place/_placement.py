@@ -1,15 +1,15 @@
 """Places the equations around the loops: which stage computes what, in which segment.
 
 Placement is by stage, not by rank, so that the same segments run (and compile, and round) whatever
-the number of ranks. An equation runs where its largest pinned operand lives. Pinned is what derives
-from a loop's results, or from an argument that a loop reads; the rest (step counters, optimizer
-state before it meets a gradient) is computed wherever it is needed.
+the number of ranks. An equation runs where its largest pinned operand lives. A variable is pinned
+if it derives from a loop's results, or from an argument that a loop reads. The rest (step counters,
+optimizer state before it meets a gradient) is computed wherever it is needed.
 
-An effect (a print, a callback) happens once, where the largest value that it reads is; all ordered
-ones of a step are on one rank, in their order.
+An effect (a print, a callback) happens once, where the largest value that it reads is. All ordered
+effects of a step are on one rank, in their order.
 
-A segment is a set of equations at one place that runs as one computation: between loops (the
-phase), and after what it needs from other places (the level).
+A segment is a set of equations of one place, one phase and one level that runs as one computation.
+The phase is the loop that the segment comes before; the level counts the transfers before it.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Segment:
 class Loop:
     """A scheduled loop, with the variables of its operands and results.
 
-    `carries` and `ys` are the first accumulators, and buffers for the results: segments before the
+    `carries` are the first accumulators, and `ys` are buffers for the results. Segments before the
     loop make them anew every step, since the loop consumes them.
     """
 
@@ -57,7 +57,11 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Segments and loops in an order in which they can run, and the homes of arguments."""
+    """Segments and loops in an order in which they can run, and the places of the flat arguments.
+
+    `homes` has the place of each argument, `final` each result with its place, and `directions` for
+    each direction the ranks of the stages.
+    """
 
     steps: tuple[Segment | Loop, ...]
     homes: dict[Any, Place]
@@ -69,7 +73,7 @@ def place_equations(step: Step) -> Placement:
     """Places the equations of a step.
 
     Raises:
-        ValueError: if its loops disagree on the stages or where they run.
+        ValueError: if its loops disagree on the stages or on their ranks.
     """
     return _Placer(step).placement()
 
@@ -90,7 +94,7 @@ class _Placer:
         self.guards = step.guards
         self.jaxpr = step.jaxpr
         self.eqns = self.jaxpr.eqns
-        #: For each equation the variables that it reads, those of its guard, too.
+        #: For each equation the variables that it reads, with those of its guard.
         self.reads = [
             [
                 *_jaxprs.variables(e.invars),
@@ -106,21 +110,25 @@ class _Placer:
         self.tables = {i: self.eqns[i].params["tasks"].table for i in self.loops}
         self.directions = self._directions()
         self.everywhere = frozenset(range(sum(map(len, self.directions))))
-        #: Where pinned variables live: arguments that loops read, and what has been placed.
+        #: The places of pinned variables: arguments of loops, and results of placed equations.
         self.pinned: dict[Any, Place] = {}
-        #: Where loops read variables that are computed in place, and the equations that make these.
+        #: The places where loops read variables that are computed there, and the numbers of the
+        #: equations that make these variables.
         self.demanded: dict[Any, Place] = {}
         self.in_place: set[int] = set()
-        #: Where other arguments are needed.
+        #: The places that need the other arguments.
         self.wanted: dict[Any, Place] = {}
         self.place_of: dict[int, Place] = {}
-        #: The equations whose effects keep their order, loops too, and the stage where they run.
+        #: The equations (loops too) whose effects keep their order, and the stage that runs them.
         self.ordered = [i for i, e in enumerate(self.eqns) if _compat.is_ordered(e)]
         self.ordered_place = self._ordered_place()
         self.phase = self._phases()
 
     def _directions(self) -> tuple[tuple[int, ...], ...]:
-        """For each direction, the ranks of the stages; a loop may have fewer than another."""
+        """Finds for each direction the ranks of the stages, over all loops.
+
+        A loop may have fewer directions than another, if they are the other's first ones.
+        """
         found = sorted({self.tables[i].directions for i in self.loops}, key=len)
         for own in found[:-1]:
             if own != found[-1][: len(own)]:
@@ -135,7 +143,7 @@ class _Placer:
         return (tuple(range(max((n for _, n in calls), default=1))),)
 
     def _phases(self) -> list[int]:
-        """For each equation, the first loop that needs it; the number of loops if none does."""
+        """Finds the first loop that needs each equation; the number of loops where none does."""
         last = len(self.loops)
         phase = [last] * len(self.eqns)
         needed: dict[Any, int] = {}
@@ -153,10 +161,11 @@ class _Placer:
         return phase
 
     def _ordered_place(self) -> Place | None:
-        """The stage whose tasks have effects that keep their order, if any have.
+        """Finds the stage whose tasks have ordered effects; None if no task has any.
 
         Raises:
-            ValueError: if several tasks have, or one that runs its microbatches in another order.
+            ValueError: if several tasks have ordered effects, or if one has that runs its
+                microbatches in another order.
         """
         found: dict[str, int] = {}
 
@@ -286,7 +295,7 @@ class _Placer:
     def _widen(self, eqn, place: Place) -> None:
         """Computes the arrays that an equation reads on all of its place, from loops' results on.
 
-        So that what is sent are the parts of a shared gradient, and not sums or updates of them.
+        So ranks send the parts of a shared gradient, and not sums or updates of the parts.
         """
         stack = _jaxprs.variables(eqn.invars)
         while stack:
@@ -314,7 +323,7 @@ class _Placer:
         self._pin(i, frozenset({min(place)}))
 
     def _settle_effects(self) -> None:
-        """Pins the effects that read nothing that is placed: where their arguments are wanted."""
+        """Pins each effect that reads no placed value: to the place that wants its arguments."""
         settled = self.place_of.keys() | self.tables.keys()
         left = [i for i, e in enumerate(self.eqns) if e.effects and i not in settled]
         if left:
@@ -325,7 +334,7 @@ class _Placer:
             self._pin_effect(i, next(found, frozenset({0})))
 
     def _roots(self, var) -> list[Any]:
-        """The arguments that an unplaced variable is computed from, largest first."""
+        """Finds the arguments that an unplaced variable is computed from, largest first."""
         if var not in self.maker:
             return [var]
         keep = _jaxprs.ancestors(self.eqns[: self.maker[var] + 1], [var])
@@ -340,11 +349,11 @@ class _Placer:
         )
 
     def _home(self, var) -> Place | None:
-        """Where a variable lives, or a loop has it computed; None where it is free."""
+        """Gives the place of a pinned variable, or of one that a loop demands; None for others."""
         return self.pinned.get(var) or self.demanded.get(var)
 
     def _settle_outputs(self) -> None:
-        """Gives results that nothing has placed the place of the argument they are made from."""
+        """Places each unplaced result with the argument that it becomes, or is made from."""
         self._collect_wanted()
         for n, var in enumerate(self.outs):
             if _jaxprs.is_literal(var) or var in self.pinned or var not in self.maker:
@@ -383,7 +392,10 @@ class _Placer:
                 self.wanted[var] = self.wanted.get(var, frozenset()) | place
 
     def _levels(self, order: Sequence[int]) -> dict[int, int]:
-        """For each placed equation, how many transfers of its phase come before it, at most."""
+        """Gives each placed equation a level: it is above those of its sources at other places.
+
+        Equations then move to the last level that their consumers allow.
+        """
         level: dict[int, int] = {}
         consumers: dict[int, list[int]] = {}
         for i in order:
@@ -409,7 +421,7 @@ class _Placer:
         return level
 
     def _placed_sources(self, i: int) -> set[int]:
-        """The placed equations that an equation reads, through unplaced ones too."""
+        """Finds the placed equations that an equation reads, directly or through unplaced ones."""
         found = {j for j in self.ordered if i in self.ordered and j in self.place_of and j < i}
         stack = list(self.reads[i])
         seen = set()
@@ -426,14 +438,14 @@ class _Placer:
         return found
 
     def _segment(self, place: Place, members: Sequence[int], label: str) -> Segment:
-        """The computation of placed equations, with the unplaced ones they need."""
+        """Makes a segment of placed equations, with the unplaced ones that they need."""
         read = self._read_outside(set(members))
         outputs = [v for i in members for v in self.eqns[i].outvars if v in read]
         eqns = self._equations(self._with_unplaced(members), outputs)
         return Segment(place, _jaxprs.part(eqns, outputs), label)
 
     def _equations(self, numbers: Iterable[int], outputs: Collection[Any]) -> list[Any]:
-        """Some equations, of which the outputs are read, in order and under their guards."""
+        """Gives equations in order and under their guards; `outputs` are those that are read."""
         eqns = [self.eqns[i] for i in sorted(numbers)]
         return _conditionals.close_conditionals(eqns, outputs, self.guards)
 
@@ -457,13 +469,13 @@ class _Placer:
         return included
 
     def _loop(self, i: int) -> list[Segment | Loop]:
-        """A loop, after the segments that make its operands where it reads them."""
+        """Gives a loop, after the segments that make its operands where the loop reads them."""
         eqn = self.eqns[i]
         tasks: LoopTasks = eqn.params["tasks"]
         places = operand_stages(eqn)
         nc, nk = tasks.num_consts, tasks.num_carry
         segments: list[Segment | Loop] = []
-        # Operands that nothing has placed are computed where they are read, by one segment a place.
+        # Unplaced operands are computed where they are read, by one segment for each place.
         by_place: dict[Place, list[Any]] = {}
         for var in dict.fromkeys(_jaxprs.variables([*eqn.invars[:nc], *eqn.invars[nc + nk :]])):
             if var in places and var in self.maker and var not in self.pinned:
@@ -500,7 +512,7 @@ class _Placer:
         return [*segments, loop]
 
     def _start(self, place: Place, pairs: Sequence[tuple[Any, Any]]) -> Segment:
-        """Makes the first accumulators of a stage; none of them shares memory with anything."""
+        """Makes the first accumulators of a stage; each has memory of its own."""
         needed = [v for v, _ in pairs if v is not None and not _jaxprs.is_literal(v)]
         makers = [self.maker[v] for v in needed if v in self.maker and v not in self.pinned]
         eqns = self._equations(self._with_unplaced(makers), needed)
@@ -527,7 +539,7 @@ class _Placer:
 
 
 def _is_computed_once(eqn) -> bool:
-    """Whether an equation is never repeated on the ranks that read its results."""
+    """Tells whether an equation is never repeated on the ranks that read its results."""
     return bool(eqn.effects) or is_stage_call(eqn)
 
 

@@ -1,4 +1,4 @@
-"""What the arguments of a step are to it: parameters, optimizer state, or else."""
+"""Finds the roles of a step's arguments: parameter, optimizer state, batch or other."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from jaxpp.transforms.tasks import is_loop
 
 
 def find_roles(step: Step) -> Step:
-    """Finds out the role of each argument."""
+    """Finds the role of each argument."""
     jaxpr = step.jaxpr
     for_all, sliced = [], []
     for eqn in jaxpr.eqns:
@@ -45,7 +45,7 @@ def find_roles(step: Step) -> Step:
 
 
 def _behind(jaxpr: jex.ClosedJaxpr, atoms: Iterable) -> set:
-    """What variables are computed from, and they themselves."""
+    """Finds the variables that some atoms are computed from, with the variables among the atoms."""
     found = set(_jaxprs.variables(atoms))
     for eqn, keep in zip(jaxpr.eqns, _jaxprs.ancestors(jaxpr.eqns, found), strict=True):
         if keep:

@@ -1,8 +1,8 @@
-"""`TaskGraph`: what the ranks run in a step, as tasks over typed values.
+"""`TaskGraph`: the runs of all ranks in a step, as tasks over typed values.
 
-The tasks of loops and the segments around them are tasks alike: each runs a body on a rank. They
-stand in an order in which they can happen, so that a rank that takes its own in this order never
-waits for what another runs later.
+The tasks of loops and the segments around them both become tasks of the graph: each runs a body on
+a rank. They stand in an order in which they can run. So a rank that runs its own tasks in this
+order never waits for one that stands later.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ class Value:
 
     Args:
         aval: its type.
-        kind: what it is to a message, as `Message` has it.
-        name: what made it, for messages.
-        argument: the argument of the step that it is; None for what is none.
-        constant: its value, if it is there before the step; else None.
-        memory: the buffer that it is in; an accumulator is the same from task to task.
-        begins: whether it is the first that is in the buffer.
-        spec: how it is split inside a rank, where that is given.
+        kind: its kind in a message (see `Message`).
+        name: its name in a message: what made it.
+        argument: the argument of the step that it is; None for any other value.
+        constant: its array, if it is there before the step; else None.
+        memory: the buffer that it is in; the values of one accumulator share a buffer.
+        begins: whether it is the first value in the buffer.
+        spec: its spec inside a rank, where one is given.
     """
 
     aval: Any
@@ -51,10 +51,10 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
-    """What tasks compute; those that compute the same have the same body.
+    """The jaxpr of a task; tasks that compute the same share a body.
 
-    `donated` are the inputs whose memory the outputs take; None where these are all that nothing
-    reads any more.
+    `donated` are the inputs whose memory the outputs take; None for all inputs that nothing reads
+    any more.
     """
 
     name: str
@@ -78,10 +78,10 @@ class TaskGraph:
     """The tasks of all ranks.
 
     Args:
-        tasks: in an order in which they can happen.
-        arguments: of the step, with the ranks that read each.
-        results: of the step, with the ranks that each is left on.
-        stages: those of each rank.
+        tasks: the tasks, in an order in which they can run.
+        arguments: the arguments of the step, each with the ranks that read it.
+        results: the results of the step, each with the ranks that it is left on.
+        stages: the stages of each rank.
     """
 
     tasks: tuple[GraphTask, ...]
@@ -91,7 +91,7 @@ class TaskGraph:
 
 
 def build(step: Step, placement: _placement.Placement) -> TaskGraph:
-    """The tasks of a step whose equations are placed."""
+    """Builds the graph of a step whose equations are placed."""
     builder = _Builder(step, placement)
     for part in placement.steps:
         if isinstance(part, _placement.Segment):
@@ -102,14 +102,14 @@ def build(step: Step, placement: _placement.Placement) -> TaskGraph:
 
 
 class _Builder:
-    """Adds tasks in order; `values` are those of variables so far."""
+    """Adds tasks in order; `values` has the current value of each variable."""
 
     def __init__(self, step: Step, placement: _placement.Placement):
         self.step = step
         self.placement = placement
         #: The rank of each place: of each stage, in one direction after the other.
         self.ranks_of = sum(placement.directions, ())
-        #: Why values are sent to be put together with others.
+        #: For each variable that is sent to be put together with others, the reason.
         self.why_gathered = {
             v: why
             for e in step.jaxpr.eqns
@@ -126,11 +126,11 @@ class _Builder:
         self.loop_number = itertools.count()
 
     def ranks(self, place: _placement.Place) -> tuple[int, ...]:
-        """The ranks of some stages."""
+        """Gives the ranks of a place."""
         return tuple(sorted({self.ranks_of[s] for s in place}))
 
     def graph(self) -> TaskGraph:
-        """All that has been added."""
+        """Makes the graph of all tasks added so far."""
         homes, final = self.placement.homes, self.placement.final
         for (v, _), result in zip(final, self.step.results, strict=True):
             if self.values[v].spec is None:
@@ -147,7 +147,7 @@ class _Builder:
         )
 
     def _add(self, var: Any, kind: str, name: str) -> Value:
-        """The value that a variable is from now on; `kind` where it is not a scalar."""
+        """Makes the value that a variable has from now on; `kind` is for one that is no scalar."""
         if why := self.why_gathered.get(var):
             kind, name = "gathered", f"{name} {why}"
         scalar = var.aval.size == 1
@@ -155,7 +155,7 @@ class _Builder:
         return value
 
     def _operand(self, atom: Any) -> Value:
-        """The value of an atom; a literal is there before the step."""
+        """Gives the value of an atom; that of a literal is a constant."""
         if not _jaxprs.is_literal(atom):
             return self.values[atom]
         if not _jaxprs.is_array_literal(atom):
@@ -206,11 +206,11 @@ class _Builder:
         lifted = {body: _jaxprs.lift_arrays(_whole(body.jaxpr)) for body in tasks.bodies}
         bodies = {body: self._body_of(body, part.jaxpr, loop) for body, (part, _) in lifted.items()}
         between: dict[tuple[int, int], Value] = {}
-        # Where operands are; accumulators and results move on as tasks update them.
+        # The current values of operands; tasks replace those of accumulators and results.
         known: dict[str, list[Any]] = {
             "const": [self._operand(v) for v in loop.consts],
             "x": [self._operand(v) for v in loop.xs],
-            # Of some carries nothing reads the beginning.
+            # Nothing reads the first value of some carries.
             "carry": [None if _jaxprs.is_literal(v) else self.values.get(v) for v in loop.carries],
             "y": [self.values[v] for v in loop.ys],
         }
@@ -249,9 +249,9 @@ class _Builder:
             )
 
     def _body_of(self, body: TaskBody, jaxpr: jex.ClosedJaxpr, loop: _placement.Loop) -> Body:
-        """A task of a loop, which slices its microbatch, and updates accumulators in place.
+        """Makes the body of a loop's task: it slices its microbatch, and updates buffers in place.
 
-        Its `jaxpr` takes the arrays that it closes over after its other inputs.
+        `jaxpr` takes the arrays that it closes over after its other inputs.
         """
         xs = [loop.xs[r.index].aval if r.source == "x" else None for r in body.inputs]
         xs += [None] * (len(jaxpr.in_avals) - len(xs))
@@ -295,13 +295,13 @@ class _Builder:
 
 
 def _whole(jaxpr: jex.ClosedJaxpr) -> _jaxprs.Part:
-    """A task's jaxpr, the calls of functions with derivative rules opened: no more are needed."""
+    """Inlines calls with custom derivative rules in a task, which is differentiated no more."""
     plain = _jaxprs.inline(jaxpr, lambda e: e.primitive.name in _primitives.CUSTOM_RULES)
     return _jaxprs.Part(plain, tuple(plain.jaxpr.invars), tuple(plain.jaxpr.outvars))
 
 
 def _origin(eqn) -> str:
-    """What made a value, and where in the user's code."""
+    """Says which equation made a value, and where in the user's code."""
     if eqn is None:
         return "value"
     call = stage_of_call(eqn)
@@ -310,5 +310,5 @@ def _origin(eqn) -> str:
 
 
 def _is_indexed(body: TaskBody) -> bool:
-    """Whether a task needs the number of its microbatch: it reads a slice, or makes one."""
+    """Tells whether a task needs the number of its microbatch: it reads a slice, or makes one."""
     return any(r.source == "x" for r in body.inputs) or any(r.source == "y" for r in body.outputs)
