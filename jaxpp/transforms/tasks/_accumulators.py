@@ -1,4 +1,4 @@
-"""What a microbatch loop accumulates: nothing for frozen parameters, and apart for shared ones."""
+"""Changes a loop's accumulators: none for a frozen parameter, one a task for a shared one."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jaxpp import _jaxprs, _primitives
 from jaxpp.transforms.tasks._body import Body
 
-#: What a sum may go through on the way to its accumulator: casts, and moves of data.
+#: The primitives that a sum may go through before its accumulator: casts, and moves of data.
 _PASSED = _primitives.REORDERS | {"convert_element_type"}
 
 
 def hand_through_zeros(body: Body) -> Body:
-    """Makes a carry to which only zeros are added no task's work.
+    """Hands a carry on unchanged if only zeros are added to it: then no task has to make it.
 
-    So it is with the gradient of a parameter behind `stop_gradient`.
+    An example is the gradient of a parameter behind `stop_gradient`.
     """
     maker = {v: e for e in body.eqns for v in e.outvars}
 
@@ -36,11 +36,11 @@ def hand_through_zeros(body: Body) -> Body:
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """A body whose shared sums are apart.
+    """A body in which each shared sum has an accumulator for each task that adds to it.
 
-    Carry i of the old body is the sum of the carries `summands[i]` of the new one; those that the
-    old one did not have begin with zeros. `folds` has the primitive that combines a carry with what
-    each microbatch adds to it, where the order does not matter.
+    Carry i of the old body is the sum of the carries `summands[i]` of the new one; new carries
+    begin with zeros. For each carry that takes its microbatches in any order, `folds` has the
+    primitive that combines them.
     """
 
     body: Body
@@ -49,10 +49,11 @@ class Sums:
 
 
 def split_shared_sums(body: Body) -> Sums:
-    """Gives a sum over contributions of several tasks one accumulator for each of them.
+    """Gives a sum over contributions of several tasks one accumulator for each task.
 
-    The gradient of a parameter that several stages read comes out of differentiation as one sum
-    in each microbatch; apart, it is accumulated where it is made, and summed once a step.
+    Differentiation gives the gradient of a parameter that several stages read as one sum in each
+    microbatch. With several accumulators each stage accumulates its own contribution, and the
+    accumulators are summed once a step.
     """
     maker, at = body.maker(), body.last_position()
     readers: dict[Any, int] = {}
@@ -61,14 +62,14 @@ def split_shared_sums(body: Body) -> Sums:
             readers[v] = readers.get(v, 0) + 1
 
     def itself(v) -> Any:
-        """What a variable is but for a weak type, which a carry that began as a number has."""
+        """Looks through a cast of weak type alone, as of a carry that began as a number."""
         eqn = None if _jaxprs.is_literal(v) or v not in maker else body.eqns[maker[v]]
         if eqn is None or eqn.primitive.name != "convert_element_type" or readers.get(v) != 1:
             return v
         return eqn.invars[0] if eqn.invars[0].aval.dtype == v.aval.dtype else v
 
     def fold(carry, out) -> tuple[Any, Any] | None:
-        """The equation that combines a carry with one value in any order, and that value."""
+        """Finds the equation that combines a carry with one value in any order, and that value."""
         if _jaxprs.is_literal(out) or out not in maker or readers.get(carry) != 1:
             return None
         eqn = body.eqns[maker[out]]
@@ -82,7 +83,7 @@ def split_shared_sums(body: Body) -> Sums:
     opened = _sums_of_several(body, at, readers)
 
     def terms(v) -> tuple[list[_Term], list[int]]:
-        """The terms of a sum, and the numbers of the equations that make it of them."""
+        """Finds the terms of a sum, and the numbers of the equations that add them up."""
         found, numbers, rest = [], [], [_Term(v)]
         while rest:
             term = rest.pop()
@@ -147,9 +148,9 @@ class _Term:
 def _sums_of_several(
     body: Body, at: Mapping[Any, int], readers: Mapping[Any, int]
 ) -> dict[Any, int]:
-    """The sums of what several tasks make, each with the number of its equation.
+    """Finds the sums of values of several tasks, each with the number of its equation.
 
-    What one task makes all of is none, nor what a forward pass adds up.
+    Sums of values of a single task, and sums in a forward pass, are left out.
     """
     tasks: dict[Any, set[int | None]] = {}
     found: dict[Any, int] = {}
@@ -172,7 +173,7 @@ def _sums_of_several(
 
 
 def _finished(term: _Term, eqns: list[Any]) -> Any:
-    """The value of a term with what is applied to it, whose equations are added to `eqns`."""
+    """Applies a term's linear equations to its value, adds them to `eqns`, and gives the result."""
     value = term.value
     for eqn in term.linear:
         result = _jaxprs.fresh_var(eqn.outvars[0])
@@ -182,9 +183,9 @@ def _finished(term: _Term, eqns: list[Any]) -> Any:
 
 
 def _by_task(terms: list[_Term], at: dict[Any, int]) -> list[list[_Term]]:
-    """Terms in groups by the task that makes them.
+    """Groups terms by the task that makes them.
 
-    What no task makes (the gradient of a penalty on the parameter) goes with the first that does.
+    A term that no task makes (the gradient of a penalty on the parameter) joins the first group.
     """
     tasks = [None if _jaxprs.is_literal(t.value) else at.get(t.value) for t in terms]
     first = next((p for p in tasks if p is not None), None)

@@ -19,9 +19,9 @@ from jaxpp.transforms.stages import dissolve_marks, is_backward_call, is_stage_c
 class Body:
     """A loop body.
 
-    `position` has the position of each equation's task, None where it is in no stage's call.
-    Carry i becomes `carry_outs[i]`; `ys` are the results of each iteration. The tasks at the
-    positions `recomputing` compute a part of a forward again.
+    `position` has the position of each equation's task, None for an equation outside of all calls
+    of stages. Carry i becomes `carry_outs[i]`; `ys` are the results of each iteration. The tasks at
+    the positions `recomputing` compute a part of a forward again.
     """
 
     consts: tuple[Any, ...]
@@ -39,22 +39,22 @@ class Body:
         return (*self.carry_outs, *self.ys)
 
     def placed(self) -> Iterator[tuple[Any, int | None]]:
-        """Each equation with its position."""
+        """Pairs each equation with its position."""
         return zip(self.eqns, self.position, strict=True)
 
     def with_equations(self, placed, **changes: Any) -> "Body":
-        """The body with other equations, given with their positions."""
+        """Replaces the equations by others, which are given with their positions."""
         placed = list(placed)
         return dataclasses.replace(
             self, eqns=tuple(e for e, _ in placed), position=tuple(p for _, p in placed), **changes
         )
 
     def maker(self) -> dict[Any, int]:
-        """The number of the equation that makes each variable."""
+        """Finds for each variable the number of the equation that makes it."""
         return {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
 
     def last_position(self) -> dict[Any, int]:
-        """For each variable, the last task that it depends on; none for what depends on no task."""
+        """Finds the position of the last task that each variable depends on, if it does on any."""
         at: dict[Any, int] = {}
         for eqn, position in self.placed():
             if position is None:
@@ -65,11 +65,11 @@ class Body:
         return at
 
     def stage(self, position: int) -> int:
-        """The stage of a task."""
+        """Gives the stage of the task at a position."""
         return 2 * self.num_stages - 1 - position if position >= self.num_stages else position
 
     def task_name(self, position: int) -> str:
-        """A task as errors name it."""
+        """Names the task at a position for an error message."""
         return f"{'B' if position >= self.num_stages else 'F'} of stage {self.stage(position)}"
 
 
@@ -130,7 +130,7 @@ def read_body(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int) -> Body:
 def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool]]:
     """Brings the calls of stages to the top of a loop's body.
 
-    Also says which equations a checkpoint computes again, for the backward.
+    Also tells for each equation whether a checkpoint computes it again for the backward.
     """
 
     def holds_calls(eqn):
@@ -160,12 +160,12 @@ def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool
 
 
 def _recomputes(eqn) -> bool:
-    """Whether an equation is the backward of a checkpoint, which computes its forward again."""
+    """Tells whether an equation is the backward of a checkpoint: it computes its forward again."""
     return eqn.primitive.name in _primitives.CHECKPOINTS and eqn.params["differentiated"]
 
 
 def _rounds_nothing(eqn) -> bool:
-    """Whether an equation rounds to the dtype it has: a checkpoint does so with what it keeps."""
+    """Tells whether an equation rounds a value to its own dtype, as checkpoints do to keep one."""
     if eqn.primitive.name != "reduce_precision":
         return False
     kind = jnp.finfo(eqn.invars[0].aval.dtype)

@@ -1,8 +1,8 @@
 """Gives each direction of a loop's microbatches tasks and accumulators of its own.
 
 Where a table sends its microbatches through the ranks in two directions, a stage is on two ranks.
-Each of them accumulates what its own microbatches add, and the two parts are combined once, after
-the loop, as the parts of a parameter that two stages share.
+Each rank accumulates what its own microbatches add. The two accumulators are combined once, after
+the loop, as for a parameter that two stages share.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from jaxpp.transforms.tasks import _loop
 class Directed:
     """A loop's tasks with a copy for each direction.
 
-    `carries` are its first accumulators. Those beyond the loop's own are parts of its carries
-    `parts`, in turn for each further direction.
+    `carries` are its first accumulators. After the loop's own come those of the further directions,
+    one direction after the other; `parts` has for each the carry of the loop that it is a part of.
     """
 
     tasks: _loop.LoopTasks
@@ -30,10 +30,10 @@ class Directed:
     num_ys: int
 
     def together(self, results: Sequence[Any], direction_of: Sequence[int]) -> list[Any]:
-        """The results of the loop, from those of the directions.
+        """Combines the results of the directions to those of the loop.
 
         Args:
-            results: of the loop with these tasks.
+            results: the results of the loop with these tasks.
             direction_of: the direction of each slice of the loop.
         """
         if self.tasks.num_directions == 1:
@@ -57,7 +57,7 @@ def separate(tasks: _loop.LoopTasks, directions: int, carries: Sequence[Any]) ->
 
     Args:
         tasks: the tasks of one direction.
-        directions: how many there are.
+        directions: the number of directions.
         carries: the loop's first accumulators.
 
     Raises:
@@ -94,7 +94,7 @@ def separate(tasks: _loop.LoopTasks, directions: int, carries: Sequence[Any]) ->
 
 
 def _neutral(fold: Any, carry: Any) -> Any:
-    """What another accumulator of a carry begins with: nothing added, or the same extreme."""
+    """Gives the start of a further accumulator of a carry: zeros for a sum, else the carry's."""
     adds = fold.name in _primitives.ADDS
     return jnp.zeros(carry.shape, carry.dtype) if adds else carry
 
@@ -102,7 +102,7 @@ def _neutral(fold: Any, carry: Any) -> Any:
 def _moved(
     body: _loop.TaskBody, direction: int, tasks: _loop.LoopTasks, number: dict[int, int]
 ) -> _loop.TaskBody:
-    """A task in another direction: elsewhere, with other accumulators."""
+    """Copies a task for another direction: it has another stage number, and other accumulators."""
 
     def move(ref: _loop.Ref) -> _loop.Ref:
         if ref.source == "carry":

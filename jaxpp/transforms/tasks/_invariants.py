@@ -1,4 +1,4 @@
-"""What depends on no microbatch is computed once a step, before the loop.
+"""Hoists equations that depend on no microbatch: they are computed once a step, before the loop.
 
 A model's cast of its float32 parameters to a narrower type is the common case. It may stand inside
 a call: a jitted layer, a checkpoint that would compute it again in each backward, a scan over
@@ -15,10 +15,10 @@ from jaxpp.transforms.tasks._body import Body
 
 
 def hoist(body: Body) -> tuple[Body, _jaxprs.Part]:
-    """Takes out of the loop what depends on constants alone, but for what costs nothing.
+    """Takes the equations that depend on constants alone, and cost something, out of the loop.
 
     Returns:
-        The body, with what was taken out as further constants, and the equations that make these.
+        The body, in which the results of these equations are further constants, and the equations.
     """
     body = _Opener(body).opened()
     find = _Invariance(body)
@@ -45,14 +45,14 @@ def hoist(body: Body) -> tuple[Body, _jaxprs.Part]:
 
 
 class _Invariance:
-    """Which variables change from microbatch to microbatch, and which derive from constants."""
+    """The variables that change from microbatch to microbatch, and those made of constants."""
 
     def __init__(self, body: Body):
         self.varying = {*body.carries, *body.xs}
         self.constant = set(body.consts)
 
     def note(self, eqn) -> None:
-        """Follows an equation; they come in order."""
+        """Notes the results of an equation; the equations come in order."""
         read = _jaxprs.variables(eqn.invars)
         if eqn.effects or any(v in self.varying for v in read):
             self.varying.update(eqn.outvars)
@@ -64,7 +64,7 @@ class _Invariance:
 
 
 class _Opener:
-    """Brings what depends on constants alone out of the calls and scans of a body."""
+    """Brings equations that depend on constants alone out of the calls and scans of a body."""
 
     def __init__(self, body: Body):
         self.body = body
@@ -80,7 +80,7 @@ class _Opener:
         )
 
     def _open(self, eqn) -> list[Any]:
-        """The equations that stand for one."""
+        """Gives the equations that take the place of one."""
         eqn = self.known.rename(eqn)
         name = eqn.primitive.name
         varies = any(v in self.find.varying for v in _jaxprs.variables(eqn.invars))
@@ -121,7 +121,7 @@ class _Opener:
         return [*before, checkpoint]
 
     def _open_scan(self, eqn) -> list[Any]:
-        """Casts what a scan reads from outside before it, where all it does with it is the cast."""
+        """Casts an operand of a scan before the scan, where the scan only reads it to cast it."""
         closed = eqn.params["jaxpr"]
         num_consts, num_carry = _compat.scan_parts(eqn)
         inputs, operands = list(closed.jaxpr.invars), list(eqn.invars)
@@ -149,17 +149,17 @@ class _Opener:
 
 
 def _needed(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The equations that outputs need."""
+    """Gives the equations that outputs need."""
     return [e for e, k in zip(eqns, _jaxprs.ancestors(eqns, outputs), strict=True) if k]
 
 
 def _merge_equal(eqns: Sequence[Any]) -> tuple[list[Any], _jaxprs.Substitution]:
-    """The equations without repetitions: a forward and a backward pass may cast the same weight."""
+    """Drops repeated equations: a forward and a backward pass may cast the same weight."""
     known = _jaxprs.Substitution()
     first: dict[Any, Any] = {}
     for eqn in map(known.rename, eqns):
         one = _jaxprs.part([eqn], eqn.outvars)
-        # The loop may still be differentiated: other rules are another function.
+        # The loop may still be differentiated: calls with other derivative rules are not equal.
         key = _jaxprs.structure(one.jaxpr, differentiable=True), one.inputs
         same = first.setdefault(key, eqn)
         if same is not eqn:

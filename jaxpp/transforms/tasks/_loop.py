@@ -21,11 +21,11 @@ from jaxpp.transforms.stages import call_task, is_task_call
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """Where a task's input comes from or its output goes.
+    """The source of a task's input, or the target of its output.
 
     `source` is `"const"` (the same for all microbatches), `"x"` (sliced by microbatch), `"carry"`
-    (an accumulator, one after the other), `"y"` (a result of each microbatch) or `"value"` (of
-    another task of the same microbatch); `index` is its number among those.
+    (handed from a microbatch to the next), `"y"` (a result of each microbatch) or `"value"`
+    (between tasks of the same microbatch); `index` is the number among those.
     """
 
     source: str
@@ -37,10 +37,10 @@ class Ref:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TaskBody:
-    """What a kind of task of a stage computes, the same for every microbatch of a direction.
+    """The computation of one kind of task of a stage, for every microbatch of a direction.
 
     `stage` tells directions apart: with S stages, S + s is stage s in the second direction.
-    `recomputes` says that it computes a part of the stage's forward again.
+    `recomputes` says that the task computes a part of the stage's forward again.
     """
 
     kind: Kind
@@ -59,9 +59,9 @@ class TaskBody:
 class LoopTasks:
     """The tasks of one microbatch, in an order that respects their dependence.
 
-    `table` says which rank runs them when, its backwards in the halves that the tasks have. For
-    each carry that takes its microbatches in any order, `folds` has the primitive that combines
-    them.
+    `table` says which rank runs the tasks, and in which order; it splits the backward as the tasks
+    do. For each carry that takes its microbatches in any order, `folds` has the primitive that
+    combines them.
     """
 
     bodies: tuple[TaskBody, ...]
@@ -74,7 +74,7 @@ class LoopTasks:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are, in each direction."""
+        """The number of stages in each direction."""
         return self.table.num_stages
 
     def __repr__(self):
@@ -83,7 +83,7 @@ class LoopTasks:
         )
 
     def body(self, task: Task, direction: int = 0) -> TaskBody | None:
-        """What a task computes, or None where it has nothing to do (a stage without gradients)."""
+        """Gives the body of a task; None for a task without work (a stage without gradients)."""
         return self._by_kind.get((task.kind, direction * self.num_stages + task.stage))
 
     @functools.cached_property
@@ -92,7 +92,7 @@ class LoopTasks:
 
     @functools.cached_property
     def dependencies(self) -> Dependencies:
-        """For each kind and stage, the tasks of the same microbatch whose values it reads."""
+        """For each kind and stage, the tasks whose values it reads, as kinds and stages."""
         bodies = [body for body in self.bodies if body.stage < self.num_stages]
         makers = {r.index: b for b in bodies for r in b.outputs if r.source == "value"}
         return {
@@ -107,7 +107,7 @@ class LoopTasks:
         }
 
     def without_unread(self, consts: Sequence[Any]) -> tuple["LoopTasks", list[Any]]:
-        """The tasks without the constants that none reads, and the constants that they have."""
+        """Drops the constants that no task reads; gives the tasks and the remaining constants."""
         read = sorted({r.index for b in self.bodies for r in b.inputs if r.source == "const"})
         number = {old: new for new, old in enumerate(read)}
 
@@ -121,23 +121,23 @@ class LoopTasks:
         return own, [consts[i] for i in read]
 
     def operands(self, number: int) -> list[Ref]:
-        """What the operands of the loop are, which has so many."""
+        """Gives the `Ref` of each operand of the loop, which has `number` operands."""
         counts = {"const": self.num_consts, "carry": self.num_carry}
         counts["x"] = number - sum(counts.values())
         return [Ref(source, i) for source, count in counts.items() for i in range(count)]
 
     def results(self) -> list[Ref]:
-        """What the results of the loop are."""
+        """Gives the `Ref` of each result of the loop."""
         counts = {"carry": self.num_carry, "y": self.num_ys}
         return [Ref(source, i) for source, count in counts.items() for i in range(count)]
 
     def of_direction(self, direction: int) -> list[TaskBody]:
-        """The bodies of the tasks of one direction."""
+        """Gives the bodies of the tasks of one direction."""
         return [b for b in self.bodies if b.stage // self.num_stages == direction]
 
 
 def run_as_scan(*operands: Any, tasks: LoopTasks, reverse: bool):
-    """The loop's results, microbatch after microbatch, all tasks of each in order.
+    """Computes the loop's results, microbatch after microbatch, all tasks of each in order.
 
     Each direction of the table is a scan over its own microbatches.
     """
@@ -163,7 +163,7 @@ def run_as_scan(*operands: Any, tasks: LoopTasks, reverse: bool):
 
 
 def _step(tasks: LoopTasks, bodies: Sequence[TaskBody], consts, carry, slices):
-    """All tasks of one microbatch, in order: the new carries, and the results by number."""
+    """Runs all tasks of one microbatch in order; gives the new carries, and results by number."""
     known = {"const": consts, "carry": carry, "x": slices}
     values: dict[int, Any] = {}
     new, ys = list(carry), {}
@@ -173,9 +173,9 @@ def _step(tasks: LoopTasks, bodies: Sequence[TaskBody], consts, carry, slices):
             values[r.index] if r.source == "value" else known[r.source][r.index]
             for r in body.inputs
         ]
-        if body.recomputes:  # else XLA keeps what the forward has, and computes nothing again
+        if body.recomputes:  # else XLA keeps the forward's values, and computes nothing again
             inputs = list(jax.lax.optimization_barrier(inputs))
-        # Of a loop that is differentiated the names are left, so that it can be told from others.
+        # The names of these calls outlive differentiation, so that `was_loop` can find the loop.
         run = functools.partial(_jaxprs.run, body.jaxpr)
         for ref, y in zip(body.outputs, call_task(run, body.name, inputs), strict=True):
             targets[ref.source][ref.index] = y
@@ -197,13 +197,13 @@ mlir.register_lowering(loop_p, mlir.lower_fun(run_as_scan, multiple_results=True
 
 
 def _jvp(primals, tangents, **params):
-    """The derivative of the plain loop: its tasks are not those of the schedule."""
+    """Differentiates the plain loop: the derivative's tasks are not those of the schedule."""
     tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
     return jax.jvp(lambda *xs: run_as_scan(*xs, **params), tuple(primals), tangents)
 
 
 def _batch(args, dims, *, tasks: LoopTasks, **params):
-    """A loop whose tasks are batched, with the schedule that it had."""
+    """Batches the tasks of a loop; the loop keeps its schedule."""
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     refs = tasks.operands(len(args))
     batched = _reached(tasks, {r for r, d in zip(refs, dims, strict=True) if d is not None})
@@ -211,7 +211,7 @@ def _batch(args, dims, *, tasks: LoopTasks, **params):
     def operand(ref: Ref, x, dim):
         if dim is not None:
             return jnp.moveaxis(x, dim, _batch_axis(ref))
-        # A carry that begins the same for all, and does not stay so.
+        # A carry that begins equal for the whole batch may become different.
         return jnp.broadcast_to(x, (size, *x.shape)) if ref in batched else x
 
     def batch(body: TaskBody) -> TaskBody:
@@ -236,12 +236,12 @@ def _batch(args, dims, *, tasks: LoopTasks, **params):
 
 
 def _batch_axis(ref: Ref) -> int:
-    """The axis of a batch of operands or results: behind that of the microbatches."""
+    """Gives the axis of the batch in an operand or a result: after the axis of the microbatches."""
     return 1 if ref.source in ("x", "y") else 0
 
 
 def _reached(tasks: LoopTasks, sources: set[Ref]) -> set[Ref]:
-    """The sources, and what depends on them in any microbatch."""
+    """Finds all that depends on the sources in any microbatch, with the sources."""
     reached, before = set(sources), 0
     while before < len(reached):
         before = len(reached)
@@ -258,17 +258,17 @@ batching.primitive_batchers[loop_p] = _batch
 
 
 def is_loop(eqn) -> bool:
-    """Whether an equation is a scheduled loop."""
+    """Tells whether an equation is a scheduled loop."""
     return eqn.primitive is loop_p
 
 
 def was_loop(eqn) -> bool:
-    """Whether an equation was a scheduled loop, before it was differentiated."""
+    """Tells whether an equation was a scheduled loop before it was differentiated."""
     return eqn.primitive.name == "scan" and _jaxprs.contains(eqn, is_task_call)
 
 
 def operand_stages(eqn) -> dict[Any, frozenset[int]]:
-    """The stages that read each operand of a loop."""
+    """Finds the stages that read each operand of a loop."""
     tasks: LoopTasks = eqn.params["tasks"]
     offset = {"const": 0, "carry": tasks.num_consts, "x": tasks.num_consts + tasks.num_carry}
     stages: dict[Any, frozenset[int]] = {}
@@ -282,7 +282,7 @@ def operand_stages(eqn) -> dict[Any, frozenset[int]]:
 
 
 def result_stages(eqn) -> list[frozenset[int]]:
-    """The stage that makes each result of a loop (none for a carry that passes through)."""
+    """Finds the stage that makes each result of a loop (none for a carry that passes through)."""
     tasks: LoopTasks = eqn.params["tasks"]
     made: list[frozenset[int]] = [frozenset()] * len(eqn.outvars)
     for body in tasks.bodies:
@@ -295,9 +295,9 @@ def result_stages(eqn) -> list[frozenset[int]]:
 
 
 def ordered_carries(tasks: LoopTasks) -> dict[tuple[Kind, int], str]:
-    """The tasks that hand a value on to themselves with the next microbatch, which must keep order.
+    """Finds the tasks whose microbatches must keep their order, for the sake of a carry.
 
-    Each with the place in the user's code that makes the value, ` at file:line`.
+    Gives for each the place in the user's code that makes the carry, ` at file:line`.
     """
     found: dict[tuple[Kind, int], str] = {}
     for body in tasks.bodies:

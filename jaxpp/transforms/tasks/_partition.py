@@ -1,9 +1,10 @@
 """Partitions the body of a microbatch loop into the tasks of each stage.
 
 The calls of outlined stages are the anchors: forward calls are in F tasks, transposed ones in B
-tasks. Equations around them join a task by dependence: what a task reads joins the first task that
-reads it, what only leaves the loop (a loss, an accumulation) joins the last task it depends on.
-What depends on no microbatch is computed before the loop, or repeated where it costs nothing.
+tasks. An equation outside of these calls joins a task by dependence: the first task that reads its
+results, or, if they only leave the loop (a loss, an accumulation), the last task that it depends
+on. An equation that depends on no microbatch runs before the loop, or, if it costs nothing, in each
+task that reads it.
 """
 
 import dataclasses
@@ -23,13 +24,13 @@ from jaxpp.transforms.tasks._body import Body, read_body
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """A loop's tasks, and what goes around it.
+    """A loop's tasks, and the computations before and after the loop.
 
-    The carries `kept`, which no microbatch changes, are constants after those of the loop.
-    `hoisted` makes further ones from the constants `hoisted_from`, before it. Carry i of the loop
-    body is cut into rows at `cuts[i]`, if that is not None; each of the carries that this gives is
-    the sum of the carries `summands[i]` of the tasks. Those that are of neither have the types
-    `zeros`, and begin with zeros.
+    The tasks have more constants than the loop: the carries `kept`, which no microbatch changes,
+    and then the results of `hoisted`, which runs before the loop and reads the constants
+    `hoisted_from`. Carry i of the loop is cut into rows at `cuts[i]`, if that is not None. After
+    the cuts, carry i is the sum of the carries `summands[i]` of the tasks; the carries of the tasks
+    that are new have the types `zeros`, and begin with zeros.
     """
 
     tasks: _loop.LoopTasks
@@ -46,9 +47,9 @@ def partition(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, table: Ta
 
     Args:
         jaxpr: one iteration; it takes constants, carries and slices, and gives carries and results.
-        num_consts: how many of its inputs are constants.
-        num_carry: how many of its inputs and outputs are carries.
-        table: that of the loop; it says whether the backward is split into I and W.
+        num_consts: the number of its inputs that are constants.
+        num_carry: the number of its inputs, and of its outputs, that are carries.
+        table: the table of the loop; it says whether the backward is split into I and W.
 
     Raises:
         ValueError: if the body is not a forward and a backward pass over the stages.
@@ -80,18 +81,18 @@ def partition(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, table: Ta
     )
 
 
-# ---- what is not computed in a task, or in several ----------------------------------------------
+# ---- equations in no task, or in several --------------------------------------------------------
 
 
 def _needed(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The equations that outputs need."""
+    """Gives the equations that outputs need."""
     return [e for e, k in zip(eqns, _jaxprs.ancestors(eqns, outputs), strict=True) if k]
 
 
 def _repeatable(body: Body) -> list[bool]:
-    """Which equations are computed wherever they are read, not sent.
+    """Tells for each equation whether each task that reads its results repeats it.
 
-    What depends on no microbatch, and what comes from a microbatch's slices without a stage.
+    So it is if the equation depends on no microbatch, or on a microbatch's slices but on no stage.
     """
     varying = _jaxprs.descendants(body.eqns, [*body.carries, *body.xs])
     staged = [v for e, p in body.placed() if p is not None for v in e.outvars if v in varying]
@@ -108,9 +109,9 @@ def _repeatable(body: Body) -> list[bool]:
 
 
 def _with_kept_carries(body: Body) -> tuple[Body, tuple[int, ...]]:
-    """Reads carries that each microbatch hands on as they are (a random key) as constants.
+    """Makes the carries that each microbatch hands on unchanged (a random key) constants.
 
-    Also gives their numbers.
+    Also gives the numbers of these carries.
     """
     read = {v for e in body.eqns for v in _jaxprs.variables(e.invars)}
     read.update(_jaxprs.variables(body.ys))
@@ -122,13 +123,13 @@ def _with_kept_carries(body: Body) -> tuple[Body, tuple[int, ...]]:
     return body.with_equations(placed, consts=consts, ys=tuple(map(known, body.ys))), kept
 
 
-# ---- which task an equation is in ---------------------------------------------------------------
+# ---- the task of an equation --------------------------------------------------------------------
 
 
 def _place_glue(body: Body, repeatable: Sequence[bool]) -> Body:
-    """Gives each equation that is not repeated a task."""
+    """Gives a task to each equation that is not repeated."""
     position = [None if r else p for p, r in zip(body.position, repeatable, strict=True)]
-    # What tasks read: with the first that does.
+    # An equation that tasks read joins the first of these tasks.
     first_reader: dict[Any, int] = {}
     for i in reversed(range(len(body.eqns))):
         eqn = body.eqns[i]
@@ -138,7 +139,7 @@ def _place_glue(body: Body, repeatable: Sequence[bool]) -> Body:
         if (own := position[i]) is not None:
             for v in _jaxprs.variables(eqn.invars):
                 first_reader[v] = min(first_reader.get(v, own), own)
-    # What only leaves the loop: with the last that it depends on, or the last forward.
+    # One whose results only leave the loop joins the last task it depends on, or the last forward.
     made_at: dict[Any, int] = {}
     for i, eqn in enumerate(body.eqns):
         if repeatable[i]:
@@ -158,11 +159,11 @@ def _place_glue(body: Body, repeatable: Sequence[bool]) -> Body:
 
 
 def _keep_carries(body: Body) -> Body:
-    """Makes each carry that tasks read the work of the first of them.
+    """Makes the first task that reads a carry hand the carry's old value on to the later tasks.
 
-    That task hands on what the carry was before to later tasks: by then it may be that of a later
-    microbatch. So it is with a layer's state that the backward reads. It also makes what no task
-    does, such as a flag that is set to a constant.
+    By the time they run, the carry may have the value of a later microbatch. An example is a
+    layer's state that the backward reads. The first task also makes the carry's new value if no
+    task does, such as a flag that is set to a constant.
     """
     owner = {v: p for e, p in body.placed() if p is not None for v in e.outvars}
     readers: dict[Any, set[int]] = {}
@@ -197,9 +198,9 @@ def _keep_carries(body: Body) -> Body:
 
 @dataclasses.dataclass(frozen=True)
 class _Node:
-    """A task before it is a jaxpr: its equations, and what it makes.
+    """A task before it is a jaxpr: its equations, and its results.
 
-    `sent` are the values that it sends to other tasks, `left` the loop's results.
+    `sent` are the values that other tasks read, `left` those that are results of the loop.
     """
 
     position: int
@@ -209,7 +210,7 @@ class _Node:
 
 
 def _collect(body: Body, repeatable: Sequence[bool]) -> list[_Node]:
-    """The nodes, in the order of their positions, each with what is repeated in it."""
+    """Makes the nodes, in the order of their positions; each holds the equations repeated in it."""
     owner = {v: p for e, p in body.placed() if p is not None for v in e.outvars}
     made = body.maker()
     results = dict.fromkeys(_jaxprs.variables(body.outputs))
@@ -279,7 +280,7 @@ def _bodies(body: Body, nodes: Sequence[_Node], split: bool) -> list[_loop.TaskB
 
 
 def _from_constants(eqns: Sequence[Any], consts: Sequence[Any]) -> set[Any]:
-    """What depends on constants alone; what was worth it has been hoisted, so the rest is free."""
+    """Finds the variables that depend on constants alone: what costs something has been hoisted."""
     known = set(consts)
     for e in eqns:
         if not e.effects and all(v in known for v in _jaxprs.variables(e.invars)):
@@ -297,7 +298,7 @@ class _BodyWriter:
         self._refs: dict[Any, _loop.Ref] = {}
         for source, variables in (("const", body.consts), ("carry", body.carries), ("x", body.xs)):
             self._refs.update((v, _loop.Ref(source, i)) for i, v in enumerate(variables))
-        # Where the loop's results go; those that no equation makes leave with the last forward.
+        # The refs of the loop's results; those that no equation makes leave with the last forward.
         made = body.maker()
         self._results: dict[Any, list[_loop.Ref]] = {}
         self._loose: list[tuple[Any, _loop.Ref]] = []

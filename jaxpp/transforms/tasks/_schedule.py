@@ -1,4 +1,4 @@
-"""`schedule`: gives the microbatch loops of a function their tasks and the order of these."""
+"""`schedule`: partitions the microbatch loops of a function into tasks, and orders the tasks."""
 
 import functools
 import itertools
@@ -20,9 +20,9 @@ def schedule(fun: Callable, schedule: Any) -> Callable:
 
     A loop is a `lax.scan`, as `microbatch` makes it, whose body calls the stages of a function made
     by `wrap_forward`. On one device the result runs as before, with the same values; `place` runs
-    it in the order of the schedule's table. Vmapped it keeps its schedule. Differentiated it is the
-    plain loop again, which `place` refuses: differentiate first, then schedule. Where one loop has
-    a backward pass and another has none, the other runs by `ForwardOnly(like=schedule)`.
+    it in the order of the schedule's table. Under `vmap` a loop keeps its schedule. Differentiated,
+    it is a plain loop again, which `place` refuses: differentiate first, then schedule. Where one
+    loop has a backward pass and another has none, the other runs by `ForwardOnly(like=schedule)`.
 
     Args:
         fun: a function of pytrees, e.g. `microbatch(jax.value_and_grad(wrap_forward(...)), M)`.
@@ -63,7 +63,7 @@ def schedule(fun: Callable, schedule: Any) -> Callable:
 
 
 def is_microbatch_loop(eqn) -> bool:
-    """Whether an equation is a scan over calls of stages."""
+    """Tells whether an equation is a scan over calls of stages."""
     return eqn.primitive.name == "scan" and _jaxprs.contains(eqn, is_stage_call)
 
 
@@ -111,7 +111,7 @@ def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
             f"{missing} first: "
             f"schedule(microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M), ...)."
         )
-    # A gradient that is not asked for is accumulated by no task, and an unread loop by none.
+    # No task accumulates a gradient that is not read. If all loops are unread, they stay.
     live = _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
     if any(map(is_microbatch_loop, live.eqns)):
         flat = live
@@ -153,9 +153,9 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
     carries = [*_apart(firsts, partition.cuts), *zeros]
     consts = [*operands[:num_consts], *(carries[i] for i in partition.kept)]
     hoisted = _jaxprs.run(partition.hoisted.jaxpr, *(consts[i] for i in partition.hoisted_from))
-    # A stacked parameter, once its slices are taken, is read by no task.
+    # No task reads a whole stacked parameter once its slices are hoisted.
     tasks, consts = partition.tasks.without_unread([*consts, *hoisted])
-    # With a single microbatch, that which has two directions uses one.
+    # A table of two directions uses only one if there is a single microbatch.
     directed = _directions.separate(tasks, max(table.direction_of) + 1, carries)
     results = _loop.loop_p.bind(
         *consts,
@@ -174,7 +174,7 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
 
 
 def _apart(carries: Sequence[Any], cuts: Sequence[Bounds | None]) -> list[Any]:
-    """Carries, those that are cut as slices of their rows."""
+    """Cuts carries into slices of their rows, where they have cuts."""
     parts: list[Any] = []
     for carry, cut in zip(carries, cuts, strict=True):
         if cut is None:
@@ -185,7 +185,7 @@ def _apart(carries: Sequence[Any], cuts: Sequence[Bounds | None]) -> list[Any]:
 
 
 def _together(parts: Sequence[Any], cuts: Sequence[Bounds | None]) -> list[Any]:
-    """Carries made of their slices."""
+    """Puts carries together from their slices."""
     rest = iter(parts)
     return [
         next(rest) if cut is None else jax.lax.concatenate([next(rest) for _ in cut[1:]], 0)
@@ -196,7 +196,7 @@ def _together(parts: Sequence[Any], cuts: Sequence[Bounds | None]) -> list[Any]:
 def _without_unread_carries(
     body, num_consts: int, num_carry: int, operands: list[Any]
 ) -> list[Any]:
-    """Zeros in place of carries that the first microbatch overwrites unread: no rank needs these.
+    """Puts zeros in place of carries that no microbatch reads: no rank needs their first values.
 
     An example is the average that a BatchNorm gives for evaluation.
     """
@@ -211,7 +211,7 @@ def _without_unread_carries(
 
 
 def _table(schedule: Any, body, length: int) -> Table:
-    """The schedule's table for a loop; where it splits any backward, all are in halves."""
+    """Makes the schedule's table for a loop; if it splits one backward, it splits all."""
     sizes = [s for e in body.eqns for s in _stage_counts(e)]
     num_stages = sizes[0]
     table = schedule.table(num_stages, length)

@@ -1,9 +1,9 @@
-"""The backward of a stage in two halves: input gradients, which others wait for, and the rest.
+"""Splits the backward of a stage in two: input gradients, for which others wait, and the rest.
 
-The split is by dependence: I holds what the cotangents of the stage's inputs need, W everything
-else. Calls are inlined first; a scan of which I needs only some results becomes two scans, the
-second reading what it needs of the first, stacked over the iterations. So the transposed scan over
-the layers of a stage becomes one that carries the cotangent, and one without a carry that makes the
+The split is by dependence: I holds the equations that the cotangents of the stage's inputs need, W
+all others. Calls are inlined first. A scan of which I needs only some results becomes two scans;
+the second reads values of the first, stacked over the iterations. So the transposed scan over the
+layers of a stage becomes one that carries the cotangent, and one without a carry that makes the
 weight gradients. (JAX had the same split as `lax.scan(..., _split_transpose=True)`.)
 """
 
@@ -46,7 +46,7 @@ def split_backward(eqns: Sequence[Any], wanted: Iterable[Any]) -> tuple[list[Any
 
 
 def inline_all(eqns: Sequence[Any]) -> list[Any]:
-    """Equations with every call inlined; the variables they make stay the same."""
+    """Inlines every call of some equations; the variables that they make stay the same."""
     outputs = [v for e in eqns for v in e.outvars if not isinstance(v, jex.DropVar)]
     part = _jaxprs.part(list(eqns), outputs)
     flat = _jaxprs.inline(part.jaxpr, lambda e: True)
@@ -55,7 +55,7 @@ def inline_all(eqns: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Scan:
-    """A scan equation with its body opened, the body's variables by what they are."""
+    """A scan equation with its body opened: the body's inputs and outputs by their kind."""
 
     eqn: Any
     consts: Sequence[Any]
@@ -82,7 +82,7 @@ def _open_scan(eqn) -> _Scan:
 
 
 def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """A scan as two: one for the wanted results, and one for the others that reads it."""
+    """Splits a scan in two: one for the wanted results, and one for the others that reads it."""
     scan = _open_scan(eqn)
     num_carry = len(scan.carries)
     my_ys = [v for v, w in zip(scan.ys, wants[num_carry:], strict=True) if w]
@@ -115,9 +115,9 @@ def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
 def _wanted_carries(
     scan: _Scan, wants: Sequence[bool], ys: Sequence[Any]
 ) -> tuple[list[int], list[Any], list[Any]]:
-    """The carries that wanted results depend on, over any number of iterations.
+    """Finds the carries that wanted results depend on, over any number of iterations.
 
-    Also the body in two halves, the first of which makes them and the wanted `ys`.
+    Also gives the body in two halves, the first of which makes these carries and the wanted `ys`.
     """
     mine = [j for j, w in enumerate(wants) if w]
     while True:
@@ -131,7 +131,7 @@ def _wanted_carries(
 
 
 def _crossing(first, second, wanted: Sequence[Any], carries: Sequence[Any]) -> list[Any]:
-    """What the second half of a body reads of the first: it is stacked over the iterations."""
+    """Finds the values of the first half that the second reads, stacked over the iterations."""
     read = {v for e in second for v in _jaxprs.variables(e.invars)}.union(wanted)
     return [v for v in [*carries, *(v for e in first for v in e.outvars)] if v in read]
 
@@ -143,15 +143,15 @@ def _keep_less(
     carries: Sequence[Any],
     lacking: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """The halves of a body, changed so that less is stacked between them.
+    """Moves equations between the halves of a body, so that less is stacked between them.
 
-    A light equation of the second moves to the first where its results are smaller than what it
-    alone reads of the first (the product of two factors of an activation).
+    A light equation of the second half moves to the first where its results are smaller than the
+    values of the first that it alone reads (the product of two factors of an activation).
 
     Args:
         first: the equations of the first half.
-        second: those of the second.
-        wanted: what the second makes.
+        second: the equations of the second half.
+        wanted: the variables that the second half makes.
         carries: the carries of the first.
         lacking: the carries of the second, which the first cannot read.
     """
@@ -178,7 +178,7 @@ def _keep_less(
 
 
 def _is_light(eqn) -> bool:
-    """Whether an equation costs no more than to read its operands and write its results."""
+    """Tells whether an equation costs no more than to read its operands and write its results."""
     size = sum(getattr(v.aval, "size", 0) for v in [*eqn.invars, *eqn.outvars])
     loops = any(True for _ in _jaxprs.sub_jaxprs(eqn))
     return not eqn.effects and not loops and _flops.flops(eqn) <= size
@@ -192,12 +192,12 @@ def _part_of_scan(
     ys: Sequence[Any],
     outer: Mapping[Any, Any],
 ) -> tuple[Callable, list[Any]]:
-    """A scan of some of the equations of a body, as a function of atoms.
+    """Makes a scan of some equations of a body, as a function to run on atoms.
 
     Args:
         scan: the whole scan.
         eqns: the equations.
-        carried: the numbers of the carries that they make.
+        carried: the numbers of the carries that the equations make.
         slices: the variables of the body that are read slice by slice.
         ys: the variables to be stacked.
         outer: the atom outside for each variable that the body reads.

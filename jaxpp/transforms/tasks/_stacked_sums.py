@@ -1,7 +1,8 @@
 """Accumulates the gradient of a parameter that is stacked over layers in parts, one a stage.
 
-Each stage reads some rows of such a parameter, so that differentiation pads each stage's gradient
-with zeros and adds them up. Apart, each stage accumulates its own rows, and nothing else.
+Each stage reads some rows of such a parameter. So differentiation pads each stage's gradient with
+zeros, and adds the padded gradients up. With one accumulator for each part, each stage accumulates
+its own rows, and nothing else.
 """
 
 import dataclasses
@@ -26,8 +27,8 @@ from jaxpp.transforms.tasks._body import Body
 class StackedSums:
     """A body whose stacked sums are in parts.
 
-    `cuts` has for each carry of the old body where its rows are cut, None where it is whole; the
-    new one has the parts in its place.
+    `cuts` has for each carry of the old body where its rows are cut, None for a whole carry; the
+    new body has the parts in place of a carry that is cut.
     """
 
     body: Body
@@ -35,7 +36,7 @@ class StackedSums:
 
 
 def split_stacked_sums(body: Body) -> StackedSums:
-    """Gives a sum over rows that several stages make one accumulator for the rows of each."""
+    """Divides a sum over rows that several stages make: the rows of each get an accumulator."""
     body = _open_calls(body)
     bounds = _bounds(body)
     cuts = tuple(bounds.get(v) for v in body.carries)
@@ -50,7 +51,7 @@ def split_stacked_sums(body: Body) -> StackedSums:
         whole = cut is None
         carry_outs.extend([splitter.whole(out)] if whole else splitter.solid_parts(out, cut))
     ys = tuple(splitter.whole(v) for v in body.ys)
-    # What is new joins the task that it depends on, as what is outside of any stage does.
+    # New equations have no position: they join a task by dependence later.
     placed = [(e, None if n is None else body.position[n]) for e, n in splitter.eqns]
     keep = _jaxprs.ancestors([e for e, _ in placed], (*carry_outs, *ys))
     carries = tuple(part for v in body.carries for part in given.get(v, [v]))
@@ -64,7 +65,7 @@ def split_stacked_sums(body: Body) -> StackedSums:
 
 
 def _bounds(body: Body) -> dict[Any, Bounds]:
-    """Where carries, and what is added to them, are cut: by what the stages pad with zeros."""
+    """Finds where carries, and the values added to them, are cut: by what stages pad with zeros."""
     classes = Classes(body.eqns, zip(body.carries, body.carry_outs, strict=True))
     found: dict[Any, dict[tuple[int, int], set[int]]] = {}
     for eqn, position in body.placed():
@@ -86,10 +87,10 @@ def _bounds(body: Body) -> dict[Any, Bounds]:
 
 
 def _open_calls(body: Body) -> Body:
-    """Opens calls in which rows of something that the call reads are taken, or padded with zeros.
+    """Opens calls that take rows of an array, or pad rows with zeros.
 
-    A stage that is rematerialised is such a call. Its backward is a program of its own, so that
-    nothing can merge what it computes anew with the forward.
+    A stage that is rematerialised is such a call. To open it is safe: its backward is a program of
+    its own, so that XLA cannot merge the recomputation with the forward.
     """
 
     def touches_rows(eqn) -> bool:
