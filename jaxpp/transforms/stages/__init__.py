@@ -1,4 +1,4 @@
-"""Where the stages of a forward are: marks, cuts, units, and the calls that outline them."""
+"""Finds the stages of a forward: marks, cuts, units, and the calls that outline the stages."""
 
 from jaxpp.transforms.stages._marks import call_task as call_task
 from jaxpp.transforms.stages._marks import is_backward_call as is_backward_call

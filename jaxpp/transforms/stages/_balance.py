@@ -2,7 +2,7 @@
 
 By costs: the slowest stage as fast as can be, then the idlest as busy as can be, then the fewest
 bytes across. The first two are the classic partition of a sequence by parametric search (Pinar and
-Aykanat, Fast optimal load balancing algorithms for 1D partitioning, 2004); the third a dynamic
+Aykanat, Fast optimal load balancing algorithms for 1D partitioning, 2004); the third is a dynamic
 programme over the cuts that reach both.
 """
 
@@ -19,15 +19,15 @@ def balanced_cuts(
     num_stages: int,
     layers: Sequence[int] = (),
 ) -> list[int]:
-    """Where to cut a sequence of items into stages of equal costs.
+    """Cuts a sequence of items into stages of equal costs, as far as they can be.
 
     Args:
         costs: the cost of each of n items, not negative.
         crossing_bytes: for each position 0..n, the bytes that cross a cut before item `position`;
             `math.inf` where no cut is allowed.
-        num_stages: how many stages to make.
-        layers: the first items of layers, in order. Where there are as many as stages, each stage
-            gets one at least.
+        num_stages: the number of stages to make.
+        layers: the first items of layers, in order. If there are as many as stages, each stage gets
+            one at least, where allowed cuts permit.
 
     Returns:
         `num_stages - 1` increasing positions; no stage is empty.
@@ -50,7 +50,7 @@ def balanced_cuts(
         after = np.arange(len(total))
 
     def starts(low: float, high: float):
-        """For each end of a stage whose cost is within bounds, the first start and the last + 1."""
+        """Finds for each end of a stage its first start, and the last + 1, with costs in bounds."""
         costs_enough = np.searchsorted(total, total - low, "right")
         return np.searchsorted(total, total - high, "left"), np.minimum(after, costs_enough)
 
@@ -64,16 +64,16 @@ def balanced_cuts(
 
 
 def even_cuts(layers: Sequence[int], crossing_bytes: Sequence[float], num_stages: int) -> list[int]:
-    """Where to cut a sequence of items so that each stage has as many layers, the last one more.
+    """Cuts a sequence of items so that each stage has as many layers, the last stages one more.
 
     Args:
         layers: the first items of layers, in order.
         crossing_bytes: as for `balanced_cuts`.
-        num_stages: how many stages to make.
+        num_stages: the number of stages to make.
 
     Returns:
-        `num_stages - 1` increasing positions: of those between two layers, that which the fewest
-        bytes cross.
+        `num_stages - 1` increasing positions: each is, of those between two layers, the one that
+        the fewest bytes cross.
 
     Raises:
         ValueError: if there are fewer layers than stages.
@@ -97,7 +97,7 @@ def even_cuts(layers: Sequence[int], crossing_bytes: Sequence[float], num_stages
 
 
 def _allowed(crossing_bytes: Sequence[float], num_stages: int) -> list[int]:
-    """The positions at which a stage may begin or end."""
+    """Finds the positions at which a stage may begin or end."""
     n = len(crossing_bytes) - 1
     allowed = [0, *(p for p in range(1, n) if crossing_bytes[p] != float("inf")), n]
     if len(allowed) - 1 < num_stages or n == 0:
@@ -110,7 +110,7 @@ def _allowed(crossing_bytes: Sequence[float], num_stages: int) -> list[int]:
 
 
 def _reaches_the_end(first: np.ndarray, after: np.ndarray, num_stages: int) -> bool:
-    """Whether so many stages lead to the end, each from `first[end]` to before `after[end]`."""
+    """Tells whether `num_stages` stages fill the line, if one starts in `first[end]:after[end]`."""
     reached = np.zeros(len(first), int)
     reached[0] = 1
     for _ in range(num_stages):
@@ -120,7 +120,7 @@ def _reaches_the_end(first: np.ndarray, after: np.ndarray, num_stages: int) -> b
 
 
 def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
-    """The smallest number for which something holds, as it does for the largest, `high`."""
+    """Finds the smallest number for which a condition holds, which holds for `high`."""
     exact = 1e-12 * max(abs(low), abs(high))
     while high - low > exact:
         middle = (low + high) / 2
@@ -133,7 +133,7 @@ def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
 def _fewest_bytes(
     first: np.ndarray, after: np.ndarray, crossing: Sequence[float], num_stages: int
 ) -> list[int]:
-    """The cuts with the fewest crossing bytes, each stage from `first[end]` to `after[end] - 1`."""
+    """Finds the cuts that the fewest bytes cross; a stage starts in `first[end]:after[end]`."""
     n = len(first) - 1
     best = [0.0] + [float("inf")] * n
     back: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Cuts a program into stages of equal work, or of as many layers."""
+"""Cuts a program into stages of equal work, or of equally many layers."""
 
 import contextlib
 import dataclasses
@@ -16,10 +16,10 @@ from jaxpp.transforms.stages import _balance, _cuts, _modules, _states, _units
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """What a balanced cut does not cut inside.
+    """The scopes that a balanced cut does not cut inside.
 
-    `calls` are scopes of calls of modules, with the class where it is a layer, `scopes` names of
-    others. Where these are None, it finds the repeated blocks.
+    `calls` has the scopes of calls of modules, each with the module's class if it is a layer.
+    `scopes` has the names of other scopes; None to look for repeated blocks.
     """
 
     calls: Mapping[str, type | None]
@@ -38,9 +38,9 @@ def cut_balanced(
 ) -> jex.ClosedJaxpr:
     """Marks `num_stages - 1` cuts that balance the stages.
 
-    A scan over arrays of the model, which are the inputs `model` of the jaxpr, counts as its
-    iterations. No cut falls between what reads a state and what makes its next value, where this
-    leaves enough places.
+    A scan over arrays of the model, which are the inputs `model` of the jaxpr, can be cut between
+    iterations. No cut falls between the first reader of a state and the equation that makes its
+    next value, where this leaves enough places.
     """
     jaxpr = _states.make_early(jaxpr, states) if states else jaxpr
     divided = divide_scans(jaxpr, model, lambda scan: range(scan.length))
@@ -72,7 +72,7 @@ def cut_balanced(
     if not note and layers and line.is_slower(cuts, line.cuts([])):
         note = layers
     together = _states.units(states, eqns, sunk, flat.jaxpr.outvars)
-    with contextlib.suppress(ValueError):  # which says that there are too few places
+    with contextlib.suppress(ValueError):  # raised where there are too few places
         apart, cuts = cuts, line.cuts([*units, *together])
         if not note and line.is_slower(cuts, apart):
             note = _states.note(together, eqns)
@@ -92,7 +92,7 @@ def cut_balanced(
 
 
 def _heads(eqns, sunk: _cuts.Equations, divided: Divided) -> list[Any]:
-    """For each equation the first from it on that others do not go with: none before a slice."""
+    """Finds, from each equation on, the first that does not only prepare the next one."""
     heads: list[Any] = []
     for eqn in reversed(eqns):
         heads.append(heads[-1] if heads and _cuts.leads(eqn, sunk, divided) else eqn)
@@ -107,7 +107,7 @@ def _whole_units(
     places: Mapping[Any, Iteration],
     checkpoints: _checkpoints.Checkpoints,
 ) -> list[_units.Unit]:
-    """The parts that stay whole; None stands for an equation that goes with another."""
+    """Finds the units that stay whole; None stands for an equation that goes with another."""
 
     def iteration(eqn) -> Iteration | None:
         return None if eqn is None else places.get(eqn.outvars[0])
@@ -146,7 +146,7 @@ class _Line:
     count_layers: bool
 
     def cuts(self, units: Sequence[_units.Unit]) -> list[int]:
-        """The positions of the best cuts, none of them inside a unit."""
+        """Finds the positions of the best cuts, none of them inside a unit."""
         units, crossing = _units.outermost(units), list(self.crossing)
         for unit in units:
             crossing[unit.first + 1 : unit.last + 1] = [float("inf")] * (unit.last - unit.first)
@@ -159,18 +159,18 @@ class _Line:
         return _balance.balanced_cuts(self.costs, crossing, self.num_stages, first)
 
     def is_slower(self, cuts: Sequence[int], others: Sequence[int]) -> bool:
-        """Whether the slowest stage is much slower than with other cuts."""
+        """Tells whether the slowest stage is much slower than with other cuts."""
         return max(self.shares(cuts)) > 1.5 * max(self.shares(others))
 
     def shares(self, cuts: Sequence[int]) -> list[float]:
-        """The share of the costs that each stage has."""
+        """Gives each stage's share of the costs."""
         total = sum(self.costs) or 1.0
         bounds = itertools.pairwise([0, *cuts, len(self.costs)])
         return [sum(self.costs[a:b]) / total for a, b in bounds]
 
 
 def _closed_call(eqns, costs, num_stages: int, places: Mapping[Any, Iteration]) -> str:
-    """Which call has much more than a stage's share of the work and is one unit, or nothing."""
+    """Says which uncuttable call has much more than a stage's share of the work, if one has."""
     if not eqns:
         return ""
     i = max(range(len(eqns)), key=costs.__getitem__)
@@ -185,7 +185,7 @@ def _closed_call(eqns, costs, num_stages: int, places: Mapping[Any, Iteration]) 
 
 
 def _crossing_bytes(jaxpr, eqns) -> list[float]:
-    """For each position, the bytes of the values made before it and read from it on."""
+    """Counts, at each position, the bytes of the values made before it and read from it on."""
     made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
     last = {v: i for i, e in enumerate(eqns) for v in e.invars if not _jaxprs.is_literal(v)}
     change = [0.0] * (len(eqns) + 2)

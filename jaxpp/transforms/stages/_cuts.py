@@ -1,4 +1,4 @@
-"""Cuts a program at named scopes or at layers of a stack, and the marks that all cuts become."""
+"""Cuts a program at named scopes or at layers of a stack, and inserts the marks of all cuts."""
 
 import functools
 import operator
@@ -20,9 +20,9 @@ def cut_at_scopes(
 ) -> jex.ClosedJaxpr:
     """Marks the first equation under each `jax.named_scope` of `names`.
 
-    `layers.2` or `layers[2]` names a layer of the scan under the scope `layers`. `modules` could
-    have been named too, and are listed where a name is unknown; `model` are the inputs of the
-    jaxpr over which such a scan goes.
+    `layers.2` or `layers[2]` names a layer of the scan under the scope `layers`. The names
+    `modules` are listed in the error for an unknown name; `model` are the inputs of the jaxpr over
+    which such a scan goes.
     """
     jaxpr, _ = _stages.dissolve_marks(jaxpr)
     places = _places_in_scopes(jaxpr, names, model)
@@ -58,7 +58,7 @@ def cut_at_scopes(
 
 
 def _places_in_scopes(jaxpr, names: Sequence[str], model) -> dict[str, Iteration]:
-    """The places of those names that name a layer of a scan under a scope."""
+    """Finds the place of each name that names a layer of a scan under a scope."""
     indexed = {name: m for name in names if (m := _layers.INDEXED.fullmatch(name))}
     places: dict[str, Iteration] = {}
     for name, match in indexed.items():
@@ -89,7 +89,7 @@ def _scope_path(eqn) -> str:
 
 
 def in_scope(eqn, name: str) -> bool:
-    """Whether an equation is under a scope; `layers.2`, `layers[2]` and `layers/2` are the same."""
+    """Tells whether an equation is under a scope; `layers.2`, `layers[2]`, `layers/2` are one."""
     name = re.escape(_with_slashes(name))
     return re.search(rf"(^|[/(]){name}($|[/)])", _with_slashes(_scope_path(eqn))) is not None
 
@@ -120,7 +120,7 @@ def no_scope(name: str, jaxpr, modules: Sequence[str]) -> str:
 
 
 def open_program(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _checkpoints.Checkpoints]:
-    """A program with all calls and checkpoints open but for outlined stages."""
+    """Opens all calls and checkpoints of a program but for outlined stages."""
     return _checkpoints.open_calls(jaxpr, lambda e: not _marks.is_stage_call(e))
 
 
@@ -136,10 +136,10 @@ class Equations:
 
 
 def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, Equations]:
-    """Moves what is computed from arguments alone, and lightly, to just before its first reader.
+    """Moves equations that only prepare arguments to just before their first reader.
 
-    So that a weight's cast, transpose or stacking goes with the stage that reads it: no cut should
-    be made right after one of the equations moved, which are returned too.
+    So a weight's cast, transpose or stacking goes with the stage that reads it. Also returns the
+    equations moved: no cut should be made right after one of them.
     """
     eqns = jaxpr.eqns
     moves = _stages.argument_chains(jaxpr)
@@ -158,7 +158,7 @@ def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, Equat
 def stacked(
     jaxpr: jex.ClosedJaxpr, model: Any, path: str, module: Any, arrays: Sequence[Any]
 ) -> Any:
-    """A module as a `Layer` if it is a stack that is called layer by layer in a scan, or itself."""
+    """Gives a `Layer` for a module whose layers a scan calls one by one; else the module itself."""
     if isinstance(module, _layers.Layer):
         return module
     stack = _layers.stack_at(model, path)
@@ -172,7 +172,7 @@ def stacked(
 def mark_layers(
     jaxpr: jex.ClosedJaxpr, modules: Sequence[tuple[str, Any]], model: Sequence[Any]
 ) -> jex.ClosedJaxpr:
-    """Marks those of the cuts that are layers: the i-th opens stage i + 1."""
+    """Marks those cuts that are layers: cut i opens stage i + 1."""
     layers = {i: m for i, (_, m) in enumerate(modules) if isinstance(m, _layers.Layer)}
     if not layers:
         return jaxpr
@@ -211,7 +211,7 @@ def mark_starts(
 
 
 def leads(eqn, sunk: "Equations", divided: Divided) -> bool:
-    """Whether an equation only prepares the one after it."""
+    """Tells whether an equation only prepares the one after it."""
     return eqn in sunk or (bool(eqn.outvars) and eqn.outvars[0] in divided.slices)
 
 

@@ -1,7 +1,8 @@
 """The layers of stacked modules, named by paths.
 
 `eqx.filter_vmap` of a constructor makes a module whose arrays have a leading axis of layers; a
-`lax.scan` over it runs one after the other. `blocks.2` is then no submodule, but a layer.
+`lax.scan` over the module runs one layer after the other. `blocks.2` is then a layer, and no
+submodule.
 """
 
 import dataclasses
@@ -23,9 +24,9 @@ INDEXED = re.compile(r"(.+)[.\[](\d+)\]?")
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer of stacked modules; None where all of the stack is meant.
+    """A layer of stacked modules, or all of the stack where `index` is None.
 
-    `arrays` are those of the stack, as bits by their numbers among the arrays of the model.
+    `arrays` has a bit for each array of the stack, by its number among the arrays of the model.
     """
 
     stack: str
@@ -34,7 +35,7 @@ class Layer:
 
 
 def layer_at(model: eqx.Module, path: str) -> Layer | None:
-    """The layer of stacked modules that a path means, or None."""
+    """Finds the layer of stacked modules that a path names; None if it names none."""
     match = INDEXED.fullmatch(path)
     stack = None if match is None else _numbered(model, match[1])
     if match is None or stack is None or isinstance(stack, list | tuple):
@@ -54,12 +55,12 @@ def layer_at(model: eqx.Module, path: str) -> Layer | None:
 
 
 def stack_at(model: eqx.Module, path: str) -> Layer:
-    """A module as a stack of layers."""
+    """Gives the module at a path as a stack of layers."""
     return Layer(path, None, _bits(jtu.tree_leaves(_numbered(model, path))))
 
 
 def _numbered(model: eqx.Module, path: str) -> Any:
-    """What stands at a path, with the numbers of the model's arrays in their place, or None."""
+    """Gives the node at a path, with numbers in place of arrays; None if there is no node."""
     leaves, tree = jtu.tree_flatten(model)
     numbers = itertools.count()
     node = tree.unflatten(next(numbers) if _jaxprs.is_array(leaf) else None for leaf in leaves)

@@ -1,7 +1,7 @@
 """The two primitives that mark a program for pipelining; both are identities.
 
-`enter` marks where a stage opens, and `edge` marks the outputs of an outlined stage. An edge knows
-whether it was transposed, which tells the backward call of a stage from its forward call.
+`enter` marks where a stage opens, and `edge` marks the outputs of an outlined stage. A parameter
+of an edge says whether it was transposed: it tells a stage's backward call from its forward call.
 """
 
 import re
@@ -17,10 +17,10 @@ from jaxpp import _jaxprs
 
 
 def pipeline_enter_stage(x: Any, name: str | None = None, stage_id: int | None = None) -> Any:
-    """Marks that what consumes the result is in the next pipeline stage.
+    """Marks a value as the entrance of the next pipeline stage: its consumers are in that stage.
 
-    The identity on a pytree: under `jit`, `grad`, `vmap` and `jax.checkpoint` too, and a no-op
-    where nothing is pipelined. A mark at the very start of the program opens stage 0.
+    It is the identity on a pytree, under `jit`, `grad`, `vmap` and `jax.checkpoint` too, and a
+    no-op where nothing is pipelined. A mark at the very start of the program opens stage 0.
 
     Args:
         x: any pytree; its arrays, of any shape and dtype, are marked.
@@ -57,7 +57,7 @@ def enter(arrays: list[Any], *, stage: int | None, name: str | None) -> list[Any
 
 
 def enter_equation(invars, outvars, stage: int, name: str | None):
-    """A mark as an equation over variables."""
+    """Makes a mark as an equation over variables."""
     return jex.new_jaxpr_eqn(invars, outvars, enter_p, {"stage": stage, "name": name}, set())
 
 
@@ -97,12 +97,12 @@ def _edge_transpose(ct, _, *, transposed, **params):
 
 
 def keep_nothing(*_, **__) -> bool:
-    """A policy of a checkpoint that does not keep edges either."""
+    """Tells a checkpoint to keep nothing: as a policy, it does not keep edges either."""
     return False
 
 
 def _keep_edge(policy, unknown, instantiated, eqn):
-    """Keeps an edge, if not by `keep_nothing`: from its edges a stage is computed again."""
+    """Keeps an edge, but under `keep_nothing`: a stage is computed again from its edges."""
     new = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i]
     if any(unknown):
         return None, eqn, [True], [True], _jaxprs.variables(new)
@@ -117,19 +117,19 @@ ad.primitive_transposes[edge_p] = _edge_transpose
 
 
 def is_enter(eqn) -> bool:
-    """Whether an equation is a mark of `pipeline_enter_stage`."""
+    """Tells whether an equation is a mark of `pipeline_enter_stage`."""
     return eqn.primitive is enter_p
 
 
 def is_edge(eqn) -> bool:
-    """Whether an equation marks an output of an outlined stage."""
+    """Tells whether an equation marks an output of an outlined stage."""
     return eqn.primitive is edge_p
 
 
 # ---- calls with a name --------------------------------------------------------------------------
 
-# A name is all that JAX keeps of a call: where nothing reads the outputs of a stage (another output
-# of the function is differentiated), their edges are gone from its body, and the call stays.
+# The name of a call is all that JAX keeps for certain. Where nothing reads the outputs of a stage
+# (another output of the function is differentiated), the call stays, but its body has no edges.
 _STAGE_CALL = re.compile(r"pipeline_stage_(\d+)_of_(\d+)")
 _TASK_CALL = re.compile(r"pipeline_task_\w+")
 
@@ -162,23 +162,23 @@ def _matched(eqn, pattern: re.Pattern[str]) -> re.Match[str] | None:
 
 
 def is_task_call(eqn) -> bool:
-    """Whether an equation is a call made by `call_task`."""
+    """Tells whether an equation is a call made by `call_task`."""
     return _matched(eqn, _TASK_CALL) is not None
 
 
 def stage_of_call(eqn) -> tuple[int, int] | None:
-    """The stage and the number of stages of a call made by `call_stage`, or None."""
+    """Reads the stage and the number of stages off a call of `call_stage`; None for another."""
     match = _matched(eqn, _STAGE_CALL)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def is_stage_call(eqn) -> bool:
-    """Whether an equation is a forward or backward call of an outlined stage."""
+    """Tells whether an equation is a forward or backward call of an outlined stage."""
     return stage_of_call(eqn) is not None
 
 
 def is_backward_call(eqn) -> bool:
-    """Whether a stage's call is a transposed one."""
+    """Tells whether a stage's call is a transposed one."""
     return any(
         _jaxprs.contains(inner, lambda e: is_edge(e) and e.params["transposed"])
         for sub in _jaxprs.sub_jaxprs(eqn)

@@ -1,10 +1,10 @@
-"""The submodules of an Equinox model, and where a traced function calls them.
+"""Finds the submodules of an Equinox model, and their calls in a traced function.
 
-While the function is traced, each call of a module of the classes in question leaves an
-announcement: an identity on the call's arrays that also reads the module's own. The model keeps its
-types and structure, so that a user's `isinstance`, `jax.tree.map` or `eqx.combine` see nothing.
-Which module was called follows from the object; or, where that was rebuilt on the way (by a cast,
-`eqx.combine`, `eqx.filter_checkpoint`), from the arguments that its arrays were computed from.
+While the function is traced, each call of a module of the wanted classes leaves an announcement: an
+identity on the call's arrays that also reads the module's own arrays. The model keeps its types and
+structure, so that a user's `isinstance`, `jax.tree.map` or `eqx.combine` see no change. The object
+tells which module was called. If the object was rebuilt on the way (by a cast, `eqx.combine`,
+`eqx.filter_checkpoint`), the arguments that its arrays were computed from tell it.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from jaxpp.transforms.stages import _layers, _marks
 
 
 def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
-    """The submodules that `at` names, with their paths; None where `at` does not name modules.
+    """Finds the submodules that `at` names, with their paths; None if `at` does not name modules.
 
-    An index that is no submodule but a layer of a stacked one gives a `_layers.Layer`.
+    A path that ends with the index of a layer of stacked modules gives a `_layers.Layer`.
     """
     if not isinstance(model, eqx.Module):
         if callable(at):
@@ -44,7 +44,7 @@ def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
             )
         return None
     if callable(at):
-        # Of a copy, in which a module that stands in two places is two modules.
+        # In a copy, a module that stands in two places becomes two modules.
         model = jtu.tree_map(lambda leaf: leaf, model)
         paths = module_paths(model)
         chosen = at(model)
@@ -78,7 +78,7 @@ def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
 
 
 def module_paths(model: eqx.Module) -> dict[str, eqx.Module]:
-    """Every submodule by its path (`blocks.2.mlp`), outermost first."""
+    """Finds every submodule by its path (`blocks.2.mlp`), outermost first."""
     found: dict[str, eqx.Module] = {}
 
     def visit(node: Any, path: str):
@@ -105,7 +105,7 @@ def _describe(value: Any) -> str:
 
 
 def listed(names: Sequence[str] | Mapping[str, Any], wanted: str = "") -> str:
-    """What could have been named, for an error message, and what is nearest to what was."""
+    """Lists the possible names for an error message, and the one nearest to `wanted`."""
     shown = list(names)[:12]
     more = f", ... ({len(names)} in all)" if len(names) > len(shown) else ""
     there = f"there are {', '.join(map(repr, shown))}{more}" if shown else "there are none"
@@ -113,13 +113,13 @@ def listed(names: Sequence[str] | Mapping[str, Any], wanted: str = "") -> str:
 
 
 def nearest(wanted: str, names: Iterable[str]) -> str:
-    """What may have been meant, as the end of a sentence, or nothing."""
+    """Suggests the name nearest to `wanted`, as the end of a sentence; empty if none is near."""
     found = difflib.get_close_matches(wanted, names, 1)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def repeated_classes(model: Any) -> set[type]:
-    """The classes of modules in lists that hold several modules of one class."""
+    """Finds the classes of the modules in each list that holds several modules of one class."""
     found: set[type] = set()
     nodes = [model]
     while nodes:
@@ -133,20 +133,20 @@ def repeated_classes(model: Any) -> set[type]:
 
 
 def subclasses(cls: type) -> set[type]:
-    """A class and those derived from it."""
+    """Gives a class and those derived from it."""
     return {cls}.union(*map(subclasses, cls.__subclasses__()))
 
 
 # ---- watching calls -----------------------------------------------------------------------------
 
-#: What is done at a call of a module: `handler(module, call, args, kwargs)` gives its result.
+#: Runs at a call of a module: `handler(module, call, args, kwargs)` gives the call's result.
 Handler = Callable[[Any, Callable, tuple, dict], Any]
-#: Classes, and what makes the handler of their calls for the first argument of a function.
+#: Classes, and a function that makes the handler of their calls from a function's first argument.
 Watcher = tuple[frozenset[type], Callable[[Any], Handler]]
 
 
 def watched(fun: Callable, watchers: Sequence[Watcher]) -> Callable:
-    """`fun`, with a handler at each call of a module of some classes while it runs."""
+    """Wraps `fun` so that handlers run at each call of a module of their classes meanwhile."""
     classes = frozenset().union(*(classes for classes, _ in watchers))
     if not classes:
         return fun
@@ -164,8 +164,8 @@ def watched(fun: Callable, watchers: Sequence[Watcher]) -> Callable:
     return watching
 
 
-# The handlers of this thread. A class is intercepted for all threads, but handled for those that
-# trace; and JAX must not use what it has traced before or outside.
+# The handlers of this thread. A class is intercepted for all threads, but only a thread that traces
+# has handlers. The key keeps JAX from using a trace that was made with other handlers, or none.
 _handlers = contextvars.ContextVar[tuple[tuple[frozenset[type], Handler], ...]](
     "handlers", default=()
 )
@@ -197,7 +197,7 @@ def _intercept(cls: type) -> None:
 
     def __call__(self, *args, **kwargs):
         call = original.__get__(self, type(self))
-        # A subclass may call this one as its `super()`: its own call is handled, or none.
+        # A subclass may call this method by `super()`: only the subclass's own call is handled.
         for classes, handler in _handlers.get() if type(self) is cls else ():
             if cls in classes:
                 call = functools.partial(_handled, handler, self, call)
@@ -223,7 +223,7 @@ def _release(cls: type) -> None:
 
 
 def announcing(modules: Sequence[tuple[str, Any]], classes: Collection[type]) -> Watcher:
-    """Announces in the jaxpr the calls of modules of some classes, and of those of some modules."""
+    """Announces in the jaxpr the calls of modules of some classes, and of classes of `modules`."""
     classes = {c for cls in classes for c in subclasses(cls)}
     classes |= {type(module) for _, module in modules if not isinstance(module, _layers.Layer)}
 
@@ -276,7 +276,7 @@ def mark_calls(
     """Turns the announcement of the i-th module's call into a mark that opens stage i + 1.
 
     Raises:
-        ValueError: where a module is not called exactly once, or modules out of order.
+        ValueError: where a module is not called exactly once, or the modules not in their order.
     """
     stages = {
         path: i + 1 for i, (path, m) in enumerate(modules) if not isinstance(m, _layers.Layer)
@@ -310,7 +310,7 @@ def mark_calls(
 
 
 def calls_class(eqn, cls: type) -> bool:
-    """Whether a call of a module of a class is announced inside an equation."""
+    """Tells whether a call of a module of a class is announced inside an equation."""
     return _jaxprs.contains(eqn, lambda e: e.primitive is call_p and e.params["module"] is cls)
 
 
@@ -323,7 +323,7 @@ def scope_calls(
     """Puts the equations of each call of some modules under a scope of its own.
 
     Returns:
-        The jaxpr, and the scopes: with the class of the module, or None where it is named by path.
+        The jaxpr, and the scopes, each with the class of its module; None if `paths` names it.
     """
     scopes: dict[str, type | None] = {}
     named: set[str] = set()
@@ -345,7 +345,7 @@ def scope_calls(
 
 
 def without_announcements(traced: _jaxprs.Traced, model: Any) -> jex.ClosedJaxpr:
-    """The jaxpr as it would be without announcements."""
+    """Removes all announcements of a traced function; gives its jaxpr."""
     return _read_announcements(traced, model, ())
 
 
@@ -354,9 +354,9 @@ def _read_announcements(
 ) -> jex.ClosedJaxpr:
     """Removes all announcements.
 
-    `mark(eqn, path, passed)` may give an equation in place of one; marks that were there before go
-    then. `scope(eqn, path)` may name a scope for the equations between the begin of a call and its
-    end. A path is None where it is not `wanted`.
+    `mark(eqn, path, passed)` may give an equation to put in place of an announcement; with `mark`,
+    marks that were there before are removed. `scope(eqn, path)` may name a scope for the equations
+    between the beginning of a call and its end. A path that is not `wanted` is given as None.
     """
     count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
     first = traced.num_closed_over
@@ -375,11 +375,11 @@ class _Reader:
     scope: Callable | None
 
     def read(self, jaxpr: Any, sources: Sequence[int]) -> tuple[Any, list[int]]:
-        """A jaxpr without announcements, and the arguments (as bits) behind each output."""
+        """Removes announcements from a jaxpr; gives also the arguments (as bits) of each output."""
         opened = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
         source_of = dict(zip(opened.invars, sources, strict=True))
         known = _jaxprs.Substitution()
-        calls: list[tuple[type, str | None]] = []  # those that have begun, with their scopes
+        calls: list[tuple[type, str | None]] = []  # calls that have begun, with their scopes
         eqns = []
 
         def sources_of(atoms):
@@ -410,7 +410,7 @@ class _Reader:
         return jaxpr, sources_of(outvars)
 
     def _announced(self, eqn, passed, sources: int, calls: list) -> Any:
-        """What stands in place of an announcement; the scopes of `calls` follow."""
+        """Gives the equation in place of an announcement, or None, and updates the open `calls`."""
         module = eqn.params["module"]
         if eqn.params["begins"]:
             path = self.find(eqn, sources)
@@ -423,7 +423,7 @@ class _Reader:
         return None
 
     def _inside(self, eqn, given: Sequence[int]):
-        """The same for the jaxprs in an equation, which take its last inputs (not all of them)."""
+        """Reads the jaxprs in an equation, each of which takes some of its last inputs."""
         made = [_union(given)] * len(eqn.outvars)
         params = {}
         for name, value in eqn.params.items():
@@ -452,7 +452,7 @@ def _union(bits: Sequence[int]) -> int:
 
 
 def _finder(model: Any, wanted) -> Callable[[Any, int], str | None]:
-    """A function that gives the path of an announced module, if it is one of the wanted."""
+    """Makes a function that gives the path of an announced module, if the path is wanted."""
     leaves, tree = jtu.tree_flatten(model)
     bits = iter(1 << i for i in range(len(leaves)))
     numbered = tree.unflatten(next(bits) if _jaxprs.is_array(leaf) else None for leaf in leaves)
@@ -464,8 +464,8 @@ def _finder(model: Any, wanted) -> Callable[[Any, int], str | None]:
     def find(eqn, sources: int) -> str | None:
         if eqn.params["path"] is not None:
             return eqn.params["path"] if eqn.params["path"] in wanted else None
-        # The modules of this class whose arrays are all in use (for want of any, those without
-        # arrays); of modules inside each other, the outermost.
+        # Candidates are the modules of this class whose arrays are all among the sources. Of
+        # candidates whose arrays are a part of another's, the other counts.
         held = {
             path: bits
             for path, (cls, bits) in arrays_of.items()

@@ -1,7 +1,7 @@
-"""The modules of Flax NNX under scopes of their paths, as other libraries have theirs.
+"""Puts calls of modules of Flax NNX under scopes of their paths, as other libraries do.
 
-NNX makes no scopes, and a function may get its model as a module, or as the state of one that it
-merges. While the function is traced, a call of `model.layers[2].linear` is under the scope
+NNX makes no scopes. A function may get its model as a module, or as a state that it merges into a
+module. While the function is traced, a call of `model.layers[2].linear` is under the scope
 `linear`, inside the scope `layers.2` of the call around it.
 """
 
@@ -20,7 +20,7 @@ Path = tuple[str, ...]
 
 def scoping() -> _modules.Watcher:
     """Puts each call of a module of Flax NNX under a scope."""
-    nnx = sys.modules.get("flax.nnx")  # who has no such module has not imported it
+    nnx = sys.modules.get("flax.nnx")  # a user with such a module has imported it
     classes = set() if nnx is None else _modules.subclasses(nnx.Module)
     return frozenset(c for c in classes if any("__call__" in vars(b) for b in c.__mro__)), _scoper
 
@@ -28,13 +28,13 @@ def scoping() -> _modules.Watcher:
 def _scoper(model: Any) -> _modules.Handler:
     arrays = {id(leaf): path for path, leaf in _leaves(model)}
     paths: dict[int, Path] = {}
-    known: list[Any] = []  # whose numbers are in `paths`
+    known: list[Any] = []  # keeps the modules alive whose ids are in `paths`
     around: list[Path] = []
 
     def learn(module: Any) -> None:
-        """Takes note of a module that is called, and of those inside it."""
+        """Notes the paths of a module that is called, and of the modules inside it."""
         found = [(path, arrays[id(leaf)]) for path, leaf in _leaves(module) if id(leaf) in arrays]
-        # The model itself, unless its arrays are those of the first argument, further inside.
+        # The module's path in the first argument, by one of its arrays; empty if it has none there.
         start = found[0][1][: len(found[0][1]) - len(found[0][0])] if found else ()
         for path, inner in sys.modules["flax.nnx"].iter_modules(module):
             paths[id(inner)] = (*start, *map(str, path))
@@ -57,6 +57,6 @@ def _scoper(model: Any) -> _modules.Handler:
 
 
 def _leaves(tree: Any) -> list[tuple[Path, Any]]:
-    """The leaves of a module or a state, with the names on their paths."""
+    """Lists the leaves of a module or a state, with the names on their paths."""
     leaves = jtu.tree_flatten_with_path(tree)[0]
     return [(tuple(jtu.keystr((k,), simple=True) for k in path), leaf) for path, leaf in leaves]

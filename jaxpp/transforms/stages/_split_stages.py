@@ -29,38 +29,38 @@ def split_stages(
     `pipeline_enter_stage` left in `fun`; or, with `num_stages` alone, a balanced cut: the slowest
     stage as fast as can be, then the idlest as busy as can be, then the fewest bytes across.
 
-    A balanced cut is made between the layers of a model, and each stage gets one where there are
-    enough. Layers are what is repeated and does most of the work: calls of modules of one class
-    that are in a list of an Equinox model; what is under scopes such as `layer_0`, `layer_1` (Flax
-    and haiku make them); iterations of a `lax.scan` over arrays of the first argument, which
-    becomes several, each over a slice of the layers; and checkpoints of one structure. What is in a
-    `jax.checkpoint` is cut like all else, and each stage has a checkpoint of its own of its part.
-    An argument and the result that is its next value (the same pytree, such as the statistics of a
+    A balanced cut is made between the layers of a model, and each stage gets a layer where there
+    are enough. Layers are repeated blocks that do most of the work: calls of modules of one class
+    that are in a list of an Equinox model; equations under scopes such as `layer_0`, `layer_1`
+    (Flax and haiku make them); iterations of a `lax.scan` over arrays of the first argument, which
+    becomes several scans, each over a slice of the layers; and checkpoints of one structure. The
+    body of a `jax.checkpoint` is cut like all else, and each stage has a checkpoint of its own. An
+    argument and the result that is its next value (the same pytree, such as the statistics of a
     BatchNorm) are read and made in one stage.
 
     Args:
         fun: a function of pytrees. Arrays, of any shape and dtype, are traced; other leaves are
             static. Where `at` names modules, its first argument is an Equinox model, or a model of
             Flax NNX or its state.
-        num_stages: how many stages to make, or to expect where the cuts are given.
-        at: what opens a new stage, in the order of execution: paths of modules of the first
+        num_stages: the number of stages to make, or to expect where the cuts are given.
+        at: the modules or scopes that open stages, in the order of execution: paths in the first
             argument (`["blocks.2", "blocks.4"]`), a function of an Equinox model
             (`lambda model: [model.blocks[2], model.blocks[4]]`), or names of `jax.named_scope`.
-            `blocks.2`, `blocks[2]` and, for scopes, `blocks/2` are the same; it may also be a layer
-            of stacked modules `blocks`, or of the scan under the scope `blocks`.
+            `blocks.2`, `blocks[2]` and, for scopes, `blocks/2` are the same; they may also name a
+            layer of stacked modules `blocks`, or of the scan under the scope `blocks`.
         balance: the cost of an equation for a balanced cut: `"flops"` or a function of a
             `jax.extend.core.JaxprEqn`. With `"layers"` each stage gets as many layers, and the last
             stages have the remainder: 6 layers in 4 stages are 1, 1, 2 and 2.
-        whole: what a balanced cut does not cut inside: modules or scopes, named as in `at`, or
-            classes of modules of any library, whose calls are then the layers. By default the
-            layers that it finds; nothing with `()`, which allows cuts inside layers.
+        whole: the units that a balanced cut does not divide: modules or scopes, named as in `at`,
+            or classes of modules of any library, whose calls are then the layers. By default these
+            are the layers that it finds; `()` allows cuts inside layers.
 
     Returns:
         A function with the same arguments and results.
 
     Raises:
-        ValueError: for a cut that is unknown, repeated, out of order, inside a loop, or before what
-            it needs, and for more stages than there are places to cut.
+        ValueError: for a cut that is unknown, repeated, out of order, inside a loop, or before a
+            value that it needs, and for more stages than there are places to cut.
 
     Warns:
         UserWarning: where a call that cannot be cut inside (one with a derivative rule of its own,
@@ -135,14 +135,14 @@ def split_stages(
 
 
 def _model_arrays(traced: _jaxprs.Traced, model: Any) -> list[Any]:
-    """The inputs that are arrays of the first argument, then those closed over."""
+    """Gives the inputs that are arrays of the first argument, then those closed over."""
     invars, first = traced.jaxpr.jaxpr.invars, traced.num_closed_over
     count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
     return [*invars[first : first + count], *invars[:first]]
 
 
 def _named_whole(whole: Any) -> tuple[Any, set[type]]:
-    """What `whole` names, and the classes in it."""
+    """Takes `whole` apart: the names (or the function) in it, and the classes in it."""
     if isinstance(whole, type):
         return (), {whole}
     if whole is None or callable(whole):
@@ -157,7 +157,7 @@ def _listed(names: Any) -> Any:
 
 
 def _run_with_marks(stages: _stages.Stages, inputs: list[Any]) -> list[Any]:
-    """Evaluates the stages in order, with a mark on all that crosses from one to a later one."""
+    """Evaluates the stages in order, and marks all values that cross into a later stage."""
     jaxpr = stages.jaxpr.jaxpr
     values = dict(zip(jaxpr.invars, inputs, strict=True))
     parts = [_stages.stage_part(stages, k) for k in range(stages.num_stages)]

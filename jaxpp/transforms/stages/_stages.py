@@ -1,13 +1,13 @@
-"""Which equation belongs to which stage, read off the marks in a jaxpr.
+"""Assigns each equation of a jaxpr to a stage, by the marks in the jaxpr.
 
-- What a mark depends on belongs to the stage that the mark closes, or to an earlier one.
-- Otherwise an equation belongs to the stage that was open where it was written.
-- But what only prepares arguments (a weight's transform, a mask) belongs to the earliest stage that
-  reads it; where it is a scalar (a weight's norm), or only a result (the next count of a counter),
-  to the stage that reads the argument, so that the argument does not travel.
-- A slice of an argument that a mark is put on (the next part of a sequence) is taken in the stage
-  that the mark opens, so that a stage that begins with data of its own waits for no other.
-- What depends on no argument at all (positions, causal masks) is repeated where it is read.
+- An equation that a mark depends on belongs to the stage that the mark closes, or an earlier one.
+- Any other equation belongs to the stage that was open where it was written.
+- But an equation that only prepares arguments (a weight's transform, a mask) belongs to the
+  earliest stage that reads it. If it makes a scalar (a weight's norm), or only a result (the next
+  count of a counter), it belongs to the stage that reads the argument, which then does not travel.
+- If a mark is put on a slice of an argument (the next part of a sequence), the stage that the mark
+  opens takes the slice. So a stage that begins with data of its own waits for no other stage.
+- An equation that depends on no argument (positions, causal masks) is repeated where it is read.
 """
 
 import dataclasses
@@ -23,7 +23,10 @@ from jaxpp.transforms.stages import _marks
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A flat jaxpr without marks, and the stage of each equation (None: repeated where read)."""
+    """A flat jaxpr without marks, and the stage of each equation.
+
+    The stage is None for an equation that is repeated where it is read.
+    """
 
     jaxpr: jex.ClosedJaxpr
     stage_of: tuple[int | None, ...]
@@ -32,7 +35,7 @@ class Stages:
 
 
 def has_marks(jaxpr) -> bool:
-    """Whether a mark stands anywhere in a jaxpr."""
+    """Tells whether a mark stands anywhere in a jaxpr."""
     return any(_jaxprs.contains(eqn, _marks.is_enter) for eqn in jaxpr.eqns)
 
 
@@ -61,7 +64,7 @@ def read_stages(
 ) -> Stages:
     """Assigns each equation of a jaxpr to a stage by the marks in it.
 
-    A checkpoint with marks inside, and those that are open in the jaxpr, become one in each stage.
+    A checkpoint that has marks inside becomes one in each stage; so does an open checkpoint.
     """
     if checkpoints is None:
         jaxpr, checkpoints = _checkpoints.open_calls(
@@ -128,7 +131,7 @@ def read_stages(
 def _expose_preparations(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """Opens calls that prepare several arguments at once (a jitted cast of all parameters).
 
-    So that what each makes is prepared by the stage that reads it.
+    So each stage prepares the arguments that it reads.
     """
     while True:
         prepares = argument_chains(jaxpr)
@@ -144,10 +147,10 @@ def _expose_preparations(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
-    """Which equations only prepare arguments: a weight's cast, a mask, a penalty's norms.
+    """Tells for each equation whether it only prepares arguments: a cast, a mask, a norm.
 
-    They compute something from one argument, or lightly from several, for an equation that is not
-    such; where there is none (a program of elementwise operations), nothing is preparation.
+    Such an equation reads one argument, or several if it is light, directly or through others such.
+    If all equations were such (a program of elementwise operations), none counts as preparation.
     """
     varying = _jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)
     # The argument that a prepared value was computed from, or None where there are several.
@@ -172,7 +175,7 @@ def _is_heavy(eqn) -> bool:
 
 
 def _latest(jaxpr, opens: dict[int, int], num_stages: int) -> list[int]:
-    """The last stage in which each equation may stand: before each mark that depends on it."""
+    """Finds the last stage in which each equation may stand: before all marks that depend on it."""
     eqns = jaxpr.eqns
     latest_of: dict[Any, int] = {}
     latest = [num_stages - 1] * len(eqns)
@@ -209,7 +212,7 @@ def _place_chains(
         readers: dict[Any, int] = {
             v: last for v in jaxpr.jaxpr.outvars if not _jaxprs.is_literal(v)
         }
-        computed_with: set[Any] = set()  # other than for the results alone
+        computed_with: set[Any] = set()  # variables that are read for more than the results
         for i in reversed(range(len(eqns))):
             for_results = False
             if _marks.is_enter(eqns[i]):
@@ -228,8 +231,8 @@ def _place_chains(
                 k = at
             read = {v: k for v in _jaxprs.variables(eqns[i].invars)}
             if _marks.is_enter(eqns[i]) and not given.issuperset(read):
-                # What only goes along with computed values (a bias that a module is called with) is
-                # read by what reads it behind the mark.
+                # A prepared value that is marked along with computed ones (a bias that a module is
+                # called with) is read by its readers behind the mark.
                 along = zip(eqns[i].invars, eqns[i].outvars, strict=True)
                 along = [(v, out) for v, out in along if not _jaxprs.is_literal(v)]
                 read |= {v: readers.get(out, last) for v, out in along if v in prepared}
@@ -253,7 +256,7 @@ def _place_chains(
 
 
 def _data(jaxpr) -> set[Any]:
-    """Arguments, and what only moves their data: slices, reshapes, transposes."""
+    """Finds the arguments, and the variables that are slices, reshapes or transposes of them."""
     data = set(jaxpr.jaxpr.invars)
     for eqn in jaxpr.eqns:
         read = _jaxprs.variables(eqn.invars)
@@ -271,7 +274,7 @@ def _makes_float_scalar(eqn) -> bool:
 
 
 def _number_marks(jaxpr, chain: Sequence[bool]) -> dict[int, int]:
-    """The stage that each mark opens, by the index of its equation."""
+    """Finds the stage that each mark opens, by the index of the mark's equation."""
     marks = [(i, e) for i, e in enumerate(jaxpr.eqns) if _marks.is_enter(e)]
     if not marks:
         return {}
@@ -304,7 +307,7 @@ def _number_marks(jaxpr, chain: Sequence[bool]) -> dict[int, int]:
 
 
 def _is_at_start(jaxpr, mark: int, chain: Sequence[bool]) -> bool:
-    """Whether a mark is on arguments as they are, and nothing before it does more than prepare."""
+    """Tells whether a mark is on bare arguments, and all equations before it only prepare."""
     eqns = jaxpr.eqns
     varying = _jaxprs.descendants(eqns, jaxpr.jaxpr.invars)
     before = zip(eqns[:mark], chain[:mark], strict=True)
@@ -315,7 +318,7 @@ def _is_at_start(jaxpr, mark: int, chain: Sequence[bool]) -> bool:
 
 
 def dissolve_marks(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[int]]:
-    """Removes marks and edges at the top; also returns the indices of the equations kept."""
+    """Removes marks and edges at the top of a jaxpr; also gives the indices of the rest."""
     known = _jaxprs.Substitution()
     eqns, kept = [], []
     for i, eqn in enumerate(jaxpr.eqns):
@@ -329,7 +332,7 @@ def dissolve_marks(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[int]]:
 
 
 def stage_part(stages: Stages, stage: int) -> _jaxprs.Part:
-    """One stage as a jaxpr: its own equations, and those repeated where they are read."""
+    """Makes a jaxpr of a stage: of its own equations, and of those that it repeats."""
     eqns = stages.jaxpr.eqns
     own = [k == stage for k in stages.stage_of]
     needed = {
@@ -358,9 +361,9 @@ def stage_part(stages: Stages, stage: int) -> _jaxprs.Part:
 
 
 def read_outputs(stages: Stages, values: dict[Any, Any]) -> list[Any]:
-    """The results of a program from the values its stages made.
+    """Gives the results of a program, from the values that its stages made.
 
-    What depends on no argument and is a result itself belongs to no stage, and is computed here.
+    A result that depends on no argument belongs to no stage, and is computed here.
     """
     jaxpr = stages.jaxpr.jaxpr
     loose = [v for v in jaxpr.outvars if not _jaxprs.is_literal(v) and v not in values]

@@ -1,8 +1,8 @@
-"""Which results are the next values of arguments: the state of a BatchNorm, a moving average.
+"""Finds results that are the next values of arguments: the state of a BatchNorm, a moving average.
 
 A loop over microbatches carries them, and the stage that makes one must not come after a stage that
-reads it. `split_stages` does not see the loop: a part of the result that has the structure, the
-shapes and the dtypes of an argument is taken for its next value.
+reads it. `split_stages` does not see the loop: it takes a part of the result that has the
+structure, the shapes and the dtypes of an argument for the argument's next value.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -24,9 +24,9 @@ class State(NamedTuple):
 
 
 def states(traced: _jaxprs.Traced, args: Sequence[Any], kwargs: dict[str, Any]) -> list[State]:
-    """The states among the arguments of a traced function.
+    """Finds the states among the arguments of a traced function.
 
-    An argument is one where it is not the first, and more than a bare array.
+    The first argument, and an argument that is a bare array, are never taken for a state.
     """
     jaxpr = traced.jaxpr.jaxpr
     inputs = iter(jaxpr.invars[traced.num_closed_over :])
@@ -57,7 +57,7 @@ def _type(atom: Any) -> tuple[Any, Any]:
 
 
 def _parts(tree: Any, structure: Any) -> Iterable[Any]:
-    """The parts of a tree that have a structure."""
+    """Finds the parts of a tree that have a given structure."""
 
     def fits(node: Any) -> bool:
         return jtu.tree_structure(node) == structure
@@ -68,9 +68,10 @@ def _parts(tree: Any, structure: Any) -> Iterable[Any]:
 def units(
     carried: Sequence[State], eqns: Sequence[Any], prepares: Container[Any], results: Sequence[Any]
 ) -> list[_units.Unit]:
-    """For each state, what is from its first reader to its next value.
+    """Makes a unit of the equations from the first reader of each state to its next value.
 
-    What only prepares arguments (the next count of a counter) goes with their readers anyway.
+    A next value that an equation `prepares` (the next count of a counter) needs none: it goes with
+    the readers of its argument anyway.
     """
     makers = {v: i for i, e in enumerate(eqns) if e not in prepares for v in e.outvars}
     readers: dict[Any, int] = {}
@@ -86,7 +87,7 @@ def units(
 
 
 def note(together: Sequence[_units.Unit], eqns: Sequence[Any]) -> str:
-    """What stays together for the sake of a state, and how to have it otherwise."""
+    """Says which equations stay together for the sake of a state, and how to part them."""
     longest = max(together, key=lambda unit: unit.last - unit.first)
     reader, maker = (_compat.at_source_line(eqns[i]) for i in (longest.first, longest.last))
     return (
@@ -97,7 +98,7 @@ def note(together: Sequence[_units.Unit], eqns: Sequence[Any]) -> str:
 
 
 def make_early(jaxpr: jex.ClosedJaxpr, carried: Sequence[State]) -> jex.ClosedJaxpr:
-    """Moves what only makes next values of states to where it can be computed first."""
+    """Moves the equations that only make next values of states as far forward as they can go."""
     eqns, results = jaxpr.eqns, jaxpr.jaxpr.outvars
     numbers = {state.result for state in carried}
     other = set(_jaxprs.variables(v for i, v in enumerate(results) if i not in numbers))

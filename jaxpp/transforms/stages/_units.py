@@ -1,8 +1,8 @@
-"""What a balanced cut does not cut inside: the repeated blocks of a model, above all its layers.
+"""Finds the units that a balanced cut does not divide: repeated blocks, above all layers.
 
-A block is a call of a module, what is under a numbered scope, a checkpoint, or an iteration of a
-scan over stacked layers. It is repeated where there are several of its kind: modules of one class,
-scopes that differ by their numbers alone, checkpoints of one structure.
+A block is a call of a module, the equations under a numbered scope, a checkpoint, or an iteration
+of a scan over stacked layers. It is repeated if there are several of its kind: modules of one
+class, scopes that differ by their numbers alone, checkpoints of one structure.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxpp import _checkpoints, _compat, _jaxprs
 
-#: The share of the work below which it is not what the layers do: a list of norms beside a list of
-#: blocks, or a residual connection beside stacked layers.
+#: The share of the work below which work does not count beside that of the layers: a list of norms
+#: beside a list of blocks, or a residual connection beside stacked layers.
 MINOR = 0.1
 
 
@@ -23,8 +23,8 @@ MINOR = 0.1
 class Unit:
     """The equations from `first` to `last`, which stay together.
 
-    Units that are repeated have a `kind` in common, iterations the number of their scan; others
-    have none.
+    Units that are repeated have a `kind` in common, which is the number of the scan for iterations;
+    other units have none.
     """
 
     first: int
@@ -33,14 +33,14 @@ class Unit:
     kind: Hashable = None
 
     def holds(self, other: "Unit") -> bool:
-        """Whether another unit is inside."""
+        """Tells whether another unit is inside."""
         return self.first <= other.first and other.last <= self.last
 
 
 def labelled(
     eqns: Sequence[Any], labels: Callable[[Any], Iterable[Hashable]], kinds: Mapping | None = None
 ) -> list[Unit]:
-    """Each run of equations under a label; None instead of an equation does not end a run."""
+    """Makes a unit of each run of equations under a label; None among them does not end a run."""
     units, open_runs = [], {}
     for i, eqn in enumerate(eqns):
         if eqn is None:
@@ -58,7 +58,7 @@ def _unit(label: Hashable, run: tuple[int, int], kinds: Mapping | None) -> Unit:
 
 
 def repeated_scopes(eqns: Sequence[Any]) -> list[Unit]:
-    """The runs under scopes `layer_0`, `layer_1` ... that are in one scope, if any."""
+    """Makes units of the runs under scopes `layer_0`, `layer_1` ... that are in one scope."""
     siblings: dict[Hashable, set[str]] = {}
     paths = [() if e is None else scope_path(e) for e in eqns]
     for path in set(paths):
@@ -79,7 +79,7 @@ def repeated_scopes(eqns: Sequence[Any]) -> list[Unit]:
 
 
 def scope_path(eqn) -> tuple[str, ...]:
-    """The names of the scopes of an equation, those that we have put there left out."""
+    """Gives the names of the scopes of an equation, without those that jaxpp has made."""
     return tuple(
         part
         for name in _compat.scope_names(eqn)
@@ -93,7 +93,7 @@ def _without_number(name: str) -> str:
 
 
 def checkpoints(eqns: Sequence[Any], opened: _checkpoints.Checkpoints) -> list[Unit]:
-    """The checkpoints; those of one structure are of one kind."""
+    """Makes a unit of each checkpoint; those of one structure are of one kind."""
     alike: dict[Hashable, list[str]] = {}
     for name, checkpoint in opened.items():
         alike.setdefault(_jaxprs.structure(checkpoint.params["jaxpr"]), []).append(name)
@@ -102,10 +102,10 @@ def checkpoints(eqns: Sequence[Any], opened: _checkpoints.Checkpoints) -> list[U
 
 
 def choose(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -> list[Unit]:
-    """The units that stay whole: the outermost, but for those that hold more than a layer.
+    """Chooses the units that stay whole: the outermost, but for those that hold more than a layer.
 
-    Where fewer are repeated than there are stages, those of them are opened that do nothing but run
-    stacked layers, or are checkpoints of more than a stage's share of the costs.
+    Where fewer repeated units than stages are left, some of them are opened: those that do little
+    but run stacked layers, and checkpoints of more than a stage's share of the costs.
     """
     before = np.concatenate([[0.0], np.cumsum(costs)])
     share = before[-1] / num_stages
@@ -138,7 +138,7 @@ def _is_checkpoint(unit: Unit) -> bool:
 
 
 def outermost(units: Sequence[Unit]) -> list[Unit]:
-    """The units, in order, that are in no other."""
+    """Gives the units that are in no other, in order."""
     found: list[Unit] = []
     for unit in sorted(units, key=lambda u: (u.first, -u.last)):
         if not found or unit.last > found[-1].last:
@@ -147,7 +147,7 @@ def outermost(units: Sequence[Unit]) -> list[Unit]:
 
 
 def note(units: Sequence[Unit], num_stages: int) -> str:
-    """What to do where there are fewer layers than stages, or nothing."""
+    """Says what to do where there are fewer layers than stages; empty where there are enough."""
     kinds = [unit.kind for unit in outermost(units) if unit.kind is not None]
     layers = len(kinds)
     if layers >= num_stages or all(isinstance(kind, int) for kind in kinds):

@@ -1,4 +1,4 @@
-"""`wrap_forward`: each stage in a jaxpr of its own."""
+"""`wrap_forward`: outlines each stage in a jaxpr of its own."""
 
 import functools
 import itertools
@@ -15,17 +15,17 @@ from jaxpp.transforms.stages import _marks, _stages
 def wrap_forward(fun: Callable, *, policy: Callable | None = None) -> Callable:
     """Outlines each stage of `fun`, so that differentiation gives a backward call per stage.
 
-    The stages are those that the marks in `fun` open (see `split_stages`). Without it,
-    differentiation interleaves the stages of the backward pass.
+    The stages are those that the marks in `fun` open (see `split_stages`). Unless they are
+    outlined, differentiation interleaves the stages of the backward pass.
 
     Args:
         fun: a function of pytrees, with marks; its arrays may have any shape and dtype.
-        policy: a `jax.checkpoint` policy: what a stage keeps for its backward pass instead of
-            computing it again (`jax.checkpoint_policies.nothing_saveable` keeps its inputs only).
-            `jax.checkpoint(wrap_forward(fun), policy=...)` does the same: what goes from stage to
-            stage is kept, whatever the policy. None keeps what JAX keeps, but of more than 48
-            elementwise operations in a row only what these read: XLA would compute all of them
-            anew for each value that is kept.
+        policy: a `jax.checkpoint` policy: it says which values a stage keeps for its backward pass
+            instead of computing them again (`jax.checkpoint_policies.nothing_saveable` keeps its
+            inputs only). `jax.checkpoint(wrap_forward(fun), policy=...)` does the same: values that
+            go from stage to stage are kept under any policy. None keeps the values that JAX keeps,
+            with one exception: of more than 48 elementwise operations in a row only the inputs are
+            kept, as XLA would compute all of them anew for each value that is kept.
 
     Returns:
         A function with the same arguments and results, in whose jaxpr each stage is one call.
@@ -65,7 +65,7 @@ def _run_stages(stages: _stages.Stages, policy: Callable | None, inputs: list) -
     return _stages.read_outputs(stages, values)
 
 
-#: How many elementwise operations in a row are too many to keep what each of them makes.
+#: Of more elementwise operations in a row than this, only the inputs are kept for the backward.
 _LONG_ROW = 48
 
 
