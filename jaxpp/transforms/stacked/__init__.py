@@ -1,4 +1,4 @@
-"""Layers stacked on an axis: rows of arrays, their parts, and scans over layers."""
+"""Handles layers that are stacked on an axis: rows of arrays, parts, and scans over layers."""
 
 from jaxpp.transforms.stacked._parts import Splitter as Splitter
 from jaxpp.transforms.stacked._parts import merge_bounds as merge_bounds

@@ -1,8 +1,8 @@
-"""What the variables of a program were computed from, and slices of them.
+"""Traces the variables of a program back to their sources, and takes slices of them.
 
 A slice of rows is taken as early as can be: of the operands of casts and other elementwise
-operations, of transposes, slices and concatenations. So a stage that runs some of the layers reads
-these of a parameter and nothing else, also where all layers were cast, or stacked, at once.
+operations, of transposes, slices and concatenations. So a stage that runs some layers reads only
+these layers of a parameter, even if all layers were cast, or stacked, at once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +16,11 @@ from jaxpp.transforms.stacked import _rows
 
 
 class Origins:
-    """Where the variables of a program come from.
+    """The sources of the variables of a program.
 
     Args:
         invars: the inputs of the program.
-        model: those of them that are arrays of the model; sets of these are written as bits.
+        model: the inputs that are arrays of the model; a set of these is an integer, a bit each.
     """
 
     def __init__(self, invars: Iterable[Any], model: Sequence[Any]):
@@ -31,7 +31,7 @@ class Origins:
         self._bypassed: set[int] = set()
 
     def add(self, eqn) -> None:
-        """Takes note of an equation."""
+        """Notes the sources of the results of an equation."""
         sources = 0
         for v in _jaxprs.variables(eqn.invars):
             sources |= self._sources.get(v, 0)
@@ -40,16 +40,16 @@ class Origins:
             self._maker[v] = eqn
 
     def model_arrays(self, atom: Any) -> int:
-        """The arrays of the model that an atom depends on; none if it depends on anything else."""
+        """Gives the arrays of the model that an atom depends on; none if it has another source."""
         sources = 0 if _jaxprs.is_literal(atom) else self._sources.get(atom, 0)
         return sources if sources < self._other else 0
 
     def is_prepared(self, atom: Any) -> bool:
-        """Whether an atom depends on nothing but arrays of the model."""
+        """Tells whether an atom depends on nothing but arrays of the model."""
         return _jaxprs.is_literal(atom) or self._sources.get(atom, 0) < self._other
 
     def is_bypassed(self, eqn) -> bool:
-        """Whether slices were taken of an equation's operands, and not of its results."""
+        """Tells whether slices were taken of an equation's operands, and not of its results."""
         return id(eqn) in self._bypassed
 
     def slices(
@@ -58,7 +58,7 @@ class Origins:
         """Takes the rows from `start` to `stop` of arrays, computed from as little as can be.
 
         Returns:
-            The slices, and the equations that make them, under the names of the equation `scan`.
+            The slices, and the equations that make them, in the scopes of the equation `scan`.
         """
         eqns: list[Any] = []
         known: dict[tuple[int, int, int], Any] = {}
@@ -72,7 +72,7 @@ class Origins:
         return [rows(v, start, stop) for v in atoms], eqns
 
     def _rows(self, atom: Any, start: int, stop: int, scan, eqns: list[Any], rows: Callable) -> Any:
-        """Takes rows of an array; `rows` does so of what it is made of."""
+        """Takes rows of an array; `rows` takes them of the arrays that it is made of."""
         if (start, stop) == (0, atom.aval.shape[0]):
             return atom
         maker = None if _jaxprs.is_literal(atom) else self._maker.get(atom)
@@ -98,7 +98,7 @@ class Origins:
             ]
             eqn = _rows.of_rows(maker, rule, operands, stop - start)
         else:
-            # What was not made in a checkpoint is not sliced there: the slice alone is kept.
+            # An array made outside of a checkpoint is sliced outside: only the slice is kept.
             around = [] if maker is None else _checkpoints.scopes(maker)
             eqn = _sliced(_checkpoints.outside(scan, around), atom, start, stop)
         self.add(eqn)
@@ -120,7 +120,7 @@ def _sliced(scan, array: Any, start: int, stop: int) -> Any:
 
 
 def joined(scan, parts: Sequence[Any], aval) -> Any:
-    """The equation that concatenates rows."""
+    """Makes an equation that concatenates rows."""
     return _equation(scan, parts, aval, jax.lax.concatenate_p, {"dimension": 0})
 
 
@@ -130,6 +130,6 @@ def _equation(scan, invars: Sequence[Any], aval, primitive, params: dict) -> Any
 
 
 def _is_slice_of_rows(eqn) -> bool:
-    """Whether an equation is a slice that takes some rows, and all of each."""
+    """Tells whether an equation is a slice that takes some rows, and all of each row."""
     columns = {v.aval.shape[1:] for v in [*eqn.invars, *eqn.outvars]}
     return _rows.takes_some_rows(eqn) and len(columns) == 1

@@ -1,4 +1,4 @@
-"""Rewrites equations so that some arrays are in parts, each of some of their rows."""
+"""Rewrites equations so that some arrays are divided into parts, each of some rows."""
 
 import functools
 import itertools
@@ -13,18 +13,18 @@ from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp.transforms.stacked import _rows
 from jaxpp.transforms.stacked._rows import Bounds
 
-#: An atom, or None for zeros that nothing has been added to.
+#: An atom, or None for zeros, of which no array is made before one is needed.
 Part = Any
 
 
 class Splitter:
-    """Rewrites equations one after the other; its attributes are what it has made so far.
+    """Rewrites equations one after the other; its attributes hold the results so far.
 
     Args:
-        bounds: where the arrays that are in parts are cut.
+        bounds: where each array that is in parts is cut.
         rules: for each equation how it treats rows.
         given: the parts of variables that no equation makes.
-        guards: when the equations of some variables run.
+        guards: the guards of variables whose equations run only at times.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class Splitter:
         guards: Mapping[Any, Any] | None = None,
     ):
         self._guards = guards or {}
-        #: When the equations made run, where that is not always.
+        #: The guards of new variables whose equations run only at times.
         self.guards: dict[Any, Any] = {}
         self._bounds = bounds
         self._rules = rules
         self._parts: dict[Any, tuple[Part, ...]] = {v: tuple(p) for v, p in given.items()}
         self._scattered: set[Any] = set()
         self._known = _jaxprs.Substitution()
-        #: The equations made, each with the number of the equation that it is as it was, or None.
+        #: The equations made, each with the number of the old equation if it is unchanged, or None.
         self.eqns: list[tuple[Any, int | None]] = []
-        #: What is made wherever it is read: parts of arrays that had to be whole, and combinations.
+        #: Variables to make wherever they are read: slices of whole arrays, and combinations.
         self.floating: set[Any] = set()
-        #: Arrays that had to be put together, with the variable and the equation that wants it.
+        #: Arrays put together from parts, with the old variable and the equation that reads it.
         self.gathered: dict[Any, tuple[Any, Any]] = {}
 
     def rewrite(self, eqns: Sequence[Any]) -> None:
@@ -61,7 +61,7 @@ class Splitter:
     def _add(self, eqn: Any, number: int | None = None) -> None:
         """Adds an equation in place of the one that is rewritten, under its guard.
 
-        What `emit` adds beside it is computed at all times, for others may read it.
+        Equations that `emit` adds beside it have no guard, for others may read their results.
         """
         self.eqns.append((eqn, number))
         guard = next((self._guards[v] for v in self._at.outvars if v in self._guards), ())
@@ -72,7 +72,7 @@ class Splitter:
     # ---- atoms ----------------------------------------------------------------------------------
 
     def parts(self, atom: Any, bounds: Bounds) -> list[Part]:
-        """The parts of an atom; where it is whole, slices of it."""
+        """Gives the parts of an atom; slices of it, if it is whole."""
         if _jaxprs.is_literal(atom):
             return [self._literal_rows(atom, *rows) for rows in _intervals(bounds)]
         if atom not in self._parts:
@@ -83,7 +83,7 @@ class Splitter:
         return list(self._parts[atom])
 
     def whole(self, atom: Any) -> Any:
-        """An atom as one array; its parts are put together."""
+        """Gives an atom as one array, put together from its parts if it has parts."""
         if _jaxprs.is_literal(atom) or atom not in self._parts or atom in self._known.of:
             return self._known(atom)
         if atom in self._scattered:
@@ -93,7 +93,7 @@ class Splitter:
         return gathered
 
     def rows(self, atom: Any, start: int, stop: int) -> Any:
-        """Some rows of an atom as one array."""
+        """Gives some rows of an atom as one array."""
         if _jaxprs.is_literal(atom):
             return self._literal_rows(atom, start, stop)
         if atom not in self._parts:
@@ -110,7 +110,7 @@ class Splitter:
         return pieces[0] if len(pieces) == 1 else self._join(pieces)
 
     def solid_parts(self, atom: Any, bounds: Bounds) -> list[Any]:
-        """The parts of an atom; zeros too are arrays."""
+        """Gives the parts of an atom, with arrays for zeros too."""
         parts = self.parts(atom, bounds)
         return [
             self.emit(functools.partial(_rows.zeros, atom.aval, high - low)) if p is None else p
@@ -133,7 +133,7 @@ class Splitter:
         return self.emit(lambda *xs: jnp.concatenate(xs), *atoms)
 
     def emit(self, fun: Callable, *atoms: Any) -> Any:
-        """Adds the equations of a function of atoms; gives its result."""
+        """Adds the equations of a function of atoms; gives the function's result."""
         eqns, (result,) = _jaxprs.record(fun, atoms, self._at)
         self.eqns += [(e, None) for e in eqns]
         return result
@@ -165,7 +165,7 @@ class Splitter:
         self._known.of[eqn.outvars[0]] = rows if columns is None else own
 
     def _place_rows(self, result: Any, operands: list[tuple[tuple[int, int], Any]]) -> None:
-        """A result that has the rows of operands in some places, and zeros elsewhere."""
+        """Makes the parts of a result from rows of operands, and from zeros elsewhere."""
         parts: list[Part] = []
         for low, high in _intervals(self._bounds[result]):
             pieces, at = [], low
@@ -210,7 +210,7 @@ class Splitter:
                 self._known.of[v] = self._combine(rule.combine, column)
 
     def _combine(self, combine: Callable, partial: Sequence[Any]) -> Any:
-        """What the parts give together; it is computed wherever it is read, as it is little."""
+        """Combines the results of all parts, wherever they are read: they are small."""
         result, *others = partial
         for other in others:
             result = self.emit(combine, result, other)
@@ -232,7 +232,7 @@ class Splitter:
         return own.outvars
 
     def _split_scan(self, eqn: Any) -> None:
-        """A scan over rows as one scan a part, each of which goes on where the one before ends."""
+        """Divides a scan over rows into a scan for each part, which goes on from the one before."""
         num_consts, num_carry = _compat.scan_parts(eqn)
         xs, ys = eqn.invars[num_consts + num_carry :], eqn.outvars[num_carry:]
         bounds = next(self._bounds[v] for v in _jaxprs.variables([*xs, *ys]))
@@ -261,10 +261,10 @@ def _intervals(bounds: Bounds) -> list[tuple[int, int]]:
 
 
 def part_vars(var: Any, bounds: Bounds) -> list[Any]:
-    """New variables for the parts of one."""
+    """Makes new variables for the parts of a variable."""
     return [jex.Var(_rows.with_rows(var.aval, high - low)) for low, high in _intervals(bounds)]
 
 
 def merge_bounds(rows: int, intervals: Iterable[tuple[int, int]]) -> Bounds:
-    """The cuts of rows in which each interval is some parts."""
+    """Cuts rows so that each interval consists of whole parts."""
     return tuple(sorted({0, rows}.union(*intervals)))

@@ -1,4 +1,4 @@
-"""How equations treat the rows of their arrays: what lies along the first axis.
+"""Rules for how equations treat the rows of arrays, which lie along the first axis.
 
 A parameter that is stacked over layers is in parts, each of some rows. An equation that treats each
 row apart, as elementwise ones do, runs part by part.
@@ -20,11 +20,11 @@ Bounds = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """An equation that runs part by part.
+    """The rule of an equation that runs part by part.
 
-    `operands` and `results` are those that have the rows; the others are whole. `params` has the
-    equation's parameters for a number of rows, `None` for all. With `combine` the results
-    are whole, and made of those of the parts.
+    `operands` and `results` tell which of its arrays have the rows; the others are whole. `params`
+    gives the equation's parameters for a number of rows; None if they are the same for any. If
+    `combine` is given, the results are whole, and `combine` makes them of the results of parts.
     """
 
     operands: tuple[bool, ...]
@@ -33,13 +33,13 @@ class Rows:
     combine: Callable[[Any, Any], Any] | None = None
 
     def members(self, eqn) -> list[Any]:
-        """The variables of the equation that have the rows."""
+        """Gives the variables of the equation that have the rows."""
         flags = zip([*eqn.invars, *eqn.outvars], [*self.operands, *self.results], strict=True)
         return _jaxprs.variables(v for v, has_rows in flags if has_rows)
 
 
 def rows_of(eqn) -> Rows | None:
-    """How an equation treats rows; None where all rows have to be in one place."""
+    """Gives the rule of an equation; None where all rows have to be in one place."""
     name = eqn.primitive.name
     if name in _primitives.ELEMENTWISE:
         return _elementwise(eqn)
@@ -48,13 +48,13 @@ def rows_of(eqn) -> Rows | None:
 
 
 def row_by_row(eqn) -> Rows | None:
-    """How an equation makes rows from rows, with the same bits for any number of them, or None."""
+    """Gives the rule of an equation that makes each row with the same bits by itself, or None."""
     rule = None if eqn.primitive.name in _primitives.CONTRACTIONS else rows_of(eqn)
     return rule if rule is not None and rule.combine is None else None
 
 
 def of_rows(eqn, rule: Rows, operands: Sequence[Any], rows: int) -> Any:
-    """The equation that makes some rows of its results, of operands that have these rows."""
+    """Makes the equation for some rows of its results, from operands that have these rows."""
     outvars = [
         jex.Var(with_rows(v.aval, rows) if has_rows else v.aval)
         for v, has_rows in zip(eqn.outvars, rule.results, strict=True)
@@ -64,12 +64,12 @@ def of_rows(eqn, rule: Rows, operands: Sequence[Any], rows: int) -> Any:
 
 
 def with_rows(aval: Any, rows: int) -> Any:
-    """The type of an array with another number of rows."""
+    """Gives the type of an array with another number of rows."""
     return aval.update(shape=(rows, *aval.shape[1:]))
 
 
 def num_rows(atom) -> int:
-    """The size of the first axis; -1 where there is none."""
+    """Gives the size of the first axis; -1 for a scalar."""
     shape = getattr(atom.aval, "shape", ())
     return shape[0] if shape else -1
 
@@ -78,14 +78,14 @@ def num_rows(atom) -> int:
 
 
 def _same(eqn) -> Rows:
-    """All that is not a scalar has the rows."""
+    """Rules that all arrays but scalars have the rows."""
     return Rows(
         tuple(num_rows(v) >= 0 for v in eqn.invars), tuple(num_rows(v) >= 0 for v in eqn.outvars)
     )
 
 
 def _elementwise(eqn) -> Rows | None:
-    """What has one row for all, or is a scalar, is whole."""
+    """Rules that operands have the rows, but for scalars and operands of one row for all."""
     rows = num_rows(eqn.outvars[0])
     sizes = [num_rows(v) for v in eqn.invars]
     if rows < 0 or any(n not in (rows, 1, -1) for n in sizes):
@@ -94,7 +94,7 @@ def _elementwise(eqn) -> Rows | None:
 
 
 def _keys(eqn) -> Rows | None:
-    """What makes something of each key, or a key of something."""
+    """Rules for an equation that makes something of each key, or a key of each row."""
     return _same(eqn) if num_rows(eqn.invars[0]) == num_rows(eqn.outvars[0]) >= 0 else None
 
 
@@ -109,7 +109,7 @@ def _first_operand(eqn) -> Rows:
 
 
 def _along(parameter: str) -> Callable[[Any], Rows | None]:
-    """What works along axes that a parameter names: row by row where 0 is none of them."""
+    """Makes the rule for equations along the axes of a parameter: row by row unless 0 is one."""
 
     def rule(eqn) -> Rows | None:
         axes = eqn.params[parameter]
@@ -225,7 +225,7 @@ _RULES: dict[str, Callable[[Any], Rows | None]] = {
 
 
 def slice_interval(eqn) -> tuple[int, int] | None:
-    """The rows that a `slice` takes; None for another equation, or one that leaves rows out."""
+    """Gives the rows that a `slice` takes; None for another equation, or one that skips rows."""
     if eqn.primitive.name != "slice" or num_rows(eqn.invars[0]) < 0:
         return None
     if eqn.params["strides"] and eqn.params["strides"][0] != 1:
@@ -234,13 +234,13 @@ def slice_interval(eqn) -> tuple[int, int] | None:
 
 
 def takes_some_rows(eqn) -> bool:
-    """Whether an equation is a `slice` that takes some rows, and not all."""
+    """Tells whether an equation is a `slice` that takes some rows, and not all."""
     interval = slice_interval(eqn)
     return interval is not None and interval != (0, num_rows(eqn.invars[0]))
 
 
 def slice_of_rows(eqn, rows: Any, result: Any) -> Any | None:
-    """The columns that a `slice` takes, of rows that have been taken; None where it takes all."""
+    """Makes the `slice` of the columns of rows that have been taken; None if it takes them all."""
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     if rows.aval.shape == result.aval.shape:
         return None
@@ -253,7 +253,7 @@ def slice_of_rows(eqn, rows: Any, result: Any) -> Any | None:
 
 
 def pad_interval(eqn) -> tuple[int, int] | None:
-    """The rows that the operand of a `pad` with zeros has in its result; None for another one."""
+    """Gives the rows of the result of a `pad` with zeros that hold its operand, or None."""
     if eqn.primitive.name != "pad":
         return None
     config, value = eqn.params["padding_config"], eqn.invars[1]
@@ -266,7 +266,7 @@ def pad_interval(eqn) -> tuple[int, int] | None:
 
 
 def concatenation_intervals(eqn) -> list[tuple[int, int]] | None:
-    """The rows of each operand of a `concatenate` of rows; None for another equation."""
+    """Gives the rows of each operand of a `concatenate` of rows; None for another equation."""
     if eqn.primitive.name != "concatenate" or eqn.params["dimension"] != 0:
         return None
     intervals, start = [], 0
@@ -280,7 +280,7 @@ def concatenation_intervals(eqn) -> list[tuple[int, int]] | None:
 
 
 class Classes:
-    """Variables in classes whose rows are cut alike, since equations bring them together."""
+    """The variables in classes; equations join those of a class, so their rows are cut alike."""
 
     def __init__(self, eqns: Sequence[Any], pairs: Iterable[tuple[Any, Any]] = ()):
         self._above: dict[Any, Any] = {}
@@ -298,7 +298,7 @@ class Classes:
                 self._above[other] = first
 
     def of(self, var) -> Any:
-        """What stands for the class of a variable."""
+        """Gives the variable that stands for the class of a variable."""
         path = []
         while var in self._above:
             path.append(var)
@@ -309,7 +309,7 @@ class Classes:
 
 
 def scanned(eqn) -> list[Any]:
-    """What a `scan` reads and makes row by row."""
+    """Gives the operands and results that a `scan` reads and makes row by row."""
     if eqn.primitive.name != "scan":
         return []
     num_consts, num_carry = _compat.scan_parts(eqn)
@@ -317,10 +317,10 @@ def scanned(eqn) -> list[Any]:
 
 
 def slice_rows(x: Any, start: int, stop: int) -> Any:
-    """Rows of an array, of NumPy's or JAX's."""
+    """Takes rows of an array of NumPy or JAX."""
     return jax.lax.slice_in_dim(x, start, stop) if isinstance(x, jax.Array) else x[start:stop]
 
 
 def zeros(aval: Any, rows: int) -> Any:
-    """Rows of zeros."""
+    """Makes rows of zeros."""
     return jnp.zeros((rows, *aval.shape[1:]), aval.dtype)

@@ -1,8 +1,8 @@
 """Cuts a scan over stacked layers between its iterations.
 
 A `lax.scan` that goes over arrays of the model (its xs: the layers' parameters, stacked) becomes
-several scans of the same body, each over a static slice of the xs; what it carries goes from one
-to the next, and what it stacks is concatenated.
+several scans of the same body, each over a static slice of the xs. Its carries go from one scan to
+the next, and the stacked results are concatenated.
 
 Pipelines over stacked layers are usually made by reshaping the stack to [stages, layers per stage]
 (MaxText, praxis), so that the number of stages must divide that of the layers; slices need not be
@@ -19,7 +19,7 @@ import jax.extend.core as jex
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp.transforms.stacked import _origins, _rows
 
-#: Where a program can be cut: the number of a scan, and the iteration that follows the cut.
+#: A place where a program can be cut: the number of a scan, and the iteration after the cut.
 Iteration = tuple[int, int]
 
 
@@ -27,7 +27,8 @@ Iteration = tuple[int, int]
 class LayerScan:
     """A scan over stacked layers: the `number`-th of a program.
 
-    `arrays` are the arrays of the model, as bits, that each of the xs was computed from alone.
+    `arrays` has for each of the xs the arrays of the model that it was computed from, as bits; 0 if
+    it has other sources.
     """
 
     number: int
@@ -39,7 +40,7 @@ class LayerScan:
         return self.eqn.params["length"]
 
     def place_of(self, layer: int, stack: str) -> Iteration:
-        """The place before the iteration that runs a layer of the stack called `stack`.
+        """Gives the place before the iteration that runs a layer of the stack called `stack`.
 
         Raises:
             ValueError: if there is no such layer.
@@ -57,9 +58,9 @@ class LayerScan:
 class Divided:
     """A program whose scans are cut.
 
-    Equations are named by the first variable they make. `places` has the place before an equation;
-    `slices` belong to the equation after them, `joins` (what
-    concatenates) to that before them, and no cut should be made between.
+    Equations are named by the first variable that they make. `places` has the place before an
+    equation. An equation of `slices` belongs to the equation after it, one of `joins` (which
+    concatenate) to the equation before it: no cut should be made between.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -69,7 +70,7 @@ class Divided:
     scans: tuple[LayerScan, ...]
 
     def start_of(self, place: Iteration) -> Any:
-        """The first variable of the equation after a place."""
+        """Gives the first variable of the equation after a place."""
         return next(v for v, p in self.places.items() if p == place)
 
 
@@ -83,10 +84,10 @@ def divide_scans(
     Args:
         jaxpr: the program.
         model: its inputs that are arrays of the model; bit i of `LayerScan.arrays` is the i-th.
-        wanted: the iterations before which a scan is to be cut.
+        wanted: gives the iterations before which a scan is to be cut.
 
     Returns:
-        The program with the same inputs and results, and where its parts are.
+        The program with the same inputs and results, and the places of its cuts.
     """
     divider = _Divider(jaxpr, model, wanted)
     entries = divider.walk(jaxpr.eqns)
@@ -107,10 +108,10 @@ def divide_scans(
 
 
 def find_scan(jaxpr: jex.ClosedJaxpr, model: Sequence[Any], arrays: int, stack: str) -> LayerScan:
-    """The scan that goes over arrays of the model, which are called `stack`.
+    """Finds the scan that goes over arrays of the model, which are called `stack`.
 
     Raises:
-        ValueError: if there is none, or several; it says what stands in the way.
+        ValueError: if there is none, or several; the message says what stands in the way.
     """
     divider = _Divider(jaxpr, model, lambda _: ())
     divider.walk(jaxpr.eqns)
@@ -131,7 +132,7 @@ def find_scan(jaxpr: jex.ClosedJaxpr, model: Sequence[Any], arrays: int, stack: 
 
 
 def loop_that_is_one_unit(jaxpr: jex.ClosedJaxpr, model: Sequence[Any]) -> str:
-    """Why a loop over parameters was not cut, as a sentence to follow others; or nothing."""
+    """Says why a loop over parameters was not cut, as a further sentence; empty without one."""
     divider = _Divider(jaxpr, model, lambda _: ())
     divider.walk(jaxpr.eqns)
     loops = [e for e in jaxpr.eqns if e.primitive.name in ("scan", "while")]
@@ -149,7 +150,7 @@ class _Entry:
 
 
 class _Divider:
-    """Rewrites one program, and knows what its variables were computed from."""
+    """Rewrites one program, and tracks the sources of its variables."""
 
     def __init__(self, jaxpr, model: Sequence[Any], wanted: Callable):
         self.scans: list[LayerScan] = []
@@ -158,7 +159,7 @@ class _Divider:
         self._origins = _origins.Origins(jaxpr.jaxpr.invars, model)
 
     def walk(self, eqns: Sequence[Any]) -> list[_Entry]:
-        """The entries for equations."""
+        """Makes the entries for some equations."""
         entries: list[_Entry] = []
         for eqn in eqns:
             eqn = self.known.rename(eqn)
@@ -175,7 +176,7 @@ class _Divider:
         return entries
 
     def _layer_arrays(self, eqn) -> tuple[int, ...]:
-        """For each of the xs of a scan, the arrays of the model that it alone comes from, or 0."""
+        """Finds `LayerScan.arrays` of an equation; empty for all but a scan that can be cut."""
         if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or not eqn.outvars:
             return ()
         num_consts, num_carry = _compat.scan_parts(eqn)
@@ -187,7 +188,7 @@ class _Divider:
         eqn, length = scan.eqn, scan.length
         num_consts, num_carry = _compat.scan_parts(eqn)
         body = eqn.params["jaxpr"].jaxpr
-        # What no iteration touches is given to each scan as it was before the first.
+        # A carry that no iteration changes is given to each scan as it was before the first.
         untouched = [
             _handed_on(body, out) is own
             for own, out in zip(body.invars[num_consts:], body.outvars[:num_carry], strict=False)
@@ -232,10 +233,10 @@ class _Divider:
         entries.append(_Entry(eqn, "join"))
         return eqn.outvars[0]
 
-    # ---- what stands in the way -----------------------------------------------------------------
+    # ---- obstacles ------------------------------------------------------------------------------
 
     def obstacle(self, eqns: Sequence[Any], arrays: int, what: str = "it") -> str | None:
-        """Why a loop that uses arrays of the model (called `what`) is not a scan over layers."""
+        """Says why a loop that uses arrays of the model (called `what`) is no scan over layers."""
         for eqn in eqns:
             read = [i for i, v in enumerate(eqn.invars) if self._origins.model_arrays(v) & arrays]
             is_plain = not any(True for _ in _jaxprs.sub_jaxprs(eqn))
@@ -256,10 +257,10 @@ class _Divider:
                 )
         return None
 
-    # ---- what is not needed any more ------------------------------------------------------------
+    # ---- unneeded equations ---------------------------------------------------------------------
 
     def without_bypassed(self, entries: list[_Entry], outvars: Sequence[Any]) -> list[_Entry]:
-        """Drops what was read only by what now reads slices of its operands."""
+        """Drops bypassed equations that nothing reads any more."""
         read = set(_jaxprs.variables(outvars))
         kept = []
         for entry in reversed(entries):
@@ -272,7 +273,7 @@ class _Divider:
 
 
 def _handed_on(jaxpr, atom: Any) -> Any:
-    """What an atom of an open jaxpr is a copy of, through the calls that hand it on unchanged."""
+    """Finds the atom that an atom of an open jaxpr is a copy of, through calls that hand it on."""
     maker = {v: e for e in jaxpr.eqns for v in e.outvars}
     while not _jaxprs.is_literal(atom) and atom in maker:
         eqn = maker[atom]
