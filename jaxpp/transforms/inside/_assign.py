@@ -1,7 +1,7 @@
 """Decides how each value of a step is split inside a rank, before anything is compiled.
 
-The specs of the arguments are propagated through the runs in the order in which they happen, and
-every computation is compiled with them: what a rank sends and what the next one expects agree
+The specs of the arguments are propagated through the tasks in the order in which they run, and
+every computation is compiled with its specs. So a rank sends an array as the next one expects it,
 without asking the compiler, on any mesh and for any schedule.
 """
 
@@ -16,9 +16,9 @@ from jaxpp.transforms.inside import propagation
 
 
 class Value(Protocol):
-    """An array that tasks make and read; `spec` is how it is split, where that is given.
+    """An array that tasks make and read; `spec` is its spec, where one is given.
 
-    Values of one `memory` (an accumulator) are in it one after the other, from the one that
+    Values of one `memory` (an accumulator) share a buffer, one after the other; the first of them
     `begins` it.
     """
 
@@ -42,12 +42,12 @@ class Task(Protocol):
 def assign(
     tasks: Sequence[Task], arguments: Sequence[Value], sizes: Mapping[str, int]
 ) -> dict[Any, Spec]:
-    """How each value of a step is split.
+    """Decides how each value of a step is split.
 
     Args:
-        tasks: in an order in which they can happen.
+        tasks: the tasks, in an order in which they can run.
         arguments: the values that the step takes.
-        sizes: the axes inside a rank.
+        sizes: the size of each axis inside a rank.
     """
     values = dict.fromkeys(arguments)
     values.update((v, None) for task in tasks for v in (*task.inputs, *task.outputs))
@@ -55,7 +55,7 @@ def assign(
     in_memory = {v.memory: spec for v, spec in given.items() if v.memory is not None}
     known: dict[tuple[Any, tuple[Spec | None, ...]], list[Spec | None]] = {}
     specs: dict[Value, Spec | None] = {}
-    # The second round knows what is added to the accumulators.
+    # The second round knows the specs of the values that are added to accumulators.
     for _ in range(2):
         specs = dict(given)
         for task in tasks:
@@ -77,7 +77,7 @@ def with_specs(
     out_specs: tuple[Spec, ...],
     sizes: Mapping[str, int],
 ) -> Computation:
-    """A computation over split arrays; it takes the memory of arrays that are split alike."""
+    """Gives a computation specs; an output takes the memory of an input only if split alike."""
     jaxpr = computation.jaxpr.jaxpr
     vacant: dict[Any, int] = {}
     for v, spec in zip(jaxpr.outvars, out_specs, strict=True):

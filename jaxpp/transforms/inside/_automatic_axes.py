@@ -1,9 +1,9 @@
-"""Traces a step; one traced under explicit axis types becomes one under automatic ones.
+"""Traces a step; a step with explicit axes is rewritten to one with automatic axes.
 
-Explicit axes (`jax.sharding.AxisType.Explicit`) put into the types of arrays how they are split,
-and JAX checks the types as it traces. Once that is done the rest of the program knows one kind of
-axis only: what a type was made to be, by `reshard` or an `out_sharding`, is a constraint from here
-on, and everything else follows from those and the arguments, as in any SPMD program.
+Explicit axes (`jax.sharding.AxisType.Explicit`) put the sharding of an array into its type, and JAX
+checks the types as it traces. After the trace, jaxpp knows automatic axes only: a sharding that the
+user asked for, by `reshard` or an `out_sharding`, becomes a constraint. All other shardings follow
+from the constraints and the arguments, as in any SPMD program.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxpp.transforms.tasks import LoopTasks
 
 
 def automatic(mesh: AbstractMesh) -> AbstractMesh:
-    """A mesh whose explicit axes are automatic."""
+    """Makes the explicit axes of a mesh automatic."""
     types = (AxisType.Auto if t == AxisType.Explicit else t for t in mesh.axis_types)
     return mesh.update(axis_types=tuple(types))
 
@@ -30,12 +30,12 @@ def automatic(mesh: AbstractMesh) -> AbstractMesh:
 def trace(
     fun: Callable, types: Any, specs: Sequence[Spec | None], inside: AbstractMesh | None
 ) -> _jaxprs.Traced:
-    """Traces a step; explicit axes are automatic from then on.
+    """Traces a step; its explicit axes become automatic.
 
     Args:
         fun: the step.
-        types: those of its arguments.
-        specs: how each array of these is split.
+        types: the types of its arguments.
+        specs: the spec of each array among these; None where it is open.
         inside: the mesh of a rank without its devices; None where a rank is one device.
 
     Raises:
@@ -56,7 +56,7 @@ def trace(
 def _with_types(
     types: Any, specs: Sequence[Spec | None], inside: AbstractMesh, explicit: Sequence[str]
 ) -> Any:
-    """The types of arguments, with how they are split over the explicit axes inside a rank."""
+    """Puts into the types of arguments how they are split over the explicit axes of a rank."""
     leaves, tree = jtu.tree_flatten(types)
     rest = iter(specs)
     typed = [
@@ -69,7 +69,7 @@ def _with_types(
 
 
 def with_automatic_axes(jaxpr: Any) -> Any:
-    """A jaxpr, open or closed, whose types do not say how arrays are split; its constraints do.
+    """Replaces the explicit axes in the types of a jaxpr, open or closed, by constraints.
 
     Raises:
         ValueError: an array is a sum of which each device holds a part (`unreduced`).
@@ -83,10 +83,10 @@ def with_automatic_axes(jaxpr: Any) -> Any:
     return _compat.with_equations(jaxpr, eqns, outvars, [known(v) for v in opened.invars])
 
 
-#: What moves an array to a sharding, and does nothing else.
+#: The primitives that only move an array to a sharding, with the parameter that has the sharding.
 _MOVES = {"reshard": "dst_sharding", "mesh_cast": "dst_sharding"}
 
-#: What makes an array out of nothing. JAX itself says there how it is split.
+#: The primitives that make an array out of nothing; JAX itself gives them a sharding.
 _MADE = frozenset({"broadcast_in_dim", "iota"})
 
 #: The parameters by which the other equations say how their result is to be split.
@@ -94,7 +94,7 @@ _WANTED = ("out_sharding", "sharding")
 
 
 def _rewritten(eqn: Any, known: _jaxprs.Substitution) -> list[Any]:
-    """The equations in place of one, whose results are `known` from then on."""
+    """Gives the equations that take the place of one, and notes its new results in `known`."""
     for v in eqn.outvars:
         if "unreduced" in str(getattr(v.aval, "sharding", "")):
             raise ValueError(
@@ -130,7 +130,7 @@ def _automatic(eqn: Any) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """A parameter in terms of automatic axes."""
+    """Makes all axes in a parameter automatic."""
     if isinstance(value, _compat.JaxprTypes):
         return with_automatic_axes(value)
     if isinstance(value, LoopTasks):
@@ -146,7 +146,7 @@ def _value(value: Any) -> Any:
 
 
 def _retyped(var: Any) -> Any:
-    """A new variable, of the type without how it is split."""
+    """Makes a new variable whose type does not say how it is split."""
     sharding: Any = getattr(var.aval, "sharding", None)
     if not _is_explicit(sharding):
         return _jaxprs.fresh_var(var)
@@ -155,14 +155,14 @@ def _retyped(var: Any) -> Any:
 
 
 def _is_explicit(sharding: Any) -> bool:
-    """Whether a sharding is part of types: of a mesh with explicit axes."""
+    """Tells whether a sharding is over a mesh with explicit axes, and so a part of types."""
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _constraint(eqn: Any, operand: Any, wanted: NamedSharding, result: Any) -> Any:
-    """The constraint that splits a variable as an equation's result was to be.
+    """Makes a constraint that splits a variable as an equation's result was to be split.
 
-    A type speaks of the explicit axes alone, and leaves it open what the others split.
+    A type says nothing of automatic axes, so the constraint leaves open what they split.
     """
     mesh = automatic(wanted.mesh.abstract_mesh)
     entries: Sequence[Any] = tuple(wanted.spec)

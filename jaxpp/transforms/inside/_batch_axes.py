@@ -16,9 +16,9 @@ from jaxpp.transforms.tasks import is_loop
 def split_examples(step: Step) -> Step:
     """Splits each microbatch over all replicas, rather than giving each replica some microbatches.
 
-    A batch that is split along its first dimension becomes, as microbatches, an array that is split
-    along the microbatches; a loop over them needs each of them split. What the examples are split
-    over is known of the step from then on.
+    A batch that is split along its examples becomes, by a reshape to microbatches, an array that is
+    split along the microbatches; a loop over microbatches needs each of them split. The pass also
+    notes the axes that examples are split over in `Inside.examples`.
     """
     if step.inside is None:
         return step
@@ -51,10 +51,10 @@ def split_examples(step: Step) -> Step:
 
 
 def _examples(v: Any, maker: Mapping[Any, Any], known) -> tuple[int, tuple[str, ...]]:
-    """The dimension of the examples in the slices of a loop, and what it is to be split over.
+    """Finds the dimension of the examples in the slices of a loop, and the axes to split it over.
 
     The slices are a batch whose dimension of examples was reshaped to microbatches and examples,
-    and of these that of the microbatches moved to the front.
+    and whose dimension of microbatches was then moved to the front.
     """
     eqn, axis = maker.get(v), 0
     if eqn is not None and eqn.primitive.name == "transpose":
@@ -72,7 +72,7 @@ def _examples(v: Any, maker: Mapping[Any, Any], known) -> tuple[int, tuple[str, 
 def _split(
     spec: Spec, shape: Sequence[int], dimension: int, over: Sequence[str], sizes: Mapping[str, int]
 ) -> Spec:
-    """The spec with a dimension split over some axes, as far as they divide it, the first whole."""
+    """Splits a dimension over some axes, as far as they divide it; the first one becomes whole."""
     entries = [(), *spec[1:]]
     for axis in over:
         parts = sizes[axis] * math.prod(sizes[a] for a in entries[dimension])

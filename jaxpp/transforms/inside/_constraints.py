@@ -1,4 +1,4 @@
-"""Constraints of how arrays are split: how to write one, and what those of a step may name."""
+"""Makes sharding constraints, and checks those of a step."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from jaxpp.transforms.tasks import is_loop
 
 
 def constraint(var: Any, spec: PartitionSpec, result: Any) -> Any:
-    """The equation that splits a variable, under the abstract mesh that is set.
+    """Makes an equation that splits a variable, under the abstract mesh that is set.
 
     Args:
         var: the variable, of the type of `result`.
-        spec: over which axes.
+        spec: the axes to split each dimension over.
         result: the variable of the result.
     """
     (eqn,) = _jaxprs.splice(lambda x: jax.lax.with_sharding_constraint(x, spec), [var], [result])
@@ -23,15 +23,15 @@ def constraint(var: Any, spec: PartitionSpec, result: Any) -> Any:
 
 
 def check_constraints(jaxpr: jex.ClosedJaxpr, inside: AbstractMesh | None) -> None:
-    """Checks that constraints leave it to each rank which devices they mean.
+    """Checks that constraints name axes alone, and no devices.
 
     Args:
         jaxpr: the step.
         inside: the mesh of every rank without its devices; None where each is one device.
 
     Raises:
-        ValueError: a constraint, a `shard_map`, or what a `jax.jit` says of its arguments and
-            results, is over a mesh of its own.
+        ValueError: a constraint, a `shard_map`, or a sharding that a `jax.jit` gives its arguments
+            and results, is over a mesh with devices.
     """
     for eqn in jaxpr.eqns:
         mesh = _mesh_of(eqn)
@@ -50,7 +50,7 @@ def check_constraints(jaxpr: jex.ClosedJaxpr, inside: AbstractMesh | None) -> No
 
 
 def _mesh_of(eqn: Any) -> Any | None:
-    """The mesh that an equation names; None where it names none."""
+    """Gives the mesh that an equation names; None where it names none."""
     if eqn.primitive.name == "sharding_constraint":
         sharding = eqn.params["sharding"]
         return getattr(sharding, "mesh", sharding)

@@ -1,4 +1,4 @@
-"""How a step's arguments and results are split inside a rank, as its caller writes it."""
+"""Reads `in_specs` and `out_specs`: how a caller splits arguments and results inside a rank."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,24 +10,24 @@ from jax.sharding import PartitionSpec
 from jaxpp._program import PIPELINE_AXIS
 from jaxpp._specs import Spec, axes_of, spec_of
 
-#: Patterns of paths, each with the spec of the leaves that it is found in.
+#: Patterns, each with the spec of the leaves in whose paths it is found.
 Rules = Sequence[tuple[str, PartitionSpec]]
 
 
 def specs_of_leaves(
     prefix: Any, tree: Any, sizes: Mapping[str, int], what: str
 ) -> list[Spec | None]:
-    """The spec of each leaf of a pytree; None where nothing is said of it.
+    """Finds the spec of each leaf of a pytree; None for a leaf without one.
 
     Args:
         prefix: a prefix of the pytree, whose leaves are `PartitionSpec`s, rules, or None.
         tree: the pytree; its array leaves have a shape.
         sizes: the axes inside a rank, and their sizes.
-        what: what the pytree is, for errors: `"in_specs"`.
+        what: the name of the prefix in errors, such as `"in_specs"`.
 
     Raises:
-        ValueError: the prefix does not fit the pytree, or a spec does not fit its leaf, and the
-            message has the leaf's path; or rules speak of no leaf of theirs.
+        ValueError: the prefix does not fit the pytree; a spec does not fit its leaf, whose path the
+            message has; or no pattern of some rules is found in a path.
     """
     found: list[Spec | None] = []
 
@@ -76,12 +76,12 @@ def _by_rules(rules: Rules, path: tuple[Any, ...]) -> PartitionSpec | None:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """A leaf's path as rules see it."""
+    """Writes a leaf's path as the patterns of rules see it."""
     return jtu.keystr(path, simple=True, separator=".")
 
 
 def _check_rules(rules: Rules, arrays: Sequence[tuple[Any, Any]], name: str) -> None:
-    """Checks that rules are patterns, and that they speak of some array that has dimensions."""
+    """Checks that rules are patterns, and that one is found in the path of an array."""
     for pattern, _ in rules:
         try:
             re.compile(pattern)
@@ -102,7 +102,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _checked(given: Any, leaf: Any, sizes: Mapping[str, int], name: str) -> Spec:
-    """A spec that fits a leaf."""
+    """Makes the spec of a leaf, and checks that it fits."""
     if not isinstance(given, PartitionSpec):
         raise ValueError(f"{name}: {given!r} is not a PartitionSpec, None or a list of rules.")
     if PartitionSpec.UNCONSTRAINED in tuple(given):

@@ -1,11 +1,11 @@
-"""ZeRO: what is kept from step to step is split over the replicas.
+"""ZeRO: splits optimizer state, and parameters if wanted, over the replicas.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". With
 optimizer state split (ZeRO-1, section 5.1) the gradients are reduced and scattered, each replica
 updates the part of the parameters that its state is for, and the new parameters are gathered, once
-a step. With parameters split too (ZeRO-3, section 5.3) each task gathers those that it reads, and
-they are gone when it ends. Gradients are accumulated whole all the same, as they are reduced once a
-step.
+a step. With parameters split too (ZeRO-3, section 5.3) each task gathers the parameters that it
+reads, and drops them when it ends. Gradients are accumulated whole all the same, as they are
+reduced once a step.
 """
 
 import dataclasses
@@ -24,17 +24,17 @@ from jaxpp.transforms.tasks import LoopTasks, TaskBody, is_loop
 def scattered(
     spec: Spec, shape: Sequence[int], axes: tuple[str, ...], sizes: Mapping[str, int]
 ) -> Spec | None:
-    """The spec of an array that is split over further axes, along one of its dimensions.
+    """Splits an array over further axes, along one of its dimensions.
 
     Args:
-        spec: how it is split already.
+        spec: the spec of the array so far.
         shape: its shape.
         axes: the axes to split it over.
         sizes: the size of each axis inside a rank.
 
     Returns:
-        The spec, with the largest dimension that can be split so, whole ones first; None where none
-        can be, or it is split over one of the axes.
+        The new spec. It splits the largest whole dimension that the axes divide, or else the
+        largest one; None where they divide none, or where one of the axes is used already.
 
     Example:
         >>> scattered(((), ("model",)), (6, 8), ("data",), {"data": 2, "model": 2})
@@ -56,7 +56,7 @@ def scattered(
 
 
 def split_state(step: Step) -> Step:
-    """Splits what is kept from step to step further, as `zero1` and `zero3` say."""
+    """Splits optimizer state and parameters further, as `zero1` and `zero3` say."""
     if step.inside is None:
         return step
     sizes = step.inside.sizes
@@ -75,10 +75,10 @@ def split_state(step: Step) -> Step:
 
 
 def gather_in_tasks(step: Step) -> Step:
-    """Lets tasks gather the parameters that are split further than they read them.
+    """Lets tasks gather the parameters that are split further than the tasks read them.
 
-    Without it, XLA would take the axes that parameters and examples are both split over to be those
-    of the parameters, and move the examples.
+    Otherwise XLA would see parameters and examples split over the same axes, keep the parameters
+    split, and move the examples.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -108,7 +108,7 @@ def gather_in_tasks(step: Step) -> Step:
     wanted = propagation.propagate(jaxpr, whole, sizes)
 
     def gathered(v: Any) -> Spec | None:
-        """How tasks are to have what is split otherwise."""
+        """Gives the spec that tasks read a variable with; None if it is split so already."""
         if _jaxprs.is_literal(v) or split[v] is None or split[v] == wanted[v]:
             return None
         return wanted[v] or replicated(v.aval.ndim)
@@ -122,7 +122,7 @@ def gather_in_tasks(step: Step) -> Step:
                 i: s for i, v in enumerate(operands[: tasks.num_consts]) if (s := gathered(v))
             }
             for n in range(tasks.num_consts, tasks.num_consts + tasks.num_carry):
-                # What tasks write over stays as it is from task to task.
+                # A carry, which tasks write over, is gathered once: its spec stays the same.
                 if (spec := gathered(operands[n])) is not None:
                     own = _jaxprs.fresh_var(operands[n])
                     eqns.append(constraint(operands[n], partition_spec(spec), own))
@@ -136,7 +136,7 @@ def gather_in_tasks(step: Step) -> Step:
 
 
 def _gather(body: TaskBody, specs: Mapping[int, Spec]) -> TaskBody:
-    """A task that gathers constants, given how it is to have them."""
+    """Makes a task gather constants first, to the given specs."""
     known, gathers = _jaxprs.Substitution(), []
     for ref, v in zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True):
         if ref.source == "const" and ref.index in specs:

@@ -1,7 +1,7 @@
-"""Which dimension of an equation's operands is found again as which dimension of its results.
+"""Finds the dimensions of an equation's operands again among those of its results.
 
-One small function for each kind of primitive, in a table by primitive name. This is what Shardy
-calls an operation's sharding rule (openxla.org/shardy, "Sharding propagation") and GSPMD the
+There is one small function for each kind of primitive, in a table by primitive name. Shardy calls
+this an operation's sharding rule (openxla.org/shardy, "Sharding propagation"), and GSPMD the
 dimensions that it propagates through (Xu et al., arXiv 2105.04663, section 3.5).
 """
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from jaxpp import _primitives
 
-#: For each operand and each of its dimensions, the dimension of the results that is the same one:
-#: `None` where it ends here (it is summed, indexed, scanned over). All results share it.
+#: For each operand and each of its dimensions, the same dimension of the results; `None` for a
+#: dimension that no result has (it is summed, indexed, scanned over). All results share it.
 Found = list[tuple[int | None, ...]]
 
 
 def found_again(eqn) -> Found | None:
-    """Where the dimensions of an equation's operands are in its results.
+    """Finds the dimensions of an equation's operands in its results.
 
     Args:
         eqn: an equation whose primitive has one result, or several of the same dimensions.
@@ -36,34 +36,34 @@ def found_again(eqn) -> Found | None:
 
 
 def shape_of(atom) -> tuple[int, ...]:
-    """The shape of an atom's value; `()` for what is not an array."""
+    """Gives the shape of an atom's value; `()` for one that is not an array."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 
 def _where_equal(shape: Sequence[int], result: Sequence[int]) -> tuple[int | None, ...]:
-    """The same dimensions in the same order, those of another size excepted."""
+    """Finds dimensions in the same order, but for those of another size."""
     return tuple(i if i < len(result) and n == result[i] else None for i, n in enumerate(shape))
 
 
 def _all_but(shape: Sequence[int], dropped: Sequence[int]) -> tuple[int | None, ...]:
-    """The same dimensions in the same order; those dropped end here, but stay where they are."""
+    """Finds dimensions in the same order; those dropped are in the results, but as new ones."""
     return tuple(None if i in dropped else i for i in range(len(shape)))
 
 
 def _removed(shape: Sequence[int], dropped: Sequence[int]) -> tuple[int | None, ...]:
-    """The same dimensions in the same order; the results do not have those dropped at all."""
+    """Finds dimensions in the same order, in results that lack those dropped."""
     kept = [i for i in range(len(shape)) if i not in dropped]
     return tuple(kept.index(i) if i in kept else None for i in range(len(shape)))
 
 
 def _same(eqn, shapes) -> Found:
-    """Each dimension, even of another size: a part of it, or it with others before and after."""
+    """Finds each dimension, even of another size: a result has a part of it, or has it padded."""
     ndim = len(shape_of(eqn.outvars[0]))
     return [tuple(range(ndim)) if len(s) == ndim else (None,) * len(s) for s in shapes]
 
 
 def _aligned(eqn, shapes) -> Found:
-    """Each dimension, those excepted that are repeated (of size 1) or of which a part is taken."""
+    """Finds each dimension, but for those repeated (of size 1) or of which a part is taken."""
     result = shape_of(eqn.outvars[0])
     return [
         _where_equal(shape, result) if len(shape) == len(result) else (None,) * len(shape)
@@ -72,13 +72,13 @@ def _aligned(eqn, shapes) -> Found:
 
 
 def _leading(eqn, shapes) -> Found:
-    """Elementwise on the leading dimensions: keys and their bits, and the bytes of elements."""
+    """Finds the leading dimensions: of keys and their bits, of elements and their bytes."""
     result = shape_of(eqn.outvars[0])
     return [_where_equal(shape, result) for shape in shapes]
 
 
 def _matrices(eqn, shapes) -> Found:
-    """A function of matrices, the last two dimensions: only the batch is found again."""
+    """Finds all dimensions but the last two, those of a matrix."""
     return [_all_but(shape, (len(shape) - 2, len(shape) - 1)) for shape in shapes]
 
 
@@ -98,14 +98,14 @@ def _dot_general(eqn, shapes) -> Found:
 
 
 def _convolution(eqn, shapes) -> Found:
-    """Batch, output features and the image's own dimensions, across which XLA exchanges halos."""
+    """Finds batch, output features and the image's dimensions, over which XLA exchanges halos."""
     numbers = eqn.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     image: list[int | None] = [None] * len(lhs)
     kernel: list[int | None] = [None] * len(rhs)
     for mine, theirs in zip(lhs[2:], out[2:], strict=True):
         image[mine] = theirs
-    # Where features are in groups, a group of the input makes a group of the output; a gradient of
+    # If features are in groups, a group of the input makes a group of the output. The gradient of
     # such a convolution has its groups in the batch.
     image[lhs[0]] = out[0] if eqn.params["batch_group_count"] == 1 else out[1]
     image[lhs[1]] = None if eqn.params["feature_group_count"] == 1 else out[1]
@@ -145,7 +145,7 @@ def _dynamic_update_slice(eqn, shapes) -> Found:
 
 
 def _gather(eqn, shapes) -> Found:
-    """The windows' dimensions that are taken whole, and those of the indices."""
+    """Finds the windows' dimensions that are taken whole, and those of the indices."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     shared = tuple(getattr(numbers, "operand_batching_dims", ()))
     operand: list[int | None] = [None] * len(shapes[0])
@@ -164,7 +164,7 @@ def _gather(eqn, shapes) -> Found:
 
 
 def _scatter(eqn, shapes) -> Found:
-    """The operand's dimensions; of the updates' those that are written whole."""
+    """Finds the operand's dimensions, and those of the updates that are written whole."""
     numbers = eqn.params["dimension_numbers"]
     shared = tuple(getattr(numbers, "operand_batching_dims", ()))
     ndim = len(shapes[0])

@@ -1,6 +1,6 @@
 """Sharding propagation through the equations that hold jaxprs of their own: calls and loops.
 
-Each rule is given `outputs(jaxpr, specs)`, which tells how the outputs of such a jaxpr are split.
+Each rule is given `outputs(jaxpr, specs)`, which gives the specs of such a jaxpr's outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ from jaxpp.transforms.tasks import LoopTasks, Ref
 
 Outputs = Callable[[Any, Sequence[MaybeSpec]], list[MaybeSpec]]
 
-_ROUNDS = 3  # in which a loop's carries must have taken on the specs of its body's results
+_ROUNDS = 3  # after which a loop's carries have the specs of its body's results
 
 
 def call(eqn, specs: Sequence[MaybeSpec], outputs: Outputs) -> list[MaybeSpec]:
-    """An equation that calls its body once."""
+    """Gives the specs of the results of an equation that calls its body once."""
     return outputs(_jaxprs.called_jaxpr(eqn), specs)
 
 
 def _jit(eqn, specs, outputs) -> list[MaybeSpec]:
-    """A nested `jit`, whose arguments and results may have shardings of their own."""
+    """Gives those of a nested `jit`, whose arguments and results may have shardings given."""
     pinned_in = eqn.params.get("in_shardings", (None,) * len(specs))
     specs = [pinned(s, p, v) for s, p, v in zip(specs, pinned_in, eqn.invars, strict=True)]
     results = call(eqn, specs, outputs)
@@ -60,7 +60,7 @@ def _scan(eqn, specs, outputs) -> list[MaybeSpec]:
 
 
 def _fixpoint(body: Callable, carry: Sequence[MaybeSpec]) -> tuple[list[MaybeSpec], Any]:
-    """The specs of a loop's carries, and what else `body` gives for them."""
+    """Finds the specs of a loop's carries, and the other results of `body` for these specs."""
     carry = list(carry)
     for _ in range(_ROUNDS):
         results, rest = body(carry)
@@ -72,17 +72,17 @@ def _fixpoint(body: Callable, carry: Sequence[MaybeSpec]) -> tuple[list[MaybeSpe
 
 
 def _row(spec: MaybeSpec) -> MaybeSpec:
-    """The spec of a slice along the first dimension."""
+    """Gives the spec of a slice along the first dimension."""
     return None if spec is None else spec[1:]
 
 
 def _stacked(spec: MaybeSpec) -> MaybeSpec:
-    """The spec of values stacked along a new first dimension."""
+    """Gives the spec of values stacked along a new first dimension."""
     return None if spec is None else ((), *spec)
 
 
 def loop_specs(eqn, specs: Sequence[MaybeSpec], outputs: Outputs) -> dict[Ref, MaybeSpec]:
-    """The specs of all that the tasks of a scheduled loop read and make, each of one microbatch."""
+    """Finds the specs of all values that tasks of a scheduled loop read and make, by reference."""
     tasks: LoopTasks = eqn.params["tasks"]
     xs = specs[tasks.num_consts + tasks.num_carry :]
     known: dict[Ref, MaybeSpec] = {
@@ -114,7 +114,7 @@ def _pipeline_loop(eqn, specs, outputs) -> list[MaybeSpec]:
 
 
 def _shard_map(eqn, specs, outputs) -> list[MaybeSpec]:
-    """The `out_specs` for its own axes; the others as its body leaves them."""
+    """Takes the `out_specs` for the `shard_map`'s own axes, and the body's specs for the others."""
     params = eqn.params
     manual = params.get("newly_manual_axes", params.get("manual_axes", params["mesh"].axis_names))
 

@@ -1,8 +1,8 @@
-"""The rules of sharding propagation: how the values of a jaxpr are split, given how its inputs are.
+"""The rules of sharding propagation, which find the specs of a jaxpr's values from its inputs'.
 
 They say what XLA's own propagation would, but on the jaxpr, so that a step has the same programs on
-every mesh and in every schedule. Where a value's spec is less split than it could be, XLA moves
-more than it needs to; a spec is never wrong. The source of the rules is Shardy's propagation
+every mesh and in every schedule. A spec is never wrong; if a value is less split than it could be,
+XLA only moves more than it needs to. The source of the rules is Shardy's propagation
 (openxla.org/shardy/propagation) and, before it, GSPMD (Xu et al., arXiv 2105.04663, section 3.5).
 """
 
@@ -35,11 +35,11 @@ _ROUNDS = 2  # forward and back, after which the models of experiments/ change n
 def propagate(
     jaxpr: jex.ClosedJaxpr, specs: Sequence[MaybeSpec], sizes: Sizes
 ) -> dict[Any, MaybeSpec]:
-    """The spec of each variable of a jaxpr, forward from the specs of its inputs.
+    """Finds the spec of each variable of a jaxpr, forward from the specs of its inputs.
 
-    A dimension that is split in one operand and whole in another is split in what is made of them;
-    of two that disagree, the larger operand wins, and the first of two as large. Equations without
-    a rule give values that are whole.
+    A dimension that is split in one operand and whole in another is split in the result. If two
+    operands disagree, the larger one wins, or the first of two of one size. Equations without a
+    rule give values that are whole.
 
     Args:
         jaxpr: a closed jaxpr; its constants count as values that may be split in any way.
@@ -65,7 +65,7 @@ def propagate(
 def output_specs(
     jaxpr: jex.ClosedJaxpr, specs: Sequence[MaybeSpec], sizes: Sizes
 ) -> list[MaybeSpec]:
-    """The specs of a jaxpr's outputs: as `propagate` has them, and then as they are used.
+    """Finds the specs of a jaxpr's outputs: as `propagate` finds them, then by their uses.
 
     An output that is used as well (a residual) is split where its uses split it: a dropout's mask
     is drawn for each head where the heads are.
@@ -88,7 +88,7 @@ def output_specs(
 
 
 def made_whole(jaxpr: jex.ClosedJaxpr, specs: Sequence[MaybeSpec], sizes: Sizes) -> list[Any]:
-    """The equations, also inside calls and loops, that make split values whole for want of a rule.
+    """Finds the equations, also inside calls and loops, that make values whole for want of a rule.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -112,22 +112,22 @@ def made_whole(jaxpr: jex.ClosedJaxpr, specs: Sequence[MaybeSpec], sizes: Sizes)
 
 
 def loop_specs(eqn, specs: Sequence[MaybeSpec], sizes: Sizes) -> dict[Ref, MaybeSpec]:
-    """The specs of all that the tasks of a scheduled loop read and make, each of one microbatch.
+    """Finds the specs of all values that the tasks of a scheduled loop read and make.
 
     Args:
         eqn: the equation of the loop.
-        specs: of its operands; what is scanned over has its leading dimension of microbatches.
+        specs: the specs of its operands; slices have a leading dimension of microbatches here.
         sizes: the number of devices along each axis.
 
     Returns:
-        a spec, or `None` where it may be any, by reference. An accumulator's is the same before and
-        after each task.
+        a spec, or `None` where it may be any, by reference: of a slice, that of one microbatch. An
+        accumulator's spec is the same before and after each task.
     """
     return _holders.loop_specs(eqn, specs, functools.partial(_made, sizes=sizes))
 
 
 def _made(jaxpr, specs, sizes: Sizes) -> list[MaybeSpec]:
-    """The specs of a jaxpr's outputs, forward only."""
+    """Finds the specs of a jaxpr's outputs, forward only."""
     return _of_outputs(_opened(jaxpr), propagate(jaxpr, specs, sizes))
 
 
@@ -145,7 +145,7 @@ def _of_outputs(opened, known) -> list[MaybeSpec]:
 
 
 def _forward(opened, known: dict[Any, MaybeSpec], specs, sizes: Sizes, outputs: Outputs) -> None:
-    """Adds to what is known of a jaxpr's variables how its equations make them."""
+    """Adds to `known` the specs of a jaxpr's variables, from operands to results."""
     known.update(dict.fromkeys(opened.constvars))
     for var, spec in zip(opened.invars, specs, strict=True):
         known[var] = of_type(spec, var, sizes)
@@ -160,7 +160,7 @@ def _of_operands(eqn, known) -> list[MaybeSpec]:
 
 
 def _results(eqn, specs, sizes: Sizes, outputs: Outputs) -> list[MaybeSpec]:
-    """The specs of an equation's results; `outputs` tells those of a jaxpr that it holds."""
+    """Finds the specs of an equation's results; `outputs` finds those of a jaxpr inside."""
     name = eqn.primitive.name
     if name in _holders.HOLDERS:
         results = _holders.HOLDERS[name](eqn, specs, outputs)
@@ -183,7 +183,7 @@ def _has_rule(eqn) -> bool:
 
 
 def _combine(eqn, found, specs: Sequence[MaybeSpec], ndim: int) -> MaybeSpec:
-    """The spec of a result, each operand's axes moved to where its dimensions are found again."""
+    """Moves each operand's axes to the dimensions of the result where its own are found again."""
     order = sorted(range(len(specs)), key=lambda i: -math.prod(shape_of(eqn.invars[i])))
     return overlay(
         ndim,
@@ -208,9 +208,9 @@ def _sharding_constraint(eqn, specs, sizes) -> list[MaybeSpec]:
 
 
 def _each(eqn, specs, sizes) -> list[MaybeSpec]:
-    """One result for each of the last operands, of its dimensions where they have the same size.
+    """Gives each result the spec of its operand, one of the last, in dimensions of the same size.
 
-    What sums over devices also sums over dimensions, once it is under `vmap`.
+    Under `vmap`, a collective that sums over devices also sums over dimensions.
     """
     summed = [a for a in eqn.params.get("axes", ()) if not isinstance(a, str)]
     skipped = len(eqn.invars) - len(eqn.outvars)
@@ -251,7 +251,7 @@ _RULES: dict[str, Callable[[Any, Sequence[MaybeSpec], Sizes], list[MaybeSpec]]] 
 
 
 def _backward(opened, known: dict[Any, MaybeSpec], sizes: Sizes, fixed: Collection) -> None:
-    """Splits what equations make where their uses split it; what is fixed or constrained stays."""
+    """Splits variables as their uses split them, but for those that are fixed or constrained."""
     constrained = (v for e in opened.eqns if e.primitive.name in _CONSTRAINTS for v in e.outvars)
     fixed = {*fixed, *constrained}
     for eqn in reversed(opened.eqns):
@@ -261,7 +261,7 @@ def _backward(opened, known: dict[Any, MaybeSpec], sizes: Sizes, fixed: Collecti
 
 
 def _wanted(eqn, known, sizes: Sizes) -> Sequence[MaybeSpec]:
-    """The specs that an equation's operands would have, were they made of its results."""
+    """Gives the specs that an equation's operands would have, were they made of its results."""
     results, nothing = [known[v] for v in eqn.outvars], [None] * len(eqn.invars)
     old, new = [[shape_of(v) for v in atoms] for atoms in (eqn.invars, eqn.outvars)]
     name = eqn.primitive.name
@@ -281,7 +281,7 @@ def _wanted(eqn, known, sizes: Sizes) -> Sequence[MaybeSpec]:
 
 
 def _summed_alike(eqn, wanted, known) -> list[MaybeSpec]:
-    """The specs wanted of a product's operands, a summed dimension as the other operand has it."""
+    """Splits a summed dimension of each operand of a product as the other operand has it."""
     specs = _of_operands(eqn, known)
     both = []
     for mine, theirs in ((0, 1), (1, 0)):

@@ -1,4 +1,4 @@
-"""Working with specs: where several meet, what fits a type, where an array is reshaped."""
+"""Merges specs, fits them to types, and finds those of reshaped arrays."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,15 +9,15 @@ from jaxpp._specs import Spec, replicated, spec_of
 from jaxpp.transforms.inside.propagation._dimensions import shape_of
 
 #: A spec, or `None` for a value that may be split in any way: it is made of nothing that is split
-#: (zeros, positions, random bits), and takes after what it is combined with.
+#: (zeros, positions, random bits), and is split as the values that it is combined with.
 MaybeSpec = Spec | None
 Sizes = Mapping[str, int]
 
 
 def merge(specs: Sequence[MaybeSpec]) -> MaybeSpec:
-    """One spec for a value that has several: each dimension is split where one of them splits it.
+    """Merges several specs of a value: a dimension is split if one of them splits it.
 
-    The first wins where they disagree.
+    Where they disagree, the first wins.
 
     Example:
         >>> merge([None, (("data",), ()), ((), ("data",)), ((), ("model",))])
@@ -30,7 +30,7 @@ def merge(specs: Sequence[MaybeSpec]) -> MaybeSpec:
 
 
 def overlay(ndim: int, entries: Iterable[tuple[int, tuple[str, ...]]]) -> Spec:
-    """A spec of (dimension, axes) pairs, the most important first, each axis at most once."""
+    """Makes a spec of (dimension, axes) pairs, the most important first, each axis at most once."""
     spec: list[tuple[str, ...]] = [()] * ndim
     used: set[str] = set()
     for dim, axes in entries:
@@ -46,9 +46,9 @@ def overlay(ndim: int, entries: Iterable[tuple[int, tuple[str, ...]]]) -> Spec:
 
 
 def of_type(spec: MaybeSpec, var, sizes: Sizes) -> MaybeSpec:
-    """A spec as a variable's type allows it.
+    """Reduces a spec to what a variable's type allows.
 
-    Each axis once and only where it divides the dimension.
+    It keeps each axis once, and only where the axis divides the dimension.
     """
     shape = shape_of(var)
     if not shape:
@@ -68,7 +68,7 @@ def of_type(spec: MaybeSpec, var, sizes: Sizes) -> MaybeSpec:
 
 
 def _readable(partition_spec: PartitionSpec, unconstrained: Spec) -> Spec:
-    """A `PartitionSpec` as a spec; its unconstrained dimensions are as given."""
+    """Makes a spec of a `PartitionSpec`; its unconstrained dimensions are split as given."""
     entries = tuple(partition_spec)
     known = [None if e is PartitionSpec.UNCONSTRAINED else e for e in entries]
     spec = spec_of(PartitionSpec(*known), len(unconstrained))
@@ -81,7 +81,7 @@ def _readable(partition_spec: PartitionSpec, unconstrained: Spec) -> Spec:
 
 
 def pinned(spec: MaybeSpec, sharding, var) -> MaybeSpec:
-    """The spec that a sharding names, or `spec` where it names none."""
+    """Gives the spec that a sharding names, or `spec` where it names none."""
     named = getattr(sharding, "spec", None)
     if named is None:
         return spec
@@ -89,11 +89,11 @@ def pinned(spec: MaybeSpec, sharding, var) -> MaybeSpec:
 
 
 def reshaped(spec: Spec, old: Sequence[int], new: Sequence[int], sizes: Sizes) -> Spec:
-    """The spec of a reshaped array for which nothing moves; an axis that has none is dropped.
+    """Finds the spec of a reshaped array for which nothing moves; drops axes that would move it.
 
     An axis of size s gives the element at index i of the flattened array to the device of
-    coordinate `i // weight % s`, of a weight that its dimension's place tells. It splits the new
-    dimension in which this is the next place.
+    coordinate `i // weight % s`. The weight follows from the axis's place in its dimension. The
+    axis splits the new dimension in which the next place has the same weight.
 
     Example:
         >>> reshaped((("data",), ("model",), ()), (4, 6, 5), (4, 30), {"data": 2, "model": 2})

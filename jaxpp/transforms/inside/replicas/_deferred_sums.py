@@ -1,13 +1,13 @@
 """Adds up gradients over the replicas of the batch once a step, not once a microbatch.
 
-Where a rank's devices share the examples of a microbatch, each weight gradient and the loss is a
-sum over them all, so that XLA reduces it in each backward task. But the sum over microbatches and
-the one over replicas commute: each replica can accumulate what its own examples give, and the
+If a rank's devices share the examples of a microbatch, each weight gradient and the loss is a sum
+over all devices, so that XLA reduces it in each backward task. But the sum over microbatches and
+the sum over replicas commute: each replica can accumulate the sums of its own examples, and the
 accumulators are added up after the loop. So do PyTorch's `DistributedDataParallel.no_sync` (Li et
 al., "PyTorch Distributed", VLDB 2020, section 4.3) and Megatron-LM, which leave out the reduction
 of all microbatches but the last, and Alpa (Zheng et al., OSDI 2022), which skips the collectives
-that XLA has put in. In JAX's own explicit sharding it would be a spec `unreduced={"data"}` of the
-accumulator, for programs that have it from their types (Autodiff and sharding, docs.jax.dev). Here
+that XLA has put in. With JAX's explicit sharding the accumulator would have the spec
+`unreduced={"data"}`, in programs whose types say so (Autodiff and sharding, docs.jax.dev). Here
 programs are of any kind, and the accumulator is an array like others: it has a leading dimension of
 one row for each replica, which is split over the replicas.
 """
@@ -55,24 +55,24 @@ def with_deferred_sums(
     own: Mapping[str, int] | None = None,
     scatter: bool = False,
 ) -> jex.ClosedJaxpr:
-    """A step whose scheduled loops keep sums over the batch apart by replica to their end.
+    """Keeps sums over the batch apart by replica, in the scheduled loops of a step.
 
-    An accumulator of a loop to which sums over examples are added, and nothing is added but such
-    sums and what comes from them by additive equations, gets a leading dimension of one row for
-    each replica. After the loop the rows are added up, so that the rest of the step is as it was.
-    A sum that anything else reads too, such as the mean and the variance of a batch, or the count
-    that a loss is divided by, is made where it was. With no mesh set (`jax.set_mesh`,
+    An accumulator of a loop gets a leading dimension of one row for each replica if sums over
+    examples are added to it, and nothing but such sums and values made of them by additive
+    equations. After the loop the rows are added up, so that the rest of the step is as it was. A
+    sum that another equation reads too, such as the mean and the variance of a batch, or the count
+    that a loss is divided by, is still reduced where it is made. With no mesh set (`jax.set_mesh`,
     `jax.sharding.use_abstract_mesh`), rows are tied to no devices.
 
     Args:
         jaxpr: the step, its calls inlined.
-        specs: how each of its inputs is split; None where it may be in any way.
+        specs: the spec of each of its inputs; None where it may be any.
         axes: the axes that the batch is split over, such as `("data",)`.
         sizes: the number of devices along each axis inside a rank; where ranks differ, multiples of
-            those of each, by which all decide alike.
-        own: where ranks differ, those of the rank that the step is for.
-        scatter: whether each replica gets a part of a sum, where one can be divided, as optimizer
-            state that is split over the replicas asks for.
+            the numbers of each rank, by which all ranks decide alike.
+        own: where ranks differ, the sizes of the rank that the step is for.
+        scatter: whether each replica gets a part of a sum, where the sum can be divided, for
+            optimizer state that is split over the replicas.
 
     Returns:
         A step with the same inputs and outputs, equal but for rounding.
@@ -114,7 +114,7 @@ def with_deferred_sums(
 def _scopes(
     eqn: Any, known: Mapping[Any, Spec | None], replicas: Replicas
 ) -> list[tuple[TaskBody, Scope]]:
-    """The tasks of a loop, each opened."""
+    """Opens each task of a loop."""
     specs = [None if _jaxprs.is_literal(v) else known.get(v) for v in eqn.invars]
     inside = propagation.loop_specs(eqn, specs, replicas.sizes)
     return [
@@ -130,7 +130,7 @@ def _defer_in_loop(
     replicas: Replicas,
     scatter: bool,
 ) -> list[Any]:
-    """A loop's equation with its sums over examples apart, and those that surround it."""
+    """Keeps a loop's sums over examples apart; gives it with the equations before and after it."""
     tasks: LoopTasks = eqn.params["tasks"]
     scopes = _scopes(eqn, known, replicas)
     deferred = {i for body, scope in scopes for i in _deferrable(body, scope, tasks)}
@@ -150,7 +150,7 @@ def _defer_in_loop(
 
 
 def _deferrable(body: TaskBody, scope: Scope, tasks: LoopTasks) -> set[int]:
-    """The accumulators of a loop that a task adds sums over examples to."""
+    """Finds the accumulators of a loop to which a task adds sums over examples."""
     outvars = scope.jaxpr.jaxpr.outvars
     added = {
         n: ref.index
@@ -165,7 +165,7 @@ def _deferrable(body: TaskBody, scope: Scope, tasks: LoopTasks) -> set[int]:
 
 
 def _rewrite(body: TaskBody, scope: Scope, deferred: Collection[int]) -> TaskBody:
-    """A task whose deferred accumulators are in shares."""
+    """Rewrites a task so that its deferred accumulators are in shares."""
 
     def numbers(refs: Sequence[Ref]) -> list[int]:
         return [n for n, r in enumerate(refs) if r.source == "carry" and r.index in deferred]
@@ -179,7 +179,7 @@ def _rewrite(body: TaskBody, scope: Scope, deferred: Collection[int]) -> TaskBod
 def _start(
     first: Any, maker: Mapping[Any, Any], replicas: Replicas, eqn: Any
 ) -> tuple[list[Any], list[Any]]:
-    """The equations, and the variable, of the shares that an accumulator begins with."""
+    """Makes the shares that an accumulator begins with: the equations, and the variable."""
     if _primitives.is_zero(first, maker):
         zeros = first.aval
         return _jaxprs.record(lambda: _partial_sums.zero_rows(zeros, replicas), [], eqn)
@@ -189,7 +189,7 @@ def _start(
 def _sum_replicas(
     partial: Any, total: Any, eqn: Any, spec: Spec | None, scatter: bool, replicas: Replicas
 ) -> list[Any]:
-    """The equations that make a loop's result of the accumulators of its replicas."""
+    """Makes the equations that add up the rows of an accumulator to a loop's result."""
     spec = spec or replicated(total.aval.ndim)
     target = None
     if scatter and replicas.count > 1:

@@ -1,10 +1,11 @@
 """Rewrites a jaxpr so that sums over examples stay apart by replica.
 
-In place of a value there are its *shares*, an array with a leading dimension of one row for each
-replica, which stays where the replica is; the value is the sum over the rows. Where an equation
+In place of a value there are its *shares*: an array with a leading dimension of one row for each
+replica. A row stays where its replica is, and the value is the sum over the rows. Where an equation
 sums over examples, their dimension of size b is reshaped to (D, b / D), and the equation is mapped
-over the first by `jax.vmap`: so XLA finds nothing to reduce. Additive equations after it are mapped
-over the rows. What is whole and is added to shares is in the first row, with zeros in the others.
+over the first of these by `jax.vmap`: so XLA finds nothing to reduce. Additive equations after it
+are mapped over the rows. A whole value that is added to shares goes into the first row, with zeros
+in the others.
 """
 
 import functools
@@ -24,7 +25,7 @@ from jaxpp.transforms.inside.replicas._shares import Nested, Scope
 
 
 def with_shares(scope: Scope, given: Collection[int], wanted: Collection[int]) -> jex.ClosedJaxpr:
-    """A jaxpr some of whose inputs and outputs are in shares.
+    """Rewrites a jaxpr so that some of its inputs and outputs are in shares.
 
     Args:
         scope: the jaxpr, opened.
@@ -51,12 +52,12 @@ def with_shares(scope: Scope, given: Collection[int], wanted: Collection[int]) -
 
 
 def rows_type(var: Any, replicas: Replicas) -> Any:
-    """The type of a variable's shares."""
+    """Gives the type of a variable's shares."""
     return jax.make_jaxpr(lambda x: first_row(x, replicas))(var.aval).out_avals[0]
 
 
 def first_row(x: jax.Array, replicas: Replicas) -> jax.Array:
-    """The shares of a whole value: the first row has it, the others zeros."""
+    """Makes the shares of a whole value: the first row has it, the others have zeros."""
     shape = (replicas.count, *x.shape)
     # A comparison, not a pad, for which XLA would exchange rows between devices.
     is_first = jax.lax.broadcasted_iota(jnp.int32, shape, 0) == 0
@@ -65,12 +66,12 @@ def first_row(x: jax.Array, replicas: Replicas) -> jax.Array:
 
 
 def zero_rows(aval: Any, replicas: Replicas) -> jax.Array:
-    """The shares of zeros."""
+    """Makes the shares of zeros."""
     return keep_apart(jax.lax.full((replicas.count, *aval.shape), 0, aval.dtype), replicas)
 
 
 def keep_apart(x: jax.Array, replicas: Replicas, dimension: int = 0) -> jax.Array:
-    """Keeps each row where its replica is; without a mesh, as on one device, there is no choice."""
+    """Keeps each row where its replica is; does nothing without a mesh, as on one device."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
@@ -79,17 +80,17 @@ def keep_apart(x: jax.Array, replicas: Replicas, dimension: int = 0) -> jax.Arra
 
 
 def sum_rows(rows: jax.Array) -> jax.Array:
-    """The value whose shares these are."""
+    """Adds up shares to their value."""
     return jax.lax.reduce_sum(rows, (0,))
 
 
 def scatter_rows(rows: jax.Array, spec: Spec, target: Spec, replicas: Replicas) -> jax.Array:
-    """The value whose shares these are, of which each replica gets a part.
+    """Adds up shares to their value, of which each replica gets a part.
 
     Args:
         rows: the shares.
-        spec: how the value is split apart from the replicas.
-        target: how it comes out: one dimension is split over the replicas, too.
+        spec: the spec of the value over other axes than the replicas'.
+        target: the spec of the result: one dimension is split over the replicas, too.
         replicas: the devices.
     """
     if jax.sharding.get_abstract_mesh().empty:
@@ -113,21 +114,21 @@ def by_replica(x: jax.Array, dimension: int, replicas: Replicas) -> jax.Array:
     return keep_apart(jax.lax.reshape(x, shape), replicas, dimension)
 
 
-#: What XLA moves between devices if it is mapped over a dimension that is split over them: a
-#: convolution is mapped by its groups of features.
+#: The primitives whose operands XLA moves between devices if they are mapped over a dimension that
+#: is split over the devices: a convolution is mapped by its groups of features.
 _BY_HAND = frozenset({"conv_general_dilated"})
 
 
 def map_replicas(
     fun: Callable, dimensions: Sequence[int | None], replicas: Replicas, by_hand: bool
 ) -> Callable:
-    """Applies a function to what each replica has of its operands; the results are rows.
+    """Applies a function to each replica's part of its operands; the results are rows.
 
     Args:
         fun: a function of arrays.
-        dimensions: that of the replicas in each operand, or None where all have the same.
+        dimensions: the dimension of the replicas in each operand, or None where all have the same.
         replicas: the devices.
-        by_hand: whether each device is to apply it to its own (`jax.shard_map`), where there is a
+        by_hand: whether each device applies it to its own part (`jax.shard_map`), where there is a
             mesh; otherwise this is left to XLA (`jax.vmap`).
     """
     if by_hand and not jax.sharding.get_abstract_mesh().empty:
@@ -161,12 +162,12 @@ def map_replicas(
 
 
 class _Writer:
-    """Writes equations anew; `eqns` are those so far.
+    """Writes the equations of a jaxpr anew; `eqns` are those written so far.
 
     Args:
-        scope: where they are from.
-        apart: the variables that are to be shares.
-        rows: the shares of the inputs that come so.
+        scope: the jaxpr.
+        apart: the variables that are to be made as shares.
+        rows: the shares of the inputs that come in shares.
     """
 
     def __init__(self, scope: Scope, apart: Collection[Any], rows: Mapping[Any, Any]):
@@ -180,7 +181,7 @@ class _Writer:
         self._at: Any = None
 
     def add(self, eqn: Any) -> None:
-        """Adds an equation: as it is, or giving shares."""
+        """Adds an equation, unchanged or rewritten to give shares."""
         self._at = eqn
         nested = self._scope.nested(eqn)
         apart = [v in self._apart for v in eqn.outvars]
@@ -194,7 +195,7 @@ class _Writer:
             self._append(eqn.replace(invars=[self.whole(v) for v in eqn.invars]))
 
     def whole(self, atom: Any) -> Any:
-        """An atom's whole value; where there are only its shares, their sum."""
+        """Gives an atom's whole value; if there are only its shares, their sum."""
         if _jaxprs.is_literal(atom) or atom not in self._rows:
             return atom
         if atom not in self._whole:
@@ -202,7 +203,7 @@ class _Writer:
         return self._whole[atom]
 
     def shares(self, atom: Any) -> Any:
-        """An atom's shares; where there is only its whole value, that in the first row."""
+        """Gives an atom's shares; if there is only its whole value, puts that in the first row."""
         if not _jaxprs.is_literal(atom) and atom in self._rows:
             return self._rows[atom]
         if _primitives.is_zero(atom, self._maker):
@@ -224,13 +225,13 @@ class _Writer:
     def _add_mapped(
         self, eqn: Any, operands: Sequence[Any], dimensions: Sequence[int | None]
     ) -> None:
-        """Maps an equation over a dimension of its operands, or of None that are the same."""
+        """Maps an equation over a dimension of each operand; None if all replicas have the same."""
         one = functools.partial(eqn.primitive.bind, **eqn.params)
         mapped = map_replicas(one, dimensions, self._replicas, eqn.primitive.name in _BY_HAND)
         (self._rows[eqn.outvars[0]],) = self._record(mapped, operands)
 
     def _add_sum(self, eqn: Any, summed: Mapping[int, int]) -> None:
-        """Sums over the examples of each replica."""
+        """Adds an equation that sums over the examples of each replica."""
         replicas = self._replicas
         operands, dimensions = [], []
         for i, v in enumerate(eqn.invars):
@@ -246,7 +247,7 @@ class _Writer:
         self._add_mapped(eqn, operands, dimensions)
 
     def _add_additive(self, eqn: Any) -> None:
-        """Applies an additive equation to each row."""
+        """Adds an additive equation, applied to each row."""
         additive = self._scope.additive(eqn, self._apart)
         pairs = [
             self._mapped(v) if i in additive else (self.whole(v), None)
@@ -255,7 +256,7 @@ class _Writer:
         self._add_mapped(eqn, [v for v, _ in pairs], [d for _, d in pairs])
 
     def _mapped(self, atom: Any) -> tuple[Any, int | None]:
-        """An operand that an equation is additive in; zeros are the same in each row."""
+        """Gives an operand to map an equation over, and its dimension; zeros are not mapped."""
         return (atom, None) if _primitives.is_zero(atom, self._maker) else (self.shares(atom), 0)
 
     # ---- equations that hold others -------------------------------------------------------------
@@ -301,12 +302,12 @@ class _Writer:
 
 
 def _swap(x: jax.Array) -> jax.Array:
-    """Exchanges the rows of replicas and those of iterations, which costs a device nothing."""
+    """Exchanges the dimensions of replicas and of iterations, which costs a device nothing."""
     return jax.lax.transpose(x, (1, 0, *range(2, x.ndim)))
 
 
 def _holding(eqn: Any, bodies: Sequence[jex.ClosedJaxpr]) -> dict[str, Any]:
-    """The parameters of an equation with other jaxprs in it."""
+    """Makes the parameters of an equation with other jaxprs in them."""
     if eqn.primitive.name == "cond":
         old = eqn.params["branches"]
         branches = [_compat.with_closed_type(b, o) for b, o in zip(bodies, old, strict=True)]

@@ -1,4 +1,4 @@
-"""Finds the equations that sum over examples, and where a sum over replicas is split."""
+"""Finds the equations that sum over examples, and the dimensions that they sum over."""
 
 import dataclasses
 import math
@@ -13,8 +13,8 @@ from jaxpp._specs import Spec, axes_of
 class Replicas:
     """The devices that have examples of their own: along `axes`, of the given sizes.
 
-    Where ranks differ, `sizes` are multiples of those of each, for what all have to decide alike,
-    and `own` those of the rank.
+    Where ranks differ, `sizes` are multiples of the sizes of each, by which all ranks decide alike,
+    and `own` are the sizes of the rank that the step is for.
     """
 
     axes: tuple[str, ...]
@@ -23,16 +23,16 @@ class Replicas:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
         sizes = self.sizes if self.own is None else self.own
         return math.prod(sizes[axis] for axis in self.axes)
 
     def split(self, spec: Spec | None) -> bool:
-        """Whether an array of this spec is split over any of the axes."""
+        """Tells whether an array of this spec is split over any of the axes."""
         return spec is not None and not set(self.axes).isdisjoint(axes_of(spec))
 
     def split_first(self, spec: Spec | None, dimension: int) -> bool:
-        """Whether a dimension is split over the axes, and over others only within a replica."""
+        """Tells whether a dimension is split over the axes first, and only then over others."""
         return spec is not None and spec[dimension][: len(self.axes)] == self.axes
 
 
@@ -42,9 +42,9 @@ class Replicas:
 def summed_dimensions(
     eqn: Any, specs: Mapping[Any, Spec | None], replicas: Replicas
 ) -> dict[int, int]:
-    """For each operand that an equation sums over the examples of, their dimension.
+    """Finds the operands whose examples an equation sums over, with the dimension of the examples.
 
-    Empty where it does not, or where replicas do not have equally many.
+    Gives nothing if the equation does not sum so, or if replicas would not have equally many.
     """
     find = _SUMS.get(eqn.primitive.name)
     if find is None:
@@ -69,7 +69,7 @@ def _summed_by_product(eqn) -> Sequence[dict[int, int]]:
 
 
 def _summed_by_convolution(eqn) -> Sequence[dict[int, int]]:
-    """The input features, which are the examples in the gradient of the weights."""
+    """Finds the input features, which are the examples in the gradient of the weights."""
     if eqn.params["feature_group_count"] != 1:
         return []
     numbers = eqn.params["dimension_numbers"]
@@ -77,7 +77,7 @@ def _summed_by_convolution(eqn) -> Sequence[dict[int, int]]:
 
 
 def _summed_by_scatter(eqn) -> Sequence[dict[int, int]]:
-    """The dimensions of the indices, which the updates have too and the result does not."""
+    """Finds the dimensions of the indices that the updates have too and the result does not."""
     numbers = eqn.params["dimension_numbers"]
     updates = range(eqn.invars[2].aval.ndim)
     scattered = [d for d in updates if d not in numbers.update_window_dims]

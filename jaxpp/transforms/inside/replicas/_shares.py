@@ -1,9 +1,9 @@
 """Finds the sums over examples that can stay apart by replica to the end of a jaxpr.
 
 A value can be made as *shares*, one for each replica, whose sum it is, if it is a sum over examples
-or comes from such by additive equations. It stays so if all its uses are additive too, and end in a
-result that is wanted in shares: what anything else reads is needed whole, and is summed where it is
-made, as it would be without this. So a metric, a mean and a variance keep their meaning.
+or is made of such sums by additive equations. It stays in shares if all its uses are additive too,
+and end in a result that is wanted in shares. A value that another equation reads is needed whole,
+and is summed where it is made. So a metric, a mean and a variance keep their meaning.
 """
 
 import dataclasses
@@ -32,19 +32,19 @@ class Scope:
     _nested: dict[int, "Nested | None"] = dataclasses.field(default_factory=dict)
 
     def nested(self, eqn: Any) -> "Nested | None":
-        """The jaxprs inside an equation that may take and give shares, None where it has none."""
+        """Gives the jaxprs inside an equation that may take and give shares; None without one."""
         if id(eqn) not in self._nested:
             self._nested[id(eqn)] = _nested(eqn, self)
         return self._nested[id(eqn)]
 
     def summed(self, eqn: Any) -> dict[int, int]:
-        """The dimensions of an equation's operands in which it sums over the examples."""
+        """Finds the dimensions of an equation's operands in which it sums over the examples."""
         if self._split(eqn.outvars):
             return {}
         return _rules.summed_dimensions(eqn, self.specs, self.replicas)
 
     def additive(self, eqn: Any, apart: Collection[Any]) -> range:
-        """The operands in which an equation is additive; none if it reads examples besides."""
+        """Finds the operands in which an equation is additive; none if it reads examples too."""
         if len(eqn.outvars) != 1 or self._split([*eqn.invars, *eqn.outvars]):
             return range(0)
         chosen = [not _jaxprs.is_literal(v) and v in apart for v in eqn.invars]
@@ -66,7 +66,7 @@ def open_scope(jaxpr: Any, specs: Sequence[Spec | None], replicas: Replicas) -> 
 
 
 def shares(scope: Scope, given: Collection[Any], wanted: Collection[Any]) -> frozenset[Any]:
-    """The variables of a jaxpr that are to be made as shares.
+    """Finds the variables of a jaxpr that are to be made as shares.
 
     Args:
         scope: the jaxpr.
@@ -74,7 +74,7 @@ def shares(scope: Scope, given: Collection[Any], wanted: Collection[Any]) -> fro
         wanted: its outputs that may be shares.
 
     Returns:
-        The variables; those of `given` that are not among them are needed whole.
+        The variables; inputs `given` in shares that are not among them are needed whole.
     """
     allowed: Callable[[Any], bool] = _is_number
     while True:
@@ -86,14 +86,14 @@ def shares(scope: Scope, given: Collection[Any], wanted: Collection[Any]) -> fro
 
 
 def _is_number(var: Any) -> bool:
-    """Whether a variable has shares: truth values, random keys and tokens have none."""
+    """Tells whether a variable has shares: truth values, random keys and tokens have none."""
     return jnp.issubdtype(getattr(var.aval, "dtype", jnp.bool_), jnp.number)
 
 
 def _made_in_shares(
     scope: Scope, given: Collection[Any], allowed: Callable[[Any], bool]
 ) -> set[Any]:
-    """The variables that sums over examples, or inputs in shares, lead to."""
+    """Finds the variables that are made of sums over examples, or of inputs in shares."""
     able = {v for v in given if allowed(v)}
     for eqn in scope.jaxpr.eqns:
         nested = scope.nested(eqn)
@@ -109,7 +109,7 @@ def _made_in_shares(
 
 
 def _needed_whole(scope: Scope, able: set[Any], wanted: Collection[Any]) -> set[Any]:
-    """The variables that something reads which is not additive, or gives nothing in shares."""
+    """Finds the variables read by an equation that is not additive, or gives no shares."""
     whole = set(_jaxprs.variables(scope.jaxpr.jaxpr.outvars)).difference(wanted)
     for eqn in reversed(scope.jaxpr.eqns):
         outs = tuple(v in able and v not in whole for v in eqn.outvars)
@@ -129,7 +129,7 @@ def _needed_whole(scope: Scope, able: set[Any], wanted: Collection[Any]) -> set[
 
 
 def summed_onto(eqn: Any) -> range:
-    """The operand that a sum over examples is added to: of a scatter the first."""
+    """Gives the operand that a sum over examples is added to: the first one of a scatter."""
     return range(1 if eqn.primitive.name == "scatter-add" else 0)
 
 
@@ -146,10 +146,10 @@ class Nested:
 
     Args:
         bodies: each takes the equation's operands from number `first` on, and gives its results.
-        first: the number of the first operand that they take.
+        first: the number of the first operand that the bodies take.
         carries: the number of the operand, and of the result, of each carry of a loop.
         stacked_operands: the operands that the bodies take slices of.
-        stacked_results: the results that are stacks of what the bodies give.
+        stacked_results: the results that are stacks of the bodies' results.
     """
 
     bodies: tuple[Scope, ...]
@@ -159,7 +159,7 @@ class Nested:
     stacked_results: range = range(0)
 
     def reached(self, ins: Flags) -> Flags:
-        """The results that may be in shares, given the operands that are."""
+        """Finds the results that may be in shares, given the operands that are."""
         while True:
             found = [_made_in_shares(s, self._given(s, ins), _is_number) for s in self.bodies]
             outs = self._made(found)
@@ -169,7 +169,7 @@ class Nested:
             ins = grown
 
     def settled(self, ins: Flags, wanted: Flags) -> tuple[Flags, Flags]:
-        """The operands, and the results, that are to be in shares.
+        """Decides which operands, and which results, are to be in shares.
 
         Args:
             ins: the operands that can be.
@@ -189,7 +189,7 @@ class Nested:
             ins, outs = new_ins, new_outs
 
     def _given(self, scope: Scope, ins: Flags) -> list[Any]:
-        """The inputs of a body that are in shares."""
+        """Gives the inputs of a body that are in shares."""
         invars = scope.jaxpr.jaxpr.invars
         return [v for v, apart in zip(invars, ins[self.first :], strict=True) if apart]
 
@@ -198,7 +198,7 @@ class Nested:
         return shares(scope, self._given(scope, ins), _jaxprs.variables(wanted))
 
     def _taken(self, ins: Flags, found: Sequence[Collection[Any]]) -> Flags:
-        """The operands that each body takes in shares."""
+        """Gives the operands that every body takes in shares."""
         taken = list(ins)
         for scope, apart in zip(self.bodies, found, strict=True):
             for i, v in enumerate(scope.jaxpr.jaxpr.invars, self.first):
@@ -206,7 +206,7 @@ class Nested:
         return tuple(taken)
 
     def _made(self, found: Sequence[Collection[Any]]) -> Flags:
-        """The results of which any body makes shares."""
+        """Gives the results of which any body makes shares."""
         made = [
             _flags(scope.jaxpr.jaxpr.outvars, apart)
             for scope, apart in zip(self.bodies, found, strict=True)
