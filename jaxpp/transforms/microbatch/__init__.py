@@ -1,4 +1,4 @@
-"""Runs a function on microbatches, one after the other, and combines what they give."""
+"""Runs a function on microbatches, one after the other, and combines the results."""
 
 from jaxpp.transforms.microbatch._microbatch import microbatch as microbatch
 from jaxpp.transforms.microbatch._microbatch import microbatch_by as microbatch_by

@@ -15,7 +15,7 @@ from jaxpp.transforms import _keywords
 from jaxpp.transforms.microbatch import _reductions, _slices
 from jaxpp.transforms.microbatch._slices import CARRY
 
-#: The reduction of all outputs where the user gives none; one that is given is another object.
+#: The reduction of all outputs where the user gives none; a string of the user is another object.
 _BY_DEFAULT = "".join(("me", "an"))
 
 
@@ -29,32 +29,32 @@ def microbatch(
 ) -> Callable:
     """Runs `fun` on slices of its arguments and combines the results, in the memory of one slice.
 
-    One `lax.scan` over the slices. `microbatch(jax.value_and_grad(f), M)` and
+    It is one `lax.scan` over the slices. `microbatch(jax.value_and_grad(f), M)` and
     `jax.value_and_grad(microbatch(f, M))` do the same work: the second accumulates the gradient of
-    each scalar mean or sum slice by slice, in the forward pass, and under `jax.jit` those that are
-    not asked for are left out. The gradient of another output takes a second pass over the slices.
-    What gives a scalar mean or sum cannot be differentiated in forward mode; a gradient can.
+    each scalar mean or sum slice by slice, in the forward pass; `jax.jit` leaves out gradients that
+    are not read. The gradient of another output takes a second pass over the slices. A function
+    with a scalar mean or sum cannot be differentiated in forward mode; its gradient can.
 
-    A state that each slice starts from where the slice before it left off (the running statistics
-    of BatchNorm, a recurrent state, a random key) is `"carry"` in both `in_axes` and `reduce`: the
+    A state that each slice takes over from the slice before it (the running statistics of
+    BatchNorm, a recurrent state, a random key) is `"carry"` in both `in_axes` and `reduce`: the
     arrays carried out of one slice go, in the order of their leaves, into the next one. The result
-    is that of a loop over the slices in order; a schedule that does not keep it is an error.
+    is that of a loop over the slices in order; a schedule with another order is an error.
 
     Args:
         fun: a function of pytrees.
-        num_microbatches: how many slices, M.
+        num_microbatches: the number of slices, M.
         in_axes: as in `jax.vmap`, an int or None for each argument, or a prefix of its pytree: the
             axis to slice; None passes the whole. Slice i holds the i-th run of `size / M` indices.
-            The sizes are the same, or M for what has an entry for each slice, such as a random key.
-            `"carry"` passes the whole to the first slice, and to each further one what the slice
-            before it made of it. An argument given by keyword has the entry of its position in
+            The sizes are the same, or M for an array with an entry for each slice, such as random
+            keys. `"carry"` passes the whole to the first slice, and to each further slice the value
+            that the slice before it gave back. A keyword argument has the entry of its position in
             `fun`; as in `jax.vmap`, one without an entry is sliced along its first axis.
         reduce: how each output is combined, a prefix of the result's pytree: `"mean"`, `"sum"`,
             `"max"`, `"last"`, `"stack"` (a new first axis of size M), `"concat"` (along the first
             axis), `"carry"` (goes into the next slice; the last one is the result), or an object
             with `init`, `combine` and `finish` (see `jaxpp.Operator`). By default it is `"mean"`
             for all, with a warning where an output has an entry for each example (predictions that
-            `has_aux` gives): that wants `"concat"`.
+            `has_aux` gives), which should be `"concat"`.
         accumulator_dtype: the floating-point dtype in which `"mean"` and `"sum"` accumulate and
             return floats, a prefix of the result's pytree; None is each output's own. With float32
             the gradients by bfloat16 parameters are summed in, and come back as, float32.
@@ -63,9 +63,9 @@ def microbatch(
         A function with the same arguments and results.
 
     Raises:
-        ValueError: if the size of a sliced axis is not a multiple of M, differs between arguments,
-            an output has no such reduction, `accumulator_dtype` holds no floating dtype, or what is
-            carried out of a slice does not fit what is carried in.
+        ValueError: if the size of a sliced axis is not a multiple of M, or differs between
+            arguments; if an output has no such reduction; if `accumulator_dtype` holds no floating
+            dtype; or if the arrays carried out of a slice do not fit those carried in.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -89,7 +89,7 @@ def microbatch_by(
     reduce: Callable[[_jaxprs.Traced], Any],
     accumulator_dtype: Any = None,
 ) -> Callable:
-    """`microbatch`, where what `fun` is traced to decides how its outputs are combined."""
+    """Does as `microbatch`, with a `reduce` that is chosen after `fun` has been traced."""
     is_number = isinstance(num_microbatches, int | np.integer) and num_microbatches is not True
     if not is_number or num_microbatches < 1:
         raise ValueError(
@@ -117,7 +117,7 @@ def microbatch_by(
         operators = _resolve_outputs(chosen, accumulator_dtype, traced)
         carried = [(p, x) for p, a, x in zip(paths, axes, small, strict=True) if a == CARRY]
         _check_carried(carried, operators, traced)
-        # Inputs of the traced jaxpr: what is closed over, then the array leaves in order.
+        # Inputs of the traced jaxpr: the arrays closed over, then the array leaves in order.
         arrays = [i for i, leaf in enumerate(leaves) if _jaxprs.is_array(leaf)]
         inputs = list(traced.inputs[: traced.num_closed_over])
         roles = ["whole"] * len(inputs)
@@ -142,7 +142,7 @@ def _warn_of_averaged_examples(
     pairs = list(zip(small, axes, strict=True))
     sizes = {x.shape[axis] for x, axis in pairs if isinstance(axis, int)} - {1}
     whole = [x for x, axis in pairs if not isinstance(axis, int)]
-    # What is like a parameter is its gradient.
+    # An output with the shape of a parameter counts as its gradient.
     parameters = {np.shape(x) for x in [*whole, *traced.inputs[: traced.num_closed_over]]}
     for path, v in zip(traced.output_paths(), traced.jaxpr.jaxpr.outvars, strict=True):
         shape = v.aval.shape
@@ -157,7 +157,7 @@ def _warn_of_averaged_examples(
 
 
 def _broadcast_axes(in_axes: Any, args: tuple) -> list[Any]:
-    """One axis, None or `CARRY` per leaf of the arguments."""
+    """Gives one axis, None or `CARRY` for each leaf of the arguments."""
     if isinstance(in_axes, list):
         in_axes = tuple(in_axes)
     count = len(_keywords.without_keywords(args))
@@ -182,7 +182,7 @@ def _broadcast_axes(in_axes: Any, args: tuple) -> list[Any]:
 
 
 def _broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool]) -> list[Any]:
-    """The leaves of a prefix pytree, each repeated for the leaves of `tree` below it."""
+    """Repeats each leaf of a prefix pytree for the leaves of `tree` below it."""
     result: list[Any] = []
     try:
         jtu.tree_map(
@@ -219,7 +219,7 @@ def _resolve_outputs(reduce: Any, dtype: Any, traced: _jaxprs.Traced) -> list[An
 
 
 def _check_carried(inputs: Sequence[tuple[str, Any]], operators, traced: _jaxprs.Traced) -> None:
-    """Checks that what a slice hands on is what the next one takes."""
+    """Checks that a slice carries out the arrays that the next one takes."""
     outputs = [
         (path, v.aval)
         for path, op, v in zip(
@@ -264,7 +264,7 @@ def _check_sizes(leaves, axes, paths, count: int) -> None:
                 f"divide; use {near} or {(size // count + 1) * count} examples, or another number "
                 f"of microbatches."
             )
-    # What has an entry for each microbatch (a random key, its number) has M whatever the batch.
+    # An array with an entry for each microbatch (random keys, numbers) has M, whatever the batch.
     if len(set(sizes.values()) - {count}) > 1:
         raise ValueError(
             f"microbatch: the sliced arguments differ in their number of examples: "
@@ -281,11 +281,11 @@ def _slice_type(x, axis: int | str, count: int) -> jax.ShapeDtypeStruct:
 
 
 def _stack_slices(x, axis: int, count: int):
-    """The slices of an array along a new first axis."""
+    """Stacks the slices of an array along a new first axis."""
     x = jnp.asarray(x)
     axis = axis % x.ndim
     shape = (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
     split = _specs.in_type(x)
-    if split is not None:  # a type says how it is split: so are the examples of each slice
+    if split is not None:  # explicit axes: the examples of each slice are split as the array is
         split = _specs.partition_spec((*split[:axis], (), *split[axis:]))
     return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)

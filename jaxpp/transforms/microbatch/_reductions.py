@@ -1,4 +1,4 @@
-"""How `microbatch` combines an output over the microbatches."""
+"""The operators by which `microbatch` combines an output over the microbatches."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from jaxpp import _specs
 
 @runtime_checkable
 class Operator(Protocol):
-    """What combines an output over microbatches, one after the other.
+    """Combines an output over microbatches, one after the other.
 
     `init(x)` makes the first accumulator from the output's shape and dtype
     (`jax.ShapeDtypeStruct`), `combine(acc, x)` folds one microbatch's value in, and
@@ -39,9 +39,9 @@ class Operator(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """A built-in operator; `accepts` says for which dtypes, `sums` whether it adds.
+    """A built-in operator; `accepts` tells whether it takes a dtype, `sums` whether it adds.
 
-    `dtype` is that of the accumulator and the result, None where it is the output's own.
+    `dtype` is the dtype of the accumulator and the result; None is the output's own.
     """
 
     name: str
@@ -113,11 +113,11 @@ REDUCTIONS: dict[str, Fold | Collect | Carry] = {
 
 
 def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[str, Any] | None:
-    """What the cotangent of a combined output is for that of each microbatch.
+    """Gives the cotangent of each microbatch's output from that of the combined output.
 
     Returns:
-        `"whole"` and the one that all have, or `"slice"` and theirs along a new first axis; None
-        where they depend on the values that were combined.
+        `"whole"` and the cotangent that all microbatches have, or `"slice"` and their cotangents
+        along a new first axis; None where these depend on the values that were combined.
     """
     if getattr(operator, "sums", False):
         return "whole", ct / num_microbatches if operator.name == "mean" else ct
@@ -129,7 +129,7 @@ def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[
 
 
 def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
-    """The operator for an output like `x`, which it adds up in `dtype`, if both are floats.
+    """Makes an operator that sums accumulate outputs like `x` in `dtype`, if both are floats.
 
     Raises:
         ValueError: if `dtype` is no floating-point dtype.
@@ -152,7 +152,7 @@ def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
 
 
 def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
-    """The operator for an output, checked against its shape and dtype.
+    """Finds the operator for an output, and checks it against the output's shape and dtype.
 
     Raises:
         ValueError: if there is no such reduction, or not for this output.

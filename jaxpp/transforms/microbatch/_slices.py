@@ -15,26 +15,26 @@ from jaxpp import _compat, _jaxprs, _specs
 from jaxpp.transforms.microbatch import _reductions
 from jaxpp.transforms.stages import keep_nothing
 
-#: For an argument, that it is what the microbatch before it gave back.
+#: The role of an argument that is the value that the microbatch before gave back.
 CARRY = "carry"
 
 
 def loop_over_slices(
     jaxpr: jex.ClosedJaxpr, roles: Sequence[str], operators: Sequence[Any], count: int
 ) -> Callable:
-    """The loop over slices as a function of the jaxpr's inputs, with its derivative.
+    """Makes the loop over slices, as a function of the jaxpr's inputs, with its derivative.
 
-    The gradient of a scalar that is summed is accumulated in the loop that makes its value; that
-    of another output in a second loop, which knows the cotangents of the slices.
+    The gradient of a scalar that is summed is accumulated in the loop that makes its value. The
+    gradient of another output is accumulated in a second loop, which knows the slices' cotangents.
 
     Args:
-        jaxpr: what is done with one slice.
-        roles: of each input, `"whole"`, `"slice"` or `"carry"`.
-        operators: how each output is combined.
+        jaxpr: the computation on one slice.
+        roles: the role of each input, `"whole"`, `"slice"` or `"carry"`.
+        operators: the operator of each output.
         count: the number of slices.
     """
     loop = _Loop(jaxpr, roles, operators, count)
-    # What a slice carries to the next has a gradient that only comes back after the last.
+    # The gradient of a value that a slice carries to the next is known only after the last slice.
     if CARRY in roles or not loop.scalars:
         return loop.recomputed
     differentiable = jax.custom_vjp(loop.plain)
@@ -61,10 +61,10 @@ def loop_over_slices(
 
 
 def _without_effects(pullback: Callable, cotangent: Any) -> list[Any]:
-    """What a pullback gives, one of several of which one is asked for.
+    """Runs the pullback of one scalar of several, of which only some may be asked for later.
 
     Raises:
-        ValueError: it has an effect, which would happen for those that are not asked for, too.
+        ValueError: it has an effect, which would happen for a scalar that is not asked for, too.
     """
     traced = jax.make_jaxpr(pullback)(cotangent)
     for eqn in traced.eqns:
@@ -80,7 +80,7 @@ def _without_effects(pullback: Callable, cotangent: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """A loop over slices, as `loop_over_slices` takes it."""
+    """A loop over slices, with the fields that `loop_over_slices` takes."""
 
     jaxpr: jex.ClosedJaxpr
     roles: Sequence[str]
@@ -89,7 +89,7 @@ class _Loop:
 
     @functools.cached_property
     def scalars(self) -> list[int]:
-        """The outputs whose gradient is accumulated while their value is."""
+        """The outputs whose gradients are accumulated together with their values."""
         avals = [v.aval for v in self.jaxpr.jaxpr.outvars]
         return [
             k
@@ -100,18 +100,18 @@ class _Loop:
         ]
 
     def plain(self, *inputs):
-        """The outputs."""
+        """Computes the outputs."""
         return _run_loop(self._body, self.roles, self.operators, self.count, *inputs)
 
     def recomputed(self, *inputs):
-        """The outputs; differentiated, it keeps nothing of a slice but what the slice was given."""
+        """Computes the outputs; for its backward, it keeps the inputs of each slice alone."""
         body = jax.checkpoint(self._body, policy=keep_nothing)
         return _run_loop(body, self.roles, self.operators, self.count, *inputs)
 
     def with_gradients(
         self, inputs: Sequence[Any], active: Sequence[int]
     ) -> tuple[list[Any], dict[tuple[int, int], Any]]:
-        """The outputs, and the gradient of each scalar k by each active input i, by (k, i)."""
+        """Computes the outputs, and the gradient of scalar k by each active input i, as (k, i)."""
         pairs = [(k, i) for k in self.scalars for i in active]
         if not pairs:
             return self.plain(*inputs), {}
@@ -125,7 +125,7 @@ class _Loop:
             values, pullback, outputs = jax.vjp(of_active, *chosen, has_aux=True)
             zeros = [ad.Zero(jax.typeof(y)) for y in values]
             ones = map(jnp.ones_like, values)
-            # Which of them is differentiated is known only later; the others are dead code.
+            # Only later it is known which scalars are differentiated; the others are dead code.
             of_each = [
                 _without_effects(lambda one, n=n: pullback(_replaced(zeros, [n], [one])), one)
                 if len(values) > 1
@@ -148,7 +148,7 @@ class _Loop:
         return results[:split], dict(zip(pairs, results[split:], strict=True))
 
     def gradients(self, inputs: Sequence[Any], cotangents: dict[int, Any]) -> list[tuple[int, Any]]:
-        """The parts of the gradient by the inputs, for the cotangents of some outputs."""
+        """Computes the terms of the gradient by each input, for the cotangents of some outputs."""
         shares = {
             k: _reductions.cotangent_of_slices(self.operators[k], ct, self.count)
             for k, ct in cotangents.items()
@@ -158,7 +158,7 @@ class _Loop:
         active = [i for i, x in enumerate(inputs) if _is_inexact(x)]
 
         def of_some(fun: Callable, outputs: Iterable[int], inputs: Sequence[Any]) -> Callable:
-            """The pullback of some outputs to the active inputs."""
+            """Makes the pullback of some outputs to the active inputs."""
 
             def of_active(*chosen):
                 results = fun(*_replaced(inputs, active, chosen))
@@ -194,7 +194,7 @@ def _is_inexact(x) -> bool:
 
 
 def _replaced(values: Sequence[Any], numbers: Sequence[int], by: Iterable[Any]) -> list[Any]:
-    """The values, those of the given numbers replaced."""
+    """Replaces the values of the given numbers."""
     result = list(values)
     for i, x in zip(numbers, by, strict=True):
         result[i] = x
