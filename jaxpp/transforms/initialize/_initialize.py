@@ -1,11 +1,11 @@
-"""Deferred initialisation: each rank makes what it reads of a step's state, and nothing else.
+"""Deferred initialisation: each rank makes the part of a step's state that it reads.
 
-A rank's program is what is left of the initialiser's jaxpr once all that the rank does not read is
-gone. Each operation in it is compiled by itself, as JAX runs a function that is not jitted, for XLA
-rounds in another way where it fuses operations. So the values are those of `init_fn(*args)`, bit
-for bit, on any number of ranks, and of devices in a rank. Two exceptions: what JAX inlines when it
-traces (`jnp.mean`) counts as the operations it consists of; and a jitted function of which a rank
-needs only some results, or some rows of them, is compiled without the rest.
+A rank's program is the part of the initialiser's jaxpr that makes this state. Each operation in it
+is compiled by itself, as JAX runs a function that is not jitted, for XLA rounds in another way
+where it fuses operations. So the values are those of `init_fn(*args)`, bit for bit, on any number
+of ranks, and of devices in a rank. There are two exceptions: a function that JAX inlines when it
+traces (`jnp.mean`) counts as the operations in it; and a jitted function of which a rank needs only
+some results, or some rows of them, is compiled without the rest.
 """
 
 import itertools
@@ -40,15 +40,15 @@ from jaxpp.transforms.initialize import _row_slices, _specs
 def trace_initializer(
     init_fn: Callable, args: Sequence[Any], static_argnums: Sequence[int] = ()
 ) -> _jaxprs.Traced:
-    """Traces an initialiser, of which nothing is computed.
+    """Traces an initialiser, without computing anything.
 
     Args:
-        init_fn: it makes the first arguments of a step.
+        init_fn: the initialiser, which makes the first arguments of a step.
         args: its arguments.
-        static_argnums: those of the step; of other arguments numbers are made as arrays.
+        static_argnums: those of the step; numbers in other arguments are made as arrays.
 
     Raises:
-        ValueError: it prints, or has another effect, which no rank could be chosen for.
+        ValueError: it prints, or has another effect, for which no rank could be chosen.
     """
 
     def make(*args):
@@ -69,7 +69,7 @@ def trace_initializer(
 
 
 def first_arguments(traced: _jaxprs.Traced) -> tuple[Any, ...]:
-    """The types of what an initialiser makes: of one argument, or of as many as its tuple has."""
+    """Gives the types of the arguments that an initialiser makes: one, or those of its tuple."""
     avals = [v.aval for v in traced.jaxpr.jaxpr.outvars]
     result = traced.rebuild(
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
@@ -79,14 +79,14 @@ def first_arguments(traced: _jaxprs.Traced) -> tuple[Any, ...]:
 
 
 def check_initializer(state: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """Checks that an initialiser makes what a step takes.
+    """Checks that an initialiser makes the arguments that a step takes.
 
     Args:
-        state: what it makes: pytrees of `jax.ShapeDtypeStruct`s and static leaves.
-        wanted: all arguments of the step, likewise; it makes the first of them.
+        state: the arguments made: pytrees of `jax.ShapeDtypeStruct`s and static leaves.
+        wanted: all arguments of the step, likewise; the first of them are compared.
 
     Raises:
-        TypeError: it makes something else; the message names the first leaf that differs.
+        TypeError: they differ; the message names the first leaf that does.
     """
     if len(state) > len(wanted):
         raise TypeError(
@@ -104,7 +104,7 @@ def check_initializer(state: Sequence[Any], wanted: Sequence[Any]) -> None:
 
 
 def _difference(own: Any, other: Any) -> str:
-    """Where two pytrees differ first, as the end of a sentence; empty where they do not."""
+    """Says where two pytrees differ first, as the end of a sentence; empty if they do not."""
     leaves = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(own)}
     others = {jtu.keystr(p): x for p, x in jtu.tree_leaves_with_path(other)}
     for path in [*others, *leaves]:
@@ -128,12 +128,12 @@ def _describe(leaf: Any) -> str:
 
 
 def lower_initializer(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bundle:
-    """Lowers an initialiser to a program a rank, which sends nothing.
+    """Lowers an initialiser to one program per rank, which sends nothing.
 
     Args:
         traced: the initialiser.
-        step: whose first arguments it makes; each rank makes what its program reads, of a stacked
-            array some rows, and the first rank what none reads.
+        step: the step whose first arguments it makes. Each rank makes the arrays that its program
+            reads, of a stacked array its rows; the first rank also makes those that none reads.
         arg_names: a name for each of the initialiser's flat inputs.
     """
     made = [a for a in step.arguments if a.array < len(traced.jaxpr.jaxpr.outvars)]
@@ -177,7 +177,7 @@ def _program(
     computations: "_Computations",
     out_specs: Sequence[Spec] | None,
 ) -> Program:
-    """What one rank runs: the operations that its outputs need; values go after their last use."""
+    """Makes one rank's program: the operations that its outputs need, and frees after last uses."""
     used = [n in owned for n in range(len(jaxpr.jaxpr.outvars))]
     slim = _with_own_outputs(_compat.eliminate_dead_code(jaxpr, used))
     split: dict[Any, Spec] | None = None
@@ -213,7 +213,7 @@ def _program(
         over = [v for v in dict.fromkeys(_jaxprs.variables(eqn.invars)) if last_use[v] == i]
         if over := [v for v in over if v not in kept]:
             instructions.append(Free(tuple(slots[v] for v in over)))
-        # Memory is taken when a computation is dispatched: two outputs at most are in the making.
+        # A computation takes memory when it is dispatched: so at most two outputs are made at once.
         if own := tuple(slots[v] for v in results if v in kept):
             if last_made:
                 instructions.append(Wait(last_made))
@@ -230,16 +230,16 @@ def _program(
 
 
 class _Computations:
-    """The computations of all ranks, each an operation; equal ones once."""
+    """The computations of all ranks: each is an operation, and equal ones are in it once."""
 
     def __init__(self):
         self.items: list[Computation] = []
         self._numbers: dict[Any, int] = {}
 
     def number(self, eqn: Any, results: Sequence[Any], specs: Mapping[Any, Spec] | None) -> int:
-        """The number of the operation that makes some of an equation's results, split so."""
+        """Numbers the operation that makes some of an equation's results, split as in `specs`."""
         # Literals become operands, as in calls outside of `jit`: XLA may compute in another way
-        # with a number that it knows, and what differs in numbers only is compiled once.
+        # with a number that it knows, and operations that differ in numbers only compile once.
         inputs = [_jaxprs.fresh_var(atom) for atom in eqn.invars]
         alone = eqn.replace(invars=inputs)
         jaxpr = _compat.make_closed_jaxpr(inputs, results, [alone], "initialize")
@@ -258,7 +258,7 @@ def _spec_of(atom: Any, specs: Mapping[Any, Spec]) -> Spec:
 
 
 def _with_start_operands(eqn: Any) -> Any:
-    """A slice with its start as operands: the keys of many layers are one computation to take."""
+    """Makes a slice's start operands, so that one computation takes the keys of any layer."""
     if eqn.primitive.name != "slice" or set(eqn.params["strides"] or (1,)) != {1}:
         return eqn
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
@@ -274,7 +274,7 @@ def _with_start_operands(eqn: Any) -> Any:
 
 
 def _with_own_outputs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Copies an output that is an input, a number, or another output: each has its own memory."""
+    """Gives each output its own memory: copies one that is an input, a literal or another one."""
     eqns, outvars = list(jaxpr.eqns), []
     taken = set(jaxpr.jaxpr.invars)
     for atom in jaxpr.jaxpr.outvars:
@@ -288,9 +288,9 @@ def _with_own_outputs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _output_by_output(jaxpr: jex.ClosedJaxpr) -> list[Any]:
-    """The equations that the outputs need, those of one output after those of the one before.
+    """Orders the equations that the outputs need, those of one output after those of another.
 
-    So that little is held at a time: a model that is made in float32 and then cast is cast leaf by
+    So a rank holds little at a time: a model that is made in float32 and then cast is cast leaf by
     leaf.
     """
     maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}

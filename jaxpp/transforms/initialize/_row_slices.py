@@ -1,7 +1,7 @@
-"""Takes rows of a jaxpr's outputs before they are made: slices go backwards through equations.
+"""Takes rows of a jaxpr's outputs before they are made: moves slices back through equations.
 
-A rank that owns some layers of a stacked parameter makes the keys of all of them, which are small,
-takes its own, and computes from there on.
+A rank that owns some layers of a stacked parameter makes the keys of all layers, which are small,
+takes its own keys, and computes its layers from them.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,22 @@ import jax.extend.core as jex
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms.stacked import Bounds, Rows, of_rows, row_by_row, with_rows
 
-#: Arrays of fewer elements may be made whole: the keys of all layers, above all.
+#: Arrays of fewer elements may be made whole, such as the keys of all layers.
 SMALL = 1 << 16
 
 
 def with_parts(
     jaxpr: jex.ClosedJaxpr, cuts: Sequence[Bounds | None]
 ) -> tuple[jex.ClosedJaxpr, dict[int, Any]]:
-    """Gives the parts of outputs in place of the outputs.
+    """Divides outputs of a jaxpr into parts.
 
     Args:
-        jaxpr: whose outputs they are; its own equations stay, for what needs them.
+        jaxpr: the jaxpr; its own equations stay, for others that need them.
         cuts: for each output where its rows are cut, or None where it stays whole.
 
     Returns:
-        The jaxpr, and for each large output of which all rows have to be made before some can be
-        taken, the equation to blame.
+        The jaxpr with parts in place of outputs. Also the equation to blame for each large output
+        of which all rows have to be made before some can be taken.
     """
     slicer = _Slicer(jaxpr.eqns)
     outputs: list[Any] = []
@@ -47,10 +47,10 @@ def with_parts(
 
 
 class _Slicer:
-    """Makes rows of variables; `eqns` are the equations that do.
+    """Makes rows of variables; its `eqns` are the new equations that do so.
 
     Args:
-        eqns: what makes the variables.
+        eqns: the equations that make the variables.
         outer: for the body of a call, the slicer of the call and the operands of the body's inputs.
     """
 
@@ -66,7 +66,7 @@ class _Slicer:
         self._known: dict[tuple[Any, int, int], Any] = {}
 
     def rows(self, var: Any, low: int, high: int) -> Any:
-        """A variable with the rows `low` to `high` of another, made of as few rows as can be."""
+        """Gives a variable for rows `low` to `high` of another, made of as few rows as can be."""
         if _jaxprs.is_literal(var):  # an array that a jitted function closes over
             return _jaxprs.literal(var.val[low:high], _with_rows(var, high - low).aval)
         key = var, low, high
@@ -107,7 +107,7 @@ class _Slicer:
         self._known.update(((v, low, high), r) for v, r in pairs)
 
     def _of_call(self, eqn: Any, var: Any, low: int, high: int) -> None:
-        """Calls what is left of a function when it gives only rows of one of its results."""
+        """Calls the part of a function that makes rows of one of its results."""
         result = eqn.outvars.index(var)
         called = _jaxprs.called_jaxpr(eqn)
         body, operands = self._body(eqn, called, eqn.invars, result, low, high)
@@ -122,7 +122,7 @@ class _Slicer:
             self._body(eqn, branch, eqn.invars[1:], result, low, high)
             for branch in eqn.params["branches"]
         ]
-        # Each branch is given what any of them reads.
+        # Each branch is given the operands that any of them reads.
         branches = []
         for k, (body, _) in enumerate(parts):
             invars = [
@@ -137,7 +137,7 @@ class _Slicer:
         self._add(eqn.replace(params=params), operands, var, low, high)
 
     def _of_map(self, eqn: Any, low: int, high: int) -> None:
-        """A scan that carries nothing from row to row."""
+        """Makes rows of the results of a scan without carries, by a scan over these rows."""
         num_consts, _ = _compat.scan_parts(eqn)
         operands = [
             v if i < num_consts else self.rows(v, low, high) for i, v in enumerate(eqn.invars)
@@ -151,7 +151,7 @@ class _Slicer:
     def _body(
         self, eqn: Any, body: Any, operands: Sequence[Any], result: int, low: int, high: int
     ) -> tuple[jex.ClosedJaxpr, list[Any]]:
-        """What makes rows of a result of a called jaxpr, and the operands that it is to get."""
+        """Makes the jaxpr of rows of a result of a called jaxpr, and finds its operands."""
         opened = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
         given = dict(zip(opened.invars, operands, strict=True))
         constants = zip(opened.constvars, _compat.constants_of(body), strict=True)
@@ -183,7 +183,7 @@ class _Slicer:
             self.blamed = eqn
 
     def _needs_large(self, var: Any) -> bool:
-        """Whether a variable is a large array, or made of one."""
+        """Tells whether a variable is a large array, or made of one."""
         stack, seen = [var], set()
         while stack:
             var = stack.pop()
@@ -196,7 +196,7 @@ class _Slicer:
 
 
 def _with_rows(var: Any, rows: int) -> Any:
-    """A new variable of the same type, but for the number of rows."""
+    """Makes a new variable of the same type, but for the number of rows."""
     return jex.Var(with_rows(var.aval, rows))
 
 

@@ -1,9 +1,9 @@
-"""How the values of an initialiser are split inside a rank, so that each device makes its shards.
+"""Splits the values of an initialiser inside a rank, so that each device makes its own shards.
 
-Backward from what it makes, one operation before the other: what elementwise operations read is
-split as their results are, and what others read is whole. An operation that adds elements up would
-round in another way over split ones: each device runs it on the whole, and takes its shard of the
-result.
+The specs go backward from the outputs: the operands of an elementwise operation are split as its
+results are, and the operands of other operations are whole. An operation that adds elements up
+would round in another way over split ones: each device runs it on the whole, and takes its shard of
+the result.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ from jaxpp._specs import Spec, replicated
 def with_split_outputs(
     jaxpr: jex.ClosedJaxpr, wanted: Mapping[Any, Spec]
 ) -> tuple[jex.ClosedJaxpr, dict[Any, Spec]]:
-    """Splits what an initialiser makes, and what that is made of as far as it stays the same bits.
+    """Splits an initialiser's outputs, and the values behind them as far as no bit changes.
 
     Args:
-        jaxpr: what a rank runs of it, of which each output has an equation of its own.
-        wanted: how each output is to be split.
+        jaxpr: the rank's part of the initialiser, in which each output has an equation of its own.
+        wanted: the spec of each output.
 
     Returns:
         The jaxpr, with copies where an output is not split from the start, and the spec of each of
@@ -62,7 +62,7 @@ def with_split_outputs(
 
 
 def _split_alike(eqn: Any, specs: Mapping[Any, Spec]) -> Spec:
-    """How an equation's operands are split that have dimensions; `()` where they are whole."""
+    """Gives the spec of an equation's operands that have dimensions; `()` where they are whole."""
     shapes = {v.aval.shape for v in eqn.outvars}
     own = {specs[v] for v in eqn.outvars}
     if len(shapes) > 1 or len(own) > 1 or not _consists_of(eqn, _is_elementwise):
@@ -72,17 +72,17 @@ def _split_alike(eqn: Any, specs: Mapping[Any, Spec]) -> Spec:
 
 
 def _consists_of(eqn: Any, kind: Callable[[Any], bool]) -> bool:
-    """Whether an equation, or all that it calls, are of a kind."""
+    """Tells whether an equation, or all those that it calls, are of a kind."""
     return not _jaxprs.contains(eqn, lambda e: _jaxprs.called_jaxpr(e) is None and not kind(e))
 
 
 def _is_exact(eqn: Any) -> bool:
-    """Whether an operation computes each element by itself, or moves elements only."""
+    """Tells whether an operation computes each element by itself, or moves elements only."""
     return eqn.primitive.name in _primitives.EXACT
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """Whether each element of the results is made of the elements at the same place."""
+    """Tells whether each element of the results is made of the elements at the same place."""
     shapes = {tuple(atom.aval.shape) for atom in [*eqn.invars, *eqn.outvars]}
     if eqn.primitive.name == "broadcast_in_dim":
         return len(shapes) == 1 or not eqn.invars[0].aval.shape
