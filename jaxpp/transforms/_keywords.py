@@ -1,4 +1,4 @@
-"""Keyword arguments: each at the position that the function has for it, if it has one."""
+"""Puts keyword arguments at the positions that a function has for them, if it has any."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 
 @jtu.register_pytree_with_keys_class
 class Keywords:
-    """The arguments of a call that are known by name alone; they follow those with a position."""
+    """The arguments of a call that have a name alone; they follow those with a position."""
 
     def __init__(self, values: Mapping[str, Any]):
         self.values = values
@@ -27,20 +27,20 @@ class Keywords:
 def as_positional(
     fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], most: int | None = None
 ) -> tuple[Any, ...]:
-    """The arguments of a call of `positional(fun)`.
+    """Turns the arguments of a call of `fun` into those of a call of `positional(fun)`.
 
     Args:
-        fun: whose signature says which keyword has a position.
+        fun: the function, whose signature says which keyword has a position.
         args: the positional arguments of a call of `fun`.
         kwargs: its keyword arguments.
-        most: up to how many arguments go to their positions; None for all.
+        most: the number of positions to which arguments are moved at most; None for all.
     """
     if not kwargs:
         return tuple(args)
     moved, rest = list(args), dict(kwargs)
     try:
         parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # `fun` does not say
+    except (TypeError, ValueError):  # `fun` has no signature
         parameters = []
     for parameter in parameters[len(args) : most]:
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.name not in rest:
@@ -50,7 +50,7 @@ def as_positional(
 
 
 def positional(fun: Callable) -> Callable:
-    """`fun` as a function of positional arguments, the last of which may be `Keywords`."""
+    """Makes `fun` a function of positional arguments, the last of which may be `Keywords`."""
 
     @functools.wraps(fun)
     def call(*args):
@@ -62,12 +62,12 @@ def positional(fun: Callable) -> Callable:
 
 
 def without_keywords(args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments that have a position."""
+    """Gives the arguments that have a position."""
     return args[:-1] if args and isinstance(args[-1], Keywords) else args
 
 
 def with_keywords(prefix: Any, args: Sequence[Any], own: Any) -> Any:
-    """A prefix of the arguments that have a position as one of all, with `own` for the others."""
+    """Extends a prefix of the arguments that have a position to all; the others get `own`."""
     known = without_keywords(args)
     if len(known) == len(args):
         return prefix

@@ -1,8 +1,8 @@
-"""The types of a placed step's arguments: for which calls it has been compiled.
+"""The types of a placed step's arguments, which say for which calls the step has been compiled.
 
-What is traced is an array, and a Python number, which is an array to `jax.jit`, too. In an Equinox
-module a number is static, as to `eqx.filter_jit`: it is a setting of a layer (the rate of a
-dropout), which `eqx.filter` does not take for a parameter. All else is static.
+Arrays are traced, and Python numbers too, as by `jax.jit`. A number in an Equinox module is static,
+as for `eqx.filter_jit`: it is a setting of a layer (the rate of a dropout), which `eqx.filter` does
+not take for a parameter. All other leaves are static.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from jaxpp._program import Fed
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The types of a call's leaves: an aval for an array, the value itself for a static leaf."""
+    """The types of a call's leaves: an aval for a traced leaf, the value for a static leaf."""
 
     tree: Any
     avals: tuple[Any, ...]
     arrays: tuple[int, ...]
     static: tuple[Any, ...]
-    #: Whether a number is traced, leaf by leaf.
+    #: For each leaf, whether a number that stands there is traced.
     numbers: tuple[bool, ...]
     static_argnums: tuple[int, ...]
 
@@ -42,7 +42,7 @@ class Signature:
 
     @property
     def types(self) -> Any:
-        """The arguments, with a type in place of what is traced."""
+        """The arguments, with a type in place of each traced leaf."""
         pairs = zip(self.static, self.avals, strict=True)
         return jtu.tree_unflatten(self.tree, [x if a is None else a for x, a in pairs])
 
@@ -68,7 +68,7 @@ class Signature:
         return True
 
     def is_like(self, other: "Signature") -> bool:
-        """Whether another one has the same types, so that only what is static differs."""
+        """Tells whether another signature has the same types, so that only static leaves differ."""
         return (self.tree, self.avals) == (other.tree, other.avals)
 
     def difference(self, args: Any) -> str:
@@ -90,7 +90,7 @@ class Signature:
 
 
 def with_arrays(args: Sequence[Any], static_argnums: Sequence[int]) -> tuple[Any, ...]:
-    """The arguments of a step, with an array for each number that is traced."""
+    """Turns each traced number in the arguments of a step into an array."""
     leaves, tree = jtu.tree_flatten(tuple(args))
     numbers = _numbers_traced(args, static_argnums)
     pairs = zip(leaves, numbers, strict=True)
@@ -100,7 +100,7 @@ def with_arrays(args: Sequence[Any], static_argnums: Sequence[int]) -> tuple[Any
 
 
 def _is_traced(leaf: Any, number: bool) -> bool:
-    """Whether a leaf is traced; `number` says if a Python number is, where the leaf stands."""
+    """Tells whether a leaf is traced; `number` says whether a number that stands there is."""
     return _jaxprs.is_array(leaf) or (number and _is_number(leaf))
 
 
@@ -109,7 +109,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _numbers_traced(args: Sequence[Any], static_argnums: Sequence[int]) -> Iterator[bool]:
-    """For each leaf, whether a Python number that stands there is traced."""
+    """Tells for each leaf whether a Python number that stands there is traced."""
     for n, arg in enumerate(args):
         for node in jtu.tree_leaves(arg, is_leaf=_is_module):
             static = n in static_argnums or _is_module(node)
@@ -121,14 +121,14 @@ def _is_module(node: Any) -> bool:
 
 
 def type_of(array: Any) -> jax.ShapeDtypeStruct:
-    """An array's type without where it is, which differs between what a user and a step give."""
-    # What lives in another process is an array with a type, and nothing else that JAX knows.
+    """Gives an array's type without its sharding, which differs between a step's and a user's."""
+    # JAX knows nothing of an array in another process, but the array has a type.
     aval = array.aval if isinstance(array, jax.Array | Fed) else jax.typeof(array)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _describe(value: Any) -> str:
-    """A type as JAX writes it, or a static value."""
+    """Writes a type as JAX does, or a static value."""
     if not isinstance(value, jax.ShapeDtypeStruct):
         return repr(value)
     weak = ", weakly typed" if value.weak_type else ""

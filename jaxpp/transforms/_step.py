@@ -1,8 +1,8 @@
-"""`Step`: a whole step as one flat jaxpr, with all that is known of it.
+"""`Step`: a whole step as one flat jaxpr, with records of its arguments and results, and facts.
 
 `place` traces a function to a step, and takes it through passes. A pass is a function from a step
-to a step. What is known of an argument or a result is in its record, what is known of a variable
-in `facts`; a pass that puts other variables in the place of some says what is known of those.
+to a step. All that is known of an argument or a result is in its record, and of a variable in
+`facts`. A pass that replaces variables by others also gives the facts of the new ones.
 """
 
 import dataclasses
@@ -16,18 +16,18 @@ from jax.sharding import AbstractMesh
 from jaxpp._program import Argument, Result, Role
 from jaxpp._specs import axis_sizes
 
-#: When an equation runs: where each of the variables has the number.
+#: When an equation runs: if each of these variables has its number.
 Guard = tuple[tuple[Any, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """What is known of a variable beside its type.
+    """All that is known of a variable beside its type.
 
     Args:
-        anywhere: whether it is made wherever it is read: a part of an array that had to be whole,
-            or what partial reductions give together.
-        gathered: why it is put together from parts of several stages; empty where it is not.
+        anywhere: whether it is made wherever it is read: a slice of an array that had to be whole,
+            or the combination of the parts' reductions.
+        gathered: why it is put together from parts of several stages; empty if it is not.
         guard: when its equation runs; empty for always.
     """
 
@@ -42,7 +42,7 @@ class Fact:
         return ", ".join([*said, *([f"where {when}"] if when else [])])
 
 
-#: What is known of most variables.
+#: The fact of most variables.
 NOTHING = Fact()
 
 
@@ -52,9 +52,10 @@ class Inside:
 
     Args:
         mesh: the mesh of the rank that the step is for, without its devices.
-        sizes: the size of each axis. Where ranks differ it is one that those of each divide, so
+        sizes: the size of each axis. Where ranks differ it is a multiple of the size in each, so
             that all ranks decide alike.
-        zero: the axes over which what has a role is split further, such as optimizer state.
+        zero: for each role, such as optimizer state, the axes over which its arguments are split
+            further.
         examples: the axes that the examples of a microbatch are split over.
     """
 
@@ -75,9 +76,9 @@ class Step:
 
     Args:
         jaxpr: the step, its calls inlined but for those of stages.
-        arguments: what it takes, in the order of the jaxpr's inputs.
-        results: what it gives, in the order of the jaxpr's outputs.
-        facts: what is known of variables.
+        arguments: the records of its arguments, in the order of the jaxpr's inputs.
+        results: the records of its results, in the order of the jaxpr's outputs.
+        facts: the facts of variables.
         inside: the axes inside a rank; None where a rank is one device.
     """
 
@@ -88,7 +89,7 @@ class Step:
     inside: Inside | None = None
 
     def fact(self, var: Any) -> Fact:
-        """What is known of a variable."""
+        """Gives the fact of a variable."""
         return self.facts.get(var, NOTHING)
 
     @property
@@ -102,14 +103,14 @@ class Step:
         return {v: fact.guard for v, fact in self.facts.items() if fact.guard}
 
     def with_guards(self, jaxpr: jex.ClosedJaxpr, guards: Mapping[Any, Guard]) -> "Step":
-        """The step with another jaxpr, and with these guards and no others."""
+        """Replaces the jaxpr of the step, and all guards by these."""
         facts = {v: dataclasses.replace(self.fact(v), guard=()) for v in self.facts}
         for v, guard in guards.items():
             facts[v] = dataclasses.replace(facts.get(v, NOTHING), guard=guard)
         return dataclasses.replace(self, jaxpr=jaxpr, facts=facts)
 
     def as_text(self) -> str:
-        """The arguments, the results and the facts, a line each, and the jaxpr."""
+        """Writes the arguments, the results and the facts, a line each, and the jaxpr."""
         lines = [f"argument {n}: {_line(a)}" for n, a in enumerate(self.arguments)]
         lines += [f"result {n}: {_line(r)}" for n, r in enumerate(self.results)]
         lines += [
@@ -121,7 +122,7 @@ class Step:
 
 
 def changes(passes: Mapping[str, Step]) -> str:
-    """The first of some steps as text, and of each further one the lines that it changes."""
+    """Writes the first of some steps as text, and of each further step the lines that changed."""
     texts = {name: step.as_text().splitlines() for name, step in passes.items()}
     (first, *lines), *rest = ([name, *text] for name, text in texts.items())
     said = [f"==== {first}", *lines]
@@ -133,7 +134,7 @@ def changes(passes: Mapping[str, Step]) -> str:
 
 
 def _line(record: Argument | Result) -> str:
-    """What a record says, without what it leaves open."""
+    """Writes the fields of a record that are not empty."""
     said: list[str] = [record.aval.str_short()]
     if isinstance(record, Argument):
         said = [f"args{record.name}", *said, str(record.role)]

@@ -48,7 +48,7 @@ def rows_of(eqn) -> Rows | None:
 
 
 def row_by_row(eqn) -> Rows | None:
-    """Gives the rule of an equation that makes each row with the same bits by itself, or None."""
+    """Gives the rule of an equation if no row's bits depend on the number of rows; else None."""
     rule = None if eqn.primitive.name in _primitives.CONTRACTIONS else rows_of(eqn)
     return rule if rule is not None and rule.combine is None else None
 
