@@ -1,4 +1,4 @@
-"""Opens checkpoints, so that a program is cut inside them, and closes what each stage has of one.
+"""Opens checkpoints, so that a program is cut inside them, and closes each stage's part of one.
 
 The equations of an open checkpoint stand among the others, under a scope that names it.
 """
@@ -21,7 +21,7 @@ _Item = TypeVar("_Item", bound=Hashable)
 def open_calls(
     jaxpr: jex.ClosedJaxpr, wanted: Callable[[Any], bool]
 ) -> tuple[jex.ClosedJaxpr, Checkpoints]:
-    """Puts the equations of calls and checkpoints that are `wanted`, also nested, in their place.
+    """Replaces calls and checkpoints that are `wanted`, nested ones too, by their equations.
 
     Custom derivative rules stay closed.
     """
@@ -49,17 +49,17 @@ def open_calls(
 
 
 def is_checkpoint(eqn) -> bool:
-    """Whether an equation is a `jax.checkpoint`."""
+    """Tells whether an equation is a `jax.checkpoint`."""
     return eqn.primitive.name in _primitives.CHECKPOINTS
 
 
 def scopes(eqn) -> list[str]:
-    """The scopes of the open checkpoints that an equation is in, the outermost first."""
+    """Gives the scopes of the open checkpoints that an equation is in, the outermost first."""
     return [n for n in reversed(_compat.scope_names(eqn)) if n.startswith(_SCOPE)]
 
 
 def outside(eqn, others: Sequence[str] = ()) -> Any:
-    """An equation taken out of all open checkpoints but `others`."""
+    """Takes an equation out of all open checkpoints but `others`."""
     out = set(scopes(eqn)).difference(others)
     return _compat.rename_scopes(eqn, dict.fromkeys(out)) if out else eqn
 
@@ -71,18 +71,18 @@ def close(
     results: Sequence[Any],
     depth: int = 0,
 ) -> list[tuple[Any, int | None]]:
-    """Puts what each stage has of an open checkpoint into a checkpoint of its own.
+    """Puts each stage's equations of an open checkpoint into a checkpoint of its own.
 
     Args:
         eqns: equations, some of them in open checkpoints.
-        stages: the stage of each; None where it is repeated in each stage that reads it, which
-            happens inside the checkpoint.
+        stages: the stage of each; None for an equation that is repeated in each stage that reads
+            it, inside the stage's checkpoint.
         checkpoints: the open checkpoints.
-        results: what is read of the equations' results.
-        depth: how many checkpoints are around the equations and stay open.
+        results: the variables that are read outside of the equations.
+        depth: the number of checkpoints around the equations that stay open.
 
     Returns:
-        The equations and their stages, each after what it reads.
+        The equations and their stages, each after the equations that it reads.
     """
     group_of, repeated = [], {}
     for i, (eqn, stage) in enumerate(zip(eqns, stages, strict=True)):
@@ -121,7 +121,7 @@ def close(
 
 
 def _read_by(eqns: Sequence[Any], among: Sequence[Any]) -> list[Any]:
-    """The equations `among` others that some equations need."""
+    """Finds the equations `among` others that some equations need."""
     needed = {v for e in eqns for v in _jaxprs.variables(e.invars)}
     kept = []
     for eqn in reversed(among):
@@ -132,16 +132,16 @@ def _read_by(eqns: Sequence[Any], among: Sequence[Any]) -> list[Any]:
 
 
 def _closed(checkpoint, eqns: Sequence[Any], outputs: Sequence[Any]) -> Any:
-    """Equations as a checkpoint like another one.
+    """Makes a checkpoint of equations, with the parameters of another one.
 
-    Its body has binders of the same names as the variables outside, which is harmless.
+    The variables of its body are those outside, which is harmless.
     """
     body = _jaxprs.part(eqns, outputs)
     params = checkpoint.params | {
         "jaxpr": _compat.with_closed_type(body.jaxpr, checkpoint.params["jaxpr"])
     }
     if isinstance(params["prevent_cse"], tuple):
-        # As JAX does for what it adds to the operands of a checkpoint.
+        # True for new operands, as JAX does for the operands that it adds to a checkpoint.
         given = dict(zip(checkpoint.invars, params["prevent_cse"], strict=True))
         params["prevent_cse"] = tuple(given.get(v, True) for v in body.inputs)
     return outside(checkpoint).replace(
@@ -153,7 +153,7 @@ def _closed(checkpoint, eqns: Sequence[Any], outputs: Sequence[Any]) -> Any:
 
 
 def ordered(items: Iterable[_Item], needs: Callable[[_Item], Iterable[_Item]]) -> Iterator[_Item]:
-    """The items and what they need, each once and after what it needs, and else in their order."""
+    """Yields the items and those that they need, each once, after its needs, and else in order."""
     placed: set[_Item] = set()
     for item in items:
         stack = [item]

@@ -1,6 +1,6 @@
-"""What differs between JAX versions, named by what it gives.
+"""The differences between JAX versions; each function is named by what it gives.
 
-The only module that tests versions, and the only one that uses names which JAX does not export.
+This is the only module that tests versions, or that uses names which JAX does not export.
 """
 
 import functools
@@ -30,7 +30,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
 from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]
 
-# So that an equation's source line is the user's, in error messages and in profiles.
+# This makes an equation's source line the user's, in error messages and in profiles.
 source_info_util.register_exclusion(os.path.join(os.path.dirname(__file__), ""))
 
 #: On JAX 0.12 a jaxpr and its constants are one class; before, they were two.
@@ -54,9 +54,9 @@ def with_closed_type(jaxpr, template):
 
 
 def with_equations(jaxpr, eqns, outvars, invars=None):
-    """An open or closed jaxpr with other equations, results and, if given, inputs.
+    """Replaces the equations, the results and, if given, the inputs of an open or closed jaxpr.
 
-    It keeps its type and constants.
+    The jaxpr keeps its type and constants.
     """
     new = {"eqns": list(eqns), "outvars": list(outvars)}
     if invars is not None:
@@ -67,15 +67,15 @@ def with_equations(jaxpr, eqns, outvars, invars=None):
 
 
 def constants_of(jaxpr) -> Sequence[Any]:
-    """The constants of an open or closed jaxpr (none where it is open)."""
+    """Gives the constants of an open or closed jaxpr (none of an open one)."""
     return getattr(jaxpr, "consts", ())
 
 
 def scan_parts(eqn) -> tuple[int, int]:
-    """How many constants and carries a `scan` equation has.
+    """Counts the constants and the carries of a `scan` equation.
 
-    Read off the ranks of its variables (what is scanned over has one axis more outside than inside
-    the body), because the parameters that say so changed in JAX 0.12.
+    They are read off the numbers of axes of its variables (an array that is scanned over has one
+    axis more outside than inside the body), because the parameters for them changed in JAX 0.12.
     """
     body = eqn.params["jaxpr"].jaxpr
     xs = sum(
@@ -90,7 +90,7 @@ def scan_parts(eqn) -> tuple[int, int]:
 
 
 def eliminate_dead_code(jaxpr: jex.ClosedJaxpr, used: Sequence[bool]) -> jex.ClosedJaxpr:
-    """Removes what the `used` outputs do not need, inside calls and loops too; keeps the inputs."""
+    """Removes equations that the `used` outputs do not need, in calls too; keeps all inputs."""
     slim, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, list(used), instantiate=True)
     return jex.ClosedJaxpr(slim, [])
 
@@ -106,7 +106,7 @@ def makes_refs(jaxpr_or_eqn) -> bool:
 
 
 def discharge_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The program with values in place of the references that its equations make.
+    """Puts values in place of the references that a program's equations make.
 
     Derivative rules survive, but for those inside an equation that takes a reference.
     """
@@ -114,7 +114,7 @@ def discharge_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def without_ref_effects(eqn):
-    """An equation that makes no references any more."""
+    """Removes from an equation the effects of making references."""
     own = {e for e in eqn.effects if not isinstance(e, core.InternalMutableArrayEffect)}
     return eqn.replace(effects=own)
 
@@ -125,9 +125,9 @@ def is_ordered(eqn) -> bool:
 
 
 def source_line(eqn) -> str:
-    """The user's file and line that an equation came from, or an empty string.
+    """Gives the user's file and line that an equation came from, or an empty string.
 
-    For what a library of layers computes, it is the line that calls the library.
+    For an equation of a library of layers, it is the line that calls the library.
     """
     frames = list(source_info_util.user_frames(eqn.source_info.traceback))
     frame = next(
@@ -140,25 +140,25 @@ _LAYERS = re.compile(r"[/\\]site-packages[/\\](equinox|flax|haiku|optax)[/\\]")
 
 
 def at_source_line(eqn) -> str:
-    """Where an equation came from as part of a sentence: ` at file:line`, or an empty string."""
+    """Says where an equation came from, to end a clause: ` at file:line`, or an empty string."""
     line = source_line(eqn)
     return f" at {line}" if line else ""
 
 
 def in_scope(eqn, name: str):
-    """The equation with one more name put before its name stack."""
+    """Puts one more name before an equation's name stack."""
     source = eqn.source_info
     stack = source_info_util.new_name_stack(name) + source.name_stack
     return eqn.replace(source_info=source.replace(name_stack=stack))
 
 
 def scope_names(eqn) -> list[str]:
-    """The names on an equation's name stack, the outermost first."""
+    """Gives the names on an equation's name stack, the outermost first."""
     return [entry.name for entry in eqn.source_info.name_stack.stack]
 
 
 def rename_scopes(eqn, names: Mapping[str, str | None]):
-    """The equation with other names on its name stack, and without those that become None."""
+    """Replaces names on an equation's name stack; removes those that become None."""
     source = eqn.source_info
     stack = [e._replace(name=names.get(e.name, e.name)) for e in source.name_stack.stack]
     kept = type(source.name_stack)(tuple(entry for entry in stack if entry.name is not None))
@@ -166,9 +166,9 @@ def rename_scopes(eqn, names: Mapping[str, str | None]):
 
 
 def under_scope(eqn, caller):
-    """The equation `eqn` of a called jaxpr, with the name stack of the call put before its own.
+    """Puts the name stack of a call before that of `eqn`, an equation of the called jaxpr.
 
-    Where it is of a library's own function, its source line is that of the call.
+    An equation of a library's own function gets the source line of the call.
     """
     source = eqn.source_info
     stack = caller.source_info.name_stack + source.name_stack
@@ -179,7 +179,7 @@ def under_scope(eqn, caller):
 
 
 def under_mesh(eqn, change: Callable[[AbstractMesh], AbstractMesh]):
-    """The equation under another abstract mesh than the one that was set where it was traced."""
+    """Puts an equation under another abstract mesh than the one that was set when it was traced."""
     return eqn.replace(ctx=_context(eqn.ctx, change))
 
 
@@ -195,9 +195,9 @@ def load_on_devices(
 ) -> jax.stages.Compiled | None:
     """Loads an executable compiled for some devices onto others without compiling again.
 
-    Returns None where the backend cannot do it; the caller then compiles. So it is with JAX's
-    persistent compilation cache: an executable that came out of it cannot be serialised again on
-    CPU (it loads, and fails when it is called), and compiling again is cheap.
+    Returns None where the backend cannot do it; the caller then compiles. Also returns None with
+    JAX's persistent compilation cache: an executable that came out of it cannot be serialised again
+    on CPU (it loads, and fails when it is called), and compiling again is cheap.
     """
     config: Any = jax.config
     if config.jax_enable_compilation_cache and config.jax_compilation_cache_dir:
@@ -235,10 +235,10 @@ def load_on_devices(
 
 
 def serve_collectives_at(host: str) -> None:
-    """Says at which address of this host other processes reach it for collectives on CPU.
+    """Sets the address at which other processes reach this host for collectives on CPU.
 
-    By default it is what the host's own name stands for, often the loopback address, and there is
-    no option for it. To be called before JAX starts its backends.
+    By default JAX takes the address of the host's own name, often the loopback address, and has no
+    option for it. This function has to be called before JAX starts its backends.
     """
 
     def make_client():
@@ -253,33 +253,33 @@ def serve_collectives_at(host: str) -> None:
 
 
 def is_tracer(value) -> bool:
-    """Whether a value is being traced by a JAX transformation."""
+    """Tells whether a value is being traced by a JAX transformation."""
     return isinstance(value, Tracer)
 
 
 def is_tracing() -> bool:
-    """Whether a JAX transformation runs what is computed now."""
+    """Tells whether the current computation runs inside a JAX transformation."""
     return not core.trace_state_clean()
 
 
 def is_jit_disabled() -> bool:
-    """Whether `jax.disable_jit` holds, under which a jitted function is the function."""
+    """Tells whether `jax.disable_jit` is set, under which a jitted function is the plain one."""
     return config.disable_jit.value
 
 
 def trace_context() -> Any:
-    """JAX's settings as they are now: `jax.jit` traces anew where they differ."""
+    """Gives JAX's current settings: `jax.jit` traces anew where they differ."""
     return config.trace_context()
 
 
 def public_error(error: Any) -> Exception:
-    """The error that `jax.jit` raises for one of an executable."""
+    """Gives the error that `jax.jit` raises in place of an executable's error."""
     if isinstance(error, api_util.InternalFloatingPointError):
         return FloatingPointError(f"invalid value ({error.ty}) encountered")
     return error
 
 
 def refuse_as_argument(cls: type, refuse: Callable[[Any], Any]) -> None:
-    """Lets `refuse` raise the error where JAX is to compute with an instance of a class."""
+    """Lets `refuse` raise the error where JAX is asked to compute with an instance of a class."""
     core.pytype_aval_mappings[cls] = refuse
     dtypes.register_canonicalize_value_handler(cls, refuse)

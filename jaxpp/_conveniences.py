@@ -1,4 +1,4 @@
-"""What users of JaxPP type, made of the transforms alone: `accumulate_grads` and `pipelined`.
+"""`accumulate_grads` and `pipelined`, which users of JaxPP know, made of the transforms alone.
 
 The names and the defaults follow NVIDIA's JaxPP (Xhebraj et al., arXiv 2412.14374, and
 github.com/NVIDIA/jaxpp: `accumulate_grads`, later `treduce`; `pipelined`, later
@@ -39,9 +39,9 @@ def accumulate_grads(
             as `lambda microbatch: jax.value_and_grad(staged)(params, microbatch)` does.
         batch: a pytree of arrays with one axis of the same size.
         schedule: a `jaxpp.schedules.Schedule`.
-        num_microbatches: into how many runs the axis is cut, as `microbatch` does. None where the
-            axis counts the microbatches: `fun` then gets slices without it.
-        axis: of each array of the batch.
+        num_microbatches: the number of runs into which the axis is cut, as `microbatch` does. None
+            where the axis counts the microbatches: `fun` then gets slices without it.
+        axis: the axis of each array of the batch.
         reduce: how each result is combined, a prefix of its pytree, as for `microbatch`. By default
             `fun` returns two results, in either order: the one that the backward pass of the stages
             makes is summed, and the other one stacked along a new first axis.
@@ -89,7 +89,7 @@ def accumulate_grads(
 
 
 def _gradients_summed(traced: _jaxprs.Traced) -> Any:
-    """How to combine two results, gradients and values: what is made by a backward is summed."""
+    """Chooses reductions of two results: sums the one that a backward makes, stacks the other."""
     flat = _jaxprs.inline(traced.jaxpr, lambda eqn: not is_stage_call(eqn))
     if not any(_jaxprs.contains(eqn, is_stage_call) for eqn in flat.eqns):
         return "last"  # `schedule` says that there are no stages
@@ -113,7 +113,7 @@ def _gradients_summed(traced: _jaxprs.Traced) -> Any:
 
 
 def _size(batch: Any, axis: int) -> int:
-    """The size of an axis that all arrays have in common."""
+    """Gives the size of an axis, which is the same in all arrays."""
     sizes = {}
     for path, x in jtu.tree_leaves_with_path(batch):
         if _jaxprs.is_array(x):
@@ -147,13 +147,13 @@ def pipelined(
     Args:
         fun: the train step, a function of pytrees whose loop `accumulate_grads` or `schedule`
             made; None where the decorator is given arguments.
-        mesh: where to run, as for `place`.
+        mesh: the mesh to run on, as for `place`.
         donate_argnums: the positions of arguments that the step consumes, as for `place`.
         static_argnums: the positions of arguments whose numbers are static, as for `place`.
         feed: for positions of arguments the functions that load them, as for `place`.
 
     Returns:
-        What `place` returns; without `fun`, a decorator.
+        The result of `place`; without `fun`, a decorator.
 
     Raises:
         ValueError: as `place`, or if `fun` cannot be called.

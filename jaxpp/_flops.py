@@ -12,7 +12,7 @@ Cost = Callable[[jex.JaxprEqn], float]
 
 
 def flops(eqn: jex.JaxprEqn) -> float:
-    """Floating-point operations of an equation, forward and once.
+    """Counts the floating-point operations of an equation, run forward and once.
 
     A matrix product of an m x k by a k x n array counts 2mkn, a convolution 2 per output element
     and kernel element, a loop its body times its length, a conditional its dearest branch, a
@@ -58,7 +58,7 @@ def _body_flops(eqn) -> float:
 
 
 def nbytes(var) -> int:
-    """The bytes of a variable's value (a key counts its words)."""
+    """Counts the bytes of a variable's value (of a random key, those of its words)."""
     aval = var.aval
     if not hasattr(aval, "dtype"):
         return 0
@@ -67,7 +67,7 @@ def nbytes(var) -> int:
 
 
 def resolve(balance: str | Cost) -> Cost:
-    """The cost function that `balance` names or is."""
+    """Gives the cost function that `balance` names, or is itself."""
     if balance == "flops":
         return flops
     if callable(balance):

@@ -1,6 +1,6 @@
-"""Reading and rebuilding jaxprs: trace, inline calls, slice by dependence, compare by structure.
+"""Reads and rebuilds jaxprs: traces, inlines calls, slices by dependence, compares by structure.
 
-A pass maps a closed jaxpr without constants to another. Equations are moved as they are, so their
+A pass maps a closed jaxpr without constants to another. Equations are moved unchanged, so their
 names and source lines survive.
 """
 
@@ -24,7 +24,8 @@ _STATIC_OUTPUT = object()
 class Traced:
     """A function traced at given arguments.
 
-    `jaxpr` takes `inputs`: what the function closed over, then the array leaves of the arguments.
+    `jaxpr` takes `inputs`: the arrays that the function closes over, then the array leaves of the
+    arguments.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -40,8 +41,8 @@ class Traced:
         return jtu.tree_unflatten(self.out_tree, leaves)
 
     def output_paths(self) -> list[str]:
-        """The path of each array in the function's result, as `jax.tree_util.keystr` writes it."""
-        # What JAX asks user-defined pytrees to put up with is an `object()` for a leaf.
+        """Gives the path of each array in the function's result, as `keystr` of JAX writes it."""
+        # JAX asks user-defined pytrees to accept an `object()` for a leaf.
         tree = jtu.tree_unflatten(self.out_tree, [object() for _ in self.out_static])
         leaves = jtu.tree_flatten_with_path(tree)[0]
         return [
@@ -52,14 +53,14 @@ class Traced:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced: JAX and NumPy arrays, and what stands for one."""
+    """Tells whether a leaf is traced: a JAX or NumPy array, or an object that stands for one."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | Fed)
 
 
 def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Traced:
     """Traces `fun`; every leaf of the arguments that is not an array is static, as in Equinox.
 
-    What `fun` writes to a `jax.new_ref` of its own becomes data that flows, as any other.
+    A value that `fun` writes to a `jax.new_ref` of its own becomes plain data.
     """
     leaves, tree = jtu.tree_flatten((tuple(args), kwargs or {}))
     traced = [is_array(leaf) for leaf in leaves]
@@ -84,11 +85,11 @@ def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Tra
 
 
 def without_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The program with plain values in place of the `jax.new_ref`s that it makes.
+    """Puts plain values in place of the `jax.new_ref`s that a program makes.
 
     Raises:
-        ValueError: a loop or a call writes to a reference from outside it, and has a function with
-            a derivative rule in it, which would be lost.
+        ValueError: a loop or a call takes a reference from outside it, and has a function with a
+            derivative rule in it, which would be lost.
     """
 
     def open_inner(eqn):
@@ -112,7 +113,7 @@ def without_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _fixed_if_empty(leaf: Any) -> Any:
-    """The leaf; if it is the gradient by an integer, which has no bits, as an array of its own."""
+    """Gives the leaf; a new array for a gradient by an integer, which has no bits."""
     if getattr(leaf, "dtype", None) != jax.dtypes.float0:
         return leaf
     return np.zeros(leaf.shape, jax.dtypes.float0)
@@ -128,12 +129,12 @@ def run(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
 
 
 def read(atoms: Iterable[Any], values: Mapping[Any, Any]) -> list[Any]:
-    """The values of atoms: literals as arrays, variables as `values` has them."""
+    """Gives the values of atoms: arrays for literals, and those in `values` for variables."""
     return [literal_array(a) if is_literal(a) else values[a] for a in atoms]
 
 
 def literal_array(literal) -> Any:
-    """A literal's value as an array of its type; in a jaxpr it may be a Python scalar."""
+    """Gives a literal's value as an array of its type; in a jaxpr it may be a Python scalar."""
     aval = literal.aval
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return literal.val
@@ -148,7 +149,7 @@ def without_constants(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any
 
 
 def bind_constants(jaxpr: jex.ClosedJaxpr, values: Sequence[Any]) -> jex.ClosedJaxpr:
-    """Makes literals of a jaxpr's first inputs."""
+    """Replaces a jaxpr's first inputs by literals of the given values."""
     known = Substitution(
         (v, literal(value, v.aval)) for v, value in zip(jaxpr.jaxpr.invars, values, strict=False)
     )
@@ -160,26 +161,26 @@ def bind_constants(jaxpr: jex.ClosedJaxpr, values: Sequence[Any]) -> jex.ClosedJ
 
 
 def called_jaxpr(eqn) -> Any | None:
-    """The body of an equation that calls it once (a jit, a checkpoint, a custom rule), or None."""
+    """Gives the body of an equation that calls it once (a jit, a checkpoint ...), or None."""
     body = _primitives.CALLS.get(eqn.primitive.name)
     return None if body is None else eqn.params[body]
 
 
 def shardings_of(eqn) -> list[Any]:
-    """The shardings that a `jax.jit` call gives its arguments and results."""
+    """Gives the shardings that a `jax.jit` call has for its arguments and results."""
     given = [eqn.params.get(name) or () for name in ("in_shardings", "out_shardings")]
     return [s for own in given for s in own if isinstance(s, jax.sharding.Sharding)]
 
 
 def contains(eqn, wanted: Callable[[Any], bool]) -> bool:
-    """Whether an equation, or one anywhere inside it, is wanted."""
+    """Tells whether an equation, or one anywhere inside it, is wanted."""
     return wanted(eqn) or any(
         contains(inner, wanted) for sub in sub_jaxprs(eqn) for inner in sub.eqns
     )
 
 
 def sub_jaxprs(eqn) -> Iterator[Any]:
-    """The jaxprs among an equation's parameters, opened."""
+    """Yields the jaxprs among an equation's parameters, opened."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, _compat.JaxprTypes):
@@ -187,7 +188,7 @@ def sub_jaxprs(eqn) -> Iterator[Any]:
 
 
 def map_jaxprs(eqn, fun: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]):
-    """The equation with what a function makes of each jaxpr among its parameters, closed."""
+    """Applies a function of closed jaxprs to each jaxpr among an equation's parameters."""
 
     def new(value):
         if isinstance(value, _compat.JaxprTypes):
@@ -201,12 +202,12 @@ def map_jaxprs(eqn, fun: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]):
 
 
 def is_literal(atom) -> bool:
-    """Whether an atom is a literal and not a variable."""
+    """Tells whether an atom is a literal and not a variable."""
     return isinstance(atom, jex.Literal)
 
 
 def literal(value: Any, aval: Any) -> jex.Literal:
-    """A literal; a number is one of Python's or NumPy's, for JAX takes its own for constants."""
+    """Makes a literal, of a number of Python or NumPy: JAX takes its own arrays for constants."""
     is_number = not aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if is_number and not _compat.is_tracer(value):
         value = np.asarray(value)[()]
@@ -215,12 +216,12 @@ def literal(value: Any, aval: Any) -> jex.Literal:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The atoms that are variables."""
+    """Gives the atoms that are variables."""
     return [a for a in atoms if not is_literal(a)]
 
 
 class Substitution:
-    """Variables standing for others; what is not in it stands for itself."""
+    """The atoms that stand for variables; a variable that is not in it stands for itself."""
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]] = ()):
         self.of = dict(pairs)
@@ -229,17 +230,17 @@ class Substitution:
         return atom if is_literal(atom) else self.of.get(atom, atom)
 
     def rename(self, eqn):
-        """The equation with its inputs replaced."""
+        """Replaces the inputs of an equation."""
         return eqn.replace(invars=[self(v) for v in eqn.invars])
 
 
 def inline_call(eqn, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The equations of a called jaxpr with variables of their own, and its result atoms."""
+    """Gives the equations of a called jaxpr with new variables, and its result atoms."""
     return inline_body(called_jaxpr(eqn), args, eqn)
 
 
 def inline_body(body: Any, args: Sequence[Any], eqn) -> tuple[list[Any], list[Any]]:
-    """The same for any jaxpr among the parameters of an equation."""
+    """Does as `inline_call`, with any jaxpr among the parameters of an equation."""
     opened = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
     fresh = Substitution(zip(opened.invars, args, strict=True))
     for var, value in zip(opened.constvars, _compat.constants_of(body), strict=True):
@@ -258,7 +259,7 @@ def record(
 ) -> tuple[list[Any], list[Any]]:
     """Traces a function of atoms; gives its equations, calls inlined, and the atoms it returns.
 
-    With the equation `source`, those made have its names and source line.
+    With an equation `source`, the new equations have its names and source line.
     """
     traced = bind_constants(*without_constants(jax.make_jaxpr(fun)(*(v.aval for v in operands))))
     flat = inline(traced, lambda e: True)
@@ -279,9 +280,9 @@ def splice(
 
 
 def with_results(eqns: Iterable[Any], made: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Renames what equations make to the given variables.
+    """Renames the results of equations to the given variables.
 
-    Where that is no variable of its own (an input, a literal, or given twice), adds a copy.
+    Where a result is an input, a literal, or there twice, adds a copy.
     """
     eqns = list(eqns)
     own = {v for e in eqns for v in e.outvars}
@@ -299,7 +300,7 @@ def with_results(eqns: Iterable[Any], made: Sequence[Any], results: Sequence[Any
 
 
 def fresh_var(var):
-    """A new variable of the same type."""
+    """Makes a new variable of the same type."""
     return jex.Var(var.aval)
 
 
@@ -325,7 +326,7 @@ def _inlined(eqns, wanted, known: Substitution):
 
 
 class Part(NamedTuple):
-    """Equations as a jaxpr: `inputs` are the variables it reads, `outputs` those it gives."""
+    """Equations as a jaxpr: `inputs` are the variables it reads, `outputs` the atoms it gives."""
 
     jaxpr: jex.ClosedJaxpr
     inputs: tuple[Any, ...]
@@ -333,7 +334,7 @@ class Part(NamedTuple):
 
 
 def part(eqns: Sequence[Any], outputs: Sequence[Any], name: str = "part") -> Part:
-    """Makes a jaxpr of `eqns`, whose inputs are the variables that no equation of them makes."""
+    """Makes a jaxpr of equations; its inputs are the variables that none of them makes."""
     made, inputs = set(), {}
     for eqn in eqns:
         for var in eqn.invars:
@@ -349,9 +350,9 @@ def part(eqns: Sequence[Any], outputs: Sequence[Any], name: str = "part") -> Par
 
 
 def lift_arrays(part: Part) -> tuple[Part, tuple[Any, ...]]:
-    """The part with the arrays among its literals as its last inputs, and these literals.
+    """Turns the arrays among a part's literals into its last inputs; gives also these literals.
 
-    So that an array that a function closes over is in no executable, and no key of one.
+    So an array that a function closes over is in no executable, nor in the key of one.
 
     Raises:
         ValueError: a derivative rule closes over a value that was traced with the function.
@@ -380,12 +381,12 @@ def lift_arrays(part: Part) -> tuple[Part, tuple[Any, ...]]:
 
 
 def is_array_literal(literal) -> bool:
-    """Whether a literal is an array, or a key, and not a number."""
+    """Tells whether a literal is an array, or a random key, and not a number."""
     return bool(literal.aval.shape) or jnp.issubdtype(literal.aval.dtype, jax.dtypes.extended)
 
 
 def ancestors(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[bool]:
-    """Which equations the outputs depend on; equations with effects count as needed."""
+    """Tells for each equation whether the outputs depend on it; those with effects are needed."""
     needed = {v for v in outputs if not is_literal(v)}
     keep = [False] * len(eqns)
     for i in reversed(range(len(eqns))):
@@ -396,7 +397,7 @@ def ancestors(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[bool]:
 
 
 def descendants(eqns: Sequence[Any], sources: Iterable[Any]) -> set[Any]:
-    """The sources and all variables that depend on them."""
+    """Finds all variables that depend on the sources, with the sources."""
     reached = set(sources)
     for eqn in eqns:
         if any(not is_literal(v) and v in reached for v in eqn.invars):
@@ -405,7 +406,7 @@ def descendants(eqns: Sequence[Any], sources: Iterable[Any]) -> set[Any]:
 
 
 def structure(jaxpr, *, differentiable: bool = False) -> Any:
-    """A hashable key, equal for jaxprs that JAX itself could not tell apart.
+    """Makes a hashable key, equal for jaxprs that JAX itself could not tell apart.
 
     They compute the same thing in the same order, with the same primitives, under the same
     configuration. Source lines and the names of `jax.jit` calls do not count. The rules of

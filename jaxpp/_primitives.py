@@ -1,9 +1,9 @@
-"""Tells what is known of primitives, by name: each fact is declared once, here.
+"""The facts about primitives, by name: each fact is declared once, here.
 
-To add a primitive, write its name into each group of which the sentence above it is true; a test
-holds each group against JAX. What is in no group is treated with care: its arrays are made whole,
-and it is not moved. A rule that looks at the parameters of an equation is a function, and stands
-with what it is for.
+To add a primitive, write its name into each group for which the sentence above the group is true; a
+test holds each group against JAX. A primitive in no group is treated with care: its arrays are made
+whole, and it is not moved. A rule that looks at the parameters of an equation is a function, and
+stands in the module that needs it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ import numpy as np
 
 #: They run their body once, as it is. The values of these tables name the parameter that has it.
 PLAIN_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
-#: They run it once more for the backward pass.
+#: They run their body once more for the backward pass.
 CHECKPOINTS = {"remat2": "jaxpr"}
 #: They have a derivative that is not that of their body.
 CUSTOM_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
@@ -39,18 +39,18 @@ ELEMENTWISE = frozenset(
     stop_gradient sub tan tanh threefry2x32 xor zeros_like zeta
     """.split()
 )
-#: They do so but for rounding: they iterate until all elements have converged.
+#: They are elementwise but for rounding: they iterate until all elements have converged.
 CONVERGING = frozenset("igamma igamma_grad_a igammac regularized_incomplete_beta".split())
-#: They hand on their operand with a note to the compiler, for one about its devices.
+#: They hand on their operand with a note to the compiler, such as one about its devices.
 HANDS_ON = frozenset(
     "device_put layout_constraint reshard stage_edge tie with_memory_space_constraint".split()
 )
 #: They give all elements of their operand, each once, in another order or shape.
 REORDERS = frozenset("copy reshape rev squeeze transpose".split())
-#: They give elements of their operand, and nothing else, wherever the operand's values do not tell.
+#: They give elements of their operand, and nothing else; the operand's values do not say which.
 MOVES = REORDERS | {"broadcast_in_dim", "slice"}
 #: They give the same bits when their arrays are split over devices: they add nothing up. Loops and
-#: conditionals do if what is inside them does.
+#: conditionals do so if the equations inside them do.
 EXACT = (
     ELEMENTWISE
     | MOVES
@@ -85,8 +85,8 @@ CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
 PRODUCTS = CONTRACTIONS | {"mul"}
 
 _ALL = slice(None)
-#: For each primitive the operands that it is additive in, all together; `additive_operands` has
-#: the rest.
+#: For each primitive the operands in which it is additive, all together; `additive_operands` has
+#: the rules for further primitives.
 ADDITIVE: Mapping[str, slice] = {
     **dict.fromkeys(ADDS, _ALL),
     **dict.fromkeys(MOVES, slice(1)),
@@ -111,16 +111,16 @@ ADDITIVE: Mapping[str, slice] = {
 
 
 def additive_operands(eqn: Any, apart: Sequence[bool]) -> range:
-    """Gives the operands that an equation is additive in, all together.
+    """Gives the operands in which an equation is additive, all together.
 
     `f` is additive in `a` and `b` if `f(a, b) + f(c, d) = f(a + c, b + d)`. So a sum over replicas
-    that goes through nothing else can be finished later. The equations are those of the
+    that goes through such equations alone can be finished later. The equations are those of the
     transposition of linear programs: Frostig, Johnson, Maclaurin, Paszke, Radul, "Decomposing
     reverse-mode automatic differentiation" (2021), section 4.
 
     Args:
         eqn: the equation.
-        apart: the operands that are shares of sums; it says which factor of a product to take.
+        apart: whether each operand is shares of a sum, which decides on the factor of a product.
     """
     name, operands = eqn.primitive.name, range(len(eqn.invars))
     if name in ADDITIVE:
@@ -143,7 +143,7 @@ def _is_additive_cast(eqn: Any) -> bool:
 
 
 def keeps_zeros(eqn: Any, zero: Sequence[bool]) -> bool:
-    """Tells whether an equation makes zeros of the operands that are zeros, whatever the others."""
+    """Tells whether an equation makes zeros of operands that are zeros, whatever the others are."""
     if eqn.primitive.name in ("convert_element_type", "div"):
         return zero[0]
     additive = additive_operands(eqn, zero)

@@ -18,7 +18,7 @@ PIPELINE_AXIS = "mpmd"
 
 
 class Role(enum.StrEnum):
-    """What an argument is to a step."""
+    """The role of an argument in a step."""
 
     PARAMETER = "parameter"  # read by a stage, the same for all microbatches
     OPTIMIZER = "optimizer"  # handed on to the next step, and read by no stage
@@ -28,11 +28,11 @@ class Role(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Computation:
-    """What an executable computes; ranks that compute the same thing share one.
+    """The computation of an executable; ranks that compute the same share one.
 
-    `donated` are the positions of the inputs whose memory the outputs may take; `in_specs` and
+    `donated` are the positions of the inputs whose memory the outputs may take. `in_specs` and
     `out_specs` say how inputs and outputs are split over the axes inside a rank, if it has any.
-    `whole` names the equations that make whole what is split, as nothing else is known of them.
+    `whole` names the equations that make split arrays whole, for want of a rule.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """What one send carries: for each array its origin, kind, shape, dtype, and how it is split.
+    """The arrays that one send carries: of each its origin, kind, shape, dtype and spec.
 
     A kind is `"edge"` (between stages), `"gradient"` (of a shared parameter), `"scalar"`,
     `"argument"` (an input of the step that another rank holds) or `"gathered"` (anything else).
@@ -100,7 +100,7 @@ class Free:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """Waits until slots have been computed: what only they were computed from is gone by then."""
+    """Waits until slots have been computed: then the values that only they needed are freed."""
 
     slots: tuple[int, ...]
 
@@ -109,7 +109,7 @@ class Wait:
 class Fed:
     """Stands for an array that ranks in other processes load themselves.
 
-    `batch` is what is loaded, `index` the number of the array among its leaves.
+    `batch` is the pytree that is loaded, `index` the number of the array among its leaves.
     """
 
     batch: Any
@@ -122,7 +122,7 @@ Instruction = Run | Send | Receive | Free | Wait
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank runs in a step.
+    """The program that one rank runs in a step.
 
     `inputs` and `outputs` pair the numbers of the step's flat arguments and results with slots;
     `constants` pairs slots with values that are there before the step.
@@ -147,15 +147,15 @@ class Argument:
     """A flat argument of a step: an array that the step takes, or some rows of one.
 
     Args:
-        path: that of the array: `[0]['w']`.
+        path: the path of the array: `[0]['w']`.
         aval: its type.
         array: the number of the array among those of the caller.
         rows: the first row that it has of that array, and the first after them; None for all.
-        role: what it is to the step.
+        role: its role in the step.
         donated: whether the step consumes it.
         fed: whether the ranks that read it load it themselves.
         spec: how it is split inside a rank.
-        in_tasks: how tasks have it; of what each task gathers for itself, another.
+        in_tasks: how tasks read it: less split than `spec` if each task gathers it for itself.
     """
 
     path: str
@@ -170,7 +170,7 @@ class Argument:
 
     @property
     def name(self) -> str:
-        """Its path, with its rows where it has some: `[0]['w'][0:2]`."""
+        """The path of the array, with the rows if it has some of them: `[0]['w'][0:2]`."""
         return self.path if self.rows is None else f"{self.path}[{self.rows[0]}:{self.rows[1]}]"
 
 
@@ -181,7 +181,7 @@ class Result:
     Args:
         aval: its type.
         array: the number of the array among those of the caller.
-        rows: the first row that it is of that array, and the first after them; None for all.
+        rows: the first row that it has of that array, and the first after them; None for all.
         becomes: the number of the argument of the next call that it becomes; None for none.
         spec: how it is split inside a rank; None where that is open.
     """
@@ -193,12 +193,12 @@ class Result:
     spec: Spec | None = None
 
 
-#: Where the rows of an array are cut, and their number at the end: `(0, 2, 4)`; None for whole.
+#: The rows at which an array is cut, with 0 and the number of rows: `(0, 2, 4)`; None for whole.
 Cut = tuple[int, ...] | None
 
 
 def cuts_of(records: Sequence[Argument] | Sequence[Result]) -> tuple[Cut, ...]:
-    """Where each array of the caller is cut into flat arguments, or results.
+    """Finds where each array of the caller is cut into flat arguments, or results.
 
     Example:
         >>> parts = [Result(None, 0, (0, 2)), Result(None, 0, (2, 4)), Result(None, 1)]
@@ -214,7 +214,7 @@ def cuts_of(records: Sequence[Argument] | Sequence[Result]) -> tuple[Cut, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """All programs of a step, what they share, and what the step takes and gives.
+    """All programs of a step, their computations, and the step's arguments and results.
 
     Where a rank is a mesh of its own, `inside` is that mesh without its devices; constants are
     whole on it.
@@ -232,7 +232,7 @@ class Bundle:
         return tuple(n for n, a in enumerate(self.arguments) if a.donated)
 
     def as_text(self) -> str:
-        """The programs, one instruction a line."""
+        """Writes the programs as text, one instruction a line."""
         lines = []
         for program in self.programs:
             stages = ", ".join(map(str, program.stages))
@@ -274,20 +274,20 @@ class LoadedStep(Protocol):
     """A step on a mesh."""
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
-        """Runs it on its flat arguments."""
+        """Runs the step on its flat arguments."""
         ...
 
     def input_shardings(self) -> list[Any]:
-        """Where it reads each of them; None for one that it does not read."""
+        """Gives the sharding with which it reads each argument; None for one it does not read."""
         ...
 
     def describe(self) -> Any:
-        """What each rank holds, sends and reduces: a `jaxpp.runtime.Description`."""
+        """Tells what each rank holds, sends and reduces: a `jaxpp.runtime.Description`."""
         ...
 
 
 class Mesh(Protocol):
-    """What runs programs: one rank for each index of the pipeline axis."""
+    """Runs programs: one rank for each index of the pipeline axis."""
 
     @property
     def num_ranks(self) -> int: ...
@@ -302,5 +302,5 @@ class Mesh(Protocol):
         ...
 
 
-#: Makes the mesh for a number of ranks where `place` is given none; the runtime sets it.
+#: Makes the mesh for a number of ranks if `place` is given no mesh; the runtime sets it.
 default_mesh: contextvars.ContextVar[Callable[[int], Mesh]] = contextvars.ContextVar("default_mesh")

@@ -1,4 +1,4 @@
-"""How an array is split over the axes inside a rank: plain data, one entry for each dimension."""
+"""Specs: how an array is split over the axes inside a rank, an entry for each dimension."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-#: For each dimension the axes that it is split over, the outermost first; `()` where it is whole.
+#: For each dimension the axes that it is split over, the outermost first; `()` for a whole one.
 Spec = tuple[tuple[str, ...], ...]
 
 
 def spec_of(partition_spec: PartitionSpec | None, ndim: int) -> Spec:
-    """A `PartitionSpec` as a spec of an array with `ndim` dimensions.
+    """Makes a spec of a `PartitionSpec`, for an array with `ndim` dimensions.
 
     Example:
         >>> spec_of(PartitionSpec("data", None, ("model", "expert")), 4)
@@ -26,7 +26,7 @@ def spec_of(partition_spec: PartitionSpec | None, ndim: int) -> Spec:
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
-    """A spec as JAX writes it, without the dimensions at the end that are whole.
+    """Makes a `PartitionSpec` of a spec, without the dimensions at the end that are whole.
 
     Example:
         >>> partition_spec((("data",), (), ("model", "expert"), ()))
@@ -39,28 +39,28 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 
 
 def replicated(ndim: int) -> Spec:
-    """The spec of an array that each device has whole."""
+    """Gives the spec of an array that each device has whole."""
     return ((),) * ndim
 
 
 def axes_of(spec: Spec) -> tuple[str, ...]:
-    """All axes that an array is split over, in the order of its dimensions."""
+    """Gives all axes that an array is split over, in the order of its dimensions."""
     return tuple(axis for entry in spec for axis in entry)
 
 
 def axis_sizes(mesh: AbstractMesh | None) -> dict[str, int]:
-    """The size of each axis of a mesh; of none, where a rank is one device."""
+    """Gives the size of each axis of a mesh; None, where a rank is one device, has no axes."""
     return {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
 def explicit_axes(mesh: AbstractMesh | Mesh) -> tuple[str, ...]:
-    """The axes of a mesh that the types of arrays speak of."""
+    """Gives the explicit axes of a mesh: the types of arrays say how these split them."""
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
 
 
 def in_type(x: Any) -> Spec | None:
-    """How an array is split as its type says; None where types say nothing."""
+    """Reads off an array's type how it is split; None where types say nothing."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None or not explicit_axes(sharding.mesh):
         return None
@@ -68,7 +68,7 @@ def in_type(x: Any) -> Spec | None:
 
 
 def types_of(fun: Callable, *args: Any) -> Any:
-    """What `jax.eval_shape` gives, with how it is split over the explicit axes of any mesh."""
+    """Does as `jax.eval_shape`, with types that say how arrays are split over explicit axes."""
     jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     leaves, tree = jax.tree.flatten(shapes)
     typed = [
@@ -79,7 +79,7 @@ def types_of(fun: Callable, *args: Any) -> Any:
 
 
 def filled(x: Any, value: Any, dtype: Any = None) -> jax.Array:
-    """An array of one value, shaped like another, and split like it where its type says how.
+    """Makes an array of one value, shaped like another, and split like it if its type says how.
 
     Args:
         x: an array, or a `jax.ShapeDtypeStruct`.
@@ -94,5 +94,5 @@ def filled(x: Any, value: Any, dtype: Any = None) -> jax.Array:
 
 
 def only(spec: Spec, axes: Collection[str]) -> Spec:
-    """A spec without the axes that are not among the given ones."""
+    """Drops from a spec the axes that are not among the given ones."""
     return tuple(tuple(a for a in entry if a in axes) for entry in spec)

@@ -28,22 +28,22 @@ def assert_matches_single_device(
     data: Callable[[int], Sequence[Any]] | None = None,
     num_state: int | None = None,
 ) -> None:
-    """Asserts that a step gives what the function it was made of gives on one device.
+    """Asserts that a step gives the same results as the function it was made of on one device.
 
-    Runs both for some steps. Arguments that the result replaces (a model, an optimizer's state) are
-    fed back, to each its own; the others are data, and differ from step to step. All arguments are
-    copied, so that donation consumes none of the caller's.
+    It runs both for some steps. Arguments that the result replaces (a model, an optimizer's state)
+    are fed back, to each its own; the others are data, and differ from step to step. All arguments
+    are copied, so that donation consumes none of the caller's.
 
     Args:
         step: a placed step.
-        reference: the plain function, which is run under `equinox.filter_jit`, or what is compiled
-            already: another placed step, e.g. the same one on a mesh of one device, or a jitted
-            function.
+        reference: the plain function, which is run under `equinox.filter_jit`, or a function that
+            is compiled already: another placed step, e.g. the same one on a mesh of one device, or
+            a jitted function.
         *args: the arguments of the first step. An argument is replaced by the first part of the
             result with the same structure, shapes and dtypes; one that is a single array only if
             it is donated. Data changes by itself: random keys are folded with the number of the
             step, other arrays rolled by it along their last axis that is longer than one.
-        steps: how many steps to run.
+        steps: the number of steps to run.
         bitwise: whether every bit must be equal; otherwise the tolerances hold for floating-point
             results (all others must be equal anyway).
         rtol: how far each element may be off, as a share of the largest magnitude in its array. By
@@ -52,13 +52,13 @@ def assert_matches_single_device(
         atol: how far each element may be off in addition.
         data: makes the data of a step from its number, from 0: a tuple, which follows `args`. With
             it, those of `args` that are not replaced stay as they are.
-        num_state: how many of the first arguments the result replaces, where structure alone does
-            not tell; 0 makes all of them data.
+        num_state: the number of first arguments that the result replaces, where structure alone
+            does not tell; 0 makes all of them data.
 
     Raises:
-        AssertionError: if a result differs; it names the step, the path of the first such result,
-            the rank that made it, and by how much it differs. Also if a result that is fed back
-            has a NaN, since then nothing can be told from the steps after it.
+        AssertionError: if a result differs; the message names the step, the path of the first such
+            result, the rank that made it, and by how much it differs. Also if a result that is fed
+            back has a NaN, since the steps after it then show nothing.
         ValueError: if `num_state` counts an argument that the result does not replace.
 
     Example:
@@ -102,17 +102,18 @@ def assert_matches_single_device(
 
 
 def assert_no_transfers_of(step: Any, argument: Any) -> None:
-    """Asserts that a step sends no array of an argument, nor what replaces it, between ranks.
+    """Asserts that a step sends no array of an argument, nor its next value, between ranks.
 
     Args:
-        step: a placed step that has been called, or what its `lower` gives.
-        argument: which arrays: the position of an argument (`0`), a path below one
+        step: a placed step that has been called, or the result of its `lower`.
+        argument: the arrays: the position of an argument (`0`), a path below one
             (`"[0].blocks[1]"`), or a pytree that an argument is or holds (the model).
 
     Raises:
-        AssertionError: if an array of the argument is sent (a message of kind `"argument"`), or
-            one of its shape and dtype is (kind `"gathered"`); it names the arrays and the ranks.
-        ValueError: if no argument of the step is meant.
+        AssertionError: if an array of the argument is sent (a message of kind `"argument"`), or an
+            array of the same shape and dtype (kind `"gathered"`); the message names the arrays and
+            the ranks.
+        ValueError: if the step has no such argument.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -148,10 +149,10 @@ def count_sends(step: Any, kind: str | None = None) -> int:
     """Counts the messages that the ranks send each other in one call of a step.
 
     A message is one `Send` instruction of `step.programs`: all arrays that one run makes for one
-    other rank. So its number is that of the transfers, however many arrays each has.
+    other rank. So a message is one transfer, however many arrays it has.
 
     Args:
-        step: a placed step that has been called, or what its `lower` gives.
+        step: a placed step that has been called, or the result of its `lower`.
         kind: counts only messages with an array of this kind: `"edge"` (between stages),
             `"gradient"` (of a shared parameter), `"scalar"`, `"argument"` (an input of the step
             that another rank holds) or `"gathered"` (anything else). A message with arrays of two
@@ -201,7 +202,7 @@ def _check_equal(step: int, got, want, bundle: Bundle | None, tolerance) -> None
 
 
 def _place_of(bundle: Bundle | None, number: int) -> str:
-    """The ranks that give a result, and their stages."""
+    """Names the ranks that give a result, and their stages."""
     if bundle is None:
         return ""
     flat = {n for n, r in enumerate(bundle.results) if r.array == number}
@@ -214,7 +215,7 @@ def _place_of(bundle: Bundle | None, number: int) -> str:
 
 
 def _difference(got: Any, want: Any, tolerance: tuple[float, float] | None) -> str | None:
-    """How a leaf differs from the reference's, in words; None where it does not."""
+    """Says in words how a leaf differs from the reference's; None if it does not."""
     if not (_jaxprs.is_array(got) and _jaxprs.is_array(want)):
         same = got is want or (type(got) is type(want) and got == want)
         return None if same else f"is {got!r}, but {want!r} in the reference."
@@ -248,7 +249,7 @@ def _difference(got: Any, want: Any, tolerance: tuple[float, float] | None) -> s
 
 
 def _bits_differ(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Which elements have different bits (two zeros of different sign do)."""
+    """Tells for each element whether the bits differ (two zeros of different sign do)."""
     raw = [np.ascontiguousarray(z).view(np.uint8).reshape(*z.shape, -1) for z in (x, y)]
     return (raw[0] != raw[1]).any(axis=-1)
 
@@ -279,7 +280,7 @@ def _default_rtol(tree: Any) -> float:
 def _replacements(
     args: Sequence[Any], result: Any, bundle: Bundle | None, num_state: int | None, where: str
 ) -> dict[int, Any]:
-    """The parts of a result that are the next step's arguments, by the argument's position."""
+    """Finds the parts of a result that are the next step's arguments, by argument's position."""
     waiting = {j: _signature(arg) for j, arg in enumerate(args)}
     if num_state is None:
         donated = _donated(args, bundle)
@@ -325,7 +326,7 @@ def _signature(tree: Any) -> tuple[Any, list[Any]]:
 
 
 def _donated(args: Sequence[Any], bundle: Bundle | None) -> set[int]:
-    """The positions of donated arguments."""
+    """Finds the positions of donated arguments."""
     if bundle is None:
         return set()
     owners = [j for j, arg in enumerate(args) for x in jtu.tree_leaves(arg) if _jaxprs.is_array(x)]
@@ -340,7 +341,7 @@ def _copied(tree: Any) -> Any:
 
 
 def _varied(tree: Any, step: int) -> Any:
-    """Other data of the same types: keys folded with the step, other arrays rolled by it."""
+    """Makes other data of the same types: folds keys with the step, rolls other arrays by it."""
 
     def vary(x):
         if not _jaxprs.is_array(x):
@@ -364,7 +365,7 @@ def _bundle_of(step: Any) -> Bundle:
 
 
 def _sent_arrays(bundle: Bundle) -> Iterator[tuple[Message, str, str, Any]]:
-    """Each array of each message: its message, name, kind and type."""
+    """Yields the message, name, kind and type of each array that is sent."""
     for program in bundle.programs:
         for send in program.sends:
             m = send.message
@@ -373,7 +374,7 @@ def _sent_arrays(bundle: Bundle) -> Iterator[tuple[Message, str, str, Any]]:
 
 
 def _arguments(bundle: Bundle, argument: Any) -> list[int]:
-    """The numbers of the step's flat arguments that `argument` means."""
+    """Finds the numbers of the step's flat arguments that `argument` means."""
     paths = [a.name for a in bundle.arguments]
     if isinstance(argument, int):
         argument = f"[{argument}]"
@@ -406,7 +407,7 @@ def _arguments(bundle: Bundle, argument: Any) -> list[int]:
 
 
 def _whole_arguments(bundle: Bundle) -> dict[str, tuple[Any, list[int]]]:
-    """The type of each argument of the caller by its path, and the numbers of the flat ones."""
+    """Finds by path the type of each array of the caller, and the numbers of its flat arguments."""
     found: dict[str, tuple[Any, list[int]]] = {}
     for n, own in enumerate(bundle.arguments):
         shape, dtype = _type(own.aval)
