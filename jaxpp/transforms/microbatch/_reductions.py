@@ -129,7 +129,7 @@ def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[
 
 
 def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
-    """Makes an operator that sums accumulate outputs like `x` in `dtype`, if both are floats.
+    """Makes an operator that is a sum accumulate in `dtype`, if that and output `x` are floats.
 
     Raises:
         ValueError: if `dtype` is no floating-point dtype.

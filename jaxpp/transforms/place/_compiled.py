@@ -70,7 +70,7 @@ class Compiled:
     _run: LoadedStep
     signature: Signature
     _rebuild: Callable[[list[Any]], Any]
-    #: JAX's settings for which a placed function has compiled it.
+    #: JAX's settings under which a placed function has compiled the step.
     context: Any = None
 
     @property

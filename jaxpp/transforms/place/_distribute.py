@@ -81,7 +81,7 @@ def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequ
 
 
 def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Slices the arrays that the step closes over while it is lowered: no rank gets the rest."""
+    """Slices arrays that the step closes over right away, so that no rank gets their other rows."""
     known = _jaxprs.Substitution()
     eqns = []
     for eqn in map(known.rename, jaxpr.eqns):

@@ -140,7 +140,7 @@ def pair_state(args, donate_argnums, traced: _jaxprs.Traced, jaxpr) -> dict[int,
     pairs: dict[int, int] = {}
 
     def arrays_of(node, n: int) -> list[tuple[int, int]] | None:
-        """Pairs the outputs of a subtree with the inputs of a like argument; None for an unlike."""
+        """Pairs the outputs of a subtree with argument `n`'s inputs; None if they are not alike."""
         leaves, tree = jtu.tree_flatten(node)
         wanted, inputs = free[n]
         outs = [number_of.get(id(leaf)) for leaf in leaves]

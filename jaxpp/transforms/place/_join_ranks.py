@@ -89,7 +89,7 @@ def _check_alike(bundle: Bundle, other: Bundle) -> None:
 
 
 def _outline(program: Program) -> list[Any]:
-    """Says in words what arguments a program takes, what results it gives and what it exchanges."""
+    """Lists in words the arguments, the results and the messages of a program."""
     inputs = [f"argument {n}" for n, _ in program.inputs]
     outputs = [f"result {n}" for n, _ in program.outputs]
     messages = [

@@ -312,7 +312,7 @@ class Placed:
             >>> [(rank.parameter_bytes, rank.sent_bytes) for rank in step.describe().ranks]
             [(256, {1: 512}), (256, {0: 512})]
         """
-        self.bundle  # noqa: B018  says what is wrong where there is none
+        self.bundle  # noqa: B018  raises if there is none
         return self._cache[0].describe()
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:

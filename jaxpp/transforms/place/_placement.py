@@ -392,9 +392,9 @@ class _Placer:
                 self.wanted[var] = self.wanted.get(var, frozenset()) | place
 
     def _levels(self, order: Sequence[int]) -> dict[int, int]:
-        """Gives each placed equation a level: it is above those of its sources at other places.
+        """Gives each placed equation a level, above its sources of other places in its phase.
 
-        Equations then move to the last level that their consumers allow.
+        The level is the last one that its consumers allow.
         """
         level: dict[int, int] = {}
         consumers: dict[int, list[int]] = {}

@@ -107,7 +107,7 @@ class _Builder:
     def __init__(self, step: Step, placement: _placement.Placement):
         self.step = step
         self.placement = placement
-        #: The rank of each place: of each stage, in one direction after the other.
+        #: The rank of each stage, in one direction after the other.
         self.ranks_of = sum(placement.directions, ())
         #: For each variable that is sent to be put together with others, the reason.
         self.why_gathered = {

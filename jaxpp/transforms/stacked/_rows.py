@@ -78,14 +78,14 @@ def num_rows(atom) -> int:
 
 
 def _same(eqn) -> Rows:
-    """Rules that all arrays but scalars have the rows."""
+    """Makes the rule that all arrays but scalars have the rows."""
     return Rows(
         tuple(num_rows(v) >= 0 for v in eqn.invars), tuple(num_rows(v) >= 0 for v in eqn.outvars)
     )
 
 
 def _elementwise(eqn) -> Rows | None:
-    """Rules that operands have the rows, but for scalars and operands of one row for all."""
+    """Makes the rule that all operands but scalars, and those of one row for all, have the rows."""
     rows = num_rows(eqn.outvars[0])
     sizes = [num_rows(v) for v in eqn.invars]
     if rows < 0 or any(n not in (rows, 1, -1) for n in sizes):
@@ -94,7 +94,7 @@ def _elementwise(eqn) -> Rows | None:
 
 
 def _keys(eqn) -> Rows | None:
-    """Rules for an equation that makes something of each key, or a key of each row."""
+    """Makes the rule of an equation that makes rows of keys, or keys of rows."""
     return _same(eqn) if num_rows(eqn.invars[0]) == num_rows(eqn.outvars[0]) >= 0 else None
 
 
@@ -109,7 +109,7 @@ def _first_operand(eqn) -> Rows:
 
 
 def _along(parameter: str) -> Callable[[Any], Rows | None]:
-    """Makes the rule for equations along the axes of a parameter: row by row unless 0 is one."""
+    """Makes the rules of equations along the axes of a parameter: row by row unless 0 is one."""
 
     def rule(eqn) -> Rows | None:
         axes = eqn.params[parameter]

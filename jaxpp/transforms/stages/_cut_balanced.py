@@ -92,7 +92,7 @@ def cut_balanced(
 
 
 def _heads(eqns, sunk: _cuts.Equations, divided: Divided) -> list[Any]:
-    """Finds, from each equation on, the first that does not only prepare the next one."""
+    """Finds for each equation the first, from it on, that does not only prepare the next one."""
     heads: list[Any] = []
     for eqn in reversed(eqns):
         heads.append(heads[-1] if heads and _cuts.leads(eqn, sunk, divided) else eqn)
@@ -185,7 +185,7 @@ def _closed_call(eqns, costs, num_stages: int, places: Mapping[Any, Iteration]) 
 
 
 def _crossing_bytes(jaxpr, eqns) -> list[float]:
-    """Counts, at each position, the bytes of the values made before it and read from it on."""
+    """Counts for each position the bytes of the values made before it and read from it on."""
     made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
     last = {v: i for i, e in enumerate(eqns) for v in e.invars if not _jaxprs.is_literal(v)}
     change = [0.0] * (len(eqns) + 2)

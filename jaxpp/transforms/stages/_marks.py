@@ -97,7 +97,7 @@ def _edge_transpose(ct, _, *, transposed, **params):
 
 
 def keep_nothing(*_, **__) -> bool:
-    """Tells a checkpoint to keep nothing: as a policy, it does not keep edges either."""
+    """Tells a checkpoint, as its policy, to keep nothing: not even edges."""
     return False
 
 

@@ -146,7 +146,7 @@ Watcher = tuple[frozenset[type], Callable[[Any], Handler]]
 
 
 def watched(fun: Callable, watchers: Sequence[Watcher]) -> Callable:
-    """Wraps `fun` so that handlers run at each call of a module of their classes meanwhile."""
+    """Wraps `fun` so that, while it runs, handlers take each call of a module of their classes."""
     classes = frozenset().union(*(classes for classes, _ in watchers))
     if not classes:
         return fun
@@ -464,8 +464,8 @@ def _finder(model: Any, wanted) -> Callable[[Any, int], str | None]:
     def find(eqn, sources: int) -> str | None:
         if eqn.params["path"] is not None:
             return eqn.params["path"] if eqn.params["path"] in wanted else None
-        # Candidates are the modules of this class whose arrays are all among the sources. Of
-        # candidates whose arrays are a part of another's, the other counts.
+        # Candidates are the modules of this class whose arrays are all among the sources. One whose
+        # arrays are only a part of another candidate's, or that has none, gives way to that one.
         held = {
             path: bits
             for path, (cls, bits) in arrays_of.items()

@@ -149,8 +149,8 @@ def _expose_preparations(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
     """Tells for each equation whether it only prepares arguments: a cast, a mask, a norm.
 
-    Such an equation reads one argument, or several if it is light, directly or through others such.
-    If all equations were such (a program of elementwise operations), none counts as preparation.
+    Such an equation reads one argument, or several if it is light, directly or through other such
+    equations. If all are such (a program of elementwise operations), none counts as preparation.
     """
     varying = _jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)
     # The argument that a prepared value was computed from, or None where there are several.

@@ -62,7 +62,7 @@ def split_shared_sums(body: Body) -> Sums:
             readers[v] = readers.get(v, 0) + 1
 
     def itself(v) -> Any:
-        """Looks through a cast of weak type alone, as of a carry that began as a number."""
+        """Looks through a cast of weak type alone: a carry that began as a number has one."""
         eqn = None if _jaxprs.is_literal(v) or v not in maker else body.eqns[maker[v]]
         if eqn is None or eqn.primitive.name != "convert_element_type" or readers.get(v) != 1:
             return v

@@ -92,7 +92,7 @@ class LoopTasks:
 
     @functools.cached_property
     def dependencies(self) -> Dependencies:
-        """For each kind and stage, the tasks whose values it reads, as kinds and stages."""
+        """For each kind and stage, the tasks of the same microbatch whose values it reads."""
         bodies = [body for body in self.bodies if body.stage < self.num_stages]
         makers = {r.index: b for b in bodies for r in b.outputs if r.source == "value"}
         return {

@@ -92,7 +92,8 @@ def _needed(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
 def _repeatable(body: Body) -> list[bool]:
     """Tells for each equation whether each task that reads its results repeats it.
 
-    So it is if the equation depends on no microbatch, or on a microbatch's slices but on no stage.
+    So it is if the equation depends on no microbatch; or if it is in no stage's call, and depends
+    on slices of a microbatch, but on no stage or carry.
     """
     varying = _jaxprs.descendants(body.eqns, [*body.carries, *body.xs])
     staged = [v for e, p in body.placed() if p is not None for v in e.outvars if v in varying]
@@ -159,11 +160,11 @@ def _place_glue(body: Body, repeatable: Sequence[bool]) -> Body:
 
 
 def _keep_carries(body: Body) -> Body:
-    """Makes the first task that reads a carry hand the carry's old value on to the later tasks.
+    """Makes the task that writes a carry hand the carry's old value on to later tasks that read it.
 
     By the time they run, the carry may have the value of a later microbatch. An example is a
-    layer's state that the backward reads. The first task also makes the carry's new value if no
-    task does, such as a flag that is set to a constant.
+    layer's state that the backward reads. A new value that no task makes, such as a flag that is
+    set to a constant, is made by the first task that reads the carry.
     """
     owner = {v: p for e, p in body.placed() if p is not None for v in e.outvars}
     readers: dict[Any, set[int]] = {}

@@ -23,7 +23,7 @@ def call(eqn, specs: Sequence[MaybeSpec], outputs: Outputs) -> list[MaybeSpec]:
 
 
 def _jit(eqn, specs, outputs) -> list[MaybeSpec]:
-    """Gives those of a nested `jit`, whose arguments and results may have shardings given."""
+    """Gives the specs of the results of a nested `jit`, which may have shardings of its own."""
     pinned_in = eqn.params.get("in_shardings", (None,) * len(specs))
     specs = [pinned(s, p, v) for s, p, v in zip(specs, pinned_in, eqn.invars, strict=True)]
     results = call(eqn, specs, outputs)
