@@ -350,7 +350,7 @@ def part(eqns: Sequence[Any], outputs: Sequence[Any], name: str = "part") -> Par
 
 
 def lift_arrays(part: Part) -> tuple[Part, tuple[Any, ...]]:
-    """Turns the arrays among a part's literals into its last inputs; gives also these literals.
+    """Turns the arrays among a part's literals into its last inputs; also gives these literals.
 
     So an array that a function closes over is in no executable, nor in the key of one.
 

@@ -146,7 +146,7 @@ def _messages(routes, specs: Mapping[Value, Spec]):
 def _computations(
     step: Step, uses: _Uses, specs: Mapping[Value, Spec]
 ) -> tuple[list[int], list[Computation]]:
-    """Numbers the computations of the tasks, equal ones once; gives also each task's number."""
+    """Numbers the computations of the tasks, equal ones once; also gives each task's number."""
     found: dict[Hashable, int] = {}
     computations: list[Computation] = []
     numbers = []

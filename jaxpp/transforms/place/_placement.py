@@ -125,10 +125,7 @@ class _Placer:
         self.phase = self._phases()
 
     def _directions(self) -> tuple[tuple[int, ...], ...]:
-        """Finds for each direction the ranks of the stages, over all loops.
-
-        A loop may have fewer directions than another, if they are the other's first ones.
-        """
+        """Finds for each direction the ranks of the stages; a loop may have only the first ones."""
         found = sorted({self.tables[i].directions for i in self.loops}, key=len)
         for own in found[:-1]:
             if own != found[-1][: len(own)]:
@@ -392,10 +389,7 @@ class _Placer:
                 self.wanted[var] = self.wanted.get(var, frozenset()) | place
 
     def _levels(self, order: Sequence[int]) -> dict[int, int]:
-        """Gives each placed equation a level, above its sources of other places in its phase.
-
-        The level is the last one that its consumers allow.
-        """
+        """Gives each placed equation a level: the last that its consumers in its phase allow."""
         level: dict[int, int] = {}
         consumers: dict[int, list[int]] = {}
         for i in order:

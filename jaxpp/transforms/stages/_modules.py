@@ -375,7 +375,7 @@ class _Reader:
     scope: Callable | None
 
     def read(self, jaxpr: Any, sources: Sequence[int]) -> tuple[Any, list[int]]:
-        """Removes announcements from a jaxpr; gives also the arguments (as bits) of each output."""
+        """Removes announcements from a jaxpr; also gives the arguments (as bits) of each output."""
         opened = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
         source_of = dict(zip(opened.invars, sources, strict=True))
         known = _jaxprs.Substitution()

@@ -52,7 +52,7 @@ def split_shared_sums(body: Body) -> Sums:
     """Gives a sum over contributions of several tasks one accumulator for each task.
 
     Differentiation gives the gradient of a parameter that several stages read as one sum in each
-    microbatch. With several accumulators each stage accumulates its own contribution, and the
+    microbatch. With several accumulators each task accumulates its own contribution, and the
     accumulators are summed once a step.
     """
     maker, at = body.maker(), body.last_position()

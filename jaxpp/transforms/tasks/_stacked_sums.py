@@ -89,8 +89,8 @@ def _bounds(body: Body) -> dict[Any, Bounds]:
 def _open_calls(body: Body) -> Body:
     """Opens calls that take rows of an array, or pad rows with zeros.
 
-    A stage that is rematerialised is such a call. To open it is safe: its backward is a program of
-    its own, so that XLA cannot merge the recomputation with the forward.
+    A stage that is rematerialised is such a call. Its backward is a program of its own, so that XLA
+    cannot merge the recomputation with the forward even if the call is open.
     """
 
     def touches_rows(eqn) -> bool:
