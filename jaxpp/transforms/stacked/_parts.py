@@ -210,7 +210,7 @@ class Splitter:
                 self._known.of[v] = self._combine(rule.combine, column)
 
     def _combine(self, combine: Callable, partial: Sequence[Any]) -> Any:
-        """Combines the results of all parts, wherever they are read: they are small."""
+        """Combines the results of all parts; each reader may do so itself, as they are small."""
         result, *others = partial
         for other in others:
             result = self.emit(combine, result, other)

@@ -64,7 +64,7 @@ def balanced_cuts(
 
 
 def even_cuts(layers: Sequence[int], crossing_bytes: Sequence[float], num_stages: int) -> list[int]:
-    """Cuts a sequence of items so that each stage has as many layers, the last stages one more.
+    """Cuts a sequence of items so that stages have equally many layers, or the last ones one more.
 
     Args:
         layers: the first items of layers, in order.
