@@ -1,4 +1,4 @@
-"""The Ray actor of a worker: starts JAX, transport and line, then hands calls to a `Process`."""
+"""The Ray actor of a worker: starts JAX, transport and RPC server, then calls a `Process`."""
 
 import dataclasses
 import importlib.metadata
@@ -33,10 +33,10 @@ from jaxpp.runtime._transport._processes import (
     rank_homes,
 )
 
-#: Seconds after which a thread of a worker lets another one in that waits.
+#: Seconds after which a Python thread of a worker yields to one that waits.
 SWITCH_INTERVAL = 1e-4
 
-#: The other way than `jax_num_cpu_devices` to have several CPU devices.
+#: The flag of XLA that does the same as `jax_num_cpu_devices`.
 DEVICE_COUNT_FLAG = "xla_force_host_platform_device_count"
 
 #: The address at which only processes of the same host reach each other.
@@ -45,7 +45,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What a worker knows before JAX starts: its node, its GPUs, and a port that is free there."""
+    """Facts of a worker before JAX starts: its node, its GPUs, and a port that is free there."""
 
     node: str
     gpus: tuple[str, ...]
@@ -54,7 +54,7 @@ class Identity:
 
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """Where processes meet, to become one system of JAX's, and how many: all, or a rank's."""
+    """The address where `jax.distributed` joins processes, and their number: all, or a rank's."""
 
     coordinator: str
     num_processes: int
@@ -62,7 +62,7 @@ class Join:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a worker needs to start.
+    """All that a worker needs to start.
 
     Args:
         rank: its rank, of `num_ranks`.
@@ -99,7 +99,7 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """What a worker says of itself once it has started."""
+    """A worker's description of itself once it has started."""
 
     versions: dict[str, str]
     host: str
@@ -112,26 +112,26 @@ class Hello:
 
 
 def versions() -> dict[str, str]:
-    """What driver and workers must agree on."""
+    """Gives the versions that driver and workers must agree on."""
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jaxpp")}
     return {"python": ".".join(platform.python_version_tuple()[:2]), **found}
 
 
-#: Ray's decorator, whose overloads know nothing of its options.
+#: Ray's decorator; its overloads do not know its options.
 _remote: Any = ray.remote
 
 
 def _start_jax(setup: Setup) -> tuple[Home, SocketTransport | DeviceTransport]:
-    """Starts JAX with the devices of this rank; gives its home, and what sends from it."""
+    """Starts JAX with the devices of this rank; returns the rank's home and its transport."""
     sizes = setup.sizes_inside
     devices = math.prod(sizes.values()) // setup.processes_per_rank
     jax.config.update("jax_enable_x64", setup.x64)
-    # JAX takes only one way to say it, and workers of this host have the driver's environment.
+    # JAX rejects the option together with the flag, which the driver's environment may have.
     if devices > 1 and DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", devices)
     if setup.cores == 1 and setup.join is None and math.prod(sizes.values()) == 1:
-        # On one core a thread that computes while this one goes on is a detour: tasks of
-        # 1 ms took 8% longer with it. (Transfers between devices need it.)
+        # On one core a second thread that computes costs time: tasks of 1 ms took 8% longer
+        # with asynchronous dispatch. (Transfers between devices need it.)
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     if setup.join is not None:
         transport = _device_transport(setup)
@@ -171,10 +171,10 @@ def _device_transport(setup: Setup) -> DeviceTransport:
 
 @_remote(concurrency_groups={"control": 2, "feed": 1, "aside": 2, "life": 1})
 class Actor:
-    """A rank's process, or one of them.
+    """The actor of a worker process.
 
-    Methods with a turn run in the order in which the driver called them and the steps, one at a
-    time. The steps themselves come over the driver's line.
+    Methods with a turn run one at a time, in the order in which the driver called them and the
+    steps. The steps themselves come through the RPC server.
     """
 
     def __init__(self):
@@ -183,15 +183,15 @@ class Actor:
         self._hello: Any = None
 
     def identify(self, host: str) -> Identity:
-        """Says what can be known before JAX starts; `host` is this host's own address."""
+        """Gives the facts known before JAX starts; `host` is this host's own address."""
         node = ray.get_runtime_context().get_node_id()
         return Identity(node, tuple(map(str, ray.get_gpu_ids())), free_port(host))
 
     def start(self, setup: Setup) -> Hello:
-        """Starts JAX, and listens for other ranks; a worker that runs already says who it is."""
+        """Starts JAX, the transport and the RPC server, once; describes the worker."""
         if self.process is None:
             prepare_process(setup.place, setup.cores)
-            # The threads of the transport must not wait for the Python thread's time slice, 5 ms.
+            # The transport's threads must not wait for the end of Python's time slice of 5 ms.
             sys.setswitchinterval(SWITCH_INTERVAL)
             home, transport = _start_jax(setup)
             device = next(d for d in devices_of(home) if d.process_index == jax.process_index())
@@ -220,7 +220,7 @@ class Actor:
         return self.process.in_turn(turn, self.process.compile, *args)
 
     def load(self, turn: Turn, *args: Any) -> Any:
-        """See `Process.load`; what others have compiled comes as references."""
+        """See `Process.load`; executables that others have compiled come as references."""
         *rest, compiled = args
         load = self.process.load
         return self.process.in_turn(turn, lambda: load(*rest, *ray.get(compiled)))
@@ -258,7 +258,7 @@ class Actor:
 
     @ray.method(concurrency_group="life")
     def live(self) -> None:
-        """Never returns: who has called it hears when the process has ended."""
+        """Never returns; the call fails, and so tells its caller, when the process ends."""
         threading.Event().wait()
 
     @ray.method(concurrency_group="control")

@@ -1,4 +1,4 @@
-"""`RemoteArray`: what a step on a remote mesh returns; its value stays with the ranks."""
+"""`RemoteArray`: a result of a step on a remote mesh; its value stays on the ranks."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteSharding:
-    """Where an array is on a remote mesh: on each of some ranks, whole or split over its devices.
+    """The place of an array on a remote mesh: some ranks, each with all of it, whole or split.
 
     Args:
         mesh: the mesh.
@@ -46,11 +46,11 @@ class RemoteSharding:
 class RemoteArray(ArrayHandle):
     """An array that one or more ranks of a `RemoteMpmdMesh` hold.
 
-    A leaf of pytrees that filters such as `eqx.is_array` take for an array. What is known of it is
-    known here: shape, dtype, ranks. Its value is fetched by `np.asarray`, `jax.device_get`,
-    `jnp.asarray`, `float` and their like, and by nothing else: functions of JAX, methods and
-    operators refuse it. It may be passed to any placed function of its mesh, and is gone once it
-    has been donated. The ranks drop it when the last reference to it goes.
+    It is a leaf of pytrees that filters such as `eqx.is_array` take for an array. Its shape, dtype
+    and ranks are known in this process. `np.asarray`, `jax.device_get`, `jnp.asarray`, `float` and
+    their like fetch its value. Functions of JAX, methods and operators refuse it. It may be passed
+    to any placed function of its mesh, and is gone once it has been donated. The ranks drop the
+    array when the last reference to this handle goes.
 
     Example:
         >>> import jax.numpy as jnp, jaxpp
@@ -74,11 +74,11 @@ class RemoteArray(ArrayHandle):
         self._aval = aval
         self._ranks = ranks
         self._spec = spec
-        #: How often the mesh had been restarted when the array was made.
+        #: The number of restarts of the mesh before the array was made.
         self.incarnation = mesh.incarnation
         self._gone = ""
 
-    # ---- what is known here ---------------------------------------------------------------------
+    # ---- its type and place ---------------------------------------------------------------------
 
     @property
     def mesh(self) -> "RemoteMpmdMesh":
@@ -87,41 +87,41 @@ class RemoteArray(ArrayHandle):
 
     @property
     def id(self) -> int:
-        """The number by which the ranks know it."""
+        """The number by which the ranks know the array."""
         return self._id
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold it, each the whole of it."""
+        """The ranks that hold the array; each has the whole array, on one device or several."""
         return self._ranks
 
     @property
     def spec(self) -> Spec:
-        """How each of them has it split over its devices, dimension by dimension."""
+        """The split of the array over the devices of each rank, dimension by dimension."""
         return self._spec
 
     @property
     def sharding(self) -> Any:
-        """Where it is, as a `RemoteSharding`."""
+        """The place of the array, as a `RemoteSharding`."""
         return RemoteSharding(self._mesh, self._ranks, partition_spec(self._spec))
 
     @property
     def is_fully_addressable(self) -> bool:
-        """Whether this process holds it; always false."""
+        """Tells whether this process holds the array; always false."""
         return False
 
     @property
     def is_fully_replicated(self) -> bool:
-        """Whether each device of its ranks holds all of it."""
+        """Tells whether each device of its ranks holds the whole array."""
         return not any(self._spec)
 
     def is_deleted(self) -> bool:
-        """Whether a call has consumed it, or `delete` has been called."""
+        """Tells whether a call has consumed the array, or `delete` has been called."""
         return bool(self._gone)
 
     @property
     def why_deleted(self) -> str:
-        """What consumed it, as the end of a sentence; empty while it is there."""
+        """The reason why the array is gone, as the end of a sentence; empty while it is there."""
         return self._gone
 
     def __len__(self):
@@ -142,7 +142,7 @@ class RemoteArray(ArrayHandle):
     # ---- its value ------------------------------------------------------------------------------
 
     def copy_to_host_async(self) -> None:
-        """Asks for the value, so that it comes together with others that are asked for."""
+        """Notes that the value is wanted; the next fetch brings all wanted values together."""
         self._mesh.prefetch(self)
 
     def block_until_ready(self) -> "RemoteArray":
@@ -177,23 +177,23 @@ class RemoteArray(ArrayHandle):
         return np.asarray(self).__index__()
 
     def item(self, *args: Any) -> Any:
-        """The value of an element as a Python number."""
+        """Gives the value of an element as a Python number."""
         return np.asarray(self).item(*args)
 
     def tolist(self) -> Any:
-        """The values as nested lists."""
+        """Gives the values as nested lists."""
         return np.asarray(self).tolist()
 
     # ---- its end --------------------------------------------------------------------------------
 
     def delete(self) -> None:
-        """Drops it from its ranks."""
+        """Lets its ranks drop the array."""
         if not self._gone:
             self._mesh.release(self)
             self._gone = "by delete()"
 
     def consume(self, why: str) -> None:
-        """Notes that a call has taken its memory."""
+        """Notes that a call has taken the array's memory."""
         self._gone = why
 
     def __del__(self):

@@ -1,4 +1,4 @@
-"""The driver's books on arrays that the ranks hold: ids, releases and fetches."""
+"""The driver's records of arrays that the ranks hold: ids, releases and fetches."""
 
 import collections
 import threading
@@ -12,12 +12,12 @@ from jaxpp.runtime import _shares
 from jaxpp.runtime._array_types import ArrayType, from_host, host_array
 from jaxpp.runtime._remote._array import RemoteArray
 
-#: Gives the bytes of the arrays with some ids, asked of workers.
+#: Fetches the bytes of arrays from workers, by their ids.
 Fetch = Callable[[dict[int, list[int]]], dict[int, list[Any]]]
 
 
 class Arrays:
-    """Who holds what, as far as it has to be said to the ranks.
+    """The ids of arrays on the ranks, those that ranks may drop, and those that are to be fetched.
 
     Args:
         fetch: gives the bytes of arrays, or of the worker's share of them; ids come by worker.
@@ -35,16 +35,16 @@ class Arrays:
         self._lock = threading.Lock()
 
     def new_ids(self, count: int) -> int:
-        """The first of `count` ids that have not been used."""
+        """Gives the first of `count` successive ids that have not been used."""
         with self._lock:
             first = self._next
             self._next += count
         return first
 
     def release(self, array: RemoteArray) -> None:
-        """Notes that nobody wants an array any more; its ranks hear of it with their next call.
+        """Notes that nobody wants an array any more; its ranks are told with their next call.
 
-        Runs wherever the last reference goes, and so takes no lock.
+        It runs on any thread, where the last reference goes, and so takes no lock.
         """
         for rank in array.ranks:
             self._released[rank].append(array.id)
@@ -52,7 +52,7 @@ class Arrays:
         self._fetched.pop(array.id, None)
 
     def releases(self, rank: int) -> tuple[int, ...]:
-        """What a rank may drop; it is not told again."""
+        """Gives, once only, the ids of arrays that a rank may drop."""
         found, queue = [], self._released[rank]
         while queue:
             found.append(queue.popleft())
@@ -63,11 +63,11 @@ class Arrays:
         self._wanted[array.id] = array
 
     def fetch(self, arrays: Sequence[RemoteArray]) -> list[np.ndarray]:
-        """The values of arrays, and of all that are wanted, in one request to each rank."""
+        """Fetches the values of arrays and of all that are wanted, in one request a worker."""
         with self._lock:
             needed = {a.id: a for a in arrays if a.id not in self._fetched}
             if needed:
-                # What is not asked for after all must not stay: it goes with the next request.
+                # Values that were wanted but never asked for are dropped at the next request.
                 self._fetched = {a.id: self._fetched[a.id] for a in arrays if a.id not in needed}
                 needed |= {n: a for n, a in self._wanted.items() if not a.is_deleted()}
                 self._wanted.clear()
@@ -97,7 +97,7 @@ class Arrays:
                 self._fetched[array.id] = host_array(own[0][1], ArrayType.of(array))
 
     def _shares(self, array: RemoteArray) -> list[tuple[_shares.Box, ...]]:
-        """What is to be asked of the processes of a rank: the first one, where it has all."""
+        """Gives the boxes to ask of a rank's processes; of the first one alone if it has all."""
         if self._processes == 1:
             return [()]
         sizes, every = self._insides[array.ranks[0]], self._processes
@@ -107,14 +107,14 @@ class Arrays:
         return boxes[:1] if set(boxes[0]) >= {box for own in boxes for box in own} else boxes
 
     def fetch_jax(self, array: RemoteArray) -> jax.Array:
-        """The value of an array of any dtype, on the default device of this process."""
+        """Fetches the value of an array of any dtype to the default device of this process."""
         data = self.fetch([array])[0]
         config: Any = jax.config
         device = config.jax_default_device or jax.local_devices()[0]
         return from_host(data.reshape(-1).view(np.uint8), ArrayType.of(array), device)
 
     def clear(self) -> None:
-        """Forgets everything but which ids have been used."""
+        """Forgets everything but the ids that have been used."""
         for queue in self._released:
             queue.clear()
         self._wanted.clear()

@@ -1,4 +1,4 @@
-"""What a worker is at, noted in memory that outlives it, for the error when it has been killed."""
+"""The flight recorder: a worker notes its instructions in memory that outlives the worker."""
 
 import contextlib
 import mmap
@@ -14,11 +14,10 @@ _BLANK = bytes(_TEXT)
 
 
 class BlackBox:
-    """A note of the call and the instruction that a worker is at.
+    """A flight recorder: a note of a worker's current call and instruction.
 
-    The driver makes a file, worker and driver map it into their memory, and then it is unlinked, so
-    that nothing is left whatever becomes of them. What a process has written there stays when it is
-    killed.
+    The driver makes a file, and worker and driver map it into their memory. Then the driver unlinks
+    the file, so that none is left however the processes end. A killed worker's note stays readable.
 
     Args:
         path: of the file.
@@ -38,12 +37,12 @@ class BlackBox:
         self.path = path
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 8 + _TEXT)
-        #: Where what the call is at is written, as `encode` gives it.
+        #: The memory for the current instruction, written as `encode` gives it.
         self.text = memoryview(self._memory)[8:]
 
     @staticmethod
     def create() -> str:
-        """Makes the file, in memory where the system has such files."""
+        """Makes the file, in memory where the system has such files; returns its path."""
         directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         descriptor, path = tempfile.mkstemp(prefix="jaxpp-", dir=directory)
         with open(descriptor, "wb") as file:
@@ -51,18 +50,18 @@ class BlackBox:
         return path
 
     def unlink(self) -> None:
-        """Removes the file; who has mapped it keeps it."""
+        """Removes the file; processes that have mapped it keep its memory."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
     def close(self) -> None:
-        """Gives the memory back; may be repeated."""
+        """Frees the memory; may be repeated."""
         self.text.release()
         self._memory.close()
 
     @staticmethod
     def encode(text: str) -> bytes:
-        """What is written to `text`."""
+        """Gives a text as the bytes that are written to `text`."""
         return text.encode()[:_TEXT].ljust(_TEXT, b"\0")
 
     def begin(self, call: int) -> None:
@@ -70,13 +69,13 @@ class BlackBox:
         self._memory[:8] = call.to_bytes(8, "little", signed=True)
 
     def read(self) -> tuple[int, str]:
-        """The call, and what it is at; nothing between calls."""
+        """Reads the number of the last call, and its instruction; an empty text between calls."""
         call = int.from_bytes(self._memory[:8], "little", signed=True)
         return call, bytes(self.text).rstrip(b"\0").decode(errors="replace")
 
 
 class NotingWorker(Worker):
-    """A worker that notes each instruction in a black box, which takes a quarter of a µs.
+    """An executor that notes each instruction in a flight recorder; a note takes a quarter of a µs.
 
     Args:
         box: the black box.
@@ -101,7 +100,7 @@ class NotingWorker(Worker):
 
 
 def doing(instruction: Instruction | None) -> tuple[str, int | None]:
-    """What an instruction is, in words, and the rank that it sends to or waits for."""
+    """Describes an instruction in words; also gives the rank that it sends to or waits for."""
     match instruction:
         case Run(label=label):
             return label, None

@@ -1,7 +1,7 @@
-"""Which of the workers has failed first, of what is heard of all of them, and how it is told.
+"""Finds from the reports of workers which one failed first, and makes the error that tells it.
 
-What is heard of a worker is a `Failure` that it has described itself, the exception with which Ray
-has ended a call of it, or a sentence of our own.
+A report of a worker is a `Failure` that it has described itself, the exception with which Ray has
+ended a call of it, or a sentence of our own.
 """
 
 import re
@@ -13,12 +13,12 @@ import ray.exceptions
 from jaxpp.runtime._remote._failure import Failure, RankError
 from jaxpp.runtime._remote._member import Member
 
-#: What has been heard of workers, by their numbers, in the order in which it was.
+#: The reports of workers, by their numbers, in the order in which they came.
 Reports = Mapping[int, Failure | BaseException | str]
 
 
 def culprit(members: Sequence[Member], reports: Reports, settled: bool = False) -> int | None:
-    """The worker whose failure does not follow from another's; None where that is not known.
+    """Finds the worker whose failure does not follow from another's; None where it is not known.
 
     Args:
         members: the workers.
@@ -38,7 +38,7 @@ def culprit(members: Sequence[Member], reports: Reports, settled: bool = False) 
 
 
 def suspect(members: Sequence[Member], reports: Reports) -> int | None:
-    """The worker that another waited for in vain, where none has failed by itself."""
+    """Finds a worker that another waited for in vain, where none has failed by itself."""
     for worker, what in list(reports.items()):
         if (found := _waited_for(members[worker], what)) is not None:
             return found
@@ -46,7 +46,7 @@ def suspect(members: Sequence[Member], reports: Reports) -> int | None:
 
 
 def _waited_for(member: Member, what: Any) -> int | None:
-    """The worker that another waited for: processes send to those of the same number."""
+    """Finds the worker that another waited for: processes send to those of the same number."""
     if not isinstance(what, Failure) or what.waited_for is None:
         return None
     return what.waited_for * member.processes + member.process
@@ -55,7 +55,7 @@ def _waited_for(member: Member, what: Any) -> int | None:
 def explain(
     members: Sequence[Member], reports: Reports, worker: int, describe: Callable[[str], str]
 ) -> RankError:
-    """The error of all workers.
+    """Makes the error of all workers.
 
     Args:
         members: the workers.
@@ -80,7 +80,7 @@ def explain(
         reason, cause = why(what), what
     elif isinstance(what, str):
         reason = what
-    else:  # it lives; what is known is what others say of it
+    else:  # the worker lives; only reports of others tell of it
         own = what.exception if isinstance(what, Failure) else "it has ended the step"
         reason = next((w.exception for w in waits.values()), own)
     waiting = [f"rank {members[w].rank} in {r.task}" for w, r in waits.items()]
@@ -101,7 +101,7 @@ def explain(
 
 
 def why(error: BaseException) -> str:
-    """What Ray says of a dead worker, in a line."""
+    """Gives Ray's reason for the death of a worker, in a line."""
     text = str(error)
     if isinstance(error, ray.exceptions.OutOfMemoryError) or "running low on memory" in text:
         return "Ray has killed it because its host ran out of memory"

@@ -1,4 +1,4 @@
-"""A call of a step as it goes from the driver to a rank, and what the rank makes of its inputs."""
+"""A call of a step as it goes from the driver to a rank, and the inputs that the rank makes."""
 
 import dataclasses
 import pickle
@@ -18,7 +18,7 @@ from jaxpp.runtime._transport._frames import Bytes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Move:
-    """An argument that a rank reads and another one holds; it is sent before the step."""
+    """The transfer of an argument before the step, from a rank that holds it to a reader."""
 
     array: int
     message: Message
@@ -26,7 +26,7 @@ class Move:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a step, as a rank gets it.
+    """One call of a step, for one rank.
 
     Args:
         number: counts the calls of all steps of the mesh.
@@ -51,7 +51,7 @@ class Call:
     checks: tuple[str, ...] = ()
 
     def pack(self, values: Sequence[np.ndarray]) -> list[Bytes]:
-        """The bytes of a call, and of the arrays that come with it; large ones by themselves."""
+        """Gives the bytes of a call and of arrays that come with it; large ones by themselves."""
         small = [None if v.nbytes > LARGE else v.tobytes() for v in values]
         fields = tuple(getattr(self, f.name) for f in dataclasses.fields(self))
         return [pickle.dumps((fields, small)), *(v.data for v in values if v.nbytes > LARGE)]
@@ -65,14 +65,14 @@ class Call:
 
 
 VALUE, MOVED, FED = -1, -2, -3
-#: Settings that a call has of its caller: they are no part of what was traced.
+#: Settings that a call takes from its caller: they are no part of the traced step.
 CHECKS = ("debug_nans", "debug_infs")
-#: Bytes from which on an array goes by itself.
+#: Bytes above which an array goes by itself.
 LARGE = 1 << 14
 
 
 class Input:
-    """Makes an input of a step of bytes that come with a call, or of an array that is here.
+    """Makes an input of a step from bytes that come with a call, or from an array of this rank.
 
     Args:
         array_type: of the input.
@@ -88,13 +88,13 @@ class Input:
         self._sharding = sharding_in(home, spec) if split else None
 
     def __call__(self, data: Any) -> Any:
-        """The input; `data` are its bytes, in memory that nobody else uses."""
+        """Makes the input from its bytes `data`, which are in memory that nobody else uses."""
         if self.array_type.nbytes <= LARGE:
             return self._copier(data)[0]
         return from_host(data, self.array_type, self._home, self.spec)
 
     def resplit(self, array: Any) -> Any:
-        """The input, of an array of this rank: as it is, where it is split as it has to be."""
+        """Makes the input from an array of this rank; the array itself where its split is right."""
         wanted = self._sharding
         if wanted is None or array.sharding.is_equivalent_to(wanted, array.ndim):
             return array

@@ -1,6 +1,6 @@
-"""The places of a mesh's workers on the nodes of a Ray session, reserved all at once.
+"""Places for a mesh's workers on the nodes of a Ray session, reserved all at once.
 
-A worker is a process of a rank; a rank has one, or several of the same size.
+A worker is a process of a rank; a rank has one worker, or several of the same size.
 """
 
 import concurrent.futures
@@ -33,7 +33,7 @@ UNCOUNTED_CPU = 0.001
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker runs.
+    """The place of a worker on a node.
 
     Args:
         bundle: the number of its bundle in the placement group.
@@ -76,11 +76,11 @@ class _Need:
     gpus: float
 
     def part(self, count: int) -> "_Need":
-        """What each of several has that share it evenly."""
+        """Gives the share of each of `count` workers or bundles that divide this need evenly."""
         return _Need(self.cpus / count, self.gpus / count)
 
     def resources(self) -> dict[str, float]:
-        """As Ray wants it, which takes no zeros."""
+        """Gives the need as Ray's resources, which may not have zeros."""
         both = {"CPU": self.cpus, "GPU": self.gpus}
         return {name: float(amount) for name, amount in both.items() if amount > 0}
 
@@ -99,8 +99,8 @@ def reserve(
 ) -> Reservation:
     """Reserves room for all workers of a mesh at once, or for none.
 
-    The workers of a rank are on one node where the nodes have room for all ranks so; else ranks
-    fill node after node, and some have workers on two.
+    Each rank has its workers on one node where the nodes have room for all ranks in this way. Else
+    ranks fill node after node, and some have workers on two.
 
     Args:
         session: the session, from `join`.
@@ -162,7 +162,7 @@ def release(reservation: Reservation) -> None:
 
 
 def renew(session: Session, reservation: Reservation) -> Reservation:
-    """Replaces a reservation that has lost a node; one that is whole is returned as it is.
+    """Replaces a reservation that has lost a node; returns one that is whole unchanged.
 
     Args:
         session: the session, from `join`.
@@ -188,7 +188,7 @@ def renew(session: Session, reservation: Reservation) -> Reservation:
 
 
 def _nodes() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The nodes of the session: those that answer, and those that only Ray believes to be there.
+    """Gives the nodes of the session that answer, and those that only Ray believes to be there.
 
     Ray takes up to a minute to see that a node has crashed or is cut off.
     """
@@ -216,7 +216,7 @@ def _check_request(ranks: int, processes: int, cpus: float, gpus: float) -> None
 
 
 def _all_fit(needs: Sequence[_Need], nodes: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether nodes that nothing else uses have room, each of the largest taking the first."""
+    """Tells whether nodes that nothing else uses have room; the largest needs are placed first."""
     left = [{n: node["Resources"].get(n, 0) + 1e-6 for n in ("CPU", "GPU")} for node in nodes]
     for need in sorted(needs, key=lambda need: (-need.gpus, -need.cpus)):
         asks = need.resources()
@@ -234,9 +234,9 @@ def _places(
     workers_per_bundle: int,
     processes_per_rank: int,
 ) -> tuple[tuple[Place, ...], ...]:
-    """Numbers the workers so that ranks follow nodes, from this process's own, if it is one.
+    """Gives each rank the places of its workers: ranks fill node after node, this process's first.
 
-    Ranks that differ in what they need follow nodes among their like.
+    Ranks of different needs fill the nodes separately, each kind by itself.
     """
     table = placement_group_table(group)
     node_of = {int(bundle): node for bundle, node in table["bundles_to_node_id"].items()}
@@ -259,7 +259,7 @@ def _places(
 
 
 def _describe_needs(needs: Sequence[_Need], processes: int) -> str:
-    """What ranks need, in words."""
+    """Describes in words what ranks need."""
     size = f" of {processes} processes" if processes > 1 else ""
     kinds = [
         f"{count} rank{'s' * (count > 1)}{size} with {_describe(need.resources())} each"
@@ -273,7 +273,7 @@ def _describe(resources: Mapping[str, float]) -> str:
 
 
 def _describe_nodes(nodes: Sequence[Mapping[str, Any]], silent: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each node: what it has, and which placement groups hold what of it."""
+    """Gives a line for each node: its resources, and the part that each placement group holds."""
     lines = {
         node["NodeID"]: f"  {node['NodeManagerAddress']} ({node['NodeManagerHostname']}): "
         f"{_describe(node['Resources']) or 'no CPU'}"

@@ -1,4 +1,4 @@
-"""The workers of a mesh at work: all watched, each on its line, called in one order."""
+"""Calls of the workers of a mesh: all are monitored, each has an RPC client, all see one order."""
 
 import functools
 import threading
@@ -19,7 +19,8 @@ IN_FLIGHT = 4
 class Crew:
     """Starts workers, and calls them until they are stopped.
 
-    Who calls in turn, submits, restarts or stops holds a lock: calls have one order for all ranks.
+    A caller of `call_in_turn`, `submit`, `restart` or `stop` must hold a lock, so that calls have
+    one order for all ranks.
 
     Args:
         settings: how they are started.
@@ -47,27 +48,27 @@ class Crew:
             watch.close()
             raise
         self._flying = threading.BoundedSemaphore(IN_FLIGHT)
-        # In this order, so that who waits on another thread never has old lines and a new watch.
+        # In this order, so that a thread that waits never has old RPC clients and a new monitor.
         self._lines = lines
         self._watch = watch
 
     def _end(self) -> None:
-        self._watch.close()  # it stays, and refuses all calls
+        self._watch.close()  # the closed monitor stays, and refuses all calls
         for line in self._lines:
             line.close()
 
     @property
     def hellos(self) -> Sequence[Any]:
-        """What the workers have said of themselves."""
+        """The workers' descriptions of themselves."""
         return self._gang.hellos
 
     @property
     def between_devices(self) -> bool:
-        """Whether arrays go from device to device, and not over sockets."""
+        """Tells whether arrays go from device to device, and not over sockets."""
         return self._gang.between_devices
 
     def workers(self, rank: int) -> range:
-        """The numbers of a rank's processes, among those of all ranks."""
+        """Gives the numbers of a rank's processes, among the processes of all ranks."""
         processes = self._settings.processes_per_rank
         return range(rank * processes, (rank + 1) * processes)
 
@@ -97,23 +98,23 @@ class Crew:
         self._watch.check()
 
     def call(self, worker: int, method: str, *args: Any) -> Any:
-        """Calls a method of a worker at once; gives Ray's reference."""
+        """Calls a method of a worker at once; returns Ray's reference."""
         return getattr(self._gang.members[worker].actor, method).remote(*args)
 
     def call_in_turn(self, worker: int, method: str, *args: Any) -> Any:
-        """Calls a method of a worker after all that was called in turn before, steps included."""
+        """Calls a method of a worker after all earlier calls with a sequence number, steps too."""
         return self._lines[worker].in_turn(lambda turn: self.call(worker, method, turn, *args))
 
     def value(self, worker: int, reference: Any) -> Any:
-        """The value of a function that runs on a worker; what it raises is not the worker's end."""
+        """Waits for the value of a function on a worker; its exception does not fail the worker."""
         return self._watch.value(worker, reference)
 
     def follow(self, worker: int, reference: Any) -> None:
-        """Hears of it when a call of a worker fails."""
+        """Reports a worker as failed if this call of it fails."""
         self._watch.follow(worker, reference)
 
     def ask(self, method: Method, numbers: Mapping[int, Sequence[int]]) -> dict[int, Any]:
-        """Asks workers for arrays by their ids, and waits for the answers."""
+        """Asks workers about arrays by their ids, and waits for the answers."""
         watch, lines = self._watch, self._lines
         asked = {worker: lines[worker].ask(method, own) for worker, own in numbers.items()}
         return {worker: watch.result(worker, future) for worker, future in asked.items()}
@@ -144,7 +145,7 @@ class Crew:
         return Pending(references, self._watch)
 
     def submit(self, calls: Sequence[tuple[int, Sequence[Any]]]) -> None:
-        """Sends the call of a step to each rank; waits first where too many are under way."""
+        """Sends the call of a step to each rank; waits first where too many calls are under way."""
         flying, watch = self._flying, self._watch
         while not flying.acquire(timeout=PATIENCE):
             watch.check()
@@ -156,13 +157,13 @@ class Crew:
                     done = functools.partial(_land, worker, watch, landing)
                     self._lines[worker].run(packed, done)
         except BaseException as error:
-            # Those that have the call would wait for ever for those that do not.
+            # The ranks that have the call would wait for ever for the ranks that do not.
             watch.report(worker, Failure.of(error, rank, -1, "the dispatch of a call"))
             raise
 
 
 def _land(worker: int, watch: Watch, landing: Countdown, failure: Failure | None) -> None:
-    """A worker has dispatched a step, or failed to."""
+    """Counts a worker that has dispatched a step, and reports its failure if there is one."""
     if failure is not None:
         watch.report(worker, failure)
     landing.count()

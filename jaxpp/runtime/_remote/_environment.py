@@ -1,6 +1,6 @@
-"""What a worker starts with: its place, environment variables, import paths and cores.
+"""The environment that a worker starts with: its place, variables, import paths and cores.
 
-There is no JAX here: all of it has to be settled before JAX starts its backends.
+This file does not use JAX: all of this has to be settled before JAX starts its backends.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxpp.runtime._remote._cluster import Place, Reservation
 
-#: The part of a GPU's memory that JAX takes by itself, which the workers on one GPU share.
+#: The fraction of a GPU's memory that JAX takes by default; the workers on one GPU share it.
 MEMORY_FRACTION = 0.75
 
 
@@ -27,7 +27,7 @@ def worker_options(
     environment: Mapping[str, str] | None = None,
     cores: int | None = None,
 ) -> dict[str, Any]:
-    """The options of the Ray actor for a worker.
+    """Gives the options of the Ray actor for a worker.
 
     Args:
         reservation: from `reserve`.
@@ -61,10 +61,10 @@ def worker_options(
 
 
 def prepare_process(place: Place, cores: int | None = None) -> None:
-    """Binds this worker's process to some of its host's cores; to be called before JAX starts.
+    """Binds this worker's process to some of its host's cores; call it before JAX starts.
 
-    The workers of a node take its cores in turn, and share them where there are too few. XLA takes
-    as many threads as the process has cores.
+    The workers of a node take its cores one after the other, and share them where there are too
+    few. XLA takes as many threads as the process has cores.
 
     Args:
         place: where the worker is, from the reservation.
@@ -80,10 +80,10 @@ def prepare_process(place: Place, cores: int | None = None) -> None:
 
 
 def _import_paths() -> list[str]:
-    """The driver's `sys.path`, without what any Python of its version has.
+    """Gives the driver's `sys.path`, without the folders that any Python of its version has.
 
-    So a worker on this machine (or on one with the same folders) imports what the driver imports,
-    and nothing is uploaded.
+    With these paths a worker on this machine (or on one with the same folders) imports what the
+    driver imports, and nothing is uploaded.
     """
     installed = {*sysconfig.get_paths().values(), *site.getsitepackages()}
     installed.add(site.getusersitepackages())

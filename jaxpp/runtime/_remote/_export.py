@@ -1,4 +1,4 @@
-"""Computations as bytes, which go from the driver to the processes that compile and run them."""
+"""Computations as bytes: the driver sends them to the processes that compile and run them."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from jaxpp.runtime._homes import Home, devices_of, sharding_in
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exported:
-    """A computation as serialised StableHLO, and how it is compiled."""
+    """A computation as serialised StableHLO, and the options of its compilation."""
 
     name: str
     payload: bytes
@@ -63,8 +63,8 @@ def export(computation: Computation, platform: str, inside: AbstractMesh | None 
         try:
             exported = jax_export.export(lower, platforms=[platform])(*avals)
         except ValueError as error:
-            # JAX promises no stability for most custom calls (cuDNN's attention, Pallas kernels).
-            # Both ends run one version here, so that none is needed.
+            # JAX promises no stability for most custom calls (cuDNN's attention, Pallas kernels)
+            # and refuses to export them. Here both ends run one version, so none is needed.
             names = re.findall(r"@?([\w.$]+)", str(error).partition("custom call")[2])
             if not names:
                 raise
@@ -89,7 +89,7 @@ def compile_exported(exported: Exported, home: Home) -> Callable[..., Any]:
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding_in(home, spec))
         for a, spec in zip(restored.in_avals, in_specs, strict=True)
     ]
-    # The types are those of the driver's trace, which may be of 64 bits, whatever is set here.
+    # The driver's trace may have 64-bit types, whatever this process's own setting is.
     if not isinstance(home, Mesh):
         with jax.enable_x64(True), jax.default_device(home):
             return jax.jit(run, donate_argnums=exported.donated).lower(*avals).compile()
@@ -100,10 +100,10 @@ def compile_exported(exported: Exported, home: Home) -> Callable[..., Any]:
 
 
 def serialize(compiled: Any) -> bytes | None:
-    """A compiled computation as bytes, for other processes of the same host and kind of device.
+    """Gives a compiled computation as bytes, for processes of the same host and kind of device.
 
-    None where the backend cannot give it. What came out of JAX's persistent cache cannot be
-    serialised again on CPU: it loads, and fails when it is called.
+    None where the backend cannot serialise it, or where JAX's persistent cache is on: on CPU an
+    executable from that cache, serialised again, loads but fails when it is called.
     """
     config: Any = jax.config
     if config.jax_enable_compilation_cache and config.jax_compilation_cache_dir:
@@ -115,7 +115,7 @@ def serialize(compiled: Any) -> bytes | None:
 
 
 def load_serialized(payload: bytes, home: Home) -> Callable[..., Any] | None:
-    """Undoes `serialize`, on devices of this process; None where the backend cannot do it."""
+    """Loads bytes from `serialize` on devices of this process; None where the backend cannot."""
     try:
         return serialize_executable.deserialize_and_load(
             *pickle.loads(payload), execution_devices=list(devices_of(home))
@@ -140,7 +140,7 @@ def _check_callbacks(computation: Computation) -> None:
 
 
 def _callback(eqn: Any) -> Any | None:
-    """The equation, or the first one inside it, that calls back into Python."""
+    """Finds the equation, or the first one inside it, that calls back into Python."""
     if "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print":
         return eqn
     inner = (e for jaxpr in _jaxprs.sub_jaxprs(eqn) for e in jaxpr.eqns)

@@ -1,4 +1,4 @@
-"""What goes wrong on a rank, as the worker describes it and as the driver raises it."""
+"""Failures of a rank: the worker's description, and the error that the driver raises."""
 
 import dataclasses
 import pickle
@@ -47,12 +47,12 @@ def _rank_error(message: str, named: dict[str, Any]) -> RankError:
 
 
 class Lost(RuntimeError):
-    """An array that is asked for is not there: the step that was to make it has failed."""
+    """A call came to nothing: its array is not there, or its turn has passed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What a worker says of an exception; it can be pickled whatever the exception is.
+    """A worker's description of an exception; it can be pickled whatever the exception is.
 
     Args:
         rank: the worker's.
@@ -83,14 +83,14 @@ class Failure:
         try:
             pickled = pickle.dumps(error)
             pickle.loads(pickled)
-        except Exception:  # whatever a user's exception class does
+        except Exception:  # a user's exception class may raise anything
             pickled = b""
         line = traceback.format_exception_only(error)[0].strip()
         details = "".join(traceback.format_exception(error))
         return Failure(rank, call, task, waited_for, follows, line, details, pickled)
 
     def cause(self) -> BaseException:
-        """The exception, or a stand-in with its text."""
+        """Gives the exception, or a `RuntimeError` with its text."""
         error: Any = None
         if self.pickled:
             try:

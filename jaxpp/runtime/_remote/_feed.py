@@ -1,4 +1,4 @@
-"""Arguments that the ranks load themselves: what the driver says of them, and what a rank does."""
+"""Arguments that the ranks load themselves: the driver's side, and a rank's side."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from jaxpp.runtime._shares import spans
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """What is loaded for one argument of one call: `load(value)`, `load` by its number."""
+    """The load of one argument of one call: `load(value)`, with `load` by its number."""
 
     number: int
     load: int
@@ -27,7 +27,7 @@ class Batch:
 
 
 class Feeds:
-    """The driver's side: the functions that load, and the types of what each gives.
+    """The driver's side: the functions that load, and the types of the arrays that each gives.
 
     Args:
         describe: gives the pytree of the types of `load(value)`, loaded by some rank.
@@ -41,7 +41,7 @@ class Feeds:
         self._known: dict[int, set[int]] = {}
 
     def __call__(self, load: Callable[[Any], Any], value: Any) -> Any:
-        """What stands for `load(value)` in the arguments of a call."""
+        """Gives placeholders of `load(value)` for the arguments of a call."""
         if load not in self._loads:
             self._types.append(self._describe(load, value))
             self._loads.append(load)
@@ -51,7 +51,7 @@ class Feeds:
         return jtu.tree_unflatten(tree, [Fed(batch, i, aval) for i, aval in enumerate(leaves)])
 
     def load_for(self, rank: int, batch: Batch) -> Callable[[Any], Any] | None:
-        """The function that loads a batch; None where the rank has been told."""
+        """Gives the function that loads a batch; None where the rank has it already."""
         known = self._known.setdefault(rank, set())
         if batch.load in known:
             return None
@@ -59,7 +59,7 @@ class Feeds:
         return self._loads[batch.load]
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """Notes that these ranks have new workers, which know no function."""
+        """Notes that these ranks have new workers, which have no functions yet."""
         for rank in ranks:
             self._known.pop(rank, None)
 
@@ -74,7 +74,7 @@ class Loader:
         self._stopped: BaseException | None = None
 
     def load(self, batch: Batch, load: Callable[[Any], Any] | None) -> None:
-        """Loads a batch; an error is for who takes it."""
+        """Loads a batch; keeps an error for the caller of `take`."""
         if load is not None:
             self._loads[batch.load] = load
         found: list[Any] | BaseException
@@ -88,7 +88,7 @@ class Loader:
             self._there.notify_all()
 
     def take(self, number: int, leaf: int, expected: ArrayType, home: Home, spec: Spec = ()) -> Any:
-        """An array of a batch; waits until it has been loaded.
+        """Gives an array of a batch; waits until the batch has been loaded.
 
         Args:
             number: of the batch.
@@ -125,25 +125,25 @@ class Loader:
         return from_host(to_host(np.array(value, expected.host_dtype)), expected, home, spec)
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Forgets batches that have been taken."""
+        """Forgets batches whose arrays have been taken."""
         for number in numbers:
             self._batches.pop(number, None)
 
     def stop(self, error: BaseException) -> None:
-        """Wakes who waits for a batch."""
+        """Wakes all threads that wait for a batch, with an error."""
         with self._there:
             self._stopped = error
             self._there.notify_all()
 
     def reset(self) -> None:
-        """Forgets all batches; the functions stay."""
+        """Forgets all batches; keeps the functions."""
         with self._there:
             self._stopped = None
             self._batches.clear()
 
 
 def describe(process: Any, load: Callable[[Any], Any], value: Any) -> Any:
-    """The types of what a function loads; runs on a rank."""
+    """Gives the types of the arrays that a function loads; runs on a rank."""
     del process
     return jax.tree.map(_type_of, load(value))
 

@@ -1,4 +1,4 @@
-"""The worker processes of a mesh: started together, introduced to each other, replaced together."""
+"""The worker group of a mesh: processes that are started, connected and replaced together."""
 
 import contextlib
 import secrets
@@ -17,12 +17,12 @@ from jaxpp.runtime._remote._member import Member, kill
 from jaxpp.runtime._remote._settings import Settings
 from jaxpp.runtime._transport._choice import RankDevices, choose_transport
 
-#: Seconds that a worker has to end what it is about, when the mesh is restarted.
+#: Seconds that a worker has to end its current work when the mesh is restarted.
 RESET_TIMEOUT = 5.0
 
 
 class Gang:
-    """The workers of a mesh, in the order of ranks; those of a rank one after the other.
+    """The worker group of a mesh, in the order of ranks; a rank's workers follow each other.
 
     Args:
         settings: how they are started.
@@ -41,7 +41,7 @@ class Gang:
         self._secret = secrets.token_bytes(32)
         self._epoch = 0
         self._join: Join | None = None
-        #: For each rank how its processes are joined.
+        #: For each rank the way that its processes are joined; None where it has but one.
         self._spans: list[Join | None] = []
         with contextlib.ExitStack() as undo:
             self._session = _session.join()
@@ -73,7 +73,7 @@ class Gang:
             )
 
     def lines(self, check: Callable[[], None], ended: Callable[[int], None]) -> list[Line]:
-        """Opens a line to each worker; see `Line` for the arguments."""
+        """Opens an RPC client for each worker; see `Line` for the arguments."""
         lines = []
         try:
             for member, hello in zip(self.members, self.hellos, strict=True):
@@ -86,7 +86,7 @@ class Gang:
         return lines
 
     def _start(self, members: Sequence[Member]) -> None:
-        """Starts the workers of members that have none, and connects all."""
+        """Starts an actor for each worker that has none, and connects all workers."""
         self.members = list(members)
         try:
             for member in members:
@@ -114,9 +114,10 @@ class Gang:
         self._connect([hello.addresses for hello in hellos])
 
     def _meet(self) -> None:
-        """Settles how workers are joined: for transfers between devices all, else those of a rank.
+        """Settles which workers `jax.distributed` joins.
 
-        Neither where ranks are single processes that use sockets.
+        All are joined for transfers between devices; else the processes of each rank, where it has
+        several; else none.
         """
         gpus, processes = self._settings.gpus_per_rank, self._settings.processes_per_rank
         identities = self._call_all("identify", lambda m: (self._address(m) or LOOPBACK,))
@@ -136,14 +137,14 @@ class Gang:
 
     @property
     def between_devices(self) -> bool:
-        """Whether arrays go from device to device, and not over sockets."""
+        """Tells whether arrays go from device to device, and not over sockets."""
         return self._join is not None
 
     def _place(self, member: Member) -> _cluster.Place:
         return self._reservation.places[member.rank][member.process]
 
     def _address(self, member: Member) -> str | None:
-        """Where other hosts reach a worker's; None where they do not."""
+        """Gives the address at which other hosts reach a worker's host; None where they do not."""
         wanted = self._settings.address
         return self._place(member).address if wanted == "auto" else wanted
 
@@ -172,7 +173,7 @@ class Gang:
         )
 
     def _connect(self, addresses: Sequence[Any]) -> None:
-        # Those of one number in their ranks send to each other.
+        # Processes of the same number in their ranks send to each other.
         every = self._settings.processes_per_rank
         peers = [dict(enumerate(addresses[process::every])) for process in range(every)]
         self._call_all("connect", lambda member: (peers[member.process],))
@@ -209,10 +210,10 @@ class Gang:
             )
 
     def renew(self) -> set[int]:
-        """Makes all workers fit for work: new ones for the dead, the others without their arrays.
+        """Makes all workers fit for work: replaces the dead ones, and empties the others of arrays.
 
-        Where a rank has several processes all are new: they cannot be joined anew, and collectives
-        of theirs may wait for ever.
+        All workers are replaced where `jax.distributed` has joined some: running processes cannot
+        be joined again, and their collectives may wait for ever.
 
         Returns:
             The ranks that have new workers.
@@ -222,14 +223,14 @@ class Gang:
         """
         self._epoch += 1
         room = _cluster.renew(self._session, self._reservation)
-        if room is not self._reservation:  # a host is lost, and the room of all with it
+        if room is not self._reservation:  # a host was lost, and the whole reservation with it
             self._reservation = room
             for member in self.members:
                 member.dead = True
         self._try_all("abort", "The mesh is restarted.")
         if self._join is None and self._settings.processes_per_rank == 1:
             self._try_all("reset", self._epoch)
-        else:  # neither can transfers between devices be begun anew in a process
+        else:  # processes that have been joined cannot be joined again
             for member in reversed(self.members):
                 kill(member)
                 member.dead = True
@@ -242,7 +243,7 @@ class Gang:
         return fresh
 
     def _try_all(self, method: str, *args: Any) -> None:
-        """Calls all workers; one that does not answer is stuck in what it does, and is killed."""
+        """Calls a method of all live workers; kills each worker that does not answer."""
         fit = [m for m in self.members if not m.dead]
         references = [getattr(m.actor, method).remote(*args) for m in fit]
         if references:
@@ -257,19 +258,19 @@ class Gang:
                 kill(member)
 
     def stop(self) -> None:
-        """Ends all workers, and gives back what the cluster had reserved for them."""
-        if ray.is_initialized():  # else the session has gone, and all of them with it
+        """Ends all workers, and gives back their reservation in the cluster."""
+        if ray.is_initialized():  # else the session has gone, and all workers with it
             closing = [m.actor.close.remote() for m in self.members if not m.dead]
             try:
                 ray.wait(closing, num_returns=len(closing), timeout=2.0) if closing else None
                 self._kill()
                 _cluster.release(self._reservation)
             except ray.exceptions.RayError:
-                pass  # the same
+                pass  # the session has just gone
         _session.leave(self._session)
 
     def _kill(self) -> None:
-        for member in reversed(self.members):  # those whose death ends others last
+        for member in reversed(self.members):  # without a rank's first process its others end
             member.dead = True
             if member.actor is not None:
                 kill(member)

@@ -1,4 +1,4 @@
-"""The driver's books on steps: what each worker has, and what it has to be sent."""
+"""The program cache: the steps and computations of a mesh, and which workers have them."""
 
 import dataclasses
 import itertools
@@ -17,9 +17,10 @@ from jaxpp.runtime._transport._order import transfer_order
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A step: its programs, what each of them runs, its arguments.
+    """A step: its programs, the computations that each of them runs, its arguments.
 
-    A rank knows computations by their numbers among all; None stands for one that it does not run.
+    A rank knows a computation by its number among those of the mesh; None stands for one that the
+    rank does not run.
     """
 
     programs: tuple[Program, ...]
@@ -29,7 +30,7 @@ class _Step:
 
 @dataclasses.dataclass(frozen=True)
 class Loading:
-    """What a rank is sent to have a step: the arguments of `Process.compile` and `Process.load`."""
+    """The arguments of `Process.compile` and `Process.load` that bring a step to a rank."""
 
     rank: int
     compile: tuple[Any, ...]
@@ -37,7 +38,7 @@ class Loading:
 
 
 class Library:
-    """All steps of a mesh, and their computations, each kept once.
+    """A program cache: all steps of a mesh, and their computations, each kept once.
 
     Args:
         platform: of the workers, as JAX names it.
@@ -60,14 +61,14 @@ class Library:
         self._numbers = itertools.count()
         self._steps: dict[int, _Step] = {}
         self._exported: dict[int, _export.Exported] = {}
-        #: By what a computation computes. Keys name objects by their ids, so it is kept alive.
+        #: Computations by their keys, which name objects by their ids; so each is kept alive.
         self._known: dict[Any, tuple[int, Any]] = {}
         self._has: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)
         self._sources: dict[str, str] = {}
         self._removed: list[int] = []
 
     def add(self, bundle: Bundle) -> int:
-        """Takes up a step, and lowers what no other step has; gives its number."""
+        """Adds a step, and lowers its computations that no other step has; returns its number."""
         computations = tuple(self._numbers_of(program, bundle) for program in bundle.programs)
         number = next(self._numbers)
         inputs = tuple((ArrayType.of(a.aval), a.spec) for a in bundle.arguments)
@@ -76,7 +77,7 @@ class Library:
         return number
 
     def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
-        """The number of each computation that a rank runs; those that no rank had are lowered."""
+        """Gives the number of each computation that a rank runs; lowers those that no rank had."""
         inside = bundle.inside and bundle.inside.update(axis_sizes=self._insides[program.rank])
         settings = _compile.settings(), inside
         numbers: list[int | None] = [None] * len(bundle.computations)
@@ -90,7 +91,7 @@ class Library:
         return tuple(numbers)
 
     def missing(self, step: int) -> list["Loading"]:
-        """What has to be sent to the ranks that do not have a step."""
+        """Makes the loadings for the ranks that do not have a step."""
         found = self._steps[step]
         lacking = [p for p in found.programs if ("step", step) not in self._has[p.rank]]
         wanted = {p.rank: self._lacks(found, p) for p in lacking}
@@ -106,17 +107,17 @@ class Library:
         ]
 
     def _weight(self, computations: Iterable[int]) -> int:
-        """A measure of how long computations take to compile."""
+        """Estimates how long computations take to compile, by their bytes."""
         return sum(len(self._exported[n].payload) for n in computations)
 
     def _lacks(self, step: _Step, program: Program) -> list[int]:
-        """The computations that a rank runs in a step and does not have, largest first."""
+        """Finds the computations that a rank runs in a step and does not have, largest first."""
         numbers = {n for n in step.computations[program.rank] if n is not None}
         lacks = [n for n in numbers if ("computation", n) not in self._has[program.rank]]
         return sorted(lacks, key=lambda n: (-self._weight([n]), n))
 
     def _alike(self, ranks: Iterable[int]) -> list[list[int]]:
-        """Ranks by what executables they can share: those of one host and kind of device."""
+        """Groups ranks that can share executables: those of one host and kind of device."""
         groups: dict[Any, list[int]] = defaultdict(list)
         for rank in ranks:
             groups[self._kinds[rank]].append(rank)
@@ -132,7 +133,7 @@ class Library:
         bare = dataclasses.replace(program, constants=slots)
         inputs = [step.inputs[n] for n, _ in program.inputs]
         others = {n: self._exported[n] for n in lacks if n not in compiles}
-        # In the order that transfers between devices need; sockets need only the rank's own.
+        # In the order that transfers between devices need; sockets need only the rank's messages.
         order = transfer_order(step.programs)
         messages = [m for m in order if not self._own or program.rank in (m.source, m.target)]
         return Loading(
@@ -151,11 +152,11 @@ class Library:
             has.update(("computation", n) for n in own if n is not None)
 
     def remove(self, step: int) -> None:
-        """Notes that a step is not called any more; the ranks have to be told."""
+        """Notes that a step is not called any more; `removals` tells the ranks."""
         self._removed.append(step)
 
     def removals(self) -> list[tuple[int, int]]:
-        """Ranks, and a step that each of them may forget."""
+        """Gives, once only, ranks and a step that each may forget."""
         found = []
         while self._removed:
             step = self._removed.pop()
@@ -167,7 +168,7 @@ class Library:
         for rank in ranks:
             self._has.pop(rank, None)
 
-    # ---- what the user calls it -----------------------------------------------------------------
+    # ---- names in the user's words --------------------------------------------------------------
 
     def _note_sources(self, bundle: Bundle) -> None:
         for program in bundle.programs:
@@ -180,7 +181,7 @@ class Library:
                         self._sources[name] = next(lines, "")
 
     def describe(self, label: str) -> str:
-        """Which stage a task belongs to, and the user's line that it begins with, in brackets."""
+        """Gives the stage of a task, and the user's line that the task begins with, in brackets."""
         name = label.split(".")[0]
         stage = f"stage {name[1:]}" if name[1:].isdigit() else ""
         known = ", ".join(x for x in (stage, self._sources.get(name, "")) if x)

@@ -1,8 +1,8 @@
-"""The driver's line to a worker, and how what is said on it is written.
+"""The RPC client, the driver's end of a connection to a worker, and the format of its messages.
 
-What a training loop does over and over, calling steps and fetching their results, goes over a
-connection of its own: Ray takes about a millisecond of processor time to carry a call and its
-result. Everything else is Ray's: it starts workers, loads steps, and tells when one has died.
+A training loop calls steps and fetches their results over and over. These calls have a connection
+of their own, because Ray takes about a millisecond of processor time for a call and its result.
+Ray does all else: it starts workers, loads steps, and tells when a worker has died.
 """
 
 import concurrent.futures
@@ -26,9 +26,9 @@ from jaxpp.runtime._transport import _connections
 from jaxpp.runtime._transport._connections import Addresses
 from jaxpp.runtime._transport._frames import Bytes, send_pieces
 
-#: What stands for the driver where connections name ranks.
+#: The number that stands for the driver where connections name ranks.
 DRIVER = -1
-#: Seconds between two looks at whether a worker is well that takes nothing in, or answers nothing.
+#: Seconds between two checks of a worker that takes nothing in, or does not answer.
 PATIENCE = 0.2
 
 _HEAD = struct.Struct("<qqqq")
@@ -36,7 +36,7 @@ _READ_AHEAD = 1 << 16
 
 
 class Method(enum.IntEnum):
-    """What is called: `Process.run`, `Process.fetch` or `Process.ready`."""
+    """The method that is called: `Process.run`, `Process.fetch` or `Process.ready`."""
 
     RUN = 0
     FETCH = 1
@@ -44,7 +44,7 @@ class Method(enum.IntEnum):
 
 
 class Said(NamedTuple):
-    """A call, or the answer to one.
+    """A message: a call, or the answer to one.
 
     Args:
         what: the method of a call; of an answer whether it is a `Failure`.
@@ -59,14 +59,14 @@ class Said(NamedTuple):
     pieces: Sequence[Bytes]
 
     def pieces_to_send(self) -> list[Bytes]:
-        """All of it as it goes over a connection."""
+        """Gives the bytes of the message, in the pieces that go over a connection."""
         head = _HEAD.pack(self.what, self.number, self.turn, len(self.pieces))
         sizes = struct.pack(f"<{len(self.pieces)}q", *map(len, self.pieces))
         return [head + sizes, *filter(len, self.pieces)]
 
 
 def listen(stream: io.BufferedReader) -> Said | None:
-    """Waits for what is said next; None where the connection has ended.
+    """Waits for the next message; None where the connection has ended.
 
     Args:
         stream: of a connection, from `stream_of`.
@@ -83,19 +83,19 @@ def listen(stream: io.BufferedReader) -> Said | None:
 
 
 def stream_of(connection: socket.socket) -> io.BufferedReader:
-    """What is read from a connection, and read ahead."""
+    """Makes a stream that reads from a connection, and reads ahead."""
     return cast(io.BufferedReader, connection.makefile("rb", _READ_AHEAD))
 
 
 def answer(found: Sequence[Bytes] | Failure | None, number: int) -> Said:
-    """The answer to a call, of what the method gave."""
+    """Makes the answer to a call from the method's result."""
     if isinstance(found, Failure):
         return Said(True, number, 0, [pickle.dumps(found)])
     return Said(False, number, 0, found or [])
 
 
 class Line:
-    """The driver's end: calls methods of a worker, and hears what comes of it, in any order.
+    """An RPC client: calls methods of a worker, and takes the answers in any order.
 
     Args:
         worker: the worker, as the other arguments know it.
@@ -132,13 +132,13 @@ class Line:
         self._thread.start()
 
     def in_turn(self, call: Callable[[Turn], Any]) -> Any:
-        """Makes a call that has to be made in order; one that raises takes no turn."""
+        """Makes a call with the next sequence number; a call that raises does not use it up."""
         found = call(self._next_turn)
         self._next_turn = self._next_turn._replace(number=self._next_turn.number + 1)
         return found
 
     def run(self, packed: Sequence[Bytes], done: Callable[[Failure | None], None]) -> None:
-        """Calls a step, in its turn; `done` gets what went wrong, on a thread of the line."""
+        """Calls a step, in sequence; `done` gets the failure or None, on a thread of the client."""
         self.in_turn(
             lambda turn: self._call(
                 Method.RUN, turn.number, packed, lambda found: done(found if found else None)
@@ -146,7 +146,7 @@ class Line:
         )
 
     def ask(self, method: Method, numbers: Sequence[int]) -> concurrent.futures.Future:
-        """Asks for arrays by their ids: for their bytes, or that they are there.
+        """Asks for the bytes of arrays, or to hear when the arrays are there.
 
         Returns:
             What will hold them, or a `Failure`; nothing ever where the worker is gone.
@@ -162,11 +162,11 @@ class Line:
             number = next(self._numbers)
             self._calls[number] = done
             said = Said(method, number, turn, pieces).pieces_to_send()
-            with contextlib.suppress(OSError):  # who listens hears of the end
+            with contextlib.suppress(OSError):  # the listening thread notices the end
                 send_pieces(self._connection, said, self._wait)
 
     def _wait(self) -> None:
-        """Waits until the connection takes more; a worker that has stopped takes no more."""
+        """Waits until the connection takes more bytes; checks meanwhile that the worker is well."""
         writable = select.poll()
         writable.register(self._connection, select.POLLOUT)
         while not writable.poll(1000 * PATIENCE):
@@ -181,7 +181,7 @@ class Line:
             self._ended(self._worker)
 
     def close(self) -> None:
-        """Ends the line; what has not been answered never is."""
+        """Ends the connection; calls without an answer get none."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""What has become of workers' processes: looked up on this host, or by a lookout on another."""
+"""The states of workers' processes, read on this host, or by an actor on another host."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-#: Seconds that the lookouts have to start.
+#: Seconds that the actors on other hosts have to start.
 START = 30.0
 #: States of a process that may still answer.
 BUSY = ("running", "sleeping", "waiting for a disk", "idle")
@@ -29,12 +29,12 @@ _STATES = {
 
 
 def told(state: str) -> str:
-    """A state as the end of a sentence about a worker."""
+    """Gives a state as the end of a sentence about a worker."""
     return "and its host does not answer" if state == UNKNOWN else f"and its process is {state}"
 
 
 def process_state(pid: int) -> str:
-    """The state of a process of this host."""
+    """Finds the state of a process of this host."""
     if Path("/proc/self/stat").exists():
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
@@ -48,14 +48,14 @@ def process_state(pid: int) -> str:
 
 
 def end_stopped(pid: int) -> None:
-    """Kills a process of this host that has been stopped, for Ray asks those to end themselves."""
+    """Kills a stopped process of this host: Ray asks it to end itself, which it cannot."""
     if process_state(pid) == _STATES["T"]:
         os.kill(pid, signal.SIGKILL)
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
 class Lookout:
-    """Sits on another host, and says what has become of processes there."""
+    """An actor on another host that tells the states of processes there."""
 
     def end_stopped(self, pid: int) -> None:
         """See `end_stopped`."""
@@ -67,7 +67,7 @@ class Lookout:
 
 
 def post_lookouts(nodes: set[str]) -> dict[str, Any]:
-    """A lookout on each node but this one."""
+    """Starts a `Lookout` on each node but this one."""
     here = ray.get_runtime_context().get_node_id()
     actor: Any = Lookout
     lookouts = {
@@ -76,7 +76,7 @@ def post_lookouts(nodes: set[str]) -> dict[str, Any]:
         ).remote()
         for node in nodes - {here}
     }
-    if lookouts:  # one that has not started yet would look like a host that is lost
+    if lookouts:  # an actor that has not started yet would look like a lost host
         started = [lookout.state.remote(os.getpid()) for lookout in lookouts.values()]
         ray.wait(started, num_returns=len(started), timeout=START, fetch_local=False)
     return lookouts

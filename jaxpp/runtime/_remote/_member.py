@@ -1,4 +1,4 @@
-"""A worker as the driver knows it, and its end."""
+"""The driver's record of a worker, and how the driver kills a worker."""
 
 import contextlib
 import dataclasses
@@ -12,12 +12,12 @@ from jaxpp.runtime._remote._lookout import end_stopped
 
 @dataclasses.dataclass
 class Member:
-    """A worker as the driver knows it: the process of a rank, or one of several.
+    """The driver's record of a worker: the process of a rank, or one of several.
 
-    `worker` is its number among all of the mesh, `process` that within its `rank`, which has
-    `processes`. `seen` is when it last gave a sign of life (seconds of the monotonic clock), and
-    `at` what it was at then; `box` says what it was at last, if it is on this host. `dead` ones
-    cannot be used again.
+    `worker` is its number among all workers of the mesh, and `process` its number in its `rank`,
+    which has `processes`. `seen` is the time of its last heartbeat (seconds of the monotonic
+    clock), and `at` the call and the task that it ran then. `box` is its flight recorder, if it is
+    on this host. A `dead` worker cannot be used again.
     """
 
     worker: int
@@ -41,11 +41,11 @@ class Member:
 
     @property
     def first(self) -> int:
-        """The worker that is the first process of its rank; without it the others end."""
+        """The number of the first worker of this one's rank; without it the others end."""
         return self.worker - self.process
 
     def renewed(self) -> "Member":
-        """The member of the next watch: without an actor, if that is dead."""
+        """Makes the record for the time after a restart; a dead worker's has no actor."""
         own = self.rank, self.process, self.processes
         if not self.dead:
             return Member(self.worker, self.actor, *own, box=self.box)
@@ -55,10 +55,10 @@ class Member:
 
 
 def kill(member: Member) -> None:
-    """Ends a worker's process, whatever state it is in; may be repeated."""
-    if not ray.is_initialized():  # Ray would start a session for it
+    """Ends a worker's process, whatever its state; may be repeated."""
+    if not ray.is_initialized():  # `ray.kill` would start a session
         return
-    with contextlib.suppress(Exception):  # the session goes just now
+    with contextlib.suppress(Exception):  # the session may be ending at this moment
         if member.node == ray.get_runtime_context().get_node_id():
             end_stopped(member.pid)
         ray.kill(member.actor)

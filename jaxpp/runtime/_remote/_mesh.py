@@ -32,15 +32,15 @@ class RemoteMpmdMesh:
     """A mesh of pipeline ranks, each in worker processes of its own, on one host or many.
 
     Each rank is a mesh of its own over the axes other than `"mpmd"`, if there are any, as on an
-    `MpmdMesh`; the devices of a rank are those of its process, or of several on one host or many,
-    which `jax.distributed` joins.
+    `MpmdMesh`. A rank owns the devices of its worker process. It may have several processes, on one
+    host or many; `jax.distributed` joins them.
 
-    Joins the Ray session that is there (`RAY_ADDRESS`, `ray.init`, a cluster on this host), and
-    starts one on this host where there is none, or where `RAY_ADDRESS=local`; what it started it
-    stops. A context manager; without `with`, call `shutdown`.
+    It joins the Ray session that is there (`RAY_ADDRESS`, `ray.init`, a cluster on this host). It
+    starts a session on this host where there is none, or where `RAY_ADDRESS=local`, and `shutdown`
+    ends that session. The mesh is a context manager; without `with`, call `shutdown`.
 
-    A placed function on it returns at once, with `RemoteArray`s, whose values stay with the ranks.
-    When a worker fails, the step ends on all of them, and the next call or fetch raises a
+    A placed function on this mesh returns `RemoteArray`s at once; their values stay on the ranks.
+    When a worker fails, the step ends on all workers, and the next call or fetch raises a
     `RankError`; `restart` makes the mesh fit for work again.
 
     Args:
@@ -125,9 +125,9 @@ class RemoteMpmdMesh:
         axis_types: Sequence[AxisType] | None = None,
         **options: Any,
     ) -> "RemoteMpmdMesh":
-        """A mesh of ranks that may differ in the sizes of their axes, as `MpmdMesh.of_ranks`.
+        """Makes a mesh of ranks that may differ in the sizes of their axes, as `MpmdMesh.of_ranks`.
 
-        Each rank is one process, and what ranks of different sizes send goes over sockets.
+        Each rank is one process. Ranks of different sizes send their arrays over sockets.
 
         Args:
             shapes: for each rank the size of each axis inside it.
@@ -172,9 +172,10 @@ class RemoteMpmdMesh:
         self._calls = itertools.count(1)
         hellos = self._crew.hellos
         joined = self._crew.between_devices or self.processes_per_rank > 1
-        #: Whether each rank has to know what all send to each other.
+        #: Tells whether each rank has to know the messages of all ranks.
         self.moves_all = self._crew.between_devices
-        # Executables name devices by numbers, which differ where ranks are one system of JAX's.
+        # Executables name devices by numbers. These may differ between ranks where
+        # `jax.distributed` joins processes; then ranks do not share executables.
         alike = [(h.node, h.device) for h in hellos]
         kinds = range(self.num_ranks) if joined else alike
         self._library = Library(hellos[0].platform, kinds, self.moves_all, settings.insides)
@@ -202,7 +203,7 @@ class RemoteMpmdMesh:
     # ---- life -----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Ends the workers; also a Ray session that was started for this mesh. May be repeated."""
+        """Ends the workers, and a Ray session that was started for this mesh; may be repeated."""
         with self._lock:
             if self._crew is None:
                 return
@@ -213,12 +214,13 @@ class RemoteMpmdMesh:
     def restart(self) -> None:
         """Makes the mesh fit for work after a failure, without its arrays.
 
-        Workers that are well keep their compiled programs; the others are replaced: all of them,
-        where ranks have several processes. `RemoteArray`s from before are lost: load a checkpoint.
+        Workers that are well keep their compiled programs; the others are replaced. All workers are
+        replaced where ranks have several processes, or send from device to device. `RemoteArray`s
+        from before are lost: load a checkpoint.
         """
         with self._lock:
             self._check_open()
-            # Before new workers are there, where nobody would ever make the arrays from before.
+            # This comes before the new workers, which will never make the arrays from before.
             self.incarnation += 1
             self._arrays.clear()
             self._tracing = None
@@ -240,7 +242,7 @@ class RemoteMpmdMesh:
     # ---- steps ----------------------------------------------------------------------------------
 
     def load(self, bundle: Bundle) -> Any:
-        """Compiles a step on the workers, and gives the function that calls it."""
+        """Compiles a step on the workers; returns the function that calls the step."""
         with self._lock:
             self._check()
             number = self._library.add(bundle)
@@ -260,8 +262,8 @@ class RemoteMpmdMesh:
             return
         each = [(worker, x) for x in loadings for worker in crew.workers(x.rank)]
         compiled = [crew.call_in_turn(w, "compile", *x.compile) for w, x in each]
-        # In a list, for otherwise Ray sends the call, and all that come after it, only once all of
-        # them are there: heartbeats too.
+        # The references are in a list. Ray would wait for references that are arguments themselves
+        # before it sends this call and all later ones, heartbeats too.
         loaded = [crew.call_in_turn(w, "load", *x.load, compiled) for w, x in each]
         for (worker, _), *references in zip(each, compiled, loaded, strict=True):
             for reference in references:
@@ -270,7 +272,7 @@ class RemoteMpmdMesh:
 
     @contextlib.contextmanager
     def turn(self, step: int) -> Iterator[int]:
-        """Gives a call of a step its number; calls take turns, so that all ranks see one order."""
+        """Gives a call of a step its number; lets one call in at a time, so ranks see one order."""
         with self._lock:
             self._check()
             self._install(step)
@@ -281,11 +283,11 @@ class RemoteMpmdMesh:
         self._crew.submit(calls)
 
     def feed(self, load: Callable[[Any], Any], value: Any) -> Any:
-        """What stands for `load(value)` in the arguments of a call: the ranks load it."""
+        """Gives placeholders of `load(value)` for the arguments of a call; the ranks load it."""
         return self._feeds(load, value)
 
     def load_batches(self, rank: int, batches: Iterable[Batch]) -> None:
-        """Lets a rank load what its next call reads."""
+        """Lets a rank load the batches that its next call reads."""
         for batch in batches:
             load = self._feeds.load_for(rank, batch)
             for worker in self._crew.workers(rank):
@@ -294,7 +296,7 @@ class RemoteMpmdMesh:
     # ---- traces ---------------------------------------------------------------------------------
 
     def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
-        """Starts to record what the ranks run and send; of several processes each first one.
+        """Starts to record the tasks and messages of the ranks, in the first process of each rank.
 
         Args:
             directory: where `stop_trace` writes its files, on this host; those of an earlier trace
@@ -309,9 +311,9 @@ class RemoteMpmdMesh:
         self._tracing = _trace.start_trace(self, directory, profiler, self._tracing)
 
     def stop_trace(self) -> _trace.Trace:
-        """Ends the trace, once all that was called has been computed, and writes its files.
+        """Ends the trace once all calls have been computed, and writes its files.
 
-        They are those of `MpmdMesh.stop_trace`.
+        The files are those of `MpmdMesh.stop_trace`.
 
         Returns:
             When each task and each message was, on one clock, and the paths of the files.
@@ -324,22 +326,22 @@ class RemoteMpmdMesh:
         return _trace.stop_trace(self, session, range(self.num_ranks))
 
     def note_traced(self, step: int, bundle: Bundle) -> None:
-        """Lets a trace that is being recorded know what a step consists of."""
+        """Notes the programs of a step for the trace that is being recorded, if there is one."""
         if self._tracing is not None:
             self._tracing.steps[step] = bundle
 
     # ---- arrays ---------------------------------------------------------------------------------
 
     def new_array(self, aval: Any, ranks: tuple[int, ...], spec: Spec = ()) -> RemoteArray:
-        """A handle with an id of its own, for an array that ranks are going to hold."""
+        """Makes a handle with an id of its own, for an array that ranks are going to hold."""
         return RemoteArray(self, self._arrays.new_ids(1), aval, ranks, spec)
 
     def new_ids(self, count: int) -> int:
-        """The first of `count` ids in a row for new arrays."""
+        """Gives the first of `count` successive ids for new arrays."""
         return self._arrays.new_ids(count)
 
     def flush(self) -> None:
-        """Tells the ranks what they may drop, where no call does."""
+        """Tells the ranks at once which arrays they may drop; else the next call tells them."""
         with self._lock:
             for rank in range(self.num_ranks):
                 if released := self.releases(rank):
@@ -347,7 +349,7 @@ class RemoteMpmdMesh:
                         self._crew.call_in_turn(worker, "drop", released)
 
     def releases(self, rank: int) -> tuple[int, ...]:
-        """Ids of arrays that a rank may drop; it has to be told."""
+        """Gives, once only, the ids of arrays that a rank may drop; the caller tells the rank."""
         return self._arrays.releases(rank)
 
     def release(self, array: RemoteArray) -> None:
@@ -356,17 +358,17 @@ class RemoteMpmdMesh:
             self._arrays.release(array)
 
     def prefetch(self, array: RemoteArray) -> None:
-        """Notes that an array is going to be fetched, so that it comes with others."""
+        """Notes that an array is going to be fetched; the next fetch of any array brings it too."""
         self.check_array(array)
         self._arrays.want(array)
 
     def fetch(self, array: RemoteArray) -> np.ndarray:
-        """The value of an array."""
+        """Fetches the value of an array."""
         self.check_array(array)
         return self._arrays.fetch([array])[0]
 
     def fetch_jax(self, array: RemoteArray) -> jax.Array:
-        """The value of an array, on the default device of this process."""
+        """Fetches the value of an array to the default device of this process."""
         self.check_array(array)
         return self._arrays.fetch_jax(array)
 
@@ -379,7 +381,7 @@ class RemoteMpmdMesh:
         return self._crew.ask(Method.FETCH, numbers)
 
     def check_array(self, array: RemoteArray) -> None:
-        """Checks that an array is there.
+        """Checks that an array exists, and that no rank has failed.
 
         Raises:
             ValueError: it was donated or deleted, or it was lost when the mesh was restarted.
@@ -401,7 +403,7 @@ class RemoteMpmdMesh:
     ) -> dict[int, Any]:
         """Runs `function(process, *args)` on ranks, and waits for the results.
 
-        Where a rank has several processes it runs in the first one.
+        Where a rank has several processes, the function runs in the first one.
 
         Args:
             function: a function that the workers can import, or that `cloudpickle` can take there.

@@ -1,4 +1,4 @@
-"""What the driver has begun on some ranks, and waits for, or counts."""
+"""Calls that the driver has begun on some ranks: their results, and a count of their ends."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -6,17 +6,17 @@ from typing import Any
 
 
 class Pending:
-    """What runs on some ranks."""
+    """A function that runs on some ranks."""
 
     def __init__(self, references: Sequence[tuple[int, int, Any]], watch: Any):
         self._references, self._watch = references, watch
 
     def result(self) -> dict[int, Any]:
-        """The results by rank, once all are there; raises what one of them raised."""
+        """Waits for all ranks; returns by rank the result of its first process, or raises."""
         return {rank: found[0] for rank, found in self.results().items()}
 
     def results(self) -> dict[int, list[Any]]:
-        """By rank what each of its processes gave."""
+        """Waits for all ranks; returns by rank the results of its processes."""
         found: dict[int, list[Any]] = {}
         for rank, worker, reference in self._references:
             found.setdefault(rank, []).append(self._watch.value(worker, reference))
@@ -24,7 +24,7 @@ class Pending:
 
 
 class Countdown:
-    """Runs something once it has been counted `number` times, on any threads."""
+    """Calls a function once it has counted to `number`, on any threads."""
 
     def __init__(self, number: int, then: Callable[[], None]):
         self._left, self._then = number, then

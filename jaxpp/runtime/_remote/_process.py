@@ -1,6 +1,6 @@
-"""What runs in a worker's process: a rank's arrays, its steps and its connections.
+"""A worker process of a rank: its arrays, its steps and its connections.
 
-Knows nothing of Ray: the actor is a thin shell around it.
+This file knows nothing of Ray: the actor is a thin shell around `Process`.
 """
 
 import collections
@@ -28,7 +28,7 @@ from jaxpp.runtime._transport._errors import Aborted, NotComputed, PeerLost
 from jaxpp.runtime._transport._processes import leave_processes, lost_in_collective
 from jaxpp.runtime._worker import Worker
 
-#: Seconds that an error without a task waits for the same with one.
+#: Seconds that an error of no known task waits for the same error with its task.
 GRACE = 0.5
 
 
@@ -42,21 +42,22 @@ class _Executable:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A step as a rank has it."""
+    """A step that a rank has loaded."""
 
     program: Program
     worker: Worker
-    #: What makes the program's inputs of the bytes that come with a call.
+    #: For each input of the program the function that makes it from bytes that come with a call.
     inputs: tuple[Input, ...]
 
 
 class Process:
-    """One rank: its arrays by id, its steps by number, its transport.
+    """A worker process: its arrays by id, its steps by number, its transport.
 
-    Where a rank has several processes, each is one of these, and all run the same.
+    Where a rank has several processes, each has a `Process`, and all run the same program.
 
-    What the driver calls in order goes through `in_turn`, one call at a time, on any thread; so do
-    `run`, `compile`, `load`, `unload`, `drop`. All else may be called at any time.
+    Calls with a sequence number go through `in_turn`, one at a time, on any thread: `run`,
+    `compile`, `load`, `unload`, `drop`, and `apply` where it is ordered. All other methods may be
+    called at any time.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Process:
         self._worker: Worker | None = None
 
     def in_turn(self, turn: Turn, method: Callable[..., Any], *args: Any) -> Any:
-        """Calls a method when it is its turn; gives what has gone wrong where it never will be."""
+        """Calls a method in sequence; returns the failure where the method's turn never comes."""
         try:
             with self.turns.take(turn):
                 return method(*args)
@@ -157,7 +158,7 @@ class Process:
         worker = NotingWorker(self._box, *arguments) if self._box else Worker(*arguments)
         for slot, array_type, value in constants:
             worker.slots[slot] = from_host(value.copy(), array_type, self.home)
-        # The transport knows messages by their identity, which they lose on the way to here.
+        # The transport knows messages by their identity; the messages that came here are copies.
         own = {
             i.message.tag: i.message for i in program.instructions if isinstance(i, Send | Receive)
         }
@@ -166,7 +167,7 @@ class Process:
         self._steps[step] = _Loaded(program, worker, made)
 
     def executables(self, step: int) -> Sequence[Any]:
-        """What a step's computations have been compiled to; None for one that is not run here."""
+        """Gives the executables of a step's computations; None for one that is not run here."""
         return self._steps[step].worker.executables
 
     def unload(self, step: int) -> None:
@@ -175,7 +176,7 @@ class Process:
         self.transport.forget(step)
 
     def run(self, *packed: Any) -> Failure | None:
-        """Dispatches a step; returns what went wrong.
+        """Dispatches a step; returns the failure if there is one.
 
         Args:
             *packed: what `Call.pack` gave.
@@ -203,7 +204,7 @@ class Process:
             for _, slot in program.outputs:
                 worker.slots[slot] = None
             worker.at = None
-        except BaseException as error:  # noqa: B036  whatever it is, the driver has to know
+        except BaseException as error:  # noqa: B036  the driver has to know of every exception
             return self.fail(error)
         with self.lock:
             self.arrays.update(results)
@@ -231,7 +232,7 @@ class Process:
                 worker.slots[slot] = self.loader.take(*next(batches), *kind)
             else:
                 worker.slots[slot] = make.resplit(self.arrays[number])
-        # What is still to leave must not be donated.
+        # An array that the transport has yet to send must not be donated.
         self.transport.settle([worker.slots[slot] for _, slot in program.inputs])
         for number in call.dropped:
             self.arrays.pop(number, None)
@@ -247,7 +248,7 @@ class Process:
     # ---- arrays ---------------------------------------------------------------------------------
 
     def wait_for(self, numbers: Sequence[int]) -> list[jax.Array]:
-        """The arrays with these ids, once the calls that make them have been dispatched.
+        """Waits until the calls that make some arrays have been dispatched; returns the arrays.
 
         Raises:
             Lost: the process has failed, or has been reset, before they were made.
@@ -266,7 +267,7 @@ class Process:
             return [self.arrays[n] for n in numbers]
 
     def fetch(self, numbers: Sequence[int]) -> list[Any] | Failure:
-        """The bytes of arrays; of this process's share, where the rank has several."""
+        """Gives the bytes of arrays; of its own shards, where the rank has several processes."""
         try:
             return [_shares.to_host(x) for x in jax.block_until_ready(self.wait_for(numbers))]
         except Lost as error:
@@ -275,7 +276,7 @@ class Process:
             return self._fail_later(error)
 
     def ready(self, numbers: Sequence[int]) -> Failure | None:
-        """Waits until arrays have been computed."""
+        """Waits until arrays have been computed; returns the failure if there is one."""
         try:
             jax.block_until_ready(self.wait_for(numbers))
         except Lost as error:
@@ -292,11 +293,11 @@ class Process:
     # ---- life and death -------------------------------------------------------------------------
 
     def pulse(self) -> tuple[int, str] | Failure:
-        """A sign of life: the call that runs, or ran last, and what it is at; or what is wrong."""
+        """Answers a heartbeat: with the last call and its instruction, or with the failure."""
         return self.failure or (self._call, self._doing()[0])
 
     def fail(self, error: BaseException, task: str | None = None) -> Failure:
-        """Notes an error, and wakes all who wait here; the first one counts.
+        """Notes an error, and wakes all threads that wait here; the first error counts.
 
         Args:
             error: what went wrong.
@@ -315,20 +316,20 @@ class Process:
         return self.failure
 
     def _fail_later(self, error: Exception) -> Failure:
-        """Notes an error of an array that a task was to make, some time ago.
+        """Notes an error that was found late, in an array that an earlier task was to make.
 
-        What the rank dispatches or sends meets the same error, and knows whose it is.
+        The rank meets the same error where it dispatches or sends, and knows the task there.
         """
         with self.lock:
             self.lock.wait_for(lambda: self.failure is not None, GRACE)
         return self.fail(error)
 
     def abort(self, reason: str) -> Failure:
-        """Ends what runs here, because another rank has failed; says what that was."""
+        """Ends all work here, because another rank has failed; returns this process's failure."""
         return self.fail(Aborted(reason))
 
     def reset(self, epoch: int) -> None:
-        """Makes a process that has failed fit for work, without its arrays, once it is idle."""
+        """Waits until the process is idle, drops its arrays, and makes it fit for work again."""
         with self.turns.paused_for(epoch):
             self._reset(epoch)
 
@@ -353,20 +354,20 @@ class Process:
             leave_processes()
 
     def _transport_failed(self, error: BaseException) -> None:
-        # The loss of a rank is for those who wait for it, if any do. All else happens on a thread
-        # of the transport: what was to be sent could not be computed.
+        # The loss of a rank is an error only for threads that wait for it. All other errors come
+        # from a thread of the transport: an array that was to be sent could not be computed.
         if isinstance(error, NotComputed):
             self.fail(error.__cause__ or error, error.task)
         elif not isinstance(error, PeerLost) and self.failure is None:
             self.fail(error)
 
     def _doing(self) -> tuple[str, int | None]:
-        """What the current instruction is, and whose message it waits for."""
+        """Describes the current instruction, and gives the rank that it sends to or waits for."""
         return doing(self._worker.at if self._worker else None)
 
 
 def sent_before_donated(program: Program, donated: Mapping[int, Sequence[int]]) -> frozenset[int]:
-    """The tags of messages whose arrays a later computation of the program takes the memory of.
+    """Finds the messages whose arrays are donated to a later computation of the program.
 
     Args:
         program: the program.
@@ -391,7 +392,9 @@ def sent_before_donated(program: Program, donated: Mapping[int, Sequence[int]]) 
 
 
 class CopyingTransport:
-    """A transport that sends copies of some messages, because they leave later than they are sent.
+    """A transport that copies the arrays of some messages before it sends them.
+
+    The arrays leave some time after `send` returns; a computation may take their memory before.
 
     Args:
         transport: what sends and receives.
@@ -403,6 +406,6 @@ class CopyingTransport:
         self.receive = transport.receive
 
     def send(self, arrays: list[Any], message: Message) -> None:
-        """Starts to send; does not wait."""
+        """Starts to send a message; does not wait."""
         copied = [jnp.copy(a) for a in arrays] if message.tag in self._tags else arrays
         self._transport.send(copied, message)

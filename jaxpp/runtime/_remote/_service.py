@@ -1,4 +1,4 @@
-"""The worker's end of the driver's line."""
+"""The RPC server: the worker's end of its connection to the driver."""
 
 import contextlib
 import queue
@@ -15,14 +15,14 @@ from jaxpp.runtime._remote._turns import Turn
 from jaxpp.runtime._transport._connections import Addresses, Hello, Listener
 from jaxpp.runtime._transport._frames import send_pieces
 
-#: How many fetches may wait for their arrays at once; more wait for one of them.
+#: The number of fetches that may wait for their arrays at once; later ones wait for a thread.
 FETCHES = 4
 
 
 class Service:
-    """Does for a process what the driver calls over its line.
+    """An RPC server: runs the methods of a process that the driver calls over a connection.
 
-    One thread runs the steps, in their turns; others wait for the arrays that are fetched.
+    One thread runs the steps, in sequence; others wait for the arrays that are fetched.
 
     Args:
         process: the process.
@@ -45,33 +45,33 @@ class Service:
 
     @property
     def addresses(self) -> Addresses:
-        """Where the driver reaches it."""
+        """The addresses at which the driver reaches the server."""
         return self._listener.addresses
 
     def _admit(self, hello: Hello) -> bool:
         return hello.source == DRIVER
 
     def _serve(self, hello: Hello, connection: socket.socket) -> None:
-        """Takes in what the driver says, so that it need not wait, and lets others do it."""
+        """Takes in the driver's calls, so that it need not wait; other threads run them."""
         lock = threading.Lock()
         self._connections.add(connection)
         with stream_of(connection) as stream:
             while (said := listen(stream)) is not None:
                 calls = self._steps if said.what == Method.RUN else self._fetches
                 calls.put(_Request(self._process, hello.epoch, said, connection, lock))
-                del calls, said  # a batch would stay here until the next call
+                del calls, said  # they would keep a batch alive until the next call
         self._connections.discard(connection)
 
     def close(self) -> None:
-        """Ends the line, and listens no more."""
+        """Ends the connections, and listens no more."""
         self._listener.close()
         for connection in list(self._connections):
-            with contextlib.suppress(OSError):  # the driver was faster
+            with contextlib.suppress(OSError):  # the driver may have closed its end first
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Request:
-    """A call that waits for its thread."""
+    """A call that waits for a thread to run it."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class _Request:
     def __call__(self) -> None:
         try:
             found = self._do()
-        except BaseException as error:  # noqa: B036  whatever it is, the driver has to know
+        except BaseException as error:  # noqa: B036  the driver has to know of every exception
             found = self._process.fail(error)
-        with self._lock, contextlib.suppress(OSError):  # the driver has closed its end
+        with self._lock, contextlib.suppress(OSError):  # the driver may have closed its end
             send_pieces(self._connection, answer(found, self._said.number).pieces_to_send())
 
     def _do(self) -> Any:

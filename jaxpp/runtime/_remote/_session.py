@@ -32,7 +32,7 @@ class Session:
 
 @dataclasses.dataclass
 class _Joined:
-    """The session that `join` has opened in this process, and how many still use it."""
+    """The session that `join` has opened in this process, and the number of its users."""
 
     session: Session | None = None
     users: int = 0
@@ -45,9 +45,10 @@ _lock = threading.Lock()
 def join(address: str | None = None) -> Session:
     """Joins the Ray session that is there, or starts one on this machine.
 
-    A process is in one session at a time. In order: the one that it is in already; `address`; the
-    environment variable `RAY_ADDRESS`; the one that `ray start` has left on this machine; a session
-    of our own, which ends with the last `leave` or with this process.
+    A process is in one session at a time. It takes the first of these that there is: the session
+    that it is in already; `address`; the environment variable `RAY_ADDRESS`; the session that
+    `ray start` has left on this machine; a session of our own, which ends with the last `leave` or
+    with this process.
 
     Args:
         address: `host:port` of a session, `"auto"` for one that `ray start` has left on this
@@ -69,7 +70,7 @@ def join(address: str | None = None) -> Session:
 
 
 def leave(session: Session) -> None:
-    """Leaves a session; it is closed by the last to leave, if `join` has opened it.
+    """Leaves a session; the last user to leave closes it, if `join` has opened it.
 
     A session that was running before goes on: closing only ends this process's connection to it.
     """
@@ -118,8 +119,8 @@ def _open(address: str | None) -> Session:
                 "There is no Ray session on this machine. Start one with `ray start --head`, or "
                 "give address='local' (or RAY_ADDRESS=local) for one of the process's own."
             )
-        # Ray reads the address again, because it turns its token authentication on by itself only
-        # for a session that it finds so.
+        # Ray looks the address up again: it turns on its token authentication by itself only for a
+        # session that it has found itself.
         return _connect(None) if found is not None else _start()
     if address == "local":
         return _start()
@@ -153,19 +154,19 @@ def _start() -> Session:
 def _init(**arguments: Any) -> None:
     """Calls `ray.init` without its messages, and leaves the caller's SIGTERM handler in place.
 
-    The processes of a new session end when the thread ends that has started them (that is how Linux
-    tells them of our death, `PR_SET_PDEATHSIG`), so it has to be one that stays.
+    Linux ends the processes of a new session when the thread that started them ends
+    (`PR_SET_PDEATHSIG`). So the call runs on the main thread, or on a thread that stays.
     """
 
     def init() -> None:
         with warnings.catch_warnings():
-            # JAX warns of it after the fork; the child only calls exec.
+            # JAX warns of a fork among threads; this is safe, because the child only calls exec.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(logging_level=logging.ERROR, **arguments)
 
     if threading.current_thread() is threading.main_thread():
         handler = signal.getsignal(signal.SIGTERM)
-        init()  # on SIGTERM Ray exits, which ends the session: good, but for a caller's own handler
+        init()  # Ray's own handler exits, which ends the session; a caller's own handler must stay
         if handler not in (signal.SIG_DFL, None):
             signal.signal(signal.SIGTERM, handler)
     else:
@@ -173,7 +174,7 @@ def _init(**arguments: Any) -> None:
 
 
 def _call_in_lasting_thread(function: Callable[[], None]) -> None:
-    """Calls a function in a thread that ends with the process only."""
+    """Calls a function in a thread that lasts as long as the process."""
     done, errors = threading.Event(), []
 
     def run() -> None:
@@ -192,7 +193,7 @@ def _call_in_lasting_thread(function: Callable[[], None]) -> None:
 
 
 def _address_of_ray_start() -> str | None:
-    """The address of the session that `ray start` has left on this machine, as Ray notes it."""
+    """Finds the address of the session that `ray start` has left on this machine, in Ray's file."""
     directory = os.environ.get("RAY_TMPDIR") or "/tmp"
     try:
         with open(os.path.join(directory, "ray", "ray_current_cluster")) as file:
@@ -202,7 +203,7 @@ def _address_of_ray_start() -> str | None:
 
 
 def accepts(address: str) -> bool:
-    """Whether something accepts connections at an address; Ray itself would try for minutes.
+    """Tells whether something accepts connections at an address; Ray itself would try for minutes.
 
     Args:
         address: `host:port`.

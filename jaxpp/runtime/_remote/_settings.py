@@ -1,4 +1,4 @@
-"""How the workers of a mesh are started."""
+"""Settings for starting the workers of a mesh."""
 
 import dataclasses
 import math
@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What `RemoteMpmdMesh` is given; see there.
+    """The arguments of `RemoteMpmdMesh`, which describes them.
 
-    `insides` has the axes inside each rank, and their sizes; `gpus_per_rank` are those of each
-    entry of these axes.
+    `insides` has for each rank the axes inside it, and their sizes. `gpus_per_rank` counts the GPUs
+    for each entry of these axes.
     """
 
     insides: Sequence[Mapping[str, int]]
@@ -27,21 +27,21 @@ class Settings:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.insides)
 
     @property
     def devices_per_rank(self) -> list[int]:
-        """How many devices each rank has."""
+        """The number of devices of each rank."""
         return [math.prod(sizes.values()) for sizes in self.insides]
 
     @property
     def ranks_differ(self) -> bool:
-        """Whether there are ranks of different sizes."""
+        """Tells whether there are ranks of different sizes."""
         return any(sizes != self.insides[0] for sizes in self.insides)
 
     def check(self) -> None:
-        """Checks what does not depend on the cluster.
+        """Checks all that does not depend on the cluster.
 
         Raises:
             ValueError: the devices of a rank cannot be divided among so many processes, or have no

@@ -1,4 +1,4 @@
-"""A step on a remote mesh: what the driver does for a call of it."""
+"""A step on a remote mesh, and the driver's work for a call of the step."""
 
 import itertools
 from collections import Counter
@@ -32,7 +32,7 @@ class RemoteStep:
         self._mesh = mesh
         self._readers = _ranks_of([p.inputs for p in bundle.programs], len(bundle.arguments))
         self._types = [ArrayType.of(a.aval) for a in bundle.arguments]
-        #: For each result its type, the ranks that hold it, and how each has it split.
+        #: For each result its type, the ranks that hold it, and its split in each rank.
         self._held = [
             (
                 jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)),
@@ -48,14 +48,14 @@ class RemoteStep:
         ]
 
     def input_shardings(self) -> list[RemoteSharding]:
-        """For each argument, the ranks that read it, and how each has it split."""
+        """Gives for each argument the ranks that read it, and its split in each rank."""
         return [
             RemoteSharding(self._mesh, ranks, partition_spec(own.spec))
             for ranks, own in zip(self._readers, self.bundle.arguments, strict=True)
         ]
 
     def describe(self) -> Description:
-        """What each rank holds, sends and reduces; asks the ranks for what they have compiled."""
+        """Describes what each rank holds, sends and reduces; reads the executables on the ranks."""
         sizes = [axis_sizes(inside) for inside in self._mesh.insides]
         found = self._mesh.apply(look_at, {r: (self.number, own) for r, own in enumerate(sizes)})
         devices, counted = zip(*(found[rank] for rank in range(len(sizes))), strict=True)
@@ -121,7 +121,7 @@ class RemoteStep:
         return [RemoteArray(mesh, results + n, *own) for n, own in enumerate(self._held)]
 
     def _plan(self, args: Sequence[Any]) -> tuple[list[Move], dict[int, list[int]]]:
-        """What is sent between ranks before the step, and what each rank drops at its start."""
+        """Finds what ranks send before the step, and the donated arrays that each rank drops."""
         moves: list[Move] = []
         dropped: dict[int, list[int]] = {p.rank: [] for p in self.bundle.programs}
         tags = itertools.count(-1, -1)
@@ -145,7 +145,7 @@ class RemoteStep:
 def look_at(
     process: Any, step: int, sizes: Mapping[str, int]
 ) -> tuple[tuple[str, ...], dict[int, Counter[tuple[str, str]]]]:
-    """A rank's devices, and the collectives of each computation that it has of a step.
+    """Gives a rank's devices, and the collectives of each computation that it runs in a step.
 
     Args:
         process: the rank's.
@@ -174,7 +174,7 @@ def _source(arg: Any, rank: int) -> int:
 
 
 def _ranks_of(pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[tuple[int, ...]]:
-    """For each argument or result, the ranks whose programs have it."""
+    """Gives for each argument or result the ranks whose programs have it."""
     found: list[list[int]] = [[] for _ in range(count)]
     for rank, own in enumerate(pairs):
         for number, _ in own:

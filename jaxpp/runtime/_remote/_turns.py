@@ -1,4 +1,4 @@
-"""The order of what the driver calls on a worker, where calls come in more than one way."""
+"""The order of the driver's calls on a worker, where calls come in more than one way."""
 
 import contextlib
 import threading
@@ -9,14 +9,14 @@ from jaxpp.runtime._remote._failure import Lost
 
 
 class Turn(NamedTuple):
-    """The place of a call among those of a worker: its number, counted anew in each epoch."""
+    """The sequence number of a call among those of a worker, counted anew in each epoch."""
 
     epoch: int
     number: int
 
 
 class Turns:
-    """Lets one call in at a time, in the order in which the driver made them.
+    """Lets one call in at a time, in the order of sequence numbers.
 
     Args:
         epoch: the epoch whose calls are let in.
@@ -36,7 +36,7 @@ class Turns:
 
     @contextlib.contextmanager
     def take(self, turn: Turn) -> Iterator[None]:
-        """Waits for a call's turn; the next call's comes when the block ends.
+        """Waits for a call's turn; the next call's turn comes when the block ends.
 
         Raises:
             Lost: the turns have been stopped, or it was one of an earlier epoch.
@@ -58,14 +58,14 @@ class Turns:
         return self._stopped or turn.epoch < self._next.epoch
 
     def stop(self) -> None:
-        """Lets nobody in any more, until the next epoch; does not wait."""
+        """Lets no call in until the next epoch; does not wait."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def paused_for(self, epoch: int) -> Iterator[None]:
-        """Stops, and waits until nobody is inside; the epoch begins when the block ends."""
+        """Stops, and waits until no call is inside; the new epoch begins when the block ends."""
         self.stop()
         with self._changed:
             self._changed.wait_for(lambda: not self._inside)

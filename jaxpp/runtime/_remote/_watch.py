@@ -1,4 +1,4 @@
-"""The driver's watch over its workers: whoever fails, all end at once and with one error."""
+"""The driver's health monitor: if one worker fails, all end at once and with one error."""
 
 import concurrent.futures
 import contextlib
@@ -18,20 +18,20 @@ from jaxpp.runtime._remote._failure import Failure, RankError
 from jaxpp.runtime._remote._lookout import BUSY, UNKNOWN, post_lookouts, process_state, told
 from jaxpp.runtime._remote._member import Member, kill
 
-#: Seconds between two signs of life.
+#: Seconds between two heartbeats.
 HEARTBEAT = 0.5
-#: Seconds that a look at a worker's process takes at most.
+#: Seconds that a look-up of a worker's process state takes at most.
 LOOK = 0.7
-#: Seconds that the workers get to say what went wrong, until the silent ones are suspected.
+#: Seconds that the workers have to report their failures, before the silent ones are suspected.
 SETTLING = 1.0
 #: Seconds within which Ray tells of a worker's death.
 DYING = 2.0
-#: Seconds between two looks at whether what a call waits for will never come.
+#: Seconds between two checks that the result of a call can still come.
 POLL = 0.2
 
 
 class Watch:
-    """Watches the workers of a mesh until one fails.
+    """A health monitor: watches the workers of a mesh until one fails.
 
     Args:
         members: the workers.
@@ -55,7 +55,7 @@ class Watch:
         self._pulse = threading.Thread(target=self._beat, name="jaxpp-heartbeat", daemon=True)
         self._pulse.start()
 
-    # ---- what the rest of the driver calls ------------------------------------------------------
+    # ---- for the rest of the driver -------------------------------------------------------------
 
     def check(self) -> None:
         """Raises the error of the workers, if one has failed."""
@@ -64,7 +64,7 @@ class Watch:
         if self._first is not None:
             self._settled.wait()
         if self.error is not None:
-            raise self.error.with_traceback(None)  # it may be raised often
+            raise self.error.with_traceback(None)  # the traceback would grow with every raise
         if self._closed.is_set():
             raise RuntimeError(
                 "The mesh has been shut down or restarted meanwhile, or could not be restarted; "
@@ -72,26 +72,26 @@ class Watch:
             )
 
     def follow(self, worker: int, reference: Any) -> None:
-        """Hears of it when a call of a worker fails."""
+        """Reports a worker as failed if this call of it fails."""
         reference.future().add_done_callback(functools.partial(self._hear, worker))
 
     def _hear(self, worker: int, future: Any) -> None:
         try:
             result = future.result()
-        except BaseException as error:  # noqa: B036  on a thread of Ray, where nobody else hears
+        except BaseException as error:  # noqa: B036  on a thread of Ray, where nobody catches it
             self.report(worker, error)
         else:
             if isinstance(result, Failure):
                 self.report(worker, result)
 
     def line_ended(self, worker: int) -> None:
-        """Notes that a worker has closed its line; mostly it has died, which Ray tells us soon."""
-        # To ask Ray, on this thread, ends the process where the session is just being shut down.
+        """Reports a worker that has closed its connection, unless Ray soon reports its death."""
+        # A call of Ray here, on this thread, ends the process if the session is being shut down.
         if not self._settled.wait(DYING):
             self.report(worker, "it has closed its connection to the driver")
 
     def result(self, worker: int, reference: Any) -> Any:
-        """The result of a call of a worker; a failure becomes the error of all workers."""
+        """Waits for the result of a call of a worker; a failure becomes that of all workers."""
         try:
             found = self._get(reference)
         except ray.exceptions.RayError as error:
@@ -101,7 +101,7 @@ class Watch:
         return found
 
     def value(self, worker: int, reference: Any) -> Any:
-        """The value of a function that runs on a worker; what it raises is not the worker's end."""
+        """Waits for the value of a function on a worker; its exception does not fail the worker."""
         try:
             found = self._get(reference)
         except ray.exceptions.RayTaskError as error:
@@ -117,8 +117,8 @@ class Watch:
         return found
 
     def _get(self, reference: Any) -> Any:
-        """What a call gives; ends when the workers have, whether or not anybody tells of it."""
-        # Ray would start a session by itself where there is none.
+        """Waits for the result of a call; raises once the workers have failed."""
+        # Without a session, `ray.wait` would start one.
         while ray.is_initialized():
             if isinstance(reference, concurrent.futures.Future):
                 with contextlib.suppress(TimeoutError):
@@ -130,24 +130,24 @@ class Watch:
         raise no_session()
 
     def _fail(self, worker: int, what: Failure | BaseException) -> NoReturn:
-        """Raises the error of all workers, now that the failure of one is known."""
+        """Reports the failure of a worker, and raises the error of all workers."""
         self.report(worker, what)
         self.check()
         raise AssertionError("a failure that is no error")
 
     def report(self, worker: int, what: Failure | BaseException | str) -> None:
-        """Takes note that a worker has failed: what it or Ray says, or why we say so."""
+        """Notes that a worker has failed: by its own or Ray's account, or for a reason of ours."""
         if isinstance(what, ray.exceptions.RayTaskError):  # the worker lives
             found = re.search(r"ray::\w+\.(\w+)", str(what))
             cause = getattr(what, "cause", None) or what
             what = Failure.of(cause, self._members[worker].rank, -1, found[1] if found else "")
-            if isinstance(cause, ray.exceptions.RayError):  # what another worker was to give
+            if isinstance(cause, ray.exceptions.RayError):  # another worker's result did not come
                 what = dataclasses.replace(what, follows=True)
         with self._changed:
             if self._closed.is_set():
                 return
             self._reports.setdefault(worker, what)
-            # That it is dead says more than what it said before.
+            # The death of a worker says more than its own earlier report.
             if not isinstance(what, Failure):
                 self._reports[worker] = what
             first = self._first is None
@@ -157,7 +157,7 @@ class Watch:
             threading.Thread(target=self._settle, name="jaxpp-settle", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the watch; who waits for a worker is told."""
+        """Ends the monitor; threads that wait for a worker get an error."""
         with self._changed:
             self._closed.set()
             self._changed.notify_all()
@@ -167,19 +167,19 @@ class Watch:
         for lookout in self._lookouts.values() if ray.is_initialized() else ():
             ray.kill(lookout)
 
-    # ---- signs of life --------------------------------------------------------------------------
+    # ---- heartbeats -----------------------------------------------------------------------------
 
     def _beat(self) -> None:
         try:
             self._ask_for_signs()
-        except Exception as error:  # the session has gone, and all of them with it
+        except Exception as error:  # the session has gone, and all workers with it
             self.report(0, error)
 
     def _ask_for_signs(self) -> None:
         now = time.monotonic()
         for member in self._members:
             member.seen = now
-            # It never returns, so that Ray tells at once when the worker has died.
+            # `live` never returns; Ray fails this call as soon as the worker has died.
             self.follow(member.worker, member.actor.live.remote())
         asked: dict[int, Any] = {}
         while not self._closed.wait(0.05 if asked else HEARTBEAT) and self._first is None:
@@ -210,14 +210,14 @@ class Watch:
             member.at = found
 
     def _look_at(self, member: Member) -> None:
-        """A worker that has given no sign of life for long: busy, or will it never again?"""
+        """Reports a worker that is silent for too long; a busy process has ten times as long."""
         state = self._state(member)
         silence = time.monotonic() - member.seen
         if silence > (10 if state in BUSY else 1) * self._timeout:
             self.report(member.worker, f"no sign of life for {silence:.1f} s, {told(state)}")
 
     def _state(self, member: Member) -> str:
-        """The state of a worker's process, or that its host does not say."""
+        """Finds the state of a worker's process; `UNKNOWN` where its host does not answer."""
         if member.node not in self._lookouts:
             return process_state(member.pid)
         try:
@@ -228,10 +228,10 @@ class Watch:
     # ---- the end --------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Ends the step on all workers, finds out which failed first and why, and says so."""
+        """Ends the step on all workers, finds which failed first and why, and makes the error."""
         try:
             self.error = explain(self._members, self._reports, self._find_culprit(), self._describe)
-        except BaseException as error:  # noqa: B036  somebody waits for it
+        except BaseException as error:  # noqa: B036  `check` waits for an error
             member = self._members[self._first or 0]
             reason = f"{type(error).__name__}: {error}"
             self.error = RankError(
@@ -248,7 +248,7 @@ class Watch:
                 kill(member)
 
     def _find_culprit(self) -> int:
-        """Aborts all workers; gives the one whose failure does not follow from another's."""
+        """Aborts all workers; returns the one whose failure does not follow from another's."""
         if not ray.is_initialized():
             raise no_session()
         first = self._members[self._first or 0]
@@ -270,7 +270,7 @@ class Watch:
                 self.report(worker, f"it does not answer, {told(state)}")
         for member in self._members:
             reported = self._reports.get(member.worker)
-            # Who has described a failure, or could be aborted, is fit to go on after `restart`.
+            # A worker that described its failure, or could be aborted, is fit after `restart`.
             gone = reported is not None and not isinstance(reported, Failure)
             member.dead = gone or member.worker in silent
             if member.dead and member.node in self._lookouts:
@@ -280,7 +280,7 @@ class Watch:
         return self._first or 0 if found is None else found
 
     def _silent(self, aborts: dict[int, Any]) -> list[int]:
-        """The workers that could not be aborted."""
+        """Finds the workers that could not be aborted."""
         if not aborts:
             return []
         waiting = list(aborts.values())
@@ -295,5 +295,5 @@ class Watch:
 
 
 def no_session() -> BaseException:
-    """The error where `ray.shutdown` has been called before the mesh was shut down."""
+    """Makes the error for a `ray.shutdown` that came before the mesh was shut down."""
     return ray.exceptions.RaySystemError("the Ray session has been shut down")
