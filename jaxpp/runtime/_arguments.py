@@ -1,4 +1,4 @@
-"""What the flat arguments of a step must be, on any mesh."""
+"""Checks of the flat arguments of a step, on any mesh."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from jaxpp._program import Argument, Bundle
 
 
 def check_arguments(bundle: Bundle, args: Sequence[Any]) -> None:
-    """Checks that no argument has been deleted, or would be deleted while it is read.
+    """Checks that no argument has been deleted, and that no donated one is passed twice.
 
     Raises:
         ValueError: one was donated to an earlier call, or is passed twice and donated once.

@@ -1,4 +1,4 @@
-"""`ArrayHandle`: what is known of an array that lives elsewhere, or in parts, by its type alone."""
+"""`ArrayHandle`: stands for an array that is elsewhere, or in parts, and knows its type alone."""
 
 import math
 from collections.abc import Callable
@@ -13,8 +13,9 @@ from jaxpp import _compat
 class ArrayHandle(jax.Array):
     """A leaf of pytrees that stands for an array: its type is known, its value is fetched.
 
-    Operators and methods of arrays work where all of the value is in this process; functions of
-    JAX want it fetched first. Else an error says how to get it. Subclasses set `_aval`.
+    Operators and methods of arrays work where this process has all of the value; else they raise an
+    error that says how to get it. Functions of JAX refuse a handle: fetch its value first.
+    Subclasses set `_aval`.
     """
 
     _aval: Any
@@ -36,7 +37,7 @@ class ArrayHandle(jax.Array):
 
     @property
     def weak_type(self) -> bool:
-        """Whether it takes the dtype of what it is combined with."""
+        """Tells whether the array takes the dtype of arrays that it is combined with."""
         return self._aval.weak_type
 
     @property
@@ -61,11 +62,11 @@ class ArrayHandle(jax.Array):
 
     @property
     def committed(self) -> bool:
-        """Whether it belongs where it is; always true."""
+        """Tells whether the array is bound to its devices; always true."""
         return True
 
     def how_to_use(self, what: str) -> str:
-        """Says why something cannot be done with it, and what can."""
+        """Makes the text of an error: why the handle cannot be used so, and what can be done."""
         here = self.is_fully_addressable
         where = "in parts, on several devices" if here else "not in this process"
         return (
@@ -75,7 +76,7 @@ class ArrayHandle(jax.Array):
 
 
 def _delegate(name: str, method: bool) -> Any:
-    """A method or a property of the fetched array."""
+    """Makes a method or a property that fetches the array and calls the array's own."""
 
     def fetched(handle: Any) -> Any:
         if not isinstance(handle, ArrayHandle):
@@ -91,7 +92,7 @@ def _delegate(name: str, method: bool) -> Any:
     return call if method else property(lambda self: getattr(fetched(self), name))
 
 
-#: What arrays are asked about where they are, which is not where a fetched one would be.
+#: Attributes about an array's place, which a fetched array would answer wrongly.
 _PLACES = {"addressable_data", "addressable_shards", "device", "global_shards", "sharding"}
 _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow "

@@ -1,8 +1,8 @@
-"""What an array is made of besides its bytes, and the way from arrays to bytes and back.
+"""The type of an array besides its bytes, and the way from arrays to bytes and back.
 
 Between processes an array goes as its bytes alone, since both sides know its type. This holds for
-every dtype that JAX has: those of `ml_dtypes` keep one byte an element on the host (so do int4,
-int2 and float4, which a device may pack), and keys go as the integers that they are made of.
+every dtype of JAX. Those of `ml_dtypes` have whole bytes for each element on the host, also int4,
+int2 and float4, which a device may pack. Keys go as the integers that they are made of.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class ArrayType:
 
     @classmethod
     def of(cls, array: Any) -> "ArrayType":
-        """The type of an array, or of anything that has a shape and a dtype."""
+        """Makes the type of an array, or of anything that has a shape and a dtype."""
         dtype = array.dtype
         if isinstance(dtype, np.dtype):
             name = _FLOAT0 if dtype == jax.dtypes.float0 else dtype.name
@@ -85,10 +85,10 @@ def _key_shape(implementation: str) -> tuple[int, ...]:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Gives the bytes of an array, when it has been computed.
+    """Gives the bytes of an array, once it has been computed.
 
-    On CPU they are the array's own memory where the host and the device store the dtype alike:
-    the view must not be written to, and while it lives the array's memory is not donated.
+    On CPU the bytes are the array's own memory where host and device store the dtype alike. This
+    view must not be written to. While the view lives, the array's memory is not donated.
 
     Args:
         array: an array of any dtype, on one device of this process or split over several.
@@ -116,7 +116,7 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def _put_together(array: jax.Array) -> np.ndarray:
-    """An array of shards on the host; unlike `np.asarray` it leaves no copy with the array."""
+    """Joins an array's shards on the host; unlike `np.asarray`, leaves no copy with the array."""
     shards = [s for s in array.addressable_shards if s.replica_id == 0]
     for shard in shards:
         shard.data.copy_to_host_async()
@@ -127,11 +127,11 @@ def _put_together(array: jax.Array) -> np.ndarray:
 
 
 def from_host(buffer: Any, array_type: ArrayType, home: Home, spec: Spec = ()) -> Any:
-    """Makes an array of bytes.
+    """Makes an array from its bytes.
 
-    The array may read the buffer for as long as it lives, and keeps it (the object that `buffer`
-    is a view of) alive. So the buffer is the array's from here on: nobody may write to it or unmap
-    it before the object below it has gone. Pass a copy of memory that stays the caller's.
+    The array may read the buffer for as long as it lives, and keeps alive the object that `buffer`
+    is a view of. So the buffer belongs to the array from here on: nobody may write to it or unmap
+    it before that object has gone. Pass a copy of memory that stays the caller's.
 
     Args:
         buffer: at least the bytes of the array; on CPU they are taken without a copy where they
@@ -162,7 +162,7 @@ def from_host(buffer: Any, array_type: ArrayType, home: Home, spec: Spec = ()) -
 
 
 class Copier:
-    """Makes arrays of bytes that may change afterwards, always the same types.
+    """Makes arrays, always of the same types, from bytes that may change afterwards.
 
     For small arrays this takes a fraction of the time of `from_host`.
 
@@ -194,7 +194,7 @@ class Copier:
         self._copy = _copy_function(tuple(array_types), home, split)
 
     def __call__(self, buffer: Any) -> list[Any]:
-        """The arrays whose bytes are in a buffer."""
+        """Makes the arrays whose bytes are in a buffer."""
         views = [np.ndarray(shape, dtype, buffer, offset) for shape, dtype, offset in self._views]
         return list(self._copy(*views))
 
@@ -215,15 +215,15 @@ def _copy_function(
         items = zip(hosts, array_types, specs, strict=True)
         return tuple(from_host(to_host(np.array(h)), t, home, spec) for h, t, spec in items)
 
-    # A compiled identity is fastest on one device (on four of CPU it takes 4 times as long), but
-    # would narrow what is wide, and takes no float0.
+    # A compiled identity is fastest on one device. On four CPU devices it takes 4 times as long.
+    # It would narrow wide dtypes, and does not take float0.
     if isinstance(home, Mesh) or any(t.dtype in WIDE or t.nbytes == 0 for t in array_types):
         return make
     return jax.jit(copy, out_shardings=sharding_in(home))
 
 
 def host_array(buffer: Any, array_type: ArrayType) -> np.ndarray:
-    """Views bytes as an array of the host: keys as the integers that they are made of.
+    """Views bytes as an array on the host; keys are the integers that they are made of.
 
     Raises:
         ValueError: if there are fewer bytes than the type has.

@@ -12,7 +12,7 @@ from jaxpp._specs import axis_sizes
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The axes of a mesh, of which one is that of the pipeline.
+    """The axes of a mesh, one of them the pipeline axis.
 
     Args:
         shape: the size of each axis.
@@ -125,7 +125,7 @@ def check_shapes(
     axis_names: Sequence[str],
     axis_types: Sequence[AxisType] | None = None,
 ) -> list[AbstractMesh]:
-    """Checks the shapes of ranks that may differ; gives the mesh of each, without its devices.
+    """Checks the shapes of ranks that may differ; returns the mesh of each, without its devices.
 
     Args:
         kind: what makes a mesh of them, for errors.
@@ -150,20 +150,20 @@ def check_shapes(
 
 
 def common_mesh(insides: Sequence[AbstractMesh]) -> AbstractMesh:
-    """A mesh each of whose axes has a multiple of the sizes that it has in the ranks, the least."""
+    """Makes a mesh: each axis has the least common multiple of its sizes in the ranks."""
     sizes = zip(*(mesh.axis_sizes for mesh in insides), strict=True)
     return insides[0].update(axis_sizes=tuple(math.lcm(*own) for own in sizes))
 
 
 def without_devices(mesh: Mesh) -> AbstractMesh:
-    """The axes of a mesh."""
+    """Gives a mesh without its devices."""
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def shape_of(
     axis_names: Sequence[str], inside: AbstractMesh | None, num_ranks: int
 ) -> tuple[int, ...]:
-    """The size of each axis of a mesh of ranks."""
+    """Gives the size of each axis of a mesh of ranks."""
     sizes = axis_sizes(inside) | {PIPELINE_AXIS: num_ranks}
     return tuple(sizes[name] for name in axis_names)
 
@@ -171,7 +171,7 @@ def shape_of(
 def describe_mesh(
     kind: str, axis_names: Sequence[str], insides: Sequence[AbstractMesh | None]
 ) -> str:
-    """A mesh of ranks, as Python writes it; by the sizes of each where they differ."""
+    """Writes a mesh of ranks as Python does; with the sizes of each rank where they differ."""
     if len(set(insides)) == 1:
         return f"{kind}({shape_of(axis_names, insides[0], len(insides))}, {tuple(axis_names)})"
     sizes = ", ".join(str(own.axis_sizes) for own in insides if own)

@@ -1,4 +1,4 @@
-"""Which collectives a compiled computation runs, read off its HLO."""
+"""Counts the collectives of a compiled computation, which it reads off the HLO."""
 
 import re
 from collections import Counter
@@ -10,12 +10,12 @@ _KINDS = (
     "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
     "|ragged-all-to-all"
 )
-#: An instruction: those that only wait for what another one has started are not counted.
+#: An instruction; those that only wait for the end of a started one are not counted.
 _INSTRUCTION = re.compile(rf"^.*? = .*?\b({_KINDS})(?:-start)?\(.*$", re.MULTILINE)
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-#: Axes of a mesh of XLA's own: `mesh['x'=2,'y'=4] {'x','y':(2)2}`; its devices may be in another
-#: order than theirs: `mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'}`.
+#: Axes of a mesh of XLA's own: `mesh['x'=2,'y'=4] {'x','y':(2)2}`. Its devices may be in another
+#: order than that of the axes: `mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'}`.
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _TRANSPOSED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
@@ -46,13 +46,13 @@ def collectives(hlo: str, shape: Sequence[int], names: Sequence[str]) -> Counter
     for match in _INSTRUCTION.finditer(hlo):
         groups = _groups(match.group(0), shape)
         axes = "?" if groups is None else ",".join(names[a] for a in _axes(groups, shape))
-        if axes:  # none: each device is by itself
+        if axes:  # else each group is a single device
             found[match.group(1), axes] += 1
     return found
 
 
 def _groups(instruction: str, shape: Sequence[int]) -> list[list[int]] | None:
-    """The devices that exchange something, by their numbers in the mesh; None if unknown."""
+    """Finds the groups of devices of a collective, numbered as in the mesh; None if unknown."""
     if listed := _LISTED.search(instruction) or _PAIRS.search(instruction):
         return [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed.group(1))]
     if iota := _IOTA.search(instruction):
@@ -67,7 +67,7 @@ def _groups(instruction: str, shape: Sequence[int]) -> list[list[int]] | None:
 
 
 def _mesh_groups(axes: str, devices: str | None, moving: str) -> list[list[int]] | None:
-    """The groups of devices along some axes of a mesh, or parts of axes: `'y':(2)2`."""
+    """Finds the groups of devices along some axes of a mesh, or parts of axes: `'y':(2)2`."""
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
     chosen = {
         name: (int(before or 1), int(size or sizes[name]))
@@ -88,7 +88,7 @@ def _mesh_groups(axes: str, devices: str | None, moving: str) -> list[list[int]]
 
 
 def _order(devices: str | None, count: int) -> np.ndarray | None:
-    """The devices of a mesh of XLA's in the order of its axes: listed, or an iota transposed."""
+    """Gives the devices of a mesh of XLA's in the order of its axes: a list or transposed iota."""
     if devices is None:
         return np.arange(count)
     if transposed := _TRANSPOSED.match(devices):
@@ -104,7 +104,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _axes(groups: Iterable[Sequence[int]], shape: Sequence[int]) -> list[int]:
-    """The axes along which the devices of a group differ."""
+    """Finds the axes along which the devices of a group differ."""
     moving: set[int] = set()
     for group in groups:
         places = np.array(np.unravel_index(group, shape))

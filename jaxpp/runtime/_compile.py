@@ -1,7 +1,7 @@
 """Compiles computations: each once, then loaded on every device that runs it.
 
-Executables are kept for other steps of this process that compute the same thing: the same model
-under another schedule compiles only what is new in it.
+Executables are kept for other steps of this process that have the same computations: the same
+model under another schedule compiles only the new ones.
 """
 
 import collections
@@ -33,7 +33,7 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
         sorted({i.computation for i in p.instructions if isinstance(i, Run)})
         for p in bundle.programs
     ]
-    # Homes of one shape share what is compiled.
+    # Homes of one shape share an executable.
     targets: dict[tuple[int, Any], list[Home]] = {}
     for numbers, home in zip(used, homes, strict=True):
         for n in numbers:
@@ -52,7 +52,7 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
         _kept.put(keys[target], found)
         return {home: found.on(home) for home in targets[target]}
 
-    # The largest first, each compiled while the next is lowered.
+    # The largest computation first; each is compiled while the next is lowered.
     by_size = sorted(targets, key=lambda target: -len(bundle.computations[target[0]].jaxpr.eqns))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {}
@@ -70,21 +70,21 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
 
 
 def _shape_of(home: Home) -> Any:
-    """A home's mesh without its devices; None where it is one device."""
+    """Gives a home's mesh without its devices; None where the home is one device."""
     return home.abstract_mesh if isinstance(home, Mesh) else None
 
 
 class _Executables:
-    """A computation compiled for one home, and loaded in others as they are asked for."""
+    """A computation compiled for one home, and loaded on others when they need it."""
 
     def __init__(self, computation: Computation, compiled: Any, home: Home):
         self._computation = computation
-        # Only what was compiled can be loaded elsewhere: what was loaded cannot, again.
+        # Only a compiled executable can be loaded elsewhere; a loaded one cannot be loaded again.
         self._compiled = compiled
         self._by_home = {home: compiled}
 
     def on(self, home: Home) -> Any:
-        """The executable of a home."""
+        """Gives the executable for a home."""
         if home not in self._by_home:
             self._by_home[home] = (
                 _compat.load_on_devices(self._compiled, devices_of(home))
@@ -94,7 +94,7 @@ class _Executables:
 
 
 class _Kept:
-    """The computations compiled last, by what they compute."""
+    """A program cache: the executables used last, by the keys of their computations."""
 
     def __init__(self, size: int):
         self._size = size
@@ -102,14 +102,14 @@ class _Kept:
         self._entries: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
 
     def get(self, key: Hashable) -> Any:
-        """What was kept, or None."""
+        """Gives the executables of a key, or None."""
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
             return self._entries.get(key)
 
     def put(self, key: Hashable, executables: Any) -> None:
-        """Keeps executables, and drops those that were not used the longest."""
+        """Keeps executables; drops the least recently used where there are too many."""
         with self._lock:
             self._entries[key] = executables
             if len(self._entries) > self._size:
@@ -131,16 +131,16 @@ def clear_cache() -> None:
 
 
 def key_of(computation: Computation, configuration: Hashable) -> Hashable:
-    """What a computation computes, and under which settings: equal where an executable would be.
+    """Makes a key of a computation and its settings; equal keys mean equal executables.
 
-    It names some objects by their ids, and holds only as long as the computation lives.
+    The key names some objects by their ids, and is valid only as long as the computation lives.
     """
     split = computation.in_specs, computation.out_specs
     return _jaxprs.structure(computation.jaxpr), computation.donated, split, configuration
 
 
 def settings() -> tuple[tuple[str, str], ...]:
-    """JAX's settings, which compilation may depend on."""
+    """Gives JAX's settings, which compilation may depend on."""
     return tuple((name, str(getattr(jax.config, name, None))) for name in sorted(jax.config.values))
 
 

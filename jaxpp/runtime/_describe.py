@@ -13,7 +13,9 @@ from jaxpp._specs import Spec, axis_sizes
 
 @dataclasses.dataclass(frozen=True)
 class RankDescription:
-    """What one rank of a placed step holds, sends and reduces; all bytes are those of one device.
+    """The share of one rank in a placed step: what it holds, sends and reduces.
+
+    All bytes are those of one device, but for `sent_bytes`.
 
     Args:
         rank: its number.
@@ -51,7 +53,7 @@ class RankDescription:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What the ranks of a placed step hold, send and reduce; `str` gives a table.
+    """A placed step, rank by rank: what each holds, sends and reduces; `str` gives a table.
 
     Args:
         ranks: a description of each.
@@ -65,7 +67,7 @@ class Description:
     ranks: tuple[RankDescription, ...]
 
     def as_json(self) -> str:
-        """The description as JSON: an object with a list `ranks`, its fields named as here."""
+        """Gives the description as JSON: an object with a list `ranks`, with fields as here."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def __str__(self) -> str:
@@ -112,7 +114,7 @@ def _row(rank: RankDescription) -> tuple[str, ...]:
 
 
 def _size(nbytes: float) -> str:
-    """Bytes in the largest unit of which there is one."""
+    """Writes bytes in the largest unit of which there is at least one."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -178,7 +180,7 @@ def _describe_rank(
 def _collectives(
     program: Program, collectives: Mapping[int, Counter[tuple[str, str]]]
 ) -> tuple[Counter[str], Counter[str], dict[str, Counter[str]]]:
-    """Those of a step, those that it runs once, and those of each kind of task that has any."""
+    """Counts all collectives of a step, those outside tasks, and those of each kind of task."""
     counted: Counter[str] = Counter()
     once: Counter[str] = Counter()
     in_tasks: dict[str, Counter[str]] = {}
@@ -197,15 +199,15 @@ def _collectives(
 
 
 def _bytes(aval: Any, spec: Spec, sizes: Mapping[str, int]) -> int:
-    """What an array takes on one device."""
+    """Gives the bytes of an array on one device."""
     parts = math.prod(sizes[axis] for entry in spec for axis in entry)
     return aval.size * getattr(aval.dtype, "itemsize", 4) // parts
 
 
 def _peaks(bundle: Bundle, program: Program, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """The most bytes that accumulators take at once, and the most that activations do.
+    """Finds the most bytes that accumulators take at once, and the most that activations take.
 
-    An accumulator is what a task takes the memory of, and its result in that memory.
+    An accumulator is an array that is donated to a task, and the task's result in its memory.
     """
     activations: dict[int, int] = {}
     accumulators: dict[int, int] = {}
@@ -242,12 +244,12 @@ def _peaks(bundle: Bundle, program: Program, sizes: Mapping[str, int]) -> tuple[
 
 
 def _is_task(label: str) -> bool:
-    """Whether a run is a task of a microbatch: `F0.3`."""
+    """Tells whether a run is a task of a microbatch: `F0.3`."""
     return label[:1] in "FBIW" and label[1:2].isdigit()
 
 
 def _pair(computation: Computation, taken: Sequence[int]) -> set[int]:
-    """The outputs that are in the memory of inputs."""
+    """Finds the outputs that take the memory of donated inputs of the same type and spec."""
     jaxpr = computation.jaxpr.jaxpr
     wanted = Counter((str(jaxpr.invars[i].aval), _spec(computation.in_specs, i)) for i in taken)
     found = set()

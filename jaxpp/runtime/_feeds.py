@@ -1,4 +1,4 @@
-"""What goes into the ranks' slots before a step, and what comes out of them after it."""
+"""Puts the arguments of a step into the ranks' slots, and takes its results out of them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from jaxpp.runtime import _worker
 from jaxpp.runtime._homes import Home, devices_of, distinct, sharding_across, sharding_in
 from jaxpp.runtime._reshard import reshard
 
-#: A rank's worker, its home, and a slot.
+#: A rank's executor, its home, and a slot.
 Place = tuple[_worker.Worker, Home, int]
 
 
 class Feed:
-    """Puts one argument where the ranks read it, without a copy where it is there already."""
+    """Puts one argument into the slots of the ranks that read it; copies only what is elsewhere."""
 
     def __init__(self, places: Sequence[Place], donated: bool, spec: Spec):
         self._places = places
@@ -38,13 +38,13 @@ class Feed:
         for (worker, home, slot), source in zip(self._places, self._known, strict=True):
             value = source(arg)
             if len(self._places) > 1 and self._donated:
-                if taken.intersection(devices_of(home)):  # ranks that share one need a copy each
+                if taken.intersection(devices_of(home)):  # ranks that share a device: a copy each
                     value = jnp.copy(value)
                 taken.update(devices_of(home))
             worker.slots[slot] = value
 
     def sharding(self) -> Any:
-        """Where an argument is put without a copy by the step; None where nothing reads it."""
+        """Gives the sharding of an argument that needs no copy; None where nothing reads it."""
         homes = distinct([home for _, home, _ in self._places])
         return sharding_across(homes, self._spec) if homes else None
 
@@ -54,7 +54,7 @@ _Source = Callable[[Any], Any]
 
 
 def _source(arg: jax.Array, home: Home, spec: Spec) -> _Source:
-    """How to get a home's part of arrays of one sharding: as it is, its shards, or a copy."""
+    """Makes the function that gives a home's part of arrays of one sharding, copied if need be."""
     wanted = sharding_in(home, spec)
     if arg.sharding.is_equivalent_to(wanted, arg.ndim):
         return lambda x: x
@@ -78,7 +78,7 @@ def _source(arg: jax.Array, home: Home, spec: Spec) -> _Source:
 
 
 class Fetch:
-    """Makes one result of what the ranks left in their slots."""
+    """Makes one result from the arrays that the ranks have left in their slots."""
 
     def __init__(self, places: Sequence[Place], shape: tuple[int, ...], spec: Spec):
         by_home: dict[Home, tuple[Any, int]] = {}
@@ -93,7 +93,7 @@ class Fetch:
 
     def __call__(self) -> Any:
         values = [worker.slots[slot] for worker, slot in self._sources]
-        for worker, _, slot in self._places:  # the caller alone holds the result from here on
+        for worker, _, slot in self._places:  # from here on the caller alone holds the result
             worker.slots[slot] = None
         if self._sharding is None:
             return values[0]

@@ -1,4 +1,4 @@
-"""What follows from the clocked tasks of a step: medians, transfers, timelines."""
+"""Figures from the clocked tasks of a step: medians, transfers, timelines."""
 
 import re
 import statistics
@@ -13,12 +13,12 @@ from jaxpp.schedules import Dependencies, Kind, Table, Task, Timeline
 
 #: A kind of task of a stage.
 Key = tuple[Kind, int]
-#: A device, the label of what it ran, and from when to when (seconds).
+#: A device, the label of its run, and the run's start and end (seconds).
 Clocked = tuple[int, str, float, float]
 
 
 def tasks_of(bundle: Bundle, caller: str) -> dict[str, Task]:
-    """The task of each label that names one.
+    """Finds the task of each label that names one.
 
     Args:
         bundle: the step.
@@ -42,7 +42,7 @@ def tasks_of(bundle: Bundle, caller: str) -> dict[str, Task]:
 
 
 def dependencies(bundle: Bundle, tasks: Mapping[str, Task]) -> Dependencies:
-    """Whose results each kind of task reads, directly or through a message."""
+    """Finds the kinds of task whose results each kind reads, directly or through a message."""
     needs: dict[Key, dict[Key, None]] = {(t.kind, t.stage): {} for t in tasks.values()}
     messages: dict[int, list[Task | None]] = {}
     reads: dict[Task, list[Any]] = {}
@@ -58,7 +58,7 @@ def dependencies(bundle: Bundle, tasks: Mapping[str, Task]) -> Dependencies:
                 case Send(slots, message):
                     messages[message.tag] = [made.get(slot) for slot in slots]
                 case Receive(slots, message):
-                    # Whose result it is comes out once its sender has been read.
+                    # The maker of the result is found once the program of its sender has been read.
                     made.update({s: (message.tag, i) for i, s in enumerate(slots)})
                 case Free(slots):
                     for slot in slots:
@@ -73,7 +73,7 @@ def dependencies(bundle: Bundle, tasks: Mapping[str, Task]) -> Dependencies:
 
 
 def medians(runs: Sequence[Clocked], tasks: Mapping[str, Task]) -> dict[Key, float]:
-    """The median time of each kind of task of each stage, over microbatches and repeats."""
+    """Gives the median time of each kind of task of each stage, over microbatches and repeats."""
     times: dict[Key, list[float]] = defaultdict(list)
     for _, label, start, end in runs:
         if label in tasks:
@@ -82,7 +82,7 @@ def medians(runs: Sequence[Clocked], tasks: Mapping[str, Task]) -> dict[Key, flo
 
 
 def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """The latency and bandwidth of transfers: a line through the median time of each size."""
+    """Fits the latency and bandwidth of transfers: a line through the median time of each size."""
     if not points:
         return 0.0, float("inf")
     by_size: dict[int, list[float]] = defaultdict(list)
@@ -98,7 +98,7 @@ def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def timeline(table: Table, runs: Sequence[Clocked], tasks: Mapping[str, Task]) -> Timeline:
-    """The timeline that was clocked; its first task starts at 0."""
+    """Makes the timeline that was clocked; its first task starts at 0."""
     spans = {tasks[label]: (start, end) for _, label, start, end in runs if label in tasks}
     zero = min(start for start, _ in spans.values())
     return Timeline(

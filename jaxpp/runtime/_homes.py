@@ -1,4 +1,4 @@
-"""Where a rank's arrays are: one device, or a mesh of devices over which they are split."""
+"""The home of a rank's arrays: one device, or a mesh of devices over which they are split."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ Home = jax.Device | Mesh
 
 
 def homes_of(devices: np.ndarray, inside: AbstractMesh | None) -> tuple[Home, ...]:
-    """The home of each rank.
+    """Gives the home of each rank.
 
-    All its axes are automatic: which ones the caller has made explicit matters to what is traced,
-    and nothing is traced there.
+    All axes of a home are automatic. Explicit axes matter only to tracing, and nothing is traced on
+    a home.
 
     Args:
         devices: the devices, the ranks along the first axis, the axes of `inside` behind it.
@@ -30,9 +30,9 @@ def homes_of(devices: np.ndarray, inside: AbstractMesh | None) -> tuple[Home, ..
 
 
 def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
-    """The home of a rank that has a process of its own.
+    """Gives the home of a rank that has a process of its own.
 
-    One device is its home itself, whatever the axes: what goes there takes the shortest way.
+    A single device is the home itself, whatever the axes: arrays get there in the shortest time.
 
     Args:
         devices: those of the rank, in the order of its axes.
@@ -50,18 +50,18 @@ def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
 
 
 def devices_of(home: Home) -> tuple[Any, ...]:
-    """The devices of a home, in the order of its axes."""
+    """Gives the devices of a home, in the order of its axes."""
     return tuple(home.devices.flat) if isinstance(home, Mesh) else (home,)
 
 
 def sizes_of(home: Home) -> dict[str, int]:
-    """The size of each axis of a home; of none, where it is one device."""
+    """Gives the size of each axis of a home; a single device has no axes."""
     return dict(home.shape) if isinstance(home, Mesh) else {}
 
 
 @functools.cache
 def sharding_in(home: Home, spec: Spec = ()) -> Sharding:
-    """How an array is put into a home; always the same object, so that it is known by identity."""
+    """Gives the sharding of an array in a home: always the same object, known by identity."""
     if isinstance(home, Mesh):
         return NamedSharding(home, partition_spec(spec))
     return SingleDeviceSharding(home)
@@ -69,11 +69,11 @@ def sharding_in(home: Home, spec: Spec = ()) -> Sharding:
 
 @functools.cache
 def sharding_across(homes: tuple[Home, ...], spec: Spec = ()) -> Sharding:
-    """How an array is put that several homes have, each in the same way.
+    """Gives the sharding of an array that several homes have, all with the same split.
 
-    Homes of different shapes, or of which some have a device in common, are no mesh together: what
-    each of their devices has whole is an array over these devices, and what is in shards is with
-    the first home alone, from which the others take it.
+    Homes of different shapes, or with a device in common, cannot be one mesh. There, an array that
+    each device has whole is replicated over these devices. An array in shards is on the first home
+    alone, and the other homes take it from there.
     """
     first = homes[0]
     if len(homes) == 1:
@@ -92,20 +92,20 @@ def sharding_across(homes: tuple[Home, ...], spec: Spec = ()) -> Sharding:
 
 
 def alike(homes: Sequence[Home]) -> bool:
-    """Whether homes have the same shape."""
+    """Tells whether homes have the same shape."""
     return len({home.devices.shape if isinstance(home, Mesh) else () for home in homes}) == 1
 
 
-#: A part of an array: where it begins and ends along each dimension.
+#: A part of an array: its start and its end along each dimension.
 Box = tuple[tuple[int, int], ...]
 
 
 def box_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
-    """The box that a sharding's index is, of an array of some shape."""
-    assert index is not None  # as it is of a device in other processes
+    """Gives the box of a sharding's index, for an array of some shape."""
+    assert index is not None  # it is None only for devices of other processes
     return tuple(own.indices(size)[:2] for own, size in zip(index, shape, strict=True))
 
 
 def distinct(homes: Sequence[Home]) -> tuple[Home, ...]:
-    """The homes, each once."""
+    """Gives the homes, each once, in their order."""
     return tuple(dict.fromkeys(homes))

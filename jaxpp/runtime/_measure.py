@@ -1,4 +1,4 @@
-"""`measure`: what the tasks of a placed step cost on its mesh, and what the step takes."""
+"""`measure`: the times of a placed step's tasks on its mesh, and of the step as a whole."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from jaxpp.transforms.place import Compiled, Placed
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What a placed step takes, and what it is made of; made by `measure`. All times are seconds.
+    """The times of a placed step and of its parts, made by `measure`. All times are seconds.
 
     The rows of `table`, `before`, `after` and `timeline` are devices: a rank, or the ranks that
     share a device, whose tasks run one after the other in the order in which they are dispatched.
@@ -72,15 +72,15 @@ class Measurement:
 
     @functools.cached_property
     def costs(self) -> Costs:
-        """The cost model of the step, with the times of tasks next to which other devices work."""
+        """The cost model of the step, with the times of tasks while other devices work."""
         return self._costs(self.times)
 
     @functools.cached_property
     def costs_alone(self) -> Costs:
-        """The same with the times of tasks that have the machine to themselves.
+        """The cost model of the step, with the times of tasks that have the machine to themselves.
 
-        Devices that share memory bandwidth, or caches, slow each other down: a step takes longer
-        than these say.
+        Devices that share memory bandwidth, or caches, slow each other down. A step then takes
+        longer than these times say.
         """
         return self._costs(self.times_alone)
 
@@ -93,9 +93,9 @@ class Measurement:
         )
 
     def predict(self, costs: Costs | None = None) -> float:
-        """Gives the time of the step that follows from what its parts take.
+        """Predicts the time of the step from the times of its parts.
 
-        That is the makespan of its tasks, and the longest that a device works before and after
+        The time is the makespan of the tasks, and the longest that a device works before and after
         them. Devices that do not wait for each other there may be a little faster.
 
         Args:
@@ -108,11 +108,11 @@ class Measurement:
 def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
     """Measures a placed step: its tasks one by one, and the step as a whole.
 
-    Each repeat runs the step three times, one after the other, so that a machine that changes its
-    speed changes it for all: as a call does; with each task, and each transfer, waited for before
-    the next starts on any device; and with a thread for each device that waits for its own tasks.
-    Nothing else should run on the machine. Arguments are left as they are: the step gets copies,
-    also of those that it consumes, put beforehand where a training loop would have left them.
+    Each repeat runs the step three times in a row, so that a change of the machine's speed touches
+    all three: as a call runs it; with a wait for each task, and each transfer, before the next one
+    starts on any device; and with a thread for each device that waits for its own tasks. Nothing
+    else should run on the machine. The arguments stay unchanged: the step gets copies, also of
+    those that it consumes, put beforehand where a training loop would have left them.
 
     Args:
         step: what `place` gave, on a `jaxpp.MpmdMesh`, with one scheduled loop; or what
@@ -162,7 +162,7 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
         jax.block_until_ready(local(_placed_copies(local, arrays), one_by_one))
         by_device = _ByDevice(local)
         jax.block_until_ready(local(_placed_copies(local, arrays), by_device))
-        if repeat:  # the first compiles what feeds the step, and fills caches
+        if repeat:  # the first one compiles the feeds of the step, and fills caches
             steps.append(elapsed)
             alone += one_by_one.runs
             sent += one_by_one.transfers
@@ -191,7 +191,7 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
 
 
 def _loaded(step: Any, args: Sequence[Any]) -> tuple[LocalStep, list[Any]]:
-    """The step as its mesh has loaded it, and its arguments that are arrays."""
+    """Finds the step that the mesh has loaded, and the step's arguments that are arrays."""
     if isinstance(step, Placed):
         compiled, leaves = step.compiled_for(*args)
     elif isinstance(step, Compiled):
@@ -216,7 +216,7 @@ def _loaded(step: Any, args: Sequence[Any]) -> tuple[LocalStep, list[Any]]:
 
 
 def _placed_copies(local: LocalStep, arrays: Sequence[Any]) -> list[Any]:
-    """Copies of arguments on the devices that read them, as the step before would leave them."""
+    """Copies arguments to the devices that read them, as the step before would leave them."""
     copies = []
     for array, feed in zip(arrays, local.feeds, strict=True):
         sharding = feed.sharding()
@@ -225,13 +225,13 @@ def _placed_copies(local: LocalStep, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _device_of(local: LocalStep) -> tuple[int, ...]:
-    """For each rank, the number of its home among those of the mesh."""
+    """Gives for each rank the number of its home among those of the mesh."""
     homes = list(dict.fromkeys(local.homes))
     return tuple(homes.index(home) for home in local.homes)
 
 
 def _table(local: LocalStep, tasks: Mapping[str, Task]) -> Table:
-    """What each device runs, in the order of dispatch."""
+    """Makes the table of the tasks of each device, in the order of dispatch."""
     device_of = _device_of(local)
     orders: list[list[Task]] = [[] for _ in set(device_of)]
     for rank, chunk in local.order:
@@ -248,7 +248,7 @@ def _table(local: LocalStep, tasks: Mapping[str, Task]) -> Table:
 
 
 class _OneByOne:
-    """Runs a step's instructions one at a time, each waited for, and clocks them."""
+    """Runs a step's instructions one at a time, waits for each, and clocks them."""
 
     def __init__(self, local: LocalStep, tasks: Mapping[str, Task]):
         self.runs: list[_figures.Clocked] = []
@@ -276,7 +276,7 @@ class _OneByOne:
 
 
 class _ByDevice:
-    """Runs a step with a thread for each device, which waits for what it runs, and clocks it."""
+    """Runs a step with a thread for each device; a thread waits for its runs, and clocks them."""
 
     def __init__(self, local: LocalStep):
         self.runs: list[_figures.Clocked] = []
@@ -307,7 +307,7 @@ class _ByDevice:
             raise
 
     def _run_chunk(self, rank: int, chunk: Chunk) -> None:
-        """A computation and its messages; what it waits for is no part of its time."""
+        """Runs a computation and its messages; the wait for messages is no part of its time."""
         worker = self._local.workers[rank]
         for instruction in chunk:
             if isinstance(instruction, Receive):
@@ -328,7 +328,7 @@ class _ByDevice:
 
 
 def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
-    """Executes one instruction, and waits for what it makes."""
+    """Executes one instruction, and waits for its results."""
     worker = local.workers[rank]
     worker.execute((instruction,))
     if isinstance(instruction, Run):
@@ -343,7 +343,7 @@ def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
 def _around(
     runs: Sequence[_figures.Clocked], tasks: Mapping[str, Task], num_devices: int, repeats: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """For each device, the time of its runs that are no task, before its first task and after."""
+    """Gives for each device the time of runs that are no task, before its first task and after."""
     before, after = [], []
     for device in range(num_devices):
         mine = [run for run in runs if run[0] == device]

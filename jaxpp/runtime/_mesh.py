@@ -35,10 +35,10 @@ from jaxpp.runtime._trace import LocalTracing, Trace
 class MpmdMesh:
     """A mesh of pipeline ranks over the devices of this process.
 
-    A context manager, as `RemoteMpmdMesh` is; it has nothing to end. Threads may share it: its
-    calls are dispatched one after the other.
+    The mesh is a context manager, as `RemoteMpmdMesh` is, but has nothing to end. Threads may share
+    it: its calls are dispatched one after the other.
 
-    Each rank is a mesh of its own over the axes other than `"mpmd"`, if there are any: its tasks
+    Each rank is a mesh of its own over the axes other than `"mpmd"`, if there are any. Its tasks
     are ordinary SPMD programs, split as `place`'s `in_specs` and the constraints in the model say.
 
     Args:
@@ -108,11 +108,11 @@ class MpmdMesh:
 
     @classmethod
     def of_ranks(cls, meshes: Sequence[Mesh]) -> "MpmdMesh":
-        """A mesh of ranks that may differ in the sizes of their axes.
+        """Makes a mesh of ranks that may differ in the sizes of their axes.
 
-        What is sent between ranks of different sizes is split anew on the way. A step is traced
-        and lowered once for each size, so that a `shard_map` in the model sees a rank's own. What
-        is split over an axis divides by its size in each rank.
+        Arrays that go between ranks of different sizes are split anew on the way. A step is traced
+        and lowered once for each size, so that a `shard_map` in the model sees a rank's own size. A
+        dimension that is split over an axis must be divisible by the axis's size in each rank.
 
         Args:
             meshes: that of each rank, all with the same axes, none of them called `"mpmd"`.
@@ -161,11 +161,11 @@ class MpmdMesh:
         return len(self.homes)
 
     def load(self, bundle: Bundle) -> Any:
-        """Compiles a step, and gives the function that runs it on its arguments."""
+        """Compiles a step; returns the function that runs the step on its arguments."""
         return with_stacked(LocalStep(bundle, self.homes, self._tracing, self._lock), bundle)
 
     def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
-        """Starts to record what the ranks run and send.
+        """Starts to record the tasks and messages of the ranks.
 
         Args:
             directory: where `stop_trace` writes its files; those of an earlier trace are replaced.
@@ -193,11 +193,11 @@ class MpmdMesh:
             self._tracing.start(directory, profiler)
 
     def stop_trace(self) -> Trace:
-        """Ends the trace, once all that was called has been computed, and writes its files.
+        """Ends the trace once all calls have been computed, and writes its files.
 
-        They are, in the directory: `timeline.json`, which ui.perfetto.dev opens; `timeline.png`, a
-        typical call beside its simulation; and what TensorBoard opens with the directory as its
-        `--logdir`.
+        The files are, in the directory: `timeline.json`, which ui.perfetto.dev opens;
+        `timeline.png`, a typical call beside its simulation; and the files that TensorBoard opens
+        with the directory as its `--logdir`.
 
         Returns:
             When each task and each message was, and the paths of the files.
@@ -212,16 +212,16 @@ class MpmdMesh:
 default_mesh.set(lambda num_ranks: MpmdMesh((num_ranks,)))
 
 
-#: How many received messages a rank's dispatch may be ahead of what has arrived.
+#: The number of messages that a rank's dispatch may receive ahead of their arrival.
 RUN_AHEAD = 2
 
 
 class _LocalTransport:
     """Moves arrays between ranks of one process, each shard from device to device.
 
-    Dispatch is asynchronous, and memory is taken when a computation is dispatched. So that a rank
-    holds what its schedule says, and not what the host's lead over the devices makes of it, a
-    receive waits for the message of `RUN_AHEAD` receives before.
+    Dispatch is asynchronous, and a computation takes its memory when it is dispatched. If the host
+    ran far ahead of the devices, a rank would hold more than its schedule says. So a receive waits
+    for the arrival of the message that came `RUN_AHEAD` receives before.
     """
 
     def __init__(self, homes: Sequence[Home]):
@@ -230,7 +230,7 @@ class _LocalTransport:
         self._recent: list[deque[Any]] = [deque() for _ in homes]
 
     def clear(self) -> None:
-        """Forgets a step: the last messages, and those that a step that failed has left."""
+        """Forgets the messages of a step, also those that a failed step has left."""
         self._mail.clear()
         for recent in self._recent:
             recent.clear()
@@ -243,11 +243,11 @@ class _LocalTransport:
         self._mail[message.tag] = arrays
 
     def arrays_of(self, message: Message) -> list[Any]:
-        """What has been sent and not received, on the device it goes to."""
+        """Gives the arrays of a message that has not been received, on the devices they go to."""
         return self._mail[message.tag]
 
     def wait_for(self, message: Message) -> None:
-        """Waits until what has been sent is where it goes."""
+        """Waits until the arrays of a message have arrived."""
         jax.block_until_ready(self._mail[message.tag])
 
     def receive(self, message: Message) -> Any:
@@ -263,15 +263,15 @@ class _LocalTransport:
 
 @functools.cache
 def _target(home: Home, specs: tuple[Spec, ...]) -> Any:
-    """Where the arrays of a message go."""
+    """Gives the shardings of a message's arrays in the home that they go to."""
     return [sharding_in(home, spec) for spec in specs] if specs else home
 
 
 class LocalStep:
     """A step's programs, loaded on the devices of one process; called with its flat arguments.
 
-    `order` has the pieces of all ranks' programs in the order of their dispatch. Calls, which use
-    the same slots, are dispatched one after the other.
+    `order` has the pieces of all ranks' programs in the order of their dispatch. All calls use the
+    same slots, so they are dispatched one after the other.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class LocalStep:
         ]
 
     def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:
-        """For each argument or result, the worker, home and slot of each rank that has it."""
+        """Gives for each argument or result the executor, home and slot of its ranks."""
         places: list[list[Place]] = [[] for _ in range(count)]
         for own, worker, home in zip(pairs, self.workers, self.homes, strict=True):
             for number, slot in own:
@@ -314,7 +314,7 @@ class LocalStep:
     def __call__(
         self, args: Sequence[Any], dispatch: Callable[[], None] | None = None
     ) -> list[Any]:
-        """Runs the step; returns when everything has been dispatched, here or by `dispatch`."""
+        """Runs the step; returns when all of it has been dispatched, by `dispatch` if given."""
         if dispatch is None and (results := put_together(self, args)) is not None:
             return results
         with self._lock:
@@ -328,15 +328,15 @@ class LocalStep:
             results = [fetch() for fetch in self._fetches]
             for n in self.bundle.donated:
                 if isinstance(args[n], jax.Array):
-                    args[n].delete()  # on all its devices, also where one has taken it
+                    args[n].delete()  # on all its devices: a rank may have taken a part only
             return results
 
     def input_shardings(self) -> list[Any]:
-        """Where an argument is put without a copy by the step; None where nothing reads it."""
+        """Gives the sharding of each argument that needs no copy; None if nothing reads it."""
         return [feed.sharding() for feed in self.feeds]
 
     def describe(self) -> Description:
-        """What each rank holds, sends and reduces."""
+        """Describes what each rank holds, sends and reduces."""
         counted = [
             {
                 n: collectives(call.as_text() or "", home.axis_sizes, home.axis_names)

@@ -1,8 +1,8 @@
 """Moves arrays between meshes of different shapes: each device gets its shard, once.
 
-`jax.device_put` does so where each shard that is wanted is there as it is; where one is not, the
-array goes through the memory of the host, which waits for it. Here a shard is put together from
-pieces of those that overlap it, on the devices, and nothing waits.
+`jax.device_put` does the same where each wanted shard exists already; else it moves the array
+through the memory of the host, and waits. Here the devices put a shard together from pieces of
+the shards that overlap it, and nothing waits.
 """
 
 import functools
@@ -16,14 +16,14 @@ from jaxpp.runtime._homes import Box, box_of
 
 
 class Piece(NamedTuple):
-    """A part of a shard: the device that has it, and where it is in the shard; None: all of it."""
+    """A part of a held shard: the device that has it, and its box in that shard; None for all."""
 
     device: Any
     box: Box | None
 
 
 class Shard(NamedTuple):
-    """A wanted shard: its device, its pieces in order, and how many along each dimension."""
+    """A wanted shard: its device, its pieces in order, and their number along each dimension."""
 
     device: Any
     pieces: tuple[Piece, ...]
@@ -31,7 +31,7 @@ class Shard(NamedTuple):
 
 
 def reshard(arrays: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax.Array]:
-    """Arrays on other devices, which need not be as many.
+    """Moves arrays to other devices, which may be more or fewer.
 
     Args:
         arrays: arrays of this process.
@@ -63,9 +63,9 @@ def reshard(arrays: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[ja
 
 @functools.lru_cache(maxsize=4096)
 def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[Shard, ...]:
-    """What each device of the target gets, and from where.
+    """Plans the shard of each device of the target, and the devices that its pieces come from.
 
-    Of what several devices have, the devices of the target take turns to ask.
+    Where several devices hold a piece, the devices of the target take it from each of them in turn.
     """
     holders: dict[Box, list[Any]] = {}
     for device, index in source.addressable_devices_indices_map(shape).items():
@@ -81,7 +81,7 @@ def _shard(device: Any, wanted: Box, holders: Mapping[Box, Sequence[Any]], numbe
     pieces: dict[Box, Piece] = {}
     for box, devices in holders.items():
         common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, wanted, strict=True))
-        # Of a dimension without elements, all have the whole.
+        # A dimension without elements is whole in every box.
         if all(a < b or (a, b) == w for (a, b), w in zip(common, wanted, strict=True)):
             within = tuple((a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
             part = Piece(devices[number % len(devices)], None if common == box else within)

@@ -1,8 +1,9 @@
-"""What one process holds of an array where a rank has several: its devices' boxes, each once.
+"""Addressable shards: the boxes of an array that one process of a rank holds, each once.
 
-The processes of a rank have the same number of devices, one process's after the other's in the
-order of the rank's axes. The share of a process goes over the wire as the boxes that its devices
-hold, in their order: all of one shape, since arrays are split evenly.
+A rank may have several processes, each with the same number of devices. In the order of the rank's
+axes, the devices of one process follow those of another. A process sends its share of an array as
+the boxes that its devices hold, in their order. All boxes have one shape, since arrays are split
+evenly.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from jaxpp.runtime._homes import Box, Home, box_of, sharding_in
 def boxes_of_process(
     shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int], process: int, processes: int
 ) -> tuple[Box, ...]:
-    """The boxes of an array that the devices of one process hold, each once.
+    """Gives the boxes of an array that the devices of one process hold, each once.
 
     Args:
         shape: of the array.
@@ -68,7 +69,7 @@ def _boxes(
 def _interval(
     size: int, axes: Sequence[str], at: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[int, int]:
-    """What a device has of a dimension that is split over some axes, the first the outermost."""
+    """Gives a device's interval of a dimension that is split over some axes, outermost first."""
     number = 0
     for axis in axes:
         number = number * sizes[axis] + at[axis]
@@ -77,7 +78,7 @@ def _interval(
 
 
 def share_type(array_type: ArrayType, boxes: Sequence[Box]) -> ArrayType:
-    """The type of the boxes as one array on the host, the first axis their number."""
+    """Gives the type of boxes as one array on the host; its first axis counts the boxes."""
     shape = tuple(stop - start for start, stop in boxes[0])
     return ArrayType((len(boxes), *shape), array_type.dtype, array_type.key)
 
@@ -85,7 +86,7 @@ def share_type(array_type: ArrayType, boxes: Sequence[Box]) -> ArrayType:
 def put_together(
     array_type: ArrayType, shares: Sequence[tuple[Sequence[Box], np.ndarray]]
 ) -> np.ndarray:
-    """The whole of an array on the host, a copy, of the boxes of some processes and their bytes.
+    """Makes the whole array, a copy on the host, from the boxes of some processes and their bytes.
 
     Example:
         >>> left = (((0, 1),),), np.array([7], np.uint8)
@@ -106,14 +107,14 @@ def put_together(
 
 @functools.lru_cache(16)
 def spans(home: Home) -> bool:
-    """Whether the devices of a home are of several processes."""
+    """Tells whether the devices of a home belong to several processes."""
     return isinstance(home, Mesh) and len({d.process_index for d in home.devices.flat}) > 1
 
 
 def to_host(array: Any) -> np.ndarray:
-    """The bytes of an array, or of this process's share where others hold the rest.
+    """Gives the bytes of an array, or of this process's share where others hold the rest.
 
-    As in `_array_types.to_host`, they may be the array's own memory.
+    As in `_array_types.to_host`, the bytes may be the array's own memory.
     """
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return _array_types.to_host(array)
@@ -125,7 +126,7 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def resplit(array: Any, home: Home, spec: Spec) -> Any:
-    """An array of the rank split as a spec says; all its processes have to call it."""
+    """Splits an array of the rank as a spec says; all processes of the rank have to call this."""
     sharding = sharding_in(home, spec)
     if not isinstance(array, jax.Array) or array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
@@ -133,7 +134,7 @@ def resplit(array: Any, home: Home, spec: Spec) -> Any:
 
 
 class Share:
-    """Makes arrays of which this process holds a part, of the bytes of that part.
+    """Makes arrays of which this process holds a part, from the bytes of that part.
 
     Args:
         array_type: of the whole arrays.
@@ -152,7 +153,7 @@ class Share:
         self.type = share_type(array_type, list(numbers))
 
     def __call__(self, buffer: Any) -> Any:
-        """The array; it may read the buffer for as long as it lives."""
+        """Makes the array, which may read the buffer for as long as the array lives."""
         kind, host = self._whole, _array_types.host_array(buffer, self.type)
         if kind.host_dtype == jax.dtypes.float0:
             return np.zeros(kind.shape, kind.host_dtype)

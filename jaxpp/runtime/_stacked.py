@@ -1,4 +1,4 @@
-"""`StackedArray`: an array whose rows are with several ranks, and steps that take and give such.
+"""`StackedArray`: an array whose rows are on several ranks, and steps that take and give such.
 
 A parameter that is stacked over layers is distributed by `place`: each rank holds the rows of its
 stages. To the training loop it stays one leaf.
@@ -21,13 +21,13 @@ from jaxpp.runtime._array_handle import ArrayHandle
 from jaxpp.runtime._homes import sharding_in
 from jaxpp.runtime._shares import resplit
 
-#: Where the rows of an array are cut, and their number at the end: `(0, 2, 4)`.
+#: The first row of each part of an array, and the number of all rows at the end: `(0, 2, 4)`.
 Bounds = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class StackedSharding:
-    """Where an array is whose rows are with several ranks.
+    """The place of an array whose rows are on several ranks.
 
     Args:
         bounds: where the parts begin along the first axis, and its size at the end.
@@ -55,12 +55,12 @@ class StackedSharding:
 
 
 class StackedArray(ArrayHandle):
-    """An array in parts, each some of its rows, on the devices or ranks that use them.
+    """An array in parts: each has some of the rows, on the devices or ranks that use them.
 
-    What a placed step returns for a parameter that is stacked over layers, and its optimizer state.
-    A leaf of pytrees that filters such as `eqx.is_array` take for an array. It goes into the next
-    call as it is; `np.asarray`, `jnp.asarray` and `jax.device_get` put the parts together. So do
-    operators, indices and methods, where the parts are in this process.
+    A placed step returns it for a parameter that is stacked over layers, and for its optimizer
+    state. It is a leaf of pytrees that filters such as `eqx.is_array` take for an array. It goes
+    into the next call unchanged; `np.asarray`, `jnp.asarray` and `jax.device_get` put the parts
+    together. So do operators, indices and methods, where the parts are in this process.
 
     Args:
         parts: the parts, in order; they have the same shape but for the first axis.
@@ -86,40 +86,40 @@ class StackedArray(ArrayHandle):
 
     @property
     def bounds(self) -> Bounds:
-        """Where the parts begin along the first axis, and its size at the end."""
+        """The start of each part along the first axis, and the size of that axis at the end."""
         return self._bounds
 
     @property
     def is_remote(self) -> bool:
-        """Whether the parts are in other processes."""
+        """Tells whether some parts are in other processes."""
         return any(not p.is_fully_addressable for p in self._parts)
 
     @property
     def sharding(self) -> Any:
-        """Where it is, as a `StackedSharding`."""
+        """The place of the array, as a `StackedSharding`."""
         return StackedSharding(self._bounds, tuple(p.sharding for p in self._parts))
 
     @property
     def is_fully_addressable(self) -> bool:
-        """Whether this process holds all of it."""
+        """Tells whether this process holds the whole array."""
         return not self.is_remote
 
     @property
     def is_fully_replicated(self) -> bool:
-        """Whether each device holds all of it; always false."""
+        """Tells whether each device holds the whole array; always false."""
         return False
 
     def devices(self) -> set[Any]:
-        """The devices of this process that hold a part."""
+        """Gives the devices of this process that hold a part."""
         return self.sharding.device_set
 
     def is_deleted(self) -> bool:
-        """Whether a part is gone: a call has consumed it, or `delete` has been called."""
+        """Tells whether a part is gone: a call has consumed it, or `delete` has been called."""
         return any(p.is_deleted() for p in self._parts)
 
     @property
     def why_deleted(self) -> str:
-        """What consumed it, as the end of a sentence, where that is known."""
+        """The reason why a part is gone, as the end of a sentence; empty if not known."""
         return next((why for p in self._parts if (why := getattr(p, "why_deleted", ""))), "")
 
     def __len__(self):
@@ -136,7 +136,7 @@ class StackedArray(ArrayHandle):
     # ---- its value ------------------------------------------------------------------------------
 
     def copy_to_host_async(self) -> None:
-        """Asks for the value, so that it comes together with others that are asked for."""
+        """Notes that the value is wanted; the next fetch brings all wanted values together."""
         for part in self._parts:
             part.copy_to_host_async()
 
@@ -160,15 +160,15 @@ class StackedArray(ArrayHandle):
         return jnp.concatenate(parts)
 
     def copy(self) -> "StackedArray":
-        """A copy, each part where it is; of arrays in this process."""
+        """Makes a copy, each part on its own devices; the parts must be in this process."""
         return StackedArray([jnp.copy(p) for p in self._parts])
 
     def tolist(self) -> Any:
-        """The values as nested lists."""
+        """Gives the values as nested lists."""
         return np.asarray(self).tolist()
 
     def delete(self) -> None:
-        """Drops it from all devices and ranks."""
+        """Drops the array from all devices and ranks."""
         for part in self._parts:
             part.delete()
 
@@ -185,7 +185,7 @@ class StackedArray(ArrayHandle):
 
 
 class StackedStep:
-    """A step over parts as a step over arrays: cuts what it takes, and gives `StackedArray`s."""
+    """A step that cuts its arguments into parts, runs a step over parts, and stacks its results."""
 
     def __init__(self, step: Any, bundle: Bundle, in_cuts: Sequence[Cut], out_cuts: Sequence[Cut]):
         self.step = step
@@ -198,7 +198,7 @@ class StackedStep:
         results = self.step(flat)
         numbers = _grouped(range(len(flat)), self._in_cuts)
         for arg, own in zip(args, numbers, strict=True):
-            # What the step has consumed in the form of slices is gone as a whole, too.
+            # If the step has consumed all slices of an array, the whole array is gone, too.
             donated = all(self.bundle.arguments[n].donated for n in own)
             if donated and isinstance(arg, jax.Array) and not arg.is_deleted():
                 arg.delete()
@@ -208,7 +208,7 @@ class StackedStep:
         ]
 
     def flat(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments of the step over parts.
+        """Gives the arguments of the step over parts.
 
         Raises:
             ValueError: an array has been deleted.
@@ -226,11 +226,11 @@ class StackedStep:
         return found
 
     def describe(self) -> Any:
-        """What each rank holds, sends and reduces."""
+        """Describes what each rank holds, sends and reduces."""
         return self.step.describe()
 
     def input_shardings(self) -> list[Any]:
-        """Where the step reads each argument; a `StackedSharding` where in parts."""
+        """Gives the sharding of each argument that the step reads; stacked if in parts."""
         cuts = self._in_cuts
         return [
             own[0] if cut is None else StackedSharding(cut, tuple(own))
@@ -239,13 +239,13 @@ class StackedStep:
 
 
 def with_stacked(step: Any, bundle: Bundle) -> Any:
-    """A step over parts, taking and giving arrays of the caller; one over whole arrays as it is."""
+    """Wraps a step over parts in a `StackedStep`; returns a step over whole arrays unchanged."""
     cuts = cuts_of(bundle.arguments), cuts_of(bundle.results)
     return StackedStep(step, bundle, *cuts) if any(map(any, cuts)) else step
 
 
 def put_together(step: Any, args: Sequence[Any]) -> list[Any] | None:
-    """Runs a step over whole arrays where some come in parts; None where none does."""
+    """Runs a step over whole arrays where some arguments are in parts; None where none is."""
     if not any(type(arg) is StackedArray for arg in args):
         return None
     bundle: Bundle = step.bundle
@@ -265,7 +265,7 @@ def _whole(array: StackedArray) -> Any:
 
 
 def parts_of(array: Any, bounds: Bounds) -> list[Any]:
-    """The rows of an array from bound to bound: what it has already as it is, else slices."""
+    """Gives the rows of an array from bound to bound: its own parts where they fit, else slices."""
     if not isinstance(array, StackedArray):
         array = array if isinstance(array, jax.Array) else np.asarray(array)
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
@@ -289,7 +289,7 @@ def _slice(array: Any, start: int, stop: int) -> Any:
 
 
 def _remote_slices(array: Any, intervals: Sequence[tuple[int, int]]) -> list[Any]:
-    """Rows of a `RemoteArray`, on the first rank that holds it; the first axis is not split."""
+    """Slices a `RemoteArray` on the first rank that holds it; the slices' rows are not split."""
     mesh, rank = array.mesh, array.ranks[0]
     aval = array.aval
     spec = ((), *array.spec[1:]) if array.spec else ()
@@ -309,7 +309,7 @@ def _remote_slices(array: Any, intervals: Sequence[tuple[int, int]]) -> list[Any
 def slice_on_rank(
     process: Any, number: int, items: Sequence[tuple[int, int, int]], spec: Spec = ()
 ) -> None:
-    """Makes arrays of rows of an array that a rank holds, split as `spec` says."""
+    """Makes arrays from rows of an array that a rank holds, split as `spec` says."""
     array = process.arrays[number]
     if isinstance(process.home, Mesh):
         array = jax.device_put(array, sharding_in(process.home, spec))

@@ -1,4 +1,4 @@
-"""The worker: runs one rank's program, instruction by instruction."""
+"""The executor: runs one rank's program, instruction by instruction."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -12,10 +12,10 @@ Chunk = tuple[Instruction, ...]
 
 
 class Transport(Protocol):
-    """How a rank's arrays reach another rank."""
+    """The way of a rank's arrays to and from other ranks."""
 
     def send(self, arrays: list[Any], message: Message) -> None:
-        """Starts to send; does not wait."""
+        """Starts to send a message; does not wait."""
         ...
 
     def receive(self, message: Message) -> Sequence[Any]:
@@ -24,9 +24,9 @@ class Transport(Protocol):
 
 
 class Worker:
-    """One rank: its slots, its executables, and the loop over its instructions.
+    """The executor of one rank: its slots, its executables, and the loop over its instructions.
 
-    The same for every mesh; only the transport differs.
+    It is the same for every mesh; only the transport differs.
     """
 
     def __init__(self, program: Program, executables: Sequence[Any], transport: Transport):
@@ -39,7 +39,7 @@ class Worker:
         self.at: Instruction | None = None
 
     def execute(self, chunk: Chunk) -> None:
-        """Runs some instructions in order; an error says which one failed."""
+        """Runs some instructions in order; an error in a computation names its task and rank."""
         slots = self.slots
         for instruction in chunk:
             self.at = instruction
@@ -69,7 +69,7 @@ class Worker:
 
 
 def chunks(program: Program) -> list[Chunk]:
-    """A program in pieces that each wait at most at their start, and run one computation."""
+    """Cuts a program into pieces: each receives only at its start, and has one run at most."""
     pieces: list[list[Instruction]] = [[]]
     for instruction in program.instructions:
         piece = pieces[-1]
@@ -83,9 +83,10 @@ def chunks(program: Program) -> list[Chunk]:
 
 
 def interleave(programs: Sequence[Program]) -> list[tuple[int, Chunk]]:
-    """The pieces of all programs in one order, each receive after its send.
+    """Puts the pieces of all programs in one order, each receive after its send.
 
-    Ranks advance by a clock on which every run takes one unit, so that each gets work early.
+    Each rank has a clock, on which every run takes one unit. The piece that can start first is the
+    next, so that each rank gets work early.
 
     Raises:
         RuntimeError: if the programs wait for each other.

@@ -16,9 +16,9 @@ from jaxpp.runtime._state._save import Plan, Snapshot, absolute
 class Checkpointer:
     """Writes checkpoints of a training loop in the background, and keeps the last ones.
 
-    Each step's checkpoint is a directory with the step as its name, which `load_state` loads. It is
-    there whole or not at all, whenever the process or a rank dies. What went wrong in the
-    background is raised by the next call of any method.
+    Each step's checkpoint is a directory with the step as its name, which `load_state` loads. The
+    checkpoint is there whole or not at all, whenever the process or a rank dies. The next call of a
+    method raises an error of the background.
 
     Args:
         directory: where the checkpoints are; it is made. On a remote mesh on a file system that
@@ -55,8 +55,8 @@ class Checkpointer:
     def save(self, step: int, tree: Any) -> None:
         """Saves a tree as the checkpoint of a step; returns once it has been copied.
 
-        From then on the arrays may be donated. A checkpoint of the same step is replaced. Waits for
-        the checkpoint before, so that there is never more than one copy.
+        After this call the arrays may be donated. A checkpoint of the same step is replaced. The
+        call waits for the checkpoint before, so that there is never more than one copy.
 
         Args:
             step: 0 or more.
@@ -78,17 +78,17 @@ class Checkpointer:
             try:
                 writing.result()
             except BaseException:
-                if not writing.done():  # interrupted: its outcome is still to come
+                if not writing.done():  # the wait was interrupted; the write goes on
                     self._writing = writing
                 raise
 
     def steps(self) -> list[int]:
-        """The steps whose checkpoints are whole, in order."""
+        """Lists the steps whose checkpoints are whole, in order."""
         self._raise_error()
         return self._steps()
 
     def latest(self) -> int | None:
-        """The last step whose checkpoint is whole; None where there is none."""
+        """Gives the last step whose checkpoint is whole; None where there is none."""
         return max(self.steps(), default=None)
 
     def restore(self, like: Any, step: int | None = None, shardings: Any = None) -> Any:
@@ -120,7 +120,7 @@ class Checkpointer:
             return
         try:
             self.close()
-        except Exception as failed:  # the error of the block is what ended it
+        except Exception as failed:  # the error of the block is the one to raise
             error.add_note(f"The last checkpoint was not written: {failed!r}")
 
     # ---- in the background ----------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Checkpointer:
         self._prune(step)
 
     def _prune(self, written: int) -> None:
-        """Removes checkpoints beyond `keep`, and what is left of those of processes that died."""
+        """Removes checkpoints beyond `keep`, and remains of those whose process died."""
         whole = self._steps()
         kept = set(whole if self.keep is None else whole[-self.keep :]) | {written}
         for path in self._paths():

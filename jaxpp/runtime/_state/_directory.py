@@ -1,14 +1,13 @@
 """Checkpoints as directories: there whole or not at all, whenever the process that saves dies.
 
-A save writes its data into a directory of its own inside the checkpoint's, makes it durable, and
-last renames its manifest into place: that one step, which POSIX makes atomic, is the checkpoint's
-beginning, or where it is overwritten the end of the old one and the beginning of the new. Where a
-process dies before, the manifest names other data or is not there, and what was left is cleaned by
-the next save.
+A save writes its data into a directory of its own inside the checkpoint's, and makes the data
+durable. Then it renames its manifest into place, which POSIX makes atomic. With this step the new
+checkpoint begins, and an old one that it overwrites ends. If a process dies before, the manifest
+names other data or is not there, and the next save cleans the leftovers.
 
-Who writes or reads data holds a shared lock (`flock`) on a file in them, which the operating system
-drops when the process dies; only data that nobody locks are removed. A file system without locks
-keeps leftovers for a day.
+A process that writes or reads data holds a shared lock (`flock`) on a file in the data, which the
+operating system drops when the process dies. Only data that nobody locks are removed. On a file
+system without locks leftovers stay for a day.
 """
 
 import contextlib
@@ -27,15 +26,15 @@ from jaxpp.runtime._state._manifest import Manifest
 
 DATA_PREFIX = "data-"
 LOCK_NAME = "lock"
-#: Ends the name of data that are being removed.
+#: The end of the name of data that are being removed.
 REMOVED_SUFFIX = ".removed"
-#: Seconds after which data that cannot be locked counts as left by a process that has died.
+#: Seconds after which data that cannot be locked count as left by a process that has died.
 UNLOCKABLE_AGE = 24 * 3600.0
 
 
 @dataclasses.dataclass
 class Draft:
-    """A checkpoint that is being written: its data lie in `data`, and nobody sees it yet."""
+    """A checkpoint that is being written into `data`; no reader sees it until it is published."""
 
     path: Path
     data: Path
@@ -45,7 +44,7 @@ class Draft:
 
     @staticmethod
     def begin(path: Path, overwrite: bool) -> "Draft":
-        """Makes the directory of a new checkpoint, and in it that of its data.
+        """Makes the directory of a new checkpoint, and the directory of its data inside.
 
         Raises:
             FileExistsError: if there is something that must not be replaced.
@@ -54,7 +53,7 @@ class Draft:
         _check_free(path, overwrite)
         created = make_directories(path)
         clean(path)
-        while True:  # somebody may clean the new data before they are locked; then others
+        while True:  # another save may clean the new data before they are locked: try again
             data = path / f"{DATA_PREFIX}{uuid.uuid4().hex[:12]}"
             data.mkdir()
             lock = _lock(data, exclusive=False)
@@ -62,7 +61,7 @@ class Draft:
                 return Draft(path, data, created, lock)
 
     def publish(self, leaves: tuple[_manifest.Leaf, ...]) -> None:
-        """Makes the checkpoint, whose data have been made durable, one that is there."""
+        """Makes the checkpoint visible to readers; its data must be durable already."""
         written = self.data / _manifest.FILE_NAME
         with open(written, "wb") as file:
             file.write(_manifest.encode(Manifest(self.data.name, leaves)))
@@ -76,7 +75,7 @@ class Draft:
         clean(self.path)
 
     def abandon(self) -> None:
-        """Removes what has been written, unless it has been published."""
+        """Removes the data that have been written, unless they have been published."""
         if self.published:
             return
         with contextlib.suppress(OSError):
@@ -86,13 +85,13 @@ class Draft:
                 self.path.rmdir()
 
     def close(self) -> None:
-        """Lets go of the data."""
+        """Drops the lock of the data."""
         _unlock(self._lock)
 
 
 @contextlib.contextmanager
 def drafting(path: Path, overwrite: bool) -> Iterator[Draft]:
-    """A draft that is removed if the block raises."""
+    """Begins a draft for the block; removes the draft if the block raises."""
     draft = Draft.begin(path, overwrite)
     try:
         yield draft
@@ -121,7 +120,7 @@ def _check_free(path: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[tuple[Manifest, Path]]:
-    """Opens a checkpoint: its manifest and its data, which stay there for the block.
+    """Opens a checkpoint: gives its manifest and its data, which stay there for the block.
 
     Raises:
         FileNotFoundError: if there is nothing.
@@ -165,18 +164,18 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint has been published."""
+    """Tells whether a checkpoint has been published."""
     return (path / _manifest.FILE_NAME).is_file()
 
 
 def clean(path: Path) -> None:
-    """Removes what saves that died have left in a checkpoint's directory."""
+    """Removes data that dead saves have left in a checkpoint's directory."""
     try:
         current = read_manifest(path).data
     except FileNotFoundError:
         return
     except ValueError:
-        if is_whole(path):  # damaged: nothing says which data are its own
+        if is_whole(path):  # a damaged manifest does not tell which data are its own
             return
         current = None
     for data in _data_directories(path):
@@ -185,7 +184,7 @@ def clean(path: Path) -> None:
 
 
 def remove(path: Path) -> bool:
-    """Removes a checkpoint, or what is left of one, unless somebody reads or writes it.
+    """Removes a checkpoint, or the rest of one, unless somebody reads or writes it.
 
     Returns:
         Whether it has gone.
@@ -198,7 +197,7 @@ def remove(path: Path) -> bool:
     try:
         if None in locks:
             return False
-        # First it is no longer a checkpoint, then its data go.
+        # The manifest goes first, so that no reader finds a checkpoint without its data.
         (path / _manifest.FILE_NAME).unlink(missing_ok=True)
         sync_directory(path)
         shutil.rmtree(path, ignore_errors=True)
@@ -232,7 +231,7 @@ def _lock(data: Path, *, exclusive: bool, unsupported: bool = True) -> int | Non
     locked = unsupported
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        # Whoever had it before may have removed the data.
+        # The process that had the lock before may have removed the data.
         locked = os.stat(data / LOCK_NAME).st_ino == os.fstat(descriptor).st_ino
     except (BlockingIOError, FileNotFoundError):
         locked = False
@@ -268,7 +267,7 @@ def _remove_data(data: Path) -> None:
         return
     removed = data.with_name(data.name.removesuffix(REMOVED_SUFFIX) + REMOVED_SUFFIX)
     with contextlib.suppress(OSError):
-        os.rename(data, removed)  # so that nobody takes them for his own
+        os.rename(data, removed)  # so that no other process uses them
     shutil.rmtree(removed, ignore_errors=True)
     _unlock(lock)
 
@@ -281,7 +280,7 @@ def _data_directories(path: Path) -> list[Path]:
 
 
 def _names(path: Path, data: str) -> bool:
-    """Whether the manifest is there and names these data."""
+    """Tells whether the manifest is there and names these data."""
     try:
         return read_manifest(path).data == data
     except (FileNotFoundError, ValueError):
@@ -289,7 +288,7 @@ def _names(path: Path, data: str) -> bool:
 
 
 def make_directories(path: Path) -> bool:
-    """Makes a directory and those above it; durable. Returns whether it was not there."""
+    """Makes a directory and those above it durably; tells whether it was not there before."""
     if path.is_dir():
         return False
     if not path.parent.is_dir():

@@ -22,8 +22,8 @@ from jaxpp.runtime._state._save import absolute, ranks_at_work
 def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -> Any:
     """Loads a checkpoint that `save_state` or a `Checkpointer` has written.
 
-    It may have been written by other ranks, on another mesh and under another schedule. Each rank
-    reads its own share, and nothing but what was asked for goes through this process.
+    The checkpoint may have been written by other ranks, on another mesh and under another schedule.
+    Each rank reads its own share; only arrays of this process go through this process.
 
     Args:
         path: the checkpoint's directory.
@@ -100,7 +100,7 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
 def _rows_of(
     like: Any, leaf: ArrayLeaf, rows: tuple[int, int], place: StackedSharding
 ) -> jax.ShapeDtypeStruct:
-    """The type of some rows of an array."""
+    """Makes the type of some rows of an array."""
     if like.shape[:1] != (place.bounds[-1],):
         raise ValueError(
             f"load_state: the leaf {leaf.path} is {leaf.describe()}, but its sharding is of an "
@@ -112,7 +112,7 @@ def _rows_of(
 
 
 def _leaf_of_rows(leaf: ArrayLeaf, start: int, stop: int) -> ArrayLeaf:
-    """Some rows of an array of the checkpoint, as an array of it."""
+    """Makes a leaf of some rows of an array of the checkpoint."""
     kind = dataclasses.replace(leaf.type, shape=(stop - start, *leaf.type.shape[1:]))
     pieces = tuple(
         dataclasses.replace(p, offset=(p.offset[0] - start, *p.offset[1:])) for p in leaf.pieces
@@ -126,7 +126,7 @@ def _fill(values: list[Any], numbers: Any, found: list[Any]) -> None:
 
 
 def _places(like: Any, shardings: Any) -> list[Any]:
-    """For each leaf what `shardings` says of it, or None."""
+    """Gives for each leaf its place by `shardings`, or None."""
     places: list[Any] = []
 
     def note(place: Any, part: Any) -> None:
@@ -146,7 +146,7 @@ def _places(like: Any, shardings: Any) -> list[Any]:
 
 
 def _place_of(value: Any) -> Any:
-    """Where a leaf of `like` is: a sharding, NumPy, or None for the default device."""
+    """Gives the place of a leaf of `like`: a sharding, NumPy, or None for the default device."""
     if isinstance(value, np.ndarray | np.generic):
         return np
     if isinstance(value, jax.Array) and not value.committed:
@@ -157,7 +157,7 @@ def _place_of(value: Any) -> Any:
 def _remote_reads(
     remote: dict[int, tuple[ArrayLeaf, RemoteSharding]], values: list[Any], data: str, path: str
 ) -> tuple[dict[int, RemoteArray], dict[int, tuple[Any, ...]], Any]:
-    """Makes the handles of the arrays that ranks are to read; says what each rank reads."""
+    """Makes handles for the arrays that ranks are to read, and the read of each rank."""
     meshes = {id(place.mesh): place.mesh for _, place in remote.values()}
     if len(meshes) > 1:
         raise ValueError("load_state puts arrays on one remote mesh, got shardings of several.")
@@ -168,7 +168,7 @@ def _remote_reads(
         like = values[number]
         weak_type = bool(getattr(like, "weak_type", False))
         aval = jax.ShapeDtypeStruct(like.shape, like.dtype, weak_type=weak_type)
-        ranks = place.ranks or (0,)  # no rank reads it: any may keep it
+        ranks = place.ranks or (0,)  # the step does not read it on any rank: any rank may keep it
         spec = _spec_of(leaf, place)
         arrays[number] = array = mesh.new_array(aval, ranks, spec)
         for rank in ranks:
@@ -177,7 +177,7 @@ def _remote_reads(
 
 
 def _spec_of(leaf: ArrayLeaf, place: RemoteSharding) -> Spec:
-    """How the ranks have an array of the checkpoint split.
+    """Gives the split of an array of the checkpoint in the ranks that hold it.
 
     Raises:
         ValueError: it cannot be split so.

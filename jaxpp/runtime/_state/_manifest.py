@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which leaves it holds, of what types, and where their bytes are.
+"""The manifest of a checkpoint: its leaves, their types, and the places of their bytes.
 
 A checkpoint is a directory:
 
@@ -46,32 +46,32 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayLeaf:
-    """A leaf that is an array. Nothing says here where it was: that is up to who reads it."""
+    """A leaf that is an array. It does not record its devices: the reader chooses them."""
 
     path: str
     type: ArrayType
     pieces: tuple[Piece, ...] = ()
 
     def describe(self) -> str:
-        """The type in words."""
+        """Describes the type in words."""
         dtype = f"{self.type.key} keys" if self.type.key else self.type.dtype
         return f"{dtype}[{','.join(map(str, self.type.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NumberLeaf:
-    """A leaf that is a Python number, with what `repr` gives of it."""
+    """A leaf that is a Python number, by its `repr`."""
 
     path: str
     kind: str
     value: str
 
     def describe(self) -> str:
-        """The type in words."""
+        """Describes the type in words."""
         return f"a Python {self.kind}"
 
     def number(self) -> Any:
-        """The number."""
+        """Gives the number."""
         return self.value == "True" if self.kind == "bool" else _NUMBERS[self.kind](self.value)
 
 
@@ -83,7 +83,7 @@ class StaticLeaf:
     what: str
 
     def describe(self) -> str:
-        """The leaf in words."""
+        """Describes the leaf in words."""
         return self.what
 
 
@@ -92,7 +92,7 @@ Leaf = ArrayLeaf | NumberLeaf | StaticLeaf
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds; `data` is the name of the directory with its arrays."""
+    """The contents of a checkpoint; `data` is the name of the directory with its arrays."""
 
     data: str
     leaves: tuple[Leaf, ...]
@@ -141,7 +141,7 @@ def _is_numeric(dtype: np.dtype) -> bool:
 
 
 def _what(value: Any) -> str:
-    """Names a static leaf in a way that is the same in every process: no addresses."""
+    """Names a static leaf in the same way in every process: without addresses."""
     if isinstance(value, str | bytes | enum.Enum):
         return repr(value)
     named = value if hasattr(value, "__qualname__") else type(value)
@@ -193,7 +193,7 @@ def _type_of(leaf: Leaf) -> Any:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON, with a checksum of its body."""
+    """Writes the manifest as JSON, with a checksum of its body."""
     body = {"data": manifest.data, "leaves": [_leaf_to_json(leaf) for leaf in manifest.leaves]}
     document = {"format": FORMAT, "version": VERSION, "crc32": _checksum(body), "body": body}
     return json.dumps(document).encode()
@@ -225,7 +225,7 @@ def decode(content: bytes, path: str) -> Manifest:
 
 
 def damaged(path: str, why: str) -> ValueError:
-    """The error for a checkpoint whose bytes are not those that were written."""
+    """Makes the error for a checkpoint whose bytes are not those that were written."""
     return ValueError(f"The checkpoint {path} is damaged: {why}. Load another one.")
 
 

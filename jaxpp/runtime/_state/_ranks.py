@@ -1,7 +1,7 @@
-"""What runs in the process that holds the arrays: write, snapshot, read.
+"""Writes, snapshots and reads arrays, in the process that holds them.
 
-Each function takes the rank's `Process` first, so that `mesh.apply` runs it there; the process that
-saves uses the same ones for what it holds itself.
+Functions whose first argument is the rank's `Process` are run there by `mesh.apply_everywhere`. The
+process that saves calls the others for its own arrays.
 """
 
 import dataclasses
@@ -23,30 +23,30 @@ from jaxpp.runtime._remote._failure import Lost
 from jaxpp.runtime._state import _store
 from jaxpp.runtime._state._manifest import ArrayLeaf, Piece
 
-#: The name under which the process that saves writes what it holds itself.
+#: The name under which the process that saves writes its own arrays.
 DRIVER = "driver"
 
 #: Boxes of one leaf on the host: the number of the leaf, the offset, and the bytes.
 HostPiece = tuple[int, tuple[int, ...], np.ndarray]
 
 #: Snapshots that have been taken in this process and not yet been written, by owner and rank. An
-#: owner has one at a time, so that one which a failure has left goes when he takes the next.
+#: owner has one at a time, so that the next snapshot replaces one that a failure has left.
 _snapshots: dict[tuple[str, int], list[HostPiece]] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a function gave, or what it raised: an error of a rank here is none of its step."""
+    """The value or the exception of a function; such an exception does not fail the rank."""
 
     value: Any = None
     error: Exception | None = None
 
 
 def attempt(process: Any, function: Callable[..., Any], *args: Any) -> Outcome:
-    """Runs a function of this module on a process."""
+    """Runs a function of this module on a process; catches its exception."""
     try:
         return Outcome(value=function(process, *args))
-    except Lost:  # an earlier step has failed: the mesh has a better error
+    except Lost:  # an earlier step has failed: the mesh's own error says more
         raise
     except Exception as error:
         error.add_note(f"On rank {process.rank}, host {socket.gethostname()}.")
@@ -54,7 +54,7 @@ def attempt(process: Any, function: Callable[..., Any], *args: Any) -> Outcome:
 
 
 def results(outcomes: Mapping[int, Sequence[Outcome]]) -> dict[int, list[Any]]:
-    """What all processes of all ranks gave.
+    """Gives the values of all processes of all ranks.
 
     Raises:
         Exception: the first one's error, if there is one.
@@ -84,26 +84,26 @@ def write(process: Any, data: str, items: Sequence[tuple[int, int]]) -> list[tup
 
 
 def _writer(process: Any) -> str:
-    """The name of a process in a checkpoint: that of its rank, and its number where others are."""
+    """Names a process in a checkpoint: by its rank, and by its number if that is not 0."""
     number = process.number_in_rank
     return f"rank-{process.rank}-{number}" if number else f"rank-{process.rank}"
 
 
 def snapshot(process: Any, owner: str, items: Sequence[tuple[int, int]]) -> None:
-    """Copies arrays of a rank to the host, where they stay until written or dropped."""
+    """Copies arrays of a rank to the host, where the copies stay until written or dropped."""
     drop_snapshot(process, owner)
     _snapshots[owner, process.rank] = to_pieces(_arrays(process, items), copy=True)
 
 
 def write_snapshot(process: Any, owner: str, data: str) -> list[tuple[int, Piece]]:
-    """Writes the snapshot, and forgets it."""
+    """Writes a snapshot, and forgets it."""
     if (owner, process.rank) not in _snapshots:
         raise LookupError(f"Rank {process.rank} has been restarted, and has lost its snapshot.")
     return write_pieces(data, _writer(process), _snapshots.pop((owner, process.rank)))
 
 
 def drop_snapshot(process: Any, owner: str) -> None:
-    """Forgets a snapshot that is not to be written."""
+    """Forgets a snapshot without writing it; does nothing where there is none."""
     _snapshots.pop((owner, process.rank), None)
 
 
@@ -116,14 +116,14 @@ def _arrays(process: Any, items: Sequence[tuple[int, int]]) -> list[tuple[int, A
     arrays = [process.arrays[number] for _, number in items]
     try:
         jax.block_until_ready(arrays)
-    except Exception as error:  # a task's: it ends the step on all ranks
+    except Exception as error:  # a task has failed, which ends the step on all ranks
         process.fail(error)
         raise
     return [(leaf, array) for (leaf, _), array in zip(items, arrays, strict=True)]
 
 
 def to_pieces(arrays: Iterable[tuple[int, Any]], copy: bool = False) -> list[HostPiece]:
-    """The boxes of arrays that are in this process, each once, on the host.
+    """Gives the boxes of arrays that are in this process, each once, on the host.
 
     Args:
         arrays: pairs of the number of a leaf and its value, of any dtype and sharding.
@@ -148,12 +148,12 @@ def to_pieces(arrays: Iterable[tuple[int, Any]], copy: bool = False) -> list[Hos
 
 def _to_host(array: Any, copy: bool) -> np.ndarray:
     on_host = not isinstance(array, jax.Array) or any(d.platform == "cpu" for d in array.devices())
-    # What comes from another device is a copy already.
+    # An array of another kind of device has been copied to the host already.
     return np.array(array) if copy and on_host else np.asarray(array)
 
 
 def write_pieces(data: str, writer: str, pieces: Sequence[HostPiece]) -> list[tuple[int, Piece]]:
-    """Writes boxes into the database of `writer`; empty ones need no bytes."""
+    """Writes boxes into the database of `writer`; leaves out empty ones."""
     if not os.path.isdir(data):
         raise FileNotFoundError(
             f"{data}, which the saving process has made, is not on host {socket.gethostname()}; "
@@ -177,7 +177,7 @@ def write_pieces(data: str, writer: str, pieces: Sequence[HostPiece]) -> list[tu
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item:
-    """An array that a rank is to read: the id that it gets, its leaf, its split, and weak type."""
+    """An array that a rank is to read: its new id, its leaf, its split, and its weak type."""
 
     number: int
     leaf: ArrayLeaf
@@ -187,9 +187,9 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where an array goes in a process, and whether it is weakly typed.
+    """The place of an array in a process, and its weak type.
 
-    Without a sharding it goes to the default device, and stays free to go elsewhere.
+    Without a sharding the array goes to the default device, and is not committed to it.
     """
 
     sharding: Sharding | None
@@ -197,7 +197,7 @@ class Place:
 
 
 def read(process: Any, data: str, path: str, items: Sequence[Item]) -> None:
-    """Reads arrays of a rank, and only those, onto its devices.
+    """Reads some arrays onto the devices of a rank.
 
     Args:
         process: the rank's.
@@ -220,7 +220,7 @@ def read(process: Any, data: str, path: str, items: Sequence[Item]) -> None:
 
 
 def read_arrays(data: str, path: str, items: Sequence[tuple[ArrayLeaf, Place]]) -> list[jax.Array]:
-    """Reads arrays onto devices of this process, each device's share of them only."""
+    """Reads arrays onto devices of this process; reads only the shares of these devices."""
     layouts = [_layout(leaf.type, place.sharding) for leaf, place in items]
     requests = [
         _store.Request(leaf, tuple(dict.fromkeys(layout.values())))
@@ -244,7 +244,7 @@ def read_hosts(data: str, path: str, leaves: Sequence[ArrayLeaf]) -> list[np.nda
 
 
 def _layout(array_type: ArrayType, sharding: Sharding | None) -> dict[Any, _store.Box]:
-    """The box of the host array that each device of this process holds."""
+    """Gives the box of the host array that each device of this process holds."""
     whole = _store.whole(array_type.host_shape)
     if sharding is None:
         return {None: whole}
@@ -278,7 +278,7 @@ def _assemble(
 
 
 def _weaken(array: jax.Array) -> jax.Array:
-    """The same array, weakly typed: what has been compiled for such takes the other kind too."""
+    """Makes an array weakly typed, by a computation compiled for weak types: it takes any type."""
     aval = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding, weak_type=True)
     same = jax.jit(lambda x: x, out_shardings=array.sharding)
     return same.lower(aval).compile()(array)

@@ -1,4 +1,4 @@
-"""`save_state`: writes a tree, each rank its own leaves."""
+"""`save_state`: writes a tree as a checkpoint; each rank writes its own leaves."""
 
 import contextlib
 import dataclasses
@@ -21,10 +21,10 @@ from jaxpp.runtime._state._manifest import ArrayLeaf, Leaf, Piece
 def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) -> None:
     """Saves a tree as a checkpoint, which is there whole or not at all.
 
-    Each rank writes what it holds, an array that several hold the first of them; nothing goes
-    through this process. Arrays are saved bitwise, whatever their dtype and sharding, and so are
-    NumPy arrays and Python numbers. Other leaves, such as activation functions, are not saved, but
-    `load_state` compares them.
+    Each rank writes its own arrays; of several ranks that hold an array, the first writes it. No
+    array of a rank goes through this process. Arrays of JAX and NumPy, whatever their dtype and
+    sharding, and Python numbers are saved bitwise. Other leaves, such as activation functions, are
+    not saved, but `load_state` compares them.
 
     Args:
         path: a directory, which is made; on a remote mesh on a file system that all hosts share.
@@ -54,7 +54,7 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Who writes which leaves of a tree.
+    """The plan of a save: the leaves of a tree, and the process that writes each of them.
 
     Args:
         leaves: the leaves, without their pieces.
@@ -115,7 +115,7 @@ class Plan:
         return Plan(leaves, tuple(local), mesh, dict(remote), tuple(held), rows)
 
     def write(self, data: Path) -> tuple[Leaf, ...]:
-        """Writes the arrays as they are; gives the leaves with their pieces."""
+        """Writes the arrays themselves, without a copy; returns the leaves with their pieces."""
         arguments = {r: (_ranks.write, str(data), items) for r, items in self.remote.items()}
         with ranks_at_work(self.mesh, arguments, ordered=True) as of_ranks:
             own = _ranks.write_pieces(str(data), _ranks.DRIVER, _ranks.to_pieces(self.local))
@@ -126,7 +126,7 @@ class Plan:
         arguments = {r: (_ranks.snapshot, owner, items) for r, items in self.remote.items()}
         with ranks_at_work(self.mesh, arguments, ordered=True):
             own = _ranks.to_pieces(self.local, copy=True)
-        # The arrays themselves are no longer needed.
+        # The plan need not keep the arrays alive any more.
         return Snapshot(dataclasses.replace(self, local=(), held=()), owner, own)
 
     def _with_pieces(self, written: Iterable[Iterable[tuple[int, Piece]]]) -> tuple[Leaf, ...]:
@@ -145,14 +145,14 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A tree's arrays as they were: copies on the hosts of their ranks."""
+    """Copies of a tree's arrays, on the hosts of their ranks."""
 
     plan: Plan
     owner: str
     own: list[_ranks.HostPiece]
 
     def write(self, data: Path) -> tuple[Leaf, ...]:
-        """Writes the copies, while the ranks go on; gives the leaves with their pieces."""
+        """Writes the copies, while the ranks go on; returns the leaves with their pieces."""
         arguments = {
             rank: (_ranks.write_snapshot, self.owner, str(data)) for rank in self.plan.remote
         }
@@ -169,7 +169,7 @@ class Snapshot:
 
 @contextlib.contextmanager
 def ranks_at_work(mesh: Any, arguments: Mapping[int, tuple[Any, ...]], *, ordered: bool):
-    """Runs functions of `_ranks` on ranks next to the block; both have ended when it does.
+    """Runs functions of `_ranks` on ranks, beside the block; waits for them at the block's end.
 
     Args:
         mesh: the remote mesh.
@@ -194,7 +194,7 @@ def ranks_at_work(mesh: Any, arguments: Mapping[int, tuple[Any, ...]], *, ordere
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """The path as every process on the host understands it."""
+    """Makes a path absolute, so that every process on the host understands it."""
     return Path(os.path.abspath(path))
 
 

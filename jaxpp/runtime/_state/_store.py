@@ -1,8 +1,8 @@
 """Pieces of arrays as files, by TensorStore.
 
-One writer writes one database: a Zarr array a piece, in TensorStore's OCDBT format, which puts them
-all into a few files and needs no service next to it. Every chunk carries a CRC-32C, as do the nodes
-of the database, so that a changed byte is an error.
+Each writer writes one database, with a Zarr array for each piece. It is in TensorStore's OCDBT
+format, which puts all arrays into a few files and needs no service next to it. Every chunk carries
+a CRC-32C, as do the nodes of the database, so that a changed byte is an error.
 
 Why not Orbax, which builds on the same formats: processes that are not joined by
 `jax.distributed` cannot write one checkpoint together; it keeps no checksums of the data (of 20
@@ -24,12 +24,12 @@ import numpy as np
 from jaxpp.runtime._state import _directory, _manifest
 from jaxpp.runtime._state._manifest import ArrayLeaf, Piece
 
-#: The most bytes of a chunk, which is what is read at least of an array.
+#: The most bytes of a chunk; a chunk is the least part of an array that can be read.
 CHUNK_BYTES = 4 << 20
-#: Up to this size a value lies in the nodes of the database, and needs no read of its own.
+#: Bytes up to which a value lies in the nodes of the database, and needs no read of its own.
 INLINE_BYTES = 4096
 
-#: A box of an array: where it begins and ends along each axis.
+#: A box of an array: its start and its end along each axis.
 Box = tuple[tuple[int, int], ...]
 
 
@@ -43,9 +43,9 @@ def write(directory: Path, pieces: Mapping[str, np.ndarray]) -> None:
     Raises:
         OSError: if the operating system refuses, as on a full disk.
     """
-    import tensorstore  # here, for importing it takes longer than the rest of the package's files
+    import tensorstore  # here, because its import takes longer than those of all other files
 
-    # Files are made durable together at the end, which is faster than one by one.
+    # All files are made durable together at the end, which is faster than one by one.
     context = tensorstore.Context({"file_io_sync": False, "cache_pool": {"total_bytes_limit": 0}})
     transaction = tensorstore.Transaction()
     directory.mkdir(exist_ok=True)
@@ -70,7 +70,7 @@ def write(directory: Path, pieces: Mapping[str, np.ndarray]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """Asks for boxes of an array."""
+    """A request for boxes of an array."""
 
     leaf: ArrayLeaf
     boxes: tuple[Box, ...]
@@ -133,12 +133,12 @@ def read(directory: Path, requests: Sequence[Request], path: str) -> list[list[n
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of an array."""
+    """Gives the box of a whole array."""
     return tuple((0, n) for n in shape)
 
 
 def _start_to_read(leaf: ArrayLeaf, box: Box, stores: Mapping[tuple[str, str], Any]):
-    """Starts to read a box; gives the function that waits for it."""
+    """Starts to read a box; returns the function that waits for it."""
     dtype = leaf.type.host_dtype
     shape = tuple(stop - start for start, stop in box)
     if math.prod(shape) * dtype.itemsize == 0:
@@ -168,7 +168,7 @@ def _start_to_read(leaf: ArrayLeaf, box: Box, stores: Mapping[tuple[str, str], A
 
 
 def _common(piece: Piece, box: Box) -> Box | None:
-    """What a piece and a box have in common; None where that is nothing."""
+    """Gives the box that a piece and a box have in common; None where there is none."""
     common = tuple(
         (max(start, offset), min(stop, offset + n))
         for (start, stop), offset, n in zip(box, piece.offset, piece.shape, strict=True)
@@ -202,7 +202,7 @@ def _spec(directory: Path, name: str, host: np.ndarray) -> dict[str, Any]:
                 {"name": "crc32c"},
             ],
         },
-        # Else zeros are left out, and data that are lost read as zeros.
+        # Else zeros would be left out, and lost data would be read as zeros.
         "store_data_equal_to_fill_value": True,
     }
 
@@ -219,9 +219,9 @@ def chunk_shape(shape: Sequence[int], itemsize: int) -> list[int]:
 
 
 def _stored_dtype(dtype: np.dtype) -> tuple[str, bool]:
-    """The name of the dtype that stands for one in the file, and whether it is itself.
+    """Gives the name of the dtype in the file, and tells whether it is the array's own dtype.
 
-    TensorStore lacks some dtypes of a byte, such as uint4: their bytes are stored.
+    TensorStore lacks some dtypes of one byte, such as uint4; these are stored as `uint8`.
     """
     import tensorstore
 
@@ -244,7 +244,7 @@ def _restored(stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _os_error(error: Exception, directory: Path) -> OSError | None:
-    """The error of the operating system that TensorStore reports, if it does."""
+    """Gives the error of the operating system that TensorStore reports, or None."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     if found is None or int(found[1]) == errno.ENOENT:
         return None

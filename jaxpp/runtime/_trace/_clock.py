@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from jaxpp.runtime._trace._recorder import clock
 
-#: How often a clock is asked; the shortest of so many round trips is hardly delayed.
+#: The number of times that a clock is asked; the shortest of so many round trips has little delay.
 ROUND_TRIPS = 10
 
 
@@ -18,22 +18,22 @@ class Processes(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         ...
 
     def apply(
         self, function: Any, args: Mapping[int, tuple], *, ordered: bool = True
     ) -> dict[int, Any]:
-        """Runs `function(process, *args)` in those processes, and waits for the results.
+        """Runs `function(process, *args)` in the processes of `args`, and waits for the results.
 
-        Where `ordered`, after the steps called before and before those called after.
+        If `ordered`, it runs after the steps called before and before those called after.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What two clocks of a host say at one moment, and whose they are.
+    """The times of two clocks of a host at one moment, and the host.
 
     Args:
         host: the same for all processes that share the clock `monotonic_ns`.
@@ -53,10 +53,10 @@ def read_clock(process: Any = None) -> Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Offset:
-    """What to add to a clock's nanoseconds to have those of the driver's.
+    """The nanoseconds to add to a clock's time to have the driver's time.
 
-    Clocks do not run equally fast: between two moments at which it was measured it is a line
-    through both, and so beyond them.
+    Clocks do not run equally fast. The offset is measured at two moments; between and beyond them
+    it lies on the line through both.
 
     >>> Offset(((1000, 50), (2000, 60))).to_driver(1500)
     1555
@@ -65,7 +65,7 @@ class Offset:
     points: tuple[tuple[int, int], ...]
 
     def to_driver(self, time: int) -> int:
-        """The driver's time at a time of the other clock."""
+        """Gives the driver's time at a time of the other clock."""
         (t0, first), (t1, last) = self.points[0], self.points[-1]
         if t0 == t1:
             return time + first
@@ -75,9 +75,9 @@ class Offset:
 def measure_offset(processes: Processes, number: int) -> tuple[int, int]:
     """Measures how far the clock of a process is behind that of the driver, which is this process.
 
-    The process reads its clock in the middle of a round trip, as far as anybody knows; the estimate
-    is wrong by half a round trip at most, so that the shortest counts: the clock filter of NTP (D.
-    Mills et al., RFC 5905, sections 8 and 10).
+    The process is taken to read its clock in the middle of a round trip. This is wrong by half a
+    round trip at most, so the shortest one counts: the clock filter of NTP (D. Mills et al., RFC
+    5905, sections 8 and 10).
 
     Returns:
         The time there, and what to add to it, in nanoseconds; 0 where the clock is the same one.
@@ -96,7 +96,7 @@ def measure_offset(processes: Processes, number: int) -> tuple[int, int]:
 
 
 def _host() -> str:
-    """Names the clock: the start of the system, and the namespace where it has one of its own."""
+    """Names the clock of this process: the start of the system, and the time namespace."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = pathlib.Path("/proc/self/ns/time").readlink()
@@ -105,5 +105,5 @@ def _host() -> str:
     return f"{boot} {namespace}"
 
 
-#: Tells processes apart where nothing says whether they share a clock.
+#: Makes each process's clock one of its own where the system does not name the clock.
 _START = time.time_ns()

@@ -27,9 +27,9 @@ class _Step(Protocol):
 
 
 class LocalTracing:
-    """The trace of a local mesh, and the one process that `start_trace` finds there.
+    """The trace of a local mesh, and the mesh's one process, for `start_trace`.
 
-    `recorder` is None, or clocks what the mesh's steps run.
+    `recorder` clocks the runs of the mesh's steps, where it is not None.
     """
 
     rank = 0
@@ -37,7 +37,7 @@ class LocalTracing:
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
-        self.transport = self  # it has a recorder, too; what it sends is recorded below
+        self.transport = self  # `start` sets its recorder; `dispatch` records messages
         self._session: _session.Session | None = None
         self._calls = itertools.count()
 
@@ -52,17 +52,17 @@ class LocalTracing:
         self._session = _session.start_trace(self, directory, profiler, self._session)
 
     def stop(self, homes: Sequence[Any]) -> Trace:
-        """Ends it, and writes its files."""
+        """Ends the trace, and writes its files."""
         session, self._session = self._session, None
         distinct = list(dict.fromkeys(homes))
         return _session.stop_trace(self, session, [distinct.index(home) for home in homes])
 
     def dispatch(self, step: _Step) -> None:
-        """Dispatches a step, and has it recorded."""
+        """Dispatches a step, and records it."""
         recorder, session = self.recorder, self._session
         assert recorder is not None and session is not None
         call, number = next(self._calls), id(step.bundle)
-        session.steps[number] = step.bundle  # which keeps it, so that no other has its id
+        session.steps[number] = step.bundle  # kept alive, so that no other bundle gets its id
         for worker in step.workers:
             recorder.prepare(worker)
         for rank, chunk in step.order:

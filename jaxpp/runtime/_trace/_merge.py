@@ -1,4 +1,4 @@
-"""`merge_traces`: several traces as one file, on one clock."""
+"""`merge_traces`: puts several traces into one file, on one clock."""
 
 import dataclasses
 import os
@@ -16,8 +16,8 @@ Path = str | os.PathLike[str]
 def merge_traces(paths: Sequence[Path], path: Path) -> None:
     """Puts timelines and JAX's profiles into one file that ui.perfetto.dev opens.
 
-    All have one clock: the driver's where one driver has started them, or else that of the day,
-    which hosts agree on as well as they are kept in time.
+    All times are on one clock: the driver's if one driver has started all traces, else the time of
+    day, on which hosts agree as well as their clocks are synchronised.
 
     Args:
         paths: what `start_trace` and `stop_trace` have written: `timeline.json` files, profiles
@@ -77,7 +77,7 @@ def merge_traces(paths: Sequence[Path], path: Path) -> None:
 
 
 def _files(given: pathlib.Path) -> list[tuple[pathlib.Path, str]]:
-    """The traces at a path, each with a title."""
+    """Finds the traces at a path, each with a title."""
     if given.is_file():
         return [(given, str(pathlib.Path(given.absolute().parent.name, given.name)))]
     found = []
@@ -94,7 +94,7 @@ def _files(given: pathlib.Path) -> list[tuple[pathlib.Path, str]]:
 
 
 def _read(file: pathlib.Path) -> tuple[list[Event], Reading]:
-    """The events of a file, and what the driver's clocks said at their time 0."""
+    """Reads the events of a file, and the driver's clocks at their time 0."""
     events, metadata = read_events(file)
     if METADATA in metadata:
         return events, Reading(**metadata[METADATA])

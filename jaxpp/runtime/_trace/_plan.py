@@ -1,4 +1,4 @@
-"""What to wait for, so as to know when a run of a program has ended."""
+"""Finds the array to wait for in order to know when a run of a program has ended."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from jaxpp.runtime._worker import Worker
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Watch:
-    """A run's end is when the array in `slot` is there, or what `mark` makes of that array."""
+    """The end of a run: the moment when the array in `slot`, or `mark` of that array, is there."""
 
     position: int
     slot: int | None
@@ -24,13 +24,13 @@ class Watch:
 
 
 def plan(worker: Worker) -> dict[int, Watch]:
-    """For the id of each run of a worker's program, what to wait for.
+    """Finds for each run of an executor's program, by the run's id, the array to wait for.
 
-    That is the smallest result which nothing donates later. Who waits for an array that has been
-    donated gets an error, for its memory is another array's by then, though dispatched only. Where
-    every result is donated, as the accumulators that a backward without an input gradient makes,
-    it is one element of the smallest: a computation of its own, dispatched right after the run. To
-    wait for the run itself before the next is dispatched would have the device wait, too.
+    The array is the smallest result that is not donated later. A wait for a donated array would
+    raise an error, for its memory belongs to another array as soon as that one is dispatched. Where
+    every result is donated, as the accumulators of a backward without an input gradient are, the
+    array is one element of the smallest result, made by a computation of its own right after the
+    run. A wait for the run itself before the next dispatch would let the device wait, too.
     """
     donated = _donated_results(worker)
     watches = {}
@@ -46,11 +46,11 @@ def plan(worker: Worker) -> dict[int, Watch]:
 
 
 def consumers(program: Program) -> dict[int, tuple[int | None, int | None]]:
-    """For the tag of each message, the runs that it lies between.
+    """Finds for the tag of each message of a program the run next to it.
 
-    Those are the positions of the run before it is sent, on the rank that sends, and of the first
-    run after it has been received, on the rank that receives; None for the other one of the two,
-    and where there is no such run.
+    Each pair has the position of the last run before the message is sent, if this rank sends it,
+    and that of the first run after it has been received, if this rank receives it. The other one
+    of the two is None, and so is either where there is no such run.
     """
     found: dict[int, tuple[int | None, int | None]] = {}
     last: int | None = None
@@ -68,9 +68,9 @@ def consumers(program: Program) -> dict[int, tuple[int | None, int | None]]:
 
 
 def _donated_results(worker: Worker) -> set[tuple[int, int]]:
-    """The runs' results that are donated later: their positions and slots.
+    """Finds the runs' results that are donated later: their positions and slots.
 
-    A result of the step may be donated by the next call, or deleted by the user.
+    A result of the step counts as donated: the next call may donate it, or the user may delete it.
     """
     donated: set[tuple[int, int]] = set()
     made: dict[int, int] = {}
@@ -98,7 +98,7 @@ def _types_of_results(worker: Worker, run: Run) -> list[Any]:
 
 
 def _size(type_: Any) -> float:
-    return math.prod(type_.shape) or math.inf  # an array without elements has none to wait for
+    return math.prod(type_.shape) or math.inf  # nobody can wait for an array without elements
 
 
 @functools.cache
@@ -118,7 +118,7 @@ def _compiled_mark(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callabl
 
 
 def _mark(type_: Any) -> Callable[[Any], Any] | None:
-    """What gives an element of an array of a type, of each device; None where it has none."""
+    """Makes a function that gives an element of an array on each device; None if there is none."""
     if 0 in type_.shape:
         return None
     sharding, (device, *others) = type_.sharding, type_.sharding.device_set

@@ -1,4 +1,4 @@
-"""What tracing does in each process of a mesh; `process` is what `apply` gives."""
+"""Tracing in each process of a mesh; the functions get their `process` from `apply`."""
 
 import os
 import pathlib
@@ -9,12 +9,12 @@ import jax
 
 from jaxpp.runtime._trace._recorder import Recorder, Records, clock
 
-#: The event of JAX's profiles that says what the driver's clock was; see `merge_traces`.
+#: The event of JAX's profiles that has the time of the driver's clock; see `merge_traces`.
 CLOCK_EVENT = "jaxpp clock"
 
 
 def check(process: Any, directory: str | None) -> str:
-    """Says what keeps a process from being traced, or nothing.
+    """Gives the reason why a process cannot be traced; empty where it can.
 
     Args:
         process: the process.
@@ -39,7 +39,7 @@ def start(process: Any, directory: str | None, offset_ns: int, host: str) -> Non
         options.python_tracer_level = 0  # each call of a Python function would be an event
         folder = profile_folder(directory, process.rank)
         jax.profiler.start_trace(folder, profiler_options=options)
-        # The profile's own times count from its start, which nothing else says.
+        # The profile's own times count from its start, which it does not record otherwise.
         with jax.profiler.TraceAnnotation(
             CLOCK_EVENT,
             host=host,
@@ -52,13 +52,13 @@ def start(process: Any, directory: str | None, offset_ns: int, host: str) -> Non
 
 
 def settle(process: Any) -> None:
-    """Waits until what was called has been computed here."""
+    """Waits until all calls have been computed in this process."""
     if process.recorder is not None:
         process.recorder.settle()
 
 
 def stop(process: Any, profiled: bool) -> Records:
-    """Stops to record, and gives what was; JAX's profiler writes its files."""
+    """Ends the recording, and returns the records; JAX's profiler writes its files."""
     recorder = process.recorder
     process.recorder = process.transport.recorder = None
     records = Records((), (), ()) if recorder is None else recorder.stop()
@@ -68,12 +68,12 @@ def stop(process: Any, profiled: bool) -> Records:
 
 
 def profile_folder(directory: str, rank: int) -> str:
-    """Where a rank's profile goes."""
+    """Gives the folder of a rank's profile."""
     return f"{directory}-{rank}"
 
 
 def unwritable(folder: str | os.PathLike[str]) -> str:
-    """Makes a folder; says why nothing can be written there, or nothing."""
+    """Makes a folder; returns the reason why it cannot be written to, empty where it can."""
     probe = pathlib.Path(folder, f".jaxpp-{os.getpid()}")
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Clocks what a process runs, sends and receives, while it goes on."""
+"""Clocks the runs and the messages of a process, without stopping it."""
 
 import dataclasses
 import queue
@@ -20,7 +20,7 @@ clock = time.monotonic_ns
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run of a call: which one of its rank's program, when it was dispatched, and when it ended.
+    """A run of a call: its position in its rank's program, its times of dispatch and end.
 
     Times are nanoseconds of the clock of the process.
     """
@@ -35,7 +35,7 @@ class RunRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MessageRecord:
-    """What one end of a message did, and from when to when."""
+    """A message at one of its ends: the start and the end of the sending, or of the receiving."""
 
     call: int
     tag: int
@@ -45,7 +45,7 @@ class MessageRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Records:
-    """All that a process has recorded; `errors` are what kept some of it from being known."""
+    """All records of a process; `errors` tell why some of its runs are not known."""
 
     runs: tuple[RunRecord, ...]
     sent: tuple[MessageRecord, ...]
@@ -54,10 +54,10 @@ class Records:
 
 
 class Recorder:
-    """Records what the workers of a process run, and what its transport says that it moves.
+    """Records the runs of a process's executors, and the messages of its transport.
 
-    Execution is asynchronous, and stays so: a thread for each device waits for the results of its
-    runs, one after the other, and notes the time.
+    Execution stays asynchronous: a thread for each device waits for the results of its runs, one
+    after the other, and notes the time.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Recorder:
     def execute(
         self, worker: Worker, chunk: Chunk, call: int, step: int, device: Any = None
     ) -> None:
-        """Has a worker run some instructions in order, and clocks them.
+        """Lets an executor run some instructions in order, and clocks them.
 
         Args:
             worker: the worker of a rank.
@@ -89,7 +89,7 @@ class Recorder:
                 if watch.slot is not None:
                     array = slots[watch.slot]
                     make = partial(RunRecord, call, step, rank, watch.position, dispatched)
-                    if watcher.idle and _is_ready(array):  # it was computed in the call
+                    if watcher.idle and _is_ready(array):  # computed before the call returned
                         watcher.ends.append((make, clock()))
                     else:
                         watcher.put(make, [array if watch.mark is None else watch.mark(array)])
@@ -103,7 +103,7 @@ class Recorder:
         self._received.append(MessageRecord(call, message.tag, start, end))
 
     def copied(self, call: int, message: Message, arrays: list[Any], start: int, link: Any) -> None:
-        """Notes a message between devices of this process, whose copies are being made.
+        """Notes a message between devices of this process while its copies are made.
 
         Args:
             call: the number of the call.
@@ -115,13 +115,13 @@ class Recorder:
         self._watcher(link).put(partial(MessageRecord, call, message.tag, start), arrays)
 
     def settle(self, timeout: float = 60.0) -> None:
-        """Waits until all that was recorded has ended, for that many seconds at most."""
+        """Waits until all recorded runs and copies have ended, for `timeout` seconds at most."""
         deadline = time.monotonic() + timeout
         for watcher in self._watchers.values():
             watcher.settle(max(0.0, deadline - time.monotonic()))
 
     def stop(self, timeout: float = 60.0) -> Records:
-        """Ends the threads, and gives what they have recorded."""
+        """Ends the threads, and returns all records."""
         self.settle(timeout)
         records, errors = [], []
         for watcher in self._watchers.values():
@@ -134,13 +134,13 @@ class Recorder:
         return Records(runs, (*sent, *copies), (*received, *copies), tuple(errors))
 
     def prepare(self, worker: Worker) -> None:
-        """Finds out, before the clock counts, what to wait for in a worker's program."""
+        """Plans the waits for an executor's program before it is clocked."""
         self._watches(worker)
 
     def _watches(self, worker: Worker) -> dict[int, _plan.Watch]:
         known = self._plans.get(id(worker))
         if known is None:
-            # With the worker, or another one might come to have its id.
+            # Kept with the executor, or another one might get its id.
             known = self._plans[id(worker)] = worker, _plan.plan(worker)
         return known[1]
 
@@ -151,17 +151,17 @@ class Recorder:
         return watcher
 
 
-#: Makes a record of the time of its end.
+#: Makes a record from the time of its end.
 _Make = Callable[[int], RunRecord | MessageRecord]
 
 
 class _Watcher:
-    """A thread that waits for arrays, one after the other, and notes when each was there."""
+    """A thread that waits for arrays, one after the other, and notes the time of each."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[_Make, int]] = []
         self.errors: list[str] = []
-        #: How many records have been put, and how many of them are done with.
+        #: The numbers of records that have been put, and that are done.
         self._waiting = self._waited = 0
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="jaxpp trace", daemon=True)
@@ -169,19 +169,19 @@ class _Watcher:
 
     @property
     def idle(self) -> bool:
-        """Whether the thread waits for nothing."""
+        """Tells whether the thread waits for nothing."""
         return self._waiting == self._waited
 
     def put(self, make: "_Make", arrays: list[Any]) -> None:
-        """Has the thread wait for arrays, after those it waits for already.
+        """Lets the thread wait for arrays, after those that it waits for already.
 
-        What `make` gives for the time when they are there is the record.
+        `make` makes the record from the time when the arrays are there.
         """
         self._waiting += 1
         self._queue.put((make, arrays))
 
     def settle(self, timeout: float) -> None:
-        """Waits until nothing that was put is waited for, for so many seconds at most."""
+        """Waits until all records so far are done, for `timeout` seconds at most."""
         reached = threading.Event()
         self._queue.put(reached)
         if not reached.wait(timeout):
@@ -197,11 +197,11 @@ class _Watcher:
                 item.set()
                 continue
             make, arrays = item
-            del item  # hold nothing longer than it takes
+            del item  # it would keep the arrays alive
             try:
                 for array in arrays:
                     array.block_until_ready()
-            except Exception as error:  # the step's own error, which its caller gets
+            except Exception as error:  # the step's own error, which the caller of the step gets
                 self.errors.append(str(error).partition("\n")[0])
             else:
                 self.ends.append((make, clock()))
@@ -210,5 +210,5 @@ class _Watcher:
 
 
 def _is_ready(array: Any) -> bool:
-    # Keys do not say so on all versions of JAX.
+    # On some versions of JAX, key arrays have no `is_ready`.
     return isinstance(array.dtype, np.dtype) and array.is_ready()

@@ -1,4 +1,4 @@
-"""What a trace has: when each run and each message of the calls was, on one clock."""
+"""The result of a trace: the times of each run and each message of the calls, on one clock."""
 
 import dataclasses
 import functools
@@ -19,8 +19,8 @@ from jaxpp.schedules import Costs, Table, Task, Timeline, simulate
 class TracedRun:
     """A task, or another part of a step, that a rank ran in a call; times are seconds.
 
-    `position` is that of the instruction in the rank's program. A run was `dispatched` before it
-    started: it waits for its inputs, and for the runs before it on its device.
+    `position` is that of the instruction in the rank's program. A run is `dispatched` before it
+    starts: it waits for its inputs, and for the runs before it on its device.
     """
 
     call: int
@@ -34,11 +34,11 @@ class TracedRun:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedMessage:
-    """What a rank sent to another one in a call; times are seconds.
+    """A message between two ranks in a call; times are seconds.
 
-    The rank that sends was busy with it from `start` to `sent`, and the one that receives from
-    `arriving` to `end`. `reader` is the position, in the program of the rank that receives, of the
-    run that is the first to read it, and `maker` that of the run before it was sent.
+    The sending rank was busy with it from `start` to `sent`, and the receiving rank from `arriving`
+    to `end`. `maker` is the position, in the sender's program, of the last run before the send.
+    `reader` is the position, in the receiver's program, of the first run after the receive.
     """
 
     call: int
@@ -53,7 +53,7 @@ class TracedMessage:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What ranks did while traced; made by `stop_trace`. Times are seconds from its start.
+    """A trace of ranks, made by `stop_trace`; times are seconds from its start.
 
     Args:
         runs: each run of each call, by the time of its start.
@@ -106,7 +106,7 @@ class Trace:
     def typical_call(self) -> int | None:
         """The call to look at: of the step called most often, the one of median duration.
 
-        None where no call has tasks of one scheduled loop, all of which were recorded.
+        None where no call has one scheduled loop with all of its tasks recorded.
         """
         whole = [call for call in self.calls if self._is_whole(call)]
         if not whole:
@@ -116,9 +116,9 @@ class Trace:
         return sorted(whole, key=lambda call: self.timeline(call).makespan)[(len(whole) - 1) // 2]
 
     def timeline(self, call: int | None = None) -> Timeline:
-        """When each task of a call ran; the first one starts at 0.
+        """Gives the times of each task of a call; the first task starts at 0.
 
-        Its rows are devices: a rank, or the ranks that share a device.
+        The rows of the timeline are devices: a rank, or the ranks that share a device.
 
         Args:
             call: which; by default a typical one.
@@ -141,7 +141,7 @@ class Trace:
         return _figures.timeline(table, clocked, tasks)
 
     def simulated(self, call: int | None = None) -> Timeline:
-        """The same tasks as the simulator has them run, with the costs of the trace.
+        """Simulates the tasks of a call with the costs of the trace.
 
         Args:
             call: which; by default a typical one.
@@ -155,7 +155,7 @@ class Trace:
         return simulate(self.timeline(call).table, self.costs(call), dependencies=needs)
 
     def costs(self, call: int | None = None) -> Costs:
-        """What tasks and transfers cost: medians over the calls of the step.
+        """Gives the costs of tasks and transfers: medians over the calls of the step.
 
         Args:
             call: a call of the step; by default a typical one.
@@ -213,7 +213,7 @@ class Trace:
         return call
 
     def _tasks(self, call: int) -> dict[str, Task]:
-        """The task of each label; raises where a step has several scheduled loops."""
+        """Gives the task of each label; raises where a step has several scheduled loops."""
         bundle = self.steps[call]
         known = self._known_tasks
         if id(bundle) not in known:
@@ -246,12 +246,12 @@ def assemble(
     steps: Mapping[int, Bundle],
     device_of: Sequence[int],
 ) -> Trace:
-    """Puts what processes have recorded on one clock.
+    """Puts the records of processes on one clock.
 
-    A run starts when it has been dispatched, the run before it on its device has ended, and what
-    it receives is there, whichever comes last. Ends are noted by threads that have to be woken, the
-    one a little later than the other: a run has ended once what it made has been sent, and a
-    message has come in once the run that reads it has ended.
+    A run starts when it has been dispatched, the run before it on its device has ended, and its
+    messages are there, whichever comes last. The threads that note ends have to be woken, one a
+    little later than another, so ends are corrected: a run has ended before the message after it
+    has left, and a message has come in before the run that reads it has ended.
 
     Args:
         records: those of each process.
@@ -335,9 +335,9 @@ def _bring_forward(
     orders: Sequence[Sequence[_Where]],
     messages: Sequence[TracedMessage],
 ) -> None:
-    """Corrects ends that were noted too late: a run ends before those that need it to have ended.
+    """Corrects ends that were noted too late: a run ends no later than the runs that need it.
 
-    Those are the next one on its device, and the ones that read its messages.
+    These are the next run on its device, and the readers of its messages.
     """
     pairs = [(a, b) for own in orders for a, b in zip(own, own[1:], strict=False)][::-1]
     for m in reversed(messages):
@@ -353,7 +353,7 @@ def _bring_forward(
 
 
 def _between(sent: TracedMessage, ends: Mapping[tuple[int, int, int], float]) -> TracedMessage:
-    """A message that is not sent before it is made, nor arrives after it has been read."""
+    """Corrects the times of a message: sent after its maker ends, there before its reader ends."""
     maker = ends.get((sent.call, sent.message.source, _or_none(sent.maker)), sent.start)
     reader = ends.get((sent.call, sent.message.target, _or_none(sent.reader)), sent.end)
     start = min(max(sent.start, maker), sent.sent, reader)
@@ -368,7 +368,7 @@ def _or_none(position: int | None) -> int:
 
 
 def _ends_of_messages(bundle: Bundle) -> dict[int, tuple[Message, int | None, int | None]]:
-    """For each tag the message, the run that it comes after and the run that reads it first."""
+    """Finds for each tag the message, the run before its send, and the first run that reads it."""
     found: dict[int, tuple[Message, int | None, int | None]] = {}
     by_rank = {program.rank: _plan.consumers(program) for program in bundle.programs}
     for program in bundle.programs:

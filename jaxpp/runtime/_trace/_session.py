@@ -1,4 +1,4 @@
-"""`start_trace` and `stop_trace` of a mesh, whatever runs its ranks."""
+"""`start_trace` and `stop_trace` of any mesh."""
 
 import dataclasses
 import os
@@ -13,7 +13,7 @@ from jaxpp.runtime._trace._result import Trace, assemble
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """A trace that goes on.
+    """A running trace.
 
     Args:
         directory: where its files go.
@@ -36,7 +36,7 @@ def start_trace(
     profiler: bool,
     running: Session | None,
 ) -> Session:
-    """Starts to trace the processes of a mesh; nothing starts where anything is wrong.
+    """Starts to trace the processes of a mesh: all of them, or none where anything is wrong.
 
     Args:
         processes: those of the mesh.
@@ -66,7 +66,7 @@ def start_trace(
     try:
         processes.apply(_process.start, args)
     except Exception:
-        # One of them may have started: a profile by someone else goes on, for instance.
+        # Some may have started, and one not, for instance because a profile runs there already.
         processes.apply(_process.stop, {n: (False,) for n in numbers})
         raise
     return Session(folder, profiler, started, clocks)
@@ -88,7 +88,7 @@ def stop_trace(processes: Processes, session: Session | None, device_of: Sequenc
             "stop_trace: the mesh is not traced; call start_trace(directory) first, on this mesh."
         )
     numbers = range(processes.num_ranks)
-    # Once all have come to an end, no message is under way.
+    # Once the work of all has ended, no message is under way.
     processes.apply(_process.settle, {n: () for n in numbers})
     records = processes.apply(_process.stop, {n: (session.profiler,) for n in numbers})
     offsets = {n: Offset((session.clocks[n], _clock.measure_offset(processes, n))) for n in numbers}

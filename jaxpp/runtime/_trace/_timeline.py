@@ -21,14 +21,14 @@ from jaxpp.schedules._drawing._trace_events import (
     write_events,
 )
 
-#: The threads of a rank: its tasks, and its sends and receives, with room for some at a time.
+#: The first threads of a rank's tasks, sends and receives; several may go on at a time.
 TASKS, SENDS, RECEIVES = FIRST_THREAD, 2 * FIRST_THREAD, 3 * FIRST_THREAD
-#: The key of `metadata` under which a timeline says what its time 0 is.
+#: The key of `metadata` under which a timeline has the clocks at its time 0.
 METADATA = "jaxpp"
 
 
 def write_trace(trace: Trace, folder: pathlib.Path, started: Reading) -> Trace:
-    """Writes all files of a trace into a folder, and gives the trace with their paths.
+    """Writes all files of a trace into a folder; returns the trace with their paths.
 
     Args:
         trace: the trace.
@@ -56,7 +56,7 @@ def write_trace(trace: Trace, folder: pathlib.Path, started: Reading) -> Trace:
 
 
 def make_events(trace: Trace) -> list[Event]:
-    """The events of a trace: a process for each rank, its runs and messages, and arrows."""
+    """Makes the events of a trace: a process for each rank, its runs and messages, and arrows."""
     events: list[Event] = []
     runs: dict[tuple[int, int, int], Event] = {}
     for rank in range(len(trace.device_of)):
@@ -105,13 +105,13 @@ def _message_slice(sent: TracedMessage, side: str) -> Event:
             for kind, name, aval in zip(message.kinds, message.names, message.avals, strict=True)
         ],
     }
-    # Of some length, so that an arrow can be bound to it.
+    # A slice needs some length, so that an arrow can be bound to it.
     start, end = 1e6 * start, max(1e6 * end, 1e6 * start + 0.25)
     return make_slice(rank, 0, message.names[0], side, start, end, args)
 
 
 def _put_in_lanes(slices: Sequence[Event], first: int) -> int:
-    """Gives slices threads on which they do not overlap, from `first` on; says how many."""
+    """Gives slices threads on which they do not overlap, from `first` on; returns their number."""
     free: list[float] = []
     for event in sorted(slices, key=lambda event: event["ts"]):
         lane = next((n for n, end in enumerate(free) if end <= event["ts"]), len(free))

@@ -1,8 +1,8 @@
-"""Writes a timeline where TensorBoard's profile plugin reads it.
+"""Writes a timeline for TensorBoard's profile plugin.
 
 The plugin reads `plugins/profile/<run>/<host>.xplane.pb`: an `XSpace` of the file xplane.proto of
-OpenXLA's repository (xla/tsl/profiler/protobuf), whose numbers of fields are here. Planes are what
-the trace viewer shows as processes, lines what it shows as threads.
+OpenXLA's repository (xla/tsl/profiler/protobuf), which has the field numbers below. The trace
+viewer shows planes as processes, and lines as threads.
 """
 
 import pathlib
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jaxpp.schedules._drawing._trace_events import Event
 
-#: The plugin shows planes of hosts and devices, and those with this name: of other makers.
+#: The plugin shows planes of hosts and devices, and custom planes, whose names begin with this.
 _PREFIX = "/device:CUSTOM:"
 
 
@@ -34,7 +34,7 @@ def write(events: Sequence[Event], folder: pathlib.Path, zero_unix_ns: int) -> p
 
 
 def to_xspace(events: Sequence[Event], zero_unix_ns: int) -> bytes:
-    """The slices among events as an `XSpace`."""
+    """Gives the slices among events as the bytes of an `XSpace`."""
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     return b"".join(
         _nested(1, _plane(pid, name, [e for e in events if e["pid"] == pid], zero_unix_ns))
@@ -43,7 +43,7 @@ def to_xspace(events: Sequence[Event], zero_unix_ns: int) -> bytes:
 
 
 def _plane(pid: int, name: str, events: Sequence[Event], zero_unix_ns: int) -> bytes:
-    """An `XPlane`: id 1, name 2, lines 3, names of events 4 and of what is said of them 5."""
+    """Makes an `XPlane`: id 1, name 2, lines 3, names of events 4, names of their stats 5."""
     slices = [e for e in events if e["ph"] == "X"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     names = _numbered(e["name"] for e in slices)
@@ -64,7 +64,7 @@ def _plane(pid: int, name: str, events: Sequence[Event], zero_unix_ns: int) -> b
 
 
 def _event(event: Event, names: Mapping[str, int], stats: Mapping[str, int]) -> bytes:
-    """An `XEvent`: name 1, offset 2 and duration 3 in picoseconds, what is said of it 4."""
+    """Makes an `XEvent`: name 1, offset 2 and duration 3 in picoseconds, stats 4."""
     parts = [
         _number(1, names[event["name"]]),
         _number(2, max(0, round(1e6 * event["ts"]))),
@@ -83,12 +83,12 @@ def _numbered(names: Iterable[str]) -> dict[str, int]:
 
 
 def _number(field: int, value: int) -> bytes:
-    """A field that is a number: seven bits a byte, the lowest first."""
+    """Makes a field that is a number: seven bits a byte, the lowest first."""
     return _varint(field << 3) + _varint(value)
 
 
 def _nested(field: int, *parts: bytes | str) -> bytes:
-    """A field that is a string or a message: its length, then its bytes."""
+    """Makes a field that is a string or a message: its length, then its bytes."""
     content = b"".join(p.encode() if isinstance(p, str) else p for p in parts)
     return _varint(field << 3 | 2) + _varint(len(content)) + content
 

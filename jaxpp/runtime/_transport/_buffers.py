@@ -1,4 +1,4 @@
-"""Memory that messages are received into, and that arrays are then made of without a copy."""
+"""Memory that messages are received into, and that arrays then use without a copy."""
 
 import ctypes
 import mmap
@@ -11,20 +11,20 @@ import numpy as np
 
 from jaxpp.runtime._transport._frames import ALIGNMENT
 
-#: From how many bytes on a buffer is used again. The time to fill a fresh buffer by that to fill a
-#: used one, measured while others are in use, is 1.05 at 1 MiB, where the allocator itself uses
-#: memory again, and 2.2 at 4, 1.5 at 16 and 1.6 at 64, where it asks the system for pages.
+#: The bytes from which on a buffer is reused. A fresh buffer takes longer to fill than a used one:
+#: 1.05 times as long at 1 MiB, where the allocator itself reuses memory, and 2.2, 1.5 and 1.6 times
+#: at 4, 16 and 64 MiB, where it asks the system for pages (measured while others are in use).
 REUSED_FROM = 4 << 20
 
 
 class BufferPool:
     """Buffers that come back when the last array that reads them has gone.
 
-    A computation may still read the memory of an array whose last Python reference has gone, and a
-    finalizer on the array or on a view of its memory fires too early. What JAX holds for as long
-    as the memory is in use is the object below all views. So each use of a buffer has an object of
-    its own there, a ctypes array that lends the buffer's memory, and the buffer is free again when
-    that object goes.
+    A computation may still read the memory of an array whose last Python reference has gone. So a
+    finalizer on the array, or on a view of its memory, runs too early. JAX holds the object below
+    all views for as long as the memory is in use. So each use of a buffer has such an object of its
+    own, a ctypes array that lends the buffer's memory. The buffer is free again when that object
+    goes.
 
     Args:
         limit: how many bytes to keep for later messages; what comes back beyond is freed.
@@ -37,7 +37,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Gives memory that nobody else uses, of `nbytes` bytes from a multiple of 64 on."""
+        """Gives `nbytes` bytes of memory that nobody else uses, from a multiple of 64 on."""
         if nbytes < REUSED_FROM:
             memory = np.empty(nbytes + ALIGNMENT, np.uint8)
             start = -memory.ctypes.data % ALIGNMENT
@@ -55,8 +55,8 @@ class BufferPool:
         return np.frombuffer(lent, np.uint8, nbytes)
 
     def _give_back(self, buffer: mmap.mmap) -> None:
-        # This runs wherever the last reference goes, also within `take` on the same thread: so it
-        # must not wait for the lock. Where the lock is taken the memory is freed instead.
+        # This runs where the last reference goes, which may be within `take` on the same thread. So
+        # it must not wait for the lock. If the lock is taken, the memory is freed instead.
         if self._lock.acquire(blocking=False):
             try:
                 if self._kept + len(buffer) <= self._limit:
@@ -67,11 +67,11 @@ class BufferPool:
 
     @property
     def kept(self) -> int:
-        """The bytes that wait for a message."""
+        """The bytes of free buffers that wait for a message."""
         return self._kept
 
     def clear(self) -> None:
-        """Frees what waits for a message."""
+        """Frees the buffers that wait for a message."""
         with self._lock:
             self._free.clear()
             self._kept = 0

@@ -1,4 +1,4 @@
-"""Which transport a mesh uses."""
+"""Chooses the transport of a mesh."""
 
 import dataclasses
 from collections import defaultdict
@@ -10,7 +10,7 @@ Flag = Literal["auto", "socket", "unix", "tcp", "device"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankDevices:
-    """What a rank computes on.
+    """The devices that a rank computes on.
 
     Args:
         platform: the JAX platform, such as `"cpu"` or `"gpu"`.
@@ -27,7 +27,7 @@ class RankDevices:
 def choose_transport(
     ranks: Sequence[RankDevices], flag: Flag = "auto"
 ) -> Literal["socket", "device"]:
-    """Chooses how arrays go between ranks.
+    """Chooses the transport for arrays between ranks.
 
     Args:
         ranks: what each rank computes on.
@@ -64,7 +64,7 @@ def choose_transport(
 
 
 def _obstacle(ranks: Sequence[RankDevices]) -> str:
-    """Why arrays cannot go from device to device; empty where they can."""
+    """Gives the reason why arrays cannot go from device to device; empty where they can."""
     platforms = sorted({rank.platform for rank in ranks})
     if len(platforms) > 1:
         by = ", ".join(f"rank {n} on {rank.platform}" for n, rank in enumerate(ranks))

@@ -1,9 +1,9 @@
-"""Connections between ranks: where ranks are reached, how they are opened, and who may open them.
+"""Connections between ranks: the addresses of ranks, the handshake, and the listener.
 
-On one host they are Unix sockets with an abstract name, which leave no file behind whatever becomes
-of the process; between hosts TCP. Whoever is at either end proves with a keyed hash (HMAC, RFC
-2104, with SHA-256) of fresh random numbers that it knows the secret of the ranks, which itself is
-never sent. Who connects, to whom, and in which epoch is part of what is proved.
+On one host connections are Unix sockets with an abstract name, which leave no file behind however
+the process ends; between hosts they are TCP. Each end proves that it knows the secret of the ranks
+by a keyed hash (HMAC, RFC 2104, with SHA-256) of fresh random numbers; the secret itself is never
+sent. The hash also covers the rank that connects, the rank that it connects to, and the epoch.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from jaxpp.runtime._transport._errors import PeerLost, TransportError
 
 Kind = Literal["auto", "unix", "tcp"]
 
-#: Within how many seconds a connection is opened, or is refused.
+#: Seconds within which a connection is opened or refused.
 HANDSHAKE_TIMEOUT = 5.0
-#: How many connections may be waiting for the other end to prove itself.
+#: The number of connections that may wait for the other end's proof.
 _MOST_HANDSHAKES = 128
 #: Name and version of the protocol.
 _MAGIC = b"jaxpp  1"
@@ -37,7 +37,7 @@ _LINUX = sys.platform == "linux"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a rank is reached.
+    """The addresses of a rank.
 
     Args:
         host: what only processes with the same host and network have in common.
@@ -52,7 +52,7 @@ class Addresses:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hello:
-    """What a rank that connects says of itself: its epoch, and from which rank to which."""
+    """The first message of a rank that connects: its epoch, its number, and the other rank's."""
 
     epoch: int
     source: int
@@ -60,7 +60,7 @@ class Hello:
 
 
 def host_identity() -> str:
-    """Names this host, as started, and its network (containers may have one each)."""
+    """Names this host's current boot and its network (containers may have one each)."""
     if not _LINUX:
         return socket.gethostname()
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -118,7 +118,7 @@ def connect(hello: Hello, peer: Addresses, secret: bytes, kind: Kind = "auto") -
 
 
 def _introduce(connection: socket.socket, hello: Hello, secret: bytes) -> bytes:
-    """The handshake from the end that connects; gives the other end's answer."""
+    """Makes the handshake at the end that connects; returns the other end's answer."""
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT
     said = _HELLO.pack(_MAGIC, hello.epoch, hello.source, hello.target, secrets.token_bytes(32))
     connection.sendall(said)
@@ -127,12 +127,12 @@ def _introduce(connection: socket.socket, hello: Hello, secret: bytes) -> bytes:
     if not hmac.compare_digest(heard[32:], _proof(secret, b"accepts", said)):
         raise TransportError(f"What answers for rank {hello.target} does not know the secret.")
     connection.sendall(_proof(secret, b"connects", said))
-    # The other end may take its time to get to this epoch.
+    # The other end may still be on its way to this epoch.
     return _exactly(connection, 1, deadline + HANDSHAKE_TIMEOUT)
 
 
 def _answer(connection: socket.socket, rank: int, secret: bytes) -> Hello | None:
-    """The handshake from the end that accepts; None where the other end is not one of the ranks."""
+    """Makes the handshake at the end that accepts; None where the other end is not a rank."""
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT
     said = _exactly(connection, _HELLO.size, deadline)
     magic, epoch, source, target, _ = _HELLO.unpack(said)
@@ -152,7 +152,7 @@ def _proof(secret: bytes, role: bytes, said: bytes) -> bytes:
 
 
 def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """Receives some bytes, all before a time."""
+    """Receives exactly `count` bytes, before a deadline."""
     received = b""
     while len(received) < count:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
@@ -164,7 +164,7 @@ def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def ready(connection: socket.socket) -> socket.socket:
-    """Prepares a connection for messages: small ones go at once, a lost host shows within 5 s."""
+    """Prepares a connection: small messages go at once, and a lost host shows within 5 s."""
     connection.settimeout(None)
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -178,7 +178,7 @@ def ready(connection: socket.socket) -> socket.socket:
 
 
 class Listener:
-    """Accepts connections from other ranks; one thread waits for all, each proves itself in one.
+    """Accepts connections from other ranks; one thread waits for all, each then has its own.
 
     Args:
         rank: this rank.
@@ -217,7 +217,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Accepts no more, and refuses who has not proved itself yet."""
+        """Accepts no more connections, and closes those whose handshake is not done."""
         self._end.close()
         self._thread.join()
         for connection in list(self._handshakes):
@@ -241,7 +241,7 @@ class Listener:
         try:
             connection, _ = listening.accept()
         except OSError:
-            return  # it has gone again
+            return  # the other end has closed it already
         if len(self._handshakes) >= _MOST_HANDSHAKES:
             connection.close()
             return

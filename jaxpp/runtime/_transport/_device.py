@@ -16,16 +16,16 @@ from jaxpp.runtime._array_types import ArrayType, from_host
 from jaxpp.runtime._homes import Home, devices_of, sharding_in
 from jaxpp.runtime._transport._errors import Aborted, PeerLost, TransportError
 
-#: Which message: of which call and tag.
+#: A message by its call and tag.
 Key = tuple[int, int]
 
-#: How often a wait for a device looks whether it has been aborted, in seconds.
+#: Seconds between two checks, in a wait for a device, that the transport was not aborted.
 POLL = 2e-4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Cargo:
-    """Which arrays of a message are moved: all that have bytes, keys as integers."""
+    """The arrays of a message that are moved: all that have bytes, keys as integers."""
 
     types: tuple[ArrayType, ...]
     specs: tuple[Spec, ...]
@@ -51,7 +51,7 @@ class _Cargo:
         ]
 
     def shardings(self, home: Home) -> list[Any]:
-        """How the arrays that are moved are put into a home."""
+        """Gives the shardings of the moved arrays in a home."""
         return [sharding_in(home, self.specs[n]) for n in self.moved]
 
 
@@ -62,15 +62,15 @@ def _as_type(array: Any, array_type: ArrayType) -> Any:
 class DeviceTransport:
     """Sends and receives arrays by `jax.device_put` between the processes of the ranks.
 
-    On GPU this is NCCL, from device to device, on streams of its own, while the device computes; it
-    needs a GPU for each rank. On CPU it is a socket of JAX's, slower than `SocketTransport`. Where
-    ranks are meshes, each device sends its shard to its counterpart.
+    On GPU, NCCL moves them from device to device, on streams of its own, while the device computes;
+    each rank needs a GPU of its own. On CPU, JAX moves them over a socket, slower than
+    `SocketTransport`. Where ranks are meshes, each device sends its shard to its counterpart.
 
-    A thread makes the transfers of this rank in the order that `expect` was given, which has to be
-    the same for all ranks (`transfer_order`), whatever the order in which its program asks for
-    them: a send waits there for its turn, and a receive is started ahead of it. Only this thread
-    and the device wait for other ranks where nothing can wake them. After an abort, or when a rank
-    is lost, transfers may be stuck in JAX for good, so the processes have to be started anew.
+    A thread makes the transfers of this rank in the order that `expect` was given. It has to be the
+    same for all ranks (`transfer_order`), whatever the order in which a program asks for transfers:
+    a send may wait for earlier transfers, and a receive may start early. Only this thread and the
+    device wait for other ranks in a way that nothing can interrupt. After an abort, or when a rank
+    is lost, transfers may be stuck in JAX for good; then the processes have to be started anew.
 
     Args:
         rank: this rank.
@@ -93,7 +93,7 @@ class DeviceTransport:
         >>> transport.close()
     """
 
-    #: What other ranks need to know to reach this one: nothing, since JAX does.
+    #: Other ranks need no address of this one, since JAX knows it.
     addresses = None
 
     def __init__(
@@ -105,12 +105,12 @@ class DeviceTransport:
         everyone: bool | None = None,
     ):
         self.rank = rank
-        #: See `jaxpp.runtime._transport.Recorder`; the times are those at this process: JAX does
-        #: not say when the device has sent.
+        #: See `jaxpp.runtime._transport.Recorder`. The times are those of this process: JAX does
+        #: not tell when the device has sent.
         self.recorder: Any = None
         #: Called, on some thread, with the error when a transfer fails.
         self.on_failure: Callable[[BaseException], None] | None = None
-        #: That of this rank.
+        #: The home of this rank.
         self.home = homes[rank]
         self._homes = homes
         (first, *_) = devices_of(self.home)
@@ -122,7 +122,7 @@ class DeviceTransport:
         self._call = 0
         self._recent: collections.deque[tuple[Any, Message]] = collections.deque()
         self._changed = threading.Condition()
-        # All that follows is read and written under `_changed`.
+        # All fields below are read and written under `_changed`.
         self._queue: collections.deque[tuple[int, Message]] = collections.deque()
         self._outgoing: dict[Key, list[Any]] = {}
         self._arriving: dict[Key, tuple[list[Any], int]] = {}
@@ -135,12 +135,12 @@ class DeviceTransport:
         self._thread.start()
 
     def connect(self, peers: Mapping[int, Any]) -> None:
-        """Does nothing: JAX knows where the other ranks are."""
+        """Does nothing: JAX knows the addresses of the other ranks."""
 
     # ---- messages -------------------------------------------------------------------------------
 
     def expect(self, messages: Iterable[Message], program: int = 0) -> None:
-        """Says which messages the ranks of a program send, in the order of `transfer_order`."""
+        """Registers the messages of all ranks of a program, in the order of `transfer_order`."""
         own = self._programs[program] = self._concerned(messages)
         self._cargoes.update((id(m), _Cargo.of(m)) for m in own)
 
@@ -187,7 +187,7 @@ class DeviceTransport:
                 self._changed.notify_all()
 
     def receive(self, message: Message) -> list[Any]:
-        """Waits until a message is on its way here, and gives its arrays, which JAX waits for.
+        """Waits until a message is on its way here; returns its arrays, which JAX waits for.
 
         Raises:
             PeerLost: if an earlier message did not arrive.
@@ -212,7 +212,7 @@ class DeviceTransport:
         return cargo.unpack(arrived, self.home)
 
     def settle(self, arrays: Sequence[Any]) -> None:
-        """Waits until JAX has all that was sent, `arrays` too, so that they may be donated.
+        """Waits until JAX has all arrays to send, `arrays` too, so that they may be donated.
 
         Raises:
             Aborted: if the transport was aborted, or a transfer has failed.
@@ -221,7 +221,7 @@ class DeviceTransport:
         self.flush()
 
     def flush(self) -> None:
-        """Waits until JAX has all that was sent; before it does its values must not be donated.
+        """Waits until JAX has all arrays to send; before that they must not be donated.
 
         Raises:
             Aborted: if the transport was aborted, or a transfer has failed.
@@ -252,13 +252,13 @@ class DeviceTransport:
         try:
             while (transfer := self._next()) is not None:
                 self._transfer(*transfer)
-        except BaseException as error:  # noqa: B036  nobody else sees it
+        except BaseException as error:  # noqa: B036  nobody else sees errors of this thread
             self.abort(error)
             if self.on_failure is not None:
                 self.on_failure(error)
 
     def _next(self) -> tuple[int, Message] | None:
-        """Waits for the turn of the next transfer; None after the last."""
+        """Waits until the next transfer may start, and gives it; None after an abort."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or (self._queue and self._may_start()))
             return None if self._error else self._queue[0]
@@ -269,7 +269,7 @@ class DeviceTransport:
             return (call, message.tag) in self._outgoing
         if message.target == self.rank:
             few = len(self._arriving) < self._run_ahead
-            # What was sent, or is waited for, may be behind this one, and cannot overtake it.
+            # A waiting send or receive may be behind this transfer, and cannot overtake it.
             return few or self._awaited is not None or bool(self._outgoing)
         return True
 
@@ -290,15 +290,15 @@ class DeviceTransport:
             self.recorder.sent(call, message, start, time.monotonic_ns())
 
     def _put(self, message: Message, arrays: list[Any] | None) -> list[Any]:
-        """The transfer itself, as each rank has to call it: only the source has the arrays."""
+        """Makes the transfer, by a call that each rank has to make; only the source has arrays."""
         source, target = self._homes[message.source], self._homes[message.target]
-        if self.rank not in (message.source, message.target):  # only counted
+        if self.rank not in (message.source, message.target):  # only for JAX's count of transfers
             counted = _elsewhere((), np.dtype(np.float32), sharding_in(source))
             return jax.device_put([counted], sharding_in(target))
         cargo = self._cargo(message)
         shardings = cargo.shardings(source)
         if message.source == self.rank:
-            # JAX transfers between processes only what is committed to its devices.
+            # JAX transfers between processes only arrays that are committed to their devices.
             arrays = jax.device_put(arrays, shardings)
         else:
             moved = [cargo.types[n] for n in cargo.moved]
@@ -326,7 +326,7 @@ class DeviceTransport:
             self._changed.notify_all()
 
     def reset(self, epoch: int, peers: Mapping[int, Any] | None = None) -> None:
-        """Cannot be done.
+        """Refuses to reset, which cannot be done.
 
         Raises:
             TransportError: always.
@@ -337,11 +337,11 @@ class DeviceTransport:
         )
 
     def close(self) -> None:
-        """Ends the thread; what waits raises `Aborted`."""
+        """Ends the thread; waiting sends and receives raise `Aborted`."""
         self.abort(TransportError(f"The transport of rank {self.rank} is closed."))
         self._thread.join(timeout=5)
 
 
 def _elsewhere(shape: tuple[int, ...], dtype: np.dtype, sharding: Any) -> Any:
-    """An array on devices of another process, of which nothing is here."""
+    """Makes an array on devices of another process, without any shard in this one."""
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)

@@ -1,4 +1,4 @@
-"""What goes wrong between ranks."""
+"""Errors of the transfers between ranks."""
 
 
 class TransportError(RuntimeError):
@@ -22,11 +22,11 @@ class PeerLost(TransportError):
 
 
 class Aborted(TransportError):
-    """What a send or a receive raises once the transport has been aborted; the cause is chained."""
+    """The error of a send or a receive after the transport was aborted; the cause is chained."""
 
 
 class NotComputed(TransportError):
-    """What was to be sent could not be computed; the cause is chained.
+    """An array that was to be sent could not be computed; the cause is chained.
 
     Args:
         task: the task whose result it is, the way its messages name it.

@@ -1,8 +1,8 @@
-"""How a message goes over a stream: a header, and the bytes of its arrays one after the other.
+"""The format of a message on a stream: a header, and the bytes of its arrays one after the other.
 
-Both sides know the types of a message, so the header has only what tells messages apart, and the
-number of bytes that follow. Each array starts at a multiple of 64 bytes, so that the receiver can
-use it where it has been read to.
+Both sides know the types of a message. So the header has only the numbers that tell messages apart,
+and the number of bytes that follow. Each array starts at a multiple of 64 bytes, so that the
+receiver can use it in the memory that it was read into.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ from jaxpp.runtime._array_types import ArrayType, Copier, from_host
 from jaxpp.runtime._homes import Home
 from jaxpp.runtime._shares import Share, resplit, spans
 
-#: What JAX wants of memory that it uses as it is.
+#: The alignment of memory that JAX uses without a copy.
 ALIGNMENT = 64
 #: The most pieces that the system takes in one call (IOV_MAX on Linux).
 _MOST_PIECES = 1024
 _PADDING = bytes(ALIGNMENT)
 _HEADER = struct.Struct("<qqqq")
-#: Bytes up to which a message is small: it is written in one piece by who sends it, if it can be at
-#: once, read together with its header, and made arrays of by who receives it. Another thread, or
-#: memory of its own, would take longer than a copy.
+#: Bytes up to which a message is small. The caller of `send` writes it in one piece if it can do so
+#: at once; it is read together with its header, and the caller of `receive` makes its arrays.
+#: Another thread, or memory of its own, would take longer than a copy.
 SMALL = 1 << 15
 _READ_AHEAD = 2 * SMALL
 
@@ -34,7 +34,7 @@ Bytes = bytes | memoryview
 
 
 class Header(NamedTuple):
-    """Which message follows: of which program, call and tag, and how many bytes it has."""
+    """The header of a message: its program, call and tag, and the number of bytes that follow."""
 
     program: int
     call: int
@@ -42,13 +42,13 @@ class Header(NamedTuple):
     nbytes: int
 
     def pack(self) -> bytes:
-        """The header as it goes over the wire."""
+        """Gives the bytes of the header."""
         return _HEADER.pack(*self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the arrays of a message are in its bytes.
+    """The places of a message's arrays in its bytes.
 
     `array_types` and `offsets` are those of the arrays, and `nbytes` the size of the message.
     """
@@ -59,7 +59,7 @@ class Layout:
 
     @classmethod
     def of(cls, message: Message) -> "Layout":
-        """The layout of a message."""
+        """Makes the layout of a message."""
         return _layout(tuple(ArrayType.of(aval) for aval in message.avals))
 
 
@@ -73,7 +73,7 @@ def _layout(array_types: tuple[ArrayType, ...]) -> Layout:
 
 
 class Unpacker:
-    """Makes the arrays of messages of one layout of their bytes.
+    """Makes the arrays of messages of one layout from their bytes.
 
     Args:
         layout: of the messages.
@@ -89,17 +89,17 @@ class Unpacker:
 
     @staticmethod
     def of(message: Message, home: Home) -> "Unpacker | ShareUnpacker":
-        """What makes the arrays of a message in its target's home."""
+        """Makes the unpacker of a message for a home."""
         if spans(home):
             return ShareUnpacker(message, home)
         return Unpacker(Layout.of(message), home, message.specs)
 
     def prepared(self, arrays: list[Any]) -> list[Any]:
-        """The arrays of a message as they are sent."""
+        """Gives the arrays of a message as they are sent: unchanged."""
         return arrays
 
     def __call__(self, buffer: Any) -> list[Any]:
-        """The arrays of a message; those of a large one read the buffer, and keep it."""
+        """Makes the arrays of a message; those of a large one read the buffer, and keep it."""
         layout = self.layout
         if layout.nbytes <= SMALL:
             return self._copier(buffer)
@@ -112,7 +112,7 @@ class Unpacker:
 class ShareUnpacker:
     """Makes the arrays of a message where a rank has several processes.
 
-    Process for process, the ranks send each other their shares.
+    Processes of the same number in their ranks send each other their shares.
 
     Args:
         message: the message.
@@ -127,18 +127,18 @@ class ShareUnpacker:
         self.layout = _layout(tuple(share.type for share in self._shares))
 
     def prepared(self, arrays: list[Any]) -> list[Any]:
-        """The arrays of a message as they are sent: split as the other rank has them."""
+        """Gives the arrays of a message as they are sent: split by the message's specs."""
         return [resplit(a, self._home, s) for a, s in zip(arrays, self._specs, strict=True)]
 
     def __call__(self, buffer: Any) -> list[Any]:
-        """The arrays of a message; they may read the buffer, and keep it."""
+        """Makes the arrays of a message; they may read the buffer, and keep it."""
         layout = self.layout
         pairs = zip(self._shares, layout.offsets, strict=True)
         return [share(buffer[at : at + share.type.nbytes]) for share, at in pairs]
 
 
 def padded(nbytes: int) -> int:
-    """The bytes that an array takes in a message."""
+    """Gives the bytes that an array takes in a message, for its own number of bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -202,7 +202,7 @@ def receive_into(connection: socket.socket, buffer: memoryview) -> None:
 
 
 class FrameReader:
-    """Takes messages from a connection, and small ones together in one call of the system.
+    """Takes messages from a connection; reads small ones together in one system call.
 
     Args:
         connection: what nobody else reads.
@@ -211,7 +211,7 @@ class FrameReader:
     def __init__(self, connection: socket.socket):
         self._connection = connection
         self._memory = memoryview(bytearray(_READ_AHEAD))
-        #: Where what has been read and not been taken starts and ends.
+        #: The start and the end of the bytes that have been read and not been taken.
         self._start = self._end = 0
 
     def header(self) -> Header | None:
@@ -237,14 +237,14 @@ class FrameReader:
         return bytes(self._memory[self._start - nbytes : self._start])
 
     def take_into(self, buffer: memoryview) -> None:
-        """Fills a buffer with the bytes of a message; what has not come yet is read right there."""
+        """Fills a buffer with a message's bytes; those yet to come are read straight into it."""
         there = min(self._end - self._start, len(buffer))
         buffer[:there] = self._memory[self._start : self._start + there]
         self._start += there
         receive_into(self._connection, buffer[there:])
 
     def _fill(self, nbytes: int) -> None:
-        """Reads until so many bytes are there that have not been taken."""
+        """Reads until at least `nbytes` bytes are there that have not been taken."""
         there = self._end - self._start
         if there >= nbytes:
             return
@@ -258,7 +258,7 @@ class FrameReader:
 
 
 class EndOfStream(ConnectionError):
-    """A connection that ended after `received` of the bytes that were to come."""
+    """The error of a connection that ended after `received` of the expected bytes."""
 
     def __init__(self, received: int, wanted: int):
         super().__init__(f"the connection ended after {received} of {wanted} bytes")

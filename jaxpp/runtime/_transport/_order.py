@@ -1,4 +1,4 @@
-"""One order of all transfers of a step, for transports that need every rank to keep to it."""
+"""One order of all transfers of a step, for transports that need the same order on all ranks."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from jaxpp.runtime._worker import interleave
 def transfer_order(programs: Sequence[Program]) -> tuple[Message, ...]:
     """Gives the messages of all ranks in the order of their sends in one serial run of the step.
 
-    A transfer between devices keeps both ranks until both are at it, so ranks that meet transfers
-    in different orders wait for each other. They cannot where each takes its own in this order:
-    the first transfer that is not done is the next of both its ranks, and what its sender computes
-    before it needs only transfers that come earlier. The order is free as long as a send comes
-    after all that its rank receives before it; that of a run in which each computation takes one
-    unit of time delays transfers little.
+    A transfer between devices holds both ranks until both have come to it. So ranks that meet
+    transfers in different orders wait for each other for ever. With this order they cannot: the
+    first transfer that is not done is the next one of both its ranks, and its sender needs only
+    earlier transfers to compute it. Any order is right in which a send comes after all that its
+    rank receives before it. This one is that of a run in which each computation takes one unit of
+    time, which delays transfers little.
 
     Args:
         programs: of all ranks.

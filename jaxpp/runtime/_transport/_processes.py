@@ -1,4 +1,4 @@
-"""The processes of the ranks as one system of JAX's, for transfers from device to device."""
+"""Joins processes by `jax.distributed`: all, to transfer between devices, or those of a rank."""
 
 import collections
 import contextlib
@@ -14,7 +14,7 @@ from jaxpp.runtime._homes import Home, home_over
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this host that nothing listens on.
+    """Finds a port of this host that nothing listens on.
 
     Example:
         >>> 0 < free_port() < 65536
@@ -35,9 +35,9 @@ def join_processes(
 ) -> None:
     """Joins this process with those of the other ranks; JAX must not have been used before.
 
-    Once joined, SIGTERM does not end the process (JAX takes it for the announcement of a
-    preemption), and the death of one process ends the others: at once where it is process 0, which
-    has the coordinator, else when its heartbeat has been missed for so long.
+    Once joined, SIGTERM does not end the process, for JAX takes it as the notice of a preemption.
+    The death of one process ends the others: at once if it is process 0, which has the coordinator,
+    else when its heartbeats have been missed for `heartbeat_timeout_seconds`.
 
     Args:
         coordinator: host and port at which process 0 listens, `"127.0.0.1:12345"`; not port 0.
@@ -46,7 +46,7 @@ def join_processes(
         host: the address of this host at which the others reach it.
         heartbeat_timeout_seconds: after how long without a sign of life a process counts as dead.
     """
-    # Where there is no NCCL, on CPU, JAX serves transfers at a socket; port 0 there hangs.
+    # On CPU, without NCCL, JAX serves transfers at a socket. With port 0 it hangs.
     jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{free_port(host)}")
     jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
     jax.distributed.initialize(
@@ -65,8 +65,8 @@ LEAVE_TIMEOUT = 1
 def join_rank(coordinator: str, num_processes: int, process_id: int, *, host: str) -> None:
     """Joins this process with the others of its rank; JAX must not have been used before.
 
-    As with `join_processes`, the death of process 0 ends the others. That of another one does not
-    until its heartbeats have been missed for 100 s; collectives with it fail at once.
+    As with `join_processes`, the death of process 0 ends the others at once. The death of another
+    one ends them when its heartbeats have been missed for 100 s; collectives with it fail at once.
 
     Args:
         coordinator: host and port at which process 0 listens.
@@ -87,13 +87,13 @@ def join_rank(coordinator: str, num_processes: int, process_id: int, *, host: st
 
 
 def leave_processes() -> None:
-    """Leaves the other processes of the rank, which leave too."""
+    """Leaves the other processes of the rank, which have to leave too."""
     with contextlib.suppress(Exception):  # one of them is gone
         jax.distributed.shutdown()
 
 
 def lost_in_collective(error: BaseException) -> bool:
-    """Whether an error says that another process of the rank was not there for a collective.
+    """Tells whether an error says that another process was missing in a collective.
 
     Example:
         >>> lost_in_collective(RuntimeError("Gloo AllGather failed: Connection closed by peer"))
@@ -103,7 +103,7 @@ def lost_in_collective(error: BaseException) -> bool:
 
 
 def rank_home(sizes: Mapping[str, int], rank: int) -> Home:
-    """The home of a rank whose processes `join_rank` has joined: devices process after process.
+    """Makes the home of a rank from its joined processes: their devices, process after process.
 
     Args:
         sizes: the axes inside the rank, and their sizes.
@@ -121,7 +121,7 @@ def rank_home(sizes: Mapping[str, int], rank: int) -> Home:
 
 
 def rank_homes(sizes: Mapping[str, int] | None = None) -> tuple[Home, ...]:
-    """The home of each rank: the first devices of each process that `join_processes` has joined.
+    """Makes the home of each rank: the first devices of each process that has been joined.
 
     Args:
         sizes: the axes inside a rank, and their sizes; by default it is one device.
@@ -144,7 +144,7 @@ def rank_homes(sizes: Mapping[str, int] | None = None) -> tuple[Home, ...]:
 def first_devices(
     devices: Sequence[Any], sizes: Mapping[str, int], rank: int, processes: int = 1
 ) -> list[Any]:
-    """As many of a process's devices as its rank needs, which has so many processes.
+    """Gives the first devices of a process: as many as its rank needs of each of its `processes`.
 
     Raises:
         ValueError: there are fewer.

@@ -1,4 +1,4 @@
-"""One epoch of a transport: its connections, and what has arrived over them."""
+"""One epoch of a transport: its connections, and the messages that have arrived over them."""
 
 import collections
 import contextlib
@@ -27,13 +27,13 @@ from jaxpp.runtime._transport._frames import (
     send_frame,
 )
 
-#: Which message: of which program, call and tag.
+#: A message by its program, call and tag.
 Key = tuple[int, int, int]
 
 
 @dataclasses.dataclass(slots=True)
 class Traffic:
-    """What has gone to a rank, and come from it."""
+    """Counts of the messages and bytes that went to a rank, and that came from it."""
 
     messages_sent: int = 0
     bytes_sent: int = 0
@@ -42,7 +42,7 @@ class Traffic:
 
 
 class Arrived(NamedTuple):
-    """A message that is there: its arrays, or its bytes where it is small or its types unknown.
+    """A message that has come in: its arrays, or its bytes if it is small or its types unknown.
 
     `start_ns` and `end_ns` are when its first byte was seen, and when it was ready.
     """
@@ -56,7 +56,7 @@ class Arrived(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A message that waits for its values and its turn."""
+    """A message that waits for its values, and for earlier messages."""
 
     header: Header
     arrays: list[Any]
@@ -64,11 +64,11 @@ class Outgoing(NamedTuple):
 
 
 class Session:
-    """What a transport does from one reset to the next; its threads know nothing else.
+    """The work of a transport from one reset to the next; its threads know nothing else.
 
-    Each connection has a thread that reads what comes, whether or not somebody waits for it, so
-    that two ranks that send to each other do not both wait to be read. Each rank that is sent to
-    has a thread that waits for the values, and writes them.
+    Each connection has a thread that reads messages, whether or not somebody waits for them. Else
+    two ranks that send to each other could both wait to be read. Each rank that gets messages has a
+    thread here that waits for their values and writes them.
 
     Args:
         rank: this rank.
@@ -99,14 +99,14 @@ class Session:
         self._open_to, self._on_failure, self._observe_sent = open_to, on_failure, observe_sent
         self._to_host = to_host
         self._lock = threading.Lock()
-        #: A message somebody waits for has arrived, or never will.
+        #: Signals that a message that somebody waits for has arrived, or never will.
         self._arrival = threading.Condition(self._lock)
-        #: A message has left.
+        #: Signals that a message has left, or the values of its arrays have been read.
         self._departure = threading.Condition(self._lock)
         self._wanted: set[Key] = set()
         self._mail: dict[Key, Arrived] = {}
         self._unsent = 0
-        #: The arrays whose values have not been read yet, by identity, and how often.
+        #: The number of unread uses of each array, by the array's id.
         self._unread: collections.Counter[int] = collections.Counter()
         self._senders: dict[int, _Sender] = {}
         self._links: dict[int, list[socket.socket]] = {}
@@ -117,7 +117,7 @@ class Session:
     # ---- sending --------------------------------------------------------------------------------
 
     def send(self, header: Header, arrays: list[Any], message: Message) -> None:
-        """Starts to send a message; one that is small and ready is written here and now."""
+        """Starts to send a message; writes a small one at once if it is ready."""
         rank = message.target
         if header.nbytes <= SMALL and self._can_write(rank) and all(map(_is_ready, arrays)):
             self._attempt(rank, self._send_now, rank, Outgoing(header, arrays, message))
@@ -131,7 +131,7 @@ class Session:
         sender.queue.put(Outgoing(header, arrays, message))
 
     def _can_write(self, rank: int) -> bool:
-        """Whether nothing else is being written to a rank, nor will be before the next send."""
+        """Tells whether nothing is being written to a rank, nor will be before the next send."""
         sender = self._senders.get(rank)
         return (
             sender is not None
@@ -142,7 +142,7 @@ class Session:
         )
 
     def _sender(self, rank: int) -> "_Sender":
-        """The sender to a rank; the lock is held."""
+        """Gives the sender to a rank; starts its thread if need be. The caller holds the lock."""
         if rank not in self._senders:
             sender = self._senders[rank] = _Sender()
             self._start(f"send-{self.rank}-{rank}", self._send_all, rank, sender)
@@ -154,7 +154,7 @@ class Session:
         thread.start()
 
     def _send_all(self, rank: int, sender: "_Sender") -> None:
-        """Sends what is in a queue, on a thread of its own."""
+        """Sends the messages of a queue, on a thread of its own."""
         while (item := sender.queue.get()) is not None:
             if isinstance(item, Outgoing):
                 self._attempt(rank, self._send_queued, rank, item)
@@ -164,10 +164,10 @@ class Session:
                     self._departure.notify_all()
             else:
                 self._attempt(rank, self._link, rank)
-            del item  # nothing here may hold the values while the thread waits for the next
+            del item  # it would hold the values while the thread waits for the next item
 
     def _attempt(self, rank: int, write: Callable[..., Any], *args: Any) -> None:
-        """Writes to a rank; an error is noted, and raised by what comes next."""
+        """Writes to a rank; notes an error, which later sends and receives raise."""
         try:
             write(*args)
         except OSError as error:
@@ -188,7 +188,7 @@ class Session:
         self._write(rank, item, values)
 
     def _values(self, rank: int, item: Outgoing) -> Sequence[Bytes]:
-        """Waits for the values of a message, and gives their bytes."""
+        """Waits for the values of a message; returns their bytes."""
         names = item.message.names
         try:
             values = [self._to_host(array).data for array in item.arrays]
@@ -243,7 +243,7 @@ class Session:
     # ---- receiving ------------------------------------------------------------------------------
 
     def receive(self, key: Key, source: int) -> Arrived:
-        """Waits for a message, and takes it."""
+        """Waits for a message; takes and returns it."""
         arrived = self._mail.pop(key, None)
         if arrived is None:
             with self._lock:
@@ -259,7 +259,7 @@ class Session:
 
         self._wanted.add(key)
         try:
-            # Who has not been heard of after a moment may be gone: a connection tells.
+            # A rank that is silent for a moment may be gone; an attempt to connect tells.
             if not self._arrival.wait_for(over, None if source in self._links else 0.05):
                 if source not in self._links:
                     self._sender(source).queue.put("connect")
@@ -268,7 +268,7 @@ class Session:
             self._wanted.discard(key)
 
     def serve(self, rank: int, link: socket.socket) -> None:
-        """Reads what comes over a connection, on the caller's thread, until it ends."""
+        """Reads the messages of a connection, on the caller's thread, until it ends."""
         self.threads.add(threading.current_thread())
         if self._register(rank, link):
             self._drain(rank, link)
@@ -308,7 +308,8 @@ class Session:
         if self._error is None:
             key = header.program, header.call, header.tag
             self._mail[key] = arrived
-            # Who waits notes what it wants before it looks: so one of the two sees the other.
+            # A thread that waits notes its key before it looks into the mail. So either this thread
+            # sees the key, or that thread sees the message.
             if key in self._wanted:
                 with self._lock:
                     self._arrival.notify_all()
@@ -316,7 +317,7 @@ class Session:
     # ---- connections ----------------------------------------------------------------------------
 
     def _link(self, rank: int) -> socket.socket | None:
-        """A connection to a rank, opened where there is none; None where it is too late."""
+        """Gives a connection to a rank, opens one if need be; None where it is too late."""
         with self._lock:
             if self._ended or self._error is not None or rank in self._lost:
                 return None
@@ -331,7 +332,7 @@ class Session:
         return link
 
     def _register(self, rank: int, link: socket.socket) -> bool:
-        """Notes a connection; False where the session has ended, and will not close it."""
+        """Notes a connection; False where the session has ended, which then will not close it."""
         with self._lock:
             if not self._ended:
                 self._links.setdefault(rank, []).append(link)
@@ -344,7 +345,7 @@ class Session:
     # ---- the end --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises what the session was aborted with, if it was."""
+        """Raises `Aborted` if the session was aborted."""
         if self._error is not None:
             raise Aborted(
                 f"The messages of rank {self.rank} were aborted: "
@@ -352,13 +353,13 @@ class Session:
             ) from self._error
 
     def _check(self, rank: int) -> None:
-        """Raises what keeps messages from going to a rank or coming from it."""
+        """Raises an error if messages can no longer go to a rank or come from it."""
         self.check()
         if rank in self._lost:
             raise PeerLost(rank, self._lost[rank])
 
     def lose(self, rank: int, reason: str) -> None:
-        """Notes that a rank is gone: whoever waits for it is told."""
+        """Notes that a rank is gone, and wakes all threads that wait for it."""
         with self._lock:
             if self._ended or self._error is not None or rank in self._lost:
                 return
@@ -368,7 +369,7 @@ class Session:
         self._on_failure(PeerLost(rank, reason))
 
     def abort(self, error: BaseException) -> None:
-        """Ends all that waits: it raises, with `error` as its cause."""
+        """Ends all waits: sends and receives raise, with `error` as their cause."""
         with self._lock:
             if self._ended or self._error is not None:
                 return
@@ -379,7 +380,7 @@ class Session:
         self._on_failure(error)
 
     def end(self) -> None:
-        """Closes the connections; the threads end when what they are about is over."""
+        """Closes the connections; each thread ends once its current work is over."""
         with self._lock:
             self._error = self._error or TransportError("it was reset or closed")
             self._ended = True
@@ -389,7 +390,7 @@ class Session:
             self._arrival.notify_all()
             self._departure.notify_all()
         for link in links:
-            with contextlib.suppress(OSError):  # the other end was faster
+            with contextlib.suppress(OSError):  # the other end may have closed it first
                 link.shutdown(socket.SHUT_RDWR)
         for sender in senders:
             sender.queue.put(None)
@@ -403,14 +404,14 @@ class Session:
 
 
 def _is_ready(array: Any) -> bool:
-    # Keys do not say so on all versions of JAX.
+    # On some versions of JAX, key arrays have no `is_ready`.
     return isinstance(array.dtype, np.dtype) and array.is_ready()
 
 
 class _Sender:
-    """What waits to be sent to one rank; `"connect"` opens the connection only, None ends it."""
+    """The queue of messages to one rank; `"connect"` only opens the connection, None ends it."""
 
     def __init__(self):
         self.queue: queue.SimpleQueue[Outgoing | str | None] = queue.SimpleQueue()
-        #: How many messages have not been written.
+        #: The number of messages that have not been written.
         self.unsent = 0

@@ -17,23 +17,23 @@ from jaxpp.runtime._transport._session import Session, Traffic
 
 
 class Recorder(Protocol):
-    """Takes down when messages were sent and received, in nanoseconds of `time.monotonic_ns`."""
+    """Records the times of sent and received messages, in nanoseconds of `time.monotonic_ns`."""
 
     def sent(self, call: int, message: Message, start_ns: int, end_ns: int) -> None:
-        """A message was written, from when on and until when."""
+        """Records that a message was written from `start_ns` to `end_ns`."""
         ...
 
     def received(self, call: int, message: Message, start_ns: int, end_ns: int) -> None:
-        """A message came in, from when on and until when."""
+        """Records that a message came in from `start_ns` to `end_ns`."""
         ...
 
 
 class SocketTransport:
     """Sends and receives arrays over sockets: Unix sockets on one host, TCP between hosts.
 
-    A send returns at once; threads wait for the values, write them, read what comes, and make
-    arrays of it. Ranks connect when they first have something to say to each other. What is read
-    is kept until it is received, so the schedule bounds how much that is.
+    A send returns at once. Threads wait for the values and write them; other threads read messages
+    and make their arrays. Two ranks connect when one first has a message for the other. A message
+    that has been read is kept until it is received, so the schedule bounds the number of these.
 
     Args:
         rank: this rank.
@@ -76,7 +76,7 @@ class SocketTransport:
     ):
         self.rank = rank
         self.kind: Kind = kind
-        #: Takes down when messages are sent and received, where it is not None.
+        #: Records the times of messages, where it is not None.
         self.recorder: Recorder | None = None
         #: Called, on some thread, with the error when a rank is lost or the transport aborts.
         self.on_failure: Callable[[BaseException], None] | None = None
@@ -85,7 +85,7 @@ class SocketTransport:
         self._pool = BufferPool()
         self._peers: dict[int, Addresses] = {}
         self._unpackers: dict[tuple[int, int], Unpacker | ShareUnpacker] = {}
-        #: The same by the identity of their message, which is kept so that it stays its own.
+        #: Unpackers by the id of their message; the message is kept, so that no other gets its id.
         self._known: dict[int, tuple[int, Message, Unpacker | ShareUnpacker]] = {}
         self._call, self._program = 0, 0
         self._closed = False
@@ -105,15 +105,15 @@ class SocketTransport:
             _shares.to_host if _shares.spans(self._home) else _array_types.to_host,
         )
 
-    # ---- who is where ---------------------------------------------------------------------------
+    # ---- addresses ------------------------------------------------------------------------------
 
     @property
     def addresses(self) -> Addresses:
-        """Where other ranks reach this one."""
+        """The addresses at which other ranks reach this one."""
         return self._listener.addresses
 
     def connect(self, peers: Mapping[int, Addresses]) -> None:
-        """Says where the other ranks are; connections are opened when they are needed."""
+        """Notes the addresses of the other ranks; connections are opened when they are needed."""
         self._peers = dict(peers)
 
     def _open_to(self, rank: int, epoch: int) -> socket.socket:
@@ -126,7 +126,7 @@ class SocketTransport:
         return _connections.connect(hello, self._peers[rank], self._secret, self.kind)
 
     def _admit(self, hello: Hello) -> bool:
-        """Waits until this rank is in a peer's epoch; False where it has been."""
+        """Waits until this rank is in a peer's epoch; False where it has left that epoch."""
         with self._epoch_begins:
             self._epoch_begins.wait_for(
                 lambda: self._closed or self._session.epoch >= hello.epoch,
@@ -142,9 +142,10 @@ class SocketTransport:
     # ---- messages -------------------------------------------------------------------------------
 
     def expect(self, messages: Iterable[Message], program: int = 0) -> None:
-        """Says which messages a program has, sent and received, so that they can be read ahead.
+        """Registers the messages that this rank sends and receives in a program.
 
-        Without it arrays are made when they are received, on the thread that receives them.
+        Arrays of large registered messages are made as they come in. Those of other messages are
+        made on the thread that receives them.
         """
         for message in messages:
             unpack = Unpacker.of(message, self._home)
@@ -162,9 +163,9 @@ class SocketTransport:
         return Unpacker.of(message, self._home) if known is None else known[2]
 
     def begin(self, call: int, program: int = 0, before: Iterable[Message] = ()) -> None:
-        """Says to which call, of which program, the next messages belong; `before` does not matter.
+        """Sets the call and the program of the next messages; ignores `before`.
 
-        (Other transports need to know what is sent besides, ahead of the program's messages.)
+        Other transports need `before`, the messages that go ahead of the program's own.
         """
         self._call, self._program = call, program
 
@@ -180,7 +181,7 @@ class SocketTransport:
         self._session.send(header, unpack.prepared(arrays), message)
 
     def receive(self, message: Message) -> list[Any]:
-        """Waits for a message, and gives its arrays.
+        """Waits for a message; returns its arrays.
 
         Raises:
             PeerLost: if the rank that sends it is gone.
@@ -203,15 +204,15 @@ class SocketTransport:
         return unpack(arrived.buffer) if arrived.arrays is None else arrived.arrays
 
     def settle(self, arrays: list[Any]) -> None:
-        """Waits until none of some arrays is still to be read for a send.
+        """Waits until the sends have read the values of some arrays.
 
-        Once a value has been read its array may be donated: what is being written stays as it is.
-        Donated before it fails the send.
+        Once its value has been read, an array may be donated: the bytes being written stay
+        unchanged. If it is donated before, its send fails.
         """
         self._session.wait_for_values(arrays)
 
     def flush(self) -> None:
-        """Waits until all that was sent has left.
+        """Waits until all messages have left.
 
         Raises:
             Aborted: if the transport was aborted, or a value to send could not be computed.
@@ -225,7 +226,7 @@ class SocketTransport:
 
     @property
     def traffic(self) -> Mapping[int, Traffic]:
-        """What has gone to each rank and come from it since the last reset."""
+        """The traffic to and from each rank since the last reset."""
         return dict(self._session.traffic)
 
     # ---- failure, and the end -------------------------------------------------------------------
@@ -235,17 +236,17 @@ class SocketTransport:
             self.on_failure(error)
 
     def abort(self, error: BaseException) -> None:
-        """Ends what waits here: sends and receives raise `Aborted`, with `error` as the cause.
+        """Ends all waits here: sends and receives raise `Aborted`, with `error` as the cause.
 
-        Other ranks are not told. From then on all sends and receives raise, until the next reset.
+        Other ranks are not told. All sends and receives raise until the next reset.
         """
         self._session.abort(error)
 
     def reset(self, epoch: int, peers: Mapping[int, Addresses] | None = None) -> None:
-        """Starts afresh after a failure, with new connections: what was on its way is dropped.
+        """Starts afresh after a failure, with new connections; drops messages on their way.
 
-        Abort all ranks before the first is reset, so that none takes the end of its connections
-        for the loss of a rank.
+        Abort all ranks before the first one is reset. Else a rank would take the end of its
+        connections for the loss of a rank.
 
         Args:
             epoch: a number that has not been used; the same on all ranks.
@@ -263,7 +264,7 @@ class SocketTransport:
             self._epoch_begins.notify_all()
 
     def close(self) -> None:
-        """Ends all connections and threads; what waits raises `Aborted`."""
+        """Ends all connections and threads; waiting sends and receives raise `Aborted`."""
         if self._closed:
             return
         with self._epoch_begins:
