@@ -1,4 +1,4 @@
-"""What every schedule is: a frozen dataclass that gives a table for any size."""
+"""`Schedule`: the base of all schedules, frozen dataclasses that give a table for any size."""
 
 import abc
 import dataclasses
@@ -10,11 +10,11 @@ from jaxpp.schedules._table import Table, Task
 
 @dataclasses.dataclass(frozen=True)
 class Schedule(abc.ABC):
-    """A rule that orders the tasks of a pipeline: a value, compared and hashed by its knobs.
+    """A rule that orders the tasks of a pipeline: a value, compared and hashed by its fields.
 
-    A new schedule is a frozen dataclass with one method, `orders`. Where a rank runs several
-    stages, it has the field `stages_per_rank` too, and where stage `s` is not on rank `s % p`, the
-    method `placement`. Where not all sizes are possible, `broken_rule` says so.
+    A new schedule is a frozen dataclass with one method, `orders`. It has the field
+    `stages_per_rank` too where a rank runs several stages, and the method `placement` where stage
+    `s` is not on rank `s % p`. Where not all sizes are possible, it has the method `broken_rule`.
 
     >>> import dataclasses
     >>> from jaxpp.schedules import Kind
@@ -71,11 +71,11 @@ class Schedule(abc.ABC):
         return ()
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
-        """Says which rule a size breaks, as `"num_microbatches to be even"`; by default none."""
+        """Names the rule that a size breaks, as `"num_microbatches to be even"`; else None."""
         return None
 
     def num_ranks(self, num_stages: int) -> int:
-        """Says how many ranks this schedule puts a number of stages on.
+        """Gives the number of ranks that this schedule puts a number of stages on.
 
         Args:
           num_stages: the number of stages; a multiple of `stages_per_rank`.
@@ -141,7 +141,7 @@ class Schedule(abc.ABC):
         )
 
     def _nearest_valid(self, num_ranks: int, num_microbatches: int) -> str:
-        """Names the valid sizes next to one that is not: fewer or more of one thing."""
+        """Names the nearest valid sizes: fewer or more microbatches, or else ranks."""
         most = 4 * max(num_ranks, num_microbatches) + 64
 
         def near(number: int, valid) -> list[int]:

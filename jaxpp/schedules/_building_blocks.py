@@ -1,14 +1,14 @@
 """Schedules on a V made of building blocks: V-Half, V-Min and 1F1B-V.
 
 The method is that of Qi et al., arXiv 2405.15362 (building blocks, and to repeat, squeeze and
-reorder them): a block has the tasks of one microbatch, each in a time slot, and how long it holds
-activations says what the schedule's peak is. Here a rank has 6 slots' work for a microbatch: F, I
+reorder them). A block has the tasks of one microbatch, each in a time slot. The time for which it
+holds activations gives the schedule's peak. Here a rank has 6 slots' work for a microbatch: F, I
 and W of two stages.
 
-1. Repeat: the block of the next microbatch starts 6 slots after that of the last. Weight gradients
-   go in the first slots left free.
-2. Reorder: before and after the steady phase there are free slots; what comes later moves into
-   them as far as its inputs and the same peak allow.
+1. Repeat: the block of the next microbatch starts 6 slots after that of the one before. Weight
+   gradients go in the first slots left free.
+2. Reorder: before and after the steady phase there are free slots. Later tasks move into them as
+   far as their inputs and the same peak allow.
 3. Squeeze: each rank keeps its order and waits for nothing but its inputs.
 4. Once a rank has no forward left, its I go as early as they can, and W where there is room.
 """
@@ -36,7 +36,7 @@ _CHANGE = {Kind.F: 1, Kind.I: 0, Kind.W: -1, Kind.B: -1}
 class VBuildingBlock(Schedule):
     """A schedule that repeats one block on a V: rank r has the stages r and 2p-1-r.
 
-    A subclass gives the block with `offsets`, and is made for any m.
+    A subclass gives the block with `offsets`, for any m.
 
     Args:
       reorder_steady: whether tasks of the steady phase move into free slots too.
@@ -54,8 +54,9 @@ class VBuildingBlock(Schedule):
     def offsets(self, num_ranks: int) -> list[tuple[int, int, int, int]]:
         """Gives, for each rank, the slots in which a block's tasks begin.
 
-        They are the forward of its stage on the way down and of that on the way up, then the
-        backward of the second and of the first. On each rank no two may overlap modulo 6.
+        The tasks are the forward of the rank's stage on the way down, the forward of its stage on
+        the way up, the backward of the second of these stages, and the backward of the first. On
+        each rank no two may overlap modulo 6.
         """
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -69,7 +70,7 @@ class VBuildingBlock(Schedule):
         steady = _steady_phase(slots[0], num_microbatches, self.backward)
         slots = _squeeze(_reorder(slots, lambda _, slot: self.reorder_steady or slot not in steady))
         if self.backward is Kind.I:
-            # After its last F a rank has no use for what a W frees, but others wait for its I.
+            # After its last F a rank does not need memory that a W frees; others wait for its I.
             without = _drop_late_weight_gradients(slots)
             slots = _reorder(without, lambda task, _: task.kind is Kind.I)
             _add_weight_gradients(slots)
@@ -176,7 +177,7 @@ class OneFOneBV(VBuildingBlock):
 def _repeat(
     offsets: Sequence[tuple[int, int, int, int]], num_microbatches: int, backward: Kind
 ) -> Slots:
-    """Puts a block in its slots for each microbatch."""
+    """Puts a block into its slots for each microbatch."""
     p = len(offsets)
     slots: Slots = []
     for rank, (down, up, back_down, back_up) in enumerate(offsets):
@@ -198,13 +199,13 @@ def _repeat(
 
 
 def _steady_phase(first_rank: dict[Task, int], num_microbatches: int, backward: Kind) -> range:
-    """The slots from the first microbatch's last task to the last one's first; both stay too."""
+    """Gives the slots from the first microbatch's last backward to the last one's first forward."""
     end_of_first = first_rank[Task(backward, 0, 0)]
     return range(end_of_first, first_rank[Task(Kind.F, 0, num_microbatches - 1)] + 1)
 
 
 def _add_weight_gradients(slots: Slots) -> None:
-    """Puts each `W` that is not there in the first free slot after its `I`."""
+    """Puts each missing `W` into the first free slot after its `I`."""
     for own in slots:
         there = {task for task in own if task.kind is Kind.W}
         at = {slot: task for task, slot in own.items()}
@@ -222,7 +223,7 @@ def _add_weight_gradients(slots: Slots) -> None:
 
 
 def _drop_late_weight_gradients(slots: Slots) -> Slots:
-    """Leaves out each `W` that runs after its rank's last `F`."""
+    """Leaves out each `W` that comes after its rank's last `F`."""
     kept: Slots = []
     for own in slots:
         last = max(slot for task, slot in own.items() if task.kind is Kind.F)
@@ -267,7 +268,7 @@ def _reorder(slots: Slots, moves: Callable[[Task, int], bool]) -> Slots:
 
 
 def _held(own: dict[Task, int]) -> list[int]:
-    """What a rank holds in each slot, and in one more, where `F` adds and the end of `W` frees."""
+    """Counts a rank's activations in each slot and one more: `F` adds; `W`'s or `B`'s end frees."""
     length = max(slot + _LENGTH[task.kind] for task, slot in own.items())
     change = [0] * (length + 1)
     for task, slot in own.items():
@@ -281,7 +282,7 @@ def _mark(busy: bytearray, slot: int, task: Task, value: int) -> None:
 
 
 def _inputs(task: Task, last_stage: int) -> Iterator[Task]:
-    """What a task comes after: what it reads, and its like for the microbatch before."""
+    """Gives the tasks before a task: its inputs, and its like of the microbatch before."""
     kind, stage, i = task.kind, task.stage, task.microbatch
     if i > 0:
         yield Task(kind, stage, i - 1)
@@ -296,7 +297,7 @@ def _inputs(task: Task, last_stage: int) -> Iterator[Task]:
 
 
 def _squeeze(slots: Slots) -> Slots:
-    """Starts each task as soon as its rank, in the order it has, and its inputs allow."""
+    """Starts each task as soon as its rank, in an unchanged order, and its inputs allow."""
     ranks = tuple(map(tuple, _orders(slots)))
     microbatches = 1 + max(task.microbatch for task in ranks[0])
     numbered = number(Table(ranks, 2 * len(slots), microbatches))

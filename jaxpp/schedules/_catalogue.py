@@ -1,4 +1,4 @@
-"""The schedules by the name that a command line gives them."""
+"""The schedules by their names on a command line."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Checks a table before anything runs it, and gives one order in which to run it."""
+"""Checks a table before it is run, and gives one order in which to run it."""
 
 import bisect
 import dataclasses
@@ -33,10 +33,10 @@ def check(
     """Checks that a table is complete, consistent, free of deadlock, and fits in memory.
 
     Each stage has a forward of each microbatch, and a backward, whole (`B`) or in halves (`I` and
-    `W`), unless the table is forward only; all on one rank, or on one for each direction; each task
-    once, after what it depends on. A task that overlaps is followed by one of another stage or
-    microbatch, which does not wait for it. Deadlocks are found by executing the ranks' orders
-    against each other.
+    `W`), unless the table is forward only. All tasks of a stage are on one rank, or on one for each
+    direction. Each task is there once, after the tasks that it depends on. A task that overlaps is
+    followed by one of another stage or microbatch, which does not wait for it. Deadlocks are found
+    by running the ranks' orders against each other.
 
     Args:
       table: the table.
@@ -101,13 +101,13 @@ def execution_order(
     result = run(numbered, [2.0 if task.kind is Kind.B else 1.0 for task in numbered.tasks])
     if result.blocks:
         raise explain_blocks(table, result.blocks)
-    # Every cost is positive, so what a task depends on starts before it.
+    # Every cost is positive, so a task starts after the start of all that it depends on.
     order = sorted(range(len(numbered.tasks)), key=lambda n: (result.starts[n], n))
     return tuple((numbered.rank_of[n], numbered.tasks[n]) for n in order)
 
 
 def explain_blocks(table: Table, blocks: Sequence[Block]) -> ScheduleError:
-    """Says why ranks are stuck: a dependency that nothing runs, or a cycle between them."""
+    """Makes the error of stuck ranks: for a dependency that no rank runs, or a cycle of ranks."""
     places = {task: (r, n) for r, tasks in enumerate(table.ranks) for n, task in enumerate(tasks)}
     for block in blocks:
         if block.needs not in places:
@@ -141,7 +141,7 @@ def _check_placement(table: Table) -> None:
 
 
 def _check_each_task(table: Table, allowed: frozenset[Kind]) -> _Rows:
-    """Checks tasks one by one: wanted, in range, on a rank of their stage, and there once."""
+    """Checks each task: its kind is wanted, it is in range, on a rank of its stage, there once."""
     count = table.num_microbatches
     rows: _Rows = {}
     owners: dict[int, tuple[int, Task]] = {}
@@ -181,7 +181,7 @@ def _wrong_place(
     rank: int,
     task: Task,
 ) -> str | None:
-    """Says why a rank may not run a kind of task of a stage, if so; `owners` collects ranks."""
+    """Tells the reason why a rank may not run a task, or None; `owners` collects stages' ranks."""
     where = f"{task.describe()} of rank {rank}"
     if not 0 <= task.stage < table.num_stages:
         return (
@@ -239,7 +239,7 @@ def _check_complete(table: Table, rows: _Rows, allowed: frozenset[Kind], backwar
 def _incomplete(
     table: Table, stage: int, microbatch: int, backward: bool, halves: bool
 ) -> ScheduleError:
-    """Says what a stage lacks of a microbatch; `halves` is how it does its other backwards."""
+    """Makes the error of an incomplete microbatch; with `halves`, other backwards are split."""
     has = {kind for kind in Kind if Task(kind, stage, microbatch) in table.tasks}
     home = _home(table, stage, microbatch)
     rank = "a rank" if home is None else f"rank {home}"
@@ -275,7 +275,7 @@ def _home(table: Table, stage: int, microbatch: int) -> int | None:
 
 
 def _place_for(order: Sequence[Task], missing: Task) -> int:
-    """Where a task would go: between those of its kind for the microbatches next to it."""
+    """Finds the place for a missing task: next to its kind's task of a neighbouring microbatch."""
     for neighbour, after in ((missing.microbatch - 1, 1), (missing.microbatch + 1, 0)):
         task = dataclasses.replace(missing, microbatch=neighbour)
         if task in order:
@@ -365,7 +365,7 @@ def _check_memory(table: Table, memory: Memory, limit: float | Sequence[float]) 
 
 
 def _locate(table: Table, n: int) -> tuple[int, int]:
-    """The rank and the place there of a task, from its number."""
+    """Finds the rank of a task, and its place there, from its number."""
     firsts = [0, *itertools.accumulate(len(order) for order in table.ranks)]
     rank = bisect.bisect_right(firsts, n) - 1
     return rank, n - firsts[rank]

@@ -54,11 +54,11 @@ def merge_pipelines(
     """Merges pipelines that share the ranks, as Chimera and Hanayo do, slot by slot.
 
     A slot is the time of one task, forward or backward. A microbatch goes forward one stage a slot,
-    then backward one stage a slot, and the next one of its direction follows two slots later. A
-    unit is as many microbatches as there are ranks, shared out among the directions; the next unit
-    starts when a rank could have run the tasks of this one without a break. No rank then has two
-    tasks in a slot: of the tasks of a rank in slots of one parity, each stage takes up where
-    another has left off, from one unit to the next.
+    then backward one stage a slot. The next one of its direction follows two slots later. A unit is
+    as many microbatches as there are ranks, shared out among the directions. The next unit starts
+    after as many slots as a rank has tasks in this one. Then no rank has two tasks in a slot: in
+    the slots of one parity, each stage of a rank begins where another stage has ended, from one
+    unit to the next.
 
     Args:
       placement: for each direction, the rank of each stage.

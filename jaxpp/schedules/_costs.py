@@ -1,4 +1,4 @@
-"""What tasks cost: time, transfers and memory, each a value that a table is judged by."""
+"""Cost models: the time of tasks and of transfers, and the memory that tasks hold."""
 
 import dataclasses
 import math
@@ -17,8 +17,8 @@ Link = float | Callable[[int, int], float]
 class Costs:
     """The time of each task and of each transfer, in any one unit.
 
-    A cost is a number, one number for each stage, or a function of the task. It is that of one
-    task: where a rank has `v` stages, 1/v of what the rank computes for a microbatch, as
+    A cost is a number, one number for each stage, or a function of the task. It is the cost of one
+    task. Where a rank has `v` stages, that is 1/v of the rank's work for a microbatch, as
     `divided(v)` gives it.
 
     Args:
@@ -103,7 +103,7 @@ class Costs:
         return value
 
     def transfer(self, task: Task, source: int, target: int) -> float:
-        """Gives the time for what a task makes to reach another rank."""
+        """Gives the time that a task's result takes to reach another rank."""
         latency, bandwidth = (
             float(link(source, target)) if callable(link) else link
             for link in (self.latency, self.bandwidth)
@@ -117,11 +117,11 @@ class Costs:
 
     @property
     def moves_for_free(self) -> bool:
-        """Whether no transfer takes any time."""
+        """Tells whether no transfer takes any time."""
         return self.latency == 0.0 and (self.bandwidth == math.inf or self.edge_bytes == 0.0)
 
     def divided(self, stages_per_rank: int) -> "Costs":
-        """Gives the costs of a stage where these are those of a rank of several equal stages.
+        """Gives the costs of one stage, from the costs of a rank with several equal stages.
 
         >>> Costs(forward=3.0).divided(2).forward
         1.5
@@ -147,10 +147,10 @@ class Costs:
 
 @dataclass(frozen=True)
 class Memory:
-    """What each task adds to what its rank holds (above 0), or frees (below 0), in any one unit.
+    """A memory model: each task adds to its rank's memory (above 0) or frees some (below 0).
 
-    What a task adds is held from its start, what it frees from its end. The default counts
-    activations: one from the `F` of a stage and microbatch to its `W` or `B`.
+    All changes are in any one unit. A task adds at its start, and frees at its end. The default
+    counts activations: one from the `F` of a stage and microbatch to its `W` or `B`.
 
     Args:
       forward: the change by an `F`.
@@ -183,9 +183,9 @@ class Memory:
         return sum(self.of(half) for half in halves)
 
     def peaks(self, table: Table) -> tuple[float, ...]:
-        """Gives the most that each rank holds at once; its order decides, no clock is needed.
+        """Gives the most that each rank holds at once, from its order alone, without a clock.
 
-        A table that is forward only drops what each task makes at its end.
+        A table that is forward only drops the result of each task at the task's end.
 
         >>> from jaxpp.schedules import OneFOneB
         >>> Memory().peaks(OneFOneB().table(num_stages=4, num_microbatches=8))
@@ -194,9 +194,9 @@ class Memory:
         return tuple(max(self.held(table, rank), default=0.0) for rank in range(table.num_ranks))
 
     def held(self, table: Table, rank: int) -> list[float]:
-        """Gives what a rank holds while each of its tasks runs, in order.
+        """Gives the memory that a rank holds while each of its tasks runs, in order.
 
-        Two tasks that overlap hold what either adds, until both have ended.
+        While two tasks overlap, the rank holds what both add.
         """
         order = table.ranks[rank]
         changes = of_each(self, order)
@@ -216,7 +216,7 @@ class Memory:
 
 
 def of_each(model: Costs | Memory, tasks: Sequence[Task]) -> list[float]:
-    """Gives what a model says of each task; once where it is the same for all microbatches.
+    """Gives the value of a model for each task; asks once where all microbatches have the same.
 
     >>> of_each(Memory(), [Task(Kind.F, 0, 0), Task(Kind.B, 0, 0)])
     [1.0, -1.0]
@@ -236,7 +236,7 @@ def of_each(model: Costs | Memory, tasks: Sequence[Task]) -> list[float]:
 
 
 def _evaluate(cost: Cost, task: Task, name: str = "") -> float:
-    """A cost of a task; a named one must be a time or a size: finite and not negative."""
+    """Evaluates a cost for a task; a named cost must be a time or a size: finite, not negative."""
     if isinstance(cost, (int, float)):
         value = float(cost)
     elif callable(cost):

@@ -1,4 +1,4 @@
-"""Tables as torch writes them: a row a rank, a cell a task, its stage first."""
+"""Tables in torch's CSV format: a row for each rank, a cell for each task, its stage first."""
 
 import csv
 import re
@@ -9,8 +9,8 @@ from jaxpp.schedules._table import Kind, Table, Task
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
 _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
-# What torch adds when it lowers a schedule: transfers and what its sharded parameters need. Here
-# these follow from the data flow.
+# Actions that torch adds when it lowers a schedule: transfers, and those for sharded parameters.
+# Here these follow from the data flow.
 _IMPLIED = re.compile(r"((WAIT_)?(SEND|RECV)_[FB]|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)")
 
 
@@ -19,8 +19,8 @@ def to_csv(table: Table) -> str:
 
     Each row is a rank, each cell a task: `2F5` is the forward of microbatch 5 on stage 2; `B` is a
     full backward, `I` and `W` its halves; tasks that overlap share a cell, `(0F1;7B0)OVERLAP_F_B`.
-    There is no clock in it, nor the table's placement or stage inputs; torch itself reads only
-    tables that have each stage on one rank.
+    The format has no clock, and does not have the table's placement or stage inputs. Torch itself
+    reads only tables that have each stage on one rank.
 
     Args:
       table: the table.
@@ -56,9 +56,9 @@ def from_csv(
 ) -> Table:
     r"""Reads a table from the CSV format of torch's pipelines: see `to_csv`.
 
-    Empty cells, which are torch's idle steps, are skipped, and so are its transfers and what it
-    does for sharded parameters (`1SEND_F0`, `0UNSHARD`, `0REDUCE_GRAD`): here these follow from the
-    data flow. So a file may be of torch's `compute_only` or `compute_comms` format.
+    Empty cells, which are torch's idle steps, are skipped. So are its transfers, and its actions
+    for sharded parameters (`1SEND_F0`, `0UNSHARD`, `0REDUCE_GRAD`): here these follow from the data
+    flow. So a file may be of torch's `compute_only` or `compute_comms` format.
 
     Args:
       text: the text of the file.
@@ -98,7 +98,7 @@ def _cell(words: list[str]) -> str:
 
 
 def _read(action: str, where: str) -> list[Task]:
-    """Reads one of torch's actions: no task, or one."""
+    """Reads one of torch's actions: gives one task, or none."""
     match = _ACTION.fullmatch(action)
     if match and match[2] in Kind.__members__ and match[3]:
         return [Task(Kind(match[2]), int(match[1]), int(match[3]))]

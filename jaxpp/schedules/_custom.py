@@ -14,8 +14,8 @@ _TORCH = re.compile(r"(\d+)([FBIW])(\d+)")
 class FromTable:
     """A schedule of one size: the table that it was made from.
 
-    The table may be a list of tasks (`from_tasks`), a file (`from_csv`), or what another program
-    has found. `check` says whether it can be run.
+    The table may come from a list of tasks (`from_tasks`), a file (`from_csv`), or another program.
+    `check` says whether it can be run.
 
     Args:
       given: the table.

@@ -12,7 +12,7 @@ from jaxpp.schedules._table import Kind, Task
 
 @dataclasses.dataclass(frozen=True)
 class _EightSteps(Schedule):
-    """What the two forms share: `_ranks` gives each rank's tasks, and those that overlap."""
+    """The common part of both forms: `_ranks` gives each rank's tasks, and those that overlap."""
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
         """Gives the tasks of each rank: see `Schedule.orders`."""
@@ -71,7 +71,7 @@ class DualPipe(_EightSteps):
     def _ranks(self, num_ranks: int, num_microbatches: int):
         depth, half = num_ranks // 2, num_microbatches // 2
         for rank in range(num_ranks):
-            # Phase 0 of a rank is the direction that comes from the end which is nearer to it.
+            # Phase 0 of a rank is the direction that comes from the end nearer to the rank.
             near = min(rank, num_ranks - 1 - rank)
             stages = near, num_ranks - 1 - near
             firsts = (0, half) if rank < depth else (half, 0)
@@ -126,7 +126,7 @@ def _steps(rank: int, depth: int, count: int) -> list[str]:
     inner = depth - 1 - rank  # the ranks between this one and the middle
     main = ["F0&B1", "F1&B0"] * (count - 2 * depth + rank + 1)
     if inner == 0:
-        main[:1] = ["F0", "B1"]  # apart, as in the source: what each makes goes on at once
+        main[:1] = ["F0", "B1"]  # apart, as in the source, so that each result is sent at once
     late = ["1", "0"] * (rank + 1)
     return [
         *["F0"] * (2 * inner),

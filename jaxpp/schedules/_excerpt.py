@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from jaxpp.schedules._table import Table, Task
 
 _NEIGHBOURS = 2  # ranks shown on each side of a fault
-_REACH = 3  # tasks shown on each side of it
+_REACH = 3  # tasks shown on each side of a fault
 _MOST_RANKS = 64
 
 
@@ -18,8 +18,8 @@ def excerpt(
 ) -> str:
     """Writes the orders of some ranks around the tasks at fault, one line for each rank.
 
-    The ranks next to one at fault are there, too, where it is alone; the line of each is aligned
-    with the task of the same kind and microbatch.
+    Where one rank alone is at fault, the ranks next to it are shown, too. Each line is aligned by
+    its task of the same kind and microbatch.
 
     Args:
       table: the table.
@@ -64,7 +64,7 @@ def excerpt(
 
 
 def _place_of(order: Sequence[Task], like: Task) -> int:
-    """The place of what has the kind and microbatch of a task of another rank, or else 0."""
+    """Finds the task with the kind and microbatch of another rank's task; its place, or else 0."""
     same = (
         n for n, t in enumerate(order) if (t.kind, t.microbatch) == (like.kind, like.microbatch)
     )
@@ -74,7 +74,7 @@ def _place_of(order: Sequence[Task], like: Task) -> int:
 def _window(
     order: Sequence[Task], middle: int, marked: Sequence[int], missing: Task | None
 ) -> list[str]:
-    """The tasks around a place, each in a cell, between marks of what is cut off."""
+    """Writes the tasks around a place, each in a cell, with marks where tasks are cut off."""
     first, last = middle - _REACH, middle + _REACH
     cells = ["... " if first > 0 else ""]
     for place in range(first, last + 1):

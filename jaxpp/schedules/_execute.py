@@ -1,17 +1,17 @@
-"""Runs a table as its ranks would: each in its own order, each task after what it depends on."""
+"""Runs a table as its ranks would: each in its own order, each task after its inputs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpp.schedules._table import Kind, Table, Task
 
-#: For a kind of task of a stage, those it reads from, of the same microbatch.
+#: For a kind of task of a stage, the kinds and stages that it reads from, of the same microbatch.
 Dependencies = Mapping[tuple[Kind, int], Sequence[tuple[Kind, int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A rank that cannot go on: `task` is its next one, and `needs` has not been run."""
+    """A rank that is stuck: `task` is its next task; its input `needs` has not been run."""
 
     rank: int
     task: Task
@@ -23,10 +23,10 @@ def stage_dependencies(
 ) -> Dependencies:
     """Gives the dependencies of a table's tasks from the graph of its stages.
 
-    `F` needs the `F` of each stage that it reads from; `B` and `I` need the `F` of their own stage
-    and the `B`, or the `I` where the backward is split, of each stage that reads from it; `W` needs
-    the `I` of its own stage. A stage whose backward is split for some microbatches only is read
-    from in either form: what the table does not have is no dependency.
+    `F` needs the `F` of each stage that it reads from. `B` and `I` need the `F` of their own stage.
+    They also need the backward of each stage that reads from theirs: its `B`, or its `I` where it
+    is split. `W` needs the `I` of its own stage. Where some microbatches have a `B` and others an
+    `I`, the form that the table does not have for a microbatch is no dependency.
 
     Args:
       table: the table.
@@ -62,14 +62,14 @@ def stage_dependencies(
 class Numbered:
     """A table with its tasks numbered, rank after rank, each with the numbers of its inputs.
 
-    A unit is what a rank runs at once: one task, or two that overlap.
+    A unit of a rank is one task, or two that overlap.
     """
 
     tasks: tuple[Task, ...]
     rank_of: tuple[int, ...]
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     needs: tuple[tuple[int, ...], ...]
-    #: For a task that has one, an input that no rank makes, in any of the forms it may have.
+    #: For a task, an input that no rank makes in any form, if it has such an input.
     absent: Mapping[int, Task]
 
 
@@ -108,7 +108,7 @@ def number(table: Table, dependencies: Dependencies | None = None, join: bool = 
 
 
 def _rows(tasks: Sequence[Task], num_microbatches: int) -> dict[tuple[Kind, int], list[int]]:
-    """For each kind and stage, the number of each microbatch's task; -1 where there is none."""
+    """Gives for each kind and stage the number of each microbatch's task; -1 if there is none."""
     rows: dict[tuple[Kind, int], list[int]] = {}
     for n, task in enumerate(tasks):
         key = (task.kind, task.stage)
@@ -125,7 +125,7 @@ def _rows(tasks: Sequence[Task], num_microbatches: int) -> dict[tuple[Kind, int]
 
 
 def _choices(needs: Sequence[tuple[Kind, int]]) -> list[list[tuple[Kind, int]]]:
-    """What a task needs, grouped: of a stage's `B` and `I` the table has one or the other."""
+    """Groups the needs of a task by input: a stage's `B` and `I` are two forms of one input."""
     choices: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
     for kind, stage in needs:
         backward = kind in (Kind.B, Kind.I)
@@ -136,7 +136,7 @@ def _choices(needs: Sequence[tuple[Kind, int]]) -> list[list[tuple[Kind, int]]]:
 def _made(
     choice: Sequence[tuple[Kind, int]], rows: Mapping[tuple[Kind, int], list[int]], count: int
 ) -> list[int]:
-    """For each microbatch, the number of the task that makes an input; -1 where none does."""
+    """Gives for each microbatch the number of the task that makes an input; -1 if none does."""
     made = [rows[form] for form in choice if form in rows] or [[-1] * count]
     return made[0] if len(made) == 1 else [max(forms) for forms in zip(*made, strict=True)]
 
@@ -160,9 +160,9 @@ def _units(
 
 @dataclass(frozen=True)
 class Run:
-    """When each task ran, by number; `gates` are the tasks that each waited for last, or -1.
+    """The times of tasks, by number; `gates` are the tasks that each waited for last, or -1.
 
-    The gate of a task is the one before it on its rank, or an input; none where it starts at once.
+    The gate of a task is the task before it on its rank, or an input; -1 where it starts at once.
     """
 
     starts: list[float]
@@ -195,10 +195,10 @@ def run(
     if absent:
         needs = [(*own, nothing) if n in absent else own for n, own in enumerate(needs)]
     starts, ends, gates = [0.0] * nothing, [-1.0] * (nothing + 1), [-1] * nothing
-    decides: dict[int, int] = {}  # of two that end together, the one that the end follows from
+    decides: dict[int, int] = {}  # for two tasks that end together, the one that decides the end
 
     def earliest(n: int, rank: int, start: float, gate: int) -> tuple[float, int]:
-        """When a task can start, and its gate; or -1, and an input that is not there yet."""
+        """Gives the start and the gate of a task; or -1, and an input that is not there yet."""
         for need in needs[n]:
             ready = ends[need]
             if ready < 0:
@@ -210,7 +210,7 @@ def run(
         return start, gate
 
     def run_both(a: int, b: int, first: tuple[float, int], second: tuple[float, int]) -> float:
-        """Runs two tasks that overlap, and gives the end of both."""
+        """Runs two tasks that overlap; returns the end of both."""
         if wait_for_both:
             first = second = max(first, second)
         (starts[a], gates[a]), (starts[b], gates[b]) = first, second

@@ -13,8 +13,8 @@ class ForwardOnly(Schedule):
     """Forward passes alone, chunk by chunk, for a function that is not differentiated.
 
     With p ranks, m microbatches, v stages on each rank and cost F for a rank's share of one
-    microbatch, the bubble is (p-1)F/v where m >= p; on a V it is (p-1)F, since the last forward to
-    turn has all ranks to go up again. One activation is held at a time.
+    microbatch, the bubble is (p-1)F/v where m >= p. On a V it is (p-1)F, since the last microbatch
+    goes up through all ranks again. A rank holds one activation at a time.
 
     Args:
       stages_per_rank: v, the stages on each rank; stage `s` is on rank `s % p`.

@@ -13,9 +13,9 @@ class Hanayo(Schedule):
     """Chimera with its two directions folded into one wave, or cut finer into several.
 
     Source: Liu et al., arXiv 2308.15762, section 3: the stages go down the ranks and up again, once
-    for each wave, so that Chimera's bubble is had without its second copy of the parameters. The
-    order is that of Chimera's unit of p microbatches on these stages, and more of them come in
-    units one after the other; the last unit may be smaller.
+    for each wave. The bubble is Chimera's, without its second copy of the parameters. The order is
+    that of Chimera's unit of p microbatches on these stages. More microbatches come in units, one
+    after the other; the last unit may be smaller.
 
     With p ranks, m a multiple of p, w waves, and costs F and B for a rank's share of one
     microbatch: the bubble is (p-1)(min(F,B)+|B-F|m/p)/w, so (p-1)F/w where both cost the same, and

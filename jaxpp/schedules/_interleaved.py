@@ -10,16 +10,16 @@ from jaxpp.schedules._table import Kind, Task
 
 @dataclasses.dataclass(frozen=True)
 class Interleaved1F1B(Schedule):
-    """1F1B over several stages on each rank, which divides the bubble by their number.
+    """1F1B over several stages on each rank, which divides the bubble by the number of stages.
 
     Source: Narayanan et al., arXiv 2104.04473, section 2.2. The microbatches go through the chunks
     of a rank in groups: all of a group through one chunk, then through the next. The paper has
     groups of p microbatches, and p must divide m. Here m may be anything: there are max(m // p, 1)
     groups, and their sizes differ by one at most.
 
-    A short last group instead would deadlock or stall: the ranks come back to a chunk before the
-    microbatches have been round all p of them. Groups of at least p never do so, and keep the
-    bubble of the paper.
+    A short last group would deadlock or stall: the ranks would come back to a chunk before the
+    microbatches have been round all p ranks. Groups of at least p do not stall, and keep the bubble
+    of the paper.
 
     With p ranks, m >= p microbatches, v stages on each rank, g the size of the largest group (p
     where p divides m), and costs F and B for a rank's share of one microbatch: the bubble is
@@ -55,7 +55,7 @@ class Interleaved1F1B(Schedule):
             )
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
-        """Says which rule a size breaks: see `Schedule.broken_rule`."""
+        """Names the rule that a size breaks: see `Schedule.broken_rule`."""
         if self.group_size is not None and self.group_size < num_ranks:
             return "a group_size of no less than the number of ranks"
         return None
@@ -67,10 +67,10 @@ class Interleaved1F1B(Schedule):
         for rank in range(num_ranks):
             forwards, backwards = interleave(rank, num_ranks, v, groups)
             # The last rank may start its first backward once the largest group has reached the last
-            # chunk; each rank before it runs two more, for the way there and back.
+            # chunk. Each rank before it runs two more forwards, for the way there and back.
             warmup = 2 * (num_ranks - 1 - rank) + (v - 1) * len(groups[0])
             if v == 1:
-                warmup = num_ranks - 1 - rank  # plain 1F1B: as fast, and it holds less
+                warmup = num_ranks - 1 - rank  # plain 1F1B is as fast, and holds less
             yield one_forward_one_backward(
                 [Task(Kind.F, stage, i) for stage, i in forwards],
                 [Task(Kind.B, stage, i) for stage, i in backwards],

@@ -11,7 +11,7 @@ from jaxpp.schedules._zero_bubble import split_one_forward_one_backward
 
 @dataclasses.dataclass(frozen=True)
 class InterleavedZeroBubble(Schedule):
-    """ZB-H1 over several stages on each rank, which divides its bubble by their number.
+    """ZB-H1 over several stages on each rank, which divides the bubble by the number of stages.
 
     Source: Qi et al., arXiv 2401.10241, section 2, applied to the order of Narayanan et al.,
     arXiv 2104.04473, section 2.2, as PyTorch's `ScheduleInterleavedZeroBubble` does. Microbatches

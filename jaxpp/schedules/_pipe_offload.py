@@ -12,9 +12,9 @@ from jaxpp.schedules._table import Task
 class GIS(Schedule):
     """Interleaved 1F1B with the backward split and one fewer warm-up forward a hop.
 
-    Source: Wan et al., arXiv 2503.01328 (PipeOffload), the generalised interleaved schedule. An `I`
-    is sent on before its `W` runs, so that a hop costs the bubble an F and an I, and one forward is
-    enough of a lead for it: less bubble and less memory than interleaved 1F1B.
+    Source: Wan et al., arXiv 2503.01328 (PipeOffload), the generalised interleaved schedule. The
+    result of an `I` is sent before its `W` runs. So a hop adds an F and an I to the bubble, and one
+    warm-up forward a hop is enough: less bubble and less memory than interleaved 1F1B.
 
     With p ranks, m >= p microbatches, v stages on each rank, g the size of the largest group (p
     where p divides m, as the paper asks), and costs F, I and W for a rank's share of one

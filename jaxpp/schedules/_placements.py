@@ -1,8 +1,8 @@
-"""Which rank has which stage: the maps that schedules share."""
+"""Placements that schedules share: for each stage its rank."""
 
 
 def loop(num_ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
-    """Stage `s` is on rank `s % num_ranks`: the stages go round the ranks.
+    """Places the stages round the ranks: stage `s` is on rank `s % num_ranks`.
 
     >>> loop(3, 2)
     (0, 1, 2, 0, 1, 2)
@@ -11,7 +11,7 @@ def loop(num_ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
 
 
 def waves(num_ranks: int, stages_per_rank: int = 2) -> tuple[int, ...]:
-    """The stages go down the ranks and up again, so that a turn needs no transfer: a V for 2.
+    """Places the stages down the ranks and up again, so that a turn needs no transfer: a V for 2.
 
     >>> waves(3), waves(2, 4)
     ((0, 1, 2, 2, 1, 0), (0, 1, 1, 0, 0, 1, 1, 0))

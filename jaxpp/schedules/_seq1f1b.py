@@ -12,12 +12,12 @@ from jaxpp.schedules._table import Kind, Task
 class Seq1F1B(Schedule):
     """1F1B whose unit is a slice of a microbatch's sequence, for a smaller bubble and less memory.
 
-    Source: Sun et al., arXiv 2406.03488, section 3. The sequence is cut in k slices, of which each
-    attends to itself and to those before it, as in a causal model. Slice j on the layers of rank r
-    is stage jp + r: it reads what rank r - 1 makes of that slice, and the keys and values that rank
-    r made of the slices before it, by way of the last of these. Forward the slices go in order,
-    backward in the reverse order within a microbatch, and the microbatches in order: the paper's
-    partially ordered queue.
+    Source: Sun et al., arXiv 2406.03488, section 3. The sequence is cut in k slices; each attends
+    to itself and to those before it, as in a causal model. Slice j on the layers of rank r is stage
+    jp + r. It reads the output of rank r - 1 for that slice. It also reads the keys and values that
+    rank r made of the slices before it, which come with the last of these. The microbatches go in
+    order; the slices of one go forward in order, and backward in the reverse order. This is the
+    paper's partially ordered queue.
 
     With p ranks, m microbatches, and costs F and B of a rank's layers for one microbatch, the same
     for each slice: the bubble is (p-1)(F+B)/k, and rank r holds min(p-1-r+k, mk) activations of

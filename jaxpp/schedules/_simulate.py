@@ -1,4 +1,4 @@
-"""Gives a table a clock."""
+"""Gives a table a clock: a start and an end for each task."""
 
 import dataclasses
 import functools
@@ -30,11 +30,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each task of a table runs, in the units of the cost model.
+    """The times of a table's tasks, in the units of the cost model.
 
-    Made by `simulate`, or of times that were measured: for each rank, a start and an end for each
-    task in its order. `gates` has, for each task, the rank and index of the one that it waited for
-    last, or None.
+    It is made by `simulate`, or from measured times. It has for each rank a start and an end for
+    each task in its order. `gates` has for each task the rank and the index of the task that it
+    waited for last, or None.
 
     >>> from jaxpp.schedules import GPipe
     >>> timeline = simulate(GPipe().table(num_stages=4, num_microbatches=8))
@@ -74,8 +74,8 @@ class Timeline:
     def longest_span(self) -> float:
         """The longest time of a rank from its first start to its last end.
 
-        It is what a step takes where the next one may start on a rank before this one has ended on
-        another. With a barrier between steps it is the makespan.
+        A step takes this time where the next step may start on a rank before this one has ended on
+        another. With a barrier between steps, a step takes the makespan.
         """
         return max(
             (max(ends) - min(starts) for starts, ends in zip(self.starts, self.ends, strict=True)
@@ -85,14 +85,14 @@ class Timeline:
 
     @functools.cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the time in which it runs a task; two that overlap count once."""
+        """For each rank, the time in which it runs tasks; time with two tasks counts once."""
         return tuple(
             _covered(starts, ends) for starts, ends in zip(self.starts, self.ends, strict=True)
         )
 
     @property
     def utilisation(self) -> tuple[float, ...]:
-        """For each rank, the share of the makespan in which it runs a task."""
+        """For each rank, the share of the makespan in which it runs tasks."""
         return tuple(busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
@@ -102,9 +102,9 @@ class Timeline:
 
     @property
     def span_bubble_fraction(self) -> float:
-        """The same with the longest span in the place of the makespan.
+        """The bubble fraction with the longest span in the place of the makespan.
 
-        The bubble rate of Qi et al., arXiv 2401.10241, section 5.3.
+        This is the bubble rate of Qi et al., arXiv 2401.10241, section 5.3.
         """
         return self._idle(self.longest_span)
 
@@ -113,11 +113,11 @@ class Timeline:
 
     @functools.cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """For each rank, the most it holds at once, in the units of the memory model."""
+        """For each rank, the most that it holds at once, in the units of the memory model."""
         return self.memory.peaks(self.table)
 
     def memory_over_time(self, rank: int) -> list[tuple[float, float]]:
-        """Gives what a rank holds from each moment on: (time, held) where it changes."""
+        """Gives the memory that a rank holds over time: (time, held) pairs where it changes."""
         changes: dict[float, list[float]] = {}
         dropped = self.table.forward_only
         for task, start, end in zip(
@@ -135,14 +135,14 @@ class Timeline:
 
     @functools.cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The tasks that the last one to end has waited for, one after the other, the first first.
+        """The chain of tasks that the last one to end has waited for, from the first to the last.
 
         Raises:
           ValueError: the timeline was measured, so that nobody knows what its tasks waited for.
         """
         if not self.gates:
             raise ValueError("a measured timeline has no critical path; simulate one instead.")
-        # Of two that end together, the one that started later is why they end then.
+        # Of two tasks that end together, the one that started later decides the end.
         last = [
             (end, self.starts[r][n], r, n)
             for r, own in enumerate(self.ends)
@@ -159,7 +159,7 @@ class Timeline:
 
 
 def _covered(starts: Sequence[float], ends: Sequence[float]) -> float:
-    """The time that intervals cover; where two overlap, once."""
+    """Gives the time that intervals cover; time that two cover counts once."""
     total, until = 0.0, -math.inf
     for start, end in sorted(zip(starts, ends, strict=True)):
         if end > until:
@@ -178,7 +178,7 @@ def simulate(
 ) -> Timeline:
     """Runs a table under a cost model: each task as early as its rank and its inputs allow.
 
-    Ranks do not wait for what they send.
+    Ranks do not wait until the results that they send have arrived.
 
     Args:
       table: the table.

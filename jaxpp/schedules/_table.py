@@ -1,4 +1,4 @@
-"""Tasks and tables: what each rank runs, in order, without a clock."""
+"""Tasks and tables: the tasks of each rank, in order, without a clock."""
 
 import dataclasses
 import enum
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.StrEnum):
-    """What a task computes: `F` forward, `B` full backward, `I` and `W` its two halves.
+    """The kind of a task: `F` forward, `B` full backward, `I` and `W` its two halves.
 
     `I` gives the cotangents of a stage's inputs, which the stage before waits for; `W` gives the
     gradients of its weights, which nothing waits for. `B` is `I`, then `W`.
@@ -48,9 +48,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Table:
-    """For each rank, the tasks it runs, in order.
+    """For each rank, the tasks that it runs, in order.
 
-    A table has no clock: `simulate` gives it one. Nor is it checked when made: `check` does that.
+    A table has no clock: `simulate` gives it one. It is not checked when it is made: `check` does.
 
     Args:
       ranks: for each rank, its tasks in order.
@@ -90,7 +90,7 @@ class Table:
 
     @functools.cached_property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of its tasks."""
+        """The kinds of the table's tasks."""
         return frozenset({task.kind for tasks in self.ranks for task in tasks})
 
     @functools.cached_property
@@ -124,7 +124,7 @@ class Table:
         """
         if len(self.directions) == 1:
             return (0,) * self.num_microbatches
-        # Where directions have a stage on one rank, its tasks do not tell; a task that is on the
+        # A stage that both directions have on one rank does not tell the direction. A task on the
         # wrong rank is outvoted, so that `check` can name it.
         votes = [[0] * len(self.directions) for _ in range(self.num_microbatches)]
         for rank, tasks in enumerate(self.ranks):
@@ -137,7 +137,7 @@ class Table:
 
     @functools.cached_property
     def splits_backward(self) -> bool:
-        """Whether any backward is run as its two halves, `I` and `W`."""
+        """Tells whether any backward is run as its two halves, `I` and `W`."""
         return not self.kinds.isdisjoint((Kind.I, Kind.W))
 
     def with_halves(self) -> "Table":
@@ -163,15 +163,15 @@ class Table:
 
     @functools.cached_property
     def forward_only(self) -> bool:
-        """Whether there is no backward at all."""
+        """Tells whether the table has no backward at all."""
         return self.kinds <= {Kind.F}
 
     def peak_in_flight(self) -> tuple[int, ...]:
         """Counts the activations that each rank holds at its peak.
 
-        An activation is what one stage keeps of one microbatch, from its `F` to its `B` or `W`; a
-        table that is forward only keeps it no longer than the `F`. Where a rank has `v` stages,
-        each counts for one: divide by `v` for shares of what the rank holds of a microbatch.
+        An activation is all that one stage keeps of one microbatch, from its `F` to its `B` or `W`.
+        A table that is forward only keeps it no longer than the `F`. Where a rank has `v` stages,
+        the activations of each count: divide by `v` for whole microbatches.
 
         Returns:
           For each rank, the largest number of (stage, microbatch) pairs held at once.

@@ -54,7 +54,7 @@ class ZeroBubbleH2(Schedule):
 
 
 def _orders(num_ranks: int, num_microbatches: int, multiplier: int) -> Iterator[list[Task]]:
-    """With the multiplier c: a warm-up of (p-1-r)c and a lag of rc, so (p-1)c+1 activations."""
+    """Gives orders for a multiplier c: warm-up (p-1-r)c, lag rc, (p-1)c+1 activations."""
     for rank in range(num_ranks):
         passes = [(rank, i) for i in range(num_microbatches)]
         warmup, lag = (num_ranks - 1 - rank) * multiplier, rank * multiplier

@@ -11,10 +11,10 @@ from jaxpp.schedules._table import Kind, Task
 
 @dataclasses.dataclass(frozen=True)
 class ZeroBubbleV(Schedule):
-    """Two stages on each rank, down the ranks and up again, with nothing to wait for between.
+    """Two stages on each rank, down the ranks and up again, without a wait between its tasks.
 
     Source: Qi et al., arXiv 2401.10241, section 6 (ZB-V), published for m >= 2p-1. With fewer
-    microbatches the order here is that of 2p-1 without those that are not there.
+    microbatches the order here is that of 2p-1 microbatches without the missing ones.
 
     Rank r has the stages r and 2p-1-r, so that the first rank also has the last stage and starts
     the backward at once. With p ranks, m >= 2p-1 microbatches, and costs F, I and W for a rank's
@@ -42,9 +42,9 @@ class ZeroBubbleV(Schedule):
 
 
 def _rank_order(rank: int, num_ranks: int, num_microbatches: int) -> list[Task]:
-    """The order of a rank, for at least 2p-1 microbatches."""
+    """Gives the order of a rank, for at least 2p-1 microbatches."""
     above, below = rank, num_ranks - rank
-    # The first forwards of the steady phase are those of the microbatches not yet under way.
+    # The microbatches that are not yet under way when the steady phase begins.
     fresh = num_microbatches - (2 * below - 1) - above
     words = [
         *("F0",) * (2 * below - 1),

@@ -66,7 +66,7 @@ def plot(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     plot({"GPipe": timeline}, pathlib.Path(folder, "gpipe.png"), memory=True)
     """
-    # Imported here, so that only who draws waits for matplotlib; and without pyplot, which would
+    # Imported here, so that only drawing waits for matplotlib; and without pyplot, which would
     # keep the figure and look for a window system.
     from matplotlib.figure import Figure
 
@@ -154,7 +154,7 @@ class _Page:
             columns,
             horizon,
             72 * each / horizon,
-            10 * max(1.0, width / 14),  # wide pictures are looked at from further away
+            10 * max(1.0, width / 14),  # people look at wide pictures from further away
         )
 
 
@@ -179,7 +179,7 @@ def _draw_ranks(axes: "Axes", chart: _Chart, page: _Page) -> None:
 
 
 def _bar(cell: Cell, rank: int) -> tuple[float, float, float, float]:
-    """The left, top, width and height of a cell."""
+    """Gives the left, top, width and height of a cell."""
     height = 0.9 / cell.num_lanes
     span = cell.span
     return span.start, rank - 0.45 + cell.lane * height, span.end - span.start, height
@@ -211,7 +211,7 @@ def _draw_numbers(
 ) -> None:
     """Writes a number into each bar where a digit has the room, in points, to be legible.
 
-    All are one collection of outlines: as thousands of texts they would take most of a minute.
+    All numbers are one collection of outlines; thousands of texts would take most of a minute.
     """
     from matplotlib.collections import PathCollection
     from matplotlib.transforms import Affine2D
@@ -239,7 +239,7 @@ def _draw_numbers(
 
 @functools.cache
 def _outline(number: str, size: float) -> "Path":
-    """The outline of a number, of a font size in points, around the origin."""
+    """Makes the outline of a number around the origin, at a font size in points."""
     from matplotlib.textpath import TextPath
     from matplotlib.transforms import Affine2D
 
@@ -313,10 +313,10 @@ def _draw_legend(figure: "Figure", charts: Sequence[_Chart], memory: bool, page:
 
 
 def _legend_columns(labels: Sequence[str], room: float) -> int:
-    """Says how many columns of a legend fit, where `room` is in multiples of the font's size.
+    """Gives the number of columns of a legend that fit; `room` is in multiples of the font size.
 
-    A character is about 0.55 of that wide, and a colour with the gaps around it 5. A legend fills
-    its columns one after the other.
+    In these multiples a character is about 0.55 wide, and a colour with the gaps around it 5. A
+    legend fills its columns one after the other.
     """
     widths = [5 + 0.55 * len(label) for label in labels]
     for rows in range(1, len(labels)):

@@ -1,4 +1,4 @@
-"""What the drawings share: the colours of tasks, and their places on the rows of their ranks."""
+"""Styles that all drawings share: the colours of tasks, and their places in their ranks' rows."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Colour = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a kind is drawn: its name, and the colours of a rank's first stage and of its last."""
+    """The style of a kind: its name, and its colours in a rank's first stage and in its last."""
 
     name: str
     first: Colour
@@ -24,7 +24,7 @@ def _colour(code: str) -> Colour:
     return red, green, blue
 
 
-# Near to colours that terminals have, so that a kind looks the same there.
+# Near to colours of terminals, so that a kind looks the same there.
 STYLES: Mapping[Kind, Style] = {
     Kind.F: Style("forward", _colour("#2b66ad"), _colour("#a9cdf0")),
     Kind.B: Style("backward", _colour("#2e8b4b"), _colour("#addcb0")),
@@ -35,10 +35,10 @@ STYLES: Mapping[Kind, Style] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A task where it is drawn.
+    """A task and its place in a drawing.
 
-    `slot` numbers the stages of its rank, one direction after the other. `lane` is its place in the
-    row of its rank, of the `num_lanes` that share the row at its time.
+    `slot` numbers the stages of its rank, one direction after the other. `lane` is its place among
+    the `num_lanes` tasks that share the row of its rank at its time.
     """
 
     span: Span
@@ -62,7 +62,7 @@ def lay_out(timeline: Timeline) -> tuple[tuple[Cell, ...], ...]:
     rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     for span in timeline.spans:
         rows[span.rank].append(span)
-    tolerance = 1e-9 * timeline.makespan  # what rounding makes of one end and the next start
+    tolerance = 1e-9 * timeline.makespan  # the rounding error between one end and the next start
     placed = []
     for spans in rows:
         homes = [(direction_of[span.task.microbatch], span.task.stage) for span in spans]
@@ -79,14 +79,14 @@ def lay_out(timeline: Timeline) -> tuple[tuple[Cell, ...], ...]:
 
 
 def _lanes(spans: list[Span], tolerance: float) -> list[tuple[int, int]]:
-    """Gives each span, sorted by start, the first lane that is free, and the number in its group.
+    """Gives each span, sorted by start, the first free lane, and the number of lanes in its group.
 
-    A group is a run of spans without a moment between them at which none runs.
+    A group is a run of spans without an idle moment between them.
     """
     lanes: list[int] = []
     sizes: list[int] = []
-    group = 0  # where it begins
-    ends: list[float] = []  # of each of its lanes
+    group = 0  # the first span of the group
+    ends: list[float] = []  # of each lane of the group
     for n, span in enumerate(spans):
         if ends and max(ends) <= span.start + tolerance:
             sizes += [len(ends)] * (n - group)
@@ -99,12 +99,12 @@ def _lanes(spans: list[Span], tolerance: float) -> list[tuple[int, int]]:
 
 
 def num_slots(rows: tuple[tuple[Cell, ...], ...]) -> int:
-    """Says how many stages a rank has at most, each direction's for itself."""
+    """Gives the most stages of a rank; those of each direction count by themselves."""
     return 1 + max((cell.slot for cells in rows for cell in cells), default=0)
 
 
 def shade(kind: Kind, slot: int, slots: int) -> Colour:
-    """Gives the colour of a kind in a slot: the later one of its rank, the lighter.
+    """Gives the colour of a kind in a slot: the later the slot, the lighter.
 
     >>> shade(Kind.F, 0, 1) == shade(Kind.F, 0, 4) == STYLES[Kind.F].first
     True
@@ -115,13 +115,13 @@ def shade(kind: Kind, slot: int, slots: int) -> Colour:
 
 
 def is_dark(colour: Colour) -> bool:
-    """Says whether white is legible on a colour, rather than black."""
+    """Tells whether white, rather than black, is legible on a colour."""
     red, green, blue = colour
     return 0.299 * red + 0.587 * green + 0.114 * blue < 0.52
 
 
 def explain_shades(timelines: Iterable[Timeline], slots: Iterable[int]) -> str:
-    """Says what lighter colours mean, or nothing where there is one shade.
+    """Explains lighter colours; empty where there is one shade.
 
     Args:
       timelines: the timelines of a drawing.
@@ -140,5 +140,5 @@ def measures(timeline: Timeline) -> str:
 
 
 def by_title(timelines: Timeline | Mapping[str, Timeline]) -> Mapping[str, Timeline]:
-    """Gives timelines by title, where a single one may have none."""
+    """Gives timelines by title; a single one gets an empty title."""
     return timelines if isinstance(timelines, Mapping) else {"": timelines}

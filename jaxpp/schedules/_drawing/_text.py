@@ -37,10 +37,10 @@ def to_text(
 
     A table is drawn at unit costs: F, I and W take one column, B takes two. `F3` is the forward of
     microbatch 3, or `F2.3` that of stage 2 where ranks have several stages; `=` is a task that goes
-    on, and a dot is an idle rank. Where that does not fit the width, and for other costs, time is
-    scaled to it: numbers are left out where they do not fit their tasks, and where tasks are
-    shorter than a column, columns show kinds in the shares of their time. What runs together with
-    a task is on a second line of its rank.
+    on, and a dot is an idle rank. A drawing that does not fit the width, or has other costs, is
+    scaled to the width: numbers are left out where they do not fit their tasks, and where tasks are
+    shorter than a column, columns show kinds in the shares of their time. Of tasks that run
+    together, one is on a second line of the rank.
 
     Args:
       drawn: a table or a timeline, or several by title, drawn one above the other on one time axis.
@@ -92,10 +92,11 @@ def to_text(
 
 @dataclass(frozen=True)
 class _Scale:
-    """How time becomes columns: `per_column` of it is one of `cell` characters, then a gap.
+    """The scale of a drawing: a column is `per_column` of time.
 
-    With `whole`, times are whole numbers of columns, each of which has room for a label. When
-    `dense`, tasks are shorter than columns; with `halves`, two columns share one character.
+    With `whole`, times are whole numbers of columns, each of `cell` characters, which have room for
+    a label, and then a gap. With `dense`, tasks are shorter than columns; with `halves`, two
+    columns share one character.
     """
 
     columns: int
@@ -110,7 +111,7 @@ class _Scale:
 def _scale(
     charts: Sequence[tuple[tuple[Cell, ...], ...]], horizon: float, room: int, colour: bool
 ) -> _Scale:
-    """Chooses the scale at which most can be read."""
+    """Chooses the scale of the most readable drawing."""
     cells = [cell for rows in charts for cells in rows for cell in cells]
     if not cells or horizon <= 0:
         return _Scale(0, 1.0, whole=True)
@@ -164,10 +165,10 @@ def _chart(
 
 
 def _sample(cells: Sequence[Cell], scale: _Scale) -> list[Cell | None]:
-    """Says what each column shows: a task, or None where the rank is idle.
+    """Chooses the task that each column shows, or None where the rank is idle.
 
-    Where several tasks share a column, it shows that kind of them, or idleness, of which the
-    columns so far show least for its time; so each kind has the columns that its time makes.
+    Where several tasks share a column, it shows the kind, or idleness, that the columns so far show
+    least for its time. So each kind has a number of columns that fits its time.
     """
     inside: list[dict[tuple[Kind, int] | None, tuple[float, Cell | None]]] = [
         {} for _ in range(scale.columns)
@@ -193,7 +194,7 @@ def _sample(cells: Sequence[Cell], scale: _Scale) -> list[Cell | None]:
 
 
 def _runs(shown: Sequence[Cell | None], scale: _Scale, slots: int, idle: str, colour: bool) -> str:
-    """Writes columns as text: a label for each task, and what says that it goes on."""
+    """Writes columns as text: a label for each task, and a fill while the task goes on."""
     gap = " " if scale.whole else ""
     pieces = []
     for cell, run in itertools.groupby(shown):
@@ -239,7 +240,7 @@ def _painted(text: str, colour: Colour) -> str:
 
 
 def _escape(front: Colour | None = None, back: Colour | None = None) -> str:
-    """The code that switches colours, of the 256 that nearly all terminals have."""
+    """Gives the code that switches colours, of the 256 that nearly all terminals have."""
     codes = [
         f"{which};5;{_terminal_colour(c)}"
         for which, c in ((38, front), (48, back))
@@ -249,14 +250,14 @@ def _escape(front: Colour | None = None, back: Colour | None = None) -> str:
 
 
 def _terminal_colour(colour: Colour) -> int:
-    """The nearest colour of the cube of six levels a channel, numbered from 16."""
+    """Finds the nearest colour of the cube of six levels a channel, numbered from 16."""
     levels = (0, 95, 135, 175, 215, 255)
     red, green, blue = (min(range(6), key=lambda n: abs(levels[n] - 255 * part)) for part in colour)
     return 16 + 36 * red + 6 * green + blue
 
 
 def _axis(horizon: float, scale: _Scale) -> str:
-    """Writes times under the columns at which they are."""
+    """Writes times under their columns."""
     characters = scale.columns // 2 if scale.halves else scale.columns
     least = horizon * _TICK_COLUMNS / characters
     power = 10.0 ** math.floor(math.log10(least))
@@ -271,7 +272,7 @@ def _axis(horizon: float, scale: _Scale) -> str:
 def _legend(
     timelines: Sequence[Timeline], slots: Sequence[int], scale: _Scale, width: int, colour: bool
 ) -> Iterable[str]:
-    """Says what is what, in lines of at most a width."""
+    """Explains the colours and signs of a drawing, in lines of at most `width` characters."""
     kinds = {task.kind for timeline in timelines for task in timeline.table.tasks}
     words = [f"{kind} {STYLES[kind].name}" for kind in Kind if kind in kinds]
     if meaning := explain_shades(timelines, slots):
@@ -281,7 +282,7 @@ def _legend(
     elif not colour:
         words.append("= goes on")
     words += [] if colour else [". idle"]
-    # Lines break between entries, where those are no longer than a line.
+    # Lines break between entries, unless an entry is longer than a line.
     kept = [word.replace(" ", "\xa0") if len(word) < width else word for word in words]
     for line in textwrap.wrap(", ".join(kept), max(width, _NARROWEST)):
         line = line.replace("\xa0", " ")

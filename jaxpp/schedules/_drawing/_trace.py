@@ -32,9 +32,9 @@ def to_trace(
 ) -> None:
     """Writes timelines as a trace that ui.perfetto.dev and chrome://tracing open.
 
-    A timeline is a process, and each of its ranks a thread, with a second one for tasks that run
+    A timeline is a process, and each of its ranks a thread, with a second thread for tasks that run
     together with those of the first. Slices have the kind, the stage, the microbatch and, where
-    there are two, the direction of their tasks. Each rank has a counter of what it holds.
+    there are two, the direction of their tasks. Each rank has a counter of its memory.
 
     The format is the JSON of the Trace Event Format document of the Chromium project.
 
@@ -114,7 +114,7 @@ def _counters(process: int, timeline: Timeline, scale: float) -> Iterable[Event]
 
 
 def _arrows(timeline: Timeline, slices: Mapping[Task, Event], first: int) -> Iterable[Event]:
-    """An arrow from each slice to those on other ranks that read its result."""
+    """Makes an arrow from each slice to those on other ranks that read its result."""
     numbered = number(timeline.table)
     for n, needs in enumerate(numbered.needs):
         for need in needs:

@@ -1,7 +1,7 @@
 """The events of a trace that Perfetto, ui.perfetto.dev, and chrome://tracing open.
 
-They are the JSON of the Trace Event Format document of the Chromium project: processes have
-threads, threads have slices, and arrows go from slice to slice. Times are microseconds.
+The events are the JSON of the Trace Event Format document of the Chromium project: processes
+have threads, threads have slices, and arrows go from slice to slice. Times are microseconds.
 """
 
 import gzip
@@ -12,8 +12,8 @@ from typing import Any
 
 Event = dict[str, Any]
 
-#: Threads are numbered from here on. Perfetto takes thread 0 of any process, and the thread with
-#: the number of its process, for one and the same, and drops slices that overlap there.
+#: The number of the first thread. Perfetto takes thread 0 of any process, and the thread with the
+#: number of its process, for the same thread, and drops slices that overlap there.
 FIRST_THREAD = 1000
 
 
@@ -23,7 +23,7 @@ def name_process(process: int, name: str) -> Event:
 
 
 def sort_process(process: int) -> Event:
-    """Has a process stand where its number says, not where its first event comes."""
+    """Sorts a process by its number, not by its first event."""
     return {
         "ph": "M",
         "pid": process,
@@ -33,7 +33,7 @@ def sort_process(process: int) -> Event:
 
 
 def name_thread(process: int, thread: int, name: str, order: int) -> list[Event]:
-    """Names a thread of a process, and says where it stands among them."""
+    """Names a thread of a process, and sets its place among the process's threads."""
     at = {"ph": "M", "pid": process, "tid": thread}
     return [
         {**at, "name": "thread_name", "args": {"name": name}},
@@ -50,7 +50,7 @@ def make_slice(
     end: float,
     args: Mapping[str, Any],
 ) -> Event:
-    """Something that lasts from `start` to `end`, in microseconds."""
+    """Makes a slice that lasts from `start` to `end`, in microseconds."""
     start, end = ticks(start), ticks(end)
     return {
         "ph": "X",
@@ -65,15 +65,15 @@ def make_slice(
 
 
 def make_counter(process: int, name: str, time: float, **values: float) -> Event:
-    """What something amounts to from a time on, in microseconds."""
+    """Makes an event of a counter: its values from a time on, in microseconds."""
     return {"ph": "C", "pid": process, "name": name, "ts": ticks(time), "args": values}
 
 
 def make_arrow(number: int, name: str, slices: Sequence[Event]) -> Iterable[Event]:
-    """An arrow from slice to slice; no other one in the trace has its number.
+    """Makes an arrow from slice to slice; no other arrow in the trace may have its number.
 
-    It goes from middle to middle, where no rounding can bind its ends to the slice before or after,
-    and off the middles only where it would go back in time: slices may be clocked by several.
+    An arrow goes from middle to middle, where no rounding can bind its ends to the slice before or
+    after. It leaves the middles only where it would go back in time: several clocks may differ.
     """
     times: list[float] = []
     latest = float("inf")
@@ -100,7 +100,7 @@ def ticks(time: float) -> float:
     """Rounds to eighths of a microsecond: binary fractions that are whole nanoseconds.
 
     So `ts + dur` of a slice is exactly the `ts` of the next one, however a reader rounds each to
-    nanoseconds; were the end later by one, the next slice would not fit beside it.
+    nanoseconds. If the end were later by a nanosecond, the next slice would not fit beside it.
     """
     return round(time * 8) / 8
 

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from jaxpp.schedules._synthesis._problem import Problem
 from jaxpp.schedules._table import Kind
 
-#: Of each op, how many of the last tasks count where all that come before a task are added up.
+#: The number of last tasks of each op whose heads count where earlier tasks are added up.
 _RECENT = 6
 
 
@@ -56,12 +56,12 @@ class _Ops:
     time: list[float]
     inputs: list[list[tuple[int, float]]]
     readers: list[list[tuple[int, float]]]
-    #: The ops in an order in which each comes after its inputs.
+    #: The ops in topological order: each comes after its inputs.
     sorted: list[int]
-    #: For each op, those of its rank that must come before it, and after it.
+    #: For each op, the ops of its rank that must come before it, and those after it.
     before: list[list[int]]
     after: list[list[int]]
-    #: For each forward, the ops that free what it holds, and how far they may be behind.
+    #: For each forward, the ops that free its memory, and how far they may be behind.
     frees: list[list[tuple[int, int]]]
 
 
@@ -81,7 +81,7 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _telling(problem: Problem, ops: _Ops, most: int = 6) -> list[int]:
-    """The ranks whose spans are likely to be the longest; a bound on any is a bound."""
+    """Finds the ranks whose spans are likely to be the longest; a bound on any is a bound."""
     ranks = range(problem.num_ranks)
     work = [sum(ops.time[op] for op in own) for own in problem.rank_ops]
     trip = [_longest(ops, own[0], own[-1]) for own in problem.rank_ops]
@@ -90,7 +90,7 @@ def _telling(problem: Problem, ops: _Ops, most: int = 6) -> list[int]:
 
 
 def _bound(problem: Problem, ops: _Ops, rank: int | None) -> float:
-    """A bound on the makespan, or on the span of a rank."""
+    """Gives a bound on the makespan, or on the span of a rank."""
     m = problem.num_microbatches
     heads, tails = _heads(problem, ops, rank), _tails(problem, ops, rank)
     best = 0.0
@@ -168,13 +168,13 @@ def _topological(inputs: Sequence, readers: Sequence) -> list[int]:
 
 
 def _heads(problem: Problem, ops: _Ops, rank: int | None) -> list[list[float]]:
-    """For each op and microbatch, the earliest start, from 0 or from a rank's first start."""
+    """Gives for each op and microbatch the earliest start, from 0 or a rank's first start."""
     sets = [_before(ops, op) for op in range(len(ops.time))]
     return _earliest(problem, ops, rank, ops.sorted, ops.inputs, ops.frees, sets)
 
 
 def _tails(problem: Problem, ops: _Ops, rank: int | None) -> list[list[float]]:
-    """For each op and microbatch, the last first, the least time from its end to the end."""
+    """Gives for each op and microbatch, from the last, the least time from its end to the end."""
     freed: list[list[tuple[int, int]]] = [[] for _ in ops.time]
     for op, pairs in enumerate(ops.frees):
         for need, behind in pairs:
@@ -192,7 +192,7 @@ def _earliest(
     waits: Sequence[Sequence[tuple[int, int]]],
     sets: Sequence[Sequence[tuple[int, int]]],
 ) -> list[list[float]]:
-    """The rules of the heads, in time or against it: the tasks of `sets` come first on the rank."""
+    """Applies the rules of the heads, in time or against it; `sets` are earlier on the rank."""
     time = ops.time
     begins = [0.0 if rank in (None, r) else -math.inf for r in range(problem.num_ranks)]
     earliest: list[list[float]] = [[] for _ in time]
@@ -217,13 +217,13 @@ def _earliest(
                 ready = max(ready, head) + own
             earliest[op].append(max(at, ready))
         if j == 0 and rank is None:
-            # What a rank runs first has all its inputs elsewhere, so its head has no such term.
+            # A rank's first task has all its inputs on other ranks, so its head has no such term.
             begins = [min(earliest[op][0] for op in own) for own in problem.rank_ops]
     return earliest
 
 
 def _before(ops: _Ops, op: int) -> list[tuple[int, int]]:
-    """What ends on the rank before microbatch `j` of an op: (other, k) for other's 0 to `j - k`."""
+    """Finds what must end before microbatch `j` of an op: pairs (other, k) for 0 to `j - k`."""
     behinds = dict.fromkeys(ops.before[op], 0)
     behinds[op] = 1
     for forward in (op, *ops.before[op]):
@@ -233,7 +233,7 @@ def _before(ops: _Ops, op: int) -> list[tuple[int, int]]:
 
 
 def _after(ops: _Ops, freed: Sequence[Sequence[tuple[int, int]]], op: int) -> list[tuple[int, int]]:
-    """The same against time: microbatches are counted from the last."""
+    """Does the same as `_before` against time: microbatches are counted from the last."""
     behinds = dict.fromkeys(ops.after[op], 0)
     behinds[op] = 1
     for end in (op, *ops.after[op]):
@@ -244,7 +244,7 @@ def _after(ops: _Ops, freed: Sequence[Sequence[tuple[int, int]]], op: int) -> li
 
 
 def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
-    """Jackson's preemptive schedule of (head, time, tail) jobs: the latest end with its tail."""
+    """Runs Jackson's preemptive schedule of (head, time, tail) jobs; returns the latest end."""
     jobs = sorted(jobs)
     ready: list[tuple[float, float]] = []
     now = best = 0.0
@@ -267,7 +267,7 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
 
 
 def _residence(problem: Problem, ops: _Ops, rank: int) -> float:
-    """The area of a rank's memory that its tasks take up, over its limit."""
+    """Gives the area of memory and time that a rank's tasks take up, over the rank's limit."""
     m, limit = problem.num_microbatches, problem.limits[rank]
     if limit == math.inf:
         return 0.0
@@ -287,7 +287,7 @@ def _residence(problem: Problem, ops: _Ops, rank: int) -> float:
 
 
 def _longest(ops: _Ops, first: int, last: int) -> float:
-    """The time from the start of an op to the end of another, for one microbatch."""
+    """Gives the time from the start of an op to the end of another, for one microbatch."""
     ends = {first: ops.time[first]}
     for op in ops.sorted:
         arrivals = [ends[need] + delay for need, delay in ops.inputs[op] if need in ends]

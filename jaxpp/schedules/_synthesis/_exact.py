@@ -10,7 +10,7 @@ from typing import Any
 from jaxpp.schedules._synthesis._problem import Problem, evaluate
 from jaxpp.schedules._table import Kind
 
-#: Times are rounded down to this many steps of the longest task, unless they are whole numbers.
+#: The steps in the longest time, where times are not whole numbers of a longer step.
 _STEPS = 1000
 
 
@@ -19,9 +19,9 @@ def solve(
 ) -> tuple[list[list[int]], float]:
     """Solves a problem with CP-SAT, or improves on given orders, and proves a bound.
 
-    One interval a task, no two at once on a rank, each after its inputs; what a rank holds is a
-    reservoir. The microbatches of an op go in order, which loses nothing (see `_bounds`). Times
-    are whole numbers of steps, rounded down, so that the solver's bound is one for the problem.
+    Each task is an interval, after its inputs; no two run at once on a rank. A rank's memory is a
+    reservoir. The microbatches of an op go in order, which loses nothing (see `_bounds`). Times are
+    whole numbers of steps, rounded down, so that the solver's bound is a bound for the problem.
 
     Args:
       problem: the tasks.
@@ -85,7 +85,7 @@ def solve(
     found = []
     for own in problem.rank_ops:
         place = {n: at[n][0] for op in own for n in range(op * m, op * m + m)}
-        # Tasks of no steps keep the order of their ops: forwards come before what reads them.
+        # Tasks of 0 steps keep the order of their ops: forwards come before their readers.
         found.append(sorted(place, key=lambda n: (place[n], place[n] + floor[n], n)))
     return found, bound
 
@@ -115,7 +115,7 @@ def _limit_memory(
 
 
 def _step(problem: Problem) -> float:
-    """The longest step of which all times are multiples, or a fine one."""
+    """Finds, among a few steps, the longest one that divides all times; or else a fine one."""
     times = {*problem.time, *(delay for own in problem.remote for _, delay in own)} - {0.0}
     for parts in (1, 2, 3, 4, 5, 8, 10, 100):
         if all(abs(t * parts - round(t * parts)) < 1e-9 for t in times):

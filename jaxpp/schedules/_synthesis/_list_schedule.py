@@ -1,4 +1,4 @@
-"""List scheduling: each rank, when free, takes the first task by priority that may run."""
+"""List scheduling: a free rank takes the first task by priority that may run."""
 
 import dataclasses
 import heapq
@@ -11,10 +11,10 @@ from jaxpp.schedules._table import Kind
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
-    """What decides between the tasks that a free rank may run.
+    """A rule that decides between the tasks that a free rank may run.
 
-    The microbatches of an op go in order. Of two ops the one runs first whose next microbatch `i`
-    has the smaller `offsets[op] + i * period`: the time at which a plan of that period has it.
+    The microbatches of an op go in order. The op runs first whose next microbatch `i` has the
+    smallest `offsets[op] + i * period`: its time in a plan of that period.
 
     Args:
       offsets: for each op, when the plan has its first microbatch.
@@ -33,12 +33,12 @@ class Rule:
 
 
 def list_schedule(problem: Problem, rule: Rule) -> list[list[int]] | None:
-    """Schedules all tasks in the order of time, each rank by the rule; None where it gets stuck.
+    """Schedules all tasks in the order of time, each rank by the rule; None if ranks get stuck.
 
-    A forward runs only where the rank's memory allows it, and where, after it, the microbatches
-    that the rank has begun can be ended one after the other, oldest first, in what is left (the
-    banker's algorithm of Dijkstra, EWD 108, with a fixed order). All ranks keep the same order, so
-    the oldest microbatch can always go on, and memory is never the cause of a deadlock, as long as
+    A forward runs only if the rank's memory allows it. After it, the rank must still be able to end
+    the microbatches that it has begun one after the other, oldest first, in the memory that is left
+    (the banker's algorithm of Dijkstra, EWD 108, with a fixed order). All ranks keep the same
+    order, so the oldest microbatch can always go on. So memory never causes a deadlock, as long as
     one microbatch alone fits and input gradients free memory or keep it.
     """
     m, period, patience = problem.num_microbatches, rule.period, rule.patience
@@ -112,14 +112,14 @@ def list_schedule(problem: Problem, rule: Rule) -> list[list[int]] | None:
             if at > arrival[reader]:
                 arrival[reader] = at
             target = op_rank[reader // m]
-            # A rank that is busy by then looks around by itself when it is free.
+            # A rank that is busy then finds the task itself when it is free.
             if arrival[reader] >= free[target]:
                 heapq.heappush(events, (arrival[reader], target))
     return orders if sum(map(len, orders)) == len(time) else None
 
 
 def _views(problem: Problem, rule: Rule) -> list[list[tuple[int, float, list[int], float, int]]]:
-    """For each rank, what its decisions read of each op; for forwards, the op that ends them."""
+    """Gives for each rank, by op, the data of decisions; `end` is a forward's backward, or -1."""
     ends = {s: op for op, (kind, s) in enumerate(problem.ops) if kind in (Kind.I, Kind.B)}
     views = []
     for own in problem.rank_ops:
@@ -135,19 +135,19 @@ def _views(problem: Problem, rule: Rule) -> list[list[tuple[int, float, list[int
 
 
 def _forwards(problem: Problem, rank: int) -> list[tuple[int, float]]:
-    """The forwards of a rank, and the most that a microbatch of each holds."""
+    """Gives the forwards of a rank, and the most that a microbatch of each holds."""
     m = problem.num_microbatches
     own = [op for op in problem.rank_ops[rank] if problem.ops[op][0] is Kind.F]
     return [(op, max(problem.change[op * m : op * m + m])) for op in own]
 
 
 def _safe(own: Sequence[tuple[int, float]], op: int, done: Sequence[int], limit: float) -> bool:
-    """Whether a rank of several stages can still end all it has begun, after one more `op`."""
+    """Tells whether a rank can still end all begun microbatches after one more forward `op`."""
     begun = [done[f] + (f == op) for f, _ in own]
     least = min(begun)
     if done[op] < least:
-        return True  # The oldest that lacks a forward goes on: that was safe before.
-    # Once all microbatches with every forward have ended, the rank holds only the rest.
+        return True  # `op` continues the oldest microbatch that lacks a forward: safe before.
+    # Once all microbatches with every forward have ended, the rank holds only the others.
     room = limit - sum((n - least) * a for n, (_, a) in zip(begun, own, strict=True))
     for i in range(least, max(begun)):
         need = holds = 0.0

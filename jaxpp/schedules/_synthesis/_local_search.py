@@ -20,10 +20,10 @@ def improve(
 ) -> tuple[float, list[list[int]]]:
     """Improves orders by simulated annealing on the critical path.
 
-    Only a shorter critical path shortens a table, and a path is shortened where it enters or
-    leaves a rank: a task moves out of the path's stretch on that rank, or to the other end of it
+    Only a shorter critical path shortens a table. A path is shortened where it enters or leaves a
+    rank: a task moves out of the path's stretch on that rank, or to the other end of the stretch
     (the neighbourhoods of Nowicki and Smutnicki, 1996, and Balas and Vazacopoulos, 1998, for job
-    shops). Moves that break an order within the rank, or its memory, are not tried.
+    shops). Moves that break a dependency within the rank, or its memory limit, are not tried.
 
     Args:
       problem: the tasks.
@@ -72,7 +72,7 @@ def improve(
 def _stretches(
     problem: Problem, orders: Sequence[Sequence[int]], ends: list[float]
 ) -> Iterator[tuple[int, int, int]]:
-    """The critical path, from its end: the rank, and the first and last place there."""
+    """Gives the stretches of the critical path, from its end: a rank, its first and last place."""
     time, remote = problem.time, problem.remote
     m = problem.num_microbatches
 
@@ -108,7 +108,7 @@ def _move(
     path: Sequence[tuple[int, int, int]],
     choose: random.Random,
 ) -> tuple[int, int, list[int]] | None:
-    """A random move of a task: its rank, the first place that changes, and the rank's new order."""
+    """Makes a random move of a task: its rank, the first changed place, and the new order."""
     rank, first, last = path[int(choose.random() * len(path))]
     order = orders[rank]
     at = first + int(choose.random() * (last - first + 1))
@@ -128,7 +128,7 @@ def _move(
 def _shifted(
     problem: Problem, rank: int, order: Sequence[int], at: int, to: int
 ) -> tuple[int, int, list[int]] | None:
-    """Moves a task as far towards a place as its rank's own order lets it, if memory does."""
+    """Moves a task towards a place, as far as the rank's dependencies allow; None if impossible."""
     m, local = problem.num_microbatches, problem.local
     n = order[at]
     op, i = divmod(n, m)
@@ -169,7 +169,7 @@ def _resume(
     changed: int,
     place: int,
 ) -> Times | None:
-    """Evaluates orders of which nothing that starts before a time has changed."""
+    """Evaluates orders again, of which no task that starts before `since` has changed."""
     time = problem.time
     cursors = [
         place if rank == changed else bisect_left(order, since, key=lambda n: ends[n] - time[n])

@@ -1,4 +1,4 @@
-"""Where the synthesizer starts: the catalogue's tables, and the rules of list scheduling."""
+"""The starts of the synthesizer: the catalogue's tables, and the rules of list scheduling."""
 
 import dataclasses
 import functools
@@ -19,10 +19,10 @@ def catalogue_tables(
     num_microbatches: int,
     stage_inputs: tuple[tuple[int, ...], ...] | None,
 ) -> Iterator[tuple[str, Table]]:
-    """Gives the tables of the catalogue with this placement and these stages, by name.
+    """Gives the catalogue's tables with this placement and this graph of stages, by name.
 
-    Of each schedule's knobs that are integers or truth values, one at a time takes other values
-    than its default, next to those that the placement asks for.
+    A schedule's knobs that are integers or booleans are varied one at a time, from the defaults and
+    from those variants that have this placement.
     """
     num_ranks = max(placement) + 1
     values = (*range(5), num_ranks // 2, num_ranks, 2 * num_ranks)
@@ -55,7 +55,7 @@ def catalogue_tables(
 
 
 def as_graph(stage_inputs: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
-    """The stage graph, None where it is a chain."""
+    """Makes the stage graph from the inputs of stages; None where it is a chain."""
     if stage_inputs is None:
         return None
     given = tuple(tuple(own) for own in stage_inputs)
@@ -69,7 +69,7 @@ def _knobs(schedule: Schedule) -> dict[str, object]:
 def _variants(
     make: Callable[..., Schedule], knobs: dict[str, object], values: Sequence[int]
 ) -> Iterator[Schedule]:
-    """The schedule with these knobs, and with one other knob changed."""
+    """Gives the schedule with these knobs, and each with one more knob set or changed."""
     options: list[dict[str, object]] = [knobs]
     made = make.func if isinstance(make, functools.partial) else make
     if isinstance(made, type):
@@ -88,7 +88,7 @@ def _variants(
 
 
 def split(problem: Problem, table: Table) -> list[list[int]]:
-    """The orders of a table in the problem's terms: each whole backward as its halves, or not."""
+    """Gives the orders of a table; splits whole backwards where the problem has halves."""
     if problem.splits:
         ranks = []
         for order in table.ranks:
@@ -104,7 +104,7 @@ def split(problem: Problem, table: Table) -> list[list[int]]:
 
 
 def one_at_a_time(problem: Problem) -> list[list[int]]:
-    """The table that ends each microbatch before the next: none holds less."""
+    """Gives orders that end each microbatch before the next one: no others hold less."""
     m = problem.num_microbatches
     count = len(problem.ops)
     sequence: list[int] = []
@@ -125,14 +125,14 @@ def one_at_a_time(problem: Problem) -> list[list[int]]:
 
 
 class Rules:
-    """The rules of list scheduling for a problem: a grid of them, and neighbours of one.
+    """The rules of list scheduling for a problem: a grid of rules, and neighbours of a rule.
 
     The plans are: input gradients first, weight gradients last, as all zero-bubble schedules have
-    it (Qi et al., arXiv 2401.10241, section 3.1); the same with weight gradients first, or
+    them (Qi et al., arXiv 2401.10241, section 3.1); the same with weight gradients first, or
     forwards first, which suits a tight memory; and by the earliest start, or the latest end, of
-    one microbatch alone, in a period of the busiest rank. What a rank may wait is the idle time
-    that a target leaves it, as in that paper's heuristic, where a gap is filled unless the rank
-    has fewer bubbles than another one.
+    one microbatch alone, in a period of the busiest rank. A rank may wait for the idle time that a
+    target leaves it, as in that paper's heuristic, where a gap is filled unless the rank has fewer
+    bubbles than another one.
     """
 
     def __init__(self, problem: Problem, bound: float):
@@ -171,7 +171,7 @@ class Rules:
         ]
 
     def _windows(self) -> list[list[float]]:
-        """How far forwards may be ahead of the input gradients: for the trip there and back."""
+        """Gives sets of leads, by stage, of forwards over input gradients, for a trip and back."""
         at = {key: op for op, key in enumerate(self.problem.ops)}
         half = Kind.I if self.problem.splits else Kind.B
         stages = range(self.problem.table.num_stages)
@@ -182,13 +182,13 @@ class Rules:
         return windows
 
     def rule(self, plan: int, window: int, slack: float, patience: float) -> Rule:
-        """A rule of the grid; the slack is that of the target, in times of the longest task."""
+        """Makes a rule of the grid; `slack` is that of the target, in times of the longest task."""
         target = self.bound + slack * self.longest
         idle = [target - b - w for b, w in zip(self.begin, self.work, strict=True)]
         return Rule(self.plans[plan], self.period, self.windows[window], idle, patience)
 
     def grid(self) -> list[Rule]:
-        """The grid, the most promising rules first."""
+        """Gives the grid of rules, the most promising first."""
         slacks = (0.0, 0.08, 0.17, 0.25, 0.33, 0.42, 0.5, 0.75, 1.0, 2.0)
         ample = [self.rule(0, 0, slack, math.inf) for slack in slacks]
         tight = [
@@ -200,7 +200,7 @@ class Rules:
         return ample + tight + [self.rule(plan, 0, 4.0, 1.0) for plan in range(1, len(self.plans))]
 
     def replanned(self, orders: Orders, ends: Sequence[float]) -> Rule:
-        """A rule whose plan is what a table does in its middle, as a building block to repeat."""
+        """Makes a rule whose plan repeats the middle of a table, as a building block."""
         m = self.problem.num_microbatches
         starts = [end - own for end, own in zip(ends, self.problem.time, strict=True)]
         period = max(
@@ -213,7 +213,7 @@ class Rules:
         return Rule(offsets, period, self.windows[0], idle, 1.0)
 
     def near(self, rule: Rule, choose: random.Random) -> Rule:
-        """A rule with some of its numbers changed at random."""
+        """Makes a rule from another one, with some of its numbers changed at random."""
         scale = self.longest * choose.choice((0.1, 0.3, 1.0))
         offsets, window, idle = list(rule.offsets), list(rule.in_flight), list(rule.idle)
         patience, period = rule.patience, rule.period
@@ -238,7 +238,7 @@ class Rules:
 
 
 def _alone(problem: Problem, time: Sequence[float]) -> tuple[list[float], list[float]]:
-    """For each op, its earliest start and its time to the end, for one microbatch alone."""
+    """Gives for each op the earliest start and the time to the end, for one microbatch alone."""
     count = len(problem.ops)
     inputs = [_inputs(problem, op) for op in range(count)]
     head, tail = [0.0] * count, [0.0] * count
@@ -258,7 +258,7 @@ def _alone(problem: Problem, time: Sequence[float]) -> tuple[list[float], list[f
 
 
 def _inputs(problem: Problem, op: int) -> list[tuple[int, float]]:
-    """The ops that an op waits for, and the transfers, as for the first microbatch."""
+    """Gives the ops that an op waits for, with transfer times, for the first microbatch."""
     m = problem.num_microbatches
     remote = [(n // m, delay) for n, delay in problem.remote[op * m]]
     return remote + [(need, 0.0) for need in problem.local[op]]

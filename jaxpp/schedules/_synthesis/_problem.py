@@ -1,4 +1,4 @@
-"""The synthesizer's problem in numbers: what a table's tasks take, hold and wait for."""
+"""The synthesizer's problem in numbers: the time, memory and inputs of a table's tasks."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from jaxpp.schedules._costs import Costs, Memory
 from jaxpp.schedules._execute import stage_dependencies
 from jaxpp.schedules._table import Kind, Table, Task
 
-#: What a table is judged by: the makespan, or the longest span of a rank.
+#: The value to minimise: `"wall"`, the makespan, or `"span"`, the longest span of a rank.
 Objective = Literal["wall", "span"]
 #: For each rank, the numbers of its tasks, in order.
 Orders = Sequence[Sequence[int]]
@@ -59,31 +59,31 @@ class Problem:
 
     @property
     def splits(self) -> bool:
-        """Whether the backward is in two halves."""
+        """Tells whether the backward is in two halves."""
         return any(kind is Kind.W for kind, _ in self.ops)
 
     def task(self, n: int) -> Task:
-        """The task of a number."""
+        """Gives the task of a number."""
         op, microbatch = divmod(n, self.num_microbatches)
         return Task(*self.ops[op], microbatch)
 
     def to_table(self, orders: Orders) -> Table:
-        """The table in which the ranks have these orders."""
+        """Makes the table in which the ranks have these orders."""
         ranks = tuple(tuple(map(self.task, order)) for order in orders)
         return dataclasses.replace(self.table, ranks=ranks)
 
     def to_orders(self, table: Table) -> list[list[int]]:
-        """The numbers of a table's tasks."""
+        """Gives the numbers of a table's tasks."""
         at = {op: n for n, op in enumerate(self.ops)}
         m = self.num_microbatches
         return [[at[t.kind, t.stage] * m + t.microbatch for t in order] for order in table.ranks]
 
     def fits(self, orders: Orders) -> bool:
-        """Whether no rank holds more than its limit."""
+        """Tells whether no rank holds more than its limit."""
         return all(p <= limit for p, limit in zip(self.peaks(orders), self.limits, strict=True))
 
     def peaks(self, orders: Orders) -> list[float]:
-        """The most that each rank holds at once."""
+        """Gives the most that each rank holds at once."""
         change = self.change
         peaks = []
         for order in orders:
@@ -148,7 +148,7 @@ def make_problem(
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """When each task ends, and the objective's value."""
+    """The end of each task, and the value of the objective."""
 
     value: float
     ends: list[float]
@@ -162,7 +162,7 @@ def evaluate(
 ) -> Times | None:
     """Runs orders as `simulate` would, for the objective alone; None where they deadlock.
 
-    The orders must respect what is local to a rank: only other ranks are waited for.
+    The orders must respect the dependencies within a rank: tasks wait here only for other ranks.
 
     Args:
       problem: the tasks.
@@ -208,7 +208,7 @@ def evaluate(
 
 
 def value_of(problem: Problem, orders: Orders, ends: list[float]) -> float:
-    """The objective's value of orders whose tasks end at these times."""
+    """Gives the value of the objective for orders whose tasks end at these times."""
     if problem.objective == "wall":
         return max(ends[order[-1]] for order in orders)
     return max(ends[order[-1]] - (ends[order[0]] - problem.time[order[0]]) for order in orders)

@@ -1,4 +1,4 @@
-"""The search through a portfolio: what is tried, in which order, and how much of it."""
+"""The search through a portfolio: the order of its attempts, and their number."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from jaxpp.schedules._synthesis._problem import Problem, evaluate
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
-    """Orders that fit and do not deadlock, what they are worth, and the rule that made them."""
+    """Orders that fit and do not deadlock, their value, and the rule that made them."""
 
     value: float
     source: str
@@ -33,12 +33,12 @@ class Search:
 
     @property
     def best(self) -> Found:
-        """The best orders, the first of equals."""
+        """The best orders; of equals, the first."""
         return min(self.found, key=lambda found: found.value)
 
     @property
     def over(self) -> bool:
-        """Whether nothing better is possible, or the time is up."""
+        """Tells whether nothing better is possible, or the time is up."""
         least = min((found.value for found in self.found), default=math.inf)
         return least <= self.target or time.monotonic() > self.deadline
 
@@ -50,7 +50,7 @@ class Search:
     def add(
         self, source: str, orders: Sequence[Sequence[int]] | None, rule: Rule | None = None
     ) -> None:
-        """Takes orders into account, where there are any, and they fit and do not deadlock."""
+        """Adds orders to those found, if there are any, and they fit and do not deadlock."""
         if orders is None or not self.problem.fits(orders):
             return
         if (times := evaluate(self.problem, orders)) is not None:
@@ -60,7 +60,7 @@ class Search:
     def run(
         self, given: Sequence[tuple[str, list[list[int]]]], evaluations: int, seed: int
     ) -> None:
-        """Searches, from given orders by name: all of them first, then as far as allowed."""
+        """Searches from given orders, by name: adds all of them, then goes on as far as allowed."""
         for source, orders in given:
             self.add(source, orders)
         known = sorted(self.found, key=lambda found: found.value)
@@ -96,7 +96,7 @@ class Search:
             self.add(f"list schedule, near rule {n}", list_schedule(self.problem, rule), rule)
 
     def _local_searches(self, evaluations: int, choose: random.Random, rounds: int = 4) -> None:
-        """Half of the rounds from the best orders of different values, half from the best."""
+        """Improves orders in rounds: half from the best of different values, half from the best."""
         values: dict[float, Found] = {}
         for found in sorted(self.found, key=lambda found: found.value):
             values.setdefault(found.value, found)

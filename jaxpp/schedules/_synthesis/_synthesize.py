@@ -1,4 +1,4 @@
-"""Finds a table for any placement, costs and memory: a portfolio, and a bound on what is left."""
+"""Finds a table for any placement, costs and memory, by a portfolio, and a lower bound."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from jaxpp.schedules._table import Kind, Table, Task
 
 @dataclasses.dataclass(frozen=True)
 class Synthesis:
-    """What `synthesize` found.
+    """The result of `synthesize`.
 
     Args:
       table: the best table.
@@ -45,7 +45,7 @@ class Synthesis:
 
     @property
     def gap(self) -> float:
-        """How much worse than the best the table may be, as a part of the lower bound.
+        """The most by which the table may be worse than the best, as a fraction of the lower bound.
 
         >>> from jaxpp.schedules import Costs, synthesize
         >>> synthesize(Costs(), (0, 1, 2, 3), 8).gap
@@ -79,14 +79,14 @@ def synthesize(
     seed: int = 0,
     time_limit: float = 600.0,
 ) -> Synthesis:
-    """Finds a table for any placement, costs and memory, and bounds what a better one could gain.
+    """Finds a table for any placement, costs and memory, and a lower bound on any table's value.
 
     A portfolio makes tables: the schedules of the catalogue with this placement, list scheduling
     by many rules, local search from the best of these, and, where asked for, an exact solver. None
     is over the memory limit, and the result is never worse than the best schedule of the catalogue
-    that fits. The same arguments give the same table: the search is bounded by what it evaluates,
-    and ends early where it meets the lower bound. Only where `time_limit` cuts it short does the
-    table depend on the machine.
+    that fits. The same arguments give the same table: the number of evaluations bounds the search,
+    which ends early where it meets the lower bound. Only where `time_limit` cuts the search short
+    does the table depend on the machine.
 
     Tasks do not overlap here: `costs.overlapped` is not used, and the catalogue's overlapping
     pairs count as one task after the other.
@@ -136,7 +136,7 @@ def synthesize(
     if both:
         least = (_least_costs(costs), *sizes, _least_memory(memory))
         bound = lower_bound(make_problem(*least, limits, objective, graph, split=True))
-    # Of equals, the first counts: one that goes by its name rather than by its knobs.
+    # Of equals, the first counts: a schedule with a plain name comes before one with knobs.
     tables = sorted(catalogue_tables(*sizes, graph), key=lambda named: named[0] not in CATALOGUE)
     deadline = time.monotonic() + time_limit
     results = []
@@ -168,7 +168,7 @@ def _best(
     for source, table in results:
         timeline = simulate(table, costs, memory=memory)
         value = timeline.makespan if objective == "wall" else timeline.longest_span
-        # The bound adds up the same times in another order: it may be over by a rounding error.
+        # The bound adds the same times in another order: it may be too high by a rounding error.
         assert bound <= value * (1 + 1e-6), "a table beats the lower bound"
         found.append(Synthesis(table, timeline, objective, value, min(bound, value), source))
     best = min(found, key=lambda synthesis: synthesis.value)
@@ -177,7 +177,7 @@ def _best(
 
 
 def _one_direction(placement: Sequence[int] | Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The placement, checked; one in the form of `Schedule.placement` loses its outer tuple."""
+    """Checks a placement; takes one in the form of `Schedule.placement` out of its outer tuple."""
     given: typing.Any = tuple(placement)
     if given and not isinstance(given[0], int):
         if len(given) > 1:
@@ -216,7 +216,7 @@ def _check_arguments(num_microbatches: int, objective: str) -> None:
 
 
 def _check_feasible(problems: Sequence[Problem], limits: Sequence[float]) -> None:
-    """Checks that one microbatch alone fits: then all do, one after the other."""
+    """Checks that one microbatch alone fits; then all fit, one after the other."""
     needed = [problem.peaks(one_at_a_time(problem)) for problem in problems]
     for rank, limit in enumerate(limits):
         least = min(peaks[rank] for peaks in needed)
@@ -233,7 +233,7 @@ def _fits(memory: Memory, table: Table, limits: Sequence[float]) -> bool:
 
 
 def _least_costs(costs: Costs) -> Costs:
-    """Costs of halves that are together no more than the halves, nor than the whole backward."""
+    """Makes costs of halves whose sum is no more than that of the halves, nor the whole's."""
 
     def of(task: Task, kind: Kind) -> float:
         return costs.of(dataclasses.replace(task, kind=kind))
@@ -250,7 +250,7 @@ def _least_costs(costs: Costs) -> Costs:
 
 
 def _least_memory(memory: Memory) -> Memory:
-    """Changes by halves that never add up to more than the halves', nor than the whole's."""
+    """Makes changes by halves whose sum is no more than that of the halves, nor the whole's."""
 
     def of(task: Task, kind: Kind) -> float:
         return memory.of(dataclasses.replace(task, kind=kind))
