@@ -1,4 +1,4 @@
-"""The axes of a mesh: that of the pipeline, and those inside a rank."""
+"""The axes of a mesh: the pipeline axis, and the axes inside a rank."""
 
 import dataclasses
 import math

@@ -16,7 +16,7 @@ Place = tuple[_worker.Worker, Home, int]
 
 
 class Feed:
-    """Puts one argument into the slots of the ranks that read it; copies only what is elsewhere."""
+    """Puts one argument into the slots of the ranks that read it; copies it only if it must."""
 
     def __init__(self, places: Sequence[Place], donated: bool, spec: Spec):
         self._places = places

@@ -40,7 +40,7 @@ class Chimera(Schedule):
         return down, down[::-1]
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
-        """Says which rule a size breaks: see `Schedule.broken_rule`."""
+        """Names the rule that a size breaks: see `Schedule.broken_rule`."""
         return "num_ranks to be even" if num_ranks % 2 else None
 
     def orders(self, num_ranks: int, num_microbatches: int) -> list[list[Task]]:

@@ -61,7 +61,7 @@ class DualPipe(_EightSteps):
         return down, down[::-1]
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
-        """Says which rule a size breaks: see `Schedule.broken_rule`."""
+        """Names the rule that a size breaks: see `Schedule.broken_rule`."""
         if num_ranks % 2:
             return "num_ranks to be even"
         if num_microbatches % 2 or num_microbatches < 2 * num_ranks:
@@ -104,7 +104,7 @@ class DualPipeV(_EightSteps):
         return (_placements.waves(num_ranks),)
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
-        """Says which rule a size breaks: see `Schedule.broken_rule`."""
+        """Names the rule that a size breaks: see `Schedule.broken_rule`."""
         if num_microbatches < 2 * num_ranks:
             return "num_microbatches to be at least twice the ranks"
         return None

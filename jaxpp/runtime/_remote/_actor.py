@@ -77,7 +77,7 @@ class Setup:
         span: how the processes of the rank are joined; None where it has but one.
         x64: whether 64-bit types are on, as they are in the driver.
         epoch: how often the mesh has been restarted.
-        box: the path of its black box; None on another host than the driver's.
+        box: the path of its flight recorder; None on another host than the driver's.
     """
 
     rank: int

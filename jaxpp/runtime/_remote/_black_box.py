@@ -78,7 +78,7 @@ class NotingWorker(Worker):
     """An executor that notes each instruction in a flight recorder; a note takes a quarter of a µs.
 
     Args:
-        box: the black box.
+        box: the flight recorder.
         *args: those of `Worker`.
     """
 

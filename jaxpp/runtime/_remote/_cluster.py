@@ -23,7 +23,7 @@ from ray.util.placement_group import (
 
 from jaxpp.runtime._remote._session import Session, accepts
 
-#: Seconds to wait for what another mesh or task holds, before it is an error.
+#: Seconds to wait for resources that another mesh or task holds, before an error.
 RESERVE_TIMEOUT = 15.0
 
 #: CPUs that a worker takes in a session of our own, where cores are not counted: so little that
@@ -134,7 +134,7 @@ def reserve(
             f"Add a node with `ray start --address={session.address}`, or ask for less (several "
             f"ranks share a GPU with gpus_per_rank=0.5, a core with cpus_per_rank=0.5)."
         )
-    # The name says who holds the resources, to those who wait for them.
+    # The name tells other waiting processes who holds the resources.
     name = f"jaxpp-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
     names = ",".join(node["NodeID"] for node in silent)
     avoid = {"ray.io/node-id": f"!in({names})"} if silent else {}

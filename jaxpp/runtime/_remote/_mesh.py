@@ -423,13 +423,13 @@ class RemoteMpmdMesh:
     def apply_async(
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
     ) -> Pending:
-        """Starts what `apply` does; `.result()` waits for it."""
+        """Starts a function as `apply` does, and does not wait; `.result()` waits."""
         return self._start(function, args, everywhere=False, ordered=ordered)
 
     def apply_everywhere(
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
     ) -> Pending:
-        """Starts what `apply` does, in all processes of each rank."""
+        """Starts a function as `apply_async` does, but in all processes of each rank."""
         return self._start(function, args, everywhere=True, ordered=ordered)
 
     def _start(self, *what: Any, everywhere: bool, ordered: bool) -> Pending:

@@ -58,7 +58,7 @@ class Turns:
         return self._stopped or turn.epoch < self._next.epoch
 
     def stop(self) -> None:
-        """Lets no call in until the next epoch; does not wait."""
+        """Shuts out all calls until the next epoch; does not wait."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

@@ -4,8 +4,8 @@ A checkpoint is a directory:
 
     manifest.json           the manifest; there only if the checkpoint is whole
     data-<token>/           the data of the save that wrote it
-        driver/             a TensorStore database of what the saving process itself held
-        rank-0/, ...        one of what each rank of a remote mesh held
+        driver/             a TensorStore database of the saving process's own arrays
+        rank-0/, ...        such a database of each process of a remote mesh
 
 Every array lies in the databases in one or more pieces, each at an offset, so that several writers
 can hold parts of one array.

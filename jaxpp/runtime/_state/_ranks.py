@@ -262,7 +262,7 @@ def _assemble(
     blocks: Mapping[_store.Box, np.ndarray],
 ) -> Any:
     if array_type.host_dtype == jax.dtypes.float0:
-        return next(iter(blocks.values()))  # no device has it
+        return next(iter(blocks.values()))  # no device has this dtype
     parts = []
     with jax.enable_x64(True):  # else 64-bit dtypes are narrowed
         for device, box in layout.items():

@@ -311,7 +311,7 @@ class DeviceTransport:
     # ---- failure, and the end -------------------------------------------------------------------
 
     def abort(self, error: BaseException) -> None:
-        """Ends what waits here: sends and receives raise `Aborted`, with `error` as the cause.
+        """Ends all waits here: sends and receives raise `Aborted`, with `error` as the cause.
 
         Other ranks are not told. A transfer that JAX has begun is not ended, nor is the wait of
         this device for it.

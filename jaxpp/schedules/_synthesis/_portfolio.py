@@ -171,7 +171,7 @@ class Rules:
         ]
 
     def _windows(self) -> list[list[float]]:
-        """Gives sets of leads, by stage, of forwards over input gradients, for a trip and back."""
+        """Gives choices of `in_flight`: no limit, or forwards for the trip there and back."""
         at = {key: op for op, key in enumerate(self.problem.ops)}
         half = Kind.I if self.problem.splits else Kind.B
         stages = range(self.problem.table.num_stages)
