@@ -76,7 +76,7 @@ class ArrayHandle(jax.Array):
 
 
 def _delegate(name: str, method: bool) -> Any:
-    """Makes a method or a property that fetches the array and calls the array's own."""
+    """Makes a method or a property that fetches the array, and calls that of the array."""
 
     def fetched(handle: Any) -> Any:
         if not isinstance(handle, ArrayHandle):

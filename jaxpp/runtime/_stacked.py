@@ -136,7 +136,7 @@ class StackedArray(ArrayHandle):
     # ---- its value ------------------------------------------------------------------------------
 
     def copy_to_host_async(self) -> None:
-        """Notes that the value is wanted; the next fetch brings all wanted values together."""
+        """Asks early for the value of each part; values on ranks then come in one fetch."""
         for part in self._parts:
             part.copy_to_host_async()
 

@@ -11,7 +11,7 @@ from jaxpp.schedules._table import Kind, Task
 
 @dataclasses.dataclass(frozen=True)
 class ZeroBubbleV(Schedule):
-    """Two stages on each rank, down the ranks and up again, without a wait between its tasks.
+    """Two stages on each rank, down the ranks and up again, so that no rank waits between tasks.
 
     Source: Qi et al., arXiv 2401.10241, section 6 (ZB-V), published for m >= 2p-1. With fewer
     microbatches the order here is that of 2p-1 microbatches without the missing ones.

@@ -32,8 +32,8 @@ class RemoteMpmdMesh:
     """A mesh of pipeline ranks, each in worker processes of its own, on one host or many.
 
     Each rank is a mesh of its own over the axes other than `"mpmd"`, if there are any, as on an
-    `MpmdMesh`. A rank owns the devices of its worker process. It may have several processes, on one
-    host or many; `jax.distributed` joins them.
+    `MpmdMesh`. A rank owns the devices of its worker process. A rank may have several processes, on
+    one host or many; `jax.distributed` joins them.
 
     It joins the Ray session that is there (`RAY_ADDRESS`, `ray.init`, a cluster on this host). It
     starts a session on this host where there is none, or where `RAY_ADDRESS=local`, and `shutdown`

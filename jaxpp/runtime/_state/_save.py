@@ -115,7 +115,7 @@ class Plan:
         return Plan(leaves, tuple(local), mesh, dict(remote), tuple(held), rows)
 
     def write(self, data: Path) -> tuple[Leaf, ...]:
-        """Writes the arrays themselves, without a copy; returns the leaves with their pieces."""
+        """Writes the arrays, without a snapshot before; returns the leaves with their pieces."""
         arguments = {r: (_ranks.write, str(data), items) for r, items in self.remote.items()}
         with ranks_at_work(self.mesh, arguments, ordered=True) as of_ranks:
             own = _ranks.write_pieces(str(data), _ranks.DRIVER, _ranks.to_pieces(self.local))

@@ -192,7 +192,7 @@ def _earliest(
     waits: Sequence[Sequence[tuple[int, int]]],
     sets: Sequence[Sequence[tuple[int, int]]],
 ) -> list[list[float]]:
-    """Applies the rules of the heads, in time or against it; `sets` are earlier on the rank."""
+    """Applies the rules of the heads, in time or against it; tasks of `sets` run earlier."""
     time = ops.time
     begins = [0.0 if rank in (None, r) else -math.inf for r in range(problem.num_ranks)]
     earliest: list[list[float]] = [[] for _ in time]

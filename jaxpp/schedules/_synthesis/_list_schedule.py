@@ -119,7 +119,7 @@ def list_schedule(problem: Problem, rule: Rule) -> list[list[int]] | None:
 
 
 def _views(problem: Problem, rule: Rule) -> list[list[tuple[int, float, list[int], float, int]]]:
-    """Gives for each rank, by op, the data of decisions; `end` is a forward's backward, or -1."""
+    """Gives for each rank, by op, the data of its decisions; last, a forward's backward or -1."""
     ends = {s: op for op, (kind, s) in enumerate(problem.ops) if kind in (Kind.I, Kind.B)}
     views = []
     for own in problem.rank_ops:
