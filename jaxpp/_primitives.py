@@ -41,6 +41,8 @@ ELEMENTWISE = frozenset(
 )
 #: They are elementwise but for rounding: they iterate until all elements have converged.
 CONVERGING = frozenset("igamma igamma_grad_a igammac regularized_incomplete_beta".split())
+#: They are elementwise but for the last bit: XLA computes elements that fill no vector apart.
+ROUNDED_APART = frozenset({"atan", "rsqrt"})
 #: They hand on their operand with a note to the compiler, such as one about its devices.
 HANDS_ON = frozenset(
     "device_put layout_constraint reshard stage_edge tie with_memory_space_constraint".split()
@@ -52,7 +54,7 @@ MOVES = REORDERS | {"broadcast_in_dim", "slice"}
 #: They give the same bits when their arrays are split over devices: they add nothing up. Loops and
 #: conditionals do so if the equations inside them do.
 EXACT = (
-    ELEMENTWISE
+    (ELEMENTWISE - ROUNDED_APART)
     | MOVES
     | frozenset(
         """

@@ -150,8 +150,16 @@ def bits(results):
     ]
 
 
-def assert_elementwise(fun, args):
-    """Rows of the operands give the same rows of the results, and so do columns, to the bit.
+def assert_same(x, y, ulps):
+    """Equal to the bit, or up to some units in the last place."""
+    if ulps:
+        np.testing.assert_array_max_ulp(x, y, ulps)
+    else:
+        np.testing.assert_array_equal(x, y)
+
+
+def assert_elementwise(fun, args, ulps=0):
+    """Rows of the operands give the same rows of the results, and so do columns.
 
     But for a lone element, which XLA computes without vectors, and may round in another way.
     """
@@ -159,16 +167,16 @@ def assert_elementwise(fun, args):
     whole = bits(fun(*args))
     for mine in ((slice(2, 5),), (slice(None), slice(1, 4)), (slice(6, 8), slice(2, 4))):
         for x, y in zip(bits(fun(*(x[mine] for x in args))), whole, strict=True):
-            np.testing.assert_array_equal(x, y[mine])
+            assert_same(x, y[mine], ulps)
 
 
-def assert_exact(fun, args):
+def assert_exact(fun, args, ulps=0):
     """Results are the same to the bit when arrays are split over devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
     split = NamedSharding(mesh, PartitionSpec("data"))
     parted = jax.jit(fun)(*(jax.device_put(x, split) for x in args))
     for x, y in zip(bits(parted), bits(jax.jit(fun)(*args)), strict=True):
-        np.testing.assert_array_equal(x, y)
+        assert_same(x, y, ulps)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -177,8 +185,9 @@ def test_what_is_taken_for_elementwise_is(name):
     rng = np.random.default_rng(0)
     args = [operand(kind, rng) for kind in kinds]
     assert name in {e.primitive.name for e in flat(fun, args).eqns}
-    assert_elementwise(fun, args)
-    assert_exact(fun, args)
+    ulps = 1 if name in _primitives.ROUNDED_APART else 0
+    assert_elementwise(fun, args, ulps)
+    assert_exact(fun, args, ulps)
 
 
 def test_every_elementwise_primitive_is_checked():

@@ -30,6 +30,7 @@ def with_split_outputs(
         its variables; those of its inputs are whole.
 
     Example:
+        >>> import jax
         >>> jaxpr = jax.make_jaxpr(lambda x: jnp.broadcast_to(x, (4, 2)) * 3)(1.0)
         >>> wanted = {jaxpr.jaxpr.outvars[0]: (("data",), ())}
         >>> _, specs = with_split_outputs(jaxpr, wanted)

@@ -19,7 +19,7 @@ import pytest
 
 import jaxpp
 from jaxpp import _jaxprs
-from jaxpp.transforms.place import _flat_step
+from jaxpp.transforms.place import _flat_step, _place
 
 WIDTH, BATCH, MICROBATCHES = 4, 8, 2
 
@@ -300,7 +300,7 @@ def test_a_number_whose_value_is_needed_is_named_and_may_be_static():
 
 
 def test_too_many_static_values_are_a_warning_and_are_not_all_kept(monkeypatch):
-    monkeypatch.setattr("jaxpp.transforms.place._place.KEPT", 10)
+    monkeypatch.setattr(_place, "KEPT", 10)
     placed = jaxpp.place(lambda x, n: x * n, jaxpp.MpmdMesh((1,)), static_argnums=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
