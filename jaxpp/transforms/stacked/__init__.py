@@ -20,4 +20,5 @@ from jaxpp.transforms.stacked._scans import Iteration as Iteration
 from jaxpp.transforms.stacked._scans import LayerScan as LayerScan
 from jaxpp.transforms.stacked._scans import divide_scans as divide_scans
 from jaxpp.transforms.stacked._scans import find_scan as find_scan
+from jaxpp.transforms.stacked._scans import layer_scans as layer_scans
 from jaxpp.transforms.stacked._scans import loop_that_is_one_unit as loop_that_is_one_unit

@@ -67,7 +67,6 @@ class Divided:
     places: dict[Any, Iteration]
     slices: frozenset[Any]
     joins: frozenset[Any]
-    scans: tuple[LayerScan, ...]
 
     def start_of(self, place: Iteration) -> Any:
         """Gives the first variable of the equation after a place."""
@@ -89,22 +88,35 @@ def divide_scans(
     Returns:
         The program with the same inputs and results, and the places of its cuts.
     """
-    divider = _Divider(jaxpr, model, wanted)
-    entries = divider.walk(jaxpr.eqns)
-    outvars = [divider.known(v) for v in jaxpr.jaxpr.outvars]
-    entries = divider.without_bypassed(entries, outvars)
-    named = [(e.eqn.outvars[0], e) for e in entries if e.eqn.outvars]
-
-    def of_kind(kind: str) -> frozenset[Any]:
-        return frozenset(v for v, e in named if e.kind == kind)
-
+    origins = _origins.Origins(jaxpr.jaxpr.invars, model)
+    scans = layer_scans(jaxpr, model)
+    scan_of = {id(scan.eqn): scan for scan in scans}
+    known = _jaxprs.Substitution()
+    pieces: list[_Piece] = []
+    for old in jaxpr.eqns:
+        eqn, scan = known.rename(old), scan_of.get(id(old))
+        cuts = set(range(scan.length)).intersection(wanted(scan)) if scan else ()
+        if scan is None or not cuts:
+            origins.add(eqn)
+            pieces.append(_Piece(eqn))
+            continue
+        made, results = _cut(dataclasses.replace(scan, eqn=eqn), sorted(cuts), origins)
+        pieces += made
+        known.of.update(zip(eqn.outvars, results, strict=True))
+    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
+    pieces = _without_bypassed(pieces, outvars, origins)
+    named = [(p.eqn.outvars[0], p) for p in pieces if p.eqn.outvars]
     return Divided(
-        _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, [e.eqn for e in entries]),
-        {v: e.place for v, e in named if e.place is not None},
-        of_kind("slice"),
-        of_kind("join"),
-        tuple(divider.scans),
+        _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, [p.eqn for p in pieces]),
+        {v: p.place for v, p in named if p.place is not None},
+        frozenset(v for v, p in named if p.kind == "slice"),
+        frozenset(v for v, p in named if p.kind == "join"),
     )
+
+
+def layer_scans(jaxpr: jex.ClosedJaxpr, model: Sequence[Any]) -> list[LayerScan]:
+    """Finds the scans over arrays of the model, its inputs `model`, in a program."""
+    return _read(jaxpr, model)[0]
 
 
 def find_scan(jaxpr: jex.ClosedJaxpr, model: Sequence[Any], arrays: int, stack: str) -> LayerScan:
@@ -113,9 +125,8 @@ def find_scan(jaxpr: jex.ClosedJaxpr, model: Sequence[Any], arrays: int, stack: 
     Raises:
         ValueError: if there is none, or several; the message says what stands in the way.
     """
-    divider = _Divider(jaxpr, model, lambda _: ())
-    divider.walk(jaxpr.eqns)
-    found = [s for s in divider.scans if any(a and not a & ~arrays for a in s.arrays)]
+    scans, origins = _read(jaxpr, model)
+    found = [s for s in scans if any(a and not a & ~arrays for a in s.arrays)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -124,24 +135,71 @@ def find_scan(jaxpr: jex.ClosedJaxpr, model: Sequence[Any], arrays: int, stack: 
             f"A cut inside {stack!r} is not unique: {len(found)} scans go over its layers ({lines})"
             f". Give num_stages alone, which may cut any of them."
         )
-    obstacle = divider.obstacle(jaxpr.eqns, arrays)
     raise ValueError(
         f"No cut can be made inside {stack!r}: "
-        f"{obstacle or 'no lax.scan goes over its arrays as xs.'}"
+        f"{_obstacle(jaxpr.eqns, origins, arrays) or 'no lax.scan goes over its arrays as xs.'}"
     )
 
 
 def loop_that_is_one_unit(jaxpr: jex.ClosedJaxpr, model: Sequence[Any]) -> str:
     """Says why a loop over parameters was not cut, as a further sentence; empty without one."""
-    divider = _Divider(jaxpr, model, lambda _: ())
-    divider.walk(jaxpr.eqns)
+    _, origins = _read(jaxpr, model)
     loops = [e for e in jaxpr.eqns if e.primitive.name in ("scan", "while")]
-    obstacle = divider.obstacle(loops, (1 << len(model)) - 1, "a parameter")
+    obstacle = _obstacle(loops, origins, (1 << len(model)) - 1, "a parameter")
     return f" A loop counts as one place where {obstacle}" if obstacle else ""
 
 
+# ---- finding scans ------------------------------------------------------------------------------
+
+
+def _read(jaxpr, model: Sequence[Any]) -> tuple[list[LayerScan], _origins.Origins]:
+    """Finds the scans over stacked layers of a program, and the sources of all its variables."""
+    origins, scans = _origins.Origins(jaxpr.jaxpr.invars, model), []
+    for eqn in jaxpr.eqns:
+        arrays = _layer_arrays(eqn, origins)
+        if any(arrays):
+            scans.append(LayerScan(len(scans), eqn, arrays))
+        origins.add(eqn)
+    return scans, origins
+
+
+def _layer_arrays(eqn, origins: _origins.Origins) -> tuple[int, ...]:
+    """Finds `LayerScan.arrays` of an equation; empty for all but a scan that can be cut."""
+    if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or not eqn.outvars:
+        return ()
+    return tuple(map(origins.model_arrays, eqn.invars[sum(_compat.scan_parts(eqn)) :]))
+
+
+def _obstacle(
+    eqns: Sequence[Any], origins: _origins.Origins, arrays: int, what: str = "it"
+) -> str | None:
+    """Says why a loop that uses arrays of the model (called `what`) is no scan over layers."""
+    for eqn in eqns:
+        read = [i for i, v in enumerate(eqn.invars) if origins.model_arrays(v) & arrays]
+        is_plain = not any(True for _ in _jaxprs.sub_jaxprs(eqn))
+        if not read or is_plain or any(_layer_arrays(eqn, origins)):
+            continue
+        where = f"`{eqn.primitive.name}`{_compat.at_source_line(eqn)}"
+        if eqn.primitive.name != "scan":
+            return f"{what} is used inside a {where}, whose body is one unit."
+        if eqn.params["length"] == 1:
+            return f"the {where} over {what} has one iteration."
+        consts, carries = _compat.scan_parts(eqn)
+        if min(read) < consts + carries:
+            carry = min(read) - consts
+            role = "a constant" if carry < 0 else f"carry {carry}"
+            return (
+                f"each iteration of the {where} reads all of {what}, as {role}. Hand it to "
+                f"lax.scan as xs, so that an iteration reads its own layer alone."
+            )
+    return None
+
+
+# ---- cutting a scan -----------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
-class _Entry:
+class _Piece:
     """An equation of the result: `"plain"`, `"slice"` or `"join"` (see `Divided`)."""
 
     eqn: Any
@@ -149,127 +207,63 @@ class _Entry:
     place: Iteration | None = None
 
 
-class _Divider:
-    """Rewrites one program, and tracks the sources of its variables."""
-
-    def __init__(self, jaxpr, model: Sequence[Any], wanted: Callable):
-        self.scans: list[LayerScan] = []
-        self.known = _jaxprs.Substitution()
-        self._wanted = wanted
-        self._origins = _origins.Origins(jaxpr.jaxpr.invars, model)
-
-    def walk(self, eqns: Sequence[Any]) -> list[_Entry]:
-        """Makes the entries for some equations."""
-        entries: list[_Entry] = []
-        for eqn in eqns:
-            eqn = self.known.rename(eqn)
-            arrays = self._layer_arrays(eqn)
-            if any(arrays):
-                scan = LayerScan(len(self.scans), eqn, arrays)
-                self.scans.append(scan)
-                cuts = {i for i in self._wanted(scan) if 0 <= i < scan.length}
-                if cuts:
-                    entries.extend(self._cut_scan(scan, cuts))
-                    continue
-            self._origins.add(eqn)
-            entries.append(_Entry(eqn))
-        return entries
-
-    def _layer_arrays(self, eqn) -> tuple[int, ...]:
-        """Finds `LayerScan.arrays` of an equation; empty for all but a scan that can be cut."""
-        if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or not eqn.outvars:
-            return ()
-        num_consts, num_carry = _compat.scan_parts(eqn)
-        return tuple(self._origins.model_arrays(v) for v in eqn.invars[num_consts + num_carry :])
-
-    # ---- scans ----------------------------------------------------------------------------------
-
-    def _cut_scan(self, scan: LayerScan, cuts: set[int]) -> list[_Entry]:
-        eqn, length = scan.eqn, scan.length
-        num_consts, num_carry = _compat.scan_parts(eqn)
-        body = eqn.params["jaxpr"].jaxpr
+def _cut(
+    scan: LayerScan, cuts: Sequence[int], origins: _origins.Origins
+) -> tuple[list[_Piece], list[Any]]:
+    """Cuts a scan before some iterations; gives the pieces, and the atoms that are its results."""
+    eqn, length, reverse = scan.eqn, scan.length, scan.eqn.params["reverse"]
+    num_consts, num_carry = _compat.scan_parts(eqn)
+    first = num_consts + num_carry
+    consts, carry, xs = eqn.invars[:num_consts], eqn.invars[num_consts:first], eqn.invars[first:]
+    body = eqn.params["jaxpr"].jaxpr
+    ends = zip(body.invars[num_consts:first], body.outvars[:num_carry], strict=True)
+    changes = [_handed_on(body, out) is not own for own, out in ends]
+    pieces: list[_Piece] = []
+    stacks: list[list[Any]] = []
+    for start, stop in itertools.pairwise(sorted({0, *cuts, length})):
+        low, high = (length - stop, length - start) if reverse else (start, stop)
+        slices, new = origins.slices(xs, low, high, eqn)
+        part = _iterations(eqn, [*consts, *carry, *slices], num_carry, stop - start)
+        pieces += [_Piece(e, "slice") for e in new]
+        pieces.append(_Piece(part, place=(scan.number, start) if start in cuts else None))
         # A carry that no iteration changes is given to each scan as it was before the first.
-        untouched = [
-            _handed_on(body, out) is own
-            for own, out in zip(body.invars[num_consts:], body.outvars[:num_carry], strict=False)
-        ]
-        consts = eqn.invars[:num_consts]
-        carry = list(eqn.invars[num_consts : num_consts + num_carry])
-        xs = eqn.invars[num_consts + num_carry :]
-        bounds = sorted({0, length, *cuts})
-        entries: list[_Entry] = []
-        stacks: list[list[Any]] = []
-        for start, stop in itertools.pairwise(bounds):
-            low, high = (length - stop, length - start) if eqn.params["reverse"] else (start, stop)
-            slices, new = self._origins.slices(xs, low, high, eqn)
-            entries.extend(_Entry(e, "slice") for e in new)
-            rows = stop - start
-            made = [jex.Var(v.aval) for v in eqn.outvars[:num_carry]]
-            made += [jex.Var(_rows.with_rows(v.aval, rows)) for v in eqn.outvars[num_carry:]]
-            params = eqn.params | {"length": rows, "unroll": min(eqn.params["unroll"], rows)}
-            piece = eqn.replace(invars=[*consts, *carry, *slices], outvars=made, params=params)
-            place = (scan.number, start) if start in cuts else None
-            entries.append(_Entry(piece, place=place))
-            self._origins.add(piece)
-            carry = [
-                c if same else new
-                for c, new, same in zip(carry, made[:num_carry], untouched, strict=True)
-            ]
-            stacks.append(made[num_carry:])
-        if eqn.params["reverse"]:
-            stacks.reverse()
-        results = [
-            self._concatenate([s[i] for s in stacks], y, eqn, entries)
-            for i, y in enumerate(eqn.outvars[num_carry:])
-        ]
-        self.known.of.update(zip(eqn.outvars, [*carry, *results], strict=True))
-        return entries
+        made = zip(carry, part.outvars[:num_carry], changes, strict=True)
+        carry = [after if changed else before for before, after, changed in made]
+        stacks.append(part.outvars[num_carry:])
+    results = list(carry)
+    for whole, *parts in zip(
+        eqn.outvars[num_carry:], *(stacks[::-1] if reverse else stacks), strict=True
+    ):
+        if len(parts) > 1 and not isinstance(whole, jex.DropVar):
+            pieces.append(_Piece(_origins.joined(eqn, parts, whole.aval), "join"))
+            parts = pieces[-1].eqn.outvars
+        results.append(parts[0])
+    for piece in pieces:
+        origins.add(piece.eqn)
+    return pieces, results
 
-    def _concatenate(self, parts: list[Any], whole: Any, scan, entries: list[_Entry]) -> Any:
-        if len(parts) == 1 or isinstance(whole, jex.DropVar):
-            return parts[0]
-        eqn = _origins.joined(scan, parts, whole.aval)
-        self._origins.add(eqn)
-        entries.append(_Entry(eqn, "join"))
-        return eqn.outvars[0]
 
-    # ---- obstacles ------------------------------------------------------------------------------
+def _iterations(scan, invars: Sequence[Any], num_carry: int, count: int) -> Any:
+    """Makes the scan of some iterations of another one."""
+    made = [
+        jex.Var(v.aval if i < num_carry else _rows.with_rows(v.aval, count))
+        for i, v in enumerate(scan.outvars)
+    ]
+    params = scan.params | {"length": count, "unroll": min(scan.params["unroll"], count)}
+    return scan.replace(invars=list(invars), outvars=made, params=params)
 
-    def obstacle(self, eqns: Sequence[Any], arrays: int, what: str = "it") -> str | None:
-        """Says why a loop that uses arrays of the model (called `what`) is no scan over layers."""
-        for eqn in eqns:
-            read = [i for i, v in enumerate(eqn.invars) if self._origins.model_arrays(v) & arrays]
-            is_plain = not any(True for _ in _jaxprs.sub_jaxprs(eqn))
-            if not read or is_plain or any(self._layer_arrays(eqn)):
-                continue
-            where = f"`{eqn.primitive.name}`{_compat.at_source_line(eqn)}"
-            if eqn.primitive.name != "scan":
-                return f"{what} is used inside a {where}, whose body is one unit."
-            if eqn.params["length"] == 1:
-                return f"the {where} over {what} has one iteration."
-            consts, carries = _compat.scan_parts(eqn)
-            if min(read) < consts + carries:
-                carry = min(read) - consts
-                role = "a constant" if carry < 0 else f"carry {carry}"
-                return (
-                    f"each iteration of the {where} reads all of {what}, as {role}. Hand it to "
-                    f"lax.scan as xs, so that an iteration reads its own layer alone."
-                )
-        return None
 
-    # ---- unneeded equations ---------------------------------------------------------------------
-
-    def without_bypassed(self, entries: list[_Entry], outvars: Sequence[Any]) -> list[_Entry]:
-        """Drops bypassed equations that nothing reads any more."""
-        read = set(_jaxprs.variables(outvars))
-        kept = []
-        for entry in reversed(entries):
-            eqn = entry.eqn
-            if self._origins.is_bypassed(eqn) and not any(v in read for v in eqn.outvars):
-                continue
-            read.update(_jaxprs.variables(eqn.invars))
-            kept.append(entry)
-        return kept[::-1]
+def _without_bypassed(
+    pieces: Sequence[_Piece], outvars: Sequence[Any], origins: _origins.Origins
+) -> list[_Piece]:
+    """Drops bypassed equations that nothing reads any more."""
+    read = set(_jaxprs.variables(outvars))
+    kept = []
+    for piece in reversed(pieces):
+        if not origins.is_bypassed(piece.eqn) or not read.isdisjoint(piece.eqn.outvars):
+            read.update(_jaxprs.variables(piece.eqn.invars))
+            kept.append(piece)
+    return kept[::-1]
 
 
 def _handed_on(jaxpr, atom: Any) -> Any:

@@ -9,7 +9,14 @@ from typing import Any
 import jax.extend.core as jex
 
 from jaxpp import _checkpoints, _compat, _jaxprs
-from jaxpp.transforms.stacked import Divided, Iteration, LayerScan, divide_scans, find_scan
+from jaxpp.transforms.stacked import (
+    Divided,
+    Iteration,
+    LayerScan,
+    divide_scans,
+    find_scan,
+    layer_scans,
+)
 from jaxpp.transforms.stages import _layers, _marks, _modules, _stages, _units
 
 # ---- named scopes -------------------------------------------------------------------------------
@@ -64,7 +71,7 @@ def _places_in_scopes(jaxpr, names: Sequence[str], model) -> dict[str, Iteration
     for name, match in indexed.items():
         if any(contains_scope(e, name) for e in jaxpr.eqns):
             continue
-        scans = divide_scans(jaxpr, model).scans
+        scans = layer_scans(jaxpr, model)
         found = [s for s in scans if in_scope(s.eqn, match[1])]
         # flax's nn.scan names the body, and not the scan.
         found = found or [s for s in scans if contains_scope(s.eqn, match[1])]
@@ -162,7 +169,7 @@ def stacked(
     if isinstance(module, _layers.Layer):
         return module
     stack = _layers.stack_at(model, path)
-    for scan in divide_scans(jaxpr, arrays).scans:
+    for scan in layer_scans(jaxpr, arrays):
         own = functools.reduce(operator.or_, (a for a in scan.arrays if not a & ~stack.arrays), 0)
         if own and own == stack.arrays and _modules.calls_class(scan.eqn, type(module)):
             return stack

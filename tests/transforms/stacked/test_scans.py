@@ -640,4 +640,5 @@ def test_a_pass_without_wishes_changes_nothing():
     flat, _ = _cuts.open_program(jax.make_jaxpr(with_scan(checkpointed_scan))(PARAMS, X))
     divided = _scans.divide_scans(flat, flat.jaxpr.invars[:3])
     assert _jaxprs.structure(divided.jaxpr) == _jaxprs.structure(flat)
-    assert [s.length for s in divided.scans] == [LAYERS]
+    scans = _scans.layer_scans(flat, flat.jaxpr.invars[:3])
+    assert [s.length for s in scans] == [LAYERS]
