@@ -114,21 +114,11 @@ def close(
             closed.append((outside(own[0]), stage))
             continue
         outputs = [v for e in own for v in e.outvars if v in shared]
-        own = [*_read_by(own, repeated.get(group[0], [])), *own]
+        read = {v for e in own for v in _jaxprs.variables(e.invars)}
+        own = [*_jaxprs.needed(repeated.get(group[0], []), read), *own]
         inner = close(own, [stage] * len(own), checkpoints, outputs, depth + 1)
         closed.append((_closed(checkpoints[group[0]], [e for e, _ in inner], outputs), stage))
     return closed
-
-
-def _read_by(eqns: Sequence[Any], among: Sequence[Any]) -> list[Any]:
-    """Finds the equations `among` others that some equations need."""
-    needed = {v for e in eqns for v in _jaxprs.variables(e.invars)}
-    kept = []
-    for eqn in reversed(among):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(_jaxprs.variables(eqn.invars))
-            kept.append(eqn)
-    return kept[::-1]
 
 
 def _closed(checkpoint, eqns: Sequence[Any], outputs: Sequence[Any]) -> Any:

@@ -396,6 +396,11 @@ def ancestors(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[bool]:
     return keep
 
 
+def needed(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
+    """Gives the equations that the outputs depend on, and those with effects."""
+    return [e for e, keep in zip(eqns, ancestors(eqns, outputs), strict=True) if keep]
+
+
 def descendants(eqns: Sequence[Any], sources: Iterable[Any]) -> set[Any]:
     """Finds all variables that depend on the sources, with the sources."""
     reached = set(sources)

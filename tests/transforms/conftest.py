@@ -25,7 +25,7 @@ def primitives_of(stages_of):
 
     def read(fun, *args):
         stages = stages_of(fun, *args)
-        parts = [_stages.stage_part(stages, k) for k in range(stages.num_stages)]
+        parts = stages.parts
         return [[eqn.primitive.name for eqn in part.jaxpr.eqns] for part in parts]
 
     return read
@@ -37,7 +37,7 @@ def edges_of(stages_of):
 
     def read(fun, *args):
         stages = stages_of(fun, *args)
-        parts = [_stages.stage_part(stages, k) for k in range(stages.num_stages)]
+        parts = stages.parts
         made = {v: k for k, part in enumerate(parts) for v in part.outputs}
         edges = [
             (made[v], k, v.aval.shape)
@@ -57,7 +57,7 @@ def arguments_of(stages_of):
     def read(fun, *args):
         stages = stages_of(fun, *args)
         invars = set(stages.jaxpr.jaxpr.invars)
-        parts = [_stages.stage_part(stages, k) for k in range(stages.num_stages)]
+        parts = stages.parts
         return [sorted(v.aval.shape for v in part.inputs if v in invars) for part in parts]
 
     return read

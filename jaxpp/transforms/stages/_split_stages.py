@@ -1,7 +1,6 @@
 """`split_stages`: decides where a program is cut into pipeline stages."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,8 +82,7 @@ def split_stages(
     if balance != "layers":
         _flops.resolve(balance)
 
-    @functools.wraps(fun)
-    def split(*args, **kwargs):
+    def decide(*args, **kwargs):
         model = args[0] if args else None
         modules = None if cuts is None else _modules.resolve_modules(model, cuts)
         if modules is not None and len({p for p, _ in modules}) < len(modules):
@@ -129,9 +127,9 @@ def split_stages(
                 f"split_stages: num_stages={num_stages}, but the cuts in the function make "
                 f"{stages.num_stages} stages; drop num_stages or change the cuts."
             )
-        return traced.rebuild(_run_with_marks(stages, traced.inputs))
+        return traced, stages
 
-    return split
+    return _stages.run_in_stages(fun, decide, _run_behind_mark)
 
 
 def _model_arrays(traced: _jaxprs.Traced, model: Any) -> list[Any]:
@@ -156,19 +154,13 @@ def _listed(names: Any) -> Any:
     return [names] if isinstance(names, str) else names
 
 
-def _run_with_marks(stages: _stages.Stages, inputs: list[Any]) -> list[Any]:
-    """Evaluates the stages in order, and marks all values that cross into a later stage."""
-    jaxpr = stages.jaxpr.jaxpr
-    values = dict(zip(jaxpr.invars, inputs, strict=True))
-    parts = [_stages.stage_part(stages, k) for k in range(stages.num_stages)]
-    made: list[Any] = []
-    for k, part in enumerate(parts):
-        if k > 0:
-            later = {v for p in parts[k:] for v in p.inputs}
-            live = [v for v in made if v in later]
-            marked = _marks.enter_p.bind(*(values[v] for v in live), stage=k, name=stages.names[k])
-            values.update(zip(live, marked, strict=True))
-        outputs = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
-        values.update(zip(part.outputs, outputs, strict=True))
-        made.extend(part.outputs)
-    return _stages.read_outputs(stages, values)
+def _run_behind_mark(stages: _stages.Stages, k: int, values: dict[Any, Any]) -> list[Any]:
+    """Evaluates a stage, and before it marks all values that cross into it or a later stage."""
+    if k > 0:
+        later = {v for part in stages.parts[k:] for v in part.inputs}
+        live = [v for part in stages.parts[:k] for v in part.outputs if v in later]
+        arrays = _jaxprs.read(live, values)
+        marked = _marks.enter_p.bind(*arrays, stage=k, name=stages.names[k])
+        values.update(zip(live, marked, strict=True))
+    part = stages.parts[k]
+    return _jaxprs.run(part.jaxpr, *_jaxprs.read(part.inputs, values))

@@ -11,7 +11,8 @@
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -20,18 +21,94 @@ import jax.numpy as jnp
 from jaxpp import _checkpoints, _compat, _jaxprs, _primitives
 from jaxpp.transforms.stages import _marks
 
+#: Evaluates stage `k`: `run_stage(stages, k, values)` reads the values of variables, and may change
+#: them; it gives those of the outputs of `stages.parts[k]`.
+RunStage = Callable[["Stages", int, dict[Any, Any]], Sequence[Any]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A flat jaxpr without marks, and the stage of each equation.
+    """A flat jaxpr without marks, the stage of each equation, and the name of each stage.
 
     The stage is None for an equation that is repeated where it is read.
     """
 
     jaxpr: jex.ClosedJaxpr
     stage_of: tuple[int | None, ...]
-    num_stages: int
     names: tuple[str | None, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.names)
+
+    @functools.cached_property
+    def parts(self) -> tuple[_jaxprs.Part, ...]:
+        """The jaxpr of each stage: of its own equations, and of those that it repeats."""
+        pairs = list(zip(self.jaxpr.eqns, self.stage_of, strict=True))
+        readers: dict[Any, set[int | None]] = {}
+        readers.update((v, {None}) for v in _jaxprs.variables(self.jaxpr.jaxpr.outvars))
+        for eqn, k in pairs:
+            for v in _jaxprs.variables(eqn.invars) if k is not None else ():
+                readers.setdefault(v, set()).add(k)
+
+        def part(stage: int) -> _jaxprs.Part:
+            own = [v for e, k in pairs if k == stage for v in e.outvars]
+            eqns = [e for e, k in pairs if k in (stage, None)]
+            eqns = _jaxprs.needed(eqns, own)
+            outputs = [v for v in own if readers.get(v, set()) - {stage}]
+            return _jaxprs.part(eqns, outputs, f"stage_{stage}")
+
+        return tuple(map(part, range(self.num_stages)))
+
+    def run(self, inputs: Sequence[Any], run_stage: RunStage) -> list[Any]:
+        """Evaluates the program, stage by stage.
+
+        A result that depends on no argument belongs to no stage, and is computed here.
+        """
+        values = dict(zip(self.jaxpr.jaxpr.invars, inputs, strict=True))
+        for k, part in enumerate(self.parts):
+            values.update(zip(part.outputs, run_stage(self, k, values), strict=True))
+        outvars = self.jaxpr.jaxpr.outvars
+        loose = [v for v in _jaxprs.variables(outvars) if v not in values]
+        free = [e for e, k in zip(self.jaxpr.eqns, self.stage_of, strict=True) if k is None]
+        part = _jaxprs.part(_jaxprs.needed(free, loose), loose)
+        values.update(zip(loose, _jaxprs.run(part.jaxpr), strict=True))
+        return _jaxprs.read(outvars, values)
+
+
+# ---- deciding once ------------------------------------------------------------------------------
+
+#: Traces a function at given arguments, and decides the stages.
+Decide = Callable[..., tuple[_jaxprs.Traced, Stages]]
+
+
+def run_in_stages(fun: Callable, decide: Decide, run_stage: RunStage) -> Callable:
+    """Makes a function that computes what `fun` does, stage by stage."""
+
+    @functools.wraps(fun)
+    def staged(*args, **kwargs):
+        traced, stages = decide(*args, **kwargs)
+        return traced.rebuild(stages.run(traced.inputs, run_stage))
+
+    # With its owner: a wrapper of this function takes over all attributes, and may do more.
+    staged.__dict__["_decide"] = staged, decide
+    return staged
+
+
+def decision_of(fun: Callable) -> Decide:
+    """Gives the function that decides the stages of `fun`: its own, or one that reads its marks."""
+    owner, decide = getattr(fun, "_decide", (None, None))
+    if decide is not None and owner is fun:
+        return decide
+
+    def read(*args, **kwargs):
+        traced = _jaxprs.trace(fun, args, kwargs)
+        return traced, read_stages(traced.jaxpr)
+
+    return read
+
+
+# ---- reading marks ------------------------------------------------------------------------------
 
 
 def has_marks(jaxpr) -> bool:
@@ -73,59 +150,23 @@ def read_stages(
     _refuse_marks_inside(jaxpr)
     jaxpr = _expose_preparations(jaxpr)
     chain = argument_chains(jaxpr)
-    opens = _number_marks(jaxpr, chain)
-    num_stages = max(opens.values(), default=0) + 1
-    eqns = jaxpr.eqns
-    from_args = _jaxprs.descendants(eqns, jaxpr.jaxpr.invars)
-    constant = [not e.effects and not any(v in from_args for v in e.outvars) for e in eqns]
-    latest = _latest(jaxpr, opens, num_stages)
-    stage: list[int | None] = [None] * len(eqns)
-
-    written, made_in = 0, dict.fromkeys(jaxpr.jaxpr.invars, 0)
-    for i, eqn in enumerate(eqns):
-        earliest = max(
-            (made_in.get(v, 0) for v in eqn.invars if not _jaxprs.is_literal(v)), default=0
-        )
-        if _marks.is_enter(eqn):
-            written = opens[i]
-            if earliest >= max(opens[i], 1):
-                raise ValueError(
-                    f"Stage {opens[i]} is entered{_compat.at_source_line(eqn)} with a value of "
-                    f"stage {earliest}: the cuts are out of order. Number the stages in the order "
-                    f"the data flows."
-                )
-            made_in.update((v, opens[i]) for v in eqn.outvars)
-        elif not (chain[i] or constant[i]):
-            if earliest > latest[i]:
-                raise ValueError(
-                    f"The `{eqn.primitive.name}`{_compat.at_source_line(eqn)} reads a value of "
-                    f"stage {earliest}, but stage {latest[i] + 1}, which is entered later, needs "
-                    f"its result: this cut puts a consumer before its producer. Move the mark, or "
-                    f"number the stages in the order the data flows."
-                )
-            stage[i] = k = min(max(written, earliest), latest[i])
-            made_in.update((v, k) for v in eqn.outvars)
-
-    _place_chains(jaxpr, opens, chain, stage, num_stages)
-    marks = [(opens[i], e) for i, e in enumerate(eqns) if _marks.is_enter(e)]
-    names = {k: e.params["name"] for k, e in marks}
-    if num_stages > 1 and num_stages - 1 not in stage:
-        last = max(i for i in opens if opens[i] == num_stages - 1)
+    marked = _Marked(jaxpr, chain, _number_marks(jaxpr, chain))
+    stage = marked.place_chains(marked.place_computation())
+    if marked.last > 0 and marked.last not in stage:
+        mark = next(i for i, k in marked.opens.items() if k == marked.last)
         raise ValueError(
-            f"Nothing is computed in the last stage, {num_stages - 1}, which is entered"
-            f"{_compat.at_source_line(eqns[last])}: a mark opens the stage of what reads its "
+            f"Nothing is computed in the last stage, {marked.last}, which is entered"
+            f"{_compat.at_source_line(jaxpr.eqns[mark])}: a mark opens the stage of what reads its "
             f"result. Drop it, or put it before what the stage is to compute."
         )
+    names: list[str | None] = [None] * (marked.last + 1)
+    for i, k in marked.opens.items():
+        names[k] = jaxpr.eqns[i].params["name"]
     flat, kept = dissolve_marks(jaxpr)
     outvars = flat.jaxpr.outvars
     closed = _checkpoints.close(flat.eqns, [stage[i] for i in kept], checkpoints, outvars)
     flat = _compat.make_closed_jaxpr(flat.jaxpr.invars, outvars, [e for e, _ in closed])
-    return Stages(
-        flat,
-        tuple(k for _, k in closed),
-        num_stages,
-        tuple(names.get(k) for k in range(num_stages)),
-    )
+    return Stages(flat, tuple(k for _, k in closed), tuple(names))
 
 
 def _expose_preparations(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -174,85 +215,143 @@ def _is_heavy(eqn) -> bool:
     return eqn.primitive.name in _primitives.HEAVY
 
 
-def _latest(jaxpr, opens: dict[int, int], num_stages: int) -> list[int]:
-    """Finds the last stage in which each equation may stand: before all marks that depend on it."""
-    eqns = jaxpr.eqns
-    latest_of: dict[Any, int] = {}
-    latest = [num_stages - 1] * len(eqns)
-    for i in reversed(range(len(eqns))):
-        bound = min(
-            (latest_of.get(v, num_stages - 1) for v in eqns[i].outvars), default=num_stages - 1
-        )
-        if _marks.is_enter(eqns[i]):
-            bound = max(opens[i] - 1, 0)
-        latest[i] = bound
-        for v in eqns[i].invars:
-            if not _jaxprs.is_literal(v):
+@dataclasses.dataclass(frozen=True)
+class _Marked:
+    """A jaxpr with marks, and for each equation whether it only prepares arguments.
+
+    `opens` has the stage that each mark opens, by the index of the mark's equation.
+    """
+
+    jaxpr: jex.ClosedJaxpr
+    chain: Sequence[bool]
+    opens: dict[int, int]
+
+    @functools.cached_property
+    def last(self) -> int:
+        """The last stage."""
+        return max(self.opens.values(), default=0)
+
+    def place_computation(self) -> list[int | None]:
+        """Places the equations that compute; None for others, and for those without arguments.
+
+        Each is placed where it was written, but after what it reads, and before all marks that
+        depend on it.
+        """
+        latest = self._latest()
+        varying = _jaxprs.descendants(self.jaxpr.eqns, self.jaxpr.jaxpr.invars)
+        stage: list[int | None] = []
+        written, made_in = 0, {}
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            earliest = max((made_in.get(v, 0) for v in _jaxprs.variables(eqn.invars)), default=0)
+            place = None
+            if _marks.is_enter(eqn):
+                made = written = self.opens[i]
+                if earliest >= max(written, 1):
+                    raise ValueError(
+                        f"Stage {written} is entered{_compat.at_source_line(eqn)} with a value of "
+                        f"stage {earliest}: the cuts are out of order. Number the stages in the "
+                        f"order the data flows."
+                    )
+            elif self.chain[i] or not (eqn.effects or not varying.isdisjoint(eqn.outvars)):
+                made = 0
+            elif earliest > latest[i]:
+                raise ValueError(
+                    f"The `{eqn.primitive.name}`{_compat.at_source_line(eqn)} reads a value of "
+                    f"stage {earliest}, but stage {latest[i] + 1}, which is entered later, needs "
+                    f"its result: this cut puts a consumer before its producer. Move the mark, or "
+                    f"number the stages in the order the data flows."
+                )
+            else:
+                made = place = min(max(written, earliest), latest[i])
+            stage.append(place)
+            made_in.update(dict.fromkeys(eqn.outvars, made))
+        return stage
+
+    def _latest(self) -> list[int]:
+        """Finds the last stage in which each equation may stand: before marks that read it."""
+        latest_of: dict[Any, int] = {}
+        latest = []
+        for i, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
+            bound = min((latest_of.get(v, self.last) for v in eqn.outvars), default=self.last)
+            if _marks.is_enter(eqn):
+                bound = max(self.opens[i] - 1, 0)
+            latest.append(bound)
+            for v in _jaxprs.variables(eqn.invars):
                 latest_of[v] = min(latest_of.get(v, bound), bound)
-    return latest
+        return latest[::-1]
 
+    def place_chains(self, stage: Sequence[int | None]) -> list[int | None]:
+        """Places argument chains at their first reader, or a norm where its argument is read."""
+        readers, _ = self._first_readers(stage, None)
+        largest = {v: v for v in self.jaxpr.jaxpr.invars}
+        homes = {}
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            arguments = [largest[v] for v in _jaxprs.variables(eqn.invars) if v in largest]
+            if self.chain[i] and arguments:
+                argument = max(arguments, key=lambda v: v.aval.size)
+                largest.update(dict.fromkeys(eqn.outvars, argument))
+                if argument in readers:
+                    homes[i] = readers[argument]
+        _, placed = self._first_readers(stage, homes)
+        return [placed.get(i, k) for i, k in enumerate(stage)]
 
-def _place_chains(
-    jaxpr, opens: dict[int, int], chain: Sequence[bool], stage: list[int | None], num_stages: int
-) -> None:
-    """Places argument chains at their first reader, or a norm where its argument is read anyway."""
-    eqns, last = jaxpr.eqns, num_stages - 1
-    data = _data(jaxpr)
-    first = min(opens.values(), default=0)
+    def _first_readers(
+        self, stage: Sequence[int | None], homes: Mapping[int, int] | None
+    ) -> tuple[dict[Any, int], dict[int, int]]:
+        """Finds the first stage that reads each variable, and places argument chains there.
 
-    prepared = {v for e, c in zip(eqns, chain, strict=True) if c for v in e.outvars}
-    given = prepared.union(jaxpr.jaxpr.invars)
-
-    def read_by_mark(i: int) -> int:
-        if opens[i] > first and all(v in data for v in _jaxprs.variables(eqns[i].invars)):
-            return opens[i]
-        return max(opens[i] - 1, 0)
-
-    def place(homes: dict[int, int] | None) -> dict[Any, int]:
-        readers: dict[Any, int] = {
-            v: last for v in jaxpr.jaxpr.outvars if not _jaxprs.is_literal(v)
-        }
+        An equation that makes a scalar, or only results, does not draw its argument to itself: it
+        is placed at `homes`, where others read the argument; with None it is left out.
+        """
+        eqns = self.jaxpr.eqns
+        readers = dict.fromkeys(_jaxprs.variables(self.jaxpr.jaxpr.outvars), self.last)
+        placed: dict[int, int] = {}
         computed_with: set[Any] = set()  # variables that are read for more than the results
-        for i in reversed(range(len(eqns))):
-            for_results = False
-            if _marks.is_enter(eqns[i]):
-                k = read_by_mark(i)
-            elif chain[i]:
-                k = min((readers[v] for v in eqns[i].outvars if v in readers), default=last)
-                for_results = computed_with.isdisjoint(eqns[i].outvars)
-                if for_results or _makes_float_scalar(eqns[i]):
+        read_by_mark = self._reads_of_marks(readers)
+        for i, eqn in reversed(list(enumerate(eqns))):
+            for_results = self.chain[i] and computed_with.isdisjoint(eqn.outvars)
+            place = stage[i]
+            if self.chain[i]:
+                place = min((readers[v] for v in eqn.outvars if v in readers), default=self.last)
+                if for_results or _makes_float_scalar(eqn):
                     if homes is None:
                         continue
-                    k = min(k, homes.get(i, k))
-                stage[i] = k
-            elif (at := stage[i]) is None:
+                    place = min(place, homes.get(i, place))
+                placed[i] = place
+            if _marks.is_enter(eqn):
+                read = read_by_mark(i)
+            elif place is None:
                 continue
             else:
-                k = at
-            read = {v: k for v in _jaxprs.variables(eqns[i].invars)}
-            if _marks.is_enter(eqns[i]) and not given.issuperset(read):
+                read = dict.fromkeys(_jaxprs.variables(eqn.invars), place)
+            for v, k in read.items():
+                readers[v] = min(readers.get(v, k), k)
+            computed_with.update(() if for_results else read)
+        return readers, placed
+
+    def _reads_of_marks(self, readers: Mapping[Any, int]) -> Callable[[int], dict[Any, int]]:
+        """Makes a function that gives the stage that reads each operand of a mark.
+
+        `readers` has the first readers of the mark's results by then.
+        """
+        eqns, first = self.jaxpr.eqns, min(self.opens.values(), default=0)
+        data = _data(self.jaxpr)
+        prepared = {v for e, c in zip(eqns, self.chain, strict=True) if c for v in e.outvars}
+        given = prepared.union(self.jaxpr.jaxpr.invars)
+
+        def read_by_mark(i: int) -> dict[Any, int]:
+            opened, operands = self.opens[i], list(_jaxprs.variables(eqns[i].invars))
+            takes_slice = opened > first and data.issuperset(operands)
+            read = dict.fromkeys(operands, opened if takes_slice else max(opened - 1, 0))
+            if not given.issuperset(operands):
                 # A prepared value that is marked along with computed ones (a bias that a module is
                 # called with) is read by its readers behind the mark.
-                along = zip(eqns[i].invars, eqns[i].outvars, strict=True)
-                along = [(v, out) for v, out in along if not _jaxprs.is_literal(v)]
-                read |= {v: readers.get(out, last) for v, out in along if v in prepared}
-            for v, at in read.items():
-                readers[v] = min(readers.get(v, at), at)
-                if not for_results:
-                    computed_with.add(v)
-        return readers
+                for v, out in zip(eqns[i].invars, eqns[i].outvars, strict=True):
+                    if not _jaxprs.is_literal(v) and v in prepared:
+                        read[v] = readers.get(out, self.last)
+            return read
 
-    readers = place(None)
-    largest = {v: v for v in jaxpr.jaxpr.invars}
-    homes = {}
-    for i, eqn in enumerate(eqns):
-        arguments = [largest[v] for v in eqn.invars if not _jaxprs.is_literal(v) and v in largest]
-        if chain[i] and arguments:
-            argument = max(arguments, key=lambda v: v.aval.size)
-            largest.update((v, argument) for v in eqn.outvars)
-            if argument in readers:
-                homes[i] = readers[argument]
-    place(homes)
+        return read_by_mark
 
 
 def _data(jaxpr) -> set[Any]:
@@ -329,47 +428,3 @@ def dissolve_marks(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[int]]:
             kept.append(i)
     outvars = [known(v) for v in jaxpr.jaxpr.outvars]
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), kept
-
-
-def stage_part(stages: Stages, stage: int) -> _jaxprs.Part:
-    """Makes a jaxpr of a stage: of its own equations, and of those that it repeats."""
-    eqns = stages.jaxpr.eqns
-    own = [k == stage for k in stages.stage_of]
-    needed = {
-        v for i, e in enumerate(eqns) if own[i] for v in e.invars if not _jaxprs.is_literal(v)
-    }
-    for i in reversed(range(len(eqns))):
-        if stages.stage_of[i] is None and any(v in needed for v in eqns[i].outvars):
-            own[i] = True
-            needed.update(v for v in eqns[i].invars if not _jaxprs.is_literal(v))
-    read_elsewhere = {
-        v
-        for e, k in zip(eqns, stages.stage_of, strict=True)
-        if k is not None and k != stage
-        for v in e.invars
-        if not _jaxprs.is_literal(v)
-    }
-    read_elsewhere.update(v for v in stages.jaxpr.jaxpr.outvars if not _jaxprs.is_literal(v))
-    outputs = [
-        v
-        for e, k in zip(eqns, stages.stage_of, strict=True)
-        if k == stage
-        for v in e.outvars
-        if v in read_elsewhere
-    ]
-    return _jaxprs.part([e for i, e in enumerate(eqns) if own[i]], outputs, f"stage_{stage}")
-
-
-def read_outputs(stages: Stages, values: dict[Any, Any]) -> list[Any]:
-    """Gives the results of a program, from the values that its stages made.
-
-    A result that depends on no argument belongs to no stage, and is computed here.
-    """
-    jaxpr = stages.jaxpr.jaxpr
-    loose = [v for v in jaxpr.outvars if not _jaxprs.is_literal(v) and v not in values]
-    if loose:
-        free = [e for e, k in zip(jaxpr.eqns, stages.stage_of, strict=True) if k is None]
-        keep = _jaxprs.ancestors(free, loose)
-        part = _jaxprs.part([e for e, k in zip(free, keep, strict=True) if k], loose)
-        values = values | dict(zip(loose, _jaxprs.run(part.jaxpr, *part.inputs), strict=True))
-    return _jaxprs.read(jaxpr.outvars, values)

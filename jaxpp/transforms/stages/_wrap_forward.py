@@ -43,26 +43,15 @@ def wrap_forward(fun: Callable, *, policy: Callable | None = None) -> Callable:
         ['pipeline_stage_0_of_2', 'pipeline_stage_1_of_2']
     """
 
-    @functools.wraps(fun)
-    def outlined(*args, **kwargs):
-        traced = _jaxprs.trace(fun, args, kwargs)
-        return traced.rebuild(_run_stages(_stages.read_stages(traced.jaxpr), policy, traced.inputs))
-
-    return outlined
-
-
-def _run_stages(stages: _stages.Stages, policy: Callable | None, inputs: list) -> list:
-    jaxpr = stages.jaxpr.jaxpr
-    values = dict(zip(jaxpr.invars, inputs, strict=True))
-    for k in range(stages.num_stages):
-        part = _stages.stage_part(stages, k)
+    def run_stage(stages: _stages.Stages, k: int, values: dict[Any, Any]) -> list[Any]:
+        part = stages.parts[k]
         if policy is None:
             stage = functools.partial(_run_stage, part.jaxpr)
         else:
             stage = jax.checkpoint(functools.partial(_jaxprs.run, part.jaxpr), policy=policy)
-        outputs = _marks.call_stage(stage, k, stages.num_stages, [values[v] for v in part.inputs])
-        values.update(zip(part.outputs, outputs, strict=True))
-    return _stages.read_outputs(stages, values)
+        return _marks.call_stage(stage, k, stages.num_stages, _jaxprs.read(part.inputs, values))
+
+    return _stages.run_in_stages(fun, _stages.decision_of(fun), run_stage)
 
 
 #: Of more elementwise operations in a row than this, only the inputs are kept for the backward.

@@ -76,7 +76,7 @@ PROGRAMS = [whole, under_jit, nested, middle, cast_inside, masked_inside, scanne
 
 def parts_of(fun, *args):
     stages = _stages.read_stages(_jaxprs.trace(fun, args).jaxpr)
-    return [_stages.stage_part(stages, k) for k in range(stages.num_stages)]
+    return stages.parts
 
 
 def products(eqns):

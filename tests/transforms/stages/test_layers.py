@@ -144,7 +144,7 @@ def products(eqns):
 def layers_of(split, model):
     """How many layers each stage has; those of `Net` without its ends."""
     stages = _stages.read_stages(_jaxprs.trace(split, (model, X)).jaxpr)
-    found = [products(_stages.stage_part(stages, k).jaxpr.eqns) for k in range(stages.num_stages)]
+    found = [products(part.jaxpr.eqns) for part in stages.parts]
     if isinstance(model, Net):
         found = [found[0] - 1, *found[1:-1], found[-1] - 1]
     return [n / 2 for n in found]

@@ -142,7 +142,7 @@ def test_marks_inside_calls_are_honoured(wrap, assert_same, primitives_of):
 
 def _parts(fun, *args):
     stages = _stages.read_stages(_jaxprs.trace(fun, args).jaxpr)
-    return [_stages.stage_part(stages, k).jaxpr for k in range(stages.num_stages)]
+    return [part.jaxpr for part in stages.parts]
 
 
 def _flat(jaxpr):
@@ -171,7 +171,7 @@ def test_a_mark_under_vmap_marks_the_batch(stages_of):
 def test_each_equation_is_in_exactly_one_stage(stages_of):
     stages = stages_of(jaxpp.split_stages(mlp), WS, X)
     assert None not in stages.stage_of
-    per_stage = [len(_stages.stage_part(stages, k).jaxpr.eqns) for k in range(3)]
+    per_stage = [len(part.jaxpr.eqns) for part in stages.parts]
     assert (
         sum(per_stage)
         == len(stages.jaxpr.eqns)
@@ -258,7 +258,7 @@ def test_each_output_is_made_in_its_own_stage(stages_of, assert_same):
     made = {
         v.aval.shape: k
         for k in range(3)
-        for v in _stages.stage_part(stages, k).outputs
+        for v in stages.parts[k].outputs
         if v in stages.jaxpr.jaxpr.outvars and v.aval.shape
     }
     assert made == {(4, 8): 0}

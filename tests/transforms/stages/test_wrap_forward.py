@@ -1,5 +1,7 @@
 """Each stage in a call of its own, forward and backward."""
 
+import functools
+
 import chex
 import equinox as eqx
 import jax
@@ -10,7 +12,7 @@ import pytest
 import jaxpp
 from jaxpp import _jaxprs
 from jaxpp.schedules import Kind
-from jaxpp.transforms.stages import _marks
+from jaxpp.transforms.stages import _marks, _stages
 from jaxpp.transforms.tasks._loop import is_loop
 
 NOTHING = jax.checkpoint_policies.nothing_saveable
@@ -97,6 +99,37 @@ def test_transformations_commute_with_it(policy, transform):
 @pytest.mark.parametrize("policy", [None, NOTHING], ids=["none", "nothing"])
 def test_jit_gives_the_same_values_to_the_bit(policy, assert_same):
     assert_same(jaxpp.wrap_forward(marked, policy=policy), plain, WS, X)
+
+
+# ---- the stages of split_stages -----------------------------------------------------------------
+
+
+def test_what_split_stages_has_decided_is_not_decided_again(monkeypatch):
+    decided, read_stages = [], _stages.read_stages
+
+    def read(*args):
+        decided.append(args)
+        return read_stages(*args)
+
+    monkeypatch.setattr(_stages, "read_stages", read)
+    split = jaxpp.split_stages(plain, 3)
+    assert len(stage_calls(jaxpp.wrap_forward(split), WS, X)) == 3
+    assert len(decided) == 1
+
+
+def test_a_function_around_a_split_one_is_wrapped_whole(assert_same):
+    split = jaxpp.split_stages(plain, 3)
+
+    @functools.wraps(split)
+    def shifted(ws, x):
+        return split(ws, x) + 1
+
+    for fun in (shifted, jax.vmap(split, (None, 0)), jax.grad(split)):
+        args = (WS, X[None]) if fun is not shifted else (WS, X)
+        assert_same(jaxpp.wrap_forward(fun), fun, *args)
+
+
+# ---- policies -----------------------------------------------------------------------------------
 
 
 def residuals(fun, stage):
