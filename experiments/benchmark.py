@@ -30,7 +30,8 @@ from absl import app, flags
 import jaxpp
 from experiments.equal_blocks import Loop, copy, draw, placed_step, plain_step, seconds
 from jaxpp._program import Bundle, Free, Receive, Run, Send
-from jaxpp.runtime import _compile, _mesh, _worker
+from jaxpp.runtime.executor import _compile, _worker
+from jaxpp.runtime.local import _mesh
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("ranks", 4, "Pipeline ranks, one stage and one block each.")

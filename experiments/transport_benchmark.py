@@ -75,7 +75,7 @@ def one_way(rank, pipe, case):
     import numpy as np
 
     from jaxpp._program import Message
-    from jaxpp.runtime._transport import SocketTransport
+    from jaxpp.runtime.transport import SocketTransport
 
     length = case.nbytes // 4 // case.arrays
     values = [jnp.arange(length, dtype=jnp.int32) + n for n in range(case.arrays)]

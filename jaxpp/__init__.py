@@ -31,8 +31,9 @@ from jaxpp import schedules as schedules
 from jaxpp import testing as testing
 from jaxpp._conveniences import accumulate_grads as accumulate_grads
 from jaxpp._conveniences import pipelined as pipelined
+from jaxpp.planning import Measurement as Measurement
+from jaxpp.planning import measure as measure
 from jaxpp.runtime import Checkpointer as Checkpointer
-from jaxpp.runtime import Measurement as Measurement
 from jaxpp.runtime import MpmdMesh as MpmdMesh
 from jaxpp.runtime import RankError as RankError
 from jaxpp.runtime import RemoteArray as RemoteArray
@@ -42,7 +43,6 @@ from jaxpp.runtime import StackedArray as StackedArray
 from jaxpp.runtime import StackedSharding as StackedSharding
 from jaxpp.runtime import Trace as Trace
 from jaxpp.runtime import load_state as load_state
-from jaxpp.runtime import measure as measure
 from jaxpp.runtime import merge_traces as merge_traces
 from jaxpp.runtime import save_state as save_state
 from jaxpp.transforms import Operator as Operator

@@ -10,7 +10,7 @@ import os
 import jax
 import pytest
 
-from jaxpp.runtime import _compile
+from jaxpp.runtime.executor import _compile
 
 jax.config.update("jax_num_cpu_devices", 8)
 # In the environment for the processes that tests start.

@@ -1,6 +1,7 @@
 """How the package is laid out: who imports whom, what is exported, what is documented."""
 
 import ast
+import graphlib
 import importlib
 import inspect
 import pathlib
@@ -106,11 +107,12 @@ def test_versions_are_tested_in_compat_only():
 # ---- imports run one way ------------------------------------------------------------------------
 
 FORBIDDEN = {
-    "ground": ["jaxpp.transforms", "jaxpp.runtime"],
-    "schedules": ["jax", "jaxlib", "equinox", "jaxpp.transforms", "jaxpp.runtime",
+    "ground": ["jaxpp.transforms", "jaxpp.runtime", "jaxpp.planning"],
+    "schedules": ["jax", "jaxlib", "equinox", "jaxpp.transforms", "jaxpp.runtime", "jaxpp.planning",
                   *(f"jaxpp.{name}" for name in GROUND)],
-    "transforms": ["jaxpp.runtime", "ray"],
-    "runtime": [],
+    "transforms": ["jaxpp.runtime", "jaxpp.planning", "ray"],
+    "runtime": ["jaxpp.planning"],
+    "planning": ["ray"],
 }  # fmt: skip
 
 
@@ -139,6 +141,7 @@ def test_imports_run_one_way(path):
         ("schedules", "def f():\n    from jaxpp import _jaxprs"),
         ("transforms", "from jaxpp.runtime import MpmdMesh"),
         ("transforms", "from jaxpp import runtime"),
+        ("runtime", "from jaxpp.planning import measure"),
         ("ground", "from jaxpp.transforms import _marks"),
     ],
 )
@@ -155,7 +158,9 @@ def test_every_folder_is_a_known_layer():
 # ---- rooms ---------------------------------------------------------------------------------------
 
 FACES = [name_of(p) for p in FILES if p.name == "__init__.py"]
-ROOMS = [name for name in FACES if name.startswith("jaxpp.transforms.")]
+ROOMS = [
+    name for name in FACES if re.match(r"jaxpp\.(transforms\.|runtime\.|planning$)", name)
+]  # those of the schedules are not there yet
 
 
 def past_a_face(module, source):
@@ -182,34 +187,83 @@ def test_an_import_past_a_face_would_be_found():
     assert not past_a_face("jaxpp.transforms.inside.replicas._rows", past)
 
 
-#: The rooms of the transforms, each below those that may import it.
-FLOORS = ("stacked", "stages", "microbatch", "tasks", "inside", "initialize", "place")
+#: The rooms of a folder, each below those that may import it.
+FLOORS = {
+    "jaxpp.transforms": (
+        "stacked", "stages", "microbatch", "tasks", "inside", "initialize", "place",
+    ),
+    "jaxpp.runtime": (
+        "arrays", "executor", "transport", "trace", "local", "remote", "checkpoint",
+    ),
+    "jaxpp.runtime.remote": ("calls", "cluster", "worker", "group"),
+}  # fmt: skip
+IN_ROOMS = [
+    (folder, name_of(path), path)
+    for folder in FLOORS
+    for path in FILES
+    if name_of(path).removeprefix(folder + ".").split(".")[0] in FLOORS[folder]
+]
 
 
-def upward(room, source):
-    """The imports of a room that are of a room above it."""
-    above = FLOORS[FLOORS.index(room) + 1 :]
+def upward(folder, module, source):
+    """The imports of a module of a room that are of a room above it in the folder."""
+    floors = FLOORS[folder]
+    own = floors.index(module.removeprefix(folder + ".").split(".")[0])
     return [
         name
         for name in imports(ast.parse(source))
-        if any(is_within(name, f"jaxpp.transforms.{other}") for other in above)
+        if any(is_within(name, f"{folder}.{other}") for other in floors[own + 1 :])
     ]
 
 
-def test_every_room_has_a_floor():
-    assert set(FLOORS) == {name.split(".")[2] for name in ROOMS}
+@pytest.mark.parametrize("folder", FLOORS)
+def test_every_room_has_a_floor(folder):
+    below = [name.removeprefix(folder + ".") for name in ROOMS if name.startswith(folder + ".")]
+    assert set(FLOORS[folder]) == {name.split(".")[0] for name in below}
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if name_of(p).count(".") > 2 and "transforms" in p.parts], ids=name_of
-)
-def test_rooms_import_what_is_below_them(path):
-    assert upward(path.relative_to(ROOT).parts[1], path.read_text()) == []
+@pytest.mark.parametrize(("folder", "module", "path"), IN_ROOMS, ids=[m for _, m, _ in IN_ROOMS])
+def test_rooms_import_what_is_below_them(folder, module, path):
+    assert upward(folder, module, path.read_text()) == []
 
 
 def test_an_import_of_a_room_above_would_be_found():
-    assert upward("stages", "from jaxpp.transforms.tasks import is_loop")
-    assert not upward("tasks", "from jaxpp.transforms.stages import is_enter")
+    up = "from jaxpp.transforms.tasks import is_loop"
+    assert upward("jaxpp.transforms", "jaxpp.transforms.stages._cuts", up)
+    down = "from jaxpp.transforms.stages import is_enter"
+    assert not upward("jaxpp.transforms", "jaxpp.transforms.tasks._loop", down)
+    up = "from jaxpp.runtime.remote.worker import Actor"
+    assert upward("jaxpp.runtime.remote", "jaxpp.runtime.remote.calls._line", up)
+    assert upward("jaxpp.runtime", "jaxpp.runtime.transport._socket", up)
+
+
+def circle(sources):
+    """A circle of the imports of some modules, the text of each by its name; or none.
+
+    An import for types alone does not count.
+    """
+    graph = {module: set() for module in sources}
+    for module, source in sources.items():
+        tree = ast.parse(source)
+        tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if TYPE_")]
+        for name in imports(tree):
+            imported = name if name in sources else name.rpartition(".")[0]
+            if imported in sources and imported != module:
+                graph[module].add(imported)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+
+
+def test_modules_import_each_other_without_a_circle():
+    assert not circle({name_of(p): p.read_text() for p in FILES})
+
+
+def test_a_circle_would_be_found():
+    first, second = "from a import b", "def f():\n    from a.c import g"
+    assert circle({"a.c": first, "a.b": second})
+    assert not circle({"a.c": first, "a.b": ""})
 
 
 # ---- exports ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpp
 from experiments.models import gpt2, llama, mixtral, parallel
-from jaxpp.runtime import _compile
+from jaxpp.runtime.executor import _compile
 from jaxpp.schedules import GPipe, OneFOneB, ZeroBubbleH1, ZeroBubbleH2
 
 TIME, VOCABULARY, EXAMPLES, MICROBATCHES, STEPS = 8, 20, 4, 4, 3

@@ -1,16 +1,20 @@
-from jaxpp.runtime._describe import Description as Description
-from jaxpp.runtime._describe import RankDescription as RankDescription
-from jaxpp.runtime._measure import Measurement as Measurement
-from jaxpp.runtime._measure import measure as measure
-from jaxpp.runtime._mesh import MpmdMesh as MpmdMesh
-from jaxpp.runtime._remote import RankError as RankError
-from jaxpp.runtime._remote import RemoteArray as RemoteArray
-from jaxpp.runtime._remote import RemoteMpmdMesh as RemoteMpmdMesh
-from jaxpp.runtime._remote import RemoteSharding as RemoteSharding
-from jaxpp.runtime._stacked import StackedArray as StackedArray
-from jaxpp.runtime._stacked import StackedSharding as StackedSharding
-from jaxpp.runtime._state import Checkpointer as Checkpointer
-from jaxpp.runtime._state import load_state as load_state
-from jaxpp.runtime._state import save_state as save_state
-from jaxpp.runtime._trace import Trace as Trace
-from jaxpp.runtime._trace import merge_traces as merge_traces
+"""The executors of placed steps. Each room is below those that import it, and has a face.
+
+arrays: where arrays are. executor: one rank's program. transport: from process to process. trace:
+when all was. local: ranks in this process. remote: ranks as worker processes. checkpoint: on disk.
+"""
+
+from jaxpp.runtime.arrays import StackedArray as StackedArray
+from jaxpp.runtime.arrays import StackedSharding as StackedSharding
+from jaxpp.runtime.checkpoint import Checkpointer as Checkpointer
+from jaxpp.runtime.checkpoint import load_state as load_state
+from jaxpp.runtime.checkpoint import save_state as save_state
+from jaxpp.runtime.executor import Description as Description
+from jaxpp.runtime.executor import RankDescription as RankDescription
+from jaxpp.runtime.local import MpmdMesh as MpmdMesh
+from jaxpp.runtime.remote import RankError as RankError
+from jaxpp.runtime.remote import RemoteArray as RemoteArray
+from jaxpp.runtime.remote import RemoteMpmdMesh as RemoteMpmdMesh
+from jaxpp.runtime.remote import RemoteSharding as RemoteSharding
+from jaxpp.runtime.trace import Trace as Trace
+from jaxpp.runtime.trace import merge_traces as merge_traces

@@ -32,8 +32,8 @@ LAWS = {
 PLACES = {
     "jaxprs": "tests/test_jaxprs.py",
     "laws": "tests/test_laws.py",
-    "mesh": "tests/runtime/test_mesh.py",
-    "worker": "tests/runtime/test_worker.py",
+    "mesh": "tests/runtime/local/test_mesh.py",
+    "worker": "tests/runtime/executor/test_worker.py",
     "primitives": "tests/test_primitives.py",
     "programs": "tests/programs",
     "transforms": "tests/transforms",

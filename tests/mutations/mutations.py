@@ -445,14 +445,14 @@ MUTATIONS = (
     ),
     Mutation(
         "donation is not in the key of an executable",
-        "jaxpp/runtime/_compile.py",
+        "jaxpp/runtime/executor/_compile.py",
         "return _jaxprs.structure(computation.jaxpr), computation.donated, split, configuration",
         "return _jaxprs.structure(computation.jaxpr), split, configuration",
         ("mesh", "calls"),
     ),
     Mutation(
         "settings are not in the key of an executable",
-        "jaxpp/runtime/_compile.py",
+        "jaxpp/runtime/executor/_compile.py",
         "computation.donated, split, configuration",
         "computation.donated, split, configuration[1]",
         (
@@ -542,7 +542,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what is freed is held",
-        "jaxpp/runtime/_worker.py",
+        "jaxpp/runtime/executor/_worker.py",
         "                for slot in instruction.slots:\n                    slots[slot] = None",
         "                pass",
         ("worker", "mesh::memory_does_not_grow"),

@@ -46,7 +46,7 @@ def run_seeds(seeds: list[int]) -> None:
 
     import jax
 
-    from jaxpp.runtime import _compile
+    from jaxpp.runtime.executor import _compile
     from tests.programs import draw, run
 
     for seed in seeds:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpp.runtime import _compile
+from jaxpp.runtime.executor import _compile
 from tests.programs import draw, operations, run, shrink, steps
 from tests.programs.operations import Operation
 from tests.programs.program import Stage

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpp
 from experiments.models import gpt2, parallel
 from jaxpp._program import Run, Send
-from jaxpp.runtime._state import load_state, save_state
+from jaxpp.runtime.checkpoint import load_state, save_state
 from jaxpp.schedules import GPipe, Interleaved1F1B, OneFOneB
 from tests.runtime import inside
 from tests.runtime.inside import LAYERS, RULES, WIDTH, batch, of_ranks, placed, start, train

@@ -25,8 +25,8 @@ import numpy as np
 import jaxpp
 from jaxpp._program import Run
 from jaxpp.runtime import RankError
-from jaxpp.runtime._state import Checkpointer, _store
-from jaxpp.runtime._transport import _session
+from jaxpp.runtime.checkpoint import Checkpointer, _store
+from jaxpp.runtime.transport import _session
 from tests.runtime.test_mesh import batch, start, step_of
 
 #: Steps of a run, and after how many there is a checkpoint.

@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("ray")
 
-from jaxpp.runtime._remote._blame import culprit, explain, suspect  # noqa: E402
-from jaxpp.runtime._remote._failure import Failure  # noqa: E402
-from jaxpp.runtime._remote._member import Member  # noqa: E402
-from jaxpp.runtime._transport import PeerLost  # noqa: E402
+from jaxpp.runtime.remote.calls._failure import Failure  # noqa: E402
+from jaxpp.runtime.remote.group._blame import culprit, explain, suspect  # noqa: E402
+from jaxpp.runtime.remote.group._member import Member  # noqa: E402
+from jaxpp.runtime.transport import PeerLost  # noqa: E402
 
 OWN = Failure.of(KeyError("its own"), 2, 7, "F2.1")
 DEAD = "no sign of life for 3.0 s"

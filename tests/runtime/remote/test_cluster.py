@@ -16,14 +16,15 @@ ray = pytest.importorskip("ray")
 
 from ray.util.placement_group import placement_group_table  # noqa: E402
 
-from jaxpp.runtime._remote import _cluster, _environment, _gang, _session  # noqa: E402
+from jaxpp.runtime.remote.cluster import _cluster, _environment, _session  # noqa: E402
+from jaxpp.runtime.remote.group import _gang  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def session():
-    session = _session.join("local")
+    session = _session.join_session("local")
     yield session
-    _session.leave(session)
+    _session.leave_session(session)
 
 
 @pytest.fixture
@@ -69,14 +70,14 @@ def groups() -> list[str]:
 def test_an_address_without_a_session_is_an_error_at_once(alone, address, error, words):
     start = time.monotonic()
     with pytest.raises(error, match=words):
-        _session.join(address.replace("CLOSED", str(closed_port())))
+        _session.join_session(address.replace("CLOSED", str(closed_port())))
     assert time.monotonic() - start < _session.CONNECT_TIMEOUT + 1
 
 
 def test_ray_address_is_taken_where_none_is_given(alone, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port()}")
     with pytest.raises(ConnectionError, match="RAY_ADDRESS"):
-        _session.join()
+        _session.join_session()
 
 
 def test_what_a_crashed_session_has_left_is_not_waited_for(alone, monkeypatch):
@@ -104,10 +105,10 @@ def test_a_session_that_answers_is_joined_as_ray_finds_it(alone, monkeypatch):
 
 def test_a_process_is_in_one_session(session):
     with pytest.raises(ValueError, match="one Ray session at a time"):
-        _session.join("127.0.0.1:1")
-    again = _session.join(session.address)
+        _session.join_session("127.0.0.1:1")
+    again = _session.join_session(session.address)
     assert again is session and again.started
-    _session.leave(again)
+    _session.leave_session(again)
     assert ray.is_initialized()
 
 
@@ -116,27 +117,27 @@ def test_a_process_is_in_one_session(session):
 
 def test_a_session_of_our_own_holds_more_ranks_than_cores(session):
     ranks = 3 * (os.cpu_count() or 1) + 5
-    reservation = _cluster.reserve(session, ranks)
+    reservation = _cluster.reserve_places(session, ranks)
     places = [place for own in reservation.places for place in own]
     assert len(reservation.places) == ranks
     assert len({place.bundle for place in places}) == ranks
     assert [place.local_index for place in places] == list(range(ranks))
     assert {place.node_id for place in places} == {ray.get_runtime_context().get_node_id()}
-    _cluster.release(reservation)
+    _cluster.release_places(reservation)
     assert wait_until(lambda: not groups(), 5)
 
 
 def test_the_processes_of_a_rank_are_together(session):
-    reservation = _cluster.reserve(session, 2, processes_per_rank=3, cpus_per_rank=0.6)
+    reservation = _cluster.reserve_places(session, 2, processes_per_rank=3, cpus_per_rank=0.6)
     bundles = [[place.bundle for place in own] for own in reservation.places]
     assert bundles == [[0, 0, 0], [1, 1, 1]]
     assert reservation.cpus == pytest.approx(0.2)
-    _cluster.release(reservation)
+    _cluster.release_places(reservation)
 
 
 def test_a_mesh_larger_than_the_session_is_an_error_that_says_what_is_there(session):
     with pytest.raises(ValueError) as error:
-        _cluster.reserve(session, 4, cpus_per_rank=100)
+        _cluster.reserve_places(session, 4, cpus_per_rank=100)
     node = ray.nodes()[0]
     cpus = node["Resources"]["CPU"]
     assert "4 ranks with 100 CPU each" in str(error.value)
@@ -144,20 +145,21 @@ def test_a_mesh_larger_than_the_session_is_an_error_that_says_what_is_there(sess
         error.value
     )
     with pytest.raises(ValueError, match="2 ranks with .* and 64 GPU each"):
-        _cluster.reserve(session, 2, gpus_per_rank=64)
+        _cluster.reserve_places(session, 2, gpus_per_rank=64)
     assert not groups()
 
 
 def test_two_meshes_on_one_set_of_resources_is_an_error_that_names_the_holder(session):
     cpus = ray.nodes()[0]["Resources"]["CPU"]
-    first = _cluster.reserve(session, 1, cpus_per_rank=cpus)
+    first = _cluster.reserve_places(session, 1, cpus_per_rank=cpus)
     (name,) = groups()
     assert f"-{os.getpid()}-" in name
     with pytest.raises(TimeoutError, match=f"{cpus:g} CPU held by the placement group {name}"):
-        _cluster.reserve(session, 1, cpus_per_rank=cpus, timeout=0.5)
+        _cluster.reserve_places(session, 1, cpus_per_rank=cpus, timeout=0.5)
     assert groups() == [name]
-    _cluster.release(first)
-    _cluster.release(_cluster.reserve(session, 1, cpus_per_rank=cpus))  # waits for the first's end
+    _cluster.release_places(first)
+    # This waits for the first's end.
+    _cluster.release_places(_cluster.reserve_places(session, 1, cpus_per_rank=cpus))
     assert wait_until(lambda: not groups(), 5)
 
 
@@ -167,7 +169,7 @@ def test_an_interrupted_reservation_holds_nothing(session, monkeypatch):
 
     monkeypatch.setattr(_cluster.PlacementGroup, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        _cluster.reserve(session, 1)
+        _cluster.reserve_places(session, 1)
     assert wait_until(lambda: not groups(), 5)
 
 
@@ -181,7 +183,7 @@ def test_an_interrupted_reservation_holds_nothing(session, monkeypatch):
 )
 def test_a_request_that_makes_no_sense_is_an_error(session, arguments, words):
     with pytest.raises(ValueError, match=words):
-        _cluster.reserve(session, **arguments)
+        _cluster.reserve_places(session, **arguments)
 
 
 # Workers.
@@ -206,7 +208,7 @@ class Worker:
 
 def test_a_worker_has_its_cores_its_environment_and_the_imports_of_the_driver(session, monkeypatch):
     monkeypatch.syspath_prepend("/some/folder/of/the/driver")
-    reservation = _cluster.reserve(session, 2)
+    reservation = _cluster.reserve_places(session, 2)
     worker = ray.remote(Worker)
     actors = [
         worker.options(
@@ -223,7 +225,7 @@ def test_a_worker_has_its_cores_its_environment_and_the_imports_of_the_driver(se
         assert pools == 1
         assert "/some/folder/of/the/driver" in path and os.getcwd() in path
         assert variables == ["stoat", "cpu", "1"]
-    _cluster.release(reservation)
+    _cluster.release_places(reservation)
     pids = [pid for pid, *_ in found]
     assert wait_until(lambda: not any(is_running(pid) for pid in pids), 10)
 
@@ -281,7 +283,7 @@ def test_ranks_that_differ_in_their_gpus_get_what_they_need(session, monkeypatch
     where = {0: "node 1", 1: "node 0", 2: "node 0", 3: "node 1"}
     monkeypatch.setattr(_cluster, "placement_group", placement_group)
     monkeypatch.setattr(_cluster, "placement_group_table", lambda _: {"bundles_to_node_id": where})
-    reservation = _cluster.reserve(session, 4, cpus_per_rank=1, gpus_per_rank=[2, 2, 1, 1])
+    reservation = _cluster.reserve_places(session, 4, cpus_per_rank=1, gpus_per_rank=[2, 2, 1, 1])
     assert [bundle["GPU"] for bundle in asked] == [2, 2, 1, 1]
     bundles = [place.bundle for (place,) in reservation.places]
     # Ranks follow nodes, from that of the first bundle; none has the GPUs of ranks of another size.
@@ -295,7 +297,7 @@ def test_what_ranks_that_differ_need_is_said(session):
     with pytest.raises(
         ValueError, match="2 ranks with 1 CPU and 64 GPU each and 1 rank with .* 32"
     ):
-        _cluster.reserve(session, 3, cpus_per_rank=1, gpus_per_rank=[64, 32, 64])
+        _cluster.reserve_places(session, 3, cpus_per_rank=1, gpus_per_rank=[64, 32, 64])
 
 
 # Ends.
@@ -303,11 +305,11 @@ def test_what_ranks_that_differ_need_is_said(session):
 DRIVER = """
 import os, sys, threading, time
 import ray
-from jaxpp.runtime._remote import _cluster, _environment, _session
+from jaxpp.runtime.remote.cluster import _cluster, _environment, _session
 
 def join():
     global session
-    session = _session.join("local")
+    session = _session.join_session("local")
 
 if sys.argv[1] == "thread":  # a session does not end with the thread that has joined it
     thread = threading.Thread(target=join)
@@ -322,7 +324,7 @@ class Worker:
     def compute(self):
         while True: pass
 
-reservation = _cluster.reserve(session, 2)
+reservation = _cluster.reserve_places(session, 2)
 options = [_environment.worker_options(reservation, rank) for rank in range(2)]
 actors = [ray.remote(Worker).options(**o).remote() for o in options]
 pids = ray.get([actor.ready.remote() for actor in actors])

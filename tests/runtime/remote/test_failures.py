@@ -26,8 +26,10 @@ pytest.importorskip("ray.core.generated.common_pb2")
 
 import jaxpp  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
-from jaxpp.runtime._remote import _blame, _lookout, _process  # noqa: E402
-from jaxpp.runtime._transport._errors import NotComputed  # noqa: E402
+from jaxpp.runtime.remote.cluster import _lookout  # noqa: E402
+from jaxpp.runtime.remote.group import _blame  # noqa: E402
+from jaxpp.runtime.remote.worker import _process  # noqa: E402
+from jaxpp.runtime.transport._errors import NotComputed  # noqa: E402
 from tests.runtime.remote import faults  # noqa: E402
 from tests.runtime.remote.faults import Fault, TaskError  # noqa: E402
 from tests.runtime.test_mesh import batch, init_params, start, step_of  # noqa: E402

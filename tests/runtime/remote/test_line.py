@@ -9,11 +9,11 @@ import unittest.mock
 import numpy as np
 import pytest
 
-from jaxpp.runtime._remote._failure import Failure, Lost
-from jaxpp.runtime._remote._line import Line, Method
-from jaxpp.runtime._remote._service import Service
-from jaxpp.runtime._remote._turns import Turn, Turns
-from jaxpp.runtime._transport import TransportError, _connections
+from jaxpp.runtime.remote.calls._failure import Failure, Lost
+from jaxpp.runtime.remote.calls._line import Line, Method
+from jaxpp.runtime.remote.calls._turns import Turn, Turns
+from jaxpp.runtime.remote.worker._service import Service
+from jaxpp.runtime.transport import TransportError, _connections
 
 SECRET = b"secret"
 FAILED = Failure.of(KeyError("here"), 0, 3, "F0.1")

@@ -338,7 +338,8 @@ def test_a_trace_has_all_that_the_ranks_ran_and_sent(mesh, tmp_path):
 
 
 def test_what_several_ranks_run_is_compiled_by_one_of_them():
-    from jaxpp.runtime._remote import _export, _library
+    from jaxpp.runtime.remote import _library
+    from jaxpp.runtime.remote.calls import _export
 
     deep = jaxpp.place(step_of(lambda params, x: loss_fn([*params, params[1]], x)), local(4))
     bundle = deep.lower(*start(), batch()).bundle
@@ -403,7 +404,7 @@ def test_a_mesh_that_was_shut_down_says_so(ray_session):
 
 
 def test_other_versions_are_refused(ray_session, monkeypatch):
-    from jaxpp.runtime._remote import _gang
+    from jaxpp.runtime.remote.group import _gang
 
     monkeypatch.setattr(_gang, "versions", lambda: {"jax": "0.9.0"})
     with pytest.raises(ValueError, match=r"rank 0 on .* has jax .* \(here 0.9.0\)"):

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpp
 from jaxpp.runtime import RankError
-from jaxpp.runtime._array_types import ArrayType, to_host
-from jaxpp.runtime._shares import boxes_of_process, put_together, share_type
-from jaxpp.runtime._stacked import parts_of
+from jaxpp.runtime.arrays._shares import boxes_of_process, join_shares, share_type
+from jaxpp.runtime.arrays._stacked import parts_of
+from jaxpp.runtime.arrays._types import ArrayType, to_host
 from tests.runtime import inside
 from tests.runtime.remote import faults
 
@@ -145,7 +145,7 @@ def test_shares_make_up_the_array(processes, spec):
         parts = np.stack([whole[tuple(slice(*i) for i in box)] for box in boxes])
         assert share_type(kind, boxes) == ArrayType.of(parts)
         shares.append((boxes, to_host(parts)))
-    assert np.array_equal(put_together(kind, shares), whole)
+    assert np.array_equal(join_shares(kind, shares), whole)
     devices = np.array(jax.devices()[:6]).reshape(2, 3)
     sharding = jax.sharding.NamedSharding(
         jax.sharding.Mesh(devices, tuple(sizes)), P(*spec) if spec else P()

@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from jaxpp._program import Receive, Run, Send
-from jaxpp.runtime._trace import _clock, _process, _session
-from jaxpp.runtime._trace._clock import Offset, Reading
-from jaxpp.runtime._trace._recorder import Records, clock
+from jaxpp.runtime.trace import _clock, _process, _session
+from jaxpp.runtime.trace._clock import Offset, Reading
+from jaxpp.runtime.trace._recorder import Records, clock
 from tests.runtime.trace import steps
 
 

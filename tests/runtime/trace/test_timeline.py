@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp.runtime._trace import _timeline
+from jaxpp.runtime.trace import _timeline
 from tests.runtime.trace import steps
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jaxpp
 from jaxpp._program import Run
-from jaxpp.runtime._trace import _plan
+from jaxpp.runtime.trace import _plan
 from tests.runtime.trace import steps
 
 SCHEDULES = [

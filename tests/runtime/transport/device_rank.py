@@ -21,13 +21,13 @@ import numpy as np
 
 import jaxpp
 from jaxpp._program import Message, Run
-from jaxpp.runtime._array_types import to_host
-from jaxpp.runtime._remote import _export
-from jaxpp.runtime._transport._device import DeviceTransport
-from jaxpp.runtime._transport._errors import Aborted, PeerLost
-from jaxpp.runtime._transport._order import transfer_order
-from jaxpp.runtime._transport._processes import join_processes, rank_homes
-from jaxpp.runtime._worker import Worker
+from jaxpp.runtime.arrays._types import to_host
+from jaxpp.runtime.executor._worker import Worker
+from jaxpp.runtime.remote.calls import _export
+from jaxpp.runtime.transport._device import DeviceTransport
+from jaxpp.runtime.transport._errors import Aborted, PeerLost
+from jaxpp.runtime.transport._order import transfer_order
+from jaxpp.runtime.transport._processes import join_processes, rank_homes
 
 DTYPES = (
     *("bool", "int2", "int4", "int8", "int16", "int32", "uint2", "uint4", "uint8", "uint32"),

@@ -10,8 +10,8 @@ import numpy as np
 import psutil
 
 from jaxpp._program import Message
-from jaxpp.runtime._array_types import to_host
-from jaxpp.runtime._transport import SocketTransport
+from jaxpp.runtime.arrays._types import to_host
+from jaxpp.runtime.transport import SocketTransport
 
 SECRET = b"the secret of the tests"
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp.runtime._array_types import ArrayType, from_host
-from jaxpp.runtime._transport._buffers import REUSED_FROM, BufferPool
+from jaxpp.runtime.arrays._types import ArrayType, from_host
+from jaxpp.runtime.transport._buffers import REUSED_FROM, BufferPool
 from tests.runtime.transport.ranks import connected, message
 
 

@@ -15,12 +15,12 @@ import pytest
 
 from jaxpp import schedules
 from jaxpp._program import Message, Program, Receive, Run, Send
-from jaxpp.runtime._transport._choice import RankDevices, choose_transport
-from jaxpp.runtime._transport._device import DeviceTransport
-from jaxpp.runtime._transport._errors import Aborted
-from jaxpp.runtime._transport._order import transfer_order
-from jaxpp.runtime._transport._processes import free_port
-from jaxpp.runtime._worker import Worker, interleave
+from jaxpp.runtime.executor._worker import Worker, interleave
+from jaxpp.runtime.transport._choice import RankDevices, choose_transport
+from jaxpp.runtime.transport._device import DeviceTransport
+from jaxpp.runtime.transport._errors import Aborted
+from jaxpp.runtime.transport._order import transfer_order
+from jaxpp.runtime.transport._processes import free_port
 from tests.runtime.transport import device_rank
 from tests.runtime.transport.ranks import blocked
 

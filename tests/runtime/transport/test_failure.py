@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from jaxpp.runtime._transport import Aborted, PeerLost, SocketTransport, TransportError
+from jaxpp.runtime.transport import Aborted, PeerLost, SocketTransport, TransportError
 from tests.runtime.transport.ranks import SECRET, assert_same, blocked, connected, message
 
 X = jnp.arange(1000)
@@ -163,7 +163,7 @@ def test_a_rank_that_is_gone_before_it_was_heard_of(pair):
 PEER = """
 import sys, pickle, time
 import jax, jax.numpy as jnp
-from jaxpp.runtime._transport import SocketTransport
+from jaxpp.runtime.transport import SocketTransport
 from tests.runtime.transport.ranks import SECRET, message
 transport = SocketTransport(1, jax.devices()[0], SECRET, kind=sys.argv[1])
 sys.stdout.buffer.write(pickle.dumps(transport.addresses).hex().encode() + b"\\n")
@@ -252,7 +252,7 @@ def test_who_sends_garbage_or_nothing_disturbs_nobody(kind):
 
 
 def test_silent_connections_are_closed(monkeypatch):
-    from jaxpp.runtime._transport import _connections
+    from jaxpp.runtime.transport import _connections
 
     monkeypatch.setattr(_connections, "HANDSHAKE_TIMEOUT", 0.2)
     with connected(2) as (_, b):
@@ -279,7 +279,7 @@ def test_a_wrong_secret_is_refused(kind):
 
 def test_who_knows_no_secret_cannot_pose_as_one_who_does():
     """What the accepting end proves is of no use to prove oneself to it."""
-    from jaxpp.runtime._transport import _connections
+    from jaxpp.runtime.transport import _connections
 
     with connected(2) as (_, b):
         hello = _connections._HELLO.pack(_connections._MAGIC, 0, 0, 1, bytes(32))

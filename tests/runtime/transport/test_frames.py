@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpp._program import Message
-from jaxpp.runtime._transport._frames import (
+from jaxpp.runtime.transport._frames import (
     SMALL,
     EndOfStream,
     FrameReader,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp.runtime._transport import Aborted, TransportError
+from jaxpp.runtime.transport import Aborted, TransportError
 from tests.runtime.transport.ranks import (
     assert_same,
     blocked,

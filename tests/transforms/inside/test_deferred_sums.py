@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 import jaxpp
 from jaxpp import _jaxprs
 from jaxpp._specs import partition_spec, replicated
-from jaxpp.runtime import _collectives
+from jaxpp.runtime.executor import _collectives
 from jaxpp.transforms.inside import propagation, replicas
 from jaxpp.transforms.tasks import _loop
 

@@ -1,0 +1,368 @@
+"""`measure`: the times of a placed step's tasks on its mesh, and of the step as a whole."""
+
+import dataclasses
+import functools
+import statistics
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from jaxpp._program import Instruction, Receive, Run, Send
+from jaxpp.runtime.arrays import StackedStep
+from jaxpp.runtime.executor import Chunk
+from jaxpp.runtime.local import LocalStep
+from jaxpp.runtime.trace import (
+    Clocked,
+    Key,
+    dependencies_of,
+    fit_line,
+    medians,
+    tasks_of,
+    timeline_of,
+)
+from jaxpp.schedules import Costs, Dependencies, Table, Task, Timeline, simulate
+from jaxpp.transforms.place import Compiled, Placed
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """The times of a placed step and of its parts, made by `measure`. All times are seconds.
+
+    The rows of `table`, `before`, `after` and `timeline` are devices: a rank, or the ranks that
+    share a device, whose tasks run one after the other in the order in which they are dispatched.
+
+    Args:
+        table: the tasks of each device, in order.
+        dependencies: for each kind and stage, the results that it reads.
+        times: for each kind and stage, the time of a task while the other devices run theirs.
+        times_alone: the same while nothing else runs.
+        before: for each device, the time of what it runs and sends before its first task.
+        after: the same for all else around the tasks: sums of gradients, the optimizer's update.
+        edge_bytes: for each kind and stage, the most bytes that a task sends to another device.
+        latency: the time of a transfer between devices whatever its size.
+        bandwidth: the bytes that a transfer moves in a second.
+        steps: the time of each execution of the whole step, until its results are there.
+        timeline: when each task ran in a step whose devices each wait for every task of theirs.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> loss = jaxpp.wrap_forward(lambda w, x: jnp.mean((x @ w) ** 2))
+        >>> grad = jaxpp.microbatch(jax.grad(loss), 2)
+        >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()))
+        >>> measured = jaxpp.measure(step, jnp.eye(2), jnp.ones((4, 2)), repeats=1)
+        >>> print(*measured.table.ranks[0])
+        F0.0 B0.0 F0.1 B0.1
+    """
+
+    table: Table
+    dependencies: Dependencies
+    times: Mapping[Key, float]
+    times_alone: Mapping[Key, float]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    edge_bytes: Mapping[Key, int]
+    latency: float
+    bandwidth: float
+    steps: tuple[float, ...]
+    timeline: Timeline
+
+    @property
+    def step(self) -> float:
+        """The median time of the step."""
+        return statistics.median(self.steps)
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        """The cost model of the step, with the times of tasks while other devices work."""
+        return self._costs(self.times)
+
+    @functools.cached_property
+    def costs_alone(self) -> Costs:
+        """The cost model of the step, with the times of tasks that have the machine to themselves.
+
+        Devices that share memory bandwidth, or caches, slow each other down. A step then takes
+        longer than these times say.
+        """
+        return self._costs(self.times_alone)
+
+    def _costs(self, times: Mapping[Key, float]) -> Costs:
+        return Costs.measured(
+            times,
+            latency=self.latency,
+            bandwidth=self.bandwidth,
+            edge_bytes=lambda task: self.edge_bytes.get((task.kind, task.stage), 0),
+        )
+
+    def predict(self, costs: Costs | None = None) -> float:
+        """Predicts the time of the step from the times of its parts.
+
+        The time is the makespan of the tasks, and the longest that a device works before and after
+        them. Devices that do not wait for each other there may be a little faster.
+
+        Args:
+            costs: what tasks cost; by default `costs`.
+        """
+        timeline = simulate(self.table, costs or self.costs, dependencies=self.dependencies)
+        return max(self.before) + timeline.makespan + max(self.after)
+
+
+def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
+    """Measures a placed step: its tasks one by one, and the step as a whole.
+
+    Each repeat runs the step three times in a row, so that a change of the machine's speed touches
+    all three: as a call runs it; with a wait for each task, and each transfer, before the next one
+    starts on any device; and with a thread for each device that waits for its own tasks. Nothing
+    else should run on the machine. The arguments stay unchanged: the step gets copies, also of
+    those that it consumes, put beforehand where a training loop would have left them.
+
+    Args:
+        step: what `place` gave, on a `jaxpp.MpmdMesh`, with one scheduled loop; or what
+            `lower(*args).compile()` of it gave.
+        *args: its arguments.
+        repeats: how often to measure; the medians count.
+
+    Returns:
+        The measurement.
+
+    Raises:
+        TypeError: `step` is not a placed function, or not on a mesh of this process.
+        ValueError: the step has no scheduled loop or several, or `repeats` is below 1.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return jnp.mean((h @ w) ** 2)
+        >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+        >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        >>> mesh = jaxpp.MpmdMesh((2,), ("mpmd",), devices=[jax.devices()[0]] * 2)
+        >>> step = jaxpp.place(lambda w, x: w - 0.1 * grad(w, x), mesh)
+        >>> measured = jaxpp.measure(step, jnp.eye(2), jnp.ones((8, 2)), repeats=1)
+        >>> len(measured.times), measured.step > 0, measured.predict() > 0
+        (4, True, True)
+    """
+    if repeats < 1:
+        raise ValueError(f"measure needs repeats of at least 1, got {repeats}.")
+    local, arrays = _loaded(step, args)
+    tasks = tasks_of(local.bundle, "measure")
+    if not tasks:
+        raise ValueError(
+            "measure: the step has no scheduled loop, so that there are no tasks to measure; wrap "
+            "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
+        )
+    steps: list[float] = []
+    alone: list[Clocked] = []
+    sent: list[tuple[Key, int, float]] = []
+    together: list[list[Clocked]] = []
+    for repeat in range(repeats + 1):
+        copies = _placed_copies(local, arrays)
+        start = time.perf_counter()
+        jax.block_until_ready(local(copies))
+        elapsed = time.perf_counter() - start
+        one_by_one = _OneByOne(local, tasks)
+        jax.block_until_ready(local(_placed_copies(local, arrays), one_by_one))
+        by_device = _ByDevice(local)
+        jax.block_until_ready(local(_placed_copies(local, arrays), by_device))
+        if repeat:  # the first one compiles the feeds of the step, and fills caches
+            steps.append(elapsed)
+            alone += one_by_one.runs
+            sent += one_by_one.transfers
+            together.append(by_device.runs)
+    table = _table(local, tasks)
+    latency, bandwidth = fit_line([(size, seconds) for _, size, seconds in sent])
+    bytes_of: dict[Key, int] = {}
+    for key, size, _ in sent:
+        bytes_of[key] = max(bytes_of.get(key, 0), size)
+    typical = sorted(together, key=lambda runs: max(end for *_, end in runs))[len(together) // 2]
+    return Measurement(
+        table,
+        dependencies_of(local.bundle, tasks),
+        MappingProxyType(medians([run for runs in together for run in runs], tasks)),
+        MappingProxyType(medians(alone, tasks)),
+        *_around(alone, tasks, table.num_ranks, repeats),
+        MappingProxyType(bytes_of),
+        latency,
+        bandwidth,
+        tuple(steps),
+        timeline_of(table, typical, tasks),
+    )
+
+
+# ---- the step -----------------------------------------------------------------------------------
+
+
+def _loaded(step: Any, args: Sequence[Any]) -> tuple[LocalStep, list[Any]]:
+    """Finds the step that the mesh has loaded, and the step's arguments that are arrays."""
+    if isinstance(step, Placed):
+        compiled, leaves = step.compiled_for(*args)
+    elif isinstance(step, Compiled):
+        compiled = step
+        leaves, tree = jtu.tree_flatten(args)
+        if not compiled.signature.matches(leaves, tree):
+            raise TypeError(
+                f"measure: the step was compiled for other arguments: "
+                f"{compiled.signature.difference(args)}. Measure the placed function itself."
+            )
+    else:
+        raise TypeError(
+            f"measure needs a step that place made, got {step!r}; use jaxpp.place(step, mesh)."
+        )
+    run: Any = compiled._run
+    arrays = [leaves[i] for i in compiled.signature.arrays]
+    if isinstance(run, StackedStep):
+        run, arrays = run.step, run.flat(arrays)
+    if not isinstance(run, LocalStep):
+        raise TypeError("measure runs steps that are on a jaxpp.MpmdMesh; place the step on one.")
+    return run, arrays
+
+
+def _placed_copies(local: LocalStep, arrays: Sequence[Any]) -> list[Any]:
+    """Copies arguments to the devices that read them, as the step before would leave them."""
+    copies = []
+    for array, feed in zip(arrays, local.feeds, strict=True):
+        sharding = feed.sharding()
+        copies.append(jnp.copy(array if sharding is None else jax.device_put(array, sharding)))
+    return jax.block_until_ready(copies)
+
+
+def _device_of(local: LocalStep) -> tuple[int, ...]:
+    """Gives for each rank the number of its home among those of the mesh."""
+    homes = list(dict.fromkeys(local.homes))
+    return tuple(homes.index(home) for home in local.homes)
+
+
+def _table(local: LocalStep, tasks: Mapping[str, Task]) -> Table:
+    """Makes the table of the tasks of each device, in the order of dispatch."""
+    device_of = _device_of(local)
+    orders: list[list[Task]] = [[] for _ in set(device_of)]
+    for rank, chunk in local.order:
+        labels = [i.label for i in chunk if isinstance(i, Run)]
+        orders[device_of[rank]] += [tasks[label] for label in labels if label in tasks]
+    return Table(
+        tuple(map(tuple, orders)),
+        1 + max(task.stage for task in tasks.values()),
+        1 + max(task.microbatch for task in tasks.values()),
+    )
+
+
+# ---- the clocks ---------------------------------------------------------------------------------
+
+
+class _OneByOne:
+    """Runs a step's instructions one at a time, waits for each, and clocks them."""
+
+    def __init__(self, local: LocalStep, tasks: Mapping[str, Task]):
+        self.runs: list[Clocked] = []
+        self.transfers: list[tuple[Key, int, float]] = []
+        self._local, self._tasks, self._device_of = local, tasks, _device_of(local)
+
+    def __call__(self) -> None:
+        local = self._local
+        for rank, chunk in local.order:
+            label = ""
+            for instruction in chunk:
+                start = time.perf_counter()
+                _execute(local, rank, instruction)
+                end = time.perf_counter()
+                if isinstance(instruction, Run):
+                    label = instruction.label
+                    self.runs.append((self._device_of[rank], label, start, end))
+                elif isinstance(instruction, Send):
+                    message = instruction.message
+                    if "edge" not in message.kinds or label not in self._tasks:
+                        self.runs.append((self._device_of[rank], "send", start, end))
+                    elif self._device_of[message.target] != self._device_of[rank]:
+                        key = (self._tasks[label].kind, self._tasks[label].stage)
+                        self.transfers.append((key, message.nbytes, end - start))
+
+
+class _ByDevice:
+    """Runs a step with a thread for each device; a thread waits for its runs, and clocks them."""
+
+    def __init__(self, local: LocalStep):
+        self.runs: list[Clocked] = []
+        self._failed = False
+        self._local, self._device_of = local, _device_of(local)
+        self._arrived = {
+            i.message.tag: threading.Event() for _, chunk in local.order
+            for i in chunk if isinstance(i, Send)
+        }  # fmt: skip
+
+    def __call__(self) -> None:
+        devices = range(1 + max(self._device_of))
+        with ThreadPoolExecutor(len(devices)) as pool:
+            futures = [pool.submit(self._run, device) for device in devices]
+        for future in futures:
+            future.result()
+
+    def _run(self, device: int) -> None:
+        local = self._local
+        try:
+            for rank, chunk in local.order:
+                if self._device_of[rank] == device and not self._failed:
+                    self._run_chunk(rank, chunk)
+        except BaseException:
+            self._failed = True
+            for event in self._arrived.values():  # or the other devices wait for ever
+                event.set()
+            raise
+
+    def _run_chunk(self, rank: int, chunk: Chunk) -> None:
+        """Runs a computation and its messages; the wait for messages is no part of its time."""
+        worker = self._local.workers[rank]
+        for instruction in chunk:
+            if isinstance(instruction, Receive):
+                self._arrived[instruction.message.tag].wait()
+                if self._failed:
+                    return
+                worker.execute((instruction,))
+                jax.block_until_ready([worker.slots[slot] for slot in instruction.slots])
+            elif isinstance(instruction, Run):
+                start = time.perf_counter()
+                _execute(self._local, rank, instruction)
+                end = time.perf_counter()
+                self.runs.append((self._device_of[rank], instruction.label, start, end))
+            else:
+                worker.execute((instruction,))
+                if isinstance(instruction, Send):
+                    self._arrived[instruction.message.tag].set()
+
+
+def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
+    """Executes one instruction, and waits for its results."""
+    worker = local.workers[rank]
+    worker.execute((instruction,))
+    if isinstance(instruction, Run):
+        jax.block_until_ready([worker.slots[slot] for slot in instruction.outputs])
+    elif isinstance(instruction, Send):
+        local.transport.wait_for(instruction.message)
+
+
+# ---- the figures --------------------------------------------------------------------------------
+
+
+def _around(
+    runs: Sequence[Clocked], tasks: Mapping[str, Task], num_devices: int, repeats: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Gives for each device the time of runs that are no task, before its first task and after."""
+    before, after = [], []
+    for device in range(num_devices):
+        mine = [run for run in runs if run[0] == device]
+        size = len(mine) // repeats
+        first = next(n for n, (_, label, _, _) in enumerate(mine) if label in tasks)
+        sums: list[list[float]] = [[], []]
+        for start in range(0, len(mine), size):
+            for own, part in zip(
+                sums, (mine[start:][:first], mine[start:][first:size]), strict=True
+            ):
+                own.append(sum(t1 - t0 for _, label, t0, t1 in part if label not in tasks))
+        before.append(statistics.median(sums[0]))
+        after.append(statistics.median(sums[1]))
+    return tuple(before), tuple(after)

@@ -1,0 +1,170 @@
+"""Compiles computations: each once, then loaded on every device that runs it.
+
+Executables are kept for other steps of this process that have the same computations: the same
+model under another schedule compiles only the new ones.
+"""
+
+import collections
+import os
+import threading
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._program import Bundle, Computation, Run
+from jaxpp.runtime.arrays import Home, devices_of, sharding_in
+
+
+def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
+    """Compiles a step's computations.
+
+    Args:
+        bundle: the step.
+        homes: where the arrays of each rank are.
+
+    Returns:
+        For each rank, the executables by the number of their computation.
+    """
+    used = [
+        sorted({i.computation for i in p.instructions if isinstance(i, Run)})
+        for p in bundle.programs
+    ]
+    # Homes of one shape share an executable.
+    targets: dict[tuple[int, Any], list[Home]] = {}
+    for numbers, home in zip(used, homes, strict=True):
+        for n in numbers:
+            found = targets.setdefault((n, _shape_of(home)), [])
+            if home not in found:
+                found.append(home)
+
+    own_settings = current_settings()
+    keys = {
+        (n, shape): key_of(bundle.computations[n], (own_settings, shape)) for n, shape in targets
+    }
+
+    def build(target: Any, known: "_Executables | None", lowered: Any) -> dict[Any, Any]:
+        first, computation = targets[target][0], bundle.computations[target[0]]
+        found = known or _Executables(computation, lowered.compile(), first)
+        _kept.put(keys[target], found)
+        return {home: found.on(home) for home in targets[target]}
+
+    # The largest computation first; each is compiled while the next is lowered.
+    by_size = sorted(targets, key=lambda target: -len(bundle.computations[target[0]].jaxpr.eqns))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = {}
+        for target in by_size:
+            known = _kept.get(keys[target])
+            lowered = None
+            if not known:
+                lowered = _lower(bundle.computations[target[0]], targets[target][0])
+            futures[target] = pool.submit(build, target, known, lowered)
+    built = {target: future.result() for target, future in futures.items()}
+    return [
+        {n: built[n, _shape_of(home)][home] for n in numbers}
+        for numbers, home in zip(used, homes, strict=True)
+    ]
+
+
+def _shape_of(home: Home) -> Any:
+    """Gives a home's mesh without its devices; None where the home is one device."""
+    return home.abstract_mesh if isinstance(home, Mesh) else None
+
+
+class _Executables:
+    """A computation compiled for one home, and loaded on others when they need it."""
+
+    def __init__(self, computation: Computation, compiled: Any, home: Home):
+        self._computation = computation
+        # Only a compiled executable can be loaded elsewhere; a loaded one cannot be loaded again.
+        self._compiled = compiled
+        self._by_home = {home: compiled}
+
+    def on(self, home: Home) -> Any:
+        """Gives the executable for a home."""
+        if home not in self._by_home:
+            self._by_home[home] = (
+                _compat.load_on_devices(self._compiled, devices_of(home))
+                or _lower(self._computation, home).compile()
+            )
+        return self._by_home[home]
+
+
+class _Kept:
+    """A program cache: the executables used last, by the keys of their computations."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._lock = threading.Lock()
+        self._entries: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
+
+    def get(self, key: Hashable) -> Any:
+        """Gives the executables of a key, or None."""
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+            return self._entries.get(key)
+
+    def put(self, key: Hashable, executables: Any) -> None:
+        """Keeps executables; drops the least recently used where there are too many."""
+        with self._lock:
+            self._entries[key] = executables
+            if len(self._entries) > self._size:
+                self._entries.popitem(last=False)
+
+    def clear(self) -> None:
+        """Drops everything."""
+        with self._lock:
+            self._entries.clear()
+
+
+#: Keys name objects of a computation by their ids; the executables hold the computation.
+_kept = _Kept(size=512)
+
+
+def clear_cache() -> None:
+    """Forgets all executables, so that the next step is compiled anew."""
+    _kept.clear()
+
+
+def key_of(computation: Computation, configuration: Hashable) -> Hashable:
+    """Makes a key of a computation and its settings; equal keys mean equal executables.
+
+    The key names some objects by their ids, and is valid only as long as the computation lives.
+    """
+    split = computation.in_specs, computation.out_specs
+    return _jaxprs.structure(computation.jaxpr), computation.donated, split, configuration
+
+
+def current_settings() -> tuple[tuple[str, str], ...]:
+    """Gives JAX's settings, which compilation may depend on."""
+    return tuple((name, str(getattr(jax.config, name, None))) for name in sorted(jax.config.values))
+
+
+def _lower(computation: Computation, home: Home) -> jax.stages.Lowered:
+    invars = computation.jaxpr.jaxpr.invars
+    in_specs = computation.in_specs or ((),) * len(invars)
+    avals = [
+        jax.ShapeDtypeStruct(
+            v.aval.shape,
+            v.aval.dtype,
+            sharding=sharding_in(home, spec),
+            weak_type=getattr(v.aval, "weak_type", False),
+        )
+        for v, spec in zip(invars, in_specs, strict=True)
+    ]
+
+    def run(*args):
+        return _jaxprs.run(computation.jaxpr, *args)
+
+    run.__name__ = run.__qualname__ = computation.name
+    if not isinstance(home, Mesh):
+        with jax.default_device(home):
+            return jax.jit(run, donate_argnums=computation.donated).lower(*avals)
+    out = [sharding_in(home, spec) for spec in computation.out_specs]
+    with jax.set_mesh(home):
+        jitted = jax.jit(run, donate_argnums=computation.donated, out_shardings=out)
+        return jitted.lower(*avals)

@@ -1,0 +1,368 @@
+"""`MpmdMesh`: all ranks in this process."""
+
+import functools
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxpp._program import PIPELINE_AXIS, Bundle, Message, default_mesh
+from jaxpp._specs import Spec
+from jaxpp.runtime.arrays import (
+    Home,
+    alike,
+    check_arguments,
+    check_axes,
+    check_ranks,
+    describe_mesh,
+    devices_of,
+    homes_of,
+    put_together,
+    reshard,
+    shape_of,
+    sharding_in,
+    sizes_of,
+    with_stacked,
+    without_devices,
+)
+from jaxpp.runtime.executor import (
+    Description,
+    Worker,
+    collectives,
+    compile_all,
+    describe,
+    interleave,
+)
+from jaxpp.runtime.local._feeds import Feed, Fetch, Place
+from jaxpp.runtime.local._tracing import LocalTracing
+from jaxpp.runtime.trace import Trace
+
+
+class MpmdMesh:
+    """A mesh of pipeline ranks over the devices of this process.
+
+    The mesh is a context manager, as `RemoteMpmdMesh` is, but has nothing to end. Threads may share
+    it: its calls are dispatched one after the other.
+
+    Each rank is a mesh of its own over the axes other than `"mpmd"`, if there are any. Its tasks
+    are ordinary SPMD programs, split as `place`'s `in_specs` and the constraints in the model say.
+
+    Args:
+        shape: the size of each axis; that of `"mpmd"` is the number of ranks.
+        axis_names: a name for each axis, one of them `"mpmd"`.
+        devices: as many devices as the product of the sizes, in the order of the axes, by default
+            the first of `jax.devices()`. Ranks may share devices; those of one rank differ.
+        axis_types: the type of each axis, as in `jax.make_mesh`; by default all are `Auto`.
+
+    Raises:
+        ValueError: if the axes are not as above, there are fewer devices than entries, or a rank
+            has a device twice.
+
+    Example:
+        >>> import jax, jaxpp
+        >>> mesh = jaxpp.MpmdMesh((2,), ("mpmd",), devices=[jax.devices()[0]] * 2)
+        >>> mesh.num_ranks
+        2
+        >>> wide = jaxpp.MpmdMesh((1, 1, 1), ("mpmd", "data", "model"))
+        >>> wide.inside.axis_names
+        ('data', 'model')
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        axis_names: Sequence[str] = (PIPELINE_AXIS,),
+        devices: Sequence[Any] | None = None,
+        axis_types: Sequence[AxisType] | None = None,
+    ):
+        axes = check_axes("MpmdMesh", shape, axis_names, axis_types)
+        wanted = math.prod(axes.shape)
+        available = list(jax.devices() if devices is None else np.asarray(devices, object).ravel())
+        if len(available) < wanted or (devices is not None and len(available) != wanted):
+            sizes = dict(zip(axes.names, axes.shape, strict=True))
+            raise ValueError(
+                f"MpmdMesh needs a device for each entry of its axes {sizes}, {wanted} in all, got "
+                f"{len(available)}. To share some between ranks, repeat them: "
+                f"devices=[jax.devices()[0]] * {axes.num_ranks}; to have more CPU devices, call "
+                f"jax.config.update('jax_num_cpu_devices', {wanted}) before JAX starts."
+            )
+        grid = np.empty(wanted, object)
+        grid[:] = available[:wanted]
+        by_rank = np.moveaxis(grid.reshape(axes.shape), axes.names.index(PIPELINE_AXIS), 0)
+        for rank, own in enumerate(by_rank.reshape(axes.num_ranks, -1)):
+            if len(set(own)) < len(own):
+                raise ValueError(
+                    f"MpmdMesh: rank {rank} has a device twice: {list(own)}. Ranks may share "
+                    f"devices, but those of one rank must differ."
+                )
+        insides = (axes.inside,) * axes.num_ranks
+        self._set(homes_of(by_rank, axes.inside), axes.names, axes.inside, insides)
+
+    def _set(
+        self,
+        homes: Sequence[Home],
+        axis_names: tuple[str, ...],
+        inside: AbstractMesh | None,
+        insides: Sequence[AbstractMesh | None],
+    ) -> None:
+        self.homes = tuple(homes)
+        self.axis_names = axis_names
+        self.inside = inside
+        self.insides = tuple(insides)
+        self._tracing = LocalTracing()
+        self._lock = threading.RLock()
+
+    @classmethod
+    def of_ranks(cls, meshes: Sequence[Mesh]) -> "MpmdMesh":
+        """Makes a mesh of ranks that may differ in the sizes of their axes.
+
+        Arrays that go between ranks of different sizes are split anew on the way. A step is traced
+        and lowered once for each size, so that a `shard_map` in the model sees a rank's own size. A
+        dimension that is split over an axis must be divisible by the axis's size in each rank.
+
+        Args:
+            meshes: that of each rank, all with the same axes, none of them called `"mpmd"`.
+
+        Raises:
+            ValueError: there is none, or they differ in more than the sizes of their axes.
+
+        Example:
+            >>> import jax, jaxpp
+            >>> one = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+            >>> jaxpp.MpmdMesh.of_ranks([one, one]).num_ranks
+            2
+        """
+        inside = check_ranks("MpmdMesh.of_ranks", meshes)
+        mesh = cls.__new__(cls)
+        mesh._set(
+            [Mesh(own.devices, own.axis_names) for own in meshes],
+            (PIPELINE_AXIS, *inside.axis_names),
+            inside,
+            [without_devices(own) for own in meshes],
+        )
+        return mesh
+
+    def __repr__(self):
+        return describe_mesh("MpmdMesh", self.axis_names, self.insides)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each axis; where ranks differ, the least that the size of each divides."""
+        return shape_of(self.axis_names, self.inside, self.num_ranks)
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices, rank after rank."""
+        return tuple(device for home in self.homes for device in devices_of(home))
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of pipeline ranks."""
+        return len(self.homes)
+
+    def load(self, bundle: Bundle) -> Any:
+        """Compiles a step; returns the function that runs the step on its arguments."""
+        return with_stacked(LocalStep(bundle, self.homes, self._tracing, self._lock), bundle)
+
+    def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
+        """Starts to record the tasks and messages of the ranks.
+
+        Args:
+            directory: where `stop_trace` writes its files; those of an earlier trace are replaced.
+            profiler: whether JAX's profiler records, too, into `<directory>-0`: what each task
+                consists of. It costs more than the rest.
+
+        Raises:
+            RuntimeError: the mesh is traced already, or JAX's profiler runs.
+            OSError: the directory cannot be written to.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpp, tempfile
+            >>> loss = jaxpp.wrap_forward(lambda w, x: jnp.mean((x @ w) ** 2))
+            >>> grad = jaxpp.microbatch(jax.grad(loss), 2)
+            >>> mesh = jaxpp.MpmdMesh((1,))
+            >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     mesh.start_trace(folder, profiler=False)
+            ...     gradient = step(jnp.eye(2), jnp.ones((4, 2)))
+            ...     trace = mesh.stop_trace()
+            >>> [run.label for run in trace.runs if run.label[0] in "FB"]
+            ['F0.0', 'B0.0', 'F0.1', 'B0.1']
+        """
+        with self._lock:
+            self._tracing.start(directory, profiler)
+
+    def stop_trace(self) -> Trace:
+        """Ends the trace once all calls have been computed, and writes its files.
+
+        The files are, in the directory: `timeline.json`, which ui.perfetto.dev opens;
+        `timeline.png`, a typical call beside its simulation; and the files that TensorBoard opens
+        with the directory as its `--logdir`.
+
+        Returns:
+            When each task and each message was, and the paths of the files.
+
+        Raises:
+            RuntimeError: the mesh is not traced.
+        """
+        with self._lock:
+            return self._tracing.stop(self.homes)
+
+
+default_mesh.set(lambda num_ranks: MpmdMesh((num_ranks,)))
+
+
+#: The number of messages that a rank's dispatch may receive ahead of their arrival.
+RUN_AHEAD = 2
+
+
+class _LocalTransport:
+    """Moves arrays between ranks of one process, each shard from device to device.
+
+    Dispatch is asynchronous, and a computation takes its memory when it is dispatched. If the host
+    ran far ahead of the devices, a rank would hold more than its schedule says. So a receive waits
+    for the arrival of the message that came `RUN_AHEAD` receives before.
+    """
+
+    def __init__(self, homes: Sequence[Home]):
+        self._homes = homes
+        self._mail: dict[int, Any] = {}
+        self._recent: list[deque[Any]] = [deque() for _ in homes]
+
+    def clear(self) -> None:
+        """Forgets the messages of a step, also those that a failed step has left."""
+        self._mail.clear()
+        for recent in self._recent:
+            recent.clear()
+
+    def send(self, arrays: list[Any], message: Message) -> None:
+        source, target = self._homes[message.source], self._homes[message.target]
+        if target is not source:
+            move = jax.device_put if alike((source, target)) else reshard
+            arrays = move(arrays, _target(target, message.specs))
+        self._mail[message.tag] = arrays
+
+    def arrays_of(self, message: Message) -> list[Any]:
+        """Gives the arrays of a message that has not been received, on the devices they go to."""
+        return self._mail[message.tag]
+
+    def wait_for(self, message: Message) -> None:
+        """Waits until the arrays of a message have arrived."""
+        jax.block_until_ready(self._mail[message.tag])
+
+    def receive(self, message: Message) -> Any:
+        arrays = self._mail.pop(message.tag)
+        recent = self._recent[message.target]
+        recent.append(arrays[0])
+        if len(recent) > RUN_AHEAD:
+            oldest = recent.popleft()
+            if not oldest.is_deleted():
+                oldest.block_until_ready()
+        return arrays
+
+
+@functools.cache
+def _target(home: Home, specs: tuple[Spec, ...]) -> Any:
+    """Gives the shardings of a message's arrays in the home that they go to."""
+    return [sharding_in(home, spec) for spec in specs] if specs else home
+
+
+class LocalStep:
+    """A step's programs, loaded on the devices of one process; called with its flat arguments.
+
+    `order` has the pieces of all ranks' programs in the order of their dispatch. All calls use the
+    same slots, so they are dispatched one after the other.
+    """
+
+    def __init__(
+        self, bundle: Bundle, homes: Sequence[Home], tracing: LocalTracing, lock: threading.RLock
+    ):
+        self.bundle = bundle
+        self.homes = homes
+        self._tracing = tracing
+        self._lock = lock
+        self.transport = transport = _LocalTransport(homes)
+        executables = compile_all(bundle, homes)
+        self.workers: list[Worker] = []
+        for program, own, home in zip(bundle.programs, executables, homes, strict=True):
+            calls = [own.get(n) for n in range(len(bundle.computations))]
+            worker = Worker(program, calls, transport)
+            for slot, value in program.constants:
+                worker.slots[slot] = jax.device_put(value, sharding_in(home))
+            self.workers.append(worker)
+        self.order = interleave(bundle.programs)
+        self._calls = [(self.workers[rank].execute, chunk) for rank, chunk in self.order]
+        inputs = self._places([p.inputs for p in bundle.programs], len(bundle.arguments))
+        outputs = self._places([p.outputs for p in bundle.programs], len(bundle.results))
+        self.feeds = [
+            Feed(places, a.donated, a.spec)
+            for places, a in zip(inputs, bundle.arguments, strict=True)
+        ]
+        self._fetches = [
+            Fetch(places, r.aval.shape, r.spec or ())
+            for places, r in zip(outputs, bundle.results, strict=True)
+        ]
+
+    def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:
+        """Gives for each argument or result the executor, home and slot of its ranks."""
+        places: list[list[Place]] = [[] for _ in range(count)]
+        for own, worker, home in zip(pairs, self.workers, self.homes, strict=True):
+            for number, slot in own:
+                places[number].append((worker, home, slot))
+        return places
+
+    def __call__(
+        self, args: Sequence[Any], dispatch: Callable[[], None] | None = None
+    ) -> list[Any]:
+        """Runs the step; returns when all of it has been dispatched, by `dispatch` if given."""
+        if dispatch is None and (results := put_together(self, args)) is not None:
+            return results
+        with self._lock:
+            check_arguments(self.bundle, args)
+            for feed, arg in zip(self.feeds, args, strict=True):
+                feed(arg)
+            try:
+                (dispatch or self._dispatch)()
+            finally:
+                self.transport.clear()
+            results = [fetch() for fetch in self._fetches]
+            for n in self.bundle.donated:
+                if isinstance(args[n], jax.Array):
+                    args[n].delete()  # on all its devices: a rank may have taken a part only
+            return results
+
+    def input_shardings(self) -> list[Any]:
+        """Gives the sharding of each argument that needs no copy; None if nothing reads it."""
+        return [feed.sharding() for feed in self.feeds]
+
+    def describe(self) -> Description:
+        """Describes what each rank holds, sends and reduces."""
+        counted = [
+            {
+                n: collectives(call.as_text() or "", home.axis_sizes, home.axis_names)
+                for n, call in enumerate(worker.executables)
+                if call is not None and isinstance(home, Mesh)
+            }
+            for worker, home in zip(self.workers, self.homes, strict=True)
+        ]
+        sizes = [sizes_of(home) for home in self.homes]
+        return describe(self.bundle, [devices_of(home) for home in self.homes], counted, sizes)
+
+    def _dispatch(self) -> None:
+        if self._tracing.recorder is not None:
+            self._tracing.dispatch(self)
+            return
+        for execute, chunk in self._calls:
+            execute(chunk)

@@ -1,0 +1,7 @@
+"""`RemoteMpmdMesh`: runs each rank in worker processes that Ray starts, and keeps arrays there."""
+
+from jaxpp.runtime.remote._array import RemoteArray as RemoteArray
+from jaxpp.runtime.remote._array import RemoteSharding as RemoteSharding
+from jaxpp.runtime.remote._mesh import RemoteMpmdMesh as RemoteMpmdMesh
+from jaxpp.runtime.remote.calls import Lost as Lost
+from jaxpp.runtime.remote.calls import RankError as RankError

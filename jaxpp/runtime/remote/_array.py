@@ -1,0 +1,207 @@
+"""`RemoteArray`: a result of a step on a remote mesh; its value stays on the ranks."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxpp._specs import Spec, partition_spec
+from jaxpp.runtime.arrays import ArrayHandle
+
+if TYPE_CHECKING:
+    from jaxpp.runtime.remote._mesh import RemoteMpmdMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteSharding:
+    """The place of an array on a remote mesh: some ranks, each with all of it, whole or split.
+
+    Args:
+        mesh: the mesh.
+        ranks: the ranks that hold it, in order; none for an argument that no rank reads.
+        spec: how each of them has it split over the axes inside a rank.
+
+    Example:
+        >>> import jaxpp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = None  # a RemoteMpmdMesh
+        >>> jaxpp.RemoteSharding(mesh, ranks=(0, 3))
+        RemoteSharding(ranks=(0, 3))
+        >>> jaxpp.RemoteSharding(mesh, ranks=(1,), spec=P("data"))
+        RemoteSharding(ranks=(1,), spec=P('data',))
+    """
+
+    mesh: "RemoteMpmdMesh"
+    ranks: tuple[int, ...]
+    spec: PartitionSpec = PartitionSpec()
+
+    def __repr__(self):
+        split = f", spec={self.spec!r}" if self.spec else ""
+        return f"RemoteSharding(ranks={self.ranks}{split})"
+
+
+class RemoteArray(ArrayHandle):
+    """An array that one or more ranks of a `RemoteMpmdMesh` hold.
+
+    It is a leaf of pytrees that filters such as `eqx.is_array` take for an array. Its shape, dtype
+    and ranks are known in this process. `np.asarray`, `jax.device_get`, `jnp.asarray`, `float` and
+    their like fetch its value. Functions of JAX, methods and operators refuse it. It may be passed
+    to any placed function of its mesh, and is gone once it has been donated. The ranks drop the
+    array when the last reference to this handle goes.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpp
+        >>> with jaxpp.RemoteMpmdMesh((1,)) as mesh:
+        ...     doubled = jaxpp.place(lambda x: 2 * x, mesh)(jnp.arange(3))
+        ...     print(doubled, doubled.sharding, jnp.asarray(doubled))
+        RemoteArray(int32[3] on rank 0) RemoteSharding(ranks=(0,)) [0 2 4]
+    """
+
+    # Made by `RemoteMpmdMesh.new_array`.
+    def __init__(
+        self,
+        mesh: "RemoteMpmdMesh",
+        number: int,
+        aval: Any,
+        ranks: tuple[int, ...],
+        spec: Spec = (),
+    ):
+        self._mesh = mesh
+        self._id = number
+        self._aval = aval
+        self._ranks = ranks
+        self._spec = spec
+        #: The number of restarts of the mesh before the array was made.
+        self.incarnation = mesh.incarnation
+        self._gone = ""
+
+    # ---- its type and place ---------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> "RemoteMpmdMesh":
+        """The mesh whose ranks hold the array."""
+        return self._mesh
+
+    @property
+    def id(self) -> int:
+        """The number by which the ranks know the array."""
+        return self._id
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold the array; each has the whole array, on one device or several."""
+        return self._ranks
+
+    @property
+    def spec(self) -> Spec:
+        """The split of the array over the devices of each rank, dimension by dimension."""
+        return self._spec
+
+    @property
+    def sharding(self) -> Any:
+        """The place of the array, as a `RemoteSharding`."""
+        return RemoteSharding(self._mesh, self._ranks, partition_spec(self._spec))
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        """Tells whether this process holds the array; always false."""
+        return False
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Tells whether each device of its ranks holds the whole array."""
+        return not any(self._spec)
+
+    def is_deleted(self) -> bool:
+        """Tells whether a call has consumed the array, or `delete` has been called."""
+        return bool(self._gone)
+
+    @property
+    def why_deleted(self) -> str:
+        """The reason why the array is gone, as the end of a sentence; empty while it is there."""
+        return self._gone
+
+    def __len__(self):
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
+        return self.shape[0]
+
+    def __repr__(self):
+        ranks = ", ".join(map(str, self._ranks))
+        where = f"deleted: {self._gone}" if self._gone else f"on rank {ranks}"
+        return f"RemoteArray({self.dtype.name}[{','.join(map(str, self.shape))}] {where})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(np.asarray(self)[()], spec) if self.ndim == 0 else repr(self)
+
+    # ---- its value ------------------------------------------------------------------------------
+
+    def copy_to_host_async(self) -> None:
+        """Notes that the value is wanted; the next fetch brings all wanted values together."""
+        self._mesh.prefetch(self)
+
+    def block_until_ready(self) -> "RemoteArray":
+        """Waits until the value is there; raises the error of the step that was to make it."""
+        self._mesh.wait_for(self)
+        return self
+
+    def __array__(self, dtype: Any = None, context: Any = None, copy: Any = None) -> np.ndarray:
+        if jnp.issubdtype(self.dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"{self!r} holds random keys, which NumPy has no type for; use jnp.asarray."
+            )
+        value = self._mesh.fetch(self)
+        return value if dtype is None else value.astype(dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        return self._mesh.fetch_jax(self)
+
+    def __float__(self):
+        return float(np.asarray(self))
+
+    def __int__(self):
+        return int(np.asarray(self))
+
+    def __complex__(self):
+        return complex(np.asarray(self))
+
+    def __bool__(self):
+        return bool(np.asarray(self))
+
+    def __index__(self):
+        return np.asarray(self).__index__()
+
+    def item(self, *args: Any) -> Any:
+        """Gives the value of an element as a Python number."""
+        return np.asarray(self).item(*args)
+
+    def tolist(self) -> Any:
+        """Gives the values as nested lists."""
+        return np.asarray(self).tolist()
+
+    # ---- its end --------------------------------------------------------------------------------
+
+    def delete(self) -> None:
+        """Lets its ranks drop the array."""
+        if not self._gone:
+            self._mesh.release(self)
+            self._gone = "by delete()"
+
+    def consume(self, why: str) -> None:
+        """Notes that a call has taken the array's memory."""
+        self._gone = why
+
+    def __del__(self):
+        if not getattr(self, "_gone", "never made"):
+            self._mesh.release(self)
+
+    def __reduce__(self):
+        raise TypeError(
+            f"{self!r} stays with its rank and cannot be pickled; fetch it with jax.device_get, or "
+            f"save it with jaxpp.save_state."
+        )

@@ -1,0 +1,188 @@
+"""The program cache: the steps and computations of a mesh, and which workers have them."""
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxpp import _compat
+from jaxpp._program import Bundle, Program, Run
+from jaxpp._specs import Spec
+from jaxpp.runtime.arrays import ArrayType, to_host
+from jaxpp.runtime.executor import current_settings, key_of
+from jaxpp.runtime.remote.calls import Exported, export
+from jaxpp.runtime.transport import transfer_order
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step: its programs, the computations that each of them runs, its arguments.
+
+    A rank knows a computation by its number among those of the mesh; None stands for one that the
+    rank does not run.
+    """
+
+    programs: tuple[Program, ...]
+    computations: tuple[tuple[int | None, ...], ...]
+    inputs: tuple[tuple[ArrayType, Spec], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loading:
+    """The arguments of `Process.compile` and `Process.load` that bring a step to a rank."""
+
+    rank: int
+    compile: tuple[Any, ...]
+    load: tuple[Any, ...]
+
+
+class Library:
+    """A program cache: all steps of a mesh, and their computations, each kept once.
+
+    Args:
+        platform: of the workers, as JAX names it.
+        kinds: for each rank something that is equal where ranks can share executables.
+        all_messages: whether each rank has to know the messages of all.
+        insides: for each rank the sizes of the axes inside it.
+    """
+
+    def __init__(
+        self,
+        platform: str,
+        kinds: Sequence[Any],
+        all_messages: bool,
+        insides: Sequence[Mapping[str, int]],
+    ):
+        self._own = not all_messages
+        self._insides = [tuple(sizes.values()) for sizes in insides]
+        self._platform = platform
+        self._kinds = kinds
+        self._numbers = itertools.count()
+        self._steps: dict[int, _Step] = {}
+        self._exported: dict[int, Exported] = {}
+        #: Computations by their keys, which name objects by their ids; so each is kept alive.
+        self._known: dict[Any, tuple[int, Any]] = {}
+        self._has: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)
+        self._sources: dict[str, str] = {}
+        self._removed: list[int] = []
+
+    def add(self, bundle: Bundle) -> int:
+        """Adds a step, and lowers its computations that no other step has; returns its number."""
+        computations = tuple(self._numbers_of(program, bundle) for program in bundle.programs)
+        number = next(self._numbers)
+        inputs = tuple((ArrayType.of(a.aval), a.spec) for a in bundle.arguments)
+        self._steps[number] = _Step(bundle.programs, computations, inputs)
+        self._note_sources(bundle)
+        return number
+
+    def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
+        """Gives the number of each computation that a rank runs; lowers those that no rank had."""
+        inside = bundle.inside and bundle.inside.update(axis_sizes=self._insides[program.rank])
+        settings = current_settings(), inside
+        numbers: list[int | None] = [None] * len(bundle.computations)
+        for n in {i.computation for i in program.instructions if isinstance(i, Run)}:
+            computation = bundle.computations[n]
+            key = key_of(computation, settings)
+            if key not in self._known:
+                self._known[key] = number, _ = len(self._known), computation
+                self._exported[number] = export(computation, self._platform, inside)
+            numbers[n] = self._known[key][0]
+        return tuple(numbers)
+
+    def missing(self, step: int) -> list["Loading"]:
+        """Makes the loadings for the ranks that do not have a step."""
+        found = self._steps[step]
+        lacking = [p for p in found.programs if ("step", step) not in self._has[p.rank]]
+        wanted = {p.rank: self._lacks(found, p) for p in lacking}
+        compiles: dict[int, list[int]] = {rank: [] for rank in wanted}
+        shared = set()
+        for number in dict.fromkeys(n for own in wanted.values() for n in own):
+            for ranks in self._alike(r for r, own in wanted.items() if number in own):
+                compiles[min(ranks, key=lambda r: self._weight(compiles[r]))].append(number)
+                shared |= {number} if len(ranks) > 1 else set()
+        return [
+            self._loading(step, program, compiles[program.rank], wanted[program.rank], shared)
+            for program in lacking
+        ]
+
+    def _weight(self, computations: Iterable[int]) -> int:
+        """Estimates how long computations take to compile, by their bytes."""
+        return sum(len(self._exported[n].payload) for n in computations)
+
+    def _lacks(self, step: _Step, program: Program) -> list[int]:
+        """Finds the computations that a rank runs in a step and does not have, largest first."""
+        numbers = {n for n in step.computations[program.rank] if n is not None}
+        lacks = [n for n in numbers if ("computation", n) not in self._has[program.rank]]
+        return sorted(lacks, key=lambda n: (-self._weight([n]), n))
+
+    def _alike(self, ranks: Iterable[int]) -> list[list[int]]:
+        """Groups ranks that can share executables: those of one host and kind of device."""
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for rank in ranks:
+            groups[self._kinds[rank]].append(rank)
+        return list(groups.values())
+
+    def _loading(
+        self, number: int, program: Program, compiles: list[int], lacks: list[int], shared: set[int]
+    ) -> "Loading":
+        step = self._steps[number]
+        numbers = step.computations[program.rank]
+        constants = [(s, ArrayType.of(x), to_host(x)) for s, x in program.constants]
+        slots = tuple((slot, None) for slot, _ in program.constants)
+        bare = dataclasses.replace(program, constants=slots)
+        inputs = [step.inputs[n] for n, _ in program.inputs]
+        others = {n: self._exported[n] for n in lacks if n not in compiles}
+        # In the order that transfers between devices need; sockets need only the rank's messages.
+        order = transfer_order(step.programs)
+        messages = [m for m in order if not self._own or program.rank in (m.source, m.target)]
+        return Loading(
+            program.rank,
+            ({n: self._exported[n] for n in compiles}, shared),
+            (number, bare, messages, inputs, numbers, others, constants),
+        )
+
+    def installed(self, step: int) -> None:
+        """Notes that all ranks have a step."""
+        found = self._steps[step]
+        for program in found.programs:
+            own = found.computations[program.rank]
+            has = self._has[program.rank]
+            has.add(("step", step))
+            has.update(("computation", n) for n in own if n is not None)
+
+    def remove(self, step: int) -> None:
+        """Notes that a step is not called any more; `removals` tells the ranks."""
+        self._removed.append(step)
+
+    def removals(self) -> list[tuple[int, int]]:
+        """Gives, once only, ranks and a step that each may forget."""
+        found = []
+        while self._removed:
+            step = self._removed.pop()
+            found += [(program.rank, step) for program in self._steps.pop(step).programs]
+        return found
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Notes that these ranks have new workers, which have nothing yet."""
+        for rank in ranks:
+            self._has.pop(rank, None)
+
+    # ---- names in the user's words --------------------------------------------------------------
+
+    def _note_sources(self, bundle: Bundle) -> None:
+        for program in bundle.programs:
+            for instruction in program.instructions:
+                if isinstance(instruction, Run):
+                    name = instruction.label.split(".")[0]
+                    if name not in self._sources:
+                        eqns = bundle.computations[instruction.computation].jaxpr.eqns
+                        lines = (line for e in eqns if (line := _compat.source_line(e)))
+                        self._sources[name] = next(lines, "")
+
+    def describe(self, label: str) -> str:
+        """Gives the stage of a task, and the user's line that the task begins with, in brackets."""
+        name = label.split(".")[0]
+        stage = f"stage {name[1:]}" if name[1:].isdigit() else ""
+        known = ", ".join(x for x in (stage, self._sources.get(name, "")) if x)
+        return f" ({known})" if known else ""

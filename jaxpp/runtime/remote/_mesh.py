@@ -1,0 +1,443 @@
+"""`RemoteMpmdMesh`: a worker process for each rank, on the hosts of a Ray cluster."""
+
+import atexit
+import contextlib
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxpp._program import PIPELINE_AXIS, Bundle
+from jaxpp._specs import Spec, axis_sizes
+from jaxpp.runtime import trace
+from jaxpp.runtime.arrays import (
+    check_axes,
+    check_shapes,
+    common_mesh,
+    describe_mesh,
+    shape_of,
+    with_stacked,
+)
+from jaxpp.runtime.remote._array import RemoteArray
+from jaxpp.runtime.remote._arrays import Arrays
+from jaxpp.runtime.remote._library import Library
+from jaxpp.runtime.remote._step import RemoteStep
+from jaxpp.runtime.remote.calls import Batch, Feeds, Method, Pending, describe_batch
+
+
+class RemoteMpmdMesh:
+    """A mesh of pipeline ranks, each in worker processes of its own, on one host or many.
+
+    Each rank is a mesh of its own over the axes other than `"mpmd"`, if there are any, as on an
+    `MpmdMesh`. A rank owns the devices of its worker process. A rank may have several processes, on
+    one host or many; `jax.distributed` joins them.
+
+    It joins the Ray session that is there (`RAY_ADDRESS`, `ray.init`, a cluster on this host). It
+    starts a session on this host where there is none, or where `RAY_ADDRESS=local`, and `shutdown`
+    ends that session. The mesh is a context manager; without `with`, call `shutdown`.
+
+    A placed function on this mesh returns `RemoteArray`s at once; their values stay on the ranks.
+    When a worker fails, the step ends on all workers, and the next call or fetch raises a
+    `RankError`; `restart` makes the mesh fit for work again.
+
+    Args:
+        shape: the size of each axis; that of `"mpmd"` is the number of ranks.
+        axis_names: a name for each axis, one of them `"mpmd"`.
+        axis_types: the type of each axis, as in `jax.make_mesh`; by default all are `Auto`.
+        processes_per_rank: how many processes a rank has, each with as many of its devices: 2 of 4
+            devices each, for a rank of 8 devices on two hosts. Arrays go over sockets then, and a
+            function that feeds the step has to give the same in all of them.
+        gpus_per_rank: of each rank, for each entry of the axes inside a rank: a rank of 2 x 2
+            devices takes 4 GPUs with 1; a fraction where ranks of one device share a GPU. With 0
+            they run on CPU, each with as many CPU devices as its axes need.
+        cpus_per_rank: CPUs that Ray counts for a rank; by default one, and next to nothing in a
+            session that was started for this mesh.
+        cores: how many of its host's cores a worker is bound to, each to others in turn; None for
+            all of them.
+        environment: variables of the workers' environment, such as `XLA_FLAGS` or
+            `XLA_PYTHON_CLIENT_MEM_FRACTION`.
+        address: `"auto"` where workers and the driver reach a worker of another host at the address
+            that Ray knows of it; by default only processes of the same host can connect to it.
+        transport: how arrays go between ranks: `"device"`, from device to device, as JAX does it
+            between processes; `"socket"`, through the memory of the hosts (`"unix"` and `"tcp"` say
+            which); `"auto"` takes the first where each rank has a GPU of its own.
+        heartbeat_timeout: seconds without a sign of life after which a stopped worker, or one
+            that cannot be reached, counts as lost.
+        start_timeout: seconds that the cluster has to start the workers.
+
+    Raises:
+        ValueError: the axes are not as above, the cluster cannot hold the ranks, or a worker has
+            too few devices, or other versions of Python, JAX or this package than the driver.
+
+    Example:
+        >>> import jaxpp
+        >>> import jax, jax.numpy as jnp
+        >>> def loss(params, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ params[0]))
+        ...     return jnp.mean((h @ params[1]) ** 2)
+        >>> grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 2)
+        >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        >>> with jaxpp.RemoteMpmdMesh((2, 1), ("mpmd", "data")) as mesh:
+        ...     step = jaxpp.place(grad, mesh)
+        ...     value, grads = step([jnp.eye(2), jnp.ones((2, 1))], jnp.ones((4, 2)))
+        ...     print(grads[1], f"{value:.3f}")
+        RemoteArray(float32[2,1] on rank 1) 2.320
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        axis_names: Sequence[str] = (PIPELINE_AXIS,),
+        axis_types: Sequence[AxisType] | None = None,
+        *,
+        processes_per_rank: int = 1,
+        gpus_per_rank: float = 0,
+        cpus_per_rank: float | None = None,
+        cores: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        address: str | None = None,
+        transport: str = "auto",
+        heartbeat_timeout: float = 3.0,
+        start_timeout: float = 60.0,
+    ):
+        axes = check_axes("RemoteMpmdMesh", shape, axis_names, axis_types)
+        options = {
+            "processes_per_rank": processes_per_rank,
+            "gpus_per_rank": gpus_per_rank,
+            "cpus_per_rank": cpus_per_rank,
+            "cores": cores,
+            "environment": environment,
+            "address": address,
+            "transport": transport,
+            "heartbeat_timeout": heartbeat_timeout,
+            "start_timeout": start_timeout,
+        }
+        self._set(axes.names, axes.inside, (axes.inside,) * axes.num_ranks, options)
+
+    @classmethod
+    def of_ranks(
+        cls,
+        shapes: Sequence[Sequence[int]],
+        axis_names: Sequence[str],
+        axis_types: Sequence[AxisType] | None = None,
+        **options: Any,
+    ) -> "RemoteMpmdMesh":
+        """Makes a mesh of ranks that may differ in the sizes of their axes, as `MpmdMesh.of_ranks`.
+
+        Each rank is one process. Ranks of different sizes send their arrays over sockets.
+
+        Args:
+            shapes: for each rank the size of each axis inside it.
+            axis_names: a name for each of these axes, none of them `"mpmd"`.
+            axis_types: the type of each, as in `jax.make_mesh`; by default all are `Auto`.
+            **options: the other arguments of `RemoteMpmdMesh`.
+
+        Raises:
+            ValueError: as `RemoteMpmdMesh`; or ranks that differ are to have several processes, or
+                to send from device to device.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxpp
+            >>> with jaxpp.RemoteMpmdMesh.of_ranks([(2,)], ("data",)) as mesh:
+            ...     print(mesh, jaxpp.place(jnp.sum, mesh)(jnp.arange(4)))
+            RemoteMpmdMesh((1, 2), ('mpmd', 'data')) RemoteArray(int32[] on rank 0)
+        """
+        insides = check_shapes("RemoteMpmdMesh.of_ranks", shapes, axis_names, axis_types)
+        mesh = cls.__new__(cls)
+        options = (cls.__init__.__kwdefaults__ or {}) | options
+        mesh._set((PIPELINE_AXIS, *axis_names), common_mesh(insides), insides, options)
+        return mesh
+
+    def _set(
+        self,
+        axis_names: tuple[str, ...],
+        inside: AbstractMesh | None,
+        insides: Sequence[AbstractMesh | None],
+        options: Mapping[str, Any],
+    ) -> None:
+        # The group brings Ray, which takes long to import.
+        from jaxpp.runtime.remote.group import Crew, Settings
+
+        settings = Settings([axis_sizes(own) for own in insides], **options)
+        settings.check()
+        self.axis_names = axis_names
+        self.inside, self.insides = inside, tuple(insides)
+        self.num_ranks = len(self.insides)
+        self.processes_per_rank = settings.processes_per_rank
+        self.incarnation = 0
+        self._crew: Any = Crew(settings, lambda task: self._library.describe(task))
+        self._lock = threading.RLock()
+        self._calls = itertools.count(1)
+        hellos = self._crew.hellos
+        joined = self._crew.between_devices or self.processes_per_rank > 1
+        #: Tells whether each rank has to know the messages of all ranks.
+        self.moves_all = self._crew.between_devices
+        # Executables name devices by numbers. These may differ between ranks where
+        # `jax.distributed` joins processes; then ranks do not share executables.
+        alike = [(h.node, h.device) for h in hellos]
+        kinds = range(self.num_ranks) if joined else alike
+        self._library = Library(hellos[0].platform, kinds, self.moves_all, settings.insides)
+        self._tracing: Any = None
+        self._arrays = Arrays(self._fetch_bytes, settings.insides, self.processes_per_rank)
+        self._feeds = Feeds(
+            lambda load, value: self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
+        )
+        atexit.register(self.shutdown)
+
+    def __repr__(self):
+        return describe_mesh("RemoteMpmdMesh", self.axis_names, self.insides)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each axis; where ranks differ, the least that the size of each divides."""
+        return shape_of(self.axis_names, self.inside, self.num_ranks)
+
+    # ---- life -----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Ends the workers, and a Ray session that was started for this mesh; may be repeated."""
+        with self._lock:
+            if self._crew is None:
+                return
+            atexit.unregister(self.shutdown)
+            crew, self._crew = self._crew, None
+            crew.stop()
+
+    def restart(self) -> None:
+        """Makes the mesh fit for work after a failure, without its arrays.
+
+        Workers that are well keep their compiled programs; the others are replaced. All workers are
+        replaced where ranks have several processes, or send from device to device. `RemoteArray`s
+        from before are lost: load a checkpoint.
+        """
+        with self._lock:
+            self._check_open()
+            # This comes before the new workers, which will never make the arrays from before.
+            self.incarnation += 1
+            self._arrays.clear()
+            self._tracing = None
+            fresh = set(range(self.num_ranks))
+            try:
+                fresh = self._crew.restart()
+            finally:
+                self._library.forget(fresh)
+                self._feeds.forget(fresh)
+
+    def _check_open(self) -> None:
+        if self._crew is None:
+            raise ValueError("This RemoteMpmdMesh has been shut down; make a new one.")
+
+    def _check(self) -> None:
+        self._check_open()
+        self._crew.check()
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def load(self, bundle: Bundle) -> Any:
+        """Compiles a step on the workers; returns the function that calls the step."""
+        with self._lock:
+            self._check()
+            number = self._library.add(bundle)
+            step = RemoteStep(self, bundle, number)
+            weakref.finalize(step, self._library.remove, number)
+            self._install(number)
+        return with_stacked(step, bundle)
+
+    def _install(self, step: int) -> None:
+        """Brings a step to the workers that do not have it."""
+        crew = self._crew
+        for rank, removed in self._library.removals():
+            for worker in crew.workers(rank):
+                crew.call_in_turn(worker, "unload", removed)
+        loadings = self._library.missing(step)
+        if not loadings:  # as in every call but the first
+            return
+        each = [(worker, x) for x in loadings for worker in crew.workers(x.rank)]
+        compiled = [crew.call_in_turn(w, "compile", *x.compile) for w, x in each]
+        # The references are in a list. Ray would wait for references that are arguments themselves
+        # before it sends this call and all later ones, heartbeats too.
+        loaded = [crew.call_in_turn(w, "load", *x.load, compiled) for w, x in each]
+        for (worker, _), *references in zip(each, compiled, loaded, strict=True):
+            for reference in references:
+                crew.value(worker, reference)
+        self._library.installed(step)
+
+    @contextlib.contextmanager
+    def turn(self, step: int) -> Iterator[int]:
+        """Gives a call of a step its number; lets one call in at a time, so ranks see one order."""
+        with self._lock:
+            self._check()
+            self._install(step)
+            yield next(self._calls)
+
+    def submit(self, calls: Sequence[tuple[int, Sequence[Any]]]) -> None:
+        """Sends a call to each rank; waits first where too many are under way."""
+        self._crew.submit(calls)
+
+    def feed(self, load: Callable[[Any], Any], value: Any) -> Any:
+        """Gives placeholders of `load(value)` for the arguments of a call; the ranks load it."""
+        return self._feeds(load, value)
+
+    def load_batches(self, rank: int, batches: Iterable[Batch]) -> None:
+        """Lets a rank load the batches that its next call reads."""
+        for batch in batches:
+            load = self._feeds.load_for(rank, batch)
+            for worker in self._crew.workers(rank):
+                self._crew.follow(worker, self._crew.call(worker, "feed", batch, load))
+
+    # ---- traces ---------------------------------------------------------------------------------
+
+    def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
+        """Starts to record the tasks and messages of the ranks, in the first process of each rank.
+
+        Args:
+            directory: where `stop_trace` writes its files, on this host; those of an earlier trace
+                are replaced.
+            profiler: whether JAX's profiler records in each worker, too, into `<directory>-<rank>`
+                on the rank's host: what each task consists of. It costs more than the rest.
+
+        Raises:
+            RuntimeError: the mesh is traced already.
+            OSError: the directory cannot be written to.
+        """
+        self._tracing = trace.start_trace(self, directory, profiler, self._tracing)
+
+    def stop_trace(self) -> trace.Trace:
+        """Ends the trace once all calls have been computed, and writes its files.
+
+        The files are those of `MpmdMesh.stop_trace`.
+
+        Returns:
+            When each task and each message was, on one clock, and the paths of the files.
+
+        Raises:
+            RuntimeError: the mesh is not traced.
+            RankError: a rank has failed; its part of the trace is lost.
+        """
+        session, self._tracing = self._tracing, None
+        return trace.stop_trace(self, session, range(self.num_ranks))
+
+    def note_traced(self, step: int, bundle: Bundle) -> None:
+        """Notes the programs of a step for the trace that is being recorded, if there is one."""
+        if self._tracing is not None:
+            self._tracing.steps[step] = bundle
+
+    # ---- arrays ---------------------------------------------------------------------------------
+
+    def new_array(self, aval: Any, ranks: tuple[int, ...], spec: Spec = ()) -> RemoteArray:
+        """Makes a handle with an id of its own, for an array that ranks are going to hold."""
+        return RemoteArray(self, self._arrays.new_ids(1), aval, ranks, spec)
+
+    def new_ids(self, count: int) -> int:
+        """Gives the first of `count` successive ids for new arrays."""
+        return self._arrays.new_ids(count)
+
+    def flush(self) -> None:
+        """Tells the ranks at once which arrays they may drop; else the next call tells them."""
+        with self._lock:
+            for rank in range(self.num_ranks):
+                if released := self.releases(rank):
+                    for worker in self._crew.workers(rank):
+                        self._crew.call_in_turn(worker, "drop", released)
+
+    def releases(self, rank: int) -> tuple[int, ...]:
+        """Gives, once only, the ids of arrays that a rank may drop; the caller tells the rank."""
+        return self._arrays.releases(rank)
+
+    def release(self, array: RemoteArray) -> None:
+        """Lets the ranks drop an array."""
+        if array.incarnation == self.incarnation:
+            self._arrays.release(array)
+
+    def prefetch(self, array: RemoteArray) -> None:
+        """Notes that an array is going to be fetched; the next fetch of any array brings it too."""
+        self.check_array(array)
+        self._arrays.want(array)
+
+    def fetch(self, array: RemoteArray) -> np.ndarray:
+        """Fetches the value of an array."""
+        self.check_array(array)
+        return self._arrays.fetch([array])[0]
+
+    def fetch_jax(self, array: RemoteArray) -> jax.Array:
+        """Fetches the value of an array to the default device of this process."""
+        self.check_array(array)
+        return self._arrays.fetch_jax(array)
+
+    def wait_for(self, array: RemoteArray) -> None:
+        """Waits until an array has been computed."""
+        self.check_array(array)
+        self._crew.ask(Method.READY, {self._crew.workers(array.ranks[0])[0]: [array.id]})
+
+    def _fetch_bytes(self, numbers: dict[int, list[int]]) -> dict[int, list[Any]]:
+        return self._crew.ask(Method.FETCH, numbers)
+
+    def check_array(self, array: RemoteArray) -> None:
+        """Checks that an array exists, and that no rank has failed.
+
+        Raises:
+            ValueError: it was donated or deleted, or it was lost when the mesh was restarted.
+            RankError: a rank has failed.
+        """
+        self._check_open()
+        if array.is_deleted():
+            raise ValueError(f"The array was {array.why_deleted}; use what that call returned.")
+        if array.incarnation != self.incarnation:
+            raise ValueError(
+                f"{array!r} was lost when the mesh was restarted; load the last checkpoint."
+            )
+        self._crew.check()
+
+    # ---- functions on the workers ---------------------------------------------------------------
+
+    def apply(
+        self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
+    ) -> dict[int, Any]:
+        """Runs `function(process, *args)` on ranks, and waits for the results.
+
+        Where a rank has several processes, the function runs in the first one.
+
+        Args:
+            function: a function that the workers can import, or that `cloudpickle` can take there.
+            args: the arguments by rank; other ranks do not run it.
+            ordered: whether it runs after the steps that were called before, and before those that
+                are called later; else at once, beside them.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            Exception: what the function raised on a rank.
+            RankError: a rank has failed.
+        """
+        return self.apply_async(function, args, ordered=ordered).result()
+
+    def apply_async(
+        self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
+    ) -> Pending:
+        """Starts a function as `apply` does, and does not wait; `.result()` waits."""
+        return self._start(function, args, everywhere=False, ordered=ordered)
+
+    def apply_everywhere(
+        self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
+    ) -> Pending:
+        """Starts a function as `apply_async` does, but in all processes of each rank."""
+        return self._start(function, args, everywhere=True, ordered=ordered)
+
+    def _start(self, *what: Any, everywhere: bool, ordered: bool) -> Pending:
+        with self._lock:
+            self._check()
+            self.flush()
+            return self._crew.apply(*what, everywhere=everywhere, ordered=ordered)

@@ -1,0 +1,33 @@
+"""The calls of the driver: what it sends to a worker, over which connection, and in which order."""
+
+from jaxpp.runtime.remote.calls._call import CHECKS as CHECKS
+from jaxpp.runtime.remote.calls._call import FED as FED
+from jaxpp.runtime.remote.calls._call import MOVED as MOVED
+from jaxpp.runtime.remote.calls._call import VALUE as VALUE
+from jaxpp.runtime.remote.calls._call import Call as Call
+from jaxpp.runtime.remote.calls._call import Input as Input
+from jaxpp.runtime.remote.calls._call import Move as Move
+from jaxpp.runtime.remote.calls._export import Exported as Exported
+from jaxpp.runtime.remote.calls._export import compile_exported as compile_exported
+from jaxpp.runtime.remote.calls._export import export as export
+from jaxpp.runtime.remote.calls._export import load_serialized as load_serialized
+from jaxpp.runtime.remote.calls._export import serialize as serialize
+from jaxpp.runtime.remote.calls._failure import Failure as Failure
+from jaxpp.runtime.remote.calls._failure import Lost as Lost
+from jaxpp.runtime.remote.calls._failure import RankError as RankError
+from jaxpp.runtime.remote.calls._feed import Batch as Batch
+from jaxpp.runtime.remote.calls._feed import Feeds as Feeds
+from jaxpp.runtime.remote.calls._feed import Loader as Loader
+from jaxpp.runtime.remote.calls._feed import describe_batch as describe_batch
+from jaxpp.runtime.remote.calls._line import DRIVER as DRIVER
+from jaxpp.runtime.remote.calls._line import PATIENCE as PATIENCE
+from jaxpp.runtime.remote.calls._line import Line as Line
+from jaxpp.runtime.remote.calls._line import Method as Method
+from jaxpp.runtime.remote.calls._line import Said as Said
+from jaxpp.runtime.remote.calls._line import answer as answer
+from jaxpp.runtime.remote.calls._line import listen as listen
+from jaxpp.runtime.remote.calls._line import stream_of as stream_of
+from jaxpp.runtime.remote.calls._pending import Countdown as Countdown
+from jaxpp.runtime.remote.calls._pending import Pending as Pending
+from jaxpp.runtime.remote.calls._turns import Turn as Turn
+from jaxpp.runtime.remote.calls._turns import Turns as Turns

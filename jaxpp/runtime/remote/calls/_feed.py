@@ -1,0 +1,151 @@
+"""Arguments that the ranks load themselves: the driver's side, and a rank's side."""
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from jaxpp._program import Fed
+from jaxpp._specs import Spec
+from jaxpp.runtime.arrays import ArrayType, Home, from_host, sharding_in, spans, to_host
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """The load of one argument of one call: `load(value)`, with `load` by its number."""
+
+    number: int
+    load: int
+    value: Any
+
+
+class Feeds:
+    """The driver's side: the functions that load, and the types of the arrays that each gives.
+
+    Args:
+        describe: gives the pytree of the types of `load(value)`, loaded by some rank.
+    """
+
+    def __init__(self, describe: Callable[[Callable[[Any], Any], Any], Any]):
+        self._describe = describe
+        self._loads: list[Callable[[Any], Any]] = []
+        self._types: list[Any] = []
+        self._numbers = itertools.count()
+        self._known: dict[int, set[int]] = {}
+
+    def __call__(self, load: Callable[[Any], Any], value: Any) -> Any:
+        """Gives placeholders of `load(value)` for the arguments of a call."""
+        if load not in self._loads:
+            self._types.append(self._describe(load, value))
+            self._loads.append(load)
+        number = self._loads.index(load)
+        batch = Batch(next(self._numbers), number, value)
+        leaves, tree = jtu.tree_flatten(self._types[number])
+        return jtu.tree_unflatten(tree, [Fed(batch, i, aval) for i, aval in enumerate(leaves)])
+
+    def load_for(self, rank: int, batch: Batch) -> Callable[[Any], Any] | None:
+        """Gives the function that loads a batch; None where the rank has it already."""
+        known = self._known.setdefault(rank, set())
+        if batch.load in known:
+            return None
+        known.add(batch.load)
+        return self._loads[batch.load]
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Notes that these ranks have new workers, which have no functions yet."""
+        for rank in ranks:
+            self._known.pop(rank, None)
+
+
+class Loader:
+    """A rank's side: loads batches one after the other, while the step before runs."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, Callable[[Any], Any]] = {}
+        self._batches: dict[int, list[Any] | BaseException] = {}
+        self._there = threading.Condition()
+        self._stopped: BaseException | None = None
+
+    def load(self, batch: Batch, load: Callable[[Any], Any] | None) -> None:
+        """Loads a batch; keeps an error for the caller of `take`."""
+        if load is not None:
+            self._loads[batch.load] = load
+        found: list[Any] | BaseException
+        try:
+            found = jtu.tree_leaves(self._loads[batch.load](batch.value))
+        except Exception as error:
+            error.add_note(f"in the function that feeds the step, called with {batch.value!r}")
+            found = error
+        with self._there:
+            self._batches[batch.number] = found
+            self._there.notify_all()
+
+    def take(self, number: int, leaf: int, expected: ArrayType, home: Home, spec: Spec = ()) -> Any:
+        """Gives an array of a batch; waits until the batch has been loaded.
+
+        Args:
+            number: of the batch.
+            leaf: which of its arrays.
+            expected: the type that the step was compiled for.
+            home: where it goes.
+            spec: how it is split there, if that is a mesh.
+
+        Raises:
+            Exception: what the function that loads the batch raised.
+            ValueError: it gave something else than the first time.
+        """
+        with self._there:
+            self._there.wait_for(lambda: number in self._batches or self._stopped is not None)
+            found = self._batches.get(number, self._stopped)
+        if not isinstance(found, list):
+            assert found is not None
+            raise found
+        value: Any = found[leaf] if leaf < len(found) else None
+        if np.shape(value) != expected.shape:
+            raise ValueError(
+                f"The function that feeds the step gave an array of shape {np.shape(value)}, and "
+                f"one of shape {expected.shape} the first time; a step is compiled for one shape: "
+                f"drop what is left of a batch, or place the step again with another function."
+            )
+        if isinstance(value, jax.Array) and spans(home):  # `device_put` would compare the values
+            value = value if expected.key else value.astype(expected.dtype)
+            return from_host(to_host(value), expected, home, spec)
+        if isinstance(value, jax.Array):
+            return jax.device_put(
+                value.astype(expected.dtype) if not expected.key else value,
+                sharding_in(home, spec),
+            )
+        return from_host(to_host(np.array(value, expected.host_dtype)), expected, home, spec)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Forgets batches whose arrays have been taken."""
+        for number in numbers:
+            self._batches.pop(number, None)
+
+    def stop(self, error: BaseException) -> None:
+        """Wakes all threads that wait for a batch, with an error."""
+        with self._there:
+            self._stopped = error
+            self._there.notify_all()
+
+    def reset(self) -> None:
+        """Forgets all batches; keeps the functions."""
+        with self._there:
+            self._stopped = None
+            self._batches.clear()
+
+
+def describe_batch(process: Any, load: Callable[[Any], Any], value: Any) -> Any:
+    """Gives the types of the arrays that a function loads; runs on a rank."""
+    del process
+    return jax.tree.map(_type_of, load(value))
+
+
+def _type_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

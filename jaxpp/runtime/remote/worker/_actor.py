@@ -1,0 +1,271 @@
+"""The Ray actor of a worker: starts JAX, transport and RPC server, then calls a `Process`."""
+
+import dataclasses
+import importlib.metadata
+import math
+import os
+import platform
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import ray
+
+from jaxpp.runtime.arrays import Home, devices_of, home_over
+from jaxpp.runtime.remote.calls import Turn
+from jaxpp.runtime.remote.cluster import Place, prepare_process
+from jaxpp.runtime.remote.worker._black_box import BlackBox
+from jaxpp.runtime.remote.worker._process import Process
+from jaxpp.runtime.remote.worker._service import Service
+from jaxpp.runtime.transport import (
+    Addresses,
+    DeviceTransport,
+    SocketTransport,
+    first_devices,
+    free_port,
+    join_processes,
+    join_rank,
+    rank_home,
+    rank_homes,
+)
+
+#: Seconds after which a Python thread of a worker yields to one that waits.
+SWITCH_INTERVAL = 1e-4
+
+#: The flag of XLA that does the same as `jax_num_cpu_devices`.
+DEVICE_COUNT_FLAG = "xla_force_host_platform_device_count"
+
+#: The address at which only processes of the same host reach each other.
+LOOPBACK = "127.0.0.1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """Facts of a worker before JAX starts: its node, its GPUs, and a port that is free there."""
+
+    node: str
+    gpus: tuple[str, ...]
+    free_port: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """The address where `jax.distributed` joins processes, and their number: all, or a rank's."""
+
+    coordinator: str
+    num_processes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """All that a worker needs to start.
+
+    Args:
+        rank: its rank, of `num_ranks`.
+        process: its number in the rank, of `processes_per_rank`.
+        secret: what the connections between workers are authenticated with.
+        place: where it runs.
+        address: the address of its host that other hosts reach it by; None for loopback only.
+        cores: how many CPU cores it may use; None for all.
+        sizes_inside: the axes inside a rank, and their sizes.
+        kind: of the connections: `"auto"`, `"unix"` or `"tcp"`.
+        join: how the ranks are joined for transfers between devices; None where they use sockets.
+        span: how the processes of the rank are joined; None where it has but one.
+        x64: whether 64-bit types are on, as they are in the driver.
+        epoch: how often the mesh has been restarted.
+        box: the path of its flight recorder; None on another host than the driver's.
+    """
+
+    rank: int
+    num_ranks: int
+    process: int
+    processes_per_rank: int
+    secret: bytes
+    place: Place
+    address: str | None
+    cores: int | None
+    sizes_inside: Mapping[str, int]
+    kind: Any
+    join: Join | None
+    span: Join | None
+    x64: bool
+    epoch: int
+    box: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """A worker's description of itself once it has started."""
+
+    versions: dict[str, str]
+    host: str
+    pid: int
+    node: str
+    platform: str
+    device: str
+    addresses: Any
+    line: Addresses
+
+
+def versions() -> dict[str, str]:
+    """Gives the versions that driver and workers must agree on."""
+    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jaxpp")}
+    return {"python": ".".join(platform.python_version_tuple()[:2]), **found}
+
+
+#: Ray's decorator; its overloads do not know its options.
+_remote: Any = ray.remote
+
+
+def _start_jax(setup: Setup) -> tuple[Home, SocketTransport | DeviceTransport]:
+    """Starts JAX with the devices of this rank; returns the rank's home and its transport."""
+    sizes = setup.sizes_inside
+    devices = math.prod(sizes.values()) // setup.processes_per_rank
+    jax.config.update("jax_enable_x64", setup.x64)
+    # JAX rejects the option together with the flag, which the driver's environment may have.
+    if devices > 1 and DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", devices)
+    if setup.cores == 1 and setup.join is None and math.prod(sizes.values()) == 1:
+        # On one core a second thread that computes costs time: tasks of 1 ms took 8% longer
+        # with asynchronous dispatch. (Transfers between devices need it.)
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    if setup.join is not None:
+        transport = _device_transport(setup)
+        return transport.home, transport
+    if setup.span is not None:
+        where = setup.span.coordinator, setup.span.num_processes, setup.process
+        join_rank(*where, host=setup.address or LOOPBACK)
+        home = rank_home(sizes, setup.rank)
+        return home, _socket_transport(setup, home)
+    home = home_over(first_devices(jax.local_devices(), sizes, setup.rank), sizes)
+    return home, _socket_transport(setup, home)
+
+
+def _socket_transport(setup: Setup, home: Home) -> SocketTransport:
+    transport = SocketTransport(
+        setup.rank,
+        home,
+        setup.secret,
+        address=setup.address,
+        kind=setup.kind,
+    )
+    if setup.epoch:
+        transport.reset(setup.epoch)
+    return transport
+
+
+def _device_transport(setup: Setup) -> DeviceTransport:
+    assert setup.join is not None
+    join_processes(
+        setup.join.coordinator,
+        setup.join.num_processes,
+        setup.rank,
+        host=setup.address or LOOPBACK,
+    )
+    return DeviceTransport(setup.rank, rank_homes(setup.sizes_inside))
+
+
+@_remote(concurrency_groups={"control": 2, "feed": 1, "aside": 2, "life": 1})
+class Actor:
+    """The actor of a worker process.
+
+    Methods with a turn run one at a time, in the order in which the driver called them and the
+    steps. The steps themselves come through the RPC server.
+    """
+
+    def __init__(self):
+        self.process: Any = None
+        self._service: Any = None
+        self._hello: Any = None
+
+    def identify(self, host: str) -> Identity:
+        """Gives the facts known before JAX starts; `host` is this host's own address."""
+        node = ray.get_runtime_context().get_node_id()
+        return Identity(node, tuple(map(str, ray.get_gpu_ids())), free_port(host))
+
+    def start(self, setup: Setup) -> Hello:
+        """Starts JAX, the transport and the RPC server, once; describes the worker."""
+        if self.process is None:
+            prepare_process(setup.place, setup.cores)
+            # The transport's threads must not wait for the end of Python's time slice of 5 ms.
+            sys.setswitchinterval(SWITCH_INTERVAL)
+            home, transport = _start_jax(setup)
+            device = next(d for d in devices_of(home) if d.process_index == jax.process_index())
+            box = BlackBox(setup.box) if setup.box else None
+            own = setup.rank, setup.num_ranks, home, transport, box, setup.process, setup.epoch
+            self.process = Process(*own)
+            self._service = Service(self.process, setup.secret, setup.address)
+            self._hello = Hello(
+                versions(),
+                socket.gethostname(),
+                os.getpid(),
+                ray.get_runtime_context().get_node_id(),
+                device.platform,
+                device.device_kind,
+                transport.addresses,
+                self._service.addresses,
+            )
+        return self._hello
+
+    def connect(self, peers: Mapping[int, Any]) -> None:
+        """Tells the transport where the other ranks are."""
+        self.process.transport.connect(peers)
+
+    def compile(self, turn: Turn, *args: Any) -> Any:
+        """See `Process.compile`."""
+        return self.process.in_turn(turn, self.process.compile, *args)
+
+    def load(self, turn: Turn, *args: Any) -> Any:
+        """See `Process.load`; executables that others have compiled come as references."""
+        *rest, compiled = args
+        load = self.process.load
+        return self.process.in_turn(turn, lambda: load(*rest, *ray.get(compiled)))
+
+    def apply(self, turn: Turn, function: Callable[..., Any], *args: Any) -> Any:
+        """See `Process.apply`; after the steps that were called before."""
+        return self.process.in_turn(turn, self.process.apply, function, *args)
+
+    def drop(self, turn: Turn, numbers: Sequence[int]) -> None:
+        """See `Process.drop`."""
+        self.process.in_turn(turn, self.process.drop, numbers)
+
+    def unload(self, turn: Turn, step: int) -> None:
+        """See `Process.unload`."""
+        self.process.in_turn(turn, self.process.unload, step)
+
+    def reset(self, epoch: int) -> None:
+        """See `Process.reset`."""
+        self.process.reset(epoch)
+
+    def close(self) -> None:
+        """See `Process.close`."""
+        self._service.close()
+        self.process.close()
+
+    @ray.method(concurrency_group="feed")
+    def feed(self, *args: Any) -> None:
+        """See `Loader.load`."""
+        self.process.loader.load(*args)
+
+    @ray.method(concurrency_group="aside")
+    def apply_aside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """See `Process.apply`; at once."""
+        return self.process.apply(function, *args)
+
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Never returns; the call fails, and so tells its caller, when the process ends."""
+        threading.Event().wait()
+
+    @ray.method(concurrency_group="control")
+    def pulse(self) -> Any:
+        """See `Process.pulse`."""
+        return self.process.pulse()
+
+    @ray.method(concurrency_group="control")
+    def abort(self, *args: Any) -> Any:
+        """See `Process.abort`."""
+        return self.process.abort(*args)

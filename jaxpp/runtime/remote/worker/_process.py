@@ -1,0 +1,425 @@
+"""A worker process of a rank: its arrays, its steps and its connections.
+
+This file knows nothing of Ray: the actor is a thin shell around `Process`.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp._program import Message, Program, Receive, Run, Send
+from jaxpp._specs import Spec
+from jaxpp.runtime.arrays import ArrayType, Home, from_host, share_to_host, spans
+from jaxpp.runtime.executor import Worker
+from jaxpp.runtime.remote.calls import (
+    FED,
+    MOVED,
+    VALUE,
+    Call,
+    Exported,
+    Failure,
+    Input,
+    Loader,
+    Lost,
+    Turn,
+    Turns,
+    compile_exported,
+    load_serialized,
+    serialize,
+)
+from jaxpp.runtime.remote.worker._black_box import BlackBox, NotingWorker, doing
+from jaxpp.runtime.transport import (
+    Aborted,
+    NotComputed,
+    PeerLost,
+    leave_processes,
+    lost_in_collective,
+)
+
+#: Seconds that an error of no known task waits for the same error with its task.
+GRACE = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Executable:
+    """A compiled computation, and the positions of the arguments whose memory it takes."""
+
+    call: Callable[..., Any]
+    donated: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A step that a rank has loaded."""
+
+    program: Program
+    worker: Worker
+    #: For each input of the program the function that makes it from bytes that come with a call.
+    inputs: tuple[Input, ...]
+
+
+class Process:
+    """A worker process: its arrays by id, its steps by number, its transport.
+
+    Where a rank has several processes, each has a `Process`, and all run the same program.
+
+    Calls with a sequence number go through `in_turn`, one at a time, on any thread: `run`,
+    `compile`, `load`, `unload`, `drop`, and `apply` where it is ordered. All other methods may be
+    called at any time.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        home: Home,
+        transport: Any,
+        box: BlackBox | None = None,
+        number_in_rank: int = 0,
+        epoch: int = 0,
+    ):
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.number_in_rank = number_in_rank
+        self.home = home
+        self.transport = transport
+        transport.on_failure = self._transport_failed
+        self.recorder: Any = None
+        self.loader = Loader()
+        self.arrays: dict[int, jax.Array] = {}
+        self.lock = threading.Condition()
+        self.turns = Turns(epoch)
+        self.failure: Failure | None = None
+        self._box = box
+        self._executables: dict[int, _Executable] = {}
+        self._steps: dict[int, _Loaded] = {}
+        self._epoch = 0
+        self._call = -1
+        self._worker: Worker | None = None
+
+    def in_turn(self, turn: Turn, method: Callable[..., Any], *args: Any) -> Any:
+        """Calls a method in sequence; returns the failure where the method's turn never comes."""
+        try:
+            with self.turns.take(turn):
+                return method(*args)
+        except Lost as error:
+            return self.failure or Failure.of(error, self.rank, -1, "")
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def compile(
+        self, exported: Mapping[int, Exported], shared: Collection[int]
+    ) -> dict[int, bytes | None]:
+        """Compiles computations, and keeps them by number.
+
+        Args:
+            exported: the computations.
+            shared: those of them that others want, too.
+
+        Returns:
+            The shared ones, for `load` of others; None for one that cannot be shared.
+        """
+        found = {}
+        for number, computation in exported.items():
+            call = compile_exported(computation, self.home)
+            self._executables[number] = _Executable(call, computation.donated)
+            if number in shared:
+                found[number] = serialize(call)
+        return found
+
+    def load(
+        self,
+        step: int,
+        program: Program,
+        messages: Sequence[Message],
+        inputs: Sequence[tuple[ArrayType, Spec]],
+        computations: Sequence[int | None],
+        exported: Mapping[int, Exported],
+        constants: Sequence[tuple[int, ArrayType, Any]],
+        *compiled: Mapping[int, bytes | None],
+    ) -> None:
+        """Registers a step.
+
+        Args:
+            step: its number.
+            program: what this rank runs, without the values of constants.
+            messages: of the program, or of all ranks in one order for all, as the transport wants.
+            inputs: for each of the program's inputs its type, and how it is split.
+            computations: for each computation of the program the number by which the mesh knows
+                it; None for one that this rank does not run.
+            exported: the computations that others compile for this process, by those numbers.
+            constants: slots, types and bytes of the program's constants.
+            *compiled: what `compile` of others gave.
+        """
+        payloads = {n: p for found in compiled for n, p in found.items() if p is not None}
+        for number, computation in exported.items():
+            call = number in payloads and load_serialized(payloads[number], self.home)
+            call = call or compile_exported(computation, self.home)
+            self._executables[number] = _Executable(call, computation.donated)
+        executables = [None if n is None else self._executables[n] for n in computations]
+        donated = {
+            n: self._executables[k].donated for n, k in enumerate(computations) if k is not None
+        }
+        late = sent_before_donated(program, donated)
+        transport = CopyingTransport(self.transport, late) if late else self.transport
+        arguments = program, [e and e.call for e in executables], transport
+        worker = NotingWorker(self._box, *arguments) if self._box else Worker(*arguments)
+        for slot, array_type, value in constants:
+            worker.slots[slot] = from_host(value.copy(), array_type, self.home)
+        # The transport knows messages by their identity; the messages that came here are copies.
+        own = {
+            i.message.tag: i.message for i in program.instructions if isinstance(i, Send | Receive)
+        }
+        self.transport.expect([own.get(m.tag, m) for m in messages], step)
+        made = tuple(Input(type_, self.home, spec) for type_, spec in inputs)
+        self._steps[step] = _Loaded(program, worker, made)
+
+    def executables(self, step: int) -> Sequence[Any]:
+        """Gives the executables of a step's computations; None for one that is not run here."""
+        return self._steps[step].worker.executables
+
+    def unload(self, step: int) -> None:
+        """Forgets a step."""
+        self._steps.pop(step, None)
+        self.transport.forget(step)
+
+    def run(self, *packed: Any) -> Failure | None:
+        """Dispatches a step; returns the failure if there is one.
+
+        Args:
+            *packed: what `Call.pack` gave.
+        """
+        call, values = Call.unpack(*packed)
+        if self.failure is not None:
+            return self.failure
+        loaded = self._steps[call.step]
+        program, worker = loaded.program, loaded.worker
+        worker.at = None
+        self._call, self._worker = call.number, worker
+        if self._box:
+            self._box.begin(call.number)
+        try:
+            self.transport.begin(call.number, call.step, [m.message for m in call.moves])
+            self._feed(call, loaded, values)
+            with contextlib.ExitStack() as settings:
+                for name in call.checks:
+                    settings.enter_context(getattr(jax, name)(True))
+                if self.recorder is None:
+                    worker.execute(program.instructions)
+                else:
+                    self.recorder.execute(worker, program.instructions, call.number, call.step)
+            results = {call.results + n: worker.slots[slot] for n, slot in program.outputs}
+            for _, slot in program.outputs:
+                worker.slots[slot] = None
+            worker.at = None
+        except BaseException as error:  # noqa: B036  the driver has to know of every exception
+            return self.fail(error)
+        with self.lock:
+            self.arrays.update(results)
+            self.lock.notify_all()
+        return None
+
+    def _feed(self, call: Call, loaded: "_Loaded", values: Sequence[Any]) -> None:
+        program, worker = loaded.program, loaded.worker
+        moved = []
+        for move in call.moves:
+            if move.message.source == self.rank:
+                self.transport.send([self.arrays[move.array]], move.message)
+            elif move.message.target == self.rank:
+                moved.append(move.message)
+        arrivals = (self.transport.receive(message)[0] for message in moved)
+        fed, batches = iter(values), iter(call.fed)
+        pairs = zip(program.inputs, loaded.inputs, call.arrays, strict=True)
+        for (_, slot), make, number in pairs:
+            if number == VALUE:
+                worker.slots[slot] = make(next(fed))
+            elif number == MOVED:
+                worker.slots[slot] = next(arrivals)
+            elif number == FED:
+                kind = make.array_type, self.home, make.spec
+                worker.slots[slot] = self.loader.take(*next(batches), *kind)
+            else:
+                worker.slots[slot] = make.resplit(self.arrays[number])
+        # An array that the transport has yet to send must not be donated.
+        self.transport.settle([worker.slots[slot] for _, slot in program.inputs])
+        for number in call.dropped:
+            self.arrays.pop(number, None)
+        self.loader.drop(number for number, _ in call.fed)
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs a function on this process: `function(process, *args)`."""
+        try:
+            return function(self, *args)
+        except Lost as error:
+            return self.failure or Failure.of(error, self.rank, -1, "")
+
+    # ---- arrays ---------------------------------------------------------------------------------
+
+    def wait_for(self, numbers: Sequence[int]) -> list[jax.Array]:
+        """Waits until the calls that make some arrays have been dispatched; returns the arrays.
+
+        Raises:
+            Lost: the process has failed, or has been reset, before they were made.
+        """
+        with self.lock:
+            epoch = self._epoch
+            self.lock.wait_for(
+                lambda: (
+                    self.failure is not None
+                    or self._epoch != epoch
+                    or all(n in self.arrays for n in numbers)
+                )
+            )
+            if any(n not in self.arrays for n in numbers):
+                raise Lost("The step that was to make it has failed.")
+            return [self.arrays[n] for n in numbers]
+
+    def fetch(self, numbers: Sequence[int]) -> list[Any] | Failure:
+        """Gives the bytes of arrays; of its own shards, where the rank has several processes."""
+        try:
+            return [share_to_host(x) for x in jax.block_until_ready(self.wait_for(numbers))]
+        except Lost as error:
+            return self.failure or Failure.of(error, self.rank, -1, "")
+        except Exception as error:
+            return self._fail_later(error)
+
+    def ready(self, numbers: Sequence[int]) -> Failure | None:
+        """Waits until arrays have been computed; returns the failure if there is one."""
+        try:
+            jax.block_until_ready(self.wait_for(numbers))
+        except Lost as error:
+            return self.failure or Failure.of(error, self.rank, -1, "")
+        except Exception as error:
+            return self._fail_later(error)
+        return None
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Forgets arrays."""
+        for number in numbers:
+            self.arrays.pop(number, None)
+
+    # ---- life and death -------------------------------------------------------------------------
+
+    def pulse(self) -> tuple[int, str] | Failure:
+        """Answers a heartbeat: with the last call and its instruction, or with the failure."""
+        return self.failure or (self._call, self._doing()[0])
+
+    def fail(self, error: BaseException, task: str | None = None) -> Failure:
+        """Notes an error, and wakes all threads that wait here; the first error counts.
+
+        Args:
+            error: what went wrong.
+            task: whose error it is, where that is another than what the process is at.
+        """
+        with self.lock:
+            if self.failure is None:
+                at, source = self._doing() if task is None else (task, None)
+                self.failure = Failure.of(error, self.rank, self._call, at, source)
+                if spans(self.home) and lost_in_collective(error):
+                    self.failure = dataclasses.replace(self.failure, follows=True)
+            self.lock.notify_all()
+        self.turns.stop()
+        self.transport.abort(error)
+        self.loader.stop(Aborted("Another rank has failed."))
+        return self.failure
+
+    def _fail_later(self, error: Exception) -> Failure:
+        """Notes an error that was found late, in an array that an earlier task was to make.
+
+        The rank meets the same error where it dispatches or sends, and knows the task there.
+        """
+        with self.lock:
+            self.lock.wait_for(lambda: self.failure is not None, GRACE)
+        return self.fail(error)
+
+    def abort(self, reason: str) -> Failure:
+        """Ends all work here, because another rank has failed; returns this process's failure."""
+        return self.fail(Aborted(reason))
+
+    def reset(self, epoch: int) -> None:
+        """Waits until the process is idle, drops its arrays, and makes it fit for work again."""
+        with self.turns.paused_for(epoch):
+            self._reset(epoch)
+
+    def _reset(self, epoch: int) -> None:
+        with self.lock:
+            self.arrays.clear()
+            self.failure = None
+            self._call, self._worker, self._epoch = -1, None, epoch
+            self.lock.notify_all()
+        for loaded in self._steps.values():
+            kept = {slot for slot, _ in loaded.program.constants}
+            worker = loaded.worker
+            worker.slots[:] = [x if i in kept else None for i, x in enumerate(worker.slots)]
+        self.loader.reset()
+        self.recorder = self.transport.recorder = None
+        self.transport.reset(epoch)
+
+    def close(self) -> None:
+        """Ends all threads, and closes all connections."""
+        self.transport.close()
+        if spans(self.home):
+            leave_processes()
+
+    def _transport_failed(self, error: BaseException) -> None:
+        # The loss of a rank is an error only for threads that wait for it. All other errors come
+        # from a thread of the transport: an array that was to be sent could not be computed.
+        if isinstance(error, NotComputed):
+            self.fail(error.__cause__ or error, error.task)
+        elif not isinstance(error, PeerLost) and self.failure is None:
+            self.fail(error)
+
+    def _doing(self) -> tuple[str, int | None]:
+        """Describes the current instruction, and gives the rank that it sends to or waits for."""
+        return doing(self._worker.at if self._worker else None)
+
+
+def sent_before_donated(program: Program, donated: Mapping[int, Sequence[int]]) -> frozenset[int]:
+    """Finds the messages whose arrays are donated to a later computation of the program.
+
+    Args:
+        program: the program.
+        donated: by computation, the positions of the arguments whose memory it takes.
+    """
+    found: set[int] = set()
+    sent: dict[int, set[int]] = collections.defaultdict(set)
+    for instruction in program.instructions:
+        match instruction:
+            case Send(slots, message):
+                for slot in slots:
+                    sent[slot].add(message.tag)
+            case Run(computation, inputs, outputs, _):
+                for position in donated[computation]:
+                    found |= sent[inputs[position]]
+                for slot in outputs:
+                    sent.pop(slot, None)
+            case Receive(slots, _):
+                for slot in slots:
+                    sent.pop(slot, None)
+    return frozenset(found)
+
+
+class CopyingTransport:
+    """A transport that copies the arrays of some messages before it sends them.
+
+    The arrays leave some time after `send` returns; a computation may take their memory before.
+
+    Args:
+        transport: what sends and receives.
+        tags: of the messages whose arrays do not live until they have left.
+    """
+
+    def __init__(self, transport: Any, tags: frozenset[int]):
+        self._transport, self._tags = transport, tags
+        self.receive = transport.receive
+
+    def send(self, arrays: list[Any], message: Message) -> None:
+        """Starts to send a message; does not wait."""
+        copied = [jnp.copy(a) for a in arrays] if message.tag in self._tags else arrays
+        self._transport.send(copied, message)

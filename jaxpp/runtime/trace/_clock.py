@@ -1,0 +1,109 @@
+"""One clock for processes on several hosts."""
+
+import dataclasses
+import pathlib
+import platform
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from jaxpp.runtime.trace._recorder import clock
+
+#: The number of times that a clock is asked; the shortest of so many round trips has little delay.
+ROUND_TRIPS = 10
+
+
+class Processes(Protocol):
+    """The processes of a mesh, each with a number from 0."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes."""
+        ...
+
+    def apply(
+        self, function: Any, args: Mapping[int, tuple], *, ordered: bool = True
+    ) -> dict[int, Any]:
+        """Runs `function(process, *args)` in the processes of `args`, and waits for the results.
+
+        If `ordered`, it runs after the steps called before and before those called after.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The times of two clocks of a host at one moment, and the host.
+
+    Args:
+        host: the same for all processes that share the clock `monotonic_ns`.
+        monotonic_ns: nanoseconds since some moment, such as that when the host was started.
+        unix_ns: nanoseconds since 1970.
+    """
+
+    host: str
+    monotonic_ns: int
+    unix_ns: int
+
+
+def read_clock(process: Any = None) -> Reading:
+    """Reads the clocks of this process."""
+    return Reading(_host(), clock(), time.time_ns())
+
+
+@dataclasses.dataclass(frozen=True)
+class Offset:
+    """The nanoseconds to add to a clock's time to have the driver's time.
+
+    Clocks do not run equally fast. The offset is measured at two moments; between and beyond them
+    it lies on the line through both.
+
+    >>> Offset(((1000, 50), (2000, 60))).to_driver(1500)
+    1555
+    """
+
+    points: tuple[tuple[int, int], ...]
+
+    def to_driver(self, time: int) -> int:
+        """Gives the driver's time at a time of the other clock."""
+        (t0, first), (t1, last) = self.points[0], self.points[-1]
+        if t0 == t1:
+            return time + first
+        return time + first + round((last - first) * (time - t0) / (t1 - t0))
+
+
+def measure_offset(processes: Processes, number: int) -> tuple[int, int]:
+    """Measures how far the clock of a process is behind that of the driver, which is this process.
+
+    The process is taken to read its clock in the middle of a round trip. This is wrong by half a
+    round trip at most, so the shortest one counts: the clock filter of NTP (D. Mills et al., RFC
+    5905, sections 8 and 10).
+
+    Returns:
+        The time there, and what to add to it, in nanoseconds; 0 where the clock is the same one.
+    """
+    readings = []
+    for _ in range(ROUND_TRIPS):
+        before = clock()
+        reading: Reading = processes.apply(read_clock, {number: ()}, ordered=False)[number]
+        after = clock()
+        if reading.host == _host():
+            return reading.monotonic_ns, 0
+        there = reading.monotonic_ns
+        readings.append((after - before, there, (before + after) // 2 - there))
+    _, there, offset = min(readings)
+    return there, offset
+
+
+def _host() -> str:
+    """Names the clock of this process: the start of the system, and the time namespace."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = pathlib.Path("/proc/self/ns/time").readlink()
+    except OSError:
+        return f"{platform.node()} {_START}"
+    return f"{boot} {namespace}"
+
+
+#: Makes each process's clock one of its own where the system does not name the clock.
+_START = time.time_ns()

@@ -1,0 +1,378 @@
+"""The result of a trace: the times of each run and each message of the calls, on one clock."""
+
+import dataclasses
+import functools
+import pathlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from jaxpp._program import Bundle, Message, Run
+from jaxpp.runtime.trace import _figures, _plan
+from jaxpp.runtime.trace._clock import Offset
+from jaxpp.runtime.trace._recorder import Records, RunRecord
+from jaxpp.schedules import Costs, Table, Task, Timeline, simulate
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TracedRun:
+    """A task, or another part of a step, that a rank ran in a call; times are seconds.
+
+    `position` is that of the instruction in the rank's program. A run is `dispatched` before it
+    starts: it waits for its inputs, and for the runs before it on its device.
+    """
+
+    call: int
+    rank: int
+    position: int
+    label: str
+    dispatched: float
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TracedMessage:
+    """A message between two ranks in a call; times are seconds.
+
+    The sending rank was busy with it from `start` to `sent`, and the receiving rank from `arriving`
+    to `end`. `maker` is the position, in the sender's program, of the last run before the send.
+    `reader` is the position, in the receiver's program, of the first run after the receive.
+    """
+
+    call: int
+    message: Message
+    maker: int | None
+    reader: int | None
+    start: float
+    sent: float
+    arriving: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A trace of ranks, made by `stop_trace`; times are seconds from its start.
+
+    Args:
+        runs: each run of each call, by the time of its start.
+        messages: each message between devices, by the time at which its sending started.
+        steps: for each call, the programs that it ran.
+        device_of: for each rank, the number of its device.
+        timeline_path: the timeline as a file that ui.perfetto.dev and chrome://tracing open.
+        picture_path: the picture of a typical call beside its simulation; None where no call had
+            one scheduled loop.
+        profile_paths: the folders of JAX's own profiles, for each process; none without `profiler`.
+        errors: what kept some runs from being known, such as a step that failed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp, tempfile
+        >>> loss = jaxpp.wrap_forward(lambda w, x: jnp.mean((x @ w) ** 2))
+        >>> grad = jaxpp.microbatch(jax.grad(loss), 2)
+        >>> mesh = jaxpp.MpmdMesh((1,))
+        >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     mesh.start_trace(folder, profiler=False)
+        ...     gradient = step(jnp.eye(2), jnp.ones((4, 2)))
+        ...     trace = mesh.stop_trace()
+        >>> print(*trace.timeline().table.ranks[0])
+        F0.0 B0.0 F0.1 B0.1
+    """
+
+    runs: tuple[TracedRun, ...]
+    messages: tuple[TracedMessage, ...]
+    steps: Mapping[int, Bundle]
+    device_of: tuple[int, ...]
+    timeline_path: pathlib.Path | None = None
+    picture_path: pathlib.Path | None = None
+    profile_paths: tuple[pathlib.Path, ...] = ()
+    errors: tuple[str, ...] = ()
+
+    def __repr__(self):
+        where = f" in {str(self.timeline_path)!r}" if self.timeline_path else ""
+        wrong = f", {len(self.errors)} errors" if self.errors else ""
+        return (
+            f"Trace({len(self.calls)} calls of {len(self.device_of)} ranks: {len(self.runs)} runs, "
+            f"{len(self.messages)} messages{wrong}{where})"
+        )
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """The numbers of the calls, in order."""
+        return tuple(self.steps)
+
+    @functools.cached_property
+    def typical_call(self) -> int | None:
+        """The call to look at: of the step called most often, the one of median duration.
+
+        None where no call has one scheduled loop with all of its tasks recorded.
+        """
+        whole = [call for call in self.calls if self._is_whole(call)]
+        if not whole:
+            return None
+        most = Counter(id(self.steps[call]) for call in whole).most_common(1)[0][0]
+        whole = [call for call in whole if id(self.steps[call]) == most]
+        return sorted(whole, key=lambda call: self.timeline(call).makespan)[(len(whole) - 1) // 2]
+
+    def timeline(self, call: int | None = None) -> Timeline:
+        """Gives the times of each task of a call; the first task starts at 0.
+
+        The rows of the timeline are devices: a rank, or the ranks that share a device.
+
+        Args:
+            call: which; by default a typical one.
+
+        Raises:
+            ValueError: the call was not traced, or not whole, or has not one scheduled loop.
+        """
+        call = self._chosen(call)
+        tasks = self._tasks(call)
+        clocked = [
+            (self.device_of[run.rank], run.label, run.start, run.end) for run in self._by_call[call]
+        ]
+        orders = [
+            tuple(tasks[label] for device, label, _, _ in clocked if device == d and label in tasks)
+            for d in range(1 + max(self.device_of))
+        ]
+        stages = 1 + max(task.stage for task in tasks.values())
+        microbatches = 1 + max(task.microbatch for task in tasks.values())
+        table = Table(tuple(orders), stages, microbatches)
+        return _figures.timeline_of(table, clocked, tasks)
+
+    def simulated(self, call: int | None = None) -> Timeline:
+        """Simulates the tasks of a call with the costs of the trace.
+
+        Args:
+            call: which; by default a typical one.
+
+        Raises:
+            ValueError: as `timeline` does.
+        """
+        call = self._chosen(call)
+        bundle = self.steps[call]
+        needs = _figures.dependencies_of(bundle, self._tasks(call))
+        return simulate(self.timeline(call).table, self.costs(call), dependencies=needs)
+
+    def costs(self, call: int | None = None) -> Costs:
+        """Gives the costs of tasks and transfers: medians over the calls of the step.
+
+        Args:
+            call: a call of the step; by default a typical one.
+
+        Raises:
+            ValueError: as `timeline` does.
+        """
+        call = self._chosen(call)
+        bundle, tasks = self.steps[call], self._tasks(call)
+        same = {call for call, own in self.steps.items() if own is bundle}
+        times = _figures.medians(
+            [(run.rank, run.label, run.start, run.end) for run in self.runs if run.call in same],
+            tasks,
+        )
+        labels = {
+            (p.rank, n): i.label
+            for p in bundle.programs
+            for n, i in enumerate(p.instructions)
+            if isinstance(i, Run)
+        }
+        edges: dict[_figures.Key, int] = {}
+        points = []
+        for sent in self.messages:
+            maker = labels.get((sent.message.source, _or_none(sent.maker)))
+            if sent.call in same and maker in tasks and "edge" in sent.message.kinds:
+                key = (tasks[maker].kind, tasks[maker].stage)
+                edges[key] = max(edges.get(key, 0), sent.message.nbytes)
+                points.append((sent.message.nbytes, sent.end - sent.start))
+        latency, bandwidth = _figures.fit_line(points)
+        return Costs.measured(
+            times,
+            latency=latency,
+            bandwidth=bandwidth,
+            edge_bytes=lambda task: edges.get((task.kind, task.stage), 0),
+        )
+
+    def _chosen(self, call: int | None) -> int:
+        if call is None:
+            call = self.typical_call
+            if call is None:
+                raise ValueError(
+                    "The trace has no call of a step with one scheduled loop from its start to its "
+                    "end; call such a step between start_trace and stop_trace."
+                )
+        if call not in self.steps:
+            raise ValueError(
+                f"Call {call} was not traced; those that were are {self.calls}, in Trace.calls."
+            )
+        if not self._tasks(call):
+            raise ValueError(f"Call {call} is of a step without a scheduled loop: it has no tasks.")
+        if not self._is_whole(call):
+            raise ValueError(
+                f"Call {call} was not traced to its end: {'; '.join(self.errors) or 'it failed'}."
+            )
+        return call
+
+    def _tasks(self, call: int) -> dict[str, Task]:
+        """Gives the task of each label; raises where a step has several scheduled loops."""
+        bundle = self.steps[call]
+        known = self._known_tasks
+        if id(bundle) not in known:
+            known[id(bundle)] = _figures.tasks_of(bundle, "trace")
+        return known[id(bundle)]
+
+    @functools.cached_property
+    def _known_tasks(self) -> dict[int, dict[str, Task]]:
+        return {}
+
+    @functools.cached_property
+    def _by_call(self) -> dict[int, list[TracedRun]]:
+        runs: dict[int, list[TracedRun]] = {call: [] for call in self.calls}
+        for run in self.runs:
+            runs[run.call].append(run)
+        return runs
+
+    def _is_whole(self, call: int) -> bool:
+        try:
+            tasks = self._tasks(call)
+        except ValueError:
+            return False
+        return bool(tasks) and tasks.keys() <= {run.label for run in self._by_call[call]}
+
+
+def assemble(
+    records: Mapping[int, Records],
+    offsets: Mapping[int, Offset],
+    zero: int,
+    steps: Mapping[int, Bundle],
+    device_of: Sequence[int],
+) -> Trace:
+    """Puts the records of processes on one clock.
+
+    A run starts when it has been dispatched, the run before it on its device has ended, and its
+    messages are there, whichever comes last. The threads that note ends have to be woken, one a
+    little later than another, so ends are corrected: a run has ended before the message after it
+    has left, and a message has come in before the run that reads it has ended.
+
+    Args:
+        records: those of each process.
+        offsets: for each process, what its clock is behind that of the driver.
+        zero: the driver's time, in nanoseconds, from which times count.
+        steps: the programs of each step by its number.
+        device_of: for each rank, the number of its device.
+    """
+
+    def seconds(process: int, time: int) -> float:
+        return (offsets[process].to_driver(time) - zero) / 1e9
+
+    step_of = {run.call: run.step for own in records.values() for run in own.runs}
+    calls = {call: steps[step] for call, step in sorted(step_of.items()) if step in steps}
+    between = {id(bundle): _ends_of_messages(bundle) for bundle in calls.values()}
+    ends: tuple[dict[tuple[int, int], tuple[float, float]], ...] = ({}, {})
+    for process, own in records.items():
+        for found, kept in zip((own.sent, own.received), ends, strict=True):
+            for r in found:
+                kept[r.call, r.tag] = seconds(process, r.start), seconds(process, r.end)
+    arrived: dict[tuple[int, int, int], float] = {}
+    latest: dict[tuple[int, int, int], float] = {}
+    messages = []
+    for (call, tag), (start, sent) in ends[0].items():
+        if call not in calls or (call, tag) not in ends[1] or tag not in between[id(calls[call])]:
+            continue
+        message, maker, reader = between[id(calls[call])][tag]
+        arriving, end = ends[1][call, tag]
+        messages.append(TracedMessage(call, message, maker, reader, start, sent, arriving, end))
+        if reader is not None:
+            key = (call, message.target, reader)
+            arrived[key] = max(arrived.get(key, end), end)
+        if maker is not None:
+            key = (call, message.source, maker)
+            latest[key] = min(latest.get(key, sent), sent)
+    by_device: dict[int, list[tuple[float, RunRecord]]] = {}
+    ended: dict[_Where, float] = {}
+    for process, own in records.items():
+        for run in own.runs:
+            if run.call in calls:
+                end = seconds(process, run.end)
+                ended[_where(run)] = min(end, latest.get(_where(run), end))
+                entry = seconds(process, run.dispatched), run
+                by_device.setdefault(device_of[run.rank], []).append(entry)
+    for own in by_device.values():
+        own.sort(key=lambda entry: (entry[0], ended[_where(entry[1])]))
+    _bring_forward(ended, [[_where(run) for _, run in own] for own in by_device.values()], messages)
+    runs = []
+    for own in by_device.values():
+        before = float("-inf")
+        for dispatched, run in own:
+            where = _where(run)
+            end = ended[where]
+            start = min(max(dispatched, before, arrived.get(where, before)), end)
+            instruction = calls[run.call].programs[run.rank].instructions[run.position]
+            assert isinstance(instruction, Run)
+            runs.append(TracedRun(*where, instruction.label, dispatched, start, end))
+            before = end
+    made = {(run.call, run.rank, run.position): run.end for run in runs}
+    return Trace(
+        tuple(sorted(runs, key=lambda run: (run.start, run.end, run.rank))),
+        tuple(
+            sorted((_between(m, made) for m in messages), key=lambda m: (m.start, m.message.tag))
+        ),
+        MappingProxyType(calls),
+        tuple(device_of),
+        errors=tuple(dict.fromkeys(error for own in records.values() for error in own.errors)),
+    )
+
+
+#: A run: its call, its rank, and its position in the rank's program.
+_Where = tuple[int, int, int]
+
+
+def _where(run: RunRecord) -> _Where:
+    return run.call, run.rank, run.position
+
+
+def _bring_forward(
+    ended: dict[_Where, float],
+    orders: Sequence[Sequence[_Where]],
+    messages: Sequence[TracedMessage],
+) -> None:
+    """Corrects ends that were noted too late: a run ends no later than the runs that need it.
+
+    These are the next run on its device, and the readers of its messages.
+    """
+    pairs = [(a, b) for own in orders for a, b in zip(own, own[1:], strict=False)][::-1]
+    for m in reversed(messages):
+        if m.maker is not None and m.reader is not None:
+            maker = m.call, m.message.source, m.maker
+            pairs.append((maker, (m.call, m.message.target, m.reader)))
+    pairs = [(a, b) for a, b in pairs if a in ended and b in ended]
+    late = True
+    while late:
+        late = [(a, b) for a, b in pairs if ended[b] < ended[a]]
+        for a, b in late:
+            ended[a] = min(ended[a], ended[b])
+
+
+def _between(sent: TracedMessage, ends: Mapping[tuple[int, int, int], float]) -> TracedMessage:
+    """Corrects the times of a message: sent after its maker ends, there before its reader ends."""
+    maker = ends.get((sent.call, sent.message.source, _or_none(sent.maker)), sent.start)
+    reader = ends.get((sent.call, sent.message.target, _or_none(sent.reader)), sent.end)
+    start = min(max(sent.start, maker), sent.sent, reader)
+    end = max(min(sent.end, reader), start)
+    arriving = min(max(sent.arriving, start), end)
+    done = max(min(sent.sent, end), start)
+    return dataclasses.replace(sent, start=start, sent=done, arriving=arriving, end=end)
+
+
+def _or_none(position: int | None) -> int:
+    return -1 if position is None else position
+
+
+def _ends_of_messages(bundle: Bundle) -> dict[int, tuple[Message, int | None, int | None]]:
+    """Finds for each tag the message, the run before its send, and the first run that reads it."""
+    found: dict[int, tuple[Message, int | None, int | None]] = {}
+    by_rank = {program.rank: _plan.consumers(program) for program in bundle.programs}
+    for program in bundle.programs:
+        for send in program.sends:
+            m = send.message
+            reader = by_rank[m.target].get(m.tag, (None, None))[1]
+            found[m.tag] = m, by_rank[m.source][m.tag][0], reader
+    return found

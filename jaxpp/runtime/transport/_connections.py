@@ -1,0 +1,268 @@
+"""Connections between ranks: the addresses of ranks, the handshake, and the listener.
+
+On one host connections are Unix sockets with an abstract name, which leave no file behind however
+the process ends; between hosts they are TCP. Each end proves that it knows the secret of the ranks
+by a keyed hash (HMAC, RFC 2104, with SHA-256) of fresh random numbers; the secret itself is never
+sent. The hash also covers the rank that connects, the rank that it connects to, and the epoch.
+"""
+
+import contextlib
+import dataclasses
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from jaxpp.runtime.transport._errors import PeerLost, TransportError
+
+Kind = Literal["auto", "unix", "tcp"]
+
+#: Seconds within which a connection is opened or refused.
+HANDSHAKE_TIMEOUT = 5.0
+#: The number of connections that may wait for the other end's proof.
+_MOST_HANDSHAKES = 128
+#: Name and version of the protocol.
+_MAGIC = b"jaxpp  1"
+_HELLO = struct.Struct("<8sqqq32s")
+_WELCOME, _STALE = b"+", b"-"
+_LINUX = sys.platform == "linux"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Addresses:
+    """The addresses of a rank.
+
+    Args:
+        host: what only processes with the same host and network have in common.
+        unix: the name of its Unix socket; None where there are none.
+        tcp: its TCP host and port.
+    """
+
+    host: str
+    unix: bytes | None
+    tcp: tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of a rank that connects: its epoch, its number, and the other rank's."""
+
+    epoch: int
+    source: int
+    target: int
+
+
+def host_identity() -> str:
+    """Names this host's current boot and its network (containers may have one each)."""
+    if not _LINUX:
+        return socket.gethostname()
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def connect(hello: Hello, peer: Addresses, secret: bytes, kind: Kind = "auto") -> socket.socket:
+    """Opens a connection to a rank.
+
+    Args:
+        hello: who connects to whom.
+        peer: where that rank is reached.
+        secret: what all ranks know.
+        kind: the sort of connection; by default a Unix socket on one host, else TCP.
+
+    Raises:
+        PeerLost: if nobody is there.
+        TransportError: if the other end does not know the secret, or has left the epoch.
+    """
+    local = peer.host == host_identity()
+    if not local and peer.tcp[0] in ("127.0.0.1", "::1"):
+        raise TransportError(
+            f"Rank {hello.target} is on another host than rank {hello.source} and listens only for "
+            f"processes of its own host; give its transport the address of its host."
+        )
+    unix = kind == "unix" or (kind == "auto" and local and peer.unix is not None)
+    where = "its Unix socket" if unix else f"{peer.tcp[0]} port {peer.tcp[1]}"
+    try:
+        if unix:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(HANDSHAKE_TIMEOUT)
+            connection.connect(peer.unix or b"")
+        else:
+            connection = socket.create_connection(peer.tcp, HANDSHAKE_TIMEOUT)
+    except OSError as error:
+        raise PeerLost(hello.target, f"{where} does not answer ({error})") from error
+    try:
+        answer = _introduce(connection, hello, secret)
+        if answer == _STALE:
+            raise TransportError(
+                f"Rank {hello.target} has left epoch {hello.epoch}, in which rank {hello.source} "
+                f"still is; reset both to the same epoch."
+            )
+        return ready(connection)
+    except TransportError:
+        connection.close()
+        raise
+    except OSError as error:
+        connection.close()
+        raise PeerLost(
+            hello.target,
+            f"{where} ended the connection before it was open ({error}); either the process died, "
+            f"or it has another secret",
+        ) from error
+
+
+def _introduce(connection: socket.socket, hello: Hello, secret: bytes) -> bytes:
+    """Makes the handshake at the end that connects; returns the other end's answer."""
+    deadline = time.monotonic() + HANDSHAKE_TIMEOUT
+    said = _HELLO.pack(_MAGIC, hello.epoch, hello.source, hello.target, secrets.token_bytes(32))
+    connection.sendall(said)
+    heard = _exactly(connection, 64, deadline)
+    said += heard[:32]
+    if not hmac.compare_digest(heard[32:], _proof(secret, b"accepts", said)):
+        raise TransportError(f"What answers for rank {hello.target} does not know the secret.")
+    connection.sendall(_proof(secret, b"connects", said))
+    # The other end may still be on its way to this epoch.
+    return _exactly(connection, 1, deadline + HANDSHAKE_TIMEOUT)
+
+
+def _answer(connection: socket.socket, rank: int, secret: bytes) -> Hello | None:
+    """Makes the handshake at the end that accepts; None where the other end is not a rank."""
+    deadline = time.monotonic() + HANDSHAKE_TIMEOUT
+    said = _exactly(connection, _HELLO.size, deadline)
+    magic, epoch, source, target, _ = _HELLO.unpack(said)
+    if magic != _MAGIC or target != rank:
+        return None
+    nonce = secrets.token_bytes(32)
+    said += nonce
+    connection.sendall(nonce + _proof(secret, b"accepts", said))
+    heard = _exactly(connection, 32, deadline)
+    if not hmac.compare_digest(heard, _proof(secret, b"connects", said)):
+        return None
+    return Hello(epoch, source, target)
+
+
+def _proof(secret: bytes, role: bytes, said: bytes) -> bytes:
+    return hmac.digest(secret, role + said, "sha256")
+
+
+def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """Receives exactly `count` bytes, before a deadline."""
+    received = b""
+    while len(received) < count:
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        piece = connection.recv(count - len(received))
+        if not piece:
+            raise ConnectionError("the other end closed it")
+        received += piece
+    return received
+
+
+def ready(connection: socket.socket) -> socket.socket:
+    """Prepares a connection: small messages go at once, and a lost host shows within 5 s."""
+    connection.settimeout(None)
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if _LINUX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)
+    return connection
+
+
+class Listener:
+    """Accepts connections from other ranks; one thread waits for all, each then has its own.
+
+    Args:
+        rank: this rank.
+        secret: what all ranks know.
+        address: the address of this host at which other hosts reach it; None listens only for
+            processes of this host.
+        admit: called with who has connected; waits until this rank is in that epoch, and says
+            whether it was not too late.
+        serve: called with each connection that is open, on a thread of its own, until it ends.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        secret: bytes,
+        address: str | None,
+        admit: Callable[[Hello], bool],
+        serve: Callable[[Hello, socket.socket], None],
+    ):
+        self._rank, self._secret = rank, secret
+        self._admit, self._serve = admit, serve
+        self._handshakes: set[socket.socket] = set()
+        host = address or "127.0.0.1"
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        tcp = socket.create_server((host, 0), family=family, backlog=128)
+        self._sockets = [tcp]
+        unix = None
+        if _LINUX:
+            unix = b"\0jaxpp-" + secrets.token_hex(16).encode()
+            self._sockets.append(socket.socket(socket.AF_UNIX))
+            self._sockets[-1].bind(unix)
+            self._sockets[-1].listen(128)
+        self.addresses = Addresses(host_identity(), unix, (host, tcp.getsockname()[1]))
+        self._end, self._ended = socket.socketpair()
+        self._thread = threading.Thread(target=self._accept_all, name=f"accept-{rank}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Accepts no more connections, and closes those whose handshake is not done."""
+        self._end.close()
+        self._thread.join()
+        for connection in list(self._handshakes):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _accept_all(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for listening in (*self._sockets, self._ended):
+                listening.setblocking(False)
+                selector.register(listening, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._ended:
+                        for each in (*self._sockets, self._ended):
+                            each.close()
+                        return
+                    self._accept(key.fileobj)
+
+    def _accept(self, listening) -> None:
+        try:
+            connection, _ = listening.accept()
+        except OSError:
+            return  # the other end has closed it already
+        if len(self._handshakes) >= _MOST_HANDSHAKES:
+            connection.close()
+            return
+        self._handshakes.add(connection)
+        threading.Thread(
+            target=self._welcome, args=(connection,), name=f"receive-{self._rank}", daemon=True
+        ).start()
+
+    def _welcome(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                hello = _answer(connection, self._rank, self._secret)
+                if hello is None:
+                    return
+                admitted = self._admit(hello)
+                connection.sendall(_WELCOME if admitted else _STALE)
+                if not admitted:
+                    return
+                ready(connection)
+            except OSError:
+                return
+            finally:
+                self._handshakes.discard(connection)
+            self._serve(hello, connection)

@@ -1,0 +1,161 @@
+"""Joins processes by `jax.distributed`: all, to transfer between devices, or those of a rank."""
+
+import collections
+import contextlib
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxpp import _compat
+from jaxpp.runtime.arrays import Home, home_over
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Finds a port of this host that nothing listens on.
+
+    Example:
+        >>> 0 < free_port() < 65536
+        True
+    """
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return found.getsockname()[1]
+
+
+def join_processes(
+    coordinator: str,
+    num_processes: int,
+    process_id: int,
+    *,
+    host: str = "127.0.0.1",
+    heartbeat_timeout_seconds: int = 100,
+) -> None:
+    """Joins this process with those of the other ranks; JAX must not have been used before.
+
+    Once joined, SIGTERM does not end the process, for JAX takes it as the notice of a preemption.
+    The death of one process ends the others: at once if it is process 0, which has the coordinator,
+    else when its heartbeats have been missed for `heartbeat_timeout_seconds`.
+
+    Args:
+        coordinator: host and port at which process 0 listens, `"127.0.0.1:12345"`; not port 0.
+        num_processes: how many there are, one a rank.
+        process_id: the rank of this one.
+        host: the address of this host at which the others reach it.
+        heartbeat_timeout_seconds: after how long without a sign of life a process counts as dead.
+    """
+    # On CPU, without NCCL, JAX serves transfers at a socket. With port 0 it hangs.
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{free_port(host)}")
+    jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+        coordinator_bind_address=coordinator if process_id == 0 else None,
+    )
+
+
+#: Seconds that a process waits for the others of its rank, when all leave.
+LEAVE_TIMEOUT = 1
+
+
+def join_rank(coordinator: str, num_processes: int, process_id: int, *, host: str) -> None:
+    """Joins this process with the others of its rank; JAX must not have been used before.
+
+    As with `join_processes`, the death of process 0 ends the others at once. The death of another
+    one ends them when its heartbeats have been missed for 100 s; collectives with it fail at once.
+
+    Args:
+        coordinator: host and port at which process 0 listens.
+        num_processes: how many the rank has.
+        process_id: the number of this one in the rank.
+        host: the address of this host at which the others reach it.
+    """
+    _compat.serve_collectives_at(host)
+    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is to end the process
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=coordinator if process_id == 0 else None,
+        shutdown_timeout_seconds=LEAVE_TIMEOUT,
+    )
+
+
+def leave_processes() -> None:
+    """Leaves the other processes of the rank, which have to leave too."""
+    with contextlib.suppress(Exception):  # one of them is gone
+        jax.distributed.shutdown()
+
+
+def lost_in_collective(error: BaseException) -> bool:
+    """Tells whether an error says that another process was missing in a collective.
+
+    Example:
+        >>> lost_in_collective(RuntimeError("Gloo AllGather failed: Connection closed by peer"))
+        True
+    """
+    return isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+
+
+def rank_home(sizes: Mapping[str, int], rank: int) -> Home:
+    """Makes the home of a rank from its joined processes: their devices, process after process.
+
+    Args:
+        sizes: the axes inside the rank, and their sizes.
+        rank: its number, for errors.
+
+    Raises:
+        ValueError: a process has too few devices.
+    """
+    processes = jax.process_count()
+    by_process: dict[int, list[Any]] = collections.defaultdict(list)
+    for device in jax.devices():
+        by_process[device.process_index].append(device)
+    each = [first_devices(by_process[n], sizes, rank, processes) for n in sorted(by_process)]
+    return home_over([device for own in each for device in own], sizes)
+
+
+def rank_homes(sizes: Mapping[str, int] | None = None) -> tuple[Home, ...]:
+    """Makes the home of each rank: the first devices of each process that has been joined.
+
+    Args:
+        sizes: the axes inside a rank, and their sizes; by default it is one device.
+
+    Raises:
+        ValueError: a process has fewer devices than these axes need.
+
+    Example:
+        >>> import jax
+        >>> rank_homes() == (jax.devices()[0],)
+        True
+    """
+    sizes = sizes or {}
+    by_rank: dict[int, list[Any]] = collections.defaultdict(list)
+    for device in jax.devices():
+        by_rank[device.process_index].append(device)
+    return tuple(home_over(first_devices(by_rank[n], sizes, n), sizes) for n in sorted(by_rank))
+
+
+def first_devices(
+    devices: Sequence[Any], sizes: Mapping[str, int], rank: int, processes: int = 1
+) -> list[Any]:
+    """Gives the first devices of a process: as many as its rank needs of each of its `processes`.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    needed = math.prod(sizes.values()) // processes
+    if len(devices) < needed:
+        share = f", {needed} in each of its {processes} processes" if processes > 1 else ""
+        raise ValueError(
+            f"Rank {rank} needs {needed * processes} devices for its axes {dict(sizes)}{share}, "
+            f"and its process has "
+            f"{len(devices)}: {list(devices)}. On GPUs, look at CUDA_VISIBLE_DEVICES there; on "
+            f"CPU, take xla_force_host_platform_device_count out of XLA_FLAGS."
+        )
+    return list(devices[:needed])

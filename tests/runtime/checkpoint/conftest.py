@@ -1,0 +1,137 @@
+"""A remote mesh without processes: the ranks are threads, each with a device and its arrays."""
+
+import pickle
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import pytest
+
+from jaxpp.runtime.remote._array import RemoteArray
+from jaxpp.runtime.remote.calls._failure import RankError
+
+
+class Calls:
+    def __init__(self, futures):
+        self.futures = futures
+
+    def results(self):
+        return {rank: [pickle.loads(future.result())] for rank, future in self.futures.items()}
+
+
+class ThreadMesh:
+    """As much of `RemoteMpmdMesh` as saving and loading need; what crosses it is pickled."""
+
+    incarnation = 0
+
+    def __init__(self, num_ranks):
+        self.num_ranks = num_ranks
+        self.insides = (None,) * num_ranks
+        self.processes = [
+            types.SimpleNamespace(
+                rank=rank,
+                number_in_rank=0,
+                home=jax.devices()[rank],
+                arrays={},
+                lock=threading.Condition(),
+                failure=None,
+            )
+            for rank in range(num_ranks)
+        ]
+        self.dead = set()
+        self._ordered, self._aside = (
+            [ThreadPoolExecutor(1) for _ in range(num_ranks)] for _ in range(2)
+        )
+        self._next = 0
+
+    def new_array(self, aval, ranks, spec=()):
+        self._next += 1
+        return RemoteArray(self, self._next, aval, ranks, spec)
+
+    def check_array(self, array):
+        assert not array.is_deleted()
+
+    def release(self, array):
+        for rank in array.ranks:
+            self.processes[rank].arrays.pop(array.id, None)
+
+    def apply_everywhere(self, function, arguments, *, ordered=True):
+        pools = self._ordered if ordered else self._aside
+        return Calls(
+            {
+                rank: pools[rank].submit(self._run, rank, pickle.dumps((function, own)))
+                for rank, own in arguments.items()
+            }
+        )
+
+    def _run(self, rank, call):
+        function, arguments = pickle.loads(call)
+        result = pickle.dumps(function(self.processes[rank], *arguments))
+        if rank in self.dead:
+            raise RankError("The worker has died.", rank=rank)
+        return result
+
+    def close(self):
+        for pool in (*self._ordered, *self._aside):
+            pool.shutdown()
+
+    # ---- for tests ------------------------------------------------------------------------------
+
+    def put(self, value, *ranks):
+        """An array on some ranks."""
+        aval = jax.ShapeDtypeStruct(
+            value.shape, value.dtype, weak_type=getattr(value, "weak_type", False)
+        )
+        array = self.new_array(aval, ranks)
+        for rank in ranks:
+            copied = jax.device_put(value, self.processes[rank].home)
+            self.processes[rank].arrays[array.id] = copied
+        return array
+
+    def value(self, array, rank):
+        """What a rank has of an array."""
+        return self.processes[rank].arrays[array.id]
+
+
+@pytest.fixture
+def thread_mesh():
+    meshes = []
+
+    def make(num_ranks):
+        meshes.append(ThreadMesh(num_ranks))
+        return meshes[-1]
+
+    yield make
+    for mesh in meshes:
+        mesh.close()
+
+
+@pytest.fixture
+def assert_same():
+    """Checks that two trees are equal to the bit, in types and in where their arrays are."""
+
+    def check(got, want, where=True):
+        if isinstance(want, jax.Array):
+            assert isinstance(got, jax.Array)
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+            assert got.aval.weak_type == want.aval.weak_type
+            if where:
+                assert got.sharding == want.sharding
+            if jax.dtypes.issubdtype(want.dtype, jax.dtypes.prng_key):
+                got, want = jax.random.key_data(got), jax.random.key_data(want)
+            assert jax.device_get(got).tobytes() == jax.device_get(want).tobytes()
+        elif hasattr(want, "dtype"):
+            assert type(got) is type(want)
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+            assert got.tobytes() == want.tobytes()
+        else:
+            assert type(got) is type(want)
+            assert repr(got) == repr(want)
+
+    def check_trees(got, want, where=True):
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            check(a, b, where)
+
+    return check_trees

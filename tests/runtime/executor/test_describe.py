@@ -1,0 +1,144 @@
+"""What a placed step says of itself, against what is counted by hand or on live arrays."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxpp
+from jaxpp.runtime.executor._collectives import collectives
+
+WIDTH, EXAMPLES, MICROBATCHES = 8, 16, 4
+OPTIMIZER = optax.adam(1e-2)
+BYTES = 4  # of a float32
+
+
+def loss_fn(params, x):
+    h = jaxpp.pipeline_enter_stage((x @ params[0]) ** 2)
+    return jnp.mean((h @ params[1]) ** 2)
+
+
+def normalized(params, x):
+    h = x @ params[0]
+    h = jaxpp.pipeline_enter_stage(h - jnp.mean(h, 0))
+    return jnp.mean(jnp.tanh(h @ params[1]) ** 2)
+
+
+def place(loss_fn, schedule, mesh, **options):
+    grad_fn = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
+    grad_fn = jaxpp.schedule(jaxpp.microbatch(grad_fn, MICROBATCHES), schedule)
+
+    def step(params, state, x):
+        loss, grads = grad_fn(params, x)
+        updates, state = OPTIMIZER.update(grads, state)
+        return optax.apply_updates(params, updates), state, loss
+
+    return jaxpp.place(step, mesh, **options)
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0))
+    params = [jax.random.normal(key, (WIDTH, WIDTH)) for key in keys]
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, WIDTH)).astype(np.float32)
+    return params, OPTIMIZER.init(params), x
+
+
+def data_mesh():
+    return jaxpp.MpmdMesh((2, 2), ("mpmd", "data"))
+
+
+SPLIT = (None, None, P("data"))
+ONE_F_ONE_B, GPIPE = jaxpp.schedules.OneFOneB(), jaxpp.schedules.GPipe()
+
+
+def bytes_on(device, tree):
+    shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+    return sum(s.data.nbytes for s in shards if str(s.device) == device)
+
+
+@pytest.mark.parametrize("zero", [{}, {"zero1": "data"}, {"zero3": "data"}])
+def test_state_is_what_live_arrays_take(zero):
+    step = place(loss_fn, ONE_F_ONE_B, data_mesh(), in_specs=SPLIT, **zero)
+    params, state, _ = step(*arguments())
+    for rank in step.describe().ranks:
+        assert rank.parameters == WIDTH * WIDTH
+        for device in rank.devices:
+            assert rank.parameter_bytes == bytes_on(device, params)
+            assert rank.optimizer_bytes == bytes_on(device, state)
+
+
+@pytest.mark.parametrize(("schedule", "kept"), [(ONE_F_ONE_B, (2, 1)), (GPIPE, (4, 4))])
+def test_activations_messages_and_accumulators_by_hand(schedule, kept):
+    step = place(loss_fn, schedule, data_mesh(), in_specs=SPLIT)
+    first, second = step.lower(*arguments()).compile().describe().ranks
+    sent = EXAMPLES * WIDTH * BYTES  # by both devices, all microbatches
+    one = sent // MICROBATCHES // 2  # of one device, one microbatch
+    assert first.sent_bytes == {1: sent} and second.sent_bytes == {0: sent}
+    # The first stage keeps what it has squared, the second what it has received and what it has
+    # squared; besides there is what is sent, of one microbatch at a time.
+    assert first.activation_bytes == one * (kept[0] + 1)
+    assert second.activation_bytes == one * (2 * kept[1] + 1)
+    weights = WIDTH * WIDTH * BYTES
+    assert first.accumulator_bytes == weights  # each device has a row of both
+    assert second.accumulator_bytes == weights + BYTES  # and of the loss
+
+
+def test_collectives_once_a_step_are_apart_from_those_of_tasks():
+    step = place(loss_fn, ONE_F_ONE_B, data_mesh(), in_specs=SPLIT)
+    for rank in step.lower(*arguments()).compile().describe().ranks:
+        assert rank.step_collectives["all-reduce over data"] == 1
+        assert rank.task_collectives == {}
+        assert rank.collectives == rank.step_collectives
+    step = place(normalized, ONE_F_ONE_B, data_mesh(), in_specs=SPLIT)
+    first, second = step.lower(*arguments()).compile().describe().ranks
+    assert first.step_collectives["all-reduce over data"] == 1
+    assert first.task_collectives == {task: {"all-reduce over data": 1} for task in ("F0", "B0")}
+    assert first.collectives["all-reduce over data"] == 1 + 2 * MICROBATCHES
+    assert second.task_collectives == {}
+
+
+def test_ranks_of_one_device_have_no_collectives():
+    step = place(loss_fn, ONE_F_ONE_B, jaxpp.MpmdMesh((2,)))
+    for rank in step.lower(*arguments()).compile().describe().ranks:
+        assert rank.collectives == rank.step_collectives == rank.task_collectives == {}
+
+
+def test_the_table_and_the_json_say_the_same():
+    step = place(normalized, ONE_F_ONE_B, data_mesh(), in_specs=SPLIT)
+    description = step.lower(*arguments()).compile().describe()
+    ranks = json.loads(description.as_json())["ranks"]
+    assert [rank["devices"] for rank in ranks] == [list(r.devices) for r in description.ranks]
+    assert ranks[0]["task_collectives"]["F0"] == {"all-reduce over data": 1}
+    table = str(description)
+    assert "1 all-reduce over data" in table and "F0: 1 all-reduce over data" in table
+    for rank in ranks:
+        assert all(device in table for device in rank["devices"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("{{0,1},{2,3}}", "model"),
+        ("{{0,2},{1,3}}", "data"),
+        ("{}", "data,model"),
+        ("[2,2]<=[4]", "model"),
+        ("[2,2]<=[2,2]T(1,0)", "data"),
+        ("mesh['x'=2,'y'=2] {'x'}", "data"),
+        ("mesh['x'=4] {'x':(2)2}", "model"),
+        ("mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'}", "model"),
+        ("mesh['x'=2,'y'=2], device_ids=(0,2,1,3) {'y'}", "data"),
+        ("of a kind not known yet", "?"),
+    ],
+)
+def test_the_axes_of_a_collective(groups, axes):
+    line = f"  %r = f32[4]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%a"
+    assert collectives(line, (2, 2), ("data", "model")) == {("all-reduce", axes): 1}
+
+
+def test_a_collective_of_single_devices_is_none():
+    line = "  %r = f32[4]{0} all-reduce(%x), replica_groups={{0},{1},{2},{3}}, to_apply=%a"
+    assert not collectives(line, (2, 2), ("data", "model"))
