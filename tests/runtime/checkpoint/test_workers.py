@@ -7,7 +7,7 @@ import time
 import chex
 import jax
 import pytest
-from tests.runtime.test_mesh import batch, loss_fn, start, step_of
+from tests.runtime.local.test_mesh import batch, loss_fn, start, step_of
 
 import jaxpp
 from jaxpp.runtime.checkpoint import Checkpointer, _store, load_state, save_state

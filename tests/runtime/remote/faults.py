@@ -27,7 +27,7 @@ from jaxpp._program import Run
 from jaxpp.runtime import RankError
 from jaxpp.runtime.checkpoint import Checkpointer, _store
 from jaxpp.runtime.transport import _session
-from tests.runtime.test_mesh import batch, start, step_of
+from tests.runtime.local.test_mesh import batch, start, step_of
 
 #: Steps of a run, and after how many there is a checkpoint.
 STEPS, EVERY = 6, 2

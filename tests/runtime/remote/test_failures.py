@@ -32,7 +32,7 @@ from jaxpp.runtime.remote.worker import _process  # noqa: E402
 from jaxpp.runtime.transport._errors import NotComputed  # noqa: E402
 from tests.runtime.remote import faults  # noqa: E402
 from tests.runtime.remote.faults import Fault, TaskError  # noqa: E402
-from tests.runtime.test_mesh import batch, init_params, start, step_of  # noqa: E402
+from tests.runtime.local.test_mesh import batch, init_params, start, step_of  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -474,7 +474,7 @@ def test_restarts_leave_no_thread_and_no_file(mesh, step):
 DRIVER = """
 import os, sys, time
 import jax, jaxpp, ray
-from tests.runtime.test_mesh import batch, init_params, start, step_of
+from tests.runtime.local.test_mesh import batch, init_params, start, step_of
 if __name__ == "__main__":
     with jaxpp.RemoteMpmdMesh((2,)) as mesh:
         step = jaxpp.place(step_of(), mesh)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from tests.runtime.test_mesh import WIDTH, batch, start, step_of, tied_loss
+from tests.runtime.local.test_mesh import WIDTH, batch, start, step_of, tied_loss
 
 RANKS = 3
 

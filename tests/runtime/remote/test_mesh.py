@@ -11,7 +11,7 @@ import pytest
 import jaxpp
 from experiments.models import gpt
 from jaxpp._program import Run
-from tests.runtime.test_mesh import batch, loss_fn, start, step_of, tied_loss
+from tests.runtime.local.test_mesh import batch, loss_fn, start, step_of, tied_loss
 
 
 @pytest.fixture(scope="module")
