@@ -7,10 +7,10 @@ import time
 import chex
 import jax
 import pytest
-from tests.runtime.local.test_mesh import batch, loss_fn, start, step_of
 
 import jaxpp
 from jaxpp.runtime.checkpoint import Checkpointer, _store, load_state, save_state
+from tests.runtime.local.test_mesh import batch, loss_fn, start, step_of
 
 
 @pytest.fixture(scope="module")

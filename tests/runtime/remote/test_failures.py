@@ -30,9 +30,9 @@ from jaxpp.runtime.remote.cluster import _lookout  # noqa: E402
 from jaxpp.runtime.remote.group import _blame  # noqa: E402
 from jaxpp.runtime.remote.worker import _process  # noqa: E402
 from jaxpp.runtime.transport._errors import NotComputed  # noqa: E402
+from tests.runtime.local.test_mesh import batch, init_params, start, step_of  # noqa: E402
 from tests.runtime.remote import faults  # noqa: E402
 from tests.runtime.remote.faults import Fault, TaskError  # noqa: E402
-from tests.runtime.local.test_mesh import batch, init_params, start, step_of  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
