@@ -166,6 +166,11 @@ def called_jaxpr(eqn) -> Any | None:
     return None if body is None else eqn.params[body]
 
 
+def opened(jaxpr) -> Any:
+    """Gives a jaxpr without its constants, whether it is open or closed."""
+    return jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
+
+
 def shardings_of(eqn) -> list[Any]:
     """Gives the shardings that a `jax.jit` call has for its arguments and results."""
     given = [eqn.params.get(name) or () for name in ("in_shardings", "out_shardings")]
@@ -184,7 +189,7 @@ def sub_jaxprs(eqn) -> Iterator[Any]:
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, _compat.JaxprTypes):
-                yield item.jaxpr if isinstance(item, jex.ClosedJaxpr) else item
+                yield opened(item)
 
 
 def map_jaxprs(eqn, fun: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]):
@@ -239,19 +244,20 @@ def inline_call(eqn, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return inline_body(called_jaxpr(eqn), args, eqn)
 
 
-def inline_body(body: Any, args: Sequence[Any], eqn) -> tuple[list[Any], list[Any]]:
-    """Does as `inline_call`, with any jaxpr among the parameters of an equation."""
-    opened = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
-    fresh = Substitution(zip(opened.invars, args, strict=True))
-    for var, value in zip(opened.constvars, _compat.constants_of(body), strict=True):
+def inline_body(body: Any, args: Sequence[Any], eqn: Any = None) -> tuple[list[Any], list[Any]]:
+    """Does as `inline_call`, with any jaxpr; if given, it is among the parameters of `eqn`."""
+    inside = opened(body)
+    fresh = Substitution(zip(inside.invars, args, strict=True))
+    for var, value in zip(inside.constvars, _compat.constants_of(body), strict=True):
         fresh.of[var] = literal(value, var.aval)
     eqns = []
-    for inner in opened.eqns:
+    for inner in inside.eqns:
         renamed = fresh.rename(inner)
         outvars = [fresh_var(v) for v in inner.outvars]
         fresh.of.update(zip(inner.outvars, outvars, strict=True))
-        eqns.append(_compat.under_scope(renamed.replace(outvars=outvars), eqn))
-    return eqns, [fresh(v) for v in opened.outvars]
+        new = renamed.replace(outvars=outvars)
+        eqns.append(new if eqn is None else _compat.under_scope(new, eqn))
+    return eqns, [fresh(v) for v in inside.outvars]
 
 
 def record(
@@ -261,15 +267,12 @@ def record(
 
     With an equation `source`, the new equations have its names and source line.
     """
-    traced = bind_constants(*without_constants(jax.make_jaxpr(fun)(*(v.aval for v in operands))))
-    flat = inline(traced, lambda e: True)
-    bound = Substitution(zip(flat.jaxpr.invars, operands, strict=True))
-    # JAX gives the same variables whenever it traces the same function.
-    bound.of.update((v, fresh_var(v)) for e in flat.eqns for v in e.outvars)
-    eqns = [bound.rename(e).replace(outvars=[bound(v) for v in e.outvars]) for e in flat.eqns]
+    known = Substitution()
+    eqns, results = inline_body(jax.make_jaxpr(fun)(*(v.aval for v in operands)), operands)
+    eqns = list(_inlined(eqns, lambda e: True, known))
     if source is not None:
         eqns = [e.replace(source_info=source.source_info) for e in eqns]
-    return eqns, [bound(v) for v in flat.jaxpr.outvars]
+    return eqns, [known(v) for v in results]
 
 
 def splice(
@@ -417,7 +420,7 @@ def structure(jaxpr, *, differentiable: bool = False) -> Any:
     configuration. Source lines and the names of `jax.jit` calls do not count. The rules of
     `jax.custom_jvp` and `jax.custom_vjp` count where the jaxprs may still be differentiated.
     """
-    opened = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
+    inside = opened(jaxpr)
     number: dict[Any, int] = {}
 
     def atom(a):
@@ -428,7 +431,7 @@ def structure(jaxpr, *, differentiable: bool = False) -> Any:
     def typed(v):
         return atom(v), v.aval
 
-    head = tuple(map(typed, [*opened.constvars, *opened.invars]))
+    head = tuple(map(typed, [*inside.constvars, *inside.invars]))
     body = tuple(
         (
             eqn.primitive,
@@ -437,10 +440,10 @@ def structure(jaxpr, *, differentiable: bool = False) -> Any:
             _params(eqn, differentiable),
             tuple(map(typed, eqn.outvars)),
         )
-        for eqn in opened.eqns
+        for eqn in inside.eqns
     )
     consts = tuple(id(c) for c in _compat.constants_of(jaxpr))
-    return head, body, tuple(map(atom, opened.outvars)), consts
+    return head, body, tuple(map(atom, inside.outvars)), consts
 
 
 _DERIVATIVE_RULES = frozenset(

@@ -79,6 +79,8 @@ HEAVY = frozenset("cond conv_general_dilated dot_general dynamic_slice gather sc
 
 #: They add two values up.
 ADDS = frozenset({"add", "add_any"})
+#: They add up all elements along the dimensions that only their operands have.
+SUMS = frozenset({"conv_general_dilated", "dot_general", "reduce_sum", "scatter-add"})
 #: They combine two values in any order, without rounding.
 EXTREMES = frozenset({"and", "max", "min", "or"})
 #: They sum products, and round in another way for another number of rows: XLA tiles them.

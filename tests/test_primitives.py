@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp import _jaxprs, _primitives
+from jaxpp.transforms.inside import propagation
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 MASK = np.arange(6).reshape(2, 3) % 2 == 0
@@ -280,6 +281,27 @@ def test_every_additive_primitive_is_checked():
     # These do nothing to the values.
     same = {"add_any", "name", "sharding_constraint", "real", "imag"}
     assert {name.removesuffix("_second") for name in ADDITIVE} == known - same
+
+
+@pytest.mark.parametrize("name", sorted(_primitives.SUMS))
+def test_sums_add_up_the_dimensions_that_operands_alone_have(name):
+    fun, shapes = ADDITIVE[name]
+    (eqn,) = [e for e in flat(fun, list(map(jnp.ones, shapes))).eqns if e.primitive.name == name]
+    rng = np.random.default_rng(0)
+    given = [jnp.asarray(rng.integers(0, 3, v.aval.shape), v.aval.dtype) for v in eqn.invars]
+    found = propagation.found_again(eqn) or []
+    ndim = eqn.outvars[0].aval.ndim
+    (summed,) = {n for dimensions in found for n in dimensions if n is not None and n >= ndim}
+
+    def share(rows, rest):
+        parts = [
+            x[(*[slice(None)] * dims.index(summed), rows)] if summed in dims else x * rest
+            for x, dims in zip(given, found, strict=True)
+        ]
+        return eqn.primitive.bind(*parts, **eqn.params)
+
+    whole = share(slice(None), 1)
+    np.testing.assert_array_equal(share(slice(1), 1) + share(slice(1, None), 0), whole)
 
 
 @pytest.mark.parametrize(

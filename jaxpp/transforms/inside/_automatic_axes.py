@@ -74,7 +74,7 @@ def with_automatic_axes(jaxpr: Any) -> Any:
     Raises:
         ValueError: an array is a sum of which each device holds a part (`unreduced`).
     """
-    opened = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
+    opened = _jaxprs.opened(jaxpr)
     known = _jaxprs.Substitution((v, _retyped(v)) for v in opened.invars)
     eqns: list[Any] = []
     for eqn in opened.eqns:
@@ -83,11 +83,11 @@ def with_automatic_axes(jaxpr: Any) -> Any:
     return _compat.with_equations(jaxpr, eqns, outvars, [known(v) for v in opened.invars])
 
 
-#: The primitives that only move an array to a sharding, with the parameter that has the sharding.
-_MOVES = {"reshard": "dst_sharding", "mesh_cast": "dst_sharding"}
-
 #: The primitives that make an array out of nothing; JAX itself gives them a sharding.
 _MADE = frozenset({"broadcast_in_dim", "iota"})
+
+#: The parameter of the equations that only move an array to a sharding.
+_MOVES_TO = "dst_sharding"
 
 #: The parameters by which the other equations say how their result is to be split.
 _WANTED = ("out_sharding", "sharding")
@@ -105,9 +105,8 @@ def _rewritten(eqn: Any, known: _jaxprs.Substitution) -> list[Any]:
             )
     results = [_retyped(v) for v in eqn.outvars]
     known.of.update(zip(eqn.outvars, results, strict=True))
-    if eqn.primitive.name in _MOVES:
-        wanted = eqn.params[_MOVES[eqn.primitive.name]]
-        return [_constraint(eqn, eqn.invars[0], wanted, results[0])]
+    if _MOVES_TO in eqn.params:
+        return [_constraint(eqn, eqn.invars[0], eqn.params[_MOVES_TO], results[0])]
     own = eqn.replace(outvars=results)
     if eqn.primitive.name == "sharding_constraint":
         return [_automatic(own)]

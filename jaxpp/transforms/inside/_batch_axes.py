@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._specs import Spec, axes_of, partition_spec
+from jaxpp._specs import Spec, axes_of
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import propagation
-from jaxpp.transforms.inside._constraints import constraint
-from jaxpp.transforms.tasks import is_loop
+from jaxpp.transforms.inside._constraints import split_operands
+from jaxpp.transforms.tasks import LoopTasks, is_loop
 
 
 def split_examples(step: Step) -> Step:
@@ -23,31 +23,31 @@ def split_examples(step: Step) -> Step:
     if step.inside is None:
         return step
     jaxpr, sizes = step.jaxpr, step.inside.sizes
-    specs = [a.spec for a in step.arguments]
-    known = propagation.propagate(jaxpr, specs, sizes)
+    known = propagation.propagate(jaxpr, [a.spec for a in step.arguments], sizes)
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     axes: dict[str, None] = {}
     eqns = []
     for eqn in jaxpr.eqns:
-        if is_loop(eqn):
-            tasks = eqn.params["tasks"]
-            first = tasks.num_consts + tasks.num_carry
-            operands = list(eqn.invars)
-            for n, v in enumerate(operands[first:], first):
-                own = None if _jaxprs.is_literal(v) else known.get(v)
-                if own is None or v.aval.ndim < 2:
-                    continue
-                dimension, over = _examples(v, maker, known)
-                spec = _split(own, v.aval.shape, dimension, over, sizes)
-                if spec != own:
-                    operands[n] = _jaxprs.fresh_var(v)
-                    eqns.append(constraint(v, partition_spec(spec), operands[n]))
-                axes.update(dict.fromkeys(spec[dimension]))
-            eqn = eqn.replace(invars=operands)
-        eqns.append(eqn)
+        wanted = {}
+        for n, spec in _slices(eqn, known).items() if is_loop(eqn) else ():
+            v = eqn.invars[n]
+            dimension, over = _examples(v, maker, known)
+            new = _split(spec, v.aval.shape, dimension, over, sizes)
+            axes.update(dict.fromkeys(new[dimension]))
+            if new != spec:
+                wanted[n] = new
+        eqns += split_operands(eqn, wanted)
     jaxpr = _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
     inside = dataclasses.replace(step.inside, examples=tuple(axes))
     return dataclasses.replace(step, jaxpr=jaxpr, inside=inside)
+
+
+def _slices(eqn: Any, known: Mapping[Any, Spec | None]) -> dict[int, Spec]:
+    """Finds the operands of a loop that it slices, and that have examples to split; their specs."""
+    tasks: LoopTasks = eqn.params["tasks"]
+    sliced = list(enumerate(eqn.invars))[tasks.num_consts + tasks.num_carry :]
+    specs = {n: known[v] for n, v in sliced if not _jaxprs.is_literal(v)}
+    return {n: spec for n, spec in specs.items() if spec is not None and len(spec) > 1}
 
 
 def _examples(v: Any, maker: Mapping[Any, Any], known) -> tuple[int, tuple[str, ...]]:

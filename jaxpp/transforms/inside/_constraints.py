@@ -1,5 +1,6 @@
 """Makes sharding constraints, and checks those of a step."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.extend.core as jex
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpp import _compat, _jaxprs
+from jaxpp._specs import Spec, partition_spec
 from jaxpp.transforms.tasks import is_loop
 
 
@@ -20,6 +22,20 @@ def constraint(var: Any, spec: PartitionSpec, result: Any) -> Any:
     """
     (eqn,) = _jaxprs.splice(lambda x: jax.lax.with_sharding_constraint(x, spec), [var], [result])
     return eqn
+
+
+def split_operands(eqn: Any, specs: Mapping[int, Spec]) -> list[Any]:
+    """Splits some operands of an equation as their specs say: makes the equations that do so, too.
+
+    Args:
+        eqn: the equation.
+        specs: the specs, by the numbers of the operands.
+    """
+    operands, eqns = list(eqn.invars), []
+    for n, spec in specs.items():
+        operands[n] = _jaxprs.fresh_var(eqn.invars[n])
+        eqns.append(constraint(eqn.invars[n], partition_spec(spec), operands[n]))
+    return [*eqns, eqn.replace(invars=operands)]
 
 
 def check_constraints(jaxpr: jex.ClosedJaxpr, inside: AbstractMesh | None) -> None:

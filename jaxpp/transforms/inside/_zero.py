@@ -17,7 +17,7 @@ from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, axes_of, partition_spec, replicated
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import propagation
-from jaxpp.transforms.inside._constraints import constraint
+from jaxpp.transforms.inside._constraints import constraint, split_operands
 from jaxpp.transforms.tasks import LoopTasks, TaskBody, is_loop
 
 
@@ -103,36 +103,29 @@ def gather_in_tasks(step: Step) -> Step:
     specs, whole = [a.spec for a in step.arguments], [a.in_tasks for a in step.arguments]
     if step.inside is None or specs == whole:
         return step
-    jaxpr, sizes = step.jaxpr, step.inside.sizes
-    split = propagation.propagate(jaxpr, specs, sizes)
-    wanted = propagation.propagate(jaxpr, whole, sizes)
-
-    def gathered(v: Any) -> Spec | None:
-        """Gives the spec that tasks read a variable with; None if it is split so already."""
-        if _jaxprs.is_literal(v) or split[v] is None or split[v] == wanted[v]:
-            return None
-        return wanted[v] or replicated(v.aval.ndim)
-
-    eqns = []
-    for eqn in jaxpr.eqns:
-        if is_loop(eqn):
-            tasks: LoopTasks = eqn.params["tasks"]
-            operands = list(eqn.invars)
-            consts = {
-                i: s for i, v in enumerate(operands[: tasks.num_consts]) if (s := gathered(v))
-            }
-            for n in range(tasks.num_consts, tasks.num_consts + tasks.num_carry):
-                # A carry, which tasks write over, is gathered once: its spec stays the same.
-                if (spec := gathered(operands[n])) is not None:
-                    own = _jaxprs.fresh_var(operands[n])
-                    eqns.append(constraint(operands[n], partition_spec(spec), own))
-                    operands[n] = own
-            bodies = tuple(_gather(body, consts) for body in tasks.bodies)
-            params = {**eqn.params, "tasks": dataclasses.replace(tasks, bodies=bodies)}
-            eqn = eqn.replace(invars=operands, params=params)
-        eqns.append(eqn)
-    jaxpr = _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
+    split, read = (propagation.propagate(step.jaxpr, s, step.inside.sizes) for s in (specs, whole))
+    eqns: list[Any] = []
+    for eqn in step.jaxpr.eqns:
+        eqns += _gather_in_loop(eqn, split, read) if is_loop(eqn) else [eqn]
+    jaxpr = _compat.with_equations(step.jaxpr, eqns, step.jaxpr.jaxpr.outvars)
     return dataclasses.replace(step, jaxpr=jaxpr)
+
+
+def _gather_in_loop(
+    eqn: Any, split: Mapping[Any, Spec | None], read: Mapping[Any, Spec | None]
+) -> list[Any]:
+    """Gathers what is split in another way than tasks read it; gives the loop after its carries."""
+    tasks: LoopTasks = eqn.params["tasks"]
+    specs = {
+        n: read[v] or replicated(v.aval.ndim)
+        for n, v in enumerate(eqn.invars[: tasks.num_consts + tasks.num_carry])
+        if not _jaxprs.is_literal(v) and split[v] is not None and split[v] != read[v]
+    }
+    bodies = tuple(_gather(body, specs) for body in tasks.bodies)
+    params = {**eqn.params, "tasks": dataclasses.replace(tasks, bodies=bodies)}
+    # A carry, which tasks write over, is gathered once: its spec stays the same.
+    carries = {n: spec for n, spec in specs.items() if n >= tasks.num_consts}
+    return split_operands(eqn.replace(params=params), carries)
 
 
 def _gather(body: TaskBody, specs: Mapping[int, Spec]) -> TaskBody:

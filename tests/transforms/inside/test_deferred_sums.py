@@ -367,16 +367,17 @@ def task_collectives(steps: Steps, jaxpr) -> dict[str, Counter]:
     """The collectives over `data` in each task that adds to an accumulator."""
     known = propagation.propagate(jaxpr, steps.specs, steps.sizes)
     loop = loop_of(jaxpr)
-    operands = [None if _jaxprs.is_literal(v) else known[v] for v in loop.invars]
-    inside = propagation.loop_specs(loop, operands, steps.sizes)
+    bodies = loop.params["tasks"].bodies
+    held = [specs for _, specs in propagation.held(loop, known, steps.sizes)]
+    # What a task makes is read by another, or by the same for the next microbatch.
+    inside = {
+        r: spec
+        for body, specs in zip(bodies, held, strict=True)
+        for r, spec in zip(body.inputs, specs, strict=True)
+    }
     return {
-        body.name: collectives(
-            body.jaxpr,
-            [inside[r] for r in body.inputs],
-            [inside[r] for r in body.outputs],
-            steps.mesh,
-        )
-        for body in loop.params["tasks"].bodies
+        body.name: collectives(body.jaxpr, specs, [inside[r] for r in body.outputs], steps.mesh)
+        for body, specs in zip(bodies, held, strict=True)
         if any(r.source == "carry" for r in body.outputs)
     }
 

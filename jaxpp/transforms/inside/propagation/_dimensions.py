@@ -10,8 +10,9 @@ from typing import Any
 
 from jaxpp import _primitives
 
-#: For each operand and each of its dimensions, the same dimension of the results; `None` for a
-#: dimension that no result has (it is summed, indexed, scanned over). All results share it.
+#: For each operand and each of its dimensions, the same dimension of the results, which they share.
+#: A number past these is for a dimension that operands alone have, the same where they share it: it
+#: is summed, or reduced in another way. `None` is for one that nothing else has: it is indexed ...
 Found = list[tuple[int | None, ...]]
 
 
@@ -29,9 +30,9 @@ def found_again(eqn) -> Found | None:
         >>> import jax, jax.numpy as jnp
         >>> jaxpr = jax.make_jaxpr(lambda x, w: x @ w)(jnp.ones((2, 3)), jnp.ones((3, 4)))
         >>> found_again(jaxpr.eqns[0])
-        [(0, None), (None, 1)]
+        [(0, 2), (2, 1)]
     """
-    rule = _RULES.get(eqn.primitive.name)
+    rule = RULES.get(eqn.primitive.name)
     return None if rule is None else rule(eqn, [shape_of(v) for v in eqn.invars])
 
 
@@ -45,60 +46,46 @@ def _where_equal(shape: Sequence[int], result: Sequence[int]) -> tuple[int | Non
     return tuple(i if i < len(result) and n == result[i] else None for i, n in enumerate(shape))
 
 
-def _all_but(shape: Sequence[int], dropped: Sequence[int]) -> tuple[int | None, ...]:
-    """Finds dimensions in the same order; those dropped are in the results, but as new ones."""
-    return tuple(None if i in dropped else i for i in range(len(shape)))
-
-
 def _removed(shape: Sequence[int], dropped: Sequence[int]) -> tuple[int | None, ...]:
     """Finds dimensions in the same order, in results that lack those dropped."""
-    kept = [i for i in range(len(shape)) if i not in dropped]
-    return tuple(kept.index(i) if i in kept else None for i in range(len(shape)))
+    order = [*(i for i in range(len(shape)) if i not in dropped), *dropped]
+    return tuple(order.index(i) for i in range(len(shape)))
 
 
 def _same(eqn, shapes) -> Found:
     """Finds each dimension, even of another size: a result has a part of it, or has it padded."""
-    ndim = len(shape_of(eqn.outvars[0]))
-    return [tuple(range(ndim)) if len(s) == ndim else (None,) * len(s) for s in shapes]
+    return [tuple(range(len(shape))) for shape in shapes]
 
 
 def _aligned(eqn, shapes) -> Found:
-    """Finds each dimension, but for those repeated (of size 1) or of which a part is taken."""
-    result = shape_of(eqn.outvars[0])
-    return [
-        _where_equal(shape, result) if len(shape) == len(result) else (None,) * len(shape)
-        for shape in shapes
-    ]
+    """Finds each dimension, but for those repeated (of size 1) or of which a part is taken.
 
-
-def _leading(eqn, shapes) -> Found:
-    """Finds the leading dimensions: of keys and their bits, of elements and their bytes."""
-    result = shape_of(eqn.outvars[0])
-    return [_where_equal(shape, result) for shape in shapes]
+    A key has its bits in further dimensions, and an element its bytes.
+    """
+    return [_where_equal(shape, shape_of(eqn.outvars[0])) for shape in shapes]
 
 
 def _matrices(eqn, shapes) -> Found:
     """Finds all dimensions but the last two, those of a matrix."""
-    return [_all_but(shape, (len(shape) - 2, len(shape) - 1)) for shape in shapes]
+    return [(*range(len(shape) - 2), None, None) for shape in shapes]
 
 
 def _dot_general(eqn, shapes) -> Found:
-    contracted, batch = eqn.params["dimension_numbers"]
-    found, offset = [], len(batch[0])
-    for shape, summed, shared in zip(shapes, contracted, batch, strict=True):
-        place: list[int | None] = [None] * len(shape)
-        for i, d in enumerate(shared):
-            place[d] = i
-        free = [d for d in range(len(shape)) if d not in summed and d not in shared]
-        for i, d in enumerate(free):
-            place[d] = offset + i
-        offset += len(free)
-        found.append(tuple(place))
-    return found
+    summed, batch = eqn.params["dimension_numbers"]
+    free = [
+        [d for d in range(len(shape)) if d not in (*own, *shared)]
+        for shape, own, shared in zip(shapes, summed, batch, strict=True)
+    ]
+    left = [*batch[0], *free[0], *(None for _ in free[1]), *summed[0]]
+    right = [*batch[1], *(None for _ in free[0]), *free[1], *summed[1]]
+    return [
+        tuple(order.index(d) for d in range(len(shape)))
+        for order, shape in zip((left, right), shapes, strict=True)
+    ]
 
 
 def _convolution(eqn, shapes) -> Found:
-    """Finds batch, output features and the image's dimensions, over which XLA exchanges halos."""
+    """Finds batch, features and the image's dimensions, over which XLA exchanges halos."""
     numbers = eqn.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     image: list[int | None] = [None] * len(lhs)
@@ -108,8 +95,11 @@ def _convolution(eqn, shapes) -> Found:
     # If features are in groups, a group of the input makes a group of the output. The gradient of
     # such a convolution has its groups in the batch.
     image[lhs[0]] = out[0] if eqn.params["batch_group_count"] == 1 else out[1]
-    image[lhs[1]] = None if eqn.params["feature_group_count"] == 1 else out[1]
     kernel[rhs[0]] = out[1]
+    if eqn.params["feature_group_count"] == 1:
+        image[lhs[1]] = kernel[rhs[1]] = len(out)
+    else:
+        image[lhs[1]] = out[1]
     return [tuple(image), tuple(kernel)]
 
 
@@ -130,7 +120,8 @@ def _reduction(eqn, shapes) -> Found:
 
 
 def _top_k(eqn, shapes) -> Found:
-    return [_all_but(shapes[0], (eqn.params.get("axis", -1) % len(shapes[0]),))]
+    axis = eqn.params.get("axis", -1) % len(shapes[0])
+    return [tuple(None if d == axis else d for d in range(len(shapes[0])))]
 
 
 def _stack(eqn, shapes) -> Found:
@@ -147,7 +138,7 @@ def _dynamic_update_slice(eqn, shapes) -> Found:
 def _gather(eqn, shapes) -> Found:
     """Finds the windows' dimensions that are taken whole, and those of the indices."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    shared = tuple(getattr(numbers, "operand_batching_dims", ()))
+    shared = numbers.operand_batching_dims
     operand: list[int | None] = [None] * len(shapes[0])
     indices: list[int | None] = [None] * len(shapes[1])
     ndim = len(shape_of(eqn.outvars[0]))
@@ -158,15 +149,15 @@ def _gather(eqn, shapes) -> Found:
     for d, to in zip(window, numbers.offset_dims, strict=True):
         if sizes[d] == shapes[0][d]:
             operand[d] = to
-    for d, i in zip(shared, getattr(numbers, "start_indices_batching_dims", ()), strict=True):
+    for d, i in zip(shared, numbers.start_indices_batching_dims, strict=True):
         operand[d] = indices[i]
     return [tuple(operand), tuple(indices)]
 
 
 def _scatter(eqn, shapes) -> Found:
-    """Finds the operand's dimensions, and those of the updates that are written whole."""
+    """Finds the operand's dimensions, and those of the updates that are written whole, or added."""
     numbers = eqn.params["dimension_numbers"]
-    shared = tuple(getattr(numbers, "operand_batching_dims", ()))
+    shared = numbers.operand_batching_dims
     ndim = len(shapes[0])
     updates: list[int | None] = [None] * len(shapes[2])
     indices: list[int | None] = [None] * len(shapes[1])
@@ -175,14 +166,18 @@ def _scatter(eqn, shapes) -> Found:
         if shapes[2][u] == shapes[0][d]:
             updates[u] = d
     rows = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
-    for d, i in zip(shared, getattr(numbers, "scatter_indices_batching_dims", ()), strict=True):
+    for i, u in enumerate(rows):
+        updates[u] = indices[i] = ndim + i
+    for d, i in zip(shared, numbers.scatter_indices_batching_dims, strict=True):
         updates[rows[i]] = indices[i] = d
     return [tuple(range(ndim)), tuple(indices), tuple(updates)]
 
 
-_ELEMENTWISE = _primitives.ELEMENTWISE | _primitives.CONVERGING | _primitives.HANDS_ON
+_ALIGNED = """
+    bitcast_convert_type dynamic_slice random_bits random_split random_unwrap random_wrap
+""".split()
 
-_IN_PLACE = """
+_SAME = """
     concatenate cumlogsumexp cummax cummin cumprod cumsum pad reduce_window reduce_window_max
     reduce_window_min reduce_window_sum rev select_and_gather_add select_and_scatter
     select_and_scatter_add slice sort split
@@ -190,27 +185,23 @@ _IN_PLACE = """
 
 _REDUCTIONS = """
     argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
-    reduce_xor
+    reduce_xor squeeze
 """.split()
-
-_LEADING = "bitcast_convert_type random_bits random_split random_unwrap random_wrap".split()
 
 _SCATTERS = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub".split()
 
-_RULES: dict[str, Callable[[Any, list[tuple[int, ...]]], Found]] = {
-    **dict.fromkeys(_ELEMENTWISE, _aligned),
-    **dict.fromkeys(_IN_PLACE, _same),
+RULES: dict[str, Callable[[Any, list[tuple[int, ...]]], Found]] = {
+    **dict.fromkeys(_primitives.ELEMENTWISE | _primitives.CONVERGING, _aligned),
+    **dict.fromkeys([*_primitives.HANDS_ON, *_ALIGNED], _aligned),
+    **dict.fromkeys(_SAME, _same),
     **dict.fromkeys(_REDUCTIONS, _reduction),
-    **dict.fromkeys(_LEADING, _leading),
     **dict.fromkeys(_SCATTERS, _scatter),
     **dict.fromkeys(["cholesky", "householder_product", "triangular_solve"], _matrices),
     "broadcast_in_dim": _broadcast,
     "conv_general_dilated": _convolution,
     "dot_general": _dot_general,
-    "dynamic_slice": _aligned,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
-    "squeeze": lambda eqn, shapes: [_removed(shapes[0], eqn.params["dimensions"])],
     "stack": _stack,
     "top_k": _top_k,
     "transpose": _transpose,

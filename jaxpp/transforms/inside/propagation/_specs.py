@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from jaxpp._specs import Spec, replicated, spec_of
+from jaxpp._specs import Spec, spec_of
 from jaxpp.transforms.inside.propagation._dimensions import shape_of
 
 #: A spec, or `None` for a value that may be split in any way: it is made of nothing that is split
@@ -67,25 +67,16 @@ def of_type(spec: MaybeSpec, var, sizes: Sizes) -> MaybeSpec:
     return overlay(len(shape), enumerate(fitting))
 
 
-def _readable(partition_spec: PartitionSpec, unconstrained: Spec) -> Spec:
-    """Makes a spec of a `PartitionSpec`; its unconstrained dimensions are split as given."""
-    entries = tuple(partition_spec)
-    known = [None if e is PartitionSpec.UNCONSTRAINED else e for e in entries]
-    spec = spec_of(PartitionSpec(*known), len(unconstrained))
-    entries += (None,) * (len(spec) - len(entries))
-    fixed = [(i, s) for i, s in enumerate(spec)]
-    open_ = [
-        (i, unconstrained[i]) for i, e in enumerate(entries) if e is PartitionSpec.UNCONSTRAINED
-    ]
-    return overlay(len(spec), [*fixed, *open_])
-
-
 def pinned(spec: MaybeSpec, sharding, var) -> MaybeSpec:
-    """Gives the spec that a sharding names, or `spec` where it names none."""
+    """Gives the spec that a sharding names; `spec` where it names none, or leaves one open."""
     named = getattr(sharding, "spec", None)
     if named is None:
         return spec
-    return _readable(named, spec or replicated(len(shape_of(var))))
+    open_ = {d for d, e in enumerate(named) if e is PartitionSpec.UNCONSTRAINED}
+    entries = PartitionSpec(*(None if d in open_ else e for d, e in enumerate(named)))
+    ndim = len(shape_of(var))
+    given = [(d, e) for d, e in enumerate(spec or ()) if d in open_]
+    return overlay(ndim, [*enumerate(spec_of(entries, ndim)), *given])
 
 
 def reshaped(spec: Spec, old: Sequence[int], new: Sequence[int], sizes: Sizes) -> Spec:

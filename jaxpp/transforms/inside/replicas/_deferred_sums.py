@@ -115,11 +115,10 @@ def _scopes(
     eqn: Any, known: Mapping[Any, Spec | None], replicas: Replicas
 ) -> list[tuple[TaskBody, Scope]]:
     """Opens each task of a loop."""
-    specs = [None if _jaxprs.is_literal(v) else known.get(v) for v in eqn.invars]
-    inside = propagation.loop_specs(eqn, specs, replicas.sizes)
+    held = propagation.held(eqn, known, replicas.sizes)
     return [
-        (body, _shares.open_scope(body.jaxpr, [inside[r] for r in body.inputs], replicas))
-        for body in eqn.params["tasks"].bodies
+        (body, _shares.open_scope(body.jaxpr, specs, replicas))
+        for body, (_, specs) in zip(eqn.params["tasks"].bodies, held, strict=True)
     ]
 
 
@@ -141,7 +140,8 @@ def _defer_in_loop(
     operands, results = list(eqn.invars), list(eqn.outvars)
     for i in sorted(deferred):
         first, total = operands[tasks.num_consts + i], results[i]
-        made, (operands[tasks.num_consts + i],) = _start(first, maker, replicas, eqn)
+        start = _partial_sums.in_rows(first, maker, replicas)
+        made, (operands[tasks.num_consts + i],) = _jaxprs.record(*start, eqn)
         before.extend(made)
         results[i] = jex.Var(operands[tasks.num_consts + i].aval)
         after.extend(_sum_replicas(results[i], total, eqn, known.get(total), scatter, replicas))
@@ -176,16 +176,6 @@ def _rewrite(body: TaskBody, scope: Scope, deferred: Collection[int]) -> TaskBod
     return dataclasses.replace(body, jaxpr=_partial_sums.with_shares(scope, given, wanted))
 
 
-def _start(
-    first: Any, maker: Mapping[Any, Any], replicas: Replicas, eqn: Any
-) -> tuple[list[Any], list[Any]]:
-    """Makes the shares that an accumulator begins with: the equations, and the variable."""
-    if _primitives.is_zero(first, maker):
-        zeros = first.aval
-        return _jaxprs.record(lambda: _partial_sums.zero_rows(zeros, replicas), [], eqn)
-    return _jaxprs.record(lambda x: _partial_sums.first_row(x, replicas), [first], eqn)
-
-
 def _sum_replicas(
     partial: Any, total: Any, eqn: Any, spec: Spec | None, scatter: bool, replicas: Replicas
 ) -> list[Any]:
@@ -200,5 +190,4 @@ def _sum_replicas(
             return _partial_sums.sum_rows(rows)
         return _partial_sums.scatter_rows(rows, spec, target, replicas)
 
-    eqns, (result,) = _jaxprs.record(add_up, [partial], eqn)
-    return [e.replace(outvars=[total if v is result else v for v in e.outvars]) for e in eqns]
+    return _jaxprs.splice(add_up, [partial], [total], eqn)

@@ -33,12 +33,21 @@ def with_shares(scope: Scope, given: Collection[int], wanted: Collection[int]) -
         wanted: the numbers of its outputs that are to be shares.
     """
     invars, outvars = scope.jaxpr.jaxpr.invars, scope.jaxpr.jaxpr.outvars
-    apart = _shares.shares(
-        scope,
-        [invars[i] for i in given],
-        _jaxprs.variables([outvars[i] for i in wanted]),
-    )
-    rows = {invars[i]: jex.Var(rows_type(invars[i], scope.replicas)) for i in given}
+    kept = _jaxprs.variables([outvars[i] for i in wanted])
+    apart = _shares.shares(scope, [invars[i] for i in given], kept)
+    return _write(scope, apart, given, wanted)
+
+
+def _write(
+    scope: Scope, apart: Collection[Any], given: Collection[int], wanted: Collection[int]
+) -> jex.ClosedJaxpr:
+    """Does as `with_shares`; `apart` are the variables that are to be made as shares."""
+    invars, outvars = scope.jaxpr.jaxpr.invars, scope.jaxpr.jaxpr.outvars
+    in_rows = functools.partial(first_row, replicas=scope.replicas)
+    rows = {
+        v: jex.Var(jax.make_jaxpr(in_rows)(v.aval).out_avals[0])
+        for v in map(invars.__getitem__, given)
+    }
     writer = _Writer(scope, apart, rows)
     for eqn in scope.jaxpr.eqns:
         writer.add(eqn)
@@ -51,9 +60,15 @@ def with_shares(scope: Scope, given: Collection[int], wanted: Collection[int]) -
 # ---- rows ---------------------------------------------------------------------------------------
 
 
-def rows_type(var: Any, replicas: Replicas) -> Any:
-    """Gives the type of a variable's shares."""
-    return jax.make_jaxpr(lambda x: first_row(x, replicas))(var.aval).out_avals[0]
+def in_rows(atom: Any, maker: Mapping[Any, Any], replicas: Replicas) -> tuple[Callable, list[Any]]:
+    """Gives a function that makes the shares of a whole value, and its operands.
+
+    Zeros are made anew.
+    """
+    if _primitives.is_zero(atom, maker):
+        shape, dtype = (replicas.count, *atom.aval.shape), atom.aval.dtype
+        return lambda: keep_apart(jax.lax.full(shape, 0, dtype), replicas), []
+    return functools.partial(first_row, replicas=replicas), [atom]
 
 
 def first_row(x: jax.Array, replicas: Replicas) -> jax.Array:
@@ -63,11 +78,6 @@ def first_row(x: jax.Array, replicas: Replicas) -> jax.Array:
     is_first = jax.lax.broadcasted_iota(jnp.int32, shape, 0) == 0
     rows = jax.lax.broadcast(x, (replicas.count,))
     return keep_apart(jax.lax.select(is_first, rows, jax.lax.full_like(rows, 0)), replicas)
-
-
-def zero_rows(aval: Any, replicas: Replicas) -> jax.Array:
-    """Makes the shares of zeros."""
-    return keep_apart(jax.lax.full((replicas.count, *aval.shape), 0, aval.dtype), replicas)
 
 
 def keep_apart(x: jax.Array, replicas: Replicas, dimension: int = 0) -> jax.Array:
@@ -183,16 +193,12 @@ class _Writer:
     def add(self, eqn: Any) -> None:
         """Adds an equation, unchanged or rewritten to give shares."""
         self._at = eqn
-        nested = self._scope.nested(eqn)
-        apart = [v in self._apart for v in eqn.outvars]
-        if nested is not None and any(apart):
-            self._add_nested(eqn, nested)
-        elif any(apart) and (summed := self._scope.summed(eqn)):
-            self._add_sum(eqn, summed)
-        elif any(apart):
-            self._add_additive(eqn)
-        else:
+        if not any(v in self._apart for v in eqn.outvars):
             self._append(eqn.replace(invars=[self.whole(v) for v in eqn.invars]))
+        elif nested := self._scope.nested.get(id(eqn)):
+            self._add_nested(eqn, nested)
+        else:
+            self._add_mapped(eqn)
 
     def whole(self, atom: Any) -> Any:
         """Gives an atom's whole value; if there are only its shares, their sum."""
@@ -206,11 +212,7 @@ class _Writer:
         """Gives an atom's shares; if there is only its whole value, puts that in the first row."""
         if not _jaxprs.is_literal(atom) and atom in self._rows:
             return self._rows[atom]
-        if _primitives.is_zero(atom, self._maker):
-            (rows,) = self._record(lambda: zero_rows(atom.aval, self._replicas), [])
-        else:
-            (rows,) = self._record(lambda x: first_row(x, self._replicas), [atom])
-        return rows
+        return self._record(*in_rows(atom, self._maker, self._replicas))[0]
 
     def _append(self, eqn: Any) -> None:
         self.eqns.append(eqn)
@@ -222,94 +224,50 @@ class _Writer:
             self._append(eqn)
         return results
 
-    def _add_mapped(
-        self, eqn: Any, operands: Sequence[Any], dimensions: Sequence[int | None]
-    ) -> None:
-        """Maps an equation over a dimension of each operand; None if all replicas have the same."""
+    def _add_mapped(self, eqn: Any) -> None:
+        """Maps an equation over the examples of each replica, or over rows if it is additive."""
+        summed = self._scope.summed(eqn)
+        additive = self._scope.additive(eqn, self._apart)
+        operands: list[Any] = []
+        dimensions: list[int | None] = []
+        for i, v in enumerate(eqn.invars):
+            operand, dimension = self.whole(v), summed.get(i)
+            if dimension is not None:
+                split = functools.partial(by_replica, dimension=dimension, replicas=self._replicas)
+                (operand,) = self._record(split, [operand])
+            elif i in additive and not _primitives.is_zero(v, self._maker):
+                operand, dimension = self.shares(v), 0
+            operands.append(operand)
+            dimensions.append(dimension)
         one = functools.partial(eqn.primitive.bind, **eqn.params)
         mapped = map_replicas(one, dimensions, self._replicas, eqn.primitive.name in _BY_HAND)
         (self._rows[eqn.outvars[0]],) = self._record(mapped, operands)
 
-    def _add_sum(self, eqn: Any, summed: Mapping[int, int]) -> None:
-        """Adds an equation that sums over the examples of each replica."""
-        replicas = self._replicas
-        operands, dimensions = [], []
-        for i, v in enumerate(eqn.invars):
-            operand, dimension = self.whole(v), summed.get(i)
-            if i in _shares.summed_onto(eqn):
-                operand, dimension = self._mapped(v)
-            elif dimension is not None:
-                (operand,) = self._record(
-                    lambda x, d=dimension: by_replica(x, d, replicas), [operand]
-                )
-            operands.append(operand)
-            dimensions.append(dimension)
-        self._add_mapped(eqn, operands, dimensions)
-
-    def _add_additive(self, eqn: Any) -> None:
-        """Adds an additive equation, applied to each row."""
-        additive = self._scope.additive(eqn, self._apart)
-        pairs = [
-            self._mapped(v) if i in additive else (self.whole(v), None)
-            for i, v in enumerate(eqn.invars)
-        ]
-        self._add_mapped(eqn, [v for v, _ in pairs], [d for _, d in pairs])
-
-    def _mapped(self, atom: Any) -> tuple[Any, int | None]:
-        """Gives an operand to map an equation over, and its dimension; zeros are not mapped."""
-        return (atom, None) if _primitives.is_zero(atom, self._maker) else (self.shares(atom), 0)
-
-    # ---- equations that hold others -------------------------------------------------------------
-
     def _add_nested(self, eqn: Any, nested: Nested) -> None:
-        can = tuple(not _jaxprs.is_literal(v) and v in self._rows for v in eqn.invars)
-        ins, outs = nested.settled(can, tuple(v in self._apart for v in eqn.outvars))
-        operands = [
-            self._operand(v, apart, i in nested.stacked_operands)
-            for i, (v, apart) in enumerate(zip(eqn.invars, ins, strict=True))
-        ]
-        given = [i - nested.first for i, apart in enumerate(ins) if apart]
-        wanted = [i for i, apart in enumerate(outs) if apart]
-        bodies = [with_shares(scope, given, wanted) for scope in nested.bodies]
-        results = [
-            self._result(v, body_out, apart, i in nested.stacked_results, eqn)
-            for i, (v, body_out, apart) in enumerate(
-                zip(eqn.outvars, bodies[0].jaxpr.outvars, outs, strict=True)
+        """Adds an equation whose jaxprs take and give shares; stacks are swapped on the way."""
+        inputs, bodies = nested.bodies[0].jaxpr.jaxpr.invars, iter(nested.bodies)
+        given = [i for i, v in enumerate(inputs) if v in self._apart]
+        wanted = [i for i, v in enumerate(eqn.outvars) if v in self._apart]
+        new = _jaxprs.map_jaxprs(eqn, lambda _: _write(next(bodies), self._apart, given, wanted))
+        operands = []
+        for i, v in enumerate(eqn.invars, -nested.first):
+            operand = self.shares(v) if i in given else self.whole(v)
+            operands.append(
+                self._swapped(operand) if i in given and i >= nested.slices else operand
             )
+        one = functools.partial(eqn.primitive.bind, **new.params)
+        avals = jax.make_jaxpr(one)(*(v.aval for v in operands)).out_avals
+        results = [
+            jex.Var(a) if i in wanted else v
+            for i, (v, a) in enumerate(zip(eqn.outvars, avals, strict=True))
         ]
-        self._append(eqn.replace(invars=operands, outvars=results, params=_holding(eqn, bodies)))
-        for i, (v, rows) in enumerate(zip(eqn.outvars, results, strict=True)):
-            if not outs[i]:
-                continue
-            if i in nested.stacked_results:
-                (rows,) = self._record(_swap, [rows])
-            self._rows[v] = rows
+        self._append(new.replace(invars=operands, outvars=results))
+        for i in wanted:
+            self._rows[eqn.outvars[i]] = (
+                self._swapped(results[i]) if i >= nested.stacks else results[i]
+            )
 
-    def _operand(self, atom: Any, apart: bool, stacked: bool) -> Any:
-        if not apart:
-            return self.whole(atom)
-        rows = self.shares(atom)
-        return self._record(_swap, [rows])[0] if stacked else rows
-
-    def _result(self, var: Any, of_body: Any, apart: bool, stacked: bool, eqn: Any) -> Any:
-        if not apart:
-            return var
-        if not stacked:
-            return jex.Var(of_body.aval)
-        length = eqn.params["length"]
-        stack = jax.make_jaxpr(lambda x: jax.lax.broadcast(x, (length,)))(of_body.aval)
-        return jex.Var(stack.out_avals[0])
-
-
-def _swap(x: jax.Array) -> jax.Array:
-    """Exchanges the dimensions of replicas and of iterations, which costs a device nothing."""
-    return jax.lax.transpose(x, (1, 0, *range(2, x.ndim)))
-
-
-def _holding(eqn: Any, bodies: Sequence[jex.ClosedJaxpr]) -> dict[str, Any]:
-    """Makes the parameters of an equation with other jaxprs in them."""
-    if eqn.primitive.name == "cond":
-        old = eqn.params["branches"]
-        branches = [_compat.with_closed_type(b, o) for b, o in zip(bodies, old, strict=True)]
-        return {**eqn.params, "branches": tuple(branches)}
-    return {**eqn.params, "jaxpr": _compat.with_closed_type(bodies[0], eqn.params["jaxpr"])}
+    def _swapped(self, rows: Any) -> Any:
+        """Exchanges the dimensions of replicas and of iterations, which costs a device nothing."""
+        order = (1, 0, *range(2, rows.aval.ndim))
+        return self._record(lambda x: jax.lax.transpose(x, order), [rows])[0]

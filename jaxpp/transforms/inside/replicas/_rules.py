@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from jaxpp import _jaxprs
+from jaxpp import _jaxprs, _primitives
 from jaxpp._specs import Spec, axes_of
+from jaxpp.transforms.inside import propagation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,6 @@ class Replicas:
         return spec is not None and spec[dimension][: len(self.axes)] == self.axes
 
 
-# ---- sums over examples -------------------------------------------------------------------------
-
-
 def summed_dimensions(
     eqn: Any, specs: Mapping[Any, Spec | None], replicas: Replicas
 ) -> dict[int, int]:
@@ -46,48 +44,16 @@ def summed_dimensions(
 
     Gives nothing if the equation does not sum so, or if replicas would not have equally many.
     """
-    find = _SUMS.get(eqn.primitive.name)
-    if find is None:
+    if eqn.primitive.name not in _primitives.SUMS:
         return {}
+    found = propagation.found_again(eqn) or []
     own = [None if _jaxprs.is_literal(v) else specs.get(v) for v in eqn.invars]
-    for dimensions in find(eqn):
+    summed = {n for dims in found for n in dims if n is not None and n >= eqn.outvars[0].aval.ndim}
+    for number in sorted(summed):
+        dimensions = {i: dims.index(number) for i, dims in enumerate(found) if number in dims}
         split = [replicas.split_first(own[i], d) for i, d in dimensions.items()]
         whole = [not replicas.split(own[i]) for i in dimensions]
         sizes = [eqn.invars[i].aval.shape[d] for i, d in dimensions.items()]
         if any(split) and all(s or w for s, w in zip(split, whole, strict=True)):
             return dimensions if all(n % replicas.count == 0 for n in sizes) else {}
     return {}
-
-
-def _summed_by_reduction(eqn) -> Sequence[dict[int, int]]:
-    return [{0: d} for d in eqn.params["axes"]]
-
-
-def _summed_by_product(eqn) -> Sequence[dict[int, int]]:
-    (left, right), _ = eqn.params["dimension_numbers"]
-    return [{0: a, 1: b} for a, b in zip(left, right, strict=True)]
-
-
-def _summed_by_convolution(eqn) -> Sequence[dict[int, int]]:
-    """Finds the input features, which are the examples in the gradient of the weights."""
-    if eqn.params["feature_group_count"] != 1:
-        return []
-    numbers = eqn.params["dimension_numbers"]
-    return [{0: numbers.lhs_spec[1], 1: numbers.rhs_spec[1]}]
-
-
-def _summed_by_scatter(eqn) -> Sequence[dict[int, int]]:
-    """Finds the dimensions of the indices that the updates have too and the result does not."""
-    numbers = eqn.params["dimension_numbers"]
-    updates = range(eqn.invars[2].aval.ndim)
-    scattered = [d for d in updates if d not in numbers.update_window_dims]
-    together = numbers.scatter_indices_batching_dims
-    return [{1: i, 2: d} for i, d in enumerate(scattered) if i not in together]
-
-
-_SUMS: dict[str, Callable[[Any], Sequence[dict[int, int]]]] = {
-    "reduce_sum": _summed_by_reduction,
-    "dot_general": _summed_by_product,
-    "conv_general_dilated": _summed_by_convolution,
-    "scatter-add": _summed_by_scatter,
-}

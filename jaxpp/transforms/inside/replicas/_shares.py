@@ -7,7 +7,8 @@ and is summed where it is made. So a metric, a mean and a variance keep their me
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -19,23 +20,19 @@ from jaxpp.transforms.inside import propagation
 from jaxpp.transforms.inside.replicas import _rules
 from jaxpp.transforms.inside.replicas._rules import Replicas
 
-Flags = tuple[bool, ...]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scope:
-    """A jaxpr whose calls are inlined, but for checkpoints, with the specs of its variables."""
+    """A jaxpr whose calls are inlined, but for checkpoints, with the specs of its variables.
+
+    No other scope has the same variables. `nested` has by its `id` each equation that holds jaxprs
+    which may take and give shares.
+    """
 
     jaxpr: jex.ClosedJaxpr
-    specs: dict[Any, Spec | None]
+    specs: Mapping[Any, Spec | None]
     replicas: Replicas
-    _nested: dict[int, "Nested | None"] = dataclasses.field(default_factory=dict)
-
-    def nested(self, eqn: Any) -> "Nested | None":
-        """Gives the jaxprs inside an equation that may take and give shares; None without one."""
-        if id(eqn) not in self._nested:
-            self._nested[id(eqn)] = _nested(eqn, self)
-        return self._nested[id(eqn)]
+    nested: Mapping[int, "Nested"]
 
     def summed(self, eqn: Any) -> dict[int, int]:
         """Finds the dimensions of an equation's operands in which it sums over the examples."""
@@ -43,30 +40,72 @@ class Scope:
             return {}
         return _rules.summed_dimensions(eqn, self.specs, self.replicas)
 
-    def additive(self, eqn: Any, apart: Collection[Any]) -> range:
-        """Finds the operands in which an equation is additive; none if it reads examples too."""
-        if len(eqn.outvars) != 1 or self._split([*eqn.invars, *eqn.outvars]):
-            return range(0)
-        chosen = [not _jaxprs.is_literal(v) and v in apart for v in eqn.invars]
-        return _primitives.additive_operands(eqn, chosen)
+    def additive(self, eqn: Any, apart: Collection[Any]) -> list[int]:
+        """Finds the operands in which an equation is additive, beside those that it sums over.
+
+        If it reads examples in another way, there are none.
+        """
+        summed = self.summed(eqn)
+        if len(eqn.outvars) != 1 or (not summed and self._split([*eqn.invars, *eqn.outvars])):
+            return []
+        operands = _primitives.additive_operands(eqn, [_among(v, apart) for v in eqn.invars])
+        return [i for i in operands if i not in summed]
 
     def _split(self, atoms: Sequence[Any]) -> bool:
         return any(self.replicas.split(self.specs.get(v)) for v in _jaxprs.variables(atoms))
 
 
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    """The jaxprs that an equation holds: a checkpoint's, a loop's body, a conditional's branches.
+
+    Args:
+        bodies: each takes the equation's operands from number `first` on, and gives its results.
+        carries: the number of the input, and of the output, of a body for each carry of a loop.
+        slices: the number of the first input of a body that is a slice of its operand.
+        stacks: the number of the first result that is a stack of outputs.
+    """
+
+    bodies: Sequence[Scope]
+    first: int
+    carries: Sequence[tuple[int, int]]
+    slices: int
+    stacks: int
+
+
 def open_scope(jaxpr: Any, specs: Sequence[Spec | None], replicas: Replicas) -> Scope:
     """Opens a jaxpr whose inputs have the given specs."""
-    closed = jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jex.ClosedJaxpr(jaxpr, [])
-    bound = _jaxprs.bind_constants(*_jaxprs.without_constants(closed))
-    flat = _jaxprs.inline(bound, lambda e: e.primitive.name not in _primitives.CHECKPOINTS)
-    return Scope(flat, propagation.propagate(flat, specs, replicas.sizes), replicas)
+    invars = list(map(_jaxprs.fresh_var, _jaxprs.opened(jaxpr).invars))
+    eqns, outvars = _jaxprs.inline_body(jaxpr, invars)
+    flat = _jaxprs.inline(
+        _compat.make_closed_jaxpr(invars, outvars, eqns),
+        lambda e: e.primitive.name not in _primitives.CHECKPOINTS,
+    )
+    known = propagation.propagate(flat, specs, replicas.sizes)
+    nested = {
+        id(eqn): _open_nested(eqn, known, replicas)
+        for eqn in flat.eqns
+        if eqn.primitive.name in _primitives.CHECKPOINTS or eqn.primitive.name in ("cond", "scan")
+    }
+    return Scope(flat, known, replicas, nested)
 
 
-# ---- one jaxpr ----------------------------------------------------------------------------------
+def _open_nested(eqn: Any, known: dict[Any, Spec | None], replicas: Replicas) -> Nested:
+    held = propagation.held(eqn, known, replicas.sizes)
+    bodies = [open_scope(jaxpr, specs, replicas) for jaxpr, specs in held]
+    if eqn.primitive.name != "scan":
+        first = int(eqn.primitive.name == "cond")
+        return Nested(bodies, first, [], len(eqn.invars), len(eqn.outvars))
+    num_consts, num_carry = _compat.scan_parts(eqn)
+    carries = [(num_consts + i, i) for i in range(num_carry)]
+    return Nested(bodies, 0, carries, num_consts + num_carry, num_carry)
+
+
+# ---- what stays apart ---------------------------------------------------------------------------
 
 
 def shares(scope: Scope, given: Collection[Any], wanted: Collection[Any]) -> frozenset[Any]:
-    """Finds the variables of a jaxpr that are to be made as shares.
+    """Finds the variables that are to be made as shares, of a jaxpr and of those inside it.
 
     Args:
         scope: the jaxpr.
@@ -78,11 +117,20 @@ def shares(scope: Scope, given: Collection[Any], wanted: Collection[Any]) -> fro
     """
     allowed: Callable[[Any], bool] = _is_number
     while True:
-        able = _made_in_shares(scope, given, allowed)
-        kept = able - _needed_whole(scope, able, wanted)
-        if kept == able:
-            return frozenset(kept)
-        allowed = kept.__contains__
+        able = _completed(functools.partial(_add_able, scope, allowed), filter(allowed, given))
+        whole = _completed(functools.partial(_add_whole, scope, able, wanted), ())
+        if able.isdisjoint(whole):
+            return frozenset(able)
+        allowed = able.difference(whole).__contains__
+
+
+def _completed(add: Callable[[set[Any]], None], start: Iterable[Any]) -> set[Any]:
+    """Adds to a set until there is nothing to add."""
+    found, size = set(start), -1
+    while size < len(found):
+        size = len(found)
+        add(found)
+    return found
 
 
 def _is_number(var: Any) -> bool:
@@ -90,159 +138,59 @@ def _is_number(var: Any) -> bool:
     return jnp.issubdtype(getattr(var.aval, "dtype", jnp.bool_), jnp.number)
 
 
-def _made_in_shares(
-    scope: Scope, given: Collection[Any], allowed: Callable[[Any], bool]
-) -> set[Any]:
-    """Finds the variables that are made of sums over examples, or of inputs in shares."""
-    able = {v for v in given if allowed(v)}
+def _among(atom: Any, variables: Collection[Any]) -> bool:
+    return not _jaxprs.is_literal(atom) and atom in variables
+
+
+def _add_able(scope: Scope, allowed: Callable[[Any], bool], able: set[Any]) -> None:
+    """Adds the variables that are made of sums over examples, or of inputs in shares."""
     for eqn in scope.jaxpr.eqns:
-        nested = scope.nested(eqn)
-        if nested is not None:
-            outs = nested.reached(_flags(eqn.invars, able))
-            found = [v for v, out in zip(eqn.outvars, outs, strict=True) if out]
-        else:
-            additive = [eqn.invars[i] for i in scope.additive(eqn, able)]
-            sums = any(v in able for v in _jaxprs.variables(additive)) or scope.summed(eqn)
-            found = eqn.outvars if sums else []
-        able.update(v for v in found if allowed(v))
-    return able
+        found: list[Any] = []
+        if nested := scope.nested.get(id(eqn)):
+            for body in nested.bodies:
+                inputs, outputs = body.jaxpr.jaxpr.invars, body.jaxpr.jaxpr.outvars
+                pairs = [*zip(eqn.invars[nested.first :], inputs, strict=True)]
+                pairs += [(outputs[o], inputs[i]) for i, o in nested.carries]
+                able.update(v for source, v in pairs if _among(source, able) and allowed(v))
+                _add_able(body, allowed, able)
+                made = zip(outputs, eqn.outvars, strict=True)
+                found += [v for output, v in made if _among(output, able)]
+        elif scope.summed(eqn) or any(
+            _among(eqn.invars[i], able) for i in scope.additive(eqn, able)
+        ):
+            found = eqn.outvars
+        able.update(filter(allowed, found))
 
 
-def _needed_whole(scope: Scope, able: set[Any], wanted: Collection[Any]) -> set[Any]:
-    """Finds the variables read by an equation that is not additive, or gives no shares."""
-    whole = set(_jaxprs.variables(scope.jaxpr.jaxpr.outvars)).difference(wanted)
+def _add_whole(
+    scope: Scope, able: Collection[Any], wanted: Collection[Any], whole: set[Any]
+) -> None:
+    """Adds the variables that an equation reads which is not additive, or gives no shares."""
+    whole.update(set(_jaxprs.variables(scope.jaxpr.jaxpr.outvars)).difference(wanted))
     for eqn in reversed(scope.jaxpr.eqns):
-        outs = tuple(v in able and v not in whole for v in eqn.outvars)
-        nested = scope.nested(eqn)
-        if nested is not None:
-            ins, _ = nested.settled(_flags(eqn.invars, able), outs)
-            read = [v for v, apart in zip(eqn.invars, ins, strict=True) if not apart]
-        elif outs[:1] == (True,):
+        apart = [v in able and v not in whole for v in eqn.outvars]
+        read = eqn.invars
+        if nested := scope.nested.get(id(eqn)):
+            read = _read_whole(eqn, nested, able, apart, whole)
+        elif apart == [True]:
             additive = scope.additive(eqn, able)
-            if scope.summed(eqn):
-                additive = summed_onto(eqn)
             read = [v for i, v in enumerate(eqn.invars) if i not in additive]
-        else:
-            read = eqn.invars
         whole.update(_jaxprs.variables(read))
-    return whole
 
 
-def summed_onto(eqn: Any) -> range:
-    """Gives the operand that a sum over examples is added to: the first one of a scatter."""
-    return range(1 if eqn.primitive.name == "scatter-add" else 0)
-
-
-def _flags(atoms: Sequence[Any], variables: Collection[Any]) -> Flags:
-    return tuple(not _jaxprs.is_literal(v) and v in variables for v in atoms)
-
-
-# ---- jaxprs in equations ------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Nested:
-    """The jaxprs that an equation holds: a checkpoint's, a loop's body, a conditional's branches.
-
-    Args:
-        bodies: each takes the equation's operands from number `first` on, and gives its results.
-        first: the number of the first operand that the bodies take.
-        carries: the number of the operand, and of the result, of each carry of a loop.
-        stacked_operands: the operands that the bodies take slices of.
-        stacked_results: the results that are stacks of the bodies' results.
-    """
-
-    bodies: tuple[Scope, ...]
-    first: int = 0
-    carries: tuple[tuple[int, int], ...] = ()
-    stacked_operands: range = range(0)
-    stacked_results: range = range(0)
-
-    def reached(self, ins: Flags) -> Flags:
-        """Finds the results that may be in shares, given the operands that are."""
-        while True:
-            found = [_made_in_shares(s, self._given(s, ins), _is_number) for s in self.bodies]
-            outs = self._made(found)
-            grown = _with(ins, [i for i, o in self.carries if outs[o]], True)
-            if grown == ins:
-                return outs
-            ins = grown
-
-    def settled(self, ins: Flags, wanted: Flags) -> tuple[Flags, Flags]:
-        """Decides which operands, and which results, are to be in shares.
-
-        Args:
-            ins: the operands that can be.
-            wanted: the results that can be.
-        """
-        outs = _both(wanted, self.reached(ins))
-        for i, o in self.carries:
-            ins = _with(ins, [i], outs[o])
-        while True:
-            found = [self._shares(scope, ins, outs) for scope in self.bodies]
-            new_ins, new_outs = self._taken(ins, found), _both(outs, self._made(found))
-            lost = [(i, o) for i, o in self.carries if not (new_ins[i] and new_outs[o])]
-            new_ins = _with(new_ins, [i for i, _ in lost], False)
-            new_outs = _with(new_outs, [o for _, o in lost], False)
-            if (new_ins, new_outs) == (ins, outs):
-                return ins, outs
-            ins, outs = new_ins, new_outs
-
-    def _given(self, scope: Scope, ins: Flags) -> list[Any]:
-        """Gives the inputs of a body that are in shares."""
-        invars = scope.jaxpr.jaxpr.invars
-        return [v for v, apart in zip(invars, ins[self.first :], strict=True) if apart]
-
-    def _shares(self, scope: Scope, ins: Flags, outs: Flags) -> frozenset[Any]:
-        wanted = [v for v, o in zip(scope.jaxpr.jaxpr.outvars, outs, strict=True) if o]
-        return shares(scope, self._given(scope, ins), _jaxprs.variables(wanted))
-
-    def _taken(self, ins: Flags, found: Sequence[Collection[Any]]) -> Flags:
-        """Gives the operands that every body takes in shares."""
-        taken = list(ins)
-        for scope, apart in zip(self.bodies, found, strict=True):
-            for i, v in enumerate(scope.jaxpr.jaxpr.invars, self.first):
-                taken[i] = taken[i] and v in apart
-        return tuple(taken)
-
-    def _made(self, found: Sequence[Collection[Any]]) -> Flags:
-        """Gives the results of which any body makes shares."""
-        made = [
-            _flags(scope.jaxpr.jaxpr.outvars, apart)
-            for scope, apart in zip(self.bodies, found, strict=True)
-        ]
-        return tuple(any(each) for each in zip(*made, strict=True))
-
-
-def _with(flags: Flags, numbers: Sequence[int], value: bool) -> Flags:
-    return tuple(value if i in numbers else flag for i, flag in enumerate(flags))
-
-
-def _both(one: Flags, other: Flags) -> Flags:
-    return tuple(a and b for a, b in zip(one, other, strict=True))
-
-
-def _nested(eqn: Any, scope: Scope) -> Nested | None:
-    specs = [None if _jaxprs.is_literal(v) else scope.specs.get(v) for v in eqn.invars]
-    name = eqn.primitive.name
-    if name in _primitives.CHECKPOINTS:
-        return Nested((open_scope(eqn.params["jaxpr"], specs, scope.replicas),))
-    if name == "cond":
-        branches = eqn.params["branches"]
-        return Nested(tuple(open_scope(b, specs[1:], scope.replicas) for b in branches), 1)
-    if name != "scan":
-        return None
-    num_consts, num_carry = _compat.scan_parts(eqn)
-    # A carry may be split in another way after an iteration than before the first.
-    for i in range(num_carry):
-        specs[num_consts + i] = scope.specs.get(eqn.outvars[i], specs[num_consts + i])
-    sliced = range(num_consts + num_carry, len(eqn.invars))
-    for i in sliced:
-        spec = specs[i]
-        specs[i] = None if spec is None else spec[1:]
-    return Nested(
-        (open_scope(eqn.params["jaxpr"], specs, scope.replicas),),
-        carries=tuple((num_consts + i, i) for i in range(num_carry)),
-        stacked_operands=sliced,
-        stacked_results=range(num_carry, len(eqn.outvars)),
-    )
+def _read_whole(
+    eqn: Any, nested: Nested, able: Collection[Any], apart: Sequence[bool], whole: set[Any]
+) -> list[Any]:
+    """Adds the variables needed whole in the bodies of an equation; gives its operands that are."""
+    read = eqn.invars[: nested.first]
+    for body in nested.bodies:
+        inputs, outputs = body.jaxpr.jaxpr.invars, body.jaxpr.jaxpr.outvars
+        wanted = [v for v, own in zip(outputs, apart, strict=True) if own]
+        _add_whole(body, able, _jaxprs.variables(wanted), whole)
+        for i, o in nested.carries:
+            ends = (inputs[i], outputs[o])
+            if not (apart[o] and all(_among(v, able) and v not in whole for v in ends)):
+                whole.update((inputs[i], eqn.outvars[o]))
+        operands = zip(eqn.invars[nested.first :], inputs, strict=True)
+        read += [v for v, own in operands if own not in able or own in whole]
+    return read
