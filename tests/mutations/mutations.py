@@ -432,8 +432,8 @@ MUTATIONS = (
     Mutation(
         "the order of results does not count",
         "jaxpp/_jaxprs.py",
-        "return head, body, tuple(map(atom, opened.outvars)), consts",
-        "return head, body, frozenset(map(atom, opened.outvars)), consts",
+        "return head, body, tuple(map(atom, inside.outvars)), consts",
+        "return head, body, frozenset(map(atom, inside.outvars)), consts",
         ("jaxprs", "LAW7"),
     ),
     Mutation(
