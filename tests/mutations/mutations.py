@@ -159,7 +159,7 @@ MUTATIONS = (
     Mutation(
         "a result that nothing makes does not leave",
         "jaxpp/transforms/tasks/_partition.py",
-        "if kind is Kind.F and stage == self._num_stages - 1:",
+        "if node.position == self.body.num_stages - 1:",
         "if False:",
         ("schedule::what_no_task_makes_leaves_the_loop",),
     ),
@@ -502,6 +502,16 @@ MUTATIONS = (
         "_jaxprs.structure(one.jaxpr, differentiable=True), one.inputs",
         "_jaxprs.structure(one.jaxpr, differentiable=True)",
         ("schedule::what_is_computed_before_a_loop_stays_before_it", "mixed_precision", "LAW7"),
+    ),
+    Mutation(
+        "what the second direction accumulates is lost",
+        "jaxpp/transforms/tasks/_accumulators.py",
+        "functools.reduce(fold.bind, parts)",
+        "parts[0]",
+        (
+            "directions::each_direction_accumulates_apart",
+            "schedule::the_sum_of_a_tied_gradient_is_accumulated_apart",
+        ),
     ),
     Mutation(
         "a reversed loop runs forwards",

@@ -1,13 +1,15 @@
 """Changes a loop's accumulators: none for a frozen parameter, one a task for a shared one."""
 
+import collections
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpp import _jaxprs, _primitives
-from jaxpp.transforms.tasks._body import Body
+from jaxpp import _jaxprs, _primitives, _specs
+from jaxpp.transforms.tasks._body import WHOLE, Body
 
 #: The primitives that a sum may go through before its accumulator: casts, and moves of data.
 _PASSED = _primitives.REORDERS | {"convert_element_type"}
@@ -30,111 +32,55 @@ def hand_through_zeros(body: Body) -> Body:
 
     outs = tuple(map(update, body.carries, body.carry_outs))
     keep = _jaxprs.ancestors(body.eqns, (*outs, *body.ys))
-    kept = [placed for placed, k in zip(body.placed(), keep, strict=True) if k]
+    kept = [p for p, k in zip(body.placed(), keep, strict=True) if k]
     return body.with_equations(kept, carry_outs=outs)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """A body in which each shared sum has an accumulator for each task that adds to it.
-
-    Carry i of the old body is the sum of the carries `summands[i]` of the new one; new carries
-    begin with zeros. For each carry that takes its microbatches in any order, `folds` has the
-    primitive that combines them.
-    """
-
-    body: Body
-    summands: tuple[tuple[int, ...], ...]
-    folds: dict[int, Any]
+def folded(fold: Any) -> Callable[..., Any]:
+    """Gives the function that joins several accumulators by the primitive that fills them."""
+    return lambda *parts: functools.reduce(fold.bind, parts)
 
 
-def split_shared_sums(body: Body) -> Sums:
+def neutral(fold: Any, carry: Any) -> Any:
+    """Gives the start of a further accumulator of a carry: zeros for a sum, else the carry's."""
+    return _specs.filled(carry, 0) if fold.name in _primitives.ADDS else carry
+
+
+def split_shared_sums(body: Body) -> Body:
     """Gives a sum over contributions of several tasks one accumulator for each task.
 
     Differentiation gives the gradient of a parameter that several stages read as one sum in each
     microbatch. With several accumulators each task accumulates its own contribution, and the
-    accumulators are summed once a step.
+    accumulators are summed once a step. Also finds how each carry combines its microbatches.
     """
-    maker, at = body.maker(), body.last_position()
-    readers: dict[Any, int] = {}
-    for v in [v for e in body.eqns for v in e.invars] + list(body.outputs):
-        if not _jaxprs.is_literal(v):
-            readers[v] = readers.get(v, 0) + 1
+    sums = _Sums(body)
+    carries, outs, joins = [], [], []
+    folds, values = {}, {}
+    for carry, out in zip(body.carries, body.carry_outs, strict=True):
+        fold = sums.fold(carry, out)
+        own, own_outs = [carry], [out]
+        if fold is not None:
+            groups = sums.terms_by_task(fold)
+            own += [_jaxprs.fresh_var(carry) for _ in groups[1:]]
+            own_outs += [_jaxprs.fresh_var(out) for _ in groups[1:]]
+            if len(groups) > 1:
+                sums.accumulate(fold, groups, own, own_outs)
+            folds.update(dict.fromkeys(own, fold.eqn.primitive))
+            values.update((v, neutral(fold.eqn.primitive, v.aval)) for v in own[1:])
+        carries += own
+        outs += own_outs
+        joins.append((len(own), folded(folds[carry])) if len(own) > 1 else WHOLE)
+    changes = {"carries": tuple(carries), "carry_outs": tuple(outs), "folds": folds}
+    return body.divided(sums.placed(), joins, values, **changes)
 
-    def itself(v) -> Any:
-        """Looks through a cast of weak type alone: a carry that began as a number has one."""
-        eqn = None if _jaxprs.is_literal(v) or v not in maker else body.eqns[maker[v]]
-        if eqn is None or eqn.primitive.name != "convert_element_type" or readers.get(v) != 1:
-            return v
-        return eqn.invars[0] if eqn.invars[0].aval.dtype == v.aval.dtype else v
 
-    def fold(carry, out) -> tuple[Any, Any] | None:
-        """Finds the equation that combines a carry with one value in any order, and that value."""
-        if _jaxprs.is_literal(out) or out not in maker or readers.get(carry) != 1:
-            return None
-        eqn = body.eqns[maker[out]]
-        if eqn.primitive.name not in _primitives.ADDS | _primitives.EXTREMES:
-            return None
-        left, right = eqn.invars
-        if itself(left) is carry:
-            return eqn, right
-        return (eqn, left) if itself(right) is carry else None
+@dataclasses.dataclass(frozen=True)
+class _Fold:
+    """The equation that combines a carry with a value of each microbatch, in any order."""
 
-    opened = _sums_of_several(body, at, readers)
-
-    def terms(v) -> tuple[list[_Term], list[int]]:
-        """Finds the terms of a sum, and the numbers of the equations that add them up."""
-        found, numbers, rest = [], [], [_Term(v)]
-        while rest:
-            term = rest.pop()
-            i = None if _jaxprs.is_literal(term.value) else opened.get(term.value)
-            if i is None:
-                found.append(term)
-                continue
-            numbers.append(i)
-            eqn = body.eqns[i]
-            linear = () if eqn.primitive.name in _primitives.ADDS else (eqn,)
-            rest += [_Term(o, (*linear, *term.linear)) for o in reversed(eqn.invars)]
-        return found, numbers
-
-    carries, outs = list(body.carries), list(body.carry_outs)
-    summands: list[tuple[int, ...]] = []
-    folds: dict[int, Any] = {}
-    dropped: set[int] = set()
-    sums: list[Any] = []
-    for j, (carry, out) in enumerate(zip(body.carries, body.carry_outs, strict=True)):
-        summands.append((j,))
-        folded = fold(carry, out)
-        if folded is None:
-            continue
-        eqn, value = folded
-        folds[j] = eqn.primitive
-        if eqn.primitive.name not in _primitives.ADDS:
-            continue
-        found, numbers = terms(value)
-        groups = _by_task(found, at)
-        if len(groups) < 2:
-            continue
-        dropped.update([maker[out], *numbers])
-        dropped.update(maker[v] for v in eqn.invars if itself(v) is carry and v is not carry)
-        for n, group in enumerate(groups):
-            if n > 0:
-                summands[j] += (len(carries),)
-                folds[len(carries)] = eqn.primitive
-                carry, out = _jaxprs.fresh_var(carry), _jaxprs.fresh_var(out)
-                carries.append(carry)
-                outs.append(out)
-            value, *others = (_finished(t, sums) for t in group)
-            for v in others:
-                partial = _jaxprs.fresh_var(v)
-                sums.append(eqn.replace(invars=[value, v], outvars=[partial]))
-                value = partial
-            sums.append(eqn.replace(invars=[carry, value], outvars=[out]))
-    kept = [placed for i, placed in enumerate(body.placed()) if i not in dropped]
-    apart = body.with_equations(
-        [*kept, *((e, None) for e in sums)], carries=tuple(carries), carry_outs=tuple(outs)
-    )
-    return Sums(apart, tuple(summands), folds)
+    eqn: Any
+    carry: Any
+    value: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,51 +91,116 @@ class _Term:
     linear: tuple[Any, ...] = ()
 
 
-def _sums_of_several(
-    body: Body, at: Mapping[Any, int], readers: Mapping[Any, int]
-) -> dict[Any, int]:
-    """Finds the sums of values of several tasks, each with the number of its equation.
+class _Sums:
+    """The equations of a body, among which sums over several tasks give way to sums of each."""
 
-    Sums of values of a single task, and sums in a forward pass, are left out.
-    """
-    tasks: dict[Any, set[int | None]] = {}
-    found: dict[Any, int] = {}
-    for i, (eqn, position) in enumerate(body.placed()):
-        name = eqn.primitive.name
-        if name not in _primitives.ADDS | _PASSED or (
-            position is not None and position < body.num_stages
-        ):
-            continue
-        (v,) = eqn.outvars
-        if readers.get(v) != 1 or (
-            name in _PASSED and not jnp.issubdtype(v.aval.dtype, jnp.inexact)
-        ):
-            continue
-        made_by = [tasks.get(o, {at.get(o)}) for o in _jaxprs.variables(eqn.invars)]
-        own = set[int | None]().union(*made_by)
-        if own != {at.get(v)}:
-            tasks[v], found[v] = own, i
-    return found
+    def __init__(self, body: Body):
+        self.body = body
+        self.maker, self.at = body.maker(), body.last_position()
+        atoms = [v for e in body.eqns for v in e.invars] + list(body.outputs)
+        self.readers = collections.Counter(v for v in atoms if not _jaxprs.is_literal(v))
+        self.opened = self._sums_of_several()
+        self.dropped: set[int] = set()
+        self.added: list[Any] = []
 
+    def placed(self) -> list[tuple[Any, int | None]]:
+        """Gives the equations with their positions; new ones have none."""
+        kept = [p for i, p in enumerate(self.body.placed()) if i not in self.dropped]
+        return [*kept, *((e, None) for e in self.added)]
 
-def _finished(term: _Term, eqns: list[Any]) -> Any:
-    """Applies a term's linear equations to its value, adds them to `eqns`, and gives the result."""
-    value = term.value
-    for eqn in term.linear:
-        result = _jaxprs.fresh_var(eqn.outvars[0])
-        eqns.append(eqn.replace(invars=[value], outvars=[result]))
-        value = result
-    return value
+    def fold(self, carry, out) -> _Fold | None:
+        """Finds how a carry combines its microbatches; None if their order counts."""
+        if _jaxprs.is_literal(out) or out not in self.maker or self.readers[carry] != 1:
+            return None
+        eqn = self.body.eqns[self.maker[out]]
+        if eqn.primitive.name not in _primitives.ADDS | _primitives.EXTREMES:
+            return None
+        left, right = eqn.invars
+        if self._uncast(left) is carry:
+            return _Fold(eqn, left, right)
+        return _Fold(eqn, right, left) if self._uncast(right) is carry else None
 
+    def _uncast(self, v) -> Any:
+        """Looks through a cast of weak type alone: a carry that began as a number has one."""
+        eqn = (
+            None if _jaxprs.is_literal(v) or v not in self.maker else self.body.eqns[self.maker[v]]
+        )
+        if eqn is None or eqn.primitive.name != "convert_element_type" or self.readers[v] != 1:
+            return v
+        return eqn.invars[0] if eqn.invars[0].aval.dtype == v.aval.dtype else v
 
-def _by_task(terms: list[_Term], at: dict[Any, int]) -> list[list[_Term]]:
-    """Groups terms by the task that makes them.
+    def _sums_of_several(self) -> dict[Any, int]:
+        """Finds the sums of values of several tasks, each with the number of its equation.
 
-    A term that no task makes (the gradient of a penalty on the parameter) joins the first group.
-    """
-    tasks = [None if _jaxprs.is_literal(t.value) else at.get(t.value) for t in terms]
-    first = next((p for p in tasks if p is not None), None)
-    groups: dict[int | None, list[_Term]] = {}
-    for t, p in zip(terms, tasks, strict=True):
-        groups.setdefault(first if p is None else p, []).append(t)
-    return list(groups.values())
+        Sums of values of a single task, and sums in a forward pass, are left out.
+        """
+        tasks: dict[Any, set[int | None]] = {}
+        found: dict[Any, int] = {}
+        for i, (eqn, position) in enumerate(self.body.placed()):
+            name = eqn.primitive.name
+            forward = position is not None and position < self.body.num_stages
+            if name not in _primitives.ADDS | _PASSED or forward:
+                continue
+            (v,) = eqn.outvars
+            exact = name in _PASSED and not jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            if self.readers[v] != 1 or exact:
+                continue
+            made_by = [tasks.get(o, {self.at.get(o)}) for o in _jaxprs.variables(eqn.invars)]
+            own = set[int | None]().union(*made_by)
+            if own != {self.at.get(v)}:
+                tasks[v], found[v] = own, i
+        return found
+
+    def terms_by_task(self, fold: _Fold) -> list[list[_Term]]:
+        """Groups the terms of a sum by the task that makes them.
+
+        A term that no task makes (the gradient of a penalty on the parameter) joins the first
+        group. An extreme has one group.
+        """
+        if fold.eqn.primitive.name not in _primitives.ADDS:
+            return [[_Term(fold.value)]]
+        terms, _ = self._terms(fold.value)
+        tasks = [None if _jaxprs.is_literal(t.value) else self.at.get(t.value) for t in terms]
+        first = next((p for p in tasks if p is not None), None)
+        groups: dict[int | None, list[_Term]] = {}
+        for t, p in zip(terms, tasks, strict=True):
+            groups.setdefault(first if p is None else p, []).append(t)
+        return list(groups.values())
+
+    def _terms(self, v) -> tuple[list[_Term], list[int]]:
+        """Finds the terms of a sum, and the numbers of the equations that add them up."""
+        found, numbers, rest = [], [], [_Term(v)]
+        while rest:
+            term = rest.pop()
+            i = None if _jaxprs.is_literal(term.value) else self.opened.get(term.value)
+            if i is None:
+                found.append(term)
+                continue
+            numbers.append(i)
+            eqn = self.body.eqns[i]
+            linear = () if eqn.primitive.name in _primitives.ADDS else (eqn,)
+            rest += [_Term(o, (*linear, *term.linear)) for o in reversed(eqn.invars)]
+        return found, numbers
+
+    def accumulate(self, fold: _Fold, groups, carries, outs) -> None:
+        """Adds each group of terms to a carry of its own, in place of the sum of all terms."""
+        _, numbers = self._terms(fold.value)
+        self.dropped.update([self.maker[outs[0]], *numbers])
+        if fold.carry is not carries[0]:
+            self.dropped.add(self.maker[fold.carry])
+        for group, carry, out in zip(groups, carries, outs, strict=True):
+            value, *others = map(self._finished, group)
+            for v in others:
+                partial = _jaxprs.fresh_var(v)
+                self.added.append(fold.eqn.replace(invars=[value, v], outvars=[partial]))
+                value = partial
+            self.added.append(fold.eqn.replace(invars=[carry, value], outvars=[out]))
+
+    def _finished(self, term: _Term) -> Any:
+        """Applies a term's linear equations to its value."""
+        value = term.value
+        for eqn in term.linear:
+            result = _jaxprs.fresh_var(eqn.outvars[0])
+            self.added.append(eqn.replace(invars=[value], outvars=[result]))
+            value = result
+        return value

@@ -5,7 +5,8 @@ S-1..0, so that values flow from lower positions to higher ones.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -14,14 +15,29 @@ import jax.numpy as jnp
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp.transforms.stages import dissolve_marks, is_backward_call, is_stage_call, stage_of_call
 
+#: How a result of the loop is made from those that it was divided into: their number, and the
+#: function that joins them.
+Join = tuple[int, Callable[..., Any]]
+
+WHOLE: Join = (1, lambda result: result)
+
+
+def joined(results: Sequence[Any], joins: Sequence[Join]) -> list[Any]:
+    """Joins the results of a loop, which were divided; those after the last join stay."""
+    rest = iter(results)
+    return [join(*itertools.islice(rest, number)) for number, join in joins] + list(rest)
+
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """A loop body.
+    """A loop body, with the loop's operands.
 
     `position` has the position of each equation's task, None for an equation outside of all calls
     of stages. Carry i becomes `carry_outs[i]`; `ys` are the results of each iteration. The tasks at
-    the positions `recomputing` compute a part of a forward again.
+    the positions `recomputing` compute a part of a forward again. `values` has the operand of the
+    loop for each of its inputs. For each carry that takes its microbatches in any order, `folds`
+    has the primitive that combines them. `finish` makes the results of the loop as it was traced
+    from those of a loop of this body.
     """
 
     consts: tuple[Any, ...]
@@ -33,6 +49,9 @@ class Body:
     ys: tuple[Any, ...]
     num_stages: int
     recomputing: frozenset[int]
+    values: Mapping[Any, Any]
+    folds: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+    finish: Callable[[Sequence[Any]], Sequence[Any]] = lambda results: results
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -49,9 +68,52 @@ class Body:
             self, eqns=tuple(e for e, _ in placed), position=tuple(p for _, p in placed), **changes
         )
 
+    def renamed(self, placed, known: _jaxprs.Substitution, **changes: Any) -> "Body":
+        """Replaces the equations by others, and its results by what is known of them."""
+        outs = tuple(map(known, self.carry_outs))
+        return self.with_equations(
+            placed, carry_outs=outs, ys=tuple(map(known, self.ys)), **changes
+        )
+
+    def divided(self, placed, joins: Sequence[Join], values: Mapping[Any, Any], **changes: Any):
+        """Divides carries; `joins` says how the loop's last carries are made from the new ones."""
+
+        def finish(results):
+            return self.finish(joined(results, joins))
+
+        values = {**self.values, **values}
+        return self.with_equations(placed, values=values, finish=finish, **changes)
+
+    def read(self) -> set[Any]:
+        """Finds the variables that equations or results read."""
+        read = {v for e in self.eqns for v in _jaxprs.variables(e.invars)}
+        return read.union(_jaxprs.variables(self.outputs))
+
     def maker(self) -> dict[Any, int]:
         """Finds for each variable the number of the equation that makes it."""
         return {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
+
+    def owner(self) -> dict[Any, int]:
+        """Finds for each variable the position of the task that makes it, if one task does."""
+        return {v: p for e, p in self.placed() if p is not None for v in e.outvars}
+
+    def readers(self) -> dict[Any, set[int]]:
+        """Finds for each variable the positions of the tasks that read it."""
+        readers: dict[Any, set[int]] = {}
+        for e, p in self.placed():
+            if p is not None:
+                for v in _jaxprs.variables(e.invars):
+                    readers.setdefault(v, set()).add(p)
+        return readers
+
+    def equations_at(self, position: int, more: Sequence[Any]) -> list[Any]:
+        """Gives the equations of a task, and those without a position that it or `more` need."""
+        read, found = set(more), []
+        for eqn, p in reversed(list(self.placed())):
+            if p == position or (p is None and any(v in read for v in eqn.outvars)):
+                read.update(_jaxprs.variables(eqn.invars))
+                found.append(eqn)
+        return found[::-1]
 
     def last_position(self) -> dict[Any, int]:
         """Finds the position of the last task that each variable depends on, if it does on any."""
@@ -73,8 +135,16 @@ class Body:
         return f"{'B' if position >= self.num_stages else 'F'} of stage {self.stage(position)}"
 
 
-def read_body(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int) -> Body:
+def read_body(
+    jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, operands: Sequence[Any]
+) -> Body:
     """Opens the stage calls in the jaxpr of a loop's body.
+
+    Args:
+        jaxpr: one iteration; it takes constants, carries and slices, and gives carries and results.
+        num_consts: the number of its inputs that are constants.
+        num_carry: the number of its inputs, and of its outputs, that are carries.
+        operands: the operands of the loop.
 
     Raises:
         ValueError: if stages are called inside a loop or conditional, or differ in their number.
@@ -124,7 +194,13 @@ def read_body(jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int) -> Body:
         outvars[num_carry:],
         num_stages,
         frozenset(recomputing),
+        dict(zip(invars, operands, strict=True)),
     )
+
+
+def needed(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """Gives the equations that outputs need."""
+    return [e for e, k in zip(eqns, _jaxprs.ancestors(eqns, outputs), strict=True) if k]
 
 
 def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool]]:

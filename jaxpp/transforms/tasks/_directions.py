@@ -6,114 +6,91 @@ the loop, as for a parameter that two stages share.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import _primitives, schedules
+from jaxpp import schedules
 from jaxpp.transforms.tasks import _loop
+from jaxpp.transforms.tasks._accumulators import folded, neutral
+from jaxpp.transforms.tasks._body import WHOLE, Join
 
 
-@dataclasses.dataclass(frozen=True)
-class Directed:
-    """A loop's tasks with a copy for each direction.
-
-    `carries` are its first accumulators. After the loop's own come those of the further directions,
-    one direction after the other; `parts` has for each the carry of the loop that it is a part of.
-    """
-
-    tasks: _loop.LoopTasks
-    carries: tuple[Any, ...]
-    parts: tuple[int, ...]
-    num_ys: int
-
-    def together(self, results: Sequence[Any], direction_of: Sequence[int]) -> list[Any]:
-        """Combines the results of the directions to those of the loop.
-
-        Args:
-            results: the results of the loop with these tasks.
-            direction_of: the direction of each slice of the loop.
-        """
-        if self.tasks.num_directions == 1:
-            return list(results)
-        num_carry = len(self.carries) - len(self.parts)
-        carries, ys = list(results[:num_carry]), results[len(self.carries) :]
-        more = results[num_carry : len(self.carries)]
-        for part, j in zip(more, self.parts, strict=True):
-            carries[j] = self.tasks.folds[j].bind(carries[j], part)
-        stacked = list(ys[: self.num_ys])
-        for n, rows in enumerate(ys[self.num_ys :]):
-            direction, i = divmod(n + self.num_ys, self.num_ys)
-            own = np.array(direction_of) == direction
-            shape = (-1, *(1,) * (rows.ndim - 1))
-            stacked[i] = jnp.where(own.reshape(shape), rows, stacked[i])
-        return [*carries, *stacked]
-
-
-def separate(tasks: _loop.LoopTasks, directions: int, carries: Sequence[Any]) -> Directed:
+def separate(
+    tasks: _loop.LoopTasks, carries: Sequence[Any], direction_of: Sequence[int]
+) -> tuple[_loop.LoopTasks, list[Any], list[Join]]:
     """Copies the tasks of a loop for each direction, with accumulators of its own.
 
     Args:
         tasks: the tasks of one direction.
-        directions: the number of directions.
         carries: the loop's first accumulators.
+        direction_of: the direction of each slice of the loop.
+
+    Returns:
+        The tasks, the first accumulators, and how each result of the loop is joined.
 
     Raises:
         jaxpp.schedules.ScheduleError: if a value is carried through all microbatches in order,
             which a loop of two directions does not have.
     """
-    if directions == 1:
-        return Directed(tasks, tuple(carries), (), tasks.num_ys)
-    written = sorted({r.index for b in tasks.bodies for r in b.outputs if r.source == "carry"})
+    count = max(direction_of) + 1
+    if count == 1:
+        return tasks, list(carries), []
     for (kind, stage), line in _loop.ordered_carries(tasks).items():
         raise schedules.ScheduleError(
-            f"the schedule sends microbatches through the ranks in {directions} directions, but "
+            f"the schedule sends microbatches through the ranks in {count} directions, but "
             f"the loop carries a value{line} through {kind}[stage {stage}] from each microbatch to "
             f"the next in order; combine it by 'mean', 'sum', 'max', 'stack' or 'concat', or use a "
             f"schedule of one direction."
         )
-    bodies, parts, firsts = list(tasks.bodies), [], list(carries)
-    for direction in range(1, directions):
-        number = {j: len(firsts) + n for n, j in enumerate(written)}
-        parts += written
-        firsts += [_neutral(tasks.folds[j], carries[j]) for j in written]
-        for body in tasks.bodies:
-            bodies.append(_moved(body, direction, tasks, number))
-    folds = {**tasks.folds, **{len(carries) + n: tasks.folds[j] for n, j in enumerate(parts)}}
+    written = {r.index for b in tasks.bodies for r in b.outputs if r.source == "carry"}
+    firsts, joins, folds = [], [], {}
+    #: The first of the accumulators that stand for each carry.
+    number: dict[int, int] = {}
+    for j, carry in enumerate(carries):
+        number[j], fold = len(firsts), tasks.folds.get(j)
+        more = count - 1 if j in written else 0
+        firsts += [carry, *(neutral(fold, carry) for _ in range(more))]
+        joins.append((count, folded(fold)) if more else WHOLE)
+        folds.update(dict.fromkeys(range(number[j], len(firsts)), fold) if fold else {})
+    joins += [(count, _rows_of(direction_of))] * tasks.num_ys
+
+    def moved(body: _loop.TaskBody, direction: int) -> _loop.TaskBody:
+        """Copies a task for a direction: it has another stage, and its own accumulators."""
+
+        def move(ref: _loop.Ref) -> _loop.Ref:
+            if ref.source == "carry":
+                own = direction if ref.index in written else 0
+                return _loop.Ref("carry", number[ref.index] + own)
+            return _loop.Ref("y", ref.index * count + direction) if ref.source == "y" else ref
+
+        return dataclasses.replace(
+            body,
+            stage=direction * tasks.num_stages + body.stage,
+            inputs=tuple(map(move, body.inputs)),
+            outputs=tuple(map(move, body.outputs)),
+        )
+
     copies = dataclasses.replace(
         tasks,
-        bodies=tuple(bodies),
+        bodies=tuple(moved(body, d) for d in range(count) for body in tasks.bodies),
         num_carry=len(firsts),
-        num_ys=directions * tasks.num_ys,
+        num_ys=count * tasks.num_ys,
         folds=folds,
-        num_directions=directions,
+        num_directions=count,
     )
-    return Directed(copies, tuple(firsts), tuple(parts), tasks.num_ys)
+    return copies, firsts, joins
 
 
-def _neutral(fold: Any, carry: Any) -> Any:
-    """Gives the start of a further accumulator of a carry: zeros for a sum, else the carry's."""
-    adds = fold.name in _primitives.ADDS
-    return jnp.zeros(carry.shape, carry.dtype) if adds else carry
+def _rows_of(direction_of: Sequence[int]) -> Callable[..., Any]:
+    """Gives the function that takes each microbatch's row from its direction's result."""
 
+    def join(first, *others):
+        for direction, rows in enumerate(others, 1):
+            own = np.array(direction_of) == direction
+            first = jnp.where(own.reshape((-1, *(1,) * (rows.ndim - 1))), rows, first)
+        return first
 
-def _moved(
-    body: _loop.TaskBody, direction: int, tasks: _loop.LoopTasks, number: dict[int, int]
-) -> _loop.TaskBody:
-    """Copies a task for another direction: it has another stage number, and other accumulators."""
-
-    def move(ref: _loop.Ref) -> _loop.Ref:
-        if ref.source == "carry":
-            return _loop.Ref("carry", number[ref.index])
-        if ref.source == "y":
-            return _loop.Ref("y", direction * tasks.num_ys + ref.index)
-        return ref
-
-    return dataclasses.replace(
-        body,
-        stage=direction * tasks.num_stages + body.stage,
-        inputs=tuple(map(move, body.inputs)),
-        outputs=tuple(map(move, body.outputs)),
-    )
+    return join

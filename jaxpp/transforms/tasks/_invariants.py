@@ -11,14 +11,13 @@ from typing import Any
 import jax.extend.core as jex
 
 from jaxpp import _compat, _flops, _jaxprs, _primitives
-from jaxpp.transforms.tasks._body import Body
+from jaxpp.transforms.tasks._body import Body, needed
 
 
-def hoist(body: Body) -> tuple[Body, _jaxprs.Part]:
-    """Takes the equations that depend on constants alone, and cost something, out of the loop.
+def hoist(body: Body) -> Body:
+    """Computes the equations that depend on constants alone, and cost something, before the loop.
 
-    Returns:
-        The body, in which the results of these equations are further constants, and the equations.
+    Their results are further constants of the loop.
     """
     body = _Opener(body).opened()
     find = _Invariance(body)
@@ -26,22 +25,20 @@ def hoist(body: Body) -> tuple[Body, _jaxprs.Part]:
     for e in body.eqns:
         find.note(e)
         out.append(find.is_worth_hoisting(e))
-    rest = [placed for placed, o in zip(body.placed(), out, strict=True) if not o]
-    read = {v for e, _ in rest for v in _jaxprs.variables(e.invars)}
-    read.update(_jaxprs.variables(body.outputs))
+    rest = body.with_equations([p for p, o in zip(body.placed(), out, strict=True) if not o])
+    read = rest.read()
     outputs = [v for e, o in zip(body.eqns, out, strict=True) if o for v in e.outvars if v in read]
-    made = _needed([e for e in body.eqns if not e.effects], outputs)
+    made = needed([e for e in body.eqns if not e.effects], outputs)
     made, known = _merge_equal(made)
     outputs = list(dict.fromkeys(map(known, outputs)))
     hoisted = _jaxprs.part(made, outputs)
-    rest = [(known.rename(e), p) for e, p in rest]
-    body = body.with_equations(
-        rest,
+    results = _jaxprs.run(hoisted.jaxpr, *(body.values[v] for v in hoisted.inputs))
+    return rest.renamed(
+        [(known.rename(e), p) for e, p in rest.placed()],
+        known,
         consts=(*body.consts, *outputs),
-        carry_outs=tuple(map(known, body.carry_outs)),
-        ys=tuple(map(known, body.ys)),
+        values={**body.values, **dict(zip(outputs, results, strict=True))},
     )
-    return body, hoisted
 
 
 class _Invariance:
@@ -73,11 +70,7 @@ class _Opener:
 
     def opened(self) -> Body:
         placed = [(e, p) for eqn, p in self.body.placed() for e in self._open(eqn)]
-        return self.body.with_equations(
-            placed,
-            carry_outs=tuple(map(self.known, self.body.carry_outs)),
-            ys=tuple(map(self.known, self.body.ys)),
-        )
+        return self.body.renamed(placed, self.known)
 
     def _open(self, eqn) -> list[Any]:
         """Gives the equations that take the place of one."""
@@ -103,7 +96,7 @@ class _Opener:
         if eqn.primitive.name in _primitives.PLAIN_CALLS:
             self.known.of.update(zip(eqn.outvars, results, strict=True))
             return inner
-        before = _needed([e for e in inner if not e.effects], worth)
+        before = needed([e for e in inner if not e.effects], worth)
         after = [e for e in inner if not any(e is b for b in before)]
         made = {v for e in after for v in e.outvars}
         kept = [(v, r) for v, r in zip(eqn.outvars, results, strict=True) if r in made]
@@ -146,11 +139,6 @@ class _Opener:
         for e in (*before, eqn):
             self.find.note(e)
         return [*before, eqn]
-
-
-def _needed(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """Gives the equations that outputs need."""
-    return [e for e, k in zip(eqns, _jaxprs.ancestors(eqns, outputs), strict=True) if k]
 
 
 def _merge_equal(eqns: Sequence[Any]) -> tuple[list[Any], _jaxprs.Substitution]:

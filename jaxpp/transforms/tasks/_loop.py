@@ -106,20 +106,6 @@ class LoopTasks:
             for body in bodies
         }
 
-    def without_unread(self, consts: Sequence[Any]) -> tuple["LoopTasks", list[Any]]:
-        """Drops the constants that no task reads; gives the tasks and the remaining constants."""
-        read = sorted({r.index for b in self.bodies for r in b.inputs if r.source == "const"})
-        number = {old: new for new, old in enumerate(read)}
-
-        def move(ref: Ref) -> Ref:
-            return Ref("const", number[ref.index]) if ref.source == "const" else ref
-
-        bodies = tuple(
-            dataclasses.replace(b, inputs=tuple(map(move, b.inputs))) for b in self.bodies
-        )
-        own = dataclasses.replace(self, bodies=bodies, num_consts=len(read))
-        return own, [consts[i] for i in read]
-
     def operands(self, number: int) -> list[Ref]:
         """Gives the `Ref` of each operand of the loop, which has `number` operands."""
         counts = {"const": self.num_consts, "carry": self.num_carry}

@@ -1,18 +1,14 @@
 """`schedule`: partitions the microbatch loops of a function into tasks, and orders the tasks."""
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from jaxpp import _compat, _jaxprs, _specs, schedules
+from jaxpp import _compat, _jaxprs, schedules
 from jaxpp.schedules import Kind, Table
-from jaxpp.transforms.stacked import Bounds
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
 from jaxpp.transforms.tasks import _directions, _loop, _partition
+from jaxpp.transforms.tasks._body import joined, read_body
 
 
 def schedule(fun: Callable, schedule: Any) -> Callable:
@@ -142,72 +138,17 @@ def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
 def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
     num_consts, num_carry = _compat.scan_parts(eqn)
     body, values = _jaxprs.without_constants(eqn.params["jaxpr"])
-    operands, num_consts = [*values, *operands], num_consts + len(values)
     body = _compat.eliminate_dead_code(body, [True] * len(body.jaxpr.outvars))
-    operands = _without_unread_carries(body, num_consts, num_carry, operands)
     table = _table(schedule, body, eqn.params["length"])
-    partition = _partition.partition(body, num_consts, num_carry, table)
-    _check(schedule, table, partition.tasks)
-    zeros = [_specs.filled(a, 0) for a in partition.zeros]
-    firsts = operands[num_consts : num_consts + num_carry]
-    carries = [*_apart(firsts, partition.cuts), *zeros]
-    consts = [*operands[:num_consts], *(carries[i] for i in partition.kept)]
-    hoisted = _jaxprs.run(partition.hoisted.jaxpr, *(consts[i] for i in partition.hoisted_from))
-    # No task reads a whole stacked parameter once its slices are hoisted.
-    tasks, consts = partition.tasks.without_unread([*consts, *hoisted])
-    # A table of two directions uses only one if there is a single microbatch.
-    directed = _directions.separate(tasks, max(table.direction_of) + 1, carries)
-    results = _loop.loop_p.bind(
-        *consts,
-        *directed.carries,
-        *operands[num_consts + num_carry :],
-        reverse=eqn.params["reverse"],
-        tasks=directed.tasks,
-    )
+    opened = read_body(body, num_consts + len(values), num_carry, [*values, *operands])
+    tasks, own = _partition.partition(opened, table)
+    _check(schedule, table, tasks)
     taken = table.direction_of[::-1] if eqn.params["reverse"] else table.direction_of
-    results = directed.together(results, taken)
-    sums = [
-        functools.reduce(lambda a, b: a + b, (results[i] for i in parts))
-        for parts in partition.summands
-    ]
-    return [*_together(sums, partition.cuts), *results[partition.tasks.num_carry :]]
-
-
-def _apart(carries: Sequence[Any], cuts: Sequence[Bounds | None]) -> list[Any]:
-    """Cuts carries into slices of their rows, where they have cuts."""
-    parts: list[Any] = []
-    for carry, cut in zip(carries, cuts, strict=True):
-        if cut is None:
-            parts.append(carry)
-        else:
-            parts += [jax.lax.slice_in_dim(carry, *rows) for rows in itertools.pairwise(cut)]
-    return parts
-
-
-def _together(parts: Sequence[Any], cuts: Sequence[Bounds | None]) -> list[Any]:
-    """Puts carries together from their slices."""
-    rest = iter(parts)
-    return [
-        next(rest) if cut is None else jax.lax.concatenate([next(rest) for _ in cut[1:]], 0)
-        for cut in cuts
-    ]
-
-
-def _without_unread_carries(
-    body, num_consts: int, num_carry: int, operands: list[Any]
-) -> list[Any]:
-    """Puts zeros in place of carries that no microbatch reads: no rank needs their first values.
-
-    An example is the average that a BatchNorm gives for evaluation.
-    """
-    read = {v for e in body.eqns for v in _jaxprs.variables(e.invars)}
-    read.update(_jaxprs.variables(body.jaxpr.outvars))
-    carries = range(num_consts, num_consts + num_carry)
-    unread = {i: v.aval for i, v in enumerate(body.jaxpr.invars) if i in carries and v not in read}
-    return [
-        jnp.zeros(unread[i].shape, unread[i].dtype) if i in unread else x
-        for i, x in enumerate(operands)
-    ]
+    firsts = [own.values[v] for v in own.carries]
+    tasks, carries, joins = _directions.separate(tasks, firsts, taken)
+    consts, xs = ([own.values[v] for v in part] for part in (own.consts, own.xs))
+    results = _loop.loop_p.bind(*consts, *carries, *xs, reverse=eqn.params["reverse"], tasks=tasks)
+    return list(own.finish(joined(results, joins)))
 
 
 def _table(schedule: Any, body, length: int) -> Table:

@@ -5,8 +5,10 @@ zeros, and adds the padded gradients up. With one accumulator for each part, eac
 its own rows, and nothing else.
 """
 
-import dataclasses
+import itertools
 from typing import Any
+
+import jax
 
 from jaxpp import _jaxprs, _primitives
 from jaxpp.transforms.stacked import (
@@ -20,48 +22,39 @@ from jaxpp.transforms.stacked import (
     rows_of,
     takes_some_rows,
 )
-from jaxpp.transforms.tasks._body import Body
+from jaxpp.transforms.tasks._body import WHOLE, Body
 
 
-@dataclasses.dataclass(frozen=True)
-class StackedSums:
-    """A body whose stacked sums are in parts.
-
-    `cuts` has for each carry of the old body where its rows are cut, None for a whole carry; the
-    new body has the parts in place of a carry that is cut.
-    """
-
-    body: Body
-    cuts: tuple[Bounds | None, ...]
-
-
-def split_stacked_sums(body: Body) -> StackedSums:
+def split_stacked_sums(body: Body) -> Body:
     """Divides a sum over rows that several stages make: the rows of each get an accumulator."""
     body = _open_calls(body)
     bounds = _bounds(body)
-    cuts = tuple(bounds.get(v) for v in body.carries)
+    cuts = [bounds.get(v) for v in body.carries]
     if not any(cuts):
-        return StackedSums(body, cuts)
+        return body
     given = {v: part_vars(v, bounds[v]) for v in body.carries if v in bounds}
     rules = dict(enumerate(map(rows_of, body.eqns)))
     splitter = Splitter(bounds, rules, given)
     splitter.rewrite(body.eqns)
-    carry_outs = []
-    for out, cut in zip(body.carry_outs, cuts, strict=True):
-        whole = cut is None
-        carry_outs.extend([splitter.whole(out)] if whole else splitter.solid_parts(out, cut))
+    carries, carry_outs, joins, values = [], [], [], {}
+    for carry, out, cut in zip(body.carries, body.carry_outs, cuts, strict=True):
+        if cut is None:
+            parts, outs, join = [carry], [splitter.whole(out)], WHOLE
+        else:
+            parts, outs = given[carry], splitter.solid_parts(out, cut)
+            join = len(parts), lambda *rows: jax.lax.concatenate(rows, 0)
+            for part, rows in zip(parts, itertools.pairwise(cut), strict=True):
+                values[part] = jax.lax.slice_in_dim(body.values[carry], *rows)
+        carries += parts
+        carry_outs += outs
+        joins.append(join)
     ys = tuple(splitter.whole(v) for v in body.ys)
     # New equations have no position: they join a task by dependence later.
     placed = [(e, None if n is None else body.position[n]) for e, n in splitter.eqns]
     keep = _jaxprs.ancestors([e for e, _ in placed], (*carry_outs, *ys))
-    carries = tuple(part for v in body.carries for part in given.get(v, [v]))
-    apart = body.with_equations(
-        [p for p, k in zip(placed, keep, strict=True) if k],
-        carries=carries,
-        carry_outs=tuple(carry_outs),
-        ys=ys,
-    )
-    return StackedSums(apart, cuts)
+    placed = [p for p, k in zip(placed, keep, strict=True) if k]
+    changes = {"carries": tuple(carries), "carry_outs": tuple(carry_outs), "ys": ys}
+    return body.divided(placed, joins, values, **changes)
 
 
 def _bounds(body: Body) -> dict[Any, Bounds]:
@@ -111,8 +104,4 @@ def _open_calls(body: Body) -> Body:
         opened = _jaxprs.inline(_jaxprs.part([eqn], eqn.outvars).jaxpr, touches_rows)
         placed.extend((e, position) for e in opened.eqns)
         known.of.update(zip(eqn.outvars, opened.jaxpr.outvars, strict=True))
-    return body.with_equations(
-        placed,
-        carry_outs=tuple(map(known, body.carry_outs)),
-        ys=tuple(map(known, body.ys)),
-    )
+    return body.renamed(placed, known)
