@@ -156,6 +156,7 @@ class Argument:
         fed: whether the ranks that read it load it themselves.
         spec: how it is split inside a rank.
         in_tasks: how tasks read it: less split than `spec` if each task gathers it for itself.
+        stages: the stages that read it.
     """
 
     path: str
@@ -167,6 +168,7 @@ class Argument:
     fed: bool = False
     spec: Spec = ()
     in_tasks: Spec = ()
+    stages: frozenset[int] = frozenset()
 
     @property
     def name(self) -> str:
@@ -184,6 +186,7 @@ class Result:
         rows: the first row that it has of that array, and the first after them; None for all.
         becomes: the number of the argument of the next call that it becomes; None for none.
         spec: how it is split inside a rank; None where that is open.
+        stages: the stages that it is left on.
     """
 
     aval: Any
@@ -191,6 +194,7 @@ class Result:
     rows: tuple[int, int] | None = None
     becomes: int | None = None
     spec: Spec | None = None
+    stages: frozenset[int] = frozenset()
 
 
 #: The rows at which an array is cut, with 0 and the number of rows: `(0, 2, 4)`; None for whole.

@@ -141,6 +141,8 @@ def _line(record: Argument | Result) -> str:
         said += [word for word in ("donated", "fed") if getattr(record, word)]
     elif record.rows is not None:
         said.append(f"rows {record.rows[0]}:{record.rows[1]}")
+    if record.stages:
+        said.append(f"of stages {' '.join(map(str, sorted(record.stages)))}")
     if isinstance(record, Result) and record.becomes is not None:
         said.append(f"becomes argument {record.becomes}")
     if record.spec and any(record.spec):

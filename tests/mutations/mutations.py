@@ -218,8 +218,8 @@ MUTATIONS = (
     Mutation(
         "a reversed loop takes its slices forwards",
         "jaxpp/transforms/place/_task_graph.py",
-        'if loop.eqn.params["reverse"]:',
-        "if False:",
+        'length - 1 - task.microbatch if eqn.params["reverse"] else task.microbatch',
+        "task.microbatch",
         ("laws::a_loop_that_runs_backwards_hands_its_state_backwards",),
     ),
     Mutation(
@@ -232,7 +232,7 @@ MUTATIONS = (
     Mutation(
         "loops of other lengths share tasks",
         "jaxpp/transforms/place/_task_graph.py",
-        "loop.tasks.table.num_microbatches if indexed else None,",
+        "length if indexed else None,",
         "None,",
         ("LAW7",),
     ),
@@ -323,8 +323,8 @@ MUTATIONS = (
     Mutation(
         "state is left where it was made",
         "jaxpp/transforms/place/_placement.py",
-        "final.append((v, state or home))",
-        "final.append((v, home))",
+        "stages=state or home",
+        "stages=home",
         (
             "mesh::no_call_moves_state",
             "mesh::results_are_where_the_next_call_needs_them",
@@ -333,7 +333,7 @@ MUTATIONS = (
     ),
     Mutation(
         "computations of two ranks are in one level",
-        "jaxpp/transforms/place/_placement.py",
+        "jaxpp/transforms/place/_segments.py",
         "level[i] = max(level[i], level[j] + apart)",
         "level[i] = max(level[i], level[j])",
         ("placement", "LAWS"),
@@ -354,7 +354,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an effect before a loop comes after it",
-        "jaxpp/transforms/place/_placement.py",
+        "jaxpp/transforms/place/_equations.py",
         "for v in [*self.reads[i], *after]:",
         "for v in self.reads[i]:",
         ("effects",),
@@ -509,7 +509,7 @@ MUTATIONS = (
         "functools.reduce(fold.bind, parts)",
         "parts[0]",
         (
-            "directions::each_direction_accumulates_apart",
+            "directions::the_step_is_that_of_one_device",
             "schedule::the_sum_of_a_tied_gradient_is_accumulated_apart",
         ),
     ),

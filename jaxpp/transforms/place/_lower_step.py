@@ -59,7 +59,7 @@ class Request:
     zero: Mapping[Role, tuple[str, ...]]
 
 
-#: The passes that a step goes through before its equations are placed, in order.
+#: The passes that a step goes through before its tasks become a graph, in order.
 PASSES: tuple[Callable[[Step], Step], ...] = (
     _distribute.distribute,
     _roles.find_roles,
@@ -70,6 +70,7 @@ PASSES: tuple[Callable[[Step], Step], ...] = (
     defer_sums,
     _conditionals.open_spanning,
     _flat_step.skip_carries,
+    _placement.place_equations,
 )
 
 
@@ -105,8 +106,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     passes = {"trace": step}
     for run in PASSES:
         step = passes[run.__name__] = run(step)
-    graph = _task_graph.build(step, _placement.place_equations(step))
-    bundle = _lower.lower(step, graph)
+    bundle = _lower.lower(step, _task_graph.build(step))
     mesh = _resolve_mesh(request.mesh, bundle.programs, traced)
 
     def finish(bundle: Bundle) -> Compiled:

@@ -7,7 +7,7 @@ order never waits for one that stands later.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,9 +19,9 @@ from jaxpp import _compat, _jaxprs, _primitives, schedules
 from jaxpp._program import Argument
 from jaxpp._specs import Spec, replicated
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.place import _placement
+from jaxpp.transforms.place._segments import is_segment
 from jaxpp.transforms.stages import stage_of_call
-from jaxpp.transforms.tasks import TaskBody
+from jaxpp.transforms.tasks import Ref, TaskBody, is_loop
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -90,29 +90,48 @@ class TaskGraph:
     stages: tuple[tuple[int, ...], ...]
 
 
-def build(step: Step, placement: _placement.Placement) -> TaskGraph:
-    """Builds the graph of a step whose equations are placed."""
-    builder = _Builder(step, placement)
-    for part in placement.steps:
-        if isinstance(part, _placement.Segment):
-            builder.segment(part)
-        else:
-            builder.loop(part)
+def build(step: Step) -> TaskGraph:
+    """Builds the graph of a step whose equations are placed.
+
+    Raises:
+        ValueError: if its loops disagree on the stages or on their ranks.
+    """
+    builder = _Builder(step)
+    for eqn in step.jaxpr.eqns:
+        (builder.segment if is_segment(eqn) else builder.loop)(eqn)
     return builder.graph()
+
+
+def _directions(eqns: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+    """Finds for each direction the ranks of the stages; a loop may have only the first ones."""
+    found = sorted({e.params["tasks"].table.directions for e in eqns if is_loop(e)}, key=len)
+    for own in found[:-1]:
+        if own != found[-1][: len(own)]:
+            raise ValueError(
+                f"place: the loops of one step put their stages on different ranks: "
+                f"{own} and {found[-1]}; give them schedules with the same number of stages "
+                f"and the same placement, such as ForwardOnly(like=...) for an evaluation."
+            )
+    if found:
+        return found[-1]
+    inner = [e for eqn in eqns for e in eqn.params["jaxpr"].eqns]
+    calls = [c for e in inner if (c := stage_of_call(e)) is not None]
+    return (tuple(range(max((n for _, n in calls), default=1))),)
 
 
 class _Builder:
     """Adds tasks in order; `values` has the current value of each variable."""
 
-    def __init__(self, step: Step, placement: _placement.Placement):
+    def __init__(self, step: Step):
         self.step = step
-        self.placement = placement
+        self.directions = _directions(step.jaxpr.eqns)
         #: The rank of each stage, in one direction after the other.
-        self.ranks_of = sum(placement.directions, ())
+        self.ranks_of = [rank for own in self.directions for rank in own]
         #: For each variable that is sent to be put together with others, the reason.
         self.why_gathered = {
             v: why
-            for e in step.jaxpr.eqns
+            for segment in filter(is_segment, step.jaxpr.eqns)
+            for e in segment.params["jaxpr"].eqns
             if e.outvars and (why := step.fact(e.outvars[0]).gathered)
             for v in _jaxprs.variables(e.invars)
         }
@@ -125,21 +144,27 @@ class _Builder:
         self.tasks: list[GraphTask] = []
         self.loop_number = itertools.count()
 
-    def ranks(self, place: _placement.Place) -> tuple[int, ...]:
-        """Gives the ranks of a place."""
-        return tuple(sorted({self.ranks_of[s] for s in place}))
+    def ranks(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """Gives the ranks of some stages."""
+        return tuple(sorted({self.ranks_of[s] for s in stages}))
 
     def graph(self) -> TaskGraph:
         """Makes the graph of all tasks added so far."""
-        homes, final = self.placement.homes, self.placement.final
-        for (v, _), result in zip(final, self.step.results, strict=True):
-            if self.values[v].spec is None:
-                self.values[v].spec = result.spec
-        homes_of = list(zip(*self.placement.directions, strict=True))
+        arguments = [self.values[v] for v in self.step.jaxpr.jaxpr.invars]
+        results = [self.values[v] for v in self.step.jaxpr.jaxpr.outvars]
+        for value, result in zip(results, self.step.results, strict=True):
+            if value.spec is None:
+                value.spec = result.spec
+
+        def with_ranks(values, records):
+            ranks = (self.ranks(record.stages) for record in records)
+            return tuple(zip(values, ranks, strict=True))
+
+        homes_of = list(zip(*self.directions, strict=True))
         return TaskGraph(
             tuple(self.tasks),
-            tuple((self.values[v], self.ranks(homes[v])) for v in self.step.jaxpr.jaxpr.invars),
-            tuple((self.values[v], self.ranks(place)) for v, place in final),
+            with_ranks(arguments, self.step.arguments),
+            with_ranks(results, self.step.results),
             tuple(
                 tuple(s for s, ranks in enumerate(homes_of) if rank in ranks)
                 for rank in range(max(self.ranks_of) + 1)
@@ -176,56 +201,45 @@ class _Builder:
 
     # ---- segments -------------------------------------------------------------------------------
 
-    def segment(self, segment: _placement.Segment) -> None:
-        """Adds a segment on each rank of its place."""
-        maker = {v: e for e in segment.part.jaxpr.eqns for v in e.outvars}
-        for v in segment.part.outputs:
+    def segment(self, eqn: Any) -> None:
+        """Adds a segment on each rank of its stages."""
+        label, stages = eqn.params["label"], eqn.params["stages"]
+        maker = {v: e for e in eqn.params["jaxpr"].eqns for v in e.outvars}
+        for v in eqn.outvars:
             call = stage_of_call(maker[v]) if v in maker else None
-            if v not in self.values:
-                kind = "gathered" if call is None else "edge"
-                self._add(v, kind, f"{segment.label} {_origin(maker.get(v))}")
-        part, constants = _jaxprs.lift_arrays(segment.part)
+            kind = "gathered" if call is None else "edge"
+            self._add(v, kind, f"{label} {_origin(maker.get(v))}")
+        whole = _jaxprs.Part(eqn.params["jaxpr"], tuple(eqn.invars), tuple(eqn.outvars))
+        part, constants = _jaxprs.lift_arrays(whole)
         inputs = tuple(map(self._operand, [*part.inputs, *constants]))
         outputs = tuple(map(self._operand, part.outputs))
-        name = f"{segment.label}_{'_'.join(map(str, sorted(segment.place)))}"
+        name = f"{label}_{'_'.join(map(str, stages))}"
         body = self.bodies.setdefault(_jaxprs.structure(part.jaxpr), Body(name, part.jaxpr, None))
-        for rank in self.ranks(segment.place):
-            self.tasks.append(GraphTask(rank, body, inputs, outputs, segment.label))
+        for rank in self.ranks(stages):
+            self.tasks.append(GraphTask(rank, body, inputs, outputs, label))
 
     # ---- loops ----------------------------------------------------------------------------------
 
-    def loop(self, loop: _placement.Loop) -> None:
+    def loop(self, eqn: Any) -> None:
         """Adds the tasks of a loop in an order in which the ranks can run them."""
-        number = next(self.loop_number)
-        tasks, table = loop.tasks, loop.tasks.table
-        order = [t for _, t in schedules.execution_order(table, tasks.dependencies)]
-        several = tasks.num_directions > 1
-        taken = table.direction_of if several else (0,) * table.num_microbatches
-        found = [(task, tasks.body(task, taken[task.microbatch])) for task in order]
-        runs = [(task, body) for task, body in found if body is not None]
+        number, tasks = next(self.loop_number), eqn.params["tasks"]
+        table, length = tasks.table, tasks.table.num_microbatches
+        known = self._operands_of(eqn, number)
+        results = dict(zip(tasks.results(), eqn.outvars, strict=True))
         lifted = {body: _jaxprs.lift_arrays(_whole(body.jaxpr)) for body in tasks.bodies}
-        bodies = {body: self._body_of(body, part.jaxpr, loop) for body, (part, _) in lifted.items()}
-        between: dict[tuple[int, int], Value] = {}
-        # The current values of operands; tasks replace those of accumulators and results.
-        known: dict[str, list[Any]] = {
-            "const": [self._operand(v) for v in loop.consts],
-            "x": [self._operand(v) for v in loop.xs],
-            # Nothing reads the first value of some carries.
-            "carry": [None if _jaxprs.is_literal(v) else self.values.get(v) for v in loop.carries],
-            "y": [self.values[v] for v in loop.ys],
+        bodies = {
+            body: self._body_of(body, lifted[body][0], known, length) for body in tasks.bodies
         }
-        results = {"carry": loop.carry_outs, "y": loop.y_outs}
-        for source in results:
-            for i, value in enumerate(known[source]):
-                if value is not None:
-                    value.memory, value.begins = (number, source, i), True
-        for task, body in runs:
-            mb = task.microbatch
-            if loop.eqn.params["reverse"]:
-                mb = table.num_microbatches - 1 - mb
+        several = tasks.num_directions > 1
+        taken = table.direction_of if several else (0,) * length
+        between: dict[tuple[int, int], Value] = {}
+        for _, task in schedules.execution_order(table, tasks.dependencies):
+            body = tasks.body(task, taken[task.microbatch])
+            if body is None:
+                continue
+            mb = length - 1 - task.microbatch if eqn.params["reverse"] else task.microbatch
             inputs = [
-                between[mb, r.index] if r.source == "value" else known[r.source][r.index]
-                for r in body.inputs
+                between[mb, r.index] if r.source == "value" else known[r] for r in body.inputs
             ]
             inputs += map(self._operand, lifted[body][1])
             if _is_indexed(body):
@@ -236,33 +250,52 @@ class _Builder:
                     value = between[mb, ref.index] = Value(v.aval, "edge", str(task))
                 else:
                     if ref.source == "y":
-                        inputs.append(known["y"][ref.index])
-                    result = results[ref.source][ref.index]
+                        inputs.append(known[ref])
                     kind = {"carry": "gradient", "y": "gathered"}[ref.source]
-                    value = self._add(result, kind, f"result of {task.kind}{task.stage}")
-                    value.memory = number, ref.source, ref.index
-                    known[ref.source][ref.index] = value
+                    value = self._add(results[ref], kind, f"result of {task.kind}{task.stage}")
+                    value.memory, known[ref] = (number, ref), value
                 outputs.append(value)
             rank = self.ranks_of[body.stage]
             self.tasks.append(
                 GraphTask(rank, bodies[body], tuple(inputs), tuple(outputs), str(task))
             )
 
-    def _body_of(self, body: TaskBody, jaxpr: jex.ClosedJaxpr, loop: _placement.Loop) -> Body:
+    def _operands_of(self, eqn: Any, number: int) -> dict[Ref, Value]:
+        """Finds the values of a loop's operands, and of the buffers of its results.
+
+        Tasks replace those of accumulators and results. Nothing reads the first value of a carry
+        that has none.
+        """
+        tasks = eqn.params["tasks"]
+        buffers = [ref for ref in tasks.results() if ref.source == "y"]
+        refs = [*tasks.operands(len(eqn.invars) - len(buffers)), *buffers]
+        known = {}
+        for ref, v in zip(refs, eqn.invars, strict=True):
+            if ref.source == "carry" and (_jaxprs.is_literal(v) or v not in self.values):
+                continue
+            known[ref] = value = self._operand(v)
+            if ref.source in ("carry", "y"):
+                value.memory, value.begins = (number, ref), True
+        return known
+
+    def _body_of(
+        self, body: TaskBody, part: _jaxprs.Part, known: Mapping[Ref, Value], length: int
+    ) -> Body:
         """Makes the body of a loop's task: it slices its microbatch, and updates buffers in place.
 
-        `jaxpr` takes the arrays that it closes over after its other inputs.
+        `part` takes the arrays that it closes over after its other inputs.
         """
-        xs = [loop.xs[r.index].aval if r.source == "x" else None for r in body.inputs]
+        jaxpr = part.jaxpr
+        xs = [known[r].aval if r.source == "x" else None for r in body.inputs]
         xs += [None] * (len(jaxpr.in_avals) - len(xs))
-        y_avals = [loop.y_outs[r.index].aval for r in body.outputs if r.source == "y"]
+        y_avals = [known[r].aval for r in body.outputs if r.source == "y"]
         indexed = _is_indexed(body)
         pattern = (
             tuple(r.source == "x" for r in body.inputs),
             tuple(r.source == "carry" for r in body.inputs),
             tuple(r.source == "y" for r in body.outputs),
             tuple(str(a) for a in y_avals),
-            loop.tasks.table.num_microbatches if indexed else None,
+            length if indexed else None,
         )
         carries = tuple(i for i, r in enumerate(body.inputs) if r.source == "carry")
         key = _jaxprs.structure(jaxpr), pattern

@@ -80,9 +80,8 @@ def _uses_of_refs(eqn):
             yield from _uses_of_refs(inner)
 
 
-def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
-    """Evaluates a program with its microbatch loops scheduled."""
-    flat = _jaxprs.inline(jaxpr, lambda e: _jaxprs.contains(e, is_microbatch_loop))
+def _check_loops(flat) -> None:
+    """Checks that a flat program has microbatch loops, where a pipeline can start."""
     for eqn in flat.eqns:
         if _holds_microbatch_loop(eqn):
             raise ValueError(
@@ -107,6 +106,12 @@ def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
             f"{missing} first: "
             f"schedule(microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M), ...)."
         )
+
+
+def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
+    """Evaluates a program with its microbatch loops scheduled."""
+    flat = _jaxprs.inline(jaxpr, lambda e: _jaxprs.contains(e, is_microbatch_loop))
+    _check_loops(flat)
     # No task accumulates a gradient that is not read. If all loops are unread, they stay.
     live = _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
     if any(map(is_microbatch_loop, live.eqns)):

@@ -6,6 +6,7 @@ import pathlib
 import re
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 import jaxpp
@@ -51,3 +52,31 @@ def test_rows_of_a_stack_and_what_becomes_of_them_are_in_the_records():
     ]
     assert [(r.array, r.rows, r.becomes) for r in after.results] == [(0, (0, 2), 0), (0, (2, 4), 1)]
     assert [a.name for a in lowered.bundle.arguments] == ["[0][0:2]", "[0][2:4]", "[1]"]
+
+
+def test_the_last_pass_leaves_segments_and_loops_that_make_each_variable_once():
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ (w[0] * jnp.arange(3.0))))
+        return jnp.mean((h @ w[1]) ** 2)
+
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 2)
+    grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+    mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+
+    def train(w, x, scale):  # both loops read what is computed of `scale` where they read it
+        scaled = [v * jnp.exp(scale) for v in w]
+        first = grad(scaled, x)
+        return grad(jax.tree.map(jnp.subtract, scaled, first), x)
+
+    step = jaxpp.place(train, mesh)
+    lowered = step.lower([jnp.eye(3), jnp.eye(3)], jnp.ones((4, 3)), 1.0)
+    placed = lowered.passes["place_equations"]
+    eqns = placed.jaxpr.eqns
+    assert {e.primitive.name for e in eqns} == {"segment", "pipeline_loop"}
+    known = set(placed.jaxpr.jaxpr.invars)
+    for eqn in eqns:
+        read = {v for v in eqn.invars if not isinstance(v, jex.Literal)}
+        assert read <= known, eqn
+        assert known.isdisjoint(eqn.outvars)
+        known.update(eqn.outvars)
+    assert [sorted(a.stages) for a in placed.arguments] == [[0], [1], [0], [0, 1]]
