@@ -1,0 +1,64 @@
+"""The pages: their Python code runs as it stands there, and prints what they show."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+#: Pages whose code another test runs: that of several hosts, and that whose output JAX words.
+ELSEWHERE = {"how_a_step_flows.md", "multi_node.md", "coming_from_jaxpp.md"}
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*[^\n`]*\n)?(?:\n?```text\n(.*?)^```\n)?", re.M | re.S)
+END = "==== end of a block ===="
+
+
+def run(page, folder):
+    """Runs the blocks of a page as one script, in a fresh process; gives what each prints."""
+    codes = [code for code, _ in BLOCK.findall(page.read_text())]
+    script = folder / "script.py"
+    script.write_text(f"\nprint({END!r})\n".join(codes))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "RAY_ADDRESS": "local"}
+    done = subprocess.run(
+        [sys.executable, script], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split(END + "\n")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(p, marks=[pytest.mark.slow] if p.name == "worker_processes.md" else [])
+        for p in PAGES
+        if p.name not in ELSEWHERE and "```python" in p.read_text()
+    ],
+    ids=lambda p: p.name,
+)
+def test_the_code_of_a_page_prints_what_it_shows(page, tmp_path):
+    shown = [text for _, text in BLOCK.findall(page.read_text())]
+    assert [s.rstrip() for s in run(page, tmp_path)] == [s.rstrip() for s in shown]
+
+
+def test_each_page_with_code_is_run():
+    with_code = {p.name for p in PAGES if "```python" in p.read_text()}
+    assert with_code >= ELSEWHERE
+    assert {"README.md", "inside_a_rank.md", "schedules.md", "worker_processes.md"} <= with_code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#:]+)(#[^)]*)?\)", page.read_text())
+    assert all((page.parent / target).exists() for target, _ in links), links
+
+
+def test_a_wrong_output_would_be_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1 + 1)\n```\n\nIt prints:\n\n```text\n3\n```\n")
+    ((_, shown),) = BLOCK.findall(page.read_text())
+    assert shown == "3\n"
+    assert run(page, tmp_path) == ["2\n"]
