@@ -12,7 +12,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 #: Pages whose code another test runs: that of several hosts, and that whose output JAX words.
 ELSEWHERE = {"how_a_step_flows.md", "multi_node.md", "coming_from_jaxpp.md"}
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*[^\n`]*\n)?(?:\n?```text\n(.*?)^```\n)?", re.M | re.S)
+#: A block of Python, with the block of text that shows what it prints, if one follows.
+BLOCK = re.compile(
+    r"^```python\n(.*?)^```\n(?:\s*[^\n`]*\n)?(?:\n?```text\n(.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL,
+)
+#: What a script prints between the blocks.
 END = "==== end of a block ===="
 
 
