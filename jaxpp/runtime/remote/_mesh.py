@@ -188,6 +188,7 @@ class RemoteMpmdMesh:
         self._feeds = Feeds(
             lambda load, value: self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
         )
+        self._driver = os.getpid()
         atexit.register(self.shutdown)
 
     def __repr__(self):
@@ -207,7 +208,12 @@ class RemoteMpmdMesh:
     # ---- life -----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Ends the workers, and a Ray session that was started for this mesh; may be repeated."""
+        """Ends the workers, and a Ray session that was started for this mesh; may be repeated.
+
+        It does nothing in a process that is a fork of the driver.
+        """
+        if os.getpid() != self._driver:
+            return
         with self._lock:
             if self._crew is None:
                 return

@@ -1,5 +1,8 @@
 """Steps on worker processes: the same results as in this process, and what stays where."""
 
+import os
+import signal
+
 import chex
 import equinox as eqx
 import jax
@@ -11,7 +14,7 @@ import pytest
 import jaxpp
 from experiments.models import gpt
 from jaxpp._program import Run
-from tests.runtime.local.test_mesh import batch, loss_fn, start, step_of, tied_loss
+from tests.runtime.local.test_mesh import batch, init_params, loss_fn, start, step_of, tied_loss
 
 
 @pytest.fixture(scope="module")
@@ -401,6 +404,18 @@ def test_a_mesh_that_was_shut_down_says_so(ray_session):
         step(jnp.ones(2))
     with pytest.raises(ValueError, match="has been shut down"):
         np.asarray(result)
+
+
+def test_a_fork_of_the_driver_leaves_the_mesh_alone(mesh):
+    step = jaxpp.place(step_of(), mesh)
+    before = step(*start(init_params()), batch())
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # ends a child that waits for threads, which it does not have
+        mesh.shutdown()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    chex.assert_trees_all_equal(*map(jax.device_get, (before, step(*start(init_params()), batch()))))
 
 
 def test_other_versions_are_refused(ray_session, monkeypatch):
