@@ -54,6 +54,10 @@ class ArrayType:
             return cls(tuple(array.shape), name)
         return cls(tuple(array.shape), "uint32", _key_implementation(dtype))
 
+    def __str__(self):
+        kind = self.dtype if self.key is None else f"key<{self.key}>"
+        return f"{kind}[{','.join(map(str, self.shape))}]"
+
     @property
     def host_shape(self) -> tuple[int, ...]:
         """The shape of the array on the host, where keys are rows of integers."""

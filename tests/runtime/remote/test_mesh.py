@@ -415,7 +415,9 @@ def test_a_fork_of_the_driver_leaves_the_mesh_alone(mesh):
         mesh.shutdown()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    chex.assert_trees_all_equal(*map(jax.device_get, (before, step(*start(init_params()), batch()))))
+    chex.assert_trees_all_equal(
+        *map(jax.device_get, (before, step(*start(init_params()), batch())))
+    )
 
 
 def test_other_versions_are_refused(ray_session, monkeypatch):

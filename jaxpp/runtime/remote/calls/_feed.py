@@ -67,7 +67,8 @@ class Loader:
 
     def __init__(self) -> None:
         self._loads: dict[int, Callable[[Any], Any]] = {}
-        self._batches: dict[int, list[Any] | BaseException] = {}
+        #: By number the leaves of a batch, each with its path, or what its load raised.
+        self._batches: dict[int, list[tuple[Any, Any]] | BaseException] = {}
         self._there = threading.Condition()
         self._stopped: BaseException | None = None
 
@@ -75,10 +76,10 @@ class Loader:
         """Loads a batch; keeps an error for the caller of `take`."""
         if load is not None:
             self._loads[batch.load] = load
-        found: list[Any] | BaseException
+        found: list[tuple[Any, Any]] | BaseException
         try:
-            found = jtu.tree_leaves(self._loads[batch.load](batch.value))
-        except Exception as error:
+            found = jtu.tree_leaves_with_path(self._loads[batch.load](batch.value))
+        except BaseException as error:  # noqa: B036  also an interrupt is told to the driver
             error.add_note(f"in the function that feeds the step, called with {batch.value!r}")
             found = error
         with self._there:
@@ -105,21 +106,24 @@ class Loader:
         if not isinstance(found, list):
             assert found is not None
             raise found
-        value: Any = found[leaf] if leaf < len(found) else None
-        if np.shape(value) != expected.shape:
+        if leaf >= len(found):
             raise ValueError(
-                f"The function that feeds the step gave an array of shape {np.shape(value)}, and "
-                f"one of shape {expected.shape} the first time; a step is compiled for one shape: "
-                f"drop what is left of a batch, or place the step again with another function."
+                f"The function that feeds the step gave {len(found)} array(s), and more the first "
+                f"time."
+            )
+        path, value = found[leaf]
+        given = ArrayType.of(jax.typeof(value))
+        if given != expected:
+            where = f"for {jtu.keystr(path)}" if path else "an array"
+            raise ValueError(
+                f"The function that feeds the step gave {where} of type {given}, and {expected} "
+                f"the first time; a step is compiled for one type: drop what is left of a batch, "
+                f"convert it, or place the step again with another function."
             )
         if isinstance(value, jax.Array) and spans(home):  # `device_put` would compare the values
-            value = value if expected.key else value.astype(expected.dtype)
             return from_host(to_host(value), expected, home, spec)
         if isinstance(value, jax.Array):
-            return jax.device_put(
-                value.astype(expected.dtype) if not expected.key else value,
-                sharding_in(home, spec),
-            )
+            return jax.device_put(value, sharding_in(home, spec))
         return from_host(to_host(np.array(value, expected.host_dtype)), expected, home, spec)
 
     def drop(self, numbers: Iterable[int]) -> None:

@@ -256,7 +256,7 @@ class Process:
         """Runs a function on this process: `function(process, *args)`."""
         try:
             return function(self, *args)
-        except Lost as error:
+        except (Lost, KeyboardInterrupt, SystemExit) as error:  # Ray loses what interrupts
             return self.failure or Failure.of(error, self.rank, -1, "")
 
     # ---- arrays ---------------------------------------------------------------------------------
