@@ -15,7 +15,7 @@ ELSEWHERE = {"how_a_step_flows.md", "multi_node.md", "coming_from_jaxpp.md"}
 #: A block of Python, with the block of text that shows what it prints, if one follows.
 BLOCK = re.compile(
     r"^```python\n(.*?)^```\n(?:\s*[^\n`]*\n)?(?:\n?```text\n(.*?)^```\n)?",
-    re.MULTILINE | re.DOTALL,
+    re.M | re.S,
 )
 #: What a script prints between the blocks.
 END = "==== end of a block ===="
