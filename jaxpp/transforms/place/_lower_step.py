@@ -133,29 +133,10 @@ def _trace_step(
     outputs = [v.aval for v in jaxpr.jaxpr.outvars]
     results = traced.rebuild([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outputs])
     out_specs = _specs("out_specs", request.out_specs, results, inside)
-    pairs = _flat_step.pair_state(types, request.donate_argnums, traced, jaxpr)
-    leaves = jtu.tree_leaves_with_path(args)
-    donated = _flat_step.leaves_of(args, request.donate_argnums)
-    arguments = []
-    for n, (i, v, spec) in enumerate(
-        zip(signature.arrays, jaxpr.jaxpr.invars, in_specs, strict=True)
-    ):
-        path, leaf = leaves[i]
-        own = replicated(len(v.aval.shape)) if inside is not None and spec is None else spec or ()
-        arguments.append(
-            Argument(
-                jtu.keystr(path),
-                v.aval,
-                n,
-                donated=i in donated,
-                fed=isinstance(leaf, Fed),
-                spec=own,
-                in_tasks=own,
-            )
-        )
+    pairs = _roles.pair_state(types, request.donate_argnums, traced, jaxpr)
     step = Step(
         jaxpr,
-        tuple(arguments),
+        _arguments(request, args, signature, jaxpr, in_specs, inside),
         tuple(
             Result(aval, n, becomes=pairs.get(n), spec=spec)
             for n, (aval, spec) in enumerate(zip(outputs, out_specs, strict=True))
@@ -168,6 +149,30 @@ def _trace_step(
         ),
     )
     return step, traced
+
+
+def _arguments(
+    request: Request, args: tuple[Any, ...], signature: Signature, jaxpr, in_specs, inside
+) -> tuple[Argument, ...]:
+    """Makes the records of the arguments, each of which is an array of the caller."""
+    leaves, found = jtu.tree_leaves_with_path(args), []
+    for n, (i, v, spec) in enumerate(
+        zip(signature.arrays, jaxpr.jaxpr.invars, in_specs, strict=True)
+    ):
+        (position, *_), leaf = leaves[i]
+        spec = spec or (replicated(len(v.aval.shape)) if inside is not None else ())
+        found.append(
+            Argument(
+                jtu.keystr(leaves[i][0]),
+                v.aval,
+                n,
+                donated=position.idx in request.donate_argnums,
+                fed=isinstance(leaf, Fed),
+                spec=spec,
+                in_tasks=spec,
+            )
+        )
+    return tuple(found)
 
 
 def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> list[Spec | None]:
