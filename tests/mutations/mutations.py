@@ -545,8 +545,8 @@ MUTATIONS = (
     ),
     Mutation(
         "results are paired with arguments of other types",
-        "jaxpp/transforms/place/_flat_step.py",
-        "own if all(out_avals[o] == in_avals[i] for o, i in own) else None",
+        "jaxpp/transforms/place/_roles.py",
+        "own if all(self.out_avals[o] == self.in_avals[i] for o, i in own) else None",
         "own",
         ("calls::what_is_alike_is_handed_on_by_what_it_is_computed_from", "place", "placement"),
     ),
