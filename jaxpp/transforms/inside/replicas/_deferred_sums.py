@@ -111,17 +111,6 @@ def with_deferred_sums(
 # ---- loops --------------------------------------------------------------------------------------
 
 
-def _scopes(
-    eqn: Any, known: Mapping[Any, Spec | None], replicas: Replicas
-) -> list[tuple[TaskBody, Scope]]:
-    """Opens each task of a loop."""
-    held = propagation.held(eqn, known, replicas.sizes)
-    return [
-        (body, _shares.open_scope(body.jaxpr, specs, replicas))
-        for body, (_, specs) in zip(eqn.params["tasks"].bodies, held, strict=True)
-    ]
-
-
 def _defer_in_loop(
     eqn: Any,
     known: Mapping[Any, Spec | None],
@@ -131,7 +120,9 @@ def _defer_in_loop(
 ) -> list[Any]:
     """Keeps a loop's sums over examples apart; gives it with the equations before and after it."""
     tasks: LoopTasks = eqn.params["tasks"]
-    scopes = _scopes(eqn, known, replicas)
+    held = propagation.held(eqn, known, replicas.sizes)
+    opened = [_shares.open_scope(jaxpr, specs, replicas) for jaxpr, specs in held]
+    scopes = list(zip(tasks.bodies, opened, strict=True))
     deferred = {i for body, scope in scopes for i in _deferrable(body, scope, tasks)}
     if not deferred:
         return [eqn]

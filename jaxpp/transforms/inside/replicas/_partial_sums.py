@@ -43,17 +43,14 @@ def _write(
 ) -> jex.ClosedJaxpr:
     """Does as `with_shares`; `apart` are the variables that are to be made as shares."""
     invars, outvars = scope.jaxpr.jaxpr.invars, scope.jaxpr.jaxpr.outvars
-    in_rows = functools.partial(first_row, replicas=scope.replicas)
-    rows = {
-        v: jex.Var(jax.make_jaxpr(in_rows)(v.aval).out_avals[0])
-        for v in map(invars.__getitem__, given)
-    }
+    rows = {}
+    for v in (invars[i] for i in given):
+        _, (rows[v],) = _jaxprs.record(lambda x: first_row(x, scope.replicas), [v])
     writer = _Writer(scope, apart, rows)
     for eqn in scope.jaxpr.eqns:
         writer.add(eqn)
     results = [writer.shares(v) if i in wanted else writer.whole(v) for i, v in enumerate(outvars)]
-    keep = _jaxprs.ancestors(writer.eqns, results)
-    eqns = [e for e, k in zip(writer.eqns, keep, strict=True) if k]
+    eqns = _jaxprs.needed(writer.eqns, results)
     return _compat.make_closed_jaxpr([rows.get(v, v) for v in invars], results, eqns)
 
 
@@ -159,12 +156,8 @@ def map_replicas(
             axis_names=set(replicas.axes),
             check_vma=False,
         )
-    mapped = jax.vmap(
-        fun,
-        in_axes=tuple(dimensions),
-        axis_size=replicas.count,
-        spmd_axis_name=replicas.axes,
-    )
+    axes = {"axis_size": replicas.count, "spmd_axis_name": replicas.axes}
+    mapped = jax.vmap(fun, tuple(dimensions), **axes)
     return lambda *xs: keep_apart(mapped(*xs), replicas)
 
 
@@ -249,23 +242,22 @@ class _Writer:
         given = [i for i, v in enumerate(inputs) if v in self._apart]
         wanted = [i for i, v in enumerate(eqn.outvars) if v in self._apart]
         new = _jaxprs.map_jaxprs(eqn, lambda _: _write(next(bodies), self._apart, given, wanted))
-        operands = []
-        for i, v in enumerate(eqn.invars, -nested.first):
-            operand = self.shares(v) if i in given else self.whole(v)
-            operands.append(
-                self._swapped(operand) if i in given and i >= nested.slices else operand
-            )
+
+        def operand(i: int, v: Any) -> Any:
+            if i not in given:
+                return self.whole(v)
+            return self._swapped(self.shares(v)) if i >= nested.slices else self.shares(v)
+
+        operands = [operand(i, v) for i, v in enumerate(eqn.invars, -nested.first)]
         one = functools.partial(eqn.primitive.bind, **new.params)
+        results = list(eqn.outvars)
         avals = jax.make_jaxpr(one)(*(v.aval for v in operands)).out_avals
-        results = [
-            jex.Var(a) if i in wanted else v
-            for i, (v, a) in enumerate(zip(eqn.outvars, avals, strict=True))
-        ]
+        for i in wanted:
+            results[i] = jex.Var(avals[i])
         self._append(new.replace(invars=operands, outvars=results))
         for i in wanted:
-            self._rows[eqn.outvars[i]] = (
-                self._swapped(results[i]) if i >= nested.stacks else results[i]
-            )
+            rows = self._swapped(results[i]) if i >= nested.stacks else results[i]
+            self._rows[eqn.outvars[i]] = rows
 
     def _swapped(self, rows: Any) -> Any:
         """Exchanges the dimensions of replicas and of iterations, which costs a device nothing."""
