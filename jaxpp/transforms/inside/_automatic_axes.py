@@ -86,10 +86,7 @@ def with_automatic_axes(jaxpr: Any) -> Any:
 #: The primitives that make an array out of nothing; JAX itself gives them a sharding.
 _MADE = frozenset({"broadcast_in_dim", "iota"})
 
-#: The parameter of the equations that only move an array to a sharding.
-_MOVES_TO = "dst_sharding"
-
-#: The parameters by which the other equations say how their result is to be split.
+#: The parameters by which equations that compute say how their result is to be split.
 _WANTED = ("out_sharding", "sharding")
 
 
@@ -105,8 +102,8 @@ def _rewritten(eqn: Any, known: _jaxprs.Substitution) -> list[Any]:
             )
     results = [_retyped(v) for v in eqn.outvars]
     known.of.update(zip(eqn.outvars, results, strict=True))
-    if _MOVES_TO in eqn.params:
-        return [_constraint(eqn, eqn.invars[0], eqn.params[_MOVES_TO], results[0])]
+    if "dst_sharding" in eqn.params:  # the equation only moves an array
+        return [_constraint(eqn, eqn.invars[0], eqn.params["dst_sharding"], results[0])]
     own = eqn.replace(outvars=results)
     if eqn.primitive.name == "sharding_constraint":
         return [_automatic(own)]
