@@ -43,7 +43,7 @@ def folded(fold: Any) -> Callable[..., Any]:
 
 def neutral(fold: Any, carry: Any) -> Any:
     """Gives the start of a further accumulator of a carry: zeros for a sum, else the carry's."""
-    return _specs.filled(carry, 0) if fold.name in _primitives.ADDS else carry
+    return _specs.filled(carry, 0) if fold and fold.name in _primitives.ADDS else carry
 
 
 def split_shared_sums(body: Body) -> Body:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxpp import schedules
 from jaxpp.transforms.tasks import _loop
 from jaxpp.transforms.tasks._accumulators import folded, neutral
-from jaxpp.transforms.tasks._body import WHOLE, Join
+from jaxpp.transforms.tasks._body import Join
 
 
 def separate(
@@ -45,43 +45,44 @@ def separate(
             f"the next in order; combine it by 'mean', 'sum', 'max', 'stack' or 'concat', or use a "
             f"schedule of one direction."
         )
-    written = {r.index for b in tasks.bodies for r in b.outputs if r.source == "carry"}
-    firsts, joins, folds = [], [], {}
-    #: The first of the accumulators that stand for each carry.
-    number: dict[int, int] = {}
-    for j, carry in enumerate(carries):
-        number[j], fold = len(firsts), tasks.folds.get(j)
-        more = count - 1 if j in written else 0
-        firsts += [carry, *(neutral(fold, carry) for _ in range(more))]
-        joins.append((count, folded(fold)) if more else WHOLE)
-        folds.update(dict.fromkeys(range(number[j], len(firsts)), fold) if fold else {})
+    folds = [tasks.folds.get(j) for j in range(tasks.num_carry)]
+    firsts = []
+    for fold, carry in zip(folds, carries, strict=True):
+        firsts += [carry, *(neutral(fold, carry) for _ in range(count - 1))]
+    joins: list[Join] = [(count, folded(fold) if fold else _first) for fold in folds]
     joins += [(count, _rows_of(direction_of))] * tasks.num_ys
-
-    def moved(body: _loop.TaskBody, direction: int) -> _loop.TaskBody:
-        """Copies a task for a direction: it has another stage, and its own accumulators."""
-
-        def move(ref: _loop.Ref) -> _loop.Ref:
-            if ref.source == "carry":
-                own = direction if ref.index in written else 0
-                return _loop.Ref("carry", number[ref.index] + own)
-            return _loop.Ref("y", ref.index * count + direction) if ref.source == "y" else ref
-
-        return dataclasses.replace(
-            body,
-            stage=direction * tasks.num_stages + body.stage,
-            inputs=tuple(map(move, body.inputs)),
-            outputs=tuple(map(move, body.outputs)),
-        )
-
     copies = dataclasses.replace(
         tasks,
-        bodies=tuple(moved(body, d) for d in range(count) for body in tasks.bodies),
+        bodies=tuple(_moved(body, d, count, tasks) for d in range(count) for body in tasks.bodies),
         num_carry=len(firsts),
         num_ys=count * tasks.num_ys,
-        folds=folds,
+        folds={j * count + d: fold for j, fold in tasks.folds.items() for d in range(count)},
         num_directions=count,
     )
     return copies, firsts, joins
+
+
+def _moved(
+    body: _loop.TaskBody, direction: int, count: int, tasks: _loop.LoopTasks
+) -> _loop.TaskBody:
+    """Copies a task for a direction: it has another stage number, and other accumulators."""
+
+    def move(ref: _loop.Ref) -> _loop.Ref:
+        if ref.source in ("carry", "y"):
+            return _loop.Ref(ref.source, ref.index * count + direction)
+        return ref
+
+    return dataclasses.replace(
+        body,
+        stage=direction * tasks.num_stages + body.stage,
+        inputs=tuple(map(move, body.inputs)),
+        outputs=tuple(map(move, body.outputs)),
+    )
+
+
+def _first(first, *_):
+    """Joins what the tasks of no direction change."""
+    return first
 
 
 def _rows_of(direction_of: Sequence[int]) -> Callable[..., Any]:
