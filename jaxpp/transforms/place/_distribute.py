@@ -8,7 +8,7 @@ once gathers them.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,10 +22,6 @@ from jaxpp.transforms.stacked import (
     Classes,
     Splitter,
     concatenation_intervals,
-    merge_bounds,
-    num_rows,
-    part_vars,
-    rows_of,
     slice_interval,
     takes_some_rows,
 )
@@ -38,19 +34,14 @@ def distribute(step: Step) -> Step:
     if not bounds:
         return step.with_guards(jaxpr, guards)
     invars, outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
-    given = {v: part_vars(v, bounds[v]) for v in invars if v in bounds}
-    rules = dict(enumerate(map(rows_of, jaxpr.eqns)))
-    splitter = Splitter(bounds, rules, given, guards)
+    splitter = Splitter(bounds, invars, guards)
     splitter.rewrite(jaxpr.eqns)
-    outs, cuts = [], []
-    for v in outvars:
-        cuts.append(None if _jaxprs.is_literal(v) else bounds.get(v))
-        outs.extend([splitter.whole(v)] if cuts[-1] is None else splitter.solid_parts(v, cuts[-1]))
-    ins = [part for v in invars for part in given.get(v, [v])]
+    cuts = [None if _jaxprs.is_literal(v) else bounds.get(v) for v in outvars]
+    ins, outs = list(itertools.chain(*splitter.inputs)), splitter.outputs(outvars, cuts)
     split = _compat.make_closed_jaxpr(ins, outs, [e for e, _ in splitter.eqns])
     split = _compat.eliminate_dead_code(split, [True] * len(outs))
     facts = {v: Fact(anywhere=True) for v in splitter.floating}
-    for v, (_, eqn) in splitter.gathered.items():
+    for v, eqn in splitter.gathered.items():
         why = f"for `{eqn.primitive.name}`{_compat.at_source_line(eqn)}"
         facts[v] = Fact(v in facts, why)
     in_cuts = [bounds.get(v) for v in invars]
@@ -120,33 +111,24 @@ def _bounds(
     eqns, invars, outvars = jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
     tied = [(outvars[o], invars[i]) for o, i in pairs.items()]
     classes = Classes(eqns, tied)
-    # For each class, the intervals of rows that stages read or make, and these stages.
-    found: dict[Any, dict[tuple[int, int], frozenset[int]]] = {}
+    stay = {classes.of(invars[n]) for n in whole}
+    variables = [*invars, *(v for e in eqns for v in e.outvars)]
+    return classes.bounds(_used(eqns), [v for v in variables if classes.of(v) not in stay])
 
-    def note(var: Any, interval: tuple[int, int], stages: frozenset[int]) -> None:
-        known = found.setdefault(classes.of(var), {})
-        known[interval] = known.get(interval, frozenset()) | stages
 
+def _used(eqns: Sequence[Any]) -> Iterator[tuple[Any, tuple[int, int], frozenset[int]]]:
+    """Yields variables, rows of them that stages of loops read or make, and these stages."""
     readers = _readers(eqns)
     makers = _makers(eqns)
     for eqn in eqns:
         if takes_some_rows(eqn) and (interval := slice_interval(eqn)):
             if not _jaxprs.is_literal(eqn.invars[0]) and eqn.outvars[0] in readers:
-                note(eqn.invars[0], interval, readers[eqn.outvars[0]])
+                yield eqn.invars[0], interval, readers[eqn.outvars[0]]
         elif (intervals := concatenation_intervals(eqn)) and all(
-            v in makers for v in eqn.invars if not _jaxprs.is_literal(v)
+            v in makers for v in _jaxprs.variables(eqn.invars)
         ):
             for v, own in zip(eqn.invars, intervals, strict=True):
-                stages = frozenset() if _jaxprs.is_literal(v) else makers[v]
-                note(eqn.outvars[0], own, stages)
-    stay = {classes.of(invars[n]) for n in whole}
-    cuts = {
-        own: merge_bounds(num_rows(own), intervals)
-        for own, intervals in found.items()
-        if own not in stay and len(intervals) > 1 and len(set(intervals.values())) > 1
-    }
-    variables = [*invars, *(v for e in eqns for v in e.outvars)]
-    return {v: cuts[own] for v in variables if (own := classes.of(v)) in cuts}
+                yield eqn.outvars[0], own, frozenset() if _jaxprs.is_literal(v) else makers[v]
 
 
 def _makers(eqns) -> dict[Any, frozenset[int]]:

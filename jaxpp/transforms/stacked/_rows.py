@@ -1,11 +1,13 @@
 """Rules for how equations treat the rows of arrays, which lie along the first axis.
 
 A parameter that is stacked over layers is in parts, each of some rows. An equation that treats each
-row apart, as elementwise ones do, runs part by part.
+row apart, as elementwise ones do, runs part by part. There is one rule for each kind of primitive,
+for all that take rows: the slices of a cut scan, of an initialiser, and of a step.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,29 +24,25 @@ Bounds = tuple[int, ...]
 class Rows:
     """The rule of an equation that runs part by part.
 
-    `operands` and `results` tell which of its arrays have the rows; the others are whole. `params`
-    gives the equation's parameters for a number of rows; None if they are the same for any. If
-    `combine` is given, the results are whole, and `combine` makes them of the results of parts.
+    `operands` tells which of its operands have the rows; the others are whole. `params` gives the
+    equation's parameters for a number of rows; None if they are the same for any. The results have
+    the rows, unless `combine` is given: it makes whole results of those of the parts.
     """
 
     operands: tuple[bool, ...]
-    results: tuple[bool, ...]
     params: Callable[[int], dict[str, Any]] | None = None
     combine: Callable[[Any, Any], Any] | None = None
 
     def members(self, eqn) -> list[Any]:
         """Gives the variables of the equation that have the rows."""
-        flags = zip([*eqn.invars, *eqn.outvars], [*self.operands, *self.results], strict=True)
-        return _jaxprs.variables(v for v, has_rows in flags if has_rows)
+        results = eqn.outvars if self.combine is None else []
+        return _jaxprs.variables([*itertools.compress(eqn.invars, self.operands), *results])
 
 
 def rows_of(eqn) -> Rows | None:
     """Gives the rule of an equation; None where all rows have to be in one place."""
-    name = eqn.primitive.name
-    if name in _primitives.ELEMENTWISE:
-        return _elementwise(eqn)
-    rule = _RULES.get(name)
-    return rule(eqn) if rule is not None else None
+    rule = _RULES.get(eqn.primitive.name)
+    return None if rule is None else rule(eqn)
 
 
 def row_by_row(eqn) -> Rows | None:
@@ -55,10 +53,8 @@ def row_by_row(eqn) -> Rows | None:
 
 def of_rows(eqn, rule: Rows, operands: Sequence[Any], rows: int) -> Any:
     """Makes the equation for some rows of its results, from operands that have these rows."""
-    outvars = [
-        jex.Var(with_rows(v.aval, rows) if has_rows else v.aval)
-        for v, has_rows in zip(eqn.outvars, rule.results, strict=True)
-    ]
+    has_rows = rule.combine is None
+    outvars = [rows_var(v, rows) if has_rows else _jaxprs.fresh_var(v) for v in eqn.outvars]
     params = eqn.params if rule.params is None else rule.params(rows)
     return eqn.replace(invars=list(operands), outvars=outvars, params=params)
 
@@ -66,6 +62,11 @@ def of_rows(eqn, rule: Rows, operands: Sequence[Any], rows: int) -> Any:
 def with_rows(aval: Any, rows: int) -> Any:
     """Gives the type of an array with another number of rows."""
     return aval.update(shape=(rows, *aval.shape[1:]))
+
+
+def rows_var(var: Any, rows: int) -> Any:
+    """Makes a new variable of the same type, but for the number of rows."""
+    return jex.Var(with_rows(var.aval, rows))
 
 
 def num_rows(atom) -> int:
@@ -79,9 +80,7 @@ def num_rows(atom) -> int:
 
 def _same(eqn) -> Rows:
     """Makes the rule that all arrays but scalars have the rows."""
-    return Rows(
-        tuple(num_rows(v) >= 0 for v in eqn.invars), tuple(num_rows(v) >= 0 for v in eqn.outvars)
-    )
+    return Rows(tuple(num_rows(v) >= 0 for v in eqn.invars))
 
 
 def _elementwise(eqn) -> Rows | None:
@@ -90,22 +89,12 @@ def _elementwise(eqn) -> Rows | None:
     sizes = [num_rows(v) for v in eqn.invars]
     if rows < 0 or any(n not in (rows, 1, -1) for n in sizes):
         return None
-    return Rows(tuple(n == rows for n in sizes), tuple(True for _ in eqn.outvars))
+    return Rows(tuple(n == rows for n in sizes))
 
 
-def _keys(eqn) -> Rows | None:
-    """Makes the rule of an equation that makes rows of keys, or keys of rows."""
+def _leading(eqn) -> Rows | None:
+    """Makes the rule of an equation that adds or takes away last axes, such as bits of keys."""
     return _same(eqn) if num_rows(eqn.invars[0]) == num_rows(eqn.outvars[0]) >= 0 else None
-
-
-def _data_of_keys(eqn) -> Rows | None:
-    return _same(eqn) if min(eqn.invars[0].aval.ndim, eqn.outvars[0].aval.ndim) > 0 else None
-
-
-def _first_operand(eqn) -> Rows:
-    return Rows(
-        tuple(i == 0 for i in range(len(eqn.invars))), tuple(True for _ in eqn.outvars)
-    )  # fmt: skip
 
 
 def _along(parameter: str) -> Callable[[Any], Rows | None]:
@@ -122,7 +111,7 @@ def _along(parameter: str) -> Callable[[Any], Rows | None]:
 def _reduction(combine: Callable[[Any, Any], Any]) -> Callable[[Any], Rows]:
     def rule(eqn) -> Rows:
         if 0 in eqn.params["axes"]:
-            return Rows((True,), (False,), combine=combine)
+            return Rows((True,), combine=combine)
         return _same(eqn)
 
     return rule
@@ -130,7 +119,7 @@ def _reduction(combine: Callable[[Any, Any], Any]) -> Callable[[Any], Rows]:
 
 def _with_shape(eqn, parameter: str, operands: tuple[bool, ...]) -> Rows:
     shape = eqn.params[parameter]
-    return Rows(operands, (True,), lambda n: {**eqn.params, parameter: (n, *shape[1:])})
+    return Rows(operands, lambda n: {**eqn.params, parameter: (n, *shape[1:])})
 
 
 def _broadcast_in_dim(eqn) -> Rows | None:
@@ -166,13 +155,12 @@ def _slice(eqn) -> Rows | None:
     interval = slice_interval(eqn)
     if interval != (0, num_rows(eqn.invars[0])):
         return None
-    limits = eqn.params["limit_indices"]
-    return Rows((True,), (True,), lambda n: {**eqn.params, "limit_indices": (n, *limits[1:])})
+    return _with_shape(eqn, "limit_indices", (True,))
 
 
 def _pad(eqn) -> Rows | None:
     config = eqn.params["padding_config"]
-    return Rows((True, False), (True,)) if config and not any(config[0]) else None
+    return Rows((True, False)) if config and not any(config[0]) else None
 
 
 def _dot_general(eqn) -> Rows | None:
@@ -180,31 +168,47 @@ def _dot_general(eqn) -> Rows | None:
     if batch_left:
         return _same(eqn) if (batch_left[0], batch_right[0]) == (0, 0) else None
     if (0, 0) in zip(left, right, strict=True):
-        return Rows((True, True), (False,), combine=jax.lax.add)
+        return Rows((True, True), combine=jax.lax.add)
     if 0 not in left and num_rows(eqn.invars[0]) >= 0:
-        return Rows((True, False), (True,))
+        return Rows((True, False))
     return None
 
 
+def _scan(eqn) -> Rows | None:
+    """Makes the rule of a scan without carries, each iteration of which makes its own row."""
+    num_consts, num_carry = _compat.scan_parts(eqn)
+    operands = tuple(i >= num_consts for i in range(len(eqn.invars)))
+    return None if num_carry else Rows(operands, lambda n: scan_params(eqn, n))
+
+
+def scanned(eqn) -> list[Any]:
+    """Gives the operands and results that a `scan` reads and makes row by row."""
+    if eqn.primitive.name != "scan":
+        return []
+    num_consts, num_carry = _compat.scan_parts(eqn)
+    return [*eqn.invars[num_consts + num_carry :], *eqn.outvars[num_carry:]]
+
+
+def scan_params(eqn, length: int) -> dict[str, Any]:
+    """Gives the parameters of a `scan` for another number of iterations."""
+    return {**eqn.params, "length": length, "unroll": min(eqn.params["unroll"], length)}
+
+
+_ALONG_AXIS = "cumlogsumexp cummax cummin cumprod cumsum split unstack".split()
+_LEADING = "bitcast_convert_type random_bits random_split random_unwrap random_wrap".split()
+
 _RULES: dict[str, Callable[[Any], Rows | None]] = {
-    "argmax": _along("axes"),
-    "argmin": _along("axes"),
-    "bitcast_convert_type": _data_of_keys,
+    **dict.fromkeys(_primitives.ELEMENTWISE, _elementwise),
+    **dict.fromkeys(("argmax", "argmin"), _along("axes")),
+    **dict.fromkeys(("concatenate", "sort"), _along("dimension")),
+    **dict.fromkeys(("rev", "squeeze"), _along("dimensions")),
+    **dict.fromkeys(_ALONG_AXIS, _along("axis")),
+    **dict.fromkeys(_LEADING, _leading),
     "broadcast_in_dim": _broadcast_in_dim,
-    "concatenate": _along("dimension"),
-    "cumlogsumexp": _along("axis"),
-    "cummax": _along("axis"),
-    "cummin": _along("axis"),
-    "cumprod": _along("axis"),
-    "cumsum": _along("axis"),
     "dot_general": _dot_general,
     "iota": _iota,
     "pad": _pad,
     "qr": _matrices,
-    "random_bits": _keys,
-    "random_split": _keys,
-    "random_unwrap": _data_of_keys,
-    "random_wrap": _data_of_keys,
     "reduce_and": _reduction(jax.lax.bitwise_and),
     "reduce_max": _reduction(jax.lax.max),
     "reduce_min": _reduction(jax.lax.min),
@@ -212,13 +216,9 @@ _RULES: dict[str, Callable[[Any], Rows | None]] = {
     "reduce_prod": _reduction(jax.lax.mul),
     "reduce_sum": _reduction(jax.lax.add),
     "reshape": _reshape,
-    "rev": _along("dimensions"),
+    "scan": _scan,
     "slice": _slice,
-    "sort": _along("dimension"),
-    "split": _along("axis"),
-    "squeeze": _along("dimensions"),
     "transpose": _transpose,
-    "unstack": _along("axis"),
 }
 
 # ---- slices, pads and concatenations of rows ----------------------------------------------------
@@ -239,17 +239,18 @@ def takes_some_rows(eqn) -> bool:
     return interval is not None and interval != (0, num_rows(eqn.invars[0]))
 
 
-def slice_of_rows(eqn, rows: Any, result: Any) -> Any | None:
+def slice_columns(eqn, rows: Any) -> Any | None:
     """Makes the `slice` of the columns of rows that have been taken; None if it takes them all."""
-    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-    if rows.aval.shape == result.aval.shape:
+    if rows.aval.shape[1:] == eqn.outvars[0].aval.shape[1:]:
         return None
+    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     params = {
         **eqn.params,
         "start_indices": (0, *starts[1:]),
         "limit_indices": (num_rows(rows), *limits[1:]),
     }
-    return eqn.replace(invars=[rows], outvars=[result], params=params)
+    own = rows_var(eqn.outvars[0], num_rows(rows))
+    return eqn.replace(invars=[rows], outvars=[own], params=params)
 
 
 def pad_interval(eqn) -> tuple[int, int] | None:
@@ -269,56 +270,66 @@ def concatenation_intervals(eqn) -> list[tuple[int, int]] | None:
     """Gives the rows of each operand of a `concatenate` of rows; None for another equation."""
     if eqn.primitive.name != "concatenate" or eqn.params["dimension"] != 0:
         return None
-    intervals, start = [], 0
-    for v in eqn.invars:
-        intervals.append((start, start + num_rows(v)))
-        start += num_rows(v)
-    return intervals
+    stops = list(itertools.accumulate(map(num_rows, eqn.invars)))
+    return list(zip([0, *stops], stops, strict=False))
 
 
-# ---- arrays that have the same parts ------------------------------------------------------------
+def pieces(
+    operands: Iterable[tuple[tuple[int, int], Any]], low: int, high: int
+) -> Iterator[tuple[Any, int, int]]:
+    """Finds what rows of an array consist of.
+
+    Args:
+        operands: what the array consists of, each with its rows in the array; zeros elsewhere.
+        low: the first of the rows wanted.
+        high: the end of the rows wanted.
+
+    Yields:
+        An operand, or None for zeros, and the rows wanted of it.
+
+    Example:
+        >>> list(pieces([((0, 2), "a"), ((2, 5), "b")], 1, 6))
+        [('a', 1, 2), ('b', 0, 3), (None, 0, 1)]
+    """
+    for (start, stop), operand in operands:
+        first, end = max(start, low), min(stop, high)
+        if first < end:
+            if low < first:
+                yield None, 0, first - low
+            yield operand, first - start, end - start
+            low = end
+    if low < high:
+        yield None, 0, high - low
 
 
-class Classes:
-    """The variables in classes; equations join those of a class, so their rows are cut alike."""
-
-    def __init__(self, eqns: Sequence[Any], pairs: Iterable[tuple[Any, Any]] = ()):
-        self._above: dict[Any, Any] = {}
-        self.rules: list[Rows | None] = [rows_of(e) for e in eqns]
-        for eqn, rule in zip(eqns, self.rules, strict=True):
-            self._join(_jaxprs.variables(scanned(eqn)) if rule is None else rule.members(eqn))
-        for pair in pairs:
-            if len({v.aval.shape for v in pair}) == 1 and num_rows(pair[0]) >= 0:
-                self._join(_jaxprs.variables(pair))
-
-    def _join(self, members: Sequence[Any]) -> None:
-        for v in members[1:]:
-            first, other = self.of(members[0]), self.of(v)
-            if first is not other:
-                self._above[other] = first
-
-    def of(self, var) -> Any:
-        """Gives the variable that stands for the class of a variable."""
-        path = []
-        while var in self._above:
-            path.append(var)
-            var = self._above[var]
-        for v in path:
-            self._above[v] = var
-        return var
+def slice_rows(source: Any, array: Any, low: int, high: int) -> Any:
+    """Makes an equation that takes rows, with the names and source line of another one, if any."""
+    columns = array.aval.shape[1:]
+    params = {
+        "start_indices": (low, *(0 for _ in columns)),
+        "limit_indices": (high, *columns),
+        "strides": None,
+    }
+    return _equation(source, [array], rows_var(array, high - low), jax.lax.slice_p, params)
 
 
-def scanned(eqn) -> list[Any]:
-    """Gives the operands and results that a `scan` reads and makes row by row."""
-    if eqn.primitive.name != "scan":
-        return []
-    num_consts, num_carry = _compat.scan_parts(eqn)
-    return [*eqn.invars[num_consts + num_carry :], *eqn.outvars[num_carry:]]
+def join(source: Any, parts: Sequence[Any], var: Any) -> Any:
+    """Makes an equation that concatenates rows of a variable, likewise."""
+    rows = sum(map(num_rows, parts))
+    return _equation(source, parts, rows_var(var, rows), jax.lax.concatenate_p, {"dimension": 0})
 
 
-def slice_rows(x: Any, start: int, stop: int) -> Any:
-    """Takes rows of an array of NumPy or JAX."""
-    return jax.lax.slice_in_dim(x, start, stop) if isinstance(x, jax.Array) else x[start:stop]
+def _equation(source: Any, invars: Sequence[Any], result: Any, primitive, params: dict) -> Any:
+    eqn = jex.new_jaxpr_eqn(list(invars), [result], primitive, params, set())
+    return eqn if source is None else eqn.replace(source_info=source.source_info)
+
+
+def literal_rows(literal: Any, low: int, high: int) -> Any:
+    """Makes a literal of rows of a literal."""
+    x = literal.val
+    with jax.ensure_compile_time_eval():  # so that it is an array even where JAX traces
+        rows = jax.lax.slice_in_dim(x, low, high) if isinstance(x, jax.Array) else x[low:high]
+    return _jaxprs.literal(rows, with_rows(literal.aval, high - low))
 
 
 def zeros(aval: Any, rows: int) -> Any:

@@ -16,8 +16,9 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp import _compat, _jaxprs
 from jaxpp.transforms.stacked import _origins, _rows
+from jaxpp.transforms.stacked._cut_scan import cut_scan
 
 #: A place where a program can be cut: the number of a scan, and the iteration after the cut.
 Iteration = tuple[int, int]
@@ -104,13 +105,16 @@ def divide_scans(
         pieces += made
         known.of.update(zip(eqn.outvars, results, strict=True))
     outvars = [known(v) for v in jaxpr.jaxpr.outvars]
-    pieces = _without_bypassed(pieces, outvars, origins)
-    named = [(p.eqn.outvars[0], p) for p in pieces if p.eqn.outvars]
+    places = {p.eqn.outvars[0]: p.place for p in pieces if p.place is not None}
+    eqns = [p.eqn for p in pieces]
+    if places:
+        # An array that was made whole is not needed any more where only slices were read.
+        eqns = _jaxprs.needed(eqns, [*outvars, *places])
     return Divided(
-        _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, [p.eqn for p in pieces]),
-        {v: p.place for v, p in named if p.place is not None},
-        frozenset(v for v, p in named if p.kind == "slice"),
-        frozenset(v for v, p in named if p.kind == "join"),
+        _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns),
+        places,
+        frozenset(p.eqn.outvars[0] for p in pieces if p.kind == "slice"),
+        frozenset(p.eqn.outvars[0] for p in pieces if p.kind == "join"),
     )
 
 
@@ -213,70 +217,25 @@ def _cut(
     """Cuts a scan before some iterations; gives the pieces, and the atoms that are its results."""
     eqn, length, reverse = scan.eqn, scan.length, scan.eqn.params["reverse"]
     num_consts, num_carry = _compat.scan_parts(eqn)
-    first = num_consts + num_carry
-    consts, carry, xs = eqn.invars[:num_consts], eqn.invars[num_consts:first], eqn.invars[first:]
-    body = eqn.params["jaxpr"].jaxpr
-    ends = zip(body.invars[num_consts:first], body.outvars[:num_carry], strict=True)
-    changes = [_handed_on(body, out) is not own for own, out in ends]
+    whole, xs = eqn.invars[: num_consts + num_carry], eqn.invars[num_consts + num_carry :]
+    starts = sorted({0, *cuts, length})
+    bounds = [length - i for i in reversed(starts)] if reverse else starts
+    slicers = [origins.slicer(eqn) for _ in bounds[1:]]
+    slices = [
+        [slicer.rows(v, low, high) if high - low < length else v for v in xs]
+        for slicer, (low, high) in zip(slicers, itertools.pairwise(bounds), strict=True)
+    ]
+    parts, results, stacks = cut_scan(eqn, bounds, whole, slices)
     pieces: list[_Piece] = []
-    stacks: list[list[Any]] = []
-    for start, stop in itertools.pairwise(sorted({0, *cuts, length})):
-        low, high = (length - stop, length - start) if reverse else (start, stop)
-        slices, new = origins.slices(xs, low, high, eqn)
-        part = _iterations(eqn, [*consts, *carry, *slices], num_carry, stop - start)
-        pieces += [_Piece(e, "slice") for e in new]
+    order = -1 if reverse else 1
+    for start, part, slicer in zip(starts, parts, slicers[::order], strict=False):
+        pieces += [_Piece(e, "slice") for e in slicer.eqns]
         pieces.append(_Piece(part, place=(scan.number, start) if start in cuts else None))
-        # A carry that no iteration changes is given to each scan as it was before the first.
-        made = zip(carry, part.outvars[:num_carry], changes, strict=True)
-        carry = [after if changed else before for before, after, changed in made]
-        stacks.append(part.outvars[num_carry:])
-    results = list(carry)
-    for whole, *parts in zip(
-        eqn.outvars[num_carry:], *(stacks[::-1] if reverse else stacks), strict=True
-    ):
-        if len(parts) > 1 and not isinstance(whole, jex.DropVar):
-            pieces.append(_Piece(_origins.joined(eqn, parts, whole.aval), "join"))
-            parts = pieces[-1].eqn.outvars
-        results.append(parts[0])
+    for stacked, rows in zip(eqn.outvars[num_carry:], stacks, strict=True):
+        if len(rows) > 1 and not isinstance(stacked, jex.DropVar):
+            pieces.append(_Piece(_rows.join(eqn, rows, stacked), "join"))
+            rows = pieces[-1].eqn.outvars
+        results.append(rows[0])
     for piece in pieces:
         origins.add(piece.eqn)
     return pieces, results
-
-
-def _iterations(scan, invars: Sequence[Any], num_carry: int, count: int) -> Any:
-    """Makes the scan of some iterations of another one."""
-    made = [
-        jex.Var(v.aval if i < num_carry else _rows.with_rows(v.aval, count))
-        for i, v in enumerate(scan.outvars)
-    ]
-    params = scan.params | {"length": count, "unroll": min(scan.params["unroll"], count)}
-    return scan.replace(invars=list(invars), outvars=made, params=params)
-
-
-def _without_bypassed(
-    pieces: Sequence[_Piece], outvars: Sequence[Any], origins: _origins.Origins
-) -> list[_Piece]:
-    """Drops bypassed equations that nothing reads any more."""
-    read = set(_jaxprs.variables(outvars))
-    kept = []
-    for piece in reversed(pieces):
-        if not origins.is_bypassed(piece.eqn) or not read.isdisjoint(piece.eqn.outvars):
-            read.update(_jaxprs.variables(piece.eqn.invars))
-            kept.append(piece)
-    return kept[::-1]
-
-
-def _handed_on(jaxpr, atom: Any) -> Any:
-    """Finds the atom that an atom of an open jaxpr is a copy of, through calls that hand it on."""
-    maker = {v: e for e in jaxpr.eqns for v in e.outvars}
-    while not _jaxprs.is_literal(atom) and atom in maker:
-        eqn = maker[atom]
-        body = None if eqn.primitive.name in _primitives.CUSTOM_RULES else _jaxprs.called_jaxpr(eqn)
-        if body is None:
-            break
-        opened = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
-        inner = _handed_on(opened, opened.outvars[eqn.outvars.index(atom)])
-        if inner not in opened.invars:
-            break
-        atom = eqn.invars[opened.invars.index(inner)]
-    return atom

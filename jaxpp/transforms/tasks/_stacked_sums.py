@@ -15,11 +15,8 @@ from jaxpp.transforms.stacked import (
     Bounds,
     Classes,
     Splitter,
-    merge_bounds,
     num_rows,
     pad_interval,
-    part_vars,
-    rows_of,
     takes_some_rows,
 )
 from jaxpp.transforms.tasks._body import WHOLE, Body
@@ -32,51 +29,43 @@ def split_stacked_sums(body: Body) -> Body:
     cuts = [bounds.get(v) for v in body.carries]
     if not any(cuts):
         return body
-    given = {v: part_vars(v, bounds[v]) for v in body.carries if v in bounds}
-    rules = dict(enumerate(map(rows_of, body.eqns)))
-    splitter = Splitter(bounds, rules, given)
+    splitter = Splitter(bounds, body.carries)
     splitter.rewrite(body.eqns)
-    carries, carry_outs, joins, values = [], [], [], {}
-    for carry, out, cut in zip(body.carries, body.carry_outs, cuts, strict=True):
-        if cut is None:
-            parts, outs, join = [carry], [splitter.whole(out)], WHOLE
-        else:
-            parts, outs = given[carry], splitter.solid_parts(out, cut)
-            join = len(parts), lambda *rows: jax.lax.concatenate(rows, 0)
+    joins, values = [], {}
+    for carry, parts, cut in zip(body.carries, splitter.inputs, cuts, strict=True):
+        joins.append(WHOLE)
+        if cut is not None:
+            joins[-1] = len(parts), lambda *rows: jax.lax.concatenate(rows, 0)
             for part, rows in zip(parts, itertools.pairwise(cut), strict=True):
                 values[part] = jax.lax.slice_in_dim(body.values[carry], *rows)
-        carries += parts
-        carry_outs += outs
-        joins.append(join)
-    ys = tuple(splitter.whole(v) for v in body.ys)
+    carry_outs = splitter.outputs(body.carry_outs, cuts)
+    ys = splitter.outputs(body.ys, [None] * len(body.ys))
     # New equations have no position: they join a task by dependence later.
     placed = [(e, None if n is None else body.position[n]) for e, n in splitter.eqns]
     keep = _jaxprs.ancestors([e for e, _ in placed], (*carry_outs, *ys))
-    placed = [p for p, k in zip(placed, keep, strict=True) if k]
-    changes = {"carries": tuple(carries), "carry_outs": tuple(carry_outs), "ys": ys}
-    return body.divided(placed, joins, values, **changes)
+    return body.divided(
+        itertools.compress(placed, keep),
+        joins,
+        values,
+        carries=tuple(itertools.chain(*splitter.inputs)),
+        carry_outs=tuple(carry_outs),
+        ys=tuple(ys),
+    )
 
 
 def _bounds(body: Body) -> dict[Any, Bounds]:
     """Finds where carries, and the values added to them, are cut: by what stages pad with zeros."""
     classes = Classes(body.eqns, zip(body.carries, body.carry_outs, strict=True))
-    found: dict[Any, dict[tuple[int, int], set[int]]] = {}
-    for eqn, position in body.placed():
-        interval = pad_interval(eqn)
-        if interval is None or position is None:
-            continue
-        if interval != (0, num_rows(eqn.outvars[0])):
-            known = found.setdefault(classes.of(eqn.outvars[0]), {})
-            known.setdefault(interval, set()).add(body.stage(position))
+    used = [
+        (eqn.outvars[0], interval, frozenset({body.stage(position)}))
+        for eqn, position in body.placed()
+        if position is not None and (interval := pad_interval(eqn))
+        if interval != (0, num_rows(eqn.outvars[0]))
+    ]
     carried = {classes.of(v) for v in body.carries}
-    cuts = {
-        own: merge_bounds(num_rows(own), intervals)
-        for own, intervals in found.items()
-        if own in carried and len(intervals) > 1 and len(set().union(*intervals.values())) > 1
-    }
     made = (v for e in body.eqns for v in e.outvars)
-    variables = [*body.consts, *body.carries, *made]
-    return {v: cuts[own] for v in variables if (own := classes.of(v)) in cuts}
+    variables = [*body.consts, *body.carries, *body.xs, *made]
+    return classes.bounds(used, [v for v in variables if classes.of(v) in carried])
 
 
 def _open_calls(body: Body) -> Body:

@@ -44,6 +44,18 @@ def jitted(make):
     return lambda key: jax.jit(jax.vmap(make))(jax.random.split(key, LAYERS))
 
 
+def joined(make):
+    """Layers that are made one by one, and some that are dropped again."""
+
+    def init_fn(key):
+        layers = [make(k) for k in jax.random.split(key, LAYERS - 2)]
+        first = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+        more = jax.vmap(make)(jax.random.split(jax.random.fold_in(key, 1), LAYERS))
+        return jax.tree.map(lambda x, y: jnp.concatenate([x, y[2:4]]), first, more)
+
+    return init_fn
+
+
 def state_of(make):
     """Parameters, a cast copy, and moments."""
 
@@ -71,6 +83,7 @@ SLOW = pytest.mark.slow
     [
         pytest.param(vmapped(linear), jax.random.PRNGKey, id="vmapped"),
         pytest.param(jitted(linear), jax.random.key, id="jitted"),
+        pytest.param(joined(linear), jax.random.key, id="joined"),
         pytest.param(vmapped(various), jax.random.key, id="various", marks=SLOW),
         pytest.param(mapped(linear), jax.random.key, id="mapped", marks=SLOW),
         pytest.param(state_of(linear), jax.random.key, id="state", marks=SLOW),
@@ -96,7 +109,9 @@ def arrays_of(jaxpr):
             yield from arrays_of(inner)
 
 
-@pytest.mark.parametrize("init_fn", [vmapped(linear), jitted(linear), state_of(linear)])
+@pytest.mark.parametrize(
+    "init_fn", [vmapped(linear), jitted(linear), joined(linear), state_of(linear)]
+)
 def test_no_array_of_all_layers_is_made(init_fn):
     jaxpr, blamed, _ = parts_and_whole(init_fn, jax.random.key(0))
     keep = _jaxprs.ancestors(jaxpr.eqns, jaxpr.jaxpr.outvars)

@@ -14,7 +14,7 @@ import pytest
 import jaxpp
 from jaxpp import _compat, _jaxprs
 from jaxpp.runtime import StackedArray
-from jaxpp.transforms.stacked import _parts, _rows
+from jaxpp.transforms.stacked import Classes, Splitter
 from tests.transforms import two_layers
 
 LAYERS, WIDTH, BATCH, MICROBATCHES, STEPS = 6, 8, 8, 4, 3
@@ -420,21 +420,20 @@ def test_an_equation_gives_part_by_part_what_it_gives_as_a_whole(fun, pieces):
     jaxpr = _jaxprs.inline(jaxpr, lambda e: True)
     (*_, arg) = jaxpr.jaxpr.invars
     bounds = (0, 2, 5)
-    classes = _rows.Classes(jaxpr.eqns)
+    classes = Classes(jaxpr.eqns)
     variables = [arg, *(v for e in jaxpr.eqns for v in e.outvars)]
     cut = {v: bounds for v in variables if classes.of(v) is classes.of(arg)}
-    own = _parts.part_vars(arg, bounds)
-    splitter = _parts.Splitter(cut, dict(enumerate(classes.rules)), {arg: own})
+    splitter = Splitter(cut, [arg])
     splitter.rewrite(jaxpr.eqns)
     outs, joined = [], []
     for v in jaxpr.jaxpr.outvars:
-        parts = splitter.solid_parts(v, bounds) if v in cut else [splitter.whole(v)]
+        parts = splitter.outputs([v], [cut.get(v)])
         outs.extend(parts)
         joined.append(len(parts))
     assert (pieces is None) == bool(splitter.gathered)
     if pieces is not None:
         assert all(n == (2 if pieces else 1) for n in joined)
-    invars = [*jaxpr.jaxpr.invars[:-1], *own]
+    invars = [*jaxpr.jaxpr.invars[:-1], *splitter.inputs[0]]
     split = _compat.make_closed_jaxpr(invars, outs, [e for e, _ in splitter.eqns])
     values = iter(jax.jit(lambda *xs: _jaxprs.run(split, *xs))(*consts, x[:2], x[2:]))
     got = [
