@@ -8,7 +8,6 @@ traces (`jnp.mean`) counts as the operations in it; and a jitted function of whi
 some results, or some rows of them, is compiled without the rest.
 """
 
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -186,47 +185,54 @@ def _program(
         slim, split = _specs.with_split_outputs(slim, dict(wanted))
     eqns = [_with_start_operands(eqn) for eqn in _output_by_output(slim)]
     last_use = {v: i for i, eqn in enumerate(eqns) for v in _jaxprs.variables(eqn.invars)}
-    outputs = dict(zip(owned, slim.jaxpr.outvars, strict=True))
-    kept = set(outputs.values())
-    fresh = itertools.count()
-    slots = {v: next(fresh) for v in slim.jaxpr.invars if v in last_use}
-    inputs = [(n, slots[v]) for n, v in enumerate(slim.jaxpr.invars) if v in slots]
-    constants: dict[Any, tuple[int, Any]] = {}
-
-    def slot_of(atom: Any) -> int:
-        if not _jaxprs.is_literal(atom):
-            return slots[atom]
-        value = _jaxprs.literal_array(atom)
-        key = str(jax.typeof(value)), np.asarray(value).tobytes()
-        if key not in constants:
-            constants[key] = next(fresh), value
-        return constants[key][0]
-
+    kept = set(slim.jaxpr.outvars)
+    slots = _Slots()
+    inputs = [(n, slots(v)) for n, v in enumerate(slim.jaxpr.invars) if v in last_use]
     instructions: list[Instruction] = []
     last_made: tuple[int, ...] = ()
     for i, eqn in enumerate(eqns):
         results = [v for v in eqn.outvars if v in last_use or v in kept]
-        read = tuple(slot_of(atom) for atom in eqn.invars)
-        slots.update((v, next(fresh)) for v in results)
-        made = tuple(slots[v] for v in results)
-        instructions.append(Run(computations.number(eqn, results, split), read, made, "initialize"))
-        over = [v for v in dict.fromkeys(_jaxprs.variables(eqn.invars)) if last_use[v] == i]
-        if over := [v for v in over if v not in kept]:
-            instructions.append(Free(tuple(slots[v] for v in over)))
+        run = computations.number(eqn, results, split)
+        read, made = tuple(map(slots, eqn.invars)), tuple(map(slots, results))
+        instructions.append(Run(run, read, made, "initialize"))
+        last_read = [v for v in _jaxprs.variables(eqn.invars) if last_use[v] == i]
+        if over := [slots(v) for v in dict.fromkeys(last_read) if v not in kept]:
+            instructions.append(Free(tuple(over)))
         # A computation takes memory when it is dispatched: so at most two outputs are made at once.
-        if own := tuple(slots[v] for v in results if v in kept):
+        if own := tuple(slots(v) for v in results if v in kept):
             if last_made:
                 instructions.append(Wait(last_made))
             last_made = own
+    outputs = zip(owned, map(slots, slim.jaxpr.outvars), strict=True)
     return Program(
         rank,
         (),
         tuple(instructions),
-        next(fresh),
+        slots.count,
         tuple(inputs),
-        tuple((n, slots[v]) for n, v in outputs.items()),
-        tuple(constants.values()),
+        tuple(outputs),
+        tuple(slots.constants.values()),
     )
+
+
+class _Slots:
+    """Gives variables and constants a slot each."""
+
+    def __init__(self):
+        self._of: dict[Any, int] = {}
+        #: The slot and the value of each constant.
+        self.constants: dict[Any, tuple[int, Any]] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._of) + len(self.constants)
+
+    def __call__(self, atom: Any) -> int:
+        if not _jaxprs.is_literal(atom):
+            return self._of.setdefault(atom, self.count)
+        value = _jaxprs.literal_array(atom)
+        key = str(jax.typeof(value)), np.asarray(value).tobytes()
+        return self.constants.setdefault(key, (self.count, value))[0]
 
 
 class _Computations:
