@@ -85,7 +85,7 @@ class Library:
             computation = bundle.computations[n]
             key = key_of(computation, settings)
             if key not in self._known:
-                self._known[key] = number, _ = len(self._known), computation
+                self._known[key] = number, _ = next(self._numbers), computation
                 self._exported[number] = export(computation, self._platform, inside)
             numbers[n] = self._known[key][0]
         return tuple(numbers)
@@ -155,12 +155,20 @@ class Library:
         """Notes that a step is not called any more; `removals` tells the ranks."""
         self._removed.append(step)
 
-    def removals(self) -> list[tuple[int, int]]:
-        """Gives, once only, ranks and a step that each may forget."""
+    def removals(self) -> list[tuple[int, int, set[int]]]:
+        """Gives, once only, ranks, a step that each may forget, and computations of no other."""
         found = []
         while self._removed:
-            step = self._removed.pop()
-            found += [(program.rank, step) for program in self._steps.pop(step).programs]
+            number = self._removed.pop()
+            step = self._steps.pop(number)
+            used = {n for other in self._steps.values() for own in other.computations for n in own}
+            unused = {n for own in step.computations for n in own} - used - {None}
+            for program in step.programs:
+                own = unused.intersection(step.computations[program.rank])
+                self._has[program.rank] -= {("step", number), *(("computation", n) for n in own)}
+                found.append((program.rank, number, own))
+            self._known = {k: v for k, v in self._known.items() if v[0] not in unused}
+            self._exported = {n: e for n, e in self._exported.items() if n not in unused}
         return found
 
     def forget(self, ranks: Iterable[int]) -> None:

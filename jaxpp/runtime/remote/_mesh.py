@@ -264,9 +264,9 @@ class RemoteMpmdMesh:
     def _install(self, step: int) -> None:
         """Brings a step to the workers that do not have it."""
         crew = self._crew
-        for rank, removed in self._library.removals():
+        for rank, *removed in self._library.removals():
             for worker in crew.workers(rank):
-                crew.call_in_turn(worker, "unload", removed)
+                crew.call_in_turn(worker, "unload", *removed)
         loadings = self._library.missing(step)
         if not loadings:  # as in every call but the first
             return

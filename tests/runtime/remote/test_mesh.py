@@ -1,5 +1,6 @@
 """Steps on worker processes: the same results as in this process, and what stays where."""
 
+import gc
 import os
 import signal
 
@@ -361,6 +362,35 @@ def test_what_several_ranks_run_is_compiled_by_one_of_them():
 
 
 @pytest.mark.slow
+def kept(mesh):
+    """The numbers of steps and of executables that each rank keeps, and the driver's numbers."""
+    library = mesh._library
+    own = len(library._steps), len(library._known), len(library._exported)
+    return mesh.apply(number_of_executables, {r: () for r in range(mesh.num_ranks)}), own
+
+
+def number_of_executables(process):
+    return len(process._steps), len(process._executables)
+
+
+def test_what_only_a_collected_step_has_is_dropped(ray_session):
+    with jaxpp.RemoteMpmdMesh((2,)) as mesh:
+        args = *start(init_params(2)), batch()
+        first = jaxpp.place(step_of(), mesh)
+        first(*args)
+        before = kept(mesh)
+        for factor in (2.0, 3.0):
+            other = jaxpp.place(lambda *a: (step_of()(*a), a[2] * factor), mesh)  # noqa: B023
+            other(*args)
+            assert all(own[1] > before[0][rank][1] for rank, own in kept(mesh)[0].items())
+            del other
+            gc.collect()
+            again = first(*args)
+            assert kept(mesh) == before
+        expected = jaxpp.place(step_of(), local(2))(*args)
+        chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(expected), strict=True)
+
+
 def test_transfers_between_devices_give_the_same(ray_session):
     """Over JAX's own transfers between processes, which on GPU need no memory of the hosts."""
     expected = train(local(2), SCHEDULES["zb_h1"], 2)

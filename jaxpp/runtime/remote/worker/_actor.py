@@ -232,9 +232,9 @@ class Actor:
         """See `Process.drop`."""
         self.process.in_turn(turn, self.process.drop, numbers)
 
-    def unload(self, turn: Turn, step: int) -> None:
+    def unload(self, turn: Turn, *what: Any) -> None:
         """See `Process.unload`."""
-        self.process.in_turn(turn, self.process.unload, step)
+        self.process.in_turn(turn, self.process.unload, *what)
 
     def reset(self, epoch: int) -> None:
         """See `Process.reset`."""

@@ -184,9 +184,11 @@ class Process:
         """Gives the executables of a step's computations; None for one that is not run here."""
         return self._steps[step].worker.executables
 
-    def unload(self, step: int) -> None:
-        """Forgets a step."""
+    def unload(self, step: int, computations: Collection[int]) -> None:
+        """Forgets a step, and computations that no other step has."""
         self._steps.pop(step, None)
+        for number in computations:
+            self._executables.pop(number, None)
         self.transport.forget(step)
 
     def run(self, *packed: Any) -> Failure | None:
