@@ -216,6 +216,11 @@ class Listener:
         self._thread = threading.Thread(target=self._accept_all, name=f"accept-{rank}", daemon=True)
         self._thread.start()
 
+    def check(self) -> None:
+        """Raises an error if the listener accepts no connections any more."""
+        if not self._thread.is_alive():
+            raise TransportError(f"Rank {self._rank} does not accept connections any more.")
+
     def close(self) -> None:
         """Accepts no more connections, and closes those whose handshake is not done."""
         self._end.close()
@@ -246,9 +251,14 @@ class Listener:
             connection.close()
             return
         self._handshakes.add(connection)
-        threading.Thread(
+        welcome = threading.Thread(
             target=self._welcome, args=(connection,), name=f"receive-{self._rank}", daemon=True
-        ).start()
+        )
+        try:
+            welcome.start()
+        except RuntimeError:  # this process can have no more threads
+            self._handshakes.discard(connection)
+            connection.close()
 
     def _welcome(self, connection: socket.socket) -> None:
         with connection:

@@ -250,11 +250,16 @@ class SocketTransport:
         Args:
             epoch: a number that has not been used; the same on all ranks.
             peers: where the ranks are now, if that has changed.
+
+        Raises:
+            ValueError: the epoch has been used.
+            TransportError: the transport accepts no connections any more.
         """
         if self._closed or epoch <= self._session.epoch:
             raise ValueError(
                 f"A transport in epoch {self._session.epoch} needs a later one, got {epoch}."
             )
+        self._listener.check()
         self._session.end()
         if peers is not None:
             self.connect(peers)

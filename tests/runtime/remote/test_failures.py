@@ -29,7 +29,7 @@ from jaxpp.runtime import RankError  # noqa: E402
 from jaxpp.runtime.remote.cluster import _lookout  # noqa: E402
 from jaxpp.runtime.remote.group import _blame  # noqa: E402
 from jaxpp.runtime.remote.worker import _process  # noqa: E402
-from jaxpp.runtime.transport._errors import NotComputed  # noqa: E402
+from jaxpp.runtime.transport import Listener, NotComputed  # noqa: E402
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of  # noqa: E402
 from tests.runtime.remote import faults  # noqa: E402
 from tests.runtime.remote.faults import Fault, TaskError  # noqa: E402
@@ -496,6 +496,22 @@ if __name__ == "__main__":
             state = step(*state[:3], batch())
             float(state[3])
 """
+
+
+def accept_no_more(process, kind):
+    """Ends the thread that accepts connections, of the driver or of other ranks."""
+    for found in gc.get_objects():
+        if type(found) is Listener and type(found._serve.__self__).__name__ == kind:
+            found.close()
+
+
+@pytest.mark.parametrize("kind", ["Service", "SocketTransport"])
+def test_a_worker_that_accepts_no_connections_is_replaced(mesh, kind):
+    before = pids(mesh)
+    mesh.apply(accept_no_more, {1: (kind,)})
+    mesh.restart()
+    after = pids(mesh)
+    assert after[0] == before[0] and after[1] != before[1]
 
 
 @pytest.fixture(scope="module")

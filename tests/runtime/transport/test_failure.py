@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -249,6 +250,18 @@ def test_who_sends_garbage_or_nothing_disturbs_nobody(kind):
             pass
         for connection in silent + garbage:
             connection.close()
+
+
+def test_a_connection_that_gets_no_thread_is_closed_and_the_next_is_accepted(monkeypatch):
+    with connected(2) as (a, b):
+        with monkeypatch.context() as without_threads:
+            start = unittest.mock.Mock(side_effect=RuntimeError("can't start new thread"))
+            without_threads.setattr(threading.Thread, "start", start)
+            with opened(b, "tcp") as refused:
+                refused.settimeout(2)
+                assert refused.recv(1) == b""
+        a.send([X], message([X]))
+        assert_same(b.receive(message([X])), [X])
 
 
 def test_silent_connections_are_closed(monkeypatch):

@@ -237,7 +237,8 @@ class Actor:
         self.process.in_turn(turn, self.process.unload, *what)
 
     def reset(self, epoch: int) -> None:
-        """See `Process.reset`."""
+        """See `Process.reset`; fails where the worker cannot be reached any more."""
+        self._service.check()
         self.process.reset(epoch)
 
     def close(self) -> None:

@@ -46,6 +46,10 @@ class Service:
         """The addresses at which the driver reaches the server."""
         return self._listener.addresses
 
+    def check(self) -> None:
+        """Raises an error if the driver cannot connect any more."""
+        self._listener.check()
+
     def _admit(self, hello: Hello) -> bool:
         return hello.source == DRIVER
 
