@@ -213,7 +213,7 @@ MUTATIONS = (
         "jaxpp/transforms/place/_lower.py",
         "and value.constant is None\n            and wanted",
         "and wanted",
-        ("place::closing_over_arrays", "constants"),
+        ("constants", "place::closing_over_arrays"),
     ),
     Mutation(
         "a reversed loop takes its slices forwards",
@@ -318,7 +318,7 @@ MUTATIONS = (
         "jaxpp/transforms/place/_task_graph.py",
         "whole, (*carries, *range(first, first + len(y_avals)))",
         "whole, ()",
-        ("place::programs_and_text", "mesh::memory_does_not_grow", "LAWS"),
+        ("place::accumulators_are_updated_in_place", "LAWS"),
     ),
     Mutation(
         "state is left where it was made",

@@ -124,3 +124,15 @@ def test_a_derivative_rule_that_closes_over_an_argument_is_refused_with_its_line
     placed = two_layers.place(jaxpp.schedule(loop, jaxpp.schedules.OneFOneB()))
     with pytest.raises(ValueError, match=r"test_constants\.py:\d+, closes over a value"):
         placed(WEIGHTS, X, value)
+
+
+def test_an_array_that_the_step_closes_over_outlives_a_result_of_its_shape():
+    shift = jnp.linspace(0.0, 1.0, 35).reshape(5, 7)  # no argument or gradient has this shape
+
+    def step(w, x):
+        value, grads = two_layers.scheduled(two_layers.loss)(w, x)
+        return grads, shift * value
+
+    placed = two_layers.place(step)
+    first, second = placed(WEIGHTS, X), placed(WEIGHTS, X)
+    chex.assert_trees_all_equal(first, second)

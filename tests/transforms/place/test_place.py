@@ -457,6 +457,19 @@ def test_programs_and_text(lowered):
     assert compiled.as_text() == lowered.as_text()
 
 
+def test_accumulators_are_updated_in_place(lowered):
+    """A backward hands the memory of each accumulator that it reads to the one that it makes."""
+    for program in lowered.programs:
+        backwards = [
+            i for i in program.instructions if isinstance(i, Run) and i.label.startswith("B")
+        ]
+        assert backwards
+        for run in backwards:
+            computation = lowered.bundle.computations[run.computation]
+            types = [computation.jaxpr.in_avals[i] for i in computation.donated]
+            assert types and all(t in computation.jaxpr.out_avals for t in types)
+
+
 def replay(program, computations):
     """The slots that hold something at the end of a program; fails where one is misused."""
     live = {slot for _, slot in program.inputs} | {slot for slot, _ in program.constants}
