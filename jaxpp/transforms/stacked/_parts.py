@@ -154,7 +154,7 @@ class Splitter:
 
     def _split(self, eqn: Any) -> None:
         """Adds an equation over arrays in parts, by the rule of its primitive."""
-        result, rule = eqn.outvars[0], _rows.rows_of(eqn)
+        result, rule = next(iter(eqn.outvars), None), _rows.rows_of(eqn)
         if _rows.takes_some_rows(eqn):
             self._slice(eqn)
         elif result in self._bounds and (interval := _rows.pad_interval(eqn)):

@@ -300,6 +300,22 @@ def test_what_needs_all_layers_gathers_and_says_so():
         jaxpp.testing.assert_no_transfers_of(placed, init())
 
 
+def test_a_callback_is_given_all_layers():
+    seen = []
+
+    def step(params, x):
+        _, grads = scheduled(loss_of((0, 2, 6)))(params, x)
+        jax.debug.callback(lambda w: seen.append(np.asarray(w)), params["layers"]["w"])
+        return grads
+
+    placed = jaxpp.place(step, mesh_of(2))
+    placed(init(), batch(0))
+    jax.effects_barrier()
+    (layers,) = seen
+    np.testing.assert_array_equal(layers, init()["layers"]["w"])
+    assert "for `debug_callback` at " in placed.as_text()
+
+
 def test_a_table_that_one_stage_slices_stays_whole():
     def loss(params, x):
         h = jnp.tanh(x + params["positions"][: BATCH // MICROBATCHES])
