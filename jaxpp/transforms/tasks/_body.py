@@ -198,11 +198,6 @@ def read_body(
     )
 
 
-def needed(eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """Gives the equations that outputs need."""
-    return [e for e, k in zip(eqns, _jaxprs.ancestors(eqns, outputs), strict=True) if k]
-
-
 def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool]]:
     """Brings the calls of stages to the top of a loop's body.
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from jaxpp import _compat, _flops, _jaxprs, _primitives
-from jaxpp.transforms.tasks._body import Body, needed
+from jaxpp.transforms.tasks._body import Body
 
 
 def hoist(body: Body) -> Body:
@@ -28,7 +28,7 @@ def hoist(body: Body) -> Body:
     rest = body.with_equations([p for p, o in zip(body.placed(), out, strict=True) if not o])
     read = rest.read()
     outputs = [v for e, o in zip(body.eqns, out, strict=True) if o for v in e.outvars if v in read]
-    made = needed([e for e in body.eqns if not e.effects], outputs)
+    made = _jaxprs.needed([e for e in body.eqns if not e.effects], outputs)
     made, known = _merge_equal(made)
     outputs = list(dict.fromkeys(map(known, outputs)))
     hoisted = _jaxprs.part(made, outputs)
@@ -96,7 +96,7 @@ class _Opener:
         if eqn.primitive.name in _primitives.PLAIN_CALLS:
             self.known.of.update(zip(eqn.outvars, results, strict=True))
             return inner
-        before = needed([e for e in inner if not e.effects], worth)
+        before = _jaxprs.needed([e for e in inner if not e.effects], worth)
         after = [e for e in inner if not any(e is b for b in before)]
         made = {v for e in after for v in e.outvars}
         kept = [(v, r) for v, r in zip(eqn.outvars, results, strict=True) if r in made]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxpp import _compat, _jaxprs
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms.tasks import _accumulators, _invariants, _loop, _split_backward, _stacked_sums
-from jaxpp.transforms.tasks._body import Body, needed
+from jaxpp.transforms.tasks._body import Body
 
 
 def partition(body: Body, table: Table) -> tuple[_loop.LoopTasks, Body]:
@@ -267,7 +267,7 @@ class _BodyWriter:
             free = _from_constants(first, self.body.consts)
             again = [v for e in second for v in _jaxprs.variables(e.invars) if v in free]
             pure = [e for e in first if all(v in free for v in e.outvars)]
-            second = [*needed(pure, again), *second]
+            second = [*_jaxprs.needed(pure, again), *second]
             read = {v for e in second for v in _jaxprs.variables(e.invars)}.union(node.left)
             kept = [v for e in first for v in e.outvars if v in read and v not in free]
             self._add(Kind.I, node, first, list(dict.fromkeys([*node.sent, *kept])), [])
@@ -283,7 +283,7 @@ class _BodyWriter:
         if node.position == self.body.num_stages - 1:
             given += self._loose
         outputs = [v for v, _ in given]
-        kept = needed(eqns, outputs)
+        kept = _jaxprs.needed(eqns, outputs)
         if not given and not kept:
             return
         stage = self.body.stage(node.position)
