@@ -41,7 +41,7 @@ class Library:
     """A program cache: all steps of a mesh, and their computations, each kept once.
 
     Args:
-        platform: of the workers, as JAX names it.
+        platform: that the workers' computations are lowered for, as `export` takes it.
         kinds: for each rank something that is equal where ranks can share executables.
         all_messages: whether each rank has to know the messages of all.
         insides: for each rank the sizes of the axes inside it.

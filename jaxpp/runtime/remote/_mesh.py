@@ -65,8 +65,8 @@ class RemoteMpmdMesh:
         address: `"auto"` where workers and the driver reach a worker of another host at the address
             that Ray knows of it; by default only processes of the same host can connect to it.
         transport: how arrays go between ranks: `"device"`, from device to device, as JAX does it
-            between processes; `"socket"`, through the memory of the hosts (`"unix"` and `"tcp"` say
-            which); `"auto"` takes the first where each rank has a GPU of its own.
+            between processes, which has not been run between GPUs yet; `"auto"` and `"socket"`,
+            through the memory of the hosts (`"unix"` and `"tcp"` say which).
         heartbeat_timeout: seconds without a sign of life after which a stopped worker, or one
             that cannot be reached, counts as lost.
         start_timeout: seconds that the cluster has to start the workers.

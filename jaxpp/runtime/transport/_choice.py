@@ -31,9 +31,8 @@ def choose_transport(
 
     Args:
         ranks: what each rank computes on.
-        flag: `"auto"` goes from device to device where there are several ranks and each has GPUs of
-            its own, and over sockets else, through the memory of the hosts; the others override it
-            (`"unix"` and `"tcp"` are sorts of sockets).
+        flag: `"device"` goes from device to device, which has not been run between GPUs yet; all
+            others go over sockets, through the memory of the hosts (`"unix"`, `"tcp"`: which).
 
     Returns:
         `"device"` for `DeviceTransport`, `"socket"` for `SocketTransport`.
@@ -44,22 +43,19 @@ def choose_transport(
 
     Example:
         >>> one, other = [RankDevices("gpu", "host", (device,)) for device in ("0", "1")]
-        >>> choose_transport([one, other]), choose_transport([one, one])
-        ('device', 'socket')
+        >>> choose_transport([one, other]), choose_transport([one, other], "device")
+        ('socket', 'device')
     """
     flags = ("auto", "socket", "unix", "tcp", "device")
     if flag not in flags:
         raise ValueError(f"transport={flag!r} is not known; it is one of {', '.join(flags)}.")
-    if flag not in ("auto", "device"):
+    if flag != "device":
         return "socket"
-    obstacle = _obstacle(ranks)
-    if flag == "device" and obstacle:
+    if obstacle := _obstacle(ranks):
         raise ValueError(
             f"transport='device' cannot be had: {obstacle}. Use transport='auto', which goes over "
-            f"sockets then, or give each rank a GPU of its own (gpus_per_rank=1)."
+            f"sockets, or give each rank a GPU of its own (gpus_per_rank=1)."
         )
-    if flag == "auto" and (obstacle or len(ranks) < 2 or ranks[0].platform == "cpu"):
-        return "socket"
     return "device"
 
 

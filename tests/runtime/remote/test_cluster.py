@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -238,7 +239,27 @@ def test_workers_that_share_a_gpu_share_its_memory():
 
     class_name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     assert float(variables(0.25)[class_name]) * 4 == pytest.approx(0.75, abs=0.01)
-    assert class_name not in variables(1.0) and "JAX_PLATFORMS" not in variables(1.0)
+    assert class_name not in variables(1.0)
+    assert [variables(gpus)["JAX_PLATFORMS"] for gpus in (0, 0.25, 1.0)] == ["cpu", "", ""]
+
+
+def test_a_worker_with_a_gpu_that_runs_on_cpu_is_refused():
+    gang, member = object.__new__(_gang.Gang), unittest.mock.Mock(rank=3)
+    gang._settings = unittest.mock.Mock(gpus_per_rank=1.0, environment={"JAX_PLATFORMS": "cpu"})
+    told = r"rank 3 on b has a GPU, for gpus_per_rank=1, but .* CPU there, with JAX_PLATFORMS='cpu'"
+    with pytest.raises(RuntimeError, match=told):
+        gang._check(member, unittest.mock.Mock(platform="cpu", host="b"))
+    hello = unittest.mock.Mock(platform="cuda", versions=_gang.versions())
+    gang._check(member, hello)
+
+
+def test_only_one_variable_gives_the_fraction_of_a_gpus_memory(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.375")
+    _environment.prepare_process(_cluster.Place(0, "", "", "", 0))
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.375"
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.2")
+    _environment.prepare_process(_cluster.Place(0, "", "", "", 0))
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
 
 
 def nodes_with(*amounts):

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import export as jax_export
 
 import jaxpp
 from experiments.models import gpt
 from jaxpp._program import Run
+from jaxpp.runtime.remote.calls import export
 from tests.runtime.local.test_mesh import batch, init_params, loss_fn, start, step_of, tied_loss
 
 
@@ -389,6 +391,13 @@ def test_what_only_a_collected_step_has_is_dropped(ray_session):
             assert kept(mesh) == before
         expected = jaxpp.place(step_of(), local(2))(*args)
         chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(expected), strict=True)
+
+
+def test_a_step_is_lowered_for_the_platform_of_the_workers(mesh):
+    lowered = jaxpp.place(step_of(), local(2)).lower(*start(init_params(2)), batch())
+    exported = export(lowered.bundle.computations[0], "cuda")  # needs no GPU
+    assert jax_export.deserialize(bytearray(exported.payload)).platforms == ("cuda",)
+    assert mesh._crew.hellos[0].platform == jax_export.default_export_platform()
 
 
 def test_transfers_between_devices_give_the_same(ray_session):

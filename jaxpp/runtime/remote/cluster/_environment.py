@@ -39,9 +39,9 @@ def worker_options(
     """
     variables = {"PYTHONPATH": os.pathsep.join(_import_paths())}
     gpus = reservation.gpus[rank]
-    if not gpus:
-        variables["JAX_PLATFORMS"] = "cpu"
-    elif gpus < 1:
+    # On a GPU it is empty, so that a driver or a session that is held to CPU does not hold it.
+    variables["JAX_PLATFORMS"] = "" if gpus else "cpu"
+    if 0 < gpus < 1:
         variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{MEMORY_FRACTION * gpus:.3f}"
     if cores is not None:
         variables["NPROC"] = str(cores)  # the number of threads that XLA takes on CPU
@@ -63,6 +63,9 @@ def worker_options(
 def prepare_process(place: Place, cores: int | None = None) -> None:
     """Binds this worker's process to some of its host's cores; call it before JAX starts.
 
+    Where the environment has both variables for the fraction of a GPU's memory, which JAX refuses,
+    the old one goes: it is the one that `worker_options` sets.
+
     The workers of a node take its cores one after the other, and share them where there are too
     few. XLA takes as many threads as the process has cores.
 
@@ -70,6 +73,8 @@ def prepare_process(place: Place, cores: int | None = None) -> None:
         place: where the worker is, from the reservation.
         cores: the number of cores; None for all.
     """
+    if "XLA_CLIENT_MEM_FRACTION" in os.environ:
+        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     if cores is None or not hasattr(os, "sched_setaffinity"):
         return
     available = sorted(os.sched_getaffinity(0))

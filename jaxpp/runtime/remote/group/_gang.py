@@ -136,10 +136,7 @@ class Gang:
         if processes > 1:
             self._spans = [Join(port, processes) for port in ports[::processes]]
         workers = [RankDevices("gpu" if gpus else "cpu", i.node, i.gpus) for i in identities]
-        flag = self._settings.transport
-        apart = processes > 1 or self._settings.ranks_differ
-        flag = "socket" if apart and flag == "auto" else flag
-        if choose_transport(workers, flag) == "device":
+        if choose_transport(workers, self._settings.transport) == "device":
             self._join = Join(ports[0], len(workers))
 
     @property
@@ -206,6 +203,14 @@ class Gang:
             ) from error
 
     def _check(self, member: Member, hello: Hello) -> None:
+        if self._settings.gpus_per_rank and hello.platform == "cpu":
+            given = (self._settings.environment or {}).get("JAX_PLATFORMS", "")
+            raise RuntimeError(
+                f"RemoteMpmdMesh: the worker of rank {member.rank} on {hello.host} has a GPU, for "
+                f"gpus_per_rank={self._settings.gpus_per_rank:g}, but JAX runs on CPU there, with "
+                f"JAX_PLATFORMS={given!r}. Install JAX for GPUs on that host (jax[cuda13]), or run "
+                f"on CPU with gpus_per_rank=0."
+            )
         own = versions()
         apart = [
             f"{n} {hello.versions[n]} (here {own[n]})" for n in own if hello.versions[n] != own[n]

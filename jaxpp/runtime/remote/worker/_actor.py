@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import ray
+from jax import export as jax_export
 
 from jaxpp.runtime.arrays import Home, devices_of, home_over
 from jaxpp.runtime.remote.calls import Turn
@@ -203,7 +204,7 @@ class Actor:
                 socket.gethostname(),
                 os.getpid(),
                 ray.get_runtime_context().get_node_id(),
-                device.platform,
+                jax_export.default_export_platform(),  # "cuda", where the device says "gpu"
                 device.device_kind,
                 transport.addresses,
                 self._service.addresses,
