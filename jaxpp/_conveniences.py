@@ -68,18 +68,13 @@ def accumulate_grads(
         >>> losses.shape, grads.shape
         ((4,), (2, 2))
     """
-    squeezed = num_microbatches is None
     count = _size(batch, axis) if num_microbatches is None else num_microbatches
 
+    def without_axis(x):
+        return jax.lax.squeeze(x, (axis,)) if _jaxprs.is_array(x) else x
+
     def of_microbatch(part):
-        if squeezed:
-            part = jtu.tree_map(
-                lambda x: (
-                    jax.lax.index_in_dim(x, 0, axis, keepdims=False) if _jaxprs.is_array(x) else x
-                ),
-                part,
-            )
-        return fun(part)
+        return fun(jtu.tree_map(without_axis, part) if num_microbatches is None else part)
 
     if reduce is None:
         loop = microbatch_by(of_microbatch, count, axis, _gradients_summed)
@@ -113,25 +108,19 @@ def _gradients_summed(traced: _jaxprs.Traced) -> Any:
 
 
 def _size(batch: Any, axis: int) -> int:
-    """Gives the size of an axis, which is the same in all arrays."""
-    sizes = {}
-    for path, x in jtu.tree_leaves_with_path(batch):
-        if _jaxprs.is_array(x):
-            if not -x.ndim <= axis < x.ndim:
-                raise ValueError(
-                    f"accumulate_grads: batch{jtu.keystr(path)} has shape {x.shape} and no axis "
-                    f"{axis} that counts the microbatches."
-                )
-            sizes[jtu.keystr(path)] = x.shape[axis]
-    if not sizes:
-        raise ValueError("accumulate_grads: the batch has no array to slice.")
+    """Gives the size of an axis, which is the same in all arrays; 1 where no array has the axis."""
+    sizes = {
+        jtu.keystr(path): x.shape[axis]
+        for path, x in jtu.tree_leaves_with_path(batch)
+        if _jaxprs.is_array(x) and -x.ndim <= axis < x.ndim
+    }
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"accumulate_grads: axis {axis} counts the microbatches, but its size differs: "
             f"{', '.join(f'batch{path}: {n}' for path, n in sizes.items())}; give num_microbatches "
             f"where the axis counts examples."
         )
-    return next(iter(sizes.values()))
+    return next(iter(sizes.values()), 1)
 
 
 def pipelined(
