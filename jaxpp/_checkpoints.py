@@ -26,26 +26,18 @@ def open_calls(
     Custom derivative rules stay closed.
     """
     checkpoints: Checkpoints = {}
-    known = _jaxprs.Substitution()
 
-    def opened(eqns) -> Iterator[Any]:
-        for eqn in eqns:
-            eqn = known.rename(eqn)
-            is_call = _jaxprs.called_jaxpr(eqn) is not None
-            if not is_call or eqn.primitive.name in _primitives.CUSTOM_RULES or not wanted(eqn):
-                yield eqn
-                continue
-            inner, results = _jaxprs.inline_call(eqn, eqn.invars)
-            if is_checkpoint(eqn):
-                scope = f"{_SCOPE}{len(checkpoints)}"
-                checkpoints[scope] = eqn
-                inner = [_compat.in_scope(e, scope) for e in inner]
-            yield from opened(inner)
-            known.of.update((out, known(v)) for out, v in zip(eqn.outvars, results, strict=True))
+    def can_open(eqn) -> bool:
+        return eqn.primitive.name not in _primitives.CUSTOM_RULES and wanted(eqn)
 
-    eqns = list(opened(jaxpr.eqns))
-    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), checkpoints
+    def in_scope(call, inner: list[Any]) -> list[Any]:
+        if not is_checkpoint(call):
+            return inner
+        scope = f"{_SCOPE}{len(checkpoints)}"
+        checkpoints[scope] = call
+        return [_compat.in_scope(e, scope) for e in inner]
+
+    return _jaxprs.inline(jaxpr, can_open, in_scope), checkpoints
 
 
 def is_checkpoint(eqn) -> bool:

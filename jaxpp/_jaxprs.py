@@ -307,25 +307,29 @@ def fresh_var(var):
     return jex.Var(var.aval)
 
 
-def inline(jaxpr: jex.ClosedJaxpr, wanted: Callable[[Any], bool]) -> jex.ClosedJaxpr:
-    """Replaces each call that is `wanted` by the equations of its body, inside such calls too."""
+def inline(
+    jaxpr: jex.ClosedJaxpr,
+    wanted: Callable[[Any], bool],
+    change: Callable[[Any, list[Any]], list[Any]] = lambda call, inner: inner,
+) -> jex.ClosedJaxpr:
+    """Replaces each call that is `wanted` by the equations of its body, inside such calls too.
+
+    `change(call, inner)` may change the equations of a body.
+    """
     known = Substitution()
-    eqns = list(_inlined(jaxpr.eqns, wanted, known))
+    eqns = list(_inlined(jaxpr.eqns, wanted, known, change))
     outvars = [known(v) for v in jaxpr.jaxpr.outvars]
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
 
 
-def _inlined(eqns, wanted, known: Substitution):
-    for eqn in eqns:
-        eqn = known.rename(eqn)
+def _inlined(eqns, wanted, known: Substitution, change=lambda call, inner: inner) -> Iterator[Any]:
+    for eqn in map(known.rename, eqns):
         if called_jaxpr(eqn) is None or not wanted(eqn):
             yield eqn
             continue
         inner, results = inline_call(eqn, eqn.invars)
-        yield from _inlined(inner, wanted, known)
-        known.of.update(
-            (out, known(result)) for out, result in zip(eqn.outvars, results, strict=True)
-        )
+        yield from _inlined(change(eqn, inner), wanted, known, change)
+        known.of.update((v, known(r)) for v, r in zip(eqn.outvars, results, strict=True))
 
 
 class Part(NamedTuple):

@@ -14,96 +14,104 @@ from jaxpp.transforms.stacked import Divided, Iteration, divide_scans, loop_that
 from jaxpp.transforms.stages import _balance, _cuts, _modules, _states, _units
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """The scopes that a balanced cut does not cut inside.
-
-    `calls` has the scopes of calls of modules, each with the module's class if it is a layer.
-    `scopes` has the names of other scopes; None to look for repeated blocks.
-    """
-
-    calls: Mapping[str, type | None]
-    scopes: Sequence[str] | None
-
-
 def cut_balanced(
-    jaxpr: jex.ClosedJaxpr,
+    traced: _jaxprs.Traced,
+    model: Any,
     checkpoints: _checkpoints.Checkpoints,
     num_stages: int,
     balance: str | _flops.Cost,
-    whole: Whole,
-    modules: Sequence[str],
-    model: Sequence[Any],
+    calls: Mapping[str, type | None],
+    scopes: Sequence[str] | None,
     states: Sequence[_states.State],
 ) -> jex.ClosedJaxpr:
     """Marks `num_stages - 1` cuts that balance the stages.
 
-    A scan over arrays of the model, which are the inputs `model` of the jaxpr, can be cut between
-    iterations. No cut falls between the first reader of a state and the equation that makes its
-    next value, where this leaves enough places.
+    A scan over arrays of the model can be cut between iterations. No cut falls between the first
+    reader of a state and the equation that makes its next value, where this leaves enough places.
+
+    Args:
+        traced: the program, with open calls.
+        model: its first argument.
+        checkpoints: its open checkpoints.
+        num_stages: the number of stages to make.
+        balance: as for `split_stages`.
+        calls: the scopes of calls of modules that are not cut inside, each with the module's class
+            if it is a layer.
+        scopes: the names of other scopes that are not cut inside; None to look for repeated blocks.
+        states: the states of the program.
     """
-    jaxpr = _states.make_early(jaxpr, states) if states else jaxpr
-    divided = divide_scans(jaxpr, model, lambda scan: range(scan.length))
-    flat, sunk = _cuts.sink_argument_chains(divided.jaxpr)
-    varying = _jaxprs.descendants(flat.eqns, flat.jaxpr.invars)
-    eqns = [e for e in flat.eqns if any(v in varying for v in e.outvars)]
-    crossing = _crossing_bytes(flat.jaxpr, eqns)
-    heads = _heads(eqns, sunk, divided)
-    for i, head in enumerate(heads):
-        if (i > 0 and heads[i - 1] is head) or eqns[i].outvars[0] in divided.joins:
-            crossing[i] = float("inf")
-    cost = _flops.resolve("flops" if balance == "layers" else balance)
-    moves = divided.slices | divided.joins
-    costs = [0.0 if e.outvars[0] in moves else cost(e) for e in eqns]
-    own = [None if e in sunk or e.outvars[0] in moves else e for e in eqns]
-    units = _whole_units(own, costs, num_stages, whole, divided.places, checkpoints)
-    for name in whole.scopes or ():
+    arrays = _modules.model_arrays(traced, model)
+    jaxpr = _states.make_early(traced.jaxpr, states) if states else traced.jaxpr
+    divided = divide_scans(jaxpr, arrays, lambda scan: range(scan.length))
+    line = _cuts.Line.of(divided)
+    costed = _Costs.of(line, divided, num_stages, balance)
+    moved = line.leads | divided.joins
+    own = [None if e.outvars[0] in moved else e for e in costed.eqns]
+    units = _whole_units(own, costed, calls, scopes, divided.places, checkpoints)
+    for name in scopes or ():
         if not any(unit.label == name for unit in units):
-            raise ValueError(_cuts.no_scope(name, flat, modules))
-    line = _Line(crossing, costs, num_stages, balance == "layers")
-    layers = _units.note(units, num_stages)
-    note = _closed_call(eqns, costs, num_stages, divided.places)
+            raise ValueError(_cuts.no_scope(name, line.eqns, model))
+    together = _states.units(states, costed.eqns, line.leads, line.jaxpr.jaxpr.outvars)
     try:
-        cuts = line.cuts(units)
+        cuts = _best_cuts(costed, units, together, _closed_call(costed, divided.places))
     except ValueError as error:
-        hints = [f" Note that {text}." for text in (layers, note) if text]
-        hints.append(loop_that_is_one_unit(jaxpr, model))
-        raise ValueError(f"split_stages: {error}{''.join(hints)}") from None
-    if not note and layers and line.is_slower(cuts, line.cuts([])):
-        note = layers
-    together = _states.units(states, eqns, sunk, flat.jaxpr.outvars)
-    with contextlib.suppress(ValueError):  # raised where there are too few places
-        apart, cuts = cuts, line.cuts([*units, *together])
-        if not note and line.is_slower(cuts, apart):
-            note = _states.note(together, eqns)
-    if note:
-        shares = ", ".join(f"{share:.2f}" for share in line.shares(cuts))
-        warnings.warn(
-            f"split_stages: {note}. The stages have these shares: {shares}.", stacklevel=2
-        )
-    starts = [heads[c].outvars[0] for c in cuts]
-    places = [divided.places.get(v) for v in starts]
-    names = {name: name.removeprefix(_modules.WHOLE) for name in whole.calls}
+        loop = loop_that_is_one_unit(jaxpr, arrays)
+        raise ValueError(f"split_stages: {error}{loop}") from None
+    names = {name: name.removeprefix(_modules.WHOLE) for name in calls}
     renamed = [_compat.rename_scopes(e, names) for e in jaxpr.eqns]
     jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, renamed)
-    again = divide_scans(jaxpr, model, _cuts.wanted(p for p in places if p is not None))
-    starts = [v if p is None else again.start_of(p) for v, p in zip(starts, places, strict=True)]
-    return _cuts.mark_starts(again, starts, range(1, num_stages), [None] * len(cuts))
+    starts = [costed.heads[cut].outvars[0] for cut in cuts]
+    places = [divided.places.get(v) for v in starts]
+    divided = divide_scans(jaxpr, arrays, _cuts.wanted(p for p in places if p is not None))
+    line = _cuts.Line.of(divided)
+    starts = [v if p is None else divided.start_of(p) for v, p in zip(starts, places, strict=True)]
+    positions = list(map(line.position_of, starts))
+    return line.marked(positions, range(1, num_stages), [None] * len(cuts))
 
 
-def _heads(eqns, sunk: _cuts.Equations, divided: Divided) -> list[Any]:
-    """Finds for each equation the first, from it on, that does not only prepare the next one."""
-    heads: list[Any] = []
-    for eqn in reversed(eqns):
-        heads.append(heads[-1] if heads and _cuts.leads(eqn, sunk, divided) else eqn)
-    return heads[::-1]
+def _best_cuts(
+    costed: "_Costs", units: Sequence[_units.Unit], together: Sequence[_units.Unit], call: str
+) -> list[int]:
+    """Finds the best cuts between units, and between those that states keep `together`.
+
+    Args:
+        costed: the equations.
+        units: the units that stay whole.
+        together: further units, which stay whole if there are places enough.
+        call: a note on a call that cannot be cut; may be empty.
+
+    Raises:
+        ValueError: there are not enough places to cut.
+
+    Warns:
+        UserWarning: a note says why the slowest stage is much slower than it could be.
+    """
+    layers = _units.note(units, costed.num_stages)
+    try:
+        cuts = costed.cuts(units)
+    except ValueError as error:
+        hints = [f" Note that {text}." for text in (layers, call) if text]
+        raise ValueError(f"{error}{''.join(hints)}") from None
+    note = call
+    if not note and layers and costed.is_slower(cuts, costed.cuts([])):
+        note = layers
+    with contextlib.suppress(ValueError):  # raised where there are too few places
+        apart, cuts = cuts, costed.cuts([*units, *together])
+        if not note and costed.is_slower(cuts, apart):
+            note = _states.note(together, costed.eqns)
+    if note:
+        shares = ", ".join(f"{share:.2f}" for share in costed.shares(cuts))
+        warnings.warn(
+            f"split_stages: {note}. The stages have these shares: {shares}.", stacklevel=3
+        )
+    return cuts
 
 
 def _whole_units(
     eqns: Sequence[Any],
-    costs: Sequence[float],
-    num_stages: int,
-    whole: Whole,
+    costed: "_Costs",
+    calls: Mapping[str, type | None],
+    scopes: Sequence[str] | None,
     places: Mapping[Any, Iteration],
     checkpoints: _checkpoints.Checkpoints,
 ) -> list[_units.Unit]:
@@ -115,35 +123,59 @@ def _whole_units(
     def named(eqn) -> Iterator[str]:
         # A scan whose body calls a module is under the module's scope: it is a stack of layers.
         inside = _cuts.contains_scope if iteration(eqn) else _cuts.in_scope
-        return (name for name in whole.scopes or () if inside(eqn, name))
+        return (name for name in scopes or () if inside(eqn, name))
 
-    def calls(eqn) -> Iterator[str]:
+    def called(eqn) -> Iterator[str]:
         names = _compat.scope_names(eqn)
         if iteration(eqn):
-            stacks = {n for n, cls in whole.calls.items() if cls is None}
+            stacks = {n for n, cls in calls.items() if cls is None}
             names = [*names, *(n for n in stacks if _cuts.contains_scope(eqn, n))]
-        return (name for name in names if name in whole.calls)
+        return (name for name in names if name in calls)
 
     units = [
         _units.Unit(i, i, place, place[0])
         for i, eqn in enumerate(eqns)
         if (place := iteration(eqn))
     ]
-    units += _units.labelled(eqns, calls, whole.calls)
-    if whole.scopes is not None:
+    units += _units.labelled(eqns, called, calls)
+    if scopes is not None:
         return units + _units.labelled(eqns, named)
     units += _units.repeated_scopes(eqns) + _units.checkpoints(eqns, checkpoints)
-    return _units.choose(units, costs, num_stages)
+    return _units.choose(units, costed.costs, costed.num_stages)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Line:
-    """A sequence of equations: the bytes that cross each position, and the cost of each."""
+class _Costs:
+    """The equations that depend on arguments, the cost of each, and the bytes that cross before it.
 
-    crossing: Sequence[float]
+    `heads` has for each the first, from it on, that does not only prepare the next one.
+    """
+
+    eqns: Sequence[Any]
+    heads: Sequence[Any]
     costs: Sequence[float]
+    crossing: Sequence[float]
     num_stages: int
     count_layers: bool
+
+    @classmethod
+    def of(
+        cls, line: _cuts.Line, divided: Divided, num_stages: int, balance: str | _flops.Cost
+    ) -> "_Costs":
+        varying = _jaxprs.descendants(line.eqns, line.jaxpr.jaxpr.invars)
+        eqns = [e for e in line.eqns if not varying.isdisjoint(e.outvars)]
+        heads: list[Any] = []
+        for eqn in reversed(eqns):
+            heads.append(heads[-1] if heads and line.is_lead(eqn) else eqn)
+        heads.reverse()
+        crossing = _crossing_bytes(eqns)
+        for i, head in enumerate(heads):
+            if (i > 0 and heads[i - 1] is head) or eqns[i].outvars[0] in divided.joins:
+                crossing[i] = float("inf")
+        cost = _flops.resolve("flops" if balance == "layers" else balance)
+        moves = divided.slices | divided.joins
+        costs = [0.0 if e.outvars[0] in moves else cost(e) for e in eqns]
+        return cls(eqns, heads, costs, crossing, num_stages, balance == "layers")
 
     def cuts(self, units: Sequence[_units.Unit]) -> list[int]:
         """Finds the positions of the best cuts, none of them inside a unit."""
@@ -169,13 +201,14 @@ class _Line:
         return [sum(self.costs[a:b]) / total for a, b in bounds]
 
 
-def _closed_call(eqns, costs, num_stages: int, places: Mapping[Any, Iteration]) -> str:
+def _closed_call(costed: _Costs, places: Mapping[Any, Iteration]) -> str:
     """Says which uncuttable call has much more than a stage's share of the work, if one has."""
+    eqns, costs = costed.eqns, costed.costs
     if not eqns:
         return ""
     i = max(range(len(eqns)), key=costs.__getitem__)
     is_call = any(True for _ in _jaxprs.sub_jaxprs(eqns[i])) and eqns[i].outvars[0] not in places
-    if not is_call or costs[i] <= 1.5 * sum(costs) / num_stages:
+    if not is_call or costs[i] <= 1.5 * sum(costs) / costed.num_stages:
         return ""
     return (
         f"the `{eqns[i].primitive.name}`{_compat.at_source_line(eqns[i])} has "
@@ -184,7 +217,7 @@ def _closed_call(eqns, costs, num_stages: int, places: Mapping[Any, Iteration]) 
     )
 
 
-def _crossing_bytes(jaxpr, eqns) -> list[float]:
+def _crossing_bytes(eqns) -> list[float]:
     """Counts for each position the bytes of the values made before it and read from it on."""
     made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
     last = {v: i for i, e in enumerate(eqns) for v in e.invars if not _jaxprs.is_literal(v)}

@@ -1,11 +1,13 @@
 """Cuts a program at named scopes or at layers of a stack, and inserts the marks of all cuts."""
 
+import dataclasses
 import functools
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax.extend.core as jex
 
 from jaxpp import _checkpoints, _compat, _jaxprs
@@ -19,59 +21,63 @@ from jaxpp.transforms.stacked import (
 )
 from jaxpp.transforms.stages import _layers, _marks, _modules, _stages, _units
 
+
+def cut_at(
+    traced: _jaxprs.Traced,
+    model: Any,
+    names: Sequence[str],
+    modules: Sequence[tuple[str, Any]] | None,
+) -> jex.ClosedJaxpr:
+    """Marks the cuts that a user names: `modules`, or scopes where these are None."""
+    arrays = _modules.model_arrays(traced, model)
+    if modules is None:
+        return _cut_at_scopes(traced.jaxpr, list(names), model, arrays)
+    modules = [(p, _stacked(traced.jaxpr, model, p, m, arrays)) for p, m in modules]
+    return _mark_layers(_modules.mark_calls(traced, model, modules), modules, arrays)
+
+
 # ---- named scopes -------------------------------------------------------------------------------
 
 
-def cut_at_scopes(
-    jaxpr: jex.ClosedJaxpr, names: Sequence[str], modules: Sequence[str], model: Sequence[Any]
+def _cut_at_scopes(
+    jaxpr: jex.ClosedJaxpr, names: Sequence[str], model: Any, arrays: Sequence[Any]
 ) -> jex.ClosedJaxpr:
     """Marks the first equation under each `jax.named_scope` of `names`.
 
-    `layers.2` or `layers[2]` names a layer of the scan under the scope `layers`. The names
-    `modules` are listed in the error for an unknown name; `model` are the inputs of the jaxpr over
-    which such a scan goes.
+    `layers.2` or `layers[2]` names a layer of the scan under the scope `layers`; such a scan goes
+    over `arrays`, which are inputs of the jaxpr.
     """
     jaxpr, _ = _stages.dissolve_marks(jaxpr)
-    places = _places_in_scopes(jaxpr, names, model)
-    divided = divide_scans(jaxpr, model, wanted(places.values()))
-    flat, sunk = sink_argument_chains(divided.jaxpr)
+    places = _places_in_scopes(jaxpr, names, arrays)
+    divided = divide_scans(jaxpr, arrays, wanted(places.values()))
+    line = Line.of(divided)
     positions = []
     for name in names:
         if name in places:
-            start = divided.start_of(places[name])
-            position = next(i for i, e in enumerate(flat.eqns) if start in e.outvars)
-        else:
-            position = next((i for i, e in enumerate(flat.eqns) if in_scope(e, name)), None)
+            positions.append(line.position_of(divided.start_of(places[name])))
+            continue
+        position = next((i for i, e in enumerate(line.eqns) if in_scope(e, name)), None)
         if position is None:
-            nested = next((e for e in flat.eqns if contains_scope(e, name)), None)
+            nested = next((e for e in line.eqns if contains_scope(e, name)), None)
             if nested is None:
-                raise ValueError(no_scope(name, flat, modules))
+                raise ValueError(no_scope(name, line.eqns, model))
             raise ValueError(
                 f"The scope {name!r} is inside a `{nested.primitive.name}`"
                 f"{_compat.at_source_line(nested)}, whose body is one unit: no cut can be made "
                 f"there."
             )
-        while position > 0 and leads(flat.eqns[position - 1], sunk, divided):
-            position -= 1
         positions.append(position)
-    if positions != sorted(positions):
-        order = [n for _, n in sorted(zip(positions, names, strict=True))]
-        raise ValueError(f"The cuts {list(names)} are out of order: they run in the order {order}.")
-    if len(set(positions)) < len(positions):
-        raise ValueError(
-            f"Two of the cuts {list(names)} are at the same equation; drop one of them."
-        )
-    return insert_marks(flat, positions, names, range(1, len(names) + 1))
+    return line.marked(positions, range(1, len(names) + 1), names)
 
 
-def _places_in_scopes(jaxpr, names: Sequence[str], model) -> dict[str, Iteration]:
+def _places_in_scopes(jaxpr, names: Sequence[str], arrays) -> dict[str, Iteration]:
     """Finds the place of each name that names a layer of a scan under a scope."""
     indexed = {name: m for name in names if (m := _layers.INDEXED.fullmatch(name))}
     places: dict[str, Iteration] = {}
     for name, match in indexed.items():
         if any(contains_scope(e, name) for e in jaxpr.eqns):
             continue
-        scans = layer_scans(jaxpr, model)
+        scans = layer_scans(jaxpr, arrays)
         found = [s for s in scans if in_scope(s.eqn, match[1])]
         # flax's nn.scan names the body, and not the scan.
         found = found or [s for s in scans if contains_scope(s.eqn, match[1])]
@@ -87,6 +93,7 @@ def _places_in_scopes(jaxpr, names: Sequence[str], model) -> dict[str, Iteration
 
 
 def wanted(places: Iterable[Iteration]) -> Callable[[LayerScan], Collection[int]]:
+    """Makes the function that gives the iterations at which a scan is to be cut."""
     places = list(places)
     return lambda scan: [iteration for number, iteration in places if number == scan.number]
 
@@ -106,20 +113,22 @@ def _with_slashes(name: str) -> str:
 
 
 def contains_scope(eqn, name: str) -> bool:
+    """Tells whether an equation, or one inside it, is under a scope."""
     return _jaxprs.contains(eqn, lambda e: in_scope(e, name))
 
 
-def no_scope(name: str, jaxpr, modules: Sequence[str]) -> str:
-    scopes = list(dict.fromkeys(".".join(p) for e in jaxpr.eqns if (p := _units.scope_path(e))))
+def no_scope(name: str, eqns: Sequence[Any], model: Any) -> str:
+    """Says that no equation is under a scope, and what there is instead."""
+    scopes = list(dict.fromkeys(".".join(p) for e in eqns if (p := _units.scope_path(e))))
     parts = [s.split(".") for s in scopes]
     inner = dict.fromkeys(
         ".".join(p[i:j]) for p in parts for i in range(len(p)) for j in range(i + 1, len(p) + 1)
     )
     there = _modules.listed(scopes) + _modules.nearest(name.replace("/", "."), inner)
     no_scope = f"o equation is under jax.named_scope({name!r}) ({there})."
-    if not modules:
+    if not isinstance(model, eqx.Module):
         return f"N{no_scope}"
-    there = _modules.listed(modules, name)
+    there = _modules.listed(_modules.module_paths(model), name)
     return f"No module of the first argument is called {name!r} ({there}), and n{no_scope}"
 
 
@@ -131,38 +140,71 @@ def open_program(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _checkpoints.
     return _checkpoints.open_calls(jaxpr, lambda e: not _marks.is_stage_call(e))
 
 
-class Equations:
-    """A set of equations, told apart by identity."""
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A divided program in which argument chains stand just before their first reader.
 
-    def __init__(self, eqns):
-        self._ids = {id(e) for e in eqns}
-        self._keep = eqns
-
-    def __contains__(self, eqn) -> bool:
-        return id(eqn) in self._ids
-
-
-def sink_argument_chains(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, Equations]:
-    """Moves equations that only prepare arguments to just before their first reader.
-
-    So a weight's cast, transpose or stacking goes with the stage that reads it. Also returns the
-    equations moved: no cut should be made right after one of them.
+    So a weight's cast, transpose or stacking goes with the stage that reads it. Those equations
+    that only prepare the one after them are in `leads`, by the first variable that they make: no
+    cut should be made right after one.
     """
-    eqns = jaxpr.eqns
-    moves = _stages.argument_chains(jaxpr)
-    sunk = {v: i for i, e in enumerate(eqns) if moves[i] for v in e.outvars}
-    results = [sunk[v] for v in _jaxprs.variables(jaxpr.jaxpr.outvars) if v in sunk]
 
-    def needs(i: int) -> list[int]:
-        return [sunk[v] for v in _jaxprs.variables(eqns[i].invars) if v in sunk]
+    jaxpr: jex.ClosedJaxpr
+    leads: frozenset[Any]
 
-    stays = [i for i in range(len(eqns)) if not moves[i]]
-    order = [eqns[i] for i in _checkpoints.ordered([*stays, *results], needs)]
-    moved = Equations([eqns[i] for i in sunk.values()])
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, order), moved
+    @classmethod
+    def of(cls, divided: Divided) -> "Line":
+        jaxpr, eqns = divided.jaxpr, divided.jaxpr.eqns
+        moves = _stages.argument_chains(jaxpr)
+        sunk = {v: i for i, e in enumerate(eqns) if moves[i] for v in e.outvars}
+        results = [sunk[v] for v in _jaxprs.variables(jaxpr.jaxpr.outvars) if v in sunk]
+
+        def needs(i: int) -> list[int]:
+            return [sunk[v] for v in _jaxprs.variables(eqns[i].invars) if v in sunk]
+
+        stays = [i for i in range(len(eqns)) if not moves[i]]
+        order = [eqns[i] for i in _checkpoints.ordered([*stays, *results], needs)]
+        sorted_jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, order)
+        return cls(sorted_jaxpr, divided.slices | {eqns[i].outvars[0] for i in sunk.values()})
+
+    @property
+    def eqns(self) -> Sequence[Any]:
+        return self.jaxpr.eqns
+
+    def is_lead(self, eqn: Any) -> bool:
+        """Tells whether an equation only prepares the one after it."""
+        return not self.leads.isdisjoint(eqn.outvars[:1])
+
+    def position_of(self, start: Any) -> int:
+        """Gives the position of the equation that makes a variable."""
+        return next(i for i, e in enumerate(self.eqns) if start in e.outvars)
+
+    def marked(
+        self, positions: Sequence[int], stages: Sequence[int], names: Sequence[str | None]
+    ) -> jex.ClosedJaxpr:
+        """Marks the entrance of stages, before equations and what only prepares these.
+
+        Raises:
+            ValueError: for positions that are not in order, or not distinct.
+        """
+        positions = list(positions)
+        for n, position in enumerate(positions):
+            while position > 0 and self.is_lead(self.eqns[position - 1]):
+                position -= 1
+            positions[n] = position
+        if positions != sorted(positions):
+            order = [name for _, name in sorted(zip(positions, names, strict=True))]
+            raise ValueError(
+                f"The cuts {list(names)} are out of order: they run in the order {order}."
+            )
+        if len(set(positions)) < len(positions):
+            raise ValueError(
+                f"Two of the cuts {list(names)} are at the same layer or equation; drop one."
+            )
+        return _insert_marks(self.jaxpr, positions, stages, names)
 
 
-def stacked(
+def _stacked(
     jaxpr: jex.ClosedJaxpr, model: Any, path: str, module: Any, arrays: Sequence[Any]
 ) -> Any:
     """Gives a `Layer` for a module whose layers a scan calls one by one; else the module itself."""
@@ -176,8 +218,8 @@ def stacked(
     return module
 
 
-def mark_layers(
-    jaxpr: jex.ClosedJaxpr, modules: Sequence[tuple[str, Any]], model: Sequence[Any]
+def _mark_layers(
+    jaxpr: jex.ClosedJaxpr, modules: Sequence[tuple[str, Any]], arrays: Sequence[Any]
 ) -> jex.ClosedJaxpr:
     """Marks those cuts that are layers: cut i opens stage i + 1."""
     layers = {i: m for i, (_, m) in enumerate(modules) if isinstance(m, _layers.Layer)}
@@ -185,45 +227,17 @@ def mark_layers(
         return jaxpr
     places = []
     for layer in layers.values():
-        scan = find_scan(jaxpr, model, layer.arrays, layer.stack)
+        scan = find_scan(jaxpr, arrays, layer.arrays, layer.stack)
         first = 0 if layer.index is None else scan.place_of(layer.index, layer.stack)[1]
         places.append((scan.number, first))
-    if len(set(places)) < len(places):
-        raise ValueError(
-            f"split_stages: two of the cuts {[p for p, _ in modules]} are at the same layer; drop "
-            f"one of them."
-        )
-    if places != sorted(places):
-        names = [modules[i][0] for i in layers]
-        order = [n for _, n in sorted(zip(places, names, strict=True))]
-        raise ValueError(f"The cuts {names} are out of order: they run in the order {order}.")
-    divided = divide_scans(jaxpr, model, wanted(places))
-    starts = [divided.start_of(place) for place in places]
-    return mark_starts(divided, starts, [i + 1 for i in layers], [modules[i][0] for i in layers])
+    divided = divide_scans(jaxpr, arrays, wanted(places))
+    line = Line.of(divided)
+    positions = [line.position_of(divided.start_of(place)) for place in places]
+    return line.marked(positions, [i + 1 for i in layers], [modules[i][0] for i in layers])
 
 
-def mark_starts(
-    divided: Divided, starts: Sequence[Any], stages: Sequence[int], names: Sequence[Any]
-) -> jex.ClosedJaxpr:
-    """Marks the entrance of stages before the equations that make the variables `starts`."""
-    flat, sunk = sink_argument_chains(divided.jaxpr)
-    index = {v: i for i, e in enumerate(flat.eqns) for v in e.outvars}
-    positions = []
-    for var in starts:
-        position = index[var]
-        while position > 0 and leads(flat.eqns[position - 1], sunk, divided):
-            position -= 1
-        positions.append(position)
-    return insert_marks(flat, positions, names, stages)
-
-
-def leads(eqn, sunk: "Equations", divided: Divided) -> bool:
-    """Tells whether an equation only prepares the one after it."""
-    return eqn in sunk or (bool(eqn.outvars) and eqn.outvars[0] in divided.slices)
-
-
-def insert_marks(
-    jaxpr, positions: Sequence[int], names: Sequence[str | None], stages: Sequence[int]
+def _insert_marks(
+    jaxpr, positions: Sequence[int], stages: Sequence[int], names: Sequence[str | None]
 ) -> jex.ClosedJaxpr:
     """Marks all values made before and read after each position as the entrance of a stage."""
     varying = _jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)

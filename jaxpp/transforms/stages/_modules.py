@@ -7,6 +7,7 @@ tells which module was called. If the object was rebuilt on the way (by a cast, 
 `eqx.filter_checkpoint`), the arguments that its arrays were computed from tell it.
 """
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -139,8 +140,8 @@ def subclasses(cls: type) -> set[type]:
 
 # ---- watching calls -----------------------------------------------------------------------------
 
-#: Runs at a call of a module: `handler(module, call, args, kwargs)` gives the call's result.
-Handler = Callable[[Any, Callable, tuple, dict], Any]
+#: Runs at a call of a module: `handler(module, call, *args, **kwargs)` gives the call's result.
+Handler = Callable[..., Any]
 #: Classes, and a function that makes the handler of their calls from a function's first argument.
 Watcher = tuple[frozenset[type], Callable[[Any], Handler]]
 
@@ -154,9 +155,10 @@ def watched(fun: Callable, watchers: Sequence[Watcher]) -> Callable:
     @functools.wraps(fun)
     def watching(*args, **kwargs):
         model = args[0] if args else None
-        token = _handlers.set(tuple((classes, make(model)) for classes, make in watchers))
+        made = [(own, make(model)) for own, make in watchers]
+        token = _handlers.set({cls: [h for own, h in made if cls in own] for cls in classes})
         try:
-            with _intercepted(classes), _cache_key(tuple(classes for classes, _ in watchers)):
+            with _intercepted(classes), _cache_key(tuple(own for own, _ in watchers)):
                 return fun(*args, **kwargs)
         finally:
             _handlers.reset(token)
@@ -166,57 +168,45 @@ def watched(fun: Callable, watchers: Sequence[Watcher]) -> Callable:
 
 # The handlers of this thread. A class is intercepted for all threads, but only a thread that traces
 # has handlers. The key keeps JAX from using a trace that was made with other handlers, or none.
-_handlers = contextvars.ContextVar[tuple[tuple[frozenset[type], Handler], ...]](
-    "handlers", default=()
-)
+_handlers = contextvars.ContextVar[dict[type, list[Handler]]]("handlers")
 _cache_key = jax.make_user_context(())
-_interceptions: dict[type, int] = {}
-_originals: dict[type, Any] = {}
 _lock = threading.Lock()
+#: The classes that are intercepted: how often, and how to undo it.
+_times = collections.Counter[type]()
+_undo: dict[type, Callable[[], None]] = {}
 
 
 @contextlib.contextmanager
 def _intercepted(classes: frozenset[type]):
     with _lock:
-        for cls in classes:
-            _interceptions[cls] = _interceptions.get(cls, 0) + 1
-            if _interceptions[cls] == 1:
-                _intercept(cls)
+        _times.update(classes)
+        _undo.update((cls, _intercept(cls)) for cls in classes if cls not in _undo)
     try:
         yield
     finally:
         with _lock:
+            _times.subtract(classes)
             for cls in classes:
-                _interceptions[cls] -= 1
-                if not _interceptions[cls]:
-                    _release(cls)
+                if not _times[cls]:
+                    _undo.pop(cls)()
 
 
-def _intercept(cls: type) -> None:
+def _intercept(cls: type) -> Callable[[], None]:
+    """Replaces the `__call__` of a class; gives the function that puts it back."""
     original = inspect.getattr_static(cls, "__call__")
 
     def __call__(self, *args, **kwargs):
         call = original.__get__(self, type(self))
         # A subclass may call this method by `super()`: only the subclass's own call is handled.
-        for classes, handler in _handlers.get() if type(self) is cls else ():
-            if cls in classes:
-                call = functools.partial(_handled, handler, self, call)
+        for handler in _handlers.get({}).get(cls, ()) if type(self) is cls else ():
+            call = functools.partial(handler, self, call)
         return call(*args, **kwargs)
 
-    if "__call__" in vars(cls):
-        _originals[cls] = original
+    is_inherited = "__call__" not in vars(cls)
     cls.__call__ = functools.update_wrapper(__call__, original)
-
-
-def _handled(handler: Handler, module: Any, call: Callable, *args, **kwargs) -> Any:
-    return handler(module, call, args, kwargs)
-
-
-def _release(cls: type) -> None:
-    if cls in _originals:
-        cls.__call__ = _originals.pop(cls)
-    else:
-        del cls.__call__
+    if is_inherited:
+        return functools.partial(delattr, cls, "__call__")
+    return functools.partial(setattr, cls, "__call__", original)
 
 
 # ---- announcing calls ---------------------------------------------------------------------------
@@ -230,7 +220,7 @@ def announcing(modules: Sequence[tuple[str, Any]], classes: Collection[type]) ->
     def make(model: Any) -> Handler:
         paths = {id(module): path for path, module in module_paths(model).items()}
 
-        def announce(module: Any, call: Callable, args: tuple, kwargs: dict) -> Any:
+        def announce(module: Any, call: Callable, *args, **kwargs) -> Any:
             path = paths.get(id(module))
             args, kwargs = _announce(module, path, (args, kwargs), begins=True)
             return _announce(module, path, call(*args, **kwargs), begins=False)
@@ -319,11 +309,11 @@ WHOLE = "jaxpp_whole_"
 
 def scope_calls(
     traced: _jaxprs.Traced, model: Any, paths: Sequence[str], classes: Collection[type]
-) -> tuple[jex.ClosedJaxpr, dict[str, type | None]]:
+) -> tuple[_jaxprs.Traced, dict[str, type | None]]:
     """Puts the equations of each call of some modules under a scope of its own.
 
     Returns:
-        The jaxpr, and the scopes, each with the class of its module; None if `paths` names it.
+        The program, and the scopes, each with the class of its module; None if `paths` names it.
     """
     scopes: dict[str, type | None] = {}
     named: set[str] = set()
@@ -341,7 +331,7 @@ def scope_calls(
     for path in paths:
         if path not in named:
             raise ValueError(f"{path!r} cannot stay whole: the function never calls it.")
-    return jaxpr, scopes
+    return dataclasses.replace(traced, jaxpr=jaxpr), scopes
 
 
 def without_announcements(traced: _jaxprs.Traced, model: Any) -> jex.ClosedJaxpr:
@@ -358,14 +348,18 @@ def _read_announcements(
     marks that were there before are removed. `scope(eqn, path)` may name a scope for the equations
     between the beginning of a call and its end. A path that is not `wanted` is given as None.
     """
-    count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
-    first = traced.num_closed_over
-    sources = [
-        1 << i - first if first <= i < first + count else 0 for i in range(len(traced.inputs))
-    ]
+    invars, given = traced.jaxpr.jaxpr.invars, model_arrays(traced, model)
+    bits = {v: 1 << i for i, v in enumerate(given[: len(given) - traced.num_closed_over])}
     find = _finder(model, wanted) if wanted else lambda *_: None
     reader = _Reader(find, mark, scope)
-    return reader.read(traced.jaxpr, sources)[0]
+    return reader.read(traced.jaxpr, [bits.get(v, 0) for v in invars])[0]
+
+
+def model_arrays(traced: _jaxprs.Traced, model: Any) -> list[Any]:
+    """Gives the inputs that are arrays of the first argument, then those closed over."""
+    invars, first = traced.jaxpr.jaxpr.invars, traced.num_closed_over
+    count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
+    return [*invars[first : first + count], *invars[:first]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,9 +368,11 @@ class _Reader:
     mark: Callable | None
     scope: Callable | None
 
-    def read(self, jaxpr: Any, sources: Sequence[int]) -> tuple[Any, list[int]]:
+    def read(
+        self, jaxpr: jex.ClosedJaxpr, sources: Sequence[int]
+    ) -> tuple[jex.ClosedJaxpr, list[int]]:
         """Removes announcements from a jaxpr; also gives the arguments (as bits) of each output."""
-        opened = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
+        opened = jaxpr.jaxpr
         source_of = dict(zip(opened.invars, sources, strict=True))
         known = _jaxprs.Substitution()
         calls: list[tuple[type, str | None]] = []  # calls that have begun, with their scopes
@@ -425,26 +421,19 @@ class _Reader:
     def _inside(self, eqn, given: Sequence[int]):
         """Reads the jaxprs in an equation, each of which takes some of its last inputs."""
         made = [_union(given)] * len(eqn.outvars)
-        params = {}
-        for name, value in eqn.params.items():
-            items, tree = jtu.tree_flatten(value, is_leaf=_is_jaxpr)
-            if not any(map(_is_jaxpr, items)):
-                continue
-            new = []
-            for item in items:
-                if _is_jaxpr(item):
-                    num = len(item.in_avals)
-                    padded = [*([_union(given)] * num), *given]
-                    item, results = self.read(item, padded[len(padded) - num :])
-                    made = results if _jaxprs.called_jaxpr(eqn) is value else made
-                new.append(item)
-            if any(map(operator.is_not, new, items)):
-                params[name] = tree.unflatten(new)
-        return (eqn.replace(params=eqn.params | params) if params else eqn), made
+        is_call = _jaxprs.called_jaxpr(eqn) is not None
 
+        def read(jaxpr):
+            nonlocal made
+            num = len(jaxpr.in_avals)
+            padded = [*([_union(given)] * num), *given]
+            jaxpr, results = self.read(jaxpr, padded[len(padded) - num :])
+            made = results if is_call else made
+            return jaxpr
 
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, _compat.JaxprTypes)
+        new = _jaxprs.map_jaxprs(eqn, read)
+        changed = any(new.params[name] is not value for name, value in eqn.params.items())
+        return (new if changed else eqn), made
 
 
 def _union(bits: Sequence[int]) -> int:

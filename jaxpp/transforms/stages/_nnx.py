@@ -40,7 +40,7 @@ def _scoper(model: Any) -> _modules.Handler:
             paths[id(inner)] = (*start, *map(str, path))
             known.append(inner)
 
-    def call_in_scope(module: Any, call: Callable, args: tuple, kwargs: dict) -> Any:
+    def call_in_scope(module: Any, call: Callable, *args, **kwargs) -> Any:
         if id(module) not in paths:
             learn(module)
         path = paths[id(module)]

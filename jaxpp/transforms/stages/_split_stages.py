@@ -4,9 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
-import jax.tree_util as jtu
-
 from jaxpp import _flops, _jaxprs
 from jaxpp.transforms.stages import _cut_balanced, _cuts, _marks, _modules, _nnx, _stages, _states
 
@@ -93,19 +90,13 @@ def split_stages(
             layers = _modules.repeated_classes(model) if whole is None else classes
         watchers = [_nnx.scoping(), _modules.announcing(modules or units or (), layers)]
         traced = _jaxprs.trace(_modules.watched(fun, watchers), args, kwargs)
-        arrays = _model_arrays(traced, model)
-        others = list(_modules.module_paths(model)) if isinstance(model, eqx.Module) else []
         if cuts is None and (num_stages == 1 or _stages.has_marks(traced.jaxpr)):
-            jaxpr, checkpoints = _modules.without_announcements(traced, model), None
+            stages = _stages.read_stages(_modules.without_announcements(traced, model))
         else:
             jaxpr, checkpoints = _cuts.open_program(traced.jaxpr)
             opened = dataclasses.replace(traced, jaxpr=jaxpr)
-            if modules is not None:
-                modules = [(p, _cuts.stacked(jaxpr, model, p, m, arrays)) for p, m in modules]
-                jaxpr = _modules.mark_calls(opened, model, modules)
-                jaxpr = _cuts.mark_layers(jaxpr, modules, arrays)
-            elif cuts is not None:
-                jaxpr = _cuts.cut_at_scopes(jaxpr, list(cuts), others, arrays)
+            if cuts is not None:
+                jaxpr = _cuts.cut_at(opened, model, cuts, modules)
             elif num_stages is None:
                 raise ValueError(
                     "split_stages: nothing says where to cut: give num_stages or at=, or mark the "
@@ -113,15 +104,13 @@ def split_stages(
                 )
             else:
                 paths = [path for path, _ in units or ()]
-                jaxpr, calls = _modules.scope_calls(opened, model, paths, layers)
-                stays = _cut_balanced.Whole(
-                    calls, None if whole is None else () if units else names
-                )
+                opened, calls = _modules.scope_calls(opened, model, paths, layers)
+                scopes = None if whole is None else () if units else names
                 states = _states.states(opened, args, kwargs)
                 jaxpr = _cut_balanced.cut_balanced(
-                    jaxpr, checkpoints, num_stages, balance, stays, others, arrays, states
+                    opened, model, checkpoints, num_stages, balance, calls, scopes, states
                 )
-        stages = _stages.read_stages(jaxpr, checkpoints)
+            stages = _stages.read_stages(jaxpr, checkpoints)
         if num_stages is not None and stages.num_stages != num_stages:
             raise ValueError(
                 f"split_stages: num_stages={num_stages}, but the cuts in the function make "
@@ -130,13 +119,6 @@ def split_stages(
         return traced, stages
 
     return _stages.run_in_stages(fun, decide, _run_behind_mark)
-
-
-def _model_arrays(traced: _jaxprs.Traced, model: Any) -> list[Any]:
-    """Gives the inputs that are arrays of the first argument, then those closed over."""
-    invars, first = traced.jaxpr.jaxpr.invars, traced.num_closed_over
-    count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
-    return [*invars[first : first + count], *invars[:first]]
 
 
 def _named_whole(whole: Any) -> tuple[Any, set[type]]:

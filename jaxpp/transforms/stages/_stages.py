@@ -91,13 +91,13 @@ def run_in_stages(fun: Callable, decide: Decide, run_stage: RunStage) -> Callabl
         return traced.rebuild(stages.run(traced.inputs, run_stage))
 
     # With its owner: a wrapper of this function takes over all attributes, and may do more.
-    staged.__dict__["_decide"] = staged, decide
+    staged.__dict__["_jaxpp_stages"] = staged, decide
     return staged
 
 
 def decision_of(fun: Callable) -> Decide:
     """Gives the function that decides the stages of `fun`: its own, or one that reads its marks."""
-    owner, decide = getattr(fun, "_decide", (None, None))
+    owner, decide = getattr(fun, "_jaxpp_stages", (None, None))
     if decide is not None and owner is fun:
         return decide
 

@@ -70,10 +70,10 @@ def units(
 ) -> list[_units.Unit]:
     """Makes a unit of the equations from the first reader of each state to its next value.
 
-    A next value that an equation `prepares` (the next count of a counter) needs none: it goes with
-    the readers of its argument anyway.
+    A next value that an equation of `prepares` makes (the next count of a counter) needs none: it
+    goes with the readers of its argument anyway. Equations are named by their first variable.
     """
-    makers = {v: i for i, e in enumerate(eqns) if e not in prepares for v in e.outvars}
+    makers = {v: i for i, e in enumerate(eqns) if e.outvars[0] not in prepares for v in e.outvars}
     readers: dict[Any, int] = {}
     for i, eqn in enumerate(eqns):
         for v in _jaxprs.variables(eqn.invars):
