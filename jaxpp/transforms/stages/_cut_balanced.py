@@ -172,7 +172,7 @@ class _Costs:
         for i, head in enumerate(heads):
             if (i > 0 and heads[i - 1] is head) or eqns[i].outvars[0] in divided.joins:
                 crossing[i] = float("inf")
-        cost = _flops.resolve("flops" if balance == "layers" else balance)
+        cost = _flops.resolve(balance)
         moves = divided.slices | divided.joins
         costs = [0.0 if e.outvars[0] in moves else cost(e) for e in eqns]
         return cls(eqns, heads, costs, crossing, num_stages, balance == "layers")

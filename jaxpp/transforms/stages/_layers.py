@@ -10,7 +10,6 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -37,7 +36,7 @@ class Layer:
 def layer_at(model: eqx.Module, path: str) -> Layer | None:
     """Finds the layer of stacked modules that a path names; None if it names none."""
     match = INDEXED.fullmatch(path)
-    stack = None if match is None else _numbered(model, match[1])
+    stack = None if match is None else _node_at(model, match[1])
     if match is None or stack is None or isinstance(stack, list | tuple):
         return None
     leaves = [leaf for leaf in jtu.tree_leaves(model) if _jaxprs.is_array(leaf)]
@@ -51,19 +50,17 @@ def layer_at(model: eqx.Module, path: str) -> Layer | None:
             f"The cut at {path!r} cannot be made: {match[1]!r} has {size} layers; the last is "
             f"{f'{match[1]}.{size - 1}'!r}."
         )
-    return Layer(match[1], int(match[2]), _bits(own))
+    return Layer(match[1], int(match[2]), arrays_of(stack))
 
 
 def stack_at(model: eqx.Module, path: str) -> Layer:
     """Gives the module at a path as a stack of layers."""
-    return Layer(path, None, _bits(jtu.tree_leaves(_numbered(model, path))))
+    return Layer(path, None, arrays_of(_node_at(model, path)))
 
 
-def _numbered(model: eqx.Module, path: str) -> Any:
+def _node_at(model: eqx.Module, path: str) -> Any:
     """Gives the node at a path, with numbers in place of arrays; None if there is no node."""
-    leaves, tree = jtu.tree_flatten(model)
-    numbers = itertools.count()
-    node = tree.unflatten(next(numbers) if _jaxprs.is_array(leaf) else None for leaf in leaves)
+    node = numbered(model)
     for name in path.split("."):
         if isinstance(node, eqx.Module):
             node = vars(node).get(name)
@@ -76,5 +73,12 @@ def _numbered(model: eqx.Module, path: str) -> Any:
     return node
 
 
-def _bits(numbers: Iterable[int]) -> int:
-    return functools.reduce(operator.or_, (1 << i for i in numbers), 0)
+def numbered(model: Any) -> Any:
+    """Puts its number in place of each array of a model, and None in place of other leaves."""
+    numbers = itertools.count()
+    return jtu.tree_map(lambda x: next(numbers) if _jaxprs.is_array(x) else None, model)
+
+
+def arrays_of(node: Any) -> int:
+    """Gives the arrays of a node of a `numbered` model, a bit each."""
+    return functools.reduce(operator.or_, (1 << i for i in jtu.tree_leaves(node)), 0)

@@ -442,12 +442,9 @@ def _union(bits: Sequence[int]) -> int:
 
 def _finder(model: Any, wanted) -> Callable[[Any, int], str | None]:
     """Makes a function that gives the path of an announced module, if the path is wanted."""
-    leaves, tree = jtu.tree_flatten(model)
-    bits = iter(1 << i for i in range(len(leaves)))
-    numbered = tree.unflatten(next(bits) if _jaxprs.is_array(leaf) else None for leaf in leaves)
     arrays_of = {
-        path: (type(module), _union(jtu.tree_leaves(module)))
-        for path, module in module_paths(numbered).items()
+        path: (type(module), _layers.arrays_of(module))
+        for path, module in module_paths(_layers.numbered(model)).items()
     }
 
     def find(eqn, sources: int) -> str | None:

@@ -76,8 +76,7 @@ def split_stages(
     if cuts is not None and not callable(at) and len(set(cuts)) < len(cuts):
         twice = next(name for name in cuts if list(cuts).count(name) > 1)
         raise ValueError(f"split_stages: the cut at {twice!r} is given twice; name each once.")
-    if balance != "layers":
-        _flops.resolve(balance)
+    _flops.resolve(balance)
 
     def decide(*args, **kwargs):
         model = args[0] if args else None
