@@ -10,7 +10,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from jaxpp import _checkpoints, _compat, _flops, _jaxprs
-from jaxpp.transforms.stacked import Divided, Iteration, divide_scans, loop_that_is_one_unit
+from jaxpp.transforms import stacked
 from jaxpp.transforms.stages import _balance, _cuts, _modules, _states, _units
 
 
@@ -29,20 +29,12 @@ def cut_balanced(
     A scan over arrays of the model can be cut between iterations. No cut falls between the first
     reader of a state and the equation that makes its next value, where this leaves enough places.
 
-    Args:
-        traced: the program, with open calls.
-        model: its first argument.
-        checkpoints: its open checkpoints.
-        num_stages: the number of stages to make.
-        balance: as for `split_stages`.
-        calls: the scopes of calls of modules that are not cut inside, each with the module's class
-            if it is a layer.
-        scopes: the names of other scopes that are not cut inside; None to look for repeated blocks.
-        states: the states of the program.
+    `calls` has the scopes of calls of modules that are not cut inside, each with the module's class
+    if it is a layer. `scopes` has the names of other such scopes; None to look for repeated blocks.
     """
     arrays = _modules.model_arrays(traced, model)
     jaxpr = _states.make_early(traced.jaxpr, states) if states else traced.jaxpr
-    divided = divide_scans(jaxpr, arrays, lambda scan: range(scan.length))
+    divided = stacked.divide_scans(jaxpr, arrays, lambda scan: range(scan.length))
     line = _cuts.Line.of(divided)
     costed = _Costs.of(line, divided, num_stages, balance)
     moved = line.leads | divided.joins
@@ -55,14 +47,14 @@ def cut_balanced(
     try:
         cuts = _best_cuts(costed, units, together, _closed_call(costed, divided.places))
     except ValueError as error:
-        loop = loop_that_is_one_unit(jaxpr, arrays)
+        loop = stacked.loop_that_is_one_unit(jaxpr, arrays)
         raise ValueError(f"split_stages: {error}{loop}") from None
     names = {name: name.removeprefix(_modules.WHOLE) for name in calls}
     renamed = [_compat.rename_scopes(e, names) for e in jaxpr.eqns]
     jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, renamed)
     starts = [costed.heads[cut].outvars[0] for cut in cuts]
     places = [divided.places.get(v) for v in starts]
-    divided = divide_scans(jaxpr, arrays, _cuts.wanted(p for p in places if p is not None))
+    divided = stacked.divide_scans(jaxpr, arrays, _cuts.wanted(p for p in places if p is not None))
     line = _cuts.Line.of(divided)
     starts = [v if p is None else divided.start_of(p) for v, p in zip(starts, places, strict=True)]
     positions = list(map(line.position_of, starts))
@@ -72,19 +64,9 @@ def cut_balanced(
 def _best_cuts(
     costed: "_Costs", units: Sequence[_units.Unit], together: Sequence[_units.Unit], call: str
 ) -> list[int]:
-    """Finds the best cuts between units, and between those that states keep `together`.
+    """Finds the best cuts between units, and between those that states keep `together`, if it can.
 
-    Args:
-        costed: the equations.
-        units: the units that stay whole.
-        together: further units, which stay whole if there are places enough.
-        call: a note on a call that cannot be cut; may be empty.
-
-    Raises:
-        ValueError: there are not enough places to cut.
-
-    Warns:
-        UserWarning: a note says why the slowest stage is much slower than it could be.
+    Warns where the slowest stage is much slower than it could be; `call` says so of a call.
     """
     layers = _units.note(units, costed.num_stages)
     try:
@@ -112,12 +94,12 @@ def _whole_units(
     costed: "_Costs",
     calls: Mapping[str, type | None],
     scopes: Sequence[str] | None,
-    places: Mapping[Any, Iteration],
+    places: Mapping[Any, stacked.Iteration],
     checkpoints: _checkpoints.Checkpoints,
 ) -> list[_units.Unit]:
     """Finds the units that stay whole; None stands for an equation that goes with another."""
 
-    def iteration(eqn) -> Iteration | None:
+    def iteration(eqn) -> stacked.Iteration | None:
         return None if eqn is None else places.get(eqn.outvars[0])
 
     def named(eqn) -> Iterator[str]:
@@ -160,7 +142,7 @@ class _Costs:
 
     @classmethod
     def of(
-        cls, line: _cuts.Line, divided: Divided, num_stages: int, balance: str | _flops.Cost
+        cls, line: _cuts.Line, divided: stacked.Divided, num_stages: int, balance: str | _flops.Cost
     ) -> "_Costs":
         varying = _jaxprs.descendants(line.eqns, line.jaxpr.jaxpr.invars)
         eqns = [e for e in line.eqns if not varying.isdisjoint(e.outvars)]
@@ -201,7 +183,7 @@ class _Costs:
         return [sum(self.costs[a:b]) / total for a, b in bounds]
 
 
-def _closed_call(costed: _Costs, places: Mapping[Any, Iteration]) -> str:
+def _closed_call(costed: _Costs, places: Mapping[Any, stacked.Iteration]) -> str:
     """Says which uncuttable call has much more than a stage's share of the work, if one has."""
     eqns, costs = costed.eqns, costed.costs
     if not eqns:

@@ -11,14 +11,7 @@ import equinox as eqx
 import jax.extend.core as jex
 
 from jaxpp import _checkpoints, _compat, _jaxprs
-from jaxpp.transforms.stacked import (
-    Divided,
-    Iteration,
-    LayerScan,
-    divide_scans,
-    find_scan,
-    layer_scans,
-)
+from jaxpp.transforms import stacked
 from jaxpp.transforms.stages import _layers, _marks, _modules, _stages, _units
 
 
@@ -49,7 +42,7 @@ def _cut_at_scopes(
     """
     jaxpr, _ = _stages.dissolve_marks(jaxpr)
     places = _places_in_scopes(jaxpr, names, arrays)
-    divided = divide_scans(jaxpr, arrays, wanted(places.values()))
+    divided = stacked.divide_scans(jaxpr, arrays, wanted(places.values()))
     line = Line.of(divided)
     positions = []
     for name in names:
@@ -70,14 +63,14 @@ def _cut_at_scopes(
     return line.marked(positions, range(1, len(names) + 1), names)
 
 
-def _places_in_scopes(jaxpr, names: Sequence[str], arrays) -> dict[str, Iteration]:
+def _places_in_scopes(jaxpr, names: Sequence[str], arrays) -> dict[str, stacked.Iteration]:
     """Finds the place of each name that names a layer of a scan under a scope."""
     indexed = {name: m for name in names if (m := _layers.INDEXED.fullmatch(name))}
-    places: dict[str, Iteration] = {}
+    places: dict[str, stacked.Iteration] = {}
     for name, match in indexed.items():
         if any(contains_scope(e, name) for e in jaxpr.eqns):
             continue
-        scans = layer_scans(jaxpr, arrays)
+        scans = stacked.layer_scans(jaxpr, arrays)
         found = [s for s in scans if in_scope(s.eqn, match[1])]
         # flax's nn.scan names the body, and not the scan.
         found = found or [s for s in scans if contains_scope(s.eqn, match[1])]
@@ -92,7 +85,7 @@ def _places_in_scopes(jaxpr, names: Sequence[str], arrays) -> dict[str, Iteratio
     return places
 
 
-def wanted(places: Iterable[Iteration]) -> Callable[[LayerScan], Collection[int]]:
+def wanted(places: Iterable[stacked.Iteration]) -> Callable[[stacked.LayerScan], Collection[int]]:
     """Makes the function that gives the iterations at which a scan is to be cut."""
     places = list(places)
     return lambda scan: [iteration for number, iteration in places if number == scan.number]
@@ -153,7 +146,7 @@ class Line:
     leads: frozenset[Any]
 
     @classmethod
-    def of(cls, divided: Divided) -> "Line":
+    def of(cls, divided: stacked.Divided) -> "Line":
         jaxpr, eqns = divided.jaxpr, divided.jaxpr.eqns
         moves = _stages.argument_chains(jaxpr)
         sunk = {v: i for i, e in enumerate(eqns) if moves[i] for v in e.outvars}
@@ -211,7 +204,7 @@ def _stacked(
     if isinstance(module, _layers.Layer):
         return module
     stack = _layers.stack_at(model, path)
-    for scan in layer_scans(jaxpr, arrays):
+    for scan in stacked.layer_scans(jaxpr, arrays):
         own = functools.reduce(operator.or_, (a for a in scan.arrays if not a & ~stack.arrays), 0)
         if own and own == stack.arrays and _modules.calls_class(scan.eqn, type(module)):
             return stack
@@ -227,10 +220,10 @@ def _mark_layers(
         return jaxpr
     places = []
     for layer in layers.values():
-        scan = find_scan(jaxpr, arrays, layer.arrays, layer.stack)
+        scan = stacked.find_scan(jaxpr, arrays, layer.arrays, layer.stack)
         first = 0 if layer.index is None else scan.place_of(layer.index, layer.stack)[1]
         places.append((scan.number, first))
-    divided = divide_scans(jaxpr, arrays, wanted(places))
+    divided = stacked.divide_scans(jaxpr, arrays, wanted(places))
     line = Line.of(divided)
     positions = [line.position_of(divided.start_of(place)) for place in places]
     return line.marked(positions, [i + 1 for i in layers], [modules[i][0] for i in layers])

@@ -53,9 +53,10 @@ def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
         for module in chosen if isinstance(chosen, list | tuple) else [chosen]:
             path = next((p for p, m in paths.items() if m is module), None)
             if path is None:
+                name = repr(module) if isinstance(module, str) else type(module).__name__
                 raise ValueError(
-                    f"The function given for a cut returned {_describe(module)}, which is not a "
-                    f"submodule of {type(model).__name__}: {listed(paths)}."
+                    f"The function given for a cut returned {name}, which is not a submodule of "
+                    f"{type(model).__name__}: {listed(paths)}."
                 )
             found.append((path, module))
     else:
@@ -99,10 +100,6 @@ def _children(node: Any) -> Mapping[Any, Any]:
     if isinstance(node, list | tuple):
         return dict(enumerate(node))
     return node if isinstance(node, dict) else {}
-
-
-def _describe(value: Any) -> str:
-    return type(value).__name__ if not isinstance(value, str | int | float) else repr(value)
 
 
 def listed(names: Sequence[str] | Mapping[str, Any], wanted: str = "") -> str:
@@ -280,7 +277,7 @@ def mark_calls(
         enter = _marks.enter_equation(passed, eqn.outvars, stages[path], path)
         return enter.replace(source_info=eqn.source_info)
 
-    jaxpr = _read_announcements(traced, model, stages, mark=mark)
+    jaxpr = read_announcements(traced, model, stages, mark=mark)
     for path in stages:
         if path not in entered:
             raise ValueError(
@@ -327,22 +324,22 @@ def scope_calls(
         scopes[name] = eqn.params["module"] if path is None else None
         return name
 
-    jaxpr = _read_announcements(traced, model, paths, scope=scope)
+    jaxpr = read_announcements(traced, model, paths, scope=scope)
     for path in paths:
         if path not in named:
             raise ValueError(f"{path!r} cannot stay whole: the function never calls it.")
     return dataclasses.replace(traced, jaxpr=jaxpr), scopes
 
 
-def without_announcements(traced: _jaxprs.Traced, model: Any) -> jex.ClosedJaxpr:
-    """Removes all announcements of a traced function; gives its jaxpr."""
-    return _read_announcements(traced, model, ())
-
-
-def _read_announcements(
-    traced, model, wanted, *, mark: Callable | None = None, scope: Callable | None = None
+def read_announcements(
+    traced: _jaxprs.Traced,
+    model: Any,
+    wanted: Collection[str] = (),
+    *,
+    mark: Callable | None = None,
+    scope: Callable | None = None,
 ) -> jex.ClosedJaxpr:
-    """Removes all announcements.
+    """Removes all announcements from the jaxpr of a traced function.
 
     `mark(eqn, path, passed)` may give an equation to put in place of an announcement; with `mark`,
     marks that were there before are removed. `scope(eqn, path)` may name a scope for the equations

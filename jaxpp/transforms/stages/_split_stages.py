@@ -90,7 +90,7 @@ def split_stages(
         watchers = [_nnx.scoping(), _modules.announcing(modules or units or (), layers)]
         traced = _jaxprs.trace(_modules.watched(fun, watchers), args, kwargs)
         if cuts is None and (num_stages == 1 or _stages.has_marks(traced.jaxpr)):
-            stages = _stages.read_stages(_modules.without_announcements(traced, model))
+            stages = _stages.read_stages(_modules.read_announcements(traced, model))
         else:
             jaxpr, checkpoints = _cuts.open_program(traced.jaxpr)
             opened = dataclasses.replace(traced, jaxpr=jaxpr)

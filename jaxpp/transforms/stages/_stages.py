@@ -21,10 +21,6 @@ import jax.numpy as jnp
 from jaxpp import _checkpoints, _compat, _jaxprs, _primitives
 from jaxpp.transforms.stages import _marks
 
-#: Evaluates stage `k`: `run_stage(stages, k, values)` reads the values of variables, and may change
-#: them; it gives those of the outputs of `stages.parts[k]`.
-RunStage = Callable[["Stages", int, dict[Any, Any]], Sequence[Any]]
-
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
@@ -60,8 +56,8 @@ class Stages:
 
         return tuple(map(part, range(self.num_stages)))
 
-    def run(self, inputs: Sequence[Any], run_stage: RunStage) -> list[Any]:
-        """Evaluates the program, stage by stage.
+    def run(self, inputs: Sequence[Any], run_stage: Callable) -> list[Any]:
+        """Evaluates the program: `run_stage(self, k, values)` gives the outputs of stage `k`.
 
         A result that depends on no argument belongs to no stage, and is computed here.
         """
@@ -78,12 +74,9 @@ class Stages:
 
 # ---- deciding once ------------------------------------------------------------------------------
 
-#: Traces a function at given arguments, and decides the stages.
-Decide = Callable[..., tuple[_jaxprs.Traced, Stages]]
 
-
-def run_in_stages(fun: Callable, decide: Decide, run_stage: RunStage) -> Callable:
-    """Makes a function that computes what `fun` does, stage by stage."""
+def run_in_stages(fun: Callable, decide: Callable, run_stage: Callable) -> Callable:
+    """Makes a function that traces `fun` and decides its stages, then runs them one by one."""
 
     @functools.wraps(fun)
     def staged(*args, **kwargs):
@@ -95,7 +88,7 @@ def run_in_stages(fun: Callable, decide: Decide, run_stage: RunStage) -> Callabl
     return staged
 
 
-def decision_of(fun: Callable) -> Decide:
+def decision_of(fun: Callable) -> Callable[..., tuple[_jaxprs.Traced, Stages]]:
     """Gives the function that decides the stages of `fun`: its own, or one that reads its marks."""
     owner, decide = getattr(fun, "_jaxpp_stages", (None, None))
     if decide is not None and owner is fun:
@@ -292,23 +285,21 @@ class _Marked:
                 largest.update(dict.fromkeys(eqn.outvars, argument))
                 if argument in readers:
                     homes[i] = readers[argument]
-        _, placed = self._first_readers(stage, homes)
-        return [placed.get(i, k) for i, k in enumerate(stage)]
+        return self._first_readers(stage, homes)[1]
 
     def _first_readers(
         self, stage: Sequence[int | None], homes: Mapping[int, int] | None
-    ) -> tuple[dict[Any, int], dict[int, int]]:
+    ) -> tuple[dict[Any, int], list[int | None]]:
         """Finds the first stage that reads each variable, and places argument chains there.
 
         An equation that makes a scalar, or only results, does not draw its argument to itself: it
         is placed at `homes`, where others read the argument; with None it is left out.
         """
-        eqns = self.jaxpr.eqns
+        stage = list(stage)
         readers = dict.fromkeys(_jaxprs.variables(self.jaxpr.jaxpr.outvars), self.last)
-        placed: dict[int, int] = {}
         computed_with: set[Any] = set()  # variables that are read for more than the results
         read_by_mark = self._reads_of_marks(readers)
-        for i, eqn in reversed(list(enumerate(eqns))):
+        for i, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
             for_results = self.chain[i] and computed_with.isdisjoint(eqn.outvars)
             place = stage[i]
             if self.chain[i]:
@@ -317,7 +308,7 @@ class _Marked:
                     if homes is None:
                         continue
                     place = min(place, homes.get(i, place))
-                placed[i] = place
+                stage[i] = place
             if _marks.is_enter(eqn):
                 read = read_by_mark(i)
             elif place is None:
@@ -327,7 +318,7 @@ class _Marked:
             for v, k in read.items():
                 readers[v] = min(readers.get(v, k), k)
             computed_with.update(() if for_results else read)
-        return readers, placed
+        return readers, stage
 
     def _reads_of_marks(self, readers: Mapping[Any, int]) -> Callable[[int], dict[Any, int]]:
         """Makes a function that gives the stage that reads each operand of a mark.
