@@ -10,7 +10,6 @@ from jaxpp.transforms.stacked._rows import slice_interval as slice_interval
 from jaxpp.transforms.stacked._rows import takes_some_rows as takes_some_rows
 from jaxpp.transforms.stacked._scans import Divided as Divided
 from jaxpp.transforms.stacked._scans import Iteration as Iteration
-from jaxpp.transforms.stacked._scans import LayerScan as LayerScan
 from jaxpp.transforms.stacked._scans import divide_scans as divide_scans
 from jaxpp.transforms.stacked._scans import find_scan as find_scan
 from jaxpp.transforms.stacked._scans import layer_scans as layer_scans

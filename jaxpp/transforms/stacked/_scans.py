@@ -11,7 +11,7 @@ of one length.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -77,26 +77,25 @@ class Divided:
 def divide_scans(
     jaxpr: jex.ClosedJaxpr,
     model: Sequence[Any],
-    wanted: Callable[[LayerScan], Collection[int]] = lambda _: (),
+    places: Collection[Iteration] = (),
 ) -> Divided:
     """Cuts the scans over stacked layers in a program whose calls are open.
 
     Args:
         jaxpr: the program.
         model: its inputs that are arrays of the model; bit i of `LayerScan.arrays` is the i-th.
-        wanted: gives the iterations before which a scan is to be cut.
+        places: where to cut, by the numbers that `layer_scans` gives.
 
     Returns:
         The program with the same inputs and results, and the places of its cuts.
     """
     origins = _origins.Origins(jaxpr.jaxpr.invars, model)
-    scans = layer_scans(jaxpr, model)
-    scan_of = {id(scan.eqn): scan for scan in scans}
+    scan_of = {id(scan.eqn): scan for scan in layer_scans(jaxpr, model)}
     known = _jaxprs.Substitution()
     pieces: list[_Piece] = []
     for old in jaxpr.eqns:
         eqn, scan = known.rename(old), scan_of.get(id(old))
-        cuts = set(range(scan.length)).intersection(wanted(scan)) if scan else ()
+        cuts = {i for number, i in places if scan is not None and number == scan.number}
         if scan is None or not cuts:
             origins.add(eqn)
             pieces.append(_Piece(eqn))

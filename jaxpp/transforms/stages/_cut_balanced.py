@@ -34,7 +34,9 @@ def cut_balanced(
     """
     arrays = _modules.model_arrays(traced, model)
     jaxpr = _states.make_early(traced.jaxpr, states) if states else traced.jaxpr
-    divided = stacked.divide_scans(jaxpr, arrays, lambda scan: range(scan.length))
+    scans = stacked.layer_scans(jaxpr, arrays)
+    everywhere = [(scan.number, i) for scan in scans for i in range(scan.length)]
+    divided = stacked.divide_scans(jaxpr, arrays, everywhere)
     line = _cuts.Line.of(divided)
     costed = _Costs.of(line, divided, num_stages, balance)
     moved = line.leads | divided.joins
@@ -54,7 +56,7 @@ def cut_balanced(
     jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, renamed)
     starts = [costed.heads[cut].outvars[0] for cut in cuts]
     places = [divided.places.get(v) for v in starts]
-    divided = stacked.divide_scans(jaxpr, arrays, _cuts.wanted(p for p in places if p is not None))
+    divided = stacked.divide_scans(jaxpr, arrays, [p for p in places if p is not None])
     line = _cuts.Line.of(divided)
     starts = [v if p is None else divided.start_of(p) for v, p in zip(starts, places, strict=True)]
     positions = list(map(line.position_of, starts))

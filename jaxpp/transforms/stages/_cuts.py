@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -42,7 +42,7 @@ def _cut_at_scopes(
     """
     jaxpr, _ = _stages.dissolve_marks(jaxpr)
     places = _places_in_scopes(jaxpr, names, arrays)
-    divided = stacked.divide_scans(jaxpr, arrays, wanted(places.values()))
+    divided = stacked.divide_scans(jaxpr, arrays, places.values())
     line = Line.of(divided)
     positions = []
     for name in names:
@@ -83,12 +83,6 @@ def _places_in_scopes(jaxpr, names: Sequence[str], arrays) -> dict[str, stacked.
         if found:
             places[name] = found[0].place_of(int(match[2]), match[1])
     return places
-
-
-def wanted(places: Iterable[stacked.Iteration]) -> Callable[[stacked.LayerScan], Collection[int]]:
-    """Makes the function that gives the iterations at which a scan is to be cut."""
-    places = list(places)
-    return lambda scan: [iteration for number, iteration in places if number == scan.number]
 
 
 def _scope_path(eqn) -> str:
@@ -223,7 +217,7 @@ def _mark_layers(
         scan = stacked.find_scan(jaxpr, arrays, layer.arrays, layer.stack)
         first = 0 if layer.index is None else scan.place_of(layer.index, layer.stack)[1]
         places.append((scan.number, first))
-    divided = stacked.divide_scans(jaxpr, arrays, wanted(places))
+    divided = stacked.divide_scans(jaxpr, arrays, places)
     line = Line.of(divided)
     positions = [line.position_of(divided.start_of(place)) for place in places]
     return line.marked(positions, [i + 1 for i in layers], [modules[i][0] for i in layers])
