@@ -134,6 +134,18 @@ def cast_under_jit(model, x):
     return loss(to_half(model), x.astype(jnp.bfloat16))
 
 
+@jax.custom_jvp
+def halved(arrays):
+    return jax.tree.map(lambda a: 0.5 * a, arrays)
+
+
+halved.defjvp(lambda primals, tangents: (halved(*primals), halved(*tangents)))
+
+
+def halved_by_a_rule(model, x):
+    return loss(eqx.combine(halved(eqx.filter(model, eqx.is_inexact_array)), STATIC), x)
+
+
 def jitted_blocks(model, x):
     run = eqx.filter_jit(lambda block, x: block(x))
 
@@ -176,6 +188,7 @@ REBUILT = {
     "averaged-with-argument": (averaged_with, (MODEL, Net(jax.random.key(5)), X)),
     "cast": (cast, (MODEL, X)),
     "cast-under-jit": (cast_under_jit, (MODEL, X)),
+    "halved-by-a-rule": (halved_by_a_rule, (MODEL, X)),
     "jit": (eqx.filter_jit(loss), (MODEL, X)),
     "checkpoint": (eqx.filter_checkpoint(loss), (MODEL, X)),
     "jitted-blocks": (jitted_blocks, (MODEL, X)),
@@ -271,8 +284,11 @@ def test_nested_splits_of_the_same_classes(assert_same):
     def outer(model, x):
         return jaxpp.split_stages(loss, at=CUTS)(model, x) + jnp.float32(1)
 
+    before = dict(vars(Block))
     assert_same(outer, lambda m, x: loss(m, x) + jnp.float32(1), MODEL, X)
     assert_same(jaxpp.split_stages(outer), outer, MODEL, X)
+    assert_same(jaxpp.split_stages(outer, 3), outer, MODEL, X)
+    assert dict(vars(Block)) == before
 
 
 def test_at_goes_before_marks_in_the_model(stages_of):

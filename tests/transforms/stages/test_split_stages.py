@@ -538,12 +538,16 @@ def test_a_mark_behind_which_nothing_is_computed_is_an_error(transform):
         transform(fun)(WS, X)
 
 
-def test_results_may_come_from_earlier_stages_than_the_last(stages_of):
+def test_results_may_come_from_earlier_stages_than_the_last(stages_of, assert_same):
     def fun(ws, x):
         h = jnp.tanh(x @ ws[0])
-        return jnp.mean(enter(h) @ ws[1]), h
+        beside = jnp.cos(h)
+        return jnp.mean(enter(h) @ ws[1]), h, beside
 
-    assert stages_of(jaxpp.split_stages(fun), WS, X).num_stages == 2
+    split = jaxpp.split_stages(fun)
+    assert stages_of(split, WS, X).num_stages == 2
+    assert_same(split, fun, WS, X)
+    assert_same(jaxpp.wrap_forward(split), fun, WS, X)
 
 
 def test_a_stage_may_have_thousands_of_equations_and_use_a_weight_in_each():
