@@ -104,14 +104,14 @@ def divide_scans(
         pieces += made
         known.of.update(zip(eqn.outvars, results, strict=True))
     outvars = [known(v) for v in jaxpr.jaxpr.outvars]
-    places = {p.eqn.outvars[0]: p.place for p in pieces if p.place is not None}
+    place_of = {p.eqn.outvars[0]: p.place for p in pieces if p.place is not None}
     eqns = [p.eqn for p in pieces]
-    if places:
+    if place_of:
         # An array that was made whole is not needed any more where only slices were read.
-        eqns = _jaxprs.needed(eqns, [*outvars, *places])
+        eqns = _jaxprs.needed(eqns, [*outvars, *place_of])
     return Divided(
         _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns),
-        places,
+        place_of,
         frozenset(p.eqn.outvars[0] for p in pieces if p.kind == "slice"),
         frozenset(p.eqn.outvars[0] for p in pieces if p.kind == "join"),
     )
