@@ -1,11 +1,15 @@
-"""CPU devices for the ranks, before JAX starts; GPU tests skip themselves where there is none.
+"""CPU devices for the ranks, before JAX starts, and which tests a plain `pytest` leaves out.
+
+GPU tests skip themselves where there is no GPU.
 
 XLA optimizes little here, for most of the time of the tests goes into that. To test what users run,
 set `JAX_DISABLE_MOST_OPTIMIZATIONS=0`.
 """
 
+import collections
 import gc
 import os
+import pathlib
 
 import jax
 import pytest
@@ -30,7 +34,38 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+#: The folders and files that a plain `pytest` leaves out: tests on worker processes, each of which
+#: starts some, and trainings of models. `tests/runtime/remote/test_smoke.py` stands for the former.
+MORE = (
+    "experiments",
+    "programs",
+    "runtime/checkpoint/test_workers.py",
+    "runtime/remote",
+    "runtime/transport/test_device.py",
+    "test_catalogue.py",
+    "test_parallelism.py",
+)
+EVERY_RUN = ("runtime/remote/test_smoke.py",)
+#: The folder whose tests take milliseconds.
+ALL_CASES = ("schedules",)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    """Marks as `more` what a plain `pytest` leaves out: `MORE`, and further cases of each test.
+
+    A module may ask for several cases of each of its tests: `pytestmark = pytest.mark.cases(3)`.
+    """
+    tests, cases = pathlib.Path(__file__).parent, collections.Counter()
+    for item in items:
+        if not item.path.is_relative_to(tests) or item.get_closest_marker("slow"):
+            continue
+        path, test = item.path.relative_to(tests).as_posix(), item.nodeid.partition("[")[0]
+        cases[test] += 1
+        wanted = item.get_closest_marker("cases")
+        further = cases[test] > (wanted.args[0] if wanted else 1) and not path.startswith(ALL_CASES)
+        if (further or path.startswith(MORE)) and not path.startswith(EVERY_RUN):
+            item.add_marker(pytest.mark.more)
     gpu_tests = [item for item in items if "gpu" in item.keywords]
     if gpu_tests and not any(d.platform == "gpu" for d in jax.devices()):
         for item in gpu_tests:

@@ -99,6 +99,8 @@ def assert_trees_close(got, want, rtol=1e-5):
         )
 
 
+pytestmark = pytest.mark.cases(3)
+
 # ---- the matrix ---------------------------------------------------------------------------------
 
 MATRIX = [

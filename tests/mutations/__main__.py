@@ -147,6 +147,7 @@ def _run_tests(folder: pathlib.Path, log: pathlib.Path, tests: list[str]) -> int
     for name in [n for n in sys.modules if n.split(".")[0] == "tests"]:
         del sys.modules[name]
     options = ["-n", "0", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
+    options += ["-m", "not slow and not faults"]
     return int(pytest.main([*options, *tests]))
 
 
