@@ -294,3 +294,26 @@ def test_literals_are_told_from_variables():
     assert [_jaxprs.is_literal(v) for v in jaxpr.eqns[0].invars] == [False, True]
     assert isinstance(jaxpr, jex.ClosedJaxpr)
     assert not _compat.constants_of(jaxpr)
+
+
+def test_jaxprs_that_have_names_among_the_parameters_keep_them():
+    matrix = jnp.array([[2.0, 1.0], [1.0, 3.0]])
+
+    def solve(b):
+        return jax.lax.custom_linear_solve(
+            lambda x: matrix @ x, b, lambda _, y: jnp.linalg.inv(matrix) @ y, symmetric=True
+        )
+
+    whole = _jaxprs.trace(solve, (jnp.ones(2),))
+    (eqn,) = (e for e in whole.jaxpr.eqns if e.primitive.name == "custom_linear_solve")
+    seen = []
+    new = _jaxprs.map_jaxprs(eqn, lambda closed: seen.append(closed) or closed)
+    assert len(seen) == 4  # the product and the solution, and both transposed
+    assert type(new.params["jaxprs"]) is type(eqn.params["jaxprs"])
+    flat = _compat.make_closed_jaxpr(
+        whole.jaxpr.jaxpr.invars,
+        whole.jaxpr.jaxpr.outvars,
+        [new if e is eqn else e for e in whole.jaxpr.eqns],
+    )
+    (made,) = _jaxprs.run(flat, *whole.inputs)
+    np.testing.assert_array_equal(made, solve(jnp.ones(2)))
