@@ -200,10 +200,8 @@ def map_jaxprs(eqn, fun: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]):
             closed = value if isinstance(value, jex.ClosedJaxpr) else jex.ClosedJaxpr(value, ())
             return _compat.with_closed_type(fun(closed), value)
         if isinstance(value, tuple) and any(isinstance(v, _compat.JaxprTypes) for v in value):
-            # That of a linear solve has names.
-            return (
-                value._make(map(new, value)) if hasattr(value, "_make") else tuple(map(new, value))
-            )
+            kind: Any = type(value)
+            return kind(*map(new, value)) if hasattr(value, "_fields") else kind(map(new, value))
         return value
 
     return eqn.replace(params={name: new(value) for name, value in eqn.params.items()})
