@@ -34,13 +34,15 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-#: The folders and files that a plain `pytest` leaves out: tests on worker processes, each of which
-#: starts some, and trainings of models. `tests/runtime/remote/test_smoke.py` stands for the former.
+#: The folders and files that a plain `pytest` leaves out: tests that start worker processes, of which
+#: `tests/runtime/remote/test_smoke.py` remains, trainings of models, and products of many options.
 MORE = (
     "experiments",
     "programs",
+    "runtime/checkpoint/test_inside.py",
     "runtime/checkpoint/test_workers.py",
     "runtime/remote",
+    "runtime/test_unequal_ranks.py",
     "runtime/transport/test_device.py",
     "test_catalogue.py",
     "test_parallelism.py",

@@ -99,7 +99,7 @@ def assert_trees_close(got, want, rtol=1e-5):
         )
 
 
-pytestmark = pytest.mark.cases(3)
+pytestmark = pytest.mark.cases(2)
 
 # ---- the matrix ---------------------------------------------------------------------------------
 
