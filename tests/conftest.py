@@ -34,8 +34,8 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-#: The folders and files that a plain `pytest` leaves out: tests that start worker processes, of which
-#: `tests/runtime/remote/test_smoke.py` remains, trainings of models, and products of many options.
+#: The folders and files that a plain `pytest` leaves out: trainings of models, products of many
+#: options, and tests that start worker processes, of which `test_smoke.py` remains.
 MORE = (
     "experiments",
     "programs",
