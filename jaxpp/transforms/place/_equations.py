@@ -7,6 +7,9 @@ from jaxpp import _compat, _jaxprs
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.tasks import is_loop
 
+#: The stages that run an equation, or read a variable.
+Place = frozenset[int]
+
 #: Stands for what an ordered effect hands on to the next one.
 _ORDER = object()
 
@@ -17,7 +20,8 @@ class Equations:
     `reads` has for each the variables that it reads, with those of its guard; `maker` for each
     variable the number of its equation; `loops` the numbers of the loops; `ordered` those of the
     equations (loops too) whose effects keep their order; and `phase` the first loop that needs each
-    equation, the number of loops where none does.
+    equation, the number of loops where none does. Placement fills `place_of`: the stages that run
+    each equation, but for loops, and for equations that are repeated where they are needed.
     """
 
     def __init__(self, step: Step):
@@ -33,6 +37,7 @@ class Equations:
         self.maker = {v: i for i, e in enumerate(self.all) for v in e.outvars}
         self.loops = [i for i, e in enumerate(self.all) if is_loop(e)]
         self.ordered = [i for i, e in enumerate(self.all) if _compat.is_ordered(e)]
+        self.place_of: dict[int, Place] = {}
         self.phase = self._phases()
         #: The order in which placed equations can run: each loop after its phase.
         self.order = sorted(range(len(self.all)), key=lambda i: (self.phase[i], i in self.loops, i))
@@ -52,6 +57,10 @@ class Equations:
         for n, i in enumerate(self.loops):  # a loop comes after every loop before it
             phase[i] = n
         return phase
+
+    def is_fixed(self, i: int) -> bool:
+        """Tells whether an equation has a place, or is a loop."""
+        return i in self.place_of or i in self.loops
 
     def behind(
         self, variables: Iterable[Any], ends: Callable[[int], bool]

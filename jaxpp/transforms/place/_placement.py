@@ -15,8 +15,8 @@ from typing import Any
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.place._equations import Equations
-from jaxpp.transforms.place._segments import Place, outline
+from jaxpp.transforms.place._equations import Equations, Place
+from jaxpp.transforms.place._segments import outline
 from jaxpp.transforms.stages import is_stage_call, stage_of_call
 from jaxpp.transforms.tasks import is_loop, operand_stages, result_stages
 
@@ -29,7 +29,7 @@ def place_equations(step: Step) -> Step:
     """
     placer = _Placer(step)
     placer.place()
-    return outline(placer.settled(), placer.equations, placer.place_of)
+    return outline(placer.settled(), placer.equations)
 
 
 def _size(var) -> int:
@@ -47,8 +47,7 @@ class _Placer:
         self.args = list(step.jaxpr.jaxpr.invars)
         self.number = {v: n for n, v in enumerate(self.args)}
         self.outs = list(step.jaxpr.jaxpr.outvars)
-        #: The places of equations, but for loops and for those that are repeated where needed.
-        self.place_of: dict[int, Place] = {}
+        self.place_of = self.equations.place_of
         #: The places of arguments that loops read, and of the results of placed equations.
         self.pinned: dict[Any, Place] = {}
         #: The places where loops read variables that are computed there, and the numbers of the
@@ -192,16 +191,13 @@ class _Placer:
 
     def _want(self, variables: Iterable[Any], place: Place) -> None:
         """Notes that a place needs the arguments that some variables are computed from."""
-        for var, i in self.equations.behind(variables, self._is_fixed):
+        for var, i in self.equations.behind(variables, self.equations.is_fixed):
             if i is None and var not in self.pinned:
                 self.wanted[var] = self.wanted.get(var, frozenset()) | place
 
-    def _is_fixed(self, i: int) -> bool:
-        return i in self.place_of or i in self.loops
-
     def _settle_effects(self) -> None:
         """Pins each effect that reads no placed value: to the place that wants its arguments."""
-        left = [i for i, e in enumerate(self.eqns) if e.effects and not self._is_fixed(i)]
+        left = [i for i, e in enumerate(self.eqns) if e.effects and not self.equations.is_fixed(i)]
         for i in left:
             self._pin_effect(i, self._place_of_roots(_jaxprs.variables(self.eqns[i].invars)))
         for i in left:

@@ -6,7 +6,7 @@ Equations that have no place are repeated in each segment that needs them.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +16,8 @@ import jax.numpy as jnp
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.place import _conditionals
-from jaxpp.transforms.place._equations import Equations
+from jaxpp.transforms.place._equations import Equations, Place
 from jaxpp.transforms.tasks import LoopTasks, operand_stages
-
-Place = frozenset[int]
 
 #: The primitive of a segment; its parameters are its jaxpr, its stages and its label.
 segment_p = jex.Primitive("segment")
@@ -31,7 +29,7 @@ def is_segment(eqn) -> bool:
     return eqn.primitive is segment_p
 
 
-def outline(step: Step, equations: Equations, place_of: Mapping[int, Place]) -> Step:
+def outline(step: Step, equations: Equations) -> Step:
     """Puts placed equations into segments; gives a step of segments and loops alone.
 
     A loop reads its first accumulators, and after its other operands the buffers of its results,
@@ -39,10 +37,9 @@ def outline(step: Step, equations: Equations, place_of: Mapping[int, Place]) -> 
 
     Args:
         step: the step.
-        equations: its equations.
-        place_of: the stages that run each equation that has a place.
+        equations: its equations, which have places.
     """
-    outliner = _Outliner(step, equations, place_of)
+    outliner = _Outliner(step, equations)
     for phase in range(len(equations.loops) + 1):
         outliner.segments(phase)
         if phase < len(equations.loops):
@@ -55,11 +52,10 @@ def outline(step: Step, equations: Equations, place_of: Mapping[int, Place]) -> 
 class _Outliner:
     """Adds segments and loops in order."""
 
-    def __init__(self, step: Step, equations: Equations, place_of: Mapping[int, Place]):
+    def __init__(self, step: Step, equations: Equations):
         self.step = step
         self.equations = equations
-        self.place_of = place_of
-        self.levels = _levels(equations, place_of)
+        self.levels = _levels(equations)
         #: The numbers of the equations that read each variable; None stands for the caller.
         self.readers: dict[Any, set[int | None]] = {}
         everything = [*enumerate(equations.reads), (None, step.jaxpr.jaxpr.outvars)]
@@ -72,9 +68,9 @@ class _Outliner:
         """Adds the segments of a phase, level after level."""
         label = "prepare" if phase < len(self.equations.loops) else "update"
         members: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for i in sorted(self.place_of):
+        for i in sorted(self.equations.place_of):
             if self.equations.phase[i] == phase:
-                key = self.levels[i], tuple(sorted(self.place_of[i]))
+                key = self.levels[i], tuple(sorted(self.equations.place_of[i]))
                 members.setdefault(key, []).append(i)
         for (_, place), numbers in sorted(members.items()):
             inside = set(numbers)
@@ -113,18 +109,17 @@ class _Outliner:
         starts = [*variables, *(v for i in members for v in self.equations.reads[i])]
         numbers = set(members).union(
             i
-            for _, i in self.equations.behind(starts, self._is_fixed)
-            if i is not None and not self._is_fixed(i)
+            for _, i in self.equations.behind(starts, self.equations.is_fixed)
+            if i is not None and not self.equations.is_fixed(i)
         )
         eqns = [self.equations.all[i] for i in sorted(numbers)]
         return _conditionals.close_conditionals(eqns, outputs, self.step.guards)
 
-    def _is_fixed(self, i: int) -> bool:
-        return i in self.place_of or i in self.equations.loops
-
     def _is_free(self, var: Any) -> bool:
         """Tells whether an equation without a place makes a variable."""
-        return var in self.equations.maker and not self._is_fixed(self.equations.maker[var])
+        return var in self.equations.maker and not self.equations.is_fixed(
+            self.equations.maker[var]
+        )
 
     # ---- loops ----------------------------------------------------------------------------------
 
@@ -195,15 +190,15 @@ def _renamed(eqns: Iterable[Any], known: _jaxprs.Substitution) -> list[Any]:
     return [known.rename(e).replace(outvars=[known(v) for v in e.outvars]) for e in eqns]
 
 
-def _levels(equations: Equations, place_of: Mapping[int, Place]) -> dict[int, int]:
+def _levels(equations: Equations) -> dict[int, int]:
     """Gives each placed equation a level: the last that its consumers in its phase allow."""
     level: dict[int, int] = {}
     consumers: dict[int, list[int]] = {}
-    phase = equations.phase
+    phase, place_of = equations.phase, equations.place_of
     order = [i for i in equations.order if i in place_of]
     for i in order:
         level[i] = 0
-        for j in _placed_sources(equations, place_of, i):
+        for j in _placed_sources(equations, i):
             if phase[j] == phase[i]:
                 apart = place_of[j] != place_of[i]
                 level[i] = max(level[i], level[j] + apart)
@@ -220,10 +215,9 @@ def _levels(equations: Equations, place_of: Mapping[int, Place]) -> dict[int, in
     return level
 
 
-def _placed_sources(equations: Equations, place_of: Mapping[int, Place], i: int) -> set[int]:
+def _placed_sources(equations: Equations, i: int) -> set[int]:
     """Finds the placed equations that an equation reads, directly or through unplaced ones."""
     ordered = equations.ordered if i in equations.ordered else []
-    walk = equations.behind(equations.reads[i], lambda j: j in place_of or j in equations.loops)
-    return {j for j in ordered if j in place_of and j < i}.union(
-        j for _, j in walk if j is not None and j in place_of
-    )
+    walk = equations.behind(equations.reads[i], equations.is_fixed)
+    found = [*(j for j in ordered if j < i), *(j for _, j in walk)]
+    return equations.place_of.keys() & found
