@@ -339,6 +339,13 @@ MUTATIONS = (
         ("placement", "LAWS"),
     ),
     Mutation(
+        "what two loops read is one variable made twice",
+        "jaxpp/transforms/place/_segments.py",
+        "_jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in variables)",
+        "_jaxprs.Substitution((v, v) for v in variables)",
+        ("step::the_last_pass_leaves_segments_and_loops_that_make_each_variable_once",),
+    ),
+    Mutation(
         "an effect is on all ranks of its value",
         "jaxpp/transforms/place/_placement.py",
         "self._pin(i, frozenset({min(place)}))",
