@@ -1,13 +1,19 @@
 """Checkpoints as directories: there whole or not at all, whenever the process that saves dies.
 
-A save writes its data into a directory of its own inside the checkpoint's, and makes the data
-durable. Then it renames its manifest into place, which POSIX makes atomic. With this step the new
-checkpoint begins, and an old one that it overwrites ends. If a process dies before, the manifest
-names other data or is not there, and the next save cleans the leftovers.
+    manifest.json           the manifest; there only if the checkpoint is whole
+    data-<token>/           the data of the save that wrote it
+        lock                those who write or read the data hold a shared lock on this file
+        driver/             a TensorStore database of the saving process's own arrays
+        rank-0/, ...        such a database of each process of a remote mesh
 
-A process that writes or reads data holds a shared lock (`flock`) on a file in the data, which the
-operating system drops when the process dies. Only data that nobody locks are removed. On a file
-system without locks leftovers stay for a day.
+A save writes into a data directory of its own, makes it durable, and renames its manifest into
+place, which POSIX makes atomic. With this step the new checkpoint begins, and an old one that it
+overwrites ends: a rename of the whole directory could not replace one that is there. If a process
+dies before, the manifest names other data or is not there, and the next save cleans the leftovers.
+
+The operating system drops a lock (`flock`) when its process dies, on whichever host that is. So
+leftovers differ from data in use, and data in use stay. On a file system without locks leftovers
+stay for a day. A copy without the lock file is read as it is where nobody can write to it.
 """
 
 import contextlib
@@ -26,10 +32,13 @@ from jaxpp.runtime.checkpoint._manifest import Manifest
 
 DATA_PREFIX = "data-"
 LOCK_NAME = "lock"
-#: The end of the name of data that are being removed.
-REMOVED_SUFFIX = ".removed"
 #: Seconds after which data that cannot be locked count as left by a process that has died.
 UNLOCKABLE_AGE = 24 * 3600.0
+#: The errors of a file system without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+
+
+# ---- writing ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -38,27 +47,7 @@ class Draft:
 
     path: Path
     data: Path
-    created: bool
-    _lock: int
     published: bool = False
-
-    @staticmethod
-    def begin(path: Path, overwrite: bool) -> "Draft":
-        """Makes the directory of a new checkpoint, and the directory of its data inside.
-
-        Raises:
-            FileExistsError: if there is something that must not be replaced.
-            OSError: if the directory cannot be written to.
-        """
-        _check_free(path, overwrite)
-        created = make_directories(path)
-        clean(path)
-        while True:  # another save may clean the new data before they are locked: try again
-            data = path / f"{DATA_PREFIX}{uuid.uuid4().hex[:12]}"
-            data.mkdir()
-            lock = _lock(data, exclusive=False)
-            if lock is not None:
-                return Draft(path, data, created, lock)
 
     def publish(self, leaves: tuple[_manifest.Leaf, ...]) -> None:
         """Makes the checkpoint visible to readers; its data must be durable already."""
@@ -67,55 +56,58 @@ class Draft:
             file.write(_manifest.encode(Manifest(self.data.name, leaves)))
             file.flush()
             os.fsync(file.fileno())
-        sync_directory(self.data)
-        sync_directory(self.path)
+        _sync(self.data)
+        _sync(self.path)
         os.rename(written, self.path / _manifest.FILE_NAME)
         self.published = True
-        sync_directory(self.path)
+        _sync(self.path)
         clean(self.path)
-
-    def abandon(self) -> None:
-        """Removes the data that have been written, unless they have been published."""
-        if self.published:
-            return
-        with contextlib.suppress(OSError):
-            shutil.rmtree(self.data)
-        if self.created:
-            with contextlib.suppress(OSError):  # not empty: somebody else saves here too
-                self.path.rmdir()
-
-    def close(self) -> None:
-        """Drops the lock of the data."""
-        _unlock(self._lock)
 
 
 @contextlib.contextmanager
 def drafting(path: Path, overwrite: bool) -> Iterator[Draft]:
-    """Begins a draft for the block; removes the draft if the block raises."""
-    draft = Draft.begin(path, overwrite)
-    try:
-        yield draft
-    except BaseException:
-        draft.abandon()
-        raise
-    finally:
-        draft.close()
+    """Makes a draft for the block; removes it at the end unless the block has published it.
+
+    Raises:
+        FileExistsError: if there is something that must not be replaced.
+        OSError: if the directory cannot be written to.
+    """
+    _check_free(path, overwrite)
+    created = make_directories(path)
+    clean(path)
+    for _ in range(100):  # another save may clean the new data before they are locked: try again
+        data = path / f"{DATA_PREFIX}{uuid.uuid4().hex[:12]}"
+        data.mkdir()
+        with _locked(data) as locked:
+            if not locked:
+                continue
+            draft = Draft(path, data)
+            try:
+                yield draft
+            finally:
+                if not draft.published:
+                    with contextlib.suppress(OSError):
+                        shutil.rmtree(data)
+                        if created:
+                            path.rmdir()  # refused where somebody else saves here, too
+            return
+    raise FileExistsError(errno.EEXIST, "Other processes remove what is saved there", str(path))
 
 
 def _check_free(path: Path, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if (path / _manifest.FILE_NAME).exists():
-        if not overwrite:
-            raise FileExistsError(
-                errno.EEXIST, "A checkpoint is there already; pass overwrite=True", str(path)
-            )
+        why = "" if overwrite else "A checkpoint is there already; pass overwrite=True"
     elif not path.is_dir() or not all(p.name.startswith(DATA_PREFIX) for p in path.iterdir()):
-        raise FileExistsError(
-            errno.EEXIST, "Something that is not a checkpoint is there; save elsewhere", str(path)
-        )
-    elif any(_is_locked(data) for data in _data_directories(path)):
-        raise FileExistsError(errno.EEXIST, "Another process is saving there", str(path))
+        why = "Something that is not a checkpoint is there; save elsewhere"
+    else:
+        why = "Another process is saving there" if any(map(_in_use, _data_in(path))) else ""
+    if why:
+        raise FileExistsError(errno.EEXIST, why, str(path))
+
+
+# ---- reading ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -129,16 +121,13 @@ def reading(path: Path) -> Iterator[tuple[Manifest, Path]]:
     for _ in range(100):
         manifest = read_manifest(path)
         data = path / manifest.data
-        lock = _lock(data, exclusive=False)
-        # The checkpoint may have been overwritten or removed before the lock was taken.
-        if lock is not None and _names(path, manifest.data):
-            try:
+        with _locked(data) as locked:
+            # It may have been overwritten or removed before the lock was taken.
+            named = _names(path, manifest.data)
+            if locked and named:
                 yield manifest, data
-            finally:
-                _unlock(lock)
-            return
-        _unlock(lock)
-        if not data.is_dir() and _names(path, manifest.data):
+                return
+        if named and not data.is_dir():
             raise _manifest.damaged(str(path), f"its data {manifest.data} are gone")
         time.sleep(0.01)
     raise ValueError(f"The checkpoint {path} is being removed or overwritten; load another one.")
@@ -151,7 +140,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         content = (path / _manifest.FILE_NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        if path.is_dir() and _data_directories(path):
+        if path.is_dir() and _data_in(path):
             raise ValueError(
                 f"The checkpoint {path} is half-written: it is still being saved, or the process "
                 f"that saved it died. Load another one."
@@ -168,19 +157,27 @@ def is_whole(path: Path) -> bool:
     return (path / _manifest.FILE_NAME).is_file()
 
 
+def _names(path: Path, data: str) -> bool:
+    try:
+        return read_manifest(path).data == data
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+# ---- removing -----------------------------------------------------------------------------------
+
+
 def clean(path: Path) -> None:
     """Removes data that dead saves have left in a checkpoint's directory."""
     try:
-        current = read_manifest(path).data
-    except FileNotFoundError:
-        return
-    except ValueError:
-        if is_whole(path):  # a damaged manifest does not tell which data are its own
-            return
-        current = None
-    for data in _data_directories(path):
+        current = read_manifest(path).data if is_whole(path) else None
+    except (FileNotFoundError, ValueError):
+        return  # a damaged manifest does not tell which data are its own
+    for data in _data_in(path):
         if data.name != current:
-            _remove_data(data)
+            with _locked(data, exclusive=True) as unused:
+                if unused:
+                    shutil.rmtree(data, ignore_errors=True)
 
 
 def remove(path: Path) -> bool:
@@ -190,68 +187,56 @@ def remove(path: Path) -> bool:
         Whether it has gone.
     """
     whole = is_whole(path)
-    locks = [
-        _lock(data, exclusive=True, unsupported=whole or _is_old(data))
-        for data in _data_directories(path)
-    ]
-    try:
-        if None in locks:
-            return False
+    with contextlib.ExitStack() as stack:
+        for data in _data_in(path):
+            if not stack.enter_context(_locked(data, exclusive=True, old=whole)):
+                return False
         # The manifest goes first, so that no reader finds a checkpoint without its data.
         (path / _manifest.FILE_NAME).unlink(missing_ok=True)
-        sync_directory(path)
+        _sync(path)
         shutil.rmtree(path, ignore_errors=True)
-        return not path.exists()
-    finally:
-        for lock in locks:
-            _unlock(lock)
+    return not path.exists()
 
 
 # ---- locks --------------------------------------------------------------------------------------
 
 
-def _lock(data: Path, *, exclusive: bool, unsupported: bool = True) -> int | None:
-    """Locks data by a file in them.
+@contextlib.contextmanager
+def _locked(data: Path, *, exclusive: bool = False, old: bool = False) -> Iterator[bool]:
+    """Locks data for the block, by a file in them.
 
     Args:
         data: the data's directory.
         exclusive: whether nobody else may hold a lock.
-        unsupported: what to take for granted on a file system without locks: having it, or not.
+        old: whether the data may go on a file system without locks, however young they are.
 
-    Returns:
-        The lock, or None where others hold it, or the data are gone.
+    Yields:
+        Whether the data are there, and nobody holds a lock that excludes this one.
     """
     writable = exclusive or os.access(data, os.W_OK)
-    try:
-        descriptor = os.open(
-            data / LOCK_NAME, os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY, 0o644
-        )
-    except FileNotFoundError:
-        return None
-    locked = unsupported
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        # The process that had the lock before may have removed the data.
-        locked = os.stat(data / LOCK_NAME).st_ino == os.fstat(descriptor).st_ino
-    except (BlockingIOError, FileNotFoundError):
-        locked = False
-    except OSError:
-        pass
-    if not locked:
-        os.close(descriptor)
-        return None
-    return descriptor
+    flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+    unlockable = not exclusive or old or _is_old(data)  # before a new file makes them young
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = os.open(data / LOCK_NAME, flags, 0o644)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            # The process that had the lock before may have removed the data.
+            locked = os.stat(data / LOCK_NAME).st_ino == os.fstat(descriptor).st_ino
+        except FileNotFoundError:
+            locked = not writable and data.is_dir()
+        except BlockingIOError:
+            locked = False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            locked = unlockable
+        yield locked
 
 
-def _unlock(lock: int | None) -> None:
-    if lock is not None:
-        os.close(lock)
-
-
-def _is_locked(data: Path) -> bool:
-    lock = _lock(data, exclusive=True, unsupported=_is_old(data))
-    _unlock(lock)
-    return lock is None and data.exists()
+def _in_use(data: Path) -> bool:
+    with _locked(data, exclusive=True) as unused:
+        return not unused and data.exists()
 
 
 def _is_old(data: Path) -> bool:
@@ -261,54 +246,27 @@ def _is_old(data: Path) -> bool:
         return False
 
 
-def _remove_data(data: Path) -> None:
-    lock = _lock(data, exclusive=True, unsupported=_is_old(data))
-    if lock is None:
-        return
-    removed = data.with_name(data.name.removesuffix(REMOVED_SUFFIX) + REMOVED_SUFFIX)
-    with contextlib.suppress(OSError):
-        os.rename(data, removed)  # so that no other process uses them
-    shutil.rmtree(removed, ignore_errors=True)
-    _unlock(lock)
-
-
 # ---- files --------------------------------------------------------------------------------------
 
 
-def _data_directories(path: Path) -> list[Path]:
-    return [p for p in path.iterdir() if p.name.startswith(DATA_PREFIX)]
-
-
-def _names(path: Path, data: str) -> bool:
-    """Tells whether the manifest is there and names these data."""
-    try:
-        return read_manifest(path).data == data
-    except (FileNotFoundError, ValueError):
-        return False
+def _data_in(path: Path) -> list[Path]:
+    return list(path.glob(f"{DATA_PREFIX}*"))
 
 
 def make_directories(path: Path) -> bool:
     """Makes a directory and those above it durably; tells whether it was not there before."""
-    if path.is_dir():
-        return False
-    if not path.parent.is_dir():
-        make_directories(path.parent)
-    path.mkdir(exist_ok=True)
-    sync_directory(path.parent)
-    return True
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes the names in a directory durable."""
-    _sync(directory)
+    missing = [p for p in (path, *path.parents) if not p.is_dir()]
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        _sync(directory.parent)
+    return bool(missing)
 
 
 def sync_tree(directory: Path) -> None:
     """Makes all files and names below a directory durable."""
     for folder, _, files in os.walk(directory):
-        for name in files:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
+        for path in (*files, ""):
+            _sync(Path(folder, path))
 
 
 def _sync(path: Path) -> None:

@@ -55,7 +55,6 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
     leaves, places = _manifest.leaves_of(like), _places(like, shardings)
     values: list[Any] = [value for _, value in leaves]
     local: dict[int, tuple[ArrayLeaf, _ranks.Place]] = {}
-    hosts: dict[int, ArrayLeaf] = {}
     remote: dict[int, tuple[ArrayLeaf, RemoteSharding]] = {}
     stacked: dict[int, list[int]] = {}
 
@@ -68,10 +67,8 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
                 note(len(values) - 1, _leaf_of_rows(leaf, *rows), own)
         elif isinstance(place, RemoteSharding):
             remote[number] = leaf, place
-        elif place is np:
-            hosts[number] = leaf
         else:
-            weak_type = getattr(values[number], "weak_type", False)
+            weak_type = bool(getattr(values[number], "weak_type", False))
             local[number] = leaf, _ranks.Place(place, weak_type)
 
     with _directory.reading(path) as (manifest, data):
@@ -85,13 +82,10 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
                 note(number, there, _place_of(value) if place is None else place)
         arrays, arguments, mesh = _remote_reads(remote, values, str(data), str(path))
         with ranks_at_work(mesh, arguments, ordered=True):
-            _fill(values, local, _ranks.read_arrays(str(data), str(path), list(local.values())))
-            _fill(values, hosts, _ranks.read_hosts(str(data), str(path), list(hosts.values())))
-    for number, array in arrays.items():
-        values[number] = array
-    for number in hosts:
-        if number < len(leaves) and isinstance(leaves[number][1], np.generic):
-            values[number] = values[number][()]
+            read = _ranks.read_arrays(str(data), str(path), list(local.values()))
+    for number, array in [*arrays.items(), *zip(local, read, strict=True)]:
+        scalar = number < len(leaves) and isinstance(leaves[number][1], np.generic)
+        values[number] = array[()] if scalar and local[number][1].where is np else array
     for number, parts in stacked.items():
         values[number] = StackedArray([values[part] for part in parts])
     return jtu.tree_unflatten(jtu.tree_structure(like), values[: len(leaves)])
@@ -118,11 +112,6 @@ def _leaf_of_rows(leaf: ArrayLeaf, start: int, stop: int) -> ArrayLeaf:
         dataclasses.replace(p, offset=(p.offset[0] - start, *p.offset[1:])) for p in leaf.pieces
     )
     return ArrayLeaf(leaf.path, kind, pieces)
-
-
-def _fill(values: list[Any], numbers: Any, found: list[Any]) -> None:
-    for number, value in zip(numbers, found, strict=True):
-        values[number] = value
 
 
 def _places(like: Any, shardings: Any) -> list[Any]:
@@ -163,7 +152,7 @@ def _remote_reads(
         raise ValueError("load_state puts arrays on one remote mesh, got shardings of several.")
     mesh: Any = next(iter(meshes.values()), None)
     arrays: dict[int, RemoteArray] = {}
-    items: dict[int, list[_ranks.Item]] = defaultdict(list)
+    items: dict[int, list[tuple[int, ArrayLeaf, Spec, bool]]] = defaultdict(list)
     for number, (leaf, place) in remote.items():
         like = values[number]
         weak_type = bool(getattr(like, "weak_type", False))
@@ -172,7 +161,7 @@ def _remote_reads(
         spec = _spec_of(leaf, place)
         arrays[number] = array = mesh.new_array(aval, ranks, spec)
         for rank in ranks:
-            items[rank].append(_ranks.Item(array.id, leaf, spec, weak_type))
+            items[rank].append((array.id, leaf, spec, weak_type))
     return arrays, {r: (_ranks.read, data, path, found) for r, found in items.items()}, mesh
 
 

@@ -1,14 +1,6 @@
 """The manifest of a checkpoint: its leaves, their types, and the places of their bytes.
 
-A checkpoint is a directory:
-
-    manifest.json           the manifest; there only if the checkpoint is whole
-    data-<token>/           the data of the save that wrote it
-        driver/             a TensorStore database of the saving process's own arrays
-        rank-0/, ...        such a database of each process of a remote mesh
-
-Every array lies in the databases in one or more pieces, each at an offset, so that several writers
-can hold parts of one array.
+An array lies in the databases of the writers in pieces, each at an offset: several may hold parts.
 """
 
 import dataclasses
@@ -63,16 +55,16 @@ class NumberLeaf:
     """A leaf that is a Python number, by its `repr`."""
 
     path: str
-    kind: str
+    type: str
     value: str
 
     def describe(self) -> str:
         """Describes the type in words."""
-        return f"a Python {self.kind}"
+        return f"a Python {self.type}"
 
     def number(self) -> Any:
         """Gives the number."""
-        return self.value == "True" if self.kind == "bool" else _NUMBERS[self.kind](self.value)
+        return self.value == "True" if self.type == "bool" else _NUMBERS[self.type](self.value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,11 +72,11 @@ class StaticLeaf:
     """A leaf that holds no numbers, such as an activation function: not saved, only compared."""
 
     path: str
-    what: str
+    type: str
 
     def describe(self) -> str:
         """Describes the leaf in words."""
-        return self.what
+        return self.type
 
 
 Leaf = ArrayLeaf | NumberLeaf | StaticLeaf
@@ -133,19 +125,15 @@ def _leaf_of(path: str, value: Any) -> Leaf:
                 f"take it out of the tree, or save it by other means."
             )
         return ArrayLeaf(path, ArrayType.of(value))
-    return StaticLeaf(path, _what(value))
+    if isinstance(value, str | bytes | enum.Enum):
+        return StaticLeaf(path, repr(value))
+    # By its name, not its `repr`, which may have an address of this process.
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return StaticLeaf(path, f"{getattr(named, '__module__', None)}.{named.__qualname__}")
 
 
 def _is_numeric(dtype: np.dtype) -> bool:
     return dtype.kind in _NUMERIC_KINDS or dtype.isbuiltin == 2 or dtype == jax.dtypes.float0
-
-
-def _what(value: Any) -> str:
-    """Names a static leaf in the same way in every process: without addresses."""
-    if isinstance(value, str | bytes | enum.Enum):
-        return repr(value)
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{getattr(named, '__module__', None)}.{named.__qualname__}"
 
 
 def check_matches(leaves: Sequence[Leaf], saved: Sequence[Leaf], path: str, limit: int = 5) -> None:
@@ -160,7 +148,7 @@ def check_matches(leaves: Sequence[Leaf], saved: Sequence[Leaf], path: str, limi
     other = [
         f"{p} ({there[p].describe()} there, {leaf.describe()} in `like`)"
         for p, leaf in asked.items()
-        if p in there and _type_of(leaf) != _type_of(there[p])
+        if p in there and (type(leaf), leaf.type) != (type(there[p]), there[p].type)
     ]
     differences = [
         f"{title}: {', '.join(found[:limit])}"
@@ -177,16 +165,6 @@ def check_matches(leaves: Sequence[Leaf], saved: Sequence[Leaf], path: str, limi
             f"The checkpoint {path} is not of a tree like `like`; leaves {'; '.join(differences)}. "
             f"Pass a `like` built as the tree that was saved."
         )
-
-
-def _type_of(leaf: Leaf) -> Any:
-    match leaf:
-        case ArrayLeaf():
-            return leaf.type
-        case NumberLeaf():
-            return leaf.kind
-        case StaticLeaf():
-            return StaticLeaf, leaf.what
 
 
 # ---- as a file ----------------------------------------------------------------------------------
@@ -239,9 +217,9 @@ def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
             pieces = [dataclasses.asdict(piece) for piece in leaf.pieces]
             return {"path": leaf.path, **dataclasses.asdict(leaf.type), "pieces": pieces}
         case NumberLeaf():
-            return {"path": leaf.path, "number": leaf.kind, "value": leaf.value}
+            return {"path": leaf.path, "number": leaf.type, "value": leaf.value}
         case StaticLeaf():
-            return {"path": leaf.path, "static": leaf.what}
+            return {"path": leaf.path, "static": leaf.type}
 
 
 def _leaf_from_json(leaf: dict[str, Any]) -> Leaf:

@@ -8,13 +8,14 @@ import dataclasses
 import itertools
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, box_of, sharding_in
@@ -25,7 +26,7 @@ from jaxpp.runtime.remote.calls import Lost
 #: The name under which the process that saves writes its own arrays.
 DRIVER = "driver"
 
-#: Boxes of one leaf on the host: the number of the leaf, the offset, and the bytes.
+#: A box of a leaf on the host: the number of the leaf, the offset, and the bytes.
 HostPiece = tuple[int, tuple[int, ...], np.ndarray]
 
 #: Snapshots that have been taken in this process and not yet been written, by owner and rank. An
@@ -33,42 +34,33 @@ HostPiece = tuple[int, tuple[int, ...], np.ndarray]
 _snapshots: dict[tuple[str, int], list[HostPiece]] = {}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """The value or the exception of a function; such an exception does not fail the rank."""
+def attempt(process: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Runs a function of this module on a process; an exception is the result, and fails nothing.
 
-    value: Any = None
-    error: Exception | None = None
-
-
-def attempt(process: Any, function: Callable[..., Any], *args: Any) -> Outcome:
-    """Runs a function of this module on a process; catches its exception."""
+    See `results`. A rank whose step has failed before raises the mesh's own error, which says more.
+    """
     try:
-        return Outcome(value=function(process, *args))
-    except Lost:  # an earlier step has failed: the mesh's own error says more
+        return function(process, *args)
+    except Lost:
         raise
     except Exception as error:
         error.add_note(f"On rank {process.rank}, host {socket.gethostname()}.")
-        return Outcome(error=error)
+        return error
 
 
-def results(outcomes: Mapping[int, Sequence[Outcome]]) -> dict[int, list[Any]]:
-    """Gives the values of all processes of all ranks.
-
-    Raises:
-        Exception: the first one's error, if there is one.
-    """
-    for outcome in itertools.chain(*outcomes.values()):
-        if outcome.error is not None:
-            raise outcome.error
-    return {rank: [outcome.value for outcome in own] for rank, own in outcomes.items()}
+def results(found: Mapping[int, Sequence[Any]]) -> Mapping[int, Sequence[Any]]:
+    """Gives the results of attempts in all processes of all ranks; raises the first exception."""
+    for result in itertools.chain(*found.values()):
+        if isinstance(result, Exception):
+            raise result
+    return found
 
 
 # ---- writing ------------------------------------------------------------------------------------
 
 
 def write(process: Any, data: str, items: Sequence[tuple[int, int]]) -> list[tuple[int, Piece]]:
-    """Writes arrays of a rank.
+    """Writes arrays of a rank into the directory `data`.
 
     Args:
         process: the rank's.
@@ -78,14 +70,7 @@ def write(process: Any, data: str, items: Sequence[tuple[int, int]]) -> list[tup
     Returns:
         The pieces of the leaves.
     """
-    pieces = to_pieces(_arrays(process, items))
-    return write_pieces(data, _writer(process), pieces)
-
-
-def _writer(process: Any) -> str:
-    """Names a process in a checkpoint: by its rank, and by its number if that is not 0."""
-    number = process.number_in_rank
-    return f"rank-{process.rank}-{number}" if number else f"rank-{process.rank}"
+    return write_pieces(data, _writer(process), to_pieces(_arrays(process, items)))
 
 
 def snapshot(process: Any, owner: str, items: Sequence[tuple[int, int]]) -> None:
@@ -104,6 +89,11 @@ def write_snapshot(process: Any, owner: str, data: str) -> list[tuple[int, Piece
 def drop_snapshot(process: Any, owner: str) -> None:
     """Forgets a snapshot without writing it; does nothing where there is none."""
     _snapshots.pop((owner, process.rank), None)
+
+
+def _writer(process: Any) -> str:
+    number = process.number_in_rank
+    return f"rank-{process.rank}-{number}" if number else f"rank-{process.rank}"
 
 
 def _arrays(process: Any, items: Sequence[tuple[int, int]]) -> list[tuple[int, Any]]:
@@ -128,21 +118,19 @@ def to_pieces(arrays: Iterable[tuple[int, Any]], copy: bool = False) -> list[Hos
         arrays: pairs of the number of a leaf and its value, of any dtype and sharding.
         copy: whether the boxes are to stay as they are when the arrays are donated.
     """
-    shards: list[tuple[int, tuple[int, ...], Any]] = []
+    boxes: list[tuple[int, tuple[int, ...], Any]] = []
     for leaf, array in arrays:
         if not isinstance(array, jax.Array):
-            shards.append((leaf, (0,) * np.ndim(array), array))
+            boxes.append((leaf, (0,) * np.ndim(array), array))
             continue
         key = not isinstance(array.dtype, np.dtype)
         for shard in array.addressable_shards:
             if shard.replica_id == 0:
-                data: Any = jax.random.key_data(shard.data) if key else shard.data
+                box: Any = jax.random.key_data(shard.data) if key else shard.data
                 offset = tuple(s.start or 0 for s in shard.index)
-                shards.append((leaf, offset + (0,) * (data.ndim - len(offset)), data))
-    for _, _, array in shards:
-        if isinstance(array, jax.Array):
-            array.copy_to_host_async()
-    return [(leaf, offset, _to_host(array, copy)) for leaf, offset, array in shards]
+                boxes.append((leaf, offset + (0,) * (box.ndim - len(offset)), box))
+                box.copy_to_host_async()
+    return [(leaf, offset, _to_host(box, copy)) for leaf, offset, box in boxes]
 
 
 def _to_host(array: Any, copy: bool) -> np.ndarray:
@@ -153,17 +141,14 @@ def _to_host(array: Any, copy: bool) -> np.ndarray:
 
 def write_pieces(data: str, writer: str, pieces: Sequence[HostPiece]) -> list[tuple[int, Piece]]:
     """Writes boxes into the database of `writer`; leaves out empty ones."""
-    if not os.path.isdir(data):
-        raise FileNotFoundError(
-            f"{data}, which the saving process has made, is not on host {socket.gethostname()}; "
-            f"save to a file system that all hosts share."
-        )
+    _check_shared(data, "which the saving process has made,")
     written: list[tuple[int, Piece]] = []
     hosts: dict[str, np.ndarray] = {}
-    counts: dict[int, itertools.count[int]] = {}
+    counts: Counter[int] = Counter()
     for leaf, offset, host in pieces:
         if host.nbytes:
-            name = f"{leaf}.{next(counts.setdefault(leaf, itertools.count()))}"
+            name = f"{leaf}.{counts[leaf]}"
+            counts[leaf] += 1
             written.append((leaf, Piece(writer, name, offset, host.shape)))
             hosts[name] = host
     if hosts:
@@ -171,109 +156,96 @@ def write_pieces(data: str, writer: str, pieces: Sequence[HostPiece]) -> list[tu
     return written
 
 
+def _check_shared(data: str, which: str) -> None:
+    if not os.path.isdir(data):
+        raise FileNotFoundError(
+            f"{data}, {which} is not on host {socket.gethostname()}; use a file system that all "
+            f"hosts share."
+        )
+
+
 # ---- reading ------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Item:
-    """An array that a rank is to read: its new id, its leaf, its split, and its weak type."""
-
-    number: int
-    leaf: ArrayLeaf
-    spec: Spec
-    weak_type: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
     """The place of an array in a process, and its weak type.
 
-    Without a sharding the array goes to the default device, and is not committed to it.
+    A place is a sharding or `np`, the host. In None, the default device, it is not committed.
     """
 
-    sharding: Sharding | None
+    where: Any
     weak_type: bool = False
 
 
-def read(process: Any, data: str, path: str, items: Sequence[Item]) -> None:
+def read(
+    process: Any, data: str, path: str, items: Sequence[tuple[int, ArrayLeaf, Spec, bool]]
+) -> None:
     """Reads some arrays onto the devices of a rank.
 
     Args:
         process: the rank's.
         data: the directory of the checkpoint's data.
         path: the checkpoint's, for errors.
-        items: the arrays.
+        items: for each array its new id, its leaf, its split, and whether it is weakly typed.
     """
-    if not os.path.isdir(data):
-        raise FileNotFoundError(
-            f"{data} is not on host {socket.gethostname()}; load from a file system that all hosts "
-            f"share."
-        )
-    places = [Place(sharding_in(process.home, i.spec), i.weak_type) for i in items]
-    leaves = [item.leaf for item in items]
-    arrays = read_arrays(data, path, list(zip(leaves, places, strict=True)))
+    _check_shared(data, f"the data of {path},")
+    arrays = read_arrays(
+        data,
+        path,
+        [(leaf, Place(sharding_in(process.home, spec), weak)) for _, leaf, spec, weak in items],
+    )
     with process.lock:
-        for item, array in zip(items, arrays, strict=True):
-            process.arrays[item.number] = array
+        process.arrays.update((i[0], array) for i, array in zip(items, arrays, strict=True))
         process.lock.notify_all()
 
 
-def read_arrays(data: str, path: str, items: Sequence[tuple[ArrayLeaf, Place]]) -> list[jax.Array]:
-    """Reads arrays onto devices of this process; reads only the shares of these devices."""
-    layouts = [_layout(leaf.type, place.sharding) for leaf, place in items]
+def read_arrays(data: str, path: str, items: Sequence[tuple[ArrayLeaf, Place]]) -> list[Any]:
+    """Reads arrays to places in this process, and of each only what is to be there."""
+    layouts = [_layout(leaf.type, place.where) for leaf, place in items]
     requests = [
         _store.Request(leaf, tuple(dict.fromkeys(layout.values())))
         for (leaf, _), layout in zip(items, layouts, strict=True)
     ]
     found = _store.read(Path(data), requests, path)
-    arrays = []
-    for (leaf, place), request, layout, hosts in zip(items, requests, layouts, found, strict=True):
-        blocks = dict(zip(request.boxes, hosts, strict=True))
-        array = _assemble(leaf.type, place.sharding, layout, blocks)
-        arrays.append(_weaken(array) if place.weak_type else array)
-    return arrays
-
-
-def read_hosts(data: str, path: str, leaves: Sequence[ArrayLeaf]) -> list[np.ndarray]:
-    """Reads arrays as NumPy arrays; the caller may write to them."""
-    requests = [_store.Request(leaf, (_store.whole(leaf.type.host_shape),)) for leaf in leaves]
     return [
-        np.require(hosts[0], requirements="W") for hosts in _store.read(Path(data), requests, path)
+        _assemble(leaf.type, place, layout, dict(zip(request.boxes, hosts, strict=True)))
+        for (leaf, place), request, layout, hosts in zip(
+            items, requests, layouts, found, strict=True
+        )
     ]
 
 
-def _layout(array_type: ArrayType, sharding: Sharding | None) -> dict[Any, _store.Box]:
+def _layout(kind: ArrayType, where: Any) -> dict[Any, _store.Box]:
     """Gives the box of the host array that each device of this process holds."""
-    whole = _store.whole(array_type.host_shape)
-    if sharding is None:
+    whole = _store.whole(kind.host_shape)
+    if not isinstance(where, Sharding):
         return {None: whole}
     layout = {}
-    for device, index in sharding.addressable_devices_indices_map(array_type.shape).items():
-        box = box_of(index, array_type.shape)
+    for device, index in where.addressable_devices_indices_map(kind.shape).items():
+        box = box_of(index, kind.shape)
         layout[device] = box + whole[len(box) :]
     return layout
 
 
 def _assemble(
-    array_type: ArrayType,
-    sharding: Sharding | None,
+    kind: ArrayType,
+    place: Place,
     layout: Mapping[Any, _store.Box],
     blocks: Mapping[_store.Box, np.ndarray],
 ) -> Any:
-    if array_type.host_dtype == jax.dtypes.float0:
+    if place.where is np:
+        return np.require(blocks[layout[None]], requirements="W")
+    if kind.host_dtype == jax.dtypes.float0:
         return next(iter(blocks.values()))  # no device has this dtype
-    parts = []
     with jax.enable_x64(True):  # else 64-bit dtypes are narrowed
-        for device, box in layout.items():
-            part = jax.device_put(blocks[box], device)
-            parts.append(
-                part
-                if array_type.key is None
-                else jax.random.wrap_key_data(part, impl=array_type.key)
-            )
-        if sharding is None or isinstance(sharding, SingleDeviceSharding):
-            return parts[0]
-        return jax.make_array_from_single_device_arrays(array_type.shape, sharding, parts)
+        parts: list[Any] = [jax.device_put(blocks[box], device) for device, box in layout.items()]
+        if kind.key is not None:
+            parts = [jax.random.wrap_key_data(part, impl=kind.key) for part in parts]
+        array = parts[0]
+        if place.where is not None:
+            array = jax.make_array_from_single_device_arrays(kind.shape, place.where, parts)
+    return _weaken(array) if place.weak_type else array
 
 
 def _weaken(array: jax.Array) -> jax.Array:

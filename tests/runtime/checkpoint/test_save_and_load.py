@@ -7,6 +7,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import time
 
 import equinox as eqx
 import jax
@@ -268,7 +269,7 @@ def test_leftovers_are_cleaned_but_not_those_in_use(tmp_path):
         assert not any(path.exists() for path in leftovers)  # their space is free for the new one
         save_state(tmp_path / "a", [2], overwrite=True)
         assert draft.data.is_dir()
-        draft.abandon()
+    assert not draft.data.exists()
     assert load_state(tmp_path / "a", [0]) == [2]
 
 
@@ -280,6 +281,56 @@ def test_a_checkpoint_that_is_read_stays(tmp_path, assert_same):
         assert _store.read(data, [request], "a")[0][0].tolist() == [0, 1, 2]
     with _directory.reading(tmp_path / "a"):
         assert not _directory.remove(tmp_path / "a")
+    assert _directory.remove(tmp_path / "a")
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """Makes a directory that not even root can write to; it is writable again at the end."""
+    changed = []
+
+    def make(path):
+        if os.geteuid():
+            for folder in (path, *(p for p in path.rglob("*") if p.is_dir())):
+                folder.chmod(0o500)
+                changed.append(folder)
+        else:
+            call = ["mount", "--bind", "-o", "ro", path, path]
+            if subprocess.run(call, capture_output=True, check=False).returncode:
+                pytest.skip("nothing can be mounted here")
+            changed.append(path)
+
+    yield make
+    for path in changed:
+        path.chmod(0o700) if os.geteuid() else subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.parametrize("lock", ["with", "without"])
+def test_a_copy_that_is_read_only_is_read(tmp_path, assert_same, read_only, lock):
+    tree = {"x": np.arange(3.0)}
+    save_state(tmp_path / "a", tree)
+    if lock == "without":
+        next((tmp_path / "a").glob("data-*/lock")).unlink()
+    read_only(tmp_path / "a")
+    with pytest.raises(OSError, match="Read-only|denied"):
+        (tmp_path / "a" / "new").touch()
+    assert_same(load_state(tmp_path / "a", tree), tree)
+
+
+def test_on_a_file_system_without_locks_leftovers_stay_for_a_day(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    save_state(tmp_path / "a", [1])
+    for name in ("data-young", "data-old"):
+        (tmp_path / "a" / name).mkdir()
+    yesterday = time.time() - 25 * 3600
+    os.utime(tmp_path / "a" / "data-old", (yesterday, yesterday))
+    save_state(tmp_path / "a", [2], overwrite=True)
+    assert load_state(tmp_path / "a", [0]) == [2]
+    assert (tmp_path / "a" / "data-young").exists()
+    assert not (tmp_path / "a" / "data-old").exists()
     assert _directory.remove(tmp_path / "a")
 
 
