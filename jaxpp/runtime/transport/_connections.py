@@ -8,6 +8,7 @@ sent. The hash also covers the rank that connects, the rank that it connects to,
 
 import contextlib
 import dataclasses
+import errno
 import hmac
 import os
 import secrets
@@ -17,8 +18,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Literal
 
 from jaxpp.runtime.transport._errors import PeerLost, TransportError
 
@@ -26,8 +27,10 @@ Kind = Literal["auto", "unix", "tcp"]
 
 #: Seconds within which a connection is opened or refused.
 HANDSHAKE_TIMEOUT = 5.0
-#: The number of connections that may wait for the other end's proof.
-_MOST_HANDSHAKES = 128
+#: The number of connections that may be without the other end's proof; one more closes the oldest.
+_MOST_HANDSHAKES = 256
+#: The number of connections that the system accepts ahead.
+_BACKLOG = 1024
 #: Name and version of the protocol.
 _MAGIC = b"jaxpp  1"
 _HELLO = struct.Struct("<8sqqq32s")
@@ -131,20 +134,36 @@ def _introduce(connection: socket.socket, hello: Hello, secret: bytes) -> bytes:
     return _exactly(connection, 1, deadline + HANDSHAKE_TIMEOUT)
 
 
-def _answer(connection: socket.socket, rank: int, secret: bytes) -> Hello | None:
-    """Makes the handshake at the end that accepts; None where the other end is not a rank."""
-    deadline = time.monotonic() + HANDSHAKE_TIMEOUT
-    said = _exactly(connection, _HELLO.size, deadline)
+def _answer(
+    connection: socket.socket, rank: int, secret: bytes
+) -> Generator[None, None, Hello | None]:
+    """Makes the handshake at the end that accepts; None where the other end is not a rank.
+
+    Yields whenever it needs the connection to be readable.
+    """
+    said = yield from _receive(connection, _HELLO.size)
     magic, epoch, source, target, _ = _HELLO.unpack(said)
     if magic != _MAGIC or target != rank:
         return None
     nonce = secrets.token_bytes(32)
     said += nonce
     connection.sendall(nonce + _proof(secret, b"accepts", said))
-    heard = _exactly(connection, 32, deadline)
+    heard = yield from _receive(connection, 32)
     if not hmac.compare_digest(heard, _proof(secret, b"connects", said)):
         return None
     return Hello(epoch, source, target)
+
+
+def _receive(connection: socket.socket, count: int) -> Generator[None, None, bytes]:
+    received = b""
+    while len(received) < count:
+        yield
+        with contextlib.suppress(BlockingIOError):
+            piece = connection.recv(count - len(received))
+            if not piece:
+                raise ConnectionError("the other end closed it")
+            received += piece
+    return received
 
 
 def _proof(secret: bytes, role: bytes, said: bytes) -> bytes:
@@ -178,7 +197,11 @@ def ready(connection: socket.socket) -> socket.socket:
 
 
 class Listener:
-    """Accepts connections from other ranks; one thread waits for all, each then has its own.
+    """Accepts connections from other ranks.
+
+    One thread makes all handshakes, and never waits for a single connection. So those that say
+    nothing, or garbage, hold up nobody. Where there are too many of them the oldest is closed. Only
+    a connection that has proved to be a rank's gets a thread.
 
     Args:
         rank: this rank.
@@ -200,17 +223,18 @@ class Listener:
     ):
         self._rank, self._secret = rank, secret
         self._admit, self._serve = admit, serve
-        self._handshakes: set[socket.socket] = set()
+        #: The handshakes that are not done, the oldest first, and the end of each one's time.
+        self._handshakes: dict[socket.socket, tuple[Iterator[None], float]] = {}
         host = address or "127.0.0.1"
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        tcp = socket.create_server((host, 0), family=family, backlog=128)
+        tcp = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self._sockets = [tcp]
         unix = None
         if _LINUX:
             unix = b"\0jaxpp-" + secrets.token_hex(16).encode()
             self._sockets.append(socket.socket(socket.AF_UNIX))
             self._sockets[-1].bind(unix)
-            self._sockets[-1].listen(128)
+            self._sockets[-1].listen(_BACKLOG)
         self.addresses = Addresses(host_identity(), unix, (host, tcp.getsockname()[1]))
         self._end, self._ended = socket.socketpair()
         self._thread = threading.Thread(target=self._accept_all, name=f"accept-{rank}", daemon=True)
@@ -225,47 +249,80 @@ class Listener:
         """Accepts no more connections, and closes those whose handshake is not done."""
         self._end.close()
         self._thread.join()
-        for connection in list(self._handshakes):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
 
     def _accept_all(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with selectors.DefaultSelector() as self._selector:
             for listening in (*self._sockets, self._ended):
                 listening.setblocking(False)
-                selector.register(listening, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is self._ended:
-                        for each in (*self._sockets, self._ended):
-                            each.close()
-                        return
-                    self._accept(key.fileobj)
+                self._selector.register(listening, selectors.EVENT_READ)
+            while self._ended not in (readable := self._readable()):
+                for each in readable:
+                    if each in self._sockets:
+                        self._accept(each)
+                    elif each in self._handshakes:
+                        self._go_on(each)
+        for each in (*self._sockets, self._ended, *self._handshakes):
+            each.close()
 
-    def _accept(self, listening) -> None:
+    def _readable(self) -> list[Any]:
+        """Waits for sockets that can be read; closes those whose handshake takes too long."""
+        wait = None
+        while wait is None and self._handshakes:
+            _, deadline = next(iter(self._handshakes.values()))
+            if deadline <= time.monotonic():
+                self._close_oldest()
+            else:
+                wait = deadline - time.monotonic()
+        return [key.fileobj for key, _ in self._selector.select(wait)]
+
+    def _close_oldest(self) -> None:
+        self._take(next(iter(self._handshakes))).close()
+
+    def _take(self, connection: socket.socket) -> socket.socket:
+        """Forgets a handshake that is done, or has failed; gives its connection."""
+        self._selector.unregister(connection)
+        del self._handshakes[connection]
+        return connection
+
+    def _accept(self, listening: socket.socket) -> None:
         try:
             connection, _ = listening.accept()
-        except OSError:
-            return  # the other end has closed it already
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # it would be tried again at once
+                self._close_oldest() if self._handshakes else time.sleep(0.01)
+            return  # else the other end has closed it already
         if len(self._handshakes) >= _MOST_HANDSHAKES:
-            connection.close()
-            return
-        self._handshakes.add(connection)
-        welcome = threading.Thread(
-            target=self._welcome, args=(connection,), name=f"receive-{self._rank}", daemon=True
-        )
-        try:
-            welcome.start()
-        except RuntimeError:  # this process can have no more threads
-            self._handshakes.discard(connection)
-            connection.close()
+            self._close_oldest()
+        connection.setblocking(False)
+        steps = _answer(connection, self._rank, self._secret)
+        self._handshakes[connection] = steps, time.monotonic() + HANDSHAKE_TIMEOUT
+        self._selector.register(connection, selectors.EVENT_READ)
+        next(steps)
 
-    def _welcome(self, connection: socket.socket) -> None:
+    def _go_on(self, connection: socket.socket) -> None:
+        """Makes the next step of a handshake; after the last one the connection gets a thread."""
+        hello = None
+        try:
+            next(self._handshakes[connection][0])
+            return
+        except StopIteration as done:
+            hello = done.value
+        except OSError:  # the other end has closed it
+            pass
+        self._take(connection)
+        name, args = f"receive-{self._rank}", (hello, connection)
+        try:
+            if hello is not None:
+                threading.Thread(target=self._welcome, args=args, name=name, daemon=True).start()
+                return
+        except RuntimeError:  # this process can have no more threads
+            pass
+        connection.close()
+
+    def _welcome(self, hello: Hello, connection: socket.socket) -> None:
         with connection:
             try:
-                hello = _answer(connection, self._rank, self._secret)
-                if hello is None:
-                    return
+                connection.settimeout(HANDSHAKE_TIMEOUT)
                 admitted = self._admit(hello)
                 connection.sendall(_WELCOME if admitted else _STALE)
                 if not admitted:
@@ -273,6 +330,4 @@ class Listener:
                 ready(connection)
             except OSError:
                 return
-            finally:
-                self._handshakes.discard(connection)
             self._serve(hello, connection)

@@ -1,6 +1,8 @@
 """Nothing waits for ever: not for a rank that is gone, that is no rank, or that was aborted."""
 
+import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,7 +17,13 @@ import numpy as np
 import psutil
 import pytest
 
-from jaxpp.runtime.transport import Aborted, PeerLost, SocketTransport, TransportError
+from jaxpp.runtime.transport import (
+    Aborted,
+    PeerLost,
+    SocketTransport,
+    TransportError,
+    _connections,
+)
 from tests.runtime.transport.ranks import SECRET, assert_same, blocked, connected, message
 
 X = jnp.arange(1000)
@@ -232,41 +240,99 @@ def opened(transport, kind):
     return connection
 
 
+def strangers(transport, kind, count=200):
+    """Connections of which a third says nothing, a third garbage, and the rest half a handshake."""
+    hello = _connections._HELLO.pack(_connections._MAGIC, 0, 0, transport.rank, bytes(32))
+    found = [opened(transport, kind) for _ in range(count)]
+    for n, connection in enumerate(found):
+        said = (b"", np.random.RandomState(n).bytes(40 + n), hello)[n % 3]
+        with contextlib.suppress(OSError):  # it has been closed already
+            connection.sendall(said)
+    return found
+
+
+def is_closed(connection):
+    connection.settimeout(2)
+    with contextlib.suppress(ConnectionResetError):
+        while found := connection.recv(1000):
+            assert len(found) <= 64  # what an accepting end proves
+    return True
+
+
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_who_sends_garbage_or_nothing_disturbs_nobody(kind):
+def test_200_strangers_disturb_nobody(kind):
+    """They get no thread, ranks connect beside them, and reset and close do not wait for them."""
     with connected(2, "auto" if kind == "unix" else "tcp") as (a, b):
-        silent = [opened(b, kind) for _ in range(20)]
-        garbage = [opened(b, kind) for _ in range(20)]
-        for n, connection in enumerate(garbage):
-            connection.sendall(np.random.RandomState(n).bytes(40 + n * 5))
-        start = time.monotonic()
+        threads = threading.active_count()
+        with contextlib.ExitStack() as stack:
+            outside = [stack.enter_context(c) for c in strangers(b, kind)]
+            start = time.monotonic()
+            a.send([X], message([X]))
+            assert_same(blocked(b.receive, message([X]))(), [X])
+            assert time.monotonic() - start < 1
+            assert threading.active_count() <= threads + 3  # a sends; both receive
+            start = time.monotonic()
+            for transport in (a, b):
+                transport.abort(ValueError("the reason"))
+            for transport in (a, b):
+                transport.reset(1)
+            a.send([X + 1], message([X]))
+            assert_same(blocked(b.receive, message([X]))(), [X + 1])
+            assert time.monotonic() - start < 1
+            start = time.monotonic()
+            b.close()
+            assert time.monotonic() - start < 1
+            assert all(is_closed(connection) for connection in outside)
+
+
+def test_strangers_that_come_again_and_again_keep_no_rank_out():
+    """However many are open, the oldest gives way."""
+    most = _connections._MOST_HANDSHAKES
+    with connected(2) as (a, b), contextlib.ExitStack() as stack:
+        outside = [stack.enter_context(opened(b, "unix")) for _ in range(most + 50)]
         a.send([X], message([X]))
-        assert_same(b.receive(message([X])), [X])
-        assert time.monotonic() - start < 1
-        garbage[-1].settimeout(2)
+        assert_same(blocked(b.receive, message([X]))(), [X])
+        assert all(is_closed(connection) for connection in outside[:50])
+        outside[-1].settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            outside[-1].recv(1)
+
+
+def test_a_process_without_descriptors_accepts_again_when_it_has_some(monkeypatch):
+    with connected(2) as (a, b), contextlib.ExitStack() as stack:
+        outside = [stack.enter_context(opened(b, "tcp")) for _ in range(3)]
+        time.sleep(0.1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        waiting = stack.enter_context(socket.socket())
+        used = max(int(n) for n in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
         try:
-            assert garbage[-1].recv(1) == b""
-        except ConnectionResetError:
-            pass
-        for connection in silent + garbage:
-            connection.close()
+            free = []
+            with contextlib.suppress(OSError):
+                while True:
+                    free.append(os.dup(0))
+            waiting.connect(b.addresses.tcp)
+            assert is_closed(outside[0])  # it made room
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for number in free:
+                os.close(number)
+        a.send([X], message([X]))
+        assert_same(blocked(b.receive, message([X]))(), [X])
 
 
-def test_a_connection_that_gets_no_thread_is_closed_and_the_next_is_accepted(monkeypatch):
+def test_a_rank_that_gets_no_thread_is_refused_and_the_next_is_accepted(monkeypatch):
     with connected(2) as (a, b):
         with monkeypatch.context() as without_threads:
             start = unittest.mock.Mock(side_effect=RuntimeError("can't start new thread"))
             without_threads.setattr(threading.Thread, "start", start)
-            with opened(b, "tcp") as refused:
-                refused.settimeout(2)
-                assert refused.recv(1) == b""
+            with pytest.raises(PeerLost, match="ended the connection before it was open"):
+                _connections.connect(_connections.Hello(0, 0, 1), b.addresses, SECRET)
         a.send([X], message([X]))
-        assert_same(b.receive(message([X])), [X])
+        assert_same(blocked(b.receive, message([X]))(), [X])
 
 
 def test_silent_connections_are_closed(monkeypatch):
-    from jaxpp.runtime.transport import _connections
-
     monkeypatch.setattr(_connections, "HANDSHAKE_TIMEOUT", 0.2)
     with connected(2) as (_, b):
         with opened(b, "tcp") as silent:
@@ -292,8 +358,6 @@ def test_a_wrong_secret_is_refused(kind):
 
 def test_who_knows_no_secret_cannot_pose_as_one_who_does():
     """What the accepting end proves is of no use to prove oneself to it."""
-    from jaxpp.runtime.transport import _connections
-
     with connected(2) as (_, b):
         hello = _connections._HELLO.pack(_connections._MAGIC, 0, 0, 1, bytes(32))
         with opened(b, "unix") as connection:
