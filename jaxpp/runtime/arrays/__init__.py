@@ -25,7 +25,6 @@ from jaxpp.runtime.arrays._shares import Share as Share
 from jaxpp.runtime.arrays._shares import boxes_of_process as boxes_of_process
 from jaxpp.runtime.arrays._shares import join_shares as join_shares
 from jaxpp.runtime.arrays._shares import resplit as resplit
-from jaxpp.runtime.arrays._shares import share_to_host as share_to_host
 from jaxpp.runtime.arrays._shares import spans as spans
 from jaxpp.runtime.arrays._stacked import StackedArray as StackedArray
 from jaxpp.runtime.arrays._stacked import StackedSharding as StackedSharding
@@ -36,4 +35,5 @@ from jaxpp.runtime.arrays._types import ArrayType as ArrayType
 from jaxpp.runtime.arrays._types import Copier as Copier
 from jaxpp.runtime.arrays._types import from_host as from_host
 from jaxpp.runtime.arrays._types import host_array as host_array
+from jaxpp.runtime.arrays._types import is_ready as is_ready
 from jaxpp.runtime.arrays._types import to_host as to_host

@@ -111,20 +111,6 @@ def spans(home: Home) -> bool:
     return isinstance(home, Mesh) and len({d.process_index for d in home.devices.flat}) > 1
 
 
-def share_to_host(array: Any) -> np.ndarray:
-    """Gives the bytes of an array, or of this process's share where others hold the rest.
-
-    As in `_types.to_host`, the bytes may be the array's own memory.
-    """
-    if not isinstance(array, jax.Array) or array.is_fully_addressable:
-        return _types.to_host(array)
-    found: dict[Any, Any] = {}
-    for shard in array.addressable_shards:
-        found.setdefault(tuple((s.start, s.stop) for s in shard.index), shard.data)
-    parts = [_types.to_host(data) for data in found.values()]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
 def resplit(array: Any, home: Home, spec: Spec) -> Any:
     """Splits an array of the rank as a spec says; all processes of the rank have to call this."""
     sharding = sharding_in(home, spec)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays._homes import Home, sharding_in
+from jaxpp.runtime.arrays._homes import Home, box_of, sharding_in
 
 #: The dtypes that JAX narrows unless 64 bits are switched on.
 WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
@@ -91,11 +91,14 @@ def _key_shape(implementation: str) -> tuple[int, ...]:
 def to_host(array: Any) -> np.ndarray:
     """Gives the bytes of an array, once it has been computed.
 
+    Of an array that several processes hold, these are the bytes of the boxes that this one holds,
+    each once, in the order of its devices.
+
     On CPU the bytes are the array's own memory where host and device store the dtype alike. This
     view must not be written to. While the view lives, the array's memory is not donated.
 
     Args:
-        array: an array of any dtype, on one device of this process or split over several.
+        array: an array of any dtype, on one device or split over several.
 
     Returns:
         The bytes, `uint8` of one axis.
@@ -108,6 +111,10 @@ def to_host(array: Any) -> np.ndarray:
         >>> to_host(jnp.array([1.0, 2.0], "bfloat16"))
         array([128,  63,   0,  64], dtype=uint8)
     """
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        own = {box_of(s.index, array.shape): s.data for s in array.addressable_shards}
+        parts = [to_host(part) for part in own.values()]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
     if not isinstance(array.dtype, np.dtype):
         array = jax.random.key_data(array)
     if isinstance(array, jax.Array) and not array.is_fully_replicated:
@@ -117,6 +124,12 @@ def to_host(array: Any) -> np.ndarray:
     if host.dtype.itemsize == 0 or host.size == 0:
         return np.empty(0, np.uint8)
     return np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+
+
+def is_ready(array: Any) -> bool:
+    """Tells whether an array is known to have been computed."""
+    # On some versions of JAX, key arrays have no `is_ready`.
+    return isinstance(array.dtype, np.dtype) and array.is_ready()
 
 
 def _put_together(array: jax.Array) -> np.ndarray:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from jaxpp._program import Message, Run
+from jaxpp.runtime.arrays import is_ready
 from jaxpp.runtime.executor import Chunk, Worker
 from jaxpp.runtime.trace import _plan
 
@@ -89,7 +88,7 @@ class Recorder:
                 if watch.slot is not None:
                     array = slots[watch.slot]
                     make = partial(RunRecord, call, step, rank, watch.position, dispatched)
-                    if watcher.idle and _is_ready(array):  # computed before the call returned
+                    if watcher.idle and is_ready(array):  # computed before the call returned
                         watcher.ends.append((make, clock()))
                     else:
                         watcher.put(make, [array if watch.mark is None else watch.mark(array)])
@@ -207,8 +206,3 @@ class _Watcher:
                 self.ends.append((make, clock()))
             array = arrays = None
             self._waited += 1
-
-
-def _is_ready(array: Any) -> bool:
-    # On some versions of JAX, key arrays have no `is_ready`.
-    return isinstance(array.dtype, np.dtype) and array.is_ready()

@@ -5,12 +5,13 @@ and the number of bytes that follow. Each array starts at a multiple of 64 bytes
 receiver can use it in the memory that it was read into.
 """
 
-import dataclasses
 import functools
+import io
+import itertools
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jaxpp._program import Message
 from jaxpp._specs import Spec
@@ -44,95 +45,52 @@ class Header(NamedTuple):
         return _HEADER.pack(*self)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """The places of a message's arrays in its bytes.
-
-    `array_types` and `offsets` are those of the arrays, and `nbytes` the size of the message.
-    """
-
-    array_types: tuple[ArrayType, ...]
-    offsets: tuple[int, ...]
-    nbytes: int
-
-    @classmethod
-    def of(cls, message: Message) -> "Layout":
-        """Makes the layout of a message."""
-        return _layout(tuple(ArrayType.of(aval) for aval in message.avals))
-
-
-@functools.lru_cache(4096)
-def _layout(array_types: tuple[ArrayType, ...]) -> Layout:
-    offsets, end = [], 0
-    for array_type in array_types:
-        offsets.append(end)
-        end += padded(array_type.nbytes)
-    return Layout(array_types, tuple(offsets), end)
-
-
 class Unpacker:
-    """Makes the arrays of messages of one layout from their bytes.
+    """Makes the arrays of messages of the same types from their bytes.
+
+    Where a rank has several processes, those of the same number in their ranks send each other
+    their shares.
 
     Args:
-        layout: of the messages.
-        home: where the arrays go.
+        types: of the arrays.
         specs: how each is split there; none where all are whole.
+        home: of the rank that a message comes to, or goes from.
     """
 
-    def __init__(self, layout: Layout, home: Home, specs: Sequence[Spec] = ()):
-        self.layout = layout
-        self._home = home
-        self._specs = tuple(specs) or ((),) * len(layout.array_types)
-        self._copier = Copier(layout.array_types, layout.offsets, home, specs)
+    def __init__(self, types: Sequence[ArrayType], specs: Sequence[Spec], home: Home):
+        self._home, self._specs = home, tuple(specs) or ((),) * len(types)
+        pairs = list(zip(types, self._specs, strict=True))
+        self._shares = [Share(t, home, spec) for t, spec in pairs] if spans(home) else None
+        self._makes = self._shares or [
+            functools.partial(from_host, array_type=t, home=home, spec=spec) for t, spec in pairs
+        ]
+        sizes = [share.type.nbytes for share in self._shares or ()] or [t.nbytes for t in types]
+        starts = [0, *itertools.accumulate(map(padded, sizes))]
+        #: The number of bytes of a message.
+        self.nbytes = starts.pop()
+        self._places = [slice(at, at + size) for at, size in zip(starts, sizes, strict=True)]
+        small = self._shares is None and self.nbytes <= SMALL
+        self._copier = Copier(types, starts, home, specs) if small else None
 
     @staticmethod
-    def of(message: Message, home: Home) -> "Unpacker | ShareUnpacker":
-        """Makes the unpacker of a message for a home."""
-        if spans(home):
-            return ShareUnpacker(message, home)
-        return Unpacker(Layout.of(message), home, message.specs)
+    def of(message: Message, home: Home) -> "Unpacker":
+        """Gives the unpacker of a message for a home."""
+        return _unpacker(tuple(map(ArrayType.of, message.avals)), message.specs, home)
 
     def prepared(self, arrays: list[Any]) -> list[Any]:
-        """Gives the arrays of a message as they are sent: unchanged."""
-        return arrays
-
-    def __call__(self, buffer: Any) -> list[Any]:
-        """Makes the arrays of a message; those of a large one read the buffer, and keep it."""
-        layout = self.layout
-        if layout.nbytes <= SMALL:
-            return self._copier(buffer)
-        return [
-            from_host(buffer[start : start + t.nbytes], t, self._home, spec)
-            for start, t, spec in zip(layout.offsets, layout.array_types, self._specs, strict=True)
-        ]
-
-
-class ShareUnpacker:
-    """Makes the arrays of a message where a rank has several processes.
-
-    Processes of the same number in their ranks send each other their shares.
-
-    Args:
-        message: the message.
-        home: of the rank that it comes to, or goes from; the devices of several processes.
-    """
-
-    def __init__(self, message: Message, home: Any):
-        self._home = home
-        self._specs = message.specs or ((),) * len(message.avals)
-        pairs = zip(message.avals, self._specs, strict=True)
-        self._shares = [Share(ArrayType.of(aval), home, spec) for aval, spec in pairs]
-        self.layout = _layout(tuple(share.type for share in self._shares))
-
-    def prepared(self, arrays: list[Any]) -> list[Any]:
-        """Gives the arrays of a message as they are sent: split by the message's specs."""
+        """Gives arrays as they are sent: with shares, split by the specs."""
+        if self._shares is None:
+            return arrays
         return [resplit(a, self._home, s) for a, s in zip(arrays, self._specs, strict=True)]
 
     def __call__(self, buffer: Any) -> list[Any]:
-        """Makes the arrays of a message; they may read the buffer, and keep it."""
-        layout = self.layout
-        pairs = zip(self._shares, layout.offsets, strict=True)
-        return [share(buffer[at : at + share.type.nbytes]) for share, at in pairs]
+        """Makes the arrays of a message; those of a large one read the buffer, and keep it."""
+        if self._copier is not None:
+            return self._copier(buffer)
+        return [make(buffer[at]) for make, at in zip(self._makes, self._places, strict=True)]
+
+
+_unpacker = functools.lru_cache(4096)(Unpacker)
 
 
 def padded(nbytes: int) -> int:
@@ -185,79 +143,44 @@ def send_pieces(
             pieces[0] = memoryview(pieces[0])[sent:]
 
 
-def receive_into(connection: socket.socket, buffer: memoryview) -> None:
-    """Fills a buffer of bytes.
+def stream_of(connection: socket.socket) -> io.BufferedReader:
+    """Makes a stream that reads from a connection, small messages together in one system call."""
+    return cast(io.BufferedReader, connection.makefile("rb", _READ_AHEAD))
+
+
+def read_header(stream: io.BufferedReader) -> Header | None:
+    """Waits for the next header; None where the connection has ended between messages.
 
     Raises:
-        EndOfStream: if the connection ends first.
+        OSError: if the connection ends elsewhere.
     """
-    done = 0
+    found = stream.read(_HEADER.size)
+    return Header(*_HEADER.unpack(_whole(found, _HEADER.size))) if found else None
+
+
+def read_small(stream: io.BufferedReader, nbytes: int) -> bytes:
+    """Waits for the bytes of a small message.
+
+    Raises:
+        OSError: if the connection ends first.
+    """
+    return _whole(stream.read(nbytes), nbytes)
+
+
+def read_into(stream: io.BufferedReader, connection: socket.socket, buffer: memoryview) -> None:
+    """Fills a buffer with a message's bytes; those yet to come are read straight into it.
+
+    Raises:
+        OSError: if the connection ends first.
+    """
+    done = stream.readinto(buffer[: len(stream.peek())])
     while done < len(buffer):
         count = connection.recv_into(buffer[done:], 0, socket.MSG_WAITALL)
-        if count == 0:
-            raise EndOfStream(done, len(buffer))
+        _whole(buffer[:count], 1)
         done += count
 
 
-class FrameReader:
-    """Takes messages from a connection; reads small ones together in one system call.
-
-    Args:
-        connection: what nobody else reads.
-    """
-
-    def __init__(self, connection: socket.socket):
-        self._connection = connection
-        self._memory = memoryview(bytearray(_READ_AHEAD))
-        #: The start and the end of the bytes that have been read and not been taken.
-        self._start = self._end = 0
-
-    def header(self) -> Header | None:
-        """Waits for the next header; None where the connection has ended between messages.
-
-        Raises:
-            OSError: if the connection ends elsewhere.
-        """
-        try:
-            self._fill(_HEADER.size)
-        except EndOfStream as end:
-            if end.received == 0:
-                return None
-            raise
-        header = Header(*_HEADER.unpack_from(self._memory, self._start))
-        self._start += _HEADER.size
-        return header
-
-    def take(self, nbytes: int) -> bytes:
-        """Waits for the bytes of a small message."""
-        self._fill(nbytes)
-        self._start += nbytes
-        return bytes(self._memory[self._start - nbytes : self._start])
-
-    def take_into(self, buffer: memoryview) -> None:
-        """Fills a buffer with a message's bytes; those yet to come are read straight into it."""
-        there = min(self._end - self._start, len(buffer))
-        buffer[:there] = self._memory[self._start : self._start + there]
-        self._start += there
-        receive_into(self._connection, buffer[there:])
-
-    def _fill(self, nbytes: int) -> None:
-        """Reads until at least `nbytes` bytes are there that have not been taken."""
-        there = self._end - self._start
-        if there >= nbytes:
-            return
-        self._memory[:there] = self._memory[self._start : self._end]
-        self._start, self._end = 0, there
-        while self._end < nbytes:
-            count = self._connection.recv_into(self._memory[self._end :])
-            if count == 0:
-                raise EndOfStream(self._end, nbytes)
-            self._end += count
-
-
-class EndOfStream(ConnectionError):
-    """The error of a connection that ended after `received` of the expected bytes."""
-
-    def __init__(self, received: int, wanted: int):
-        super().__init__(f"the connection ended after {received} of {wanted} bytes")
-        self.received = received
+def _whole(found: Any, nbytes: int) -> Any:
+    if len(found) < nbytes:
+        raise ConnectionError("it ended within a message")
+    return found

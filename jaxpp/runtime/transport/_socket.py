@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from jaxpp._program import Message
-from jaxpp.runtime.arrays import Home, share_to_host, spans, to_host
+from jaxpp.runtime.arrays import Home
 from jaxpp.runtime.transport import _connections
 from jaxpp.runtime.transport._buffers import BufferPool
 from jaxpp.runtime.transport._connections import Addresses, Hello, Kind
+from jaxpp.runtime.transport._epoch import Epoch, Traffic
 from jaxpp.runtime.transport._errors import TransportError
-from jaxpp.runtime.transport._frames import Header, ShareUnpacker, Unpacker
-from jaxpp.runtime.transport._session import Session, Traffic
+from jaxpp.runtime.transport._frames import Header, Unpacker
 
 
 class Recorder(Protocol):
@@ -83,25 +83,23 @@ class SocketTransport:
         self._run_ahead = run_ahead
         self._pool = BufferPool()
         self._peers: dict[int, Addresses] = {}
-        self._unpackers: dict[tuple[int, int], Unpacker | ShareUnpacker] = {}
-        #: Unpackers by the id of their message; the message is kept, so that no other gets its id.
-        self._known: dict[int, tuple[int, Message, Unpacker | ShareUnpacker]] = {}
+        #: What makes the arrays of messages, by their program and tag.
+        self._unpackers: dict[tuple[int, int], Unpacker] = {}
         self._call, self._program = 0, 0
         self._closed = False
-        self._epoch_begins = threading.Condition()
-        self._session = self._new_session(0)
+        self._begins = threading.Condition()
+        self._epoch = self._new_epoch(0)
         self._listener = _connections.Listener(rank, secret, address, self._admit, self._serve)
 
-    def _new_session(self, epoch: int) -> Session:
-        return Session(
+    def _new_epoch(self, number: int) -> Epoch:
+        return Epoch(
             self.rank,
-            epoch,
+            number,
             self._pool,
             self._unpackers,
             self._open_to,
             self._tell,
             self._observe_sent,
-            share_to_host if spans(self._home) else to_host,
         )
 
     # ---- addresses ------------------------------------------------------------------------------
@@ -126,17 +124,17 @@ class SocketTransport:
 
     def _admit(self, hello: Hello) -> bool:
         """Waits until this rank is in a peer's epoch; False where it has left that epoch."""
-        with self._epoch_begins:
-            self._epoch_begins.wait_for(
-                lambda: self._closed or self._session.epoch >= hello.epoch,
+        with self._begins:
+            self._begins.wait_for(
+                lambda: self._closed or self._epoch.number >= hello.epoch,
                 _connections.HANDSHAKE_TIMEOUT,
             )
-            return not self._closed and self._session.epoch == hello.epoch
+            return not self._closed and self._epoch.number == hello.epoch
 
     def _serve(self, hello: Hello, connection: socket.socket) -> None:
-        session = self._session
-        if session.epoch == hello.epoch:
-            session.serve(hello.source, connection)
+        epoch = self._epoch
+        if epoch.number == hello.epoch:
+            epoch.serve(hello.source, connection)
 
     # ---- messages -------------------------------------------------------------------------------
 
@@ -147,19 +145,16 @@ class SocketTransport:
         made on the thread that receives them.
         """
         for message in messages:
-            unpack = Unpacker.of(message, self._home)
-            self._unpackers[program, message.tag] = unpack
-            self._known[id(message)] = program, message, unpack
+            self._unpackers[program, message.tag] = Unpacker.of(message, self._home)
 
     def forget(self, program: int) -> None:
         """Forgets the messages of a program."""
         for key in [k for k in self._unpackers if k[0] == program]:
             del self._unpackers[key]
-        self._known = {k: v for k, v in self._known.items() if v[0] != program}
 
-    def _unpacker(self, message: Message) -> Unpacker | ShareUnpacker:
-        known = self._known.get(id(message))
-        return Unpacker.of(message, self._home) if known is None else known[2]
+    def _unpacker(self, message: Message) -> Unpacker:
+        known = self._unpackers.get((self._program, message.tag))
+        return known or Unpacker.of(message, self._home)
 
     def begin(self, call: int, program: int = 0, before: Iterable[Message] = ()) -> None:
         """Sets the call and the program of the next messages; ignores `before`.
@@ -176,8 +171,8 @@ class SocketTransport:
             Aborted: if the transport was aborted, or an earlier value could not be computed.
         """
         unpack = self._unpacker(message)
-        header = Header(self._program, self._call, message.tag, unpack.layout.nbytes)
-        self._session.send(header, unpack.prepared(arrays), message)
+        header = Header(self._program, self._call, message.tag, unpack.nbytes)
+        self._epoch.send(header, unpack.prepared(arrays), message)
 
     def receive(self, message: Message) -> list[Any]:
         """Waits for a message; returns its arrays.
@@ -187,11 +182,11 @@ class SocketTransport:
             Aborted: if the transport was aborted, or a value to send could not be computed.
             TransportError: if what arrived is something else.
         """
-        session, call = self._session, self._call
-        session.wait_for_sends(self._run_ahead)
-        arrived = session.receive((self._program, call, message.tag), message.source)
+        epoch, call = self._epoch, self._call
+        epoch.wait_for_sends(self._run_ahead)
+        arrived = epoch.receive((self._program, call, message.tag), message.source)
         unpack = self._unpacker(message)
-        nbytes = unpack.layout.nbytes
+        nbytes = unpack.nbytes
         if (arrived.source, arrived.nbytes) != (message.source, nbytes):
             raise TransportError(
                 f"Rank {self.rank} waits for {nbytes} bytes from rank {message.source} under tag "
@@ -208,7 +203,7 @@ class SocketTransport:
         Once its value has been read, an array may be donated: the bytes being written stay
         unchanged. If it is donated before, its send fails.
         """
-        self._session.wait_for_values(arrays)
+        self._epoch.wait_for_values(arrays)
 
     def flush(self) -> None:
         """Waits until all messages have left.
@@ -216,8 +211,8 @@ class SocketTransport:
         Raises:
             Aborted: if the transport was aborted, or a value to send could not be computed.
         """
-        self._session.wait_for_sends(0)
-        self._session.check()
+        self._epoch.wait_for_sends(0)
+        self._epoch.check()
 
     def _observe_sent(self, call: int, message: Message, start_ns: int, end_ns: int) -> None:
         if self.recorder is not None:
@@ -226,7 +221,7 @@ class SocketTransport:
     @property
     def traffic(self) -> Mapping[int, Traffic]:
         """The traffic to and from each rank since the last reset."""
-        return dict(self._session.traffic)
+        return self._epoch.traffic
 
     # ---- failure, and the end -------------------------------------------------------------------
 
@@ -239,7 +234,7 @@ class SocketTransport:
 
         Other ranks are not told. All sends and receives raise until the next reset.
         """
-        self._session.abort(error)
+        self._epoch.abort(error)
 
     def reset(self, epoch: int, peers: Mapping[int, Addresses] | None = None) -> None:
         """Starts afresh after a failure, with new connections; drops messages on their way.
@@ -255,26 +250,26 @@ class SocketTransport:
             ValueError: the epoch has been used.
             TransportError: the transport accepts no connections any more.
         """
-        if self._closed or epoch <= self._session.epoch:
+        if self._closed or epoch <= self._epoch.number:
             raise ValueError(
-                f"A transport in epoch {self._session.epoch} needs a later one, got {epoch}."
+                f"A transport in epoch {self._epoch.number} needs a later one, got {epoch}."
             )
         self._listener.check()
-        self._session.end()
+        self._epoch.end()
         if peers is not None:
             self.connect(peers)
-        with self._epoch_begins:
-            self._session = self._new_session(epoch)
-            self._epoch_begins.notify_all()
+        with self._begins:
+            self._epoch = self._new_epoch(epoch)
+            self._begins.notify_all()
 
     def close(self) -> None:
         """Ends all connections and threads; waiting sends and receives raise `Aborted`."""
         if self._closed:
             return
-        with self._epoch_begins:
+        with self._begins:
             self._closed = True
-            self._epoch_begins.notify_all()
+            self._begins.notify_all()
         self._listener.close()
-        self._session.end()
-        self._session.join(timeout=5)
+        self._epoch.end()
+        self._epoch.join(timeout=5)
         self._pool.clear()

@@ -26,7 +26,7 @@ import jaxpp
 from jaxpp._program import Run
 from jaxpp.runtime import RankError
 from jaxpp.runtime.checkpoint import Checkpointer, _store
-from jaxpp.runtime.transport import _session
+from jaxpp.runtime.transport import _epoch
 from tests.runtime.local.test_mesh import batch, start, step_of
 
 #: Steps of a run, and after how many there is a checkpoint.
@@ -165,8 +165,8 @@ def _arm_exit(process: Any, fault: Fault, note: str) -> None:
             os._exit(1)
         send_frame(connection, header, arrays)
 
-    send_frame = _session.send_frame
-    _session.send_frame = send
+    send_frame = _epoch.send_frame
+    _epoch.send_frame = send
 
 
 def _arm_disk(process: Any, fault: Fault, note: str) -> None:

@@ -306,8 +306,8 @@ def test_a_process_without_descriptors_accepts_again_when_it_has_some(monkeypatc
         waiting = stack.enter_context(socket.socket())
         used = max(int(n) for n in os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
+        free = []
         try:
-            free = []
             with contextlib.suppress(OSError):
                 while True:
                     free.append(os.dup(0))

@@ -10,12 +10,13 @@ import pytest
 from jaxpp._program import Message
 from jaxpp.runtime.transport._frames import (
     SMALL,
-    EndOfStream,
-    FrameReader,
     Header,
-    Layout,
     Unpacker,
+    read_header,
+    read_into,
+    read_small,
     send_frame,
+    stream_of,
 )
 
 
@@ -23,12 +24,12 @@ def payload(nbytes, seed):
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
-def read_message(reader):
-    header = reader.header()
+def read_message(stream, wire):
+    header = read_header(stream)
     if header.nbytes <= SMALL:
-        return header, reader.take(header.nbytes)
+        return header, read_small(stream, header.nbytes)
     buffer = np.empty(header.nbytes, np.uint8)
-    reader.take_into(buffer.data)
+    read_into(stream, wire, buffer.data)
     return header, buffer.tobytes()
 
 
@@ -53,29 +54,34 @@ def test_messages_of_all_sizes_come_whole_and_in_order(piece):
 
     for run in (write, pass_on):
         threading.Thread(target=run, daemon=True).start()
-    reader = FrameReader(wire)
-    for header, data in sent:
-        assert read_message(reader) == (header, data.tobytes())
-    assert reader.header() is None
-    wire.close()
+    with wire, stream_of(wire) as stream:
+        for header, data in sent:
+            assert read_message(stream, wire) == (header, data.tobytes())
+        assert read_header(stream) is None
     theirs.close()
 
 
-def test_a_stream_that_ends_within_a_message_is_an_error():
+@pytest.mark.parametrize("read", ["header", "small", "large"])
+def test_a_stream_that_ends_within_a_message_is_an_error(read):
     ours, theirs = socket.socketpair()
-    ours.sendall(Header(0, 0, 0, 64).pack() + bytes(10))
+    ours.sendall(Header(0, 0, 0, 64).pack() + (b"" if read == "header" else bytes(10)))
+    ours.sendall(bytes(10))
     ours.close()
-    reader = FrameReader(theirs)
-    assert reader.header() == Header(0, 0, 0, 64)
-    with pytest.raises(EndOfStream):
-        reader.take(64)
-    theirs.close()
+    with theirs, stream_of(theirs) as stream:
+        assert read_header(stream) == Header(0, 0, 0, 64)
+        with pytest.raises(ConnectionError, match="ended within a message"):
+            if read == "header":
+                read_header(stream)
+            elif read == "small":
+                read_small(stream, 64)
+            else:
+                read_into(stream, theirs, memoryview(bytearray(64)))
 
 
 def test_what_was_unpacked_from_a_small_message_does_not_read_its_bytes():
     x = jax.numpy.arange(6, dtype="float32").reshape(2, 3)
-    layout = Layout.of(Message(0, 0, 1, ("x",), ("edge",), (x.aval,)))
-    buffer = bytearray(np.asarray(x).tobytes().ljust(layout.nbytes, b"\0"))
-    (array,) = Unpacker(layout, jax.devices()[0])(buffer)
+    unpack = Unpacker.of(Message(0, 0, 1, ("x",), ("edge",), (x.aval,)), jax.devices()[0])
+    buffer = bytearray(np.asarray(x).tobytes().ljust(unpack.nbytes, b"\0"))
+    (array,) = unpack(buffer)
     buffer[:] = bytes(len(buffer))
     np.testing.assert_array_equal(array, x, strict=True)

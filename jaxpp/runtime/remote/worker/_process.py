@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxpp._program import Message, Program, Receive, Run, Send
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays import ArrayType, Home, from_host, share_to_host, spans
+from jaxpp.runtime.arrays import ArrayType, Home, from_host, spans, to_host
 from jaxpp.runtime.executor import Worker
 from jaxpp.runtime.remote.calls import (
     FED,
@@ -285,7 +285,7 @@ class Process:
     def fetch(self, numbers: Sequence[int]) -> list[Any] | Failure:
         """Gives the bytes of arrays; of its own shards, where the rank has several processes."""
         try:
-            return [share_to_host(x) for x in jax.block_until_ready(self.wait_for(numbers))]
+            return [to_host(x) for x in jax.block_until_ready(self.wait_for(numbers))]
         except Lost as error:
             return self.failure or Failure.of(error, self.rank, -1, "")
         except Exception as error:

@@ -1,30 +1,31 @@
-"""One epoch of a transport: its connections, and the messages that have arrived over them."""
+"""One epoch of a transport: its channels to other ranks, and the messages that have arrived."""
 
 import collections
 import contextlib
 import dataclasses
+import io
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxpp._program import Message
-from jaxpp.runtime.arrays import to_host
+from jaxpp.runtime.arrays import is_ready, to_host
 from jaxpp.runtime.transport._buffers import BufferPool
 from jaxpp.runtime.transport._errors import Aborted, NotComputed, PeerLost, TransportError
 from jaxpp.runtime.transport._frames import (
     SMALL,
     Bytes,
-    FrameReader,
     Header,
-    ShareUnpacker,
     Unpacker,
     padded,
+    read_header,
+    read_into,
+    read_small,
     send_frame,
+    stream_of,
 )
 
 #: A message by its program, call and tag.
@@ -63,7 +64,27 @@ class Outgoing(NamedTuple):
     message: Message
 
 
-class Session:
+@dataclasses.dataclass(slots=True)
+class Channel:
+    """The way to another rank.
+
+    Args:
+        queue: what its thread has to send, once it has one; `"connect"` only opens a connection,
+            and None ends the thread.
+        unsent: the number of messages that the thread has not written.
+        links: the connections that are open, of either end.
+        lost: the reason why the rank cannot be reached any more; empty while it can.
+        traffic: counts of what has gone over it.
+    """
+
+    queue: "queue.SimpleQueue[Outgoing | str | None] | None" = None
+    unsent: int = 0
+    links: list[socket.socket] = dataclasses.field(default_factory=list)
+    lost: str = ""
+    traffic: Traffic = dataclasses.field(default_factory=Traffic)
+
+
+class Epoch:
     """The work of a transport from one reset to the next; its threads know nothing else.
 
     Each connection has a thread that reads messages, whether or not somebody waits for them. Else
@@ -72,126 +93,125 @@ class Session:
 
     Args:
         rank: this rank.
-        epoch: which session of this rank it is.
+        number: counts the epochs of the ranks.
         pool: the memory it is received into.
         expected: what makes the arrays of messages, by program and tag.
         open_to: opens a connection to a rank.
-        on_failure: called when a rank is lost, or the session aborts.
+        on_failure: called when a rank is lost, or the epoch aborts.
         observe_sent: called with a call, a message, and when it was sent.
-        to_host: gives the bytes of an array, as they are sent.
     """
 
     def __init__(
         self,
         rank: int,
-        epoch: int,
+        number: int,
         pool: BufferPool,
-        expected: dict[tuple[int, int], Unpacker | ShareUnpacker],
+        expected: Mapping[tuple[int, int], Unpacker],
         open_to: Callable[[int, int], socket.socket],
         on_failure: Callable[[BaseException], None],
         observe_sent: Callable[[int, Message, int, int], None],
-        to_host: Callable[[Any], np.ndarray] = to_host,
     ):
-        self.rank, self.epoch = rank, epoch
-        self.traffic: dict[int, Traffic] = collections.defaultdict(Traffic)
+        self.rank, self.number = rank, number
         self.threads: set[threading.Thread] = set()
         self._pool, self._expected = pool, expected
         self._open_to, self._on_failure, self._observe_sent = open_to, on_failure, observe_sent
-        self._to_host = to_host
         self._lock = threading.Lock()
         #: Signals that a message that somebody waits for has arrived, or never will.
         self._arrival = threading.Condition(self._lock)
         #: Signals that a message has left, or the values of its arrays have been read.
         self._departure = threading.Condition(self._lock)
+        self._channels: dict[int, Channel] = {}
         self._wanted: set[Key] = set()
         self._mail: dict[Key, Arrived] = {}
         self._unsent = 0
         #: The number of unread uses of each array, by the array's id.
         self._unread: collections.Counter[int] = collections.Counter()
-        self._senders: dict[int, _Sender] = {}
-        self._links: dict[int, list[socket.socket]] = {}
-        self._lost: dict[int, str] = {}
         self._error: BaseException | None = None
         self._ended = False
+
+    def _channel(self, rank: int) -> Channel:
+        return self._channels.get(rank) or self._channels.setdefault(rank, Channel())
+
+    @property
+    def traffic(self) -> dict[int, Traffic]:
+        """The traffic to and from each rank."""
+        return {rank: channel.traffic for rank, channel in list(self._channels.items())}
 
     # ---- sending --------------------------------------------------------------------------------
 
     def send(self, header: Header, arrays: list[Any], message: Message) -> None:
         """Starts to send a message; writes a small one at once if it is ready."""
         rank = message.target
-        if header.nbytes <= SMALL and self._can_write(rank) and all(map(_is_ready, arrays)):
-            self._attempt(rank, self._send_now, rank, Outgoing(header, arrays, message))
+        channel, item = self._channel(rank), Outgoing(header, arrays, message)
+        if header.nbytes <= SMALL and self._can_write(channel) and all(map(is_ready, arrays)):
+            self._attempt(rank, lambda: self._write(rank, item, self._values(item)))
             return
         with self._lock:
             self._check(rank)
-            sender = self._sender(rank)
-            sender.unsent += 1
+            channel.unsent += 1
             self._unsent += 1
             self._unread.update(map(id, arrays))
-        sender.queue.put(Outgoing(header, arrays, message))
+            self._put(rank, item)
 
-    def _can_write(self, rank: int) -> bool:
+    def _can_write(self, channel: Channel) -> bool:
         """Tells whether nothing is being written to a rank, nor will be before the next send."""
-        sender = self._senders.get(rank)
-        return (
-            sender is not None
-            and not sender.unsent
-            and rank in self._links
-            and self._error is None
-            and rank not in self._lost
-        )
+        started = channel.queue is not None and bool(channel.links)
+        return started and not channel.unsent and not channel.lost and self._error is None
 
-    def _sender(self, rank: int) -> "_Sender":
-        """Gives the sender to a rank; starts its thread if need be. The caller holds the lock."""
-        if rank not in self._senders:
-            sender = self._senders[rank] = _Sender()
-            self._start(f"send-{self.rank}-{rank}", self._send_all, rank, sender)
-        return self._senders[rank]
+    def _put(self, rank: int, item: Outgoing | str) -> None:
+        """Gives the thread of a channel something to do; the caller holds the lock."""
+        channel = self._channel(rank)
+        if channel.queue is None:
+            channel.queue = queue.SimpleQueue()
+            self._start(f"send-{self.rank}-{rank}", self._send_all, rank, channel.queue)
+        channel.queue.put(item)
 
     def _start(self, name: str, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name=name, daemon=True)
         self.threads.add(thread)
         thread.start()
 
-    def _send_all(self, rank: int, sender: "_Sender") -> None:
+    def _send_all(self, rank: int, items: "queue.SimpleQueue[Outgoing | str | None]") -> None:
         """Sends the messages of a queue, on a thread of its own."""
-        while (item := sender.queue.get()) is not None:
+        while (item := items.get()) is not None:
             if isinstance(item, Outgoing):
-                self._attempt(rank, self._send_queued, rank, item)
+                self._attempt(rank, lambda item=item: self._send_queued(rank, item))
                 with self._lock:
-                    sender.unsent -= 1
+                    self._channel(rank).unsent -= 1
                     self._unsent -= 1
                     self._departure.notify_all()
             else:
-                self._attempt(rank, self._link, rank)
+                self._attempt(rank, lambda: self._link(rank))
             del item  # it would hold the values while the thread waits for the next item
 
-    def _attempt(self, rank: int, write: Callable[..., Any], *args: Any) -> None:
-        """Writes to a rank; notes an error, which later sends and receives raise."""
+    def _attempt(self, rank: int, act: Callable[[], Any]) -> None:
+        """Writes to a rank, or reads; notes an error, which later sends and receives raise."""
         try:
-            write(*args)
+            act()
         except OSError as error:
-            self.lose(rank, f"the connection broke ({error})")
+            self.lose(rank, f"it broke ({error})")
         except PeerLost as error:
             self.lose(rank, error.reason)
         except BaseException as error:
             self.abort(error)
 
-    def _send_now(self, rank: int, item: Outgoing) -> None:
-        self._write(rank, item, self._values(rank, item))
-
     def _send_queued(self, rank: int, item: Outgoing) -> None:
         try:
-            values = self._values(rank, item)
+            values = self._values(item)
         finally:
-            self._read(item.arrays)
+            with self._lock:
+                for number in map(id, item.arrays):
+                    self._unread[number] -= 1
+                    if not self._unread[number]:
+                        del self._unread[number]
+                self._departure.notify_all()
         self._write(rank, item, values)
 
-    def _values(self, rank: int, item: Outgoing) -> Sequence[Bytes]:
+    def _values(self, item: Outgoing) -> Sequence[Bytes]:
         """Waits for the values of a message; returns their bytes."""
-        names = item.message.names
+        rank, names = item.message.target, item.message.names
         try:
-            values = [self._to_host(array).data for array in item.arrays]
+            values = [to_host(array).data for array in item.arrays]
         except Exception as error:
             error.add_note(
                 f"in what rank {self.rank} was to send to rank {rank}: {', '.join(names)}"
@@ -211,21 +231,12 @@ class Session:
         start = time.monotonic_ns()
         send_frame(link, item.header, values)
         self._observe_sent(item.header.call, item.message, start, time.monotonic_ns())
-        traffic = self.traffic[rank]
+        traffic = self._channel(rank).traffic
         traffic.messages_sent += 1
         traffic.bytes_sent += item.header.nbytes
 
-    def _read(self, arrays: list[Any]) -> None:
-        """Notes that the values of arrays have been read."""
-        with self._lock:
-            for number in map(id, arrays):
-                self._unread[number] -= 1
-                if not self._unread[number]:
-                    del self._unread[number]
-            self._departure.notify_all()
-
     def wait_for_values(self, arrays: list[Any]) -> None:
-        """Waits until the values of arrays have been read, or the session aborts."""
+        """Waits until the values of arrays have been read, or the epoch aborts."""
         if self._unread:
             with self._lock:
                 self._departure.wait_for(
@@ -235,7 +246,7 @@ class Session:
                 )
 
     def wait_for_sends(self, most: int) -> None:
-        """Waits until at most `most` messages have not left yet, or the session aborts."""
+        """Waits until at most `most` messages have not left yet, or the epoch aborts."""
         if self._unsent > most:
             with self._lock:
                 self._departure.wait_for(lambda: self._unsent <= most or self._error is not None)
@@ -254,15 +265,17 @@ class Session:
         return arrived
 
     def _wait_for(self, key: Key, source: int) -> None:
+        channel = self._channel(source)
+
         def over() -> bool:
-            return key in self._mail or self._error is not None or source in self._lost
+            return key in self._mail or self._error is not None or bool(channel.lost)
 
         self._wanted.add(key)
         try:
             # A rank that is silent for a moment may be gone; an attempt to connect tells.
-            if not self._arrival.wait_for(over, None if source in self._links else 0.05):
-                if source not in self._links:
-                    self._sender(source).queue.put("connect")
+            if not self._arrival.wait_for(over, None if channel.links else 0.05):
+                if not channel.links:
+                    self._put(source, "connect")
                 self._arrival.wait_for(over)
         finally:
             self._wanted.discard(key)
@@ -274,35 +287,35 @@ class Session:
             self._drain(rank, link)
 
     def _drain(self, rank: int, link: socket.socket) -> None:
-        reader = FrameReader(link)
-        try:
-            while (header := reader.header()) is not None:
-                self._receive_one(rank, reader, header)
-            self.lose(rank, "it closed the connection")
-        except OSError as error:
-            self.lose(rank, f"the connection broke ({error})")
-        except BaseException as error:
-            self.abort(error)
+        with link, stream_of(link) as stream:
+            self._attempt(rank, lambda: self._receive_all(rank, stream, link))
 
-    def _receive_one(self, rank: int, reader: FrameReader, header: Header) -> None:
+    def _receive_all(self, rank: int, stream: io.BufferedReader, link: socket.socket) -> None:
+        while (header := read_header(stream)) is not None:
+            self._receive_one(rank, header, stream, link)
+        self.lose(rank, "its other end was closed")
+
+    def _receive_one(
+        self, rank: int, header: Header, stream: io.BufferedReader, link: socket.socket
+    ) -> None:
         start = time.monotonic_ns()
         unpack = self._expected.get((header.program, header.tag))
-        if unpack is not None and unpack.layout.nbytes != header.nbytes:
+        if unpack is not None and unpack.nbytes != header.nbytes:
             raise TransportError(
                 f"Rank {rank} sent {header.nbytes} bytes to rank {self.rank} under tag "
-                f"{header.tag}, where the program has {unpack.layout.nbytes}; the ranks run "
-                f"different programs."
+                f"{header.tag}, where the program has {unpack.nbytes}; the ranks run different "
+                f"programs."
             )
         buffer, arrays = None, None
         if header.nbytes <= SMALL:
-            buffer = reader.take(header.nbytes)
+            buffer = read_small(stream, header.nbytes)
         else:
             buffer = self._pool.take(header.nbytes)
-            reader.take_into(buffer.data)
+            read_into(stream, link, buffer.data)
             if unpack is not None:
                 arrays, buffer = unpack(buffer), None
         arrived = Arrived(rank, header.nbytes, arrays, buffer, start, time.monotonic_ns())
-        traffic = self.traffic[rank]
+        traffic = self._channel(rank).traffic
         traffic.messages_received += 1
         traffic.bytes_received += header.nbytes
         if self._error is None:
@@ -318,34 +331,30 @@ class Session:
 
     def _link(self, rank: int) -> socket.socket | None:
         """Gives a connection to a rank, opens one if need be; None where it is too late."""
+        channel = self._channel(rank)
         with self._lock:
-            if self._ended or self._error is not None or rank in self._lost:
+            if self._ended or self._error is not None or channel.lost:
                 return None
-            links = self._links.get(rank)
-        if links:
-            return links[0]
-        link = self._open_to(rank, self.epoch)
+            if channel.links:
+                return channel.links[0]
+        link = self._open_to(rank, self.number)
         if not self._register(rank, link):
             link.close()
             return None
-        self._start(f"receive-{self.rank}-{rank}", self._read_own, rank, link)
+        self._start(f"receive-{self.rank}-{rank}", self._drain, rank, link)
         return link
 
     def _register(self, rank: int, link: socket.socket) -> bool:
-        """Notes a connection; False where the session has ended, which then will not close it."""
+        """Notes a connection; False where the epoch has ended, which then will not close it."""
         with self._lock:
             if not self._ended:
-                self._links.setdefault(rank, []).append(link)
+                self._channel(rank).links.append(link)
             return not self._ended
-
-    def _read_own(self, rank: int, link: socket.socket) -> None:
-        with link:
-            self._drain(rank, link)
 
     # ---- the end --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises `Aborted` if the session was aborted."""
+        """Raises `Aborted` if the epoch was aborted."""
         if self._error is not None:
             raise Aborted(
                 f"The messages of rank {self.rank} were aborted: "
@@ -355,17 +364,17 @@ class Session:
     def _check(self, rank: int) -> None:
         """Raises an error if messages can no longer go to a rank or come from it."""
         self.check()
-        if rank in self._lost:
-            raise PeerLost(rank, self._lost[rank])
+        if lost := self._channel(rank).lost:
+            raise PeerLost(rank, lost)
 
     def lose(self, rank: int, reason: str) -> None:
-        """Notes that a rank is gone, and wakes all threads that wait for it."""
+        """Notes that a rank cannot be reached, and wakes all threads that wait for it."""
+        channel = self._channel(rank)
         with self._lock:
-            if self._ended or self._error is not None or rank in self._lost:
+            if self._ended or self._error is not None or channel.lost:
                 return
-            self._lost[rank] = reason
-            self._arrival.notify_all()
-            self._departure.notify_all()
+            channel.lost = reason
+            self._wake()
         self._on_failure(PeerLost(rank, reason))
 
     def abort(self, error: BaseException) -> None:
@@ -375,8 +384,7 @@ class Session:
                 return
             self._error = error.__cause__ if isinstance(error, NotComputed) else error
             self._mail.clear()
-            self._arrival.notify_all()
-            self._departure.notify_all()
+            self._wake()
         self._on_failure(error)
 
     def end(self) -> None:
@@ -385,15 +393,18 @@ class Session:
             self._error = self._error or TransportError("it was reset or closed")
             self._ended = True
             self._mail.clear()
-            links = [link for links in self._links.values() for link in links]
-            senders = list(self._senders.values())
-            self._arrival.notify_all()
-            self._departure.notify_all()
-        for link in links:
-            with contextlib.suppress(OSError):  # the other end may have closed it first
-                link.shutdown(socket.SHUT_RDWR)
-        for sender in senders:
-            sender.queue.put(None)
+            channels = list(self._channels.values())
+            self._wake()
+        for channel in channels:
+            for link in channel.links:
+                with contextlib.suppress(OSError):  # the other end may have closed it first
+                    link.shutdown(socket.SHUT_RDWR)
+            if channel.queue is not None:
+                channel.queue.put(None)
+
+    def _wake(self) -> None:
+        self._arrival.notify_all()
+        self._departure.notify_all()
 
     def join(self, timeout: float) -> None:
         """Waits for the threads, at most `timeout` seconds in all."""
@@ -401,17 +412,3 @@ class Session:
         for thread in list(self.threads):
             if thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0))
-
-
-def _is_ready(array: Any) -> bool:
-    # On some versions of JAX, key arrays have no `is_ready`.
-    return isinstance(array.dtype, np.dtype) and array.is_ready()
-
-
-class _Sender:
-    """The queue of messages to one rank; `"connect"` only opens the connection, None ends it."""
-
-    def __init__(self):
-        self.queue: queue.SimpleQueue[Outgoing | str | None] = queue.SimpleQueue()
-        #: The number of messages that have not been written.
-        self.unsent = 0
