@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays._homes import Home, box_of, sharding_in
+from jaxpp.runtime.arrays._homes import Home, sharding_in
 
 #: The dtypes that JAX narrows unless 64 bits are switched on.
 WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
@@ -112,8 +112,8 @@ def to_host(array: Any) -> np.ndarray:
         array([128,  63,   0,  64], dtype=uint8)
     """
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        own = {box_of(s.index, array.shape): s.data for s in array.addressable_shards}
-        parts = [to_host(part) for part in own.values()]
+        boxes = {tuple((i.start, i.stop) for i in s.index): s for s in array.addressable_shards}
+        parts = [to_host(shard.data) for shard in boxes.values()]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
     if not isinstance(array.dtype, np.dtype):
         array = jax.random.key_data(array)

@@ -6,6 +6,7 @@ from jaxpp.runtime.transport._connections import Addresses as Addresses
 from jaxpp.runtime.transport._connections import Hello as Hello
 from jaxpp.runtime.transport._connections import Listener as Listener
 from jaxpp.runtime.transport._connections import connect as connect
+from jaxpp.runtime.transport._connections import warn_of_open_ports as warn_of_open_ports
 from jaxpp.runtime.transport._device import DeviceTransport as DeviceTransport
 from jaxpp.runtime.transport._errors import Aborted as Aborted
 from jaxpp.runtime.transport._errors import NotComputed as NotComputed

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import hmac
+import logging
 import os
 import secrets
 import selectors
@@ -18,7 +19,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Literal
 
 from jaxpp.runtime.transport._errors import PeerLost, TransportError
@@ -35,6 +36,7 @@ _BACKLOG = 1024
 _MAGIC = b"jaxpp  1"
 _HELLO = struct.Struct("<8sqqq32s")
 _WELCOME, _STALE = b"+", b"-"
+_LOOPBACK = ("127.0.0.1", "::1")
 _LINUX = sys.platform == "linux"
 
 
@@ -62,6 +64,20 @@ class Hello:
     target: int
 
 
+def warn_of_open_ports(addresses: Iterable[Addresses]) -> None:
+    """Logs, as a warning, the ports at which ranks listen for processes of other hosts, if any."""
+    ports: dict[str, set[int]] = {}
+    for own in addresses:
+        if own.tcp[0] not in _LOOPBACK:
+            ports.setdefault(own.tcp[0], set()).add(own.tcp[1])
+    if ports:
+        listed = "; ".join(f"{h} port {', '.join(map(str, sorted(p)))}" for h, p in ports.items())
+        logging.getLogger("jaxpp").warning(
+            f"Workers listen for processes of other hosts at {listed}. Only who knows the secret "
+            f"of the mesh can connect, but what is sent is not encrypted: use a trusted network."
+        )
+
+
 def host_identity() -> str:
     """Names this host's current boot and its network (containers may have one each)."""
     if not _LINUX:
@@ -84,7 +100,7 @@ def connect(hello: Hello, peer: Addresses, secret: bytes, kind: Kind = "auto") -
         TransportError: if the other end does not know the secret, or has left the epoch.
     """
     local = peer.host == host_identity()
-    if not local and peer.tcp[0] in ("127.0.0.1", "::1"):
+    if not local and peer.tcp[0] in _LOOPBACK:
         raise TransportError(
             f"Rank {hello.target} is on another host than rank {hello.source} and listens only for "
             f"processes of its own host; give its transport the address of its host."

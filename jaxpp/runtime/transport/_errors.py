@@ -6,10 +6,10 @@ class TransportError(RuntimeError):
 
 
 class PeerLost(TransportError):
-    """The connection to another rank ended: its process or its host is gone.
+    """The connection to another rank ended: its process or host is gone, or only the connection.
 
     Args:
-        rank: the rank that is gone.
+        rank: the rank that cannot be reached.
         reason: what was seen of it.
     """
 
@@ -18,7 +18,7 @@ class PeerLost(TransportError):
         self.rank, self.reason = rank, reason
 
     def __str__(self):
-        return f"Rank {self.rank} is gone: {self.reason}."
+        return f"The connection to rank {self.rank} is lost: {self.reason}."
 
 
 class Aborted(TransportError):

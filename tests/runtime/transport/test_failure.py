@@ -150,6 +150,25 @@ def test_a_rank_that_closed(pair):
     assert [type(f) for f in failures] == [PeerLost]
 
 
+def test_a_connection_that_is_cut_is_what_both_ends_name(pair):
+    """Neither says that the other rank is gone, for both are there, and go on after a reset."""
+    a, b = pair
+    a.send([X], message([X]))
+    assert_same(b.receive(message([X])), [X])
+    waiting = [blocked(a.receive, message([X], 1, 1, 0)), blocked(b.receive, message([X], 2))]
+    time.sleep(0.1)
+    a._epoch._channels[1].links[0].shutdown(socket.SHUT_RDWR)
+    for wait, other in zip(waiting, (1, 0), strict=True):
+        error, took = timed(wait)
+        assert isinstance(error, PeerLost) and error.rank == other and took < 0.5
+        assert str(error).startswith(f"The connection to rank {other} is lost: ")
+        assert "gone" not in str(error)
+    for transport in pair:
+        transport.reset(1)
+    a.send([X], message([X]))
+    assert_same(b.receive(message([X])), [X])
+
+
 def test_other_ranks_are_not_lost_with_one():
     with connected(3) as (a, b, c):
         for source, target in ((a, b), (b, a), (a, c), (c, b)):
@@ -384,6 +403,17 @@ def test_a_rank_of_another_host_needs_an_address():
         a.send([X], message([X]))
         with pytest.raises(Aborted, match="listens only for processes of its own host"):
             blocked(a.receive, message([X], 1, 1, 0))()
+
+
+def test_ports_for_other_hosts_are_told_and_those_of_this_host_are_not(caplog):
+    own = _connections.Addresses("here", b"name", ("127.0.0.1", 7))
+    others = [_connections.Addresses("there", None, ("10.77.0.1", port)) for port in (12, 11)]
+    _connections.warn_of_open_ports([own])
+    assert not caplog.records
+    _connections.warn_of_open_ports([own, *others])
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("jaxpp", "WARNING")
+    assert "of other hosts at 10.77.0.1 port 11, 12." in record.getMessage()
 
 
 # ---- the end ------------------------------------------------------------------------------------
