@@ -25,14 +25,14 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("ray.core.generated.common_pb2")
 
 import jaxpp  # noqa: E402
+from experiments import faults  # noqa: E402
+from experiments.faults import Fault, TaskError  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
 from jaxpp.runtime.remote.cluster import _lookout  # noqa: E402
 from jaxpp.runtime.remote.group import _blame  # noqa: E402
 from jaxpp.runtime.remote.worker import _process  # noqa: E402
 from jaxpp.runtime.transport import Listener, NotComputed  # noqa: E402
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of  # noqa: E402
-from tests.runtime.remote import faults  # noqa: E402
-from tests.runtime.remote.faults import Fault, TaskError  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from experiments import faults
 from jaxpp.runtime import RankError
 from jaxpp.runtime.arrays._shares import boxes_of_process, join_shares, share_type
 from jaxpp.runtime.arrays._stacked import parts_of
 from jaxpp.runtime.arrays._types import ArrayType, to_host
 from tests.runtime import inside
-from tests.runtime.remote import faults
 
 SHAPE, AXES, WIDTH = (2, 2), ("mpmd", "data"), 8
 
