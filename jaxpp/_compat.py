@@ -252,6 +252,11 @@ def serve_collectives_at(host: str) -> None:
     xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
+def started_platform() -> str | None:
+    """Gives the platform that JAX computes on by default; None if JAX has not been used yet."""
+    return jax.default_backend() if xla_bridge.backends_are_initialized() else None
+
+
 def is_tracer(value) -> bool:
     """Tells whether a value is being traced by a JAX transformation."""
     return isinstance(value, Tracer)

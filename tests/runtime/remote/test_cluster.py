@@ -17,13 +17,16 @@ ray = pytest.importorskip("ray")
 
 from ray.util.placement_group import placement_group_table  # noqa: E402
 
+from jaxpp import _compat  # noqa: E402
 from jaxpp.runtime.remote.cluster import _cluster, _environment, _session  # noqa: E402
 from jaxpp.runtime.remote.group import _gang  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def session():
-    session = _session.join_session("local")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "local")
+        session = _session.join_session()
     yield session
     _session.leave_session(session)
 
@@ -56,28 +59,42 @@ def groups() -> list[str]:
     return [g["name"] for g in placement_group_table().values() if g["state"] != "REMOVED"]
 
 
+def said(script: str, *, within: float = 120) -> list[str]:
+    """What a driver of its own says, a line each."""
+    environment = os.environ | {"RAY_ADDRESS": "local"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=within)
+    assert done.returncode == 0, done.stderr
+    return [line.removeprefix("said: ") for line in done.stdout.splitlines() if "said:" in line]
+
+
 # Joining.
 
 
 @pytest.mark.parametrize(
     ("address", "error", "words"),
     [
-        ("127.0.0.1:CLOSED", ConnectionError, "No Ray session answers at 127.0.0.1:"),
+        ("127.0.0.1:CLOSED", ConnectionError, "No Ray session answers at 127.0.0.1:.*RAY_ADDRESS"),
         ("auto", ConnectionError, "ray start --head"),
-        ("ray://127.0.0.1:10001", ValueError, "Ray Client"),
+        ("ray://127.0.0.1:10001", ValueError, "on a node of the Ray session.*Ray Client"),
         ("nonsense", ValueError, "HOST:PORT"),
     ],
 )
-def test_an_address_without_a_session_is_an_error_at_once(alone, address, error, words):
+def test_an_address_without_a_session_is_an_error_at_once(
+    alone, monkeypatch, address, error, words
+):
+    monkeypatch.setenv("RAY_ADDRESS", address.replace("CLOSED", str(closed_port())))
     start = time.monotonic()
     with pytest.raises(error, match=words):
-        _session.join_session(address.replace("CLOSED", str(closed_port())))
+        _session.join_session()
     assert time.monotonic() - start < _session.CONNECT_TIMEOUT + 1
 
 
-def test_ray_address_is_taken_where_none_is_given(alone, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port()}")
-    with pytest.raises(ConnectionError, match="RAY_ADDRESS"):
+def test_a_session_of_ray_client_is_refused_with_the_way_out(monkeypatch):
+    """Its driver is on no node: what is asked of Ray would be done on another machine."""
+    monkeypatch.setattr(_session.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    with pytest.raises(ValueError, match=r"Ray Client.*ray start --address=.*ray\.shutdown\(\)"):
         _session.join_session()
 
 
@@ -104,13 +121,57 @@ def test_a_session_that_answers_is_joined_as_ray_finds_it(alone, monkeypatch):
     assert connected == [address, None, None]
 
 
-def test_a_process_is_in_one_session(session):
-    with pytest.raises(ValueError, match="one Ray session at a time"):
-        _session.join_session("127.0.0.1:1")
-    again = _session.join_session(session.address)
+def test_a_process_is_in_one_session(session, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port()}")
+    again = _session.join_session()
     assert again is session and again.started
     _session.leave_session(again)
     assert ray.is_initialized()
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import psutil, ray
+from jaxpp.runtime.remote.cluster import _session
+
+me = psutil.Process()
+
+def interrupt(processes):  # as soon as Ray has started so many
+    while len(me.children()) < processes:
+        time.sleep(0.01)
+    os.kill(me.pid, signal.SIGINT)
+
+def say(what): print("said:", what, flush=True)
+
+for processes in (1, 3):
+    threading.Thread(target=interrupt, args=[processes], daemon=True).start()
+    try:
+        _session.join_session()
+        say("joined")
+    except KeyboardInterrupt:
+        gone, left = psutil.wait_procs(me.children(recursive=True), 10)
+        say((ray.is_initialized(), len(left)))
+session = _session.join_session()
+_session.leave_session(session)
+say("joined and left")
+"""
+
+
+def test_an_interrupt_while_ray_starts_leaves_no_process_behind():
+    """One comes when the first process of the session is there, one when there are some."""
+    assert said(INTERRUPTED) == ["(False, 0)", "(False, 0)", "joined and left"]
+
+
+def test_an_interrupt_that_was_put_off_goes_to_the_handler_of_before(monkeypatch):
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(1))
+    try:
+        with _session._interrupts_put_off():
+            signal.raise_signal(signal.SIGINT)
+            assert not came
+        assert came == [1]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # Room.
@@ -118,18 +179,19 @@ def test_a_process_is_in_one_session(session):
 
 def test_a_session_of_our_own_holds_more_ranks_than_cores(session):
     ranks = 3 * (os.cpu_count() or 1) + 5
-    reservation = _cluster.reserve_places(session, ranks)
+    reservation = _cluster.reserve_places(session, gpus_per_rank=[0] * ranks)
     places = [place for own in reservation.places for place in own]
     assert len(reservation.places) == ranks
     assert len({place.bundle for place in places}) == ranks
-    assert [place.local_index for place in places] == list(range(ranks))
     assert {place.node_id for place in places} == {ray.get_runtime_context().get_node_id()}
     _cluster.release_places(reservation)
     assert wait_until(lambda: not groups(), 5)
 
 
 def test_the_processes_of_a_rank_are_together(session):
-    reservation = _cluster.reserve_places(session, 2, processes_per_rank=3, cpus_per_rank=0.6)
+    reservation = _cluster.reserve_places(
+        session, gpus_per_rank=[0, 0], processes_per_rank=3, cpus_per_rank=0.6
+    )
     bundles = [[place.bundle for place in own] for own in reservation.places]
     assert bundles == [[0, 0, 0], [1, 1, 1]]
     assert reservation.cpus == pytest.approx(0.2)
@@ -138,7 +200,7 @@ def test_the_processes_of_a_rank_are_together(session):
 
 def test_a_mesh_larger_than_the_session_is_an_error_that_says_what_is_there(session):
     with pytest.raises(ValueError) as error:
-        _cluster.reserve_places(session, 4, cpus_per_rank=100)
+        _cluster.reserve_places(session, gpus_per_rank=[0] * 4, cpus_per_rank=100)
     node = ray.nodes()[0]
     cpus = node["Resources"]["CPU"]
     assert "4 ranks with 100 CPU each" in str(error.value)
@@ -146,21 +208,21 @@ def test_a_mesh_larger_than_the_session_is_an_error_that_says_what_is_there(sess
         error.value
     )
     with pytest.raises(ValueError, match="2 ranks with .* and 64 GPU each"):
-        _cluster.reserve_places(session, 2, gpus_per_rank=64)
+        _cluster.reserve_places(session, gpus_per_rank=[64, 64])
     assert not groups()
 
 
 def test_two_meshes_on_one_set_of_resources_is_an_error_that_names_the_holder(session):
     cpus = ray.nodes()[0]["Resources"]["CPU"]
-    first = _cluster.reserve_places(session, 1, cpus_per_rank=cpus)
+    first = _cluster.reserve_places(session, gpus_per_rank=[0], cpus_per_rank=cpus)
     (name,) = groups()
     assert f"-{os.getpid()}-" in name
     with pytest.raises(TimeoutError, match=f"{cpus:g} CPU held by the placement group {name}"):
-        _cluster.reserve_places(session, 1, cpus_per_rank=cpus, timeout=0.5)
+        _cluster.reserve_places(session, gpus_per_rank=[0], cpus_per_rank=cpus, timeout=0.5)
     assert groups() == [name]
     _cluster.release_places(first)
     # This waits for the first's end.
-    _cluster.release_places(_cluster.reserve_places(session, 1, cpus_per_rank=cpus))
+    _cluster.release_places(_cluster.reserve_places(session, gpus_per_rank=[0], cpus_per_rank=cpus))
     assert wait_until(lambda: not groups(), 5)
 
 
@@ -170,21 +232,97 @@ def test_an_interrupted_reservation_holds_nothing(session, monkeypatch):
 
     monkeypatch.setattr(_cluster.PlacementGroup, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        _cluster.reserve_places(session, 1)
+        _cluster.reserve_places(session, gpus_per_rank=[0])
     assert wait_until(lambda: not groups(), 5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"ranks": 0}, "1 rank"),
-        ({"ranks": 1, "cpus_per_rank": 0}, "some CPU"),
-        ({"ranks": 1, "gpus_per_rank": 1.5}, "use 1 or 2"),
+        ({"gpus_per_rank": [0], "cpus_per_rank": 0}, "some CPU"),
+        ({"gpus_per_rank": [-1]}, "no less than no GPU"),
+        ({"gpus_per_rank": [0, 1.5]}, "use 1 or 2"),
+        ({"gpus_per_rank": [3], "processes_per_rank": 2}, "use 2 or 4"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_an_error(session, arguments, words):
     with pytest.raises(ValueError, match=words):
         _cluster.reserve_places(session, **arguments)
+
+
+NODE_LOST = """
+import ray
+from ray.cluster_utils import Cluster
+from jaxpp.runtime.remote.cluster import _cluster, _session
+
+def say(what): print("said:", str(what).replace("\\n", " "), flush=True)
+
+def renew(reservation):
+    try:
+        return _cluster.renew_places(session, reservation)
+    except ValueError as error:
+        say(error)
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+second = cluster.add_node(num_cpus=2)
+ray.init(address=cluster.address)
+session = _session.join_session()
+reservation = _cluster.reserve_places(session, gpus_per_rank=[0, 0, 0])
+assert renew(reservation) is reservation
+cluster.remove_node(second, allow_graceful=False)  # Ray takes some seconds to see it
+assert renew(reservation) is None
+cluster.add_node(num_cpus=1)
+assert renew(reservation) is None
+third = cluster.add_node(num_cpus=1)
+found = renew(reservation)
+say(len({place.node_id for (place,) in found.places}))
+assert renew(found) is found
+cluster.remove_node(third, allow_graceful=True)  # Ray knows it
+assert renew(found) is None
+"""
+
+
+def test_a_lost_node_is_named_until_there_is_room_again():
+    at_once, one_short, nodes, known = said(NODE_LOST)
+    for told in (at_once, one_short):
+        assert "has lost the node" in told and "which ran rank 1, 2" in told
+        assert "too small for 3 ranks with 1 CPU each" in told and "does not answer" in told
+        assert "Start Ray there again" in told and "call mesh.restart() again" in told
+        assert "Add a node" not in told
+    assert nodes == "3"
+    assert "has lost the node" in known
+
+
+SESSION_LOST = """
+import os, psutil, ray
+import jaxpp
+
+def pids(mesh): return mesh.apply(lambda process: os.getpid(), {0: (), 1: ()})
+def say(what): print("said:", what, flush=True)
+
+meshes = [jaxpp.RemoteMpmdMesh((2,)) for _ in range(2)]
+before = [pids(mesh) for mesh in meshes]
+(raylet,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
+raylet.kill()
+try:
+    meshes[0].restart()
+except RuntimeError as error:
+    say(error)
+meshes[1].shutdown()
+meshes[0].restart()
+after = pids(meshes[0])
+say(len({pid for own in (*before, after) for pid in own.values()}))
+meshes[0].shutdown()
+gone, left = psutil.wait_procs(psutil.Process().children(recursive=True), 10)
+say((ray.is_initialized(), len(left)))
+"""
+
+
+def test_a_restarted_mesh_has_a_new_session_where_its_own_has_lost_its_node():
+    """But not while another mesh counts on that session."""
+    told, *rest = said(SESSION_LOST)
+    assert "has lost its node" in told and "its 2 meshes" in told and "Shut them all down" in told
+    assert rest == ["6", "(False, 0)"]
 
 
 # Workers.
@@ -193,10 +331,10 @@ def test_a_request_that_makes_no_sense_is_an_error(session, arguments, words):
 class Worker:
     """What a worker finds when it starts."""
 
-    def __init__(self, place, cores):
+    def __init__(self, cores):
         import jax  # the actor's module brings JAX before anything can be prepared
 
-        _environment.prepare_process(place, cores)
+        _environment.prepare_process(cores)
         jax.devices()
 
     def look(self, *variables):
@@ -209,20 +347,19 @@ class Worker:
 
 def test_a_worker_has_its_cores_its_environment_and_the_imports_of_the_driver(session, monkeypatch):
     monkeypatch.syspath_prepend("/some/folder/of/the/driver")
-    reservation = _cluster.reserve_places(session, 2)
+    reservation = _cluster.reserve_places(session, gpus_per_rank=[0, 0])
     worker = ray.remote(Worker)
     actors = [
         worker.options(
             **_environment.worker_options(
                 reservation, rank, cores=1, environment={"ANIMAL": "stoat"}
             )
-        ).remote(reservation.places[rank][0], 1)
+        ).remote(1)
         for rank in range(2)
     ]
     found = ray.get([a.look.remote("ANIMAL", "JAX_PLATFORMS", "NPROC") for a in actors], timeout=60)
-    own = sorted(os.sched_getaffinity(0))
-    for rank, (_, cores, pools, path, variables) in enumerate(found):
-        assert cores == {own[rank % len(own)]}
+    for _, cores, pools, path, variables in found:
+        assert len(cores) == 1 and cores < os.sched_getaffinity(0)
         assert pools == 1
         assert "/some/folder/of/the/driver" in path and os.getcwd() in path
         assert variables == ["stoat", "cpu", "1"]
@@ -231,9 +368,87 @@ def test_a_worker_has_its_cores_its_environment_and_the_imports_of_the_driver(se
     assert wait_until(lambda: not any(is_running(pid) for pid in pids), 10)
 
 
+TAKING = """
+import sys, time
+from jaxpp.runtime.remote.cluster._environment import take_cores
+print(*take_cores(int(sys.argv[1]), sys.argv[2]), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_workers_of_all_meshes_of_a_host_take_the_cores_that_fewest_have():
+    available, name = sorted(os.sched_getaffinity(0)), f"test-{os.getpid()}"
+    started = []
+
+    def start(count):
+        command = [sys.executable, "-c", TAKING, str(count), name]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started.append(subprocess.Popen(command, text=True, **pipes))
+        return started[-1]
+
+    def cores(worker):
+        return sorted(map(int, worker.stdout.readline().split()))
+
+    def end(worker):
+        worker.kill()
+        worker.wait()
+
+    try:
+        first = [start(1) for _ in available]  # all at once
+        of_first = [cores(worker) for worker in first]
+        assert sorted(core for own in of_first for core in own) == available
+        second = start(1)  # there is no free core: it shares one
+        (shared,) = cores(second)
+        end(first[-1])
+        if of_first[-1] != [shared]:  # the only one that no process has now
+            assert cores(start(1)) == of_first[-1]
+        assert cores(start(len(available) + 3)) == available
+    finally:
+        for worker in started:
+            end(worker)
+            worker.stdin.close()
+            worker.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("platform", "gpus", "node", "variables", "warns"),
+    [
+        ("gpu", 1.0, "here", {}, "has taken"),
+        (None, 0.5, "here", {"JAX_PLATFORMS": "cuda"}, "takes, as soon as it is used,"),
+        (None, 1.0, "here", {"JAX_PLATFORMS": "cpu"}, None),
+        ("cpu", 1.0, "here", {}, None),
+        ("gpu", 0.0, "here", {}, None),
+        ("gpu", 1.0, "there", {}, None),
+        ("gpu", 1.0, "here", {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, None),
+        ("gpu", 1.0, "here", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, None),
+    ],
+)
+def test_a_driver_that_takes_the_memory_of_a_ranks_gpu_is_warned(
+    monkeypatch, recwarn, platform, gpus, node, variables, warns
+):
+    """JAX takes most of the memory of all GPUs that it sees when it starts."""
+    context = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(_compat, "started_platform", lambda: platform)
+    jax_platforms = variables.pop("JAX_PLATFORMS", "")
+    config = SimpleNamespace(jax_platforms=jax_platforms)
+    monkeypatch.setattr(_environment, "jax", SimpleNamespace(config=config))
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    places = tuple((_cluster.Place(n, where, "", ""),) for n, where in enumerate(["there", node]))
+    _environment.warn_of_driver(_cluster.Reservation(None, places, 1.0, (1.0, gpus)))
+    told = [str(warning.message) for warning in recwarn]
+    assert len(told) == (warns is not None)
+    if warns:
+        assert warns in told[0] and "which ranks 1 want" in told[0]
+        assert "JAX_PLATFORMS=cpu" in told[0] and "PREALLOCATE=false" in told[0]
+
+
 def test_workers_that_share_a_gpu_share_its_memory():
     def variables(gpus):
-        place = _cluster.Place(0, "", "", "", 0)
+        place = _cluster.Place(0, "", "", "")
         reservation = _cluster.Reservation(None, ((place,),), 1.0, (gpus,))
         return _environment.worker_options(reservation, 0)["runtime_env"]["env_vars"]
 
@@ -255,10 +470,10 @@ def test_a_worker_with_a_gpu_that_runs_on_cpu_is_refused():
 
 def test_only_one_variable_gives_the_fraction_of_a_gpus_memory(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.375")
-    _environment.prepare_process(_cluster.Place(0, "", "", "", 0))
+    _environment.prepare_process()
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.375"
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.2")
-    _environment.prepare_process(_cluster.Place(0, "", "", "", 0))
+    _environment.prepare_process()
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
 
 
@@ -283,8 +498,8 @@ def nodes_with(*amounts):
     ],
 )
 def test_ranks_that_differ_in_their_gpus_fit(gpus, there, fits):
-    needs = [_cluster._Need(1, own) for own in gpus]
-    assert _cluster._all_fit(needs, nodes_with(*there)) == fits
+    bundles = [_cluster._resources(1, own) for own in gpus]
+    assert _cluster._all_fit(bundles, nodes_with(*there)) == fits
 
 
 def test_ranks_that_differ_in_their_gpus_get_what_they_need(session, monkeypatch):
@@ -304,7 +519,7 @@ def test_ranks_that_differ_in_their_gpus_get_what_they_need(session, monkeypatch
     where = {0: "node 1", 1: "node 0", 2: "node 0", 3: "node 1"}
     monkeypatch.setattr(_cluster, "placement_group", placement_group)
     monkeypatch.setattr(_cluster, "placement_group_table", lambda _: {"bundles_to_node_id": where})
-    reservation = _cluster.reserve_places(session, 4, cpus_per_rank=1, gpus_per_rank=[2, 2, 1, 1])
+    reservation = _cluster.reserve_places(session, cpus_per_rank=1, gpus_per_rank=[2, 2, 1, 1])
     assert [bundle["GPU"] for bundle in asked] == [2, 2, 1, 1]
     bundles = [place.bundle for (place,) in reservation.places]
     # Ranks follow nodes, from that of the first bundle; none has the GPUs of ranks of another size.
@@ -318,7 +533,7 @@ def test_what_ranks_that_differ_need_is_said(session):
     with pytest.raises(
         ValueError, match="2 ranks with 1 CPU and 64 GPU each and 1 rank with .* 32"
     ):
-        _cluster.reserve_places(session, 3, cpus_per_rank=1, gpus_per_rank=[64, 32, 64])
+        _cluster.reserve_places(session, cpus_per_rank=1, gpus_per_rank=[64, 32, 64])
 
 
 # Ends.
@@ -330,7 +545,7 @@ from jaxpp.runtime.remote.cluster import _cluster, _environment, _session
 
 def join():
     global session
-    session = _session.join_session("local")
+    session = _session.join_session()
 
 if sys.argv[1] == "thread":  # a session does not end with the thread that has joined it
     thread = threading.Thread(target=join)
@@ -345,7 +560,7 @@ class Worker:
     def compute(self):
         while True: pass
 
-reservation = _cluster.reserve_places(session, 2)
+reservation = _cluster.reserve_places(session, gpus_per_rank=[0, 0])
 options = [_environment.worker_options(reservation, rank) for rank in range(2)]
 actors = [ray.remote(Worker).options(**o).remote() for o in options]
 pids = ray.get([actor.ready.remote() for actor in actors])
@@ -376,7 +591,7 @@ def test_ranks_on_another_node_than_the_driver_need_an_address(monkeypatch, node
     """Nodes of one machine have one address, and differ in Ray's number of them."""
     context = SimpleNamespace(get_node_id=lambda: "here")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    places = [[_cluster.Place(n, node, "10.0.0.1", node, 0)] for n, node in enumerate(nodes)]
+    places = [[_cluster.Place(n, node, "10.0.0.1", node)] for n, node in enumerate(nodes)]
     gang = object.__new__(_gang.Gang)
     gang._reservation = SimpleNamespace(places=places)
     gang._settings = SimpleNamespace(address=address)
@@ -409,7 +624,10 @@ def test_a_driver_that_ends_leaves_no_process_behind():
     ends = {"main": signal.SIGKILL, "thread": signal.SIGINT}
     drivers = {
         thread: subprocess.Popen(
-            [sys.executable, "-c", DRIVER, thread], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", DRIVER, thread],
+            env=os.environ | {"RAY_ADDRESS": "local"},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for thread in ends
     }

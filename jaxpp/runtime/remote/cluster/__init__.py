@@ -5,6 +5,7 @@ from jaxpp.runtime.remote.cluster._cluster import release_places as release_plac
 from jaxpp.runtime.remote.cluster._cluster import renew_places as renew_places
 from jaxpp.runtime.remote.cluster._cluster import reserve_places as reserve_places
 from jaxpp.runtime.remote.cluster._environment import prepare_process as prepare_process
+from jaxpp.runtime.remote.cluster._environment import warn_of_driver as warn_of_driver
 from jaxpp.runtime.remote.cluster._environment import worker_options as worker_options
 from jaxpp.runtime.remote.cluster._lookout import BUSY as BUSY
 from jaxpp.runtime.remote.cluster._lookout import UNKNOWN as UNKNOWN

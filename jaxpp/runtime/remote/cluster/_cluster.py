@@ -6,10 +6,9 @@ A worker is a process of a rank; a rank has one worker, or several of the same s
 import concurrent.futures
 import dataclasses
 import itertools
-import math
 import os
 import socket
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from jaxpp.runtime.remote.cluster._session import Session, accepts
+from jaxpp.runtime.remote.cluster._session import Session, answers, reopen_session
 
 #: Seconds to wait for resources that another mesh or task holds, before an error.
 RESERVE_TIMEOUT = 15.0
@@ -41,19 +40,17 @@ class Place:
             their own, have the same host name and differ in this.
         address: the node's IP address.
         host: the node's host name.
-        local_index: the worker's number among the reservation's workers on its node.
     """
 
     bundle: int
     node_id: str
     address: str
     host: str
-    local_index: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room for the workers of a mesh, held until `release`.
+    """Room for the workers of a mesh, held until `release_places`.
 
     Args:
         group: the placement group.
@@ -68,34 +65,17 @@ class Reservation:
     gpus: tuple[float, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Need:
-    """CPUs and GPUs of a rank, or of a bundle of its workers."""
-
-    cpus: float
-    gpus: float
-
-    def part(self, count: int) -> "_Need":
-        """Gives the share of each of `count` workers or bundles that divide this need evenly."""
-        return _Need(self.cpus / count, self.gpus / count)
-
-    def resources(self) -> dict[str, float]:
-        """Gives the need as Ray's resources, which may not have zeros."""
-        both = {"CPU": self.cpus, "GPU": self.gpus}
-        return {name: float(amount) for name, amount in both.items() if amount > 0}
-
-
 _numbers = itertools.count()
 
 
 def reserve_places(
     session: Session,
-    ranks: int,
     *,
-    processes_per_rank: int = 1,
+    gpus_per_rank: Sequence[float],
     cpus_per_rank: float | None = None,
-    gpus_per_rank: float | Sequence[float] = 0,
+    processes_per_rank: int = 1,
     timeout: float = RESERVE_TIMEOUT,
+    lost: Sequence[str] = (),
 ) -> Reservation:
     """Reserves room for all workers of a mesh at once, or for none.
 
@@ -103,56 +83,63 @@ def reserve_places(
     ranks fill node after node, and some have workers on two.
 
     Args:
-        session: the session, from `join`.
-        ranks: the number of pipeline ranks.
-        processes_per_rank: the number of workers of a rank, which share its CPUs and GPUs evenly.
+        session: the session, from `join_session`.
+        gpus_per_rank: for each rank its GPUs; below 1, it shares one.
         cpus_per_rank: CPUs to count for a rank. By default one for each of its workers, but next to
             nothing in a session of our own, so that ranks may be more than a laptop's cores.
-        gpus_per_rank: GPUs of a rank; below 1, ranks share one. Where ranks of one worker differ in
-            them, those of each.
+        processes_per_rank: the number of workers of a rank, which share its CPUs and GPUs evenly.
         timeout: seconds to wait for what others hold.
+        lost: descriptions of nodes that the ranks were on before, for errors.
 
     Raises:
         ValueError: if the session is too small, says what was asked for and what is there.
         TimeoutError: if it is large enough, but others hold too much of it for `timeout` seconds.
     """
+    processes = processes_per_rank
     if cpus_per_rank is None:
-        cpus_per_rank = processes_per_rank * (UNCOUNTED_CPU if session.started else 1)
-    own = gpus_per_rank if isinstance(gpus_per_rank, Sequence) else [gpus_per_rank] * ranks
-    for gpus in own or [0]:
-        _check_request(ranks, processes_per_rank, cpus_per_rank, gpus)
-    needs = [_Need(cpus_per_rank, gpus) for gpus in own]
+        cpus_per_rank = processes * (UNCOUNTED_CPU if session.started else 1)
+    for gpus in gpus_per_rank:
+        _check_request(processes, cpus_per_rank, gpus)
     nodes, silent = _nodes()
-    workers_per_bundle = processes_per_rank if _all_fit(needs, nodes) else 1
-    bundles_per_rank = processes_per_rank // workers_per_bundle
-    bundles = [need.part(bundles_per_rank) for need in needs for _ in range(bundles_per_rank)]
-    asked = _describe_needs(needs, processes_per_rank)
+    # Ray does not tell at once that bundles do not fit together, nor which of two ways does.
+    whole = [_resources(cpus_per_rank, gpus) for gpus in gpus_per_rank]
+    parts = 1 if _all_fit(whole, nodes) else processes
+    split = [_resources(cpus_per_rank / parts, gpus / parts) for gpus in gpus_per_rank]
+    bundles = [bundle for bundle in split for _ in range(parts)]
+    size = f" of {processes} processes" if processes > 1 else ""
+    asked = " and ".join(
+        f"{count} rank{'s' * (count > 1)}{size} with {_describe(dict(resources))} each"
+        for resources, count in Counter(tuple(own.items()) for own in whole).items()
+    )
+    there = f"The Ray session at {session.address}"
     if not _all_fit(bundles, nodes):
-        raise ValueError(
-            f"The Ray session at {session.address} is too small for {asked}. It has:\n"
-            f"{_describe_nodes(nodes, silent)}\n"
-            f"Add a node with `ray start --address={session.address}`, or ask for less (several "
-            f"ranks share a GPU with gpus_per_rank=0.5, a core with cpus_per_rank=0.5)."
-        )
+        start = f"with `ray start --address={session.address}`"
+        what, way = "is", f"Add a node {start}, or ask for less (several ranks share a GPU with "
+        way += "gpus_per_rank=0.5, a core with cpus_per_rank=0.5)."
+        if lost:
+            what = f"has lost {' and '.join(lost)}, and what is left is"
+            way = f"Start Ray there again {start} and call mesh.restart() again, or load the last "
+            way += "checkpoint on a new mesh of fewer ranks."
+        found = _describe_nodes(nodes, silent)
+        raise ValueError(f"{there} {what} too small for {asked}. It has:\n{found}\n{way}")
     # The name tells other waiting processes who holds the resources.
     name = f"jaxpp-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
     names = ",".join(node["NodeID"] for node in silent)
     avoid = {"ray.io/node-id": f"!in({names})"} if silent else {}
-    asks = [bundle.resources() for bundle in bundles]
-    group = placement_group(asks, "PACK", name, bundle_label_selector=[avoid] * len(asks))
+    group = placement_group(bundles, "PACK", name, bundle_label_selector=[avoid] * len(bundles))
     try:
         if not group.wait(timeout):
             raise TimeoutError(
-                f"The Ray session at {session.address} has no room for {asked}, and had none for "
-                f"{timeout:g} s. It has:\n{_describe_nodes(nodes, silent)}\n"
+                f"{there} has no room for {asked}, and had none for {timeout:g} s. It has:\n"
+                f"{_describe_nodes(nodes, silent)}\n"
                 f"Shut down the mesh that holds it (mesh.shutdown()), or ask for less."
             )
-        places = _places(group, bundles, workers_per_bundle, processes_per_rank)
+        places = _places(group, bundles, parts, processes)
     except BaseException:
         remove_placement_group(group)
         raise
-    worker = [need.part(processes_per_rank) for need in needs]
-    return Reservation(group, places, worker[0].cpus, tuple(w.gpus for w in worker))
+    gpus = tuple(own / processes for own in gpus_per_rank)
+    return Reservation(group, places, cpus_per_rank / processes, gpus)
 
 
 def release_places(reservation: Reservation) -> None:
@@ -164,108 +151,102 @@ def release_places(reservation: Reservation) -> None:
 def renew_places(session: Session, reservation: Reservation) -> Reservation:
     """Replaces a reservation that has lost a node; returns one that is whole unchanged.
 
+    A session of our own that has lost its only node is started anew.
+
     Args:
-        session: the session, from `join`.
-        reservation: from `reserve`. If it is not whole it is released, which ends its workers.
+        session: the session, from `join_session`.
+        reservation: from `reserve_places`. If it is not whole it is released, which ends its
+            workers.
 
     Raises:
-        ValueError, TimeoutError: as `reserve`; then the reservation can be renewed later.
+        ValueError, TimeoutError: as `reserve_places`; then the reservation can be renewed later.
+        RuntimeError: as `reopen_session`.
     """
-    state = placement_group_table(reservation.group).get("state")
-    answering = {node["NodeID"] for node in _nodes()[0]}
-    needed = {place.node_id for own in reservation.places for place in own}
-    if state == "CREATED" and needed <= answering:
+    there = {node["NodeID"] for node in _nodes()[0]}
+    lost: defaultdict[str, dict[int, None]] = defaultdict(dict)
+    for rank, own in enumerate(reservation.places):
+        for place in own:
+            if place.node_id not in there:
+                lost[f"the node {place.address} ({place.host})"][rank] = None
+    if not lost and placement_group_table(reservation.group).get("state") == "CREATED":
         return reservation
-    release_places(reservation)
+    if session.started and not there:
+        reopen_session(session)
+    else:
+        release_places(reservation)
     processes = len(reservation.places[0])
     return reserve_places(
         session,
-        len(reservation.places),
-        processes_per_rank=processes,
-        cpus_per_rank=reservation.cpus * processes,
         gpus_per_rank=[gpus * processes for gpus in reservation.gpus],
+        cpus_per_rank=reservation.cpus * processes,
+        processes_per_rank=processes,
+        lost=[f"{node}, which ran rank {', '.join(map(str, own))}" for node, own in lost.items()],
     )
 
 
 def _nodes() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Gives the nodes of the session that answer, and those that only Ray believes to be there.
 
-    Ray takes up to a minute to see that a node has crashed or is cut off.
+    Ray takes up to a minute to see that a node has crashed or is cut off, and would place workers
+    there meanwhile.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     addresses = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
     with concurrent.futures.ThreadPoolExecutor(max(1, len(nodes))) as pool:
-        answers = dict(zip(addresses, pool.map(accepts, addresses), strict=True))
-    found: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []
-    for node, address in zip(nodes, addresses, strict=True):
-        found[0 if answers[address] else 1].append(node)
-    return found
+        there = list(pool.map(answers, addresses))
+    return list(itertools.compress(nodes, there)), [
+        node for node, answering in zip(nodes, there, strict=True) if not answering
+    ]
 
 
-def _check_request(ranks: int, processes: int, cpus: float, gpus: float) -> None:
-    if ranks < 1 or processes < 1:
-        raise ValueError(f"A mesh has 1 rank of 1 process at least, got {ranks} of {processes}.")
+def _check_request(processes: int, cpus: float, gpus: float) -> None:
     if cpus <= 0 or gpus < 0:
         raise ValueError(f"A rank takes some CPU and no less than no GPU, got {cpus} and {gpus}.")
     share = gpus / processes
-    if share > 1 and share != int(share):
+    if share > 1 and share % 1:
+        fewer = int(share) * processes
         raise ValueError(
             f"A process has a part of one GPU or whole GPUs, got {gpus:g} GPUs for a rank of "
-            f"{processes}; use {math.floor(share) * processes} or {math.ceil(share) * processes}."
+            f"{processes}; use {fewer} or {fewer + processes}."
         )
 
 
-def _all_fit(needs: Sequence[_Need], nodes: Sequence[Mapping[str, Any]]) -> bool:
-    """Tells whether nodes that nothing else uses have room; the largest needs are placed first."""
+def _resources(cpus: float, gpus: float) -> dict[str, float]:
+    return {"CPU": float(cpus), "GPU": float(gpus)} if gpus else {"CPU": float(cpus)}
+
+
+def _all_fit(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, Any]]) -> bool:
+    """Tells whether nodes that nothing else uses have room; places the largest first."""
     left = [{n: node["Resources"].get(n, 0) + 1e-6 for n in ("CPU", "GPU")} for node in nodes]
-    for need in sorted(needs, key=lambda need: (-need.gpus, -need.cpus)):
-        asks = need.resources()
-        room = next((n for n in left if all(n[x] >= a for x, a in asks.items())), None)
+    for bundle in sorted(bundles, key=lambda b: (-b.get("GPU", 0), -b["CPU"])):
+        room = next((n for n in left if all(n[x] >= a for x, a in bundle.items())), None)
         if room is None:
             return False
-        for name, amount in asks.items():
+        for name, amount in bundle.items():
             room[name] -= amount
     return True
 
 
 def _places(
-    group: PlacementGroup,
-    needs: Sequence[_Need],
-    workers_per_bundle: int,
-    processes_per_rank: int,
+    group: PlacementGroup, bundles: Sequence[Mapping[str, float]], parts: int, processes: int
 ) -> tuple[tuple[Place, ...], ...]:
     """Gives each rank the places of its workers: ranks fill node after node, this process's first.
 
-    Ranks of different needs fill the nodes separately, each kind by itself.
+    Each rank has `parts` bundles for its `processes`. Ranks of different needs fill the nodes
+    separately, each kind by itself.
     """
-    table = placement_group_table(group)
-    node_of = {int(bundle): node for bundle, node in table["bundles_to_node_id"].items()}
+    node_of = {int(b): n for b, n in placement_group_table(group)["bundles_to_node_id"].items()}
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     here = ray.get_runtime_context().get_node_id()
     order = sorted(dict.fromkeys(node_of[b] for b in sorted(node_of)), key=lambda n: n != here)
-    bundles = sorted(node_of, key=lambda bundle: (order.index(node_of[bundle]), bundle))
-    seen: dict[str, int] = {}
-    workers: dict[_Need, list[Place]] = {need: [] for need in needs}
-    for bundle in bundles:
-        node = nodes[node_of[bundle]]
-        for _ in range(workers_per_bundle):
-            index = seen.get(node["NodeID"], 0)
-            seen[node["NodeID"]] = index + 1
-            address, host = node["NodeManagerAddress"], node["NodeManagerHostname"]
-            workers[needs[bundle]].append(Place(bundle, node["NodeID"], address, host, index))
-    left = {need: iter(own) for need, own in workers.items()}
-    of_ranks = needs[:: processes_per_rank // workers_per_bundle]
-    return tuple(tuple(itertools.islice(left[n], processes_per_rank)) for n in of_ranks)
-
-
-def _describe_needs(needs: Sequence[_Need], processes: int) -> str:
-    """Describes in words what ranks need."""
-    size = f" of {processes} processes" if processes > 1 else ""
-    kinds = [
-        f"{count} rank{'s' * (count > 1)}{size} with {_describe(need.resources())} each"
-        for need, count in Counter(needs).items()
-    ]
-    return " and ".join(kinds)
+    left: defaultdict[tuple, list[Place]] = defaultdict(list)
+    for number in sorted(node_of, key=lambda b: (order.index(node_of[b]), b)):
+        node = nodes[node_of[number]]
+        where = node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"]
+        left[tuple(bundles[number].items())] += [Place(number, *where)] * (processes // parts)
+    workers = {kind: iter(places) for kind, places in left.items()}
+    kinds = [tuple(bundle.items()) for bundle in bundles[::parts]]
+    return tuple(tuple(itertools.islice(workers[kind], processes)) for kind in kinds)
 
 
 def _describe(resources: Mapping[str, float]) -> str:
@@ -274,24 +255,18 @@ def _describe(resources: Mapping[str, float]) -> str:
 
 def _describe_nodes(nodes: Sequence[Mapping[str, Any]], silent: Sequence[Mapping[str, Any]]) -> str:
     """Gives a line for each node: its resources, and the part that each placement group holds."""
-    lines = {
-        node["NodeID"]: f"  {node['NodeManagerAddress']} ({node['NodeManagerHostname']}): "
-        f"{_describe(node['Resources']) or 'no CPU'}"
-        for node in nodes
-    }
-    held: dict[tuple[str, str], dict[str, float]] = {}
+    held: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for group in placement_group_table().values():
-        if group["state"] not in ("CREATED", "RESCHEDULING"):
-            continue
-        for bundle, node in group["bundles_to_node_id"].items():
-            total = held.setdefault((node, group["name"] or group["placement_group_id"]), {})
-            for name, amount in group["bundles"][bundle].items():
-                total[name] = total.get(name, 0) + amount
-    for (node, name), total in held.items():
-        if node in lines:  # not one that has gone
-            lines[node] += f"; {_describe(total)} held by the placement group {name}"
-    for node in silent:
-        lines[node["NodeID"]] = (
-            f"  {node['NodeManagerAddress']} ({node['NodeManagerHostname']}): does not answer"
-        )
-    return "\n".join(lines.values())
+        if group["state"] in ("CREATED", "RESCHEDULING"):
+            for bundle, node in group["bundles_to_node_id"].items():
+                name = group["name"] or group["placement_group_id"]
+                held[node, name].update(group["bundles"][bundle])
+    lines = []
+    for node in (*nodes, *silent):
+        line = f"  {node['NodeManagerAddress']} ({node['NodeManagerHostname']}): "
+        line += "does not answer" if node in silent else _describe(node["Resources"]) or "no CPU"
+        for (holder, name), total in held.items():
+            if holder == node["NodeID"] and node not in silent:
+                line += f"; {_describe(total)} held by the placement group {name}"
+        lines.append(line)
+    return "\n".join(lines) or "  no node"

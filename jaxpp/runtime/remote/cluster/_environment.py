@@ -1,22 +1,35 @@
 """The environment that a worker starts with: its place, variables, import paths and cores.
 
-This file does not use JAX: all of this has to be settled before JAX starts its backends.
+All of this has to be settled before JAX starts its backends, so nothing here starts them.
 """
 
 import contextlib
+import importlib.metadata
 import os
+import secrets
 import site
+import socket
 import sys
 import sysconfig
+import time
+import warnings
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import jax
+import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from jaxpp.runtime.remote.cluster._cluster import Place, Reservation
+from jaxpp import _compat
+from jaxpp.runtime.remote.cluster._cluster import Reservation
 
 #: The fraction of a GPU's memory that JAX takes by default; the workers on one GPU share it.
 MEMORY_FRACTION = 0.75
+
+#: Seconds that a worker waits at most for others that choose their cores.
+CHOICE_TIMEOUT = 5.0
 
 
 def worker_options(
@@ -30,7 +43,7 @@ def worker_options(
     """Gives the options of the Ray actor for a worker.
 
     Args:
-        reservation: from `reserve`.
+        reservation: from `reserve_places`.
         rank: the worker's rank.
         process: its number within the rank.
         environment: environment variables for it, above those that are set here: the driver's
@@ -60,28 +73,78 @@ def worker_options(
     }
 
 
-def prepare_process(place: Place, cores: int | None = None) -> None:
+def warn_of_driver(reservation: Reservation) -> None:
+    """Warns where JAX in this process takes memory of GPUs that ranks of its node want."""
+    here = ray.get_runtime_context().get_node_id()
+    gpus = zip(reservation.places, reservation.gpus, strict=True)
+    ranks = [n for n, (own, gpu) in enumerate(gpus) if gpu and any(p.node_id == here for p in own)]
+    platform = _compat.started_platform()
+    takes = "has taken" if platform else "takes, as soon as it is used,"
+    if platform is None:
+        plugins = importlib.metadata.entry_points(group="jax_plugins")
+        config: Any = jax.config
+        platform = config.jax_platforms or ",".join(plugin.name for plugin in plugins)
+    if (
+        ranks
+        and any(name in platform for name in ("gpu", "cuda", "rocm"))
+        and os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") not in ("0", "false", "False")
+        and os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() != "platform"
+    ):
+        warnings.warn(
+            f"JAX in this process {takes} most of the memory of the GPUs of this host, which ranks "
+            f"{', '.join(map(str, ranks))} want for themselves. Run the driver with "
+            f"JAX_PLATFORMS=cpu, or with XLA_PYTHON_CLIENT_PREALLOCATE=false.",
+            stacklevel=2,
+        )
+
+
+def prepare_process(cores: int | None = None) -> None:
     """Binds this worker's process to some of its host's cores; call it before JAX starts.
+
+    It takes the cores that the fewest live workers of the host are bound to, whatever their mesh,
+    and shares them where there are too few. Workers in another network namespace (a container) do
+    not count. XLA takes as many threads as the process has cores.
 
     Where the environment has both variables for the fraction of a GPU's memory, which JAX refuses,
     the old one goes: it is the one that `worker_options` sets.
 
-    The workers of a node take its cores one after the other, and share them where there are too
-    few. XLA takes as many threads as the process has cores.
-
     Args:
-        place: where the worker is, from the reservation.
         cores: the number of cores; None for all.
     """
     if "XLA_CLIENT_MEM_FRACTION" in os.environ:
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     if cores is None or not hasattr(os, "sched_setaffinity"):
         return
-    available = sorted(os.sched_getaffinity(0))
-    own = {available[(place.local_index * cores + i) % len(available)] for i in range(cores)}
+    own = take_cores(cores)
     for thread in os.listdir("/proc/self/task"):  # those that Ray has started; later ones inherit
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), own)
+
+
+#: Sockets whose names tell other processes which cores this one has, as long as it lives.
+_taken: list[socket.socket] = []
+
+
+def take_cores(count: int, name: str = "jaxpp-core") -> set[int]:
+    """Takes the cores that the fewest live processes have taken under the same name.
+
+    A process has an abstract Unix socket for each of its cores, which is in no folder and which
+    the system closes with the process. They are counted by one process at a time.
+    """
+    end = time.monotonic() + CHOICE_TIMEOUT
+    with socket.socket(socket.AF_UNIX) as choosing:
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):  # another process chooses
+                choosing.bind(f"\0{name}")
+                break
+            time.sleep(0.01)
+        found = Path("/proc/net/unix").read_text().split()
+        users = Counter(int(n.split(":")[1]) for n in found if n.startswith(f"@{name}:"))
+        own = sorted(os.sched_getaffinity(0), key=lambda core: (users[core], core))[:count]
+        for core in own:
+            _taken.append(socket.socket(socket.AF_UNIX))
+            _taken[-1].bind(f"\0{name}:{core}:{secrets.token_hex(8)}")
+    return set(own)
 
 
 def _import_paths() -> list[str]:

@@ -8,134 +8,160 @@ import signal
 import socket
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+import ray.util.client
 
 #: Seconds within which a Ray session has to accept a connection, before it counts as gone.
 CONNECT_TIMEOUT = 3.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False)
 class Session:
-    """A Ray session that this process has joined; `leave` it in the end.
+    """A Ray session that this process has joined; `leave_session` it in the end.
 
     Args:
         address: `host:port` of the session.
-        started: whether it is a session of our own on this machine, started by `join`.
+        started: whether it is a session of our own on this machine, started by `join_session`.
+        users: how many have joined it and not left it yet.
     """
 
     address: str
     started: bool
-
-
-@dataclasses.dataclass
-class _Joined:
-    """The session that `join` has opened in this process, and the number of its users."""
-
-    session: Session | None = None
     users: int = 0
 
 
-_joined = _Joined()
+#: The session that `join_session` has opened in this process.
+_opened: Session | None = None
 _lock = threading.Lock()
 
 
-def join_session(address: str | None = None) -> Session:
+def join_session() -> Session:
     """Joins the Ray session that is there, or starts one on this machine.
 
     A process is in one session at a time. It takes the first of these that there is: the session
-    that it is in already; `address`; the environment variable `RAY_ADDRESS`; the session that
-    `ray start` has left on this machine; a session of our own, which ends with the last `leave` or
-    with this process.
-
-    Args:
-        address: `host:port` of a session, `"auto"` for one that `ray start` has left on this
-            machine, or `"local"` for one of our own.
+    that it is in already; the environment variable `RAY_ADDRESS` (`host:port`; `"auto"` for the one
+    that `ray start` has left on this machine, `"local"` for one of our own); the session that
+    `ray start` has left; a session of our own, which ends with the last `leave_session` or with
+    this process. A Ctrl-C waits until Ray has started, for it would leave processes behind.
 
     Raises:
-        ConnectionError: if there is no session at the address, within `CONNECT_TIMEOUT` seconds.
-        ValueError: if this process is in another session already.
+        ConnectionError: if there is no session at `RAY_ADDRESS`, within `CONNECT_TIMEOUT` seconds.
+        ValueError: if the driver is, or would be, on no node of the session (Ray Client).
     """
-    with _lock:
-        if ray.is_initialized():
-            session = _session_of_this_process(address)
-        else:
-            session = _open(address or os.environ.get("RAY_ADDRESS") or None)
-            _joined.session, _joined.users = session, 0
-        if session is _joined.session:
-            _joined.users += 1
+    global _opened
+    session = None
+    try:
+        with _lock, _interrupts_put_off():
+            if not ray.is_initialized():
+                session = _opened = _open(os.environ.get("RAY_ADDRESS") or None)
+            elif ray.util.client.ray.is_connected():
+                raise _not_on_a_node("this process is connected to one by Ray Client (`ray://`)")
+            else:
+                address = ray.get_runtime_context().gcs_address
+                ours = _opened is not None and _opened.address == address
+                session = _opened if ours else Session(address, started=False)
+            assert session is not None
+            session.users += 1
         return session
+    except KeyboardInterrupt:
+        if session is not None:
+            leave_session(session)
+        raise
 
 
 def leave_session(session: Session) -> None:
-    """Leaves a session; the last user to leave closes it, if `join` has opened it.
+    """Leaves a session; the last user to leave closes it, if `join_session` has opened it.
 
     A session that was running before goes on: closing only ends this process's connection to it.
     """
-    with _lock:
-        if session is not _joined.session:
-            return
-        _joined.users -= 1
-        if _joined.users <= 0:
-            _joined.session = None
+    global _opened
+    with _lock, _interrupts_put_off():
+        session.users -= 1
+        if session is _opened and session.users <= 0:
+            _opened = None
             if ray.is_initialized():
                 ray.shutdown()
 
 
-def _session_of_this_process(address: str | None) -> Session:
-    current = ray.get_runtime_context().gcs_address
-    session = _joined.session
-    if session is None or session.address != current:
-        session = Session(current, started=False)
-    if address not in (None, "auto", "local") and _resolve(address) != _resolve(current):
-        raise ValueError(
-            f"A process is in one Ray session at a time, and this one is in that at {current}: "
-            f"{address} was asked for. Call ray.shutdown() first, or leave the address out."
-        )
-    return session
+def reopen_session(session: Session) -> None:
+    """Starts a session of our own anew, which has lost its node; all that ran in it is gone.
+
+    Raises:
+        RuntimeError: if it has other users, which would find nothing of theirs in the new one.
+    """
+    with _lock, _interrupts_put_off():
+        if session.users > 1:
+            raise RuntimeError(
+                f"The Ray session of this process has lost its node, and all workers of its "
+                f"{session.users} meshes with it. Shut them all down (mesh.shutdown()), make new "
+                f"ones, and load the last checkpoints."
+            )
+        ray.shutdown()
+        session.address = _start().address
+
+
+@contextlib.contextmanager
+def _interrupts_put_off() -> Iterator[None]:
+    """Lets a Ctrl-C that comes within the block act at its end."""
+    if threading.current_thread() is not threading.main_thread():  # Python interrupts no other
+        yield
+        return
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _open(address: str | None) -> Session:
-    if address is not None and "://" in address:
-        raise ValueError(
-            f"The driver has to run on a node of the Ray session, got the Ray Client address "
-            f"{address!r}. Start a node here with `ray start --address=HOST:PORT` and give "
-            f"HOST:PORT, or submit the script with `ray job submit`."
-        )
-    if address in (None, "auto"):
-        found = _address_of_ray_start()
-        if found is not None and not accepts(found):
-            if address is None:
-                warnings.warn(
-                    f"The Ray session at {found}, started here with `ray start`, does not answer; "
-                    f"starting one for this process. `ray stop` forgets the old one.",
-                    stacklevel=4,
-                )
-            found = None
-        if found is None and address == "auto":
-            raise ConnectionError(
-                "There is no Ray session on this machine. Start one with `ray start --head`, or "
-                "give address='local' (or RAY_ADDRESS=local) for one of the process's own."
-            )
-        # Ray looks the address up again: it turns on its token authentication by itself only for a
-        # session that it has found itself.
-        return _connect(None) if found is not None else _start()
     if address == "local":
         return _start()
-    if not accepts(address):
+    if address not in (None, "auto"):
+        if "://" in address:
+            raise _not_on_a_node(f"RAY_ADDRESS is the Ray Client address {address!r}")
+        if not answers(address):
+            raise ConnectionError(
+                f"No Ray session answers at {address} within {CONNECT_TIMEOUT:g} s. Start one with "
+                f"`ray start --head`, correct RAY_ADDRESS, or use RAY_ADDRESS=local for a session "
+                f"of the process's own."
+            )
+        return _connect(address)
+    found = _address_of_ray_start()
+    if found is not None and answers(found):
+        # Ray looks the address up again: it turns on its token authentication by itself only for a
+        # session that it has found itself.
+        return _connect(None)
+    if address == "auto":
         raise ConnectionError(
-            f"No Ray session answers at {address} within {CONNECT_TIMEOUT:g} s. Start one with "
-            f"`ray start --head`, correct RAY_ADDRESS, or use RAY_ADDRESS=local for a session of "
-            f"the process's own."
+            "There is no Ray session on this machine. Start one with `ray start --head`, or use "
+            "RAY_ADDRESS=local for one of the process's own."
         )
-    return _connect(address)
+    if found is not None:
+        warnings.warn(
+            f"The Ray session at {found}, started here with `ray start`, does not answer; "
+            f"starting one for this process. `ray stop` forgets the old one.",
+            stacklevel=3,
+        )
+    return _start()
+
+
+def _not_on_a_node(what: str) -> ValueError:
+    return ValueError(
+        f"The driver has to run on a node of the Ray session, but {what}. Start a node here with "
+        f"`ray start --address=HOST:PORT` and set RAY_ADDRESS=HOST:PORT (after ray.shutdown(), if "
+        f"there was a ray.init), or submit the script with `ray job submit`."
+    )
 
 
 def _connect(address: str | None) -> Session:
     try:
-        _init(address=address)
+        return _init(started=False, address=address)
     except ConnectionError as error:
         if "AuthenticationError" not in repr(error.__cause__):
             raise
@@ -143,15 +169,14 @@ def _connect(address: str | None) -> Session:
             f"{error}: it wants another token than this process has, or one at all. Copy "
             f"~/.ray/auth_token from its head node, and set RAY_AUTH_MODE=token."
         ) from error
-    return Session(ray.get_runtime_context().gcs_address, started=False)
 
 
 def _start() -> Session:
-    _init(address="local", include_dashboard=False, num_cpus=(os.cpu_count() or 1) + 1)
-    return Session(ray.get_runtime_context().gcs_address, started=True)
+    cpus = (os.cpu_count() or 1) + 1
+    return _init(started=True, address="local", include_dashboard=False, num_cpus=cpus)
 
 
-def _init(**arguments: Any) -> None:
+def _init(started: bool, **arguments: Any) -> Session:
     """Calls `ray.init` without its messages, and leaves the caller's SIGTERM handler in place.
 
     Linux ends the processes of a new session when the thread that started them ends
@@ -171,6 +196,7 @@ def _init(**arguments: Any) -> None:
             signal.signal(signal.SIGTERM, handler)
     else:
         _call_in_lasting_thread(init)
+    return Session(ray.get_runtime_context().gcs_address, started)
 
 
 def _call_in_lasting_thread(function: Callable[[], None]) -> None:
@@ -202,31 +228,20 @@ def _address_of_ray_start() -> str | None:
         return None
 
 
-def accepts(address: str) -> bool:
+def answers(address: str) -> bool:
     """Tells whether something accepts connections at an address; Ray itself would try for minutes.
 
     Args:
         address: `host:port`.
+
+    Raises:
+        ValueError: if it is not of this form.
     """
-    host, port = _split(address)
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
-    except OSError:
-        return False
-    return True
-
-
-def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"A Ray address is HOST:PORT, 'auto' or 'local', got {address!r}.")
-    return host.strip("[]"), int(port)
-
-
-def _resolve(address: str) -> tuple[str, int]:
-    host, port = _split(address)
-    with contextlib.suppress(OSError):
-        if host in ("localhost", "127.0.0.1"):  # Ray goes by the node's address
-            return ray.util.get_node_ip_address(), port
-        host = socket.gethostbyname(host)
-    return host, port
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT).close()
+    except OSError:
+        return False
+    return True

@@ -17,6 +17,7 @@ from jaxpp.runtime.remote.cluster import (
     release_places,
     renew_places,
     reserve_places,
+    warn_of_driver,
     worker_options,
 )
 from jaxpp.runtime.remote.group._member import Member, kill
@@ -55,7 +56,6 @@ class Gang:
             undo.callback(leave_session, self._session)
             self._reservation = reserve_places(
                 self._session,
-                settings.num_ranks,
                 processes_per_rank=settings.processes_per_rank,
                 cpus_per_rank=settings.cpus_per_rank,
                 gpus_per_rank=[n * settings.gpus_per_rank for n in settings.devices_per_rank],
@@ -63,6 +63,7 @@ class Gang:
             undo.callback(release_places, self._reservation)
             undo.callback(self._kill)
             self._check_nodes()
+            warn_of_driver(self._reservation)
             of_rank = range(processes := settings.processes_per_rank)
             numbers = [(rank, process) for rank in range(settings.num_ranks) for process in of_rank]
             self._start([Member(n, None, *own, processes) for n, own in enumerate(numbers)])
@@ -164,7 +165,6 @@ class Gang:
             member.process,
             member.processes,
             self._secret,
-            self._place(member),
             self._address(member),
             settings.cores,
             settings.insides[member.rank],

@@ -17,7 +17,7 @@ from jax import export as jax_export
 
 from jaxpp.runtime.arrays import Home, devices_of, home_over
 from jaxpp.runtime.remote.calls import Turn
-from jaxpp.runtime.remote.cluster import Place, prepare_process
+from jaxpp.runtime.remote.cluster import prepare_process
 from jaxpp.runtime.remote.worker._black_box import BlackBox
 from jaxpp.runtime.remote.worker._process import Process
 from jaxpp.runtime.remote.worker._service import Service
@@ -68,7 +68,6 @@ class Setup:
         rank: its rank, of `num_ranks`.
         process: its number in the rank, of `processes_per_rank`.
         secret: what the connections between workers are authenticated with.
-        place: where it runs.
         address: the address of its host that other hosts reach it by; None for loopback only.
         cores: how many CPU cores it may use; None for all.
         sizes_inside: the axes inside a rank, and their sizes.
@@ -85,7 +84,6 @@ class Setup:
     process: int
     processes_per_rank: int
     secret: bytes
-    place: Place
     address: str | None
     cores: int | None
     sizes_inside: Mapping[str, int]
@@ -190,7 +188,7 @@ class Actor:
     def start(self, setup: Setup) -> Hello:
         """Starts JAX, the transport and the RPC server, once; describes the worker."""
         if self.process is None:
-            prepare_process(setup.place, setup.cores)
+            prepare_process(setup.cores)
             # The transport's threads must not wait for the end of Python's time slice of 5 ms.
             sys.setswitchinterval(SWITCH_INTERVAL)
             home, transport = _start_jax(setup)
