@@ -304,6 +304,7 @@ meshes = [jaxpp.RemoteMpmdMesh((2,)) for _ in range(2)]
 before = [pids(mesh) for mesh in meshes]
 (raylet,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
 raylet.kill()
+raylet.wait()
 try:
     meshes[0].restart()
 except RuntimeError as error:
