@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpp._trace_events import FIRST_THREAD
 from jaxpp.schedules import (
     Costs,
     DualPipe,
@@ -17,7 +18,6 @@ from jaxpp.schedules import (
     simulate,
     to_trace,
 )
-from jaxpp.schedules._drawing._trace_events import FIRST_THREAD
 
 
 def events_of(timelines, path, **options):

@@ -207,9 +207,9 @@ class MpmdMesh:
     def stop_trace(self) -> Trace:
         """Ends the trace once all calls have been computed, and writes its files.
 
-        The files are, in the directory: `timeline.json`, which ui.perfetto.dev opens;
-        `timeline.png`, a typical call beside its simulation; and the files that TensorBoard opens
-        with the directory as its `--logdir`.
+        The files are, in the directory: `timeline.json`, which ui.perfetto.dev opens, and
+        `timeline.png`, a typical call beside its simulation. JAX's profile, in `<directory>-0`, is
+        what TensorBoard opens; each task is an annotation there.
 
         Returns:
             When each task and each message was, and the paths of the files.

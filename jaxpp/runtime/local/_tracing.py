@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from jaxpp._program import Bundle, Message, Send
 from jaxpp.runtime.executor import Chunk, Worker
-from jaxpp.runtime.trace import Recorder, Session, Trace, clock, start_trace, stop_trace
+from jaxpp.runtime.trace import Recorder, Trace, Tracing, clock, start_trace, stop_trace
 
 
 class _Transport(Protocol):
@@ -36,7 +36,7 @@ class LocalTracing:
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self.transport = self  # `start` sets its recorder; `dispatch` records messages
-        self._session: Session | None = None
+        self._tracing: Tracing | None = None
         self._calls = itertools.count()
 
     def apply(
@@ -47,20 +47,20 @@ class LocalTracing:
 
     def start(self, directory: str | os.PathLike[str], profiler: bool) -> None:
         """Starts a trace."""
-        self._session = start_trace(self, directory, profiler, self._session)
+        self._tracing = start_trace(self, directory, profiler, self._tracing)
 
     def stop(self, homes: Sequence[Any]) -> Trace:
         """Ends the trace, and writes its files."""
-        session, self._session = self._session, None
+        tracing, self._tracing = self._tracing, None
         distinct = list(dict.fromkeys(homes))
-        return stop_trace(self, session, [distinct.index(home) for home in homes])
+        return stop_trace(self, tracing, [distinct.index(home) for home in homes])
 
     def dispatch(self, step: _Step) -> None:
         """Dispatches a step, and records it."""
-        recorder, session = self.recorder, self._session
-        assert recorder is not None and session is not None
+        recorder, tracing = self.recorder, self._tracing
+        assert recorder is not None and tracing is not None
         call, number = next(self._calls), id(step.bundle)
-        session.steps[number] = step.bundle  # kept alive, so that no other bundle gets its id
+        tracing.steps[number] = step.bundle  # kept alive, so that no other bundle gets its id
         for worker in step.workers:
             recorder.prepare(worker)
         for rank, chunk in step.order:

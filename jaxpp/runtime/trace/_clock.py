@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from jaxpp.runtime.trace._recorder import clock
 
+#: The event of JAX's profiles that has the time of the driver's clock; see `merge_traces`.
+CLOCK_EVENT = "jaxpp clock"
 #: The number of times that a clock is asked; the shortest of so many round trips has little delay.
 ROUND_TRIPS = 10
 

@@ -1,6 +1,8 @@
 """Clocks the runs and the messages of a process, without stopping it."""
 
 import dataclasses
+import functools
+import math
 import queue
 import threading
 import time
@@ -8,10 +10,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jaxpp._program import Message, Run
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxpp._program import Free, Message, Receive, Run
 from jaxpp.runtime.arrays import is_ready
 from jaxpp.runtime.executor import Chunk, Worker
-from jaxpp.runtime.trace import _plan
 
 #: One clock for all processes of a host, in nanoseconds.
 clock = time.monotonic_ns
@@ -52,15 +57,30 @@ class Records:
     errors: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Watch:
+    """The end of a run: the moment when the array in `slot`, or `mark` of that array, is there."""
+
+    position: int
+    slot: int | None
+    mark: Callable[[Any], Any] | None
+
+
+#: Makes a record from the time of its end.
+_Make = Callable[[int], RunRecord | MessageRecord]
+
+
 class Recorder:
     """Records the runs of a process's executors, and the messages of its transport.
+
+    Each run is an annotation of JAX's profile, too, where the profiler records.
 
     Execution stays asynchronous: a thread for each device waits for the results of its runs, one
     after the other, and notes the time.
     """
 
     def __init__(self) -> None:
-        self._plans: dict[int, tuple[Worker, dict[int, _plan.Watch]]] = {}
+        self._plans: dict[int, tuple[Worker, dict[int, Watch]]] = {}
         self._watchers: dict[Any, _Watcher] = {}
         self._sent: list[MessageRecord] = []
         self._received: list[MessageRecord] = []
@@ -70,28 +90,27 @@ class Recorder:
     ) -> None:
         """Lets an executor run some instructions in order, and clocks them.
 
-        Args:
-            worker: the worker of a rank.
-            chunk: the instructions.
-            call: the number of the call.
-            step: the number of the step that is called.
-            device: that of the rank, where the process has several.
+        `call` and `step` are the numbers of the call and of the step that is called; `device` is
+        that of the rank, where the process has several.
         """
-        watches, rank = self._watches(worker), worker.program.rank
+        watches, rank = self.prepare(worker), worker.program.rank
         watcher = self._watcher(device)
-        slots = worker.slots
         for instruction in chunk:
+            if not isinstance(instruction, Run):
+                worker.execute((instruction,))
+                continue
             dispatched = clock()
-            worker.execute((instruction,))
-            if isinstance(instruction, Run):
-                watch = watches[id(instruction)]
-                if watch.slot is not None:
-                    array = slots[watch.slot]
-                    make = partial(RunRecord, call, step, rank, watch.position, dispatched)
-                    if watcher.idle and is_ready(array):  # computed before the call returned
-                        watcher.ends.append((make, clock()))
-                    else:
-                        watcher.put(make, [array if watch.mark is None else watch.mark(array)])
+            with jax.profiler.TraceAnnotation(instruction.label, call=call, rank=rank):
+                worker.execute((instruction,))
+            watch = watches[id(instruction)]
+            if watch.slot is None:
+                continue
+            array = worker.slots[watch.slot]
+            make = partial(RunRecord, call, step, rank, watch.position, dispatched)
+            if watcher.idle and is_ready(array):  # computed before the call returned
+                watcher.ends.append((make, clock()))
+            else:
+                watcher.put(make, [array if watch.mark is None else watch.mark(array)])
 
     def sent(self, call: int, message: Message, start: int, end: int) -> None:
         """Notes that a message was sent from `start` to `end`, in nanoseconds of `clock`."""
@@ -102,14 +121,10 @@ class Recorder:
         self._received.append(MessageRecord(call, message.tag, start, end))
 
     def copied(self, call: int, message: Message, arrays: list[Any], start: int, link: Any) -> None:
-        """Notes a message between devices of this process while its copies are made.
+        """Notes a message between devices of this process, whose copies were asked for at `start`.
 
-        Args:
-            call: the number of the call.
-            message: the message.
-            arrays: what it carries, on the device it goes to.
-            start: when the copies were asked for.
-            link: the devices it goes between; the copies of a link are made in order.
+        `arrays` are what it carries, on the device it goes to. `link` has the devices it goes
+        between; the copies of a link are made in order.
         """
         self._watcher(link).put(partial(MessageRecord, call, message.tag, start), arrays)
 
@@ -132,26 +147,17 @@ class Recorder:
         sent, received = tuple(self._sent), tuple(self._received)
         return Records(runs, (*sent, *copies), (*received, *copies), tuple(errors))
 
-    def prepare(self, worker: Worker) -> None:
-        """Plans the waits for an executor's program before it is clocked."""
-        self._watches(worker)
-
-    def _watches(self, worker: Worker) -> dict[int, _plan.Watch]:
-        known = self._plans.get(id(worker))
-        if known is None:
+    def prepare(self, worker: Worker) -> dict[int, Watch]:
+        """Plans the waits for the runs of an executor's program, by their ids, if it is new."""
+        if id(worker) not in self._plans:
             # Kept with the executor, or another one might get its id.
-            known = self._plans[id(worker)] = worker, _plan.plan(worker)
-        return known[1]
+            self._plans[id(worker)] = worker, plan(worker)
+        return self._plans[id(worker)][1]
 
     def _watcher(self, key: Any) -> "_Watcher":
-        watcher = self._watchers.get(key)
-        if watcher is None:
-            watcher = self._watchers[key] = _Watcher()
-        return watcher
-
-
-#: Makes a record from the time of its end.
-_Make = Callable[[int], RunRecord | MessageRecord]
+        if key not in self._watchers:
+            self._watchers[key] = _Watcher()
+        return self._watchers[key]
 
 
 class _Watcher:
@@ -171,11 +177,8 @@ class _Watcher:
         """Tells whether the thread waits for nothing."""
         return self._waiting == self._waited
 
-    def put(self, make: "_Make", arrays: list[Any]) -> None:
-        """Lets the thread wait for arrays, after those that it waits for already.
-
-        `make` makes the record from the time when the arrays are there.
-        """
+    def put(self, make: _Make, arrays: list[Any]) -> None:
+        """Lets the thread wait for arrays, after those that it waits for already."""
         self._waiting += 1
         self._queue.put((make, arrays))
 
@@ -206,3 +209,81 @@ class _Watcher:
                 self.ends.append((make, clock()))
             array = arrays = None
             self._waited += 1
+
+
+# ---- the array to wait for in order to know when a run has ended --------------------------------
+
+
+def plan(worker: Worker) -> dict[int, Watch]:
+    """Finds for each run of an executor's program, by the run's id, the array to wait for.
+
+    The array is the smallest result that is not donated later. A wait for a donated array would
+    raise an error, for its memory belongs to another array as soon as that one is dispatched. Where
+    every result is donated, as the accumulators of a backward without an input gradient are, the
+    array is one element of the smallest result, made by a computation of its own right after the
+    run. A wait for the run itself before the next dispatch would let the device wait, too.
+    """
+    donated = _donated_results(worker)
+    watches = {}
+    for position, run in enumerate(worker.program.instructions):
+        if not isinstance(run, Run):
+            continue
+        made = jax.tree_util.tree_leaves(worker.executables[run.computation].out_info)
+        types = dict(zip(run.outputs, made, strict=True))
+        kept = [slot for slot in types if (position, slot) not in donated]
+        slot = min(kept or types, key=lambda slot: _size(types[slot]), default=None)
+        mark = None if slot is None or kept else _mark(types[slot])
+        watches[id(run)] = Watch(position, slot, mark)
+    return watches
+
+
+def _donated_results(worker: Worker) -> set[tuple[int, int]]:
+    """Finds the runs' results that are donated later: their positions and slots.
+
+    A result of the step counts as donated: the next call may donate it, or the user may delete it.
+    """
+    donated: set[tuple[int, int]] = set()
+    made: dict[int, int] = {}
+    for position, instruction in enumerate(worker.program.instructions):
+        match instruction:
+            case Run(number, inputs, outputs):
+                infos = worker.executables[number].args_info
+                infos = jax.tree_util.tree_leaves(infos, is_leaf=lambda x: hasattr(x, "donated"))
+                taken = [slot for slot, info in zip(inputs, infos, strict=True) if info.donated]
+                donated.update((made[slot], slot) for slot in taken if slot in made)
+                made.update(dict.fromkeys(outputs, position))
+            case Receive(slots) | Free(slots):
+                for slot in slots:
+                    made.pop(slot, None)
+    returned = {slot for _, slot in worker.program.outputs}
+    return donated | {(made[slot], slot) for slot in returned if slot in made}
+
+
+def _size(type_: Any) -> float:
+    return math.prod(type_.shape) or math.inf  # nobody can wait for an array without elements
+
+
+@functools.cache
+def _compiled_mark(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[Any], Any]:
+    def mark(x):
+        return lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), (1,))
+
+    if isinstance(sharding, NamedSharding):
+        mark = jax.shard_map(
+            mark,
+            mesh=sharding.mesh,
+            in_specs=sharding.spec,
+            out_specs=PartitionSpec(sharding.mesh.axis_names),
+            check_vma=False,
+        )
+    return jax.jit(mark).lower(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)).compile()
+
+
+def _mark(type_: Any) -> Callable[[Any], Any] | None:
+    """Makes a function that gives an element of an array on each device; None if there is none."""
+    if 0 in type_.shape:
+        return None
+    sharding, (device, *others) = type_.sharding, type_.sharding.device_set
+    if not others:
+        sharding = SingleDeviceSharding(device)
+    return _compiled_mark(type_.shape, type_.dtype, sharding)

@@ -4,14 +4,17 @@ import dataclasses
 import functools
 import pathlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from jaxpp._program import Bundle, Message, Run
-from jaxpp.runtime.trace import _figures, _plan
+from jaxpp._program import Bundle, Message, Receive, Run, Send
+from jaxpp.runtime.trace import _figures
 from jaxpp.runtime.trace._clock import Offset
-from jaxpp.runtime.trace._recorder import Records, RunRecord
+from jaxpp.runtime.trace._recorder import Records
 from jaxpp.schedules import Costs, Table, Task, Timeline, simulate
+
+#: A run: its call, its rank, and its position in the rank's program; None where there is no such.
+Where = tuple[int, int, int | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +51,16 @@ class TracedMessage:
     sent: float
     arriving: float
     end: float
+
+    @property
+    def made_by(self) -> Where:
+        """The call, rank and position of the last run before the send."""
+        return self.call, self.message.source, self.maker
+
+    @property
+    def read_by(self) -> Where:
+        """The call, rank and position of the first run after the receive."""
+        return self.call, self.message.target, self.reader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,23 +177,15 @@ class Trace:
         """
         call = self._chosen(call)
         bundle, tasks = self.steps[call], self._tasks(call)
-        same = {call for call, own in self.steps.items() if own is bundle}
-        times = _figures.medians(
-            [(run.rank, run.label, run.start, run.end) for run in self.runs if run.call in same],
-            tasks,
-        )
-        labels = {
-            (p.rank, n): i.label
-            for p in bundle.programs
-            for n, i in enumerate(p.instructions)
-            if isinstance(i, Run)
-        }
+        runs = [run for run in self.runs if self.steps[run.call] is bundle]
+        times = _figures.medians([(r.rank, r.label, r.start, r.end) for r in runs], tasks)
+        labels: dict[Where, str] = {(r.call, r.rank, r.position): r.label for r in runs}
         edges: dict[_figures.Key, int] = {}
         points = []
         for sent in self.messages:
-            maker = labels.get((sent.message.source, _or_none(sent.maker)))
-            if sent.call in same and maker in tasks and "edge" in sent.message.kinds:
-                key = (tasks[maker].kind, tasks[maker].stage)
+            maker = tasks.get(labels.get(sent.made_by, ""))
+            if maker is not None and "edge" in sent.message.kinds:
+                key = maker.kind, maker.stage
                 edges[key] = max(edges.get(key, 0), sent.message.nbytes)
                 points.append((sent.message.nbytes, sent.end - sent.start))
         latency, bandwidth = _figures.fit_line(points)
@@ -213,8 +218,7 @@ class Trace:
 
     def _tasks(self, call: int) -> dict[str, Task]:
         """Gives the task of each label; raises where a step has several scheduled loops."""
-        bundle = self.steps[call]
-        known = self._known_tasks
+        bundle, known = self.steps[call], self._known_tasks
         if id(bundle) not in known:
             known[id(bundle)] = _figures.tasks_of(bundle, "trace")
         return known[id(bundle)]
@@ -265,84 +269,82 @@ def assemble(
 
     step_of = {run.call: run.step for own in records.values() for run in own.runs}
     calls = {call: steps[step] for call, step in sorted(step_of.items()) if step in steps}
-    between = {id(bundle): _ends_of_messages(bundle) for bundle in calls.values()}
-    ends: tuple[dict[tuple[int, int], tuple[float, float]], ...] = ({}, {})
-    for process, own in records.items():
-        for found, kept in zip((own.sent, own.received), ends, strict=True):
-            for r in found:
-                kept[r.call, r.tag] = seconds(process, r.start), seconds(process, r.end)
-    arrived: dict[tuple[int, int, int], float] = {}
-    latest: dict[tuple[int, int, int], float] = {}
-    messages = []
-    for (call, tag), (start, sent) in ends[0].items():
-        if call not in calls or (call, tag) not in ends[1] or tag not in between[id(calls[call])]:
-            continue
-        message, maker, reader = between[id(calls[call])][tag]
-        arriving, end = ends[1][call, tag]
-        messages.append(TracedMessage(call, message, maker, reader, start, sent, arriving, end))
-        if reader is not None:
-            key = (call, message.target, reader)
-            arrived[key] = max(arrived.get(key, end), end)
-        if maker is not None:
-            key = (call, message.source, maker)
-            latest[key] = min(latest.get(key, sent), sent)
-    by_device: dict[int, list[tuple[float, RunRecord]]] = {}
-    ended: dict[_Where, float] = {}
-    for process, own in records.items():
-        for run in own.runs:
-            if run.call in calls:
-                end = seconds(process, run.end)
-                ended[_where(run)] = min(end, latest.get(_where(run), end))
-                entry = seconds(process, run.dispatched), run
-                by_device.setdefault(device_of[run.rank], []).append(entry)
-    for own in by_device.values():
-        own.sort(key=lambda entry: (entry[0], ended[_where(entry[1])]))
-    _bring_forward(ended, [[_where(run) for _, run in own] for own in by_device.values()], messages)
+    messages = _messages(records, calls, seconds)
+    clocked: dict[Where, tuple[float, float]] = {
+        (run.call, run.rank, run.position): (
+            seconds(process, run.dispatched),
+            seconds(process, run.end),
+        )
+        for process, own in records.items()
+        for run in own.runs
+        if run.call in calls
+    }
+    ended = {where: end for where, (_, end) in clocked.items()}
+    for m in messages:
+        if m.made_by in ended:
+            ended[m.made_by] = min(ended[m.made_by], m.sent)
+    by_device: dict[int, list[Where]] = {}
+    for where in sorted(clocked, key=lambda where: (clocked[where][0], ended[where])):
+        by_device.setdefault(device_of[where[1]], []).append(where)
+    _bring_forward(ended, list(by_device.values()), messages)
+    arrived: dict[Where, float] = {}
+    for m in messages:
+        arrived[m.read_by] = max(arrived.get(m.read_by, m.end), m.end)
     runs = []
     for own in by_device.values():
         before = float("-inf")
-        for dispatched, run in own:
-            where = _where(run)
-            end = ended[where]
-            start = min(max(dispatched, before, arrived.get(where, before)), end)
-            instruction = calls[run.call].programs[run.rank].instructions[run.position]
+        for where in own:
+            (call, rank, position), (dispatched, _) = where, clocked[where]
+            assert position is not None
+            start = min(max(dispatched, before, arrived.get(where, before)), ended[where])
+            instruction = calls[call].programs[rank].instructions[position]
             assert isinstance(instruction, Run)
-            runs.append(TracedRun(*where, instruction.label, dispatched, start, end))
-            before = end
-    made = {(run.call, run.rank, run.position): run.end for run in runs}
+            end = ended[where]
+            runs.append(TracedRun(call, rank, position, instruction.label, dispatched, start, end))
+            before = ended[where]
+    messages = [_between(m, ended) for m in messages]
     return Trace(
         tuple(sorted(runs, key=lambda run: (run.start, run.end, run.rank))),
-        tuple(
-            sorted((_between(m, made) for m in messages), key=lambda m: (m.start, m.message.tag))
-        ),
+        tuple(sorted(messages, key=lambda m: (m.start, m.message.tag))),
         MappingProxyType(calls),
         tuple(device_of),
         errors=tuple(dict.fromkeys(error for own in records.values() for error in own.errors)),
     )
 
 
-#: A run: its call, its rank, and its position in the rank's program.
-_Where = tuple[int, int, int]
-
-
-def _where(run: RunRecord) -> _Where:
-    return run.call, run.rank, run.position
+def _messages(
+    records: Mapping[int, Records],
+    calls: Mapping[int, Bundle],
+    seconds: Callable[[int, int], float],
+) -> list[TracedMessage]:
+    """Joins the records of both ends of each message of the calls."""
+    ends: tuple[dict[tuple[int, int], tuple[float, float]], ...] = ({}, {})
+    for process, own in records.items():
+        for found, kept in zip((own.sent, own.received), ends, strict=True):
+            for r in found:
+                kept[r.call, r.tag] = seconds(process, r.start), seconds(process, r.end)
+    known = {id(bundle): _ends_of_messages(bundle) for bundle in calls.values()}
+    messages = []
+    for (call, tag), (start, sent) in ends[0].items():
+        ends_of = known[id(calls[call])].get(tag) if call in calls else None
+        if ends_of is not None and (call, tag) in ends[1]:
+            messages.append(TracedMessage(call, *ends_of, start, sent, *ends[1][call, tag]))
+    return messages
 
 
 def _bring_forward(
-    ended: dict[_Where, float],
-    orders: Sequence[Sequence[_Where]],
+    ended: dict[Where, float],
+    orders: Sequence[Sequence[Where]],
     messages: Sequence[TracedMessage],
 ) -> None:
     """Corrects ends that were noted too late: a run ends no later than the runs that need it.
 
     These are the next run on its device, and the readers of its messages.
     """
-    pairs = [(a, b) for own in orders for a, b in zip(own, own[1:], strict=False)][::-1]
-    for m in reversed(messages):
-        if m.maker is not None and m.reader is not None:
-            maker = m.call, m.message.source, m.maker
-            pairs.append((maker, (m.call, m.message.target, m.reader)))
+    pairs: list[tuple[Where, Where]] = [
+        (a, b) for own in orders for a, b in zip(own, own[1:], strict=False)
+    ][::-1]
+    pairs += [(m.made_by, m.read_by) for m in reversed(messages)]
     pairs = [(a, b) for a, b in pairs if a in ended and b in ended]
     late = True
     while late:
@@ -351,10 +353,10 @@ def _bring_forward(
             ended[a] = min(ended[a], ended[b])
 
 
-def _between(sent: TracedMessage, ends: Mapping[tuple[int, int, int], float]) -> TracedMessage:
+def _between(sent: TracedMessage, ended: Mapping[Where, float]) -> TracedMessage:
     """Corrects the times of a message: sent after its maker ends, there before its reader ends."""
-    maker = ends.get((sent.call, sent.message.source, _or_none(sent.maker)), sent.start)
-    reader = ends.get((sent.call, sent.message.target, _or_none(sent.reader)), sent.end)
+    maker = ended.get(sent.made_by, sent.start)
+    reader = ended.get(sent.read_by, sent.end)
     start = min(max(sent.start, maker), sent.sent, reader)
     end = max(min(sent.end, reader), start)
     arriving = min(max(sent.arriving, start), end)
@@ -362,17 +364,19 @@ def _between(sent: TracedMessage, ends: Mapping[tuple[int, int, int], float]) ->
     return dataclasses.replace(sent, start=start, sent=done, arriving=arriving, end=end)
 
 
-def _or_none(position: int | None) -> int:
-    return -1 if position is None else position
-
-
 def _ends_of_messages(bundle: Bundle) -> dict[int, tuple[Message, int | None, int | None]]:
     """Finds for each tag the message, the run before its send, and the first run that reads it."""
-    found: dict[int, tuple[Message, int | None, int | None]] = {}
-    by_rank = {program.rank: _plan.consumers(program) for program in bundle.programs}
+    makers: dict[int, tuple[Message, int | None]] = {}
+    readers: dict[int, int] = {}
     for program in bundle.programs:
-        for send in program.sends:
-            m = send.message
-            reader = by_rank[m.target].get(m.tag, (None, None))[1]
-            found[m.tag] = m, by_rank[m.source][m.tag][0], reader
-    return found
+        last, waiting = None, []
+        for position, instruction in enumerate(program.instructions):
+            match instruction:
+                case Run():
+                    readers.update(dict.fromkeys(waiting, position))
+                    last, waiting = position, []
+                case Send(message=message):
+                    makers[message.tag] = message, last
+                case Receive(message=message):
+                    waiting.append(message.tag)
+    return {tag: (*made, readers.get(tag)) for tag, made in makers.items()}

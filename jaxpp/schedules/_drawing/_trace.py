@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from jaxpp.schedules._drawing._styles import Cell, by_title, lay_out
-from jaxpp.schedules._drawing._trace_events import (
+from jaxpp._trace_events import (
     FIRST_THREAD,
     Event,
     make_arrow,
@@ -16,6 +15,7 @@ from jaxpp.schedules._drawing._trace_events import (
     sort_process,
     write_events,
 )
+from jaxpp.schedules._drawing._styles import Cell, by_title, lay_out
 from jaxpp.schedules._execute import number
 from jaxpp.schedules._simulate import Timeline
 from jaxpp.schedules._table import Task

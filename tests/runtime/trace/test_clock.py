@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxpp._program import Receive, Run, Send
-from jaxpp.runtime.trace import _clock, _process, _session
+from jaxpp.runtime.trace import _clock, _tracing
 from jaxpp.runtime.trace._clock import Offset, Reading
 from jaxpp.runtime.trace._recorder import Records, clock
 from tests.runtime.trace import steps
@@ -130,38 +130,38 @@ def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path):
     compiled = step.lower(params, x).compile()
     local = compiled._run
     mesh = FakeMesh([10**12, -(10**12)])
-    session = _session.start_trace(mesh, tmp_path / "run", False, None)
+    tracing = _tracing.start_trace(mesh, tmp_path / "run", False, None)
     assert all(p.recorder is p.transport.recorder is not None for p in mesh.processes)
-    session.steps[7] = compiled.bundle
+    tracing.steps[7] = compiled.bundle
     before = clock()
     for call in (3, 4):
         leaves = [w.copy() for w in params] + [x]
         local(leaves, mesh.run(local, call, 7))
     after = clock()
-    trace = _session.stop_trace(mesh, session, [0, 1])
+    trace = _tracing.stop_trace(mesh, tracing, [0, 1])
     assert all(p.recorder is p.transport.recorder is None for p in mesh.processes)
     assert trace.calls == (3, 4) and not trace.errors
-    window = [(t - session.started.monotonic_ns) / 1e9 for t in (before, after)]
+    window = [(t - tracing.started.monotonic_ns) / 1e9 for t in (before, after)]
     assert all(window[0] - 1e-3 < r.start <= r.end < window[1] + 1e-3 for r in trace.runs)
     sends = sum(len(p.sends) for p in compiled.bundle.programs)
     assert len(trace.messages) == 2 * sends
     runs = sum(isinstance(i, Run) for p in compiled.bundle.programs for i in p.instructions)
     assert len(trace.runs) == 2 * runs
     assert trace.picture_path is not None
-    assert mesh.calls["start", True] == mesh.calls["stop", True] == 1
+    assert mesh.calls["_start", True] == mesh.calls["_stop", True] == 1
     assert mesh.calls["read_clock", False] == 2 * 2 * _clock.ROUND_TRIPS
 
 
 def test_where_one_process_cannot_start_none_does(tmp_path, monkeypatch):
     mesh = FakeMesh([0, 0])
-    started = _process.start
+    started = _tracing._start
 
     def start(process, *args):
         if process.rank == 1:
             raise RuntimeError("no profiler here")
         started(process, *args)
 
-    monkeypatch.setattr(_process, "start", start)
+    monkeypatch.setattr(_tracing, "_start", start)
     with pytest.raises(RuntimeError, match="no profiler here"):
-        _session.start_trace(mesh, tmp_path / "run", False, None)
+        _tracing.start_trace(mesh, tmp_path / "run", False, None)
     assert all(p.recorder is None for p in mesh.processes)

@@ -11,7 +11,7 @@ import pytest
 
 import jaxpp
 from jaxpp._program import Run
-from jaxpp.runtime.trace import _plan
+from jaxpp.runtime.trace import _recorder
 from tests.runtime.trace import steps
 
 SCHEDULES = [
@@ -83,7 +83,7 @@ def test_where_all_results_are_donated_the_end_is_that_of_the_run(tmp_path):
     trace, step = steps.traced(tmp_path, stages=2, ranks=2, schedule=jaxpp.schedules.ZeroBubbleH1())
     (compiled,) = step._cache
     for worker in compiled._run.workers:
-        watches = _plan.plan(worker)
+        watches = _recorder.plan(worker)
         for instruction in worker.program.instructions:
             if isinstance(instruction, Run) and instruction.label.startswith("W"):
                 assert watches[id(instruction)].mark is not None
