@@ -24,6 +24,7 @@ from jaxpp.runtime.trace import (
     dependencies_of,
     fit_line,
     medians,
+    table_of,
     tasks_of,
     timeline_of,
 )
@@ -245,11 +246,7 @@ def _table(local: LocalStep, tasks: Mapping[str, Task]) -> Table:
     for rank, chunk in local.order:
         labels = [i.label for i in chunk if isinstance(i, Run)]
         orders[device_of[rank]] += [tasks[label] for label in labels if label in tasks]
-    return Table(
-        tuple(map(tuple, orders)),
-        1 + max(task.stage for task in tasks.values()),
-        1 + max(task.microbatch for task in tasks.values()),
-    )
+    return table_of(orders)
 
 
 # ---- the clocks ---------------------------------------------------------------------------------
@@ -342,7 +339,7 @@ def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
     if isinstance(instruction, Run):
         jax.block_until_ready([worker.slots[slot] for slot in instruction.outputs])
     elif isinstance(instruction, Send):
-        local.transport.wait_for(instruction.message)
+        jax.block_until_ready(local.transport.arrays_of(instruction.message))
 
 
 # ---- the figures --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxpp._program import PIPELINE_AXIS, Bundle, Message, default_mesh
+from jaxpp._program import PIPELINE_AXIS, Bundle, Message, Send, default_mesh
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
     Home,
@@ -41,7 +41,7 @@ from jaxpp.runtime.executor import (
 )
 from jaxpp.runtime.local._feeds import Feed, Fetch, Place
 from jaxpp.runtime.local._tracing import LocalTracing
-from jaxpp.runtime.trace import Trace
+from jaxpp.runtime.trace import Recorder, Trace, clock
 
 
 class MpmdMesh:
@@ -258,10 +258,6 @@ class _LocalTransport:
         """Gives the arrays of a message that has not been received, on the devices they go to."""
         return self._mail[message.tag]
 
-    def wait_for(self, message: Message) -> None:
-        """Waits until the arrays of a message have arrived."""
-        jax.block_until_ready(self._mail[message.tag])
-
     def receive(self, message: Message) -> Any:
         arrays = self._mail.pop(message.tag)
         recent = self._recent[message.target]
@@ -362,7 +358,20 @@ class LocalStep:
 
     def _dispatch(self) -> None:
         if self._tracing.recorder is not None:
-            self._tracing.dispatch(self)
+            self._dispatch_and_record(self._tracing.recorder)
             return
         for execute, chunk in self._calls:
             execute(chunk)
+
+    def _dispatch_and_record(self, recorder: Recorder) -> None:
+        call, number = self._tracing.begin(self.bundle), id(self.bundle)
+        for worker in self.workers:
+            recorder.prepare(worker)
+        for rank, chunk in self.order:
+            source, dispatched = self.homes[rank], clock()
+            recorder.execute(self.workers[rank], chunk, call, number, source)
+            for message in (i.message for i in chunk if isinstance(i, Send)):
+                link = source, self.homes[message.target]
+                if link[0] is not link[1]:
+                    arrays = self.transport.arrays_of(message)
+                    recorder.copied(call, message, arrays, dispatched, link)

@@ -3,25 +3,10 @@
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from jaxpp._program import Bundle, Message, Send
-from jaxpp.runtime.executor import Chunk, Worker
-from jaxpp.runtime.trace import Recorder, Trace, Tracing, clock, start_trace, stop_trace
-
-
-class _Transport(Protocol):
-    def arrays_of(self, message: Message) -> list[Any]: ...
-
-
-class _Step(Protocol):
-    bundle: Bundle
-    homes: Sequence[Any]
-    workers: list[Worker]
-    order: list[tuple[int, Chunk]]
-
-    @property
-    def transport(self) -> _Transport: ...
+from jaxpp._program import Bundle
+from jaxpp.runtime.trace import Recorder, Trace, Tracing, start_trace, stop_trace
 
 
 class LocalTracing:
@@ -35,7 +20,7 @@ class LocalTracing:
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
-        self.transport = self  # `start` sets its recorder; `dispatch` records messages
+        self.transport = self  # `start` sets its recorder; steps record their messages themselves
         self._tracing: Tracing | None = None
         self._calls = itertools.count()
 
@@ -55,23 +40,8 @@ class LocalTracing:
         distinct = list(dict.fromkeys(homes))
         return stop_trace(self, tracing, [distinct.index(home) for home in homes])
 
-    def dispatch(self, step: _Step) -> None:
-        """Dispatches a step, and records it."""
-        recorder, tracing = self.recorder, self._tracing
-        assert recorder is not None and tracing is not None
-        call, number = next(self._calls), id(step.bundle)
-        tracing.steps[number] = step.bundle  # kept alive, so that no other bundle gets its id
-        for worker in step.workers:
-            recorder.prepare(worker)
-        for rank, chunk in step.order:
-            source = step.homes[rank]
-            dispatched = clock()
-            recorder.execute(step.workers[rank], chunk, call, number, source)
-            for instruction in chunk:
-                if not isinstance(instruction, Send):
-                    continue
-                target = step.homes[instruction.message.target]
-                if target is not source:
-                    arrays = step.transport.arrays_of(instruction.message)
-                    link = source, target
-                    recorder.copied(call, instruction.message, arrays, dispatched, link)
+    def begin(self, bundle: Bundle) -> int:
+        """Notes a call of a step whose number is its id; gives the number of the call."""
+        assert self._tracing is not None
+        self._tracing.steps[id(bundle)] = bundle  # kept alive, so that no other gets its id
+        return next(self._calls)

@@ -6,6 +6,7 @@ from jaxpp.runtime.trace._figures import Key as Key
 from jaxpp.runtime.trace._figures import dependencies_of as dependencies_of
 from jaxpp.runtime.trace._figures import fit_line as fit_line
 from jaxpp.runtime.trace._figures import medians as medians
+from jaxpp.runtime.trace._figures import table_of as table_of
 from jaxpp.runtime.trace._figures import tasks_of as tasks_of
 from jaxpp.runtime.trace._figures import timeline_of as timeline_of
 from jaxpp.runtime.trace._recorder import Recorder as Recorder

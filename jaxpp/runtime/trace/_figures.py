@@ -97,6 +97,13 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return statistics.median(times), float("inf")
 
 
+def table_of(orders: Sequence[Sequence[Task]]) -> Table:
+    """Makes the table of all tasks of a step, in the order of each device."""
+    tasks = [task for own in orders for task in own]
+    sizes = 1 + max(t.stage for t in tasks), 1 + max(t.microbatch for t in tasks)
+    return Table(tuple(map(tuple, orders)), *sizes)
+
+
 def timeline_of(table: Table, runs: Sequence[Clocked], tasks: Mapping[str, Task]) -> Timeline:
     """Makes the timeline that was clocked; its first task starts at 0."""
     spans = {tasks[label]: (start, end) for _, label, start, end in runs if label in tasks}

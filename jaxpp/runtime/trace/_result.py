@@ -11,7 +11,7 @@ from jaxpp._program import Bundle, Message, Receive, Run, Send
 from jaxpp.runtime.trace import _figures
 from jaxpp.runtime.trace._clock import Offset
 from jaxpp.runtime.trace._recorder import Records
-from jaxpp.schedules import Costs, Table, Task, Timeline, simulate
+from jaxpp.schedules import Costs, Task, Timeline, simulate
 
 #: A run: its call, its rank, and its position in the rank's program; None where there is no such.
 Where = tuple[int, int, int | None]
@@ -140,17 +140,12 @@ class Trace:
         """
         call = self._chosen(call)
         tasks = self._tasks(call)
-        clocked = [
-            (self.device_of[run.rank], run.label, run.start, run.end) for run in self._by_call[call]
-        ]
+        clocked = [(self.device_of[r.rank], r.label, r.start, r.end) for r in self._by_call[call]]
         orders = [
-            tuple(tasks[label] for device, label, _, _ in clocked if device == d and label in tasks)
+            [tasks[label] for device, label, *_ in clocked if device == d and label in tasks]
             for d in range(1 + max(self.device_of))
         ]
-        stages = 1 + max(task.stage for task in tasks.values())
-        microbatches = 1 + max(task.microbatch for task in tasks.values())
-        table = Table(tuple(orders), stages, microbatches)
-        return _figures.timeline_of(table, clocked, tasks)
+        return _figures.timeline_of(_figures.table_of(orders), clocked, tasks)
 
     def simulated(self, call: int | None = None) -> Timeline:
         """Simulates the tasks of a call with the costs of the trace.
