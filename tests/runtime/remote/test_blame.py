@@ -9,7 +9,7 @@ pytest.importorskip("ray")
 from jaxpp.runtime.remote.calls._failure import Failure  # noqa: E402
 from jaxpp.runtime.remote.group._blame import culprit, explain, suspect  # noqa: E402
 from jaxpp.runtime.remote.group._member import Member  # noqa: E402
-from jaxpp.runtime.transport import PeerLost  # noqa: E402
+from jaxpp.runtime.transport import PeerLost, TransportError  # noqa: E402
 
 OWN = Failure.of(KeyError("its own"), 2, 7, "F2.1")
 DEAD = "no sign of life for 3.0 s"
@@ -74,3 +74,21 @@ def test_the_error_says_who_where_why_and_who_waits(what, cause, words, task):
     assert "Waiting for it: rank 0 in receive of B1.0." in str(error)
     assert (error.rank, error.host, error.task) == (1, "here", task)
     assert type(error.__cause__) is (cause or type(None))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_where_both_ends_of_a_connection_live_the_error_names_the_connection(first):
+    """One waits for the other; the other waits for it, or was ended by the driver."""
+    members = ranks(3)
+    ended = Failure.of(TransportError("it was aborted"), 1, 7, "receive of y", 2)
+    for own in (ended, waited(1, 0)):
+        reports = {0: waited(0, 1), 1: own, 2: ended}
+        reports = dict(sorted(reports.items(), key=lambda item: item[0] != first))
+        error = explain(members, reports, 1, lambda task: "")
+        assert str(error).startswith(
+            "The connection between rank 0 (process 100 on here) and rank 1 (process 101 on here) "
+            "broke, but both processes live: in receive of x, rank 0 found that it is gone."
+        )
+        assert isinstance(error.__cause__, PeerLost) and error.task == "receive of x"
+    dead = explain(members, {0: waited(0, 1), 1: DEAD}, 1, lambda task: "")
+    assert str(dead).startswith("rank 1 (process 101 on here) has failed")

@@ -3,6 +3,7 @@
 Runs with random faults are in `test_random_faults.py`.
 """
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -427,6 +428,52 @@ def test_a_call_that_is_interrupted_half_way_is_an_error_not_a_hang(mesh, step, 
     with pytest.raises(RankError, match="KeyboardInterrupt"):
         jax.device_get(step(*begin(), batch()))
     assert time.monotonic() - began < faults.LIMIT
+
+
+# ---- connections that are cut, or are no worker's -----------------------------------------------
+
+
+def cut(process, rank):
+    for link in process.transport._epoch._channels[rank].links:
+        link.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_cut_between_two_ranks_names_the_connection_and_replaces_nobody(mesh, step):
+    before, state = pids(mesh), step(*begin(), batch())
+    jax.block_until_ready(state)
+    mesh.apply(cut, {0: (1,)})
+    began = time.monotonic()
+    error = fail(step)
+    assert time.monotonic() - began < faults.LIMIT
+    text = (
+        r"The connection between rank \d \(.*\) and rank \d \(.*\) broke, but both processes live"
+    )
+    assert re.match(text, str(error)), error
+    mesh.restart()
+    assert pids(mesh) == before
+
+
+def listening(process):
+    del process
+    return [each.addresses for each in gc.get_objects() if isinstance(each, Listener)]
+
+
+def test_200_connections_of_strangers_hold_up_no_restart(mesh, step, expected):
+    """At each of the two listeners of a worker; half say nothing, half garbage."""
+    found, before = mesh.apply(listening, {1: ()})[1], pids(mesh)
+    assert len(found) == 2
+    with contextlib.ExitStack() as stack:
+        for addresses in found:
+            for n in range(200):
+                connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+                connection.connect(addresses.unix)
+                connection.sendall(b"" if n % 2 else b"GET / HTTP/1.1")
+        began = time.monotonic()
+        mesh.restart()
+        got = jax.device_get(step(*begin(), batch()))
+        assert time.monotonic() - began < 5
+    assert pids(mesh) == before
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 # ---- what is left ---------------------------------------------------------------------------

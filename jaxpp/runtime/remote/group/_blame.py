@@ -12,6 +12,7 @@ import ray.exceptions
 
 from jaxpp.runtime.remote.calls import Failure, RankError
 from jaxpp.runtime.remote.group._member import Member
+from jaxpp.runtime.transport import PeerLost
 
 #: The reports of workers, by their numbers, in the order in which they came.
 Reports = Mapping[int, Failure | BaseException | str]
@@ -63,6 +64,8 @@ def explain(
         worker: the one that has failed first.
         describe: gives the stage and source line of a task's label, or an empty string.
     """
+    if (found := _cut_off(members, reports, worker)) is not None:
+        return found
     member, what = members[worker], reports.get(worker)
     call, task = member.box.read() if member.box else member.at
     cause: BaseException | None = None
@@ -98,6 +101,30 @@ def explain(
     )
     error.__cause__ = cause
     return error
+
+
+def _cut_off(members: Sequence[Member], reports: Reports, worker: int) -> RankError | None:
+    """Makes the error where another worker has lost its connection to this one, which lives."""
+    for other, what in sorted(reports.items()):
+        own, pair = reports.get(worker), (members[other], members[worker])
+        if not isinstance(what, Failure) or not isinstance(own, Failure) or not own.follows:
+            continue
+        cause = what.cause()
+        if _waited_for(pair[0], what) == worker and isinstance(cause, PeerLost):
+            error = RankError(
+                f"The connection between {pair[0]} and {pair[1]} broke, but both processes live: "
+                f"in {what.task}, rank {pair[0].rank} found that {cause.reason}. Look at the "
+                f"network between them. All ranks have ended the step; arrays on the mesh are "
+                f"lost. Call mesh.restart() and load the last checkpoint to go on.",
+                rank=pair[1].rank,
+                host=pair[1].host,
+                task=what.task,
+                reason=f"its connection to rank {pair[0].rank} broke",
+                process=pair[1].process,
+            )
+            error.__cause__ = cause
+            return error
+    return None
 
 
 def why(error: BaseException) -> str:
