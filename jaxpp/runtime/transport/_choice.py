@@ -31,8 +31,9 @@ def choose_transport(
 
     Args:
         ranks: what each rank computes on.
-        flag: `"device"` goes from device to device, which has not been run between GPUs yet; all
-            others go over sockets, through the memory of the hosts (`"unix"`, `"tcp"`: which).
+        flag: `"device"` goes from device to device: to be tried, for it has not been run between
+            GPUs yet; all others go over sockets, through the memory of the hosts (`"unix"`,
+            `"tcp"`: which).
 
     Returns:
         `"device"` for `DeviceTransport`, `"socket"` for `SocketTransport`.

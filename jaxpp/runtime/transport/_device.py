@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxpp._program import Message
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays import ArrayType, Home, devices_of, from_host, sharding_in
+from jaxpp.runtime.arrays import ArrayType, Home, from_host, sharding_in
 from jaxpp.runtime.transport._errors import Aborted, PeerLost, TransportError
 
 #: A message by its call and tag.
@@ -49,10 +48,6 @@ class _Cargo:
             for n, (t, spec) in enumerate(zip(self.types, self.specs, strict=True))
         ]
 
-    def shardings(self, home: Home) -> list[Any]:
-        """Gives the shardings of the moved arrays in a home."""
-        return [sharding_in(home, self.specs[n]) for n in self.moved]
-
 
 def _as_type(array: Any, array_type: ArrayType) -> Any:
     return array if array_type.key is None else jax.random.wrap_key_data(array, impl=array_type.key)
@@ -61,15 +56,25 @@ def _as_type(array: Any, array_type: ArrayType) -> Any:
 class DeviceTransport:
     """Sends and receives arrays by `jax.device_put` between the processes of the ranks.
 
-    On GPU, NCCL moves them from device to device, on streams of its own, while the device computes;
-    each rank needs a GPU of its own. On CPU, JAX moves them over a socket, slower than
-    `SocketTransport`. Where ranks are meshes, each device sends its shard to its counterpart.
+    It is there to be tried: it has not been run between GPUs yet. There, by JAX's sources, NCCL
+    moves arrays from device to device, on streams of its own; each rank needs GPUs of its own, all
+    of one kind. On CPU, JAX moves them over a socket, slower than `SocketTransport`. Where ranks
+    are meshes, each device sends its shard to its counterpart.
 
-    A thread makes the transfers of this rank in the order that `expect` was given. It has to be the
-    same for all ranks (`transfer_order`), whatever the order in which a program asks for transfers:
-    a send may wait for earlier transfers, and a receive may start early. Only this thread and the
-    device wait for other ranks in a way that nothing can interrupt. After an abort, or when a rank
-    is lost, transfers may be stuck in JAX for good; then the processes have to be started anew.
+    JAX finds the two ends of a transfer by keys, which each process counts for itself: one for each
+    array and device. So each rank makes the calls for all transfers, with arrays of the same number
+    and on the same devices, also for those of others. A thread does it in the order that `expect`
+    was given. It has to be the same for all ranks (`transfer_order`), whatever the order in which
+    a program asks for transfers: a send may wait for earlier ones, and a receive may start early.
+
+    A transfer that has begun occupies the device until its peer has begun it, too. A rank that
+    compiled meanwhile might wait for its device, and its peer for the rank. So all ranks load a
+    step, which compiles all that it computes, before one of them is called; a call compiles
+    nothing.
+
+    Only the thread and the device wait for other ranks in a way that nothing can interrupt. After
+    an abort, or when a rank is lost, transfers may be stuck in JAX for good; then the processes
+    have to be started anew.
 
     Args:
         rank: this rank.
@@ -77,9 +82,6 @@ class DeviceTransport:
         run_ahead: how many messages may have been received that have not arrived on the device, and
             how many are started ahead of the program while nobody waits, so that neither
             dispatch nor transfers take memory without bound.
-        everyone: whether each rank takes part in all transfers, also those of others. JAX numbers
-            them in each process, and on CPU finds the two ends by this number; NCCL does not need
-            it. By default so on all platforms but GPU.
 
     References:
         https://docs.jax.dev/en/latest/multi_process.html, "Transferring data across processes".
@@ -95,25 +97,15 @@ class DeviceTransport:
     #: Other ranks need no address of this one, since JAX knows it.
     addresses = None
 
-    def __init__(
-        self,
-        rank: int,
-        homes: Sequence[Home],
-        *,
-        run_ahead: int = 2,
-        everyone: bool | None = None,
-    ):
+    def __init__(self, rank: int, homes: Sequence[Home], *, run_ahead: int = 2):
         self.rank = rank
-        #: See `_socket.Recorder`. The times are those of this process: JAX does
-        #: not tell when the device has sent.
+        #: Records transfers, where set.
         self.recorder: Any = None
         #: Called, on some thread, with the error when a transfer fails.
         self.on_failure: Callable[[BaseException], None] | None = None
         #: The home of this rank.
         self.home = homes[rank]
         self._homes = homes
-        (first, *_) = devices_of(self.home)
-        self._everyone = first.platform != "gpu" if everyone is None else everyone
         self._run_ahead = run_ahead
         self._programs: dict[int, tuple[Message, ...]] = {}
         #: Cargoes by the identity of their message, which `_programs` keeps.
@@ -140,18 +132,13 @@ class DeviceTransport:
 
     def expect(self, messages: Iterable[Message], program: int = 0) -> None:
         """Registers the messages of all ranks of a program, in the order of `transfer_order`."""
-        own = self._programs[program] = self._concerned(messages)
-        self._cargoes.update((id(m), _Cargo.of(m)) for m in own)
+        moved = self._programs[program] = tuple(m for m in messages if _Cargo.of(m).moved)
+        self._cargoes.update((id(m), _Cargo.of(m)) for m in moved)
 
     def forget(self, program: int) -> None:
         """Forgets the messages of a program."""
-        self._programs.pop(program, None)
-        kept = {id(m) for messages in self._programs.values() for m in messages}
-        self._cargoes = {k: v for k, v in self._cargoes.items() if k in kept}
-
-    def _concerned(self, messages: Iterable[Message]) -> tuple[Message, ...]:
-        own = (m for m in messages if self._everyone or self.rank in (m.source, m.target))
-        return tuple(m for m in own if self._cargo(m).moved)
+        for message in self._programs.pop(program, ()):
+            del self._cargoes[id(message)]
 
     def _cargo(self, message: Message) -> _Cargo:
         return self._cargoes.get(id(message)) or _Cargo.of(message)
@@ -166,7 +153,8 @@ class DeviceTransport:
                 order for all.
         """
         self._call = call
-        transfers = (*self._concerned(before), *self._programs.get(program, ()))
+        first = [m for m in before if self._cargo(m).moved]
+        transfers = (*first, *self._programs.get(program, ()))
         with self._changed:
             self._queue.extend((call, message) for message in transfers)
             self._changed.notify_all()
@@ -217,14 +205,6 @@ class DeviceTransport:
             Aborted: if the transport was aborted, or a transfer has failed.
         """
         del arrays
-        self.flush()
-
-    def flush(self) -> None:
-        """Waits until JAX has all arrays to send; before that they must not be donated.
-
-        Raises:
-            Aborted: if the transport was aborted, or a transfer has failed.
-        """
         with self._changed:
             self._changed.wait_for(lambda: self._error or not self._outgoing)
             self._check()
@@ -290,22 +270,16 @@ class DeviceTransport:
 
     def _put(self, message: Message, arrays: list[Any] | None) -> list[Any]:
         """Makes the transfer, by a call that each rank has to make; only the source has arrays."""
-        source, target = self._homes[message.source], self._homes[message.target]
-        if self.rank not in (message.source, message.target):  # only for JAX's count of transfers
-            counted = _elsewhere((), np.dtype(np.float32), sharding_in(source))
-            return jax.device_put([counted], sharding_in(target))
-        cargo = self._cargo(message)
-        shardings = cargo.shardings(source)
+        cargo, home = self._cargo(message), self._homes[message.source]
+        shardings = [sharding_in(home, cargo.specs[n]) for n in cargo.moved]
         if message.source == self.rank:
             # JAX transfers between processes only arrays that are committed to their devices.
             arrays = jax.device_put(arrays, shardings)
         else:
-            moved = [cargo.types[n] for n in cargo.moved]
-            arrays = [
-                _elsewhere(t.host_shape, t.host_dtype, sharding)
-                for t, sharding in zip(moved, shardings, strict=True)
-            ]
-        return jax.device_put(arrays, cargo.shardings(target))
+            types = [cargo.types[n] for n in cargo.moved]
+            arrays = list(map(_elsewhere, types, shardings))
+        home = self._homes[message.target]
+        return jax.device_put(arrays, [sharding_in(home, cargo.specs[n]) for n in cargo.moved])
 
     # ---- failure, and the end -------------------------------------------------------------------
 
@@ -341,6 +315,7 @@ class DeviceTransport:
         self._thread.join(timeout=5)
 
 
-def _elsewhere(shape: tuple[int, ...], dtype: np.dtype, sharding: Any) -> Any:
+def _elsewhere(array_type: ArrayType, sharding: Any) -> Any:
     """Makes an array on devices of another process, without any shard in this one."""
+    shape, dtype = array_type.host_shape, array_type.host_dtype
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)

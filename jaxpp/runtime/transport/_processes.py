@@ -12,6 +12,9 @@ import jax
 from jaxpp import _compat
 from jaxpp.runtime.arrays import Home, home_over
 
+#: Seconds that a process waits for the others when all leave.
+LEAVE_TIMEOUT = 1
+
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Finds a port of this host that nothing listens on.
@@ -25,61 +28,32 @@ def free_port(host: str = "127.0.0.1") -> int:
         return found.getsockname()[1]
 
 
-def join_processes(
-    coordinator: str,
-    num_processes: int,
-    process_id: int,
-    *,
-    host: str = "127.0.0.1",
-    heartbeat_timeout_seconds: int = 100,
-) -> None:
-    """Joins this process with those of the other ranks; JAX must not have been used before.
+def join_processes(coordinator: str, num_processes: int, process_id: int, *, host: str) -> None:
+    """Joins this process with others: with those of its rank, or with those of all other ranks.
 
-    Once joined, SIGTERM does not end the process, for JAX takes it as the notice of a preemption.
-    The death of one process ends the others: at once if it is process 0, which has the coordinator,
-    else when its heartbeats have been missed for `heartbeat_timeout_seconds`.
+    JAX must not have been used before. It computes on all devices that this process sees: on the
+    GPUs that Ray has given it. Slurm and other launchers, which JAX would ask, know only of the
+    process that has started Ray.
 
-    Args:
-        coordinator: host and port at which process 0 listens, `"127.0.0.1:12345"`; not port 0.
-        num_processes: how many there are, one a rank.
-        process_id: the rank of this one.
-        host: the address of this host at which the others reach it.
-        heartbeat_timeout_seconds: after how long without a sign of life a process counts as dead.
-    """
-    # On CPU, without NCCL, JAX serves transfers at a socket. With port 0 it hangs.
-    jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{free_port(host)}")
-    jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
-    jax.distributed.initialize(
-        coordinator,
-        num_processes,
-        process_id,
-        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-        coordinator_bind_address=coordinator if process_id == 0 else None,
-    )
-
-
-#: Seconds that a process waits for the others of its rank, when all leave.
-LEAVE_TIMEOUT = 1
-
-
-def join_rank(coordinator: str, num_processes: int, process_id: int, *, host: str) -> None:
-    """Joins this process with the others of its rank; JAX must not have been used before.
-
-    As with `join_processes`, the death of process 0 ends the others at once. The death of another
+    The death of process 0, which has the coordinator, ends the others at once. The death of another
     one ends them when its heartbeats have been missed for 100 s; collectives with it fail at once.
 
     Args:
-        coordinator: host and port at which process 0 listens.
-        num_processes: how many the rank has.
-        process_id: the number of this one in the rank.
+        coordinator: host and port at which process 0 listens, `"127.0.0.1:12345"`; not port 0.
+        num_processes: how many there are.
+        process_id: the number of this one.
         host: the address of this host at which the others reach it.
     """
     _compat.serve_collectives_at(host)
+    # On CPU, without NCCL, JAX serves transfers at a socket. With port 0 it hangs.
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{free_port(host)}")
+    jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is to end the process
     jax.distributed.initialize(
         coordinator,
         num_processes,
         process_id,
+        local_device_ids=[],  # no choice among those that are visible; None is JAX's environment
         cluster_detection_method="deactivate",
         coordinator_bind_address=coordinator if process_id == 0 else None,
         shutdown_timeout_seconds=LEAVE_TIMEOUT,
@@ -112,11 +86,8 @@ def rank_home(sizes: Mapping[str, int], rank: int) -> Home:
     Raises:
         ValueError: a process has too few devices.
     """
-    processes = jax.process_count()
-    by_process: dict[int, list[Any]] = collections.defaultdict(list)
-    for device in jax.devices():
-        by_process[device.process_index].append(device)
-    each = [first_devices(by_process[n], sizes, rank, processes) for n in sorted(by_process)]
+    processes = _devices_of_processes()
+    each = [first_devices(own, sizes, rank, len(processes)) for own in processes]
     return home_over([device for own in each for device in own], sizes)
 
 
@@ -127,7 +98,7 @@ def rank_homes(sizes: Mapping[str, int] | None = None) -> tuple[Home, ...]:
         sizes: the axes inside a rank, and their sizes; by default it is one device.
 
     Raises:
-        ValueError: a process has fewer devices than these axes need.
+        ValueError: a process has fewer devices than these axes need, or others than another.
 
     Example:
         >>> import jax
@@ -135,10 +106,22 @@ def rank_homes(sizes: Mapping[str, int] | None = None) -> tuple[Home, ...]:
         True
     """
     sizes = sizes or {}
-    by_rank: dict[int, list[Any]] = collections.defaultdict(list)
+    found = [first_devices(own, sizes, n) for n, own in enumerate(_devices_of_processes())]
+    kinds = [sorted({device.device_kind for device in own}) for own in found]
+    if any(kind != kinds[0] for kind in kinds):
+        by = ", ".join(f"rank {n} on {' and '.join(kind)}" for n, kind in enumerate(kinds))
+        raise ValueError(
+            f"transport='device' cannot be had: JAX transfers between devices of one kind, and the "
+            f"ranks differ ({by}). Use transport='auto', which goes over sockets."
+        )
+    return tuple(home_over(own, sizes) for own in found)
+
+
+def _devices_of_processes() -> list[list[Any]]:
+    found: dict[int, list[Any]] = collections.defaultdict(list)
     for device in jax.devices():
-        by_rank[device.process_index].append(device)
-    return tuple(home_over(first_devices(by_rank[n], sizes, n), sizes) for n in sorted(by_rank))
+        found[device.process_index].append(device)
+    return [found[n] for n in sorted(found)]
 
 
 def first_devices(

@@ -176,7 +176,7 @@ def scenario_death(rank, num_ranks):
     transport.begin(1)
     if rank == 2:
         transport.send(x, messages[0])
-        transport.flush()
+        transport.settle([])
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
@@ -193,7 +193,7 @@ def scenario_death(rank, num_ranks):
 
 def main(scenario, rank, num_ranks, coordinator):
     faulthandler.dump_traceback_later(240, exit=True)  # a wait without an end says where
-    join_processes(coordinator, num_ranks, rank)
+    join_processes(coordinator, num_ranks, rank, host="127.0.0.1")
     found = {"all": scenario_all, "death": scenario_death}[scenario](rank, num_ranks)
     print(json.dumps(found), flush=True)
     sys.stdin.read()  # until the test has seen all

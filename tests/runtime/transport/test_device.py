@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,12 +16,14 @@ import pytest
 
 from jaxpp import schedules
 from jaxpp._program import Message, Program, Receive, Run, Send
+from jaxpp.runtime.arrays import sharding_in
 from jaxpp.runtime.executor._worker import Worker, interleave
+from jaxpp.runtime.transport import _device
 from jaxpp.runtime.transport._choice import RankDevices, choose_transport
 from jaxpp.runtime.transport._device import DeviceTransport
 from jaxpp.runtime.transport._errors import Aborted
 from jaxpp.runtime.transport._order import transfer_order
-from jaxpp.runtime.transport._processes import free_port
+from jaxpp.runtime.transport._processes import free_port, rank_homes
 from tests.runtime.transport import device_rank
 from tests.runtime.transport.ranks import blocked
 
@@ -219,10 +222,12 @@ class MeetingTransport(DeviceTransport):
 
     def __init__(self, rank, num_ranks, meeting):
         self.meeting = meeting
-        super().__init__(rank, [jax.devices()[0]] * num_ranks, everyone=False)
+        super().__init__(rank, [jax.devices()[0]] * num_ranks)
 
     def _put(self, message, arrays):
-        return self.meeting.meet((self._call, message.tag), arrays)
+        if self.rank in (message.source, message.target):
+            arrays = self.meeting.meet((self._call, message.tag), arrays)
+        return arrays
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -261,6 +266,55 @@ def test_transport_of_ranks_that_meet_gives_what_one_process_gives(seed):
                 assert float(value) == float(wanted[n])
 
 
+def test_all_ranks_ask_jax_for_the_same_transfers(monkeypatch):
+    """JAX counts keys in each process, one for each array and device: else three ranks diverge."""
+    devices = np.array(jax.devices()[:6]).reshape(3, 2)
+    homes = [jax.sharding.Mesh(own, ("data",)) for own in devices]
+    specs = ((("data",), ()), ((), ()), ((),))
+    sizes = ((4, 3), (2, 2), (0,))  # the last one has no bytes, and stays
+    avals = [jax.ShapeDtypeStruct(size, np.float32) for size in sizes]
+    names = tuple("abc")
+    crossing = [
+        Message(n, n % 3, (n + 1 + n // 3) % 3, names, ("edge",) * 3, tuple(avals), specs)
+        for n in range(6)
+    ]
+    asked = {rank: [] for rank in range(3)}
+    current = []
+
+    def device_put(arrays, shardings):
+        if arrays[0].sharding.device_set != shardings[0].device_set:
+            asked[current[0]].append([(a.shape, a.dtype, a.sharding, s)
+                                      for a, s in zip(arrays, shardings, strict=True)])  # fmt: skip
+        return arrays
+
+    def elsewhere(array_type, sharding):
+        shape, dtype = array_type.host_shape, array_type.host_dtype
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    transports = [DeviceTransport(rank, homes) for rank in range(3)]
+    monkeypatch.setattr(_device.jax, "device_put", device_put)
+    monkeypatch.setattr(_device, "_elsewhere", elsewhere)
+    for rank, transport in enumerate(transports):
+        transport.close()
+        current[:] = [rank]
+        for message in crossing:
+            shardings = [sharding_in(homes[message.source], spec) for spec in specs]
+            own = list(map(elsewhere, map(_device.ArrayType.of, avals[:2]), shardings))
+            transport._put(message, own if message.source == rank else None)
+    assert len(asked[0]) == 6 and all(len(arrays) == 2 for arrays in asked[0])
+    assert asked[0] == asked[1] == asked[2]
+
+
+def test_devices_of_different_kinds_are_an_error_that_says_why(monkeypatch):
+    kinds = ["H100", "H100", "A100"]
+    devices = [SimpleNamespace(process_index=n, device_kind=kind) for n, kind in enumerate(kinds)]
+    monkeypatch.setattr(jax, "devices", lambda: devices[:2])
+    assert rank_homes() == tuple(devices[:2])
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(ValueError, match=r"one kind.*rank 1 on H100, rank 2 on A100.*'auto'"):
+        rank_homes()
+
+
 # ---- failure ------------------------------------------------------------------------------------
 
 
@@ -269,7 +323,7 @@ def test_abort_wakes_a_receive_whose_turn_never_comes():
     never, awaited = (
         device_rank.message([x], tag, *ends) for tag, ends in ((0, (0, 1)), (1, (1, 0)))
     )
-    transport = DeviceTransport(0, [jax.devices()[0]] * 2, everyone=False)
+    transport = DeviceTransport(0, [jax.devices()[0]] * 2)
     transport.expect([never, awaited])
     transport.begin(1)
     wait = blocked(transport.receive, awaited)
@@ -307,6 +361,28 @@ def test_failure_of_a_transfer_reaches_the_receive_and_is_told():
 
 
 # ---- processes joined by JAX --------------------------------------------------------------------
+
+
+LAUNCHED = """
+import jax
+from jaxpp.runtime.transport import free_port, join_processes
+
+join_processes(f"127.0.0.1:{free_port()}", 1, 0, host="127.0.0.1")
+print(*(jax.config.read(f"jax_{kind}_visible_devices") for kind in ("cuda", "rocm")))
+print(jax.process_count())
+"""
+
+
+def test_a_launcher_does_not_choose_among_the_devices_that_a_worker_sees():
+    """Under Slurm JAX would take the GPU of the number of the process that has started Ray."""
+    slurm = {"JOB_ID": 7, "STEP_NODELIST": "a", "NTASKS": 8, "PROCID": 3, "LOCALID": 3}
+    launched = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+    launched |= {"JAX_LOCAL_DEVICE_IDS": "2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LAUNCHED]
+    found = subprocess.run(
+        command, env=os.environ | launched, capture_output=True, text=True, timeout=60
+    )
+    assert found.stdout.split() == ["all", "all", "1"], found.stderr
 
 
 def run_ranks(scenario, num_ranks, alive=lambda rank: True):

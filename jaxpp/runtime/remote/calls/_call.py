@@ -92,6 +92,11 @@ class Input:
             return self._copier(data)[0]
         return from_host(data, self.array_type, self._home, self.spec)
 
+    def compile(self) -> None:
+        """Compiles what makes the input from bytes, which the first call would do else."""
+        if self.array_type.nbytes <= LARGE:
+            self._copier(bytes(self.array_type.nbytes))
+
     def resplit(self, array: Any) -> Any:
         """Makes the input from an array of this rank; the array itself where its split is right."""
         wanted = self._sharding

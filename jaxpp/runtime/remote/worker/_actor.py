@@ -28,7 +28,6 @@ from jaxpp.runtime.transport import (
     first_devices,
     free_port,
     join_processes,
-    join_rank,
     rank_home,
     rank_homes,
 )
@@ -136,7 +135,7 @@ def _start_jax(setup: Setup) -> tuple[Home, SocketTransport | DeviceTransport]:
         return transport.home, transport
     if setup.span is not None:
         where = setup.span.coordinator, setup.span.num_processes, setup.process
-        join_rank(*where, host=setup.address or LOOPBACK)
+        join_processes(*where, host=setup.address or LOOPBACK)
         home = rank_home(sizes, setup.rank)
         return home, _socket_transport(setup, home)
     home = home_over(first_devices(jax.local_devices(), sizes, setup.rank), sizes)

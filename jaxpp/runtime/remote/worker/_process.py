@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpp._program import Message, Program, Receive, Run, Send
 from jaxpp._specs import Spec
@@ -36,6 +35,7 @@ from jaxpp.runtime.remote.calls import (
 from jaxpp.runtime.remote.worker._black_box import BlackBox, NotingWorker, doing
 from jaxpp.runtime.transport import (
     Aborted,
+    DeviceTransport,
     NotComputed,
     PeerLost,
     leave_processes,
@@ -178,6 +178,9 @@ class Process:
         }
         self.transport.expect([own.get(m.tag, m) for m in messages], step)
         made = tuple(Input(type_, self.home, spec) for type_, spec in inputs)
+        if isinstance(self.transport, DeviceTransport):  # it says why calls must not compile
+            for make in made:
+                make.compile()
         self._steps[step] = _Loaded(program, worker, made)
 
     def executables(self, step: int) -> Sequence[Any]:
@@ -423,5 +426,6 @@ class CopyingTransport:
 
     def send(self, arrays: list[Any], message: Message) -> None:
         """Starts to send a message; does not wait."""
-        copied = [jnp.copy(a) for a in arrays] if message.tag in self._tags else arrays
-        self._transport.send(copied, message)
+        if message.tag in self._tags:  # without a computation, which would be compiled here
+            arrays = jax.device_put(arrays, may_alias=False)
+        self._transport.send(arrays, message)
