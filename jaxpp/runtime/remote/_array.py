@@ -12,6 +12,7 @@ from jaxpp._specs import Spec, partition_spec
 from jaxpp.runtime.arrays import ArrayHandle
 
 if TYPE_CHECKING:
+    from jaxpp.runtime.remote._arrays import Arrays
     from jaxpp.runtime.remote._mesh import RemoteMpmdMesh
 
 
@@ -60,30 +61,31 @@ class RemoteArray(ArrayHandle):
         RemoteArray(int32[3] on rank 0) RemoteSharding(ranks=(0,)) [0 2 4]
     """
 
-    # Made by `RemoteMpmdMesh.new_array`.
+    # Made by `Arrays.new_array`.
     def __init__(
         self,
-        mesh: "RemoteMpmdMesh",
+        arrays: "Arrays",
         number: int,
         aval: Any,
         ranks: tuple[int, ...],
         spec: Spec = (),
     ):
-        self._mesh = mesh
+        self._arrays = arrays
         self._id = number
         self._aval = aval
         self._ranks = ranks
         self._spec = spec
         #: The number of restarts of the mesh before the array was made.
-        self.incarnation = mesh.incarnation
+        self.incarnation = arrays.incarnation
         self._gone = ""
+        arrays.note(self)
 
     # ---- its type and place ---------------------------------------------------------------------
 
     @property
     def mesh(self) -> "RemoteMpmdMesh":
         """The mesh whose ranks hold the array."""
-        return self._mesh
+        return self._arrays.mesh
 
     @property
     def id(self) -> int:
@@ -103,7 +105,7 @@ class RemoteArray(ArrayHandle):
     @property
     def sharding(self) -> Any:
         """The place of the array, as a `RemoteSharding`."""
-        return RemoteSharding(self._mesh, self._ranks, partition_spec(self._spec))
+        return RemoteSharding(self.mesh, self._ranks, partition_spec(self._spec))
 
     @property
     def is_fully_addressable(self) -> bool:
@@ -143,11 +145,11 @@ class RemoteArray(ArrayHandle):
 
     def copy_to_host_async(self) -> None:
         """Notes that the value is wanted; the next fetch brings all wanted values together."""
-        self._mesh.prefetch(self)
+        self._arrays.want(self)
 
     def block_until_ready(self) -> "RemoteArray":
         """Waits until the value is there; raises the error of the step that was to make it."""
-        self._mesh.wait_for(self)
+        self._arrays.wait_for(self)
         return self
 
     def __array__(self, dtype: Any = None, context: Any = None, copy: Any = None) -> np.ndarray:
@@ -155,11 +157,11 @@ class RemoteArray(ArrayHandle):
             raise TypeError(
                 f"{self!r} holds random keys, which NumPy has no type for; use jnp.asarray."
             )
-        value = self._mesh.fetch(self)
+        value = self._arrays.fetch(self)
         return value if dtype is None else value.astype(dtype)
 
     def __jax_array__(self) -> jax.Array:
-        return self._mesh.fetch_jax(self)
+        return self._arrays.fetch_jax(self)
 
     def __float__(self):
         return float(np.asarray(self))
@@ -189,16 +191,13 @@ class RemoteArray(ArrayHandle):
     def delete(self) -> None:
         """Lets its ranks drop the array."""
         if not self._gone:
-            self._mesh.release(self)
+            self._arrays.release(self)
             self._gone = "by delete()"
 
     def consume(self, why: str) -> None:
         """Notes that a call has taken the array's memory."""
         self._gone = why
-
-    def __del__(self):
-        if not getattr(self, "_gone", "never made"):
-            self._mesh.release(self)
+        self._arrays.forget(self)
 
     def __reduce__(self):
         raise TypeError(

@@ -2,12 +2,14 @@
 
 import collections
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
     ArrayType,
     Box,
@@ -17,27 +19,44 @@ from jaxpp.runtime.arrays import (
     join_shares,
 )
 from jaxpp.runtime.remote._array import RemoteArray
+from jaxpp.runtime.remote.calls import Lane, uninterrupted
 
-#: Fetches the bytes of arrays from workers, by their ids.
-Fetch = Callable[[dict[int, list[int]]], dict[int, list[Any]]]
+if TYPE_CHECKING:
+    from jaxpp.runtime.remote._mesh import RemoteMpmdMesh
+
+
+class _Handle(weakref.ref):
+    """A weak reference to a handle, with the id of its array and the ranks that hold it."""
+
+    __slots__ = ("id", "ranks")
+    id: int
+    ranks: tuple[int, ...]
 
 
 class Arrays:
     """The ids of arrays on the ranks, those that ranks may drop, and those that are to be fetched.
 
     Args:
-        fetch: gives the bytes of arrays, or of the worker's share of them; ids come by worker.
+        mesh: the mesh whose ranks hold the arrays.
+        group: the workers.
         insides: for each rank the axes inside it, and their sizes.
-        processes: how many workers a rank has.
     """
 
-    def __init__(self, fetch: Fetch, insides: Sequence[Mapping[str, int]], processes: int = 1):
-        self._fetch = fetch
-        self._insides, self._processes = insides, processes
+    def __init__(self, mesh: "RemoteMpmdMesh", group: Any, insides: Sequence[Mapping[str, int]]):
+        self.mesh = mesh
+        #: How often the mesh has been restarted; arrays from before are lost.
+        self.incarnation = 0
+        self._group, self._insides = group, insides
+        self._processes = mesh.processes_per_rank
         self._next = 1
-        self._released = [collections.deque[int]() for _ in insides]
+        #: The handles that are referred to, by id, and those that are not any more. The end of a
+        #: handle runs no Python code, in which a Ctrl-C could come.
+        self._live: dict[int, _Handle] = {}
+        self._dead: collections.deque[Any] = collections.deque()
         self._wanted: dict[int, RemoteArray] = {}
-        self._fetched: dict[int, np.ndarray] = {}
+        #: By id where an array that has been asked for arrives: a call, a worker, the place in its
+        #: answer, and the boxes of the array that are there.
+        self._asked: dict[int, list[tuple[Any, int, int, Any]]] = {}
         self._lock = threading.Lock()
 
     def new_ids(self, count: int) -> int:
@@ -47,60 +66,101 @@ class Arrays:
             self._next += count
         return first
 
+    def new_array(self, aval: Any, ranks: tuple[int, ...], spec: Spec = ()) -> RemoteArray:
+        """Makes a handle with an id of its own, for an array that ranks are going to hold."""
+        with uninterrupted():
+            return RemoteArray(self, self.new_ids(1), aval, ranks, spec)
+
+    # ---- their end ------------------------------------------------------------------------------
+
+    def note(self, array: RemoteArray) -> None:
+        """Notes a new handle, so that its ranks drop the array when its last reference goes."""
+        handle = _Handle(array, self._dead.append)
+        handle.id, handle.ranks = array.id, array.ranks
+        self._live[array.id] = handle
+
+    def forget(self, array: RemoteArray) -> None:
+        """Notes that a call consumes an array."""
+        self._live.pop(array.id, None)
+
     def release(self, array: RemoteArray) -> None:
-        """Notes that nobody wants an array any more; its ranks are told with their next call.
+        """Notes that nobody wants an array any more; its ranks are told with their next call."""
+        if (handle := self._live.get(array.id)) is not None:
+            self._dead.append(handle)
 
-        It runs on any thread, where the last reference goes, and so takes no lock.
+    def releases(self) -> list[tuple[int, ...]]:
+        """Gives, once only, the ids of arrays that each rank may drop."""
+        found: list[list[int]] = [[] for _ in self._insides]
+        while self._dead:
+            handle = self._dead.popleft()
+            if self._live.pop(handle.id, None) is not None:
+                self._wanted.pop(handle.id, None)
+                self._asked.pop(handle.id, None)
+                for rank in handle.ranks:
+                    found[rank].append(handle.id)
+        return [tuple(own) for own in found]
+
+    def restart(self) -> None:
+        """Notes that all arrays are lost."""
+        self.incarnation += 1
+        for records in (self._live, self._dead, self._wanted, self._asked):
+            records.clear()
+
+    # ---- their values ---------------------------------------------------------------------------
+
+    def check(self, array: RemoteArray) -> None:
+        """Checks that an array exists, and that no rank has failed.
+
+        Raises:
+            ValueError: it was donated or deleted, or it was lost when the mesh was restarted.
+            RankError: a rank has failed.
         """
-        for rank in array.ranks:
-            self._released[rank].append(array.id)
-        self._wanted.pop(array.id, None)
-        self._fetched.pop(array.id, None)
-
-    def releases(self, rank: int) -> tuple[int, ...]:
-        """Gives, once only, the ids of arrays that a rank may drop."""
-        found, queue = [], self._released[rank]
-        while queue:
-            found.append(queue.popleft())
-        return tuple(found)
+        self.mesh.check_open()
+        if array.is_deleted():
+            raise ValueError(f"The array was {array.why_deleted}; use what that call returned.")
+        if array.incarnation != self.incarnation:
+            raise ValueError(
+                f"{array!r} was lost when the mesh was restarted; load the last checkpoint."
+            )
+        self._group.check()
 
     def want(self, array: RemoteArray) -> None:
-        """Notes that an array is going to be fetched."""
+        """Notes that an array is going to be fetched; the next fetch asks for all of these."""
+        self.check(array)
         self._wanted[array.id] = array
 
-    def fetch(self, arrays: Sequence[RemoteArray]) -> list[np.ndarray]:
-        """Fetches the values of arrays and of all that are wanted, in one request a worker."""
-        with self._lock:
-            needed = {a.id: a for a in arrays if a.id not in self._fetched}
-            if needed:
-                # Values that were wanted but never asked for are dropped at the next request.
-                self._fetched = {a.id: self._fetched[a.id] for a in arrays if a.id not in needed}
-                needed |= {n: a for n, a in self._wanted.items() if not a.is_deleted()}
-                self._wanted.clear()
-                self._receive(list(needed.values()))
-            return [self._fetched.pop(a.id) for a in arrays]
+    def wait_for(self, array: RemoteArray) -> None:
+        """Waits until an array has been computed."""
+        self.check(array)
+        worker = self._group.workers(array.ranks[0])[0]
+        self._group.call(Lane.FETCH, "ready", {worker: ([array.id],)}).values()
 
-    def _receive(self, arrays: Sequence[RemoteArray]) -> None:
-        by_worker: dict[int, list[int]] = collections.defaultdict(list)
-        shares: dict[int, list[tuple[int, Any]]] = {}
+    def fetch(self, array: RemoteArray) -> np.ndarray:
+        """Fetches the value of an array; asks for all that are wanted, in one call a worker."""
+        self.check(array)
+        with self._lock, uninterrupted():
+            asked = self._asked.pop(array.id, None)
+            if asked is None:
+                wanted, self._wanted = self._wanted | {array.id: array}, {}
+                self._ask([a for a in wanted.values() if a.id not in self._asked])
+                asked = self._asked.pop(array.id)
+        self._group.flush()
+        parts = [(boxes, call.value(worker)[place]) for call, worker, place, boxes in asked]
+        if self._processes > 1:
+            return join_shares(ArrayType.of(array), parts)
+        return host_array(parts[0][1], ArrayType.of(array))
+
+    def _ask(self, arrays: Sequence[RemoteArray]) -> None:
+        """Asks the first ranks that hold some arrays for them."""
+        numbers: dict[int, list[int]] = collections.defaultdict(list)
+        asked: dict[int, list[tuple[int, int, Any]]] = collections.defaultdict(list)
         for array in arrays:
             first = array.ranks[0] * self._processes
-            own = enumerate(self._shares(array))
-            shares[array.id] = [(first + process, boxes) for process, boxes in own]
-            for worker, _ in shares[array.id]:
-                by_worker[worker].append(array.id)
-        found = self._fetch(by_worker)
-        data = {
-            (worker, number): part
-            for worker, numbers in by_worker.items()
-            for number, part in zip(numbers, found[worker], strict=True)
-        }
-        for array in arrays:
-            own = [(boxes, data[worker, array.id]) for worker, boxes in shares[array.id]]
-            if self._processes > 1:
-                self._fetched[array.id] = join_shares(ArrayType.of(array), own)
-            else:
-                self._fetched[array.id] = host_array(own[0][1], ArrayType.of(array))
+            for worker, boxes in enumerate(self._shares(array), first):
+                asked[array.id].append((worker, len(numbers[worker]), boxes))
+                numbers[worker].append(array.id)
+        call = self._group.begin(Lane.FETCH, "fetch", {w: (own,) for w, own in numbers.items()})
+        self._asked |= {number: [(call, *own) for own in parts] for number, parts in asked.items()}
 
     def _shares(self, array: RemoteArray) -> list[tuple[Box, ...]]:
         """Gives the boxes to ask of a rank's processes; of the first one alone if it has all."""
@@ -112,14 +172,7 @@ class Arrays:
 
     def fetch_jax(self, array: RemoteArray) -> jax.Array:
         """Fetches the value of an array of any dtype to the default device of this process."""
-        data = self.fetch([array])[0]
+        data = self.fetch(array)
         config: Any = jax.config
         device = config.jax_default_device or jax.local_devices()[0]
         return from_host(data.reshape(-1).view(np.uint8), ArrayType.of(array), device)
-
-    def clear(self) -> None:
-        """Forgets everything but the ids that have been used."""
-        for queue in self._released:
-            queue.clear()
-        self._wanted.clear()
-        self._fetched.clear()

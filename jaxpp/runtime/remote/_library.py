@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxpp import _compat
@@ -30,11 +30,16 @@ class _Step:
 
 @dataclasses.dataclass(frozen=True)
 class Loading:
-    """The arguments of `Process.compile` and `Process.load` that bring a step to a rank."""
+    """The arguments of `Process.compile` and `Process.load` that bring a step to a rank.
+
+    Those of `load` end with the executables, from `Library.shared`, that the rank lacks and others
+    compile.
+    """
 
     rank: int
     compile: tuple[Any, ...]
     load: tuple[Any, ...]
+    lacks: Collection[int]
 
 
 class Library:
@@ -106,6 +111,20 @@ class Library:
             for program in lacking
         ]
 
+    def shared(
+        self, loading: "Loading", others: Mapping[int, "Loading"], compiled: Mapping[int, Any]
+    ) -> dict[int, bytes]:
+        """Finds the executables that other ranks have compiled for this one.
+
+        Args:
+            loading: of the rank.
+            others: the loadings by worker.
+            compiled: what `Process.compile` gave each worker.
+        """
+        kind = self._kinds[loading.rank]
+        own = [found for w, found in compiled.items() if self._kinds[others[w].rank] == kind]
+        return {n: found[n] for found in own for n in loading.lacks if n in found}
+
     def _weight(self, computations: Iterable[int]) -> int:
         """Estimates how long computations take to compile, by their bytes."""
         return sum(len(self._exported[n].payload) for n in computations)
@@ -140,6 +159,7 @@ class Library:
             program.rank,
             ({n: self._exported[n] for n in compiles}, shared),
             (number, bare, messages, inputs, numbers, others, constants),
+            others,
         )
 
     def installed(self, step: int) -> None:

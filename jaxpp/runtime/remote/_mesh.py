@@ -1,16 +1,10 @@
 """`RemoteMpmdMesh`: a worker process for each rank, on the hosts of a Ray cluster."""
 
 import atexit
-import contextlib
-import itertools
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxpp._program import PIPELINE_AXIS, Bundle
@@ -27,8 +21,11 @@ from jaxpp.runtime.arrays import (
 from jaxpp.runtime.remote._array import RemoteArray
 from jaxpp.runtime.remote._arrays import Arrays
 from jaxpp.runtime.remote._library import Library
-from jaxpp.runtime.remote._step import RemoteStep
-from jaxpp.runtime.remote.calls import Batch, Feeds, Method, Pending, describe_batch
+from jaxpp.runtime.remote._step import Steps
+from jaxpp.runtime.remote.calls import Feeds, Lane, describe_batch
+
+if TYPE_CHECKING:
+    from jaxpp.runtime.remote.group import WorkerGroup
 
 
 class RemoteMpmdMesh:
@@ -162,7 +159,7 @@ class RemoteMpmdMesh:
         options: Mapping[str, Any],
     ) -> None:
         # The group brings Ray, which takes long to import.
-        from jaxpp.runtime.remote.group import Crew, Settings
+        from jaxpp.runtime.remote.group import Settings, WorkerGroup
 
         settings = Settings([axis_sizes(own) for own in insides], **options)
         settings.check()
@@ -170,26 +167,26 @@ class RemoteMpmdMesh:
         self.inside, self.insides = inside, tuple(insides)
         self.num_ranks = len(self.insides)
         self.processes_per_rank = settings.processes_per_rank
-        self.incarnation = 0
-        self._crew: Any = Crew(settings, lambda task: self._library.describe(task))
-        self._lock = threading.RLock()
-        self._calls = itertools.count(1)
-        hellos = self._crew.hellos
-        joined = self._crew.between_devices or self.processes_per_rank > 1
+        group = WorkerGroup(settings, lambda task: library.describe(task), self._hear)
+        self._group: WorkerGroup | None = group
+        joined = group.between_devices or self.processes_per_rank > 1
         #: Tells whether each rank has to know the messages of all ranks.
-        self.moves_all = self._crew.between_devices
+        self.moves_all = group.between_devices
         # Executables name devices by numbers. These may differ between ranks where
         # `jax.distributed` joins processes; then ranks do not share executables.
-        alike = [(h.node, h.device) for h in hellos]
-        kinds = range(self.num_ranks) if joined else alike
-        self._library = Library(hellos[0].platform, kinds, self.moves_all, settings.insides)
-        self._tracing: Any = None
-        self._arrays = Arrays(self._fetch_bytes, settings.insides, self.processes_per_rank)
-        self._feeds = Feeds(
+        kinds = range(self.num_ranks) if joined else [(h.node, h.device) for h in group.hellos]
+        platform = group.hellos[0].platform
+        library = Library(platform, kinds, self.moves_all, settings.insides)
+        self._arrays = Arrays(self, group, settings.insides)
+        feeds = Feeds(
             lambda load, value: self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
         )
+        self._steps = Steps(self._arrays, group, library, feeds)
         self._driver = os.getpid()
         atexit.register(self.shutdown)
+
+    def _hear(self, worker: int, number: int, pieces: Sequence[Any]) -> None:
+        """Takes what a worker tells."""
 
     def __repr__(self):
         return describe_mesh("RemoteMpmdMesh", self.axis_names, self.insides)
@@ -214,12 +211,12 @@ class RemoteMpmdMesh:
         """
         if os.getpid() != self._driver:
             return
-        with self._lock:
-            if self._crew is None:
+        with self._order():
+            if self._group is None:
                 return
             atexit.unregister(self.shutdown)
-            crew, self._crew = self._crew, None
-            crew.stop()
+            group, self._group = self._group, None
+            group.stop()
 
     def restart(self) -> None:
         """Makes the mesh fit for work after a failure, without its arrays.
@@ -228,80 +225,40 @@ class RemoteMpmdMesh:
         replaced where ranks have several processes, or send from device to device. `RemoteArray`s
         from before are lost: load a checkpoint.
         """
-        with self._lock:
-            self._check_open()
+        with self._order():
+            group = self._open_group()
             # This comes before the new workers, which will never make the arrays from before.
-            self.incarnation += 1
-            self._arrays.clear()
-            self._tracing = None
-            fresh = set(range(self.num_ranks))
+            self._arrays.restart()
+            steps, fresh = self._steps, set(range(self.num_ranks))
+            steps.tracing = None
             try:
-                fresh = self._crew.restart()
+                fresh = group.restart()
             finally:
-                self._library.forget(fresh)
-                self._feeds.forget(fresh)
+                steps.library.forget(fresh)
+                steps.feeds.forget(fresh)
 
-    def _check_open(self) -> None:
-        if self._crew is None:
+    def check_open(self) -> None:
+        """Raises a `ValueError` where the mesh has been shut down."""
+        self._open_group()
+
+    def _open_group(self) -> "WorkerGroup":
+        if self._group is None:
             raise ValueError("This RemoteMpmdMesh has been shut down; make a new one.")
+        return self._group
 
-    def _check(self) -> None:
-        self._check_open()
-        self._crew.check()
+    def _order(self) -> Any:
+        return self._steps.group.order
 
     # ---- steps ----------------------------------------------------------------------------------
 
     def load(self, bundle: Bundle) -> Any:
         """Compiles a step on the workers; returns the function that calls the step."""
-        with self._lock:
-            self._check()
-            number = self._library.add(bundle)
-            step = RemoteStep(self, bundle, number)
-            weakref.finalize(step, self._library.remove, number)
-            self._install(number)
-        return with_stacked(step, bundle)
-
-    def _install(self, step: int) -> None:
-        """Brings a step to the workers that do not have it."""
-        crew = self._crew
-        for rank, *removed in self._library.removals():
-            for worker in crew.workers(rank):
-                crew.call_in_turn(worker, "unload", *removed)
-        loadings = self._library.missing(step)
-        if not loadings:  # as in every call but the first
-            return
-        each = [(worker, x) for x in loadings for worker in crew.workers(x.rank)]
-        compiled = [crew.call_in_turn(w, "compile", *x.compile) for w, x in each]
-        # The references are in a list. Ray would wait for references that are arguments themselves
-        # before it sends this call and all later ones, heartbeats too.
-        loaded = [crew.call_in_turn(w, "load", *x.load, compiled) for w, x in each]
-        for (worker, _), *references in zip(each, compiled, loaded, strict=True):
-            for reference in references:
-                crew.value(worker, reference)
-        self._library.installed(step)
-
-    @contextlib.contextmanager
-    def turn(self, step: int) -> Iterator[int]:
-        """Gives a call of a step its number; lets one call in at a time, so ranks see one order."""
-        with self._lock:
-            self._check()
-            self._install(step)
-            yield next(self._calls)
-
-    def submit(self, calls: Sequence[tuple[int, Sequence[Any]]]) -> None:
-        """Sends a call to each rank; waits first where too many are under way."""
-        self._crew.submit(calls)
+        self.check_open()
+        return with_stacked(self._steps.load(bundle), bundle)
 
     def feed(self, load: Callable[[Any], Any], value: Any) -> Any:
         """Gives placeholders of `load(value)` for the arguments of a call; the ranks load it."""
-        return self._feeds(load, value)
-
-    def load_batches(self, rank: int, batches: Iterable[Batch]) -> None:
-        """Lets a rank load the batches that its next call reads."""
-        for batch in batches:
-            load = self._feeds.load_for(rank, batch)
-            for worker in self._crew.workers(rank):
-                self._crew.follow(worker, self._crew.call(worker, "feed", batch, load))
+        return self._steps.feeds(load, value)
 
     # ---- traces ---------------------------------------------------------------------------------
 
@@ -318,7 +275,8 @@ class RemoteMpmdMesh:
             RuntimeError: the mesh is traced already.
             OSError: the directory cannot be written to.
         """
-        self._tracing = trace.start_trace(self, directory, profiler, self._tracing)
+        steps = self._steps
+        steps.tracing = trace.start_trace(self, directory, profiler, steps.tracing)
 
     def stop_trace(self) -> trace.Trace:
         """Ends the trace once all calls have been computed, and writes its files.
@@ -332,79 +290,23 @@ class RemoteMpmdMesh:
             RuntimeError: the mesh is not traced.
             RankError: a rank has failed; its part of the trace is lost.
         """
-        session, self._tracing = self._tracing, None
+        session, self._steps.tracing = self._steps.tracing, None
         return trace.stop_trace(self, session, range(self.num_ranks))
-
-    def note_traced(self, step: int, bundle: Bundle) -> None:
-        """Notes the programs of a step for the trace that is being recorded, if there is one."""
-        if self._tracing is not None:
-            self._tracing.steps[step] = bundle
 
     # ---- arrays ---------------------------------------------------------------------------------
 
     def new_array(self, aval: Any, ranks: tuple[int, ...], spec: Spec = ()) -> RemoteArray:
         """Makes a handle with an id of its own, for an array that ranks are going to hold."""
-        return RemoteArray(self, self._arrays.new_ids(1), aval, ranks, spec)
+        return self._arrays.new_array(aval, ranks, spec)
 
-    def new_ids(self, count: int) -> int:
-        """Gives the first of `count` successive ids for new arrays."""
-        return self._arrays.new_ids(count)
+    def check_array(self, array: RemoteArray) -> None:
+        """Checks that an array exists, and that no rank has failed; see `Arrays.check`."""
+        self._arrays.check(array)
 
     def flush(self) -> None:
         """Tells the ranks at once which arrays they may drop; else the next call tells them."""
-        with self._lock:
-            for rank in range(self.num_ranks):
-                if released := self.releases(rank):
-                    for worker in self._crew.workers(rank):
-                        self._crew.call_in_turn(worker, "drop", released)
-
-    def releases(self, rank: int) -> tuple[int, ...]:
-        """Gives, once only, the ids of arrays that a rank may drop; the caller tells the rank."""
-        return self._arrays.releases(rank)
-
-    def release(self, array: RemoteArray) -> None:
-        """Lets the ranks drop an array."""
-        if array.incarnation == self.incarnation:
-            self._arrays.release(array)
-
-    def prefetch(self, array: RemoteArray) -> None:
-        """Notes that an array is going to be fetched; the next fetch of any array brings it too."""
-        self.check_array(array)
-        self._arrays.want(array)
-
-    def fetch(self, array: RemoteArray) -> np.ndarray:
-        """Fetches the value of an array."""
-        self.check_array(array)
-        return self._arrays.fetch([array])[0]
-
-    def fetch_jax(self, array: RemoteArray) -> jax.Array:
-        """Fetches the value of an array to the default device of this process."""
-        self.check_array(array)
-        return self._arrays.fetch_jax(array)
-
-    def wait_for(self, array: RemoteArray) -> None:
-        """Waits until an array has been computed."""
-        self.check_array(array)
-        self._crew.ask(Method.READY, {self._crew.workers(array.ranks[0])[0]: [array.id]})
-
-    def _fetch_bytes(self, numbers: dict[int, list[int]]) -> dict[int, list[Any]]:
-        return self._crew.ask(Method.FETCH, numbers)
-
-    def check_array(self, array: RemoteArray) -> None:
-        """Checks that an array exists, and that no rank has failed.
-
-        Raises:
-            ValueError: it was donated or deleted, or it was lost when the mesh was restarted.
-            RankError: a rank has failed.
-        """
-        self._check_open()
-        if array.is_deleted():
-            raise ValueError(f"The array was {array.why_deleted}; use what that call returned.")
-        if array.incarnation != self.incarnation:
-            raise ValueError(
-                f"{array!r} was lost when the mesh was restarted; load the last checkpoint."
-            )
-        self._crew.check()
+        self.check_open()
+        self._steps.flush()
 
     # ---- functions on the workers ---------------------------------------------------------------
 
@@ -432,18 +334,50 @@ class RemoteMpmdMesh:
 
     def apply_async(
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
-    ) -> Pending:
+    ) -> "Applied":
         """Starts a function as `apply` does, and does not wait; `.result()` waits."""
         return self._start(function, args, everywhere=False, ordered=ordered)
 
     def apply_everywhere(
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
-    ) -> Pending:
+    ) -> "Applied":
         """Starts a function as `apply_async` does, but in all processes of each rank."""
         return self._start(function, args, everywhere=True, ordered=ordered)
 
-    def _start(self, *what: Any, everywhere: bool, ordered: bool) -> Pending:
-        with self._lock:
-            self._check()
+    def _start(
+        self,
+        function: Callable[..., Any],
+        args: Mapping[int, tuple],
+        *,
+        everywhere: bool,
+        ordered: bool,
+    ) -> "Applied":
+        group = self._open_group()
+        own = {
+            worker: (function, *args[rank])
+            for rank in args
+            for worker in (group.workers(rank) if everywhere else group.workers(rank)[:1])
+        }
+        with group.order:
+            group.check()
             self.flush()
-            return self._crew.apply(*what, everywhere=everywhere, ordered=ordered)
+            lane = Lane.ORDERED if ordered else Lane.ASIDE
+            return Applied(group.call(lane, "apply", own, code=True), self.processes_per_rank)
+
+
+class Applied:
+    """A function that runs on some ranks."""
+
+    def __init__(self, call: Any, processes: int):
+        self._call, self._processes = call, processes
+
+    def result(self) -> dict[int, Any]:
+        """Waits for all ranks; returns by rank the result of its first process, or raises."""
+        return {rank: found[0] for rank, found in self.results().items()}
+
+    def results(self) -> dict[int, list[Any]]:
+        """Waits for all ranks; returns by rank the results of its processes."""
+        found: dict[int, list[Any]] = {}
+        for worker, value in self._call.values().items():
+            found.setdefault(worker // self._processes, []).append(value)
+        return found

@@ -1,9 +1,10 @@
-"""A step on a remote mesh, and the driver's work for a call of the step."""
+"""The steps of a remote mesh: loads them on the workers, and calls them."""
 
 import itertools
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,21 +14,100 @@ from jaxpp._specs import axis_sizes, partition_spec
 from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of, put_together, to_host
 from jaxpp.runtime.executor import Description, collectives, describe
 from jaxpp.runtime.remote._array import RemoteArray, RemoteSharding
-from jaxpp.runtime.remote.calls import CHECKS, FED, MOVED, VALUE, Call, Move
+from jaxpp.runtime.remote._arrays import Arrays
+from jaxpp.runtime.remote._library import Library
+from jaxpp.runtime.remote.calls import (
+    CHECKS,
+    FED,
+    LARGE,
+    MOVED,
+    VALUE,
+    Batch,
+    Call,
+    Feeds,
+    Lane,
+    Move,
+    pack,
+    uninterrupted,
+)
 
-if TYPE_CHECKING:
-    from jaxpp.runtime.remote._mesh import RemoteMpmdMesh
+
+class Steps:
+    """The steps of a mesh, in one order for all ranks.
+
+    Args:
+        arrays: the records of the mesh's arrays.
+        group: the workers.
+        library: the program cache.
+        feeds: the functions that feed steps.
+    """
+
+    def __init__(self, arrays: Arrays, group: Any, library: Library, feeds: Feeds):
+        self.arrays, self.group, self.library, self.feeds = arrays, group, library, feeds
+        self.mesh = arrays.mesh
+        self.calls = itertools.count(1)
+        #: The trace that is being recorded, if there is one.
+        self.tracing: Any = None
+
+    def load(self, bundle: Bundle) -> "RemoteStep":
+        """Compiles a step on the workers."""
+        with self.group.order:
+            self.group.check()
+            number = self.library.add(bundle)
+            step = RemoteStep(self, bundle, number)
+            weakref.finalize(step, self.library.remove, number)
+            self.install(number)
+        return step
+
+    def install(self, step: int) -> None:
+        """Brings a step to the workers that do not have it, before any of them begins to run it.
+
+        A rank that still compiled could not take part in transfers that others have begun.
+        """
+        group = self.group
+        with uninterrupted():
+            for rank, *unused in self.library.removals():
+                args = dict.fromkeys(group.workers(rank), tuple(unused))
+                group.post(group.posts(Lane.ORDERED, "unload", args))
+        loadings = self.library.missing(step)
+        if not loadings:  # as in every call but the first
+            return
+        each = {worker: x for x in loadings for worker in group.workers(x.rank)}
+        compile = {worker: x.compile for worker, x in each.items()}
+        compiled = group.call(Lane.ORDERED, "compile", compile).values()
+        load = {w: (*x.load, self.library.shared(x, each, compiled)) for w, x in each.items()}
+        group.call(Lane.ORDERED, "load", load).values()
+        self.library.installed(step)
+
+    def flush(self) -> None:
+        """Tells the ranks at once which arrays they may drop; else the next call tells them."""
+        with self.group.order, uninterrupted():
+            for rank, released in enumerate(self.arrays.releases()):
+                args = dict.fromkeys(self.group.workers(rank) if released else (), (released,))
+                self.group.post(self.group.posts(Lane.ORDERED, "drop", args))
+        self.group.flush()
+
+    def loads(self, rank: int, batches: Iterable[Batch]) -> list[Any]:
+        """Makes the posts that let a rank load the batches that its next call reads."""
+        posts = []
+        for batch in batches:
+            args = batch, self.feeds.load_for(rank, batch)
+            workers = self.group.workers(rank)
+            posts += self.group.posts(Lane.FEED, "feed", dict.fromkeys(workers, args))
+            self.feeds.note(rank, batch)
+        return posts
 
 
 class RemoteStep:
     """A step's programs, loaded on the workers of a mesh; called with its flat arguments."""
 
-    def __init__(self, mesh: "RemoteMpmdMesh", bundle: Bundle, number: int):
+    def __init__(self, steps: Steps, bundle: Bundle, number: int):
         self.bundle = bundle
         self.number = number
-        self._mesh = mesh
+        self._steps, self._mesh = steps, steps.mesh
         self._readers = _ranks_of([p.inputs for p in bundle.programs], len(bundle.arguments))
         self._types = [ArrayType.of(a.aval) for a in bundle.arguments]
+        held = _ranks_of([p.outputs for p in bundle.programs], len(bundle.results))
         #: For each result its type, the ranks that hold it, and its split in each rank.
         self._held = [
             (
@@ -35,11 +115,7 @@ class RemoteStep:
                 ranks,
                 result.spec or (),
             )
-            for result, ranks in zip(
-                bundle.results,
-                _ranks_of([p.outputs for p in bundle.programs], len(bundle.results)),
-                strict=True,
-            )
+            for result, ranks in zip(bundle.results, held, strict=True)
             for a in [result.aval]
         ]
 
@@ -62,59 +138,74 @@ class RemoteStep:
         if (results := put_together(self, args)) is not None:
             return results
         check_arguments(self.bundle, args)
-        for arg in args:
-            if isinstance(arg, RemoteArray):
-                self._check_mesh(arg)
-        with self._mesh.turn(self.number) as number:
-            return self._call(number, args)
-
-    def _check_mesh(self, arg: RemoteArray) -> None:
-        if arg.mesh is not self._mesh:
-            raise ValueError(
-                f"{arg!r} is on another mesh than the step; fetch it with jax.device_get first."
-            )
-        self._mesh.check_array(arg)
-
-    def _call(self, number: int, args: Sequence[Any]) -> list[Any]:
-        mesh, bundle = self._mesh, self.bundle
-        moves, dropped = self._plan(args)
-        results = mesh.new_ids(len(self._held))
+        # These may have to be computed first.
         values = {
             n: _bytes_of(arg, self._types[n])
             for n, arg in enumerate(args)
             if not isinstance(arg, RemoteArray | Fed) and self._readers[n]
         }
-        mesh.note_traced(self.number, bundle)
+        steps, group = self._steps, self._steps.group
+        with group.order:
+            self._check(args)
+            steps.install(self.number)
+            group.wait_for_room()
+            with uninterrupted():
+                results = self._call(next(steps.calls), args, values)
+        group.flush()
+        return results
+
+    def _check(self, args: Sequence[Any]) -> None:
+        self._mesh.check_open()
+        self._steps.group.check()
+        for arg in args:
+            if isinstance(arg, RemoteArray):
+                if arg.mesh is not self._mesh:
+                    raise ValueError(
+                        f"{arg!r} is on another mesh than the step; fetch it with jax.device_get "
+                        f"first."
+                    )
+                self._steps.arrays.check(arg)
+
+    def _call(self, number: int, args: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
+        """Posts the calls of all ranks, and takes note of it, without a wait."""
+        steps, bundle = self._steps, self.bundle
+        moves, dropped = self._plan(args)
+        results = steps.arrays.new_ids(len(self._held))
         checks = tuple(name for name in CHECKS if getattr(jax.config, f"jax_{name}"))
-        calls = []
+        calls, posts, released = {}, [], steps.arrays.releases()
         for program in bundle.programs:
             rank = program.rank
             numbers = [n for n, _ in program.inputs]
             fed = [args[n] for n in numbers if isinstance(args[n], Fed)]
-            mesh.load_batches(rank, dict.fromkeys(leaf.batch for leaf in fed))
+            posts += steps.loads(rank, dict.fromkeys(leaf.batch for leaf in fed))
+            own = [values[n] for n in numbers if n in values]
             call = Call(
                 number,
                 self.number,
                 tuple(_source(args[n], rank) for n in numbers),
                 results,
-                (*mesh.releases(rank), *dropped[rank]),
+                (*released[rank], *dropped[rank]),
                 tuple(
                     m
                     for m in moves
-                    if mesh.moves_all or m.message.source == rank or m.message.target == rank
+                    if self._mesh.moves_all or rank in (m.message.source, m.message.target)
                 ),
                 tuple((leaf.batch.number, leaf.index) for leaf in fed),
                 checks,
+                tuple(v if v.nbytes > LARGE else v.tobytes() for v in own),
             )
-            calls.append((rank, call.pack([values[n] for n in numbers if n in values])))
-        mesh.submit(calls)
+            calls[rank] = pack(("run", tuple(call)))
+        steps.group.post([*posts, *steps.group.steps(calls)])
+        if steps.tracing is not None:
+            steps.tracing.steps[self.number] = bundle
         for n in bundle.donated:
             arg = args[n]
             if isinstance(arg, RemoteArray):
                 arg.consume(f"donated as args{bundle.arguments[n].name} to call {number}")
             elif isinstance(arg, jax.Array):
                 arg.delete()
-        return [RemoteArray(mesh, results + n, *own) for n, own in enumerate(self._held)]
+        held = enumerate(self._held, results)
+        return [RemoteArray(steps.arrays, id_, *own) for id_, own in held]
 
     def _plan(self, args: Sequence[Any]) -> tuple[list[Move], dict[int, list[int]]]:
         """Finds what ranks send before the step, and the donated arrays that each rank drops."""

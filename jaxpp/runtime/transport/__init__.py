@@ -14,6 +14,8 @@ from jaxpp.runtime.transport._errors import PeerLost as PeerLost
 from jaxpp.runtime.transport._errors import TransportError as TransportError
 from jaxpp.runtime.transport._frames import Bytes as Bytes
 from jaxpp.runtime.transport._frames import send_pieces as send_pieces
+from jaxpp.runtime.transport._frames import send_some as send_some
+from jaxpp.runtime.transport._frames import stream_of as stream_of
 from jaxpp.runtime.transport._order import transfer_order as transfer_order
 from jaxpp.runtime.transport._processes import first_devices as first_devices
 from jaxpp.runtime.transport._processes import free_port as free_port

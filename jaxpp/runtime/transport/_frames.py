@@ -10,7 +10,7 @@ import io
 import itertools
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from jaxpp._program import Message
@@ -116,31 +116,34 @@ def send_frame(connection: socket.socket, header: Header, arrays: Sequence[Bytes
     send_pieces(connection, pieces)
 
 
-def send_pieces(
-    connection: socket.socket, pieces: list[Bytes], wait: Callable[[], None] | None = None
-) -> None:
-    """Sends bytes one after the other.
+def send_pieces(connection: socket.socket, pieces: list[Bytes]) -> None:
+    """Sends bytes one after the other; waits until the connection has taken all.
 
     Args:
         connection: what nobody else writes to meanwhile.
         pieces: the bytes, none of them empty; the list is emptied.
-        wait: returns once the connection takes more, or raises; by default the system waits.
 
     Raises:
         OSError: if the connection ends first.
     """
-    flags = 0 if wait is None else socket.MSG_DONTWAIT
     while pieces:
-        try:
-            sent = connection.sendmsg(pieces[:_MOST_PIECES], [], flags)
-        except BlockingIOError:
-            assert wait is not None
-            wait()
-            continue
-        while pieces and sent >= len(pieces[0]):
-            sent -= len(pieces.pop(0))
-        if sent:
-            pieces[0] = memoryview(pieces[0])[sent:]
+        send_some(connection, pieces, 0)
+
+
+def send_some(
+    connection: socket.socket, pieces: list[Bytes], flags: int = socket.MSG_DONTWAIT
+) -> None:
+    """Sends as many bytes as the connection takes at once, and removes them from `pieces`.
+
+    Raises:
+        BlockingIOError: if it takes none now.
+        OSError: if the connection has ended.
+    """
+    sent = connection.sendmsg(pieces[:_MOST_PIECES], [], flags)
+    while pieces and sent >= len(pieces[0]):
+        sent -= len(pieces.pop(0))
+    if sent:
+        pieces[0] = memoryview(pieces[0])[sent:]
 
 
 def stream_of(connection: socket.socket) -> io.BufferedReader:

@@ -1,6 +1,7 @@
 """Who has failed first is found out of what is heard of the workers, in whatever order it comes."""
 
 import itertools
+from unittest import mock
 
 import pytest
 
@@ -21,7 +22,9 @@ def waited(rank, for_rank, task="receive of x"):
 
 def ranks(number, processes=1):
     return [
-        Member(n, None, n // processes, n % processes, processes, host="here", pid=100 + n)
+        Member(
+            n, n // processes, n % processes, processes, hello=mock.Mock(host="here", pid=100 + n)
+        )
         for n in range(number * processes)
     ]
 

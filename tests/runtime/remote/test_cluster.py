@@ -19,7 +19,7 @@ from ray.util.placement_group import placement_group_table  # noqa: E402
 
 from jaxpp import _compat  # noqa: E402
 from jaxpp.runtime.remote.cluster import _cluster, _environment, _session  # noqa: E402
-from jaxpp.runtime.remote.group import _gang  # noqa: E402
+from jaxpp.runtime.remote.group import _group  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -460,13 +460,13 @@ def test_workers_that_share_a_gpu_share_its_memory():
 
 
 def test_a_worker_with_a_gpu_that_runs_on_cpu_is_refused():
-    gang, member = object.__new__(_gang.Gang), unittest.mock.Mock(rank=3)
-    gang._settings = unittest.mock.Mock(gpus_per_rank=1.0, environment={"JAX_PLATFORMS": "cpu"})
+    group, member = object.__new__(_group.WorkerGroup), unittest.mock.Mock(rank=3)
+    group._settings = unittest.mock.Mock(gpus_per_rank=1.0, environment={"JAX_PLATFORMS": "cpu"})
     told = r"rank 3 on b has a GPU, for gpus_per_rank=1, but .* CPU there, with JAX_PLATFORMS='cpu'"
     with pytest.raises(RuntimeError, match=told):
-        gang._check(member, unittest.mock.Mock(platform="cpu", host="b"))
-    hello = unittest.mock.Mock(platform="cuda", versions=_gang.versions())
-    gang._check(member, hello)
+        group._check(member, unittest.mock.Mock(platform="cpu", host="b"))
+    hello = unittest.mock.Mock(platform="cuda", versions=_group.versions())
+    group._check(member, hello)
 
 
 def test_only_one_variable_gives_the_fraction_of_a_gpus_memory(monkeypatch):
@@ -593,16 +593,16 @@ def test_ranks_on_another_node_than_the_driver_need_an_address(monkeypatch, node
     context = SimpleNamespace(get_node_id=lambda: "here")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     places = [[_cluster.Place(n, node, "10.0.0.1", node)] for n, node in enumerate(nodes)]
-    gang = object.__new__(_gang.Gang)
-    gang._reservation = SimpleNamespace(places=places)
-    gang._settings = SimpleNamespace(address=address)
+    group = object.__new__(_group.WorkerGroup)
+    group._reservation = SimpleNamespace(places=places)
+    group._settings = SimpleNamespace(address=address)
     if fits:
-        gang._check_nodes()
+        group._check_nodes()
         return
     with pytest.raises(
         ValueError, match=r"there \(10\.0\.0\.1\), not all on here,.*address='auto'"
     ):
-        gang._check_nodes()
+        group._check_nodes()
 
 
 def descendants(pid: int) -> list[int]:

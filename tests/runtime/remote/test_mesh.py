@@ -397,7 +397,7 @@ def test_a_step_is_lowered_for_the_platform_of_the_workers(mesh):
     lowered = jaxpp.place(step_of(), local(2)).lower(*start(init_params(2)), batch())
     exported = export(lowered.bundle.computations[0], "cuda")  # needs no GPU
     assert jax_export.deserialize(bytearray(exported.payload)).platforms == ("cuda",)
-    assert mesh._crew.hellos[0].platform == jax_export.default_export_platform()
+    assert mesh._group.hellos[0].platform == jax_export.default_export_platform()
 
 
 def test_transfers_between_devices_give_the_same(ray_session):
@@ -460,9 +460,9 @@ def test_a_fork_of_the_driver_leaves_the_mesh_alone(mesh):
 
 
 def test_other_versions_are_refused(ray_session, monkeypatch):
-    from jaxpp.runtime.remote.group import _gang
+    from jaxpp.runtime.remote.group import _group
 
-    monkeypatch.setattr(_gang, "versions", lambda: {"jax": "0.9.0"})
+    monkeypatch.setattr(_group, "versions", lambda: {"jax": "0.9.0"})
     with pytest.raises(ValueError, match=r"rank 0 on .* has jax .* \(here 0.9.0\)"):
         jaxpp.RemoteMpmdMesh((1,))
 

@@ -1,12 +1,15 @@
-"""The calls of the driver: what it sends to a worker, over which connection, and in which order."""
+"""The calls of the driver on its workers: their messages, and the connection that carries them."""
 
 from jaxpp.runtime.remote.calls._call import CHECKS as CHECKS
 from jaxpp.runtime.remote.calls._call import FED as FED
+from jaxpp.runtime.remote.calls._call import LARGE as LARGE
 from jaxpp.runtime.remote.calls._call import MOVED as MOVED
 from jaxpp.runtime.remote.calls._call import VALUE as VALUE
 from jaxpp.runtime.remote.calls._call import Call as Call
 from jaxpp.runtime.remote.calls._call import Input as Input
 from jaxpp.runtime.remote.calls._call import Move as Move
+from jaxpp.runtime.remote.calls._client import Answer as Answer
+from jaxpp.runtime.remote.calls._client import Client as Client
 from jaxpp.runtime.remote.calls._export import Exported as Exported
 from jaxpp.runtime.remote.calls._export import compile_exported as compile_exported
 from jaxpp.runtime.remote.calls._export import export as export
@@ -19,15 +22,12 @@ from jaxpp.runtime.remote.calls._feed import Batch as Batch
 from jaxpp.runtime.remote.calls._feed import Feeds as Feeds
 from jaxpp.runtime.remote.calls._feed import Loader as Loader
 from jaxpp.runtime.remote.calls._feed import describe_batch as describe_batch
-from jaxpp.runtime.remote.calls._line import DRIVER as DRIVER
-from jaxpp.runtime.remote.calls._line import PATIENCE as PATIENCE
-from jaxpp.runtime.remote.calls._line import Line as Line
-from jaxpp.runtime.remote.calls._line import Method as Method
-from jaxpp.runtime.remote.calls._line import Said as Said
-from jaxpp.runtime.remote.calls._line import answer as answer
-from jaxpp.runtime.remote.calls._line import listen as listen
-from jaxpp.runtime.remote.calls._line import stream_of as stream_of
-from jaxpp.runtime.remote.calls._pending import Countdown as Countdown
-from jaxpp.runtime.remote.calls._pending import Pending as Pending
-from jaxpp.runtime.remote.calls._turns import Turn as Turn
-from jaxpp.runtime.remote.calls._turns import Turns as Turns
+from jaxpp.runtime.remote.calls._interrupts import uninterrupted as uninterrupted
+from jaxpp.runtime.remote.calls._messages import DRIVER as DRIVER
+from jaxpp.runtime.remote.calls._messages import Kind as Kind
+from jaxpp.runtime.remote.calls._messages import Lane as Lane
+from jaxpp.runtime.remote.calls._messages import Message as Message
+from jaxpp.runtime.remote.calls._messages import listen as listen
+from jaxpp.runtime.remote.calls._messages import pack as pack
+from jaxpp.runtime.remote.calls._messages import pack_code as pack_code
+from jaxpp.runtime.remote.calls._messages import unpack as unpack

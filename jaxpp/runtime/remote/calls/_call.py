@@ -1,9 +1,6 @@
 """A call of a step as it goes from the driver to a rank, and the inputs that the rank makes."""
 
-import dataclasses
-import pickle
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,19 +9,16 @@ from jax.sharding import Mesh
 from jaxpp._program import Message
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, Copier, Home, from_host, sharding_in
-from jaxpp.runtime.transport import Bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """The transfer of an argument before the step, from a rank that holds it to a reader."""
 
     array: int
     message: Message
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One call of a step, for one rank.
 
     Args:
@@ -38,6 +32,7 @@ class Call:
         moves: what is sent and received before the step, in one order for all ranks.
         fed: of each array that the rank loads itself, the number of its batch, and its own there.
         checks: JAX's settings under which results are checked, such as `"debug_nans"`.
+        values: the bytes of arrays that come with the call.
     """
 
     number: int
@@ -45,28 +40,16 @@ class Call:
     arrays: tuple[int, ...]
     results: int
     dropped: tuple[int, ...]
-    moves: tuple[Move, ...] = ()
-    fed: tuple[tuple[int, int], ...] = ()
-    checks: tuple[str, ...] = ()
-
-    def pack(self, values: Sequence[np.ndarray]) -> list[Bytes]:
-        """Gives the bytes of a call and of arrays that come with it; large ones by themselves."""
-        small = [None if v.nbytes > LARGE else v.tobytes() for v in values]
-        fields = tuple(getattr(self, f.name) for f in dataclasses.fields(self))
-        return [pickle.dumps((fields, small)), *(v.data for v in values if v.nbytes > LARGE)]
-
-    @staticmethod
-    def unpack(packed: Bytes, *large: Bytes) -> tuple["Call", list[Bytes]]:
-        """Undoes `pack`."""
-        fields, small = pickle.loads(packed)
-        rest = iter(large)
-        return Call(*fields), [next(rest) if v is None else v for v in small]
+    moves: tuple[Move, ...]
+    fed: tuple[tuple[int, int], ...]
+    checks: tuple[str, ...]
+    values: tuple[bytes | np.ndarray, ...]
 
 
 VALUE, MOVED, FED = -1, -2, -3
 #: Settings that a call takes from its caller: they are no part of the traced step.
 CHECKS = ("debug_nans", "debug_infs")
-#: Bytes above which an array goes by itself.
+#: Bytes above which the memory of an array goes by itself.
 LARGE = 1 << 14
 
 

@@ -24,6 +24,10 @@ class Batch:
     value: Any
 
 
+#: The functions that a mesh keeps; one that is used again later is described again.
+KEPT = 64
+
+
 class Feeds:
     """The driver's side: the functions that load, and the types of the arrays that each gives.
 
@@ -33,28 +37,35 @@ class Feeds:
 
     def __init__(self, describe: Callable[[Callable[[Any], Any], Any], Any]):
         self._describe = describe
-        self._loads: list[Callable[[Any], Any]] = []
-        self._types: list[Any] = []
+        #: The functions that are kept, with their types; the first one's number is `_first`.
+        self._loads: list[tuple[Callable[[Any], Any], Any]] = []
+        self._first = 0
         self._numbers = itertools.count()
+        #: The numbers of the functions that each rank has.
         self._known: dict[int, set[int]] = {}
 
     def __call__(self, load: Callable[[Any], Any], value: Any) -> Any:
         """Gives placeholders of `load(value)` for the arguments of a call."""
-        if load not in self._loads:
-            self._types.append(self._describe(load, value))
-            self._loads.append(load)
-        number = self._loads.index(load)
-        batch = Batch(next(self._numbers), number, value)
-        leaves, tree = jtu.tree_flatten(self._types[number])
+        index = next((i for i, own in enumerate(self._loads) if own[0] == load), None)
+        if index is None:
+            self._loads.append((load, self._describe(load, value)))
+            if len(self._loads) > KEPT:
+                del self._loads[0]
+                self._first += 1
+            index = len(self._loads) - 1
+        batch = Batch(next(self._numbers), self._first + index, value)
+        leaves, tree = jtu.tree_flatten(self._loads[index][1])
         return jtu.tree_unflatten(tree, [Fed(batch, i, aval) for i, aval in enumerate(leaves)])
 
     def load_for(self, rank: int, batch: Batch) -> Callable[[Any], Any] | None:
         """Gives the function that loads a batch; None where the rank has it already."""
-        known = self._known.setdefault(rank, set())
-        if batch.load in known:
+        if batch.load in self._known.get(rank, ()):
             return None
-        known.add(batch.load)
-        return self._loads[batch.load]
+        return self._loads[batch.load - self._first][0]
+
+    def note(self, rank: int, batch: Batch) -> None:
+        """Notes that a rank has the function that loads a batch."""
+        self._known.setdefault(rank, set()).add(batch.load)
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Notes that these ranks have new workers, which have no functions yet."""
@@ -76,6 +87,8 @@ class Loader:
         """Loads a batch; keeps an error for the caller of `take`."""
         if load is not None:
             self._loads[batch.load] = load
+            self._loads.pop(batch.load - KEPT, None)
+        batches = self._batches  # those from before a reset go nowhere
         found: list[tuple[Any, Any]] | BaseException
         try:
             found = jtu.tree_leaves_with_path(self._loads[batch.load](batch.value))
@@ -83,7 +96,7 @@ class Loader:
             error.add_note(f"in the function that feeds the step, called with {batch.value!r}")
             found = error
         with self._there:
-            self._batches[batch.number] = found
+            batches[batch.number] = found
             self._there.notify_all()
 
     def take(self, number: int, leaf: int, expected: ArrayType, home: Home, spec: Spec = ()) -> Any:
@@ -141,7 +154,7 @@ class Loader:
         """Forgets all batches; keeps the functions."""
         with self._there:
             self._stopped = None
-            self._batches.clear()
+            self._batches = {}
 
 
 def describe_batch(process: Any, load: Callable[[Any], Any], value: Any) -> Any:

@@ -1,5 +1,6 @@
-"""The states of workers' processes, read on this host, or by an actor on another host."""
+"""The states of workers' processes on the hosts of a Ray session."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,31 +11,58 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-#: Seconds that the actors on other hosts have to start.
-START = 30.0
+#: Seconds that another host has to tell the state of a process: a task of Ray has to start there.
+ANSWER = 5.0
 #: States of a process that may still answer.
-BUSY = ("running", "sleeping", "waiting for a disk", "idle")
-DEAD, UNKNOWN = "dead", "unknown"
+RUNS = ("running", "sleeping", "waiting for a disk", "idle")
+DEAD, STOPPED = "dead", "stopped"
 _STATES = {
     "R": "running",
     "S": "sleeping",
     "D": "waiting for a disk",
     "U": "waiting for a disk",
     "I": "idle",
-    "T": "stopped",
+    "T": STOPPED,
     "t": "stopped by a debugger",
     "Z": DEAD,
     "X": DEAD,
 }
 
 
-def told(state: str) -> str:
-    """Gives a state as the end of a sentence about a worker."""
-    return "and its host does not answer" if state == UNKNOWN else f"and its process is {state}"
+def process_state(pid: int, node: str = "") -> str:
+    """Finds the state of a process, in a word; empty where its host does not answer.
+
+    Args:
+        pid: its number.
+        node: Ray's id of its node; by default this one.
+    """
+    if _is_here(node):
+        return _state(pid)
+    with contextlib.suppress(ray.exceptions.RayError):
+        return ray.get(_start(node, _state, pid), timeout=ANSWER)
+    return ""
 
 
-def process_state(pid: int) -> str:
-    """Finds the state of a process of this host."""
+def end_stopped(pid: int, node: str = "") -> None:
+    """Kills a stopped process: Ray asks it to end itself, which it cannot; does not wait."""
+    if _is_here(node):
+        _end_stopped(pid)
+    else:
+        _start(node, _end_stopped, pid)
+
+
+def _is_here(node: str) -> bool:
+    return node in ("", ray.get_runtime_context().get_node_id())
+
+
+def _start(node: str, function: Any, pid: int) -> Any:
+    """Starts a task of Ray on a node."""
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    task: Any = ray.remote(function)
+    return task.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)
+
+
+def _state(pid: int) -> str:
     if Path("/proc/self/stat").exists():
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
@@ -47,36 +75,6 @@ def process_state(pid: int) -> str:
     return _STATES.get(letter, letter)
 
 
-def end_stopped(pid: int) -> None:
-    """Kills a stopped process of this host: Ray asks it to end itself, which it cannot."""
-    if process_state(pid) == _STATES["T"]:
+def _end_stopped(pid: int) -> None:
+    if _state(pid) == STOPPED:
         os.kill(pid, signal.SIGKILL)
-
-
-@ray.remote(num_cpus=0, max_restarts=-1)
-class Lookout:
-    """An actor on another host that tells the states of processes there."""
-
-    def end_stopped(self, pid: int) -> None:
-        """See `end_stopped`."""
-        end_stopped(pid)
-
-    def state(self, pid: int) -> str:
-        """See `process_state`."""
-        return process_state(pid)
-
-
-def post_lookouts(nodes: set[str]) -> dict[str, Any]:
-    """Starts a `Lookout` on each node but this one."""
-    here = ray.get_runtime_context().get_node_id()
-    actor: Any = Lookout
-    lookouts = {
-        node: actor.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote()
-        for node in nodes - {here}
-    }
-    if lookouts:  # an actor that has not started yet would look like a lost host
-        started = [lookout.state.remote(os.getpid()) for lookout in lookouts.values()]
-        ray.wait(started, num_returns=len(started), timeout=START, fetch_local=False)
-    return lookouts

@@ -1,4 +1,5 @@
-"""The workers of a mesh: starts, monitors, calls and replaces them together."""
+"""The workers of a mesh: starts, calls, monitors and replaces them together."""
 
-from jaxpp.runtime.remote.group._crew import Crew as Crew
+from jaxpp.runtime.remote.group._group import Pending as Pending
+from jaxpp.runtime.remote.group._group import WorkerGroup as WorkerGroup
 from jaxpp.runtime.remote.group._settings import Settings as Settings

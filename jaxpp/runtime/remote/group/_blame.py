@@ -67,7 +67,9 @@ def explain(
     if (found := _cut_off(members, reports, worker)) is not None:
         return found
     member, what = members[worker], reports.get(worker)
-    call, task = member.box.read() if member.box else member.at
+    call, task = member.box.read() if member.box else (-1, "")
+    if call < 0:  # the worker has no flight recorder, or does not write into it
+        call, task = member.at
     cause: BaseException | None = None
     waits = {
         w: report

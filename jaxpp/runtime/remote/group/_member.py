@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 from jaxpp.runtime.remote.cluster import end_stopped
-from jaxpp.runtime.remote.worker import BlackBox
+from jaxpp.runtime.remote.worker import BlackBox, Hello
 
 
 @dataclasses.dataclass
@@ -15,50 +15,54 @@ class Member:
     """The driver's record of a worker: the process of a rank, or one of several.
 
     `worker` is its number among all workers of the mesh, and `process` its number in its `rank`,
-    which has `processes`. `seen` is the time of its last heartbeat (seconds of the monotonic
-    clock), and `at` the call and the task that it ran then. `box` is its flight recorder, if it is
-    on this host. A `dead` worker cannot be used again.
+    which has `processes`. `actor` is Ray's, `hello` the worker's description of itself, `client`
+    the driver's connection to it, and `box` its flight recorder, if it is on this host. `at` is the
+    call and the task of its last heartbeat. A `dead` worker cannot be used again.
     """
 
     worker: int
-    actor: Any
     rank: int
-    process: int = 0
-    processes: int = 1
-    host: str = ""
-    pid: int = 0
-    node: str = ""
-    seen: float = 0.0
+    process: int
+    processes: int
+    actor: Any = None
+    hello: Hello | None = None
+    client: Any = None
+    box: BlackBox | None = None
     at: tuple[int, str] = (-1, "")
     dead: bool = False
-    box: BlackBox | None = None
 
     def __str__(self):
-        where = f"process {self.pid} on {self.host or 'a host not known yet'}"
+        pid = self.hello.pid if self.hello else "not known yet"
+        where = f"process {pid} on {self.host or 'a host not known yet'}"
         if self.processes > 1:
             where = f"its process {self.process} of {self.processes}, {where}"
         return f"rank {self.rank} ({where})"
+
+    @property
+    def host(self) -> str:
+        """The worker's host, by its name and address."""
+        return f"{self.hello.host} ({self.hello.address})" if self.hello else ""
 
     @property
     def first(self) -> int:
         """The number of the first worker of this one's rank; without it the others end."""
         return self.worker - self.process
 
+    def kill(self) -> None:
+        """Ends the worker's process, whatever its state; it cannot be used again."""
+        self.dead = True
+        if self.actor is not None and ray.is_initialized():  # `ray.kill` would start a session
+            with contextlib.suppress(Exception):  # the session may be ending at this moment
+                if self.hello is not None:
+                    end_stopped(self.hello.pid, self.hello.node)
+                ray.kill(self.actor)
+        if self.client is not None:
+            self.client.close()
+
     def renewed(self) -> "Member":
-        """Makes the record for the time after a restart; a dead worker's has no actor."""
-        own = self.rank, self.process, self.processes
+        """Makes the record for the time after a restart; that of a dead worker has no actor."""
         if not self.dead:
-            return Member(self.worker, self.actor, *own, box=self.box)
+            return dataclasses.replace(self, client=None, at=(-1, ""))
         if self.box is not None:
             self.box.close()
-        return Member(self.worker, None, *own)
-
-
-def kill(member: Member) -> None:
-    """Ends a worker's process, whatever its state; may be repeated."""
-    if not ray.is_initialized():  # `ray.kill` would start a session
-        return
-    with contextlib.suppress(Exception):  # the session may be ending at this moment
-        if member.node == ray.get_runtime_context().get_node_id():
-            end_stopped(member.pid)
-        ray.kill(member.actor)
+        return Member(self.worker, self.rank, self.process, self.processes)

@@ -1,4 +1,4 @@
-"""The Ray actor of a worker: starts JAX, transport and RPC server, then calls a `Process`."""
+"""The Ray actor of a worker: starts JAX, the transport and the RPC server."""
 
 import dataclasses
 import importlib.metadata
@@ -8,7 +8,7 @@ import platform
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,11 +16,10 @@ import ray
 from jax import export as jax_export
 
 from jaxpp.runtime.arrays import Home, devices_of, home_over
-from jaxpp.runtime.remote.calls import Turn
 from jaxpp.runtime.remote.cluster import prepare_process
 from jaxpp.runtime.remote.worker._black_box import BlackBox
 from jaxpp.runtime.remote.worker._process import Process
-from jaxpp.runtime.remote.worker._service import Service
+from jaxpp.runtime.remote.worker._server import Server
 from jaxpp.runtime.transport import (
     Addresses,
     DeviceTransport,
@@ -100,12 +99,13 @@ class Hello:
 
     versions: dict[str, str]
     host: str
+    address: str
     pid: int
     node: str
     platform: str
     device: str
     addresses: Any
-    line: Addresses
+    server: Addresses
 
 
 def versions() -> dict[str, str]:
@@ -166,18 +166,12 @@ def _device_transport(setup: Setup) -> DeviceTransport:
     return DeviceTransport(setup.rank, rank_homes(setup.sizes_inside))
 
 
-@_remote(concurrency_groups={"control": 2, "feed": 1, "aside": 2, "life": 1})
+@_remote(concurrency_groups={"life": 1})
 class Actor:
-    """The actor of a worker process.
-
-    Methods with a turn run one at a time, in the order in which the driver called them and the
-    steps. The steps themselves come through the RPC server.
-    """
+    """The Ray actor of a worker process: starts it; all else comes through the RPC server."""
 
     def __init__(self):
-        self.process: Any = None
-        self._service: Any = None
-        self._hello: Any = None
+        self._server: Any = None
 
     def identify(self, host: str) -> Identity:
         """Gives the facts known before JAX starts; `host` is this host's own address."""
@@ -185,86 +179,28 @@ class Actor:
         return Identity(node, tuple(map(str, ray.get_gpu_ids())), free_port(host))
 
     def start(self, setup: Setup) -> Hello:
-        """Starts JAX, the transport and the RPC server, once; describes the worker."""
-        if self.process is None:
-            prepare_process(setup.cores)
-            # The transport's threads must not wait for the end of Python's time slice of 5 ms.
-            sys.setswitchinterval(SWITCH_INTERVAL)
-            home, transport = _start_jax(setup)
-            device = next(d for d in devices_of(home) if d.process_index == jax.process_index())
-            box = BlackBox(setup.box) if setup.box else None
-            own = setup.rank, setup.num_ranks, home, transport, box, setup.process, setup.epoch
-            self.process = Process(*own)
-            self._service = Service(self.process, setup.secret, setup.address)
-            self._hello = Hello(
-                versions(),
-                socket.gethostname(),
-                os.getpid(),
-                ray.get_runtime_context().get_node_id(),
-                jax_export.default_export_platform(),  # "cuda", where the device says "gpu"
-                device.device_kind,
-                transport.addresses,
-                self._service.addresses,
-            )
-        return self._hello
-
-    def connect(self, peers: Mapping[int, Any]) -> None:
-        """Tells the transport where the other ranks are."""
-        self.process.transport.connect(peers)
-
-    def compile(self, turn: Turn, *args: Any) -> Any:
-        """See `Process.compile`."""
-        return self.process.in_turn(turn, self.process.compile, *args)
-
-    def load(self, turn: Turn, *args: Any) -> Any:
-        """See `Process.load`; executables that others have compiled come as references."""
-        *rest, compiled = args
-        load = self.process.load
-        return self.process.in_turn(turn, lambda: load(*rest, *ray.get(compiled)))
-
-    def apply(self, turn: Turn, function: Callable[..., Any], *args: Any) -> Any:
-        """See `Process.apply`; after the steps that were called before."""
-        return self.process.in_turn(turn, self.process.apply, function, *args)
-
-    def drop(self, turn: Turn, numbers: Sequence[int]) -> None:
-        """See `Process.drop`."""
-        self.process.in_turn(turn, self.process.drop, numbers)
-
-    def unload(self, turn: Turn, *what: Any) -> None:
-        """See `Process.unload`."""
-        self.process.in_turn(turn, self.process.unload, *what)
-
-    def reset(self, epoch: int) -> None:
-        """See `Process.reset`; fails where the worker cannot be reached any more."""
-        self._service.check()
-        self.process.reset(epoch)
-
-    def close(self) -> None:
-        """See `Process.close`."""
-        self._service.close()
-        self.process.close()
-
-    @ray.method(concurrency_group="feed")
-    def feed(self, *args: Any) -> None:
-        """See `Loader.load`."""
-        self.process.loader.load(*args)
-
-    @ray.method(concurrency_group="aside")
-    def apply_aside(self, function: Callable[..., Any], *args: Any) -> Any:
-        """See `Process.apply`; at once."""
-        return self.process.apply(function, *args)
+        """Starts JAX, the transport and the RPC server; describes the worker."""
+        prepare_process(setup.cores)
+        # The transport's threads must not wait for the end of Python's time slice of 5 ms.
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        home, transport = _start_jax(setup)
+        device = next(d for d in devices_of(home) if d.process_index == jax.process_index())
+        box = BlackBox.open(setup.box) if setup.box else None
+        own = setup.rank, setup.num_ranks, home, transport, box, setup.process
+        self._server = Server(Process(*own), setup.secret, setup.address)
+        return Hello(
+            versions(),
+            socket.gethostname(),
+            ray.util.get_node_ip_address(),
+            os.getpid(),
+            ray.get_runtime_context().get_node_id(),
+            jax_export.default_export_platform(),  # "cuda", where the device says "gpu"
+            device.device_kind,
+            transport.addresses,
+            self._server.addresses,
+        )
 
     @ray.method(concurrency_group="life")
     def live(self) -> None:
         """Never returns; the call fails, and so tells its caller, when the process ends."""
         threading.Event().wait()
-
-    @ray.method(concurrency_group="control")
-    def pulse(self) -> Any:
-        """See `Process.pulse`."""
-        return self.process.pulse()
-
-    @ray.method(concurrency_group="control")
-    def abort(self, *args: Any) -> Any:
-        """See `Process.abort`."""
-        return self.process.abort(*args)

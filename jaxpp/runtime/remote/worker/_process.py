@@ -20,14 +20,13 @@ from jaxpp.runtime.remote.calls import (
     FED,
     MOVED,
     VALUE,
+    Batch,
     Call,
     Exported,
     Failure,
     Input,
     Loader,
     Lost,
-    Turn,
-    Turns,
     compile_exported,
     load_serialized,
     serialize,
@@ -35,6 +34,7 @@ from jaxpp.runtime.remote.calls import (
 from jaxpp.runtime.remote.worker._black_box import BlackBox, NotingWorker, doing
 from jaxpp.runtime.transport import (
     Aborted,
+    Bytes,
     DeviceTransport,
     NotComputed,
     PeerLost,
@@ -69,9 +69,8 @@ class Process:
 
     Where a rank has several processes, each has a `Process`, and all run the same program.
 
-    Calls with a sequence number go through `in_turn`, one at a time, on any thread: `run`,
-    `compile`, `load`, `unload`, `drop`, and `apply` where it is ordered. All other methods may be
-    called at any time.
+    The driver calls `run`, `compile`, `load`, `unload`, `drop`, and `apply` where it is ordered, on
+    one thread, in one order. All other methods may be called at any time, on any thread.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class Process:
         transport: Any,
         box: BlackBox | None = None,
         number_in_rank: int = 0,
-        epoch: int = 0,
     ):
         self.rank = rank
         self.num_ranks = num_ranks
@@ -94,7 +92,8 @@ class Process:
         self.loader = Loader()
         self.arrays: dict[int, jax.Array] = {}
         self.lock = threading.Condition()
-        self.turns = Turns(epoch)
+        #: Sends the driver a number and pieces that it did not ask for.
+        self.tell: Callable[[int, Sequence[Bytes]], None] = lambda number, pieces: None
         self.failure: Failure | None = None
         self._box = box
         self._executables: dict[int, _Executable] = {}
@@ -103,19 +102,11 @@ class Process:
         self._call = -1
         self._worker: Worker | None = None
 
-    def in_turn(self, turn: Turn, method: Callable[..., Any], *args: Any) -> Any:
-        """Calls a method in sequence; returns the failure where the method's turn never comes."""
-        try:
-            with self.turns.take(turn):
-                return method(*args)
-        except Lost as error:
-            return self.failure or Failure.of(error, self.rank, -1, "")
-
     # ---- steps ----------------------------------------------------------------------------------
 
     def compile(
         self, exported: Mapping[int, Exported], shared: Collection[int]
-    ) -> dict[int, bytes | None]:
+    ) -> dict[int, bytes]:
         """Compiles computations, and keeps them by number.
 
         Args:
@@ -123,14 +114,14 @@ class Process:
             shared: those of them that others want, too.
 
         Returns:
-            The shared ones, for `load` of others; None for one that cannot be shared.
+            The shared ones, for `load` of others, where the backend can share them.
         """
         found = {}
         for number, computation in exported.items():
             call = compile_exported(computation, self.home)
             self._executables[number] = _Executable(call, computation.donated)
-            if number in shared:
-                found[number] = serialize(call)
+            if number in shared and (payload := serialize(call)) is not None:
+                found[number] = payload
         return found
 
     def load(
@@ -142,7 +133,7 @@ class Process:
         computations: Sequence[int | None],
         exported: Mapping[int, Exported],
         constants: Sequence[tuple[int, ArrayType, Any]],
-        *compiled: Mapping[int, bytes | None],
+        payloads: Mapping[int, bytes],
     ) -> None:
         """Registers a step.
 
@@ -155,9 +146,8 @@ class Process:
                 it; None for one that this rank does not run.
             exported: the computations that others compile for this process, by those numbers.
             constants: slots, types and bytes of the program's constants.
-            *compiled: what `compile` of others gave.
+            payloads: those of them that others could share, as `compile` gave them.
         """
-        payloads = {n: p for found in compiled for n, p in found.items() if p is not None}
         for number, computation in exported.items():
             call = number in payloads and load_serialized(payloads[number], self.home)
             call = call or compile_exported(computation, self.home)
@@ -194,15 +184,13 @@ class Process:
             self._executables.pop(number, None)
         self.transport.forget(step)
 
-    def run(self, *packed: Any) -> Failure | None:
+    def run(self, *fields: Any) -> Failure | None:
         """Dispatches a step; returns the failure if there is one.
 
         Args:
-            *packed: what `Call.pack` gave.
+            *fields: those of a `Call`.
         """
-        call, values = Call.unpack(*packed)
-        if self.failure is not None:
-            return self.failure
+        call = Call(*fields)
         loaded = self._steps[call.step]
         program, worker = loaded.program, loaded.worker
         worker.at = None
@@ -211,7 +199,7 @@ class Process:
             self._box.begin(call.number)
         try:
             self.transport.begin(call.number, call.step, [m.message for m in call.moves])
-            self._feed(call, loaded, values)
+            self._feed(call, loaded)
             with contextlib.ExitStack() as settings:
                 for name in call.checks:
                     settings.enter_context(getattr(jax, name)(True))
@@ -230,7 +218,7 @@ class Process:
             self.lock.notify_all()
         return None
 
-    def _feed(self, call: Call, loaded: "_Loaded", values: Sequence[Any]) -> None:
+    def _feed(self, call: Call, loaded: "_Loaded") -> None:
         program, worker = loaded.program, loaded.worker
         moved = []
         for move in call.moves:
@@ -239,7 +227,7 @@ class Process:
             elif move.message.target == self.rank:
                 moved.append(move.message)
         arrivals = (self.transport.receive(message)[0] for message in moved)
-        fed, batches = iter(values), iter(call.fed)
+        fed, batches = iter(call.values), iter(call.fed)
         pairs = zip(program.inputs, loaded.inputs, call.arrays, strict=True)
         for (_, slot), make, number in pairs:
             if number == VALUE:
@@ -257,11 +245,15 @@ class Process:
             self.arrays.pop(number, None)
         self.loader.drop(number for number, _ in call.fed)
 
+    def feed(self, batch: Batch, load: Callable[[Any], Any] | None) -> None:
+        """Loads a batch; see `Loader.load`."""
+        self.loader.load(batch, load)
+
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs a function on this process: `function(process, *args)`."""
         try:
             return function(self, *args)
-        except (Lost, KeyboardInterrupt, SystemExit) as error:  # Ray loses what interrupts
+        except (Lost, KeyboardInterrupt, SystemExit) as error:  # the last two would end the driver
             return self.failure or Failure.of(error, self.rank, -1, "")
 
     # ---- arrays ---------------------------------------------------------------------------------
@@ -311,6 +303,10 @@ class Process:
 
     # ---- life and death -------------------------------------------------------------------------
 
+    def connect(self, peers: Mapping[int, Any]) -> None:
+        """Tells the transport where the other ranks are."""
+        self.transport.connect(peers)
+
     def pulse(self) -> tuple[int, str] | Failure:
         """Answers a heartbeat: with the last call and its instruction, or with the failure."""
         return self.failure or (self._call, self._doing()[0])
@@ -329,7 +325,6 @@ class Process:
                 if spans(self.home) and lost_in_collective(error):
                     self.failure = dataclasses.replace(self.failure, follows=True)
             self.lock.notify_all()
-        self.turns.stop()
         self.transport.abort(error)
         self.loader.stop(Aborted("Another rank has failed."))
         return self.failure
@@ -348,11 +343,7 @@ class Process:
         return self.fail(Aborted(reason))
 
     def reset(self, epoch: int) -> None:
-        """Waits until the process is idle, drops its arrays, and makes it fit for work again."""
-        with self.turns.paused_for(epoch):
-            self._reset(epoch)
-
-    def _reset(self, epoch: int) -> None:
+        """Drops the arrays of the process, which must be idle, and makes it fit for work again."""
         with self.lock:
             self.arrays.clear()
             self.failure = None

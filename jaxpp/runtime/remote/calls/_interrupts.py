@@ -1,0 +1,37 @@
+"""Lets a Ctrl-C wait for the end of a change that must be whole."""
+
+import signal
+import threading
+from typing import Any
+
+
+class uninterrupted:  # noqa: N801  read as a word of the `with` statement
+    """A block that a Ctrl-C does not interrupt: the signal's handler runs when the block ends.
+
+    The block must be short, and must not wait for anything.
+
+    Example:
+        >>> with uninterrupted():
+        ...     signal.raise_signal(signal.SIGINT)
+        ...     print("whole")
+        Traceback (most recent call last):
+        KeyboardInterrupt
+    """
+
+    def __enter__(self):
+        self._came: tuple[Any, ...] | None = None
+        self._handler = None
+        # Python runs handlers on the main thread only, and lets only this thread set them.
+        if threading.current_thread() is threading.main_thread():
+            if callable(handler := signal.getsignal(signal.SIGINT)):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, *what: Any) -> None:
+        self._came = what
+
+    def __exit__(self, *_):
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._came is not None:
+                self._handler(*self._came)

@@ -1,0 +1,143 @@
+"""The RPC server: the worker's end of its connection to the driver."""
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+
+from jaxpp.runtime.remote.calls import (
+    DRIVER,
+    Failure,
+    Kind,
+    Lane,
+    Message,
+    listen,
+    pack,
+    pack_code,
+    unpack,
+)
+from jaxpp.runtime.remote.worker._process import Process
+from jaxpp.runtime.transport import Addresses, Bytes, Hello, Listener, send_pieces, stream_of
+
+#: The threads of each lane. A fetch waits for its arrays, and more fetches wait for a thread.
+THREADS = {Lane.ORDERED: 1, Lane.FETCH: 4, Lane.FEED: 1, Lane.ASIDE: 2, Lane.CONTROL: 1}
+
+
+class Server:
+    """An RPC server: runs the methods of a process that the driver calls over a connection.
+
+    A new connection of the driver begins a new epoch: what came over the old one ends, and the
+    process is made fit for work again. Without the driver the process ends its work.
+
+    Args:
+        process: the process.
+        secret: what both ends know.
+        address: the address of this host at which the driver reaches it; None where it is on the
+            same host.
+    """
+
+    def __init__(self, process: Process, secret: bytes, address: str | None):
+        self._process = process
+        self._connected = threading.Lock()
+        self._channel: _Channel | None = None
+        self._listener = Listener(process.rank, secret, address, self._admit, self._serve)
+        process.tell = self._tell
+
+    @property
+    def addresses(self) -> Addresses:
+        """The addresses at which the driver reaches the server."""
+        return self._listener.addresses
+
+    def _admit(self, hello: Hello) -> bool:
+        return hello.source == DRIVER
+
+    def _serve(self, hello: Hello, connection: socket.socket) -> None:
+        """Reads the driver's calls until the connection ends; other threads run them."""
+        with self._connected:  # one connection after the other
+            if self._channel is not None:
+                self._process.abort("The mesh is restarted.")
+                self._channel.end()
+                self._process.reset(hello.epoch)
+            channel = self._channel = _Channel(self._process, connection)
+        channel.read()
+        with self._connected:
+            if channel is self._channel:
+                self._process.abort("The driver has closed its connection.")
+
+    def _tell(self, number: int, pieces: Sequence[Bytes]) -> None:
+        if self._channel is not None:
+            self._channel.send(Message(Kind.TOLD, number, pieces))
+
+    def close(self) -> None:
+        """Listens no more, and ends the connection."""
+        self._listener.close()
+        if self._channel is not None:
+            self._channel.end()
+
+
+class _Channel:
+    """One connection of the driver, and the threads that run its calls."""
+
+    def __init__(self, process: Process, connection: socket.socket):
+        self._process, self._connection = process, connection
+        self._sending = threading.Lock()
+        self._ended = False
+        self._lanes = {lane: queue.SimpleQueue[Message | None]() for lane in Lane}
+        self._threads = {
+            lane: [
+                threading.Thread(target=self._work, args=(lane,), name=f"jaxpp-{lane.name.lower()}")
+                for _ in range(THREADS[lane])
+            ]
+            for lane in Lane
+        }
+        for threads in self._threads.values():
+            for thread in threads:
+                thread.daemon = True
+                thread.start()
+
+    def read(self) -> None:
+        """Takes in the driver's calls at once, so that the driver need not wait."""
+        with stream_of(self._connection) as stream:
+            while (call := listen(stream)) is not None:
+                self._lanes[Lane(call.what)].put(call)
+                del call  # it would keep a batch alive until the next call
+
+    def _work(self, lane: Lane) -> None:
+        while (call := self._lanes[lane].get()) is not None and not self._ended:
+            self.send(self._answer(lane, call))
+            del call
+
+    def _answer(self, lane: Lane, call: Message) -> Message:
+        process = self._process
+        try:
+            if lane == Lane.ORDERED and process.failure is not None:
+                found = process.failure
+            else:
+                method, args = unpack(call.pieces)
+                found = getattr(process, method)(*args)
+            if not isinstance(found, Failure):
+                users = lane in (Lane.ORDERED, Lane.ASIDE) and found is not None
+                return Message(
+                    Kind.RETURNED, call.number, pack_code(found) if users else pack(found)
+                )
+            kind = Kind.FAILED
+        except BaseException as error:  # noqa: B036  the driver has to know of every exception
+            kind, found = Kind.RAISED, Failure.of(error, process.rank, -1, "")
+        return Message(kind, call.number, pack(found))
+
+    def send(self, message: Message) -> None:
+        """Sends a message to the driver, if it is still there."""
+        with self._sending, contextlib.suppress(OSError):
+            send_pieces(self._connection, message.to_send())
+
+    def end(self) -> None:
+        """Ends the connection, and waits for the call in order that runs; later ones never run."""
+        self._ended = True
+        with contextlib.suppress(OSError):  # the driver may have closed its end first
+            self._connection.shutdown(socket.SHUT_RDWR)
+        for lane, threads in self._threads.items():
+            for _ in threads:
+                self._lanes[lane].put(None)
+        for thread in self._threads[Lane.ORDERED]:
+            thread.join()
