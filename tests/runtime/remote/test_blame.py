@@ -23,7 +23,11 @@ def waited(rank, for_rank, task="receive of x"):
 def ranks(number, processes=1):
     return [
         Member(
-            n, n // processes, n % processes, processes, hello=mock.Mock(host="here", pid=100 + n)
+            n,
+            n // processes,
+            n % processes,
+            processes,
+            hello=mock.Mock(host="here", address="10.0.0.1", pid=100 + n),
         )
         for n in range(number * processes)
     ]
@@ -73,7 +77,7 @@ def test_the_error_says_who_where_why_and_who_waits(what, cause, words, task):
     reports = {0: waited(0, 1, "receive of B1.0"), 2: waited(2, 0)}
     reports |= {} if what is None else {1: what}
     error = explain(members, reports, 1, lambda task: f" of stage {task[1]}")
-    assert str(error).startswith(f"rank 1 (process 101 on here) has failed {words}")
+    assert str(error).startswith(f"rank 1 (process 101 on here (10.0.0.1)) has failed {words}")
     assert "Waiting for it: rank 0 in receive of B1.0." in str(error)
     assert (error.rank, error.host, error.task) == (1, "here", task)
     assert type(error.__cause__) is (cause or type(None))
@@ -89,9 +93,9 @@ def test_where_both_ends_of_a_connection_live_the_error_names_the_connection(fir
         reports = dict(sorted(reports.items(), key=lambda item: item[0] != first))
         error = explain(members, reports, 1, lambda task: "")
         assert str(error).startswith(
-            "The connection between rank 0 (process 100 on here) and rank 1 (process 101 on here) "
+            "The connection between rank 0 (process 100 on here (10.0.0.1)) and rank 1 (process 101 on here (10.0.0.1)) "
             "broke, but both processes live: in receive of x, rank 0 found that it is gone."
         )
         assert isinstance(error.__cause__, PeerLost) and error.task == "receive of x"
     dead = explain(members, {0: waited(0, 1), 1: DEAD}, 1, lambda task: "")
-    assert str(dead).startswith("rank 1 (process 101 on here) has failed")
+    assert str(dead).startswith("rank 1 (process 101 on here (10.0.0.1)) has failed")
