@@ -35,12 +35,9 @@ class Processes(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The times of two clocks of a host at one moment, and the host.
+    """The times of two clocks at one moment, in nanoseconds: that of a host, and that of the day.
 
-    Args:
-        host: the same for all processes that share the clock `monotonic_ns`.
-        monotonic_ns: nanoseconds since some moment, such as that when the host was started.
-        unix_ns: nanoseconds since 1970.
+    `host` is the same for all processes that share the first one.
     """
 
     host: str

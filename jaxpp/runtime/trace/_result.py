@@ -265,21 +265,19 @@ def assemble(
     step_of = {run.call: run.step for own in records.values() for run in own.runs}
     calls = {call: steps[step] for call, step in sorted(step_of.items()) if step in steps}
     messages = _messages(records, calls, seconds)
-    clocked: dict[Where, tuple[float, float]] = {
-        (run.call, run.rank, run.position): (
-            seconds(process, run.dispatched),
-            seconds(process, run.end),
-        )
-        for process, own in records.items()
-        for run in own.runs
-        if run.call in calls
-    }
-    ended = {where: end for where, (_, end) in clocked.items()}
+    dispatched: dict[Where, float] = {}
+    ended: dict[Where, float] = {}
+    for process, own in records.items():
+        for run in own.runs:
+            if run.call in calls:
+                where = run.call, run.rank, run.position
+                dispatched[where] = seconds(process, run.dispatched)
+                ended[where] = seconds(process, run.end)
     for m in messages:
         if m.made_by in ended:
             ended[m.made_by] = min(ended[m.made_by], m.sent)
     by_device: dict[int, list[Where]] = {}
-    for where in sorted(clocked, key=lambda where: (clocked[where][0], ended[where])):
+    for where in sorted(ended, key=lambda where: (dispatched[where], ended[where])):
         by_device.setdefault(device_of[where[1]], []).append(where)
     _bring_forward(ended, list(by_device.values()), messages)
     arrived: dict[Where, float] = {}
@@ -289,14 +287,14 @@ def assemble(
     for own in by_device.values():
         before = float("-inf")
         for where in own:
-            (call, rank, position), (dispatched, _) = where, clocked[where]
+            call, rank, position = where
             assert position is not None
-            start = min(max(dispatched, before, arrived.get(where, before)), ended[where])
             instruction = calls[call].programs[rank].instructions[position]
             assert isinstance(instruction, Run)
-            end = ended[where]
-            runs.append(TracedRun(call, rank, position, instruction.label, dispatched, start, end))
-            before = ended[where]
+            begun, end = dispatched[where], ended[where]
+            start = min(max(begun, before, arrived.get(where, before)), end)
+            runs.append(TracedRun(call, rank, position, instruction.label, begun, start, end))
+            before = end
     messages = [_between(m, ended) for m in messages]
     return Trace(
         tuple(sorted(runs, key=lambda run: (run.start, run.end, run.rank))),

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxpp._trace_events import (
@@ -19,7 +19,7 @@ from jaxpp._trace_events import (
     write_events,
 )
 from jaxpp.runtime.trace._clock import CLOCK_EVENT, Reading
-from jaxpp.runtime.trace._result import Trace, TracedMessage
+from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun, Where
 from jaxpp.schedules import Timeline, plot
 
 #: The first threads of a rank's tasks, sends and receives; several may go on at a time.
@@ -29,12 +29,9 @@ METADATA = "jaxpp"
 
 
 def write_trace(trace: Trace, folder: pathlib.Path, started: Reading) -> Trace:
-    """Writes all files of a trace into a folder; returns the trace with their paths.
+    """Writes the files of a trace, in place of earlier ones; returns the trace with their paths.
 
-    Args:
-        trace: the trace.
-        folder: where they go; files of an earlier trace are replaced.
-        started: what the driver's clocks said at the trace's time 0.
+    `started` is what the driver's clocks said at the trace's time 0.
     """
     events = make_events(trace)
     timeline = folder / "timeline.json"
@@ -58,36 +55,28 @@ def write_trace(trace: Trace, folder: pathlib.Path, started: Reading) -> Trace:
 def make_events(trace: Trace) -> list[Event]:
     """Makes the events of a trace: a process for each rank, its runs and messages, and arrows."""
     events: list[Event] = []
-    runs: dict[tuple[int, int, int], Event] = {}
+    runs: dict[Where, Event] = {(r.call, r.rank, r.position): _run_slice(r) for r in trace.runs}
+    sends = [_message_slice(m, "send") for m in trace.messages]
+    receives = [_message_slice(m, "receive") for m in trace.messages]
     for rank in range(len(trace.device_of)):
         events += [name_process(rank, f"rank {rank}"), sort_process(rank)]
         events += name_thread(rank, TASKS, "tasks", TASKS)
-    for run in trace.runs:
-        event = make_slice(
-            run.rank,
-            TASKS,
-            run.label,
-            run.label[:1] if run.label[-1:].isdigit() else "other",
-            1e6 * run.start,
-            1e6 * run.end,
-            {"call": run.call, "waited_us": ticks(1e6 * (run.start - run.dispatched))},
-        )
-        runs[run.call, run.rank, run.position] = event
-    sends = {id(m): _message_slice(m, "send") for m in trace.messages}
-    receives = {id(m): _message_slice(m, "receive") for m in trace.messages}
-    for rank in range(len(trace.device_of)):
         for name, own, first in (("sends", sends, SENDS), ("receives", receives, RECEIVES)):
-            slices = [event for event in own.values() if event["pid"] == rank]
+            slices = [event for event in own if event["pid"] == rank]
             for lane in range(_put_in_lanes(slices, first)):
                 title = name + ", at the same time" * (lane > 0)
                 events += name_thread(rank, first + lane, title, first + lane)
-    events += [*runs.values(), *sends.values(), *receives.values()]
-    for number, m in enumerate(trace.messages):
-        maker = None if m.maker is None else runs.get((m.call, m.message.source, m.maker))
-        reader = None if m.reader is None else runs.get((m.call, m.message.target, m.reader))
-        path = [maker, sends[id(m)], receives[id(m)], reader]
-        events += make_arrow(number, "message", [event for event in path if event is not None])
+    events += [*runs.values(), *sends, *receives]
+    for n, (m, *ends) in enumerate(zip(trace.messages, sends, receives, strict=True)):
+        path = [runs.get(m.made_by), *ends, runs.get(m.read_by)]
+        events += make_arrow(n, "message", [event for event in path if event is not None])
     return events
+
+
+def _run_slice(run: TracedRun) -> Event:
+    category = run.label[:1] if run.label[-1:].isdigit() else "other"
+    args = {"call": run.call, "waited_us": ticks(1e6 * (run.start - run.dispatched))}
+    return make_slice(run.rank, TASKS, run.label, category, 1e6 * run.start, 1e6 * run.end, args)
 
 
 def _message_slice(sent: TracedMessage, side: str) -> Event:
@@ -121,10 +110,11 @@ def _put_in_lanes(slices: Sequence[Event], first: int) -> int:
 
 
 def _in_milliseconds(timeline: Timeline) -> Timeline:
-    def scaled(rows: Iterable[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(1e3 * time for time in row) for row in rows)
-
-    return dataclasses.replace(timeline, starts=scaled(timeline.starts), ends=scaled(timeline.ends))
+    scaled = {
+        name: tuple(tuple(1e3 * time for time in row) for row in getattr(timeline, name))
+        for name in ("starts", "ends")
+    }
+    return dataclasses.replace(timeline, **scaled)
 
 
 # ---- several traces as one ----------------------------------------------------------------------
