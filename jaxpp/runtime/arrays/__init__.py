@@ -21,7 +21,7 @@ from jaxpp.runtime.arrays._homes import sharding_across as sharding_across
 from jaxpp.runtime.arrays._homes import sharding_in as sharding_in
 from jaxpp.runtime.arrays._homes import sizes_of as sizes_of
 from jaxpp.runtime.arrays._reshard import reshard as reshard
-from jaxpp.runtime.arrays._shares import Share as Share
+from jaxpp.runtime.arrays._shares import boxes_here as boxes_here
 from jaxpp.runtime.arrays._shares import boxes_of_process as boxes_of_process
 from jaxpp.runtime.arrays._shares import join_shares as join_shares
 from jaxpp.runtime.arrays._shares import resplit as resplit

@@ -6,7 +6,6 @@ the boxes that its devices hold, in their order. All boxes have one shape, since
 evenly.
 """
 
-import contextlib
 import functools
 import itertools
 import math
@@ -77,12 +76,6 @@ def _interval(
     return number * part, (number + 1) * part
 
 
-def share_type(array_type: ArrayType, boxes: Sequence[Box]) -> ArrayType:
-    """Gives the type of boxes as one array on the host; its first axis counts the boxes."""
-    shape = tuple(stop - start for start, stop in boxes[0])
-    return ArrayType((len(boxes), *shape), array_type.dtype, array_type.key)
-
-
 def join_shares(
     array_type: ArrayType, shares: Sequence[tuple[Sequence[Box], np.ndarray]]
 ) -> np.ndarray:
@@ -96,7 +89,7 @@ def join_shares(
     """
     whole = np.empty(array_type.host_shape, array_type.host_dtype)
     for boxes, data in shares:
-        parts = _types.host_array(data, share_type(array_type, boxes))
+        parts = _types.host_array(data, array_type.share(boxes))
         for box, part in zip(boxes, parts, strict=True):
             whole[tuple(slice(*interval) for interval in box)] = part
     return whole
@@ -119,33 +112,8 @@ def resplit(array: Any, home: Home, spec: Spec) -> Any:
     return jax.device_put(array, sharding)
 
 
-class Share:
-    """Makes arrays of which this process holds a part, from the bytes of that part.
-
-    Args:
-        array_type: of the whole arrays.
-        home: the rank's, whose devices several processes have.
-        spec: how the arrays are split there.
-    """
-
-    def __init__(self, array_type: ArrayType, home: Mesh, spec: Spec):
-        self._whole = array_type
-        self._sharding = sharding_in(home, spec)
-        own = self._sharding.addressable_devices_indices_map(array_type.shape)
-        boxes = {device: box_of(index, array_type.shape) for device, index in own.items()}
-        numbers = {box: n for n, box in enumerate(dict.fromkeys(boxes.values()))}
-        self._parts = [(device, numbers[box]) for device, box in boxes.items()]
-        #: The type of the part.
-        self.type = share_type(array_type, list(numbers))
-
-    def __call__(self, buffer: Any) -> Any:
-        """Makes the array, which may read the buffer for as long as the array lives."""
-        kind, host = self._whole, _types.host_array(buffer, self.type)
-        if kind.host_dtype == jax.dtypes.float0:
-            return np.zeros(kind.shape, kind.host_dtype)
-        wide = kind.dtype in _types.WIDE
-        with jax.enable_x64(True) if wide else contextlib.nullcontext():
-            parts = [jax.device_put(host[number, ...], device) for device, number in self._parts]
-            if kind.key is not None:
-                parts = [jax.random.wrap_key_data(part, impl=kind.key) for part in parts]
-            return jax.make_array_from_single_device_arrays(kind.shape, self._sharding, parts)
+@functools.lru_cache(4096)
+def boxes_here(shape: tuple[int, ...], home: Home, spec: Spec) -> tuple[Box, ...]:
+    """Gives the boxes of an array that the devices of this process hold, each once."""
+    held = sharding_in(home, spec).addressable_devices_indices_map(shape)
+    return tuple(dict.fromkeys(box_of(index, shape) for index in held.values()))

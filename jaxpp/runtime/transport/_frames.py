@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from jaxpp._program import Message
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays import ArrayType, Copier, Home, Share, from_host, resplit, spans
+from jaxpp.runtime.arrays import ArrayType, Copier, Home, boxes_here, from_host, resplit, spans
 
 #: The alignment of memory that JAX uses without a copy.
 ALIGNMENT = 64
@@ -59,17 +59,19 @@ class Unpacker:
 
     def __init__(self, types: Sequence[ArrayType], specs: Sequence[Spec], home: Home):
         self._home, self._specs = home, tuple(specs) or ((),) * len(types)
-        pairs = list(zip(types, self._specs, strict=True))
-        self._shares = [Share(t, home, spec) for t, spec in pairs] if spans(home) else None
-        self._makes = self._shares or [
-            functools.partial(from_host, array_type=t, home=home, spec=spec) for t, spec in pairs
-        ]
-        sizes = [share.type.nbytes for share in self._shares or ()] or [t.nbytes for t in types]
-        starts = [0, *itertools.accumulate(map(padded, sizes))]
+        self._shared, makes, sent = spans(home), [], list(types)
+        for n, (type_, spec) in enumerate(zip(types, self._specs, strict=True)):
+            boxes = boxes_here(type_.shape, home, spec) if self._shared else None
+            sent[n] = type_ if boxes is None else type_.share(boxes)
+            makes.append(
+                functools.partial(from_host, array_type=type_, home=home, spec=spec, boxes=boxes)
+            )
+        self._makes = makes
+        starts = [0, *itertools.accumulate(padded(t.nbytes) for t in sent)]
         #: The number of bytes of a message.
         self.nbytes = starts.pop()
-        self._places = [slice(at, at + size) for at, size in zip(starts, sizes, strict=True)]
-        small = self._shares is None and self.nbytes <= SMALL
+        self._places = [slice(at, at + t.nbytes) for at, t in zip(starts, sent, strict=True)]
+        small = not self._shared and self.nbytes <= SMALL
         self._copier = Copier(types, starts, home, specs) if small else None
 
     @staticmethod
@@ -79,7 +81,7 @@ class Unpacker:
 
     def prepared(self, arrays: list[Any]) -> list[Any]:
         """Gives arrays as they are sent: with shares, split by the specs."""
-        if self._shares is None:
+        if not self._shared:
             return arrays
         return [resplit(a, self._home, s) for a, s in zip(arrays, self._specs, strict=True)]
 

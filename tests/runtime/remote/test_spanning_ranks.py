@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpp
 from experiments import faults
 from jaxpp.runtime import RankError
-from jaxpp.runtime.arrays._shares import boxes_of_process, join_shares, share_type
+from jaxpp.runtime.arrays._shares import boxes_of_process, join_shares
 from jaxpp.runtime.arrays._stacked import parts_of
 from jaxpp.runtime.arrays._types import ArrayType, to_host
 from tests.runtime import inside
@@ -143,7 +143,7 @@ def test_shares_make_up_the_array(processes, spec):
     for process in range(processes):
         boxes = boxes_of_process(shape, spec, sizes, process, processes)
         parts = np.stack([whole[tuple(slice(*i) for i in box)] for box in boxes])
-        assert share_type(kind, boxes) == ArrayType.of(parts)
+        assert kind.share(boxes) == ArrayType.of(parts)
         shares.append((boxes, to_host(parts)))
     assert np.array_equal(join_shares(kind, shares), whole)
     devices = np.array(jax.devices()[:6]).reshape(2, 3)
