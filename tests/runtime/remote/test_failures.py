@@ -555,6 +555,16 @@ def test_200_connections_of_strangers_hold_up_no_restart(mesh, step, expected):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+def test_the_ports_that_other_hosts_reach_are_told(ray_session, caplog):
+    host = ray.util.get_node_ip_address()
+    for address in (None, host):
+        caplog.clear()
+        with jaxpp.RemoteMpmdMesh((1,), address=address):
+            told = [r.getMessage() for r in caplog.records if r.name == "jaxpp"]
+        found = [re.match(rf"Workers listen .* at {host} port \d+, \d+\. ", text) for text in told]
+        assert all(found) and len(found) == (address is not None and host != "127.0.0.1")
+
+
 # ---- what is left ---------------------------------------------------------------------------
 
 

@@ -46,6 +46,7 @@ from jaxpp.runtime.transport import (
     RankDevices,
     TransportError,
     choose_transport,
+    warn_of_open_ports,
 )
 
 #: Seconds that a worker has to end its current work when the mesh is restarted.
@@ -310,6 +311,8 @@ class WorkerGroup:
             self._check(member, hello)
             member.hello = hello
             self._open(member)
+        opened = [each for hello in hellos for each in (hello.addresses, hello.server)]
+        warn_of_open_ports(filter(None, opened))
         timeout = self._settings.heartbeat_timeout
         self._health = HealthMonitor(self.members, timeout, self._describe)
         self._health.start()
