@@ -64,8 +64,10 @@ class RemoteMpmdMesh:
         transport: how arrays go between ranks: `"device"`, from device to device, as JAX does it
             between processes, which has not been run between GPUs yet; `"auto"` and `"socket"`,
             through the memory of the hosts (`"unix"` and `"tcp"` say which).
-        heartbeat_timeout: seconds without a sign of life after which a stopped worker, or one
-            that cannot be reached, counts as lost.
+        heartbeat_timeout: seconds without a sign of life after which a worker counts as lost whose
+            process has been stopped, or whose host does not answer. One that runs is never lost for
+            being slow; it has a hundred times as long (5 minutes) to answer, since C code may hold
+            Python's lock.
         start_timeout: seconds that the cluster has to start the workers.
 
     Raises:

@@ -79,7 +79,7 @@ def test_the_error_says_who_where_why_and_who_waits(what, cause, words, task):
     error = explain(members, reports, 1, lambda task: f" of stage {task[1]}")
     assert str(error).startswith(f"rank 1 (process 101 on here (10.0.0.1)) has failed {words}")
     assert "Waiting for it: rank 0 in receive of B1.0." in str(error)
-    assert (error.rank, error.host, error.task) == (1, "here", task)
+    assert (error.rank, error.host, error.task) == (1, "here (10.0.0.1)", task)
     assert type(error.__cause__) is (cause or type(None))
 
 
@@ -92,9 +92,10 @@ def test_where_both_ends_of_a_connection_live_the_error_names_the_connection(fir
         reports = {0: waited(0, 1), 1: own, 2: ended}
         reports = dict(sorted(reports.items(), key=lambda item: item[0] != first))
         error = explain(members, reports, 1, lambda task: "")
+        ends = [f"rank {n} (process {100 + n} on here (10.0.0.1))" for n in range(2)]
         assert str(error).startswith(
-            "The connection between rank 0 (process 100 on here (10.0.0.1)) and rank 1 (process 101 on here (10.0.0.1)) "
-            "broke, but both processes live: in receive of x, rank 0 found that it is gone."
+            f"The connection between {ends[0]} and {ends[1]} broke, but both processes live: in "
+            "receive of x, rank 0 found that it is gone."
         )
         assert isinstance(error.__cause__, PeerLost) and error.task == "receive of x"
     dead = explain(members, {0: waited(0, 1), 1: DEAD}, 1, lambda task: "")

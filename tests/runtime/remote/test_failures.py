@@ -31,7 +31,7 @@ from experiments.faults import Fault, TaskError  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
 from jaxpp.runtime.remote.cluster import _lookout  # noqa: E402
 from jaxpp.runtime.remote.group import _blame  # noqa: E402
-from jaxpp.runtime.remote.worker import _process  # noqa: E402
+from jaxpp.runtime.remote.worker import BlackBox, _process  # noqa: E402
 from jaxpp.runtime.transport import Listener, NotComputed  # noqa: E402
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of  # noqa: E402
 
@@ -237,6 +237,67 @@ def test_a_busy_worker_is_not_taken_for_dead(shared_mesh):
         before = pids(mesh)
         mesh.apply(hold_the_lock, {0: (5.0,)})
         assert pids(mesh) == before
+
+
+def crash(process):
+    signal.raise_signal(signal.SIGSEGV)
+
+
+def test_the_signal_that_crashed_a_worker_is_named(mesh, step):
+    with pytest.raises(RankError, match="rank 1 .*its process has died: Segmentation fault"):
+        mesh.apply(crash, {1: ()})
+
+
+def fail_to_load(number):
+    raise KeyError("no such batch")
+
+
+def test_an_error_of_the_function_that_feeds_a_step_says_so(mesh, step):
+    fed = jaxpp.place(step_of(), mesh, feed={3: batch_or_error})
+    state = fed(*begin(), 0)
+    with pytest.raises(RankError, match="in the function that feeds the step of call") as caught:
+        float(fed(*state[:3], 7)[3])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def batch_or_error(number):
+    return fail_to_load(number) if number == 7 else batch(number)
+
+
+class Unreadable:
+    """Can be pickled, and not be read again."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def give_unreadable(process):
+    return Unreadable()
+
+
+@pytest.mark.parametrize(("function", "args"), [(pid_of, (Unreadable(),)), (give_unreadable, ())])
+def test_what_cannot_be_read_on_the_other_side_ends_nothing(shared_mesh, step, function, args):
+    state = step(*begin(), batch())
+    with pytest.raises(ValueError, match="no number"):
+        shared_mesh.apply(function, {1: args})
+    assert np.isfinite(float(state[3]))
+
+
+def test_a_worker_that_may_not_open_its_flight_recorder_works(shared_mesh, monkeypatch):
+    monkeypatch.setattr(BlackBox, "create", staticmethod(unreadable_box))
+    with jaxpp.RemoteMpmdMesh((1,)) as mesh:
+        os.kill(pids(mesh)[0], signal.SIGKILL)
+        with pytest.raises(RankError, match="its process has died"):
+            mesh.apply(pid_of, {0: ()})
+
+
+def unreadable_box(create=BlackBox.create):
+    """A file whose path leads nowhere for the worker."""
+    path = create()
+    other = path + "-of-another-user"
+    os.symlink(path, other)
+    threading.Timer(0.5, os.unlink, [other]).start()
+    return other
 
 
 # ---- memory ---------------------------------------------------------------------------------

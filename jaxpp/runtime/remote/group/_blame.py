@@ -82,7 +82,8 @@ def explain(
         call, task, reason = what.call, what.task, what.exception
         cause = what.cause()
     elif isinstance(what, BaseException):
-        reason, cause = why(what), what
+        crash = member.box.crash() if member.box else ""
+        reason, cause = f"its process has died: {crash}" if crash else why(what), what
     elif isinstance(what, str):
         reason = what
     else:  # the worker lives; only reports of others tell of it

@@ -1,6 +1,7 @@
 """The flight recorder: a worker notes its instructions in memory that outlives the worker."""
 
 import contextlib
+import faulthandler
 import mmap
 import os
 import tempfile
@@ -10,14 +11,15 @@ from jaxpp._program import Instruction, Receive, Run, Send
 from jaxpp.runtime.executor import Worker
 
 _TEXT = 120
+_SIZE = 8 + _TEXT
 _BLANK = bytes(_TEXT)
 
 
 class BlackBox:
-    """A flight recorder: a note of a worker's current call and instruction.
+    """A flight recorder: a note of a worker's current call and instruction, and of its crash.
 
-    The driver makes a file, and worker and driver map it into their memory. Then the driver unlinks
-    the file, so that none is left however the processes end. A killed worker's note stays readable.
+    The driver makes a file, and worker and driver open it. Then the driver unlinks the file, so
+    that none is left however the processes end. A killed worker's note stays readable.
 
     Args:
         path: of the file.
@@ -35,8 +37,8 @@ class BlackBox:
 
     def __init__(self, path: str):
         self.path = path
-        with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 8 + _TEXT)
+        self._file = open(path, "r+b", 0)  # noqa: SIM115  `close` closes it
+        self._memory = mmap.mmap(self._file.fileno(), _SIZE)
         #: The memory for the current instruction, written as `encode` gives it.
         self.text = memoryview(self._memory)[8:]
 
@@ -51,12 +53,18 @@ class BlackBox:
 
     @staticmethod
     def open(path: str) -> "BlackBox | None":
-        """Maps the file; None where another user has made it, whose files are closed to this."""
+        """Opens the file of the worker; None where another user has made it, and keeps it closed.
+
+        From here on Python notes there what a signal such as SIGSEGV ends the process.
+        """
         with contextlib.suppress(OSError):
-            return BlackBox(path)
+            box = BlackBox(path)
+            box._file.seek(_SIZE)
+            faulthandler.enable(box._file, all_threads=False)
+            return box
 
     def unlink(self) -> None:
-        """Removes the file; processes that have mapped it keep its memory."""
+        """Removes the file; processes that have opened it keep its memory."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
@@ -64,6 +72,7 @@ class BlackBox:
         """Frees the memory; may be repeated."""
         self.text.release()
         self._memory.close()
+        self._file.close()
 
     @staticmethod
     def encode(text: str) -> bytes:
@@ -78,6 +87,11 @@ class BlackBox:
         """Reads the last call's number, -1 before it, and its instruction, empty between calls."""
         call = int.from_bytes(self._memory[:8], "little", signed=True)
         return call, bytes(self.text).rstrip(b"\0").decode(errors="replace")
+
+    def crash(self) -> str:
+        """Reads what crashed the worker, such as `Segmentation fault`; empty where it did not."""
+        first, *_ = os.pread(self._file.fileno(), _TEXT, _SIZE).decode(errors="replace").split("\n")
+        return first.rpartition(": ")[2].rstrip("\0")
 
 
 class NotingWorker(Worker):

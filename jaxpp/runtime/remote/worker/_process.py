@@ -101,6 +101,8 @@ class Process:
         self._epoch = 0
         self._call = -1
         self._worker: Worker | None = None
+        #: Tells whether the step waits for a batch that this rank loads itself.
+        self._feeding = False
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -193,7 +195,7 @@ class Process:
         call = Call(*fields)
         loaded = self._steps[call.step]
         program, worker = loaded.program, loaded.worker
-        worker.at = None
+        worker.at, self._feeding = None, False
         self._call, self._worker = call.number, worker
         if self._box:
             self._box.begin(call.number)
@@ -236,7 +238,9 @@ class Process:
                 worker.slots[slot] = next(arrivals)
             elif number == FED:
                 kind = make.array_type, self.home, make.spec
+                self._feeding = True
                 worker.slots[slot] = self.loader.take(*next(batches), *kind)
+                self._feeding = False
             else:
                 worker.slots[slot] = make.resplit(self.arrays[number])
         # An array that the transport has yet to send must not be donated.
@@ -373,6 +377,8 @@ class Process:
 
     def _doing(self) -> tuple[str, int | None]:
         """Describes the current instruction, and gives the rank that it sends to or waits for."""
+        if self._feeding:
+            return "the function that feeds the step", None
         return doing(self._worker.at if self._worker else None)
 
 
