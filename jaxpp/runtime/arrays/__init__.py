@@ -22,8 +22,8 @@ from jaxpp.runtime.arrays._homes import sharding_in as sharding_in
 from jaxpp.runtime.arrays._homes import sizes_of as sizes_of
 from jaxpp.runtime.arrays._reshard import reshard as reshard
 from jaxpp.runtime.arrays._shares import boxes_here as boxes_here
-from jaxpp.runtime.arrays._shares import boxes_of_process as boxes_of_process
 from jaxpp.runtime.arrays._shares import join_shares as join_shares
+from jaxpp.runtime.arrays._shares import own_share as own_share
 from jaxpp.runtime.arrays._shares import resplit as resplit
 from jaxpp.runtime.arrays._shares import spans as spans
 from jaxpp.runtime.arrays._stacked import StackedArray as StackedArray

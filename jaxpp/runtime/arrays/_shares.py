@@ -7,9 +7,7 @@ evenly.
 """
 
 import functools
-import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,64 +20,10 @@ from jaxpp.runtime.arrays._homes import Box, Home, box_of, sharding_in
 from jaxpp.runtime.arrays._types import ArrayType
 
 
-def boxes_of_process(
-    shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int], process: int, processes: int
-) -> tuple[Box, ...]:
-    """Gives the boxes of an array that the devices of one process hold, each once.
-
-    Args:
-        shape: of the array.
-        spec: how it is split over the axes inside the rank.
-        sizes: these axes, and their sizes.
-        process: the number of the process in its rank.
-        processes: how many the rank has.
-
-    Example:
-        >>> sizes = {"data": 2, "model": 2}
-        >>> boxes_of_process((4, 2), (("data",), ()), sizes, process=1, processes=2)
-        (((2, 4), (0, 2)),)
-        >>> boxes_of_process((4,), (("model",),), sizes, process=1, processes=2)
-        (((0, 2),), ((2, 4),))
-    """
-    return _boxes(shape, spec, tuple(sizes.items()), process, processes)
-
-
-@functools.lru_cache(4096)
-def _boxes(
-    shape: tuple[int, ...],
-    spec: Spec,
-    sizes: tuple[tuple[str, int], ...],
-    process: int,
-    processes: int,
-) -> tuple[Box, ...]:
-    numbers = dict(sizes)
-    places = list(itertools.product(*(range(n) for _, n in sizes)))
-    own = len(places) // processes
-    boxes = []
-    for place in places[process * own : (process + 1) * own]:
-        at = dict(zip(numbers, place, strict=True))
-        entries = (*spec, *((),) * (len(shape) - len(spec)))
-        boxes.append(
-            tuple(_interval(n, axes, at, numbers) for n, axes in zip(shape, entries, strict=True))
-        )
-    return tuple(dict.fromkeys(boxes))
-
-
-def _interval(
-    size: int, axes: Sequence[str], at: Mapping[str, int], sizes: Mapping[str, int]
-) -> tuple[int, int]:
-    """Gives a device's interval of a dimension that is split over some axes, outermost first."""
-    number = 0
-    for axis in axes:
-        number = number * sizes[axis] + at[axis]
-    part = size // math.prod(sizes[axis] for axis in axes)
-    return number * part, (number + 1) * part
-
-
 def join_shares(
     array_type: ArrayType, shares: Sequence[tuple[Sequence[Box], np.ndarray]]
 ) -> np.ndarray:
-    """Makes the whole array, a copy on the host, from the boxes of some processes and their bytes.
+    """Makes the whole array, a copy on the host, from what `own_share` gives in its processes.
 
     Example:
         >>> left = (((0, 1),),), np.array([7], np.uint8)
@@ -89,7 +33,7 @@ def join_shares(
     """
     whole = np.empty(array_type.host_shape, array_type.host_dtype)
     for boxes, data in shares:
-        parts = _types.host_array(data, array_type.share(boxes))
+        parts = _types.host_array(data, array_type.share(boxes)) if boxes else ()
         for box, part in zip(boxes, parts, strict=True):
             whole[tuple(slice(*interval) for interval in box)] = part
     return whole
@@ -102,6 +46,16 @@ def join_shares(
 def spans(home: Home) -> bool:
     """Tells whether the devices of a home belong to several processes."""
     return isinstance(home, Mesh) and len({d.process_index for d in home.devices.flat}) > 1
+
+
+def own_share(array: Any) -> tuple[Sequence[Box], np.ndarray]:
+    """Gives the boxes of an array that no earlier device of the rank holds, and their bytes."""
+    if not isinstance(array, jax.Array):  # of dtype float0
+        return (), np.empty(0, np.uint8)
+    own = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    boxes = [box_of(shard.index[: array.ndim], array.shape) for shard in own]
+    nothing = np.empty(0, np.uint8)
+    return boxes, np.concatenate([nothing, *(_types.to_host(shard.data) for shard in own)])
 
 
 def resplit(array: Any, home: Home, spec: Spec) -> Any:

@@ -3,21 +3,14 @@
 import collections
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays import (
-    ArrayType,
-    Box,
-    boxes_of_process,
-    from_host,
-    host_array,
-    join_shares,
-)
+from jaxpp.runtime.arrays import ArrayType, from_host, host_array, join_shares
 from jaxpp.runtime.remote._array import RemoteArray
 from jaxpp.runtime.remote.calls import Lane, uninterrupted
 
@@ -39,14 +32,13 @@ class Arrays:
     Args:
         mesh: the mesh whose ranks hold the arrays.
         group: the workers.
-        insides: for each rank the axes inside it, and their sizes.
     """
 
-    def __init__(self, mesh: "RemoteMpmdMesh", group: Any, insides: Sequence[Mapping[str, int]]):
+    def __init__(self, mesh: "RemoteMpmdMesh", group: Any):
         self.mesh = mesh
         #: How often the mesh has been restarted; arrays from before are lost.
         self.incarnation = 0
-        self._group, self._insides = group, insides
+        self._group = group
         self._processes = mesh.processes_per_rank
         self._next = 1
         #: The handles that are referred to, by id, and those that are not any more. The end of a
@@ -54,9 +46,9 @@ class Arrays:
         self._live: dict[int, _Handle] = {}
         self._dead: collections.deque[Any] = collections.deque()
         self._wanted: dict[int, RemoteArray] = {}
-        #: By id where an array that has been asked for arrives: a call, a worker, the place in its
-        #: answer, and the boxes of the array that are there.
-        self._asked: dict[int, list[tuple[Any, int, int, Any]]] = {}
+        #: By id where an array that has been asked for arrives: a call, a worker, and the place in
+        #: its answer.
+        self._asked: dict[int, list[tuple[Any, int, int]]] = {}
         self._lock = threading.Lock()
 
     def new_ids(self, count: int) -> int:
@@ -90,7 +82,7 @@ class Arrays:
 
     def releases(self) -> list[tuple[int, ...]]:
         """Gives, once only, the ids of arrays that each rank may drop."""
-        found: list[list[int]] = [[] for _ in self._insides]
+        found: list[list[int]] = [[] for _ in range(self.mesh.num_ranks)]
         while self._dead:
             handle = self._dead.popleft()
             if self._live.pop(handle.id, None) is not None:
@@ -145,30 +137,22 @@ class Arrays:
                 self._ask([a for a in wanted.values() if a.id not in self._asked])
                 asked = self._asked.pop(array.id)
         self._group.flush()
-        parts = [(boxes, call.value(worker)[place]) for call, worker, place, boxes in asked]
+        parts = [call.value(worker)[place] for call, worker, place in asked]
         if self._processes > 1:
             return join_shares(ArrayType.of(array), parts)
-        return host_array(parts[0][1], ArrayType.of(array))
+        return host_array(parts[0], ArrayType.of(array))
 
     def _ask(self, arrays: Sequence[RemoteArray]) -> None:
         """Asks the first ranks that hold some arrays for them."""
         numbers: dict[int, list[int]] = collections.defaultdict(list)
-        asked: dict[int, list[tuple[int, int, Any]]] = collections.defaultdict(list)
+        asked: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
         for array in arrays:
             first = array.ranks[0] * self._processes
-            for worker, boxes in enumerate(self._shares(array), first):
-                asked[array.id].append((worker, len(numbers[worker]), boxes))
+            for worker in range(first, first + (self._processes if any(array.spec) else 1)):
+                asked[array.id].append((worker, len(numbers[worker])))
                 numbers[worker].append(array.id)
         call = self._group.begin(Lane.FETCH, "fetch", {w: (own,) for w, own in numbers.items()})
         self._asked |= {number: [(call, *own) for own in parts] for number, parts in asked.items()}
-
-    def _shares(self, array: RemoteArray) -> list[tuple[Box, ...]]:
-        """Gives the boxes to ask of a rank's processes; of the first one alone if it has all."""
-        if self._processes == 1:
-            return [()]
-        sizes, every = self._insides[array.ranks[0]], self._processes
-        boxes = [boxes_of_process(array.shape, array.spec, sizes, n, every) for n in range(every)]
-        return boxes[:1] if set(boxes[0]) >= {box for own in boxes for box in own} else boxes
 
     def fetch_jax(self, array: RemoteArray) -> jax.Array:
         """Fetches the value of an array of any dtype to the default device of this process."""

@@ -179,7 +179,7 @@ class RemoteMpmdMesh:
         kinds = range(self.num_ranks) if joined else [(h.node, h.device) for h in group.hellos]
         platform = group.hellos[0].platform
         library = Library(platform, kinds, self.moves_all, settings.insides)
-        self._arrays = Arrays(self, group, settings.insides)
+        self._arrays = Arrays(self, group)
         feeds = Feeds(
             lambda load, value: self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
         )

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jaxpp
 from experiments import faults
 from jaxpp.runtime import RankError
-from jaxpp.runtime.arrays._shares import boxes_of_process, join_shares
+from jaxpp.runtime.arrays._shares import join_shares, own_share
 from jaxpp.runtime.arrays._stacked import parts_of
-from jaxpp.runtime.arrays._types import ArrayType, to_host
+from jaxpp.runtime.arrays._types import ArrayType
 from tests.runtime import inside
 
 SHAPE, AXES, WIDTH = (2, 2), ("mpmd", "data"), 8
@@ -131,29 +131,22 @@ def test_a_deeper_model_with_two_axes_inside_a_rank(ray_session):
     assert_same(state, wanted)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize(
     "spec", [(), (("a",),), ((), ("b",)), (("b", "a"), ()), (("a", "b"),), (("b",), ("a",))]
 )
-def test_shares_make_up_the_array(processes, spec):
-    sizes, shape = {"a": 2, "b": 3}, (12, 6)
-    whole = np.arange(72, dtype="u2").reshape(shape)
-    kind = ArrayType.of(whole)
-    shares = []
-    for process in range(processes):
-        boxes = boxes_of_process(shape, spec, sizes, process, processes)
-        parts = np.stack([whole[tuple(slice(*i) for i in box)] for box in boxes])
-        assert kind.share(boxes) == ArrayType.of(parts)
-        shares.append((boxes, to_host(parts)))
-    assert np.array_equal(join_shares(kind, shares), whole)
+@pytest.mark.parametrize("keys", [False, True])
+def test_shares_make_up_the_array(spec, keys):
+    """Each element is in one share, and shares go together in any order."""
+    whole = np.arange(72, dtype="u4").reshape(12, 6)
+    whole = jax.random.split(jax.random.key(0), (12, 6)) if keys else whole
     devices = np.array(jax.devices()[:6]).reshape(2, 3)
-    sharding = jax.sharding.NamedSharding(
-        jax.sharding.Mesh(devices, tuple(sizes)), P(*spec) if spec else P()
-    )
-    indices = sharding.devices_indices_map(shape)
-    wanted = {tuple(s.indices(n)[:2] for s, n in zip(i, shape, strict=True)) for i in
-              indices.values()}  # fmt: skip
-    assert {box for boxes, _ in shares for box in boxes} == wanted
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("a", "b")), P(*spec))
+    boxes, data = own_share(jax.device_put(whole, sharding))
+    parts = np.split(data, len(boxes))
+    shares = [([box], part) for box, part in zip(boxes, parts, strict=True)]
+    assert sum((b - a) * (d - c) for (a, b), (c, d) in boxes) == 72
+    found = join_shares(ArrayType.of(whole), [*shares[::-1], ((), data[:0])])
+    assert np.array_equal(found, jax.random.key_data(whole) if keys else whole)
 
 
 def reversed_tree(xs):

@@ -14,7 +14,7 @@ import jax
 
 from jaxpp._program import Message, Program, Receive, Run, Send
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays import ArrayType, Home, from_host, spans, to_host
+from jaxpp.runtime.arrays import ArrayType, Home, from_host, own_share, spans, to_host
 from jaxpp.runtime.executor import Worker
 from jaxpp.runtime.remote.calls import (
     FED,
@@ -282,9 +282,10 @@ class Process:
             return [self.arrays[n] for n in numbers]
 
     def fetch(self, numbers: Sequence[int]) -> list[Any] | Failure:
-        """Gives the bytes of arrays; of its own shards, where the rank has several processes."""
+        """Gives the bytes of arrays; its shares, where the rank has several processes."""
+        to_bytes = own_share if spans(self.home) else to_host
         try:
-            return [to_host(x) for x in jax.block_until_ready(self.wait_for(numbers))]
+            return [to_bytes(x) for x in jax.block_until_ready(self.wait_for(numbers))]
         except Lost as error:
             return self.failure or Failure.of(error, self.rank, -1, "")
         except Exception as error:
