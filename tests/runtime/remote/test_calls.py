@@ -1,7 +1,9 @@
 """The connection of the driver and a worker: calls arrive whole and in order, nothing hangs."""
 
+import dataclasses
 import queue
 import signal
+import socket
 import threading
 import time
 import types
@@ -67,9 +69,12 @@ def connect(server):
     """Connects to the server; closes the connections in the end."""
     clients = []
 
-    def connect(epoch=0, ended=lambda: None, told=lambda *_: None, secret=SECRET, source=-1):
+    def connect(
+        epoch=0, ended=lambda: None, told=lambda *_: None, secret=SECRET, source=-1, unix=True
+    ):
         hello = _connections.Hello(epoch, source, 0)
-        clients.append(Client(hello, server.addresses, secret, told, ended))
+        addresses = server.addresses if unix else dataclasses.replace(server.addresses, unix=None)
+        clients.append(Client(hello, addresses, secret, told, ended))
         return clients[-1]
 
     yield connect
@@ -185,6 +190,35 @@ def test_a_worker_tells_the_driver_what_it_did_not_ask_for(connect, process):
         process.tell(number, pack(np.arange(number)))
     found = [told.get(timeout=10) for _ in range(3)]
     assert [(n, list(a)) for n, a in found] == [(0, []), (1, [0]), (2, [0, 1])]
+
+
+def test_an_altered_message_between_hosts_ends_the_connection(connect, process):
+    client = connect(unix=False)
+    assert result(call(client, Lane.ORDERED, "run", b"first")) is None
+    client.call(Lane.ORDERED, "run", b"second")
+    *message, code = client._outbox[0]
+    for altered in (
+        [*message, code[:-1] + bytes([code[-1] ^ 1])],
+        [message[0], message[1].replace(b"second", b"other!"), code],
+        message,  # and the code of a later one
+    ):
+        client = connect(len(process.epochs) + 1, unix=False)
+        client._outbox.append(altered)
+        client.flush()
+        client._connection.shutdown(socket.SHUT_WR)
+        assert client.call(Lane.ORDERED, "run").result(10)[0] == Kind.LOST
+    assert ran(process) == [b"first"] and process.ran.empty()
+
+
+def test_a_message_is_not_taken_twice(connect, process):
+    client = connect(unix=False)
+    client.call(Lane.ORDERED, "run", b"first")
+    twice = [list(client._outbox[0]) for _ in range(2)]
+    client._outbox.clear()
+    client._outbox.extend(twice)
+    client.flush()
+    assert client.call(Lane.ORDERED, "run").result(10)[0] == Kind.LOST
+    assert ran(process) == [b"first"] and process.ran.empty()
 
 
 # ---- interrupts ---------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from jaxpp.runtime.remote.calls._messages import DRIVER as DRIVER
 from jaxpp.runtime.remote.calls._messages import Kind as Kind
 from jaxpp.runtime.remote.calls._messages import Lane as Lane
 from jaxpp.runtime.remote.calls._messages import Message as Message
+from jaxpp.runtime.remote.calls._messages import Seal as Seal
 from jaxpp.runtime.remote.calls._messages import listen as listen
 from jaxpp.runtime.remote.calls._messages import pack as pack
 from jaxpp.runtime.remote.calls._messages import pack_code as pack_code

@@ -19,6 +19,7 @@ from jaxpp.runtime.remote.calls._messages import (
     Kind,
     Lane,
     Message,
+    Seal,
     listen,
     pack_code,
 )
@@ -96,6 +97,8 @@ class Client:
         self._posting, self._writing = threading.Lock(), threading.Lock()
         self._ended = self._closed = False
         self._connection = connect(hello, addresses, secret)
+        self._seal = Seal(secret, hello.epoch, hello.source, self._connection)
+        self._heard = Seal(secret, hello.epoch, hello.target, self._connection)
         name = f"jaxpp-client-{hello.target}"
         self._thread = threading.Thread(target=self._listen, name=name, daemon=True)
         self._thread.start()
@@ -120,7 +123,7 @@ class Client:
             else:
                 number = next(self._numbers)
                 self._calls[number] = done
-                self._outbox.append(Message(lane, number, pieces).to_send())
+                self._outbox.append(Message(lane, number, pieces).to_send(self._seal))
         if lost:
             done(Kind.LOST, ())
 
@@ -159,7 +162,7 @@ class Client:
 
     def _listen(self) -> None:
         with stream_of(self._connection) as stream:
-            while (message := listen(stream)) is not None:
+            while (message := listen(stream, self._heard)) is not None:
                 if message.what == Kind.TOLD:
                     self._told(message.number, message.pieces)
                 else:

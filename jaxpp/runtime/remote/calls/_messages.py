@@ -2,8 +2,11 @@
 
 import contextlib
 import enum
+import hmac
 import io
+import itertools
 import pickle
+import socket
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -48,6 +51,35 @@ class Kind(enum.IntEnum):
     LOST = 4
 
 
+class Seal:
+    """Codes for the messages of a connection in one direction, so that none is altered or replayed.
+
+    Connections within a host need none. Calls contain Python code; so between hosts each message
+    ends with a keyed hash (HMAC, RFC 2104, with SHA-256) of its number and its bytes.
+
+    Args:
+        secret: what both ends know.
+        epoch: of the connection; there is one in each.
+        sender: who sends: the driver, or the number of a rank.
+        connection: the connection.
+    """
+
+    def __init__(self, secret: bytes, epoch: int, sender: int, connection: socket.socket):
+        self._key = hmac.digest(secret, struct.pack("<qq", epoch, sender), "sha256")
+        self._numbers = itertools.count()
+        #: The bytes of a code.
+        self.size = 0 if connection.family == socket.AF_UNIX else 32
+
+    def code(self, pieces: Sequence[Bytes]) -> bytes:
+        """Makes the code of the next message."""
+        if not self.size:
+            return b""
+        code = hmac.new(self._key, struct.pack("<q", next(self._numbers)), "sha256")
+        for piece in pieces:
+            code.update(piece)
+        return code.digest()
+
+
 class Message(NamedTuple):
     """A message.
 
@@ -61,26 +93,30 @@ class Message(NamedTuple):
     number: int
     pieces: Sequence[Bytes]
 
-    def to_send(self) -> list[Bytes]:
+    def to_send(self, seal: Seal) -> list[Bytes]:
         """Gives the bytes of the message, in the pieces that go over a connection."""
         head = _HEAD.pack(self.what, self.number, len(self.pieces))
-        sizes = struct.pack(f"<{len(self.pieces)}q", *map(len, self.pieces))
-        return [head + sizes, *filter(len, self.pieces)]
+        head += struct.pack(f"<{len(self.pieces)}q", *map(len, self.pieces))
+        return [p for p in (head, *self.pieces, seal.code([head, *self.pieces])) if len(p)]
 
 
-def listen(stream: io.BufferedReader) -> Message | None:
-    """Waits for the next message; None where the connection has ended.
+def listen(stream: io.BufferedReader, seal: Seal) -> Message | None:
+    """Waits for the next message; None where the connection has ended, or somebody altered it.
 
     Args:
         stream: of a connection, from `stream_of`.
+        seal: the codes of its sender.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, struct.error):
         head = stream.read(_HEAD.size)
         if len(head) == _HEAD.size:
             what, number, count = _HEAD.unpack(head)
-            sizes = struct.unpack(f"<{count}q", stream.read(8 * count))
+            head += stream.read(8 * count)
+            sizes = struct.unpack_from(f"<{count}q", head, _HEAD.size)
             pieces = [np.empty(size, np.uint8).data for size in sizes]
-            if all(stream.readinto(piece) == len(piece) for piece in pieces):
+            whole = all(stream.readinto(piece) == len(piece) for piece in pieces)
+            code = stream.read(seal.size)
+            if whole and hmac.compare_digest(code, seal.code([head, *pieces])):
                 return Message(what, number, pieces)
     return None
 

@@ -12,6 +12,7 @@ from jaxpp.runtime.remote.calls import (
     Kind,
     Lane,
     Message,
+    Seal,
     listen,
     pack,
     pack_code,
@@ -38,7 +39,7 @@ class Server:
     """
 
     def __init__(self, process: Process, secret: bytes, address: str | None):
-        self._process = process
+        self._process, self._secret = process, secret
         self._connected = threading.Lock()
         self._channel: _Channel | None = None
         self._listener = Listener(process.rank, secret, address, self._admit, self._serve)
@@ -59,7 +60,11 @@ class Server:
                 self._process.abort("The mesh is restarted.")
                 self._channel.end()
                 self._process.reset(hello.epoch)
-            channel = self._channel = _Channel(self._process, connection)
+            seals = [
+                Seal(self._secret, hello.epoch, who, connection)
+                for who in (hello.source, hello.target)
+            ]
+            channel = self._channel = _Channel(self._process, connection, *seals)
         channel.read()
         with self._connected:
             if channel is self._channel:
@@ -79,8 +84,9 @@ class Server:
 class _Channel:
     """One connection of the driver, and the threads that run its calls."""
 
-    def __init__(self, process: Process, connection: socket.socket):
+    def __init__(self, process: Process, connection: socket.socket, heard: Seal, seal: Seal):
         self._process, self._connection = process, connection
+        self._heard, self._seal = heard, seal
         self._sending = threading.Lock()
         self._ended = False
         self._lanes = {lane: queue.SimpleQueue[Message | None]() for lane in Lane}
@@ -99,7 +105,7 @@ class _Channel:
     def read(self) -> None:
         """Takes in the driver's calls at once, so that the driver need not wait."""
         with stream_of(self._connection) as stream:
-            while (call := listen(stream)) is not None:
+            while (call := listen(stream, self._heard)) is not None:
                 self._lanes[Lane(call.what)].put(call)
                 del call  # it would keep a batch alive until the next call
 
@@ -129,7 +135,7 @@ class _Channel:
     def send(self, message: Message) -> None:
         """Sends a message to the driver, if it is still there."""
         with self._sending, contextlib.suppress(OSError):
-            send_pieces(self._connection, message.to_send())
+            send_pieces(self._connection, message.to_send(self._seal))
 
     def end(self) -> None:
         """Ends the connection, and waits for the call in order that runs; later ones never run."""
