@@ -1,9 +1,8 @@
 """Chooses the transport of a mesh."""
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 Flag = Literal["auto", "socket", "unix", "tcp", "device"]
 
@@ -47,7 +46,7 @@ def choose_transport(
         >>> choose_transport([one, other]), choose_transport([one, other], "device")
         ('socket', 'device')
     """
-    flags = ("auto", "socket", "unix", "tcp", "device")
+    flags = get_args(Flag)
     if flag not in flags:
         raise ValueError(f"transport={flag!r} is not known; it is one of {', '.join(flags)}.")
     if flag != "device":
@@ -62,20 +61,20 @@ def choose_transport(
 
 def _obstacle(ranks: Sequence[RankDevices]) -> str:
     """Gives the reason why arrays cannot go from device to device; empty where they can."""
-    platforms = sorted({rank.platform for rank in ranks})
-    if len(platforms) > 1:
+    if len({rank.platform for rank in ranks}) > 1:
         by = ", ".join(f"rank {n} on {rank.platform}" for n, rank in enumerate(ranks))
         return f"the ranks are on different platforms ({by})"
-    if platforms == ["cpu"]:  # each process has CPU devices of its own
+    if ranks[0].platform == "cpu":  # each process has CPU devices of its own
         return ""
-    users: dict[tuple[str, str], list[int]] = defaultdict(list)
+    users: dict[tuple[str, str], int] = {}
     for number, rank in enumerate(ranks):
         if not rank.devices:
             return f"the devices of rank {number} on host {rank.host} are not known"
         for device in rank.devices:
-            users[rank.host, device].append(number)
-    for (host, device), numbers in users.items():
-        if len(numbers) > 1:
-            shared = " and ".join(map(str, numbers))
-            return f"ranks {shared} share device {device} of host {host}, which NCCL does not allow"
+            other = users.setdefault((rank.host, device), number)
+            if other != number:
+                return (
+                    f"ranks {other} and {number} share device {device} of host {rank.host}, which "
+                    f"NCCL does not allow"
+                )
     return ""

@@ -138,7 +138,7 @@ class DeviceTransport:
     def forget(self, program: int) -> None:
         """Forgets the messages of a program."""
         for message in self._programs.pop(program, ()):
-            del self._cargoes[id(message)]
+            self._cargoes.pop(id(message), None)
 
     def _cargo(self, message: Message) -> _Cargo:
         return self._cargoes.get(id(message)) or _Cargo.of(message)

@@ -108,8 +108,8 @@ def reserve_places(
     bundles = [bundle for bundle in split for _ in range(parts)]
     size = f" of {processes} processes" if processes > 1 else ""
     asked = " and ".join(
-        f"{count} rank{'s' * (count > 1)}{size} with {_describe(dict(resources))} each"
-        for resources, count in Counter(tuple(own.items()) for own in whole).items()
+        f"{count} rank{'s' * (count > 1)}{size} with {resources} each"
+        for resources, count in Counter(map(_describe, whole)).items()
     )
     there = f"The Ray session at {session.address}"
     if not _all_fit(bundles, nodes):
@@ -163,11 +163,12 @@ def renew_places(session: Session, reservation: Reservation) -> Reservation:
         RuntimeError: as `reopen_session`.
     """
     there = {node["NodeID"] for node in _nodes()[0]}
-    lost: defaultdict[str, dict[int, None]] = defaultdict(dict)
-    for rank, own in enumerate(reservation.places):
-        for place in own:
-            if place.node_id not in there:
-                lost[f"the node {place.address} ({place.host})"][rank] = None
+    lost = [
+        f"the node {node.address} ({node.host}), which had rank {rank}"
+        for rank, own in enumerate(reservation.places)
+        for node in dict.fromkeys(dataclasses.replace(place, bundle=0) for place in own)
+        if node.node_id not in there
+    ]
     if not lost and placement_group_table(reservation.group).get("state") == "CREATED":
         return reservation
     if session.started and not there:
@@ -180,7 +181,7 @@ def renew_places(session: Session, reservation: Reservation) -> Reservation:
         gpus_per_rank=[gpus * processes for gpus in reservation.gpus],
         cpus_per_rank=reservation.cpus * processes,
         processes_per_rank=processes,
-        lost=[f"{node}, which ran rank {', '.join(map(str, own))}" for node, own in lost.items()],
+        lost=lost,
     )
 
 
@@ -193,10 +194,8 @@ def _nodes() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     addresses = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
     with concurrent.futures.ThreadPoolExecutor(max(1, len(nodes))) as pool:
-        there = list(pool.map(answers, addresses))
-    return list(itertools.compress(nodes, there)), [
-        node for node, answering in zip(nodes, there, strict=True) if not answering
-    ]
+        found = list(zip(nodes, pool.map(answers, addresses), strict=True))
+    return [node for node, there in found if there], [node for node, there in found if not there]
 
 
 def _check_request(processes: int, cpus: float, gpus: float) -> None:
@@ -236,17 +235,17 @@ def _places(
     separately, each kind by itself.
     """
     node_of = {int(b): n for b, n in placement_group_table(group)["bundles_to_node_id"].items()}
-    nodes = {node["NodeID"]: node for node in ray.nodes()}
     here = ray.get_runtime_context().get_node_id()
     order = sorted(dict.fromkeys(node_of[b] for b in sorted(node_of)), key=lambda n: n != here)
-    left: defaultdict[tuple, list[Place]] = defaultdict(list)
+    nodes = {node["NodeID"]: node for node in ray.nodes()}
+    left: defaultdict[str, list[Place]] = defaultdict(list)
     for number in sorted(node_of, key=lambda b: (order.index(node_of[b]), b)):
         node = nodes[node_of[number]]
         where = node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"]
-        left[tuple(bundles[number].items())] += [Place(number, *where)] * (processes // parts)
+        left[str(bundles[number])] += [Place(number, *where)] * (processes // parts)
     workers = {kind: iter(places) for kind, places in left.items()}
-    kinds = [tuple(bundle.items()) for bundle in bundles[::parts]]
-    return tuple(tuple(itertools.islice(workers[kind], processes)) for kind in kinds)
+    ranks = bundles[::parts]
+    return tuple(tuple(itertools.islice(workers[str(rank)], processes)) for rank in ranks)
 
 
 def _describe(resources: Mapping[str, float]) -> str:

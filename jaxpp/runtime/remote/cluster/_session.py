@@ -1,5 +1,6 @@
 """The Ray session that a mesh's workers run in."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -9,6 +10,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -131,12 +133,12 @@ def _open(address: str | None) -> Session:
                 f"`ray start --head`, correct RAY_ADDRESS, or use RAY_ADDRESS=local for a session "
                 f"of the process's own."
             )
-        return _connect(address)
+        return _init(started=False, address=address)
     found = _address_of_ray_start()
     if found is not None and answers(found):
         # Ray looks the address up again: it turns on its token authentication by itself only for a
         # session that it has found itself.
-        return _connect(None)
+        return _init(started=False, address=None)
     if address == "auto":
         raise ConnectionError(
             "There is no Ray session on this machine. Start one with `ray start --head`, or use "
@@ -159,18 +161,6 @@ def _not_on_a_node(what: str) -> ValueError:
     )
 
 
-def _connect(address: str | None) -> Session:
-    try:
-        return _init(started=False, address=address)
-    except ConnectionError as error:
-        if "AuthenticationError" not in repr(error.__cause__):
-            raise
-        raise ConnectionError(
-            f"{error}: it wants another token than this process has, or one at all. Copy "
-            f"~/.ray/auth_token from its head node, and set RAY_AUTH_MODE=token."
-        ) from error
-
-
 def _start() -> Session:
     cpus = (os.cpu_count() or 1) + 1
     return _init(started=True, address="local", include_dashboard=False, num_cpus=cpus)
@@ -189,43 +179,44 @@ def _init(started: bool, **arguments: Any) -> Session:
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(logging_level=logging.ERROR, **arguments)
 
-    if threading.current_thread() is threading.main_thread():
-        handler = signal.getsignal(signal.SIGTERM)
-        init()  # Ray's own handler exits, which ends the session; a caller's own handler must stay
-        if handler not in (signal.SIG_DFL, None):
-            signal.signal(signal.SIGTERM, handler)
-    else:
-        _call_in_lasting_thread(init)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        if threading.current_thread() is not threading.main_thread():
+            _call_in_lasting_thread(init)
+        else:  # Ray's own handler exits, which ends the session; a caller's own handler must stay
+            init()
+            if handler not in (signal.SIG_DFL, None):
+                signal.signal(signal.SIGTERM, handler)
+    except ConnectionError as error:
+        if "AuthenticationError" not in repr(error.__cause__):
+            raise
+        raise ConnectionError(
+            f"{error}: it wants another token than this process has, or one at all. Copy "
+            f"~/.ray/auth_token from its head node, and set RAY_AUTH_MODE=token."
+        ) from error
     return Session(ray.get_runtime_context().gcs_address, started)
 
 
 def _call_in_lasting_thread(function: Callable[[], None]) -> None:
     """Calls a function in a thread that lasts as long as the process."""
-    done, errors = threading.Event(), []
+    outcome = concurrent.futures.Future()
 
     def run() -> None:
         try:
-            function()
+            outcome.set_result(function())
         except BaseException as error:
-            errors.append(error)
-        done.set()
-        if not errors:
+            outcome.set_exception(error)
+        else:
             threading.Event().wait()
 
     threading.Thread(target=run, name="jaxpp-ray-session", daemon=True).start()
-    done.wait()
-    if errors:
-        raise errors[0]
+    outcome.result()
 
 
 def _address_of_ray_start() -> str | None:
     """Finds the address of the session that `ray start` has left on this machine, in Ray's file."""
-    directory = os.environ.get("RAY_TMPDIR") or "/tmp"
-    try:
-        with open(os.path.join(directory, "ray", "ray_current_cluster")) as file:
-            return file.read().strip() or None
-    except OSError:
-        return None
+    file = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    return file.read_text().strip() or None if file.exists() else None
 
 
 def answers(address: str) -> bool:
