@@ -29,7 +29,7 @@ import jaxpp  # noqa: E402
 from experiments import faults  # noqa: E402
 from experiments.faults import Fault, TaskError  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
-from jaxpp.runtime.remote.cluster import _lookout  # noqa: E402
+from jaxpp.runtime.remote.cluster import _states  # noqa: E402
 from jaxpp.runtime.remote.group import _blame  # noqa: E402
 from jaxpp.runtime.remote.worker import BlackBox, _process  # noqa: E402
 from jaxpp.runtime.transport import Listener, NotComputed  # noqa: E402
@@ -107,7 +107,7 @@ def wait_until(condition, seconds):
 
 
 def is_gone(pid):
-    return _lookout.process_state(pid) == _lookout.DEAD
+    return _states.process_state(pid) == _states.DEAD
 
 
 # ---- one worker -----------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from jaxpp.runtime.remote.cluster._cluster import reserve_places as reserve_plac
 from jaxpp.runtime.remote.cluster._environment import prepare_process as prepare_process
 from jaxpp.runtime.remote.cluster._environment import warn_of_driver as warn_of_driver
 from jaxpp.runtime.remote.cluster._environment import worker_options as worker_options
-from jaxpp.runtime.remote.cluster._lookout import RUNS as RUNS
-from jaxpp.runtime.remote.cluster._lookout import end_stopped as end_stopped
-from jaxpp.runtime.remote.cluster._lookout import process_state as process_state
 from jaxpp.runtime.remote.cluster._session import join_session as join_session
 from jaxpp.runtime.remote.cluster._session import leave_session as leave_session
+from jaxpp.runtime.remote.cluster._states import RUNS as RUNS
+from jaxpp.runtime.remote.cluster._states import end_stopped as end_stopped
+from jaxpp.runtime.remote.cluster._states import process_state as process_state
