@@ -21,6 +21,7 @@ from jax._src import (
     dtypes,
     effects,
     source_info_util,
+    util,
     xla_bridge,
 )
 from jax._src.state import AbstractRef, discharge
@@ -288,3 +289,8 @@ def refuse_as_argument(cls: type, refuse: Callable[[Any], Any]) -> None:
     """Lets `refuse` raise the error where JAX is asked to compute with an instance of a class."""
     core.pytype_aval_mappings[cls] = refuse
     dtypes.register_canonicalize_value_handler(cls, refuse)
+
+
+def forget_with(cls: type) -> None:
+    """Lets JAX drop what it has cached for an equation once a parameter of this class is gone."""
+    util.weakref_cache_key_types.add(cls)

@@ -168,6 +168,7 @@ def _step(tasks: LoopTasks, bodies: Sequence[TaskBody], consts, carry, slices):
     return new, ys
 
 
+_compat.forget_with(LoopTasks)
 loop_p = jex.Primitive("pipeline_loop")
 loop_p.multiple_results = True
 

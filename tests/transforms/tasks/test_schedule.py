@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 
 import chex
 import jax
@@ -47,6 +49,12 @@ def assert_same(fun, plain, *args, rtol=1e-6):
 
 
 # ---- what it makes ------------------------------------------------------------------------------
+
+
+def test_the_tasks_of_a_function_that_is_gone_are_gone():
+    tasks = weakref.ref(tasks_of(jaxpp.schedule(GRAD, OneFOneB()), WS, X))
+    gc.collect()
+    assert tasks() is None
 
 
 def test_a_step_is_lowered_and_run_by_the_table_of_its_trace():
