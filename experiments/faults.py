@@ -424,8 +424,8 @@ def run_with_fault(bench: Bench, fault: Fault, directory: Path, seed: int = 0) -
     restarted = time.monotonic() - restarting
     with Checkpointer(directory / "checkpoints", keep=None) as checkpointer:
         last = checkpointer.latest()
-        # A worker goes on until the fault befalls it: where that takes a while, to the end.
-        ends_there = fault.kind not in ("disk", "interrupt") and not fault.delay
+        # Where a fault does not end the worker, or comes later, calls may go on to the end.
+        ends_there = fault.kind not in ("disk", "interrupt", "line", "link") and not fault.delay
         last_call = fault.call if ends_there else STEPS - 1
         assert last in (None, *range(EVERY, last_call + 2, EVERY)), last
         state = bench.start()
