@@ -125,6 +125,25 @@ def is_ordered(eqn) -> bool:
     return any(map(effects.ordered_effects.contains, eqn.effects))
 
 
+def is_debug_callback(eqn) -> bool:
+    """Tells whether an equation is a `jax.debug.callback` or a `jax.debug.print`."""
+    return eqn.primitive.name in ("debug_callback", "debug_print")
+
+
+def call_debug_callback(eqn, operands: Sequence[Any], prefix: str) -> None:
+    """Calls the function of a debug callback as a computation would, on CPU arrays of JAX.
+
+    Args:
+        eqn: the equation.
+        operands: the values of its operands.
+        prefix: of what a `jax.debug.print` writes.
+    """
+    params = eqn.params
+    if eqn.primitive.name == "debug_print":
+        params = {**params, "fmt": prefix + params["fmt"]}
+    eqn.primitive.impl(*operands, **params)
+
+
 def source_line(eqn) -> str:
     """Gives the user's file and line that an equation came from, or an empty string.
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, from_host, host_array, join_shares
 from jaxpp.runtime.remote._array import RemoteArray
+from jaxpp.runtime.remote._callbacks import Callbacks
 from jaxpp.runtime.remote.calls import Lane, uninterrupted
 
 if TYPE_CHECKING:
@@ -32,10 +33,12 @@ class Arrays:
     Args:
         mesh: the mesh whose ranks hold the arrays.
         group: the workers.
+        callbacks: the debug callbacks; those of a call are made before it gives a value.
     """
 
-    def __init__(self, mesh: "RemoteMpmdMesh", group: Any):
+    def __init__(self, mesh: "RemoteMpmdMesh", group: Any, callbacks: Callbacks):
         self.mesh = mesh
+        self.callbacks = callbacks
         #: How often the mesh has been restarted; arrays from before are lost.
         self.incarnation = 0
         self._group = group
@@ -126,6 +129,7 @@ class Arrays:
         self.check(array)
         worker = self._group.workers(array.ranks[0])[0]
         self._group.call(Lane.FETCH, "ready", {worker: ([array.id],)}).values()
+        self.callbacks.settle()
 
     def fetch(self, array: RemoteArray) -> np.ndarray:
         """Fetches the value of an array; asks for all that are wanted, in one call a worker."""
@@ -138,6 +142,7 @@ class Arrays:
                 asked = self._asked.pop(array.id)
         self._group.flush()
         parts = [call.value(worker)[place] for call, worker, place in asked]
+        self.callbacks.settle()
         if self._processes > 1:
             return join_shares(ArrayType.of(array), parts)
         return host_array(parts[0], ArrayType.of(array))

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxpp import _compat
@@ -11,7 +11,7 @@ from jaxpp._program import Bundle, Program, Run
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, to_host
 from jaxpp.runtime.executor import current_settings, key_of
-from jaxpp.runtime.remote.calls import Exported, export
+from jaxpp.runtime.remote.calls import Exported, Hoisted, export, hoist
 from jaxpp.runtime.transport import transfer_order
 
 
@@ -66,6 +66,8 @@ class Library:
         self._numbers = itertools.count()
         self._steps: dict[int, _Step] = {}
         self._exported: dict[int, Exported] = {}
+        #: The computations that have debug callbacks, without them.
+        self.hoisted: dict[int, Hoisted] = {}
         #: Computations by their keys, which name objects by their ids; so each is kept alive.
         self._known: dict[Any, tuple[int, Any]] = {}
         self._has: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)
@@ -91,7 +93,10 @@ class Library:
             key = key_of(computation, settings)
             if key not in self._known:
                 self._known[key] = number, _ = next(self._numbers), computation
-                self._exported[number] = export(computation, self._platform, inside)
+                hoisted = hoist(computation.jaxpr)
+                self._exported[number] = export(computation, self._platform, inside, hoisted)
+                if hoisted.replays:
+                    self.hoisted[number] = hoisted
             numbers[n] = self._known[key][0]
         return tuple(numbers)
 
@@ -190,6 +195,13 @@ class Library:
             self._known = {k: v for k, v in self._known.items() if v[0] not in unused}
             self._exported = {n: e for n, e in self._exported.items() if n not in unused}
         return found
+
+    def forget_callbacks(self, settle: Callable[[], None]) -> None:
+        """Forgets the callbacks of removed computations, once `settle` has waited for the last."""
+        if unused := self.hoisted.keys() - self._exported.keys():
+            settle()
+            for number in unused:
+                del self.hoisted[number]
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Notes that these ranks have new workers, which have nothing yet."""

@@ -1,6 +1,7 @@
 """`RemoteMpmdMesh`: a worker process for each rank, on the hosts of a Ray cluster."""
 
 import atexit
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from jaxpp.runtime.arrays import (
 )
 from jaxpp.runtime.remote._array import RemoteArray
 from jaxpp.runtime.remote._arrays import Arrays
+from jaxpp.runtime.remote._callbacks import Callbacks
 from jaxpp.runtime.remote._library import Library
 from jaxpp.runtime.remote._step import Steps
 from jaxpp.runtime.remote.calls import Feeds, Lane, describe_batch
@@ -169,7 +171,8 @@ class RemoteMpmdMesh:
         self.inside, self.insides = inside, tuple(insides)
         self.num_ranks = len(self.insides)
         self.processes_per_rank = settings.processes_per_rank
-        group = WorkerGroup(settings, lambda task: library.describe(task), self._hear)
+        callbacks = Callbacks(lambda number: library.hoisted[number], self.processes_per_rank)
+        group = WorkerGroup(settings, lambda task: library.describe(task), callbacks.heard)
         self._group: WorkerGroup | None = group
         joined = group.between_devices or self.processes_per_rank > 1
         #: Tells whether each rank has to know the messages of all ranks.
@@ -179,16 +182,13 @@ class RemoteMpmdMesh:
         kinds = range(self.num_ranks) if joined else [(h.node, h.device) for h in group.hellos]
         platform = group.hellos[0].platform
         library = Library(platform, kinds, self.moves_all, settings.insides)
-        self._arrays = Arrays(self, group)
+        self._arrays = Arrays(self, group, callbacks)
         feeds = Feeds(
             lambda load, value: self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
         )
         self._steps = Steps(self._arrays, group, library, feeds)
         self._driver = os.getpid()
         atexit.register(self.shutdown)
-
-    def _hear(self, worker: int, number: int, pieces: Sequence[Any]) -> None:
-        """Takes what a worker tells."""
 
     def __repr__(self):
         return describe_mesh("RemoteMpmdMesh", self.axis_names, self.insides)
@@ -209,10 +209,21 @@ class RemoteMpmdMesh:
     def shutdown(self) -> None:
         """Ends the workers, and a Ray session that was started for this mesh; may be repeated.
 
+        First it waits for the debug callbacks that are left, if steps have some.
+
         It does nothing in a process that is a fork of the driver.
         """
-        if os.getpid() != self._driver:
+        if os.getpid() != self._driver or self._group is None:
             return
+        try:
+            if self._steps.library.hoisted and self._group.is_well:
+                with contextlib.suppress(RuntimeError):  # a rank fails now
+                    self._steps.settle()
+            self._arrays.callbacks.close()
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
         with self._order():
             if self._group is None:
                 return

@@ -69,6 +69,7 @@ class Steps:
             for rank, *unused in self.library.removals():
                 args = dict.fromkeys(group.workers(rank), tuple(unused))
                 group.post(group.posts(Lane.ORDERED, "unload", args))
+        self.library.forget_callbacks(self.settle)
         loadings = self.library.missing(step)
         if not loadings:  # as in every call but the first
             return
@@ -78,6 +79,11 @@ class Steps:
         load = {w: (*x.load, self.library.shared(x, each, compiled)) for w, x in each.items()}
         group.call(Lane.ORDERED, "load", load).values()
         self.library.installed(step)
+
+    def settle(self) -> None:
+        """Waits until the ranks have told all that debug callbacks read."""
+        every = dict.fromkeys(range(len(self.group.members)), ())
+        self.group.call(Lane.ORDERED, "settle", every).values()
 
     def flush(self) -> None:
         """Tells the ranks at once which arrays they may drop; else the next call tells them."""
@@ -157,6 +163,7 @@ class RemoteStep:
     def _check(self, args: Sequence[Any]) -> None:
         self._mesh.check_open()
         self._steps.group.check()
+        self._steps.arrays.callbacks.check()
         for arg in args:
             if isinstance(arg, RemoteArray):
                 if arg.mesh is not self._mesh:

@@ -22,6 +22,8 @@ from jaxpp.runtime.remote.calls._feed import Batch as Batch
 from jaxpp.runtime.remote.calls._feed import Feeds as Feeds
 from jaxpp.runtime.remote.calls._feed import Loader as Loader
 from jaxpp.runtime.remote.calls._feed import describe_batch as describe_batch
+from jaxpp.runtime.remote.calls._hoist import Hoisted as Hoisted
+from jaxpp.runtime.remote.calls._hoist import hoist as hoist
 from jaxpp.runtime.remote.calls._interrupts import uninterrupted as uninterrupted
 from jaxpp.runtime.remote.calls._messages import DRIVER as DRIVER
 from jaxpp.runtime.remote.calls._messages import Kind as Kind

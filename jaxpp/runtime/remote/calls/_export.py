@@ -16,34 +16,48 @@ from jaxpp import _compat, _jaxprs
 from jaxpp._program import Computation
 from jaxpp._specs import Spec, partition_spec
 from jaxpp.runtime.arrays import Home, devices_of, sharding_in
+from jaxpp.runtime.remote.calls._hoist import Hoisted, hoist
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exported:
-    """A computation as serialised StableHLO, and the options of its compilation."""
+    """A computation as serialised StableHLO, and the options of its compilation.
+
+    `told` is the number of its last results, which are the values that debug callbacks read; None
+    where there are no callbacks.
+    """
 
     name: str
     payload: bytes
     donated: tuple[int, ...]
     in_specs: tuple[Spec, ...] = ()
     out_specs: tuple[Spec, ...] = ()
+    told: int | None = None
 
 
-def export(computation: Computation, platform: str, inside: AbstractMesh | None = None) -> Exported:
+def export(
+    computation: Computation,
+    platform: str,
+    inside: AbstractMesh | None = None,
+    hoisted: Hoisted | None = None,
+) -> Exported:
     """Lowers a computation for a platform; the driver needs no device of it.
 
     Args:
         computation: what to lower.
         platform: of the processes that run it, as JAX names it: `"cpu"`, `"cuda"`, `"rocm"`.
         inside: the mesh that each rank is, without its devices; None where it is one device.
+        hoisted: the computation without its debug callbacks, where the caller makes these.
 
     Raises:
-        ValueError: for a callback into Python, which belongs to the driver's process.
+        ValueError: for a callback with a result, which belongs to the driver's process; for a debug
+            callback that is made an unknown number of times, or wants parts of arrays.
     """
-    _check_callbacks(computation)
+    hoisted = hoisted or hoist(computation.jaxpr)
+    _check_callbacks(computation, hoisted.jaxpr, inside)
 
     def run(*args):
-        return _jaxprs.run(computation.jaxpr, *args)
+        return _jaxprs.run(hoisted.jaxpr, *args)
 
     run.__name__ = run.__qualname__ = computation.name
     invars = computation.jaxpr.jaxpr.invars
@@ -57,7 +71,10 @@ def export(computation: Computation, platform: str, inside: AbstractMesh | None 
         )
         for v, spec in zip(invars, in_specs, strict=True)
     ]
-    out = inside and [NamedSharding(inside, partition_spec(s)) for s in computation.out_specs]
+    out_specs = computation.out_specs
+    if inside:
+        out_specs += ((),) * len(hoisted.read)
+    out = inside and [NamedSharding(inside, partition_spec(s)) for s in out_specs]
     lower = jax.jit(run, donate_argnums=computation.donated, out_shardings=out)
     with use_abstract_mesh(inside) if inside else contextlib.nullcontext():
         try:
@@ -72,8 +89,9 @@ def export(computation: Computation, platform: str, inside: AbstractMesh | None 
             export_all = jax_export.export(lower, platforms=[platform], disabled_checks=checks)
             exported = export_all(*avals)
     payload = bytes(exported.serialize())
-    specs = computation.in_specs, computation.out_specs
-    return Exported(computation.name, payload, computation.donated, *specs)
+    told = len(hoisted.read) if hoisted.replays else None
+    specs = computation.in_specs, out_specs
+    return Exported(computation.name, payload, computation.donated, *specs, told)
 
 
 def compile_exported(exported: Exported, home: Home) -> Callable[..., Any]:
@@ -128,20 +146,41 @@ def _is_weak(aval: Any) -> bool:
     return getattr(aval, "weak_type", False)
 
 
-def _check_callbacks(computation: Computation) -> None:
-    for eqn in computation.jaxpr.eqns:
-        if found := _callback(eqn):
-            raise ValueError(
-                f"RemoteMpmdMesh: {computation.name} calls back into Python "
-                f"(`{found.primitive.name}`{_compat.at_source_line(found)}), but runs in another "
-                f"process than what it would call. Return the value from the step, or debug on a "
-                f"jaxpp.MpmdMesh."
+def _check_callbacks(computation: Computation, left: Any, inside: AbstractMesh | None) -> None:
+    """Refuses the callbacks that are `left` in a jaxpr, and those that want parts of arrays."""
+    if found := _find(left, _calls_back):
+        what, why = "calls back into Python", "but runs in another process than what it would call"
+        if _compat.is_debug_callback(found):
+            what = "has a debug callback"
+            why = (
+                "in a jax.lax.while_loop, whose length is not known beforehand (a jax.lax.scan can "
+                "have one), or in a jax.shard_map"
             )
+    elif inside and inside.size > 1 and (found := _find(computation.jaxpr, _is_partitioned)):
+        what, why = "has a partitioned debug callback", "but workers give these whole arrays only"
+    else:
+        return
+    raise ValueError(
+        f"RemoteMpmdMesh: {computation.name} {what} (`{found.primitive.name}`"
+        f"{_compat.at_source_line(found)}), {why}. Return the value from the step, or debug on a "
+        f"jaxpp.MpmdMesh."
+    )
 
 
-def _callback(eqn: Any) -> Any | None:
-    """Finds the equation, or the first one inside it, that calls back into Python."""
-    if "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print":
-        return eqn
-    inner = (e for jaxpr in _jaxprs.sub_jaxprs(eqn) for e in jaxpr.eqns)
-    return next((found for e in inner if (found := _callback(e))), None)
+def _find(jaxpr: Any, wanted: Callable[[Any], bool]) -> Any | None:
+    """Finds the first equation of a jaxpr, or inside one, that is wanted."""
+    for eqn in jaxpr.eqns:
+        if wanted(eqn):
+            return eqn
+        for inner in _jaxprs.sub_jaxprs(eqn):
+            if found := _find(inner, wanted):
+                return found
+    return None
+
+
+def _calls_back(eqn: Any) -> bool:
+    return "callback" in eqn.primitive.name or _compat.is_debug_callback(eqn)
+
+
+def _is_partitioned(eqn: Any) -> bool:
+    return _compat.is_debug_callback(eqn) and eqn.params["partitioned"]

@@ -136,6 +136,11 @@ class WorkerGroup:
         """Raises the error of the workers, if one has failed."""
         self._health.check()
 
+    @property
+    def is_well(self) -> bool:
+        """Tells whether no worker has failed."""
+        return self._health.error is None
+
     # ---- calls ----------------------------------------------------------------------------------
 
     def post(self, posts: Sequence[Post]) -> None:

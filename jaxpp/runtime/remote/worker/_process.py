@@ -32,6 +32,7 @@ from jaxpp.runtime.remote.calls import (
     serialize,
 )
 from jaxpp.runtime.remote.worker._black_box import BlackBox, NotingWorker, doing
+from jaxpp.runtime.remote.worker._teller import Teller, Telling
 from jaxpp.runtime.transport import (
     Aborted,
     Bytes,
@@ -48,10 +49,11 @@ GRACE = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Executable:
-    """A compiled computation, and the positions of the arguments whose memory it takes."""
+    """A compiled computation, and facts of it; see `Exported`."""
 
     call: Callable[..., Any]
     donated: tuple[int, ...]
+    told: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class Process:
         self.lock = threading.Condition()
         #: Sends the driver a number and pieces that it did not ask for.
         self.tell: Callable[[int, Sequence[Bytes]], None] = lambda number, pieces: None
+        self._teller = Teller(lambda *what: self.tell(*what), self._fail_later)
         self.failure: Failure | None = None
         self._box = box
         self._executables: dict[int, _Executable] = {}
@@ -121,7 +124,7 @@ class Process:
         found = {}
         for number, computation in exported.items():
             call = compile_exported(computation, self.home)
-            self._executables[number] = _Executable(call, computation.donated)
+            self._executables[number] = _Executable(call, computation.donated, computation.told)
             if number in shared and (payload := serialize(call)) is not None:
                 found[number] = payload
         return found
@@ -153,14 +156,14 @@ class Process:
         for number, computation in exported.items():
             call = number in payloads and load_serialized(payloads[number], self.home)
             call = call or compile_exported(computation, self.home)
-            self._executables[number] = _Executable(call, computation.donated)
-        executables = [None if n is None else self._executables[n] for n in computations]
+            self._executables[number] = _Executable(call, computation.donated, computation.told)
+        executables = [n if n is None else self._executable(n) for n in computations]
         donated = {
             n: self._executables[k].donated for n, k in enumerate(computations) if k is not None
         }
         late = sent_before_donated(program, donated)
         transport = CopyingTransport(self.transport, late) if late else self.transport
-        arguments = program, [e and e.call for e in executables], transport
+        arguments = program, executables, transport
         worker = NotingWorker(self._box, *arguments) if self._box else Worker(*arguments)
         for slot, array_type, value in constants:
             worker.slots[slot] = from_host(value.copy(), array_type, self.home)
@@ -174,6 +177,14 @@ class Process:
             for make in made:
                 make.compile()
         self._steps[step] = _Loaded(program, worker, made)
+
+    def _executable(self, number: int) -> Callable[..., Any]:
+        found = self._executables[number]
+        if found.told is None:
+            return found.call
+        # All processes of a rank have the same values.
+        tell = self._teller.tell if self.number_in_rank == 0 else lambda *_: None
+        return Telling(found.call, number, found.told, tell)
 
     def executables(self, step: int) -> Sequence[Any]:
         """Gives the executables of a step's computations; None for one that is not run here."""
@@ -202,6 +213,7 @@ class Process:
         try:
             self.transport.begin(call.number, call.step, [m.message for m in call.moves])
             self._feed(call, loaded)
+            self._teller.begin(call.results)
             with contextlib.ExitStack() as settings:
                 for name in call.checks:
                     settings.enter_context(getattr(jax, name)(True))
@@ -281,11 +293,21 @@ class Process:
                 raise Lost("The step that was to make it has failed.")
             return [self.arrays[n] for n in numbers]
 
+    def _computed(self, numbers: Sequence[int]) -> list[jax.Array]:
+        """Waits until arrays are computed, and all is told that their calls and earlier tell."""
+        arrays = jax.block_until_ready(self.wait_for(numbers))
+        self._teller.wait(max(numbers))
+        return arrays
+
+    def settle(self) -> None:
+        """Waits until all is told that the calls tell."""
+        self._teller.wait()
+
     def fetch(self, numbers: Sequence[int]) -> list[Any] | Failure:
         """Gives the bytes of arrays; its shares, where the rank has several processes."""
         to_bytes = own_share if spans(self.home) else to_host
         try:
-            return [to_bytes(x) for x in jax.block_until_ready(self.wait_for(numbers))]
+            return [to_bytes(x) for x in self._computed(numbers)]
         except Lost as error:
             return self.failure or Failure.of(error, self.rank, -1, "")
         except Exception as error:
@@ -294,7 +316,7 @@ class Process:
     def ready(self, numbers: Sequence[int]) -> Failure | None:
         """Waits until arrays have been computed; returns the failure if there is one."""
         try:
-            jax.block_until_ready(self.wait_for(numbers))
+            self._computed(numbers)
         except Lost as error:
             return self.failure or Failure.of(error, self.rank, -1, "")
         except Exception as error:
