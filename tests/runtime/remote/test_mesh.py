@@ -366,7 +366,7 @@ def test_what_several_ranks_run_is_compiled_by_one_of_them():
 @pytest.mark.slow
 def kept(mesh):
     """The numbers of steps and of executables that each rank keeps, and the driver's numbers."""
-    library = mesh._library
+    library = mesh._steps.library
     own = len(library._steps), len(library._known), len(library._exported)
     return mesh.apply(number_of_executables, {r: () for r in range(mesh.num_ranks)}), own
 
