@@ -673,11 +673,16 @@ import os, sys, time
 import jax, jaxpp, ray
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of
 if __name__ == "__main__":
-    with jaxpp.RemoteMpmdMesh((2,)) as mesh:
+    with jaxpp.RemoteMpmdMesh((2,), heartbeat_timeout=1.0) as mesh:
         step = jaxpp.place(step_of(), mesh)
         state = step(*start(init_params(2)), batch())
         float(state[3])
         print("ready", flush=True)
+        if sys.argv[1] == "pause":
+            sys.stdin.readline()
+            time.sleep(2)  # the monitor asks for signs of life
+            print(float(step(*state[:3], batch())[3]), flush=True)
+            sys.exit()
         if sys.argv[1] == "early":
             ray.shutdown()
             for use in (lambda: float(state[3]), lambda: step(*state[:3], batch())):
@@ -725,12 +730,13 @@ def drivers(tmp_path_factory):
         how: subprocess.Popen(
             [sys.executable, str(script), how],
             env=environment,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        for how in ("SIGINT", "SIGKILL", "early")
+        for how in ("SIGINT", "SIGKILL", "early", "pause")
     }
     yield found
     for process in found.values():
@@ -764,3 +770,14 @@ def test_a_session_that_the_user_ends_is_not_started_again(drivers):
     output, errors = drivers["early"].communicate(timeout=100)
     assert output.split() == ["ready", "True", "True", "ended"], errors
     assert drivers["early"].returncode == 0
+
+
+@pytest.mark.slow
+def test_a_driver_that_was_stopped_goes_on(drivers):
+    driver = drivers["pause"]
+    assert driver.stdout.readline() == "ready\n"
+    driver.send_signal(signal.SIGSTOP)
+    time.sleep(8)  # times the timeout of a worker that has been stopped
+    driver.send_signal(signal.SIGCONT)
+    output, errors = driver.communicate("go on\n", timeout=60)
+    assert np.isfinite(float(output)), errors
