@@ -140,6 +140,7 @@ class Arrays:
                 wanted, self._wanted = self._wanted | {array.id: array}, {}
                 self._ask([a for a in wanted.values() if a.id not in self._asked])
                 asked = self._asked.pop(array.id)
+                self._group.flush(wait=False)
         self._group.flush()
         parts = [call.value(worker)[place] for call, worker, place in asked]
         self.callbacks.settle()

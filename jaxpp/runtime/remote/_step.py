@@ -157,6 +157,7 @@ class RemoteStep:
             group.wait_for_room()
             with uninterrupted():
                 results = self._call(next(steps.calls), args, values)
+                group.flush(wait=False)
         group.flush()
         return results
 

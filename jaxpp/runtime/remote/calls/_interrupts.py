@@ -18,20 +18,24 @@ class uninterrupted:  # noqa: N801  read as a word of the `with` statement
         KeyboardInterrupt
     """
 
+    #: Tells whether the main thread is in such a block; Python runs handlers on this thread only.
+    _inside = False
+
     def __enter__(self):
         self._came: tuple[Any, ...] | None = None
         self._handler = None
-        # Python runs handlers on the main thread only, and lets only this thread set them.
-        if threading.current_thread() is threading.main_thread():
+        if not uninterrupted._inside and threading.current_thread() is threading.main_thread():
             if callable(handler := signal.getsignal(signal.SIGINT)):
                 self._handler = handler
                 signal.signal(signal.SIGINT, self._note)
+                uninterrupted._inside = True
 
     def _note(self, *what: Any) -> None:
         self._came = what
 
     def __exit__(self, *_):
         if self._handler is not None:
+            uninterrupted._inside = False
             signal.signal(signal.SIGINT, self._handler)
             if self._came is not None:
                 self._handler(*self._came)

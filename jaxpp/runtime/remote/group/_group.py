@@ -149,10 +149,10 @@ class WorkerGroup:
             for worker, *own in posts:
                 self.members[worker].client.post(*own)
 
-    def flush(self) -> None:
-        """Sends what has been posted."""
+    def flush(self, wait: bool = True) -> None:
+        """Sends what has been posted, or what the connections take now if it is not to `wait`."""
         for member in self.members:
-            member.client.flush()
+            member.client.flush(wait)
 
     def call(self, lane: Lane, method: str, args: Mapping[int, tuple], **how: bool) -> "Pending":
         """Calls a method of some workers, as `begin` does, and sends the calls."""
