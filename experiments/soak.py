@@ -37,7 +37,7 @@ WIDTH, BATCH, MICROBATCHES = 64, 16, 4
 #: The part of the steps that is the warm-up.
 STEPS_WARM_UP = 0.2
 #: That of the functions, in which the cache of 512 compiled programs gets full.
-FUNCTIONS_WARM_UP = 0.5
+FUNCTIONS_WARM_UP = 0.7
 
 
 @dataclasses.dataclass(frozen=True)

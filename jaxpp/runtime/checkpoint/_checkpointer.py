@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpp.runtime.checkpoint import _directory
 from jaxpp.runtime.checkpoint._load import load_state
-from jaxpp.runtime.checkpoint._save import Plan, Snapshot, absolute
+from jaxpp.runtime.checkpoint._save import Plan, absolute
 
 
 class Checkpointer:
@@ -125,7 +125,7 @@ class Checkpointer:
 
     # ---- in the background ----------------------------------------------------------------------
 
-    def _write(self, step: int, snapshot: Snapshot) -> None:
+    def _write(self, step: int, snapshot: Plan) -> None:
         try:
             with _directory.drafting(self._path(step), overwrite=True) as draft:
                 draft.publish(snapshot.write(draft.data))

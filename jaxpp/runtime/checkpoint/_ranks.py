@@ -59,18 +59,25 @@ def results(found: Mapping[int, Sequence[Any]]) -> Mapping[int, Sequence[Any]]:
 # ---- writing ------------------------------------------------------------------------------------
 
 
-def write(process: Any, data: str, items: Sequence[tuple[int, int]]) -> list[tuple[int, Piece]]:
-    """Writes arrays of a rank into the directory `data`.
+def write(
+    process: Any, data: str, items: Sequence[tuple[int, int]], owner: str = ""
+) -> list[tuple[int, Piece]]:
+    """Writes arrays of a rank into the directory `data`; returns the pieces of the leaves.
 
     Args:
         process: the rank's.
         data: the directory of the checkpoint's data.
         items: pairs of the number of a leaf and the id of its array.
-
-    Returns:
-        The pieces of the leaves.
+        owner: whose snapshot of the arrays is written, and forgotten; empty for the arrays.
     """
-    return write_pieces(data, _writer(process), to_pieces(_arrays(process, items)))
+    if owner and (owner, process.rank) not in _snapshots:
+        raise LookupError(f"Rank {process.rank} has been restarted, and has lost its snapshot.")
+    number = process.number_in_rank
+    writer = f"rank-{process.rank}-{number}" if number else f"rank-{process.rank}"
+    copied = _snapshots.pop((owner, process.rank)) if owner else None
+    return write_pieces(
+        data, writer, to_pieces(_arrays(process, items)) if copied is None else copied
+    )
 
 
 def snapshot(process: Any, owner: str, items: Sequence[tuple[int, int]]) -> None:
@@ -79,21 +86,9 @@ def snapshot(process: Any, owner: str, items: Sequence[tuple[int, int]]) -> None
     _snapshots[owner, process.rank] = to_pieces(_arrays(process, items), copy=True)
 
 
-def write_snapshot(process: Any, owner: str, data: str) -> list[tuple[int, Piece]]:
-    """Writes a snapshot, and forgets it."""
-    if (owner, process.rank) not in _snapshots:
-        raise LookupError(f"Rank {process.rank} has been restarted, and has lost its snapshot.")
-    return write_pieces(data, _writer(process), _snapshots.pop((owner, process.rank)))
-
-
 def drop_snapshot(process: Any, owner: str) -> None:
     """Forgets a snapshot without writing it; does nothing where there is none."""
     _snapshots.pop((owner, process.rank), None)
-
-
-def _writer(process: Any) -> str:
-    number = process.number_in_rank
-    return f"rank-{process.rank}-{number}" if number else f"rank-{process.rank}"
 
 
 def _arrays(process: Any, items: Sequence[tuple[int, int]]) -> list[tuple[int, Any]]:

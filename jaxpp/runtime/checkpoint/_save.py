@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class Plan:
         held: the remote arrays, so that they stay.
         rows: where a leaf comes in parts, these have numbers of their own: for each the number of
             the leaf, and the first of its rows.
+        owner: whose snapshot the ranks write; empty where they write the arrays themselves.
+        copied: the snapshot of the arrays of this process.
     """
 
     leaves: tuple[Leaf, ...]
@@ -72,6 +74,8 @@ class Plan:
     remote: Mapping[int, list[tuple[int, int]]]
     held: tuple[RemoteArray, ...]
     rows: Mapping[int, tuple[int, int]]
+    owner: str = ""
+    copied: Sequence[_ranks.HostPiece] = ()
 
     @staticmethod
     def of(tree: Any) -> "Plan":
@@ -114,24 +118,27 @@ class Plan:
         leaves = tuple(leaf for leaf, _ in found)
         return Plan(leaves, tuple(local), mesh, dict(remote), tuple(held), rows)
 
-    def write(self, data: Path) -> tuple[Leaf, ...]:
-        """Writes the arrays, without a snapshot before; returns the leaves with their pieces."""
-        arguments = {r: (_ranks.write, str(data), items) for r, items in self.remote.items()}
-        with ranks_at_work(self.mesh, arguments, ordered=True) as of_ranks:
-            own = _ranks.write_pieces(str(data), _ranks.DRIVER, _ranks.to_pieces(self.local))
-        return self._with_pieces([own, *itertools.chain(*of_ranks.values())])
+    def snapshot(self, owner: str) -> "Plan":
+        """Copies the arrays, each in the process that holds it; an owner has one copy at a time.
 
-    def snapshot(self, owner: str) -> "Snapshot":
-        """Copies the arrays, each in the process that holds it; an owner has one copy at a time."""
+        The plan that it returns writes the copies, while the ranks go on.
+        """
         arguments = {r: (_ranks.snapshot, owner, items) for r, items in self.remote.items()}
         with ranks_at_work(self.mesh, arguments, ordered=True):
             own = _ranks.to_pieces(self.local, copy=True)
-        # The plan need not keep the arrays alive any more.
-        return Snapshot(dataclasses.replace(self, local=(), held=()), owner, own)
+        return dataclasses.replace(self, local=(), held=(), owner=owner, copied=own)
 
-    def _with_pieces(self, written: Iterable[Iterable[tuple[int, Piece]]]) -> tuple[Leaf, ...]:
+    def write(self, data: Path) -> tuple[Leaf, ...]:
+        """Writes the arrays, or their copies; returns the leaves with their pieces."""
+        arguments = {
+            rank: (_ranks.write, str(data), items, self.owner)
+            for rank, items in self.remote.items()
+        }
+        with ranks_at_work(self.mesh, arguments, ordered=not self.owner) as of_ranks:
+            own = self.copied or _ranks.to_pieces(self.local)
+            of_driver = _ranks.write_pieces(str(data), _ranks.DRIVER, own)
         pieces: dict[int, list[Piece]] = defaultdict(list)
-        for number, piece in (pair for pairs in written for pair in pairs):
+        for number, piece in itertools.chain(of_driver, *itertools.chain(*of_ranks.values())):
             if number in self.rows:
                 number, start = self.rows[number]
                 offset = (piece.offset[0] + start, *piece.offset[1:])
@@ -142,28 +149,10 @@ class Plan:
             for n, leaf in enumerate(self.leaves)
         )
 
-
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """Copies of a tree's arrays, on the hosts of their ranks."""
-
-    plan: Plan
-    owner: str
-    own: list[_ranks.HostPiece]
-
-    def write(self, data: Path) -> tuple[Leaf, ...]:
-        """Writes the copies, while the ranks go on; returns the leaves with their pieces."""
-        arguments = {
-            rank: (_ranks.write_snapshot, self.owner, str(data)) for rank in self.plan.remote
-        }
-        with ranks_at_work(self.plan.mesh, arguments, ordered=False) as of_ranks:
-            own = _ranks.write_pieces(str(data), _ranks.DRIVER, self.own)
-        return self.plan._with_pieces([own, *itertools.chain(*of_ranks.values())])
-
     def drop(self) -> None:
         """Forgets the copies."""
-        arguments = {rank: (_ranks.drop_snapshot, self.owner) for rank in self.plan.remote}
-        with ranks_at_work(self.plan.mesh, arguments, ordered=False):
+        arguments = {rank: (_ranks.drop_snapshot, self.owner) for rank in self.remote}
+        with ranks_at_work(self.mesh, arguments, ordered=False):
             pass
 
 

@@ -52,9 +52,17 @@ class ThreadMesh:
     def check_array(self, array):
         assert not array.is_deleted()
 
-    def release(self, array):
-        for rank in array.ranks:
-            self.processes[rank].arrays.pop(array.id, None)
+    # What an array asks of the `Arrays` that made it.
+
+    @property
+    def mesh(self):
+        return self
+
+    def note(self, array):
+        pass
+
+    def forget(self, array):
+        pass
 
     def apply_everywhere(self, function, arguments, *, ordered=True):
         pools = self._ordered if ordered else self._aside
