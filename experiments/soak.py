@@ -30,7 +30,7 @@ _RANKS = flags.DEFINE_integer("ranks", 2, "Ranks of each mesh.", 1)
 _MESHES = flags.DEFINE_multi_enum("meshes", ["remote", "local"], ["remote", "local"], "Which.")
 _MIB = flags.DEFINE_float("mib", 2.0, "MiB by which a process may grow in a thousand steps.")
 _FUNCTION_MIB = flags.DEFINE_float("function_mib", 0.05, "MiB that a function may leave behind.")
-_SLACK = flags.DEFINE_float("slack_mib", 4.0, "MiB by which a process may grow in any case.")
+_SLACK = flags.DEFINE_float("slack_mib", 16.0, "MiB by which a process may grow in any case.")
 _FEW = flags.DEFINE_integer("few", 3, "Threads, and files, by which a process may grow.")
 
 WIDTH, BATCH, MICROBATCHES = 64, 16, 4

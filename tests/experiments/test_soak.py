@@ -16,7 +16,7 @@ def script(load_script, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "more", [dict(mib=9.0), dict(threads=4), dict(files=4)], ids=lambda more: next(iter(more))
+    "more", [dict(mib=99.0), dict(threads=4), dict(files=4)], ids=lambda more: next(iter(more))
 )
 def test_what_grows_is_told(script, monkeypatch, more):
     held = {"mib": 100.0, "threads": 10, "files": 5}
