@@ -19,6 +19,7 @@ import random
 import re
 import signal
 import socket
+import stat
 import struct
 import tempfile
 import threading
@@ -261,6 +262,8 @@ def cut(pid: int, note: str) -> None:
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
             connection = socket.socket(fileno=os.dup(int(name)))
             if _peer_of(connection) == pid:
                 found.append(connection)
@@ -412,6 +415,8 @@ def run_with_fault(bench: Bench, fault: Fault, directory: Path, seed: int = 0) -
     note = directory / "note.json"
     fed = fault.kind == "feed"
     error, raised = _train_until_error(bench, fault, note, directory, chance)
+    if not note.exists():  # the error is not of the fault
+        raise error
     happened = read_note(note)
     detection = raised - happened["time"]
     check_error(fault, error, happened["task"])
