@@ -100,3 +100,13 @@ def test_where_both_ends_of_a_connection_live_the_error_names_the_connection(fir
         assert isinstance(error.__cause__, PeerLost) and error.task == "receive of x"
     dead = explain(members, {0: waited(0, 1), 1: DEAD}, 1, lambda task: "")
     assert str(dead).startswith("rank 1 (process 101 on here (10.0.0.1)) has failed")
+
+
+def test_a_third_rank_that_waits_does_not_hide_whose_connection_broke():
+    members = ranks(3)
+    ended = Failure.of(TransportError("rank 2 has failed"), 0, 7, "receive of x", 1)
+    reports = {0: ended, 1: waited(1, 2), 2: Failure.of(PeerLost(1, "gone"), 2, 7, "send of y", 1)}
+    for worker in (1, 2):
+        error = explain(members, reports, worker, lambda task: "")
+        assert str(error).startswith("The connection between rank 1 (")
+        assert "and rank 2 (" in str(error) and error.rank == 2

@@ -107,13 +107,20 @@ def explain(
 
 
 def _cut_off(members: Sequence[Member], reports: Reports, worker: int) -> RankError | None:
-    """Makes the error where another worker has lost its connection to this one, which lives."""
+    """Makes the error where no worker has failed, and two that live lost their connection.
+
+    A third one that waited for one of them may be the first that says so.
+    """
+    own = reports.get(worker)
+    if not isinstance(own, Failure) or not own.follows:
+        return None
     for other, what in sorted(reports.items()):
-        own, pair = reports.get(worker), (members[other], members[worker])
-        if not isinstance(what, Failure) or not isinstance(own, Failure) or not own.follows:
+        cause = what.cause() if isinstance(what, Failure) else None
+        if not isinstance(cause, PeerLost):
             continue
-        cause = what.cause()
-        if _waited_for(pair[0], what) == worker and isinstance(cause, PeerLost):
+        peer = cause.rank * members[other].processes + members[other].process
+        pair = members[other], members[peer]
+        if isinstance(reports.get(peer), Failure):
             error = RankError(
                 f"The connection between {pair[0]} and {pair[1]} broke, but both processes live: "
                 f"in {what.task}, rank {pair[0].rank} found that {cause.reason}. Look at the "
