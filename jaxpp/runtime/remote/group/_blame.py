@@ -115,8 +115,7 @@ def _cut_off(members: Sequence[Member], reports: Reports, worker: int) -> RankEr
     if not isinstance(own, Failure) or not own.follows:
         return None
     for other, what in sorted(reports.items()):
-        cause = what.cause() if isinstance(what, Failure) else None
-        if not isinstance(cause, PeerLost):
+        if not isinstance(what, Failure) or not isinstance(cause := what.cause(), PeerLost):
             continue
         peer = cause.rank * members[other].processes + members[other].process
         pair = members[other], members[peer]
