@@ -111,13 +111,17 @@ class Arrays:
             RankError: a rank has failed.
         """
         self.mesh.check_open()
+        self.check_exists(array)
+        self._group.check()
+
+    def check_exists(self, array: RemoteArray) -> None:
+        """Raises the `ValueError` of `check`."""
         if array.is_deleted():
             raise ValueError(f"The array was {array.why_deleted}; use what that call returned.")
         if array.incarnation != self.incarnation:
             raise ValueError(
                 f"{array!r} was lost when the mesh was restarted; load the last checkpoint."
             )
-        self._group.check()
 
     def want(self, array: RemoteArray) -> None:
         """Notes that an array is going to be fetched; the next fetch asks for all of these."""

@@ -172,7 +172,7 @@ class RemoteStep:
                         f"{arg!r} is on another mesh than the step; fetch it with jax.device_get "
                         f"first."
                     )
-                self._steps.arrays.check(arg)
+                self._steps.arrays.check_exists(arg)
 
     def _call(self, number: int, args: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
         """Posts the calls of all ranks, and takes note of it, without a wait."""
