@@ -30,7 +30,7 @@ from absl import app, flags
 import jaxpp
 from experiments.equal_blocks import Loop, copy, draw, placed_step, plain_step, seconds
 from jaxpp._program import Bundle, Free, Receive, Run, Send
-from jaxpp.runtime.executor import _compile, _worker
+from jaxpp.runtime.executor import _compile, _executor
 from jaxpp.runtime.local import _mesh
 
 FLAGS = flags.FLAGS
@@ -63,7 +63,7 @@ def straight_line(bundle: Bundle, devices: Any) -> Callable:
     names: dict[str, Any] = {"put": jax.device_put}
     lines: list[str] = []
     mail: dict[int, str] = {}
-    for rank, chunk in _worker.interleave(bundle.programs):
+    for rank, chunk in _executor.interleave(bundle.programs):
         for instruction in chunk:
             match instruction:
                 case Run(number, inputs, outputs):

@@ -36,7 +36,7 @@ import jaxpp
 from jaxpp._program import Run, Send
 from jaxpp.runtime import RankError
 from jaxpp.runtime.checkpoint import Checkpointer, _store
-from jaxpp.runtime.executor import Worker
+from jaxpp.runtime.executor import Executor
 
 #: Steps of a run, and after how many there is a checkpoint.
 STEPS, EVERY = 6, 2
@@ -183,20 +183,20 @@ def _write_note(note: str, task: str = "") -> None:
 
 def _at_instruction(fault: Fault, act: Callable[..., None], among: Any = object) -> None:
     """Calls `act` before an instruction of the call that is to fail; it may take both."""
-    execute, calls = Worker.execute, itertools.count()
+    execute, calls = Executor.execute, itertools.count()
 
-    def watched(worker: Any, instructions: Any) -> None:
+    def watched(executor: Any, instructions: Any) -> None:
         if next(calls) != fault.call:
-            return execute(worker, instructions)
+            return execute(executor, instructions)
         places = [n for n, i in enumerate(instructions) if isinstance(i, among)]
         place = places[int(fault.position * len(places))]
         undo()
-        execute(worker, instructions[:place])
-        worker.at = instructions[place]
-        act(worker, instructions[place])
-        execute(worker, instructions[place:])
+        execute(executor, instructions[:place])
+        executor.at = instructions[place]
+        act(executor, instructions[place])
+        execute(executor, instructions[place:])
 
-    undo = _patch(Worker, "execute", watched)
+    undo = _patch(Executor, "execute", watched)
 
 
 def _send_signal(fault: Fault, note: str) -> None:
@@ -208,7 +208,7 @@ def _send_signal(fault: Fault, note: str) -> None:
         os.kill(os.getpid(), number)
         time.sleep(60)  # a stop reaches another thread first, and this one would go on
 
-    def act(worker: Any, instruction: Any) -> None:
+    def act(executor: Any, instruction: Any) -> None:
         if fault.delay:
             threading.Thread(target=strike, daemon=True).start()
         else:
@@ -218,18 +218,18 @@ def _send_signal(fault: Fault, note: str) -> None:
 
 
 def _in_a_task(fault: Fault, note: str) -> None:
-    def act(worker: Any, instruction: Any) -> None:
+    def act(executor: Any, instruction: Any) -> None:
         number = instruction.computation
-        executable = worker.executables[number]
+        executable = executor.executables[number]
 
         def fail(*_: Any) -> None:
-            worker.executables[number] = executable
+            executor.executables[number] = executable
             _write_note(note, instruction.label)
             if fault.kind == "memory":
                 jnp.zeros((1 << 20, 1 << 25)).block_until_ready()
             raise TaskError("this task does not work")
 
-        worker.executables[number] = fail
+        executor.executables[number] = fail
 
     _at_instruction(fault, act, among=Run)
 

@@ -313,31 +313,31 @@ class _ByDevice:
 
     def _run_chunk(self, rank: int, chunk: Chunk) -> None:
         """Runs a computation and its messages; the wait for messages is no part of its time."""
-        worker = self._local.workers[rank]
+        executor = self._local.executors[rank]
         for instruction in chunk:
             if isinstance(instruction, Receive):
                 self._arrived[instruction.message.tag].wait()
                 if self._failed:
                     return
-                worker.execute((instruction,))
-                jax.block_until_ready([worker.slots[slot] for slot in instruction.slots])
+                executor.execute((instruction,))
+                jax.block_until_ready([executor.slots[slot] for slot in instruction.slots])
             elif isinstance(instruction, Run):
                 start = time.perf_counter()
                 _execute(self._local, rank, instruction)
                 end = time.perf_counter()
                 self.runs.append((self._device_of[rank], instruction.label, start, end))
             else:
-                worker.execute((instruction,))
+                executor.execute((instruction,))
                 if isinstance(instruction, Send):
                     self._arrived[instruction.message.tag].set()
 
 
 def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
     """Executes one instruction, and waits for its results."""
-    worker = local.workers[rank]
-    worker.execute((instruction,))
+    executor = local.executors[rank]
+    executor.execute((instruction,))
     if isinstance(instruction, Run):
-        jax.block_until_ready([worker.slots[slot] for slot in instruction.outputs])
+        jax.block_until_ready([executor.slots[slot] for slot in instruction.outputs])
     elif isinstance(instruction, Send):
         jax.block_until_ready(local.transport.arrays_of(instruction.message))
 

@@ -33,7 +33,7 @@ PLACES = {
     "jaxprs": "tests/test_jaxprs.py",
     "laws": "tests/test_laws.py",
     "mesh": "tests/runtime/local/test_mesh.py",
-    "worker": "tests/runtime/executor/test_worker.py",
+    "executor": "tests/runtime/executor/test_executor.py",
     "primitives": "tests/test_primitives.py",
     "programs": "tests/programs",
     "transforms": "tests/transforms",

@@ -559,10 +559,10 @@ MUTATIONS = (
     ),
     Mutation(
         "what is freed is held",
-        "jaxpp/runtime/executor/_worker.py",
+        "jaxpp/runtime/executor/_executor.py",
         "                for slot in instruction.slots:\n                    slots[slot] = None",
         "                pass",
-        ("worker", "mesh::memory_does_not_grow"),
+        ("executor", "mesh::memory_does_not_grow"),
     ),
     Mutation(
         "a policy is ignored",

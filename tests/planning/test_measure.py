@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from jaxpp.runtime.executor import _worker
+from jaxpp.runtime.executor import _executor
 from jaxpp.runtime.trace import _figures
 from jaxpp.schedules import Costs, Kind, Task, simulate, stage_dependencies
 
@@ -212,7 +212,7 @@ def test_no_repeats_are_refused():
 
 
 def test_a_device_that_fails_does_not_leave_the_others_waiting(monkeypatch):
-    execute = _worker.Worker.execute
+    execute = _executor.Executor.execute
 
     def failing(self, chunk):
         on_a_device = threading.current_thread() is not threading.main_thread()
@@ -220,7 +220,7 @@ def test_a_device_that_fails_does_not_leave_the_others_waiting(monkeypatch):
             raise RuntimeError("out of luck")
         execute(self, chunk)
 
-    monkeypatch.setattr(_worker.Worker, "execute", failing)
+    monkeypatch.setattr(_executor.Executor, "execute", failing)
     with pytest.raises(RuntimeError, match="out of luck"):
         measured()
 

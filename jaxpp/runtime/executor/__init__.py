@@ -7,6 +7,6 @@ from jaxpp.runtime.executor._compile import key_of as key_of
 from jaxpp.runtime.executor._describe import Description as Description
 from jaxpp.runtime.executor._describe import RankDescription as RankDescription
 from jaxpp.runtime.executor._describe import describe as describe
-from jaxpp.runtime.executor._worker import Chunk as Chunk
-from jaxpp.runtime.executor._worker import Worker as Worker
-from jaxpp.runtime.executor._worker import interleave as interleave
+from jaxpp.runtime.executor._executor import Chunk as Chunk
+from jaxpp.runtime.executor._executor import Executor as Executor
+from jaxpp.runtime.executor._executor import interleave as interleave

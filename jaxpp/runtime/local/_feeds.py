@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import Home, devices_of, distinct, reshard, sharding_across, sharding_in
-from jaxpp.runtime.executor import Worker
+from jaxpp.runtime.executor import Executor
 
 #: A rank's executor, its home, and a slot.
-Place = tuple[Worker, Home, int]
+Place = tuple[Executor, Home, int]
 
 
 class Feed:
@@ -34,13 +34,13 @@ class Feed:
             self._sharding = arg.sharding
             self._known = [_source(arg, home, self._spec) for _, home, _ in self._places]
         taken: set[Any] = set()
-        for (worker, home, slot), source in zip(self._places, self._known, strict=True):
+        for (executor, home, slot), source in zip(self._places, self._known, strict=True):
             value = source(arg)
             if len(self._places) > 1 and self._donated:
                 if taken.intersection(devices_of(home)):  # ranks that share a device: a copy each
                     value = jnp.copy(value)
                 taken.update(devices_of(home))
-            worker.slots[slot] = value
+            executor.slots[slot] = value
 
     def sharding(self) -> Any:
         """Gives the sharding of an argument that needs no copy; None where nothing reads it."""
@@ -81,8 +81,8 @@ class Fetch:
 
     def __init__(self, places: Sequence[Place], shape: tuple[int, ...], spec: Spec):
         by_home: dict[Home, tuple[Any, int]] = {}
-        for worker, home, slot in places:
-            by_home.setdefault(home, (worker, slot))
+        for executor, home, slot in places:
+            by_home.setdefault(home, (executor, slot))
         self._places = places
         self._shape = shape
         self._sources = list(by_home.values())
@@ -91,9 +91,9 @@ class Fetch:
         self._sharding = None if across is alone else across
 
     def __call__(self) -> Any:
-        values = [worker.slots[slot] for worker, slot in self._sources]
-        for worker, _, slot in self._places:  # from here on the caller alone holds the result
-            worker.slots[slot] = None
+        values = [executor.slots[slot] for executor, slot in self._sources]
+        for executor, _, slot in self._places:  # from here on the caller alone holds the result
+            executor.slots[slot] = None
         if self._sharding is None:
             return values[0]
         shards = {s.device: s.data for value in values for s in value.addressable_shards}

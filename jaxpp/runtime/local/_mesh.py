@@ -33,7 +33,7 @@ from jaxpp.runtime.arrays import (
 )
 from jaxpp.runtime.executor import (
     Description,
-    Worker,
+    Executor,
     collectives,
     compile_all,
     describe,
@@ -291,15 +291,15 @@ class LocalStep:
         self._lock = lock
         self.transport = transport = _LocalTransport(homes)
         executables = compile_all(bundle, homes)
-        self.workers: list[Worker] = []
+        self.executors: list[Executor] = []
         for program, own, home in zip(bundle.programs, executables, homes, strict=True):
             calls = [own.get(n) for n in range(len(bundle.computations))]
-            worker = Worker(program, calls, transport)
+            executor = Executor(program, calls, transport)
             for slot, value in program.constants:
-                worker.slots[slot] = jax.device_put(value, sharding_in(home))
-            self.workers.append(worker)
+                executor.slots[slot] = jax.device_put(value, sharding_in(home))
+            self.executors.append(executor)
         self.order = interleave(bundle.programs)
-        self._calls = [(self.workers[rank].execute, chunk) for rank, chunk in self.order]
+        self._calls = [(self.executors[rank].execute, chunk) for rank, chunk in self.order]
         inputs = self._places([p.inputs for p in bundle.programs], len(bundle.arguments))
         outputs = self._places([p.outputs for p in bundle.programs], len(bundle.results))
         self.feeds = [
@@ -314,9 +314,9 @@ class LocalStep:
     def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:
         """Gives for each argument or result the executor, home and slot of its ranks."""
         places: list[list[Place]] = [[] for _ in range(count)]
-        for own, worker, home in zip(pairs, self.workers, self.homes, strict=True):
+        for own, executor, home in zip(pairs, self.executors, self.homes, strict=True):
             for number, slot in own:
-                places[number].append((worker, home, slot))
+                places[number].append((executor, home, slot))
         return places
 
     def __call__(
@@ -348,10 +348,10 @@ class LocalStep:
         counted = [
             {
                 n: collectives(call.as_text() or "", home.axis_sizes, home.axis_names)
-                for n, call in enumerate(worker.executables)
+                for n, call in enumerate(executor.executables)
                 if call is not None and isinstance(home, Mesh)
             }
-            for worker, home in zip(self.workers, self.homes, strict=True)
+            for executor, home in zip(self.executors, self.homes, strict=True)
         ]
         sizes = [sizes_of(home) for home in self.homes]
         return describe(self.bundle, [devices_of(home) for home in self.homes], counted, sizes)
@@ -365,11 +365,11 @@ class LocalStep:
 
     def _dispatch_and_record(self, recorder: Recorder) -> None:
         call, number = self._tracing.begin(self.bundle), id(self.bundle)
-        for worker in self.workers:
-            recorder.prepare(worker)
+        for executor in self.executors:
+            recorder.prepare(executor)
         for rank, chunk in self.order:
             source, dispatched = self.homes[rank], clock()
-            recorder.execute(self.workers[rank], chunk, call, number, source)
+            recorder.execute(self.executors[rank], chunk, call, number, source)
             for message in (i.message for i in chunk if isinstance(i, Send)):
                 link = source, self.homes[message.target]
                 if link[0] is not link[1]:

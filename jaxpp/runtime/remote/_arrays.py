@@ -27,6 +27,10 @@ class _Handle(weakref.ref):
     ranks: tuple[int, ...]
 
 
+class _Kept(list):
+    """Arrays that a request keeps."""
+
+
 class Arrays:
     """The ids of arrays on the ranks, those that ranks may drop, and those that are to be fetched.
 
@@ -52,11 +56,15 @@ class Arrays:
         #: By id where an array that has been asked for arrives: a call, a worker, and the place in
         #: its answer.
         self._asked: dict[int, list[tuple[Any, int, int]]] = {}
-        self._lock = threading.Lock()
+        #: By id the arrays that workers have been asked for and have not given yet. Until then the
+        #: request keeps them; else a worker could be told to drop what it is to give.
+        self._reading: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+        #: Held while arrays are asked for, or consumed.
+        self.lock = threading.RLock()
 
     def new_ids(self, count: int) -> int:
         """Gives the first of `count` successive ids that have not been used."""
-        with self._lock:
+        with self.lock:
             first = self._next
             self._next += count
         return first
@@ -128,17 +136,31 @@ class Arrays:
         self.check(array)
         self._wanted[array.id] = array
 
+    def are_read(self, arrays: Sequence[RemoteArray]) -> bool:
+        """Tells whether a call may consume arrays: no worker has yet to give one.
+
+        The caller holds `lock`.
+        """
+        return not any(array.id in self._reading for array in arrays)
+
     def wait_for(self, array: RemoteArray) -> None:
         """Waits until an array has been computed."""
         self.check(array)
         worker = self._group.workers(array.ranks[0])[0]
-        self._group.call(Lane.FETCH, "ready", {worker: ([array.id],)}).values()
+        with self.lock, uninterrupted():
+            self.check_exists(array)
+            kept = self._reading[array.id] = _Kept([array])
+            call = self._group.begin(Lane.FETCH, "ready", {worker: ([array.id],)}, kept=kept)
+            del kept
+        self._group.flush()
+        call.values()
         self.callbacks.settle()
 
     def fetch(self, array: RemoteArray) -> np.ndarray:
         """Fetches the value of an array; asks for all that are wanted, in one call a worker."""
         self.check(array)
-        with self._lock, uninterrupted():
+        with self.lock, uninterrupted():
+            self.check_exists(array)
             asked = self._asked.pop(array.id, None)
             if asked is None:
                 wanted, self._wanted = self._wanted | {array.id: array}, {}
@@ -156,12 +178,17 @@ class Arrays:
         """Asks the first ranks that hold some arrays for them."""
         numbers: dict[int, list[int]] = collections.defaultdict(list)
         asked: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+        arrays = [a for a in arrays if not a.is_deleted() and a.incarnation == self.incarnation]
         for array in arrays:
             first = array.ranks[0] * self._processes
             for worker in range(first, first + (self._processes if any(array.spec) else 1)):
                 asked[array.id].append((worker, len(numbers[worker])))
                 numbers[worker].append(array.id)
-        call = self._group.begin(Lane.FETCH, "fetch", {w: (own,) for w, own in numbers.items()})
+        kept = _Kept(arrays)
+        call = self._group.begin(
+            Lane.FETCH, "fetch", {w: (own,) for w, own in numbers.items()}, kept=kept
+        )
+        self._reading.update(dict.fromkeys(asked, kept))
         self._asked |= {number: [(call, *own) for own in parts] for number, parts in asked.items()}
 
     def fetch_jax(self, array: RemoteArray) -> jax.Array:

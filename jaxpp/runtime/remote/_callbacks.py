@@ -2,11 +2,15 @@
 
 import collections
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from jaxpp.runtime.arrays import ArrayType, host_array
 from jaxpp.runtime.remote.calls import Hoisted
 from jaxpp.runtime.transport import Bytes
+
+#: Seconds between two looks at whether the callbacks are made that somebody waits for.
+POLL = 1e-3
 
 
 class Callbacks:
@@ -46,10 +50,10 @@ class Callbacks:
         Raises:
             BaseException: what a callback has raised, once.
         """
+        heard = self._heard
         if threading.current_thread() is not self._thread:
-            with self._changed:
-                heard = self._heard
-                self._changed.wait_for(lambda: self._made >= heard)
+            while self._made < heard:  # a Ctrl-C in a wait for a condition could keep its lock
+                time.sleep(POLL)
         self.check()
 
     def check(self) -> None:

@@ -1,6 +1,7 @@
 """The steps of a remote mesh: loads them on the workers, and calls them."""
 
 import itertools
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,9 @@ from jaxpp.runtime.remote.calls import (
     pack,
     uninterrupted,
 )
+
+#: Seconds between two looks at whether an array that a call consumes has been fetched.
+READING = 1e-3
 
 
 class Steps:
@@ -151,13 +155,19 @@ class RemoteStep:
             if not isinstance(arg, RemoteArray | Fed) and self._readers[n]
         }
         steps, group = self._steps, self._steps.group
+        donated = [args[n] for n in self.bundle.donated if isinstance(args[n], RemoteArray)]
         with group.order:
             self._check(args)
             steps.install(self.number)
-            group.wait_for_room()
-            with uninterrupted():
-                results = self._call(next(steps.calls), args, values)
-                group.flush(wait=False)
+            results = None
+            while results is None:
+                group.wait_for_room()
+                with steps.arrays.lock, uninterrupted():
+                    if steps.arrays.are_read(donated):
+                        results = self._call(next(steps.calls), args, values)
+                        group.flush(wait=False)
+                if results is None:
+                    time.sleep(READING)
         group.flush()
         return results
 

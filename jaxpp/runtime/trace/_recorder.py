@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpp._program import Free, Message, Receive, Run
 from jaxpp.runtime.arrays import is_ready
-from jaxpp.runtime.executor import Chunk, Worker
+from jaxpp.runtime.executor import Chunk, Executor
 
 #: One clock for all processes of a host, in nanoseconds.
 clock = time.monotonic_ns
@@ -80,32 +80,32 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._plans: dict[int, tuple[Worker, dict[int, Watch]]] = {}
+        self._plans: dict[int, tuple[Executor, dict[int, Watch]]] = {}
         self._watchers: dict[Any, _Watcher] = {}
         self._sent: list[MessageRecord] = []
         self._received: list[MessageRecord] = []
 
     def execute(
-        self, worker: Worker, chunk: Chunk, call: int, step: int, device: Any = None
+        self, executor: Executor, chunk: Chunk, call: int, step: int, device: Any = None
     ) -> None:
         """Lets an executor run some instructions in order, and clocks them.
 
         `call` and `step` are the numbers of the call and of the step that is called; `device` is
         that of the rank, where the process has several.
         """
-        watches, rank = self.prepare(worker), worker.program.rank
+        watches, rank = self.prepare(executor), executor.program.rank
         watcher = self._watcher(device)
         for instruction in chunk:
             if not isinstance(instruction, Run):
-                worker.execute((instruction,))
+                executor.execute((instruction,))
                 continue
             dispatched = clock()
             with jax.profiler.TraceAnnotation(instruction.label, call=call, rank=rank):
-                worker.execute((instruction,))
+                executor.execute((instruction,))
             watch = watches[id(instruction)]
             if watch.slot is None:
                 continue
-            array = worker.slots[watch.slot]
+            array = executor.slots[watch.slot]
             make = partial(RunRecord, call, step, rank, watch.position, dispatched)
             if watcher.idle and is_ready(array):  # computed before the call returned
                 watcher.ends.append((make, clock()))
@@ -147,12 +147,12 @@ class Recorder:
         sent, received = tuple(self._sent), tuple(self._received)
         return Records(runs, (*sent, *copies), (*received, *copies), tuple(errors))
 
-    def prepare(self, worker: Worker) -> dict[int, Watch]:
+    def prepare(self, executor: Executor) -> dict[int, Watch]:
         """Plans the waits for the runs of an executor's program, by their ids, if it is new."""
-        if id(worker) not in self._plans:
+        if id(executor) not in self._plans:
             # Kept with the executor, or another one might get its id.
-            self._plans[id(worker)] = worker, plan(worker)
-        return self._plans[id(worker)][1]
+            self._plans[id(executor)] = executor, plan(executor)
+        return self._plans[id(executor)][1]
 
     def _watcher(self, key: Any) -> "_Watcher":
         if key not in self._watchers:
@@ -214,7 +214,7 @@ class _Watcher:
 # ---- the array to wait for in order to know when a run has ended --------------------------------
 
 
-def plan(worker: Worker) -> dict[int, Watch]:
+def plan(executor: Executor) -> dict[int, Watch]:
     """Finds for each run of an executor's program, by the run's id, the array to wait for.
 
     The array is the smallest result that is not donated later. A wait for a donated array would
@@ -223,12 +223,12 @@ def plan(worker: Worker) -> dict[int, Watch]:
     array is one element of the smallest result, made by a computation of its own right after the
     run. A wait for the run itself before the next dispatch would let the device wait, too.
     """
-    donated = _donated_results(worker)
+    donated = _donated_results(executor)
     watches = {}
-    for position, run in enumerate(worker.program.instructions):
+    for position, run in enumerate(executor.program.instructions):
         if not isinstance(run, Run):
             continue
-        made = jax.tree_util.tree_leaves(worker.executables[run.computation].out_info)
+        made = jax.tree_util.tree_leaves(executor.executables[run.computation].out_info)
         types = dict(zip(run.outputs, made, strict=True))
         kept = [slot for slot in types if (position, slot) not in donated]
         slot = min(kept or types, key=lambda slot: _size(types[slot]), default=None)
@@ -237,17 +237,17 @@ def plan(worker: Worker) -> dict[int, Watch]:
     return watches
 
 
-def _donated_results(worker: Worker) -> set[tuple[int, int]]:
+def _donated_results(executor: Executor) -> set[tuple[int, int]]:
     """Finds the runs' results that are donated later: their positions and slots.
 
     A result of the step counts as donated: the next call may donate it, or the user may delete it.
     """
     donated: set[tuple[int, int]] = set()
     made: dict[int, int] = {}
-    for position, instruction in enumerate(worker.program.instructions):
+    for position, instruction in enumerate(executor.program.instructions):
         match instruction:
             case Run(number, inputs, outputs):
-                infos = worker.executables[number].args_info
+                infos = executor.executables[number].args_info
                 infos = jax.tree_util.tree_leaves(infos, is_leaf=lambda x: hasattr(x, "donated"))
                 taken = [slot for slot, info in zip(inputs, infos, strict=True) if info.donated]
                 donated.update((made[slot], slot) for slot in taken if slot in made)
@@ -255,7 +255,7 @@ def _donated_results(worker: Worker) -> set[tuple[int, int]]:
             case Receive(slots) | Free(slots):
                 for slot in slots:
                     made.pop(slot, None)
-    returned = {slot for _, slot in worker.program.outputs}
+    returned = {slot for _, slot in executor.program.outputs}
     return donated | {(made[slot], slot) for slot in returned if slot in made}
 
 

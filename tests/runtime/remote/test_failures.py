@@ -545,6 +545,41 @@ def test_an_interrupt_at_any_place_leaves_a_mesh_that_works(mesh, step, expected
     assert wait_until(lambda: arrays_left(mesh) == before, 5), (arrays_left(mesh), before)
 
 
+def hold_fetches(process, seconds):
+    """Lets the worker look for arrays only some time after it was asked for them."""
+    fetch = process.fetch
+
+    def late(numbers):
+        time.sleep(seconds)
+        return fetch(numbers)
+
+    process.fetch = late
+
+
+def fetch_as_before(process):
+    del process.fetch
+
+
+@pytest.mark.parametrize("how", ["donated", "dropped"])
+def test_an_array_lives_until_a_fetch_has_it(mesh, step, expected, how):
+    """Also where nobody waits for the fetch any more, after a Ctrl-C."""
+    for _ in range(5):  # as many as the threads of a worker, and one more
+        state = step(*begin(), batch())
+        mesh.apply(hold_fetches, {0: (0.3,), 1: (0.3,)})
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            jax.device_get(state)
+        if how == "donated":
+            state = step(*state[:3], batch())
+        else:
+            del state
+            step(*begin(), batch())
+        mesh.apply(fetch_as_before, {0: (), 1: ()})
+    found = jax.device_get(step(*begin(), batch()))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def sleep_at_fetch(process, seconds):
     fetch = process.fetch
 

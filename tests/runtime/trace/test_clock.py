@@ -100,7 +100,7 @@ class FakeMesh:
         def dispatch():
             for rank, chunk in local.order:
                 process = self.processes[rank]
-                worker = local.workers[rank]
+                worker = local.executors[rank]
                 for instruction in chunk:
                     start = clock()
                     process.recorder.execute(worker, (instruction,), call, step)

@@ -82,7 +82,7 @@ def test_where_all_results_are_donated_the_end_is_that_of_the_run(tmp_path):
     """A weight's gradient is only ever added to the sum, which the next one takes."""
     trace, step = steps.traced(tmp_path, stages=2, ranks=2, schedule=jaxpp.schedules.ZeroBubbleH1())
     (compiled,) = step._cache
-    for worker in compiled._run.workers:
+    for worker in compiled._run.executors:
         watches = _recorder.plan(worker)
         for instruction in worker.program.instructions:
             if isinstance(instruction, Run) and instruction.label.startswith("W"):

@@ -37,9 +37,13 @@ class Answer:
 
     It does not use `threading.Condition`, as futures do: where a Ctrl-C interrupts a wait for a
     condition, its lock may stay locked.
+
+    Args:
+        kept: what must live until the answer is there.
     """
 
-    def __init__(self):
+    def __init__(self, kept: Any = None):
+        self._kept = kept
         self._found: tuple[Kind, Sequence[Bytes]] | None = None
         self._coming = threading.Lock()
         self._coming.acquire()
@@ -47,6 +51,7 @@ class Answer:
     def set(self, kind: Kind, pieces: Sequence[Bytes]) -> None:
         """Sets the answer, once."""
         self._found = kind, pieces
+        self._kept = None
         self._coming.release()
 
     def done(self) -> bool:

@@ -154,14 +154,20 @@ class WorkerGroup:
         for member in self.members:
             member.client.flush(wait)
 
-    def call(self, lane: Lane, method: str, args: Mapping[int, tuple], **how: bool) -> "Pending":
+    def call(self, lane: Lane, method: str, args: Mapping[int, tuple], **how: Any) -> "Pending":
         """Calls a method of some workers, as `begin` does, and sends the calls."""
         pending = self.begin(lane, method, args, **how)
         self.flush()
         return pending
 
     def begin(
-        self, lane: Lane, method: str, args: Mapping[int, tuple], *, code: bool = False
+        self,
+        lane: Lane,
+        method: str,
+        args: Mapping[int, tuple],
+        *,
+        code: bool = False,
+        kept: Any = None,
     ) -> "Pending":
         """Posts calls of a method of some workers.
 
@@ -170,11 +176,12 @@ class WorkerGroup:
             method: of `Process`.
             args: the arguments by worker.
             code: whether functions may be among them.
+            kept: what must live until all have answered.
 
         Raises:
             Exception: an argument cannot be pickled; then no worker has the call.
         """
-        answers = {worker: Answer() for worker in args}
+        answers = {worker: Answer(kept) for worker in args}
         packed = {w: (pack_code if code else pack)((method, own)) for w, own in args.items()}
         posts = [(w, lane, packed[w], answers[w].set) for w in args]
         with self.order if lane == Lane.ORDERED else contextlib.nullcontext():

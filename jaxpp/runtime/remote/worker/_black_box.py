@@ -8,7 +8,7 @@ import tempfile
 from typing import Any
 
 from jaxpp._program import Instruction, Receive, Run, Send
-from jaxpp.runtime.executor import Worker
+from jaxpp.runtime.executor import Executor
 
 _TEXT = 120
 _SIZE = 8 + _TEXT
@@ -94,12 +94,12 @@ class BlackBox:
         return first.rpartition(": ")[2].rstrip("\0")
 
 
-class NotingWorker(Worker):
+class NotingExecutor(Executor):
     """An executor that notes each instruction in a flight recorder; a note takes a quarter of a µs.
 
     Args:
         box: the flight recorder.
-        *args: those of `Worker`.
+        *args: those of `Executor`.
     """
 
     def __init__(self, box: BlackBox, *args: Any):

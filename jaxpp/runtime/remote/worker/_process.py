@@ -15,7 +15,7 @@ import jax
 from jaxpp._program import Message, Program, Receive, Run, Send
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, Home, from_host, own_share, spans, to_host
-from jaxpp.runtime.executor import Worker
+from jaxpp.runtime.executor import Executor
 from jaxpp.runtime.remote.calls import (
     FED,
     MOVED,
@@ -31,7 +31,7 @@ from jaxpp.runtime.remote.calls import (
     load_serialized,
     serialize,
 )
-from jaxpp.runtime.remote.worker._black_box import BlackBox, NotingWorker, doing
+from jaxpp.runtime.remote.worker._black_box import BlackBox, NotingExecutor, doing
 from jaxpp.runtime.remote.worker._teller import Teller, Telling
 from jaxpp.runtime.transport import (
     Aborted,
@@ -61,7 +61,7 @@ class _Loaded:
     """A step that a rank has loaded."""
 
     program: Program
-    worker: Worker
+    executor: Executor
     #: For each input of the program the function that makes it from bytes that come with a call.
     inputs: tuple[Input, ...]
 
@@ -103,7 +103,7 @@ class Process:
         self._steps: dict[int, _Loaded] = {}
         self._epoch = 0
         self._call = -1
-        self._worker: Worker | None = None
+        self._executor: Executor | None = None
         #: Tells whether the step waits for a batch that this rank loads itself.
         self._feeding = False
 
@@ -164,9 +164,9 @@ class Process:
         late = sent_before_donated(program, donated)
         transport = CopyingTransport(self.transport, late) if late else self.transport
         arguments = program, executables, transport
-        worker = NotingWorker(self._box, *arguments) if self._box else Worker(*arguments)
+        executor = NotingExecutor(self._box, *arguments) if self._box else Executor(*arguments)
         for slot, array_type, value in constants:
-            worker.slots[slot] = from_host(value.copy(), array_type, self.home)
+            executor.slots[slot] = from_host(value.copy(), array_type, self.home)
         # The transport knows messages by their identity; the messages that came here are copies.
         own = {
             i.message.tag: i.message for i in program.instructions if isinstance(i, Send | Receive)
@@ -176,7 +176,7 @@ class Process:
         if isinstance(self.transport, DeviceTransport):  # it says why calls must not compile
             for make in made:
                 make.compile()
-        self._steps[step] = _Loaded(program, worker, made)
+        self._steps[step] = _Loaded(program, executor, made)
 
     def _executable(self, number: int) -> Callable[..., Any]:
         found = self._executables[number]
@@ -188,7 +188,7 @@ class Process:
 
     def executables(self, step: int) -> Sequence[Any]:
         """Gives the executables of a step's computations; None for one that is not run here."""
-        return self._steps[step].worker.executables
+        return self._steps[step].executor.executables
 
     def unload(self, step: int, computations: Collection[int]) -> None:
         """Forgets a step, and computations that no other step has."""
@@ -205,9 +205,9 @@ class Process:
         """
         call = Call(*fields)
         loaded = self._steps[call.step]
-        program, worker = loaded.program, loaded.worker
-        worker.at, self._feeding = None, False
-        self._call, self._worker = call.number, worker
+        program, executor = loaded.program, loaded.executor
+        executor.at, self._feeding = None, False
+        self._call, self._executor = call.number, executor
         if self._box:
             self._box.begin(call.number)
         try:
@@ -218,13 +218,13 @@ class Process:
                 for name in call.checks:
                     settings.enter_context(getattr(jax, name)(True))
                 if self.recorder is None:
-                    worker.execute(program.instructions)
+                    executor.execute(program.instructions)
                 else:
-                    self.recorder.execute(worker, program.instructions, call.number, call.step)
-            results = {call.results + n: worker.slots[slot] for n, slot in program.outputs}
+                    self.recorder.execute(executor, program.instructions, call.number, call.step)
+            results = {call.results + n: executor.slots[slot] for n, slot in program.outputs}
             for _, slot in program.outputs:
-                worker.slots[slot] = None
-            worker.at = None
+                executor.slots[slot] = None
+            executor.at = None
         except BaseException as error:  # noqa: B036  the driver has to know of every exception
             return self.fail(error)
         with self.lock:
@@ -233,7 +233,7 @@ class Process:
         return None
 
     def _feed(self, call: Call, loaded: "_Loaded") -> None:
-        program, worker = loaded.program, loaded.worker
+        program, executor = loaded.program, loaded.executor
         moved = []
         for move in call.moves:
             if move.message.source == self.rank:
@@ -245,18 +245,18 @@ class Process:
         pairs = zip(program.inputs, loaded.inputs, call.arrays, strict=True)
         for (_, slot), make, number in pairs:
             if number == VALUE:
-                worker.slots[slot] = make(next(fed))
+                executor.slots[slot] = make(next(fed))
             elif number == MOVED:
-                worker.slots[slot] = next(arrivals)
+                executor.slots[slot] = next(arrivals)
             elif number == FED:
                 kind = make.array_type, self.home, make.spec
                 self._feeding = True
-                worker.slots[slot] = self.loader.take(*next(batches), *kind)
+                executor.slots[slot] = self.loader.take(*next(batches), *kind)
                 self._feeding = False
             else:
-                worker.slots[slot] = make.resplit(self.arrays[number])
+                executor.slots[slot] = make.resplit(self.arrays[number])
         # An array that the transport has yet to send must not be donated.
-        self.transport.settle([worker.slots[slot] for _, slot in program.inputs])
+        self.transport.settle([executor.slots[slot] for _, slot in program.inputs])
         for number in call.dropped:
             self.arrays.pop(number, None)
         self.loader.drop(number for number, _ in call.fed)
@@ -374,12 +374,12 @@ class Process:
         with self.lock:
             self.arrays.clear()
             self.failure = None
-            self._call, self._worker, self._epoch = -1, None, epoch
+            self._call, self._executor, self._epoch = -1, None, epoch
             self.lock.notify_all()
         for loaded in self._steps.values():
             kept = {slot for slot, _ in loaded.program.constants}
-            worker = loaded.worker
-            worker.slots[:] = [x if i in kept else None for i, x in enumerate(worker.slots)]
+            executor = loaded.executor
+            executor.slots[:] = [x if i in kept else None for i, x in enumerate(executor.slots)]
         self.loader.reset()
         self.recorder = self.transport.recorder = None
         self.transport.reset(epoch)
@@ -402,7 +402,7 @@ class Process:
         """Describes the current instruction, and gives the rank that it sends to or waits for."""
         if self._feeding:
             return "the function that feeds the step", None
-        return doing(self._worker.at if self._worker else None)
+        return doing(self._executor.at if self._executor else None)
 
 
 def sent_before_donated(program: Program, donated: Mapping[int, Sequence[int]]) -> frozenset[int]:

@@ -23,7 +23,7 @@ class Transport(Protocol):
         ...
 
 
-class Worker:
+class Executor:
     """The executor of one rank: its slots, its executables, and the loop over its instructions.
 
     It is the same for every mesh; only the transport differs.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpp._program import Free, Message, Program, Receive, Run, Send
-from jaxpp.runtime.executor import _worker
+from jaxpp.runtime.executor import _executor
 
 
 class Mail:
@@ -64,14 +64,14 @@ def pipeline(ranks, microbatches):
 
 def execute(programs, executables, feeds):
     mail = Mail()
-    workers = [_worker.Worker(p, executables, mail) for p in programs]
-    for worker, values in zip(workers, feeds, strict=True):
+    executors = [_executor.Executor(p, executables, mail) for p in programs]
+    for executor, values in zip(executors, feeds, strict=True):
         for slot, value in values.items():
-            worker.slots[slot] = value
-    for rank, chunk in _worker.interleave(programs):
-        workers[rank].execute(chunk)
+            executor.slots[slot] = value
+    for rank, chunk in _executor.interleave(programs):
+        executors[rank].execute(chunk)
     assert not mail.sent
-    return workers
+    return executors
 
 
 def test_worker_runs_each_instruction():
@@ -90,11 +90,11 @@ def test_worker_runs_each_instruction():
     )
     mail = Mail()
     mail.sent[7] = [10]
-    worker = _worker.Worker(p, [None, two_results], mail)
-    worker.slots[0] = 4
-    worker.execute(p.instructions)
+    executor = _executor.Executor(p, [None, two_results], mail)
+    executor.slots[0] = 4
+    executor.execute(p.instructions)
     assert calls == [(10, 4)]
-    assert worker.slots == [4, 14, None, 6]
+    assert executor.slots == [4, 14, None, 6]
     assert mail.sent == {8: [6, 14]}
 
 
@@ -102,18 +102,18 @@ def test_an_error_says_where_it_was():
     def fails(x):
         raise ZeroDivisionError("of no use")
 
-    worker = _worker.Worker(program(3, run(0, (0,), (1,))), [fails], Mail())
+    executor = _executor.Executor(program(3, run(0, (0,), (1,))), [fails], Mail())
     with pytest.raises(ZeroDivisionError, match="of no use") as caught:
-        worker.execute((run(0, (0,), (1,)),))
+        executor.execute((run(0, (0,), (1,)),))
     assert caught.value.__notes__ == ["in run 0 on rank 3"]
 
 
 def test_a_run_may_write_where_it_reads():
     p = program(0, run(0, (0, 1), (1, 0)), num_slots=2)
-    worker = _worker.Worker(p, [lambda x, y: (x + y, x * y)], Mail())
-    worker.slots[:] = [3, 5]
-    worker.execute(p.instructions)
-    assert worker.slots == [15, 8]
+    executor = _executor.Executor(p, [lambda x, y: (x + y, x * y)], Mail())
+    executor.slots[:] = [3, 5]
+    executor.execute(p.instructions)
+    assert executor.slots == [15, 8]
 
 
 def test_a_message_fits_its_slots():
@@ -122,13 +122,13 @@ def test_a_message_fits_its_slots():
     mail = Mail()
     mail.sent[0] = [1]
     with pytest.raises(ValueError):
-        _worker.Worker(p, [], mail).execute(p.instructions)
+        _executor.Executor(p, [], mail).execute(p.instructions)
 
 
 def test_chunks_are_the_program_in_order():
     """Each piece runs one computation at most, and waits at its start if at all."""
     for p in pipeline(3, 4):
-        pieces = _worker.chunks(p)
+        pieces = _executor.chunks(p)
         assert tuple(i for piece in pieces for i in piece) == p.instructions
         for piece in pieces:
             assert piece
@@ -138,15 +138,15 @@ def test_chunks_are_the_program_in_order():
 
 
 def test_an_empty_program_has_no_chunks():
-    assert _worker.chunks(program(0)) == []
-    assert _worker.interleave([program(0), program(1)]) == []
+    assert _executor.chunks(program(0)) == []
+    assert _executor.interleave([program(0), program(1)]) == []
 
 
 @pytest.mark.parametrize("ranks, microbatches", [(1, 3), (2, 1), (3, 4), (4, 8)])
 def test_interleaved_order(ranks, microbatches):
     """It holds each rank's program in order, and every send before its receive."""
     programs = pipeline(ranks, microbatches)
-    order = _worker.interleave(programs)
+    order = _executor.interleave(programs)
     for rank, p in enumerate(programs):
         assert tuple(i for r, chunk in order if r == rank for i in chunk) == p.instructions
     sent, received = positions(order)
@@ -155,14 +155,14 @@ def test_interleaved_order(ranks, microbatches):
 
 
 def test_interleaved_programs_compute():
-    workers = execute(pipeline(3, 2), [lambda x: (x + 1,)], [{0: 5}, {}, {}])
-    assert workers[-1].slots[1] == 8
+    executors = execute(pipeline(3, 2), [lambda x: (x + 1,)], [{0: 5}, {}, {}])
+    assert executors[-1].slots[1] == 8
 
 
 def test_ranks_start_as_early_as_they_can():
     """Runs are dispatched in the order in which equal tasks would start, none later than it can."""
     clock, available, starts = [0] * 3, {}, []
-    for rank, chunk in _worker.interleave(pipeline(3, 4)):
+    for rank, chunk in _executor.interleave(pipeline(3, 4)):
         needed = [available[i.message.tag] for i in chunk if isinstance(i, Receive)]
         start = max([clock[rank], *needed])
         runs = any(isinstance(i, Run) for i in chunk)
@@ -185,8 +185,8 @@ def test_programs_that_exchange():
         )
         for r in range(2)
     ]
-    workers = execute(programs, [lambda x: (x * 10,), lambda x, y: (x - y,)], [{0: 1}, {0: 4}])
-    assert [w.slots[3] for w in workers] == [-30, 30]
+    executors = execute(programs, [lambda x: (x * 10,), lambda x, y: (x - y,)], [{0: 1}, {0: 4}])
+    assert [w.slots[3] for w in executors] == [-30, 30]
 
 
 def test_programs_that_wait_for_each_other():
@@ -195,7 +195,7 @@ def test_programs_that_wait_for_each_other():
         for r in range(2)
     ]
     with pytest.raises(RuntimeError, match="wait for each other"):
-        _worker.interleave(programs)
+        _executor.interleave(programs)
 
 
 def test_a_ring_of_three_that_waits():
@@ -209,10 +209,10 @@ def test_a_ring_of_three_that_waits():
         for r in range(3)
     ]
     with pytest.raises(RuntimeError, match="wait for each other"):
-        _worker.interleave(programs)
+        _executor.interleave(programs)
 
 
 def test_a_message_that_nobody_sends():
     programs = [program(0, run(0, (0,), (1,))), program(1, Receive((0,), message(0, 0, 1)))]
     with pytest.raises(RuntimeError, match="wait for each other"):
-        _worker.interleave(programs)
+        _executor.interleave(programs)
