@@ -118,7 +118,7 @@ class Arrays:
             ValueError: it was donated or deleted, or it was lost when the mesh was restarted.
             RankError: a rank has failed.
         """
-        self.mesh.check_open()
+        self._group.check_open()
         self.check_exists(array)
         self._group.check()
 

@@ -27,7 +27,7 @@ from jaxpp.runtime.remote._step import Steps
 from jaxpp.runtime.remote.calls import Feeds, Lane, describe_batch
 
 if TYPE_CHECKING:
-    from jaxpp.runtime.remote.group import WorkerGroup
+    pass
 
 
 class RemoteMpmdMesh:
@@ -173,16 +173,13 @@ class RemoteMpmdMesh:
         self.processes_per_rank = settings.processes_per_rank
         callbacks = Callbacks(lambda number: library.hoisted[number], self.processes_per_rank)
         group = WorkerGroup(settings, lambda task: library.describe(task), callbacks.heard)
-        self._group: WorkerGroup | None = group
         joined = group.between_devices or self.processes_per_rank > 1
-        #: Tells whether each rank has to know the messages of all ranks.
-        self.moves_all = group.between_devices
         # Executables name devices by numbers. These may differ between ranks where
         # `jax.distributed` joins processes; then ranks do not share executables.
         kinds = range(self.num_ranks) if joined else [(h.node, h.device) for h in group.hellos]
         platform = group.hellos[0].platform
-        library = Library(platform, kinds, self.moves_all, settings.insides)
-        self._arrays = Arrays(self, group, callbacks)
+        library = Library(platform, kinds, group.between_devices, settings.insides)
+        self._group, self._arrays = group, Arrays(self, group, callbacks)
         feeds = Feeds(
             lambda load, value: self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
         )
@@ -213,7 +210,7 @@ class RemoteMpmdMesh:
 
         It does nothing in a process that is a fork of the driver.
         """
-        if os.getpid() != self._driver or self._group is None:
+        if os.getpid() != self._driver or self._group.stopped:
             return
         try:
             if self._steps.library.hoisted and self._group.is_well:
@@ -221,15 +218,8 @@ class RemoteMpmdMesh:
                     self._steps.settle()
             self._arrays.callbacks.close()
         finally:
-            self._stop()
-
-    def _stop(self) -> None:
-        with self._order():
-            if self._group is None:
-                return
             atexit.unregister(self.shutdown)
-            group, self._group = self._group, None
-            group.stop()
+            self._group.stop()
 
     def restart(self) -> None:
         """Makes the mesh fit for work after a failure, without its arrays.
@@ -238,35 +228,22 @@ class RemoteMpmdMesh:
         replaced where ranks have several processes, or send from device to device. `RemoteArray`s
         from before are lost: load a checkpoint.
         """
-        with self._order():
-            group = self._open_group()
+        with self._group.order:
+            self._group.check_open()
             # This comes before the new workers, which will never make the arrays from before.
             self._arrays.restart()
             steps, fresh = self._steps, set(range(self.num_ranks))
             steps.tracing = None
             try:
-                fresh = group.restart()
+                fresh = self._group.restart()
             finally:
                 steps.library.forget(fresh)
                 steps.feeds.forget(fresh)
-
-    def check_open(self) -> None:
-        """Raises a `ValueError` where the mesh has been shut down."""
-        self._open_group()
-
-    def _open_group(self) -> "WorkerGroup":
-        if self._group is None:
-            raise ValueError("This RemoteMpmdMesh has been shut down; make a new one.")
-        return self._group
-
-    def _order(self) -> Any:
-        return self._steps.group.order
 
     # ---- steps ----------------------------------------------------------------------------------
 
     def load(self, bundle: Bundle) -> Any:
         """Compiles a step on the workers; returns the function that calls the step."""
-        self.check_open()
         return with_stacked(self._steps.load(bundle), bundle)
 
     def feed(self, load: Callable[[Any], Any], value: Any) -> Any:
@@ -318,7 +295,7 @@ class RemoteMpmdMesh:
 
     def flush(self) -> None:
         """Tells the ranks at once which arrays they may drop; else the next call tells them."""
-        self.check_open()
+        self._group.check_open()
         self._steps.flush()
 
     # ---- functions on the workers ---------------------------------------------------------------
@@ -365,7 +342,7 @@ class RemoteMpmdMesh:
         everywhere: bool,
         ordered: bool,
     ) -> "Applied":
-        group = self._open_group()
+        group = self._group
         own = {
             worker: (function, *args[rank])
             for rank in args

@@ -172,7 +172,6 @@ class RemoteStep:
         return results
 
     def _check(self, args: Sequence[Any]) -> None:
-        self._mesh.check_open()
         self._steps.group.check()
         self._steps.arrays.callbacks.check()
         for arg in args:
@@ -186,7 +185,7 @@ class RemoteStep:
 
     def _call(self, number: int, args: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
         """Posts the calls of all ranks, and takes note of it, without a wait."""
-        steps, bundle = self._steps, self.bundle
+        steps, bundle, group = self._steps, self.bundle, self._steps.group
         moves, dropped = self._plan(args)
         results = steps.arrays.new_ids(len(self._held))
         checks = tuple(name for name in CHECKS if getattr(jax.config, f"jax_{name}"))
@@ -206,14 +205,14 @@ class RemoteStep:
                 tuple(
                     m
                     for m in moves
-                    if self._mesh.moves_all or rank in (m.message.source, m.message.target)
+                    if group.between_devices or rank in (m.message.source, m.message.target)
                 ),
                 tuple((leaf.batch.number, leaf.index) for leaf in fed),
                 checks,
                 tuple(v if v.nbytes > LARGE else v.tobytes() for v in own),
             )
             calls[rank] = pack(("run", tuple(call)))
-        steps.group.post([*posts, *steps.group.steps(calls)])
+        group.post([*posts, *group.steps(calls)])
         if steps.tracing is not None:
             steps.tracing.steps[self.number] = bundle
         for n in bundle.donated:

@@ -234,6 +234,18 @@ def test_an_interrupt_waits_for_the_end_of_a_block():
         signal.raise_signal(signal.SIGINT)
 
 
+def test_an_interrupt_goes_to_the_handler_of_before():
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(1))
+    try:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            assert not came
+        assert came == [1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_what_an_interrupt_leaves_unsent_is_sent_with_the_next_call(connect, process, server):
     """A message whose first part is sent must not be lost: all later ones would be misread."""
     client, big = connect(), np.arange(1 << 24, dtype=np.uint32)

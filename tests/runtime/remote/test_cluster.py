@@ -162,18 +162,6 @@ def test_an_interrupt_while_ray_starts_leaves_no_process_behind():
     assert said(INTERRUPTED) == ["(False, 0)", "(False, 0)", "joined and left"]
 
 
-def test_an_interrupt_that_was_put_off_goes_to_the_handler_of_before(monkeypatch):
-    came = []
-    before = signal.signal(signal.SIGINT, lambda *_: came.append(1))
-    try:
-        with _session._interrupts_put_off():
-            signal.raise_signal(signal.SIGINT)
-            assert not came
-        assert came == [1]
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 # Room.
 
 

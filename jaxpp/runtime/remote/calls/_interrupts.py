@@ -8,7 +8,7 @@ from typing import Any
 class uninterrupted:  # noqa: N801  read as a word of the `with` statement
     """A block that a Ctrl-C does not interrupt: the signal's handler runs when the block ends.
 
-    The block must be short, and must not wait for anything.
+    The block should be short.
 
     Example:
         >>> with uninterrupted():

@@ -1,7 +1,6 @@
 """The Ray session that a mesh's workers run in."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
 import os
@@ -9,12 +8,14 @@ import signal
 import socket
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.util.client
+
+from jaxpp.runtime.remote.calls import uninterrupted
 
 #: Seconds within which a Ray session has to accept a connection, before it counts as gone.
 CONNECT_TIMEOUT = 3.0
@@ -56,7 +57,7 @@ def join_session() -> Session:
     global _opened
     session = None
     try:
-        with _lock, _interrupts_put_off():
+        with _lock, uninterrupted():
             if not ray.is_initialized():
                 session = _opened = _open(os.environ.get("RAY_ADDRESS") or None)
             elif ray.util.client.ray.is_connected():
@@ -80,7 +81,7 @@ def leave_session(session: Session) -> None:
     A session that was running before goes on: closing only ends this process's connection to it.
     """
     global _opened
-    with _lock, _interrupts_put_off():
+    with _lock, uninterrupted():
         session.users -= 1
         if session is _opened and session.users <= 0:
             _opened = None
@@ -94,7 +95,7 @@ def reopen_session(session: Session) -> None:
     Raises:
         RuntimeError: if it has other users, which would find nothing of theirs in the new one.
     """
-    with _lock, _interrupts_put_off():
+    with _lock, uninterrupted():
         if session.users > 1:
             raise RuntimeError(
                 f"The Ray session of this process has lost its node, and all workers of its "
@@ -103,22 +104,6 @@ def reopen_session(session: Session) -> None:
             )
         ray.shutdown()
         session.address = _start().address
-
-
-@contextlib.contextmanager
-def _interrupts_put_off() -> Iterator[None]:
-    """Lets a Ctrl-C that comes within the block act at its end."""
-    if threading.current_thread() is not threading.main_thread():  # Python interrupts no other
-        yield
-        return
-    came = []
-    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
-        if came:
-            signal.raise_signal(signal.SIGINT)
 
 
 def _open(address: str | None) -> Session:

@@ -85,6 +85,7 @@ class WorkerGroup:
     ):
         #: Held where calls have to have one order on all workers.
         self.order = threading.RLock()
+        self.stopped = False
         self._settings, self._describe, self._told = settings, describe, told
         config: Any = jax.config
         self._x64 = bool(config.jax_enable_x64)
@@ -132,8 +133,14 @@ class WorkerGroup:
         processes = self._settings.processes_per_rank
         return range(rank * processes, (rank + 1) * processes)
 
+    def check_open(self) -> None:
+        """Raises a `ValueError` where the workers have been stopped."""
+        if self.stopped:
+            raise ValueError("This RemoteMpmdMesh has been shut down; make a new one.")
+
     def check(self) -> None:
-        """Raises the error of the workers, if one has failed."""
+        """Raises the error of the workers, if one has failed or they have been stopped."""
+        self.check_open()
         self._health.check()
 
     @property
@@ -271,18 +278,23 @@ class WorkerGroup:
         return [m for m in self.members if m.actor is not None and m.worker not in fit]
 
     def stop(self) -> None:
-        """Ends all workers, and gives back their reservation in the cluster."""
+        """Ends all workers, and gives back their reservation in the cluster; may be repeated."""
+        with self.order:
+            if not self.stopped:
+                self.stopped = True
+                self._stop()
+
+    def _stop(self) -> None:
+        fit = {m.worker: () for m in self.members if m.client is not None and not m.dead}
         try:
             self._health.close()
             if ray.is_initialized():  # else the session has gone, and all workers with it
-                fit = {m.worker: () for m in self.members if m.client is not None and not m.dead}
                 self.call(Lane.CONTROL, "close", fit).wait(CLOSING)
-                self._disconnect()
-                self._kill()
-                release_places(self._reservation)
-        except ray.exceptions.RayError:
-            pass  # the session has just gone
         finally:
+            self._disconnect()
+            self._kill()
+            with contextlib.suppress(ray.exceptions.RayError):  # the session has just gone
+                release_places(self._reservation)
             leave_session(self._session)
 
     def _disconnect(self) -> None:
