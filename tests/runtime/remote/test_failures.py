@@ -545,6 +545,30 @@ def test_an_interrupt_at_any_place_leaves_a_mesh_that_works(mesh, step, expected
     assert wait_until(lambda: arrays_left(mesh) == before, 5), (arrays_left(mesh), before)
 
 
+def test_an_interrupt_of_a_step_that_waits_for_room_leaves_nothing(mesh, step, expected):
+    fed = jaxpp.place(step_of(), mesh, donate_argnums=(0, 1), feed={3: batch})
+    state = fed(*begin(), 0)
+    jax.device_get(state)
+    before = arrays_left(mesh)
+    waiting = mesh.apply_async(time_passes, {0: (1.5,)})
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    calls = 0
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            state = fed(*state[:3], calls)
+            calls += 1
+    assert 0 < calls < 10  # the next one waited
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    waiting.result()
+    jax.device_get(fed(*state[:3], 0))
+    found = jax.device_get(step(*begin(), batch()))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    state = fed(*begin(), 0)
+    jax.device_get(state)
+    assert wait_until(lambda: arrays_left(mesh) == before, 5), (arrays_left(mesh), before)
+
+
 def hold_fetches(process, seconds):
     """Lets the worker look for arrays only some time after it was asked for them."""
     fetch = process.fetch
