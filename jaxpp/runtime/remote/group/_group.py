@@ -188,9 +188,15 @@ class WorkerGroup:
         Raises:
             Exception: an argument cannot be pickled; then no worker has the call.
         """
-        answers = {worker: Answer(kept) for worker in args}
+        answers, health = {worker: Answer(kept) for worker in args}, self._health
         packed = {w: (pack_code if code else pack)((method, own)) for w, own in args.items()}
-        posts = [(w, lane, packed[w], answers[w].set) for w in args]
+
+        def answered(worker: int, kind: Kind, pieces: Sequence[Any]) -> None:
+            answers[worker].set(kind, pieces)
+            if kind != Kind.RAISED:
+                health.note(worker, kind, pieces)
+
+        posts = [(w, lane, packed[w], functools.partial(answered, w)) for w in args]
         with self.order if lane == Lane.ORDERED else contextlib.nullcontext():
             self.post(posts)
         return Pending(answers, self._health)
@@ -495,7 +501,6 @@ class Pending:
                 error.add_note(f"on {self._health.members[worker]}")
                 raise error
             if kind != Kind.RETURNED:
-                self._health.note(worker, kind, pieces)
                 raise self._health.end()
             self._values[worker] = unpack(pieces)
         return self._values[worker]

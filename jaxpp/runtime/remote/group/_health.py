@@ -23,6 +23,8 @@ ANSWER = 0.7
 SETTLING = 1.0
 #: Seconds within which Ray tells of a worker's death.
 DYING = 2.0
+#: Seconds between two looks at whether the error is known.
+POLL = 0.01
 #: A process that runs may be silent for so many times the timeout: C code may hold Python's lock.
 PATIENCE = 100
 
@@ -66,7 +68,7 @@ class HealthMonitor:
         if not ray.is_initialized():
             self.report(0, ray.exceptions.RaySystemError("the Ray session has been shut down"))
         if self._first is not None:
-            self._settled.wait()
+            self._wait()
         if self.error is not None:
             raise self.error.with_traceback(None)  # the traceback would grow with every raise
         if self._closed.is_set():
@@ -77,12 +79,17 @@ class HealthMonitor:
 
     def end(self) -> BaseException:
         """Gives the error of the workers, once it is known; one of them must be reported."""
-        self._settled.wait()
+        self._wait()
         try:
             self.check()
         except BaseException as error:
             return error
         raise AssertionError("no worker has failed")
+
+    def _wait(self) -> None:
+        """Waits until the error is known; a Ctrl-C in `Event.wait` could leave a lock locked."""
+        while not self._settled.is_set():
+            time.sleep(POLL)
 
     def report(self, worker: int, what: Failure | BaseException | str) -> None:
         """Notes that a worker has failed: by its own or Ray's account, or for a reason of ours."""
@@ -108,8 +115,10 @@ class HealthMonitor:
 
     def connection_ended(self, worker: int) -> None:
         """Reports a worker that has closed its connection, unless Ray soon reports its death."""
-        with self._changed:
-            self._changed.wait_for(lambda: worker in self._reports or self._closed.is_set(), DYING)
+        if worker not in self._reports:
+            with self._changed:
+                known = lambda: worker in self._reports or self._closed.is_set()  # noqa: E731
+                self._changed.wait_for(known, DYING)
         if worker not in self._reports:
             self.report(worker, "it has closed its connection to the driver")
 
