@@ -478,6 +478,8 @@ def _step_after_interrupt(bench: Bench) -> None:
 
 def _interrupt_later(seconds: float, note: Path) -> None:
     """Sends a Ctrl-C to the main thread of this process after some time."""
+    # A program that was started in the background ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.main_thread().ident
     assert thread is not None
 

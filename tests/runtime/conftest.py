@@ -1,4 +1,14 @@
+import signal
+
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Lets SIGINT interrupt a test, also where pytest was started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")

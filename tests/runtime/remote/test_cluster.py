@@ -134,6 +134,7 @@ import os, signal, sys, threading, time
 import psutil, ray
 from jaxpp.runtime.remote.cluster import _session
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 me = psutil.Process()
 
 def interrupt(processes):  # as soon as Ray has started so many

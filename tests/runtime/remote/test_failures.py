@@ -728,10 +728,11 @@ def test_restarts_leave_no_thread_and_no_file(mesh, step):
 
 
 DRIVER = """
-import os, sys, time
+import os, signal, sys, time
 import jax, jaxpp, ray
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with jaxpp.RemoteMpmdMesh((2,), heartbeat_timeout=1.0) as mesh:
         step = jaxpp.place(step_of(), mesh)
         state = step(*start(init_params(2)), batch())

@@ -22,7 +22,7 @@ import numpy as np
 import jaxpp
 from jaxpp._program import Message, Run
 from jaxpp.runtime.arrays._types import to_host
-from jaxpp.runtime.executor._worker import Worker
+from jaxpp.runtime.executor import Executor
 from jaxpp.runtime.remote.calls import _export
 from jaxpp.runtime.transport._device import DeviceTransport
 from jaxpp.runtime.transport._errors import Aborted, PeerLost
@@ -96,19 +96,19 @@ def train(transport, program_number, schedule, num_ranks, num_stages, calls):
         _export.compile_exported(_export.export(c, "cpu"), device) if n in used else None
         for n, c in enumerate(bundle.computations)
     ]
-    worker = Worker(program, executables, transport)
+    executor = Executor(program, executables, transport)
     transport.expect(transfer_order(bundle.programs), program_number)
     flat = jax.tree.leaves(arguments(num_stages))
     outputs = {}
     for call in range(calls):
         transport.begin(1000 * program_number + call, program_number)
         for slot, value in program.constants:
-            worker.slots[slot] = jax.device_put(value, device)
+            executor.slots[slot] = jax.device_put(value, device)
         for number, slot in program.inputs:
             value = outputs.get((call - 1, number))
-            worker.slots[slot] = flat[number] if value is None else value
-        worker.execute(program.instructions)
-        outputs |= {(call, n): worker.slots[slot] for n, slot in program.outputs}
+            executor.slots[slot] = flat[number] if value is None else value
+        executor.execute(program.instructions)
+        outputs |= {(call, n): executor.slots[slot] for n, slot in program.outputs}
     return {f"{call}.{n}": digest(x) for (call, n), x in outputs.items()}
 
 

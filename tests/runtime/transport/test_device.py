@@ -17,7 +17,7 @@ import pytest
 from jaxpp import schedules
 from jaxpp._program import Message, Program, Receive, Run, Send
 from jaxpp.runtime.arrays import sharding_in
-from jaxpp.runtime.executor._worker import Worker, interleave
+from jaxpp.runtime.executor import Executor, interleave
 from jaxpp.runtime.transport import _device
 from jaxpp.runtime.transport._choice import RankDevices, choose_transport
 from jaxpp.runtime.transport._device import DeviceTransport
@@ -244,12 +244,12 @@ def test_transport_of_ranks_that_meet_gives_what_one_process_gives(seed):
         return run
 
     transports = [MeetingTransport(p.rank, len(programs), meeting) for p in programs]
-    workers = []
+    executors = []
     for program, transport in zip(programs, transports, strict=True):
         transport.expect(order)
         transport.begin(0)
-        workers.append(Worker(program, [task(n) for n in range(size)], transport))
-    waits = [blocked(w.execute, p.instructions) for w, p in zip(workers, programs, strict=True)]
+        executors.append(Executor(program, [task(n) for n in range(size)], transport))
+    waits = [blocked(e.execute, p.instructions) for e, p in zip(executors, programs, strict=True)]
     for wait in waits:
         wait(20)
     for transport in transports:
@@ -260,8 +260,8 @@ def test_transport_of_ranks_that_meet_gives_what_one_process_gives(seed):
             if isinstance(instruction, Run):
                 (n,) = instruction.outputs
                 wanted[n] = np.float32(n + 1) + sum(wanted[i] for i in instruction.inputs)
-    for worker in workers:
-        for n, value in enumerate(worker.slots):
+    for executor in executors:
+        for n, value in enumerate(executor.slots):
             if value is not None:
                 assert float(value) == float(wanted[n])
 
