@@ -8,8 +8,12 @@ import sys
 
 import pytest
 
+import jaxpp
+from jaxpp.schedules import CATALOGUE
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+API = sorted((ROOT / "docs" / "api").glob("*.md"))
 #: Pages whose code another test runs: that of several hosts, and that whose output JAX words.
 ELSEWHERE = {"how_a_step_flows.md", "multi_node.md", "coming_from_jaxpp.md"}
 #: A block of Python, with the block of text that shows what it prints, if one follows.
@@ -19,6 +23,12 @@ BLOCK = re.compile(
 )
 #: What a script prints between the blocks.
 END = "==== end of a block ===="
+
+
+def public(module):
+    """The names that an `__init__.py` exports."""
+    source = pathlib.Path(module.__file__).read_text()
+    return set(re.findall(r"import (\w+) as \1$", source, re.M))
 
 
 def run(page, folder):
@@ -54,6 +64,14 @@ def test_each_page_with_code_is_run():
     with_code = {p.name for p in PAGES if "```python" in p.read_text()}
     assert with_code >= ELSEWHERE
     assert {"README.md", "inside_a_rank.md", "schedules.md", "worker_processes.md"} <= with_code
+
+
+def test_each_public_name_is_on_a_page_of_the_reference():
+    shown = re.findall(r"^::: ([\w.]+)", "".join(p.read_text() for p in API), re.M)
+    names = {path.rpartition(".")[2] for path in shown}
+    catalogue = {getattr(make, "func", make) for make in CATALOGUE.values()}
+    assert public(jaxpp) - names == {"schedules"}
+    assert public(jaxpp.schedules) - names == {schedule.__name__ for schedule in catalogue}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
