@@ -74,6 +74,19 @@ def test_each_public_name_is_on_a_page_of_the_reference():
     assert public(jaxpp.schedules) - names == {schedule.__name__ for schedule in catalogue}
 
 
+def test_the_papers_of_the_schedules_can_be_cited():
+    cited = (ROOT / "docs" / "references.bib").read_text()
+    sources = "".join(p.read_text() for p in (ROOT / "jaxpp" / "schedules").glob("_*.py"))
+    papers = set(re.findall(r"arXiv\s+(\d{4}\.\d{5})", sources))
+    assert papers == set(re.findall(r"eprint += \{(.*)\}", cited))
+
+
+def test_the_list_of_schedules_has_the_catalogue():
+    rows = re.findall(r"^\| `.*", (ROOT / "docs" / "schedules.md").read_text(), re.M)
+    listed = set(re.findall(r"`(\w+)`", "".join(rows)))
+    assert listed == {*CATALOGUE, *(type(make()).__name__ for make in CATALOGUE.values())}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)(#[^)]*)?\)", page.read_text())

@@ -3,9 +3,10 @@
 import pathlib
 import re
 
-import jaxpp
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+import jaxpp
 
 _ROOT = pathlib.Path(__file__).parents[2]
 

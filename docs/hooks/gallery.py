@@ -1,0 +1,155 @@
+"""Makes a page for each schedule of the catalogue, and links them from the list of schedules."""
+
+import inspect
+import pathlib
+import re
+import tempfile
+import textwrap
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from jaxpp.schedules import CATALOGUE, Costs, Schedule, Timeline, plot, simulate
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_REFERENCES = _ROOT / "docs" / "references.bib"
+_SIZES = ((4, 8), (4, 32), (8, 16), (16, 32))
+_PICTURED = (4, 8)
+_PAGE = """\
+# {title}
+
+`jaxpp.schedules.{value}`; on a command line `--schedule={name}`.
+
+![The timeline of {title}]({name}.svg)
+
+*{ranks} ranks, {microbatches} microbatches, and F = I = W = 1 for a rank's share of a microbatch.
+Time is to the right; a number is a microbatch.*
+
+{sizes} {stages}
+
+| ranks | microbatches | makespan | bubble | bubble of the longest span | activations |
+| --- | --- | --- | --- | --- | --- |
+{figures}
+
+The bubble is the idle share of the makespan, or of the longest time between a rank's first start
+and last end. Activations are the most that a rank holds, in microbatches of all of its stages.
+They are simulated at the same costs, without communication.
+
+{definition}
+
+{references}
+"""
+_DEFINITION = """\
+::: jaxpp.schedules.{name}
+    options:
+      members: false
+      show_bases: false
+
+??? quote "{path}"
+
+{source}
+"""
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Puts the pages in the navigation, after those of `Schedules` that `docs/` has."""
+    (section,) = (entry["Schedules"] for entry in config.nav or () if "Schedules" in entry)
+    section.append({"Gallery": [{_title(name): f"schedules/{name}.md"} for name in CATALOGUE]})
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Adds the pages and their pictures to those of `docs/`."""
+    for name in CATALOGUE:
+        files.append(File.generated(config, f"schedules/{name}.md", content=_page(name)))
+        files.append(File.generated(config, f"schedules/{name}.svg", content=_picture(name)))
+
+
+def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
+    """Makes links of the names in the tables of schedules."""
+    if page.file.src_uri not in ("schedules.md", "choosing_a_schedule.md"):
+        return markdown
+    pages = {_title(name): name for name in CATALOGUE}
+
+    def link(found: re.Match[str]) -> str:
+        name = pages.get(found[1])
+        return f"[{found[0]}](schedules/{name}.md)" if name else found[0]
+
+    is_row = re.compile(r"^\| .*$", re.M)
+    return is_row.sub(lambda row: re.sub(r"`(\w+)(\(\))?`", link, row[0]), markdown)
+
+
+def _title(name: str) -> str:
+    """Gives the name of the class, or that of the catalogue where it has other defaults."""
+    make = CATALOGUE[name]
+    return make.__name__ if isinstance(make, type) else name
+
+
+def _page(name: str) -> str:
+    schedule = CATALOGUE[name]()
+    kind = type(schedule)
+    if _title(name) == kind.__name__:
+        path = pathlib.Path(inspect.getfile(kind))
+        code = textwrap.indent(f"```python\n{path.read_text()}```", "    ")
+        file = path.relative_to(_ROOT)
+        definition = _DEFINITION.format(name=kind.__name__, path=file, source=code)
+    else:
+        own = next(n for n, make in CATALOGUE.items() if make is kind)
+        definition = f"It is [`{kind.__name__}`]({own}.md) with other knobs; that page defines it."
+    return _PAGE.format(
+        title=_title(name),
+        value=schedule,
+        name=name,
+        ranks=_PICTURED[0],
+        microbatches=_PICTURED[1],
+        sizes=_sizes(schedule),
+        stages=_stages(schedule),
+        figures="\n".join(_figures(schedule, *size) for size in _SIZES),
+        definition=definition,
+        references=_references(kind),
+    )
+
+
+def _timeline(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Timeline:
+    """Simulates a schedule at costs of 1 for a rank's share of a microbatch."""
+    each = schedule.stages_per_rank
+    return simulate(schedule.table(num_ranks * each, num_microbatches), Costs().divided(each))
+
+
+def _picture(name: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "picture.svg")
+        plot(_timeline(CATALOGUE[name](), *_PICTURED), path)
+        return path.read_text()
+
+
+def _figures(schedule: Schedule, num_ranks: int, num_microbatches: int) -> str:
+    timeline = _timeline(schedule, num_ranks, num_microbatches)
+    peak = max(timeline.peak_memory) / schedule.stages_per_rank
+    return (
+        f"| {num_ranks} | {num_microbatches} | {timeline.makespan:g} | "
+        f"{timeline.bubble_fraction:.1%} | {timeline.span_bubble_fraction:.1%} | {peak:g} |"
+    )
+
+
+def _sizes(schedule: Schedule) -> str:
+    sizes = ((p, m) for p in range(1, 17) for m in range(1, 65))
+    rules = sorted({rule for size in sizes if (rule := schedule.broken_rule(*size))})
+    if rules:
+        return f"It needs {', and '.join(rules)}."
+    return "It takes any number of ranks, and any number of microbatches."
+
+
+def _stages(schedule: Schedule) -> str:
+    rows = [", ".join(map(str, ranks)) for ranks in schedule.placement(_PICTURED[0])]
+    return f"The stages are on the ranks {'; the other way on '.join(rows)}."
+
+
+def _references(kind: type[Schedule]) -> str:
+    """Gives the BibTeX entries of the papers that a docstring names."""
+    papers = re.findall(r"arXiv\s+(\d{4}\.\d{5})", kind.__doc__ or "")
+    entries = re.findall(r"^@.*?^\}$", _REFERENCES.read_text(), re.M | re.S)
+    cited = [entry for entry in entries if any(f"{{{paper}}}" in entry for paper in papers)]
+    blocks = "\n\n".join(cited)
+    return f"## BibTeX\n\n```bibtex\n{blocks}\n```" if cited else ""
