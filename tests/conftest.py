@@ -11,6 +11,7 @@ import gc
 import os
 import pathlib
 
+import hypothesis
 import jax
 import pytest
 
@@ -20,6 +21,22 @@ jax.config.update("jax_num_cpu_devices", 8)
 # In the environment for the processes that tests start.
 fewer = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0"
 jax.config.update("jax_disable_most_optimizations", fewer)
+
+# How many examples a property is tried on. `--hypothesis-profile=ci` is what CI runs.
+hypothesis.settings.register_profile("quick", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=100, deadline=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "quick")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Uses the cores that are there, if pytest-xdist is installed; `-n 0` is for one process."""
+    is_worker = hasattr(config, "workerinput")
+    if config.pluginmanager.hasplugin("xdist") and not is_worker:
+        options = config.option
+        if options.numprocesses is None and not options.tx:
+            options.numprocesses, options.dist = "logical", "worksteal"
+            options.maxprocesses = options.maxprocesses or 8
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxpp.schedules import (
@@ -216,7 +216,6 @@ def a_task(data: st.DataObject, sound: Table) -> tuple[int, int]:
     return rank, data.draw(st.integers(0, len(sound.ranks[rank]) - 1), "place")
 
 
-@settings(deadline=None, max_examples=60)
 @given(tables(), st.data())
 def test_a_task_that_is_left_out_is_missed(sound, data):
     rank, place = a_task(data, sound)
@@ -229,7 +228,6 @@ def test_a_task_that_is_left_out_is_missed(sound, data):
     assert f"[{order[place]}?]" in str(error.value)
 
 
-@settings(deadline=None, max_examples=60)
 @given(tables(), st.data())
 def test_a_task_that_is_there_twice_is_found(sound, data):
     rank, place = a_task(data, sound)
@@ -240,7 +238,6 @@ def test_a_task_that_is_there_twice_is_found(sound, data):
     assert order[place].describe() in str(error.value)
 
 
-@settings(deadline=None, max_examples=60)
 @given(tables(), st.data())
 def test_a_task_on_another_rank_is_found(sound, data):
     rank, place = a_task(data, sound)
@@ -256,7 +253,6 @@ def test_a_task_on_another_rank_is_found(sound, data):
     assert f"{order[place].describe()} of rank {other}" in str(error.value)
 
 
-@settings(deadline=None, max_examples=60)
 @given(tables(), st.data())
 def test_a_task_before_its_inputs_is_found(sound, data):
     """Two tasks of a rank, of which one needs the other, are swapped."""

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp.schedules import (
@@ -95,7 +95,6 @@ def test_reference_makespans(schedule, p, m, makespan, fraction, peak):
     assert max(table.peak_in_flight()) / v == peak
 
 
-@settings(deadline=None)
 @given(v=CHUNKS, p=RANKS, m=MICROBATCHES, f=COSTS)
 def test_forward_only(v, p, m, f):
     schedule = ForwardOnly(v)
@@ -103,7 +102,6 @@ def test_forward_only(v, p, m, f):
     assert schedule.table(p * v, m).peak_in_flight() == (1,) * p
 
 
-@settings(deadline=None)
 @given(v=CHUNKS, p=RANKS, m=MICROBATCHES, f=COSTS, i=COSTS, w=COSTS)
 def test_gpipe(v, p, m, f, i, w):
     schedule = GPipe(v)
@@ -111,14 +109,12 @@ def test_gpipe(v, p, m, f, i, w):
     assert schedule.table(p * v, m).peak_in_flight() == (m * v,) * p
 
 
-@settings(deadline=None)
 @given(p=RANKS, m=MICROBATCHES, f=COSTS, i=COSTS, w=COSTS)
 def test_one_f_one_b(p, m, f, i, w):
     assert bubble(OneFOneB(), p, m, f, i, w) == (p - 1) * (f + i + w)
     assert OneFOneB().table(p, m).peak_in_flight() == tuple(min(p - r, m) for r in range(p))
 
 
-@settings(deadline=None)
 @given(p=RANKS, m=MICROBATCHES, f=COSTS, i=COSTS, w=COSTS, data=st.data())
 def test_eager_1f1b_hides_what_it_sends(p, m, f, i, w, data):
     send = data.draw(st.integers(0, (f + i + w) // 2), label="send")
@@ -131,7 +127,6 @@ def test_one_f_one_b_does_not_hide_what_it_sends():
     assert bubble(OneFOneB(), 4, 16, send=1) > bubble(Eager1F1B(), 4, 16, send=1)
 
 
-@settings(deadline=None)
 @given(v=st.integers(2, 4), p=RANKS, m=MICROBATCHES, f=COSTS, i=COSTS, w=COSTS)
 def test_interleaved_1f1b(v, p, m, f, i, w):
     schedule = Interleaved1F1B(v)
@@ -144,13 +139,11 @@ def test_interleaved_1f1b(v, p, m, f, i, w):
         assert group == p
 
 
-@settings(deadline=None)
 @given(p=RANKS, m=MICROBATCHES)
 def test_interleaved_1f1b_of_one_stage_is_1f1b(p, m):
     assert Interleaved1F1B(1).table(p, m) == OneFOneB().table(p, m)
 
 
-@settings(deadline=None)
 @given(p=RANKS, m=MICROBATCHES, data=st.data())
 def test_zero_bubble_h1(p, m, data):
     f, i = data.draw(COSTS, label="f"), data.draw(COSTS, label="i")
@@ -162,7 +155,6 @@ def test_zero_bubble_h1(p, m, data):
     assert bubble(ZeroBubbleH1(), p, m, f, i, w) <= bubble(OneFOneB(), p, m, f, i, w)
 
 
-@settings(deadline=None)
 @given(p=RANKS, m=MICROBATCHES, data=st.data())
 def test_zero_bubble_h2(p, m, data):
     f, i = data.draw(COSTS, label="f"), data.draw(COSTS, label="i")
@@ -181,7 +173,6 @@ def test_with_a_barrier_h2_gains_nothing_over_h1(p, m, makespan):
         assert simulate(schedule.table(p, m)).makespan == makespan
 
 
-@settings(deadline=None)
 @given(p=RANKS, m=MICROBATCHES)
 def test_looped_breadth_first(p, m):
     schedule = by_name("looped_bfs")
@@ -189,7 +180,6 @@ def test_looped_breadth_first(p, m):
     assert bubble(schedule, p, m) == pytest.approx(3 * fill_and_drain(p, m, 2))
 
 
-@settings(deadline=None)
 @given(v=CHUNKS, extra=st.integers(0, 3), p=RANKS, m=MICROBATCHES, f=COSTS, i=COSTS, w=COSTS)
 def test_more_warmup_holds_more_and_takes_as_long(v, extra, p, m, f, i, w):
     plain, ahead = Interleaved1F1B(v), Interleaved1F1B(v, extra_warmup=extra)
@@ -211,7 +201,6 @@ def test_kimi_k2_parts_each_backward_from_its_forward():
     assert waits(Interleaved1F1B(2)) > 0 == waits(kimi)
 
 
-@settings(deadline=None)
 @given(v=st.integers(2, 4), p=RANKS, m=MICROBATCHES, data=st.data())
 def test_groups_of_any_size_from_p(v, p, m, data):
     size = data.draw(st.integers(p, p + m), label="size")
@@ -224,7 +213,6 @@ def test_groups_of_any_size_from_p(v, p, m, data):
     assert max(table.peak_in_flight()) == min(2 * (p - 1) + (v - 1) * group + 1, m * v)
 
 
-@settings(deadline=None)
 @given(v=CHUNKS, p=RANKS, m=MICROBATCHES, f=COSTS, i=COSTS, w=COSTS)
 def test_gis(v, p, m, f, i, w):
     schedule = GIS(v)
@@ -237,7 +225,6 @@ def test_gis(v, p, m, f, i, w):
         assert peaks[0] == p * v
 
 
-@settings(deadline=None)
 @given(v=CHUNKS, p=RANKS, m=MICROBATCHES, data=st.data())
 def test_interleaved_zero_bubble(v, p, m, data):
     f, i = data.draw(COSTS, label="f"), data.draw(COSTS, label="i")
@@ -252,13 +239,11 @@ def test_interleaved_zero_bubble(v, p, m, data):
         assert set(peaks) == {p * v}
 
 
-@settings(deadline=None)
 @given(p=RANKS, m=MICROBATCHES)
 def test_interleaved_zero_bubble_of_one_stage_is_zb_h1(p, m):
     assert InterleavedZeroBubble(1).table(p, m) == ZeroBubbleH1().table(p, m)
 
 
-@settings(deadline=None)
 @given(v=CHUNKS, p=RANKS, m=MICROBATCHES, lag=st.integers(0, 8))
 def test_a_smaller_lag_of_weight_gradients_holds_less(v, p, m, lag):
     schedule = InterleavedZeroBubble(v, weight_lag=lag)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from jaxpp.schedules import Costs, Kind, Memory, Table, Task, simulate
 from tests.schedules.catalogue import tables
@@ -105,7 +105,6 @@ def test_a_link_is_possible(links):
 # ---- memory -------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
 @given(tables())
 def test_the_default_counts_activations(table):
     if not table.overlaps:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxpp
@@ -120,7 +120,6 @@ def test_errors_name_the_value_the_place_and_the_way_out(make, message):
         make()
 
 
-@settings(deadline=None)
 @given(st.sampled_from(ALL), st.sampled_from([2, 4]), st.integers(4, 8).map(lambda half: 2 * half))
 def test_a_table_survives_torchs_format(schedule, p, m):
     table = of_size(schedule, p, m)

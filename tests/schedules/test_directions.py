@@ -6,7 +6,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxpp.schedules import (
@@ -104,7 +104,6 @@ def test_two_directions_mirror_each_other_and_share_the_microbatches(schedule):
             assert rank == table.directions[table.direction_of[task.microbatch]][task.stage]
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.sampled_from([DualPipe(), DualPipeV()]), ranks, microbatches)
 def test_a_forward_overlaps_with_a_whole_backward_of_the_other_phase(schedule, p, m):
     assume(possible(schedule, p, m))
@@ -123,7 +122,6 @@ def test_a_forward_overlaps_with_a_whole_backward_of_the_other_phase(schedule, p
     assert found == halves * (pairs - 1)  # the first pair of a middle rank is apart
 
 
-@settings(deadline=None, max_examples=40)
 @given(half=st.integers(1, 4), extra=st.integers(0, 6))
 def test_dualpipe_v_is_one_half_of_dualpipe_folded(half, extra):
     count = 2 * half + extra
@@ -143,7 +141,6 @@ def test_reference_makespans_of_dualpipe_v(p, m, makespan):
     assert set(table.peak_in_flight()) == {2 * p + 1}
 
 
-@settings(deadline=None, max_examples=40)
 @given(p=even_ranks, m=microbatches, forward=costs, data=st.data())
 def test_dualpipe(p, m, forward, data):
     """(p/2-1)(F&B + B - 3W), with F&B = F + B and F = I >= W."""
@@ -154,7 +151,6 @@ def test_dualpipe(p, m, forward, data):
     assert peaks(DualPipe(), p, m) == (p + 1,) * p
 
 
-@settings(deadline=None, max_examples=40)
 @given(p=ranks, m=microbatches, forward=costs, data=st.data())
 def test_dualpipe_v(p, m, forward, data):
     assume(possible(DualPipeV(), p, m))
@@ -170,7 +166,6 @@ def test_overlap_shortens_dualpipe():
     assert simulate(table, hidden).makespan < simulate(table).makespan
 
 
-@settings(deadline=None, max_examples=40)
 @given(p=even_ranks, units=st.integers(1, 4), f=costs, i=costs, w=costs)
 def test_chimera(p, units, f, i, w):
     b, m = i + w, units * p
@@ -185,7 +180,6 @@ def test_chimera_against_1f1b_where_a_backward_is_twice_a_forward(p):
         assert (gain >= 0) == (m <= p * (2 * p - 1) / (p - 2))
 
 
-@settings(deadline=None, max_examples=40)
 @given(waves=st.integers(1, 3), p=ranks, units=st.integers(1, 3), f=costs, i=costs, w=costs)
 def test_hanayo(waves, p, units, f, i, w):
     schedule, b, m = Hanayo(waves), i + w, units * p
@@ -199,7 +193,6 @@ def test_hanayo_goes_in_waves():
     assert Hanayo(2).stages_per_rank == 4
 
 
-@settings(deadline=None, max_examples=40)
 @given(k=st.integers(1, 4), p=ranks, m=microbatches, f=costs, i=costs, w=costs)
 def test_seq1f1b(k, p, m, f, i, w):
     schedule = Seq1F1B(k)
@@ -207,7 +200,6 @@ def test_seq1f1b(k, p, m, f, i, w):
     assert peaks(schedule, p, m) == tuple(min(p - 1 - r + k, m * k) for r in range(p))
 
 
-@settings(deadline=None, max_examples=40)
 @given(p=ranks, m=microbatches)
 def test_seq1f1b_of_one_slice_is_1f1b(p, m):
     assert Seq1F1B(1).table(p, m).ranks == OneFOneB().table(p, m).ranks

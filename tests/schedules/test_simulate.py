@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp.schedules import (
@@ -72,7 +72,6 @@ def some_costs(draw_times: st.DataObject, own: Table) -> Costs:
     )
 
 
-@settings(deadline=None, max_examples=60)
 @given(with_overlaps(), MODES, st.data())
 def test_a_second_simulator_agrees(own, overlap, data):
     costs = some_costs(data, own)
@@ -81,7 +80,6 @@ def test_a_second_simulator_agrees(own, overlap, data):
     assert {span.task: (span.start, span.end) for span in timeline.spans} == expected
 
 
-@settings(deadline=None, max_examples=60)
 @given(with_overlaps(), MODES, st.data())
 def test_the_critical_path_makes_up_the_makespan(own, overlap, data):
     costs = some_costs(data, own)
@@ -105,7 +103,6 @@ def test_the_critical_path_makes_up_the_makespan(own, overlap, data):
     assert total == timeline.makespan
 
 
-@settings(deadline=None, max_examples=60)
 @given(with_overlaps(), MODES, st.data())
 def test_what_makes_a_critical_task_longer_makes_the_step_longer(own, overlap, data):
     costs = some_costs(data, own)
@@ -122,7 +119,6 @@ def test_what_makes_a_critical_task_longer_makes_the_step_longer(own, overlap, d
 KINDS = ("forward", "input_grad", "weight_grad", "backward")
 
 
-@settings(deadline=None, max_examples=60)
 @given(with_overlaps(), MODES, st.data())
 def test_memory_over_time_reaches_the_peak(own, overlap, data):
     memory = Memory(
@@ -140,7 +136,6 @@ def test_memory_over_time_reaches_the_peak(own, overlap, data):
         assert timeline.peak_memory[rank] >= max(memory.of(t) for t in order)
 
 
-@settings(deadline=None, max_examples=60)
 @given(tables(), st.data())
 def test_bubbles_and_utilisation_follow_from_the_spans(own, data):
     timeline = simulate(own, some_costs(data, own), overlap="none")

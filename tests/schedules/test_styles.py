@@ -1,6 +1,6 @@
 """The places of tasks in drawings."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp.schedules import DualPipe, Interleaved1F1B, Timeline, simulate
@@ -8,7 +8,6 @@ from jaxpp.schedules._drawing._styles import is_dark, lay_out, num_slots, shade
 from jaxpp.schedules._table import Kind, Table, Task
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=12))
 def test_tasks_that_share_a_moment_share_the_height(times):
     tasks = tuple(Task(Kind.F, 0, n) for n in range(len(times)))

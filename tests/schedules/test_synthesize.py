@@ -76,7 +76,7 @@ def instances(draw, most_ranks=4, most_microbatches=7):
 
 
 @given(instances(), st.sampled_from(["wall", "span"]), st.integers(0, 3))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_the_table_is_sound_and_between_the_bound_and_the_catalogue(case, objective, seed):
     found = case.synthesize(objective=objective, seed=seed)
     check(found.table, kinds={Kind.F, Kind.I, Kind.W})
@@ -100,7 +100,7 @@ def test_the_same_seed_gives_the_same_result():
 
 
 @given(instances(most_ranks=3, most_microbatches=4), st.sampled_from(["wall", "span"]))
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 def test_the_bound_is_not_above_what_is_proved_optimal(case, objective):
     pytest.importorskip("ortools")
     exact = case.synthesize(objective=objective, exact=0.5)
@@ -109,7 +109,7 @@ def test_the_bound_is_not_above_what_is_proved_optimal(case, objective):
 
 
 @given(instances(), st.sampled_from(["wall", "span"]), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_no_order_at_all_beats_the_bound(case, objective, choose):
     problem = case.problem(objective)
     rules = Rules(problem, lower_bound(problem))
@@ -123,7 +123,7 @@ def test_no_order_at_all_beats_the_bound(case, objective, choose):
 
 
 @given(instances(), st.integers(0, 100))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_local_search_keeps_orders_sound_and_agrees_with_the_simulator(case, seed):
     problem = case.problem()
     start = one_at_a_time(problem)

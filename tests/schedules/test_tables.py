@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp.schedules import (
@@ -52,7 +52,6 @@ def test_every_small_table_is_sound(schedule):
             check(schedule.table(p * schedule.stages_per_rank, m))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.sampled_from(SCHEDULES), st.integers(1, 8), st.integers(1, 40))
 def test_any_table_is_sound(schedule, p, m):
     p, m = valid_size(schedule, p, m)
@@ -63,7 +62,6 @@ def test_any_table_is_sound(schedule, p, m):
     check(table, kinds=table.kinds)
 
 
-@settings(deadline=None, max_examples=60)
 @given(tables(8, 40))
 def test_microbatches_accumulate_in_order(table):
     assert in_order(table)
@@ -74,7 +72,6 @@ def test_the_test_of_order_can_fail():
     assert not in_order(dataclasses.replace(table, ranks=tuple(t[::-1] for t in table.ranks)))
 
 
-@settings(deadline=None, max_examples=60)
 @given(tables(8, 40))
 def test_execution_order_respects_ranks_and_dependencies(table):
     order = execution_order(table)

@@ -50,7 +50,6 @@ def test_text_has_each_task_in_its_column(schedule):
     assert len(words) == len(table.tasks)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from([*SCHEDULES, DualPipe()]),
     st.integers(1, 6),
@@ -67,7 +66,7 @@ def test_no_line_is_wider_than_asked(schedule, half, m, width, colour, forward):
     assert len(lines) <= 2 * p + 1 + 9  # the legend
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(40, 200), st.sampled_from([1.0, 1.3]))
 def test_colour_changes_no_column(p, m, width, forward):
     timeline = simulate(ZeroBubbleH1().table(p, m), Costs(forward=forward))

@@ -4,7 +4,7 @@ import collections
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp._trace_events import FIRST_THREAD
@@ -28,7 +28,6 @@ def events_of(timelines, path, **options):
     return by_phase
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from([OneFOneB(), Interleaved1F1B(2), ZeroBubbleH1(), DualPipe()]),
     st.integers(1, 3),

@@ -38,7 +38,6 @@ def bubbles(schedule: Schedule, p: int, m: int) -> tuple[float, float]:
     return timeline.makespan - 3 * m, timeline.longest_span - 3 * m
 
 
-@settings(deadline=None)
 @given(
     schedule=st.sampled_from([*PEAKS, *FASTER, OneFOneBV(reorder_steady=False)]),
     p=RANKS,
@@ -52,7 +51,6 @@ def test_every_size_is_sound_and_within_its_peak(schedule, p, m):
     assert max(table.peak_in_flight()) == 2 * min(peak(p), m)
 
 
-@settings(deadline=None)
 @given(schedule=st.sampled_from(list(PEAKS)), p=RANKS, m=MICROBATCHES)
 def test_microbatches_accumulate_in_order(schedule, p, m):
     for tasks in schedule.table(2 * p, m).ranks:
@@ -62,7 +60,6 @@ def test_microbatches_accumulate_in_order(schedule, p, m):
                 assert order == sorted(order)
 
 
-@settings(deadline=None)
 @given(p=RANKS, m=MICROBATCHES)
 def test_zb_v_waits_for_nothing(p, m):
     wall, span = bubbles(ZeroBubbleV(), p, m)
@@ -97,7 +94,6 @@ def test_the_bubbles_of_v_half_and_v_min(p):
         assert least == ((4 * p - 5) / 2 if p % 3 else (4 * p - 7) / 2)
 
 
-@settings(deadline=None)
 @given(kind=st.sampled_from([VHalf, VMin, OneFOneBV]), p=RANKS, m=MICROBATCHES)
 def test_reordering_the_steady_phase_loses_nothing(kind, p, m):
     before, after = (bubbles(kind(reorder_steady=on), p, m)[0] for on in (False, True))
@@ -114,7 +110,7 @@ def test_blocks_repeat_without_a_collision(schedule, p):
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(half=st.integers(1, 4), m=MICROBATCHES)
 def test_forward_only_runs_where_training_keeps_the_parameters(name, half, m):
     like = CATALOGUE[name]()
@@ -126,7 +122,6 @@ def test_forward_only_runs_where_training_keeps_the_parameters(name, half, m):
     assert table.num_ranks == p
 
 
-@settings(deadline=None)
 @given(p=RANKS, m=MICROBATCHES, f=COSTS)
 def test_forward_only_on_a_v(p, m, f):
     table = ForwardOnly(like=ZeroBubbleV()).table(2 * p, m)

@@ -286,8 +286,12 @@ def test_a_checkpoint_that_is_read_stays(tmp_path, assert_same):
 
 @pytest.fixture
 def read_only(tmp_path):
-    """Makes a directory that not even root can write to; it is writable again at the end."""
-    changed = []
+    """Makes a directory that not even root can write to; it is writable again at the end.
+
+    For root a process of its own mounts it read-only, and unmounts it even if the tests are killed.
+    """
+    changed, mounts = [], []
+    mount = 'mount --bind -o ro "$1" "$1" && echo mounted && read -r _; umount "$1"'
 
     def make(path):
         if os.geteuid():
@@ -295,14 +299,22 @@ def read_only(tmp_path):
                 folder.chmod(0o500)
                 changed.append(folder)
         else:
-            call = ["mount", "--bind", "-o", "ro", path, path]
-            if subprocess.run(call, capture_output=True, check=False).returncode:
+            process = subprocess.Popen(
+                ["sh", "-c", mount, "sh", path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            mounts.append(process)
+            if not process.stdout.readline():
                 pytest.skip("nothing can be mounted here")
-            changed.append(path)
 
     yield make
     for path in changed:
-        path.chmod(0o700) if os.geteuid() else subprocess.run(["umount", path], check=True)
+        path.chmod(0o700)
+    for process in mounts:
+        process.communicate()
 
 
 @pytest.mark.parametrize("lock", ["with", "without"])

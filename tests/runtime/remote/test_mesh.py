@@ -363,7 +363,6 @@ def test_what_several_ranks_run_is_compiled_by_one_of_them():
     assert loaded is not None
 
 
-@pytest.mark.slow
 def kept(mesh):
     """The numbers of steps and of executables that each rank keeps, and the driver's numbers."""
     library = mesh._steps.library

@@ -31,7 +31,7 @@ problems = st.integers(1, 9).flatmap(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(problems)
 def test_no_cut_has_a_faster_slowest_stage_then_a_busier_idlest_one_then_fewer_bytes(problem):
     costs, crossing, num_stages = problem
@@ -45,7 +45,6 @@ def test_no_cut_has_a_faster_slowest_stage_then_a_busier_idlest_one_then_fewer_b
     assert score(costs, crossing, got) == min(score(costs, crossing, c) for c in cuts)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 1e12), min_size=2, max_size=8), st.integers(1, 4))
 @example([5e-324, 0.0, 0.0], 3)  # the smallest number, of which there is no half
 def test_costs_may_be_any_numbers(costs, num_stages):
