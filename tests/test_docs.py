@@ -1,5 +1,6 @@
 """The pages: their Python code runs as it stands there, and prints what they show."""
 
+import json
 import os
 import pathlib
 import re
@@ -85,6 +86,13 @@ def test_the_list_of_schedules_has_the_catalogue():
     rows = re.findall(r"^\| `.*", (ROOT / "docs" / "schedules.md").read_text(), re.M)
     listed = set(re.findall(r"`(\w+)`", "".join(rows)))
     assert listed == {*CATALOGUE, *(type(make()).__name__ for make in CATALOGUE.values())}
+
+
+def test_the_notebook_keeps_no_outputs():
+    """The site runs it each time that it is built, and an error there is an error of the build."""
+    cells = json.loads((ROOT / "docs" / "all_of_jaxpp.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert code and not any(c["outputs"] or c["execution_count"] for c in code)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
