@@ -212,12 +212,6 @@ def held_out_loss(
 # What comes after the training: text, pictures, and the comparison with one device.
 
 
-def on_one_device(model: Any) -> Any:
-    """Gathers the model from the ranks onto the default device."""
-    arrays, rest = eqx.partition(model, eqx.is_array)
-    return eqx.combine(jax.device_put(jax.device_get(arrays), jax.devices()[0]), rest)
-
-
 def verify(corpus: data.Corpus, model: Any, metrics: list[Row]) -> None:
     """Trains the same steps on one device, and compares all losses and the final parameters.
 
@@ -351,7 +345,7 @@ def main(_: list[str]) -> None:
 
     with training_mesh.make_mesh() as mesh:
         model, metrics = run(mesh, corpus)
-        model = on_one_device(model)
+        model = jaxpp.gather(model)
     training_log.plot_losses(metrics, output / "loss.png")
     last = metrics[-1]
     print(f"loss {last['loss']:.3f}, held out {last['held_out_loss']:.3f} nats a byte")

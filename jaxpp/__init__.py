@@ -42,6 +42,7 @@ from jaxpp.runtime import RemoteSharding as RemoteSharding
 from jaxpp.runtime import StackedArray as StackedArray
 from jaxpp.runtime import StackedSharding as StackedSharding
 from jaxpp.runtime import Trace as Trace
+from jaxpp.runtime import gather as gather
 from jaxpp.runtime import load_state as load_state
 from jaxpp.runtime import merge_traces as merge_traces
 from jaxpp.runtime import save_state as save_state

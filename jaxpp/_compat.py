@@ -305,9 +305,24 @@ def public_error(error: Any) -> Exception:
 
 
 def refuse_as_argument(cls: type, refuse: Callable[[Any], Any]) -> None:
-    """Lets `refuse` raise the error where JAX is asked to compute with an instance of a class."""
-    core.pytype_aval_mappings[cls] = refuse
+    """Lets `refuse` raise the error where JAX is asked to compute with an instance of a class.
+
+    JAX traces with the types of instances. A jitted function looks at their shardings, which
+    `refuse_as_place` is for.
+    """
+    core.pytype_aval_mappings[cls] = lambda x: core.ShapedArray(
+        x.shape, x.dtype, weak_type=x.weak_type
+    )
     dtypes.register_canonicalize_value_handler(cls, refuse)
+
+
+def refuse_as_place(cls: Any, refuse: Callable[[Any], Any]) -> None:
+    """Lets `refuse` raise the error where JAX is asked to compute in a sharding of a class.
+
+    What JAX makes like an array there, such as zeros, goes to the default device.
+    """
+    cls._device_assignment = property(refuse)
+    cls._is_concrete = False
 
 
 def forget_with(cls: type) -> None:

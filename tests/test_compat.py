@@ -1,6 +1,7 @@
 """What differs between JAX versions, checked on the version at hand."""
 
 import threading
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -206,16 +207,23 @@ def test_an_executable_that_finds_a_nan_raises_what_jit_raises():
 
 
 def test_a_class_may_refuse_to_be_computed_with():
-    class Handle:
-        dtype, shape = np.dtype(np.float32), ()
+    class Place:
+        pass
 
-    def refuse(handle):
-        raise ValueError(f"not this {type(handle).__name__}")
+    class Handle:
+        dtype, shape, weak_type, sharding = np.dtype(np.float32), (), False, Place()
+
+    def refuse(it):
+        raise ValueError(f"not this {type(it).__name__}")
 
     _compat.refuse_as_argument(Handle, refuse)
+    _compat.refuse_as_place(Place, refuse)
+    handle: Any = Handle()
     for function in (jnp.exp, jax.lax.exp, jax.jit(jnp.exp), jax.grad(jnp.exp)):
-        with pytest.raises(ValueError, match="not this Handle"):
-            function(Handle())
+        with pytest.raises(ValueError, match="not this (Handle|Place)"):
+            function(handle)
+    assert jax.eval_shape(jnp.exp, handle) == jax.ShapeDtypeStruct((), np.float32)
+    assert jnp.zeros_like(handle) == 0
 
 
 # ---- executables --------------------------------------------------------------------------------

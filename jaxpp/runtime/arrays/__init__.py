@@ -8,11 +8,14 @@ from jaxpp.runtime.arrays._axes import common_mesh as common_mesh
 from jaxpp.runtime.arrays._axes import describe_mesh as describe_mesh
 from jaxpp.runtime.arrays._axes import shape_of as shape_of
 from jaxpp.runtime.arrays._axes import without_devices as without_devices
+from jaxpp.runtime.arrays._gather import gather as gather
 from jaxpp.runtime.arrays._handle import ArrayHandle as ArrayHandle
+from jaxpp.runtime.arrays._handle import HandleSharding as HandleSharding
 from jaxpp.runtime.arrays._homes import Box as Box
 from jaxpp.runtime.arrays._homes import Home as Home
 from jaxpp.runtime.arrays._homes import alike as alike
 from jaxpp.runtime.arrays._homes import box_of as box_of
+from jaxpp.runtime.arrays._homes import default_device as default_device
 from jaxpp.runtime.arrays._homes import devices_of as devices_of
 from jaxpp.runtime.arrays._homes import distinct as distinct
 from jaxpp.runtime.arrays._homes import home_over as home_over

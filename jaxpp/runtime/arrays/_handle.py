@@ -14,7 +14,8 @@ class ArrayHandle(jax.Array):
     """A leaf of pytrees that stands for an array: its type is known, its value is fetched.
 
     Operators and methods of arrays work where this process has all of the value; else they raise an
-    error that says how to get it. Functions of JAX refuse a handle: fetch its value first.
+    error that says how to get it. Functions of JAX take a handle for its type alone
+    (`jax.eval_shape`, `jax.make_jaxpr`, `jnp.zeros_like`); to compute with it, gather it first.
     Subclasses set `_aval`.
     """
 
@@ -67,12 +68,32 @@ class ArrayHandle(jax.Array):
 
     def how_to_use(self, what: str) -> str:
         """Makes the text of an error: why the handle cannot be used so, and what can be done."""
-        here = self.is_fully_addressable
-        where = "in parts, on several devices" if here else "not in this process"
-        return (
-            f"{what} of {self!r}: its value is {where}. Fetch it with jnp.asarray or "
-            f"jax.device_get, or compute with it inside a placed function."
-        )
+        return _how_to_use(what, repr(self), self.is_fully_addressable)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.copy()
+
+
+class HandleSharding:
+    """The place of a handle's array. Subclasses say how an error is to describe an array there."""
+
+    @property
+    def array(self) -> str:
+        """The kind and place of an array with this sharding."""
+        raise NotImplementedError
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        """Tells whether this process holds the whole of such an array."""
+        raise NotImplementedError
+
+
+def _how_to_use(what: str, array: str, here: bool) -> str:
+    where = "in parts, on several devices" if here else "not in this process"
+    return (
+        f"{what} of {array}: its value is {where}. Gather it with jaxpp.gather (or, to NumPy, "
+        f"jax.device_get), or compute with it inside a placed function."
+    )
 
 
 def _delegate(name: str, method: bool) -> Any:
@@ -111,4 +132,9 @@ def _refuse(handle: ArrayHandle) -> NoReturn:
     raise ValueError(handle.how_to_use("a JAX function"))
 
 
+def _refuse_place(place: HandleSharding) -> NoReturn:
+    raise ValueError(_how_to_use("a JAX function", place.array, place.is_fully_addressable))
+
+
 _compat.refuse_as_argument(ArrayHandle, _refuse)
+_compat.refuse_as_place(HandleSharding, _refuse_place)

@@ -49,6 +49,13 @@ def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
     return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes))
 
 
+def default_device() -> jax.Device:
+    """Gives the device that JAX computes on by default in this process."""
+    config: Any = jax.config
+    chosen = config.jax_default_device  # a device, the name of a platform, or None
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
 def devices_of(home: Home) -> tuple[Any, ...]:
     """Gives the devices of a home, in the order of its axes."""
     return tuple(home.devices.flat) if isinstance(home, Mesh) else (home,)

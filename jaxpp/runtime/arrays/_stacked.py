@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxpp._program import Bundle, Cut, cuts_of
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays._arguments import check_there
-from jaxpp.runtime.arrays._handle import ArrayHandle
+from jaxpp.runtime.arrays._handle import ArrayHandle, HandleSharding
 from jaxpp.runtime.arrays._homes import sharding_in
 from jaxpp.runtime.arrays._shares import resplit
 
@@ -26,7 +26,7 @@ Bounds = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class StackedSharding:
+class StackedSharding(HandleSharding):
     """The place of an array whose rows are on several ranks.
 
     Args:
@@ -53,13 +53,23 @@ class StackedSharding:
         """The rows of each part."""
         return list(itertools.pairwise(self.bounds))
 
+    @property
+    def is_fully_addressable(self) -> bool:
+        """Tells whether this process holds all parts."""
+        return all(p.is_fully_addressable for p in self.parts)
+
+    @property
+    def array(self) -> str:
+        """A description of an array that is there, for errors."""
+        return f"StackedArray in rows {', '.join(f'{a}:{b}' for a, b in self.intervals)}"
+
 
 class StackedArray(ArrayHandle):
     """An array in parts: each has some of the rows, on the devices or ranks that use them.
 
     A placed step returns it for a parameter that is stacked over layers, and for its optimizer
     state. It is a leaf of pytrees that filters such as `eqx.is_array` take for an array. It goes
-    into the next call unchanged; `np.asarray`, `jnp.asarray` and `jax.device_get` put the parts
+    into the next call unchanged; `jaxpp.gather`, `jax.device_get` and `np.asarray` put the parts
     together. So do operators, indices and methods, where the parts are in this process.
 
     Args:
@@ -175,8 +185,8 @@ class StackedArray(ArrayHandle):
     def __reduce__(self):
         if self.is_remote:
             raise TypeError(
-                f"{self!r} stays with its ranks and cannot be pickled; fetch it with "
-                f"jax.device_get, or save it with jaxpp.save_state."
+                f"{self!r} stays with its ranks and cannot be pickled; gather it with "
+                f"jaxpp.gather, or save it with jaxpp.save_state."
             )
         return StackedArray, (self._parts,)
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpp._specs import Spec, partition_spec
-from jaxpp.runtime.arrays import ArrayHandle
+from jaxpp.runtime.arrays import ArrayHandle, HandleSharding
 
 if TYPE_CHECKING:
     from jaxpp.runtime.remote._arrays import Arrays
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoteSharding:
+class RemoteSharding(HandleSharding):
     """The place of an array on a remote mesh: some ranks, each with all of it, whole or split.
 
     Args:
@@ -43,12 +43,22 @@ class RemoteSharding:
         split = f", spec={self.spec!r}" if self.spec else ""
         return f"RemoteSharding(ranks={self.ranks}{split})"
 
+    @property
+    def is_fully_addressable(self) -> bool:
+        """Tells whether this process holds the array; always false."""
+        return False
+
+    @property
+    def array(self) -> str:
+        """A description of an array that is there, for errors."""
+        return f"RemoteArray on rank {', '.join(map(str, self.ranks))}"
+
 
 class RemoteArray(ArrayHandle):
     """An array that one or more ranks of a `RemoteMpmdMesh` hold.
 
     It is a leaf of pytrees that filters such as `eqx.is_array` take for an array. Its shape, dtype
-    and ranks are known in this process. `np.asarray`, `jax.device_get`, `jnp.asarray`, `float` and
+    and ranks are known in this process. `jaxpp.gather`, `jax.device_get`, `np.asarray`, `float` and
     their like fetch its value. Functions of JAX, methods and operators refuse it. It may be passed
     to any placed function of its mesh, and is gone once it has been donated. The ranks drop the
     array when the last reference to this handle goes.
@@ -201,6 +211,6 @@ class RemoteArray(ArrayHandle):
 
     def __reduce__(self):
         raise TypeError(
-            f"{self!r} stays with its rank and cannot be pickled; fetch it with jax.device_get, or "
+            f"{self!r} stays with its rank and cannot be pickled; gather it with jaxpp.gather, or "
             f"save it with jaxpp.save_state."
         )

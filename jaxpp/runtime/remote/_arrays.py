@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays import ArrayType, from_host, host_array, join_shares
+from jaxpp.runtime.arrays import ArrayType, default_device, from_host, host_array, join_shares
 from jaxpp.runtime.remote._array import RemoteArray
 from jaxpp.runtime.remote._callbacks import Callbacks
 from jaxpp.runtime.remote.calls import Lane, uninterrupted
@@ -194,6 +194,4 @@ class Arrays:
     def fetch_jax(self, array: RemoteArray) -> jax.Array:
         """Fetches the value of an array of any dtype to the default device of this process."""
         data = self.fetch(array)
-        config: Any = jax.config
-        device = config.jax_default_device or jax.local_devices()[0]
-        return from_host(data.reshape(-1).view(np.uint8), ArrayType.of(array), device)
+        return from_host(data.reshape(-1).view(np.uint8), ArrayType.of(array), default_device())

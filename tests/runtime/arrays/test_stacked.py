@@ -99,7 +99,7 @@ def test_operators_and_methods_put_the_parts_together():
     np.testing.assert_array_equal(x.at[0].set(x[1]), value[[1, 1, 2, 3, 4]])
     np.testing.assert_array_equal(divmod(x, x + 1)[1], divmod(value, value + 1)[1])
     for function in (jnp.mean, jax.lax.exp, jax.jit(jnp.sum)):
-        with pytest.raises(ValueError, match=r"in parts, on several devices. Fetch it with jnp"):
+        with pytest.raises(ValueError, match=r"in parts, on several devices. Gather it"):
             function(x)
 
 

@@ -174,41 +174,6 @@ def test_nans_are_found_where_they_are_asked_for(ray_session):
         assert np.isnan(step(*start()[:2], -1.0, batch())[-1])
 
 
-USES = {
-    "+": lambda x: x + 1,
-    "*": lambda x: 2 * x,
-    "[]": lambda x: x[0],
-    "divmod": lambda x: divmod(x, 2),
-    "list": list,
-    ".mean": lambda x: x.mean(),
-    ".T": lambda x: x.T,
-    ".at": lambda x: x.at[0].set(1),
-    "np.mean": np.mean,
-    "np.sum": np.sum,
-    "np.any": np.any,
-    "jnp.mean": jnp.mean,
-    "jnp.exp": jnp.exp,
-    "lax.exp": jax.lax.exp,
-    "jit": jax.jit(jnp.sum),
-    "grad": jax.grad(jnp.sum),
-    "vmap": jax.vmap(jnp.sum),
-}
-
-
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_what_needs_the_value_says_how_to_get_it(mesh, use):
-    params, *_ = jaxpp.place(step_of(), mesh)(*start(), batch())
-    message = r"of RemoteArray.*: its value is not in this process. Fetch it with jnp.asarray"
-    with pytest.raises((TypeError, ValueError), match=message):
-        use(params[0])
-
-
-@pytest.mark.parametrize("use", [np.exp, np.ravel, np.argmax], ids=["exp", "ravel", "argmax"])
-def test_functions_of_numpy_may_fetch_it(mesh, use):
-    params, *_ = jaxpp.place(step_of(), mesh)(*start(), batch())
-    chex.assert_trees_all_equal(use(params[0]), use(np.asarray(params[0])))
-
-
 def test_arrays_that_nobody_holds_are_dropped_by_their_ranks(mesh):
     step = jaxpp.place(step_of(), mesh)
     empty = held(mesh)

@@ -1,0 +1,25 @@
+"""Results on the mesh of this process: what JAX, Equinox, optax and chex do with them."""
+
+import jax
+import pytest
+
+import jaxpp
+from tests.runtime import uses
+
+pytestmark = pytest.mark.cases(len(uses.USES))
+
+
+@pytest.fixture(scope="module")
+def state():
+    return uses.results(jaxpp.MpmdMesh((2,)))
+
+
+def test_they_are_on_several_devices(state):
+    params, _ = state
+    assert params["tied"].devices() == set(jax.devices()[:2])
+    assert isinstance(params["stack"], jaxpp.StackedArray)
+
+
+@pytest.mark.parametrize(("use", "outcome", "_"), uses.USES.values(), ids=uses.USES)
+def test_a_use_works_or_names_the_way_out(use, outcome, _, state):
+    uses.check(use, outcome, state[0])
