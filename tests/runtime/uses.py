@@ -54,6 +54,20 @@ def results(mesh):
     return jaxpp.place(train_step(), mesh)(*start())
 
 
+def check_evaluation(mesh, params):
+    """Checks that a placed forward function needs no loop: each stage runs on its rank.
+
+    Returns the value, as the mesh gives it.
+    """
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, num_stages=2))
+    evaluate = jaxpp.place(staged, mesh)
+    x = start()[2]
+    value = evaluate(params, x)
+    np.testing.assert_allclose(jaxpp.gather(value), loss_fn(jaxpp.gather(params), x), rtol=1e-6)
+    assert jaxpp.testing.count_sends(evaluate) == jaxpp.testing.count_sends(evaluate, "edge") == 1
+    return value
+
+
 def serialised(params):
     """Writes the leaves to a file, and reads them back onto plain arrays."""
     file = io.BytesIO()

@@ -193,8 +193,8 @@ def _resolve_mesh(given: Mesh | None, programs: Sequence[Program], traced: _jaxp
     if mark := _flat_step.unused_mark(traced.jaxpr):
         raise ValueError(
             f"place: pipeline_enter_stage{_compat.at_source_line(mark)} marks where a stage opens, "
-            f"but the function has not been cut into stages there: wrap_forward is missing. Wrap "
-            f"the loss, then make the loop: "
+            f"but the function has not been cut into stages there: wrap_forward is missing. "
+            f"wrap_forward(f) runs each stage on its rank; to train, make a loop of it: "
             f"schedule(microbatch(value_and_grad(wrap_forward(loss)), M), OneFOneB())."
         )
     stages = len({stage for program in programs for stage in program.stages})

@@ -10,14 +10,23 @@ pytestmark = pytest.mark.cases(len(uses.USES))
 
 
 @pytest.fixture(scope="module")
-def state():
-    return uses.results(jaxpp.MpmdMesh((2,)))
+def mesh():
+    return jaxpp.MpmdMesh((2,))
+
+
+@pytest.fixture(scope="module")
+def state(mesh):
+    return uses.results(mesh)
 
 
 def test_they_are_on_several_devices(state):
     params, _ = state
     assert params["tied"].devices() == set(jax.devices()[:2])
     assert isinstance(params["stack"], jaxpp.StackedArray)
+
+
+def test_a_forward_function_takes_them_and_runs_each_stage_on_its_rank(mesh, state):
+    assert uses.check_evaluation(mesh, state[0]).devices() == {jax.devices()[1]}
 
 
 @pytest.mark.parametrize(("use", "outcome", "_"), uses.USES.values(), ids=uses.USES)

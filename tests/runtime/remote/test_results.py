@@ -25,6 +25,10 @@ def test_they_are_handles(state):
     assert isinstance(params["stack"], jaxpp.StackedArray) and params["stack"].is_remote
 
 
+def test_a_forward_function_takes_them_and_runs_each_stage_on_its_rank(mesh, state):
+    assert uses.check_evaluation(mesh, state[0]).ranks == (1,)
+
+
 @pytest.mark.parametrize(("use", "_", "outcome"), uses.USES.values(), ids=uses.USES)
 def test_a_use_works_or_names_the_way_out(use, _, outcome, state):
     uses.check(use, outcome, state[0])
