@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxpp.schedules import Costs, Memory, Synthesis, simulate, synthesize
-from jaxpp.schedules._placements import waves
+from jaxpp.schedules.building_blocks import waves
 from jaxpp.schedules._synthesis._portfolio import catalogue_tables
 
 Row = dict[str, Any]

@@ -1,13 +1,14 @@
+from jaxpp.schedules import building_blocks as building_blocks
 from jaxpp.schedules._base import Schedule as Schedule
-from jaxpp.schedules._building_blocks import OneFOneBV as OneFOneBV
-from jaxpp.schedules._building_blocks import VHalf as VHalf
-from jaxpp.schedules._building_blocks import VMin as VMin
 from jaxpp.schedules._catalogue import CATALOGUE as CATALOGUE
 from jaxpp.schedules._catalogue import by_name as by_name
+from jaxpp.schedules._catalogue import register as register
 from jaxpp.schedules._check import ScheduleError as ScheduleError
 from jaxpp.schedules._check import check as check
 from jaxpp.schedules._check import execution_order as execution_order
 from jaxpp.schedules._chimera import Chimera as Chimera
+from jaxpp.schedules._compare import Comparison as Comparison
+from jaxpp.schedules._compare import compare as compare
 from jaxpp.schedules._costs import Cost as Cost
 from jaxpp.schedules._costs import Costs as Costs
 from jaxpp.schedules._costs import Link as Link
@@ -28,6 +29,7 @@ from jaxpp.schedules._gpipe import GPipe as GPipe
 from jaxpp.schedules._hanayo import Hanayo as Hanayo
 from jaxpp.schedules._interleaved import Interleaved1F1B as Interleaved1F1B
 from jaxpp.schedules._interleaved_zero_bubble import InterleavedZeroBubble as InterleavedZeroBubble
+from jaxpp.schedules._machine import Machine as Machine
 from jaxpp.schedules._one_f_one_b import Eager1F1B as Eager1F1B
 from jaxpp.schedules._one_f_one_b import OneFOneB as OneFOneB
 from jaxpp.schedules._pipe_offload import GIS as GIS
@@ -40,6 +42,10 @@ from jaxpp.schedules._synthesis import synthesize as synthesize
 from jaxpp.schedules._table import Kind as Kind
 from jaxpp.schedules._table import Table as Table
 from jaxpp.schedules._table import Task as Task
+from jaxpp.schedules._v_blocks import OneFOneBV as OneFOneBV
+from jaxpp.schedules._v_blocks import VBuildingBlock as VBuildingBlock
+from jaxpp.schedules._v_blocks import VHalf as VHalf
+from jaxpp.schedules._v_blocks import VMin as VMin
 from jaxpp.schedules._zero_bubble import ZeroBubbleH1 as ZeroBubbleH1
 from jaxpp.schedules._zero_bubble import ZeroBubbleH2 as ZeroBubbleH2
 from jaxpp.schedules._zero_bubble_v import ZeroBubbleV as ZeroBubbleV

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 from collections.abc import Iterable
 
-from jaxpp.schedules import _placements
+from jaxpp.schedules import building_blocks
 from jaxpp.schedules._table import Table, Task
 
 
@@ -60,7 +60,7 @@ class Schedule(abc.ABC):
         >>> Interleaved1F1B(stages_per_rank=2).placement(4)
         ((0, 1, 2, 3, 0, 1, 2, 3),)
         """
-        return (_placements.loop(num_ranks, self.stages_per_rank),)
+        return (building_blocks.loop(num_ranks, self.stages_per_rank),)
 
     def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
         """Gives the stages that each stage reads from; by default the one before it."""
@@ -69,6 +69,10 @@ class Schedule(abc.ABC):
     def overlaps(self, num_ranks: int, num_microbatches: int) -> Iterable[Task]:
         """Gives the tasks that run together with the one after them; by default none."""
         return ()
+
+    def direction_of(self, num_ranks: int, num_microbatches: int) -> Iterable[int]:
+        """Gives for each microbatch the number of its direction; by default all take the first."""
+        return (0,) * num_microbatches
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
         """Names the rule that a size breaks, as `"num_microbatches to be even"`; else None."""
@@ -138,7 +142,24 @@ class Schedule(abc.ABC):
             self.placement(num_ranks),
             self.stage_inputs(num_ranks),
             frozenset(self.overlaps(num_ranks, num_microbatches)),
+            tuple(self.direction_of(num_ranks, num_microbatches)),
         )
+
+    def table_for_ranks(self, num_ranks: int, num_microbatches: int) -> Table:
+        """Gives the table for a number of ranks, each with all of its `stages_per_rank`.
+
+        Args:
+          num_ranks: the number of ranks.
+          num_microbatches: the number of microbatches, at least 1.
+
+        Raises:
+          ValueError: there is no such table.
+
+        >>> from jaxpp.schedules import Interleaved1F1B
+        >>> Interleaved1F1B(stages_per_rank=2).table_for_ranks(4, num_microbatches=8).num_stages
+        8
+        """
+        return self.table(num_ranks * self.stages_per_rank, num_microbatches)
 
     def _nearest_valid(self, num_ranks: int, num_microbatches: int) -> str:
         """Names the nearest valid sizes: fewer or more microbatches, or else ranks."""

@@ -1,11 +1,10 @@
 """Chimera: two 1F1B pipelines in opposite directions, one in the bubbles of the other."""
 
 import dataclasses
-from collections.abc import Sequence
 
-from jaxpp.schedules import _placements
+from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._table import Kind, Task
+from jaxpp.schedules._table import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,52 +35,17 @@ class Chimera(Schedule):
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
         """Gives the rank of each stage for each direction: see `Schedule.placement`."""
-        down = _placements.loop(num_ranks)
+        down = building_blocks.loop(num_ranks)
         return down, down[::-1]
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
         """Names the rule that a size breaks: see `Schedule.broken_rule`."""
         return "num_ranks to be even" if num_ranks % 2 else None
 
+    def direction_of(self, num_ranks: int, num_microbatches: int) -> list[int]:
+        """Gives for each microbatch its direction: see `Schedule.direction_of`."""
+        return [taken for taken, _, _ in building_blocks.turns(2, num_ranks, num_microbatches)]
+
     def orders(self, num_ranks: int, num_microbatches: int) -> list[list[Task]]:
         """Gives the tasks of each rank: see `Schedule.orders`."""
-        return merge_pipelines(self.placement(num_ranks), num_ranks, num_microbatches)
-
-
-def merge_pipelines(
-    placement: Sequence[Sequence[int]], num_ranks: int, num_microbatches: int
-) -> list[list[Task]]:
-    """Merges pipelines that share the ranks, as Chimera and Hanayo do, slot by slot.
-
-    A slot is the time of one task, forward or backward. A microbatch goes forward one stage a slot,
-    then backward one stage a slot. The next one of its direction follows two slots later. A unit is
-    as many microbatches as there are ranks, shared out among the directions. The next unit starts
-    after as many slots as a rank has tasks in this one. Then no rank has two tasks in a slot: in
-    the slots of one parity, each stage of a rank begins where another stage has ended, from one
-    unit to the next.
-
-    Args:
-      placement: for each direction, the rank of each stage.
-      num_ranks: the number of ranks.
-      num_microbatches: the number of microbatches.
-
-    Returns:
-      For each rank, its tasks by slot.
-
-    >>> for tasks in merge_pipelines([(0, 1, 1, 0)], 2, 2):
-    ...     print(*tasks)
-    F0.0 F0.1 F3.0 B3.0 F3.1 B3.1 B0.0 B0.1
-    F1.0 F2.0 F1.1 F2.1 B2.0 B1.0 B2.1 B1.1
-    """
-    num_stages = len(placement[0])
-    slots: list[list[tuple[int, Task]]] = [[] for _ in range(num_ranks)]
-    for microbatch in range(num_microbatches):
-        unit, place = divmod(microbatch, num_ranks)
-        size = min(num_ranks, num_microbatches - unit * num_ranks)
-        direction, place = divmod(place, -(-size // len(placement)))
-        start = 2 * num_stages * unit + 2 * place
-        for stage, rank in enumerate(placement[direction]):
-            slots[rank].append((start + stage, Task(Kind.F, stage, microbatch)))
-            turn = start + 2 * num_stages - 1
-            slots[rank].append((turn - stage, Task(Kind.B, stage, microbatch)))
-    return [[task for _, task in sorted(own, key=lambda entry: entry[0])] for own in slots]
+        return building_blocks.merge_pipelines(self.placement(num_ranks), num_microbatches)

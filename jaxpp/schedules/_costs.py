@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from jaxpp.schedules._table import Kind, Table, Task
 
@@ -11,6 +12,8 @@ from jaxpp.schedules._table import Kind, Table, Task
 Cost = float | Sequence[float] | Callable[[Task], float]
 #: A number for all pairs of ranks, or a function of the rank that sends and the one that receives.
 Link = float | Callable[[int, int], float]
+
+_Model = TypeVar("_Model", "Costs", "Memory")
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,14 @@ class Costs:
 
     def transfer(self, task: Task, source: int, target: int) -> float:
         """Gives the time that a task's result takes to reach another rank."""
+        return sum(self.link(task, source, target))
+
+    def link(self, task: Task, source: int, target: int) -> tuple[float, float]:
+        """Gives the two parts of `transfer`: the latency, and the time for which the link is busy.
+
+        >>> Costs(latency=0.5, bandwidth=100.0, edge_bytes=200.0).link(Task(Kind.F, 0, 0), 0, 1)
+        (0.5, 2.0)
+        """
         latency, bandwidth = (
             float(link(source, target)) if callable(link) else link
             for link in (self.latency, self.bandwidth)
@@ -113,7 +124,7 @@ class Costs:
                 f"a link needs a latency of at least 0 and a bandwidth above 0, got {latency} and "
                 f"{bandwidth} from rank {source} to rank {target}; correct Costs."
             )
-        return latency + _evaluate(self.edge_bytes, task, "edge_bytes") / bandwidth
+        return latency, _evaluate(self.edge_bytes, task, "edge_bytes") / bandwidth
 
     @property
     def moves_for_free(self) -> bool:
@@ -126,21 +137,9 @@ class Costs:
         >>> Costs(forward=3.0).divided(2).forward
         1.5
         """
-
-        def part(cost: Cost | None) -> Cost | None:
-            if cost is None or isinstance(cost, (int, float)):
-                return None if cost is None else cost / stages_per_rank
-            if callable(cost):
-                return lambda task: cost(task) / stages_per_rank
-            return tuple(each / stages_per_rank for each in cost)
-
         both = self.overlapped
         return dataclasses.replace(
-            self,
-            forward=part(self.forward),
-            input_grad=part(self.input_grad),
-            weight_grad=part(self.weight_grad),
-            backward=part(self.backward),
+            _divided(self, stages_per_rank),
             overlapped=None if both is None else lambda a, b: both(a, b) / stages_per_rank,
         )
 
@@ -182,6 +181,14 @@ class Memory:
         halves = (dataclasses.replace(task, kind=kind) for kind in (Kind.I, Kind.W))
         return sum(self.of(half) for half in halves)
 
+    def divided(self, stages_per_rank: int) -> "Memory":
+        """Gives the memory of one stage, from that of a rank with several equal stages.
+
+        >>> Memory().divided(2).forward
+        0.5
+        """
+        return _divided(self, stages_per_rank)
+
     def peaks(self, table: Table) -> tuple[float, ...]:
         """Gives the most that each rank holds at once, from its order alone, without a clock.
 
@@ -213,6 +220,20 @@ class Memory:
             if not table.forward_only:
                 total += changes[n]
         return held
+
+
+def _divided(model: _Model, count: int) -> _Model:
+    """Divides the cost of each kind of task."""
+
+    def part(cost: Cost | None) -> Any:
+        if cost is None or isinstance(cost, (int, float)):
+            return None if cost is None else cost / count
+        if callable(cost):
+            return lambda task: cost(task) / count
+        return tuple(each / count for each in cost)
+
+    names = ("forward", "input_grad", "weight_grad", "backward")
+    return dataclasses.replace(model, **{name: part(getattr(model, name)) for name in names})
 
 
 def of_each(model: Costs | Memory, tasks: Sequence[Task]) -> list[float]:

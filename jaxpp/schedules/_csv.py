@@ -53,6 +53,7 @@ def from_csv(
     *,
     placement: Iterable[Iterable[int]] = (),
     stage_inputs: Iterable[Iterable[int]] | None = None,
+    direction_of: Iterable[int] = (),
 ) -> Table:
     r"""Reads a table from the CSV format of torch's pipelines: see `to_csv`.
 
@@ -64,6 +65,7 @@ def from_csv(
       text: the text of the file.
       placement: for each direction, the rank of each stage, where it cannot be read off the tasks.
       stage_inputs: for each stage, the stages whose results it reads; by default the one before.
+      direction_of: for each microbatch, the number of its direction, where there are several.
 
     Returns:
       The table, not yet checked: `check` does that.
@@ -90,7 +92,13 @@ def from_csv(
             tasks = [task for part in parts for task in _read(part.strip(), where)]
             ranks[-1] += tasks
             overlaps += tasks[:-1]
-    return from_tasks(ranks, placement=placement, stage_inputs=stage_inputs, overlaps=overlaps)
+    return from_tasks(
+        ranks,
+        placement=placement,
+        stage_inputs=stage_inputs,
+        overlaps=overlaps,
+        direction_of=direction_of,
+    )
 
 
 def _cell(words: list[str]) -> str:

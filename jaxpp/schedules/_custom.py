@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
+from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._table import Kind, Table, Task
 
 _OURS = re.compile(r"([FBIW])(\d+)\.(\d+)")
@@ -11,7 +12,7 @@ _TORCH = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class FromTable:
+class FromTable(Schedule):
     """A schedule of one size: the table that it was made from.
 
     The table may come from a list of tasks (`from_tasks`), a file (`from_csv`), or another program.
@@ -29,6 +30,10 @@ class FromTable:
     """
 
     given: Table
+
+    def __post_init__(self) -> None:
+        most = -(-self.given.num_stages // max(1, self.given.num_ranks))
+        object.__setattr__(self, "stages_per_rank", most)
 
     def __repr__(self) -> str:
         given = self.given
@@ -56,6 +61,29 @@ class FromTable:
             )
         return given
 
+    def num_ranks(self, num_stages: int) -> int:
+        """Gives the number of ranks of the table."""
+        return self.given.num_ranks
+
+    def table_for_ranks(self, num_ranks: int, num_microbatches: int) -> Table:
+        """Gives the table, which must be of this size."""
+        given = self.given
+        if num_ranks != given.num_ranks:
+            raise ValueError(f"{self} is for {given.num_ranks} ranks, got {num_ranks}; use those.")
+        return self.table(given.num_stages, num_microbatches)
+
+    def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+        """Gives the rank of each stage, for each direction of the table."""
+        return self.given.directions
+
+    def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
+        """Gives the stages that each stage of the table reads from."""
+        return self.given.stage_inputs
+
+    def orders(self, num_ranks: int, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
+        """Gives the tasks of each rank of the table."""
+        return self.given.ranks
+
 
 def from_tasks(
     ranks: Iterable[Iterable[Task | str]],
@@ -63,6 +91,7 @@ def from_tasks(
     placement: Iterable[Iterable[int]] = (),
     stage_inputs: Iterable[Iterable[int]] | None = None,
     overlaps: Iterable[Task | str] = (),
+    direction_of: Iterable[int] = (),
 ) -> Table:
     """Makes a table from the tasks of each rank, with as many stages and microbatches as they name.
 
@@ -73,6 +102,7 @@ def from_tasks(
       placement: for each direction, the rank of each stage: see `Table`.
       stage_inputs: for each stage, the stages whose results it reads: see `Table`.
       overlaps: the tasks that run together with the next one of their rank.
+      direction_of: for each microbatch, the number of its direction, where there are several.
 
     Returns:
       The table, not yet checked: `check` does that, and `jaxpp.schedule` calls it.
@@ -103,6 +133,7 @@ def from_tasks(
         tuple(map(tuple, placement)),
         None if stage_inputs is None else tuple(map(tuple, stage_inputs)),
         frozenset(_task(task, "of the overlaps") for task in overlaps),
+        tuple(direction_of),
     )
 
 

@@ -5,7 +5,7 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from jaxpp.schedules import _placements
+from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._table import Kind, Task
 
@@ -57,7 +57,7 @@ class DualPipe(_EightSteps):
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
         """Gives the rank of each stage for each direction: see `Schedule.placement`."""
-        down = _placements.loop(num_ranks)
+        down = building_blocks.loop(num_ranks)
         return down, down[::-1]
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
@@ -67,6 +67,11 @@ class DualPipe(_EightSteps):
         if num_microbatches % 2 or num_microbatches < 2 * num_ranks:
             return "num_microbatches to be even and at least twice the ranks"
         return None
+
+    def direction_of(self, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
+        """Gives for each microbatch its direction: see `Schedule.direction_of`."""
+        half = num_microbatches // 2
+        return (0,) * half + (1,) * half
 
     def _ranks(self, num_ranks: int, num_microbatches: int):
         depth, half = num_ranks // 2, num_microbatches // 2
@@ -101,7 +106,7 @@ class DualPipeV(_EightSteps):
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
         """Gives the rank of each stage: see `Schedule.placement`."""
-        return (_placements.waves(num_ranks),)
+        return (building_blocks.waves(num_ranks),)
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
         """Names the rule that a size breaks: see `Schedule.broken_rule`."""

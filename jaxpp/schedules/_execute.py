@@ -159,6 +159,22 @@ def _units(
 
 
 @dataclass(frozen=True)
+class Sends:
+    """Transfers that ranks or links wait for.
+
+    Args:
+      link: gives for a task and the rank that reads it the latency, and the time for which their
+        link is busy.
+      share: whether the transfers of a link take turns.
+      block: whether a rank waits until what it has sent has arrived.
+    """
+
+    link: Callable[[int, int], tuple[float, float]]
+    share: bool
+    block: bool
+
+
+@dataclass(frozen=True)
 class Run:
     """The times of tasks, by number; `gates` are the tasks that each waited for last, or -1.
 
@@ -177,6 +193,7 @@ def run(
     delay: Callable[[int, int], float] | None = None,
     together: Callable[[int, int], float] | None = None,
     wait_for_both: bool = True,
+    sends: Sends | None = None,
 ) -> Run:
     """Runs each rank's units in order, each as soon as the rank is free and its inputs are there.
 
@@ -186,6 +203,7 @@ def run(
       delay: the time for what a task makes to reach a rank, by their numbers; none by default.
       together: the time of two tasks that overlap; by default the sum.
       wait_for_both: whether of two such tasks neither starts before the inputs of both are there.
+      sends: how ranks and links wait for transfers, in the place of `delay`.
 
     Returns:
       The times, and the ranks left stuck: none where the table is sound.
@@ -196,6 +214,8 @@ def run(
         needs = [(*own, nothing) if n in absent else own for n, own in enumerate(needs)]
     starts, ends, gates = [0.0] * nothing, [-1.0] * (nothing + 1), [-1] * nothing
     decides: dict[int, int] = {}  # for two tasks that end together, the one that decides the end
+    arrivals: dict[tuple[int, int], float] = {}  # for a task and a rank that reads it
+    send = None if sends is None else _sender(numbered, sends, ends, arrivals)
 
     def earliest(n: int, rank: int, start: float, gate: int) -> tuple[float, int]:
         """Gives the start and the gate of a task; or -1, and an input that is not there yet."""
@@ -203,8 +223,11 @@ def run(
             ready = ends[need]
             if ready < 0:
                 return -1.0, need
-            if delay is not None and rank_of[need] != rank:
-                ready += delay(need, rank)
+            if rank_of[need] != rank:
+                if sends is not None:
+                    ready = arrivals[need, rank]
+                elif delay is not None:
+                    ready += delay(need, rank)
             if ready > start:
                 start, gate = ready, need
         return start, gate
@@ -245,6 +268,8 @@ def run(
             else:
                 now = run_both(n, last, first, second)
                 runnable += [rank for rank, _ in waiting.pop(n, ())]
+            if send is not None:
+                now = send(units[cursor], now)
             if last in waiting:
                 runnable += [rank for rank, _ in waiting.pop(last)]
             before = last
@@ -258,3 +283,32 @@ def run(
         for rank, n in stuck
     ]
     return Run(starts, ends[:-1], gates, sorted(blocks, key=lambda block: block.rank))
+
+
+def _sender(
+    numbered: Numbered,
+    sends: Sends,
+    ends: Sequence[float],
+    arrivals: dict[tuple[int, int], float],
+) -> Callable[[Sequence[int], float], float]:
+    """Makes the function that sends what a unit has made; gives when its rank goes on."""
+    targets: list[dict[int, None]] = [{} for _ in numbered.tasks]
+    for n, needs in enumerate(numbered.needs):
+        for need in needs:
+            if numbered.rank_of[need] != numbered.rank_of[n]:
+                targets[need][numbered.rank_of[n]] = None
+    free: dict[tuple[int, int], float] = {}  # for each link, when it has sent what it was given
+
+    def send(unit: Sequence[int], now: float) -> float:
+        for n in unit:
+            for target in targets[n]:
+                latency, busy = sends.link(n, target)
+                way = numbered.rank_of[n], target
+                start = max(ends[n], free.get(way, 0.0)) if sends.share else ends[n]
+                free[way] = start + busy
+                arrivals[n, target] = start + busy + latency
+                if sends.block:
+                    now = max(now, arrivals[n, target])
+        return now
+
+    return send

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jaxpp.schedules import _placements
+from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._table import Kind, Task
 
@@ -49,7 +49,7 @@ class ForwardOnly(Schedule):
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
         """Gives the rank of each stage: see `Schedule.placement`."""
         if self.like is None:
-            return (_placements.loop(num_ranks, self.stages_per_rank),)
+            return (building_blocks.loop(num_ranks, self.stages_per_rank),)
         return self.like.placement(num_ranks)[:1]
 
     def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:

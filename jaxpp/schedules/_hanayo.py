@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from jaxpp.schedules import _placements
+from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._chimera import merge_pipelines
 from jaxpp.schedules._table import Task
 
 
@@ -44,8 +43,8 @@ class Hanayo(Schedule):
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
         """Gives the rank of each stage: see `Schedule.placement`."""
-        return (_placements.waves(num_ranks, self.stages_per_rank),)
+        return (building_blocks.waves(num_ranks, self.stages_per_rank),)
 
     def orders(self, num_ranks: int, num_microbatches: int) -> list[list[Task]]:
         """Gives the tasks of each rank: see `Schedule.orders`."""
-        return merge_pipelines(self.placement(num_ranks), num_ranks, num_microbatches)
+        return building_blocks.merge_pipelines(self.placement(num_ranks), num_microbatches)

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Iterator
 
+from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._one_f_one_b import one_forward_one_backward
-from jaxpp.schedules._table import Kind, Task
+from jaxpp.schedules._table import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,39 +63,14 @@ class Interleaved1F1B(Schedule):
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
         """Gives the tasks of each rank: see `Schedule.orders`."""
         v = self.stages_per_rank
-        groups = split_in_groups(num_microbatches, self.group_size or num_ranks)
+        groups = building_blocks.split_in_groups(num_microbatches, self.group_size or num_ranks)
         for rank in range(num_ranks):
-            forwards, backwards = interleave(rank, num_ranks, v, groups)
+            forwards, backwards = building_blocks.interleave(rank, num_ranks, v, groups)
             # The last rank may start its first backward once the largest group has reached the last
             # chunk. Each rank before it runs two more forwards, for the way there and back.
             warmup = 2 * (num_ranks - 1 - rank) + (v - 1) * len(groups[0])
             if v == 1:
                 warmup = num_ranks - 1 - rank  # plain 1F1B is as fast, and holds less
-            yield one_forward_one_backward(
-                [Task(Kind.F, stage, i) for stage, i in forwards],
-                [Task(Kind.B, stage, i) for stage, i in backwards],
-                warmup + self.extra_warmup,
+            yield building_blocks.one_forward_one_backward(
+                forwards, backwards, warmup + self.extra_warmup
             )
-
-
-def split_in_groups(num_microbatches: int, least: int) -> list[range]:
-    """Cuts the microbatches into runs of no fewer than `least`, or one run if there are fewer.
-
-    Their lengths differ by one at most, longer ones first.
-
-    >>> split_in_groups(11, 4), split_in_groups(3, 4)
-    ([range(0, 6), range(6, 11)], [range(0, 3)])
-    """
-    number = max(num_microbatches // least, 1)
-    bounds = [-(-num_microbatches * group // number) for group in range(number + 1)]
-    return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
-
-
-def interleave(
-    rank: int, num_ranks: int, stages_per_rank: int, groups: list[range]
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Gives the (stage, microbatch) pairs of a rank's forwards and of its backwards, in order."""
-    stages = range(rank, num_ranks * stages_per_rank, num_ranks)
-    forwards = [(s, i) for group in groups for s in stages for i in group]
-    backwards = [(s, i) for group in groups for s in reversed(stages) for i in group]
-    return forwards, backwards

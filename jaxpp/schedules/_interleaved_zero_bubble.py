@@ -3,10 +3,9 @@
 import dataclasses
 from collections.abc import Iterator
 
+from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._interleaved import interleave, split_in_groups
 from jaxpp.schedules._table import Task
-from jaxpp.schedules._zero_bubble import split_one_forward_one_backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +47,10 @@ class InterleavedZeroBubble(Schedule):
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
         """Gives the tasks of each rank: see `Schedule.orders`."""
         v = self.stages_per_rank
-        groups = split_in_groups(num_microbatches, num_ranks)
+        groups = building_blocks.split_in_groups(num_microbatches, num_ranks)
         for rank in range(num_ranks):
-            forwards, backwards = interleave(rank, num_ranks, v, groups)
+            forwards, backwards = building_blocks.interleave(rank, num_ranks, v, groups)
             # One forward a hop is enough: an I is shorter than a whole backward.
             warmup = (num_ranks - 1 - rank) + (v - 1) * len(groups[0])
             lag = rank if self.weight_lag is None else min(rank, self.weight_lag)
-            yield split_one_forward_one_backward(forwards, backwards, warmup, lag)
+            yield building_blocks.split_one_forward_one_backward(forwards, backwards, warmup, lag)

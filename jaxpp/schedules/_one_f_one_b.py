@@ -1,10 +1,11 @@
 """1F1B and eager 1F1B: one stage on each rank, one forward, one backward."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._table import Kind, Task
+from jaxpp.schedules._table import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,25 +53,5 @@ class Eager1F1B(Schedule):
 
 
 def _stage_order(stage: int, num_microbatches: int, warmup: int) -> list[Task]:
-    forwards = [Task(Kind.F, stage, i) for i in range(num_microbatches)]
-    backwards = [Task(Kind.B, stage, i) for i in range(num_microbatches)]
-    return one_forward_one_backward(forwards, backwards, warmup)
-
-
-def one_forward_one_backward(
-    forwards: Sequence[Task], backwards: Sequence[Task], warmup: int
-) -> list[Task]:
-    """Runs `warmup` forwards, then a forward and a backward in turn, then the backwards left.
-
-    Args:
-      forwards: the forwards of a rank, in order.
-      backwards: as many backwards, in order.
-      warmup: the forwards before the first pair; all of them where there are fewer.
-
-    Returns:
-      The order of the rank.
-    """
-    warmup = min(warmup, len(forwards))
-    pairs = zip(forwards[warmup:], backwards, strict=False)
-    steady = [task for pair in pairs for task in pair]
-    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
+    passes = [(stage, i) for i in range(num_microbatches)]
+    return building_blocks.one_forward_one_backward(passes, passes, warmup)

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Iterator
 
+from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._one_f_one_b import one_forward_one_backward
-from jaxpp.schedules._table import Kind, Task
+from jaxpp.schedules._table import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Seq1F1B(Schedule):
         for rank in range(num_ranks):
             stages = range(rank, num_ranks * self.slices, num_ranks)
             microbatches = range(num_microbatches)
-            forwards = [Task(Kind.F, s, i) for i in microbatches for s in stages]
-            backwards = [Task(Kind.B, s, i) for i in microbatches for s in reversed(stages)]
+            forwards = [(s, i) for i in microbatches for s in stages]
+            backwards = [(s, i) for i in microbatches for s in reversed(stages)]
             # The first backward is that of the last slice, which the last rank must have reached.
             warmup = num_ranks - 1 - rank + self.slices - 1
-            yield one_forward_one_backward(forwards, backwards, warmup)
+            yield building_blocks.one_forward_one_backward(forwards, backwards, warmup)

@@ -9,7 +9,8 @@ from typing import Literal
 
 from jaxpp.schedules._check import explain_blocks
 from jaxpp.schedules._costs import Costs, Memory, of_each
-from jaxpp.schedules._execute import Dependencies, number, run
+from jaxpp.schedules._execute import Dependencies, Sends, number, run
+from jaxpp.schedules._machine import Machine
 from jaxpp.schedules._table import Table, Task
 
 
@@ -34,7 +35,7 @@ class Timeline:
 
     It is made by `simulate`, or from measured times. It has for each rank a start and an end for
     each task in its order. `gates` has for each task the rank and the index of the task that it
-    waited for last, or None.
+    waited for last, or None. `machine` says what each rank does after its last task.
 
     >>> from jaxpp.schedules import GPipe
     >>> timeline = simulate(GPipe().table(num_stages=4, num_microbatches=8))
@@ -47,6 +48,7 @@ class Timeline:
     ends: tuple[Sequence[float], ...]
     gates: tuple[Sequence[tuple[int, int] | None], ...] = ()
     memory: Memory = Memory()
+    machine: Machine = Machine()
 
     @property
     def num_ranks(self) -> int:
@@ -67,8 +69,14 @@ class Timeline:
 
     @functools.cached_property
     def makespan(self) -> float:
-        """The time from the first start, at 0, to the last end."""
-        return max((end for ends in self.ends for end in ends), default=0.0)
+        """The time from the first start, at 0, to the last end of a rank's step."""
+        ended = (max(ends, default=0.0) for ends in self.ends)
+        return max(map(sum, zip(ended, self.update, strict=True)), default=0.0)
+
+    @property
+    def update(self) -> tuple[float, ...]:
+        """For each rank, the time of its reduction and its optimizer, after its last task."""
+        return self.machine.update(self.num_ranks)
 
     @functools.cached_property
     def longest_span(self) -> float:
@@ -77,22 +85,19 @@ class Timeline:
         A step takes this time where the next step may start on a rank before this one has ended on
         another. With a barrier between steps, a step takes the makespan.
         """
-        return max(
-            (max(ends) - min(starts) for starts, ends in zip(self.starts, self.ends, strict=True)
-             if len(ends)),
-            default=0.0,
-        )  # fmt: skip
+        each = zip(self.starts, self.ends, self.update, strict=True)
+        spans = (max(ends) - min(starts) + update for starts, ends, update in each if len(ends))
+        return max(spans, default=0.0)
 
     @functools.cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the time in which it runs tasks; time with two tasks counts once."""
-        return tuple(
-            _covered(starts, ends) for starts, ends in zip(self.starts, self.ends, strict=True)
-        )
+        """For each rank, the time in which it does something; time with two tasks counts once."""
+        each = zip(self.starts, self.ends, self.update, strict=True)
+        return tuple(_covered(starts, ends) + update for starts, ends, update in each)
 
     @property
     def utilisation(self) -> tuple[float, ...]:
-        """For each rank, the share of the makespan in which it runs tasks."""
+        """For each rank, the share of the makespan in which it does something."""
         return tuple(busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
@@ -114,7 +119,8 @@ class Timeline:
     @functools.cached_property
     def peak_memory(self) -> tuple[float, ...]:
         """For each rank, the most that it holds at once, in the units of the memory model."""
-        return self.memory.peaks(self.table)
+        peaks, resident = self.memory.peaks(self.table), self.machine.held(self.num_ranks)
+        return tuple(map(sum, zip(peaks, resident, strict=True)))
 
     def memory_over_time(self, rank: int) -> list[tuple[float, float]]:
         """Gives the memory that a rank holds over time: (time, held) pairs where it changes."""
@@ -127,7 +133,7 @@ class Timeline:
             changes.setdefault(start if change > 0 else end, []).append(change)
             if dropped:
                 changes.setdefault(end, []).append(-change)
-        held, steps = 0.0, []
+        held, steps = self.machine.held(self.num_ranks)[rank], []
         for time, here in sorted(changes.items()):
             held += sum(here)
             steps.append((time, held))
@@ -145,9 +151,9 @@ class Timeline:
         # Of two tasks that end together, the one that started later decides the end.
         last = [
             (end, self.starts[r][n], r, n)
-            for r, own in enumerate(self.ends)
+            for r, (own, update) in enumerate(zip(self.ends, self.update, strict=True))
             for n, end in enumerate(own)
-            if end == self.makespan
+            if end + update == self.makespan
         ]
         path: list[Span] = []
         at: tuple[int, int] | None = max(last)[2:] if last else None
@@ -175,10 +181,14 @@ def simulate(
     memory: Memory | None = None,
     overlap: Literal["atomic", "free", "none"] = "atomic",
     dependencies: Dependencies | None = None,
+    machine: Machine | None = None,
+    per: Literal["stage", "rank"] = "stage",
 ) -> Timeline:
     """Runs a table under a cost model: each task as early as its rank and its inputs allow.
 
-    Ranks do not wait until the results that they send have arrived.
+    By default ranks are equal and do not wait until the results that they send have arrived, links
+    take any number of transfers at once, and a step ends with its last task. `machine` says
+    otherwise.
 
     Args:
       table: the table.
@@ -190,6 +200,10 @@ def simulate(
         the first start or when the later of them is done. `"none"`: one runs after the other.
       dependencies: for each kind and stage what it must come after; by default as the table's
         stages are connected.
+      machine: the ranks' speeds, the links, and the end of a step.
+      per: whose work `costs` and `memory` give: `"stage"`, that of one stage for a microbatch, or
+        `"rank"`, that of all stages of a rank, which are equal; see `Costs.divided`. The second
+        suits the comparison of schedules with one stage on a rank and with several.
 
     Returns:
       The timeline.
@@ -203,19 +217,35 @@ def simulate(
     >>> simulate(table).makespan, simulate(table, Costs(latency=0.5)).makespan
     (27.0, 33.0)
     """
-    costs, memory = costs or Costs(), memory or Memory()
+    costs, memory, machine = costs or Costs(), memory or Memory(), machine or Machine()
     if overlap not in ("atomic", "free", "none"):
         raise ValueError(f"overlap is 'atomic', 'free' or 'none', got {overlap!r}.")
+    if per not in ("stage", "rank"):
+        raise ValueError(f"per is 'stage' or 'rank', got {per!r}.")
+    if per == "rank":
+        share = stages_of_each_rank(table)
+        costs, memory = costs.divided(share), memory.divided(share)
     if overlap == "none" and table.overlaps:
         table = dataclasses.replace(table, overlaps=frozenset())
     numbered = number(table, dependencies, join=True)
     tasks, rank_of = numbered.tasks, numbered.rank_of
+    speeds = machine.speeds(table.num_ranks)
+    times, sends = of_each(costs, tasks), None
+    if set(speeds) != {1.0}:
+        times = [time / speeds[rank] for time, rank in zip(times, rank_of, strict=True)]
+    if (machine.shared_links or machine.blocking_sends) and not costs.moves_for_free:
+        sends = Sends(
+            lambda n, target: costs.link(tasks[n], rank_of[n], target),
+            machine.shared_links,
+            machine.blocking_sends,
+        )
     result = run(
         numbered,
-        of_each(costs, tasks),
+        times,
         None if costs.moves_for_free else _delays(costs, tasks, rank_of),
-        lambda a, b: costs.together(tasks[a], tasks[b]),
+        lambda a, b: costs.together(tasks[a], tasks[b]) / speeds[rank_of[a]],
         wait_for_both=overlap == "atomic",
+        sends=sends,
     )
     if result.blocks:
         raise explain_blocks(table, result.blocks)
@@ -231,7 +261,23 @@ def simulate(
         tuple(tuple(result.ends[own]) for own in cut),
         tuple(tuple(gates[own]) for own in cut),
         memory,
+        machine,
     )
+
+
+def stages_of_each_rank(table: Table) -> int:
+    """Gives the number of stages on each rank.
+
+    Raises:
+      ValueError: the ranks have different numbers of stages.
+    """
+    stages, left = divmod(table.num_stages, max(1, table.num_ranks))
+    if left:
+        raise ValueError(
+            f"per='rank' divides a rank's work among as many stages on each rank, got "
+            f"{table.num_stages} stages on {table.num_ranks} ranks; give costs per='stage'."
+        )
+    return stages
 
 
 def _delays(costs: Costs, tasks: Sequence[Task], rank_of: Sequence[int]):

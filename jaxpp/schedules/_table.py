@@ -63,6 +63,12 @@ class Table:
       stage_inputs: for each stage, the stages whose results it reads; by default the one before.
       overlaps: tasks that run together with the one after them on their rank, as far as the
         hardware can. `simulate` says what that means for time; the order is theirs without it.
+      direction_of: for each microbatch, the number of the direction that it takes. With one
+        direction it may be left out.
+
+    Raises:
+      ValueError: there are several directions, and `direction_of` does not say for each microbatch
+        which of them it takes.
 
     >>> from jaxpp.schedules import OneFOneB
     >>> for tasks in OneFOneB().table(num_stages=2, num_microbatches=2).ranks:
@@ -77,6 +83,19 @@ class Table:
     placement: tuple[tuple[int, ...], ...] = ()
     stage_inputs: tuple[tuple[int, ...], ...] | None = None
     overlaps: frozenset[Task] = frozenset()
+    direction_of: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = max(1, len(self.placement))
+        if count == 1 and not self.direction_of:
+            object.__setattr__(self, "direction_of", (0,) * self.num_microbatches)
+        known = set(self.direction_of) <= set(range(count))
+        if len(self.direction_of) != self.num_microbatches or not known:
+            raise ValueError(
+                f"a table of {self.num_microbatches} microbatches and {count} directions needs "
+                f"direction_of to give each microbatch the number of its direction, from 0 to "
+                f"{count - 1}, got {self.direction_of}."
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -113,27 +132,6 @@ class Table:
                 f"{absent[0]}; give that stage its tasks, or lower num_stages."
             )
         return (tuple(owners[stage] for stage in range(self.num_stages)),)
-
-    @functools.cached_property
-    def direction_of(self) -> tuple[int, ...]:
-        """For each microbatch, the number of the direction that it takes.
-
-        >>> from jaxpp.schedules import GPipe
-        >>> GPipe().table(num_stages=2, num_microbatches=3).direction_of
-        (0, 0, 0)
-        """
-        if len(self.directions) == 1:
-            return (0,) * self.num_microbatches
-        # A stage that both directions have on one rank does not tell the direction. A task on the
-        # wrong rank is outvoted, so that `check` can name it.
-        votes = [[0] * len(self.directions) for _ in range(self.num_microbatches)]
-        for rank, tasks in enumerate(self.ranks):
-            here = [[ranks[s] == rank for ranks in self.directions] for s in range(self.num_stages)]
-            only = [on.index(True) if sum(on) == 1 else None for on in here]
-            for task in tasks:
-                if (direction := only[task.stage]) is not None:
-                    votes[task.microbatch][direction] += 1
-        return tuple(own.index(max(own)) for own in votes)
 
     @functools.cached_property
     def splits_backward(self) -> bool:

@@ -1,10 +1,11 @@
 """Zero bubble: weight gradients, which nothing waits for, fill the bubble."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._table import Kind, Task
+from jaxpp.schedules._table import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,32 +59,4 @@ def _orders(num_ranks: int, num_microbatches: int, multiplier: int) -> Iterator[
     for rank in range(num_ranks):
         passes = [(rank, i) for i in range(num_microbatches)]
         warmup, lag = (num_ranks - 1 - rank) * multiplier, rank * multiplier
-        yield split_one_forward_one_backward(passes, passes, warmup, lag)
-
-
-def split_one_forward_one_backward(
-    forwards: Sequence[tuple[int, int]],
-    backwards: Sequence[tuple[int, int]],
-    warmup: int,
-    lag: int,
-) -> list[Task]:
-    """Runs `warmup` forwards, then F, I and W in turn, each `W` behind its `I` by `lag` others.
-
-    Args:
-      forwards: the (stage, microbatch) pairs of a rank's forwards, in order.
-      backwards: those of its backwards, in order.
-      warmup: the forwards before the first `I`, less the one that goes with it.
-      lag: how many `I` later than its own a `W` runs.
-
-    Returns:
-      The order of the rank.
-    """
-    ahead = [Task(Kind.F, stage, i) for stage, i in forwards]
-    weights = [Task(Kind.W, stage, i) for stage, i in backwards]
-    order = ahead[:warmup]
-    for n, (stage, i) in enumerate(backwards):
-        order += ahead[warmup + n : warmup + n + 1]
-        order.append(Task(Kind.I, stage, i))
-        if n >= lag:
-            order.append(weights[n - lag])
-    return order + weights[max(len(weights) - lag, 0) :]
+        yield building_blocks.split_one_forward_one_backward(passes, passes, warmup, lag)

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from jaxpp.schedules import _placements
+from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._table import Kind, Task
 
@@ -32,7 +32,7 @@ class ZeroBubbleV(Schedule):
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
         """Gives the rank of each stage: see `Schedule.placement`."""
-        return (_placements.waves(num_ranks),)
+        return (building_blocks.waves(num_ranks),)
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
         """Gives the tasks of each rank: see `Schedule.orders`."""

@@ -324,7 +324,7 @@ def test_what_is_missing_is_missing_in_the_form_that_its_stage_uses():
 
 def two_ways(*ranks: str) -> Table:
     both = table(*ranks, microbatches=2)
-    return dataclasses.replace(both, placement=((0, 1), (1, 0)))
+    return dataclasses.replace(both, placement=((0, 1), (1, 0)), direction_of=(0, 1))
 
 
 def test_a_stage_is_on_a_rank_for_each_direction():

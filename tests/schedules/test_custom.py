@@ -58,6 +58,7 @@ def test_the_tasks_of_a_table_make_that_table(schedule):
         placement=table.placement,
         stage_inputs=table.stage_inputs,
         overlaps=list(map(str, table.overlaps)),
+        direction_of=table.direction_of,
     )
     assert again == table and hash(again) == hash(table)
 
@@ -123,7 +124,12 @@ def test_errors_name_the_value_the_place_and_the_way_out(make, message):
 @given(st.sampled_from(ALL), st.sampled_from([2, 4]), st.integers(4, 8).map(lambda half: 2 * half))
 def test_a_table_survives_torchs_format(schedule, p, m):
     table = of_size(schedule, p, m)
-    again = from_csv(to_csv(table), placement=table.placement, stage_inputs=table.stage_inputs)
+    again = from_csv(
+        to_csv(table),
+        placement=table.placement,
+        stage_inputs=table.stage_inputs,
+        direction_of=table.direction_of,
+    )
     assert again == table
 
 

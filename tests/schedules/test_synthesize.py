@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from experiments.synthesis_cases import best_of_catalogue, published_row
 from jaxpp.schedules import Costs, Kind, Memory, OneFOneB, check, simulate, synthesize
-from jaxpp.schedules._placements import loop, waves
+from jaxpp.schedules.building_blocks import loop, waves
 from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._list_schedule import list_schedule
 from jaxpp.schedules._synthesis._local_search import improve

@@ -22,6 +22,7 @@ from jaxpp.schedules import (
     by_name,
     check,
     execution_order,
+    register,
     simulate,
     stage_dependencies,
 )
@@ -123,6 +124,38 @@ def test_the_catalogue_makes_every_schedule(name):
 
 def test_the_catalogue_passes_knobs_on():
     assert by_name("gpipe", stages_per_rank=3) == GPipe(stages_per_rank=3)
+    assert by_name("gpipe(stages_per_rank=3)") == GPipe(stages_per_rank=3)
+    assert by_name("gpipe(stages_per_rank=3)", stages_per_rank=2) == GPipe(stages_per_rank=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(Schedule):
+    """A schedule that is not in the catalogue."""
+
+    warmup: int = 1
+
+    def orders(self, num_ranks, num_microbatches):
+        return GPipe().orders(num_ranks, num_microbatches)
+
+
+FIXED = GPipe(stages_per_rank=2)
+
+
+def test_a_schedule_of_ones_own_has_a_name_on_a_command_line(monkeypatch):
+    assert by_name("tests.schedules.test_tables:Mine(warmup=3)") == Mine(3)
+    assert by_name("tests.schedules.test_tables:FIXED") is FIXED
+    monkeypatch.setattr("jaxpp.schedules._catalogue._REGISTERED", {})
+    register("mine", Mine)
+    register("mine", Mine)
+    assert by_name("mine(warmup=2)") == Mine(2)
+    with pytest.raises(ValueError, match="a schedule named 'mine' already"):
+        register("mine", GPipe)
+    with pytest.raises(ValueError, match="a schedule named 'gpipe' already"):
+        register("gpipe", Mine)
+    with pytest.raises(ValueError, match="letters, digits and underscores, got 'a:b'"):
+        register("a:b", Mine)
+    with pytest.raises(ValueError, match="use one of .*seq1f1b, mine, or 'package.module:Class'"):
+        by_name("yours")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +164,13 @@ def test_the_catalogue_passes_knobs_on():
         (lambda: by_name("1f2b"), "no schedule named '1f2b'; use one of forward_only, gpipe, 1f1b"),
         (lambda: by_name("1f1b", chunks=2), "'1f1b' has no knob 'chunks'; it has none"),
         (lambda: by_name("gpipe", v=2), "'gpipe' has no knob 'v'; its knobs are stages_per_rank"),
+        (lambda: by_name("gpipe(2)"), r"'gpipe\(2\)' is no schedule; write its knobs by name, as"),
+        (lambda: by_name("gpipe(stages_per_rank=2"), "is no schedule; write its knobs by name"),
+        (lambda: by_name("gpipe(stages_per_rank=x)"), "is no schedule; write its knobs by name"),
+        (lambda: by_name("no.such:Thing"), "no schedule 'no.such:Thing': No module named 'no'"),
+        (lambda: by_name("math:Thing"), "no schedule 'math:Thing': module 'math' has no attribute"),
+        (lambda: by_name("math:pi"), "math:pi is 3.14.*; give a class, or a function"),
+        (lambda: by_name("jaxpp.schedules:Costs"), r"Costs makes Costs\(.*\), which is no"),
         (lambda: GPipe(0), "GPipe needs stages_per_rank to be an integer of at least 1, got 0"),
         (lambda: GPipe(True), "at least 1, got True"),
         (
@@ -160,29 +200,13 @@ def test_schedules_are_told_apart_by_type_and_knobs():
 # ---- two directions -----------------------------------------------------------------------------
 
 
-def test_microbatches_take_the_direction_of_their_ranks():
-    table = Table(
-        ((Task(Kind.F, 0, 0), Task(Kind.F, 1, 1)), (Task(Kind.F, 0, 1), Task(Kind.F, 1, 0))),
-        num_stages=2,
-        num_microbatches=2,
-        placement=((0, 1), (1, 0)),
-    )
-    assert table.direction_of == (0, 1)
-
-
-def test_one_task_on_the_wrong_rank_does_not_turn_its_microbatch():
-    whole = Table(
-        (
-            (Task(Kind.F, 0, 0), Task(Kind.B, 0, 0)),
-            (Task(Kind.F, 1, 0),),
-            (),
-            (Task(Kind.B, 1, 0),),
-        ),
-        num_stages=2,
-        num_microbatches=1,
-        placement=((2, 3), (0, 1)),
-    )
-    assert whole.direction_of == (1,)
+def test_a_table_with_two_directions_says_which_each_microbatch_takes():
+    forwards = ((Task(Kind.F, 0, 0), Task(Kind.F, 1, 1)), (Task(Kind.F, 0, 1), Task(Kind.F, 1, 0)))
+    both = ((0, 1), (1, 0))
+    assert Table(forwards, 2, 2, both, direction_of=(0, 1)).direction_of == (0, 1)
+    for wrong in [(), (0,), (0, 2)]:
+        with pytest.raises(ValueError, match="2 directions needs direction_of .* from 0 to 1"):
+            Table(forwards, 2, 2, both, direction_of=wrong)
 
 
 # ---- stages that form a graph, and backwards in both forms --------------------------------------

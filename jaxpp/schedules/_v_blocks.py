@@ -19,7 +19,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxpp.schedules import _placements
+from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._execute import number, run
 from jaxpp.schedules._table import Kind, Table, Task
@@ -40,6 +40,12 @@ class VBuildingBlock(Schedule):
 
     Args:
       reorder_steady: whether tasks of the steady phase move into free slots too.
+
+    >>> class Spread(VBuildingBlock):
+    ...     def offsets(self, num_ranks):
+    ...         return [(r, 3 * num_ranks - r, 12 + 2 * r, 26 - r) for r in range(num_ranks)]
+    >>> print(*Spread().table_for_ranks(2, num_microbatches=1).ranks[0])
+    F0.0 F3.0 I3.0 W3.0 I0.0 W0.0
     """
 
     stages_per_rank: int = dataclasses.field(default=2, init=False, repr=False)
@@ -61,7 +67,7 @@ class VBuildingBlock(Schedule):
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
         """Gives the rank of each stage: see `Schedule.placement`."""
-        return (_placements.waves(num_ranks),)
+        return (building_blocks.waves(num_ranks),)
 
     def orders(self, num_ranks: int, num_microbatches: int) -> list[list[Task]]:
         """Gives the tasks of each rank: see `Schedule.orders`."""

@@ -1,0 +1,104 @@
+"""Compares schedules of one size: time, bubble and memory of each, side by side."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from jaxpp.schedules._base import Schedule
+from jaxpp.schedules._check import check
+from jaxpp.schedules._costs import Costs, Memory
+from jaxpp.schedules._machine import Machine
+from jaxpp.schedules._simulate import simulate
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The figures of one schedule in a comparison; None, and the reason, where there are none.
+
+    Args:
+      schedule: the name that it was given.
+      ranks: the number of ranks.
+      microbatches: the number of microbatches.
+      reason: why the schedule has no table of this size; else empty.
+      stages_per_rank: the number of stages on each rank.
+      parameters: how often the ranks together hold the parameters.
+      makespan: the time of a step, in the unit of the costs.
+      bubble: `Timeline.bubble_fraction`.
+      span_bubble: `Timeline.span_bubble_fraction`.
+      peak_memory: the most that a rank holds, in the unit of the memory model.
+
+    >>> from jaxpp.schedules import DualPipe
+    >>> compare({"dualpipe": DualPipe()}, num_ranks=2, num_microbatches=3)[0].reason[:60]
+    'DualPipe() needs num_microbatches to be even and at least tw'
+    """
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    reason: str = ""
+    stages_per_rank: int | None = None
+    parameters: int | None = None
+    makespan: float | None = None
+    bubble: float | None = None
+    span_bubble: float | None = None
+    peak_memory: float | None = None
+
+
+def compare(
+    schedules: Mapping[str, Schedule],
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    *,
+    memory: Memory | None = None,
+    overlap: Literal["atomic", "free", "none"] = "atomic",
+    machine: Machine | None = None,
+) -> list[Comparison]:
+    """Simulates schedules for one number of ranks and microbatches.
+
+    Args:
+      schedules: the schedules, by name.
+      num_ranks: the number of ranks.
+      num_microbatches: the number of microbatches.
+      costs: the time of a rank's whole work for a microbatch, whatever the number of its stages.
+      memory: what that work holds; by default 1 from the forward to the weight gradient.
+      overlap: what tasks that may overlap do: see `simulate`.
+      machine: the ranks' speeds, the links, and the end of a step.
+
+    Returns:
+      A row for each schedule, in order. `dataclasses.asdict` makes a dictionary of one.
+
+    Raises:
+      ScheduleError: a table breaks a rule; the first sentence names the schedule.
+
+    >>> from jaxpp.schedules import Interleaved1F1B, OneFOneB
+    >>> rows = compare({"1f1b": OneFOneB(), "interleaved": Interleaved1F1B(2)}, 4, 8)
+    >>> [(row.schedule, row.makespan, row.peak_memory) for row in rows]
+    [('1f1b', 33.0, 4.0), ('interleaved', 28.5, 5.5)]
+    """
+    rows = []
+    for name, schedule in schedules.items():
+        row = Comparison(name, num_ranks, num_microbatches)
+        try:
+            table = schedule.table_for_ranks(num_ranks, num_microbatches)
+        except ValueError as error:
+            rows.append(dataclasses.replace(row, reason=str(error)))
+            continue
+        try:
+            check(table)
+        except ValueError as error:
+            error.add_note(f"in the table of {name}, for {num_ranks} ranks")
+            raise
+        found = simulate(table, costs, memory=memory, overlap=overlap, machine=machine, per="rank")
+        rows.append(
+            dataclasses.replace(
+                row,
+                stages_per_rank=table.num_stages // table.num_ranks,
+                parameters=len(table.directions),
+                makespan=found.makespan,
+                bubble=found.bubble_fraction,
+                span_bubble=found.span_bubble_fraction,
+                peak_memory=max(found.peak_memory),
+            )
+        )
+    return rows
