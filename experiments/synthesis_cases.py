@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxpp.schedules import Costs, Memory, Synthesis, simulate, synthesize
-from jaxpp.schedules.building_blocks import waves
 from jaxpp.schedules._synthesis._portfolio import catalogue_tables
+from jaxpp.schedules.building_blocks import waves
 
 Row = dict[str, Any]
 

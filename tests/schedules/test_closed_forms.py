@@ -208,7 +208,7 @@ def test_groups_of_any_size_from_p(v, p, m, data):
     table = schedule.table(p * v, m)
     check(table)
     if m >= p:
-        assert bubble(schedule, p, m) == pytest.approx(3 * (p - 1) / v)
+        assert bubble(schedule, p, m) == pytest.approx(3 * (p - 1) / v, abs=1e-9)
     group = -(-m // max(m // size, 1))
     assert max(table.peak_in_flight()) == min(2 * (p - 1) + (v - 1) * group + 1, m * v)
 
@@ -217,7 +217,7 @@ def test_groups_of_any_size_from_p(v, p, m, data):
 def test_gis(v, p, m, f, i, w):
     schedule = GIS(v)
     if m >= p:
-        assert bubble(schedule, p, m, f, i, w) == pytest.approx((p - 1) * (f + i) / v)
+        assert bubble(schedule, p, m, f, i, w) == pytest.approx((p - 1) * (f + i) / v, abs=1e-9)
     group = -(-m // max(m // p, 1))
     peaks = tuple(min(p - 1 - r + (v - 1) * group + 1, m * v) for r in range(p))
     assert schedule.table(p * v, m).peak_in_flight() == peaks
@@ -231,7 +231,8 @@ def test_interleaved_zero_bubble(v, p, m, data):
     w = data.draw(st.integers(1, min(f, i)), label="w")
     schedule = InterleavedZeroBubble(v)
     if m >= p:
-        assert bubble(schedule, p, m, f, i, w) == pytest.approx((p - 1) * (f + i - w) / v)
+        form = (p - 1) * (f + i - w) / v
+        assert bubble(schedule, p, m, f, i, w) == pytest.approx(form, abs=1e-9)
     group = -(-m // max(m // p, 1))
     peaks = schedule.table(p * v, m).peak_in_flight()
     assert max(peaks) == min((v - 1) * group + p, m * v)

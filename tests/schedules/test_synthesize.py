@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from experiments.synthesis_cases import best_of_catalogue, published_row
 from jaxpp.schedules import Costs, Kind, Memory, OneFOneB, check, simulate, synthesize
-from jaxpp.schedules.building_blocks import loop, waves
 from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._list_schedule import list_schedule
 from jaxpp.schedules._synthesis._local_search import improve
 from jaxpp.schedules._synthesis._portfolio import Rules, one_at_a_time
 from jaxpp.schedules._synthesis._problem import evaluate, make_problem
+from jaxpp.schedules.building_blocks import loop, waves
 
 TABLE5 = pathlib.Path(__file__).parent / "data" / "zero_bubble_table5.csv"
 ROWS = [row for row in csv.DictReader(TABLE5.open()) if row["schedule"] in ("ZB-1p", "ZB-2p")]

@@ -14,7 +14,7 @@ from jaxpp.runtime.arrays._stacked import StackedArray
 Tree = TypeVar("Tree")
 
 
-def gather(tree: Tree, device: jax.Device | None = None) -> Tree:
+def gather(tree: Tree, device: jax.Device | None = None) -> Tree:  # pyright: ignore
     """Copies the arrays of a pytree to one device, as plain arrays of JAX.
 
     A placed step leaves its results with its ranks, and JAX computes with arrays of one device

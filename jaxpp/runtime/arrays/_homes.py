@@ -49,7 +49,7 @@ def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
     return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes))
 
 
-def default_device() -> jax.Device:
+def default_device() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
     """Gives the device that JAX computes on by default in this process."""
     config: Any = jax.config
     chosen = config.jax_default_device  # a device, the name of a platform, or None
