@@ -4,12 +4,19 @@
     python -m experiments.ablate_schedules --ranks=4,8 --microbatches=8,16 --latency=0.1
     python -m experiments.ablate_schedules --ranks=2 --microbatches=8 --measure
     python -m experiments.ablate_schedules --compare=other/results.csv
+    python -m experiments.ablate_schedules --schedules=1f1b,my_module:MySchedule --caps= \
+        --model=my_module:my_model --ranks=2 --measure
 
 Every schedule of the catalogue, and tables that are synthesized under several caps of memory, are
 simulated for each number of ranks and microbatches. With `--measure` each also trains a small GPT
 on this machine: its tasks are measured one by one, the simulator gets their times, and what it
 predicts is compared with what the step takes. Costs are those of a rank's whole share of one
 microbatch, and memory is in such shares, whatever the number of stages on a rank.
+
+`--model` names a function to measure with in the place of the GPT: `my_model(key,
+num_microbatches)` returns a loss function of a model and a batch, the model, and a batch;
+`split_stages` cuts the loss function. With `--mesh=ray` ranks are worker processes, and steps are
+timed as wholes.
 
 The output folder gets `results.csv` and pictures: bubble against memory, with the Pareto front,
 and predicted against measured time.
@@ -18,10 +25,14 @@ and predicted against measured time.
 import csv
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 import os
 import pathlib
+import re
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,11 +44,16 @@ from absl import app, flags
 
 import jaxpp
 from experiments.models import gpt, sliced_gpt
-from jaxpp.schedules import Costs, Memory, Seq1F1B, Table, simulate
+from jaxpp.schedules import Comparison, Costs, Machine, Memory, Seq1F1B
 
 NAMES = [name for name in jaxpp.schedules.CATALOGUE if name != "forward_only"]
 
-_SCHEDULES = flags.DEFINE_list("schedules", NAMES, "Names of schedules; none to synthesize only.")
+_SCHEDULES = flags.DEFINE_string(
+    "schedules",
+    ",".join(NAMES),
+    "Schedules, with commas between, each as jaxpp.schedules.by_name takes it; empty to synthesize "
+    "only.",
+)
 _RANKS = flags.DEFINE_list("ranks", ["4", "8"], "Numbers of ranks.")
 _MICROBATCHES = flags.DEFINE_list("microbatches", ["8", "16"], "Numbers of microbatches.")
 
@@ -48,6 +64,17 @@ _BACKWARD = flags.DEFINE_float(
     "backward", None, "Time of a whole backward; by default that of its halves.", 0.0
 )
 _LATENCY = flags.DEFINE_float("latency", 0.0, "Time of a transfer between ranks.", 0.0)
+_TRANSFER = flags.DEFINE_float(
+    "transfer", 0.0, "Time for which a transfer keeps its link busy, beside --latency.", 0.0
+)
+_SHARED_LINKS = flags.DEFINE_bool("shared_links", False, "Whether transfers of a link take turns.")
+_BLOCKING_SENDS = flags.DEFINE_bool(
+    "blocking_sends", False, "Whether ranks wait until what they send has arrived."
+)
+_SPEEDS = flags.DEFINE_list("speeds", [], "The speed of each rank; by default all have 1.")
+_UPDATE = flags.DEFINE_float(
+    "update", 0.0, "Time of a rank's gradient reduction and optimizer, after its last task.", 0.0
+)
 _OVERLAP = flags.DEFINE_enum(
     "overlap", "atomic", ["atomic", "free", "none"], "What tasks that may overlap do."
 )
@@ -71,6 +98,10 @@ _PLACEMENTS = flags.DEFINE_multi_enum(
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the synthesizer, the model and the batch.")
 
 _MEASURE = flags.DEFINE_bool("measure", False, "Whether to run the schedules on this machine.")
+_MODEL = flags.DEFINE_string(
+    "model", None, "package.module:function of a model to measure with, in the place of the GPT."
+)
+_MESH = flags.DEFINE_enum("mesh", "local", ["local", "ray"], "Devices or worker processes.")
 _LAYERS = flags.DEFINE_list("layers", ["16"], "Numbers of Transformer blocks, to measure with.")
 _WIDTH = flags.DEFINE_integer("width", 64, "Features of each position.", 1)
 _SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 64, "In bytes.", 1)
@@ -89,24 +120,13 @@ STAGES_PER_RANK = {"chain": 1, "v": 2, "loop": 2}
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """What came out for one schedule and size; None where nothing did, and the reason for it.
+class Row(Comparison):
+    """A comparison, and what the schedule took when it was run.
 
-    Simulated times are in units of the flags, measured ones in seconds. `parameters` is how often
-    the ranks together hold the parameters.
+    Simulated times are in units of the flags, measured ones in seconds.
     """
 
-    schedule: str
-    ranks: int
-    microbatches: int
     layers: int | None = None
-    reason: str = ""
-    stages_per_rank: int | None = None
-    parameters: int | None = None
-    makespan: float | None = None
-    bubble: float | None = None
-    span_bubble: float | None = None
-    peak_memory: float | None = None
     gap: float | None = None
     shortest_task: float | None = None
     predicted: float | None = None
@@ -133,51 +153,48 @@ class Row:
 # ---- what is simulated --------------------------------------------------------------------------
 
 
-def costs(stages_per_rank: int) -> Costs:
-    """The time of a stage's tasks."""
-    of_rank = Costs(
+def costs() -> Costs:
+    """The time of a rank's tasks."""
+    return Costs(
         _FORWARD.value,
         _INPUT_GRAD.value,
         _WEIGHT_GRAD.value,
         _BACKWARD.value,
         latency=_LATENCY.value,
+        bandwidth=1.0,
+        edge_bytes=_TRANSFER.value,
     )
-    return of_rank.divided(stages_per_rank)
 
 
-def memory(stages_per_rank: int) -> Memory:
-    """What a stage's tasks hold, in shares of a rank."""
+def memory() -> Memory:
+    """What a rank's tasks hold."""
     forward, input_grad = _FORWARD_MEMORY.value, _INPUT_GRAD_MEMORY.value
-    each = (forward, input_grad, -(forward + input_grad))
-    return Memory(*(change / stages_per_rank for change in each))
+    return Memory(forward, input_grad, -(forward + input_grad))
 
 
-def simulated(name: str, table: Table) -> Row:
-    """The row of a table under the cost model of the flags."""
-    stages = table.num_stages // table.num_ranks
-    overlap: Any = _OVERLAP.value
-    timeline = simulate(table, costs(stages), memory=memory(stages), overlap=overlap)
-    return Row(
-        name,
-        table.num_ranks,
-        table.num_microbatches,
-        stages_per_rank=stages,
-        parameters=len(table.directions),
-        makespan=timeline.makespan,
-        bubble=timeline.bubble_fraction,
-        span_bubble=timeline.span_bubble_fraction,
-        peak_memory=max(timeline.peak_memory),
+def machine() -> Machine:
+    """The ranks and links that are simulated."""
+    return Machine(
+        speed=[float(speed) for speed in _SPEEDS.value] or 1.0,
+        shared_links=_SHARED_LINKS.value,
+        blocking_sends=_BLOCKING_SENDS.value,
+        optimizer=_UPDATE.value,
     )
 
 
-def of_catalogue(name: str, ranks: int, microbatches: int) -> tuple[Row, Any]:
-    """A schedule's row and the schedule, or the reason that there is none of this size."""
-    schedule = jaxpp.schedules.by_name(name)
-    try:
-        table = schedule.table(ranks * schedule.stages_per_rank, microbatches)
-    except ValueError as error:
-        return Row(name, ranks, microbatches, reason=str(error)), None
-    return simulated(name, table), schedule
+def simulated(name: str, schedule: Any, ranks: int, microbatches: int) -> tuple[Row, Any]:
+    """The row of a schedule and the schedule, or the reason that there is none of this size."""
+    overlap: Any = _OVERLAP.value
+    (found,) = jaxpp.schedules.compare(
+        {name: schedule},
+        ranks,
+        microbatches,
+        costs(),
+        memory=memory(),
+        overlap=overlap,
+        machine=machine(),
+    )
+    return Row(**dataclasses.asdict(found)), None if found.reason else schedule
 
 
 def synthesized(placement: str, cap: float, ranks: int, microbatches: int) -> tuple[Row, Any]:
@@ -188,26 +205,32 @@ def synthesized(placement: str, cap: float, ranks: int, microbatches: int) -> tu
     rank_of_stage = {"chain": down, "v": down + up, "loop": down + down}[placement]
     try:
         found = jaxpp.schedules.synthesize(
-            costs(stages),
+            costs().divided(stages),
             rank_of_stage,
             microbatches,
-            memory=memory(stages),
+            memory=memory().divided(stages),
             memory_limit=cap * ranks,
             seed=_SEED.value,
         )
     except ValueError as error:
         return Row(name, ranks, microbatches, reason=str(error)), None
-    row = simulated(name, found.table)
-    return dataclasses.replace(row, gap=found.gap), found.schedule
+    row, schedule = simulated(name, found.schedule, ranks, microbatches)
+    return dataclasses.replace(row, gap=found.gap), schedule
 
 
 def grid() -> Iterator[Callable[[], tuple[Row, Any]]]:
     """What makes each row of the simulation, and its schedule."""
     for ranks, microbatches in sizes():
-        for name in _SCHEDULES.value:
-            yield lambda n=name, p=ranks, m=microbatches: of_catalogue(n, p, m)
+        for name, schedule in named_schedules().items():
+            yield lambda n=name, s=schedule, p=ranks, m=microbatches: simulated(n, s, p, m)
         for placement, cap in itertools.product(_PLACEMENTS.value, _CAPS.value):
             yield lambda n=placement, c=float(cap), p=ranks, m=microbatches: synthesized(n, c, p, m)
+
+
+def named_schedules() -> dict[str, Any]:
+    """The schedules of the flags, by the names they have there."""
+    names = [n.strip() for n in re.split(r",(?![^(]*\))", _SCHEDULES.value)]
+    return {name: jaxpp.schedules.by_name(name) for name in names if name}
 
 
 def sizes() -> list[tuple[int, int]]:
@@ -220,24 +243,35 @@ def sizes() -> list[tuple[int, int]]:
 
 def measured(row: Row, schedule: Any, layers: int) -> Row:
     """A row with what the schedule takes when it trains a GPT, and what was predicted."""
-    row = dataclasses.replace(row, layers=layers)
     assert row.stages_per_rank is not None
     num_stages = row.ranks * row.stages_per_rank
-    groups = row.ranks if isinstance(schedule, Seq1F1B) else num_stages
-    if groups > layers:
-        return dataclasses.replace(
-            row, reason=f"{groups} stages need as many blocks, got --layers={layers}"
+    if _MODEL.value:
+        loss_fn, model, batch = own_model(_MODEL.value)(
+            jax.random.key(_SEED.value), row.microbatches
         )
-    key = jax.random.key(_SEED.value)
-    model = gpt.GPT(
-        layers=layers, width=_WIDTH.value, heads=HEADS, context=_SEQUENCE_LENGTH.value, key=key
-    )
-    shape = (_SEQUENCES.value * row.microbatches, _SEQUENCE_LENGTH.value + 1)
-    tokens = jax.random.randint(key, shape, 0, gpt.NUM_BYTES)
+        loss_fn = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, num_stages=num_stages))
+    else:
+        row = dataclasses.replace(row, layers=layers)
+        groups = row.ranks if isinstance(schedule, Seq1F1B) else num_stages
+        if groups > layers:
+            return dataclasses.replace(
+                row, reason=f"{groups} stages need as many blocks, got --layers={layers}"
+            )
+        model, batch = gpt_model(layers, row.microbatches)
+        loss_fn = staged_loss(schedule, row, layers)
     optimizer = optax.adamw(1e-3)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    step = placed_step(optimizer, row, schedule, staged_loss(schedule, row, layers))
-    found = jaxpp.measure(step, model, opt_state, tokens, repeats=_REPEATS.value)
+    step = train_step_of(optimizer, row, schedule, loss_fn)
+    if _MESH.value == "ray":
+        with jaxpp.RemoteMpmdMesh((row.ranks,), ("mpmd",)) as mesh:
+            times = step_times(
+                jaxpp.place(step, mesh, donate_argnums=(0, 1)), model, opt_state, batch
+            )
+        return dataclasses.replace(row, measured=statistics.median(times), fastest=min(times))
+    devices = jax.devices()
+    devices = [devices[0 if _SHARE_DEVICE.value else r % len(devices)] for r in range(row.ranks)]
+    step = jaxpp.place(step, jaxpp.MpmdMesh((row.ranks,), devices=devices), donate_argnums=(0, 1))
+    found = jaxpp.measure(step, model, opt_state, batch, repeats=_REPEATS.value)
     return dataclasses.replace(
         row,
         shortest_task=min(found.times.values()),
@@ -246,6 +280,39 @@ def measured(row: Row, schedule: Any, layers: int) -> Row:
         measured=found.step,
         fastest=min(found.steps),
     )
+
+
+def own_model(model: str) -> Callable[..., Any]:
+    """The function that `--model` names."""
+    module, _, name = model.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise app.UsageError(
+            f"--model={_MODEL.value} is no package.module:function: {error}."
+        ) from error
+
+
+def gpt_model(layers: int, microbatches: int) -> tuple[Any, jax.Array]:
+    """A GPT, and a batch for it."""
+    key = jax.random.key(_SEED.value)
+    model = gpt.GPT(
+        layers=layers, width=_WIDTH.value, heads=HEADS, context=_SEQUENCE_LENGTH.value, key=key
+    )
+    shape = (_SEQUENCES.value * microbatches, _SEQUENCE_LENGTH.value + 1)
+    return model, jax.random.randint(key, shape, 0, gpt.NUM_BYTES)
+
+
+def step_times(step: Callable[..., Any], *args: Any) -> list[float]:
+    """The times of some steps, after one that compiles."""
+    *state, batch = args
+    times = []
+    for _ in range(_REPEATS.value + 1):
+        start = time.perf_counter()
+        *state, loss = step(*state, batch)
+        jax.block_until_ready((state, loss))
+        times.append(time.perf_counter() - start)
+    return times[1:]
 
 
 def staged_loss(schedule: Any, row: Row, layers: int) -> Callable[..., Any]:
@@ -260,10 +327,10 @@ def staged_loss(schedule: Any, row: Row, layers: int) -> Callable[..., Any]:
     return jaxpp.wrap_forward(jaxpp.split_stages(gpt.loss_fn, at=at))
 
 
-def placed_step(
+def train_step_of(
     optimizer: optax.GradientTransformation, row: Row, schedule: Any, loss_fn: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A train step on the local mesh."""
+    """A train step."""
     grad_fn = jaxpp.microbatch(
         eqx.filter_value_and_grad(loss_fn), row.microbatches, in_axes=(None, 0)
     )
@@ -275,13 +342,15 @@ def placed_step(
         updates, opt_state = optimizer.update(grads, opt_state, parameters)
         return eqx.apply_updates(model, updates), opt_state, loss
 
-    devices = jax.devices()
-    devices = [devices[0 if _SHARE_DEVICE.value else r % len(devices)] for r in range(row.ranks)]
-    mesh = jaxpp.MpmdMesh((row.ranks,), ("mpmd",), devices=devices)
-    return jaxpp.place(train_step, mesh, donate_argnums=(0, 1))
+    return train_step
 
 
 # ---- what is shown ------------------------------------------------------------------------------
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.1f}"
+
 
 #: The columns of the terminal's tables: a title, and what to write for a row.
 SIMULATED = {
@@ -295,12 +364,12 @@ SIMULATED = {
 }
 MEASURED = {
     "layers": lambda row: f"{row.layers}",
-    "shortest task ms": lambda row: f"{1e3 * row.shortest_task:.1f}",
-    "measured ms": lambda row: f"{1e3 * row.measured:.1f}",
-    "predicted ms": lambda row: f"{1e3 * row.predicted:.1f}",
-    "error": lambda row: f"{row.error:+.1%}",
-    "fastest ms": lambda row: f"{1e3 * row.fastest:.1f}",
-    "from tasks alone ms": lambda row: f"{1e3 * row.predicted_from_tasks_alone:.1f}",
+    "shortest task ms": lambda row: milliseconds(row.shortest_task),
+    "measured ms": lambda row: milliseconds(row.measured),
+    "predicted ms": lambda row: milliseconds(row.predicted),
+    "error": lambda row: "" if row.error is None else f"{row.error:+.1%}",
+    "fastest ms": lambda row: milliseconds(row.fastest),
+    "from tasks alone ms": lambda row: milliseconds(row.predicted_from_tasks_alone),
 }
 
 
@@ -476,7 +545,14 @@ def plot_predictions(rows: Sequence[Row], path: pathlib.Path) -> None:
 
 def check_flags() -> None:
     """Says what is wrong with the flags before anything runs."""
-    for name, wanted in (("ranks", int), ("microbatches", int), ("layers", int), ("caps", float)):
+    wanted_types = {
+        "ranks": int,
+        "microbatches": int,
+        "layers": int,
+        "caps": float,
+        "speeds": float,
+    }
+    for name, wanted in wanted_types.items():
         for value in flags.FLAGS[name].value or ():
             try:
                 valid = 0 < wanted(value) < math.inf
@@ -484,8 +560,15 @@ def check_flags() -> None:
                 valid = False
             if not valid:
                 raise app.UsageError(f"--{name} takes positive numbers, got {value!r}.")
-    if unknown := [name for name in _SCHEDULES.value if name not in NAMES]:
-        raise app.UsageError(f"--schedules names {unknown[0]!r}; there are {', '.join(NAMES)}.")
+    try:
+        named_schedules()
+    except ValueError as error:
+        raise app.UsageError(f"--schedules={_SCHEDULES.value}: {error}") from error
+    if _SPEEDS.value and any(len(_SPEEDS.value) != int(p) for p in _RANKS.value):
+        raise app.UsageError(
+            f"--speeds has {len(_SPEEDS.value)} numbers; give one for each rank, with one number "
+            f"of --ranks."
+        )
     if _WIDTH.value % HEADS:
         raise app.UsageError(f"--width must be a multiple of {HEADS}, got {_WIDTH.value}.")
 
@@ -503,14 +586,15 @@ def main(_: list[str]) -> None:
     write(rows, output / "results.csv")
     if _MEASURE.value:
         make_devices()
-        work = [(*f, int(n)) for n in _LAYERS.value for f in found if f[1] is not None]
+        layers = [0] if _MODEL.value else [int(n) for n in _LAYERS.value]
+        work = [(*f, n) for n in layers for f in found if f[1] is not None]
         rows = [row for row in rows if row.reason]
         for row, schedule, layers in tqdm.tqdm(work, desc="measure"):
             rows.append(measured(row, schedule, layers))
             write(rows, output / "results.csv")
-        run = [row for row in rows if row.layers is not None]
+        run = [row for row in rows if row.measured is not None or row.layers is not None]
         print(to_text(run, MEASURED))
-        if done := [row for row in run if row.measured is not None]:
+        if done := [row for row in run if row.predicted is not None]:
             plot_predictions(done, output / "predictions.png")
             print(f"largest error {max(abs(row.error or 0.0) for row in done):.1%}")
     if _COMPARE.value:

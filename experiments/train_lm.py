@@ -2,7 +2,7 @@
 
     python -m experiments.train_lm
     python -m experiments.train_lm --schedule=interleaved_1f1b --tied --dropout=0.1 --verify
-    python -m experiments.train_lm --schedule=seq1f1b --knobs=slices=4
+    python -m experiments.train_lm --schedule='seq1f1b(slices=4)'
     python -m experiments.train_lm --model=mixtral --pp=2 --num_pipeline_microbatches=4 --profile
     python -m experiments.train_lm --model=llama2 --width=64 --pp=2 --dp=2 --mp=2 --zero1 --verify
     python -m experiments.train_lm --mesh=ray --checkpoint_every=50 --restarts=3

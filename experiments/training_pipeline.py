@@ -21,14 +21,12 @@ _MICROBATCHES = flags.DEFINE_integer(
 _PIPELINE_MICROBATCHES = flags.DEFINE_integer(
     "num_pipeline_microbatches", None, "The same as --microbatches.", lower_bound=1
 )
-_SCHEDULE = flags.DEFINE_enum(
+_SCHEDULE = flags.DEFINE_string(
     "schedule",
     "1f1b",
-    [name for name in jaxpp.schedules.CATALOGUE if name != "forward_only"],
-    "Order in which a rank runs its tasks, and so the number of stages on each rank.",
-)
-_KNOBS = flags.DEFINE_list(
-    "knobs", [], "Fields of the schedule, as name=number: stages_per_rank=2, for instance."
+    "Order in which a rank runs its tasks, and so the number of stages on each rank: a name of "
+    "jaxpp.schedules.CATALOGUE, with knobs as in 'interleaved_1f1b(stages_per_rank=4)', or "
+    "package.module:Class for one of your own.",
 )
 _CUT = flags.DEFINE_enum(
     "cut",
@@ -55,10 +53,7 @@ def microbatches() -> int:
 
 
 def training_schedule() -> jaxpp.schedules.Schedule:
-    knobs = dict(knob.split("=", 1) for knob in _KNOBS.value)
-    return jaxpp.schedules.by_name(
-        _SCHEDULE.value, **{name: int(value) for name, value in knobs.items()}
-    )
+    return jaxpp.schedules.by_name(_SCHEDULE.value)
 
 
 def number_of_stages() -> int:
@@ -71,6 +66,8 @@ def check() -> None:
         table = training_schedule().table(number_of_stages(), microbatches())
     except ValueError as error:
         raise app.UsageError(f"--schedule={_SCHEDULE.value}: {error}") from error
+    if table.forward_only:
+        raise app.UsageError(f"--schedule={_SCHEDULE.value} has no backward, and trains nothing.")
     config, parts = training_model.config(), training_mesh.parts()
     if config.heads % parts:
         raise app.UsageError(

@@ -1,14 +1,17 @@
 """The grid of schedules: what is simulated, what is measured, and how two runs compare."""
 
+import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
 import pytest
 from absl import flags
 from absl.testing import flagsaver
 
 from experiments import ablate_schedules
 from experiments.ablate_schedules import Row
-from jaxpp.schedules import OneFOneB, VMin
+from jaxpp.schedules import OneFOneB, Schedule, VMin, building_blocks
 
 
 @pytest.fixture
@@ -17,7 +20,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(ablate_schedules, "make_devices", lambda: None)  # conftest.py makes them
 
     def run(**values):
-        small = dict(schedules=["1f1b"], ranks=["2"], microbatches=["4"], caps=[], output=tmp_path)
+        small = dict(schedules="1f1b", ranks=["2"], microbatches=["4"], caps=[], output=tmp_path)
         flags.FLAGS.mark_as_parsed()
         with flagsaver.flagsaver(**(small | values | {"output": str(tmp_path)})):
             ablate_schedules.main([])
@@ -27,7 +30,9 @@ def run(tmp_path, monkeypatch):
 
 
 def test_the_whole_catalogue_is_simulated_and_what_does_not_fit_has_a_reason(run, tmp_path, capsys):
-    rows = {row.schedule: row for row in run(schedules=ablate_schedules.NAMES, ranks=["3"])}
+    rows = {
+        row.schedule: row for row in run(schedules=",".join(ablate_schedules.NAMES), ranks=["3"])
+    }
     assert set(rows) == set(ablate_schedules.NAMES)
     one_f_one_b = rows["1f1b"]  # (p - 1)(F + B) of bubble beside m(F + B) of work
     assert one_f_one_b.makespan == 18.0 and one_f_one_b.peak_memory == 3.0
@@ -39,7 +44,7 @@ def test_the_whole_catalogue_is_simulated_and_what_does_not_fit_has_a_reason(run
 
 
 def test_costs_and_memory_are_those_of_a_rank_whatever_its_stages(run):
-    rows = run(schedules=["1f1b", "v_min", "dualpipe"], ranks=["4"], microbatches=["8"])
+    rows = run(schedules="1f1b,v_min,dualpipe", ranks=["4"], microbatches=["8"])
     by_name = {row.schedule: row for row in rows}
     work = 8 * 3.0
     for row in rows:  # the work of a rank is the same: what is not bubble
@@ -51,15 +56,15 @@ def test_costs_and_memory_are_those_of_a_rank_whatever_its_stages(run):
 
 
 def test_flags_change_the_cost_model(run):
-    (plain,) = run(schedules=["zb_h1"])
-    (slower,) = run(schedules=["zb_h1"], latency=0.5)
-    (larger,) = run(schedules=["zb_h1"], input_grad_memory=1.0)
+    (plain,) = run(schedules="zb_h1")
+    (slower,) = run(schedules="zb_h1", latency=0.5)
+    (larger,) = run(schedules="zb_h1", input_grad_memory=1.0)
     assert slower.makespan > plain.makespan and slower.peak_memory == plain.peak_memory
     assert larger.makespan == plain.makespan and larger.peak_memory > plain.peak_memory
 
 
 def test_synthesized_tables_keep_to_their_caps(run):
-    rows = run(schedules=[], ranks=["4"], microbatches=["8"], caps=["0.5", "1", "0.1"])
+    rows = run(schedules="", ranks=["4"], microbatches=["8"], caps=["0.5", "1", "0.1"])
     by_name = {row.schedule: row for row in rows}
     assert len(rows) == 6 and all(row.is_synthesized for row in rows)
     for cap in (0.5, 1.0):
@@ -87,12 +92,70 @@ def test_schedules_are_measured(run, tmp_path, capsys):
     assert (tmp_path / "predictions.png").stat().st_size > 10_000
 
 
+@dataclasses.dataclass(frozen=True)
+class Patient(Schedule):
+    """1F1B with more warm-up."""
+
+    more: int = 1
+
+    def orders(self, num_ranks, num_microbatches):
+        for rank in range(num_ranks):
+            passes = [(rank, i) for i in range(num_microbatches)]
+            warmup = num_ranks - 1 - rank + self.more
+            yield building_blocks.one_forward_one_backward(passes, passes, warmup)
+
+
+def layers_of_my_own(key, num_microbatches):
+    params = [0.3 * jax.random.normal(k, (8, 8)) for k in jax.random.split(key, 4)]
+
+    def loss_fn(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    return loss_fn, params, jax.random.normal(key, (2 * num_microbatches, 8))
+
+
+def test_a_schedule_and_a_model_of_ones_own_are_ablated(run):
+    here = "tests.experiments.test_ablate_schedules"
+    rows = run(
+        schedules=f"1f1b,{here}:Patient(more=2),interleaved_1f1b(stages_per_rank=2)",
+        model=f"{here}:layers_of_my_own",
+        measure=True,
+        repeats=1,
+    )
+    assert [row.schedule for row in rows][1:] == [
+        f"{here}:Patient(more=2)",
+        "interleaved_1f1b(stages_per_rank=2)",
+    ]
+    assert [row.peak_memory for row in rows] == [2.0, 4.0, 2.5]
+    assert all(row.measured and row.predicted for row in rows)
+
+
+@pytest.mark.slow
+def test_steps_on_worker_processes_are_timed(run):
+    (row,) = run(model=f"{__name__}:layers_of_my_own", measure=True, repeats=2, mesh="ray")
+    assert row.measured and row.fastest and row.predicted is None
+
+
+def test_the_machine_of_the_flags_is_simulated(run):
+    (plain,) = run()
+    (slow,) = run(speeds=["1", "0.5"])
+    (late,) = run(update=3.0)
+    (shared,) = run(transfer=4.0, shared_links=True)
+    (free,) = run(transfer=4.0)
+    (blocked,) = run(transfer=4.0, blocking_sends=True)
+    assert late.makespan == plain.makespan + 3
+    assert slow.makespan > plain.makespan
+    assert plain.makespan < free.makespan < shared.makespan <= blocked.makespan
+
+
 def test_a_run_is_compared_with_another(run, tmp_path, capsys):
-    run(schedules=["1f1b", "gpipe"], ranks=["2", "4"])
+    run(schedules="1f1b,gpipe", ranks=["2", "4"])
     other = tmp_path / "other.csv"
     (tmp_path / "results.csv").rename(other)
     capsys.readouterr()
-    run(schedules=["1f1b", "zb_h1"], compare=str(other))
+    run(schedules="1f1b,zb_h1", compare=str(other))
     assert "1 alike, 0 different, 1 only here, 3 only there" in capsys.readouterr().out
     run(forward=2.0, compare=str(other))
     shown = capsys.readouterr().out
@@ -102,7 +165,7 @@ def test_a_run_is_compared_with_another(run, tmp_path, capsys):
 
 
 def test_rows_survive_the_file(tmp_path):
-    full = Row("1f1b", 2, 4, 8, "", 1, 1, 15.0, 0.2, 0.2, 2.0, 0.0, 0.005, 0.1, 0.09, 0.11, 0.1)
+    full = Row("1f1b", 2, 4, "", 1, 1, 15.0, 0.2, 0.2, 2.0, 8, 0.0, 0.005, 0.1, 0.09, 0.11, 0.1)
     rows = [full, Row("dualpipe", 3, 4, reason="needs an even number, got 3")]
     ablate_schedules.write(rows, tmp_path / "rows.csv")
     assert ablate_schedules.read(tmp_path / "rows.csv") == rows
@@ -120,7 +183,10 @@ def test_another_file_is_not_compared_with(run, tmp_path):
         ({"ranks": ["two"]}, "--ranks takes positive numbers, got 'two'"),
         ({"microbatches": ["0"]}, "--microbatches takes positive numbers, got '0'"),
         ({"caps": ["inf"]}, "--caps takes positive numbers, got 'inf'"),
-        ({"schedules": ["2f2b"]}, "--schedules names '2f2b'; there are gpipe"),
+        ({"schedules": "2f2b"}, "--schedules=2f2b: there is no schedule named '2f2b'; use one of"),
+        ({"schedules": "gpipe(2)"}, "write its knobs by name"),
+        ({"speeds": ["1"]}, "--speeds has 1 numbers; give one for each rank"),
+        ({"model": "nothing:here", "measure": True}, "--model=nothing:here is no package.module"),
         ({"width": 6}, "--width must be a multiple of 4, got 6"),
     ],
 )
