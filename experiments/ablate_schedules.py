@@ -246,9 +246,8 @@ def measured(row: Row, schedule: Any, layers: int) -> Row:
     assert row.stages_per_rank is not None
     num_stages = row.ranks * row.stages_per_rank
     if _MODEL.value:
-        loss_fn, model, batch = own_model(_MODEL.value)(
-            jax.random.key(_SEED.value), row.microbatches
-        )
+        make = own_model(_MODEL.value)
+        loss_fn, model, batch = make(jax.random.key(_SEED.value), row.microbatches)
         loss_fn = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, num_stages=num_stages))
     else:
         row = dataclasses.replace(row, layers=layers)
@@ -363,7 +362,7 @@ SIMULATED = {
     "gap": lambda row: "" if row.gap is None else f"{row.gap:.2%}",
 }
 MEASURED = {
-    "layers": lambda row: f"{row.layers}",
+    "layers": lambda row: "" if row.layers is None else f"{row.layers}",
     "shortest task ms": lambda row: milliseconds(row.shortest_task),
     "measured ms": lambda row: milliseconds(row.measured),
     "predicted ms": lambda row: milliseconds(row.predicted),
