@@ -50,6 +50,9 @@ class Timeline:
     memory: Memory = Memory()
     machine: Machine = Machine()
 
+    def __repr__(self) -> str:
+        return f"Timeline({self.table!r}, makespan={self.makespan:.6g})"
+
     @property
     def num_ranks(self) -> int:
         """The number of ranks."""

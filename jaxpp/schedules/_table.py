@@ -97,6 +97,12 @@ class Table:
                 f"{count - 1}, got {self.direction_of}."
             )
 
+    def __repr__(self) -> str:
+        return (
+            f"Table({self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} "
+            f"microbatches)"
+        )
+
     @property
     def num_ranks(self) -> int:
         """The number of ranks."""

@@ -6,11 +6,13 @@ import sys
 
 import matplotlib.image
 import pytest
+from matplotlib.figure import Figure
 
 from jaxpp.schedules import (
     Costs,
     DualPipe,
     Interleaved1F1B,
+    Machine,
     OneFOneB,
     Table,
     Timeline,
@@ -108,6 +110,35 @@ EMPTY = Timeline(Table(((), ()), 0, 0), ((), ()), ((), ()))
 def test_plot_refuses_to_draw_nothing(tmp_path, nothing):
     with pytest.raises(ValueError, match="plot needs timelines that have tasks"):
         plot(nothing, tmp_path / "nothing.png")
+
+
+def test_plot_returns_its_figure_and_draws_into_axes_of_ones_own(tmp_path):
+    timeline = simulate(OneFOneB().table(2, 4))
+    figure = plot(timeline)
+    assert len(figure.axes) == 1 and not list(tmp_path.iterdir())
+    assert figure._repr_svg_().startswith("<?xml")  # pyright: ignore[reportAttributeAccessIssue]
+    own = Figure()
+    left, right = own.subplots(1, 2)
+    assert plot(timeline, ax=right) is own
+    assert right.get_xlim() == (0, timeline.makespan) and not left.collections
+    assert len(right.collections[0].get_paths()) == 8  # the tasks of a rank
+    updated = simulate(OneFOneB().table(2, 4), machine=Machine(optimizer=2.0))
+    plot(updated, ax=left)
+    assert [bar.get_x() for bar in left.patches] == [ends[-1] for ends in updated.ends]
+    assert {bar.get_width() for bar in left.patches} == {2.0}
+    with pytest.raises(ValueError, match="one timeline without its memory into ax=, got 2"):
+        plot({"a": timeline, "b": timeline}, ax=left)
+    with pytest.raises(ValueError, match="got 1 and memory=True"):
+        plot(timeline, ax=left, memory=True)
+
+
+def test_tables_and_timelines_are_short_in_a_notebook():
+    table = ZeroBubbleH1().table(8, 64)
+    assert repr(table) == "Table(8 ranks, 8 stages, 64 microbatches)"
+    timeline = simulate(table)
+    assert repr(timeline) == (
+        f"Timeline(Table(8 ranks, 8 stages, 64 microbatches), makespan={timeline.makespan:g})"
+    )
 
 
 def test_matplotlib_is_imported_by_who_draws_and_never_pyplot(tmp_path):

@@ -1,6 +1,8 @@
 """Draws timelines as pictures."""
 
+import dataclasses
 import functools
+import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.path import Path
 
 _IDLE = "#f1f1f1"
+_UPDATE = "#7a9e7e"
 _MARGIN_INCHES = 0.8
 _WIDEST_INCHES = 28.0
 _ROW_INCHES = 0.25
@@ -37,12 +40,13 @@ _SMALLEST_FONT, _LARGEST_FONT = 4.5, 8.0  # of the numbers in cells, in points
 
 def plot(
     timelines: Timeline | Mapping[str, Timeline],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     *,
+    ax: "Axes | None" = None,
     memory: bool = False,
     side_by_side: bool = False,
     unit: str = "",
-) -> None:
+) -> "Figure":
     """Draws timelines as a picture: a row for each rank, a colour for each kind of task.
 
     Cells have the number of their microbatch where it is legible. Where a rank has several stages,
@@ -52,24 +56,25 @@ def plot(
 
     Args:
       timelines: a timeline, or several by title.
-      path: where to write; the suffix gives the format, `.png` or `.svg` for instance.
+      path: where to write, if anywhere; the suffix gives the format, `.png` or `.svg` for instance.
+      ax: axes of your own, for one timeline without its memory; by default a figure is made.
       memory: whether to draw under each timeline what its ranks hold over time.
       side_by_side: whether several timelines are beside each other, not one above the other.
       unit: the unit of time, for the label of the axis.
 
+    Returns:
+      The figure; it shows itself at the end of a cell of a notebook.
+
     Raises:
-      ValueError: there is no timeline, or one without tasks.
+      ValueError: there is no timeline, or one without tasks, or more than `ax` has room for.
 
     >>> import pathlib, tempfile
     >>> from jaxpp.schedules import GPipe, simulate
     >>> timeline = simulate(GPipe().table(num_stages=4, num_microbatches=8))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     plot({"GPipe": timeline}, pathlib.Path(folder, "gpipe.png"), memory=True)
+    <Picture size 880x370 with 2 Axes>
     """
-    # Imported here, so that only drawing waits for matplotlib; and without pyplot, which would
-    # keep the figure and look for a window system.
-    from matplotlib.figure import Figure
-
     titled = by_title(timelines)
     if not titled or not all(timeline.spans for timeline in titled.values()):
         raise ValueError(
@@ -77,7 +82,9 @@ def plot(
         )
     charts = [_Chart(title, one, lay_out(one)) for title, one in titled.items()]
     page = _Page.of(charts, memory, side_by_side)
-    figure = Figure(figsize=(page.width, page.height), layout="constrained")
+    if ax is not None:
+        return _plot_into(ax, charts, page, memory, unit, path)
+    figure = _picture()(figsize=(page.width, page.height), layout="constrained")
     grid = figure.subplots(
         len(page.row_heights),
         page.columns,
@@ -103,7 +110,52 @@ def plot(
         if side_by_side or n == len(charts) - 1:
             last.set_xlabel(f"time ({unit})" if unit else "time", fontsize=0.9 * page.font)
     _draw_legend(figure, charts, memory, page)
-    figure.savefig(path, dpi=160)
+    if path is not None:
+        figure.savefig(path, dpi=160)
+    return figure
+
+
+def _plot_into(
+    axes: "Axes",
+    charts: Sequence["_Chart"],
+    page: "_Page",
+    memory: bool,
+    unit: str,
+    path: str | os.PathLike[str] | None,
+) -> "Figure":
+    """Draws one timeline into axes that are there already, at their size."""
+    if memory or len(charts) != 1:
+        raise ValueError(
+            f"plot draws one timeline without its memory into ax=, got {len(charts)} and "
+            f"memory={memory}; leave ax out, or call plot once for each of your axes."
+        )
+    (chart,), figure = charts, axes.get_figure(root=True)
+    assert figure is not None
+    width = axes.get_window_extent().width * 72 / figure.dpi
+    page = dataclasses.replace(page, points_per_unit=width / page.horizon, font=10)
+    _draw_ranks(axes, chart, page)
+    axes.set_title(chart.title, loc="left", fontsize=page.font)
+    axes.set_xlim(0, page.horizon)
+    axes.set_xlabel(f"time ({unit})" if unit else "time", fontsize=0.9 * page.font)
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+@functools.cache
+def _picture() -> type["Figure"]:
+    """Makes the class of the figures: one that a notebook shows, without pyplot."""
+    # Imported here, so that only drawing waits for matplotlib; and without pyplot, which would
+    # keep the figure and look for a window system.
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        def _repr_svg_(self) -> str:
+            file = io.StringIO()
+            self.savefig(file, format="svg")
+            return file.getvalue()
+
+    return Picture
 
 
 @dataclass(frozen=True)
@@ -171,6 +223,9 @@ def _draw_ranks(axes: "Axes", chart: _Chart, page: _Page) -> None:
         rooms = [(page.points_per_unit * width - 1.0) / digits for _, _, width, _ in bars]
         _draw_numbers(axes, numbers, rooms, bars, colours)
     ranks = range(len(chart.rows))
+    if any(update := chart.timeline.update):
+        last = [max(ends, default=0.0) for ends in chart.timeline.ends]
+        axes.barh(ranks, update, 0.9, last, color=_UPDATE, edgecolor="white", linewidth=edge)
     axes.set_ylim(len(ranks) - 0.4, -0.6)  # rank 0 at the top
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.tick_params(axis="y", labelsize=min(0.8 * page.font, 11), length=0)
@@ -252,7 +307,8 @@ def _draw_memory(axes: "Axes", timeline: Timeline, most_held: float, page: _Page
     from matplotlib.ticker import MaxNLocator
 
     for rank in range(timeline.num_ranks):
-        steps = [(0.0, 0.0), *timeline.memory_over_time(rank)]
+        resident = timeline.machine.held(timeline.num_ranks)[rank]
+        steps = [(0.0, resident), *timeline.memory_over_time(rank)]
         steps.append((timeline.makespan, steps[-1][1]))
         axes.step(
             [time for time, _ in steps],
@@ -290,6 +346,8 @@ def _draw_legend(figure: "Figure", charts: Sequence[_Chart], memory: bool, page:
         for kind in Kind
         if kind in kinds
     ]
+    if any(any(chart.timeline.update) for chart in charts):
+        entries.append(((Patch(facecolor=_UPDATE),), "reduction and optimizer"))
     entries.append(((Patch(facecolor=_IDLE, edgecolor="#c0c0c0"),), "idle"))
     if meaning := explain_shades((chart.timeline for chart in charts), each):
         greys = (Patch(facecolor=str(0.3 + 0.5 * n / (slots - 1))) for n in range(slots))
