@@ -31,6 +31,7 @@ from jaxpp import schedules as schedules
 from jaxpp import testing as testing
 from jaxpp._conveniences import accumulate_grads as accumulate_grads
 from jaxpp._conveniences import pipelined as pipelined
+from jaxpp._spellings import __getattr__ as __getattr__
 from jaxpp.planning import Measurement as Measurement
 from jaxpp.planning import measure as measure
 from jaxpp.runtime import Checkpointer as Checkpointer

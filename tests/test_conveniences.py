@@ -249,3 +249,18 @@ def test_a_mark_after_the_last_stage_asks_for_another_rank():
 
     with pytest.raises(ValueError, match="3 ranks"):
         step(PARAMS[0], STACKED)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("Eager1F1B", r"use jaxpp\.schedules\.Eager1F1B, whose number of stages is read off"),
+        ("Std1F1B", r"use jaxpp\.schedules\.OneFOneB\(\)"),
+        ("treduce", r"use jaxpp\.accumulate_grads"),
+        ("nothing_like_it", r"module 'jaxpp' has no attribute 'nothing_like_it'\.$"),
+    ],
+)
+def test_names_of_other_systems_are_errors_that_name_ours(name, ours):
+    with pytest.raises(AttributeError, match=ours):
+        getattr(jaxpp, name)
+    assert not hasattr(jaxpp, name)
