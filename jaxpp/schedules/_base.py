@@ -14,7 +14,8 @@ class Schedule(abc.ABC):
 
     A new schedule is a frozen dataclass with one method, `orders`. It has the field
     `stages_per_rank` too where a rank runs several stages, and the method `placement` where stage
-    `s` is not on rank `s % p`. Where not all sizes are possible, it has the method `broken_rule`.
+    `s` is not on rank `s % p`. Where microbatches go in several directions, it has the method
+    `direction_of`. Where not all sizes are possible, it has the method `broken_rule`.
 
     >>> import dataclasses
     >>> from jaxpp.schedules import Kind
@@ -71,8 +72,8 @@ class Schedule(abc.ABC):
         return ()
 
     def direction_of(self, num_ranks: int, num_microbatches: int) -> Iterable[int]:
-        """Gives for each microbatch the number of its direction; by default all take the first."""
-        return (0,) * num_microbatches
+        """Gives for each microbatch the number of its direction, where there are several."""
+        return ()
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
         """Names the rule that a size breaks, as `"num_microbatches to be even"`; else None."""

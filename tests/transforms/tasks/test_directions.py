@@ -30,6 +30,9 @@ class BothWays(Schedule):
         down = tuple(range(num_ranks))
         return (down, down[::-1])
 
+    def direction_of(self, num_ranks, num_microbatches):
+        return [int(i >= num_microbatches // 2) for i in range(num_microbatches)]
+
     def orders(self, num_ranks, num_microbatches):
         half = num_microbatches // 2
         for rank in range(num_ranks):
