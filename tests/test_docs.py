@@ -29,7 +29,7 @@ END = "==== end of a block ===="
 def public(module):
     """The names that an `__init__.py` exports."""
     source = pathlib.Path(module.__file__).read_text()
-    return set(re.findall(r"import (\w+) as \1$", source, re.M))
+    return set(re.findall(r"import ([^\W_]\w*) as \1$", source, re.M))
 
 
 def run(page, folder):
