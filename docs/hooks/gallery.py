@@ -11,7 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from jaxpp.schedules import CATALOGUE, Costs, Schedule, Timeline, plot, simulate
+from jaxpp.schedules import CATALOGUE, Schedule, compare, plot, simulate
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _REFERENCES = _ROOT / "docs" / "references.bib"
@@ -111,25 +111,18 @@ def _page(name: str) -> str:
     )
 
 
-def _timeline(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Timeline:
-    """Simulates a schedule at costs of 1 for a rank's share of a microbatch."""
-    each = schedule.stages_per_rank
-    return simulate(schedule.table(num_ranks * each, num_microbatches), Costs().divided(each))
-
-
 def _picture(name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "picture.svg")
-        plot(_timeline(CATALOGUE[name](), *_PICTURED), path)
+        plot(simulate(CATALOGUE[name]().table_for_ranks(*_PICTURED), per="rank"), path)
         return path.read_text()
 
 
 def _figures(schedule: Schedule, num_ranks: int, num_microbatches: int) -> str:
-    timeline = _timeline(schedule, num_ranks, num_microbatches)
-    peak = max(timeline.peak_memory) / schedule.stages_per_rank
+    (row,) = compare({"": schedule}, num_ranks, num_microbatches)
     return (
-        f"| {num_ranks} | {num_microbatches} | {timeline.makespan:g} | "
-        f"{timeline.bubble_fraction:.1%} | {timeline.span_bubble_fraction:.1%} | {peak:g} |"
+        f"| {num_ranks} | {num_microbatches} | {row.makespan:g} | {row.bubble:.1%} | "
+        f"{row.span_bubble:.1%} | {row.peak_memory:g} |"
     )
 
 

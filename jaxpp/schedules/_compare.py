@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Literal
 
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._check import check
+from jaxpp.schedules._check import ScheduleError, check
 from jaxpp.schedules._costs import Costs, Memory
 from jaxpp.schedules._machine import Machine
-from jaxpp.schedules._simulate import simulate
+from jaxpp.schedules._simulate import simulate, stages_of_each_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def compare(
       A row for each schedule, in order. `dataclasses.asdict` makes a dictionary of one.
 
     Raises:
-      ScheduleError: a table breaks a rule; the first sentence names the schedule.
+      ScheduleError: a table breaks a rule; a note names the schedule.
 
     >>> from jaxpp.schedules import Interleaved1F1B, OneFOneB
     >>> rows = compare({"1f1b": OneFOneB(), "interleaved": Interleaved1F1B(2)}, 4, 8)
@@ -81,19 +81,21 @@ def compare(
         row = Comparison(name, num_ranks, num_microbatches)
         try:
             table = schedule.table_for_ranks(num_ranks, num_microbatches)
+            stages = stages_of_each_rank(table)
         except ValueError as error:
             rows.append(dataclasses.replace(row, reason=str(error)))
             continue
         try:
             check(table)
-        except ValueError as error:
-            error.add_note(f"in the table of {name}, for {num_ranks} ranks")
+        except ScheduleError as error:
+            size = f"{num_ranks} ranks and {num_microbatches} microbatches"
+            error.add_note(f"in the table of {name!r}, for {size}")
             raise
         found = simulate(table, costs, memory=memory, overlap=overlap, machine=machine, per="rank")
         rows.append(
             dataclasses.replace(
                 row,
-                stages_per_rank=table.num_stages // table.num_ranks,
+                stages_per_rank=stages,
                 parameters=len(table.directions),
                 makespan=found.makespan,
                 bubble=found.bubble_fraction,

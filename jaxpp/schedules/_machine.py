@@ -42,6 +42,11 @@ class Machine:
     optimizer: PerRank = 0.0
     resident: PerRank = 0.0
 
+    def check(self, num_ranks: int) -> None:
+        """Raises a `ValueError` where the machine is not one of so many ranks."""
+        for values in (self.speeds, self.update, self.held):
+            values(num_ranks)
+
     def speeds(self, num_ranks: int) -> tuple[float, ...]:
         """Gives the speed of each rank."""
         return _each("speed", self.speed, num_ranks, above=True)

@@ -232,6 +232,7 @@ def simulate(
         table = dataclasses.replace(table, overlaps=frozenset())
     numbered = number(table, dependencies, join=True)
     tasks, rank_of = numbered.tasks, numbered.rank_of
+    machine.check(table.num_ranks)
     speeds = machine.speeds(table.num_ranks)
     times, sends = of_each(costs, tasks), None
     if set(speeds) != {1.0}:
@@ -277,8 +278,8 @@ def stages_of_each_rank(table: Table) -> int:
     stages, left = divmod(table.num_stages, max(1, table.num_ranks))
     if left:
         raise ValueError(
-            f"per='rank' divides a rank's work among as many stages on each rank, got "
-            f"{table.num_stages} stages on {table.num_ranks} ranks; give costs per='stage'."
+            f"costs of a rank are divided among as many stages on each rank, got "
+            f"{table.num_stages} stages on {table.num_ranks} ranks; simulate it with per='stage'."
         )
     return stages
 
