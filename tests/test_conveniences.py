@@ -12,6 +12,7 @@ import pytest
 
 import jaxpp
 from jaxpp.schedules import Eager1F1B, OneFOneB
+from tests.helpers import assert_close
 
 COUNT, SIZE, WIDTH = 4, 3, 4
 PARAMS = [jax.random.normal(k, (WIDTH, WIDTH)) for k in jax.random.split(jax.random.key(0), 2)]
@@ -37,10 +38,6 @@ def one_by_one():
     grad_fn = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
     results = [grad_fn(PARAMS, x) for x in STACKED]
     return jax.tree.map(lambda *xs: jnp.stack(xs), *results)
-
-
-def assert_close(got, want):
-    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_values_are_stacked_and_gradients_summed():

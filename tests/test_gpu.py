@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxpp
+from tests.helpers import assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -80,8 +81,7 @@ def _remote_steps(transport, ranks, gpus_per_rank, memory):
             params, value = placed(params, x)
         params, value = jax.device_get((params, value))
     np.testing.assert_allclose(value, expected_loss, rtol=1e-4)
-    for got, wanted in zip(params, expected, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
+    assert_close(params, expected, rtol=1e-4)
 
 
 def test_workers_that_share_a_gpu_send_through_host_memory():

@@ -20,6 +20,7 @@ import jaxpp
 from jaxpp import testing
 from jaxpp._program import Free, Receive, Run, Send
 from tests import models
+from tests.helpers import assert_close_sums, mesh_of
 
 # The large epsilon keeps the noise of gradients near zero from being blown up to a whole step.
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))
@@ -80,23 +81,6 @@ def pipelined(case: models.Case, schedule, num_stages: int, num_microbatches: in
 def place_train_step(case, schedule, num_stages, num_microbatches, ranks, *, shared=False):
     grad_fn = pipelined(case, schedule, num_stages, num_microbatches)
     return jaxpp.place(train_step(grad_fn), mesh_of(ranks, shared), donate_argnums=(0, 1))
-
-
-def mesh_of(ranks: int, shared: bool = False):
-    return jaxpp.MpmdMesh((ranks,), devices=jax.devices()[:1] * ranks if shared else None)
-
-
-def assert_trees_close(got, want, rtol=1e-5):
-    """Each leaf close to the other's, as a share of its largest magnitude."""
-    paths = jax.tree_util.tree_leaves_with_path(eqx.filter(want, eqx.is_array))
-    leaves = jax.tree.leaves(eqx.filter(got, eqx.is_array))
-    for (path, y), x in zip(paths, leaves, strict=True):
-        assert x.dtype == y.dtype
-        scale = float(jnp.max(jnp.abs(y))) if y.size else 0.0
-        x, y = (np.asarray(z, np.float64) for z in (x, y))
-        np.testing.assert_allclose(
-            x, y, rtol=0, atol=rtol * scale, err_msg=jax.tree_util.keystr(path)
-        )
 
 
 pytestmark = pytest.mark.cases(2)
@@ -185,7 +169,7 @@ def plain_value_and_grad(name: str):
 def test_a_cut_function_has_the_value_and_gradient_of_the_plain_one(name, cut):
     case = make_case(name)
     cut_fun = eqx.filter_jit(eqx.filter_value_and_grad(CUTS[cut](case.loss)))
-    assert_trees_close(cut_fun(case.model, *case.data(0)), plain_value_and_grad(name), 1e-6)
+    assert_close_sums(cut_fun(case.model, *case.data(0)), plain_value_and_grad(name), 1e-6)
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -193,7 +177,7 @@ def test_a_cut_function_has_the_value_and_gradient_of_the_plain_one(name, cut):
 def test_the_gradient_can_be_cut_too(name, cut):
     case = make_case(name)
     cut_gradient = eqx.filter_jit(CUTS[cut](eqx.filter_value_and_grad(case.loss)))
-    assert_trees_close(cut_gradient(case.model, *case.data(0)), plain_value_and_grad(name), 1e-6)
+    assert_close_sums(cut_gradient(case.model, *case.data(0)), plain_value_and_grad(name), 1e-6)
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -207,7 +191,7 @@ def test_a_cut_commutes_with_vmap(name, cut):
 
     want = eqx.filter_jit(mapped(case.loss))(case.model, *batches)
     for fun in (mapped(CUTS[cut](case.loss)), CUTS[cut](mapped(case.loss))):
-        assert_trees_close(eqx.filter_jit(fun)(case.model, *batches), want, 1e-6)
+        assert_close_sums(eqx.filter_jit(fun)(case.model, *batches), want, 1e-6)
 
 
 @functools.cache
@@ -222,7 +206,7 @@ def plain_loop(name: str):
 def test_a_scheduled_function_has_the_values_of_the_plain_loop(name, schedule):
     case = make_case(name)
     scheduled = eqx.filter_jit(pipelined(case, SCHEDULES[schedule][1](1), 4, 3))
-    assert_trees_close(scheduled(case.model, *case.data(0)), plain_loop(name), 1e-6)
+    assert_close_sums(scheduled(case.model, *case.data(0)), plain_loop(name), 1e-6)
 
 
 def test_a_loop_that_runs_backwards_hands_its_state_backwards():
@@ -238,8 +222,8 @@ def test_a_loop_that_runs_backwards_hands_its_state_backwards():
 
     scheduled = jaxpp.schedule(backwards, jaxpp.schedules.ForwardOnly())
     want = jax.jit(backwards)(ws, x)
-    assert_trees_close(jax.jit(scheduled)(ws, x), want)
-    assert_trees_close(jaxpp.place(scheduled, mesh_of(2))(ws, x), want)
+    assert_close_sums(jax.jit(scheduled)(ws, x), want)
+    assert_close_sums(jaxpp.place(scheduled, mesh_of(2))(ws, x), want)
 
 
 # ---- law 2: microbatches change nothing but memory ----------------------------------------------
@@ -247,7 +231,7 @@ def test_a_loop_that_runs_backwards_hands_its_state_backwards():
 
 @pytest.mark.parametrize("name", models.CASES)
 def test_the_mean_gradient_of_microbatches_is_that_of_the_batch(name):
-    assert_trees_close(plain_loop(name), plain_value_and_grad(name), 1e-5)
+    assert_close_sums(plain_loop(name), plain_value_and_grad(name), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +241,7 @@ def test_the_gradient_of_a_mean_over_microbatches_is_that_of_the_batch(name, num
     case = make_case(name)
     loop = jaxpp.microbatch(case.loss, num_microbatches, in_axes=case.in_axes)
     got = eqx.filter_jit(eqx.filter_value_and_grad(loop))(case.model, *case.data(0))
-    assert_trees_close(got, plain_value_and_grad(name), 1e-5)
+    assert_close_sums(got, plain_value_and_grad(name), 1e-5)
 
 
 def temporary_bytes(fun, *args) -> int:
@@ -319,9 +303,9 @@ def test_a_step_in_bfloat16_is_as_close_as_its_resolution(name):
     step = place_train_step(case, jaxpp.schedules.OneFOneB(), 2, 3, 2)
     resolution = float(jnp.finfo(jnp.bfloat16).resolution)
     plain = trained(plain_step(name, jnp.bfloat16), case)
-    assert_trees_close(trained(step, case), plain, resolution)
+    assert_close_sums(trained(step, case), plain, resolution)
     with pytest.raises(AssertionError):  # the steps went further than that
-        assert_trees_close(case.model, plain, resolution)
+        assert_close_sums(case.model, plain, resolution)
 
 
 def with_gradient_scaled(low, label: str, factor: float):
@@ -671,9 +655,9 @@ def test_stages_that_differ_in_one_thing_are_not_one_computation(unlike, read):
     grad_fn = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(make_loss(first, second))), 2)
     grad_fn = jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())
     got = jaxpp.place(grad_fn, mesh_of(4))(ws, x)
-    assert_trees_close(got, accumulated(make_loss(first, second), 2)(ws, x))
+    assert_close_sums(got, accumulated(make_loss(first, second), 2)(ws, x))
     with pytest.raises(AssertionError):
-        assert_trees_close(got, accumulated(make_loss(first, first), 2)(ws, x))
+        assert_close_sums(got, accumulated(make_loss(first, first), 2)(ws, x))
 
 
 def test_loops_of_other_lengths_are_not_one_computation():
@@ -688,7 +672,7 @@ def test_loops_of_other_lengths_are_not_one_computation():
 
     got = jaxpp.place(step, mesh_of(2))(ws, x, y[:4])
     want = accumulated(loss, 3)(ws, x), accumulated(loss, 2)(ws, y[:4])
-    assert_trees_close(got, want)
+    assert_close_sums(got, want)
 
 
 def test_a_weak_type_is_another_type():
@@ -707,7 +691,7 @@ def test_a_weak_type_is_another_type():
     dtypes = []
     for scale in (jnp.asarray(2.0), jnp.float32(2.0), jnp.asarray(3.0)):
         got = placed(ws, x, scale)
-        assert_trees_close(got, plain(ws, x, scale))
+        assert_close_sums(got, plain(ws, x, scale))
         dtypes.append(got[2].dtype)
     assert dtypes == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
 
@@ -744,7 +728,7 @@ def test_a_call_under_another_configuration_is_what_jit_makes_of_it(what):
     context, *values = CONTEXTS[what]
     for value in values * 2:
         with context(value):
-            assert_trees_close(placed(ws, x), plain(ws, x))
+            assert_close_sums(placed(ws, x), plain(ws, x))
     assert len(traces) == 2
 
 
@@ -814,7 +798,7 @@ def test_what_an_effect_gives_is_not_computed_before_the_loop():
     x = jax.random.normal(jax.random.key(4), (6, 4))
     grad_fn = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 3)
     placed = jaxpp.place(jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB()), mesh_of(2))
-    assert_trees_close(placed(ws, x), accumulated(loss, 3)(ws, x))
+    assert_close_sums(placed(ws, x), accumulated(loss, 3)(ws, x))
     jax.effects_barrier()
     assert len(calls) == 2 * 3
 

@@ -18,6 +18,7 @@ import jaxpp.testing
 from experiments.models import bert, clip, resnet, t5, unet, vit
 from jaxpp._program import Computation, Free, Message, Program, Receive, Run, Send
 from jaxpp.schedules import Interleaved1F1B, OneFOneB, Schedule, ScheduleError, ZeroBubbleH1
+from tests.helpers import mesh_of
 
 BATCH, MICROBATCHES, TOKENS = 6, 3, 40
 KEY = jax.random.key(0)
@@ -371,10 +372,6 @@ def start(case: Case) -> tuple[Any, ...]:
     return model, OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array)), *state
 
 
-def mesh(num_ranks: int) -> jaxpp.MpmdMesh:
-    return jaxpp.MpmdMesh((num_ranks,), devices=jax.devices()[:1] * num_ranks)
-
-
 PRODUCT = [
     (name, how, schedule)
     for name in CASES
@@ -402,7 +399,7 @@ def test_gradients_and_steps_are_those_of_one_device(name, how, schedule):
     case = CASES[name]
     num_stages = 4 if schedule == "interleaved" else 2
     grad_fn = pipelined(case, how, SCHEDULES[schedule], num_stages)
-    step = jaxpp.place(train_step(case, grad_fn), mesh(2), donate_argnums=(0, 1))
+    step = jaxpp.place(train_step(case, grad_fn), mesh_of(2, shared=True), donate_argnums=(0, 1))
     # Biases of keys have no gradient but noise.
     jaxpp.testing.assert_matches_single_device(
         step, reference(name), *start(case), data=case.data, rtol=case.rtol, atol=1e-6
@@ -457,7 +454,7 @@ def lowered(name: str, how: str, schedule: Schedule):
     """The programs of a train step on four ranks with a stage each."""
     case = CASES[name]
     step = train_step(case, pipelined(case, how, schedule, 4))
-    return jaxpp.place(step, mesh(4)).lower(*start(case), *case.data(0))
+    return jaxpp.place(step, mesh_of(4, shared=True)).lower(*start(case), *case.data(0))
 
 
 def routes(lowered, *sizes: int) -> list[tuple[int, int]]:
@@ -544,7 +541,7 @@ def test_running_statistics_start_from_those_of_the_microbatch_before():
     grad_fn = pipelined(case, "path", ZeroBubbleH1(), 2)
     model, state = make(case)
     images, labels = case.data(0)
-    (_, got), _ = jaxpp.place(grad_fn, mesh(2))(model, state, images, labels)
+    (_, got), _ = jaxpp.place(grad_fn, mesh_of(2, shared=True))(model, state, images, labels)
     run = eqx.filter_jit(lambda state, x, y: resnet.loss_fn(model, state, x, y)[1])
 
     def statistics(*order):

@@ -17,6 +17,7 @@ from experiments.models import gpt2, parallel
 from jaxpp._program import Run, Send
 from jaxpp.runtime.checkpoint import load_state, save_state
 from jaxpp.schedules import GPipe, Interleaved1F1B, OneFOneB
+from tests.helpers import assert_close, assert_same, bytes_on
 from tests.runtime import inside
 from tests.runtime.inside import LAYERS, RULES, WIDTH, batch, of_ranks, placed, start, train
 
@@ -27,16 +28,6 @@ NARROW = ((4, 1), (2, 1))
 FROM_ONE = ((1, 1), (4, 1))
 MANY = ((1, 1), (2, 1), (1, 1), (2, 2))
 ONE_F_ONE_B = OneFOneB()
-
-
-def assert_equal(got, want):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-def assert_close(got, want):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 @functools.cache
@@ -75,12 +66,12 @@ def test_so_it_is_with_several_stages_on_a_rank():
 
 
 def test_schedules_of_a_kind_agree_to_the_bit():
-    assert_equal(on_mesh(WIDE, GPipe())[1], on_mesh(WIDE)[1])
+    assert_same(on_mesh(WIDE, GPipe())[1], on_mesh(WIDE)[1])
 
 
 def test_ranks_of_one_size_are_an_ordinary_mesh():
     got, want = (placed(mesh) for mesh in (of_ranks((2, 1), (2, 1)), inside.local((2, 2, 1))))
-    assert_equal(train(got, start(), range(3)), train(want, start(), range(3)))
+    assert_same(train(got, start(), range(3)), train(want, start(), range(3)))
 
 
 def test_explicit_axes():
@@ -213,17 +204,12 @@ def test_a_message_is_split_anew_in_one_transfer(monkeypatch):
     assert sizes == [sum(a.size for a in m.avals) for m in messages] and messages
 
 
-def arrays_on(device, tree):
-    shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards]
-    return sum(s.data.nbytes for s in shards if s.device == device)
-
-
 def test_zero1_divides_the_optimizer_state_by_the_size_in_its_rank():
     step, ((_, state), _) = on_mesh(NARROW, zero1="data")
     _, ((_, whole), _) = on_mesh(NARROW)
     for (data, _), home, rank in zip(NARROW, step.mesh.homes, step.describe().ranks, strict=True):
         for device in home.devices.flat:
-            own, all_of_it = (arrays_on(device, tree[0].mu) for tree in (state, whole))
+            own, all_of_it = (bytes_on(device, tree[0].mu) for tree in (state, whole))
             assert own * data == all_of_it > 0
         assert rank.devices == tuple(map(str, home.devices.flat))
         assert rank.optimizer_bytes == 2 * own + 4  # two moments, and the number of steps
@@ -285,7 +271,7 @@ def test_initial_values_are_those_without_a_mesh():
         return layers, inside.OPTIMIZER.init(layers)
 
     state = step.initialize(make, jax.random.key(5), rest=batch())
-    assert_equal(state, make(jax.random.key(5)))
+    assert_same(state, make(jax.random.key(5)))
     assert [x.devices() for x in state[0][-1].values()] == [{jax.devices()[2]}] * 3
 
 
@@ -298,7 +284,7 @@ def test_checkpoints_go_between_all_meshes(tmp_path):
         save_state(tmp_path / str(number), state)
         loaded = load_state(tmp_path / str(number), like)
         assert shardings(loaded) == shardings(like)
-        assert_equal(loaded, state)
+        assert_same(loaded, state)
         *went_on, _ = step(*loaded, *batch(3))
         assert shardings(went_on) == shardings(like)
 

@@ -26,13 +26,3 @@ def parameters():
 def batch(seed=0):
     """Inputs and targets of 16 examples."""
     return np.random.default_rng(seed).normal(size=(2, 16, WIDTH)).astype(np.float32)
-
-
-def assert_close(got, wanted, rtol=1e-5):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
-
-
-def assert_equal(got, wanted):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(a, b)

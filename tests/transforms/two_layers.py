@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxpp
+from tests.helpers import mesh_of
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 WEIGHTS = [jax.random.normal(KEYS[0], (4, 6)), jax.random.normal(KEYS[1], (6, 4))]
@@ -35,7 +36,7 @@ def accumulated(fun=loss):
 
 
 def mesh():
-    return jaxpp.MpmdMesh((2,), devices=jax.devices()[:1] * 2)
+    return mesh_of(2, shared=True)
 
 
 def place(step, **options):

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxpp.runtime.arrays._homes import sharding_in
 from jaxpp.runtime.arrays._types import ArrayType, Copier, from_host, to_host
+from tests.helpers import assert_same
 from tests.runtime.transport.ranks import failing_array
 
 DTYPES = [
@@ -38,11 +39,6 @@ def aligned(data, offset=0):
     return memory[start : start + len(data)]
 
 
-def same(a, b):
-    assert a.shape == b.shape and a.dtype == b.dtype
-    np.testing.assert_array_equal(to_host(a), to_host(b))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes_and_back(dtype):
     device = jax.devices()[3]
@@ -53,7 +49,7 @@ def test_bytes_and_back(dtype):
         assert array.dtype == np.dtype(dtype)
         assert data.dtype == np.uint8 and data.shape == (kind.nbytes,)
         back = from_host(aligned(data), kind, device)
-        same(back, array)
+        assert_same(back, array)
         assert back.devices() == {device}
         values = [np.asarray(a).astype(complex) for a in (back, array)]
         np.testing.assert_array_equal(*values)
@@ -67,7 +63,7 @@ def test_keys(implementation, shape):
     assert kind.shape == shape and kind.key == implementation
     assert kind == ArrayType.of(jax.eval_shape(lambda: keys))
     back = from_host(to_host(keys), kind, jax.devices()[0])
-    same(back, keys)
+    assert_same(back, keys)
     if shape == ():
         np.testing.assert_array_equal(jax.random.normal(back, 4), jax.random.normal(keys, 4))
 
@@ -81,7 +77,7 @@ def check_split(array, spec):
     home, kind, data = mesh_of_four(), ArrayType.of(array), to_host(array)
     (copied,) = Copier((kind,), (0,), home, (spec,))(data)
     for back in (from_host(aligned(data), kind, home, spec), copied):
-        same(back, array)
+        assert_same(back, array)
         assert back.sharding.is_equivalent_to(sharding_in(home, spec), array.ndim)
 
 
@@ -123,7 +119,7 @@ def test_float0():
 @pytest.mark.parametrize("offset", [0, 1, 8])
 def test_memory_at_any_offset(offset):
     x = make("float64", (17,))
-    same(from_host(aligned(to_host(x), offset), ArrayType.of(x), jax.devices()[0]), x)
+    assert_same(from_host(aligned(to_host(x), offset), ArrayType.of(x), jax.devices()[0]), x)
 
 
 def test_a_type_is_plain_data():

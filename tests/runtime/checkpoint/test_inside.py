@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpp
 from jaxpp.runtime.checkpoint import _manifest, load_state, save_state
+from tests.helpers import assert_same
 from tests.runtime.inside import AXES, LAYERS, WIDTH, batch, local, placed, start, train
 
 # A mesh, and the axes over which it splits the optimizer state.
@@ -32,10 +32,6 @@ def mesh(ray_session):
 def plain_mesh(ray_session):
     with jaxpp.RemoteMpmdMesh((2,)) as mesh:
         yield mesh
-
-
-def assert_same(actual, expected):
-    chex.assert_trees_all_equal(jax.device_get(actual), jax.device_get(expected), strict=True)
 
 
 def shardings_of(step):

@@ -20,6 +20,7 @@ from ray.util.placement_group import placement_group_table  # noqa: E402
 from jaxpp import _compat  # noqa: E402
 from jaxpp.runtime.remote.cluster import _cluster, _environment, _session  # noqa: E402
 from jaxpp.runtime.remote.group import _group  # noqa: E402
+from tests.helpers import wait_until  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +46,6 @@ def closed_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
-
-
-def wait_until(condition, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not (holds := condition()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return holds
 
 
 def groups() -> list[str]:

@@ -33,6 +33,7 @@ from jaxpp.runtime.remote.cluster import _states  # noqa: E402
 from jaxpp.runtime.remote.group import _blame  # noqa: E402
 from jaxpp.runtime.remote.worker import BlackBox, _process  # noqa: E402
 from jaxpp.runtime.transport import Listener, NotComputed  # noqa: E402
+from tests.helpers import assert_same, wait_until  # noqa: E402
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of  # noqa: E402
 
 
@@ -68,7 +69,7 @@ def mesh(shared_mesh, step, expected):
     yield shared_mesh
     shared_mesh.restart()
     found = jax.device_get(step(*begin(), batch()))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert_same(found, expected)
 
 
 def begin():
@@ -97,13 +98,6 @@ def pid_of(process):
 
 def pids(mesh):
     return mesh.apply(pid_of, {rank: () for rank in range(mesh.num_ranks)})
-
-
-def wait_until(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
 
 
 def is_gone(pid):
@@ -401,7 +395,7 @@ def test_an_error_while_a_step_is_compiled_ends_nothing(mesh, step, expected):
         jaxpp.place(step_of(), mesh)(*begin(), batch())
     assert "rank 1" in "".join(caught.value.__notes__)
     found = jax.device_get(step(*begin(), batch()))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("method", ["load", "compile"])
@@ -542,7 +536,7 @@ def test_an_interrupt_at_any_place_leaves_a_mesh_that_works(
         assert all(gone) or not any(gone), f"place {place}"
         found = step(*(begin() if all(gone) else state[:3]), batch())
         if all(gone):
-            jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), expected)
+            assert_same(jax.device_get(found), expected)
         del state, leaves, found
     assert place > 20
     assert wait_until(lambda: arrays_left(mesh) == before, 5), (arrays_left(mesh), before)
@@ -566,7 +560,7 @@ def test_an_interrupt_of_a_step_that_waits_for_room_leaves_nothing(mesh, step, e
     waiting.result()
     jax.device_get(fed(*state[:3], 0))
     found = jax.device_get(step(*begin(), batch()))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert_same(found, expected)
     state = fed(*begin(), 0)
     jax.device_get(state)
     assert wait_until(lambda: arrays_left(mesh) == before, 5), (arrays_left(mesh), before)
@@ -604,7 +598,7 @@ def test_an_array_lives_until_a_fetch_has_it(mesh, step, expected, how):
             step(*begin(), batch())
         mesh.apply(fetch_as_before, {0: (), 1: ()})
     found = jax.device_get(step(*begin(), batch()))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert_same(found, expected)
 
 
 def sleep_at_fetch(process, seconds):
@@ -675,7 +669,7 @@ def test_200_connections_of_strangers_hold_up_no_restart(mesh, step, expected):
         got = jax.device_get(step(*begin(), batch()))
         assert time.monotonic() - began < 5
     assert pids(mesh) == before
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert_same(got, expected)
 
 
 def test_the_ports_that_other_hosts_reach_are_told(ray_session, caplog):

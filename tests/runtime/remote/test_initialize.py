@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxpp
+from tests.helpers import assert_same
 from tests.runtime.local.test_mesh import WIDTH, batch, start, step_of, tied_loss
 
 RANKS = 3
@@ -44,10 +44,9 @@ def test_workers_make_their_parts(mesh):
     params, momentum, rate = state
     assert [x.ranks for x in [*params, *momentum, rate]] == [(0, 2), (1,), (0, 2), (1,), (0, 1, 2)]
     want = make_state(key)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(want))
+    assert_same(state, want)
     local = jaxpp.place(step_of(tied_loss), jaxpp.MpmdMesh((RANKS,)))
-    got = jax.device_get(step(*state, batch()))
-    jax.tree.map(np.testing.assert_array_equal, got, jax.device_get(local(*want, batch())))
+    assert_same(step(*state, batch()), local(*want, batch()))
 
 
 def test_a_compiled_step_initializes_again(mesh):
@@ -57,4 +56,4 @@ def test_a_compiled_step_initializes_again(mesh):
     for seed in range(2):
         state = compiled.initialize(make_state, jax.random.key(seed))
         want = make_state(jax.random.key(seed))
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(want))
+        assert_same(state, want)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from tests.helpers import assert_same
 from tests.runtime.inside import AXES, LAYERS, WIDTH, batch, local, placed, start, train
 
 
@@ -18,10 +18,6 @@ from tests.runtime.inside import AXES, LAYERS, WIDTH, batch, local, placed, star
 def mesh(ray_session):
     with jaxpp.RemoteMpmdMesh((2, 2, 2), AXES) as mesh:
         yield mesh
-
-
-def assert_same(actual, expected):
-    chex.assert_trees_all_equal(jax.device_get(actual), jax.device_get(expected), strict=True)
 
 
 def shards_of(process, number):

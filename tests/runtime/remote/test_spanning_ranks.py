@@ -5,7 +5,6 @@ import os
 import signal
 import time
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from jaxpp.runtime import RankError
 from jaxpp.runtime.arrays._shares import join_shares, own_share
 from jaxpp.runtime.arrays._stacked import parts_of
 from jaxpp.runtime.arrays._types import ArrayType
+from tests.helpers import assert_same
 from tests.runtime import inside
 
 SHAPE, AXES, WIDTH = (2, 2), ("mpmd", "data"), 8
@@ -38,10 +38,6 @@ def mesh(ray_session):
 
 def local():
     return jaxpp.MpmdMesh(SHAPE, AXES)
-
-
-def assert_same(actual, expected):
-    chex.assert_trees_all_equal(jax.device_get(actual), jax.device_get(expected), strict=True)
 
 
 def make_params(key):

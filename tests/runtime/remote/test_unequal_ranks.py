@@ -2,12 +2,12 @@
 
 import dataclasses
 
-import chex
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from tests.helpers import assert_same
 from tests.runtime import inside
 from tests.runtime.inside import AXES, LAYERS, WIDTH, batch, of_ranks, placed, start, train
 
@@ -22,10 +22,6 @@ FROM_ONE = ((1, 1), (4, 1))
 def mesh(ray_session):
     with jaxpp.RemoteMpmdMesh.of_ranks(NARROW, NAMES) as mesh:
         yield mesh
-
-
-def assert_same(actual, expected):
-    chex.assert_trees_all_equal(jax.device_get(actual), jax.device_get(expected), strict=True)
 
 
 def three_steps(mesh, **options):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpp
+from tests.helpers import mesh_of
 
 WIDTH, BATCH, MICROBATCHES = 8, 8, 4
 #: What a sleeping stage takes at least, in seconds.
@@ -42,11 +43,6 @@ def step_of(mesh, schedule=None, loss=loss_fn):
         return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
 
     return jaxpp.place(step, mesh, donate_argnums=0)
-
-
-def mesh_of(ranks, shared=False):
-    devices = jax.devices()[:1] * ranks if shared else jax.devices()[:ranks]
-    return jaxpp.MpmdMesh((ranks,), devices=devices)
 
 
 def params_of(stages):

@@ -10,6 +10,7 @@ from jaxpp._program import Receive, Run, Send
 from jaxpp.runtime.trace import _clock, _tracing
 from jaxpp.runtime.trace._clock import Offset, Reading
 from jaxpp.runtime.trace._recorder import Records, clock
+from tests.helpers import mesh_of
 from tests.runtime.trace import steps
 
 
@@ -125,7 +126,7 @@ def _ahead(record, ahead):
 
 
 def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path):
-    step = steps.step_of(steps.mesh_of(2))
+    step = steps.step_of(mesh_of(2))
     params, x = steps.params_of(2), steps.batch()
     compiled = step.lower(params, x).compile()
     local = compiled._run

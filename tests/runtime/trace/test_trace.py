@@ -12,6 +12,7 @@ import pytest
 import jaxpp
 from jaxpp._program import Run
 from jaxpp.runtime.trace import _recorder
+from tests.helpers import assert_same, mesh_of
 from tests.runtime.trace import steps
 
 SCHEDULES = [
@@ -93,7 +94,7 @@ def test_where_all_results_are_donated_the_end_is_that_of_the_run(tmp_path):
 
 
 def test_tracing_changes_no_result(tmp_path):
-    mesh = steps.mesh_of(3)
+    mesh = mesh_of(3)
     step = steps.step_of(mesh)
     expected = [steps.params_of(3)]
     for _ in range(3):
@@ -102,13 +103,12 @@ def test_tracing_changes_no_result(tmp_path):
     mesh.start_trace(tmp_path / "run", profiler=False)
     for wanted in expected[1:]:
         params, _ = step([jnp.copy(w) for w in params], steps.batch())
-        for w, kept in zip(params, wanted, strict=True):
-            np.testing.assert_array_equal(w, kept)
+        assert_same(params, wanted)
     mesh.stop_trace()
 
 
 def test_calls_outside_of_the_trace_are_not_in_it(tmp_path):
-    mesh = steps.mesh_of(2)
+    mesh = mesh_of(2)
     step = steps.step_of(mesh)
     params, _ = step(steps.params_of(2), steps.batch())
     mesh.start_trace(tmp_path / "run", profiler=False)
@@ -134,7 +134,7 @@ def test_a_call_that_fails_leaves_the_others(tmp_path):
         checked = jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
         return jnp.mean((x + 0 * jax.lax.stop_gradient(checked)) ** 2)
 
-    mesh = steps.mesh_of(2)
+    mesh = mesh_of(2)
     loop = jaxpp.microbatch(jaxpp.wrap_forward(loss), steps.MICROBATCHES)
     step = jaxpp.place(jaxpp.schedule(loop, jaxpp.schedules.ForwardOnly()), mesh)
     params = steps.params_of(2)
@@ -172,7 +172,7 @@ def test_calls_that_have_no_timeline_are_named(plain, tmp_path):
     trace, _ = plain
     with pytest.raises(ValueError, match=r"Call 9 was not traced; those that were are \(0, 1, 2\)"):
         trace.timeline(9)
-    mesh = steps.mesh_of(1)
+    mesh = mesh_of(1)
     square = jaxpp.place(lambda x: x * x, mesh)
     mesh.start_trace(tmp_path, profiler=False)
     square(jnp.ones(3))
@@ -185,7 +185,7 @@ def test_calls_that_have_no_timeline_are_named(plain, tmp_path):
 
 
 def test_a_trace_without_calls_is_empty(tmp_path):
-    mesh = steps.mesh_of(2)
+    mesh = mesh_of(2)
     mesh.start_trace(tmp_path, profiler=False)
     trace = mesh.stop_trace()
     assert trace.runs == trace.messages == trace.calls == ()
@@ -193,7 +193,7 @@ def test_a_trace_without_calls_is_empty(tmp_path):
 
 
 def test_a_trace_is_started_and_stopped_once(tmp_path):
-    mesh = steps.mesh_of(1)
+    mesh = mesh_of(1)
     with pytest.raises(RuntimeError, match="stop_trace: the mesh is not traced; call start_trace"):
         mesh.stop_trace()
     mesh.start_trace(tmp_path / "run", profiler=False)
@@ -208,7 +208,7 @@ def test_a_trace_is_started_and_stopped_once(tmp_path):
 @pytest.mark.parametrize("taken", ["run", "run-0"])
 def test_nothing_starts_where_nothing_can_be_written(tmp_path, taken):
     (tmp_path / taken).write_text("a file")
-    mesh = steps.mesh_of(1)
+    mesh = mesh_of(1)
     with pytest.raises(OSError, match=f"cannot write to '.*{taken}': .* Give a folder"):
         mesh.start_trace(tmp_path / "run")
     assert mesh._tracing.recorder is None
@@ -217,7 +217,7 @@ def test_nothing_starts_where_nothing_can_be_written(tmp_path, taken):
 
 
 def test_where_the_profiler_runs_already_nothing_starts(tmp_path):
-    mesh = steps.mesh_of(1)
+    mesh = mesh_of(1)
     jax.profiler.start_trace(str(tmp_path / "own"))
     try:
         with pytest.raises(RuntimeError, match="[Pp]rofile"):

@@ -6,11 +6,9 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import psutil
 
 from jaxpp._program import Message
-from jaxpp.runtime.arrays._types import to_host
 from jaxpp.runtime.transport import SocketTransport
 
 SECRET = b"the secret of the tests"
@@ -21,13 +19,6 @@ def message(arrays, tag=0, source=0, target=1):
     avals = tuple(a.aval if isinstance(a, jax.Array) else a for a in arrays)
     names = tuple(f"x{n}" for n in range(len(arrays)))
     return Message(tag, source, target, names, ("edge",) * len(arrays), avals)
-
-
-def assert_same(found, wanted):
-    assert len(found) == len(wanted)
-    for a, b in zip(found, wanted, strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_array_equal(to_host(a), to_host(b))
 
 
 def blocked(function, *args):

@@ -24,7 +24,8 @@ from jaxpp.runtime.transport import (
     TransportError,
     _connections,
 )
-from tests.runtime.transport.ranks import SECRET, assert_same, blocked, connected, message
+from tests.helpers import assert_same
+from tests.runtime.transport.ranks import SECRET, blocked, connected, message
 
 X = jnp.arange(1000)
 BIG = jnp.ones(16 << 20)

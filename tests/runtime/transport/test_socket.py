@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxpp.runtime.transport import Aborted, TransportError
+from tests.helpers import assert_same
 from tests.runtime.transport.ranks import (
-    assert_same,
     blocked,
     connected,
     failing_array,

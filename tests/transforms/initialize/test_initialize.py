@@ -13,6 +13,7 @@ import pytest
 import jaxpp
 from jaxpp._program import Free, Run, Wait
 from jaxpp.transforms.initialize import _initialize
+from tests.helpers import assert_same
 
 WIDTH, VOCABULARY, DEPTH, BATCH = 6, 10, 4, 4
 TOKENS = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
@@ -74,18 +75,6 @@ def placed(mesh=None, *, stages=2, at=None):
     return jaxpp.place(train_step, mesh, donate_argnums=(0, 1, 2))
 
 
-def assert_bitwise(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
-    ):
-        if eqx.is_array(y):
-            assert (x.dtype, x.weak_type) == (y.dtype, y.weak_type), path
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(y), str(path))
-        else:
-            assert x is y
-
-
 CUTS = {
     "one": {"stages": 1},
     "two": {"stages": 2},
@@ -105,7 +94,7 @@ def initialized(request):
 
 
 def test_values_are_those_of_the_function(initialized):
-    assert_bitwise(initialized[1], make_state(jax.random.key(3)))
+    assert_same(initialized[1], make_state(jax.random.key(3)))
 
 
 def test_arrays_are_where_the_step_reads_them(initialized):
@@ -144,7 +133,7 @@ def test_ranks_that_share_a_device_make_what_each_reads():
     mesh = jaxpp.MpmdMesh((2,), devices=jax.devices()[:1] * 2)
     step = placed(mesh)
     state = step.initialize(make_state, jax.random.key(5), rest=(TOKENS,))
-    assert_bitwise(state, make_state(jax.random.key(5)))
+    assert_same(state, make_state(jax.random.key(5)))
 
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
@@ -170,7 +159,7 @@ def test_any_kind_of_key_and_of_function(make):
     got = step.initialize(init_fn, *args, rest=(jnp.float32(0),))
     want = init_fn(*args)
     data = lambda s: {**s, "key": jax.random.key_data(s["key"])}  # noqa: E731
-    assert_bitwise(data(got), data(want))
+    assert_same(data(got), data(want))
     step(got, jnp.float32(1))
 
 
@@ -207,7 +196,7 @@ def test_layers_of_a_stack_are_made_by_their_ranks():
 
     step = jaxpp.place(train_step, donate_argnums=(0, 1))
     state = step.initialize(init_fn, jax.random.key(1), rest=(TOKENS,))
-    assert_bitwise(state, init_fn(jax.random.key(1)))
+    assert_same(state, init_fn(jax.random.key(1)))
     rows = [[p.shape[0] for p in x.layers.weight.parts] for x in state]
     assert rows[0] == rows[1] and sorted(rows[0]) == [1, 2]
     step(*state, jnp.arange(BATCH))

@@ -9,7 +9,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
-from tests.transforms.residual import AXES, RULES, assert_close, batch, parameters
+from tests.helpers import assert_close
+from tests.transforms.residual import AXES, RULES, batch, parameters
 
 SHAPE = (2, 2, 2)
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -19,6 +19,7 @@ from jaxpp._specs import partition_spec, replicated
 from jaxpp.runtime.executor import _collectives
 from jaxpp.transforms.inside import propagation, replicas
 from jaxpp.transforms.tasks import _loop
+from tests.helpers import assert_close_sums
 
 MICROBATCHES, EXAMPLES, TIME, WIDTH, VOCABULARY, LAYERS = 4, 8, 6, 4, 10, 3
 SCHEDULES = {
@@ -289,12 +290,6 @@ def loop_of(jaxpr):
 # ---- values -------------------------------------------------------------------------------------
 
 
-def assert_close(got, want, rtol: float):
-    for g, w in zip(got, want, strict=True):
-        assert g.dtype == w.dtype and g.shape == w.shape
-        np.testing.assert_allclose(g, w, rtol=0, atol=rtol * np.abs(w).max())
-
-
 VALUES = [
     ("penalized", "zb_h1"),
     ("branches", "1f1b"),
@@ -318,7 +313,7 @@ def test_equals_the_step_that_reduces_in_each_microbatch(name, schedule):
         assert [v.aval.shape for v in loop_of(deferred).outvars] == [(4, *s) for s in carries]
         leaves = jax.tree.leaves(arguments)
         got, want = (jax.jit(lambda *xs, j=j: _jaxprs.run(j, *xs)) for j in (deferred, plain))
-        assert_close(got(*leaves), want(*leaves), 1e-13)
+        assert_close_sums(got(*leaves), want(*leaves), 1e-13)
 
 
 @pytest.mark.parametrize("name", product_of([("batch_norm",), ("masked_mean",)], STATISTICS))
@@ -334,7 +329,7 @@ def test_statistics_of_a_batch_are_those_of_all_devices(name):
     got = jax.jit(lambda *xs: _jaxprs.run(steps.deferred, *xs))(*placed)
     assert len(got[0].sharding.device_set) == 4
     want = jax.tree.leaves(jax.jit(make_step(MODELS[name]))(*make_arguments(MODELS[name])))
-    assert_close(map(np.asarray, got), map(np.asarray, want), 1e-5)
+    assert_close_sums(got, want)
 
 
 # ---- collectives --------------------------------------------------------------------------------

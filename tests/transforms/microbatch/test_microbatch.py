@@ -4,7 +4,6 @@ import dataclasses
 import re
 import warnings
 
-import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import pytest
 
 import jaxpp
 from jaxpp import _compat, _jaxprs
+from tests.helpers import assert_close_sums, assert_same
 
 W = jax.random.normal(jax.random.key(0), (8, 8))
 X = jax.random.normal(jax.random.key(1), (12, 8))
@@ -20,16 +20,6 @@ X = jax.random.normal(jax.random.key(1), (12, 8))
 
 def loss(w, x):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
-
-
-def close(got, want, rtol=1e-5):
-    """Equal up to the order of sums: within `rtol` of the largest element of each array."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        if eqx.is_array(b):
-            assert a.dtype == b.dtype
-            scale = float(jnp.max(jnp.abs(b))) if b.size else 0.0
-            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
 
 
 def count(jaxpr, name):
@@ -53,14 +43,14 @@ def count(jaxpr, name):
 )
 def test_the_gradient_is_that_of_the_full_batch(step, number):
     want = jax.value_and_grad(loss)(W, X)
-    close(step(loss, number)(W, X), want)
-    close(jax.jit(step(loss, number))(W, X), want)
+    assert_close_sums(step(loss, number)(W, X), want)
+    assert_close_sums(jax.jit(step(loss, number))(W, X), want)
 
 
 def test_one_gradient_dropped_would_be_seen():
     fewer = jaxpp.microbatch(jax.grad(loss), 3)(W, X.at[:4].set(0.0))
     with pytest.raises(AssertionError):
-        close(fewer, jax.grad(loss)(W, X))
+        assert_close_sums(fewer, jax.grad(loss)(W, X))
 
 
 @pytest.mark.parametrize(
@@ -87,8 +77,8 @@ def test_the_gradient_outside_keeps_one_slices_residuals():
 @pytest.mark.parametrize("number", [1, 3])
 def test_gradients_by_the_sliced_data(number):
     want = jax.grad(loss, argnums=(0, 1))(W, X)
-    close(jax.grad(jaxpp.microbatch(loss, number), argnums=(0, 1))(W, X), want)
-    close(jax.grad(jaxpp.microbatch(loss, number), argnums=1)(W, X), want[1])
+    assert_close_sums(jax.grad(jaxpp.microbatch(loss, number), argnums=(0, 1))(W, X), want)
+    assert_close_sums(jax.grad(jaxpp.microbatch(loss, number), argnums=1)(W, X), want[1])
 
 
 def test_gradients_of_a_closed_over_model():
@@ -98,15 +88,15 @@ def test_gradients_of_a_closed_over_model():
     def inside(w):
         return jaxpp.microbatch(lambda x: loss(jnp.sin(w), x), 3, in_axes=(0,))(X)
 
-    close(jax.value_and_grad(outside)(W), jax.value_and_grad(loss)(W, X))
-    close(jax.jit(jax.grad(inside))(W), jax.grad(lambda w: loss(jnp.sin(w), X))(W))
+    assert_close_sums(jax.value_and_grad(outside)(W), jax.value_and_grad(loss)(W, X))
+    assert_close_sums(jax.jit(jax.grad(inside))(W), jax.grad(lambda w: loss(jnp.sin(w), X))(W))
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 def test_gradients_of_a_sum_or_a_mean(reduce):
     scale = 1.0 if reduce == "mean" else 4.0
     got = jax.grad(jaxpp.microbatch(loss, 4, reduce=reduce))(W, X)
-    close(got, jax.grad(lambda w, x: scale * loss(w, x))(W, X))
+    assert_close_sums(got, jax.grad(lambda w, x: scale * loss(w, x))(W, X))
 
 
 def outputs(w, x):
@@ -134,7 +124,7 @@ def test_gradients_through_any_output(of, argnums):
         return lambda w, x: of(fun(w, x))
 
     got = jax.grad(total(jaxpp.microbatch(outputs, 3, reduce=REDUCE)), argnums)(W, X)
-    close(got, jax.grad(total(outputs), argnums)(W, X))
+    assert_close_sums(got, jax.grad(total(outputs), argnums)(W, X))
 
 
 def live_scans(fun, *args):
@@ -151,7 +141,7 @@ def test_the_gradient_of_any_scalar_takes_one_pass_over_the_slices(name):
 
     microbatched = jaxpp.microbatch(fun, 4)
     got = jax.value_and_grad(lambda w: microbatched(w, X)[name])
-    close(jax.jit(got)(W), jax.value_and_grad(lambda w: fun(w, X)[name])(W))
+    assert_close_sums(jax.jit(got)(W), jax.value_and_grad(lambda w: fun(w, X)[name])(W))
     (scan,) = live_scans(got, W)
     assert sum(v.aval.shape == W.shape for v in scan.outvars) == 1
     alone = jax.value_and_grad(lambda w: jaxpp.microbatch(lambda w, x: fun(w, x)[name], 4)(w, X))
@@ -163,7 +153,7 @@ def test_the_gradient_of_any_scalar_takes_one_pass_over_the_slices(name):
 def test_the_gradient_of_collected_rows_takes_the_memory_of_one_slice(reduce):
     microbatched = jaxpp.microbatch(lambda w, x: jnp.tanh(x @ w).sum(1), 4, reduce=reduce)
     got = jax.grad(lambda w: (microbatched(w, X) ** 2).sum())
-    close(got(W), jax.grad(lambda w: (jnp.tanh(X @ w).sum(1) ** 2).sum())(W))
+    assert_close_sums(got(W), jax.grad(lambda w: (jnp.tanh(X @ w).sum(1) ** 2).sum())(W))
     assert all(v.aval.size <= max(W.size, len(X)) for s in live_scans(got, W) for v in s.outvars)
 
 
@@ -190,7 +180,7 @@ def test_transformations_of_it(transform):
             expected = want(*args)
         except (TypeError, ValueError):
             continue
-        close(got(*args), expected, rtol=1e-4)
+        assert_close_sums(got(*args), expected, rtol=1e-4)
         ran += 1
     assert ran
 
@@ -204,7 +194,7 @@ def test_a_gradient_has_a_forward_derivative(gradient):
     def along(grad):
         return lambda w, x: jax.jvp(lambda w: grad(w, x), (w,), (jnp.cos(w),))
 
-    close(jax.jit(along(gradient(loss)))(W, X), along(jax.grad(loss))(W, X), rtol=1e-4)
+    assert_close_sums(jax.jit(along(gradient(loss)))(W, X), along(jax.grad(loss))(W, X), rtol=1e-4)
 
 
 def test_the_gradient_by_an_integer_passes():
@@ -215,7 +205,7 @@ def test_the_gradient_by_an_integer_passes():
     grad = jax.value_and_grad(fun, allow_int=True)
     for microbatched in (jaxpp.microbatch(grad, 3), jaxpp.microbatch(jax.jit(grad), 3)):
         got, want = jax.jit(microbatched)(params, X), jax.jit(grad)(params, X)
-        close((got[0], got[1]["w"]), (want[0], want[1]["w"]))
+        assert_close_sums((got[0], got[1]["w"]), (want[0], want[1]["w"]))
         for name in ("n", "mask"):
             assert got[1][name].dtype == want[1][name].dtype == jax.dtypes.float0
             assert got[1][name].shape == want[1][name].shape
@@ -236,7 +226,7 @@ def test_any_axis_is_sliced(axis):
 
     x = jax.random.normal(jax.random.key(2), (6, 6, 6))
     got = jaxpp.microbatch(fun, 3, in_axes=axis, reduce="concat")(x)
-    close(got, fun(x))
+    assert_close_sums(got, fun(x))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +244,7 @@ def test_axes_are_a_prefix(in_axes):
         y = jnp.where(batch["flag"], batch["y"].T, 0.0)
         return jnp.mean((batch["x"] @ w[:, :2] - y) ** 2)
 
-    close(jaxpp.microbatch(fun, 4, in_axes=in_axes)(W, batch), fun(W, batch))
+    assert_close_sums(jaxpp.microbatch(fun, 4, in_axes=in_axes)(W, batch), fun(W, batch))
 
 
 def test_a_prefix_stands_for_all_below_it():
@@ -263,8 +253,8 @@ def test_a_prefix_stands_for_all_below_it():
     def fun(batch):
         return (batch["x"][:, 0] * batch["pair"][0] + batch["pair"][1][0]).mean()
 
-    close(jaxpp.microbatch(fun, 3, in_axes=0)(batch), fun(batch))
-    close(jaxpp.microbatch(fun, 3, in_axes=({"x": 0, "pair": 0},))(batch), fun(batch))
+    assert_close_sums(jaxpp.microbatch(fun, 3, in_axes=0)(batch), fun(batch))
+    assert_close_sums(jaxpp.microbatch(fun, 3, in_axes=({"x": 0, "pair": 0},))(batch), fun(batch))
 
 
 def test_slices_are_runs_of_indices_in_order():
@@ -291,12 +281,12 @@ def test_keys_integers_booleans_and_static_leaves():
 
     got = jaxpp.microbatch(fun, 4, reduce="concat")(W, (keys, mask, ids, "static"))
     want = fun(W, (keys, mask, ids, "static"))
-    close((got[0], got[2]), (want[0], want[2]))
+    assert_close_sums((got[0], got[2]), (want[0], want[2]))
     np.testing.assert_array_equal(jax.random.key_data(got[1]), jax.random.key_data(keys))
     grads = jax.grad(
         lambda w: jaxpp.microbatch(fun, 4, reduce="concat")(w, (keys, mask, ids, "static"))[0].sum()
     )
-    close(grads(W), jax.grad(lambda w: fun(w, (keys, mask, ids, "static"))[0].sum())(W))
+    assert_close_sums(grads(W), jax.grad(lambda w: fun(w, (keys, mask, ids, "static"))[0].sum())(W))
 
 
 def test_equinox_models_in_and_out():
@@ -306,14 +296,14 @@ def test_equinox_models_in_and_out():
         return (jax.vmap(model)(x) ** 2).mean()
 
     want = eqx.filter_value_and_grad(fun)(model, X)
-    close(jaxpp.microbatch(eqx.filter_value_and_grad(fun), 4)(model, X), want)
-    close(eqx.filter_value_and_grad(jaxpp.microbatch(fun, 4))(model, X), want)
+    assert_close_sums(jaxpp.microbatch(eqx.filter_value_and_grad(fun), 4)(model, X), want)
+    assert_close_sums(eqx.filter_value_and_grad(jaxpp.microbatch(fun, 4))(model, X), want)
 
     def returned(model, x):
         return model, fun(model, x), None, "name"
 
     got = jaxpp.microbatch(returned, 3, reduce=("last", "mean", None, None))(model, X)
-    close(got, (model, fun(model, X), None, "name"))
+    assert_close_sums(got, (model, fun(model, X), None, "name"))
     assert got[0].activation is model.activation
 
 
@@ -324,7 +314,7 @@ def test_dropout_with_a_key_for_each_example():
         return jnp.mean(jax.vmap(lambda x, k: drop(x, key=k))(x, keys) @ w)
 
     got = jax.value_and_grad(jaxpp.microbatch(fun, 3, in_axes=(None, 0, 0)))(W, X, keys)
-    close(got, jax.value_and_grad(fun)(W, X, keys))
+    assert_close_sums(got, jax.value_and_grad(fun)(W, X, keys))
 
 
 # ---- reductions ---------------------------------------------------------------------------------
@@ -347,7 +337,7 @@ PARTS = X.reshape(3, 4, 8)
 def test_reductions(reduce, want, number):
     if number == 1:
         want = X[None] if reduce == "stack" else X
-    close(jaxpp.microbatch(lambda x: x, number, in_axes=0, reduce=reduce)(X), want)
+    assert_close_sums(jaxpp.microbatch(lambda x: x, number, in_axes=0, reduce=reduce)(X), want)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +376,7 @@ def test_an_operator_of_the_users():
     assert isinstance(LogSumExp(), jaxpp.Operator)
     got = jaxpp.microbatch(lambda x: x, 3, in_axes=0, reduce=LogSumExp())(X)
     want = jax.nn.logsumexp(PARTS, axis=0) - jnp.log(3)
-    close(got, want)
+    assert_close_sums(got, want)
 
 
 def test_gradients_through_a_users_operator():
@@ -395,7 +385,7 @@ def test_gradients_through_a_users_operator():
 
     plain = fun(lambda w, x: jax.nn.logsumexp((x @ w).reshape(3, 4, 8), axis=0) - jnp.log(3))
     ours = fun(jaxpp.microbatch(lambda w, x: x @ w, 3, reduce=LogSumExp()))
-    close(jax.grad(ours)(W, X), jax.grad(plain)(W, X), rtol=1e-4)
+    assert_close_sums(jax.grad(ours)(W, X), jax.grad(plain)(W, X), rtol=1e-4)
 
 
 def test_a_result_without_arrays_needs_no_reduction():
@@ -409,10 +399,10 @@ def test_reductions_are_a_prefix():
 
     reduce = ({"a": ("sum", "max"), "b": "concat"}, "last")
     got = jaxpp.microbatch(fun, 3, in_axes=0, reduce=reduce)(X)
-    close(got, fun(X))
+    assert_close_sums(got, fun(X))
     got = jaxpp.microbatch(fun, 3, in_axes=0, reduce=({"a": LogSumExp(), "b": "stack"}, "sum"))(X)
-    close(got[0]["b"], PARTS)
-    close(got[1], jnp.float32(6))
+    assert_close_sums(got[0]["b"], PARTS)
+    assert_close_sums(got[1], jnp.float32(6))
 
 
 def test_a_last_key_is_the_last_key():
@@ -426,7 +416,7 @@ def test_an_argument_may_be_a_result_and_a_constant_too():
         return w, jnp.arange(3.0), x.mean(), np.float32(2)
 
     got = jaxpp.microbatch(fun, 3)(W, X)
-    close(got, tuple(jnp.asarray(v) for v in fun(W, X)))
+    assert_close_sums(got, tuple(jnp.asarray(v) for v in fun(W, X)))
 
 
 # ---- values carried from slice to slice ---------------------------------------------------------
@@ -461,14 +451,6 @@ CARRIED = jaxpp.microbatch(
 )  # fmt: skip
 
 
-def bits(tree):
-    keys = jax.tree.map(
-        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
-        tree,
-    )
-    return jax.tree.map(np.asarray, keys)
-
-
 def test_a_carried_state_is_that_of_a_loop_over_the_slices_bit_for_bit():
     each = jaxpp.microbatch(with_state, 4, in_axes=(None, "carry", 0), reduce=("stack", "carry"))
     step, state, losses = jax.jit(with_state), STATE, []
@@ -476,7 +458,7 @@ def test_a_carried_state_is_that_of_a_loop_over_the_slices_bit_for_bit():
         loss, state = step(W, state, one)
         losses.append(loss)
     got = jax.jit(each)(W, STATE, X)
-    chex.assert_trees_all_equal(bits(got), bits((jnp.stack(losses), state)))
+    assert_same(got, (jnp.stack(losses), state))
 
 
 def test_a_carried_state_depends_on_the_order_of_the_slices():
@@ -493,7 +475,7 @@ def test_a_gradient_goes_through_a_carried_state():
         return jax.grad(of, (0, 1, 2))
 
     got = total(CARRIED)(W, STATE["mean"], X)
-    close(got, total(loop_with_state)(W, STATE["mean"], X))
+    assert_close_sums(got, total(loop_with_state)(W, STATE["mean"], X))
 
 
 def test_the_gradient_of_each_slice_takes_the_state_as_it_is():
@@ -504,7 +486,7 @@ def test_the_gradient_of_each_slice_takes_the_state_as_it_is():
         (_, state), grads = grad(W, state, one)
         total = total + grads / 4
     (_, got), grads = ours(W, STATE, X)
-    close((bits(got), grads), (bits(state), total))
+    assert_close_sums((got, grads), (state, total))
 
 
 def test_a_part_of_an_argument_may_be_carried():
@@ -514,7 +496,7 @@ def test_a_part_of_an_argument_may_be_carried():
     axes = ({"old": "carry", "w": None}, 0)
     carried = jaxpp.microbatch(fun, 3, in_axes=axes, reduce={"next": "carry", "loss": "mean"})
     got = carried({"old": jnp.float32(2), "w": jnp.float32(3)}, X)
-    close(got, {"next": (2 + X.sum(),), "loss": 3 * X.mean()})
+    assert_close_sums(got, {"next": (2 + X.sum(),), "loss": 3 * X.mean()})
 
 
 @pytest.mark.parametrize(
@@ -548,14 +530,14 @@ def test_with_stages_in_it():
 
     staged = jaxpp.wrap_forward(jaxpp.split_stages(fun))
     want = jax.value_and_grad(fun)(W, X)
-    close(jaxpp.microbatch(jax.value_and_grad(staged), 3)(W, X), want)
-    close(jax.value_and_grad(jaxpp.microbatch(staged, 3))(W, X), want)
+    assert_close_sums(jaxpp.microbatch(jax.value_and_grad(staged), 3)(W, X), want)
+    assert_close_sums(jax.value_and_grad(jaxpp.microbatch(staged, 3))(W, X), want)
 
 
 def test_inside_itself():
     inner = jaxpp.microbatch(loss, 2)
     want = jax.value_and_grad(loss)(W, X)
-    close(jax.value_and_grad(jaxpp.microbatch(inner, 3))(W, X), want)
+    assert_close_sums(jax.value_and_grad(jaxpp.microbatch(inner, 3))(W, X), want)
 
 
 # ---- bad input ----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import pytest
 import jaxpp
 from jaxpp import _jaxprs
 from jaxpp.transforms.place import _flat_step, _place, _roles
+from tests.helpers import assert_close
 
 WIDTH, BATCH, MICROBATCHES = 4, 8, 2
 
@@ -59,11 +60,6 @@ def train_step(w, x, rate=0.1):
 
 def plain_step(w, x, rate=0.1):
     return descend(jax.value_and_grad(loss_fn), w, x, rate)
-
-
-def assert_close(got, want, rtol=1e-5):
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
-    chex.assert_trees_all_close(got, want, rtol=rtol, atol=1e-6)
 
 
 def counted(fun):

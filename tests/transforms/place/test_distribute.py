@@ -15,6 +15,7 @@ import jaxpp
 from jaxpp import _compat, _jaxprs
 from jaxpp.runtime import StackedArray
 from jaxpp.transforms.stacked import Classes, Splitter
+from tests.helpers import mesh_of
 from tests.transforms import two_layers
 
 LAYERS, WIDTH, BATCH, MICROBATCHES, STEPS = 6, 8, 8, 4, 3
@@ -75,10 +76,6 @@ def step_of(value_and_grad, optimizer=ADAMW):
         return optax.apply_updates(params, updates), state, loss
 
     return step
-
-
-def mesh_of(ranks, shared=False):
-    return jaxpp.MpmdMesh((ranks,), devices=[jax.devices()[0]] * ranks if shared else None)
 
 
 def batch(i):

@@ -7,6 +7,7 @@ import pytest
 from jax.experimental import io_callback
 
 import jaxpp
+from tests.helpers import assert_close
 from tests.transforms import two_layers
 from tests.transforms.two_layers import WEIGHTS, X
 
@@ -185,8 +186,7 @@ def test_a_callback_with_a_result_gives_all_ranks_the_same():
     for n in (1, 2):
         got, want = placed(WEIGHTS, X), plain(WEIGHTS, X)
         assert len(calls) == n
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        assert_close(got, want, rtol=1e-4)
 
 
 def test_a_callback_can_read_the_batch_for_all_stages():
@@ -207,8 +207,7 @@ def test_a_callback_can_read_the_batch_for_all_stages():
     got = two_layers.place(make(two_layers.scheduled()))(WEIGHTS, jnp.int32(1))
     assert reads == [1]
     want = jax.jit(make(two_layers.accumulated()))(WEIGHTS, jnp.int32(1))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert_close(got, want, rtol=1e-4)
 
 
 def test_a_callback_in_a_stage_leaves_constant_results_alone():
@@ -223,8 +222,7 @@ def test_a_callback_in_a_stage_leaves_constant_results_alone():
     loop = jaxpp.microbatch(staged, 1, reduce=(("mean", "sum"), "mean"))
     got = two_layers.place(jaxpp.schedule(loop, jaxpp.schedules.OneFOneB()))(WEIGHTS, X)
     want = jax.jit(jax.value_and_grad(loss, has_aux=True))(WEIGHTS, X)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert_close(got, want, rtol=1e-4)
 
 
 def with_noisy_backward(note):

@@ -1,6 +1,5 @@
 """A balanced cut is made between the layers of a model, not inside them."""
 
-import chex
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -11,6 +10,7 @@ import pytest
 import jaxpp
 from jaxpp import _jaxprs
 from jaxpp.transforms.stages import _stages
+from tests.helpers import assert_close
 
 WIDTH = 8
 X = jax.random.normal(jax.random.key(1), (4, WIDTH))
@@ -153,7 +153,7 @@ def layers_of(split, model):
 def assert_gradient(split, fun, model):
     got = eqx.filter_jit(eqx.filter_value_and_grad(split))(model, X)
     want = eqx.filter_jit(eqx.filter_value_and_grad(fun))(model, X)
-    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,6 +8,7 @@ import pytest
 import jaxpp
 from jaxpp import _jaxprs
 from jaxpp.transforms.stages import _marks
+from tests.helpers import assert_close
 
 X = jax.random.normal(jax.random.key(0), (3, 4))
 
@@ -53,7 +54,7 @@ def summed(fun):
 )  # fmt: skip
 def test_marks_are_identities(fun, transform):
     got, want = jax.jit(transform(fun))(X), jax.jit(transform(plain))(X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, want)
+    assert_close(got, want, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import jaxpp
 from jaxpp import testing
 from jaxpp._program import Run
 from jaxpp.schedules import ForwardOnly, Kind, Schedule, ScheduleError, Task
+from tests.helpers import assert_same, mesh_of
 
 RANKS, M = 4, 6
 
@@ -84,10 +85,6 @@ def scheduled(schedule, rows="concat"):
     return jaxpp.schedule(grad_fn, schedule)
 
 
-def mesh(shared: bool = False):
-    return jaxpp.MpmdMesh((RANKS,), devices=jax.devices()[:1] * RANKS if shared else None)
-
-
 def after_three_steps(step):
     ws, opt_state = WS, OPTIMIZER.init(WS)
     for i in range(3):
@@ -97,19 +94,19 @@ def after_three_steps(step):
 
 @BOTH
 def test_the_step_is_that_of_one_device(schedule):
-    placed = after_three_steps(jaxpp.place(step_of(scheduled(schedule)), mesh()))
-    shared = after_three_steps(jaxpp.place(step_of(scheduled(schedule)), mesh(shared=True)))
-    for got, want in zip(jax.tree.leaves(placed), jax.tree.leaves(shared), strict=True):
-        np.testing.assert_array_equal(got, want)
+    step = step_of(scheduled(schedule))
+    placed = after_three_steps(jaxpp.place(step, mesh_of(RANKS)))
+    shared = after_three_steps(jaxpp.place(step, mesh_of(RANKS, shared=True)))
+    assert_same(placed, shared)
     plain = after_three_steps(jax.jit(step_of(GRAD)))
-    unplaced = after_three_steps(jax.jit(step_of(scheduled(schedule))))
+    unplaced = after_three_steps(jax.jit(step))
     for other in (plain, unplaced):
         chex.assert_trees_all_close(jax.device_get(placed), jax.device_get(other), atol=1e-6)
 
 
 @BOTH
 def test_both_copies_of_a_stage_hold_the_same(schedule):
-    ws, opt_state, *_ = after_three_steps(jaxpp.place(step_of(scheduled(schedule)), mesh()))
+    ws, opt_state, *_ = after_three_steps(jaxpp.place(step_of(scheduled(schedule)), mesh_of(RANKS)))
     moments = [leaf for leaf in jax.tree.leaves(opt_state) if leaf.shape == WS[0].shape]
     assert len(moments) == 2 * RANKS
     for stage, tree in enumerate(zip(ws, moments[:RANKS], moments[RANKS:], strict=True)):
@@ -122,7 +119,7 @@ def test_both_copies_of_a_stage_hold_the_same(schedule):
 
 @BOTH
 def test_gradients_are_summed_once_a_step_and_no_parameter_moves(schedule):
-    lowered = jaxpp.place(step_of(scheduled(schedule)), mesh()).lower(
+    lowered = jaxpp.place(step_of(scheduled(schedule)), mesh_of(RANKS)).lower(
         WS, OPTIMIZER.init(WS), data(0)
     )
     testing.assert_no_transfers_of(lowered, WS)
@@ -144,7 +141,7 @@ def test_gradients_are_summed_once_a_step_and_no_parameter_moves(schedule):
 
 @BOTH
 def test_a_rank_runs_the_tasks_of_both_of_its_stages(schedule):
-    lowered = jaxpp.place(step_of(scheduled(schedule)), mesh()).lower(
+    lowered = jaxpp.place(step_of(scheduled(schedule)), mesh_of(RANKS)).lower(
         WS, OPTIMIZER.init(WS), data(0)
     )
     table = schedule.table(RANKS, M)
@@ -164,7 +161,7 @@ def test_other_outputs_of_the_loop_are_combined_too(rows):
     fun = scheduled(BothWays(), rows)
     want = jaxpp.microbatch(GRAD, M, reduce=(("mean", rows), "mean"))(WS, data(0))
     chex.assert_trees_all_close(jax.jit(fun)(WS, data(0)), want, atol=1e-6)
-    placed = jaxpp.place(fun, mesh())(WS, data(0))
+    placed = jaxpp.place(fun, mesh_of(RANKS))(WS, data(0))
     chex.assert_trees_all_close(jax.device_get(placed), jax.device_get(want), atol=1e-6)
 
 
@@ -194,13 +191,13 @@ def test_a_loop_backwards_takes_its_slices_in_the_same_directions():
     fun = jaxpp.schedule(backwards, Forwards())
     want = backwards(WS, data(0))
     chex.assert_trees_all_close(jax.jit(fun)(WS, data(0)), want, atol=1e-6)
-    got = jax.device_get(jaxpp.place(fun, mesh())(WS, data(0)))
+    got = jax.device_get(jaxpp.place(fun, mesh_of(RANKS))(WS, data(0)))
     chex.assert_trees_all_close(got, jax.device_get(want), atol=1e-6)
 
 
 def test_a_value_carried_in_order_is_an_error():
     with pytest.raises(ScheduleError, match=r"2 directions, but the loop carries .* through F\[st"):
-        jaxpp.place(scheduled(BothWays(), "last"), mesh()).lower(WS, data(0))
+        jaxpp.place(scheduled(BothWays(), "last"), mesh_of(RANKS)).lower(WS, data(0))
 
 
 def test_training_both_ways_and_evaluating_one_way_share_a_step():
@@ -212,7 +209,7 @@ def test_training_both_ways_and_evaluating_one_way_share_a_step():
         (loss, _), grads = grad_fn(ws, x)
         return loss, jax.tree.map(lambda w, g: w - g, ws, grads), evaluate(ws, x)
 
-    loss, ws, most = jaxpp.place(step, mesh())(WS, data(0))
+    loss, ws, most = jaxpp.place(step, mesh_of(RANKS))(WS, data(0))
     (want, _), grads = GRAD(WS, data(0))
     new = jax.tree.map(lambda w, g: w - g, WS, grads)
     got = jax.device_get((loss, ws, most))
@@ -224,6 +221,6 @@ def test_a_single_microbatch_takes_one_direction():
     loop = jaxpp.microbatch(
         jax.value_and_grad(jaxpp.wrap_forward(lambda ws, x: loss_fn(ws, x)[0])), 1
     )
-    placed = jaxpp.place(jaxpp.schedule(loop, jaxpp.schedules.Chimera()), mesh())
+    placed = jaxpp.place(jaxpp.schedule(loop, jaxpp.schedules.Chimera()), mesh_of(RANKS))
     want = jax.jit(jax.value_and_grad(lambda ws, x: loss_fn(ws, x)[0]))(WS, x)
     chex.assert_trees_all_close(jax.device_get(placed(WS, x)), jax.device_get(want), atol=1e-6)
