@@ -30,5 +30,7 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 RUN useradd --create-home --uid 1000 --user-group jaxpp
 USER 1000:1000
 WORKDIR /home/jaxpp
+COPY --chown=jaxpp:jaxpp benchmarks benchmarks
+COPY --chown=jaxpp:jaxpp examples examples
 COPY --chown=jaxpp:jaxpp experiments experiments
 CMD ["python", "-m", "experiments.train_lm", "--help"]

@@ -54,6 +54,8 @@ def optimized():
 #: The folders and files that a plain `pytest` leaves out: trainings of models, products of many
 #: options, and tests that start worker processes, of which `test_smoke.py` remains.
 MORE = (
+    "benchmarks",
+    "examples",
     "experiments",
     "programs",
     "runtime/checkpoint/test_inside.py",

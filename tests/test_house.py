@@ -71,8 +71,9 @@ def private_names(source):
 
 
 def test_only_compat_uses_private_names():
-    experiments = (ROOT.parent / "experiments").rglob("*.py")
-    found = found_in(lambda p: private_names(p.read_text()), [*FILES, *experiments])
+    folders = ("benchmarks", "examples", "experiments")
+    scripts = [path for name in folders for path in (ROOT.parent / name).rglob("*.py")]
+    found = found_in(lambda p: private_names(p.read_text()), [*FILES, *scripts])
     assert set(found) == {"jaxpp._compat"}
 
 

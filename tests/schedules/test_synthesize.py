@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.synthesis_cases import best_of_catalogue, published_row
+from benchmarks.synthesis_cases import best_of_catalogue, published_row
 from jaxpp.schedules import Costs, Kind, Memory, OneFOneB, check, simulate, synthesize
 from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._list_schedule import list_schedule

@@ -26,8 +26,8 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("ray.core.generated.common_pb2")
 
 import jaxpp  # noqa: E402
-from experiments import faults  # noqa: E402
-from experiments.faults import Fault, TaskError  # noqa: E402
+from benchmarks import faults  # noqa: E402
+from benchmarks.faults import Fault, TaskError  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
 from jaxpp.runtime.remote.cluster import _states  # noqa: E402
 from jaxpp.runtime.remote.group import _blame  # noqa: E402

@@ -1,7 +1,7 @@
 """Runs with a random fault each: none hangs, each ends with the right error, each goes on bitwise.
 
 `JAXPP_FAULTS` is the number of runs, `JAXPP_FIRST_FAULT` that of the first; each is the same
-whenever it is run. `python -m experiments.random_faults` makes many, and prints a table.
+whenever it is run. `python -m benchmarks.random_faults` makes many, and prints a table.
 """
 
 import os
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("ray")
 
 import jaxpp  # noqa: E402
-from experiments import faults  # noqa: E402
+from benchmarks import faults  # noqa: E402
 
 FIRST, RUNS = (
     int(os.environ.get(f"JAXPP_{n}", d)) for n, d in (("FIRST_FAULT", 0), ("FAULTS", 20))

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
-from experiments import faults
+from benchmarks import faults
 from jaxpp.runtime import RankError
 from jaxpp.runtime.arrays._shares import join_shares, own_share
 from jaxpp.runtime.arrays._stacked import parts_of

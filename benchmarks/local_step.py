@@ -28,7 +28,7 @@ import optax
 from absl import app, flags
 
 import jaxpp
-from experiments.equal_blocks import Loop, copy, draw, placed_step, plain_step, seconds
+from benchmarks.equal_blocks import Loop, copy, draw, placed_step, plain_step, seconds
 from jaxpp._program import Bundle, Free, Receive, Run, Send
 from jaxpp.runtime.executor import _compile, _executor
 from jaxpp.runtime.local import _mesh

@@ -6,7 +6,7 @@
 - `random`: instances with stages unequal by up to 20% and memory limits of p/2 to 2p microbatches a
   rank, against the best schedule of the catalogue that fits, and the lower bound.
 
-    python -m experiments.synthesize_benchmark --figures=table5,optima,random
+    python -m benchmarks.synthesis --figures=table5,optima,random
 """
 
 import json
@@ -16,7 +16,7 @@ import statistics
 import tqdm
 from absl import app, flags
 
-from experiments.synthesis_cases import Row, instances, optima, table5
+from benchmarks.synthesis_cases import Row, instances, optima, table5
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("figures", ["table5", "optima", "random"], "Which figures to reproduce.")

@@ -1,8 +1,8 @@
 """What tracing costs: a step with and without it, in turns, for tasks of several lengths.
 
-    python -m experiments.trace_overhead
-    python -m experiments.trace_overhead --task_ms=1,5 --rounds=20 --profiler
-    python -m experiments.trace_overhead --mesh=ray
+    python -m benchmarks.tracing
+    python -m benchmarks.tracing --task_ms=1,5 --rounds=20 --profiler
+    python -m benchmarks.tracing --mesh=ray
 
 Ranks are devices of this process, or worker processes, each bound to a core. Each round calls the
 step a few times without tracing and a few times with it, in an order that alternates; the figure is

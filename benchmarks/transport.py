@@ -4,7 +4,7 @@ Two processes send a message to and fro; half the time of a round trip is what o
 a `jax.Array` is there. Beside it is the time of a copy of as many bytes within a process: where
 machines differ, or others use them too, the ratio says more than the time.
 
-    python -m experiments.transport_benchmark --kinds=unix,tcp
+    python -m benchmarks.transport --kinds=unix,tcp
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """How much memory deferred initialisation takes, on each rank and in the driver.
 
-    python -m experiments.initialize_memory
-    python -m experiments.initialize_memory --layers=48 --width=1024 --ranks=4
-    python -m experiments.initialize_memory --layers=48 --width=1024 --ranks=4 --eager
+    python -m benchmarks.initialize_memory
+    python -m benchmarks.initialize_memory --layers=48 --width=1024 --ranks=4
+    python -m benchmarks.initialize_memory --layers=48 --width=1024 --ranks=4 --eager
 
 Ranks are worker processes on this host. The state is a stack of square float32 weights and a
 momentum for each. For each process: the memory that it has before, the most that it has until all

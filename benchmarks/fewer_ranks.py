@@ -1,6 +1,6 @@
 """A rank is lost for good: training goes on with one rank fewer, to the bit as a fresh run there.
 
-    python -m experiments.fewer_ranks --ranks=3
+    python -m benchmarks.fewer_ranks --ranks=3
 
 Trains a stack of blocks on worker processes, with a checkpoint every few steps, and kills one. Then
 it shuts the mesh down, makes one of a rank fewer, cuts the same model anew, loads the last
@@ -23,7 +23,7 @@ import optax
 from absl import app, flags
 
 import jaxpp
-from experiments import equal_blocks
+from benchmarks import equal_blocks
 
 _RANKS = flags.DEFINE_integer("ranks", 3, "Ranks before one is lost.", 2)
 _BLOCKS = flags.DEFINE_integer("blocks", 6, "Blocks of the model, cut into a stage for each rank.")

@@ -1,6 +1,6 @@
 """The step overhead of `torch.distributed.pipelining` over gloo: the counterpart of ours.
 
-    python -m experiments.torch_pipeline --ranks=4 --microbatches=32 --schedule=1f1b
+    python -m benchmarks.torch_pipeline --ranks=4 --microbatches=32 --schedule=1f1b
 
 Runs with a Python that has torch and NumPy; nothing else of this project needs torch. The ranks
 are processes on this machine, each with one thread and pinned to a core. Every rank trains in a
@@ -26,7 +26,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 from torch.distributed import pipelining  # pyright: ignore[reportMissingImports]
 
-from experiments.empty_pipeline import LEARNING_RATE, TORCH_SCHEDULES, EmptyPipeline
+from benchmarks.empty_pipeline import LEARNING_RATE, TORCH_SCHEDULES, EmptyPipeline
 
 WARM_UP_STEPS = 20
 

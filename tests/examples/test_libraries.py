@@ -29,7 +29,7 @@ DEFAULT = {
 
 def example_of(library):
     pytest.importorskip(DEPENDENCIES[library])
-    return importlib.import_module(f"experiments.libraries.{library}").EXAMPLE
+    return importlib.import_module(f"examples.libraries.{library}").EXAMPLE
 
 
 def points():

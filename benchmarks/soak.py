@@ -1,6 +1,6 @@
 """A long run: do memory, threads and open files of driver and workers stay what they are?
 
-    python -m experiments.soak --steps=5000 --functions=200
+    python -m benchmarks.soak --steps=5000 --functions=200
 
 Makes many steps of one placed function on worker processes and on devices of this process, then
 places, calls and drops many different functions on the same meshes. It prints what driver and

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jaxpp
-from experiments import equal_blocks, speedup
-from experiments.empty_pipeline import LEARNING_RATE, TORCH_SCHEDULES, EmptyPipeline
+from benchmarks import equal_blocks, speedup
+from benchmarks.empty_pipeline import LEARNING_RATE, TORCH_SCHEDULES, EmptyPipeline
 from jaxpp.schedules import Kind, OneFOneB
 
 

@@ -1,6 +1,6 @@
 """A causal transformer of plain functions on dictionaries of arrays, cut at `jax.named_scope`s.
 
-python -m experiments.libraries.plain_functions --schedule=zb_h1
+python -m examples.libraries.plain_functions --schedule=zb_h1
 """
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 import jaxpp
-from experiments.libraries import training
+from examples.libraries import training
 from jaxpp.schedules import Schedule
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 32, 8, 16, 2

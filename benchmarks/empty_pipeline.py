@@ -1,6 +1,6 @@
 """A pipeline of stages that do next to nothing, so that what a step takes is what its steps cost.
 
-The sizes and numbers that `remote_benchmark.py` and `torch_pipeline.py` share: two programs in two
+The sizes and numbers that `remote_step.py` and `torch_pipeline.py` share: two programs in two
 frameworks that compute the same losses. NumPy only, for a Python that has no JAX or no torch.
 """
 

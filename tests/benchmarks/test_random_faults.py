@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from experiments import faults
-from experiments.faults import Fault, TaskError
+from benchmarks import faults
+from benchmarks.faults import Fault, TaskError
 from jaxpp.runtime import RankError
 
 

@@ -1,7 +1,7 @@
 """Measures a mesh of worker processes against what it is compared with, as ratios in one run.
 
-    python -m experiments.remote_benchmark --torch_python=/path/to/python/with/torch
-    python -m experiments.remote_benchmark --parts=speedup --task_ms=5
+    python -m benchmarks.remote_step --torch_python=/path/to/python/with/torch
+    python -m benchmarks.remote_step --parts=speedup --task_ms=5
 
 Starts a Ray session, or joins the one that is there, and prints by part:
 
@@ -41,9 +41,9 @@ import ray
 from absl import app, flags
 
 import jaxpp
-from experiments import speedup
-from experiments.empty_pipeline import LEARNING_RATE, EmptyPipeline
-from experiments.equal_blocks import Loop, elapsed
+from benchmarks import speedup
+from benchmarks.empty_pipeline import LEARNING_RATE, EmptyPipeline
+from benchmarks.equal_blocks import Loop, elapsed
 
 PARTS = ["empty", "speedup", "local", "memory"]
 
@@ -115,7 +115,7 @@ def torch_pipeline(pipeline: EmptyPipeline, python: str) -> Iterator[Torch]:
     """Starts `torch_pipeline.py`, with another Python."""
     arguments = [f"--{name}={value}" for name, value in dataclasses.asdict(pipeline).items()]
     process = subprocess.Popen(
-        [python, "-m", "experiments.torch_pipeline", "--serve", *arguments],
+        [python, "-m", "benchmarks.torch_pipeline", "--serve", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,6 +1,6 @@
 """Two workers against one, each pinned to a core: how much of what a schedule promises is there?
 
-What `remote_benchmark.py` measures, as functions that its worker processes can import. The model
+What `remote_step.py` measures, as functions that its worker processes can import. The model
 has a block on each of two stages, and the baseline is the faster of two ways to train it on one
 worker: the plain jitted step, which accumulates its gradients by a scan inside of the worker, and
 the placed step with both stages on one rank.
@@ -16,7 +16,7 @@ from typing import Any
 import optax
 
 import jaxpp
-from experiments import equal_blocks
+from benchmarks import equal_blocks
 from jaxpp.schedules import Costs, Interleaved1F1B, Kind, OneFOneB, Schedule, simulate
 
 STAGES = 2

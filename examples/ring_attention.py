@@ -1,7 +1,7 @@
 """Attention over a sequence that the devices of a rank share, in a pipeline of transformer layers.
 
-    python -m experiments.ring_attention
-    python -m experiments.ring_attention --seq=4 --sequence_length=2048
+    python -m examples.ring_attention
+    python -m examples.ring_attention --seq=4 --sequence_length=2048
 
 Ring attention (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", arXiv
 2310.01889, section 3): each device has a block of the sequence, and the blocks of keys and values

@@ -1,6 +1,6 @@
 """A residual network in Haiku, with state and dropout; cut at the names of its modules.
 
-python -m experiments.libraries.dm_haiku --schedule=zb_h1
+python -m examples.libraries.dm_haiku --schedule=zb_h1
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import jaxpp
-from experiments.libraries import training
+from examples.libraries import training
 from jaxpp.schedules import Schedule
 
 WIDTH, CLASSES = 16, 5

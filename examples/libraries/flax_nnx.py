@@ -2,7 +2,7 @@
 
 The train step is that of NNX's functional training loop: what `nnx.split` gives goes in and out.
 
-    python -m experiments.libraries.flax_nnx --schedule=interleaved_1f1b
+    python -m examples.libraries.flax_nnx --schedule=interleaved_1f1b
 """
 
 import jax
@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 import jaxpp
-from experiments.libraries import training
+from examples.libraries import training
 from jaxpp.schedules import Schedule
 
 WIDTH, CLASSES = 16, 5

@@ -1,6 +1,6 @@
 """Runs of a training with a random fault each: does each end with the right error, and go on?
 
-    python -m experiments.random_faults --count=300
+    python -m benchmarks.random_faults --count=300
 
 Trains on worker processes while a fault of one of ten kinds befalls the run at a random moment (see
 `faults.py`). In each run the error has to come in time and name the rank; then the mesh is
@@ -30,7 +30,7 @@ import psutil
 from absl import app, flags
 
 import jaxpp
-from experiments import faults
+from benchmarks import faults
 
 _COUNT = flags.DEFINE_integer("count", 300, "Runs; the ten kinds come in turn.", 1)
 _FIRST = flags.DEFINE_integer("first", 0, "The number of the first run.", 0)

@@ -1,7 +1,7 @@
 """Trains a GPT-2 on one device and on a mesh of pipeline, data and tensor parallel devices.
 
-    python -m experiments.data_parallel_gpt2
-    python -m experiments.data_parallel_gpt2 --pp=4 --dp=2 --mp=1 --zero1
+    python -m examples.data_parallel_gpt2
+    python -m examples.data_parallel_gpt2 --pp=4 --dp=2 --mp=1 --zero1
 
 Dropout, weight decay for matrices alone, metrics and a state in one bundle: the two trainings have
 the same losses, which are printed side by side. CPU devices are made for the run.

@@ -2,7 +2,7 @@
 
 Devlin et al., arXiv 1810.04805, section 3: a post-norm encoder trained to predict masked tokens.
 
-    python -m experiments.libraries.flax_linen --schedule=zb_h1
+    python -m examples.libraries.flax_linen --schedule=zb_h1
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import jaxpp
-from experiments.libraries import training
+from examples.libraries import training
 from jaxpp.schedules import Schedule
 
 MASK, IGNORED = 0, -1

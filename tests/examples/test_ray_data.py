@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from experiments.ray_data import DatasetBatches
+from examples.ray_data import DatasetBatches
 
 
 class Rows:
