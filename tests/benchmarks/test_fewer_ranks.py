@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
+from tests.scripts import load_script
+
 
 @pytest.fixture
-def script(load_script, monkeypatch):
+def script(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    return load_script("fewer_ranks")
+    return load_script("benchmarks.fewer_ranks")
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ import pytest
 from benchmarks import faults
 from benchmarks.faults import Fault, TaskError
 from jaxpp.runtime import RankError
+from tests.scripts import load_script
 
 
 @pytest.fixture
-def script(load_script, monkeypatch):
+def script(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    return load_script("random_faults")
+    return load_script("benchmarks.random_faults")
 
 
 def test_all_kinds_come_in_turn_and_a_run_is_the_same_again():

@@ -15,11 +15,12 @@ import jaxpp
 from benchmarks import equal_blocks, speedup
 from benchmarks.empty_pipeline import LEARNING_RATE, TORCH_SCHEDULES, EmptyPipeline
 from jaxpp.schedules import Kind, OneFOneB
+from tests.scripts import load_script
 
 
 @pytest.fixture
-def script(load_script):
-    return load_script("remote_benchmark")
+def script():
+    return load_script("benchmarks.remote_step")
 
 
 @pytest.fixture

@@ -5,11 +5,13 @@ import types
 
 import pytest
 
+from tests.scripts import load_script
+
 
 @pytest.fixture
-def script(load_script, monkeypatch):
+def script(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    script = load_script("soak")
+    script = load_script("benchmarks.soak")
     monkeypatch.setattr(script.module.jax.config, "update", lambda *_: None)  # conftest.py did
     script.flags.mark_as_parsed()
     return script

@@ -6,12 +6,14 @@ import equinox as eqx
 import jax
 import pytest
 
+from tests.scripts import load_script
+
 TINY = dict(layers=2, width=8, heads=2, sequence_length=8, batch_size=8, microbatches=2, steps=3)
 
 
 @pytest.fixture(scope="module")
-def script(load_script):
-    return load_script("data_parallel_gpt2")
+def script():
+    return load_script("examples.data_parallel_gpt2")
 
 
 @pytest.fixture

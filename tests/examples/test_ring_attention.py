@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from tests.scripts import load_script
+
 TINY = dict(layers=2, width=8, heads=2, sequence_length=16, batch_size=4, microbatches=2)
 
 
 @pytest.fixture(scope="module")
-def script(load_script):
-    return load_script("ring_attention")
+def script():
+    return load_script("examples.ring_attention")
 
 
 @pytest.mark.parametrize("parts", [2, 4])

@@ -14,6 +14,7 @@ import pytest
 from absl import app
 
 import jaxpp
+from tests.scripts import load_script
 
 STEPS = 40
 TINY = dict(
@@ -31,8 +32,8 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def script(load_script):
-    return load_script("train_lm")
+def script():
+    return load_script("experiments.train_lm")
 
 
 @pytest.fixture(scope="module")

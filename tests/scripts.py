@@ -1,4 +1,4 @@
-"""Runs the scripts of `experiments` in the tests' process."""
+"""Runs scripts that read flags, in the tests' process."""
 
 import dataclasses
 import functools
@@ -29,17 +29,12 @@ class Script:
             flagsaver.restore_flag_values(saved, self.flags)
 
 
-@pytest.fixture(scope="session")
-def load_script():
-    """Imports a script by its name."""
-
-    @functools.cache
-    def load(name):
-        own = flags.FlagValues()
-        with pytest.MonkeyPatch.context() as patch:
-            for define in [n for n in dir(flags) if n.startswith("DEFINE_")]:
-                original = getattr(flags, define)
-                patch.setattr(flags, define, functools.partial(original, flag_values=own))
-            return Script(importlib.import_module(f"experiments.{name}"), own)
-
-    return load
+@functools.cache
+def load_script(name: str) -> Script:
+    """Imports a script, as `experiments.train_lm`."""
+    own = flags.FlagValues()
+    with pytest.MonkeyPatch.context() as patch:
+        for define in [n for n in dir(flags) if n.startswith("DEFINE_")]:
+            original = getattr(flags, define)
+            patch.setattr(flags, define, functools.partial(original, flag_values=own))
+        return Script(importlib.import_module(name), own)
