@@ -68,6 +68,34 @@ def check_evaluation(mesh, params):
     return value
 
 
+def save_and_restore(checkpointer, tree, folder):
+    """Saves a tree with a checkpointer of Orbax, and restores it."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    if checkpointer == "CheckpointManager":
+        with ocp.CheckpointManager(folder) as manager:
+            manager.save(0, args=ocp.args.StandardSave(jaxpp.gather(tree)))
+            manager.wait_until_finished()
+            return manager.restore(0, args=ocp.args.StandardRestore(like))
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(folder / "state", jaxpp.gather(tree))
+        saver.wait_until_finished()
+        return saver.restore(folder / "state", like)
+
+
+def check_checkpoint(checkpointer, mesh, state, folder):
+    """Checks that a gathered state is saved bit for bit, and that training goes on from it."""
+    restored = save_and_restore(checkpointer, state, folder)
+    chex.assert_trees_all_equal(restored, jaxpp.gather(state), strict=True)
+    step = jaxpp.place(train_step(), mesh)
+    batch = start()[2]
+    after = [jaxpp.gather(step(*before, batch)) for before in (restored, state)]
+    chex.assert_trees_all_equal(*after, strict=True)
+
+
+CHECKPOINTERS = ("StandardCheckpointer", "CheckpointManager")
+
+
 def serialised(params):
     """Writes the leaves to a file, and reads them back onto plain arrays."""
     file = io.BytesIO()
@@ -117,6 +145,7 @@ USES = {
     "chex equal": (compared(chex.assert_trees_all_equal), WORKS, WORKS),
     "chex shapes": (compared(chex.assert_trees_all_equal_shapes_and_dtypes), WORKS, WORKS),
     "serialise": (serialised, WORKS, WORKS),
+    "shards": (lambda p: jax.tree.map(lambda x: x.addressable_shards, p), REFUSES, REFUSES),
     "eval_shape": (lambda p: jax.eval_shape(train_step(), p, *start()[1:]), WORKS, WORKS),
     "make_jaxpr": (lambda p: str(jax.make_jaxpr(loss_fn)(p, start()[2])), WORKS, WORKS),
     "filter_eval_shape": (lambda p: eqx.filter_eval_shape(loss_fn, p, start()[2]), WORKS, WORKS),

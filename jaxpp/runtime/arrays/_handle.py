@@ -113,15 +113,26 @@ def _delegate(name: str, method: bool) -> Any:
     return call if method else property(lambda self: getattr(fetched(self), name))
 
 
-#: Attributes about an array's place, which a fetched array would answer wrongly.
-_PLACES = {"addressable_data", "addressable_shards", "device", "global_shards", "sharding"}
+def _refused(name: str) -> property:
+    """Makes an attribute that a fetched array would answer wrongly, and that a handle has not."""
+
+    def refuse(self: ArrayHandle) -> NoReturn:
+        raise TypeError(self.how_to_use(name))
+
+    return property(refuse)
+
+
+#: Attributes about an array's place, which checkpointers read; a subclass gives its `sharding`.
+_PLACES = {"addressable_data", "addressable_shards", "device", "global_shards"}
 _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow "
     "rpow matmul rmatmul and rand or ror xor rxor lshift rlshift rshift rrshift neg pos abs invert "
     "round lt le gt ge eq ne getitem iter"
 ).split()
 for _name, _member in list(vars(jax.Array).items()):
-    if not _name.startswith("_") and _name not in _PLACES and _name not in vars(ArrayHandle):
+    if _name in _PLACES:
+        setattr(ArrayHandle, _name, _refused(_name))
+    elif not _name.startswith("_") and _name != "sharding" and _name not in vars(ArrayHandle):
         setattr(ArrayHandle, _name, _delegate(_name, isinstance(_member, Callable)))
 for _name in (f"__{name}__" for name in _OPERATORS):
     setattr(ArrayHandle, _name, _delegate(_name, method=True))

@@ -32,3 +32,8 @@ def test_a_forward_function_takes_them_and_runs_each_stage_on_its_rank(mesh, sta
 @pytest.mark.parametrize(("use", "outcome", "_"), uses.USES.values(), ids=uses.USES)
 def test_a_use_works_or_names_the_way_out(use, outcome, _, state):
     uses.check(use, outcome, state[0])
+
+
+@pytest.mark.parametrize("checkpointer", uses.CHECKPOINTERS)
+def test_orbax_saves_them_gathered(checkpointer, mesh, state, tmp_path):
+    uses.check_checkpoint(checkpointer, mesh, state, tmp_path)

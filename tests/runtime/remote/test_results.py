@@ -51,3 +51,8 @@ def test_a_donated_array_is_not_gathered(mesh):
     step(params, opt_state, uses.start()[2])
     with pytest.raises(ValueError, match="donated"):
         jaxpp.gather(params)
+
+
+@pytest.mark.parametrize("checkpointer", uses.CHECKPOINTERS)
+def test_orbax_saves_them_gathered(checkpointer, mesh, state, tmp_path):
+    uses.check_checkpoint(checkpointer, mesh, state, tmp_path)
