@@ -1,9 +1,11 @@
 """The pages: their Python code runs as it stands there, and prints what they show."""
 
+import csv
 import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -37,14 +39,19 @@ def run(page, folder):
     codes = [code for code, _ in BLOCK.findall(page.read_text())]
     script = folder / "script.py"
     script.write_text(f"\nprint({END!r})\n".join(codes))
+    return printed([script], folder).split(END + "\n")
+
+
+def printed(arguments, folder):
+    """Runs Python in a folder, and gives what it prints."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "RAY_ADDRESS": "local"}
     done = subprocess.run(
-        [sys.executable, script], cwd=folder, env=environment, capture_output=True, text=True
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
     own = [line for line in done.stdout.splitlines(True) if "(raylet)" not in line]
-    return "".join(own).split(END + "\n")  # Ray says, too, what has become of a worker
+    return "".join(own)  # Ray says, too, what has become of a worker
 
 
 @pytest.mark.parametrize(
@@ -61,10 +68,26 @@ def test_the_code_of_a_page_prints_what_it_shows(page, tmp_path):
     assert [s.rstrip() for s in run(page, tmp_path)] == [s.rstrip() for s in shown]
 
 
+def test_the_schedule_and_the_model_of_the_tutorial_are_ablated(tmp_path):
+    page = (ROOT / "docs" / "ablating.md").read_text()
+    ((name, code),) = re.findall(r'^```python title="(.*)"\n(.*?)^```', page, re.M | re.S)
+    assert len(code.splitlines()) <= 20
+    (tmp_path / name).write_text(code)
+    ((python, *arguments),) = (
+        shlex.split(c) for c in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)
+    )
+    shown = printed(arguments, tmp_path)
+    assert python == "python" and shown.count("mine:Patient(more=2)") == 2
+    with open(tmp_path / "outputs" / "ablate_schedules" / "results.csv") as file:
+        rows = {row["schedule"]: row for row in csv.DictReader(file)}
+    assert [row["peak_memory"] for row in rows.values()] == ["2.0", "2.0", "4.0"]
+    assert all(float(row["measured"]) > 0 < float(row["predicted"]) for row in rows.values())
+
+
 def test_each_page_with_code_is_run():
     with_code = {p.name for p in PAGES if "```python" in p.read_text()}
     assert with_code >= ELSEWHERE
-    assert {"README.md", "inside_a_rank.md", "schedules.md", "worker_processes.md"} <= with_code
+    assert {"README.md", "ablating.md", "inside_a_rank.md", "worker_processes.md"} <= with_code
 
 
 def test_each_public_name_is_on_a_page_of_the_reference():
