@@ -68,10 +68,11 @@ def test_the_code_of_a_page_prints_what_it_shows(page, tmp_path):
     assert [s.rstrip() for s in run(page, tmp_path)] == [s.rstrip() for s in shown]
 
 
+@pytest.mark.more
 def test_the_schedule_and_the_model_of_the_tutorial_are_ablated(tmp_path):
     page = (ROOT / "docs" / "ablating.md").read_text()
     ((name, code),) = re.findall(r'^```python title="(.*)"\n(.*?)^```', page, re.M | re.S)
-    assert len(code.splitlines()) <= 20
+    assert len([line for line in code.splitlines() if line]) < 20
     (tmp_path / name).write_text(code)
     ((python, *arguments),) = (
         shlex.split(c) for c in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)
