@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from jaxpp import _html
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._check import ScheduleError, check
 from jaxpp.schedules._costs import Costs, Memory
@@ -44,6 +45,20 @@ class Comparison:
     peak_memory: float | None = None
 
 
+class Comparisons(list[Comparison]):
+    """The rows of a comparison; a notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        names = [field.name for field in dataclasses.fields(Comparison)]
+        names = [name for name in names if any(getattr(row, name) for row in self)]
+        cells = [[_text(getattr(row, name)) for name in names] for row in self]
+        return _html.table([name.replace("_", " ") for name in names], cells)
+
+
+def _text(value: str | float | None) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def compare(
     schedules: Mapping[str, Schedule],
     num_ranks: int,
@@ -53,7 +68,7 @@ def compare(
     memory: Memory | None = None,
     overlap: Literal["atomic", "free", "none"] = "atomic",
     machine: Machine | None = None,
-) -> list[Comparison]:
+) -> Comparisons:
     """Simulates schedules for one number of ranks and microbatches.
 
     Args:
@@ -66,7 +81,8 @@ def compare(
       machine: the ranks' speeds, the links, and the end of a step.
 
     Returns:
-      A row for each schedule, in order. `dataclasses.asdict` makes a dictionary of one.
+      A list with a row for each schedule, in order. `dataclasses.asdict` makes a dictionary of one,
+      and a notebook shows the list as a table.
 
     Raises:
       ScheduleError: a table breaks a rule; a note names the schedule.
@@ -76,7 +92,7 @@ def compare(
     >>> [(row.schedule, row.makespan, row.peak_memory) for row in rows]
     [('1f1b', 33.0, 4.0), ('interleaved', 28.5, 5.5)]
     """
-    rows = []
+    rows = Comparisons()
     for name, schedule in schedules.items():
         row = Comparison(name, num_ranks, num_microbatches)
         try:

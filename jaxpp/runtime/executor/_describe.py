@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxpp import _html
 from jaxpp._program import Bundle, Computation, Free, Program, Receive, Role, Run
 from jaxpp._specs import Spec, axis_sizes
 
@@ -53,7 +54,7 @@ class RankDescription:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A placed step, rank by rank: what each holds, sends and reduces; `str` gives a table.
+    """A placed step, rank by rank: what each holds, sends and reduces; shown as a table.
 
     Args:
         ranks: a description of each.
@@ -70,12 +71,11 @@ class Description:
         """Gives the description as JSON: an object with a list `ranks`, with fields as here."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
+    def _repr_html_(self) -> str:
+        return _html.table(_HEADER, map(_row, self.ranks), _NOTE)
+
     def __str__(self) -> str:
-        rows = [
-            ("rank", "stages", "devices", "parameters", "optimizer", "accumulators", "activations",
-             "sent to", "collectives once a step", "in each task"),
-            *map(_row, self.ranks),
-        ]  # fmt: skip
+        rows = [_HEADER, *map(_row, self.ranks)]
         widths = [max(len(line) for row in rows for line in row[n].split("\n")) for n in range(10)]
         lines = []
         for row in rows:
@@ -86,11 +86,15 @@ class Description:
                     for c, w in zip(cells, widths, strict=True)
                 ]
                 lines.append("  ".join(parts).rstrip())
-        lines.append(
-            "Bytes are those of one device, at their most; those sent are of a rank's devices "
-            "together, in a step."
-        )
-        return "\n".join(lines)
+        return "\n".join([*lines, _NOTE])
+
+
+_HEADER = ("rank", "stages", "devices", "parameters", "optimizer", "accumulators", "activations",
+           "sent to", "collectives once a step", "in each task")  # fmt: skip
+_NOTE = (
+    "Bytes are those of one device, at their most; those sent are of a rank's devices together, in "
+    "a step."
+)
 
 
 def _row(rank: RankDescription) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """What a placed step says of itself, against what is counted by hand or on live arrays."""
 
 import json
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,8 @@ def test_the_table_and_the_json_say_the_same():
     assert "1 all-reduce over data" in table and "F0: 1 all-reduce over data" in table
     for rank in ranks:
         assert all(device in table for device in rank["devices"])
+    shown = " ".join(ElementTree.fromstring(f"<div>{description._repr_html_()}</div>").itertext())
+    assert sorted(shown.split()) == sorted(table.split())
 
 
 @pytest.mark.parametrize(
