@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 import jaxpp
-from experiments import data
 from experiments.models import gpt2, language, parallel
+from experiments.training import data
 
 _PP = flags.DEFINE_integer("pp", 2, "Ranks of the pipeline.", lower_bound=1)
 _DP = flags.DEFINE_integer("dp", 2, "Devices of a rank that share a microbatch.", lower_bound=1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import data
+from experiments.training import data
 
 
 @pytest.fixture

@@ -11,10 +11,13 @@ import time
 import numpy as np
 import psutil
 import pytest
-from absl import app
+from absl import flags
 
 import jaxpp
-from tests.scripts import load_script
+from experiments import train_lm
+from experiments.training import compare, data, models
+from experiments.training.config import Config
+from experiments.training.flags import define
 
 STEPS = 40
 TINY = dict(
@@ -32,22 +35,16 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def script():
-    return load_script("experiments.train_lm")
-
-
-@pytest.fixture(scope="module")
-def train(text, script):
+def train(text):
     """Trains in this process; gives the rows of the file of metrics."""
 
     def train(output, **values):
-        script.main(**(TINY | values | dict(output=str(output), data=str(text))))
+        config = Config(**(TINY | values | dict(output=str(output), data=str(text))))
+        train_lm.main(lambda: config, [])
         return rows(output)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            script.module.training_mesh, "make_devices", lambda: None
-        )  # conftest.py makes them
+        patch.setattr(train_lm, "make_devices", lambda config: None)  # conftest.py makes them
         yield train
 
 
@@ -156,7 +153,7 @@ def test_without_a_checkpoint_a_run_starts_from_the_beginning(uninterrupted, tra
 
 def test_runs_do_not_mix(uninterrupted, train):
     before = rows(uninterrupted)
-    with pytest.raises(app.UsageError, match=f"of step {STEPS} of another run"):
+    with pytest.raises(SystemExit, match=f"^train_lm: .* of step {STEPS} of another run"):
         train(uninterrupted)
     assert rows(uninterrupted) == before
 
@@ -171,28 +168,79 @@ def test_lost_rows_are_an_error(uninterrupted, train, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (dict(mesh="ray", worker_environment=["A"]), "NAME=value, got 'A'"),
-        (dict(restarts=1), "--restarts is for --mesh=ray"),
-        (dict(cores=1), "--cores is for --mesh=ray"),
-        (dict(mesh="ray", restarts=1, checkpoint_every=0), "--restarts needs --checkpoint_every"),
+        (dict(mesh="ray", worker_environment=("A",)), "NAME=value, got 'A'"),
+        (dict(restarts=1), "restarts is for mesh=ray"),
+        (dict(cores=1), "cores is for mesh=ray"),
+        (dict(mesh="ray", restarts=1, checkpoint_every=0), "restarts needs checkpoint_every"),
         (dict(mesh="ray", dp=2, processes_per_rank=4), "=4 divides the 2 devices of a rank"),
-        (dict(dp=2, processes_per_rank=2), "--processes_per_rank is for --mesh=ray"),
-        (dict(dp=4), "--dp=4 shares the sequences of each microbatch, .* number, 2;"),
-        (dict(mp=4), "--mp=4 shares the heads of attention, .* number, 2;"),
-        (dict(zero1=True), "--zero1 shares optimizer state between the --dp devices"),
-        (dict(pp=4), "--ranks=2 and --pp=4 are two values for one thing"),
-        (dict(num_pipeline_microbatches=4), "--microbatches=2 and --num_pipeline_microbatches=4"),
-        (dict(batch_size_per_device=2), "--batch_size or --batch_size_per_device"),
-        (dict(model="llama2"), "--dropout is not for --model=llama2, which has --layers, --width"),
+        (dict(dp=2, processes_per_rank=2), "processes_per_rank is for mesh=ray"),
+        (dict(dp=4), "dp=4 shares the sequences of each microbatch, .* number, 2;"),
+        (dict(mp=4), "mp=4 shares the heads of attention, .* number, 2;"),
+        (dict(zero1=True), "zero1 shares optimizer state between the dp devices"),
+        (dict(batch_size=3), "batch_size must be a multiple of microbatches, got 3 and 2"),
+        (dict(model="llama2"), "dropout is not for model=llama2, which has layers, width"),
         (dict(model="llama2", dropout=None, kv_heads=3), "heads=2 and kv_heads=3"),
         (dict(model="gpt2", sequence_length=2048), "positions for 1024 tokens"),
-        (dict(model="gpt2", schedule="seq1f1b"), "is for --model=gpt"),
-        (dict(profile=True, steps=5), "--profile traces step 6, got 5 steps"),
+        (dict(model="gpt2", schedule="seq1f1b"), "is for model=gpt"),
+        (dict(schedule="seq1f1b"), "has no dropout; use dropout=0"),
+        (dict(schedule="seq1f1b(slices=3)", dropout=0.0), "cuts sequences of 8 bytes in 3"),
+        (dict(schedule="forward_only"), "has no backward"),
+        (dict(schedule="1f1c"), "1f1c"),
+        (dict(ranks=4, cut="path"), "got 4 stages for 2 blocks"),
+        (dict(profile=True, steps=5), "profile traces step 6, got 5 steps"),
+        (dict(model="bert"), "model is one of gpt, .*, got 'bert'"),
+        (dict(steps=0), "steps is at least 1, got 0"),
+        (dict(dropout=1.5), "dropout is between 0 and 1, got 1.5"),
+        (dict(learning_rate=float("nan")), "learning_rate is at least 0, got nan"),
+        (dict(ranks="4"), "ranks takes int, got '4'"),
+        (dict(steps=True), "steps takes int, got True"),
     ],
 )
-def test_wrong_flags_are_named(train, tmp_path, values, message):
-    with pytest.raises(app.UsageError, match=message):
-        train(tmp_path, **values)
+def test_a_wrong_configuration_is_an_error_that_names_the_field(values, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**(TINY | values))
+
+
+def config_of(*arguments):
+    own = flags.FlagValues()
+    read = define(own)
+    own(["train_lm", *arguments])
+    return read()
+
+
+def test_flags_are_the_fields_of_the_configuration():
+    assert config_of() == Config()
+    given = config_of("--schedule=zb_h1", "--ranks=2", "--dropout=0.5", "--tied", "--nozero1",
+                      "--mesh=ray", "--worker_environment=A=1,B=2")  # fmt: skip
+    assert given == Config(schedule="zb_h1", ranks=2, dropout=0.5, tied=True, mesh="ray",
+                           worker_environment=("A=1", "B=2"))  # fmt: skip
+
+
+def test_flags_have_the_names_of_other_systems():
+    given = config_of("--pp=2", "--dp=2", "--num_pipeline_microbatches=4",
+                      "--batch_size_per_device=2")  # fmt: skip
+    assert given == Config(ranks=2, dp=2, microbatches=4, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks=2", "--pp=4"], "ranks=2 and pp=4 are two values for one thing"),
+        (["--microbatches=2", "--num_pipeline_microbatches=4"], "num_pipeline_microbatches=4"),
+        (["--batch_size=8", "--batch_size_per_device=2"], "batch_size=8 and batch_size_per_dev"),
+    ],
+)
+def test_two_values_for_one_thing_are_an_error(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(*arguments)
+
+
+def test_an_error_of_the_flags_is_shown_alone():
+    command = [sys.executable, "-m", "experiments.train_lm", "--dp=4", "--batch_size=8"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.startswith("train_lm: dp=4 shares the sequences of each microbatch")
+    assert done.stderr.count("\n") == 1
 
 
 # What each model of the zoo does not share with the byte-level GPT of `TINY`.
@@ -207,10 +255,8 @@ MODELS = {
 @pytest.mark.parametrize("model", ["mixtral"] + [pytest.param(m, marks=pytest.mark.slow)
                                                  for m in [*MODELS][:3]])  # fmt: skip
 def test_each_model_trains_as_on_one_device(train, tmp_path, capsys, model):
-    names = dict(ranks=None, pp=2, microbatches=None, num_pipeline_microbatches=2, batch_size=None,
-                 batch_size_per_device=2)  # fmt: skip
     run = dict(model=model, vocabulary=256, steps=3, sample_bytes=4, checkpoint_every=0)
-    settings = names | MODELS[model] | run
+    settings = MODELS[model] | run
     assert len(train(tmp_path, **settings, verify=True)) == 3
     assert "verify: parameters: largest difference" in capsys.readouterr().out
     assert len((tmp_path / "sample.txt").read_text()) >= 4
@@ -234,14 +280,13 @@ def test_a_training_inside_ranks_is_that_on_one_device(train, tmp_path, capsys, 
     assert "verify: parameters: largest difference" in capsys.readouterr().out
 
 
-def test_differences_count_and_roundings_do_not(script, monkeypatch, capsys):
-    monkeypatch.setattr(script.module.training_model, "dtype", lambda: "float32")
+def test_differences_count_and_roundings_do_not(capsys):
     weight, noise = np.ones(4), np.full(4, 1e-9)
-    script.module.compare("parameters", [weight, 3 * noise], [weight, noise])
+    compare.arrays("parameters", [weight, 3 * noise], [weight, noise], 1e-3)
     assert "within the tolerance" in capsys.readouterr().out
     for wrong in ([weight + 0.01, noise], [weight, noise + 1e-5], [weight * np.nan, noise]):
         with pytest.raises(SystemExit, match="FAILED"):
-            script.module.compare("parameters", wrong, [weight, noise])
+            compare.arrays("parameters", wrong, [weight, noise], 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -254,8 +299,8 @@ def test_differences_count_and_roundings_do_not(script, monkeypatch, capsys):
         ("mistral", dict(width=2048, heads=1, mlp_width=896, layers=1, head_width=8)),
     ],
 )  # fmt: skip
-def test_small_models_have_their_sizes(script, model, sizes):
-    config = script.module.training_model.CONFIGS[model]
+def test_small_models_have_their_sizes(model, sizes):
+    config = models.CONFIGS[model]
     assert {name: getattr(config, name) for name in sizes} == sizes
 
 
@@ -274,7 +319,17 @@ def test_the_sixth_step_is_traced(train, tmp_path, monkeypatch):
     assert (tmp_path / "profile" / "timeline.json").exists()
 
 
-def test_the_first_seven_steps_are_not_in_the_throughput(script):
-    script.flags.mark_as_parsed()
+def test_the_first_seven_steps_are_not_in_the_throughput():
     metrics = [{"seconds": 100.0}] * 7 + [{"seconds": 0.5}] * 2
-    assert script.module.throughput(metrics) == 32 * 64 / 0.5
+    assert train_lm.throughput(Config(), metrics) == 32 * 64 / 0.5
+
+
+def test_the_parts_work_without_flags(text):
+    """As in a notebook: a mesh of one's own, and a step at a time."""
+    config = Config(**(TINY | dict(steps=2, learning_rate=0.1, warmup_steps=0)))
+    step, evaluate = train_lm.make_pipeline(config, jaxpp.MpmdMesh((2,)))
+    model, opt_state = train_lm.initial_state(config)
+    (tokens, keys), _ = train_lm.training_batches(config, data.load(text))
+    before = float(evaluate(model, tokens))
+    model, opt_state, _ = step(model, opt_state, tokens, keys)
+    assert float(evaluate(model, tokens)) < before

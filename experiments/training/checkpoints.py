@@ -1,0 +1,55 @@
+"""What a training leaves in its output folder to go on from."""
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jaxpp
+from experiments.training import log
+from experiments.training.config import Config
+from experiments.training.log import Row
+
+
+def checkpointer(config: Config) -> jaxpp.Checkpointer:
+    return jaxpp.Checkpointer(config.folder / "checkpoints", keep=1)
+
+
+def metrics_file(config: Config) -> pathlib.Path:
+    return config.folder / "metrics.jsonl"
+
+
+def open_output(config: Config) -> None:
+    """Makes the output folder, where it has nothing that a new run would mix with."""
+    config.folder.mkdir(parents=True, exist_ok=True)
+    with checkpointer(config) as checkpoints:
+        last = checkpoints.latest()
+    if last is not None and not config.resume:
+        raise ValueError(
+            f"output={config.output} has the checkpoint of step {last} of another run; go on from "
+            f"it with resume, or use another folder."
+        )
+
+
+@contextlib.contextmanager
+def recording(
+    config: Config, checkpoints: jaxpp.Checkpointer, metrics: Sequence[Row]
+) -> Iterator[Callable[[Row, Any], None]]:
+    """A hook for each step of a training that writes its row to a file, and checkpoints.
+
+    Args:
+        config: the training.
+        checkpoints: where to.
+        metrics: the rows that the file starts with; what it had more of is of steps that a run did
+            after its last checkpoint, and are done again.
+    """
+    every = config.checkpoint_every
+    with log.writing(metrics_file(config), metrics) as add_row:
+
+        def after_step(row: Row, state: Any) -> None:
+            add_row(row)  # before the checkpoint: a step that is not done again has its row
+            step = int(row["step"])
+            if every > 0 and (step % every == 0 or step == config.steps):
+                checkpoints.save(step, state)
+
+        yield after_step
