@@ -1,7 +1,8 @@
 """Pipeline parallelism as five composable transforms over jaxprs.
 
 Words:
-    stage: a slice of the forward computation, numbered from 0 in an order of dependence.
+    stage: a slice of the forward computation, numbered from 0 in an order of dependence. Stages
+        form a directed acyclic graph, of which a chain is the common case.
     mark: an equation of a traced function that says where a stage opens.
     cut: where one stage ends and another opens; of a stacked array, where its rows are divided.
     unit: equations that a cut does not divide: a layer, or a module that is called `whole`.
@@ -25,6 +26,17 @@ Words:
     inside: the axes of a mesh that divide the devices of one rank, such as data and model.
     spec: for each dimension of an array the axes inside a rank that it is split over.
     role: what an argument is to a step: parameter, optimizer state, batch, or other.
+    placement: for each stage the rank that runs it.
+    edge: a value that one stage makes and another reads; a message where their ranks differ.
+    bubble: the share of the time of a step in which the ranks have nothing to run.
+    executor: what runs the program of one rank, on either mesh.
+    feed: a function by which the ranks load an argument of a step themselves.
+    worker process: a process of its own that runs a rank, or a host's part of it.
+    worker group: the worker processes of a mesh, called in one order.
+    health monitor: what ends all workers of a mesh, with one error, when one of them fails.
+    flight recorder: the memory in which a worker notes what it runs, for the error when it dies.
+    program cache: the computations of a mesh, each compiled once and sent once.
+    handle: a `RemoteArray`, which stands for an array that worker processes hold.
 """
 
 from jaxpp import schedules as schedules

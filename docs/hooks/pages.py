@@ -24,6 +24,6 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def glossary(words: str) -> str:
     """Makes a table of the words that the docstring of the package explains."""
-    rows = re.findall(r"^    ([^:\n]+): (.*)$", words, re.M)
-    lines = [f"| {word} | {meaning} |" for word, meaning in rows]
+    rows = re.findall(r"^    (\S[^:\n]*): (.*(?:\n {8}.*)*)", words, re.M)
+    lines = [f"| {word} | {' '.join(meaning.split())} |" for word, meaning in rows]
     return "\n".join(["# Glossary", "", "| word | meaning |", "| --- | --- |", *lines, ""])
