@@ -5,26 +5,22 @@
 #
 # The NVIDIA driver comes with the host (nvidia-container-toolkit), CUDA and NCCL with JAX's wheels.
 
-ARG PYTHON_VERSION=3.12
-
-FROM python:${PYTHON_VERSION}-slim-bookworm AS build
+FROM python:3.12-slim-bookworm AS build
 ARG CUDA_EXTRA=cuda12
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
 # What is installed depends on these files alone, so that a change in the code does not fetch it anew.
-COPY setup.cfg pyproject.toml README.md LICENSE ./
-# hadolint ignore=DL3013
-RUN mkdir jaxpp \
-    && touch jaxpp/__init__.py \
-    && pip install ".[${CUDA_EXTRA}]" \
+COPY setup.cfg pyproject.toml constraints.txt README.md LICENSE ./
+COPY jaxpp/_version.py jaxpp/
+RUN pip install --constraint constraints.txt ".[experiments,${CUDA_EXTRA}]" \
     && pip uninstall --yes jaxpp \
     && rm -r build jaxpp.egg-info
 COPY jaxpp jaxpp
 RUN pip install --no-deps .
 
-FROM python:${PYTHON_VERSION}-slim-bookworm
+FROM python:3.12-slim-bookworm
 COPY --from=build /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 RUN useradd --create-home --uid 1000 --user-group jaxpp

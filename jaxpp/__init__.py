@@ -44,6 +44,7 @@ from jaxpp import testing as testing
 from jaxpp._conveniences import accumulate_grads as accumulate_grads
 from jaxpp._conveniences import pipelined as pipelined
 from jaxpp._spellings import __getattr__ as __getattr__
+from jaxpp._version import __version__ as __version__
 from jaxpp.planning import Measurement as Measurement
 from jaxpp.planning import measure as measure
 from jaxpp.runtime import Checkpointer as Checkpointer

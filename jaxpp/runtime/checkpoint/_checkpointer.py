@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxpp.runtime.checkpoint import _directory
+from jaxpp.runtime.checkpoint import _directory, _store
 from jaxpp.runtime.checkpoint._load import load_state
 from jaxpp.runtime.checkpoint._save import Plan, absolute
 
@@ -28,6 +28,7 @@ class Checkpointer:
     Raises:
         ValueError: if `keep` is less than 1.
         OSError: if the directory cannot be made.
+        ImportError: if TensorStore is not installed; it is in the extra `checkpoint`.
 
     Example:
         >>> import jax.numpy as jnp, jaxpp, tempfile
@@ -45,6 +46,7 @@ class Checkpointer:
     def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3):
         if keep is not None and keep < 1:
             raise ValueError(f"Checkpointer needs to keep 1 checkpoint at least, got keep={keep}.")
+        _store.check_installed()  # now, and not after the first steps of a training
         self.directory, self.keep = absolute(directory), keep
         _directory.make_directories(self.directory)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxpp-checkpointer")

@@ -43,6 +43,7 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
         ValueError: if that is not a checkpoint, is half-written, damaged, of a newer format, or of
             another tree than `like`.
         OSError: if it cannot be read.
+        ImportError: if TensorStore is not installed; it is in the extra `checkpoint`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp, tempfile

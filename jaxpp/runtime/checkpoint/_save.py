@@ -38,6 +38,7 @@ def save_state(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = Fal
             removed.
         ValueError: if an array has been donated, or arrays belong to several meshes.
         TypeError: if an array has a dtype that is none of JAX's.
+        ImportError: if TensorStore is not installed; it is in the extra `checkpoint`.
 
     Example:
         >>> import jax.numpy as jnp, jaxpp, tempfile

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpp._extras import need
 from jaxpp.runtime.checkpoint import _directory, _manifest
 from jaxpp.runtime.checkpoint._manifest import ArrayLeaf, Piece
 
@@ -36,6 +37,11 @@ INLINE_BYTES = 4096
 Box = tuple[tuple[int, int], ...]
 
 
+def check_installed() -> None:
+    """Checks that TensorStore is there, without importing it, which takes long."""
+    need("checkpoint", "A checkpoint", "tensorstore")
+
+
 def write(directory: Path, pieces: Mapping[str, np.ndarray]) -> None:
     """Writes pieces, by their names, into a new database; they are durable when it returns.
 
@@ -45,7 +51,9 @@ def write(directory: Path, pieces: Mapping[str, np.ndarray]) -> None:
 
     Raises:
         OSError: if the operating system refuses, as on a full disk.
+        ImportError: if TensorStore is not installed; it is in the extra `checkpoint`.
     """
+    check_installed()
     import tensorstore  # here, because its import takes longer than those of all other files
 
     # All files are made durable together at the end, which is faster than one by one.
@@ -90,7 +98,9 @@ def read(directory: Path, requests: Sequence[Request], path: str) -> list[list[n
     Raises:
         ValueError: if the data are damaged.
         OSError: if they cannot be read.
+        ImportError: if TensorStore is not installed; it is in the extra `checkpoint`.
     """
+    check_installed()
     import tensorstore
 
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})

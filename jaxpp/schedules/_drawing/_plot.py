@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jaxpp._extras import need
 from jaxpp.schedules._drawing._styles import (
     STYLES,
     Cell,
@@ -67,6 +68,7 @@ def plot(
 
     Raises:
       ValueError: there is no timeline, or one without tasks, or more than `ax` has room for.
+      ImportError: matplotlib is not installed; it is in the extra `plot`.
 
     >>> import pathlib, tempfile
     >>> from jaxpp.schedules import GPipe, simulate
@@ -75,6 +77,7 @@ def plot(
     ...     plot({"GPipe": timeline}, pathlib.Path(folder, "gpipe.png"), memory=True)
     <Picture size 880x370 with 2 Axes>
     """
+    need("plot", "plot", "matplotlib")
     titled = by_title(timelines)
     if not titled or not all(timeline.spans for timeline in titled.values()):
         raise ValueError(

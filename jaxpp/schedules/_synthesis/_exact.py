@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpp import _extras
 from jaxpp.schedules._synthesis._problem import Problem, evaluate
 from jaxpp.schedules._table import Kind
 
@@ -36,7 +37,9 @@ def solve(
     Raises:
       ImportError: OR-tools is not installed.
     """
-    cp_model = _solver()
+    _extras.need("exact", "The exact solver", "ortools")
+    from ortools.sat.python import cp_model
+
     step = _step(problem)
     floor = [math.floor(t / step + 1e-6) for t in problem.time]
     start_at = evaluate(problem, orders)
@@ -121,14 +124,3 @@ def _step(problem: Problem) -> float:
         if all(abs(t * parts - round(t * parts)) < 1e-9 for t in times):
             return 1 / parts
     return max(times, default=1.0) / _STEPS
-
-
-def _solver() -> Any:
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise ImportError(
-            "the exact solver needs OR-tools; install it with pip install 'jaxpp[exact]', or "
-            "leave out `exact`."
-        ) from error
-    return cp_model

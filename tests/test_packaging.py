@@ -1,0 +1,124 @@
+"""What is installed: the version, the requirements, and errors where an extra is missing."""
+
+import ast
+import configparser
+import importlib
+import importlib.metadata
+import pathlib
+import re
+import sys
+
+import jax.numpy as jnp
+import pytest
+from packaging.requirements import Requirement
+
+import jaxpp
+from jaxpp import schedules
+
+ROOT = pathlib.Path(__file__).parents[1]
+#: The modules of distributions that have another name than their module.
+MODULES = {"absl-py": "absl", "dm-haiku": "haiku", "orbax-checkpoint": "orbax"}
+#: Required, and not imported by the package itself.
+FOR_OTHERS = {
+    "absl",  # the flags of the scripts that users copy
+    "chex",  # the assertions of the tests that users copy
+    "flatbuffers",  # `jax.export` imports it
+    "optax",  # the optimizers of every example
+}
+
+
+def requirements():
+    """Each list of requirements in setup.cfg, by its name."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lists = dict(setup["options.extras_require"])
+    lists["core"] = setup["options"]["install_requires"]
+    return {name: [*map(Requirement, text.split())] for name, text in lists.items()}
+
+
+def required():
+    """The modules that each list of requirements installs."""
+    return {
+        name: {MODULES.get(one.name, one.name) for one in found}
+        for name, found in requirements().items()
+    }
+
+
+def imported(folder):
+    """The top-level modules that the files of a folder import."""
+    found = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"jaxpp"}
+
+
+def test_there_is_one_version():
+    assert jaxpp.__version__ == importlib.metadata.version("jaxpp")
+    newest = re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest and jaxpp.__version__ == newest[1]
+
+
+def test_the_package_requires_what_it_imports():
+    lists = required()
+    assert lists["core"] - imported("jaxpp") == FOR_OTHERS
+    optional = imported("jaxpp") - lists["core"]
+    assert optional == lists["plot"] | lists["checkpoint"] | lists["exact"]
+
+
+def test_scripts_need_what_their_extra_has():
+    lists = required()
+    scripts = imported("experiments") | imported("benchmarks")
+    torch = {"torch"}  # which one script compares with
+    assert scripts - lists["core"] - {"benchmarks", "experiments"} <= lists["experiments"] | torch
+    assert lists["experiments"] <= scripts | lists["checkpoint"]
+
+
+def test_the_versions_of_the_dockerfile_are_allowed():
+    pins = re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    pinned = {name.lower(): version for name, version in pins}
+    lists = requirements()
+    for one in (*lists["core"], *lists["experiments"]):
+        assert one.specifier.contains(pinned[one.name]), one
+
+
+def draw(_):
+    schedules.plot(schedules.simulate(schedules.GPipe().table(2, 2)))
+
+
+def solve(_):
+    costs = schedules.Costs().divided(2)
+    schedules.synthesize(costs, (0, 1, 1, 0), 4, memory_limit=2, evaluations=10, exact=0.1)
+
+
+def run_a_script(_):
+    importlib.reload(importlib.import_module("experiments"))
+
+
+def save(folder):
+    jaxpp.save_state(folder / "7", {"weights": jnp.ones(3)})
+
+
+def checkpoint(folder):
+    jaxpp.Checkpointer(folder)
+
+
+@pytest.mark.parametrize(
+    ("extra", "module", "use"),
+    [
+        ("plot", "matplotlib", draw),
+        ("exact", "ortools", solve),
+        ("checkpoint", "tensorstore", save),
+        ("checkpoint", "tensorstore", checkpoint),
+        ("experiments", "tqdm", run_a_script),
+    ],
+)
+@pytest.mark.cases(5)
+def test_the_error_names_the_extra_that_is_missing(monkeypatch, tmp_path, extra, module, use):
+    use(tmp_path / "there")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"needs {module}, .* 'jaxpp\[{extra}\]'"):
+        use(tmp_path / "missing")
