@@ -14,12 +14,14 @@ import jax.tree_util as jtu
 
 from jaxpp import _jaxprs
 from jaxpp._program import Mesh
+from jaxpp._spellings import names_ours
 from jaxpp.transforms import microbatch, place
 from jaxpp.transforms import schedule as schedule_loops
 from jaxpp.transforms.microbatch import microbatch_by
 from jaxpp.transforms.stages import is_backward_call, is_stage_call
 
 
+@names_ours
 def accumulate_grads(
     fun: Callable[[Any], Any],
     batch: Any,
@@ -123,6 +125,7 @@ def _size(batch: Any, axis: int) -> int:
     return next(iter(sizes.values()), 1)
 
 
+@names_ours
 def pipelined(
     fun: Callable | None = None,
     *,

@@ -1,13 +1,21 @@
 """Names of other systems that people type here: the error names ours."""
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from jaxpp import schedules
 
 _OURS = {
     "Std1F1B": "jaxpp.schedules.OneFOneB()",
+    "ZeroBubble": "jaxpp.schedules.ZeroBubbleH1()",
     "Schedule1F1B": "jaxpp.schedules.OneFOneB()",
     "ScheduleGPipe": "jaxpp.schedules.GPipe()",
+    "ScheduleInterleaved1F1B": "jaxpp.schedules.Interleaved1F1B()",
+    "ScheduleInterleavedZeroBubble": "jaxpp.schedules.InterleavedZeroBubble()",
+    "ScheduleZBVZeroBubble": "jaxpp.schedules.ZeroBubbleV()",
+    "ScheduleDualPipeV": "jaxpp.schedules.DualPipeV()",
     "treduce": "jaxpp.accumulate_grads, or jaxpp.microbatch and jaxpp.schedule",
     "treduce_i": "jaxpp.accumulate_grads over jnp.arange(length)",
     "mpmd_jit_with_loop": "jaxpp.pipelined(mesh=mesh), or jaxpp.place(step, mesh)",
@@ -16,9 +24,41 @@ _OURS = {
     "Max": 'reduce="max"',
     "Concat": 'reduce="stack"',
     "LoopOutput": 'reduce=("sum", "stack", "max", "last")',
+    "pipe_split": "jaxpp.pipeline_enter_stage, of the value that crosses",
     "ArrayRef": "jaxpp.RemoteArray",
     "MpmdArray": "jaxpp.RemoteArray",
 }
+
+#: The same for arguments.
+_ARGUMENTS = {
+    "in_shardings": "in_specs of jaxpp.place, over the axes inside a rank; ranks are inferred",
+    "out_shardings": "out_specs of jaxpp.place, over the axes inside a rank; ranks are inferred",
+    "donate_argnames": "donate_argnums; an argument by keyword counts at its position",
+    "static_argnames": "static_argnums; an argument by keyword counts at its position",
+    "mpmd_mesh": "mesh",
+    "operation": 'reduce, such as ("sum", "stack")',
+    "out_axes": 'reduce, such as "mean" or "concat"',
+}
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def names_ours(fun: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Lets a function that is given another system's argument say which argument is ours."""
+    own = inspect.signature(fun).parameters
+
+    @functools.wraps(fun)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs:
+            if name in _ARGUMENTS and name not in own:
+                raise TypeError(
+                    f"{fun.__name__}() got an unexpected keyword argument {name!r}; use "
+                    f"{_ARGUMENTS[name]}."
+                )
+        return fun(*args, **kwargs)
+
+    return call
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """`accumulate_grads` and `pipelined` are the transforms, under the names of JaxPP's users."""
 
 import functools
+import inspect
 import pathlib
 import re
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxpp
+from jaxpp import _spellings
 from jaxpp.schedules import Eager1F1B, OneFOneB
 from tests.helpers import assert_close
 
@@ -254,6 +256,7 @@ def test_a_mark_after_the_last_stage_asks_for_another_rank():
         ("Eager1F1B", r"use jaxpp\.schedules\.Eager1F1B, whose number of stages is read off"),
         ("Std1F1B", r"use jaxpp\.schedules\.OneFOneB\(\)"),
         ("treduce", r"use jaxpp\.accumulate_grads"),
+        ("pipe_split", r"use jaxpp\.pipeline_enter_stage"),
         ("nothing_like_it", r"module 'jaxpp' has no attribute 'nothing_like_it'\.$"),
     ],
 )
@@ -261,3 +264,30 @@ def test_names_of_other_systems_are_errors_that_name_ours(name, ours):
     with pytest.raises(AttributeError, match=ours):
         getattr(jaxpp, name)
     assert not hasattr(jaxpp, name)
+
+
+@pytest.mark.parametrize(
+    ("call", "ours"),
+    [
+        (
+            lambda f: jaxpp.place(f, out_shardings=None),
+            r"^place\(\).*'out_shardings'; use out_specs",
+        ),
+        (lambda f: jaxpp.place(f, in_shardings=None), "use in_specs"),
+        (lambda f: jaxpp.place(f, donate_argnames="w"), "use donate_argnums"),
+        (lambda f: jaxpp.pipelined(f, static_argnames="w"), r"^pipelined\(\).*use static_argnums"),
+        (lambda f: jaxpp.pipelined(f, mpmd_mesh=None), "use mesh"),
+        (lambda f: jaxpp.accumulate_grads(f, 1, schedule=1, operation=0), "use reduce, such as"),
+        (lambda f: jaxpp.accumulate_grads(f, 1, schedule=1, out_shardings=0), "use out_specs of"),
+        (lambda f: jaxpp.microbatch(f, 2, out_axes=0), "use reduce"),
+        (lambda f: jaxpp.place(f, nothing_like_it=0), "'nothing_like_it'$"),
+    ],
+)
+def test_arguments_of_other_systems_are_errors_that_name_ours(call, ours):
+    with pytest.raises(TypeError, match=ours):
+        call(jnp.sum)
+
+
+def test_our_own_arguments_are_known_by_their_names():
+    for fun in (jaxpp.accumulate_grads, jaxpp.microbatch, jaxpp.pipelined, jaxpp.place):
+        assert not set(inspect.signature(fun).parameters) & set(_spellings._ARGUMENTS)

@@ -567,7 +567,7 @@ MUTATIONS = (
     Mutation(
         "a policy is ignored",
         "jaxpp/transforms/stages/_wrap_forward.py",
-        "if policy is None:",
+        "if own is None:",
         "if True:",
         ("wrap_forward::a_policy_keeps_less_and_computes_again",),
     ),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -65,6 +65,12 @@ def check_axes(
         ValueError: the names or types are not one for each axis, or the names are not different;
             none of them is `"mpmd"`; or a size is below 1.
     """
+    if not isinstance(shape, Iterable):
+        of = " For one of JAX's, pass mesh.devices.shape, its axis_names and its devices."
+        raise ValueError(
+            f"{kind} needs the size of each axis, as in {kind}((4, 2), ('mpmd', 'data')), got "
+            f"{shape!r}.{of if isinstance(shape, Mesh) else ''}"
+        )
     shape, names = tuple(int(n) for n in shape), tuple(axis_names)
     if len(shape) != len(names) or len(set(names)) < len(names):
         raise ValueError(

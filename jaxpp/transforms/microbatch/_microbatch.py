@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxpp import _jaxprs, _specs
+from jaxpp._spellings import names_ours
 from jaxpp.transforms import _keywords
 from jaxpp.transforms.microbatch import _reductions, _slices
 from jaxpp.transforms.microbatch._slices import CARRY
@@ -19,6 +20,7 @@ from jaxpp.transforms.microbatch._slices import CARRY
 _BY_DEFAULT = "".join(("me", "an"))
 
 
+@names_ours
 def microbatch(
     fun: Callable,
     num_microbatches: int,

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
+from jaxpp._spellings import names_ours
 from jaxpp.transforms._keywords import as_positional, positional
 from jaxpp.transforms._signature import Signature
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
@@ -20,6 +21,7 @@ from jaxpp.transforms.place._compiled import Compiled, Lowered
 from jaxpp.transforms.place._lower_step import Request, check_positions, lower_step
 
 
+@names_ours
 def place(
     fun: Callable,
     mesh: Mesh | None = None,

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,8 +11,13 @@ import jax.extend.core as jex
 from jaxpp import _jaxprs, _primitives
 from jaxpp.transforms.stages import _marks, _stages
 
+#: Says which values are kept for a backward pass, as `jax.checkpoint` takes it.
+Policy = Callable[..., Any]
 
-def wrap_forward(fun: Callable, *, policy: Callable | None = None) -> Callable:
+
+def wrap_forward(
+    fun: Callable, *, policy: Policy | Mapping[int, Policy | None] | None = None
+) -> Callable:
     """Outlines each stage of `fun`, so that differentiation gives a backward call per stage.
 
     The stages are those that the marks in `fun` open (see `split_stages`). Unless they are
@@ -25,13 +30,16 @@ def wrap_forward(fun: Callable, *, policy: Callable | None = None) -> Callable:
             inputs only). `jax.checkpoint(wrap_forward(fun), policy=...)` does the same: values that
             go from stage to stage are kept under any policy. None keeps the values that JAX keeps,
             with one exception: of more than 48 elementwise operations in a row only the inputs are
-            kept, as XLA would compute all of them anew for each value that is kept.
+            kept, as XLA would compute all of them anew for each value that is kept. A mapping from
+            numbers of stages to policies gives each its own; a stage that it leaves out has None.
 
     Returns:
         A function with the same arguments and results, in whose jaxpr each stage is one call.
 
     Raises:
-        ValueError: if the marks are repeated, out of order, or inside a loop.
+        ValueError: if the marks are repeated, out of order, or inside a loop, or `policy` has a
+            number that is no stage's.
+        TypeError: if `policy` is none of these.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -42,13 +50,27 @@ def wrap_forward(fun: Callable, *, policy: Callable | None = None) -> Callable:
         >>> [eqn.params["name"] for eqn in jaxpr.eqns]
         ['pipeline_stage_0_of_2', 'pipeline_stage_1_of_2']
     """
+    by_stage, otherwise = (policy, None) if isinstance(policy, Mapping) else ({}, policy)
+    for own in (otherwise, *by_stage.values()):
+        if own is not None and not callable(own):
+            raise TypeError(
+                f"wrap_forward: policy is one of jax.checkpoint, such as "
+                f"jax.checkpoint_policies.nothing_saveable, or {{stage: policy}}, got {own!r}."
+            )
 
     def run_stage(stages: _stages.Stages, k: int, values: dict[Any, Any]) -> list[Any]:
+        unknown = [n for n in by_stage if n not in range(stages.num_stages)]
+        if unknown:
+            raise ValueError(
+                f"wrap_forward: policy is given for stage {unknown[0]!r}, but the function has "
+                f"{stages.num_stages} stage(s), numbered from 0."
+            )
+        own = by_stage.get(k, otherwise)
         part = stages.parts[k]
-        if policy is None:
+        if own is None:
             stage = functools.partial(_run_stage, part.jaxpr)
         else:
-            stage = jax.checkpoint(functools.partial(_jaxprs.run, part.jaxpr), policy=policy)
+            stage = jax.checkpoint(functools.partial(_jaxprs.run, part.jaxpr), policy=own)
         return _marks.call_stage(stage, k, stages.num_stages, _jaxprs.read(part.inputs, values))
 
     return _stages.run_in_stages(fun, _stages.decision_of(fun), run_stage)

@@ -45,7 +45,9 @@ def schedule(fun: Callable, schedule: Any) -> Callable:
     """
     if isinstance(schedule, type) or not callable(getattr(schedule, "table", None)):
         name = schedule.__name__ if isinstance(schedule, type) else repr(schedule)
-        hint = f"; make one: {name}()" if isinstance(schedule, type) else ""
+        make = {type: f"{name}()", str: f"jaxpp.schedules.by_name({name})"}
+        kind = next((kind for kind in make if isinstance(schedule, kind)), None)
+        hint = f"; make one: {make[kind]}" if kind else ""
         raise ValueError(f"schedule: {name} is not a schedule with a table(){hint}.")
 
     @functools.wraps(fun)

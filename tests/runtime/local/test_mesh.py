@@ -398,6 +398,8 @@ def test_mesh_takes_an_array_of_devices():
         (((2, 2), ("mpmd", "mpmd")), "a name of its own for each axis"),
         (((2,), ("data",)), "needs an axis named 'mpmd'"),
         (((0,), ("mpmd",)), "needs axes of size 1 at least"),
+        ((4,), r"MpmdMesh needs the size of each axis, as in .*\), got 4\.$"),
+        ((jax.make_mesh((1,), ("mpmd",)), "mpmd"), r"got Mesh.*pass mesh\.devices\.shape"),
         (
             ((99,), ("mpmd",)),
             r"a device for each entry of its axes {.mpmd.: 99}, 99 in all, got \d+. To share some",

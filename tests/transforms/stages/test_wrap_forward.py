@@ -1,6 +1,7 @@
 """Each stage in a call of its own, forward and backward."""
 
 import functools
+from typing import Any
 
 import chex
 import equinox as eqx
@@ -149,6 +150,38 @@ def test_a_policy_keeps_less_and_computes_again(stage):
     assert len(kept) > len(kept_dots) > len(kept_nothing) == 0
     assert "tanh" not in backward and "tanh" in backward_dots and "tanh" in backward_nothing
     assert backward.count("dot_general") + 1 == backward_nothing.count("dot_general")
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_a_stage_may_have_a_policy_of_its_own(stage):
+    for other in range(STAGES):
+        kept, backward = residuals(jaxpp.wrap_forward(marked, policy={stage: NOTHING}), other)
+        like = NOTHING if other == stage else None
+        want, wanted = residuals(jaxpp.wrap_forward(marked, policy=like), other)
+        assert len(kept) == len(want) and backward == wanted
+
+
+def test_policies_of_stages_give_the_same_values_on_any_mesh_to_the_bit():
+    policies = {None: None, "mixed": {0: NOTHING, 2: DOTS}, "each": dict.fromkeys(range(STAGES))}
+    found = {}
+    for name, policy in policies.items():
+        grad = jax.value_and_grad(jaxpp.wrap_forward(marked, policy=policy))
+        grad = jaxpp.schedule(jaxpp.microbatch(grad, 2), jaxpp.schedules.OneFOneB())
+        for ranks in (jax.devices()[:STAGES], jax.devices()[:1] * STAGES):
+            placed = jaxpp.place(grad, jaxpp.MpmdMesh((STAGES,), devices=ranks))
+            found[name, ranks[1].id] = jaxpp.gather(placed(WS, X))
+    chex.assert_trees_all_equal(found["mixed", 1], found["mixed", 0])
+    chex.assert_trees_all_equal(found["each", 1], found[None, 0])
+    chex.assert_trees_all_close(found["mixed", 0], found[None, 0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_policy_is_a_function_or_a_mapping_from_stages():
+    given: list[Any] = ["full", [NOTHING], {0: "full"}]
+    for wrong in given:
+        with pytest.raises(TypeError, match=r"policy is one of jax.checkpoint.*got .*(full|\[)"):
+            jaxpp.wrap_forward(marked, policy=wrong)
+    with pytest.raises(ValueError, match=r"policy is given for stage 3, but .* 3 stage\(s\)"):
+        jaxpp.wrap_forward(marked, policy={3: NOTHING})(WS, X)
 
 
 @jax.jit

@@ -538,7 +538,7 @@ def test_a_function_is_scheduled_once():
     ("schedule", "message"),
     [
         (OneFOneB, r"OneFOneB is not a schedule.*make one: OneFOneB\(\)"),
-        ("1f1b", "'1f1b' is not a schedule"),
+        ("1f1b", r"'1f1b' is not a schedule.*make one: jaxpp.schedules.by_name\('1f1b'\)"),
         (None, "None is not a schedule"),
     ],
 )
