@@ -2,8 +2,6 @@
 
 import functools
 import inspect
-import pathlib
-import re
 
 import chex
 import jax
@@ -188,29 +186,6 @@ def test_a_loss_without_stages_of_its_own_is_an_error_that_says_what_to_add():
 def test_a_mesh_is_given_by_name():
     with pytest.raises(ValueError, match="mesh is given by name"):
         jaxpp.pipelined(jaxpp.MpmdMesh((2,)))
-
-
-# ---- docs/coming_from_*.md ----------------------------------------------------------------------
-
-GUIDES = sorted((pathlib.Path(__file__).parent.parent / "docs").glob("coming_from_*.md"))
-
-
-def test_the_code_of_the_guide_runs():
-    names = {}
-    (guide,) = (path for path in GUIDES if path.stem == "coming_from_jaxpp")
-    for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
-        exec(block, names)
-    assert names["losses"].shape == (4,) and names["predictions"].shape == (4, 16, 8)
-
-
-def test_the_names_of_the_guides_are_exported():
-    found = {name for name in dir(jaxpp) if not name.startswith("_")}
-    found.update(dir(jaxpp.schedules))
-    rows = [row for path in GUIDES for row in path.read_text().splitlines() if row[:2] == "| "]
-    ours = [row.split("|")[2] for row in rows]
-    calls = {name for cell in ours for name in re.findall(r"(?<![\w.])([A-Za-z_]\w+)\(", cell)}
-    elsewhere = {"fun", "loss", "step", "model", "value_and_grad", *jaxpp.schedules.CATALOGUE}
-    assert "accumulate_grads" in calls and calls - elsewhere <= found
 
 
 def test_an_index_is_a_microbatch():
