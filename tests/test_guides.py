@@ -48,7 +48,8 @@ def test_the_arguments_of_the_guides_exist():
     for code in ours():
         calls = []
         with contextlib.suppress(SyntaxError):  # such as a flag
-            calls = [n for n in ast.walk(ast.parse(f"f({code})")) if isinstance(n, ast.Call)]
+            tree = ast.parse(f"f({code})" if re.match(r"\w+=", code) else code)
+            calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         for call in calls:
             name = getattr(call.func, "attr", getattr(call.func, "id", ""))
             given = {keyword.arg for keyword in call.keywords}
