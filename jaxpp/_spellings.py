@@ -3,9 +3,10 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from jaxpp import schedules
+from jaxpp._typing import P, R
 
 _OURS = {
     "Std1F1B": "jaxpp.schedules.OneFOneB()",
@@ -40,16 +41,13 @@ _ARGUMENTS = {
     "out_axes": 'reduce, such as "mean" or "concat"',
 }
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
-
-def names_ours(fun: Callable[_P, _R]) -> Callable[_P, _R]:
+def names_ours(fun: Callable[P, R]) -> Callable[P, R]:
     """Lets a function that is given another system's argument say which argument is ours."""
     own = inspect.signature(fun).parameters
 
     @functools.wraps(fun)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name in _ARGUMENTS and name not in own:
                 raise TypeError(

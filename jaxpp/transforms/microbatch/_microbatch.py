@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jaxtyping import DTypeLike, PyTree
 
 from jaxpp import _jaxprs, _specs
 from jaxpp._spellings import names_ours
+from jaxpp._typing import P, R
 from jaxpp.transforms import _keywords
 from jaxpp.transforms.microbatch import _reductions, _slices
 from jaxpp.transforms.microbatch._slices import CARRY
@@ -22,13 +24,13 @@ _BY_DEFAULT = "".join(("me", "an"))
 
 @names_ours
 def microbatch(
-    fun: Callable,
+    fun: Callable[P, R],
     num_microbatches: int,
     *,
-    in_axes: Any = (None, 0),
-    reduce: Any = _BY_DEFAULT,
-    accumulator_dtype: Any = None,
-) -> Callable:
+    in_axes: PyTree[int | str | None] = (None, 0),
+    reduce: PyTree[str | _reductions.Operator] = _BY_DEFAULT,
+    accumulator_dtype: PyTree[DTypeLike] | None = None,
+) -> Callable[P, R]:
     """Runs `fun` on slices of its arguments and combines the results, in the memory of one slice.
 
     It is one `lax.scan` over the slices. `microbatch(jax.value_and_grad(f), M)` and
@@ -85,12 +87,12 @@ def microbatch(
 
 
 def microbatch_by(
-    fun: Callable,
+    fun: Callable[P, R],
     num_microbatches: int,
-    in_axes: Any,
-    reduce: Callable[[_jaxprs.Traced], Any],
-    accumulator_dtype: Any = None,
-) -> Callable:
+    in_axes: PyTree[int | str | None],
+    reduce: Callable[[_jaxprs.Traced], PyTree[str | _reductions.Operator]],
+    accumulator_dtype: PyTree[DTypeLike] | None = None,
+) -> Callable[P, R]:
     """Does as `microbatch`, with a `reduce` that is chosen after `fun` has been traced."""
     is_number = isinstance(num_microbatches, int | np.integer) and num_microbatches is not True
     if not is_number or num_microbatches < 1:
@@ -100,13 +102,13 @@ def microbatch_by(
     count = int(num_microbatches)
 
     @functools.wraps(fun)
-    def microbatched(*args, **kwargs):
+    def microbatched(*args: P.args, **kwargs: P.kwargs) -> R:
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
-        args = _keywords.as_positional(fun, args, kwargs, most)
-        leaves, tree = jtu.tree_flatten(args)
-        axes = _broadcast_axes(in_axes, args)
+        given = _keywords.as_positional(fun, args, kwargs, most)
+        leaves, tree = jtu.tree_flatten(given)
+        axes = _broadcast_axes(in_axes, given)
         axes = [a if _jaxprs.is_array(leaf) else None for a, leaf in zip(axes, leaves, strict=True)]
-        paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(args)[0]]
+        paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(given)[0]]
         _check_sizes(leaves, axes, paths, count)
         small = [
             leaf if axis is None else _slice_type(leaf, axis, count)

@@ -5,35 +5,66 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, overload
 
 import jax.tree_util as jtu
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import PyTree
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
+from jaxpp._typing import P, R
 from jaxpp.transforms._keywords import as_positional, positional
 from jaxpp.transforms._signature import Signature
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
 from jaxpp.transforms.place._compiled import Compiled, Lowered
 from jaxpp.transforms.place._lower_step import Request, check_positions, lower_step
 
+#: A prefix of a pytree of specs, or rules in place of one.
+Specs = PyTree[PartitionSpec | Sequence[tuple[str, PartitionSpec]]]
 
-@names_ours
+
+@overload
 def place(
-    fun: Callable,
+    fun: Callable[P, R],
     mesh: Mesh | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
-    in_specs: Any = None,
-    out_specs: Any = None,
+    in_specs: Specs | None = None,
+    out_specs: Specs | None = None,
     zero1: str | Sequence[str] = (),
     zero3: str | Sequence[str] = (),
-    feed: Mapping[int, Callable[[Any], Any]] | None = None,
-) -> "Placed":
+    feed: None = None,
+) -> "Placed[P, R]": ...
+@overload  # a function that is fed takes other arguments
+def place(
+    fun: Callable[..., R],
+    mesh: Mesh | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    in_specs: Specs | None = None,
+    out_specs: Specs | None = None,
+    zero1: str | Sequence[str] = (),
+    zero3: str | Sequence[str] = (),
+    feed: Mapping[int, Callable[..., PyTree]],
+) -> "Placed[..., R]": ...
+@names_ours
+def place(
+    fun: Callable[P, R],
+    mesh: Mesh | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    in_specs: Specs | None = None,
+    out_specs: Specs | None = None,
+    zero1: str | Sequence[str] = (),
+    zero3: str | Sequence[str] = (),
+    feed: Mapping[int, Callable[..., PyTree]] | None = None,
+) -> "Placed[P, R]":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
 
     The outermost transform, as `jax.jit` is: around a train step whose loops `schedule` has
@@ -136,10 +167,10 @@ KEPT = 64
 MANY = 8
 
 
-class Placed:
+class Placed(Generic[P, R]):
     """A function partitioned over the ranks of a mesh; made by `place`."""
 
-    def __init__(self, request: Request, feed: Mapping[int, Callable[[Any], Any]]):
+    def __init__(self, request: Request, feed: Mapping[int, Callable[..., PyTree]]):
         functools.update_wrapper(self, request.fun)
         self._feed = feed
         self._request = request
@@ -155,7 +186,7 @@ class Placed:
     def __repr__(self):
         return f"<placed {getattr(self._request.fun, '__name__', self._request.fun)}>"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step; traces and compiles it where `jax.jit` would trace it anew.
 
         Inside a transformation of JAX, and under `jax.disable_jit`, calls the function that was

@@ -4,21 +4,24 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxtyping import PyTree
+
 from jaxpp import _flops, _jaxprs
+from jaxpp._typing import P, R
 from jaxpp.transforms.stages import _cut_balanced, _cuts, _marks, _modules, _nnx, _stages, _states
 
-At = Sequence[str] | Callable[[Any], Any]
+At = Sequence[str] | Callable[[PyTree], PyTree]
 Whole = At | type | Sequence[str | type]
 
 
 def split_stages(
-    fun: Callable,
+    fun: Callable[P, R],
     num_stages: int | None = None,
     *,
     at: At | None = None,
     balance: str | _flops.Cost = "flops",
     whole: Whole | None = None,
-) -> Callable:
+) -> Callable[P, R]:
     """Cuts `fun` into stages, each equation in exactly one, and leaves each cut as a mark.
 
     The cuts are, in this order of preference: those that `at` names; the marks that

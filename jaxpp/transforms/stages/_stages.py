@@ -19,6 +19,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxpp import _checkpoints, _compat, _jaxprs, _primitives
+from jaxpp._typing import P, R
 from jaxpp.transforms.stages import _marks
 
 
@@ -75,11 +76,11 @@ class Stages:
 # ---- deciding once ------------------------------------------------------------------------------
 
 
-def run_in_stages(fun: Callable, decide: Callable, run_stage: Callable) -> Callable:
+def run_in_stages(fun: Callable[P, R], decide: Callable, run_stage: Callable) -> Callable[P, R]:
     """Makes a function that traces `fun` and decides its stages, then runs them one by one."""
 
     @functools.wraps(fun)
-    def staged(*args, **kwargs):
+    def staged(*args: P.args, **kwargs: P.kwargs) -> R:
         traced, stages = decide(*args, **kwargs)
         return traced.rebuild(stages.run(traced.inputs, run_stage))
 

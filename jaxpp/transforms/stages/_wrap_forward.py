@@ -9,15 +9,16 @@ import jax
 import jax.extend.core as jex
 
 from jaxpp import _jaxprs, _primitives
+from jaxpp._typing import P, R
 from jaxpp.transforms.stages import _marks, _stages
 
 #: Says which values are kept for a backward pass, as `jax.checkpoint` takes it.
-Policy = Callable[..., Any]
+Policy = Callable[..., bool]
 
 
 def wrap_forward(
-    fun: Callable, *, policy: Policy | Mapping[int, Policy | None] | None = None
-) -> Callable:
+    fun: Callable[P, R], *, policy: Policy | Mapping[int, Policy | None] | None = None
+) -> Callable[P, R]:
     """Outlines each stage of `fun`, so that differentiation gives a backward call per stage.
 
     The stages are those that the marks in `fun` open (see `split_stages`). Unless they are

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpp import _compat, _jaxprs, schedules
+from jaxpp._typing import P, R
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
 from jaxpp.transforms.tasks import _directions, _loop, _partition
 from jaxpp.transforms.tasks._body import joined, read_body
 
 
-def schedule(fun: Callable, schedule: Any) -> Callable:
+def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> Callable[P, R]:
     """Partitions the body of each microbatch loop in `fun` into tasks, ordered by `schedule`.
 
     A loop is a `lax.scan`, as `microbatch` makes it, whose body calls the stages of a function made
@@ -51,7 +52,7 @@ def schedule(fun: Callable, schedule: Any) -> Callable:
         raise ValueError(f"schedule: {name} is not a schedule with a table(){hint}.")
 
     @functools.wraps(fun)
-    def scheduled(*args, **kwargs):
+    def scheduled(*args: P.args, **kwargs: P.kwargs) -> R:
         if _compat.is_jit_disabled():  # stages are calls of jitted functions
             return fun(*args, **kwargs)
         traced = _jaxprs.trace(fun, args, kwargs)
