@@ -39,6 +39,7 @@ Words:
     handle: a `RemoteArray`, which stands for an array that worker processes hold.
 """
 
+from jaxpp import precision as precision
 from jaxpp import schedules as schedules
 from jaxpp import testing as testing
 from jaxpp._conveniences import accumulate_grads as accumulate_grads

@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-import importlib
 import inspect
 import pathlib
 import re
@@ -288,7 +287,7 @@ def test_something_else_would_be_found(source):
 
 def test_modules_are_private_but_for_those_that_users_import():
     public = [p.stem for p in FILES if not p.stem.startswith("_")]
-    assert set(public) <= {"testing", "building_blocks"}
+    assert set(public) <= {"testing", "building_blocks", "precision"}
 
 
 # ---- documentation ------------------------------------------------------------------------------
@@ -296,13 +295,13 @@ def test_modules_are_private_but_for_those_that_users_import():
 
 def public_names():
     """The functions and classes that users type."""
-    testing = importlib.import_module("jaxpp.testing")
     found = [(f"jaxpp.{name}", value) for name, value in vars(jaxpp).items()]
     found += [(f"jaxpp.schedules.{name}", value) for name, value in vars(jaxpp.schedules).items()]
     found += [
-        (f"jaxpp.testing.{name}", value)
-        for name, value in vars(testing).items()
-        if getattr(value, "__module__", None) == "jaxpp.testing"
+        (f"{module.__name__}.{name}", value)
+        for module in (jaxpp.precision, jaxpp.testing)
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__
     ]
     return {
         name: value

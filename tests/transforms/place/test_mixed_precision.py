@@ -12,8 +12,7 @@ import optax
 import pytest
 
 import jaxpp
-from experiments import mixed_precision
-from jaxpp import _jaxprs, testing
+from jaxpp import _jaxprs, precision, testing
 from jaxpp._program import Run
 from tests.helpers import assert_close_sums
 
@@ -63,7 +62,7 @@ def make_loss(num_stages: int = 2, apply=apply_layer):
     return loss
 
 
-def casting(loss, dtype=BF16, cast=mixed_precision.cast):
+def casting(loss, dtype=BF16, cast=precision.cast):
     return lambda model, *batch: loss(cast(model, dtype), *batch)
 
 
@@ -137,7 +136,7 @@ def test_a_parameter_is_cast_once_a_step_and_rank(layer):
     model = make_model()
 
     def cast(model, dtype):
-        whole = mixed_precision.cast(model, dtype)
+        whole = precision.cast(model, dtype)
         return whole if layer == "plain" else {**whole, "layers": model["layers"]}
 
     loss = casting(make_loss(2, LAYERS[layer]), cast=cast)
@@ -153,7 +152,7 @@ def test_a_parameter_is_cast_once_a_step_and_rank(layer):
 def test_each_rank_casts_its_own_parameters(schedule, inside, jitted):
     model = make_model()
     stages_per_rank, schedule = SCHEDULES[schedule]
-    cast = mixed_precision.cast
+    cast = precision.cast
     if jitted:
         cast = jax.jit(cast, static_argnums=1)
     loss = make_loss(RANKS * stages_per_rank)
@@ -172,7 +171,7 @@ def test_each_rank_casts_its_own_parameters(schedule, inside, jitted):
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 def test_a_tied_parameters_gradients_are_sent_once_a_step(inside):
     loss = casting(make_loss()) if inside else make_loss()
-    outer = (lambda model: model) if inside else (lambda m: mixed_precision.cast(m, BF16))
+    outer = (lambda model: model) if inside else (lambda m: precision.cast(m, BF16))
     step = train_step(jaxpp.schedule(microbatched(loss), jaxpp.schedules.OneFOneB()), outer)
     lowered = place(step).lower(make_model(tied=True), *data(0))
     assert testing.count_sends(lowered, "gradient") == 2
@@ -201,7 +200,7 @@ def policy_steps(policy: str, schedule: str, dtype=BF16):
     def make(loss, **more):
         return microbatched(casting(loss, dtype) if inside else loss, **options, **more)
 
-    cast = (lambda m: m) if inside else (lambda m: mixed_precision.cast(m, dtype))
+    cast = (lambda m: m) if inside else (lambda m: precision.cast(m, dtype))
     grad_fn = jaxpp.schedule(make(make_loss(RANKS * stages_per_rank)), schedule)
     whole = jax.value_and_grad(casting(make_loss(1), dtype) if inside else make_loss(1))
     return (
@@ -262,7 +261,7 @@ def test_a_cast_equinox_model_is_cut_at_its_modules():
     x = jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
 
     def loss(model, x):
-        model = mixed_precision.cast(model, BF16)
+        model = precision.cast(model, BF16)
         return jnp.mean(jax.vmap(model)(x.astype(BF16)).astype(jnp.float32) ** 2)
 
     staged = jaxpp.wrap_forward(jaxpp.split_stages(loss, at=["layers.2"]))
@@ -309,13 +308,13 @@ def test_the_accumulators_dtype_is_a_prefix_for_floats_that_are_added():
 
 @pytest.mark.parametrize("dtype", [None, F32])
 def test_gradients_outside_are_accumulated_so_too(dtype):
-    loss, model = make_loss(1), mixed_precision.cast(make_model(), BF16)
+    loss, model = make_loss(1), precision.cast(make_model(), BF16)
     options = dict(in_axes=(None, 0, 0), accumulator_dtype=dtype)
     inside = jaxpp.microbatch(jax.value_and_grad(loss), MICROBATCHES, **options)(model, *data(0))
     outside = jax.value_and_grad(jaxpp.microbatch(loss, MICROBATCHES, **options))(model, *data(0))
     # By JAX's own rule a cotangent has the dtype of what it is for.
     chex.assert_trees_all_equal_dtypes(outside[1], model)
-    chex.assert_trees_all_equal(outside, (inside[0], mixed_precision.cast(inside[1], BF16)))
+    chex.assert_trees_all_equal(outside, (inside[0], precision.cast(inside[1], BF16)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, bool])
@@ -334,19 +333,34 @@ def test_an_accumulators_dtype_is_a_prefix_of_the_result():
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2, eps=1e-3))
 
 
-def scaled_step(transform, num_stages: int, *, conditional: bool = False, library=mixed_precision):
-    """A float16 step with a loss scale in its state; `transform` makes the loss's gradient."""
-
+def scaled_loss_fn(num_stages: int):
     def scaled_loss(model, scale, *batch):
         return scale * casting(make_loss(num_stages), F16)(model, *batch)
 
-    grad_fn = transform(scaled_loss)
+    return scaled_loss
 
-    def step(model, opt_state, scale, *batch):
-        value = scale.loss_scale if hasattr(scale, "loss_scale") else scale.value
-        loss, gradients = grad_fn(model, value, *batch)
-        gradients = jax.tree.map(lambda g: g / value, gradients)
-        finite = library.all_finite(gradients)
+
+def scaled_step(grad_fn, optimizer):
+    """A float16 step with a loss scale in its state."""
+
+    def step(model, opt_state, *batch):
+        scale = opt_state.scale
+        loss, gradients = grad_fn(model, scale, *batch)
+        updates, opt_state = optimizer.update(gradients, opt_state, model)
+        return optax.apply_updates(model, updates), opt_state, loss / scale, opt_state.finite
+
+    return step
+
+
+def jmp_step(grad_fn, conditional: bool):
+    """The same with the loss scale of `jmp`, and with `select` or `cond`."""
+    jmp = pytest.importorskip("jmp")
+
+    def step(model, state, *batch):
+        opt_state, scale = state
+        loss, gradients = grad_fn(model, scale.loss_scale, *batch)
+        gradients = scale.unscale(gradients)
+        finite = jmp.all_finite(gradients)
 
         def update(model, opt_state):
             updates, opt_state = OPTIMIZER.update(gradients, opt_state, model)
@@ -356,12 +370,20 @@ def scaled_step(transform, num_stages: int, *, conditional: bool = False, librar
             model, opt_state = jax.lax.cond(finite, update, lambda *old: old, model, opt_state)
         else:
             old = model, opt_state
-            select = getattr(library, "select", None) or library.select_tree
-            model, opt_state = select(finite, update(*old), old)
-        scale = scale.updated(finite) if hasattr(scale, "updated") else scale.adjust(finite)
-        return model, opt_state, scale, loss / value, finite
+            model, opt_state = jmp.select_tree(finite, update(*old), old)
+        return model, (opt_state, scale.adjust(finite)), scale.unscale(loss), finite
 
     return step
+
+
+def scaling(way: str, initial: float, period: int):
+    """Gives a function that makes a step of a gradient function, and the state it starts from."""
+    if way == "ours":
+        optimizer = precision.dynamic_loss_scale(OPTIMIZER, initial, period=period)
+        return functools.partial(scaled_step, optimizer=optimizer), optimizer.init(make_model())
+    jmp = pytest.importorskip("jmp")
+    state = OPTIMIZER.init(make_model()), jmp.DynamicLossScale(jnp.float32(initial), period=period)
+    return functools.partial(jmp_step, conditional=way == "jmp, cond"), state
 
 
 def by_microbatches(fun, schedule=None):
@@ -370,60 +392,45 @@ def by_microbatches(fun, schedule=None):
     return fun if schedule is None else jaxpp.schedule(fun, schedule)
 
 
+WAYS = ("ours", "jmp", "jmp, cond")
 SCALING = [
-    slow_unless(schedule == "1f1b" or not conditional, schedule, conditional)
+    slow_unless(schedule == "1f1b" or way == "ours", schedule, way)
     for schedule in SCHEDULES
-    for conditional in (False, True)
+    for way in WAYS
 ]
 
 
-@pytest.mark.parametrize(("schedule", "conditional"), SCALING)
-def test_steps_that_overflow_are_skipped_on_all_ranks(schedule, conditional):
+@pytest.mark.parametrize(("schedule", "way"), SCALING)
+def test_steps_that_overflow_are_skipped_on_all_ranks(schedule, way):
     stages_per_rank, schedule = SCHEDULES[schedule]
-    transform = functools.partial(by_microbatches, schedule=schedule)
-    step = scaled_step(transform, RANKS * stages_per_rank, conditional=conditional)
+    make, opt_state = scaling(way, 2.0**15, period=2)
+    step = make(by_microbatches(scaled_loss_fn(RANKS * stages_per_rank), schedule))
     placed = jaxpp.place(step, jaxpp.MpmdMesh((RANKS,)), donate_argnums=(0, 1))
-    plain = jax.jit(scaled_step(by_microbatches, 1, conditional=conditional))
-    state = make_model(), OPTIMIZER.init(make_model()), mixed_precision.initial_scale(2.0**15, 2)
+    plain = jax.jit(make(by_microbatches(scaled_loss_fn(1))))
+    state = make_model(), opt_state
     ours, theirs = list(jax.tree.map(jnp.copy, state)), list(state)
     seen = []
     for i in range(8):
-        before = jax.tree.map(np.array, ours[:2])
+        before = jax.tree.map(np.array, (ours[0], ours[1][0]))
         *ours, loss, finite = placed(*ours, *data(i))
         *theirs, want, wanted = plain(*theirs, *data(i))
         assert bool(finite) == bool(wanted)
         if not finite:
-            chex.assert_trees_all_equal(jax.tree.map(np.asarray, ours[:2]), before)
-        chex.assert_trees_all_equal(ours[2], theirs[2])
+            chex.assert_trees_all_equal(jax.tree.map(np.asarray, (ours[0], ours[1][0])), before)
+        chex.assert_trees_all_equal(ours[1][1:], theirs[1][1:])
         np.testing.assert_allclose(loss, want, rtol=1e-3)
         # Clipping adds up the squares in another order.
-        chex.assert_trees_all_close(ours[:2], theirs[:2], rtol=1e-4, atol=1e-5)
+        chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
         seen.append(bool(finite))
     assert not seen[0] and sum(seen) >= 3
     assert False in seen[seen.index(True) :]  # it has grown, and overflowed again
 
 
 def test_the_check_is_one_reduction_of_scalars():
-    step = scaled_step(functools.partial(by_microbatches, schedule=SCHEDULES["1f1b"][1]), 2)
-    state = make_model(), OPTIMIZER.init(make_model()), mixed_precision.initial_scale()
-    lowered = jaxpp.place(step, jaxpp.MpmdMesh((RANKS,))).lower(*state, *data(0))
+    make, opt_state = scaling("ours", 2.0**15, period=2000)
+    step = make(by_microbatches(scaled_loss_fn(2), SCHEDULES["1f1b"][1]))
+    lowered = jaxpp.place(step, jaxpp.MpmdMesh((RANKS,))).lower(make_model(), opt_state, *data(0))
     edges = testing.count_sends(lowered, "edge")
     assert testing.count_sends(lowered) == edges + testing.count_sends(lowered, "scalar")
     # The scale to the first rank, its inverse, the sums and flags, and what came of them.
     assert testing.count_sends(lowered, "scalar") <= 4
-
-
-def test_jmp_does_the_same():
-    jmp = pytest.importorskip("jmp")
-    transform = functools.partial(by_microbatches, schedule=SCHEDULES["1f1b"][1])
-    placed = jaxpp.place(scaled_step(transform, 2, library=jmp), jaxpp.MpmdMesh((RANKS,)))
-    plain = jax.jit(scaled_step(by_microbatches, 1, library=jmp))
-    scale = jmp.DynamicLossScale(jnp.float32(2.0**18), period=3)
-    state = make_model(), OPTIMIZER.init(make_model()), scale
-    ours = theirs = list(state)
-    for i in range(6):
-        *ours, _, finite = placed(*ours, *data(i))
-        *theirs, _, wanted = plain(*theirs, *data(i))
-        assert bool(finite) == bool(wanted)
-        chex.assert_trees_all_close(ours[:2], theirs[:2], rtol=1e-4, atol=1e-5)
-        assert float(ours[2].loss_scale) == float(theirs[2].loss_scale)
