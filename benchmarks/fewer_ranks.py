@@ -78,7 +78,7 @@ def train_until_lost(checkpointer: jaxpp.Checkpointer) -> None:
         except jaxpp.RankError as error:
             print(f"rank {error.rank} is lost: {str(error).splitlines()[0]}")
             return
-    raise app.UsageError("No rank was lost; --lost_after has to be less than --steps.")
+    raise SystemExit("No rank was lost; --lost_after has to be less than --steps.")
 
 
 def kill(process: Any) -> None:

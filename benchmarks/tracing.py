@@ -112,7 +112,7 @@ def compare(mesh: Any, task_seconds: float) -> tuple[list[float], list[float], f
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+        raise SystemExit(f"unexpected arguments: {argv[1:]}")
     jax.config.update("jax_num_cpu_devices", _RANKS.value)
     ranks = (_RANKS.value,)
     with contextlib.ExitStack() as stack:

@@ -287,7 +287,7 @@ def own_model(model: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise app.UsageError(
+        raise SystemExit(
             f"--model={_MODEL.value} is no package.module:function: {error}."
         ) from error
 
@@ -404,7 +404,7 @@ def read(path: str | os.PathLike[str]) -> list[Row]:
             for row in rows
         ]
     except (KeyError, TypeError, ValueError):
-        raise app.UsageError(
+        raise SystemExit(
             f"--compare={path} is no results.csv of this script: its columns are "
             f"{', '.join(rows[0]) if rows else 'missing'}."
         ) from None
@@ -558,18 +558,18 @@ def check_flags() -> None:
             except ValueError:
                 valid = False
             if not valid:
-                raise app.UsageError(f"--{name} takes positive numbers, got {value!r}.")
+                raise SystemExit(f"--{name} takes positive numbers, got {value!r}.")
     try:
         named_schedules()
     except ValueError as error:
-        raise app.UsageError(f"--schedules={_SCHEDULES.value}: {error}") from error
+        raise SystemExit(f"--schedules={_SCHEDULES.value}: {error}") from error
     if _SPEEDS.value and any(len(_SPEEDS.value) != int(p) for p in _RANKS.value):
-        raise app.UsageError(
+        raise SystemExit(
             f"--speeds has {len(_SPEEDS.value)} numbers; give one for each rank, with one number "
             f"of --ranks."
         )
     if _WIDTH.value % HEADS:
-        raise app.UsageError(f"--width must be a multiple of {HEADS}, got {_WIDTH.value}.")
+        raise SystemExit(f"--width must be a multiple of {HEADS}, got {_WIDTH.value}.")
 
 
 def main(_: list[str]) -> None:
