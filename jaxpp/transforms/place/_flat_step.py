@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.stages import is_enter, is_stage_call
+from jaxpp.transforms.stages import is_backward_call, is_enter, is_stage_call
 from jaxpp.transforms.tasks import is_loop, is_microbatch_loop, result_stages, was_loop
 
 
@@ -16,9 +16,11 @@ def flatten(jaxpr):
     flat = _jaxprs.inline(jaxpr, lambda e: not is_stage_call(e))
     for eqn in flat.eqns:
         if is_microbatch_loop(eqn):
+            trains = _jaxprs.contains(eqn, is_backward_call)
+            name = "OneFOneB" if trains else "ForwardOnly"
             raise ValueError(
                 f"place: the microbatch loop{_compat.at_source_line(eqn)} has no schedule; wrap "
-                f"the function: schedule(grad_fn, jaxpp.schedules.OneFOneB())."
+                f"the function: schedule(fun, jaxpp.schedules.{name}())."
             )
         if _jaxprs.contains(eqn, was_loop):
             raise ValueError(

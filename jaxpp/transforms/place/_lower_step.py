@@ -34,6 +34,8 @@ from jaxpp.transforms.place import (
     _task_graph,
 )
 from jaxpp.transforms.place._compiled import Compiled, Lowered
+from jaxpp.transforms.stages import is_backward_call
+from jaxpp.transforms.tasks import is_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     for run in PASSES:
         step = passes[run.__name__] = run(step)
     bundle = _lower.lower(step, _task_graph.build(step))
-    mesh = _resolve_mesh(request.mesh, bundle.programs, traced)
+    mesh = _resolve_mesh(request.mesh, bundle.programs, traced, passes["trace"].jaxpr.eqns)
 
     def finish(bundle: Bundle) -> Compiled:
         run = mesh.load(bundle)
@@ -185,7 +187,9 @@ def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> li
     return [s for s, x in zip(specs, leaves, strict=True) if isinstance(x, jax.ShapeDtypeStruct)]
 
 
-def _resolve_mesh(given: Mesh | None, programs: Sequence[Program], traced: _jaxprs.Traced) -> Mesh:
+def _resolve_mesh(
+    given: Mesh | None, programs: Sequence[Program], traced: _jaxprs.Traced, eqns: Sequence[Any]
+) -> Mesh:
     count = len(programs)
     mesh = default_mesh.get()(count) if given is None else given
     if mesh.num_ranks == count:
@@ -199,11 +203,19 @@ def _resolve_mesh(given: Mesh | None, programs: Sequence[Program], traced: _jaxp
         )
     stages = len({stage for program in programs for stage in program.stages})
     each, rest = divmod(stages, mesh.num_ranks)
-    fewer = mesh.num_ranks < count and not rest
+    tables = [e.params["tasks"].table for e in eqns if is_loop(e)]
+    forward = all(t.forward_only for t in tables) and not any(map(is_backward_call, eqns))
+    several = f"{'ForwardOnly' if forward else 'Interleaved1F1B'}({each})"
+    given_is = f"the schedule runs on {count} ranks"
+    if not tables:
+        given_is = (
+            f"the function has {count} stages and no schedule: each runs on a rank of its own"
+        )
+        several = f"schedule(microbatch(fun, M), {several})"
     raise ValueError(
-        f"place: the schedule runs on {count} ranks, but the mesh has {mesh.num_ranks}; make them "
-        f"equal (a mesh whose devices list repeats a device lets ranks share it)"
-        + (f", or give a rank {each} stages: Interleaved1F1B({each})." if fewer else ".")
+        f"place: {given_is}, but the mesh has {mesh.num_ranks}; make them equal (a mesh whose "
+        f"devices list repeats a device lets ranks share it)"
+        + (f", or give a rank {each} stages: {several}." if each > 1 and not rest else ".")
     )
 
 

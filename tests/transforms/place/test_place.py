@@ -686,6 +686,23 @@ def test_more_stages_than_ranks_may_be_several_on_a_rank():
         step.lower(init_params(3), batch())
 
 
+def test_an_evaluation_of_more_stages_than_ranks_says_what_runs_where():
+    staged = jaxpp.wrap_forward(loss_fn)
+    own = r"has 4 stages and no schedule: each .* rank of its own, but the mesh has 2; make them"
+    for fun, way in ((staged, "ForwardOnly"), (jax.grad(staged), "Interleaved1F1B")):
+        way = rf"{own}.*2 stages: schedule\(microbatch\(fun, M\), {way}\(2\)\)\.$"
+        with pytest.raises(ValueError, match=way):
+            jaxpp.place(fun, mesh(2)).lower(init_params(4), batch())
+    looped = jaxpp.microbatch(staged, 2)
+    with pytest.raises(ValueError, match=r"no schedule; .*schedule\(fun, .*\.ForwardOnly\(\)\)\.$"):
+        jaxpp.place(looped, mesh(2)).lower(init_params(4), batch())
+    once = jaxpp.schedule(looped, jaxpp.schedules.ForwardOnly())
+    with pytest.raises(ValueError, match=r"schedule runs on 4 ranks.* ForwardOnly\(2\)\.$"):
+        jaxpp.place(once, mesh(2)).lower(init_params(4), batch())
+    twice = jaxpp.schedule(looped, jaxpp.schedules.ForwardOnly(2))
+    assert len(jaxpp.place(twice, mesh(2)).lower(init_params(4), batch()).programs) == 2
+
+
 @pytest.mark.parametrize("looped", [False, True])
 def test_marks_without_stages_ask_for_wrap_forward(looped):
     grad_fn = jax.value_and_grad(loss_fn)
@@ -715,7 +732,9 @@ def test_unscheduled_loop():
         grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss_fn)), MICROBATCHES)
         return grad(params, x)
 
-    with pytest.raises(ValueError, match=r"microbatch loop.* has no schedule; wrap the func"):
+    with pytest.raises(
+        ValueError, match=r"microbatch loop.* has no schedule; wrap the func.*OneFOneB"
+    ):
         jaxpp.place(step, mesh()).lower(init_params(), batch())
 
 
