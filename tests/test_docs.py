@@ -126,6 +126,18 @@ def test_links_lead_somewhere(page):
     assert all((page.parent / target).exists() for target, _ in links), links
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda p: p.name)
+def test_the_files_and_scripts_that_a_page_names_exist(page):
+    text = re.sub(r"\]\(.*?\)", "", page.read_text())
+    modules = re.findall(r"((?:benchmarks|examples|experiments|tests)(?:\.\w+)+)", text)
+    files = [f"{module.replace('.', '/')}.py" for module in modules]
+    files += re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text)
+    for file in files:
+        places = [top / file for top in (ROOT, ROOT / "jaxpp", page.parent)]
+        packages = [place.with_suffix("") / "__main__.py" for place in places]
+        assert any(place.exists() for place in (*places, *packages)), file
+
+
 def test_a_wrong_output_would_be_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1 + 1)\n```\n\nIt prints:\n\n```text\n3\n```\n")
