@@ -67,7 +67,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
-    """Makes links of the names in the tables of schedules."""
+    """Makes links of the names and the papers in the tables of schedules."""
     if page.file.src_uri not in ("schedules.md", "choosing_a_schedule.md"):
         return markdown
     pages = {_title(name): name for name in CATALOGUE}
@@ -76,8 +76,11 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
         name = pages.get(found[1])
         return f"[{found[0]}](schedules/{name}.md)" if name else found[0]
 
-    is_row = re.compile(r"^\| .*$", re.M)
-    return is_row.sub(lambda row: re.sub(r"`(\w+)(\(\))?`", link, row[0]), markdown)
+    def row(found: re.Match[str]) -> str:
+        papers = re.sub(r"\b\d{4}\.\d{5}\b", r"[\g<0>](https://arxiv.org/abs/\g<0>)", found[0])
+        return re.sub(r"`(\w+)(\(\))?`", link, papers)
+
+    return re.sub(r"^\| .*$", row, markdown, flags=re.M)
 
 
 def _title(name: str) -> str:
