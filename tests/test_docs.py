@@ -109,7 +109,11 @@ def test_the_papers_of_the_schedules_can_be_cited():
 def test_the_list_of_schedules_has_the_catalogue():
     rows = re.findall(r"^\| `.*", (ROOT / "docs" / "schedules.md").read_text(), re.M)
     listed = set(re.findall(r"`(\w+)`", "".join(rows)))
-    assert listed == {*CATALOGUE, *(type(make()).__name__ for make in CATALOGUE.values())}
+    kinds = {type(make()).__name__: type(make()) for make in CATALOGUE.values()}
+    assert listed == {*CATALOGUE, *kinds}
+    for row in rows:
+        docstring = kinds[re.findall(r"`(\w+)`", row)[0]].__doc__ or ""
+        assert all(paper in docstring for paper in re.findall(r"\d{4}\.\d{5}", row)), row
 
 
 def test_the_notebook_keeps_no_outputs():
