@@ -144,7 +144,7 @@ FIXED = GPipe(stages_per_rank=2)
 def test_a_schedule_of_ones_own_has_a_name_on_a_command_line(monkeypatch):
     assert by_name("tests.schedules.test_tables:Mine(warmup=3)") == Mine(3)
     assert by_name("tests.schedules.test_tables:FIXED") is FIXED
-    monkeypatch.setattr("jaxpp.schedules._catalogue._REGISTERED", {})
+    monkeypatch.setattr("jaxpp.schedules._catalogue._names._REGISTERED", {})
     register("mine", Mine)
     register("mine", Mine)
     assert by_name("mine(warmup=2)") == Mine(2)

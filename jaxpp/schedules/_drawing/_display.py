@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpp.schedules._drawing._plot import plot
-from jaxpp.schedules._simulate import Timeline, simulate
+from jaxpp.schedules._simulation import Timeline, simulate
 from jaxpp.schedules._synthesis import Synthesis
 from jaxpp.schedules._table import Table
 

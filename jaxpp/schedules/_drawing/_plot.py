@@ -21,7 +21,7 @@ from jaxpp.schedules._drawing._styles import (
     num_slots,
     shade,
 )
-from jaxpp.schedules._simulate import Timeline
+from jaxpp.schedules._simulation import Timeline
 from jaxpp.schedules._table import Kind
 
 if TYPE_CHECKING:

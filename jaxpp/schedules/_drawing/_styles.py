@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jaxpp.schedules._simulate import Span, Timeline
+from jaxpp.schedules._simulation import Span, Timeline
 from jaxpp.schedules._table import Kind
 
 #: Red, green and blue, from 0 to 1.

@@ -21,7 +21,7 @@ from jaxpp.schedules._drawing._styles import (
     num_slots,
     shade,
 )
-from jaxpp.schedules._simulate import Timeline, simulate
+from jaxpp.schedules._simulation import Timeline, simulate
 from jaxpp.schedules._table import Kind, Table
 
 _WIDTH_OF_A_FILE = 120

@@ -17,7 +17,7 @@ from jaxpp._trace_events import (
 )
 from jaxpp.schedules._drawing._styles import Cell, by_title, lay_out
 from jaxpp.schedules._execute import number
-from jaxpp.schedules._simulate import Timeline
+from jaxpp.schedules._simulation import Timeline
 from jaxpp.schedules._table import Task
 
 _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0}

@@ -10,7 +10,7 @@ from jaxpp.schedules._catalogue import CATALOGUE
 from jaxpp.schedules._check import check
 from jaxpp.schedules._costs import Costs, Memory
 from jaxpp.schedules._custom import FromTable
-from jaxpp.schedules._simulate import Timeline, simulate
+from jaxpp.schedules._simulation import Timeline, simulate
 from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._exact import solve
 from jaxpp.schedules._synthesis._portfolio import as_graph, catalogue_tables, one_at_a_time, split

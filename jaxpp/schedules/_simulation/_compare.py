@@ -8,8 +8,8 @@ from jaxpp import _html
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._check import ScheduleError, check
 from jaxpp.schedules._costs import Costs, Memory
-from jaxpp.schedules._machine import Machine
-from jaxpp.schedules._simulate import simulate, stages_of_each_rank
+from jaxpp.schedules._simulation._machine import Machine
+from jaxpp.schedules._simulation._simulate import simulate, stages_of_each_rank
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._interleaved_zero_bubble import InterleavedZeroBubble
+from jaxpp.schedules._catalogue._interleaved_zero_bubble import InterleavedZeroBubble
 from jaxpp.schedules._table import Task
 
 

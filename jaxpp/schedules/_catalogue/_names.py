@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._chimera import Chimera
-from jaxpp.schedules._dualpipe import DualPipe, DualPipeV
-from jaxpp.schedules._forward_only import ForwardOnly
-from jaxpp.schedules._gpipe import GPipe
-from jaxpp.schedules._hanayo import Hanayo
-from jaxpp.schedules._interleaved import Interleaved1F1B
-from jaxpp.schedules._interleaved_zero_bubble import InterleavedZeroBubble
-from jaxpp.schedules._one_f_one_b import Eager1F1B, OneFOneB
-from jaxpp.schedules._pipe_offload import GIS
-from jaxpp.schedules._seq1f1b import Seq1F1B
-from jaxpp.schedules._v_blocks import OneFOneBV, VHalf, VMin
-from jaxpp.schedules._zero_bubble import ZeroBubbleH1, ZeroBubbleH2
-from jaxpp.schedules._zero_bubble_v import ZeroBubbleV
+from jaxpp.schedules._catalogue._chimera import Chimera
+from jaxpp.schedules._catalogue._dualpipe import DualPipe, DualPipeV
+from jaxpp.schedules._catalogue._forward_only import ForwardOnly
+from jaxpp.schedules._catalogue._gpipe import GPipe
+from jaxpp.schedules._catalogue._hanayo import Hanayo
+from jaxpp.schedules._catalogue._interleaved import Interleaved1F1B
+from jaxpp.schedules._catalogue._interleaved_zero_bubble import InterleavedZeroBubble
+from jaxpp.schedules._catalogue._one_f_one_b import Eager1F1B, OneFOneB
+from jaxpp.schedules._catalogue._pipe_offload import GIS
+from jaxpp.schedules._catalogue._seq1f1b import Seq1F1B
+from jaxpp.schedules._catalogue._v_blocks import OneFOneBV, VHalf, VMin
+from jaxpp.schedules._catalogue._zero_bubble import ZeroBubbleH1, ZeroBubbleH2
+from jaxpp.schedules._catalogue._zero_bubble_v import ZeroBubbleV
 
 CATALOGUE: Mapping[str, Callable[..., Schedule]] = types.MappingProxyType(
     {

@@ -10,7 +10,7 @@ from typing import Literal
 from jaxpp.schedules._check import explain_blocks
 from jaxpp.schedules._costs import Costs, Memory, of_each
 from jaxpp.schedules._execute import Dependencies, Sends, number, run
-from jaxpp.schedules._machine import Machine
+from jaxpp.schedules._simulation._machine import Machine
 from jaxpp.schedules._table import Table, Task
 
 
