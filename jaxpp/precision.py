@@ -39,7 +39,7 @@ def cast(tree: Tree, dtype: Any) -> Tree:
 class LossScaleState(NamedTuple):
     """The state of `dynamic_loss_scale`.
 
-    Args:
+    Attributes:
         inner: the state of the optimizer.
         scale: what the next loss is multiplied by, a float32 scalar.
         steps: the number of finite steps in a row since the scale last changed, an int32 scalar.

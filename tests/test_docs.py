@@ -101,7 +101,7 @@ def test_each_public_name_is_on_a_page_of_the_reference():
 
 def test_the_papers_of_the_schedules_can_be_cited():
     cited = (ROOT / "docs" / "references.bib").read_text()
-    sources = "".join(p.read_text() for p in (ROOT / "jaxpp" / "schedules").glob("_*.py"))
+    sources = "".join(p.read_text() for p in (ROOT / "jaxpp" / "schedules").glob("**/_*.py"))
     papers = set(re.findall(r"arXiv\s+(\d{4}\.\d{5})", sources))
     assert papers == set(re.findall(r"eprint += \{(.*)\}", cited))
 
