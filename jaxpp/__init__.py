@@ -12,28 +12,28 @@ Words:
     table: for each rank the tasks that it runs, in order.
     schedule: a value that gives a table for a number of stages and of microbatches.
     loop: the microbatch loop; a scheduled loop has its tasks and its table.
-    carry, accumulator: what a loop hands from a microbatch to the next; one that only sums.
+    carry, accumulator: a value that a loop hands from a microbatch to the next; one that only sums.
     step: the whole function that `place` is given, as one flat jaxpr with records and facts.
     pass: a function from a step to a step.
-    guard: when an equation runs that was in a branch of a conditional.
+    guard: the condition under which an equation runs that was in a branch of a conditional.
     place: the stages that an equation around the loops runs with.
     segment: equations of one place that run as one computation.
     value: an array that tasks make and read.
-    computation: what an executable computes; equal ones are compiled once.
-    program: what one rank runs: instructions (run, send, receive, free) over numbered slots.
+    computation: the function of an executable; equal ones are compiled once.
+    program: the instructions (run, send, receive, free) of one rank, over numbered slots.
     bundle: the programs of all ranks, and what they share.
     rows, part: some of the layers of an array that is stacked over layers; an array of these.
     inside: the axes of a mesh that divide the devices of one rank, such as data and model.
     spec: for each dimension of an array the axes inside a rank that it is split over.
-    role: what an argument is to a step: parameter, optimizer state, batch, or other.
+    role: the use of an argument in a step: parameter, optimizer state, batch, or other.
     placement: for each stage the rank that runs it.
     edge: a value that one stage makes and another reads; a message where their ranks differ.
     bubble: the share of the time of a step in which the ranks have nothing to run.
-    executor: what runs the program of one rank, on either mesh.
+    executor: runs the program of one rank, on either mesh.
     feed: a function by which the ranks load an argument of a step themselves.
     worker process: a process of its own that runs a rank, or a host's part of it.
     worker group: the worker processes of a mesh, called in one order.
-    health monitor: what ends all workers of a mesh, with one error, when one of them fails.
+    health monitor: ends all workers of a mesh, with one error, when one of them fails.
     flight recorder: the memory in which a worker notes what it runs, for the error when it dies.
     program cache: the computations of a mesh, each compiled once and sent once.
     handle: a `RemoteArray`, which stands for an array that worker processes hold.
