@@ -190,7 +190,7 @@ def half_tanh(x):
     return jnp.tanh(x)
 
 
-half_tanh.defvjp(lambda x: 2 * (jnp.tanh(x),), lambda y, ct: (0.5 * ct * (1 - y * y),))
+half_tanh.defvjp(lambda x: (jnp.tanh(x), jnp.tanh(x)), lambda y, ct: (0.5 * ct * (1 - y * y),))
 
 
 def control_flow(dtype=jnp.float32) -> Case:

@@ -241,7 +241,7 @@ class Compilations:
     def __init__(self):
         self.count, self._thread = 0, threading.get_ident()
 
-    def __call__(self, event, duration, **_):
+    def __call__(self, event, duration_secs, **kwargs):
         if "backend_compile" in event and threading.get_ident() == self._thread:
             self.count += 1
 

@@ -10,6 +10,7 @@ import itertools
 
 import equinox as eqx
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -328,7 +329,7 @@ def with_gradient_scaled(low, label: str, factor: float):
     i, o = donated[next(iter(sums))], jaxpr.jaxpr.outvars.index(total)
 
     def scaled(*args):
-        outputs = jax.extend.core.jaxpr_as_fun(jaxpr)(*args)
+        outputs = jex.jaxpr_as_fun(jaxpr)(*args)
         outputs[o] = args[i] + factor * (outputs[o] - args[i])
         return outputs
 

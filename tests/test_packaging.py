@@ -23,7 +23,6 @@ FOR_OTHERS = {
     "absl",  # the flags of the scripts that users copy
     "chex",  # the assertions of the tests that users copy
     "flatbuffers",  # `jax.export` imports it
-    "optax",  # the optimizers of every example
 }
 
 

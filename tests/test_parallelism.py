@@ -127,8 +127,7 @@ def placed(name, shape, schedule=OneFOneB(), zero1=(), experts=None, microbatche
     """The step on a mesh."""
     zoo, ranks, layers = ZOO[name], shape[AXES.index("mpmd")], layers_on(shape)
     at = [f"blocks.{layers * n // ranks}" for n in range(1, ranks)]
-    cut = dict(at=at) if at else dict(num_stages=1)
-    staged = jaxpp.wrap_forward(jaxpp.split_stages(zoo.loss_fn, **cut))
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(zoo.loss_fn, ranks, at=at or None))
     rules = parallel.rules("model", experts=experts)
     return jaxpp.place(
         train_step_of(jaxpp.schedule(microbatched(zoo, staged, microbatches), schedule)),
@@ -140,7 +139,7 @@ def placed(name, shape, schedule=OneFOneB(), zero1=(), experts=None, microbatche
 
 
 @functools.cache
-def on_mesh(name, shape, **options):
+def on_mesh(name, shape, **options) -> Any:
     return trained(placed(name, shape, **options), ZOO[name], layers_on(shape))
 
 

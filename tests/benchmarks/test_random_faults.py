@@ -28,8 +28,8 @@ def test_all_kinds_come_in_turn_and_a_run_is_the_same_again():
 
 def error_of(kind, rank=1):
     host = socket.gethostname()
-    named = dict(rank=rank, host=host, reason="its process has died")
-    error = RankError(f"rank {rank} on {host}: this task does not work; connection", **named)
+    message = f"rank {rank} on {host}: this task does not work; connection"
+    error = RankError(message, rank=rank, host=host, reason="its process has died")
     error.__cause__ = TaskError("this task does not work")
     return error
 

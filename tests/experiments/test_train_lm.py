@@ -1,5 +1,6 @@
 """A training that was killed goes on from its last checkpoint as if nothing had happened."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,7 +22,7 @@ from experiments.training.config import Config
 from experiments.training.flags import define
 
 STEPS = 40
-TINY = dict(
+TINY: dict[str, Any] = dict(
     layers=2, width=8, heads=2, sequence_length=8, dropout=0.1, ranks=2, microbatches=2,
     batch_size=4, warmup_steps=2, steps=STEPS, eval_every=20, sample_bytes=0, checkpoint_every=5,
 )  # fmt: skip
@@ -39,7 +41,7 @@ def train(text):
     """Trains in this process; gives the rows of the file of metrics."""
 
     def train(output, **values):
-        config = Config(**(TINY | values | dict(output=str(output), data=str(text))))
+        config = Config(**(TINY | values), output=str(output), data=str(text))
         train_lm.main(lambda: config, [])
         return rows(output)
 
@@ -326,7 +328,7 @@ def test_the_first_seven_steps_are_not_in_the_throughput():
 
 def test_the_parts_work_without_flags(text):
     """As in a notebook: a mesh of one's own, and a step at a time."""
-    config = Config(**(TINY | dict(steps=2, learning_rate=0.1, warmup_steps=0)))
+    config = dataclasses.replace(Config(**TINY), steps=2, learning_rate=0.1, warmup_steps=0)
     step, evaluate = train_lm.make_pipeline(config, jaxpp.MpmdMesh((2,)))
     model, opt_state = train_lm.initial_state(config)
     (tokens, keys), _ = train_lm.training_batches(config, data.load(text))

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,9 +147,9 @@ def test_the_timeline_keeps_the_order_of_ranks_and_data(plain):
             assert spans[task].end <= spans[following].start
     for (kind, stage), needs in plain.dependencies.items():
         for microbatch in range(MICROBATCHES):
-            for need in needs:
-                early, late = spans[Task(*need, microbatch)], spans[Task(kind, stage, microbatch)]
-                assert early.end <= late.start
+            for kind_before, stage_before in needs:
+                early = spans[Task(kind_before, stage_before, microbatch)]
+                assert early.end <= spans[Task(kind, stage, microbatch)].start
 
 
 def test_what_runs_around_the_loop_is_counted_where_it_runs(plain):
@@ -195,7 +196,8 @@ def test_another_mesh_is_refused():
         def load(self, bundle):
             return lambda args: list(args)
 
-    step = jaxpp.place(step_of(), Elsewhere())
+    elsewhere: Any = Elsewhere()
+    step = jaxpp.place(step_of(), elsewhere)
     with pytest.raises(TypeError, match="MpmdMesh"):
         jaxpp.measure(step, params_of(2), batch())
 

@@ -74,9 +74,8 @@ def make_loss(program: Program) -> Callable[[Any, Any], Any]:
         h, carried = _AROUND[program.around](forward)(params, data)
         loss = _LOSSES[program.loss](h, data)
         if program.penalty:
-            loss = loss + 0.01 * sum(
-                jnp.sum(w.astype(F32) ** 2) for w in jax.tree.leaves(params)
-            ).astype(F32)
+            squares = sum(jnp.sum(w.astype(F32) ** 2) for w in jax.tree.leaves(params))
+            loss = loss + 0.01 * jnp.asarray(squares, F32)
         outputs = [(o.name, _output(o, h, data)) for o in program.outputs]
         outputs.insert(program.place_of_loss, ("loss", loss))
         return outputs

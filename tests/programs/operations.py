@@ -81,6 +81,7 @@ class Scope:
     carried: dict[str, Any]  # what stages hand on beside the rows
 
     def weight(self, op: Operation):
+        assert op.weight is not None
         w = self.params[op.weight]
         return w if w.dtype == jnp.bfloat16 else w.astype(F32)
 
@@ -323,7 +324,7 @@ def shapes(h, op, scope):
         op,
         lambda: jnp.concatenate([h[:, 2:], jnp.broadcast_to(c, (h.shape[0], 2))], 1),
         lambda: h + jnp.concatenate([jnp.zeros(2), jnp.ones(2)]),
-        lambda: h + jnp.append(np.float32([0.1, 0.2]), jnp.float32([0.3, 0.4])),
+        lambda: h + jnp.append(np.array([0.1, 0.2], np.float32), jnp.float32([0.3, 0.4])),
         lambda: h + jnp.r_[0.5, 0.25, jnp.zeros(2)],
         lambda: h * jnp.repeat(jnp.float32([0.5, 2]), jnp.array([1, 3]), total_repeat_length=4),
         lambda: jnp.pad(h, ((0, 0), (1, 1)), constant_values=0.3)[:, 2:] @ constant(op, 4, 4),
@@ -334,7 +335,7 @@ def shapes(h, op, scope):
         lambda: h.T.reshape(h.shape),
         lambda: jnp.stack([h, 2 * h]).mean(0),
         lambda: jnp.repeat(h, 2, axis=0)[1::2],
-        lambda: sum(jnp.split(h, 2, axis=1)).repeat(2, axis=1),
+        lambda: jnp.add(*jnp.split(h, 2, axis=1)).repeat(2, axis=1),
         lambda: jnp.squeeze(h[:, None], 1),
     )()
 

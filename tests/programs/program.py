@@ -91,7 +91,9 @@ class Program:
     @property
     def weights(self) -> dict[str, str]:
         """The parameters: the kind of each, by name."""
-        return {op.weight: op.rule.weight for op in self.operations() if op.weight}
+        return {
+            op.weight: op.rule.weight for op in self.operations() if op.weight and op.rule.weight
+        }
 
     def operations(self) -> list[Operation]:
         return list(walk(op for stage in self.stages for op in stage.lines))

@@ -141,7 +141,8 @@ def show(seed: int, shrunk: bool) -> None:
 
         def fails(smaller):
             other = run.run(smaller) if time.monotonic() < until else None
-            return other and (other.verdict, other.kind) == (outcome.verdict, outcome.kind)
+            same = (outcome.verdict, outcome.kind)
+            return other is not None and (other.verdict, other.kind) == same
 
         program = shrink.shrink(program, fails)
         outcome = run.run(program)
@@ -165,7 +166,7 @@ def main() -> None:
         return
     prepare()
     leave_out(args.without)
-    if args.seed is None:
+    if args.worker is not None:
         run_seeds(args.worker)
     else:
         show(args.seed, args.shrink)

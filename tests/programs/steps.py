@@ -123,7 +123,7 @@ def _combine(name: str, xs: list) -> Any:
 
 def pipelined_loops(program: Program) -> dict[str, Callable]:
     """The loops as jaxpp makes them: staged, microbatched, scheduled."""
-    policy = POLICIES.get(program.policy)
+    policy = POLICIES.get(program.policy or "")
     axes = (None, build.AXES)
 
     def wrap(fun):

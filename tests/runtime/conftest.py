@@ -1,3 +1,4 @@
+import logging
 import signal
 
 import pytest
@@ -16,6 +17,6 @@ def ray_session():
     """A Ray session of this machine for the meshes of a module, which join it."""
     import ray
 
-    ray.init(address="local", num_cpus=16, include_dashboard=False, logging_level="warning")
+    ray.init(address="local", num_cpus=16, include_dashboard=False, logging_level=logging.WARNING)
     yield
     ray.shutdown()

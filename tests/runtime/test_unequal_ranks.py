@@ -207,7 +207,8 @@ def test_a_message_is_split_anew_in_one_transfer(monkeypatch):
 def test_zero1_divides_the_optimizer_state_by_the_size_in_its_rank():
     step, ((_, state), _) = on_mesh(NARROW, zero1="data")
     _, ((_, whole), _) = on_mesh(NARROW)
-    for (data, _), home, rank in zip(NARROW, step.mesh.homes, step.describe().ranks, strict=True):
+    mesh = of_ranks(*NARROW)
+    for (data, _), home, rank in zip(NARROW, mesh.homes, step.describe().ranks, strict=True):
         for device in home.devices.flat:
             own, all_of_it = (bytes_on(device, tree[0].mu) for tree in (state, whole))
             assert own * data == all_of_it > 0
@@ -291,10 +292,11 @@ def test_checkpoints_go_between_all_meshes(tmp_path):
 
 def test_a_trace_has_all_runs_and_messages(tmp_path):
     step, _ = on_mesh(NARROW)
-    state = start()
-    step.mesh.start_trace(tmp_path, profiler=False)
+    mesh, state = step.mesh, start()
+    assert isinstance(mesh, jaxpp.MpmdMesh)
+    mesh.start_trace(tmp_path, profiler=False)
     *state, _ = step(*state, *batch())
-    trace = step.mesh.stop_trace()
+    trace = mesh.stop_trace()
     instructions = [i for program in step.programs for i in program.instructions]
     assert len(trace.runs) == sum(isinstance(i, Run) for i in instructions)
     assert len(trace.messages) == sum(isinstance(i, Send) for i in instructions)

@@ -8,6 +8,7 @@ mesh a `RemoteArray` and a `StackedArray` of these.
 import copy
 import io
 import pickle
+from typing import Any
 
 import chex
 import equinox as eqx
@@ -54,7 +55,7 @@ def results(mesh):
     return jaxpp.place(train_step(), mesh)(*start())
 
 
-def check_evaluation(mesh, params):
+def check_evaluation(mesh, params) -> Any:
     """Checks that a placed forward function needs no loop: each stage runs on its rank.
 
     Returns the value, as the mesh gives it.

@@ -65,7 +65,10 @@ def some_costs(draw_times: st.DataObject, own: Table) -> Costs:
     bandwidth = {(a, b): random.choice([0.5, 1.0, 2.0]) for a in ranks for b in ranks}
     size = {task: float(random.randint(0, 5)) for task in times}
     return Costs(
-        *[times.__getitem__] * 4,
+        forward=times.__getitem__,
+        input_grad=times.__getitem__,
+        weight_grad=times.__getitem__,
+        backward=times.__getitem__,
         latency=lambda a, b: latency[a, b],
         bandwidth=lambda a, b: bandwidth[a, b],
         edge_bytes=size.__getitem__,

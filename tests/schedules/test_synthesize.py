@@ -7,6 +7,7 @@ import math
 import pathlib
 import random
 import sys
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +37,7 @@ class Instance:
     memory: Memory
     limit: float
 
-    def problem(self, objective="wall", split=True):
+    def problem(self, objective: Literal["wall", "span"] = "wall", split=True):
         limits = [self.limit] * (max(self.placement) + 1)
         return make_problem(
             self.costs,

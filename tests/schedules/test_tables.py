@@ -32,7 +32,7 @@ from tests.schedules.catalogue import SCHEDULES, tables, valid_size
 def inputs(table: Table, task: Task, needs: Dependencies) -> set[Task]:
     """The tasks that one comes after: a backward in the form that the table has it in."""
     after = needs[task.kind, task.stage]
-    return table.tasks & {Task(kind, stage, task.microbatch) for kind, stage in after}
+    return {Task(kind, stage, task.microbatch) for kind, stage in after} & table.tasks
 
 
 def in_order(table: Table) -> bool:

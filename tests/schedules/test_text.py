@@ -86,7 +86,7 @@ def test_where_tasks_do_not_fit_each_kind_has_its_share_of_the_columns(schedule,
     columns = len(rows[0])
     assert len(rows) == 16 and columns > width - 12
     for rank, row in enumerate(rows):
-        time = collections.Counter()
+        time = collections.defaultdict(float)
         for span in timeline.spans:
             if span.rank == rank:
                 time[str(span.task.kind)] += span.end - span.start

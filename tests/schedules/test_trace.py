@@ -145,4 +145,4 @@ def test_several_timelines_are_several_processes(tmp_path):
 
 def test_a_unit_that_is_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match="unit is one of 's', 'ms', 'us', got 'minutes'"):
-        to_trace(simulate(OneFOneB().table(1, 1)), tmp_path / "x.json", unit="minutes")
+        to_trace(simulate(OneFOneB().table(1, 1)), tmp_path / "x.json", unit="minutes")  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,7 @@
 """What XLA makes of a program: how its results are split, and its collectives."""
 
 import re
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -32,7 +33,7 @@ def trace(fun, mesh, *args) -> jex.ClosedJaxpr:
 
 def compiled(jaxpr, mesh, specs, out_specs=None):
     """What XLA makes of a jaxpr, its results left to XLA or pinned; without LLVM's work."""
-    pinned = {}
+    pinned: dict[str, Any] = {}
     if out_specs is not None:
         outs = [NamedSharding(mesh, partition_spec(s or ())) for s in out_specs]
         pinned = {"out_shardings": outs}

@@ -78,7 +78,7 @@ class MpmdMesh:
         self,
         shape: Sequence[int],
         axis_names: Sequence[str] = (PIPELINE_AXIS,),
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[Any] | np.ndarray | None = None,
         axis_types: Sequence[AxisType] | None = None,
     ):
         axes = check_axes("MpmdMesh", shape, axis_names, axis_types)

@@ -170,6 +170,9 @@ MANY = 8
 class Placed(Generic[P, R]):
     """A function partitioned over the ranks of a mesh; made by `place`."""
 
+    __name__: str
+    __wrapped__: Callable[..., Any]
+
     def __init__(self, request: Request, feed: Mapping[int, Callable[..., PyTree]]):
         functools.update_wrapper(self, request.fun)
         self._feed = feed

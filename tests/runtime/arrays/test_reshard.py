@@ -1,6 +1,7 @@
 """Arrays go between any two meshes: the same values, and no element to a device twice."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ def test_copies_are_taken_from_different_devices():
 
 @pytest.mark.parametrize("make", [lambda: jax.random.split(jax.random.key(0), 12), jnp.zeros(12)])
 def test_other_kinds_of_arrays(make):
-    x = make() if callable(make) else make
+    x: Any = make() if callable(make) else make
     four = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("data",)), P("data"))
     three = NamedSharding(Mesh(np.array(jax.devices()[4:7]), ("data",)), P("data"))
     (moved,) = reshard([jax.device_put(x, four)], [three])

@@ -39,7 +39,7 @@ def batch(i=0):
 
 
 def train_step(grad):
-    def step(params, state, x):
+    def step(params, state, x) -> Any:
         loss, grads = grad(params, x)
         updates, state = OPTIMIZER.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
@@ -110,7 +110,7 @@ def test_a_step_takes_it_back_without_a_move():
     assert [p.devices() for p in first["w"].parts] == [{d} for d in jax.devices()[:2]]
     with jax.transfer_guard("disallow"):
         jax.block_until_ready(first)
-    local = step._cache[0]._run
+    local: Any = step._cache[0]._run
     flat = local.flat(jax.tree.leaves((first, state, batch(1))))
     assert {id(p) for p in first["w"].parts} <= {id(x) for x in flat}
 

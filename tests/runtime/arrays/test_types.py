@@ -51,8 +51,8 @@ def test_bytes_and_back(dtype):
         back = from_host(aligned(data), kind, device)
         assert_same(back, array)
         assert back.devices() == {device}
-        values = [np.asarray(a).astype(complex) for a in (back, array)]
-        np.testing.assert_array_equal(*values)
+        got, want = (np.asarray(a).astype(complex) for a in (back, array))
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -65,7 +65,7 @@ def test_keys(implementation, shape):
     back = from_host(to_host(keys), kind, jax.devices()[0])
     assert_same(back, keys)
     if shape == ():
-        np.testing.assert_array_equal(jax.random.normal(back, 4), jax.random.normal(keys, 4))
+        np.testing.assert_array_equal(jax.random.normal(back, (4,)), jax.random.normal(keys, (4,)))
 
 
 def mesh_of_four():

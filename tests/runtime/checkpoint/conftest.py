@@ -4,8 +4,10 @@ import pickle
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxpp.runtime.remote._array import RemoteArray
@@ -47,7 +49,8 @@ class ThreadMesh:
 
     def new_array(self, aval, ranks, spec=()):
         self._next += 1
-        return RemoteArray(self, self._next, aval, ranks, spec)
+        arrays: Any = self
+        return RemoteArray(arrays, self._next, aval, ranks, spec)
 
     def check_array(self, array):
         assert not array.is_deleted()
@@ -126,7 +129,7 @@ def assert_same():
             assert got.aval.weak_type == want.aval.weak_type
             if where:
                 assert got.sharding == want.sharding
-            if jax.dtypes.issubdtype(want.dtype, jax.dtypes.prng_key):
+            if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
                 got, want = jax.random.key_data(got), jax.random.key_data(want)
             assert jax.device_get(got).tobytes() == jax.device_get(want).tobytes()
         elif hasattr(want, "dtype"):

@@ -110,7 +110,9 @@ def trained(shape, zero1):
     ids=id_of,
 )
 def test_between_meshes_of_this_process(saving, loading):
-    check_load(*saving, local_step(*loading), *trained(*loading))
+    path, saved = saving
+    expected, went_on = trained(*loading)
+    check_load(path, saved, local_step(*loading), expected, went_on)
 
 
 @pytest.mark.slow

@@ -172,7 +172,8 @@ def test_a_share_is_read_without_the_rest(tmp_path, monkeypatch):
     content[content.index(row)] ^= 1
     file.write_bytes(content)
     with _directory.reading(tmp_path / "a") as (manifest, data):
-        leaf = manifest.leaves[0]
+        (leaf,) = manifest.leaves
+        assert isinstance(leaf, _manifest.ArrayLeaf)
         box = ((0, 512), (0, 64))
         ((got,),) = _store.read(data, [_store.Request(leaf, (box,))], "a")
         assert (got == value[:512]).all()
@@ -277,7 +278,9 @@ def test_a_checkpoint_that_is_read_stays(tmp_path, assert_same):
     save_state(tmp_path / "a", {"x": np.arange(3.0)})
     with _directory.reading(tmp_path / "a") as (manifest, data):
         save_state(tmp_path / "a", {"x": np.arange(4.0)}, overwrite=True)
-        request = _store.Request(manifest.leaves[0], (((0, 3),),))
+        (leaf,) = manifest.leaves
+        assert isinstance(leaf, _manifest.ArrayLeaf)
+        request = _store.Request(leaf, (((0, 3),),))
         assert _store.read(data, [request], "a")[0][0].tolist() == [0, 1, 2]
     with _directory.reading(tmp_path / "a"):
         assert not _directory.remove(tmp_path / "a")

@@ -13,7 +13,7 @@ def listen(process):
     """Notes from now on what JAX compiles in a worker."""
     process.compiled = []
 
-    def note(event, duration, **_):
+    def note(event, duration_secs, **kwargs):
         if "backend_compile" in event:
             stack = traceback.extract_stack()
             own = [f"{f.filename}:{f.lineno}" for f in stack if "/jaxpp/" in f.filename]

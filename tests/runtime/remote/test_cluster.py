@@ -10,6 +10,7 @@ import time
 import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,9 @@ from jaxpp import _compat  # noqa: E402
 from jaxpp.runtime.remote.cluster import _cluster, _environment, _session  # noqa: E402
 from jaxpp.runtime.remote.group import _group  # noqa: E402
 from tests.helpers import wait_until  # noqa: E402
+
+#: In the place of a placement group, where nothing reads it.
+NO_GROUP: Any = None
 
 
 @pytest.fixture(scope="module")
@@ -366,8 +370,9 @@ def test_workers_of_all_meshes_of_a_host_take_the_cores_that_fewest_have():
 
     def start(count):
         command = [sys.executable, "-c", TAKING, str(count), name]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        started.append(subprocess.Popen(command, text=True, **pipes))
+        started.append(
+            subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        )
         return started[-1]
 
     def cores(worker):
@@ -422,7 +427,7 @@ def test_a_driver_that_takes_the_memory_of_a_ranks_gpu_is_warned(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     places = tuple((_cluster.Place(n, where, "", ""),) for n, where in enumerate(["there", node]))
-    _environment.warn_of_driver(_cluster.Reservation(None, places, 1.0, (1.0, gpus)))
+    _environment.warn_of_driver(_cluster.Reservation(NO_GROUP, places, 1.0, (1.0, gpus)))
     told = [str(warning.message) for warning in recwarn]
     assert len(told) == (warns is not None)
     if warns:
@@ -433,7 +438,7 @@ def test_a_driver_that_takes_the_memory_of_a_ranks_gpu_is_warned(
 def test_workers_that_share_a_gpu_share_its_memory():
     def variables(gpus):
         place = _cluster.Place(0, "", "", "")
-        reservation = _cluster.Reservation(None, ((place,),), 1.0, (gpus,))
+        reservation = _cluster.Reservation(NO_GROUP, ((place,),), 1.0, (gpus,))
         return _environment.worker_options(reservation, 0)["runtime_env"]["env_vars"]
 
     class_name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -576,7 +581,7 @@ def test_ranks_on_another_node_than_the_driver_need_an_address(monkeypatch, node
     context = SimpleNamespace(get_node_id=lambda: "here")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     places = [[_cluster.Place(n, node, "10.0.0.1", node)] for n, node in enumerate(nodes)]
-    group = object.__new__(_group.WorkerGroup)
+    group: Any = object.__new__(_group.WorkerGroup)
     group._reservation = SimpleNamespace(places=places)
     group._settings = SimpleNamespace(address=address)
     if fits:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import unittest.mock
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ import jaxpp  # noqa: E402
 from benchmarks import faults  # noqa: E402
 from benchmarks.faults import Fault, TaskError  # noqa: E402
 from jaxpp.runtime import RankError  # noqa: E402
+from jaxpp.runtime.remote.calls import Failure  # noqa: E402
 from jaxpp.runtime.remote.cluster import _states  # noqa: E402
 from jaxpp.runtime.remote.group import _blame  # noqa: E402
 from jaxpp.runtime.remote.worker import BlackBox, _process  # noqa: E402
@@ -330,13 +332,15 @@ class Unmade:
 def test_an_error_that_is_met_in_a_fetch_is_of_the_task_that_a_sender_names(sent):
     transport = unittest.mock.Mock()
     process = _process.Process(1, 2, jax.devices()[0], transport)
-    process.arrays[7] = Unmade()
+    unmade: Any = Unmade()
+    process.arrays[7] = unmade
     named = NotComputed("B1.0")
     named.__cause__ = Unmade.error
     later = threading.Timer(0.1, transport.on_failure, [named])
     if sent:
         later.start()
     failure = process.fetch([7])
+    assert isinstance(failure, Failure)
     assert (failure.rank, failure.task) == (1, "B1.0" if sent else "")
     assert "out of memory" in failure.exception
     assert process.ready([7]) is failure
@@ -759,9 +763,10 @@ if __name__ == "__main__":
 
 def accept_no_more(process, kind):
     """Ends the thread that accepts connections, of the driver or of other ranks."""
-    for found in gc.get_objects():
-        if type(found) is Listener and type(found._serve.__self__).__name__ == kind:
-            found.close()
+    listeners: list[Any] = [found for found in gc.get_objects() if type(found) is Listener]
+    for listener in listeners:
+        if type(listener._serve.__self__).__name__ == kind:
+            listener.close()
 
 
 @pytest.mark.parametrize("kind", ["Server", "SocketTransport"])

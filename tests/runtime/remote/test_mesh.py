@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from typing import Any
 
 import chex
 import equinox as eqx
@@ -107,7 +108,8 @@ def test_three_steps_are_bitwise_those_of_the_local_mesh(name, ranks, ray_sessio
 
 
 def test_a_tied_parameter_is_updated_alike_on_its_ranks(mesh_of_four):
-    args, expected = start(), start()
+    args: Any = start()
+    expected = start()
     remote = jaxpp.place(step_of(tied_loss), mesh_of_four, donate_argnums=(0, 1))
     here = jaxpp.place(step_of(tied_loss), local(4), donate_argnums=(0, 1))
     for number in range(3):
@@ -324,8 +326,7 @@ def test_what_several_ranks_run_is_compiled_by_one_of_them():
 
     exported = _export.export(bundle.computations[0], "cpu")
     payload = _export.serialize(_export.compile_exported(exported, jax.devices()[0]))
-    loaded = _export.load_serialized(payload, jax.devices()[0])
-    assert loaded is not None
+    assert payload and _export.load_serialized(payload, jax.devices()[0])
 
 
 def kept(mesh):
@@ -346,7 +347,7 @@ def test_what_only_a_collected_step_has_is_dropped(ray_session):
         first(*args)
         before = kept(mesh)
         for factor in (2.0, 3.0):
-            other = jaxpp.place(lambda *a: (step_of()(*a), a[2] * factor), mesh)  # noqa: B023
+            other = jaxpp.place(lambda w, s, x: (step_of()(w, s, x), x * factor), mesh)  # noqa: B023
             other(*args)
             assert all(own[1] > before[0][rank][1] for rank, own in kept(mesh)[0].items())
             del other

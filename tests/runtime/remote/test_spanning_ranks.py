@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def loss(params, x):
     return jnp.mean((h @ params["second"]) ** 2)
 
 
-def placed(mesh, **options):
+def placed(mesh, **options: Any):
     """A step whose batch is split over the processes of a rank, and one of its two weights."""
     grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 2, in_axes=(None, 0))
     grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
@@ -74,7 +75,7 @@ def placed(mesh, **options):
     return jaxpp.place(step, mesh, donate_argnums=0, **options)
 
 
-def train(step, state, numbers, make=batch):
+def train(step, state, numbers, make=batch) -> tuple[Any, Any]:
     losses = []
     for number in numbers:
         state, value = step(state, make(number))

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from typing import Any
 
 import jax
 import pytest
@@ -91,8 +92,11 @@ class FakeMesh:
             monotonic = result.monotonic_ns + process.ahead
             return Reading(f"host {process.rank}", monotonic, result.unix_ns)
         if isinstance(result, Records):
-            parts = (result.runs, result.sent, result.received)
-            return Records(*(tuple(_ahead(r, process.ahead) for r in part) for part in parts))
+            runs, sent, received = (
+                tuple(_ahead(record, process.ahead) for record in part)
+                for part in (result.runs, result.sent, result.received)
+            )
+            return Records(runs, sent, received)
         return result
 
     def run(self, local, call, step):
@@ -116,7 +120,7 @@ class FakeMesh:
         return dispatch
 
 
-def _ahead(record, ahead):
+def _ahead(record, ahead) -> Any:
     times = {
         name: getattr(record, name) + ahead
         for name in ("dispatched", "start", "end")
@@ -129,8 +133,8 @@ def test_processes_with_clocks_far_apart_give_one_timeline(tmp_path):
     step = steps.step_of(mesh_of(2))
     params, x = steps.params_of(2), steps.batch()
     compiled = step.lower(params, x).compile()
-    local = compiled._run
-    mesh = FakeMesh([10**12, -(10**12)])
+    local: Any = compiled._run
+    mesh: Any = FakeMesh([10**12, -(10**12)])
     tracing = _tracing.start_trace(mesh, tmp_path / "run", False, None)
     assert all(p.recorder is p.transport.recorder is not None for p in mesh.processes)
     tracing.steps[7] = compiled.bundle

@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,7 @@ def test_times_are_in_the_order_of_what_happens(tmp_path, shared):
         assert all(a.end <= b.start for a, b in zip(runs, runs[1:], strict=False))
     made = {(run.call, run.rank, run.position): run for run in trace.runs}
     for m in trace.messages:
+        assert m.maker is not None and m.reader is not None
         assert made[m.call, m.message.source, m.maker].end <= m.start <= m.sent
         assert m.arriving <= m.end <= made[m.call, m.message.target, m.reader].end
         assert m.start <= m.end
@@ -76,14 +78,16 @@ def test_a_task_lasts_as_long_as_it_does(tmp_path):
     measured, simulated = trace.timeline(), trace.simulated()
     assert steps.MICROBATCHES * steps.NAP < measured.makespan
     assert 0.5 < simulated.makespan / measured.makespan < 2
-    assert trace.costs().forward[1] == statistics.median(naps)
+    forward = jaxpp.schedules.Task(jaxpp.schedules.Kind.F, 1, 0)
+    assert trace.costs().of(forward) == statistics.median(naps)
 
 
 def test_where_all_results_are_donated_the_end_is_that_of_the_run(tmp_path):
     """A weight's gradient is only ever added to the sum, which the next one takes."""
     trace, step = steps.traced(tmp_path, stages=2, ranks=2, schedule=jaxpp.schedules.ZeroBubbleH1())
     (compiled,) = step._cache
-    for worker in compiled._run.executors:
+    local: Any = compiled._run
+    for worker in local.executors:
         watches = _recorder.plan(worker)
         for instruction in worker.program.instructions:
             if isinstance(instruction, Run) and instruction.label.startswith("W"):

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def blocked(function, *args):
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
 
-    def wait(timeout=10):
+    def wait(timeout=10.0):
         thread.join(timeout)
         assert not thread.is_alive(), "it still waits"
         if "error" in outcome:
@@ -67,7 +68,7 @@ def resources():
 
 
 @contextlib.contextmanager
-def connected(count=2, kinds="auto", **options):
+def connected(count=2, kinds: Any = "auto", **options):
     """Some ranks, each on a device of its own, which know each other."""
     ranks = [
         SocketTransport(rank, jax.devices()[rank % 8], SECRET, kind=kinds, **options)

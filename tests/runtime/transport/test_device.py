@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,7 +75,7 @@ def _reads(task, table):
     kind, stage, m = task.kind, task.stage, task.microbatch
     last = table.num_stages - 1
     if kind == "F":
-        return [schedules.Task(kind, stage - 1, m)]
+        return [schedules.Task(schedules.Kind.F, stage - 1, m)]
     if kind == "W":
         return [schedules.Task(schedules.Kind.I, stage, m)]
     after = [schedules.Task(k, stage + 1, m) for k in (schedules.Kind.B, schedules.Kind.I)]
@@ -224,7 +225,7 @@ class MeetingTransport(DeviceTransport):
         self.meeting = meeting
         super().__init__(rank, [jax.devices()[0]] * num_ranks)
 
-    def _put(self, message, arrays):
+    def _put(self, message, arrays) -> Any:
         if self.rank in (message.source, message.target):
             arrays = self.meeting.meet((self._call, message.tag), arrays)
         return arrays
@@ -254,7 +255,7 @@ def test_transport_of_ranks_that_meet_gives_what_one_process_gives(seed):
         wait(20)
     for transport in transports:
         transport.close()
-    wanted = [None] * size
+    wanted = [np.float32(0.0)] * size
     for _, chunk in interleave(programs):
         for instruction in chunk:
             if isinstance(instruction, Run):
@@ -476,4 +477,4 @@ def test_devices_that_cannot_reach_each_other_are_an_error_that_says_why():
     with pytest.raises(ValueError, match=r"rank 1 on host a are not known"):
         choose_transport([gpu("0"), RankDevices("gpu", "a", ())], "device")
     with pytest.raises(ValueError, match=r"'nccl' is not known; it is one of auto, socket"):
-        choose_transport([gpu("0"), gpu("1")], "nccl")
+        choose_transport([gpu("0"), gpu("1")], "nccl")  # pyright: ignore[reportArgumentType]

@@ -1,10 +1,12 @@
 """Deferred initialisation: each rank makes its own part of the state, with the eager values."""
 
 import re
+from collections.abc import Callable
 
 import chex
 import equinox as eqx
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -23,7 +25,7 @@ OPTIMIZER = optax.adam(1e-2)
 class Layer(eqx.Module):
     weight: jax.Array
     bias: jax.Array
-    activation: object
+    activation: Callable
 
     def __init__(self, key):
         # XLA rounds a product and a quotient by constants in another way where it may fuse them.
@@ -264,7 +266,7 @@ def test_an_operation_takes_little_more_than_its_result():
     bundle = _initialize.lower_initializer(traced, lowered.bundle, [""])
     for computation in bundle.computations:
         avals = [v.aval for v in computation.jaxpr.jaxpr.invars]
-        run = jax.extend.core.jaxpr_as_fun(computation.jaxpr)
+        run = jex.jaxpr_as_fun(computation.jaxpr)
         memory = jax.jit(run).lower(*avals).compile().memory_analysis()
         assert memory.output_size_in_bytes + memory.temp_size_in_bytes <= 5 * 300 * 200 * 4
 

@@ -1,6 +1,7 @@
 """Rows of an initialiser's results: the bits of the whole, without the whole."""
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ SLOW = pytest.mark.slow
 def test_parts_are_rows_of_the_whole(monkeypatch, request, init_fn, make_key):
     monkeypatch.setattr(_row_slices, "SMALL", 0)
     jaxpr, _, whole = parts_and_whole(init_fn, make_key(3))
-    parts = iter(jax.extend.core.jaxpr_as_fun(jaxpr)(make_key(3)))
+    parts = iter(jex.jaxpr_as_fun(jaxpr)(make_key(3)))
     for array in whole:
         for low, high in ((0, 2), (2, 5)):
             part = next(parts)

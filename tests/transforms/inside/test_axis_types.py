@@ -204,7 +204,7 @@ def test_a_type_that_is_not_clear_is_an_error_of_jax_with_the_line():
 def test_a_sum_that_is_left_unreduced_is_an_error():
     def multiply(a, b, spec):
         if spec == P("data", None):
-            h = jnp.matmul(a, b, out_sharding=P("data", None, unreduced={"model"}))
+            h = jnp.matmul(a, b, out_sharding=P("data", None, unreduced=frozenset({"model"})))
             return jax.sharding.reshard(h, spec)
         return jnp.matmul(a, b, out_sharding=spec)
 

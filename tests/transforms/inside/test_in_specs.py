@@ -1,6 +1,7 @@
 """Steps whose ranks are meshes of their own: what is split, and what is wrong with a split."""
 
 import re
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -32,7 +33,7 @@ def keep(x):
     return x
 
 
-def make_step(schedule=ONE_F_ONE_B, num_stages=2, constrain=keep, num_microbatches=4):
+def make_step(schedule: Any = ONE_F_ONE_B, num_stages=2, constrain=keep, num_microbatches=4):
     def loss_fn(params, x, y):
         for n, layer in enumerate(params):
             if n and n % (4 // num_stages) == 0:
@@ -53,12 +54,12 @@ def make_step(schedule=ONE_F_ONE_B, num_stages=2, constrain=keep, num_microbatch
     return step
 
 
-def place(fun, shape, **options):
-    specs = {"in_specs": (RULES, RULES, P("data"), P("data"))}
+def place(fun, shape, **options: Any):
+    specs: dict[str, Any] = {"in_specs": (RULES, RULES, P("data"), P("data"))}
     return jaxpp.place(fun, jaxpp.MpmdMesh(shape, AXES), **(specs | options))
 
 
-def train(step, num_steps=3):
+def train(step, num_steps=3) -> Any:
     params = parameters()
     state, loss = optimizer.init(params), None
     for seed in range(num_steps):
@@ -306,7 +307,8 @@ def test_too_few_devices_are_counted():
 def test_a_jit_inside_the_step_that_names_devices_is_refused(given):
     """As a sharding constraint over them is."""
     own = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    double = jax.jit(lambda h: 2 * h, **{given: NamedSharding(own, P("data"))})
+    options: Any = {given: NamedSharding(own, P("data"))}
+    double = jax.jit(lambda h: 2 * h, **options)
 
     def loss(w, x):
         return two_layers.loss(w, double(x))

@@ -76,7 +76,8 @@ def norm_loss(norm, x):
 
 
 def resnet_loss(model_and_state, images, labels):
-    return resnet.loss_fn(*model_and_state, images, labels)[0]
+    model, state = model_and_state
+    return resnet.loss_fn(model, state, images, labels)[0]
 
 
 def make_resnet():

@@ -40,7 +40,7 @@ def max_pool(x):
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
 
 
-def gradients(fun, argnums=0):
+def gradients(fun, argnums: int | tuple[int, ...] = 0):
     return jax.grad(lambda *args: (fun(*args) ** 2).sum(), argnums)
 
 

@@ -61,10 +61,10 @@ def run(make, schedule: str | None, in_axes, reduce, args, *, after=lambda resul
     if schedule is None:
         fun = jax.value_and_grad(make(1), has_aux=True)
         return jax.jit(lambda *a: after(jaxpp.microbatch(fun, MICROBATCHES, **options)(*a)))(*args)
-    stages_per_rank, schedule = SCHEDULES[schedule]
+    stages_per_rank, order = SCHEDULES[schedule]
     fun = jaxpp.wrap_forward(make(RANKS * stages_per_rank))
     fun = jaxpp.microbatch(jax.value_and_grad(fun, has_aux=True), MICROBATCHES, **options)
-    fun = jaxpp.schedule(fun, schedule)
+    fun = jaxpp.schedule(fun, order)
     step = jaxpp.place(lambda *a: after(fun(*a)), jaxpp.MpmdMesh((RANKS,)))
     assert not testing.count_sends(step.lower(*args), "gathered")
     return step(*args)

@@ -6,6 +6,7 @@ Each is compared with `jax.jit` of the step without a pipeline.
 import enum
 import functools
 import warnings
+from typing import Any
 
 import chex
 import equinox as eqx
@@ -54,7 +55,7 @@ def descend(value_and_grad, w, x, rate=0.1):
     return jax.tree.map(lambda p, g: p - rate * g, w, grads), value
 
 
-def train_step(w, x, rate=0.1):
+def train_step(w, x, rate: Any = 0.1):
     return descend(piped(loss_fn), w, x, rate)
 
 
@@ -312,7 +313,7 @@ def test_too_many_static_values_are_a_warning_and_are_not_all_kept(monkeypatch):
 # ---- keyword arguments --------------------------------------------------------------------------
 
 
-def keyword_step(value_and_grad, w, x, rate=0.1, *, decay=None, extra=(), **more):
+def keyword_step(value_and_grad, w, x, rate: Any = 0.1, *, decay=None, extra=(), **more):
     new, value = descend(value_and_grad, w, x, rate)
     if decay is not None:
         new = jax.tree.map(lambda p: p * decay, new)

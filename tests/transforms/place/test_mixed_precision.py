@@ -2,6 +2,7 @@
 
 import collections
 import functools
+from typing import Any
 
 import chex
 import equinox as eqx
@@ -195,13 +196,13 @@ def policy_steps(policy: str, schedule: str, dtype=BF16):
     """The placed step of a policy, and the single device's: by microbatches, and on the whole."""
     options = dict(POLICIES[policy])
     inside = options.pop("inside")
-    stages_per_rank, schedule = SCHEDULES[schedule]
+    stages_per_rank, order = SCHEDULES[schedule]
 
     def make(loss, **more):
         return microbatched(casting(loss, dtype) if inside else loss, **options, **more)
 
     cast = (lambda m: m) if inside else (lambda m: precision.cast(m, dtype))
-    grad_fn = jaxpp.schedule(make(make_loss(RANKS * stages_per_rank)), schedule)
+    grad_fn = jaxpp.schedule(make(make_loss(RANKS * stages_per_rank)), order)
     whole = jax.value_and_grad(casting(make_loss(1), dtype) if inside else make_loss(1))
     return (
         place(train_step(grad_fn, cast)),
@@ -376,7 +377,7 @@ def jmp_step(grad_fn, conditional: bool):
     return step
 
 
-def scaling(way: str, initial: float, period: int):
+def scaling(way: str, initial: float, period: int) -> tuple[Any, Any]:
     """Gives a function that makes a step of a gradient function, and the state it starts from."""
     if way == "ours":
         optimizer = precision.dynamic_loss_scale(OPTIMIZER, initial, period=period)

@@ -49,7 +49,7 @@ def batch(seed=0, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(100 + seed), (BATCH, WIDTH), dtype)
 
 
-def piped(loss, *, in_axes=(None, 0), reduce="mean", schedule=None, has_aux=False):
+def piped(loss, *, in_axes=(None, 0), reduce: Any = "mean", schedule=None, has_aux=False):
     grad = eqx.filter_value_and_grad(jaxpp.wrap_forward(loss), has_aux=has_aux)
     loop = jaxpp.microbatch(grad, MICROBATCHES, in_axes=in_axes, reduce=reduce)
     return jaxpp.schedule(loop, schedule or jaxpp.schedules.OneFOneB())
@@ -71,15 +71,13 @@ def plain_step(params, x):
 
 def run_both(make, carry, data, *, donate=True, ranks=3, **tolerance):
     """Runs a step `(carry, batch) -> (carry, rest)` placed and on one device, and compares."""
+
+    def plain(loss, has_aux=False, **_):
+        return eqx.filter_value_and_grad(loss, has_aux=has_aux)
+
+    placed = jaxpp.place(make(piped), mesh(ranks), donate_argnums=(0,) if donate else ())
     results = []
-    for step in (
-        eqx.filter_jit(
-            make(
-                lambda loss, **kw: eqx.filter_value_and_grad(loss, has_aux=kw.get("has_aux", False))
-            )
-        ),
-        jaxpp.place(make(piped), mesh(ranks), donate_argnums=(0,) if donate else ()),
-    ):
+    for step in (eqx.filter_jit(make(plain)), placed):
         state = jax.tree.map(lambda x: jnp.array(x, copy=True) if eqx.is_array(x) else x, carry)
         seen = []
         for x in data:
@@ -87,8 +85,8 @@ def run_both(make, carry, data, *, donate=True, ranks=3, **tolerance):
             seen.append(rest)
         results.append(eqx.filter((state, seen), eqx.is_array))
     assert_close(results[1], results[0], **tolerance)
-    kinds = {k for p in step.programs for s in p.sends for k in s.message.kinds}
-    assert kinds <= {"edge", "scalar"}, step.as_text()
+    kinds = {k for p in placed.programs for s in p.sends for k in s.message.kinds}
+    assert kinds <= {"edge", "scalar"}, placed.as_text()
     return state
 
 
@@ -116,7 +114,7 @@ def test_flax():
                 )
             return x
 
-    net = Net()
+    net: Any = Net()
 
     def make(value_and_grad):
         def step(variables, x):
@@ -658,7 +656,7 @@ def test_donate_argnums_out_of_range(number):
 
 def test_unhashable_argument():
     class Settings:
-        __hash__ = None
+        __hash__: Any = None
 
     step = jaxpp.place(lambda p, x, s: train_step(p, x), mesh())
     with pytest.raises(

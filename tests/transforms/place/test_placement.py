@@ -60,8 +60,7 @@ class Plain(NamedTuple):
 
     schedule: Any = None
 
-    def value_and_grad(self, loss, **kwargs):
-        kwargs.pop("reduce", None), kwargs.pop("in_axes", None)
+    def value_and_grad(self, loss, reduce=None, in_axes=None, **kwargs):
         return eqx.filter_value_and_grad(loss, **kwargs)
 
     def forward(self, fun, **_):
@@ -495,8 +494,8 @@ def test_adversaries():
         return step
 
     pair = Pair(Net(), Net(jax.random.key(5)))
-    g_state = MOMENTUM.init(pair.generator)
-    d_state = ADAM.init(pair.discriminator)
+    g_state = MOMENTUM.init(eqx.filter(pair.generator, eqx.is_array))
+    d_state = ADAM.init(eqx.filter(pair.discriminator, eqx.is_array))
     # What the generator makes leaves the last stage and enters the first.
     step, _ = check(make, (pair, g_state, d_state), allowed={"gathered"})
     assert sent(step)["gathered"] == 1

@@ -103,7 +103,7 @@ def run(style: str, keys: str, schedule: str | None = None, ranks: int = 2, cuts
     if schedule is None:
         fun = jax.value_and_grad(make_loss(draw, style), has_aux=True)
         return jax.jit(jaxpp.microbatch(fun, MICROBATCHES, **options))(make_params(), X, *random)
-    stages_per_rank, schedule = SCHEDULES[schedule]
+    stages_per_rank, order = SCHEDULES[schedule]
     stages = ranks * stages_per_rank
     if cuts is None:
         cuts = tuple(LAYERS // stages * s for s in range(1, stages))
@@ -111,7 +111,7 @@ def run(style: str, keys: str, schedule: str | None = None, ranks: int = 2, cuts
     if not cuts:
         loss = jaxpp.split_stages(loss, stages)
     fun = jax.value_and_grad(jaxpp.wrap_forward(loss), has_aux=True)
-    fun = jaxpp.schedule(jaxpp.microbatch(fun, MICROBATCHES, **options), schedule)
+    fun = jaxpp.schedule(jaxpp.microbatch(fun, MICROBATCHES, **options), order)
     step = jaxpp.place(fun, jaxpp.MpmdMesh((ranks,)))
     return step(make_params(), X, *random)
 

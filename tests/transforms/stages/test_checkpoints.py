@@ -1,5 +1,7 @@
 """Cuts inside `jax.checkpoint`: each stage has a checkpoint of its own of what was in it."""
 
+from typing import Any
+
 import chex
 import equinox as eqx
 import jax
@@ -235,7 +237,7 @@ def test_a_scope_inside_a_checkpoint_opens_a_stage():
     assert_gradient(split, fun, WS, X)
 
 
-def marked(ws, x, prevent_cse=True):
+def marked(ws, x, prevent_cse: Any = True):
     def run(ws, x):
         h = jnp.tanh(x @ ws["a"])
         return jnp.mean((enter(h) @ ws["b"] + ws["c"]) ** 2)

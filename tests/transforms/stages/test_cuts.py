@@ -3,6 +3,7 @@
 import abc
 import threading
 import warnings
+from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
@@ -230,8 +231,9 @@ def test_a_subclass_that_calls_its_base_is_called_once(primitives_of, assert_sam
 
 def test_a_class_and_its_base_may_both_be_cut(stages_of, assert_same):
     keys = jax.random.split(jax.random.key(2), 3)
-    linear = eqx.nn.Linear(8, 8, key=keys[2])
-    model = eqx.tree_at(lambda m: (m.blocks[1], m.blocks[3]), MODEL, (Base(linear), Wide(keys[1])))
+    wide: Any = Wide  # its constructor is that of its base
+    blocks = Base(eqx.nn.Linear(8, 8, key=keys[2])), wide(keys[1])
+    model = eqx.tree_at(lambda m: (m.blocks[1], m.blocks[3]), MODEL, blocks)
     split = jaxpp.split_stages(loss, at=CUTS)
     assert stages_of(split, model, X).names == (None, *CUTS)
     assert_same(split, loss, model, X)
@@ -328,7 +330,7 @@ class Concrete(Abstract, strict=True):
     weight: jax.Array
 
     @eqx.filter_jit
-    def __call__(self, x, *, key=None):
+    def __call__(self, x, *, key=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         return jnp.tanh(self.weight @ x)
 
 
@@ -575,7 +577,7 @@ class Linen(nn.Module):
 
 
 def test_scopes_of_flax_modules(primitives_of, assert_same):
-    net = Linen()
+    net: Any = Linen()
     params = net.init(jax.random.key(0), X)
 
     def fun(params, x):

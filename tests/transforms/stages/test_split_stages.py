@@ -1,6 +1,7 @@
 """Cuts by annotation, and which equation belongs to which stage."""
 
 import re
+from typing import Any
 
 import chex
 import equinox as eqx
@@ -235,7 +236,8 @@ def test_a_stage_that_opens_on_a_slice_of_the_data_waits_for_no_other(edges_of, 
     """Two halves of a sequence; the second one reads what the first one's layers left behind."""
 
     def loss(ws, x):
-        total, left = 0.0, [0.0, 0.0]
+        left: list[Any] = [0.0, 0.0]
+        total = 0.0
         for half in range(2):
             h = x[:, 3 * half : 3 * half + 3].reshape(4, 3)
             for layer, w in enumerate(ws):

@@ -40,7 +40,7 @@ def plain(ws, x):
 def stage_calls(fun, *args):
     """(stage, is backward) of each stage's call, in order."""
     calls = [e for e in jax.make_jaxpr(fun)(*args).eqns if _marks.is_stage_call(e)]
-    return [((_marks.stage_of_call(e) or ())[0], _marks.is_backward_call(e)) for e in calls]
+    return [(_marks.stage_of_call(e)[0], _marks.is_backward_call(e)) for e in calls]
 
 
 def names_inside(eqn):

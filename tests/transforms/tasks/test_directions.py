@@ -1,6 +1,7 @@
 """A table of two directions has each stage on two ranks, and gives the same results."""
 
 import dataclasses
+from typing import Any
 
 import chex
 import jax
@@ -85,7 +86,7 @@ def scheduled(schedule, rows="concat"):
     return jaxpp.schedule(grad_fn, schedule)
 
 
-def after_three_steps(step):
+def after_three_steps(step) -> Any:
     ws, opt_state = WS, OPTIMIZER.init(WS)
     for i in range(3):
         ws, opt_state, loss, rows = step(ws, opt_state, data(i))

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import gc
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -13,6 +15,7 @@ import pytest
 import jaxpp
 import jaxpp.testing
 from jaxpp import schedules
+from jaxpp._program import Run
 from jaxpp.schedules import ForwardOnly, Kind, OneFOneB, ScheduleError, Table, Task, ZeroBubbleH1
 from jaxpp.transforms.tasks import _loop
 from tests.transforms import two_layers
@@ -65,8 +68,9 @@ def test_a_step_is_lowered_and_run_by_the_table_of_its_trace():
             calls.append((num_stages, num_microbatches))
             return OneFOneB().table(num_stages, num_microbatches)
 
+    counted: Any = Counted()
     mesh = jaxpp.MpmdMesh((STAGES,), devices=[jax.devices()[0]] * STAGES)
-    step = jaxpp.place(jaxpp.schedule(GRAD, Counted()), mesh)
+    step = jaxpp.place(jaxpp.schedule(GRAD, counted), mesh)
     step(WS, X)
     assert calls == [(STAGES, M)]
 
@@ -443,7 +447,7 @@ def test_a_users_schedule_is_followed(schedule, ranks):
     jaxpp.testing.assert_matches_single_device(placed, plain, WS, X)
     table = schedule.table(STAGES, M)
     for program, tasks in zip(placed.programs, table.ranks, strict=True):
-        labels = [i.label for i in program.instructions if hasattr(i, "label")]
+        labels = [i.label for i in program.instructions if isinstance(i, Run)]
         ran = [label for label in labels if label[0] in "FB" and "." in label]
         assert ran == [str(t) for t in tasks]
 
@@ -452,7 +456,7 @@ def test_a_users_schedule_is_followed(schedule, ranks):
 class Changed:
     """1F1B with its table changed by a function."""
 
-    change: object
+    change: Callable
 
     def table(self, num_stages, num_microbatches):
         return self.change(OneFOneB().table(num_stages, num_microbatches))
@@ -499,8 +503,9 @@ def for_more_microbatches(table):
     ],
 )
 def test_a_table_that_does_not_fit_the_loop_is_rejected(change, message):
+    changed: Any = Changed(change)
     with pytest.raises(ScheduleError, match=message):
-        jaxpp.schedule(GRAD, Changed(change))(WS, X)
+        jaxpp.schedule(GRAD, changed)(WS, X)
 
 
 # ---- what it rejects ----------------------------------------------------------------------------
@@ -628,13 +633,16 @@ class LastFirst:
         )
 
 
+LAST_FIRST: Any = LastFirst()
+
+
 def test_sums_and_extremes_may_be_taken_in_any_order_but_not_other_carries():
-    assert_same(jaxpp.schedule(LOSS, LastFirst()), loss_fn, WS, X)
+    assert_same(jaxpp.schedule(LOSS, LAST_FIRST), loss_fn, WS, X)
     largest = jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M, reduce="max")
-    assert_same(jaxpp.schedule(largest, LastFirst()), largest, WS, X)
+    assert_same(jaxpp.schedule(largest, LAST_FIRST), largest, WS, X)
     last = jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M, reduce="last")
     with pytest.raises(ScheduleError, match="keep their order"):
-        jaxpp.schedule(last, LastFirst())(WS, X)
+        jaxpp.schedule(last, LAST_FIRST)(WS, X)
 
 
 def with_state(ws, states, x):
@@ -703,7 +711,7 @@ def test_a_schedule_that_reorders_what_is_carried_is_an_error_that_names_the_lin
         jaxpp.wrap_forward(with_state), M, in_axes=(None, "carry", 0), reduce=("mean", "carry")
     )
     with pytest.raises(ScheduleError, match=r"carries a value at .*test_schedule.py:\d+ through"):
-        jaxpp.schedule(forward, LastFirst())(WS, STATES, X)
+        jaxpp.schedule(forward, LAST_FIRST)(WS, STATES, X)
 
 
 def with_counters(ws, state, x):
