@@ -1,12 +1,15 @@
 """The laws that hold for any function: what the transforms may not change, and what a step may do.
 
 Each is tested over models, schedules, numbers of microbatches, ranks and stages per rank. The
-default run has a selection in which every pair of these occurs; `pytest -m slow` runs all others.
+default run has a selection in which every pair of these occurs; `pytest -m slow` runs all others,
+or as many of them as `JAXPP_LAWS` says, drawn by `JAXPP_SEED`.
 """
 
 import dataclasses
 import functools
 import itertools
+import os
+import random
 
 import equinox as eqx
 import jax
@@ -120,9 +123,15 @@ def _covering(matrix):
 COVERING = _covering(MATRIX)
 
 
+def _draw(matrix, number, seed):
+    return random.Random(seed).sample(matrix, number)
+
+
 def pytest_generate_tests(metafunc):
     if "config" in metafunc.fixturenames:
         rest = [c for c in MATRIX if c not in COVERING]
+        if number := os.environ.get("JAXPP_LAWS"):
+            rest = _draw(rest, int(number), os.environ.get("JAXPP_SEED", ""))
         marks = [(c, ()) for c in COVERING] + [(c, pytest.mark.slow) for c in rest]
         params = [pytest.param(c, id="-".join(map(str, c)), marks=m) for c, m in marks]
         metafunc.parametrize("config", params)
@@ -131,6 +140,11 @@ def pytest_generate_tests(metafunc):
 def test_every_model_meets_every_schedule_on_two_ranks_or_more():
     assert {c[:2] for c in COVERING} == set(itertools.product(models.CASES, SCHEDULES))
     assert min(c[3] for c in MATRIX) >= 2
+
+
+def test_a_seed_draws_the_same_again_and_another_seed_draws_others():
+    first, again, other = (_draw(MATRIX, 60, seed) for seed in ("1", "1", "2"))
+    assert first == again != other and len(set(first)) == 60
 
 
 @functools.lru_cache(64)
