@@ -1,6 +1,7 @@
-"""What tests of several folders share: comparisons of trees, meshes of this process, waiting."""
+"""What tests of several folders share: comparisons, steps, meshes of this process, waiting."""
 
 import time
+from typing import Any
 
 import chex
 import equinox as eqx
@@ -71,6 +72,18 @@ def _values(tree):
 
 def _is_array(x):
     return hasattr(x, "dtype") and hasattr(x, "shape")
+
+
+def train_step_of(optimizer, grad_fn):
+    """Makes the train step of a gradient function: from a model and a state to the next ones."""
+
+    def train_step(model, opt_state, *data) -> Any:
+        loss, grads = grad_fn(model, *data)
+        parameters = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, parameters)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    return train_step
 
 
 def mesh_of(ranks: int, shared: bool = False) -> jaxpp.MpmdMesh:

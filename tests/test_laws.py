@@ -24,7 +24,7 @@ import jaxpp
 from jaxpp import testing
 from jaxpp._program import Free, Receive, Run, Send
 from tests import models
-from tests.helpers import assert_close_sums, mesh_of
+from tests.helpers import assert_close_sums, mesh_of, train_step_of
 
 # The large epsilon keeps the noise of gradients near zero from being blown up to a whole step.
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))
@@ -48,14 +48,7 @@ def init_optimizer(model):
     return OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
 
 
-def train_step(grad_fn):
-    def step(model, opt_state, *data):
-        loss, grads = grad_fn(model, *data)
-        params = eqx.filter(model, eqx.is_inexact_array)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return eqx.apply_updates(model, updates), opt_state, loss
-
-    return step
+train_step = functools.partial(train_step_of, OPTIMIZER)
 
 
 @functools.cache
@@ -585,18 +578,6 @@ def test_the_messages_of_a_step_are_those_counted_by_hand(model, edges, gradient
 # ---- law 7: what jax.jit respects ---------------------------------------------------------------
 
 
-def _with_rule(factor):
-    fun = jax.custom_vjp(lambda w: 2 * w)
-    fun.defvjp(lambda w: (2 * w, None), lambda _, g: (factor * g,))
-    return fun
-
-
-def _with_tangent(factor):
-    fun = jax.custom_jvp(lambda w: 2 * w)
-    fun.defjvp(lambda primals, tangents: (2 * primals[0], factor * tangents[0]))
-    return fun
-
-
 def _under(partitionable):
     def noisy(w):
         with jax.threefry_partitionable(partitionable):
@@ -622,8 +603,8 @@ def _scan(reverse):
 
 
 ALIKE = {
-    "derivative rules": (_with_rule(2.0), _with_rule(100.0)),
-    "rules of tangents": (_with_tangent(2.0), _with_tangent(100.0)),
+    "derivative rules": (models.with_backward(2.0), models.with_backward(100.0)),
+    "rules of tangents": (models.with_tangent(2.0), models.with_tangent(100.0)),
     "configuration": (_under(False), _under(True)),
     "parameters": (_rounded(3), _rounded(23)),
     "constants": (lambda w: w * np.float32(2.0), lambda w: w * np.float32(3.0)),

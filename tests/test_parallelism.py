@@ -18,7 +18,7 @@ import jaxpp
 from experiments.models import gpt2, llama, mixtral, parallel
 from jaxpp.runtime.executor import _compile
 from jaxpp.schedules import GPipe, OneFOneB, ZeroBubbleH1, ZeroBubbleH2
-from tests.helpers import assert_close, assert_close_sums, assert_same
+from tests.helpers import assert_close, assert_close_sums, assert_same, train_step_of
 
 TIME, VOCABULARY, EXAMPLES, MICROBATCHES, STEPS = 8, 20, 4, 4, 3
 AXES = ("mpmd", "data", "model")
@@ -87,16 +87,6 @@ def init(zoo, layers):
     return model, OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
 
 
-def train_step_of(grad_fn):
-    def train_step(model, opt_state, *data):
-        loss, grads = grad_fn(model, *data)
-        parameters = eqx.filter(model, eqx.is_inexact_array)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, parameters)
-        return eqx.apply_updates(model, updates), opt_state, loss
-
-    return train_step
-
-
 def microbatched(zoo, loss_fn, microbatches=MICROBATCHES):
     in_axes = (None, *(0 for _ in zoo.data(0)))
     return jaxpp.microbatch(eqx.filter_value_and_grad(loss_fn), microbatches, in_axes=in_axes)
@@ -114,7 +104,7 @@ def trained(step, zoo, layers):
 @functools.cache
 def on_one_device(name, layers):
     zoo = ZOO[name]
-    step = eqx.filter_jit(train_step_of(microbatched(zoo, zoo.loss_fn)))
+    step = eqx.filter_jit(train_step_of(OPTIMIZER, microbatched(zoo, zoo.loss_fn)))
     return trained(step, zoo, layers)
 
 
@@ -129,8 +119,9 @@ def placed(name, shape, schedule=OneFOneB(), zero1=(), experts=None, microbatche
     at = [f"blocks.{layers * n // ranks}" for n in range(1, ranks)]
     staged = jaxpp.wrap_forward(jaxpp.split_stages(zoo.loss_fn, ranks, at=at or None))
     rules = parallel.rules("model", experts=experts)
+    grad_fn = jaxpp.schedule(microbatched(zoo, staged, microbatches), schedule)
     return jaxpp.place(
-        train_step_of(jaxpp.schedule(microbatched(zoo, staged, microbatches), schedule)),
+        train_step_of(OPTIMIZER, grad_fn),
         jaxpp.MpmdMesh(shape, AXES),
         donate_argnums=(0, 1),
         in_specs=(rules, rules, *(P("data") for _ in zoo.data(0))),

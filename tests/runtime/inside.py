@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from tests.helpers import train_step_of
 
 AXES = ("mpmd", "data", "model")
 LAYERS, WIDTH = 4, 8
@@ -87,13 +88,7 @@ def placed(mesh, layer=dense, schedule=jaxpp.schedules.OneFOneB(), microbatches=
     stages = mesh.num_ranks * getattr(schedule, "stages_per_rank", 1)
     loss = jaxpp.wrap_forward(loss_of(stages, split, layer))
     grad = jaxpp.microbatch(jax.value_and_grad(loss), microbatches, in_axes=(None, 0, 0))
-    grad = jaxpp.schedule(grad, schedule)
-
-    def step(layers, state, x, y):
-        value, grads = grad(layers, x, y)
-        updates, state = OPTIMIZER.update(grads, state, layers)
-        return optax.apply_updates(layers, updates), state, value
-
+    step = train_step_of(OPTIMIZER, jaxpp.schedule(grad, schedule))
     specs = (RULES, RULES, P("data"), P("data")) if split else None
     options = {"donate_argnums": (0, 1), "in_specs": specs} | options
     return jaxpp.place(step, mesh, **options)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpp
 from jaxpp.transforms.inside import specs_of_leaves
-from tests.helpers import assert_close, assert_same, bytes_on
+from tests.helpers import assert_close, assert_same, bytes_on, train_step_of
 from tests.transforms import two_layers
 from tests.transforms.residual import (
     AXES,
@@ -45,13 +45,7 @@ def make_step(schedule: Any = ONE_F_ONE_B, num_stages=2, constrain=keep, num_mic
     grad_fn = jaxpp.microbatch(grad_fn, num_microbatches, in_axes=(None, 0, 0))
     if schedule is not None:
         grad_fn = jaxpp.schedule(grad_fn, schedule)
-
-    def step(params, state, x, y):
-        loss, grads = grad_fn(params, x, y)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
+    return train_step_of(optimizer, grad_fn)
 
 
 def place(fun, shape, **options: Any):

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
-from tests.helpers import assert_close, assert_close_sums
+from tests.helpers import assert_close, assert_close_sums, train_step_of
 
 WIDTH, LAYERS, EXAMPLES = 8, 2, 16
 RULES = [(r"up$", P(None, "model")), (r"down$", P("model"))]
@@ -64,13 +64,7 @@ def make_step(loss_fn=unrolled, num_microbatches=4, schedule=None):
     grad_fn = jaxpp.microbatch(grad_fn, num_microbatches, in_axes=(None, 0, 0))
     if schedule is not None:
         grad_fn = jaxpp.schedule(grad_fn, schedule)
-
-    def step(params, state, x, y):
-        loss, grads = grad_fn(params, x, y)
-        updates, state = OPTIMIZER.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
+    return train_step_of(OPTIMIZER, grad_fn)
 
 
 def place(shape, loss_fn=unrolled, num_microbatches=4, **options):

@@ -10,21 +10,9 @@ from jax.interpreters import mlir
 
 import jaxpp
 from jaxpp import _jaxprs
+from tests.models import with_backward, with_tangent
 from tests.transforms import two_layers
 from tests.transforms.two_layers import WEIGHTS, X
-
-
-def with_backward(factor):
-    """`2 * x`, whose backward is its own."""
-    fun = jax.custom_vjp(lambda w: 2 * w)
-    fun.defvjp(lambda w: (2 * w, None), lambda _, g: (factor * g,))
-    return fun
-
-
-def with_tangent(factor):
-    fun = jax.custom_jvp(lambda w: 2 * w)
-    fun.defjvp(lambda primals, tangents: (2 * primals[0], factor * tangents[0]))
-    return fun
 
 
 @pytest.mark.parametrize("make", [with_backward, with_tangent])
