@@ -196,6 +196,7 @@ def mesh(ray_session):
         yield mesh
 
 
+@pytest.mark.more  # a plain pytest starts one mesh of worker processes, that of test_smoke.py
 def test_ranks_in_processes_of_their_own_hold_their_layers(mesh, tmp_path):
     """Bitwise the local mesh's values; each rank has its rows, and writes them."""
     bounds = (0, 2, 5)
