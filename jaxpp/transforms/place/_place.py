@@ -5,7 +5,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, overload
+from typing import Any, Generic
 
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -15,7 +15,7 @@ from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
-from jaxpp._typing import P, R
+from jaxpp._typing import R
 from jaxpp.transforms._keywords import as_positional, positional
 from jaxpp.transforms._signature import Signature
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
@@ -26,20 +26,7 @@ from jaxpp.transforms.place._lower_step import Request, check_positions, lower_s
 Specs = PyTree[PartitionSpec | Sequence[tuple[str, PartitionSpec]]]
 
 
-@overload
-def place(
-    fun: Callable[P, R],
-    mesh: Mesh | None = None,
-    *,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    in_specs: Specs | None = None,
-    out_specs: Specs | None = None,
-    zero1: str | Sequence[str] = (),
-    zero3: str | Sequence[str] = (),
-    feed: None = None,
-) -> "Placed[P, R]": ...
-@overload  # a function that is fed takes other arguments
+@names_ours
 def place(
     fun: Callable[..., R],
     mesh: Mesh | None = None,
@@ -50,21 +37,8 @@ def place(
     out_specs: Specs | None = None,
     zero1: str | Sequence[str] = (),
     zero3: str | Sequence[str] = (),
-    feed: Mapping[int, Callable[..., PyTree]],
-) -> "Placed[..., R]": ...
-@names_ours
-def place(
-    fun: Callable[P, R],
-    mesh: Mesh | None = None,
-    *,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    in_specs: Specs | None = None,
-    out_specs: Specs | None = None,
-    zero1: str | Sequence[str] = (),
-    zero3: str | Sequence[str] = (),
     feed: Mapping[int, Callable[..., PyTree]] | None = None,
-) -> "Placed[P, R]":
+) -> "Placed[R]":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
 
     The outermost transform, as `jax.jit` is: around a train step whose loops `schedule` has
@@ -167,7 +141,7 @@ KEPT = 64
 MANY = 8
 
 
-class Placed(Generic[P, R]):
+class Placed(Generic[R]):
     """A function partitioned over the ranks of a mesh; made by `place`."""
 
     __name__: str
@@ -189,7 +163,7 @@ class Placed(Generic[P, R]):
     def __repr__(self):
         return f"<placed {getattr(self._request.fun, '__name__', self._request.fun)}>"
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: object, **kwargs: object) -> R:
         """Runs the step; traces and compiles it where `jax.jit` would trace it anew.
 
         Inside a transformation of JAX, and under `jax.disable_jit`, calls the function that was

@@ -1,5 +1,7 @@
 """Results on worker processes: what JAX, Equinox, optax and chex do with them."""
 
+from typing import Any
+
 import chex
 import jax
 import pytest
@@ -41,7 +43,7 @@ def test_gathered_they_are_those_of_the_local_mesh(mesh, state):
     chex.assert_trees_all_equal(gathered, jaxpp.gather(uses.results(here)), strict=True)
     assert {d for x in jax.tree.leaves(gathered) for d in x.devices()} == {device}
     # A placed step takes them back.
-    again = jaxpp.place(uses.train_step(), mesh)(*gathered, uses.start()[2])
+    again: Any = jaxpp.place(uses.train_step(), mesh)(*gathered, uses.start()[2])
     assert isinstance(again[0]["stack"], jaxpp.StackedArray)
 
 
