@@ -49,7 +49,7 @@ class Difference(AssertionError):
 
 def run(program: Program) -> Outcome:
     """Runs a program and says what came of it."""
-    before = jax.config.read("jax_traceback_filtering")
+    before = jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_traceback_filtering", "off")  # so that errors of JAX are told from ours
     try:
         return _run(program)
