@@ -1,4 +1,4 @@
-"""What only some users need is in extras; where it is missing, the error names the extra."""
+"""Checks for what an extra installs; an error names the extra that is missing."""
 
 import importlib.util
 
