@@ -1,5 +1,7 @@
 """Scripts that measure jaxpp itself, one each; they need the extra `experiments`."""
 
-from jaxpp._extras import need
+import importlib.util
 
-need("experiments", "A script", "jaxtyping", "matplotlib", "psutil", "tensorstore", "tqdm")
+# Not so `torch_pipeline` and `empty_pipeline`, which a Python without JAX runs to compare with.
+if importlib.util.find_spec("jax") is not None:
+    import experiments as experiments

@@ -2,4 +2,4 @@
 
 from jaxpp._extras import need
 
-need("experiments", "A script", "jaxtyping", "matplotlib", "psutil", "tensorstore", "tqdm")
+need("experiments", "A script", "matplotlib", "psutil", "tensorstore", "tqdm")

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import pathlib
 import re
+import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -121,3 +122,9 @@ def test_the_error_names_the_extra_that_is_missing(monkeypatch, tmp_path, extra,
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"needs {module}, .* 'jaxpp\[{extra}\]'"):
         use(tmp_path / "missing")
+
+
+def test_a_python_without_jax_runs_what_torch_is_compared_by():
+    code = "import sys; sys.modules['jax'] = None; import benchmarks.empty_pipeline"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
