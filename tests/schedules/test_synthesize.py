@@ -109,9 +109,10 @@ def test_the_bound_is_not_above_what_is_proved_optimal(case, objective):
     assert exact.lower_bound <= exact.value <= case.synthesize(objective=objective).value
 
 
-@given(instances(), st.sampled_from(["wall", "span"]), st.randoms(use_true_random=False))
+@given(instances(), st.sampled_from(["wall", "span"]), st.integers(0, 2**32))
 @settings(max_examples=30)
-def test_no_order_at_all_beats_the_bound(case, objective, choose):
+def test_no_order_at_all_beats_the_bound(case, objective, seed):
+    choose = random.Random(seed)  # a number of `st.randoms` may be as large as floats can be
     problem = case.problem(objective)
     rules = Rules(problem, lower_bound(problem))
     rule = choose.choice(rules.grid())
