@@ -2,14 +2,14 @@
 
 import dataclasses
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpp import _html
-from jaxpp._program import Bundle, Computation, Free, Program, Receive, Role, Run
-from jaxpp._specs import Spec, axis_sizes
+from jaxpp._program import Bundle, Program, Role, Run
+from jaxpp._specs import axis_sizes
+from jaxpp.runtime.executor._memory import array_bytes, held_bytes, is_task, over_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,10 +141,15 @@ def describe(
         sizes: for each rank those of the axes inside it; by default they are those of the step.
     """
     sizes = sizes or [axis_sizes(bundle.inside)] * len(devices)
+    peaks = [Counter[str]() for _ in bundle.programs]
+    held = held_bytes(bundle, sizes=sizes)
+    for rank, peak in enumerate(peaks):
+        for _, now in over_time(h for h in held if h.rank == rank):
+            peak |= now
     return Description(
         tuple(
             _describe_rank(bundle, *of_rank)
-            for of_rank in zip(bundle.programs, devices, collectives, sizes, strict=True)
+            for of_rank in zip(bundle.programs, devices, collectives, sizes, peaks, strict=True)
         )
     )
 
@@ -155,12 +160,12 @@ def _describe_rank(
     devices: Sequence[Any],
     collectives: Mapping[int, Counter[tuple[str, str]]],
     sizes: Mapping[str, int],
+    peaks: Mapping[str, int],
 ) -> RankDescription:
     read = [bundle.arguments[n] for n, _ in program.inputs]
     held: Counter[Role] = Counter()
     for own in read:
-        held[own.role] += _bytes(own.aval, own.spec, sizes)
-    accumulators, activations = _peaks(bundle, program, sizes)
+        held[own.role] += array_bytes(own.aval, own.spec, sizes)
     sent: Counter[int] = Counter()
     for send in program.sends:
         sent[send.message.target] += send.message.nbytes
@@ -172,8 +177,8 @@ def _describe_rank(
         sum(own.aval.size for own in read if own.role is Role.PARAMETER),
         held[Role.PARAMETER],
         held[Role.OPTIMIZER],
-        accumulators,
-        activations,
+        peaks["accumulators"],
+        peaks["activations"],
         dict(sorted(sent.items())),
         dict(sorted(counted.items())),
         dict(sorted(once.items())),
@@ -193,85 +198,10 @@ def _collectives(
             continue
         own = Counter({f"{kind} over {axes}": n for (kind, axes), n in found.items()})
         counted += own
-        if _is_task(run.label):
+        if is_task(run.label):
             # Two loops of a step may have a task of one name.
             task = run.label.split(".")[0]
             in_tasks[task] = in_tasks.get(task, Counter()) | own
         else:
             once += own
     return counted, once, in_tasks
-
-
-def _bytes(aval: Any, spec: Spec, sizes: Mapping[str, int]) -> int:
-    """Gives the bytes of an array on one device."""
-    parts = math.prod(sizes[axis] for entry in spec for axis in entry)
-    return aval.size * getattr(aval.dtype, "itemsize", 4) // parts
-
-
-def _peaks(bundle: Bundle, program: Program, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Finds the most bytes that accumulators take at once, and the most that activations take.
-
-    An accumulator is an array that is donated to a task, and the task's result in its memory.
-    """
-    activations: dict[int, int] = {}
-    accumulators: dict[int, int] = {}
-    peak_activations = peak_accumulators = 0
-    for instruction in program.instructions:
-        match instruction:
-            case Run(number, inputs, outputs, label):
-                computation = bundle.computations[number]
-                taken = [i for i in computation.donated if _is_task(label)]
-                replaced = _pair(computation, taken)
-                for i in taken:
-                    accumulators[inputs[i]] = _input_bytes(computation, i, sizes)
-                peak_accumulators = max(peak_accumulators, sum(accumulators.values()))
-                for i in computation.donated:
-                    activations.pop(inputs[i], None)
-                    accumulators.pop(inputs[i], None)
-                for o, slot in enumerate(outputs):
-                    nbytes = _output_bytes(computation, o, sizes)
-                    if o in replaced:
-                        accumulators[slot] = nbytes
-                    elif _is_task(label):
-                        activations[slot] = nbytes
-                peak_accumulators = max(peak_accumulators, sum(accumulators.values()))
-            case Receive(slots, message):
-                specs = message.specs or ((),) * len(slots)
-                for slot, aval, spec in zip(slots, message.avals, specs, strict=True):
-                    activations[slot] = _bytes(aval, spec, sizes)
-            case Free(slots):
-                for slot in slots:
-                    activations.pop(slot, None)
-                    accumulators.pop(slot, None)
-        peak_activations = max(peak_activations, sum(activations.values()))
-    return peak_accumulators, peak_activations
-
-
-def _is_task(label: str) -> bool:
-    """Tells whether a run is a task of a microbatch: `F0.3`."""
-    return label[:1] in "FBIW" and label[1:2].isdigit()
-
-
-def _pair(computation: Computation, taken: Sequence[int]) -> set[int]:
-    """Finds the outputs that take the memory of donated inputs of the same type and spec."""
-    jaxpr = computation.jaxpr.jaxpr
-    wanted = Counter((str(jaxpr.invars[i].aval), _spec(computation.in_specs, i)) for i in taken)
-    found = set()
-    for o, v in enumerate(jaxpr.outvars):
-        kind = str(v.aval), _spec(computation.out_specs, o)
-        if wanted[kind] > 0:
-            wanted[kind] -= 1
-            found.add(o)
-    return found
-
-
-def _spec(specs: Sequence[Spec], n: int) -> Spec:
-    return specs[n] if specs else ()
-
-
-def _input_bytes(computation: Computation, n: int, sizes: Mapping[str, int]) -> int:
-    return _bytes(computation.jaxpr.in_avals[n], _spec(computation.in_specs, n), sizes)
-
-
-def _output_bytes(computation: Computation, n: int, sizes: Mapping[str, int]) -> int:
-    return _bytes(computation.jaxpr.out_avals[n], _spec(computation.out_specs, n), sizes)
