@@ -1,6 +1,7 @@
 """Compiles and runs one rank's program, on any mesh, and describes what the ranks do."""
 
-from jaxpp.runtime.executor._collectives import collectives as collectives
+from jaxpp.runtime.executor._analysis import Analysis as Analysis
+from jaxpp.runtime.executor._analysis import analyse as analyse
 from jaxpp.runtime.executor._compile import compile_all as compile_all
 from jaxpp.runtime.executor._compile import current_settings as current_settings
 from jaxpp.runtime.executor._compile import key_of as key_of
@@ -10,3 +11,5 @@ from jaxpp.runtime.executor._describe import describe as describe
 from jaxpp.runtime.executor._executor import Chunk as Chunk
 from jaxpp.runtime.executor._executor import Executor as Executor
 from jaxpp.runtime.executor._executor import interleave as interleave
+from jaxpp.runtime.executor._memory import held_bytes as held_bytes
+from jaxpp.runtime.executor._memory import over_time as over_time

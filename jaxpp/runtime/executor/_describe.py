@@ -9,6 +9,7 @@ from typing import Any
 from jaxpp import _html
 from jaxpp._program import Bundle, Program, Role, Run
 from jaxpp._specs import axis_sizes
+from jaxpp.runtime.executor._analysis import Analysis
 from jaxpp.runtime.executor._memory import array_bytes, held_bytes, is_task, over_time
 
 
@@ -28,7 +29,10 @@ class RankDescription:
             one, and that no stage reads.
         accumulator_bytes: what gradients and other accumulators take, at their most.
         activation_bytes: what the tasks of microbatches keep for later ones, and what has been
-            received, at its most; what a task needs while it runs comes on top.
+            received, at its most.
+        temporary_bytes: what XLA needs beside arrays while it runs a computation, at its most.
+        peak_bytes: all that there is at once, at its most. Arguments count from the start to the
+            end of the step, unless a computation takes their memory.
         sent_bytes: by the rank that it sends to, the bytes of a step, from all devices together.
         collectives: by kind and axes, such as `"all-reduce over data"`, how many a step runs.
         step_collectives: those that it runs once, whatever the number of microbatches: the sums of
@@ -46,6 +50,8 @@ class RankDescription:
     optimizer_bytes: int
     accumulator_bytes: int
     activation_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
     sent_bytes: Mapping[int, int]
     collectives: Mapping[str, int]
     step_collectives: Mapping[str, int]
@@ -60,9 +66,9 @@ class Description:
         ranks: a description of each.
 
     Example:
-        >>> one = RankDescription(0, (0,), ("cpu:0",), 4, 16, 32, 16, 8, {1: 64}, {}, {}, {})
+        >>> one = RankDescription(0, (0,), ("cpu:0",), 4, 16, 32, 16, 8, 0, 72, {1: 64}, {}, {}, {})
         >>> print(str(Description((one,))).splitlines()[1])
-        0     0       cpu:0    4           32 B       16 B          8 B          1: 64 B  -    ...
+        0     0       cpu:0    4           32 B       16 B          8 B          0 B        72 B ...
     """
 
     ranks: tuple[RankDescription, ...]
@@ -76,7 +82,10 @@ class Description:
 
     def __str__(self) -> str:
         rows = [_HEADER, *map(_row, self.ranks)]
-        widths = [max(len(line) for row in rows for line in row[n].split("\n")) for n in range(10)]
+        widths = [
+            max(len(line) for row in rows for line in row[n].split("\n"))
+            for n in range(len(_HEADER))
+        ]
         lines = []
         for row in rows:
             cells = [cell.split("\n") for cell in row]
@@ -89,8 +98,10 @@ class Description:
         return "\n".join([*lines, _NOTE])
 
 
-_HEADER = ("rank", "stages", "devices", "parameters", "optimizer", "accumulators", "activations",
-           "sent to", "collectives once a step", "in each task")  # fmt: skip
+_HEADER = (
+    "rank", "stages", "devices", "parameters", "optimizer", "accumulators", "activations",
+    "temporary", "at once", "sent to", "collectives once a step", "in each task",
+)  # fmt: skip
 _NOTE = (
     "Bytes are those of one device, at their most; those sent are of a rank's devices together, in "
     "a step."
@@ -106,6 +117,8 @@ def _row(rank: RankDescription) -> tuple[str, ...]:
         _size(rank.optimizer_bytes),
         _size(rank.accumulator_bytes),
         _size(rank.activation_bytes),
+        _size(rank.temporary_bytes),
+        _size(rank.peak_bytes),
         "\n".join(f"{to}: {_size(n)}" for to, n in rank.sent_bytes.items()) or "-",
         "\n".join(f"{n} {kind}" for kind, n in rank.step_collectives.items()) or "-",
         "\n".join(
@@ -129,7 +142,7 @@ def _size(nbytes: float) -> str:
 def describe(
     bundle: Bundle,
     devices: Sequence[Sequence[Any]],
-    collectives: Sequence[Mapping[int, Counter[tuple[str, str]]]],
+    analyses: Sequence[Mapping[int, Analysis]],
     sizes: Sequence[Mapping[str, int]] | None = None,
 ) -> Description:
     """Describes a step.
@@ -137,19 +150,20 @@ def describe(
     Args:
         bundle: the step.
         devices: those of each rank.
-        collectives: for each rank, those of each computation that it runs.
+        analyses: for each rank, that of each computation that it runs.
         sizes: for each rank those of the axes inside it; by default they are those of the step.
     """
     sizes = sizes or [axis_sizes(bundle.inside)] * len(devices)
+    temporaries = [{n: own.temporary_bytes for n, own in rank.items()} for rank in analyses]
+    held = held_bytes(bundle, temporaries=temporaries, sizes=sizes)
     peaks = [Counter[str]() for _ in bundle.programs]
-    held = held_bytes(bundle, sizes=sizes)
     for rank, peak in enumerate(peaks):
         for _, now in over_time(h for h in held if h.rank == rank):
-            peak |= now
+            peak |= now | Counter({"all": now.total()})
     return Description(
         tuple(
             _describe_rank(bundle, *of_rank)
-            for of_rank in zip(bundle.programs, devices, collectives, sizes, peaks, strict=True)
+            for of_rank in zip(bundle.programs, devices, analyses, sizes, peaks, strict=True)
         )
     )
 
@@ -158,7 +172,7 @@ def _describe_rank(
     bundle: Bundle,
     program: Program,
     devices: Sequence[Any],
-    collectives: Mapping[int, Counter[tuple[str, str]]],
+    analyses: Mapping[int, Analysis],
     sizes: Mapping[str, int],
     peaks: Mapping[str, int],
 ) -> RankDescription:
@@ -169,7 +183,7 @@ def _describe_rank(
     sent: Counter[int] = Counter()
     for send in program.sends:
         sent[send.message.target] += send.message.nbytes
-    counted, once, in_tasks = _collectives(program, collectives)
+    counted, once, in_tasks = _collectives(program, analyses)
     return RankDescription(
         program.rank,
         program.stages,
@@ -179,6 +193,8 @@ def _describe_rank(
         held[Role.OPTIMIZER],
         peaks["accumulators"],
         peaks["activations"],
+        peaks["temporary"],
+        peaks["all"],
         dict(sorted(sent.items())),
         dict(sorted(counted.items())),
         dict(sorted(once.items())),
@@ -187,14 +203,14 @@ def _describe_rank(
 
 
 def _collectives(
-    program: Program, collectives: Mapping[int, Counter[tuple[str, str]]]
+    program: Program, analyses: Mapping[int, Analysis]
 ) -> tuple[Counter[str], Counter[str], dict[str, Counter[str]]]:
     """Counts all collectives of a step, those outside tasks, and those of each kind of task."""
     counted: Counter[str] = Counter()
     once: Counter[str] = Counter()
     in_tasks: dict[str, Counter[str]] = {}
     for run in program.instructions:
-        if not isinstance(run, Run) or not (found := collectives.get(run.computation)):
+        if not isinstance(run, Run) or not (found := analyses[run.computation].collectives):
             continue
         own = Counter({f"{kind} over {axes}": n for (kind, axes), n in found.items()})
         counted += own

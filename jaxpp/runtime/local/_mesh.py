@@ -34,7 +34,7 @@ from jaxpp.runtime.arrays import (
 from jaxpp.runtime.executor import (
     Description,
     Executor,
-    collectives,
+    analyse,
     compile_all,
     describe,
     interleave,
@@ -345,16 +345,12 @@ class LocalStep:
 
     def describe(self) -> Description:
         """Describes what each rank holds, sends and reduces."""
-        counted = [
-            {
-                n: collectives(call.as_text() or "", home.axis_sizes, home.axis_names)
-                for n, call in enumerate(executor.executables)
-                if call is not None and isinstance(home, Mesh)
-            }
-            for executor, home in zip(self.executors, self.homes, strict=True)
-        ]
         sizes = [sizes_of(home) for home in self.homes]
-        return describe(self.bundle, [devices_of(home) for home in self.homes], counted, sizes)
+        analyses = [
+            analyse(executor.executables, own)
+            for executor, own in zip(self.executors, sizes, strict=True)
+        ]
+        return describe(self.bundle, [devices_of(home) for home in self.homes], analyses, sizes)
 
     def _dispatch(self) -> None:
         if self._tracing.recorder is not None:

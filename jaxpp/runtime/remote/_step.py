@@ -3,7 +3,6 @@
 import itertools
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from jaxpp._program import Bundle, Fed, Message
 from jaxpp._specs import axis_sizes, partition_spec
 from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of, put_together, to_host
-from jaxpp.runtime.executor import Description, collectives, describe
+from jaxpp.runtime.executor import Analysis, Description, analyse, describe
 from jaxpp.runtime.remote._array import RemoteArray, RemoteSharding
 from jaxpp.runtime.remote._arrays import Arrays
 from jaxpp.runtime.remote._library import Library
@@ -140,8 +139,8 @@ class RemoteStep:
         """Describes what each rank holds, sends and reduces; reads the executables on the ranks."""
         sizes = [axis_sizes(inside) for inside in self._mesh.insides]
         found = self._mesh.apply(look_at, {r: (self.number, own) for r, own in enumerate(sizes)})
-        devices, counted = zip(*(found[rank] for rank in range(len(sizes))), strict=True)
-        return describe(self.bundle, devices, counted, sizes)
+        devices, analyses = zip(*(found[rank] for rank in range(len(sizes))), strict=True)
+        return describe(self.bundle, devices, analyses, sizes)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Starts the step on all ranks, and returns at once."""
@@ -248,20 +247,15 @@ class RemoteStep:
 
 def look_at(
     process: Any, step: int, sizes: Mapping[str, int]
-) -> tuple[tuple[str, ...], dict[int, Counter[tuple[str, str]]]]:
-    """Gives a rank's devices, and the collectives of each computation that it runs in a step.
+) -> tuple[tuple[str, ...], dict[int, Analysis]]:
+    """Gives a rank's devices, and XLA's analysis of each computation that it runs in a step.
 
     Args:
         process: the rank's.
         step: the number of the step.
         sizes: the axes inside the rank, and their sizes.
     """
-    counted = {
-        n: collectives(call.as_text() or "", tuple(sizes.values()), tuple(sizes))
-        for n, call in enumerate(process.executables(step))
-        if call is not None and sizes
-    }
-    return tuple(map(str, devices_of(process.home))), counted
+    return tuple(map(str, devices_of(process.home))), analyse(process.executables(step), sizes)
 
 
 def _bytes_of(arg: Any, type_: ArrayType) -> np.ndarray:
