@@ -46,8 +46,11 @@ from jaxpp._conveniences import accumulate_grads as accumulate_grads
 from jaxpp._conveniences import pipelined as pipelined
 from jaxpp._spellings import __getattr__ as __getattr__
 from jaxpp._version import __version__ as __version__
+from jaxpp.planning import Device as Device
 from jaxpp.planning import Measurement as Measurement
+from jaxpp.planning import Prediction as Prediction
 from jaxpp.planning import measure as measure
+from jaxpp.planning import predict as predict
 from jaxpp.runtime import Checkpointer as Checkpointer
 from jaxpp.runtime import MpmdMesh as MpmdMesh
 from jaxpp.runtime import RankError as RankError

@@ -285,6 +285,10 @@ class LoadedStep(Protocol):
         """Gives the sharding with which it reads each argument; None for one it does not read."""
         ...
 
+    def inspect(self) -> Sequence[Any]:
+        """Gives for each rank its devices, its axes, and XLA's analysis of what it runs."""
+        ...
+
     def describe(self) -> Any:
         """Tells what each rank holds, sends and reduces: a `jaxpp.runtime.Description`."""
         ...

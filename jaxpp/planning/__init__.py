@@ -1,4 +1,9 @@
 """Measures placed steps on their meshes, as a plan of a training run needs it."""
 
+from jaxpp.planning._device import DEVICES as DEVICES
+from jaxpp.planning._device import Device as Device
 from jaxpp.planning._measure import Measurement as Measurement
 from jaxpp.planning._measure import measure as measure
+from jaxpp.planning._predict import Moment as Moment
+from jaxpp.planning._predict import Prediction as Prediction
+from jaxpp.planning._predict import predict as predict

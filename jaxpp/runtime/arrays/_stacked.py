@@ -235,6 +235,10 @@ class StackedStep:
                 found += parts_of(arg, cut)
         return found
 
+    def inspect(self) -> Any:
+        """Inspects the ranks."""
+        return self.step.inspect()
+
     def describe(self) -> Any:
         """Describes what each rank holds, sends and reduces."""
         return self.step.describe()

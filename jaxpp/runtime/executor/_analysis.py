@@ -25,14 +25,38 @@ class Analysis:
     collectives: Counter[tuple[str, str]]
 
 
-def analyse(executables: Sequence[Any], axes: Mapping[str, int]) -> dict[int, Analysis]:
-    """Analyses the computations that a rank runs, by their numbers.
+@dataclasses.dataclass(frozen=True)
+class Inspected:
+    """A rank of a step on a mesh.
 
     Args:
-        executables: for each computation its executable, or None where the rank does not run it.
-        axes: the axes inside the rank, and their sizes.
+        devices: its devices, as JAX writes them.
+        axes: the axes inside it, and their sizes.
+        analyses: XLA's analysis of each computation that it runs, by the computation's number.
     """
-    return {n: _analyse(own, axes) for n, own in enumerate(executables) if own is not None}
+
+    devices: tuple[str, ...]
+    axes: Mapping[str, int]
+    analyses: Mapping[int, Analysis]
+
+    @property
+    def temporaries(self) -> dict[int, int]:
+        """The temporary bytes of each computation."""
+        return {n: own.temporary_bytes for n, own in self.analyses.items()}
+
+
+def inspect(
+    devices: Sequence[Any], axes: Mapping[str, int], executables: Sequence[Any]
+) -> Inspected:
+    """Inspects a rank.
+
+    Args:
+        devices: its devices.
+        axes: the axes inside it, and their sizes.
+        executables: for each computation its executable, or None where the rank does not run it.
+    """
+    analyses = {n: _analyse(own, axes) for n, own in enumerate(executables) if own is not None}
+    return Inspected(tuple(map(str, devices)), axes, analyses)
 
 
 def _analyse(executable: Any, axes: Mapping[str, int]) -> Analysis:

@@ -4,12 +4,10 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jaxpp import _html
 from jaxpp._program import Bundle, Program, Role, Run
-from jaxpp._specs import axis_sizes
-from jaxpp.runtime.executor._analysis import Analysis
+from jaxpp.runtime.executor._analysis import Analysis, Inspected
 from jaxpp.runtime.executor._memory import array_bytes, held_bytes, is_task, over_time
 
 
@@ -139,55 +137,33 @@ def _size(nbytes: float) -> str:
     return f"{nbytes:.1f} GiB"
 
 
-def describe(
-    bundle: Bundle,
-    devices: Sequence[Sequence[Any]],
-    analyses: Sequence[Mapping[int, Analysis]],
-    sizes: Sequence[Mapping[str, int]] | None = None,
-) -> Description:
-    """Describes a step.
-
-    Args:
-        bundle: the step.
-        devices: those of each rank.
-        analyses: for each rank, that of each computation that it runs.
-        sizes: for each rank those of the axes inside it; by default they are those of the step.
-    """
-    sizes = sizes or [axis_sizes(bundle.inside)] * len(devices)
-    temporaries = [{n: own.temporary_bytes for n, own in rank.items()} for rank in analyses]
-    held = held_bytes(bundle, temporaries=temporaries, sizes=sizes)
-    peaks = [Counter[str]() for _ in bundle.programs]
+def describe(bundle: Bundle, ranks: Sequence[Inspected]) -> Description:
+    """Describes a step, of whose ranks each has been inspected."""
+    axes = [own.axes for own in ranks]
+    held = held_bytes(bundle, temporaries=[own.temporaries for own in ranks], sizes=axes)
+    peaks = [Counter[str]() for _ in ranks]
     for rank, peak in enumerate(peaks):
         for _, now in over_time(h for h in held if h.rank == rank):
             peak |= now | Counter({"all": now.total()})
-    return Description(
-        tuple(
-            _describe_rank(bundle, *of_rank)
-            for of_rank in zip(bundle.programs, devices, analyses, sizes, peaks, strict=True)
-        )
-    )
+    each = zip(bundle.programs, ranks, peaks, strict=True)
+    return Description(tuple(_describe_rank(bundle, *own) for own in each))
 
 
 def _describe_rank(
-    bundle: Bundle,
-    program: Program,
-    devices: Sequence[Any],
-    analyses: Mapping[int, Analysis],
-    sizes: Mapping[str, int],
-    peaks: Mapping[str, int],
+    bundle: Bundle, program: Program, rank: Inspected, peaks: Mapping[str, int]
 ) -> RankDescription:
     read = [bundle.arguments[n] for n, _ in program.inputs]
     held: Counter[Role] = Counter()
     for own in read:
-        held[own.role] += array_bytes(own.aval, own.spec, sizes)
+        held[own.role] += array_bytes(own.aval, own.spec, rank.axes)
     sent: Counter[int] = Counter()
     for send in program.sends:
         sent[send.message.target] += send.message.nbytes
-    counted, once, in_tasks = _collectives(program, analyses)
+    counted, once, in_tasks = _collectives(program, rank.analyses)
     return RankDescription(
         program.rank,
         program.stages,
-        tuple(map(str, devices)),
+        rank.devices,
         sum(own.aval.size for own in read if own.role is Role.PARAMETER),
         held[Role.PARAMETER],
         held[Role.OPTIMIZER],

@@ -21,8 +21,8 @@ _OF_ROLE = {
     Role.OTHER: "other",
 }
 
-#: Gives when a rank runs what has a label; None where nobody knows.
-When = Callable[[int, str], tuple[float, float] | None]
+#: Gives when a rank runs something, from the rank, the run, and the earliest time at which it can.
+When = Callable[[int, Run, float], tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,25 +73,24 @@ def held_bytes(
         for program, own in zip(bundle.programs, sizes, strict=True)
     ]
     sent: dict[int, float] = {}
-    number = itertools.count()
+    numbers = itertools.count()
     for rank, chunk in interleave(bundle.programs):
         ledger = ledgers[rank]
         for instruction in chunk:
             match instruction:
-                case Run(label=label):
-                    known = when(rank, label) if when else None
+                case Run():
                     if when is None:
-                        n = next(number)
-                        known = float(n), float(n + 1)
-                    ledger.run(instruction, *(known or (ledger.clock, ledger.clock)))
+                        start = float(next(numbers))
+                        ledger.run(instruction, start, start + 1)
+                    else:
+                        ledger.run(instruction, *when(rank, instruction, ledger.clock))
                 case Send(message=message):
                     sent[message.tag] = ledger.clock
                 case Receive(slots, message):
                     specs = message.specs or ((),) * len(slots)
                     for slot, aval, spec in zip(slots, message.avals, specs, strict=True):
-                        ledger.receive(
-                            slot, array_bytes(aval, spec, ledger.sizes), sent[message.tag]
-                        )
+                        nbytes = array_bytes(aval, spec, ledger.sizes)
+                        ledger.receive(slot, nbytes, sent[message.tag])
                 case Free(slots):
                     ledger.free(slots)
     end = max(ledger.clock for ledger in ledgers)
@@ -123,7 +122,7 @@ class _Ledger:
         self, bundle: Bundle, rank: int, sizes: Mapping[str, int], temporaries: Mapping[int, int]
     ):
         program = bundle.programs[rank]
-        self.clock = -math.inf  # of the rank: when its last run ended
+        self.clock = 0.0  # of the rank: when its last run ended
         self.sizes = sizes
         self._computations, self._temporaries, self._rank = bundle.computations, temporaries, rank
         self._live: dict[int, _Live] = {}

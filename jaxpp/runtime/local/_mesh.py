@@ -34,9 +34,10 @@ from jaxpp.runtime.arrays import (
 from jaxpp.runtime.executor import (
     Description,
     Executor,
-    analyse,
+    Inspected,
     compile_all,
     describe,
+    inspect,
     interleave,
 )
 from jaxpp.runtime.local._feeds import Feed, Fetch, Place
@@ -343,14 +344,16 @@ class LocalStep:
         """Gives the sharding of each argument that needs no copy; None if nothing reads it."""
         return [feed.sharding() for feed in self.feeds]
 
+    def inspect(self) -> list[Inspected]:
+        """Gives each rank's devices and axes, and XLA's analysis of what it runs."""
+        return [
+            inspect(devices_of(home), sizes_of(home), executor.executables)
+            for home, executor in zip(self.homes, self.executors, strict=True)
+        ]
+
     def describe(self) -> Description:
         """Describes what each rank holds, sends and reduces."""
-        sizes = [sizes_of(home) for home in self.homes]
-        analyses = [
-            analyse(executor.executables, own)
-            for executor, own in zip(self.executors, sizes, strict=True)
-        ]
-        return describe(self.bundle, [devices_of(home) for home in self.homes], analyses, sizes)
+        return describe(self.bundle, self.inspect())
 
     def _dispatch(self) -> None:
         if self._tracing.recorder is not None:

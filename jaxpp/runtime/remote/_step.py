@@ -12,7 +12,7 @@ import numpy as np
 from jaxpp._program import Bundle, Fed, Message
 from jaxpp._specs import axis_sizes, partition_spec
 from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of, put_together, to_host
-from jaxpp.runtime.executor import Analysis, Description, analyse, describe
+from jaxpp.runtime.executor import Description, Inspected, describe, inspect
 from jaxpp.runtime.remote._array import RemoteArray, RemoteSharding
 from jaxpp.runtime.remote._arrays import Arrays
 from jaxpp.runtime.remote._library import Library
@@ -135,12 +135,15 @@ class RemoteStep:
             for ranks, own in zip(self._readers, self.bundle.arguments, strict=True)
         ]
 
+    def inspect(self) -> list[Inspected]:
+        """Gives each rank's devices and axes, and XLA's analysis of what it runs there."""
+        axes = [axis_sizes(inside) for inside in self._mesh.insides]
+        found = self._mesh.apply(look_at, {r: (self.number, own) for r, own in enumerate(axes)})
+        return [found[rank] for rank in range(len(axes))]
+
     def describe(self) -> Description:
         """Describes what each rank holds, sends and reduces; reads the executables on the ranks."""
-        sizes = [axis_sizes(inside) for inside in self._mesh.insides]
-        found = self._mesh.apply(look_at, {r: (self.number, own) for r, own in enumerate(sizes)})
-        devices, analyses = zip(*(found[rank] for rank in range(len(sizes))), strict=True)
-        return describe(self.bundle, devices, analyses, sizes)
+        return describe(self.bundle, self.inspect())
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Starts the step on all ranks, and returns at once."""
@@ -245,17 +248,15 @@ class RemoteStep:
         return moves, dropped
 
 
-def look_at(
-    process: Any, step: int, sizes: Mapping[str, int]
-) -> tuple[tuple[str, ...], dict[int, Analysis]]:
-    """Gives a rank's devices, and XLA's analysis of each computation that it runs in a step.
+def look_at(process: Any, step: int, axes: Mapping[str, int]) -> Inspected:
+    """Inspects a rank in its process.
 
     Args:
         process: the rank's.
         step: the number of the step.
-        sizes: the axes inside the rank, and their sizes.
+        axes: the axes inside the rank, and their sizes.
     """
-    return tuple(map(str, devices_of(process.home))), analyse(process.executables(step), sizes)
+    return inspect(devices_of(process.home), axes, process.executables(step))
 
 
 def _bytes_of(arg: Any, type_: ArrayType) -> np.ndarray:

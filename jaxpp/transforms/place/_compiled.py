@@ -98,6 +98,10 @@ class Compiled:
         """Tells what each rank holds, sends and reduces in a step, as `Placed.describe` does."""
         return self._run.describe()
 
+    def inspect(self) -> Any:
+        """Gives for each rank its devices, its axes, and XLA's analysis of what it runs."""
+        return self._run.inspect()
+
     def initialize(self, init_fn: Callable, *args: Any) -> Any:
         """Makes the step's first arguments where the step reads them, as `Placed.initialize` does.
 

@@ -1,0 +1,284 @@
+"""`predict`: the time and the memory of a placed step, before it runs."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxpp._program import Bundle, Run, Send
+from jaxpp.planning._device import Device, device_of
+from jaxpp.planning._measure import Measurement
+from jaxpp.runtime.executor import Analysis, Inspected, held_bytes, over_time
+from jaxpp.runtime.trace import Key, dependencies_of, table_of, tasks_of
+from jaxpp.schedules import Costs, Task, Timeline, simulate
+from jaxpp.transforms.place import Compiled, Placed
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """The bytes that a device of a rank holds from a time on.
+
+    Args:
+        seconds: the time since the start of the step.
+        bytes: by what they are: `"parameters"`, `"optimizer"`, `"batch"`, `"other"` arguments and
+            results, `"accumulators"`, `"activations"`, `"messages"` that nothing has read yet, and
+            what XLA needs beside arrays, `"temporary"`.
+        running: the task, or the part of the step around the tasks, that runs then.
+    """
+
+    seconds: float
+    bytes: Mapping[str, int]
+    running: str
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.bytes.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The time and the memory of a step, made by `predict`.
+
+    Times are seconds, of a step whose ranks have a device, or devices, of their own.
+
+    Args:
+        timeline: the tasks, from the first one's start on.
+        start: when the first task starts: what comes before it is done.
+        seconds: the time of the step.
+        memory: for each rank, the moments at which its bytes change, in order.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        ...     return jnp.mean((h @ w[1]) ** 2)
+        >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+        >>> mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+        >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
+        >>> shapes = jax.eval_shape(lambda: ([jnp.eye(8), jnp.eye(8)], jnp.ones((16, 8))))
+        >>> prediction = jaxpp.predict(step, *shapes, costs=jaxpp.Device(1e9, 1e9))
+        >>> [peak.bytes["parameters"] for peak in prediction.peaks]
+        [256, 256]
+    """
+
+    timeline: Timeline
+    start: float
+    seconds: float
+    memory: tuple[tuple[Moment, ...], ...]
+
+    @functools.cached_property
+    def peaks(self) -> tuple[Moment, ...]:
+        """For each rank, the moment at which it holds most."""
+        return tuple(max(own, key=lambda moment: moment.total) for own in self.memory)
+
+    def __str__(self) -> str:
+        lines = [f"{self.seconds:.6g} s, bubble {self.timeline.bubble_fraction:.1%} of the tasks"]
+        for rank, peak in enumerate(self.peaks):
+            kinds = sorted(peak.bytes.items(), key=lambda item: -item[1])
+            held = ", ".join(f"{kind} {_size(n)}" for kind, n in kinds if n)
+            lines.append(f"rank {rank}: {_size(peak.total)} in {peak.running}: {held}")
+        return "\n".join(lines)
+
+
+def predict(
+    step: Any,
+    *args: Any,
+    costs: Costs | Measurement | Device | str,
+    latency: float = 0.0,
+    bandwidth: float = math.inf,
+    memory_limit: float | Sequence[float] | None = None,
+) -> Prediction:
+    """Predicts the time and the memory of a placed step; compiles it, and runs nothing.
+
+    Args:
+        step: what `place` gave, with one scheduled loop; or what `lower(*args).compile()` of it
+            gave.
+        *args: its arguments, or `jax.ShapeDtypeStruct`s that stand for their arrays.
+        costs: the times of tasks, in seconds: those of a model; those that `measure` found, of this
+            step or of another one with the same stages; or a `Device`, or the name of one, whose
+            figures bound the times of what XLA counts.
+        latency: the seconds that a message takes, whatever its size; a measurement and `Costs`
+            have their own.
+        bandwidth: the bytes of messages that go from one rank to another in a second; the same.
+        memory_limit: the bytes that a device of each rank has, or of all ranks; by default those of
+            the `Device`.
+
+    Returns:
+        The prediction.
+
+    Raises:
+        TypeError: `step` is not a placed function.
+        ValueError: the step has no scheduled loop or several; the measurement has not all of its
+            tasks; there is no device of that name; or a rank needs more than its limit.
+    """
+    compiled = _compiled(step, args)
+    bundle, tasks = compiled.bundle, tasks_of(compiled.bundle, "predict")
+    if not tasks:
+        raise ValueError(
+            "predict: the step has no scheduled loop, so that there are no tasks to predict; wrap "
+            "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
+        )
+    ranks: Sequence[Inspected] = compiled.inspect()
+    analyses = [own.analyses for own in ranks]
+    device = None
+    if isinstance(costs, Measurement):
+        _check_tasks(costs, tasks)
+        model = costs.costs
+    elif isinstance(costs, Costs):
+        model = costs
+    else:
+        device = device_of(costs)
+        model = _costs_on(device, bundle, tasks, analyses, latency, bandwidth)
+    table = table_of([_tasks_in(program, tasks) for program in bundle.programs])
+    timeline = simulate(table, model, dependencies=dependencies_of(bundle, tasks))
+    around = _Around(bundle, tasks, analyses, costs if isinstance(costs, Measurement) else device)
+    start = max(around.before)
+    spans = {span.task: (start + span.start, start + span.end) for span in timeline.spans}
+    runs: list[list[tuple[float, str]]] = [[] for _ in bundle.programs]
+
+    def when(rank: int, run: Run, clock: float) -> tuple[float, float]:
+        task = tasks.get(run.label)
+        begin, end = spans[task] if task else (clock, clock + around.seconds(rank, run))
+        runs[rank].append((begin, run.label))
+        return begin, end
+
+    temporaries = [own.temporaries for own in ranks]
+    held = held_bytes(bundle, when, temporaries, [own.axes for own in ranks])
+    ends = [h.end for h in held]
+    memory = tuple(
+        tuple(_moments([h for h in held if h.rank == rank], own)) for rank, own in enumerate(runs)
+    )
+    prediction = Prediction(timeline, start, max(ends), memory)
+    if memory_limit is None and device is not None:
+        memory_limit = device.memory
+    if memory_limit is not None:
+        _check_memory(prediction, memory_limit)
+    return prediction
+
+
+def _compiled(step: Any, args: Sequence[Any]) -> Compiled:
+    if isinstance(step, Placed):
+        return step.lower(*args).compile()
+    if isinstance(step, Compiled):
+        return step
+    raise TypeError(
+        f"predict needs a step that place made, got {step!r}; use jaxpp.place(step, mesh)."
+    )
+
+
+def _tasks_in(program: Any, tasks: Mapping[str, Task]) -> list[Task]:
+    runs = (i.label for i in program.instructions if isinstance(i, Run))
+    return [tasks[label] for label in runs if label in tasks]
+
+
+def _costs_on(
+    device: Device,
+    bundle: Bundle,
+    tasks: Mapping[str, Task],
+    analyses: Sequence[Mapping[int, Analysis]],
+    latency: float,
+    bandwidth: float,
+) -> Costs:
+    """Makes the costs of tasks from what XLA counts in them, and of messages from their bytes."""
+    times: dict[Key, float] = {}
+    sent: dict[Key, int] = {}
+    for program, own in zip(bundle.programs, analyses, strict=True):
+        last: Key | None = None
+        for instruction in program.instructions:
+            if isinstance(instruction, Run):
+                task = tasks.get(instruction.label)
+                last = (task.kind, task.stage) if task else None
+                if last:
+                    found = own[instruction.computation]
+                    times[last] = device.seconds(found.flops, found.accessed_bytes)
+            elif isinstance(instruction, Send) and last:
+                sent[last] = max(sent.get(last, 0), instruction.message.nbytes)
+    return Costs.measured(
+        times,
+        latency=latency,
+        bandwidth=bandwidth,
+        edge_bytes=lambda task: sent.get((task.kind, task.stage), 0),
+    )
+
+
+def _check_tasks(measured: Measurement, tasks: Mapping[str, Task]) -> None:
+    missing = {(t.kind, t.stage) for t in tasks.values()} - set(measured.times)
+    if missing:
+        names = ", ".join(sorted(f"{kind}{stage}" for kind, stage in missing))
+        raise ValueError(
+            f"predict: the measurement has no times of {names}, which the step runs: it is of a "
+            f"step with other stages. Measure this one, or one with the same cut."
+        )
+
+
+class _Around:
+    """The times of what a step does around its tasks, on each rank."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        tasks: Mapping[str, Task],
+        analyses: Sequence[Mapping[int, Analysis]],
+        source: Measurement | Device | None,
+    ):
+        self._analyses, self._device = analyses, source if isinstance(source, Device) else None
+        self._shares: dict[tuple[int, int], float] = {}  # by rank and the identity of a run
+        self.before: list[float] = []
+        for program in bundle.programs:
+            rank, runs = program.rank, [i for i in program.instructions if isinstance(i, Run)]
+            first = next((n for n, r in enumerate(runs) if r.label in tasks), len(runs))
+            parts = runs[:first], [r for r in runs[first:] if r.label not in tasks]
+            if isinstance(source, Measurement) and len(source.before) == len(bundle.programs):
+                for part, seconds in zip(parts, (source.before, source.after), strict=True):
+                    for run in part:
+                        self._shares[rank, id(run)] = seconds[rank] / len(part)
+            self.before.append(sum(self.seconds(rank, run) for run in parts[0]))
+
+    def seconds(self, rank: int, run: Run) -> float:
+        """Gives the time of a run that is no task."""
+        if self._device is None:
+            return self._shares.get((rank, id(run)), 0.0)
+        found = self._analyses[rank][run.computation]
+        return self._device.seconds(found.flops, found.accessed_bytes)
+
+
+def _moments(held: Sequence[Any], runs: Sequence[tuple[float, str]]) -> list[Moment]:
+    """Gives the moments of a rank; each has the name of the run that began last."""
+    moments, n = [], 0
+    for seconds, now in over_time(held):
+        while n + 1 < len(runs) and runs[n + 1][0] <= seconds:
+            n += 1
+        moments.append(Moment(max(0.0, seconds), dict(now), runs[n][1] if runs else ""))
+    return moments
+
+
+def _check_memory(prediction: Prediction, limit: float | Sequence[float]) -> None:
+    peaks = prediction.peaks
+    limits = [float(limit)] * len(peaks) if isinstance(limit, int | float) else list(limit)
+    if len(limits) != len(peaks) or not all(own > 0 for own in limits):
+        raise ValueError(
+            f"predict: memory_limit is a positive number of bytes, or one for each of the "
+            f"{len(peaks)} ranks, got {limit!r}."
+        )
+    for rank, (peak, most) in enumerate(zip(peaks, limits, strict=True)):
+        if peak.total > most:
+            kinds = sorted(peak.bytes.items(), key=lambda item: -item[1])
+            held = ", ".join(f"{kind} {_size(n)}" for kind, n in kinds if n)
+            raise ValueError(
+                f"predict: rank {rank} needs {_size(peak.total)} in {peak.running}, "
+                f"{peak.seconds:.3g} s after the start, {_size(peak.total - most)} more than its "
+                f"limit of {_size(most)}: {held}. Compute activations again "
+                f"(wrap_forward(f, policy=jax.checkpoint_policies.nothing_saveable)), take a "
+                f"schedule that holds fewer microbatches or more of them that are smaller, or "
+                f"split what is there all the time (zero1=, zero3=, more ranks)."
+            )
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
