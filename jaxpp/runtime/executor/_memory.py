@@ -127,13 +127,16 @@ class _Ledger:
         self._computations, self._temporaries, self._rank = bundle.computations, temporaries, rank
         self._live: dict[int, _Live] = {}
         self._dropped: list[tuple[_Live, float]] = []
+        self._staying: list[_Live] = []
         self._accumulators: set[_Output] = set()
         for n, slot in program.inputs:
             own = bundle.arguments[n]
             nbytes = array_bytes(own.aval, own.spec, sizes)
             self._live[slot] = _Live(_OF_ROLE[own.role], nbytes, -math.inf)
+        for slot, value in program.constants:
+            self._live[slot] = _Live("other", array_bytes(value, (), sizes), -math.inf)
         # The caller holds the arguments, and the mesh its constants, whatever the program frees.
-        self._kept = {slot for _, slot in program.inputs} | {slot for slot, _ in program.constants}
+        self._kept = set(self._live)
         becomes = {slot: bundle.results[n].becomes for n, slot in program.outputs}
         self._results = {
             slot: _OF_ROLE[bundle.arguments[n].role] for slot, n in becomes.items() if n is not None
@@ -165,9 +168,12 @@ class _Ledger:
         self._live[slot] = _Live("activations", nbytes, self.clock)
 
     def free(self, slots: Sequence[int]) -> None:
-        """Drops slots, but for arguments and constants."""
+        """Drops slots; arguments and constants stay where they are."""
         for slot in slots:
-            if slot not in self._kept and slot in self._live:
+            if slot in self._kept:
+                self._kept.discard(slot)
+                self._staying.append(self._live.pop(slot))
+            elif slot in self._live:
                 self._drop(slot, self.clock)
 
     def _drop(self, slot: int, end: float) -> None:
@@ -176,9 +182,8 @@ class _Ledger:
 
     def close(self, end: float) -> Iterator[Held]:
         """Drops what is left; gives all that there was."""
-        for slot in list(self._live):
-            self._drop(slot, end)
-        for live, end in self._dropped:
+        left = [*self._staying, *self._live.values()]
+        for live, end in [*self._dropped, *((live, end) for live in left)]:
             last = live.kind == "activations" and live.output in self._accumulators
             kind = "accumulators" if last else live.kind
             yield Held(self._rank, kind, live.nbytes, live.start, end)
