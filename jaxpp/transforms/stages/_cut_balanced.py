@@ -11,7 +11,10 @@ import jax.extend.core as jex
 
 from jaxpp import _checkpoints, _compat, _flops, _jaxprs
 from jaxpp.transforms import stacked
-from jaxpp.transforms.stages import _balance, _cuts, _modules, _states, _units
+from jaxpp.transforms.stages import _balance, _cuts, _finest, _modules, _states, _units
+
+#: What balances stages: a name, the cost of an equation, or the measured costs of units.
+Balance = str | _flops.Cost | _finest.UnitCosts
 
 
 def cut_balanced(
@@ -19,7 +22,7 @@ def cut_balanced(
     model: Any,
     checkpoints: _checkpoints.Checkpoints,
     num_stages: int,
-    balance: str | _flops.Cost,
+    balance: Balance,
     calls: Mapping[str, type | None],
     scopes: Sequence[str] | None,
     states: Sequence[_states.State],
@@ -41,13 +44,17 @@ def cut_balanced(
     costed = _Costs.of(line, divided, num_stages, balance)
     moved = line.leads | divided.joins
     own = [None if e.outvars[0] in moved else e for e in costed.eqns]
-    units = _whole_units(own, costed, calls, scopes, divided.places, checkpoints)
+    wanted = balance.at_least if isinstance(balance, _finest.UnitCosts) else num_stages
+    units = _whole_units(own, costed, calls, scopes, divided.places, checkpoints, wanted)
     for name in scopes or ():
         if not any(unit.label == name for unit in units):
             raise ValueError(_cuts.no_scope(name, line.eqns, model))
     together = _states.units(states, costed.eqns, line.leads, line.jaxpr.jaxpr.outvars)
     try:
-        cuts = _best_cuts(costed, units, together, _closed_call(costed, divided.places))
+        if isinstance(balance, _finest.UnitCosts) or balance == _finest.FINEST:
+            cuts = costed.unit_cuts([*units, *together], balance)
+        else:
+            cuts = _best_cuts(costed, units, together, _closed_call(costed, divided.places))
     except ValueError as error:
         loop = stacked.loop_that_is_one_unit(jaxpr, arrays)
         raise ValueError(f"split_stages: {error}{loop}") from None
@@ -60,7 +67,18 @@ def cut_balanced(
     line = _cuts.Line.of(divided)
     starts = [v if p is None else divided.start_of(p) for v, p in zip(starts, places, strict=True)]
     positions = list(map(line.position_of, starts))
-    return line.marked(positions, range(1, num_stages), [None] * len(cuts))
+    return line.marked(positions, range(1, len(cuts) + 1), [None] * len(cuts))
+
+
+def cost_of(balance: Balance) -> _flops.Cost:
+    """Gives the cost of an equation by which layers are found, and stages balanced.
+
+    Raises:
+        ValueError: nothing can be balanced by what is given.
+    """
+    if isinstance(balance, _finest.UnitCosts) or balance == _finest.FINEST:
+        return _flops.flops
+    return _flops.resolve(balance)  # pyright: ignore[reportArgumentType]  not narrowed by ==
 
 
 def _best_cuts(
@@ -98,6 +116,7 @@ def _whole_units(
     scopes: Sequence[str] | None,
     places: Mapping[Any, stacked.Iteration],
     checkpoints: _checkpoints.Checkpoints,
+    wanted: int,
 ) -> list[_units.Unit]:
     """Finds the units that stay whole; None stands for an equation that goes with another."""
 
@@ -125,7 +144,7 @@ def _whole_units(
     if scopes is not None:
         return units + _units.labelled(eqns, named)
     units += _units.repeated_scopes(eqns) + _units.checkpoints(eqns, checkpoints)
-    return _units.choose(units, costed.costs, costed.num_stages)
+    return _units.choose(units, costed.costs, wanted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +163,7 @@ class _Costs:
 
     @classmethod
     def of(
-        cls, line: _cuts.Line, divided: stacked.Divided, num_stages: int, balance: str | _flops.Cost
+        cls, line: _cuts.Line, divided: stacked.Divided, num_stages: int, balance: Balance
     ) -> "_Costs":
         varying = _jaxprs.descendants(line.eqns, line.jaxpr.jaxpr.invars)
         eqns = [e for e in line.eqns if not varying.isdisjoint(e.outvars)]
@@ -156,16 +175,14 @@ class _Costs:
         for i, head in enumerate(heads):
             if (i > 0 and heads[i - 1] is head) or eqns[i].outvars[0] in divided.joins:
                 crossing[i] = float("inf")
-        cost = _flops.resolve(balance)
+        cost = cost_of(balance)
         moves = divided.slices | divided.joins
         costs = [0.0 if e.outvars[0] in moves else cost(e) for e in eqns]
         return cls(eqns, heads, costs, crossing, num_stages, balance == "layers")
 
     def cuts(self, units: Sequence[_units.Unit]) -> list[int]:
         """Finds the positions of the best cuts, none of them inside a unit."""
-        units, crossing = _units.outermost(units), list(self.crossing)
-        for unit in units:
-            crossing[unit.first + 1 : unit.last + 1] = [float("inf")] * (unit.last - unit.first)
+        units, crossing = _units.outermost(units), self._crossing_outside(units)
         layers = [unit for unit in units if unit.kind is not None]
         first = [unit.first for unit in layers]
         if self.count_layers:
@@ -173,6 +190,21 @@ class _Costs:
         in_layers = sum(sum(self.costs[u.first : u.last + 1]) for u in layers)
         first = first if in_layers >= sum(self.costs) / 2 else ()
         return _balance.balanced_cuts(self.costs, crossing, self.num_stages, first)
+
+    def _crossing_outside(self, units: Sequence[_units.Unit]) -> list[float]:
+        """Gives the bytes that cross at each position; infinite inside units."""
+        crossing = list(self.crossing)
+        for unit in _units.outermost(units):
+            crossing[unit.first + 1 : unit.last + 1] = [float("inf")] * (unit.last - unit.first)
+        return crossing
+
+    def unit_cuts(self, units: Sequence[_units.Unit], balance: Balance) -> list[int]:
+        """Finds all cuts between units, or the best of them by the measured costs of units."""
+        crossing = self._crossing_outside(units)
+        if not isinstance(balance, _finest.UnitCosts):
+            return _finest.finest_cuts(units, crossing, self.num_stages)
+        cuts = _finest.finest_cuts(units, crossing, balance.at_least)
+        return balance.cuts(cuts, [crossing[cut] for cut in cuts], self.num_stages)
 
     def is_slower(self, cuts: Sequence[int], others: Sequence[int]) -> bool:
         """Tells whether the slowest stage is much slower than with other cuts."""

@@ -6,9 +6,18 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from jaxpp import _flops, _jaxprs
+from jaxpp import _jaxprs
 from jaxpp._typing import P, R
-from jaxpp.transforms.stages import _cut_balanced, _cuts, _marks, _modules, _nnx, _stages, _states
+from jaxpp.transforms.stages import (
+    _cut_balanced,
+    _cuts,
+    _finest,
+    _marks,
+    _modules,
+    _nnx,
+    _stages,
+    _states,
+)
 
 At = Sequence[str] | Callable[[PyTree], PyTree]
 Whole = At | type | Sequence[str | type]
@@ -19,7 +28,7 @@ def split_stages(
     num_stages: int | None = None,
     *,
     at: At | None = None,
-    balance: str | _flops.Cost = "flops",
+    balance: _cut_balanced.Balance = "flops",
     whole: Whole | None = None,
 ) -> Callable[P, R]:
     """Cuts `fun` into stages, each equation in exactly one, and leaves each cut as a mark.
@@ -79,7 +88,7 @@ def split_stages(
     if cuts is not None and not callable(at) and len(set(cuts)) < len(cuts):
         twice = next(name for name in cuts if list(cuts).count(name) > 1)
         raise ValueError(f"split_stages: the cut at {twice!r} is given twice; name each once.")
-    _flops.resolve(balance)
+    _cut_balanced.cost_of(balance)
 
     def decide(*args, **kwargs):
         model = args[0] if args else None
@@ -113,7 +122,8 @@ def split_stages(
                     opened, model, checkpoints, num_stages, balance, calls, scopes, states
                 )
             stages = _stages.read_stages(jaxpr, checkpoints)
-        if num_stages is not None and stages.num_stages != num_stages:
+        expected = None if balance == _finest.FINEST else num_stages
+        if expected is not None and stages.num_stages != expected:
             raise ValueError(
                 f"split_stages: num_stages={num_stages}, but the cuts in the function make "
                 f"{stages.num_stages} stages; drop num_stages or change the cuts."

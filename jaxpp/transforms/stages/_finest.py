@@ -1,0 +1,84 @@
+"""The finest cut of a function, whose stages are its units: what a profile measures one by one.
+
+A unit is a layer, or what lies before the first layer or after the last one.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxpp.transforms.stages import _balance, _units
+
+#: In the place of a cost: every unit is a stage.
+FINEST = "finest"
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitCosts:
+    """The costs of the units of a function, for `split_stages(balance=)`.
+
+    Args:
+        costs: the cost of each unit, in any one unit.
+        crossing: the bytes that cross from each unit, but the last, to those behind it.
+        at_least: the number of units that was asked for when the function was cut.
+    """
+
+    costs: tuple[float, ...]
+    crossing: tuple[float, ...]
+    at_least: int
+
+    def cuts(self, positions: Sequence[int], crossing: Sequence[float], stages: int) -> list[int]:
+        """Chooses the cuts that balance the costs, of those between units.
+
+        Args:
+            positions: those between units, in the function that is cut now.
+            crossing: the bytes that cross at each of them.
+            stages: the number of stages to make.
+
+        Raises:
+            ValueError: the function has other units, or fewer than stages.
+        """
+        if tuple(crossing) != self.crossing:
+            raise ValueError(
+                f"the profile is of another function, or of other shapes: it has "
+                f"{len(self.costs)} units, between which {_sizes(self.crossing)} bytes cross, and "
+                f"the function has {len(positions) + 1}, with {_sizes(crossing)}. Profile this "
+                f"function, with the arguments of a microbatch."
+            )
+        cuts = _balance.balanced_cuts(self.costs, [0.0, *crossing, 0.0], stages)
+        return [positions[cut - 1] for cut in cuts]
+
+
+def finest_cuts(
+    units: Sequence[_units.Unit], crossing: Sequence[float], at_least: int
+) -> list[int]:
+    """Finds the cuts between the units.
+
+    Each is, of the positions between two layers, the one that the fewest bytes cross. A function
+    without layers has no units, and is cut into `at_least` parts of as many equations.
+
+    Args:
+        units: the units that are not cut inside.
+        crossing: the bytes that cross before each equation; infinite where no cut is allowed.
+        at_least: the number of units that are wanted where there are no layers.
+    """
+    layers = [unit for unit in _units.outermost(units) if unit.kind is not None]
+    if len(layers) < 2:
+        ones = [1.0] * (len(crossing) - 1)
+        places = sum(1 for c in crossing[1:-1] if c != float("inf"))
+        return _balance.balanced_cuts(ones, crossing, min(at_least, places + 1))
+    last = len(crossing) - 1
+    gaps = [(1, layers[0].first)]
+    gaps += [(a.last + 1, b.first) for a, b in zip(layers, layers[1:], strict=False)]
+    gaps += [(layers[-1].last + 1, last - 1)]
+    cuts = []
+    for first, stop in gaps:
+        # Of those alike, the latest: what prepares a layer goes before it.
+        best = min(range(stop, first - 1, -1), key=crossing.__getitem__, default=None)
+        if best is not None and crossing[best] != float("inf"):
+            cuts.append(best)
+    return cuts
+
+
+def _sizes(crossing: Sequence[float]) -> str:
+    shown = [f"{n:.0f}" for n in crossing[:8]]
+    return ", ".join(shown + ["..."] * (len(crossing) > 8)) or "no"
