@@ -53,8 +53,9 @@ def finest_cuts(
 ) -> list[int]:
     """Finds the cuts between the units.
 
-    Each is, of the positions between two layers, the one that the fewest bytes cross. A function
-    without layers has no units, and is cut into `at_least` parts of as many equations.
+    Each is, of the positions between two layers, the one that the fewest bytes cross. What comes
+    after the last layer begins as soon as it can. A function without layers is cut into `at_least`
+    parts of as many equations.
 
     Args:
         units: the units that are not cut inside.
@@ -66,19 +67,12 @@ def finest_cuts(
         ones = [1.0] * (len(crossing) - 1)
         places = sum(1 for c in crossing[1:-1] if c != float("inf"))
         return _balance.balanced_cuts(ones, crossing, min(at_least, places + 1))
-    last = len(crossing) - 1
     gaps = [(1, layers[0].first)]
     gaps += [(a.last + 1, b.first) for a, b in zip(layers, layers[1:], strict=False)]
-    gaps += [(layers[-1].last + 1, last - 1)]
     cuts = []
     for first, stop in gaps:
         # Of those alike, the latest: what prepares a layer goes before it.
-        best = min(range(stop, first - 1, -1), key=crossing.__getitem__, default=None)
-        if best is not None and crossing[best] != float("inf"):
-            cuts.append(best)
-    return cuts
-
-
-def _sizes(crossing: Sequence[float]) -> str:
-    shown = [f"{n:.0f}" for n in crossing[:8]]
-    return ", ".join(shown + ["..."] * (len(crossing) > 8)) or "no"
+        cuts.append(min(range(stop, first - 1, -1), key=crossing.__getitem__, default=0))
+    behind = range(layers[-1].last + 1, len(crossing) - 1)
+    cuts.append(next((p for p in behind if crossing[p] != float("inf")), 0))
+    return [cut for cut in cuts if cut and crossing[cut] != float("inf")]
