@@ -7,3 +7,5 @@ from jaxpp.planning._measure import measure as measure
 from jaxpp.planning._predict import Moment as Moment
 from jaxpp.planning._predict import Prediction as Prediction
 from jaxpp.planning._predict import predict as predict
+from jaxpp.planning._profile import Profile as Profile
+from jaxpp.planning._profile import profile as profile

@@ -14,7 +14,7 @@ from jaxpp.transforms import stacked
 from jaxpp.transforms.stages import _balance, _cuts, _finest, _modules, _states, _units
 
 #: What balances stages: a name, the cost of an equation, or the measured costs of units.
-Balance = str | _flops.Cost | _finest.UnitCosts
+Balance = str | _flops.Cost | _finest.UnitCosts | _finest.Finest
 
 
 def cut_balanced(
@@ -51,7 +51,7 @@ def cut_balanced(
             raise ValueError(_cuts.no_scope(name, line.eqns, model))
     together = _states.units(states, costed.eqns, line.leads, line.jaxpr.jaxpr.outvars)
     try:
-        if isinstance(balance, _finest.UnitCosts) or balance == _finest.FINEST:
+        if isinstance(balance, _finest.UnitCosts | _finest.Finest):
             cuts = costed.unit_cuts([*units, *together], balance)
         else:
             cuts = _best_cuts(costed, units, together, _closed_call(costed, divided.places))
@@ -76,9 +76,9 @@ def cost_of(balance: Balance) -> _flops.Cost:
     Raises:
         ValueError: nothing can be balanced by what is given.
     """
-    if isinstance(balance, _finest.UnitCosts) or balance == _finest.FINEST:
+    if isinstance(balance, _finest.UnitCosts | _finest.Finest):
         return _flops.flops
-    return _flops.resolve(balance)  # pyright: ignore[reportArgumentType]  not narrowed by ==
+    return _flops.resolve(balance)
 
 
 def _best_cuts(
@@ -198,13 +198,17 @@ class _Costs:
             crossing[unit.first + 1 : unit.last + 1] = [float("inf")] * (unit.last - unit.first)
         return crossing
 
-    def unit_cuts(self, units: Sequence[_units.Unit], balance: Balance) -> list[int]:
+    def unit_cuts(
+        self, units: Sequence[_units.Unit], balance: _finest.UnitCosts | _finest.Finest
+    ) -> list[int]:
         """Finds all cuts between units, or the best of them by the measured costs of units."""
         crossing = self._crossing_outside(units)
-        if not isinstance(balance, _finest.UnitCosts):
-            return _finest.finest_cuts(units, crossing, self.num_stages)
-        cuts = _finest.finest_cuts(units, crossing, balance.at_least)
-        return balance.cuts(cuts, [crossing[cut] for cut in cuts], self.num_stages)
+        if isinstance(balance, _finest.UnitCosts):
+            cuts = _finest.finest_cuts(units, crossing, balance.at_least)
+            return balance.cuts(cuts, [crossing[cut] for cut in cuts], self.num_stages)
+        cuts = _finest.finest_cuts(units, crossing, self.num_stages)
+        balance.crossing = tuple(crossing[cut] for cut in cuts)
+        return cuts
 
     def is_slower(self, cuts: Sequence[int], others: Sequence[int]) -> bool:
         """Tells whether the slowest stage is much slower than with other cuts."""

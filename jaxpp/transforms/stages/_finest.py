@@ -4,12 +4,16 @@ A unit is a layer, or what lies before the first layer or after the last one.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from jaxpp.transforms.stages import _balance, _units
 
-#: In the place of a cost: every unit is a stage.
-FINEST = "finest"
+
+class Finest:
+    """In the place of a cost: every unit is a stage. Notes the bytes that cross between them."""
+
+    crossing: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +72,7 @@ def finest_cuts(
         places = sum(1 for c in crossing[1:-1] if c != float("inf"))
         return _balance.balanced_cuts(ones, crossing, min(at_least, places + 1))
     gaps = [(1, layers[0].first)]
-    gaps += [(a.last + 1, b.first) for a, b in zip(layers, layers[1:], strict=False)]
+    gaps += [(a.last + 1, b.first) for a, b in itertools.pairwise(layers)]
     cuts = []
     for first, stop in gaps:
         # Of those alike, the latest: what prepares a layer goes before it.
@@ -76,3 +80,8 @@ def finest_cuts(
     behind = range(layers[-1].last + 1, len(crossing) - 1)
     cuts.append(next((p for p in behind if crossing[p] != float("inf")), 0))
     return [cut for cut in cuts if cut and crossing[cut] != float("inf")]
+
+
+def _sizes(crossing: Sequence[float]) -> str:
+    shown = [f"{n:.0f}" for n in crossing[:8]]
+    return ", ".join(shown + ["..."] * (len(crossing) > 8)) or "no"

@@ -122,7 +122,7 @@ def split_stages(
                     opened, model, checkpoints, num_stages, balance, calls, scopes, states
                 )
             stages = _stages.read_stages(jaxpr, checkpoints)
-        expected = None if balance == _finest.FINEST else num_stages
+        expected = None if isinstance(balance, _finest.Finest) else num_stages
         if expected is not None and stages.num_stages != expected:
             raise ValueError(
                 f"split_stages: num_stages={num_stages}, but the cuts in the function make "

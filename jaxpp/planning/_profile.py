@@ -1,0 +1,192 @@
+"""`profile`: the times and bytes of a function's units, each measured alone on one device."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxpp._program import Bundle, Role, Run
+from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
+from jaxpp.runtime.local import MpmdMesh
+from jaxpp.runtime.trace import Clocked, Key, tasks_of
+from jaxpp.schedules import GPipe, InterleavedZeroBubble, Kind, Schedule, Task
+from jaxpp.transforms import microbatch, place, schedule, split_stages, wrap_forward
+from jaxpp.transforms.stages import Finest, UnitCosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile(UnitCosts):
+    """The times and bytes of the units of a function, made by `profile`.
+
+    A unit is a layer, or what lies before the first layer or after the last one. Times are seconds
+    of a task of one microbatch, bytes those of one device.
+
+    Args:
+        costs: the time of each unit's forward and backward.
+        crossing: the bytes that cross from each unit, but the last, to those behind it.
+        at_least: the number of units that was asked for.
+        forward: the time of each forward.
+        backward: the time of each backward.
+        input_grad: the time of each input gradient; 0 where there is none.
+        weight_grad: the time of each weight gradient; 0 where there is none.
+        activation_bytes: what each unit keeps from its forward for the backward.
+        parameter_bytes: what each unit reads of the parameters.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(weights, x):
+        ...     for w in weights:
+        ...         x = jnp.tanh(x @ w)
+        ...     return jnp.mean(x)
+        >>> weights, x = [jnp.eye(8)] * 4, jnp.ones((4, 8))
+        >>> found = jaxpp.profile(loss, weights, x, at_least=4, repeats=1)
+        >>> len(found.forward), sum(found.parameter_bytes)
+        (4, 1024)
+        >>> staged = jaxpp.split_stages(loss, 2, balance=found)
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    activation_bytes: tuple[int, ...]
+    parameter_bytes: tuple[int, ...]
+
+    #: The version of the file; other versions are refused.
+    VERSION: ClassVar[int] = 1
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the profile as JSON."""
+        fields = {"jaxpp_profile": self.VERSION} | dataclasses.asdict(self)
+        pathlib.Path(path).write_text(json.dumps(fields, indent=2))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Profile":
+        """Reads a profile that `save` has written.
+
+        Raises:
+            ValueError: the file is no profile, or of another version.
+        """
+        try:
+            found = json.loads(pathlib.Path(path).read_text())
+            version = found.pop("jaxpp_profile")
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ValueError(f"{path} is no profile; make one: jaxpp.profile(f, *args).") from None
+        if version != Profile.VERSION:
+            raise ValueError(
+                f"{path} is a profile of version {version}, and this jaxpp reads version "
+                f"{Profile.VERSION}; make it anew: jaxpp.profile(f, *args)."
+            )
+        fields: Any = {n: tuple(x) if isinstance(x, list) else x for n, x in found.items()}
+        return Profile(**fields)
+
+
+def profile(
+    fun: Any,
+    *args: Any,
+    at_least: int = 32,
+    in_axes: PyTree[int | None] = None,
+    policy: Any = None,
+    device: Any = None,
+    repeats: int = 3,
+) -> Profile:
+    """Measures the units of a loss function, each alone, on one device.
+
+    Args:
+        fun: the loss function, before `split_stages`. Its first argument has the parameters.
+        *args: its arguments, with a batch of the size of a microbatch.
+        at_least: how many units there are to be where blocks hold layers of their own, which are
+            then the units; and how many in a function without layers.
+        in_axes: as in `microbatch`; by default every argument but the first is part of the batch.
+        policy: as in `wrap_forward`.
+        device: where to measure; by default the first of `jax.devices()`.
+        repeats: how often to measure; the medians count.
+
+    Returns:
+        The profile, which `split_stages(balance=)` takes.
+
+    Raises:
+        ValueError: `repeats` is below 1, or the function cannot be cut.
+    """
+    if repeats < 1:
+        raise ValueError(f"profile needs repeats of at least 1, got {repeats}.")
+    finest = Finest()
+    staged = wrap_forward(split_stages(fun, at_least, balance=finest), policy=policy)
+    axes = (None, *(0 for _ in args[1:])) if in_axes is None else in_axes
+    grad_fn = microbatch(eqx.filter_value_and_grad(staged), 1, in_axes=axes)
+    mesh = MpmdMesh((1,), devices=[device or jax.devices()[0]])
+    eqx.filter_eval_shape(staged, *args)  # cuts, and notes where
+    count = len(finest.crossing) + 1
+
+    def measured(order: Schedule) -> tuple[Bundle, dict[str, Task], dict[Key, float]]:
+        local, arrays = _loaded(place(schedule(grad_fn, order), mesh), args)
+        tasks, runs = tasks_of(local.bundle, "profile"), []
+        for repeat in range(repeats + 1):
+            clock = _OneByOne(local, tasks)
+            jax.block_until_ready(local(_placed_copies(local, arrays), clock))
+            runs += clock.runs if repeat else []  # the first one fills caches
+        return local.bundle, tasks, _times(local.bundle, tasks, runs)
+
+    bundle, tasks, whole = measured(GPipe(stages_per_rank=count))
+    _, _, halves = measured(InterleavedZeroBubble(stages_per_rank=count))
+    forward, backward, inputs, weights = (
+        tuple(times.get((kind, stage), 0.0) for stage in range(count))
+        for times, kind in ((whole, Kind.F), (whole, Kind.B), (halves, Kind.I), (halves, Kind.W))
+    )
+    return Profile(
+        tuple(np.add(forward, backward).tolist()),
+        finest.crossing,
+        at_least,
+        forward,
+        backward,
+        inputs,
+        weights,
+        _activations(bundle, tasks, count),
+        tuple(
+            sum(a.aval.size * a.aval.dtype.itemsize for a in bundle.arguments
+                if a.role is Role.PARAMETER and stage in a.stages)
+            for stage in range(count)
+        ),
+    )  # fmt: skip
+
+
+def _times(bundle: Bundle, tasks: Mapping[str, Task], runs: Sequence[Clocked]) -> dict[Key, float]:
+    """Gives the median time of each task; those that run the same computation have one time."""
+    (program,) = bundle.programs
+    own = [i for i in program.instructions if isinstance(i, Run)]
+    computations = {run.label: run.computation for run in own if run.label in tasks}
+    seconds: dict[int, list[float]] = {}
+    for _, label, start, end in runs:
+        if label in computations:
+            seconds.setdefault(computations[label], []).append(end - start)
+    return {
+        (tasks[label].kind, tasks[label].stage): statistics.median(seconds[number])
+        for label, number in computations.items()
+    }
+
+
+def _activations(bundle: Bundle, tasks: Mapping[str, Task], count: int) -> tuple[int, ...]:
+    """Counts the bytes that each stage's backward reads of what forwards have made."""
+    maker: dict[int, tuple[int, int]] = {}  # of each slot, the stage and the bytes
+    kept: dict[int, dict[int, int]] = {stage: {} for stage in range(count)}
+    for instruction in bundle.programs[0].instructions:
+        if isinstance(instruction, Run) and (task := tasks.get(instruction.label)):
+            avals = bundle.computations[instruction.computation].jaxpr.out_avals
+            if task.kind is Kind.F:
+                sizes = [a.size * a.dtype.itemsize for a in avals]
+                made = zip(instruction.outputs, sizes, strict=True)
+                maker |= {slot: (task.stage, nbytes) for slot, nbytes in made}
+            else:
+                for slot in instruction.inputs:
+                    if slot in maker:
+                        stage, nbytes = maker[slot]
+                        kept[stage][slot] = nbytes
+    return tuple(sum(kept[stage].values()) for stage in range(count))
