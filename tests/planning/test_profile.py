@@ -1,0 +1,141 @@
+"""What the units of a function take, measured alone, and the cuts that follow from it."""
+
+import dataclasses
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpp
+from jaxpp.transforms.stages import UnitCosts
+from tests.helpers import assert_close
+
+WIDTH, LAYERS, WORDS = 16, 4, 64
+
+
+class Block(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.linear(x))
+
+
+class Model(eqx.Module):
+    embed: jax.Array
+    blocks: list[Block]
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, LAYERS + 2)
+        self.embed = jax.random.normal(keys[0], (WORDS, WIDTH))
+        self.blocks = [Block(eqx.nn.Linear(WIDTH, WIDTH, key=k)) for k in keys[2:]]
+        self.head = eqx.nn.Linear(WIDTH, WORDS, key=keys[1])
+
+    def __call__(self, token):
+        x = self.embed[token]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_fn(model, tokens):
+    logits = jax.vmap(model)(tokens)
+    return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+
+def tokens(size=8):
+    return jax.random.randint(jax.random.key(1), (size,), 0, WORDS)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def found(model):
+    return jaxpp.profile(loss_fn, model, tokens(), repeats=1)
+
+
+def stages_of(model, number, balance, size=8):
+    """The parameters that each stage reads, by their paths."""
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, number, balance=balance))
+    step = jaxpp.place(staged, jaxpp.MpmdMesh((number,)))
+    arguments = step.lower(model, tokens(size)).bundle.arguments
+    return [
+        [a.path.removeprefix("[0]") for a in arguments if stage in a.stages and a.path[:3] == "[0]"]
+        for stage in range(number)
+    ]
+
+
+def test_a_unit_is_a_layer_or_what_lies_around_the_layers(found):
+    linear, table = 4 * (WIDTH * WIDTH + WIDTH), 4 * WIDTH * WORDS
+    assert found.parameter_bytes == (table, *[linear] * LAYERS, table + 4 * WORDS)
+    assert found.crossing == (4 * 8 * WIDTH,) * (LAYERS + 1)
+    assert len(found.costs) == len(found.forward) == len(found.activation_bytes) == LAYERS + 2
+    assert len(set(found.activation_bytes[1:-1])) == 1
+
+
+def test_layers_are_alike_and_every_task_takes_time(found):
+    for times in (found.forward, found.backward, found.weight_grad):
+        assert all(time > 0 for time in times)
+        assert len(set(times[1:-1])) == 1  # one executable
+    assert found.input_grad[0] == 0  # nobody reads a gradient of tokens
+    assert all(time > 0 for time in found.input_grad[1:])
+    assert found.costs == pytest.approx(
+        [f + b for f, b in zip(found.forward, found.backward, strict=True)]
+    )
+
+
+def test_the_cut_is_balanced_by_what_was_measured(model, found):
+    even = dataclasses.replace(found, costs=(1.0,) * len(found.costs))
+    assert stages_of(model, 2, even)[0] == [
+        ".embed", *(f".blocks[{n}].linear.{name}" for n in range(2) for name in ("weight", "bias")),
+    ]  # fmt: skip
+    heavy = dataclasses.replace(found, costs=(*(1.0,) * (LAYERS + 1), 9.0))
+    assert stages_of(model, 2, heavy)[1] == [".head.weight", ".head.bias"]
+    loss, grads = eqx.filter_value_and_grad(
+        jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, 3, balance=heavy))
+    )(model, tokens())
+    assert_close((loss, grads), eqx.filter_value_and_grad(loss_fn)(model, tokens()))
+
+
+def test_a_profile_is_saved_and_loaded(found, tmp_path):
+    found.save(tmp_path / "profile.json")
+    assert jaxpp.Profile.load(tmp_path / "profile.json") == found
+
+
+def test_another_version_or_file_is_refused(found, tmp_path):
+    path = tmp_path / "profile.json"
+    found.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"jaxpp_profile": 0}))
+    with pytest.raises(ValueError, match="is a profile of version 0, and this jaxpp reads"):
+        jaxpp.Profile.load(path)
+    for text in ("[]", "{}", "no JSON"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is no profile; make one: jaxpp.profile"):
+            jaxpp.Profile.load(path)
+
+
+def test_a_profile_of_other_shapes_is_refused(model, found):
+    with pytest.raises(ValueError, match="of another function, or of other shapes: it has 6 units"):
+        stages_of(model, 2, found, size=16)
+
+
+def test_more_stages_than_units_are_refused(model, found):
+    with pytest.raises(ValueError, match="ask for at most 6 stages"):
+        stages_of(model, 8, found)
+
+
+def test_a_function_without_layers_is_cut_into_equal_parts():
+    def deep(w, x):
+        for _ in range(12):
+            x = jnp.sin(x @ w)
+        return jnp.mean(x)
+
+    found = jaxpp.profile(deep, jnp.eye(8), jnp.ones((4, 8)), at_least=5, repeats=1)
+    assert len(found.costs) == 5 and isinstance(found, UnitCosts)
+    with pytest.raises(ValueError, match="repeats of at least 1"):
+        jaxpp.profile(deep, jnp.eye(8), jnp.ones((4, 8)), repeats=0)
