@@ -48,9 +48,11 @@ from jaxpp._spellings import __getattr__ as __getattr__
 from jaxpp._version import __version__ as __version__
 from jaxpp.planning import Device as Device
 from jaxpp.planning import Measurement as Measurement
+from jaxpp.planning import Plan as Plan
 from jaxpp.planning import Prediction as Prediction
 from jaxpp.planning import Profile as Profile
 from jaxpp.planning import measure as measure
+from jaxpp.planning import plan as plan
 from jaxpp.planning import predict as predict
 from jaxpp.planning import profile as profile
 from jaxpp.runtime import Checkpointer as Checkpointer

@@ -77,8 +77,8 @@ class Prediction:
         lines = [f"{self.seconds:.6g} s, bubble {self.timeline.bubble_fraction:.1%} of the tasks"]
         for rank, peak in enumerate(self.peaks):
             kinds = sorted(peak.bytes.items(), key=lambda item: -item[1])
-            held = ", ".join(f"{kind} {_size(n)}" for kind, n in kinds if n)
-            lines.append(f"rank {rank}: {_size(peak.total)} in {peak.running}: {held}")
+            held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds if n)
+            lines.append(f"rank {rank}: {format_bytes(peak.total)} in {peak.running}: {held}")
         return "\n".join(lines)
 
 
@@ -265,18 +265,19 @@ def _check_memory(prediction: Prediction, limit: float | Sequence[float]) -> Non
     for rank, (peak, most) in enumerate(zip(peaks, limits, strict=True)):
         if peak.total > most:
             kinds = sorted(peak.bytes.items(), key=lambda item: -item[1])
-            held = ", ".join(f"{kind} {_size(n)}" for kind, n in kinds if n)
+            held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds if n)
             raise ValueError(
-                f"predict: rank {rank} needs {_size(peak.total)} in {peak.running}, "
-                f"{peak.seconds:.3g} s after the start, {_size(peak.total - most)} more than its "
-                f"limit of {_size(most)}: {held}. Compute activations again "
+                f"predict: rank {rank} needs {format_bytes(peak.total)} in {peak.running}, "
+                f"{peak.seconds:.3g} s after the start, {format_bytes(peak.total - most)} more than its "
+                f"limit of {format_bytes(most)}: {held}. Compute activations again "
                 f"(wrap_forward(f, policy=jax.checkpoint_policies.nothing_saveable)), take a "
                 f"schedule that holds fewer microbatches or more of them that are smaller, or "
                 f"split what is there all the time (zero1=, zero3=, more ranks)."
             )
 
 
-def _size(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
+    """Writes bytes in the largest unit of which there is at least one."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

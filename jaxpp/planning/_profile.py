@@ -30,9 +30,9 @@ class Profile(UnitCosts):
     of a task of one microbatch, bytes those of one device.
 
     Args:
-        costs: the time of each unit's forward and backward.
         crossing: the bytes that cross from each unit, but the last, to those behind it.
         at_least: the number of units that was asked for.
+        costs: the time of each unit's forward and backward.
         forward: the time of each forward.
         backward: the time of each backward.
         input_grad: the time of each input gradient; 0 where there is none.
@@ -142,9 +142,9 @@ def profile(
         for times, kind in ((whole, Kind.F), (whole, Kind.B), (halves, Kind.I), (halves, Kind.W))
     )
     return Profile(
-        tuple(np.add(forward, backward).tolist()),
         finest.crossing,
         at_least,
+        tuple(np.add(forward, backward).tolist()),
         forward,
         backward,
         inputs,
@@ -175,18 +175,14 @@ def _times(bundle: Bundle, tasks: Mapping[str, Task], runs: Sequence[Clocked]) -
 
 def _activations(bundle: Bundle, tasks: Mapping[str, Task], count: int) -> tuple[int, ...]:
     """Counts the bytes that each stage's backward reads of what forwards have made."""
-    maker: dict[int, tuple[int, int]] = {}  # of each slot, the stage and the bytes
-    kept: dict[int, dict[int, int]] = {stage: {} for stage in range(count)}
+    made: dict[int, int] = {}  # the bytes of what forwards have made, by slot
+    kept = [0] * count
     for instruction in bundle.programs[0].instructions:
         if isinstance(instruction, Run) and (task := tasks.get(instruction.label)):
             avals = bundle.computations[instruction.computation].jaxpr.out_avals
             if task.kind is Kind.F:
                 sizes = [a.size * a.dtype.itemsize for a in avals]
-                made = zip(instruction.outputs, sizes, strict=True)
-                maker |= {slot: (task.stage, nbytes) for slot, nbytes in made}
-            else:
-                for slot in instruction.inputs:
-                    if slot in maker:
-                        stage, nbytes = maker[slot]
-                        kept[stage][slot] = nbytes
-    return tuple(sum(kept[stage].values()) for stage in range(count))
+                made |= zip(instruction.outputs, sizes, strict=True)
+            else:  # the last stage comes first; what several read is the last one's
+                kept[task.stage] = sum(made.pop(slot, 0) for slot in instruction.inputs)
+    return tuple(kept)

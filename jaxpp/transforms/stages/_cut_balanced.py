@@ -14,7 +14,7 @@ from jaxpp.transforms import stacked
 from jaxpp.transforms.stages import _balance, _cuts, _finest, _modules, _states, _units
 
 #: What balances stages: a name, the cost of an equation, or the measured costs of units.
-Balance = str | _flops.Cost | _finest.UnitCosts | _finest.Finest
+Balance = str | _flops.Cost | _finest.Units | _finest.Finest
 
 
 def cut_balanced(
@@ -44,14 +44,14 @@ def cut_balanced(
     costed = _Costs.of(line, divided, num_stages, balance)
     moved = line.leads | divided.joins
     own = [None if e.outvars[0] in moved else e for e in costed.eqns]
-    wanted = balance.at_least if isinstance(balance, _finest.UnitCosts) else num_stages
+    wanted = balance.at_least if isinstance(balance, _finest.Units) else num_stages
     units = _whole_units(own, costed, calls, scopes, divided.places, checkpoints, wanted)
     for name in scopes or ():
         if not any(unit.label == name for unit in units):
             raise ValueError(_cuts.no_scope(name, line.eqns, model))
     together = _states.units(states, costed.eqns, line.leads, line.jaxpr.jaxpr.outvars)
     try:
-        if isinstance(balance, _finest.UnitCosts | _finest.Finest):
+        if isinstance(balance, _finest.Units | _finest.Finest):
             cuts = costed.unit_cuts([*units, *together], balance)
         else:
             cuts = _best_cuts(costed, units, together, _closed_call(costed, divided.places))
@@ -76,7 +76,7 @@ def cost_of(balance: Balance) -> _flops.Cost:
     Raises:
         ValueError: nothing can be balanced by what is given.
     """
-    if isinstance(balance, _finest.UnitCosts | _finest.Finest):
+    if isinstance(balance, _finest.Units | _finest.Finest):
         return _flops.flops
     return _flops.resolve(balance)
 
@@ -199,13 +199,14 @@ class _Costs:
         return crossing
 
     def unit_cuts(
-        self, units: Sequence[_units.Unit], balance: _finest.UnitCosts | _finest.Finest
+        self, units: Sequence[_units.Unit], balance: _finest.Units | _finest.Finest
     ) -> list[int]:
         """Finds all cuts between units, or the best of them by the measured costs of units."""
         crossing = self._crossing_outside(units)
-        if isinstance(balance, _finest.UnitCosts):
+        if isinstance(balance, _finest.Units):
             cuts = _finest.finest_cuts(units, crossing, balance.at_least)
-            return balance.cuts(cuts, [crossing[cut] for cut in cuts], self.num_stages)
+            balance.check([crossing[cut] for cut in cuts])
+            return [cuts[first - 1] for first in balance.choose(self.num_stages)]
         cuts = _finest.finest_cuts(units, crossing, self.num_stages)
         balance.crossing = tuple(crossing[cut] for cut in cuts)
         return cuts

@@ -17,39 +17,64 @@ class Finest:
 
 
 @dataclasses.dataclass(frozen=True)
-class UnitCosts:
-    """The costs of the units of a function, for `split_stages(balance=)`.
+class Units:
+    """The units of a function.
 
     Args:
-        costs: the cost of each unit, in any one unit.
         crossing: the bytes that cross from each unit, but the last, to those behind it.
         at_least: the number of units that was asked for when the function was cut.
     """
 
-    costs: tuple[float, ...]
     crossing: tuple[float, ...]
     at_least: int
 
-    def cuts(self, positions: Sequence[int], crossing: Sequence[float], stages: int) -> list[int]:
-        """Chooses the cuts that balance the costs, of those between units.
-
-        Args:
-            positions: those between units, in the function that is cut now.
-            crossing: the bytes that cross at each of them.
-            stages: the number of stages to make.
-
-        Raises:
-            ValueError: the function has other units, or fewer than stages.
-        """
+    def check(self, crossing: Sequence[float]) -> None:
+        """Raises a ValueError where a function has other units: of it, what crosses between them."""
         if tuple(crossing) != self.crossing:
             raise ValueError(
                 f"the profile is of another function, or of other shapes: it has "
-                f"{len(self.costs)} units, between which {_sizes(self.crossing)} bytes cross, and "
-                f"the function has {len(positions) + 1}, with {_sizes(crossing)}. Profile this "
-                f"function, with the arguments of a microbatch."
+                f"{len(self.crossing) + 1} units, between which {_sizes(self.crossing)} bytes "
+                f"cross, and the function has {len(crossing) + 1}, with {_sizes(crossing)}. Profile "
+                f"this function, with the arguments of a microbatch."
             )
-        cuts = _balance.balanced_cuts(self.costs, [0.0, *crossing, 0.0], stages)
-        return [positions[cut - 1] for cut in cuts]
+
+    def choose(self, num_stages: int) -> Sequence[int]:
+        """Chooses the first unit of each stage but the first."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitCosts(Units):
+    """The costs of the units of a function, for `split_stages(balance=)`.
+
+    Args:
+        crossing: the bytes that cross from each unit, but the last, to those behind it.
+        at_least: the number of units that was asked for when the function was cut.
+        costs: the cost of each unit, in any one unit.
+    """
+
+    costs: tuple[float, ...]
+
+    def choose(self, num_stages: int) -> Sequence[int]:
+        """Chooses the first unit of each stage but the first, so that costs are balanced."""
+        return _balance.balanced_cuts(self.costs, [0.0, *self.crossing, 0.0], num_stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitCuts(Units):
+    """Cuts between units of a function, for `split_stages(at=)`.
+
+    Args:
+        crossing: the bytes that cross from each unit, but the last, to those behind it.
+        at_least: the number of units that was asked for when the function was cut.
+        firsts: the first unit of each stage but the first.
+    """
+
+    firsts: tuple[int, ...]
+
+    def choose(self, num_stages: int) -> Sequence[int]:
+        """Gives the cuts."""
+        return self.firsts
 
 
 def finest_cuts(

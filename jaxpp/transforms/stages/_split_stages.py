@@ -27,7 +27,7 @@ def split_stages(
     fun: Callable[P, R],
     num_stages: int | None = None,
     *,
-    at: At | None = None,
+    at: At | _finest.UnitCuts | None = None,
     balance: _cut_balanced.Balance = "flops",
     whole: Whole | None = None,
 ) -> Callable[P, R]:
@@ -81,6 +81,8 @@ def split_stages(
         >>> [eqn.primitive.name for eqn in jaxpr.eqns]
         ['dot_general', 'tanh', 'pipeline_enter_stage', 'dot_general', 'tanh', 'reduce_sum']
     """
+    if isinstance(at, _finest.UnitCuts):
+        at, num_stages, balance = None, len(at.firsts) + 1, at
     if num_stages is not None and num_stages < 1:
         raise ValueError(f"split_stages: num_stages must be at least 1, got {num_stages}.")
     cuts = _listed(at)
