@@ -285,6 +285,8 @@ class _Search:
         while self._value(table, at, recompute)[0] > 0 and not all(recompute):
             recompute = self._recompute_more(table, at, recompute)
             at = self._climb(table, at, recompute)
+        if not self._value(table, at, recompute)[0]:
+            recompute = self._recompute_less(table, at, recompute)
         return self._candidate(name, table, at, recompute)
 
     def _climb(self, table: Table, at: tuple[int, ...], recompute: tuple[bool, ...]):
@@ -327,6 +329,23 @@ class _Search:
         chosen = max(left, key=saved)
         return tuple(again or stage == chosen for stage, again in enumerate(recompute))
 
+    def _recompute_less(self, table: Table, at: tuple[int, ...], recompute: tuple[bool, ...]):
+        """Lets stages keep their activations where there is room, those first that gain most."""
+        best = self._value(table, at, recompute)
+        while True:
+            fewer = [
+                tuple(again and stage != n for stage, again in enumerate(recompute))
+                for n in range(len(recompute))
+                if recompute[n]
+            ]
+            value, chosen = min(
+                ((self._value(table, at, own), own) for own in fewer),
+                default=(best, recompute),
+            )
+            if value >= best:
+                return recompute
+            best, recompute = value, chosen
+
     def _of_stages(self, name: str, at: tuple[int, ...], recompute: Sequence[bool]) -> list[float]:
         return [
             float(self._sums[again][name][b] - self._sums[again][name][a])
@@ -348,15 +367,26 @@ class _Search:
         return simulate(table, costs)
 
     def _peaks(self, table: Table, at: tuple[int, ...], recompute: tuple[bool, ...]):
+        """Finds the most bytes of each rank: activations, what a task needs, and what stays."""
         held = tuple(self._of_stages("activation_bytes", at, recompute))
         freed = tuple(-h for h in held)
         activations = Memory(forward=held, input_grad=0.0, weight_grad=freed, backward=freed)
         parameters = self._of_stages("parameter_bytes", at, recompute)
-        resident = [
-            self._state * sum(parameters[s] for s in {task.stage for task in own})
-            for own in table.ranks
+        # A stage that computes again has all of its activations for as long as its backward runs.
+        again = self._of_stages("activation_bytes", at, [False] * len(recompute))
+        temporary = self._profiles[0].temporary_bytes
+        needed = [
+            max(temporary[a:b]) + (whole if recomputes else 0.0)
+            for (a, b), whole, recomputes in zip(
+                itertools.pairwise(at), again, recompute, strict=True
+            )
         ]
-        return tuple(map(sum, zip(activations.peaks(table), resident, strict=True)))
+        peaks = []
+        for own, peak in zip(table.ranks, activations.peaks(table), strict=True):
+            stages = {task.stage for task in own}
+            resident = self._state * sum(parameters[s] for s in stages)
+            peaks.append(peak + resident + max(needed[s] for s in stages))
+        return tuple(peaks)
 
     def _candidate(
         self, name: str, table: Table, at: tuple[int, ...], recompute: tuple[bool, ...]

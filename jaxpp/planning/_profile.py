@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from jaxpp._program import Bundle, Role, Run
 from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
-from jaxpp.runtime.local import MpmdMesh
+from jaxpp.runtime.local import LocalStep, MpmdMesh
 from jaxpp.runtime.trace import Clocked, Key, tasks_of
 from jaxpp.schedules import GPipe, InterleavedZeroBubble, Kind, Schedule, Task
 from jaxpp.transforms import microbatch, place, schedule, split_stages, wrap_forward
@@ -38,6 +38,7 @@ class Profile(UnitCosts):
         input_grad: the time of each input gradient; 0 where there is none.
         weight_grad: the time of each weight gradient; 0 where there is none.
         activation_bytes: what each unit keeps from its forward for the backward.
+        temporary_bytes: what XLA needs beside arrays in a task of each unit.
         parameter_bytes: what each unit reads of the parameters.
 
     Example:
@@ -58,6 +59,7 @@ class Profile(UnitCosts):
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
     activation_bytes: tuple[int, ...]
+    temporary_bytes: tuple[int, ...]
     parameter_bytes: tuple[int, ...]
 
     #: The version of the file; other versions are refused.
@@ -126,16 +128,16 @@ def profile(
     eqx.filter_eval_shape(staged, *args)  # cuts, and notes where
     count = len(finest.crossing) + 1
 
-    def measured(order: Schedule) -> tuple[Bundle, dict[str, Task], dict[Key, float]]:
+    def measured(order: Schedule) -> tuple[LocalStep, dict[str, Task], dict[Key, float]]:
         local, arrays = _loaded(place(schedule(grad_fn, order), mesh), args)
         tasks, runs = tasks_of(local.bundle, "profile"), []
         for repeat in range(repeats + 1):
             clock = _OneByOne(local, tasks)
             jax.block_until_ready(local(_placed_copies(local, arrays), clock))
             runs += clock.runs if repeat else []  # the first one fills caches
-        return local.bundle, tasks, _times(local.bundle, tasks, runs)
+        return local, tasks, _times(local.bundle, tasks, runs)
 
-    bundle, tasks, whole = measured(GPipe(stages_per_rank=count))
+    step, tasks, whole = measured(GPipe(stages_per_rank=count))
     _, _, halves = measured(InterleavedZeroBubble(stages_per_rank=count))
     forward, backward, inputs, weights = (
         tuple(times.get((kind, stage), 0.0) for stage in range(count))
@@ -149,9 +151,10 @@ def profile(
         backward,
         inputs,
         weights,
-        _activations(bundle, tasks, count),
+        _activations(step.bundle, tasks, count),
+        _temporaries(step, tasks, count),
         tuple(
-            sum(a.aval.size * a.aval.dtype.itemsize for a in bundle.arguments
+            sum(a.aval.size * a.aval.dtype.itemsize for a in step.bundle.arguments
                 if a.role is Role.PARAMETER and stage in a.stages)
             for stage in range(count)
         ),
@@ -186,3 +189,14 @@ def _activations(bundle: Bundle, tasks: Mapping[str, Task], count: int) -> tuple
             else:  # the last stage comes first; what several read is the last one's
                 kept[task.stage] = sum(made.pop(slot, 0) for slot in instruction.inputs)
     return tuple(kept)
+
+
+def _temporaries(step: LocalStep, tasks: Mapping[str, Task], count: int) -> tuple[int, ...]:
+    """Finds the most bytes that a task of each stage needs beside arrays."""
+    (rank,) = step.inspect()
+    most = [0] * count
+    for instruction in step.bundle.programs[0].instructions:
+        if isinstance(instruction, Run) and (task := tasks.get(instruction.label)):
+            own = rank.temporaries[instruction.computation]
+            most[task.stage] = max(most[task.stage], own)
+    return tuple(most)
