@@ -369,17 +369,22 @@ class _Search:
     def _peaks(self, table: Table, at: tuple[int, ...], recompute: tuple[bool, ...]):
         """Finds the most bytes of each rank: activations, what a task needs, and what stays."""
         held = tuple(self._of_stages("activation_bytes", at, recompute))
-        freed = tuple(-h for h in held)
-        activations = Memory(forward=held, input_grad=0.0, weight_grad=freed, backward=freed)
         parameters = self._of_stages("parameter_bytes", at, recompute)
-        # A stage that computes again has all of its activations for as long as its backward runs.
-        again = self._of_stages("activation_bytes", at, [False] * len(recompute))
+        # A stage that computes again has all of its activations while its backward runs, and from
+        # the input gradient to the weight gradient where these are apart.
+        whole = self._of_stages("activation_bytes", at, [False] * len(recompute))
+        made = tuple(w if again else 0.0 for w, again in zip(whole, recompute, strict=True))
+        activations = Memory(
+            forward=held,
+            input_grad=made,
+            weight_grad=tuple(-h - m for h, m in zip(held, made, strict=True)),
+            backward=tuple(-h for h in held),
+        )
+        split = any(task.kind is Kind.I for own in table.ranks for task in own)
         temporary = self._profiles[0].temporary_bytes
         needed = [
-            max(temporary[a:b]) + (whole if recomputes else 0.0)
-            for (a, b), whole, recomputes in zip(
-                itertools.pairwise(at), again, recompute, strict=True
-            )
+            max(temporary[a:b]) + (0.0 if split else own)
+            for (a, b), own in zip(itertools.pairwise(at), made, strict=True)
         ]
         peaks = []
         for own, peak in zip(table.ranks, activations.peaks(table), strict=True):

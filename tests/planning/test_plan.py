@@ -1,0 +1,144 @@
+"""The plan is the fastest candidate that fits, never worse than the catalogue at an even cut."""
+
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpp
+from jaxpp.planning._plan import SCHEDULES, Candidate, _Search, choose
+from jaxpp.planning._profile import Profile
+from jaxpp.schedules import Costs, by_name, simulate
+from tests.helpers import assert_close
+
+MEBIBYTE = 1 << 20
+
+
+def profile_of(times, kept=None, parameters=None):
+    """A profile of made-up units: a forward takes a third of a unit's time."""
+    count = len(times)
+    kept = kept or (MEBIBYTE,) * count
+    third = tuple(time / 3 for time in times)
+    return Profile(
+        (1e3,) * (count - 1), count, tuple(times), third, tuple(2 * t for t in third),
+        (0.0, *third[1:]), third, tuple(kept), (0,) * count, tuple(parameters or (0,) * count),
+    )  # fmt: skip
+
+
+def recomputing(found):
+    """The same units, of which each keeps a tenth and runs its forward twice."""
+    backward = tuple(b + f for b, f in zip(found.backward, found.forward, strict=True))
+    return Profile(
+        found.crossing, found.at_least, tuple(np.add(found.forward, backward).tolist()),
+        found.forward, backward,
+        tuple(i + f if i else i for i, f in zip(found.input_grad, found.forward, strict=True)),
+        found.weight_grad, tuple(k // 10 for k in found.activation_bytes),
+        found.temporary_bytes, found.parameter_bytes,
+    )  # fmt: skip
+
+
+def search(found, ranks=4, microbatches=8, limit=math.inf, state=4.0):
+    return _Search(found, recomputing(found), ranks, microbatches, limit, state, 0.0, math.inf)
+
+
+def planned(found, limit=math.inf, schedules=SCHEDULES, **options):
+    own = search(found, limit=limit, **options)
+    ranks, count = options.get("ranks", 4), options.get("microbatches", 8)
+    return choose([own.best(name) for name in schedules], {count: found}, ranks, limit)
+
+
+def at_even_cut(found, name, ranks=4, microbatches=8):
+    """The time of a schedule whose stages have as many units."""
+    table = by_name(name).table_for_ranks(ranks, microbatches)
+    count = len(found.costs)
+    at = [round(count * n / table.num_stages) for n in range(table.num_stages + 1)]
+
+    def sums(values):
+        return tuple(sum(values[a:b]) for a, b in itertools.pairwise(at))
+
+    each = (found.forward, found.input_grad, found.weight_grad, found.backward)
+    return simulate(table, Costs(*map(sums, each))).makespan
+
+
+UNEVEN = (0.2, *(1.0,) * 14, 4.0)
+
+
+def test_a_head_that_takes_long_gets_fewer_layers_beside_it():
+    best = search(profile_of(UNEVEN)).best("1f1b")
+    assert sum(best.units) == len(UNEVEN)
+    assert best.units[-1] < best.units[0]
+    assert best.seconds < 0.85 * at_even_cut(profile_of(UNEVEN), "1f1b")
+
+
+@pytest.mark.parametrize("times", [(1.0,) * 16, UNEVEN, tuple(np.linspace(1, 3, 20))])
+def test_no_schedule_of_the_catalogue_is_faster_at_an_even_cut(times):
+    found = profile_of(times)
+    plan = planned(found)
+    assert plan.seconds <= min(at_even_cut(found, name) for name in SCHEDULES) + 1e-12
+    assert plan.lower_bound <= plan.seconds
+    assert [c.seconds for c in plan.others] == sorted(c.seconds for c in plan.others)
+    assert all(c.reason for c in plan.others)
+
+
+def test_stages_compute_again_where_activations_do_not_fit_and_only_there():
+    found = profile_of((1.0,) * 16)
+    room = planned(found, schedules=["1f1b"])
+    assert not any(room.recompute)
+    limit = max(room.peak_bytes) / 2
+    tight = planned(found, limit, schedules=["1f1b"])
+    assert tight.recompute[0] and not tight.recompute[-1]
+    assert max(tight.peak_bytes) <= limit
+    assert tight.seconds > room.seconds
+
+
+def test_where_nothing_fits_the_missing_bytes_are_named():
+    found = profile_of((1.0,) * 16, parameters=(MEBIBYTE,) * 16)
+    with pytest.raises(ValueError, match=r"nothing fits into 1\.0 MiB a rank: .* MiB more\. Use"):
+        planned(found, MEBIBYTE)
+
+
+def test_more_ranks_than_units_are_an_error():
+    with pytest.raises(ValueError, match="8 stages, but the function has 4 units"):
+        planned(profile_of((1.0,) * 4), schedules=["1f1b"], ranks=8)
+
+
+def test_a_plan_is_saved_and_loaded(tmp_path):
+    plan, path = planned(profile_of(UNEVEN)), tmp_path / "plan.json"
+    plan.save(path)
+    assert jaxpp.Plan.load(path) == plan
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"jaxpp_plan": 9}))
+    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 1"):
+        jaxpp.Plan.load(path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="is no plan; make one: jaxpp.plan"):
+        jaxpp.Plan.load(path)
+
+
+def test_a_plan_says_what_it_chose_and_why_the_others_lost():
+    shown = str(planned(profile_of(UNEVEN)))
+    assert "by any schedule" in shown and "units of each stage" in shown
+    assert "slower, bubble" in shown
+    assert Candidate("1f1b", 8).seconds == math.inf
+
+
+def test_a_plan_is_applied_with_the_transforms():
+    def loss_fn(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    weights = list(jax.random.normal(jax.random.key(0), (6, 8, 8)) / 2)
+    x = jax.random.normal(jax.random.key(1), (16, 8))
+    options = dict(ranks=2, schedules=["1f1b", "zb_h1"], at_least=6, repeats=1)
+    plan = jaxpp.plan(loss_fn, weights, x, microbatches=[2, 4], **options)
+    staged = jaxpp.split_stages(loss_fn, at=plan.cuts)
+    staged = jaxpp.wrap_forward(staged, policy=plan.policy)
+    grad_fn = jaxpp.microbatch(jax.value_and_grad(staged), plan.microbatches)
+    step = jaxpp.place(jaxpp.schedule(grad_fn, plan.order), jaxpp.MpmdMesh((2,)))
+    assert_close(jaxpp.gather(step(weights, x)), jax.value_and_grad(loss_fn)(weights, x))
+    with pytest.raises(ValueError, match="3 microbatches do not divide the 16 examples"):
+        jaxpp.plan(loss_fn, weights, x, microbatches=3, **options)
