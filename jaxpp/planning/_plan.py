@@ -312,7 +312,7 @@ class _Search:
         return over, self._timeline(table, at, recompute).makespan
 
     def _recompute_more(self, table: Table, at: tuple[int, ...], recompute: tuple[bool, ...]):
-        """Lets the stage compute again that saves most for its time, on the rank that needs most."""
+        """Lets the stage compute again that saves most bytes, on the rank that holds most."""
         peaks = self._peaks(table, at, recompute)
         worst = max(range(len(peaks)), key=peaks.__getitem__)
         own = {task.stage for task in table.ranks[worst]}

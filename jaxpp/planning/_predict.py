@@ -268,8 +268,8 @@ def _check_memory(prediction: Prediction, limit: float | Sequence[float]) -> Non
             held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds if n)
             raise ValueError(
                 f"predict: rank {rank} needs {format_bytes(peak.total)} in {peak.running}, "
-                f"{peak.seconds:.3g} s after the start, {format_bytes(peak.total - most)} more than its "
-                f"limit of {format_bytes(most)}: {held}. Compute activations again "
+                f"{peak.seconds:.3g} s after the start, {format_bytes(peak.total - most)} more than "
+                f"its limit of {format_bytes(most)}: {held}. Compute activations again "
                 f"(wrap_forward(f, policy=jax.checkpoint_policies.nothing_saveable)), take a "
                 f"schedule that holds fewer microbatches or more of them that are smaller, or "
                 f"split what is there all the time (zero1=, zero3=, more ranks)."

@@ -29,13 +29,13 @@ class Units:
     at_least: int
 
     def check(self, crossing: Sequence[float]) -> None:
-        """Raises a ValueError where a function has other units: of it, what crosses between them."""
+        """Raises a ValueError where other bytes cross between the units of a function."""
         if tuple(crossing) != self.crossing:
             raise ValueError(
                 f"the profile is of another function, or of other shapes: it has "
                 f"{len(self.crossing) + 1} units, between which {_sizes(self.crossing)} bytes "
-                f"cross, and the function has {len(crossing) + 1}, with {_sizes(crossing)}. Profile "
-                f"this function, with the arguments of a microbatch."
+                f"cross, and the function has {len(crossing) + 1}, with {_sizes(crossing)}. "
+                f"Profile this function, with the arguments of a microbatch."
             )
 
     def choose(self, num_stages: int) -> Sequence[int]:
