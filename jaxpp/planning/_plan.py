@@ -62,6 +62,11 @@ class Plan(Candidate):
         crossing: the bytes that cross between units.
         lower_bound: a time that no order of tasks beats at these units and this many ranks.
         others: the best candidate of each other schedule and number of microbatches, fastest first.
+
+    Example:
+        >>> plan = Plan("1f1b", 8, (3, 2), (True, False), 0.5, 0.2, (3e9, 2e9))
+        >>> plan.cuts.firsts, list(plan.policy), plan.order
+        ((3,), [0], OneFOneB())
     """
 
     at_least: int = 0
@@ -172,6 +177,19 @@ def plan(
     Raises:
         ValueError: nothing fits into the limit, with the bytes that are missing; there are more
             ranks than units; or a number of microbatches does not divide the batch.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(weights, x):
+        ...     for w in weights:
+        ...         x = jnp.tanh(x @ w)
+        ...     return jnp.mean(x)
+        >>> weights, x = [jnp.eye(8) for _ in range(4)], jnp.ones((16, 8))
+        >>> options = dict(at_least=4, schedules=["1f1b"], repeats=1)
+        >>> found = jaxpp.plan(loss, weights, x, ranks=2, microbatches=4, **options)
+        >>> sum(found.units), found.schedule
+        (4, '1f1b')
+        >>> staged = jaxpp.split_stages(loss, at=found.cuts)
     """
     candidates: list[Candidate] = []
     shared: dict[int, Profile] = {}

@@ -112,6 +112,15 @@ def predict(
         TypeError: `step` is not a placed function.
         ValueError: the step has no scheduled loop or several; the measurement has not all of its
             tasks; there is no device of that name; or a rank needs more than its limit.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> loss = jaxpp.wrap_forward(lambda w, x: jnp.mean((x @ w) ** 2))
+        >>> grad = jaxpp.microbatch(jax.grad(loss), 2)
+        >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()))
+        >>> found = jaxpp.predict(step, jnp.eye(2), jnp.ones((4, 2)), costs="h100")
+        >>> found.peaks[0].bytes["parameters"]
+        16
     """
     compiled = _compiled(step, args)
     bundle, tasks = compiled.bundle, tasks_of(compiled.bundle, "predict")
@@ -268,8 +277,8 @@ def _check_memory(prediction: Prediction, limit: float | Sequence[float]) -> Non
             held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds if n)
             raise ValueError(
                 f"predict: rank {rank} needs {format_bytes(peak.total)} in {peak.running}, "
-                f"{peak.seconds:.3g} s after the start, {format_bytes(peak.total - most)} more than "
-                f"its limit of {format_bytes(most)}: {held}. Compute activations again "
+                f"{peak.seconds:.3g} s after the start, {format_bytes(peak.total - most)} more "
+                f"than its limit of {format_bytes(most)}: {held}. Compute activations again "
                 f"(wrap_forward(f, policy=jax.checkpoint_policies.nothing_saveable)), take a "
                 f"schedule that holds fewer microbatches or more of them that are smaller, or "
                 f"split what is there all the time (zero1=, zero3=, more ranks)."

@@ -117,6 +117,17 @@ def profile(
 
     Raises:
         ValueError: `repeats` is below 1, or the function cannot be cut.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(weights, x):
+        ...     for w in weights:
+        ...         x = jnp.tanh(x @ w)
+        ...     return jnp.mean(x)
+        >>> weights, x = [jnp.eye(8) for _ in range(4)], jnp.ones((16, 8))
+        >>> found = jaxpp.profile(loss, weights, x, at_least=4, repeats=1)
+        >>> all(time > 0 for time in found.forward)
+        True
     """
     if repeats < 1:
         raise ValueError(f"profile needs repeats of at least 1, got {repeats}.")
