@@ -92,15 +92,14 @@ def memory_ratio(step: Any, args: Any) -> float:
 
 def main(_: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", _RANKS.value)
-    mesh, rows = jaxpp.MpmdMesh((_RANKS.value,)), []
+    mesh, rows = jaxpp.MpmdMesh((_RANKS.value,)), list[dict[str, Any]]()
     print(f"{'program':14}{'schedule':20}{'remat':7}{'memory':>8}{'time':>8}{'from first':>12}")
     for name, remat in itertools.product(_PROGRAMS.value, _REMAT.value):
         first = None
         for schedule in _SCHEDULES.value:
-            fields = dict(ranks=_RANKS.value, schedule=schedule, remat=remat) | PROGRAMS[name]
-            config = Config(**fields)
-            step, _ = train_lm.make_pipeline(config, mesh)
-            batch = next(train_lm.training_batches(config, data.load()))
+            config = Config(**PROGRAMS[name], ranks=_RANKS.value, schedule=schedule, remat=remat)
+            step = train_lm.make_pipeline(config, mesh)[0]
+            batch: Any = next(train_lm.training_batches(config, data.load()))
             args = (*train_lm.initial_state(config), *batch)
             row: dict[str, Any] = {"program": name, "schedule": schedule, "remat": remat}
             if "memory" in _PARTS.value:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +61,9 @@ def at_even_cut(found, name, ranks=4, microbatches=8):
     def sums(values):
         return tuple(sum(values[a:b]) for a, b in itertools.pairwise(at))
 
-    each = (found.forward, found.input_grad, found.weight_grad, found.backward)
-    return simulate(table, Costs(*map(sums, each))).makespan
+    whole, halves = (found.forward, found.backward), (found.input_grad, found.weight_grad)
+    (forward, backward), (inputs, weights) = map(sums, whole), map(sums, halves)
+    return simulate(table, Costs(forward, inputs, weights, backward)).makespan
 
 
 UNEVEN = (0.2, *(1.0,) * 14, 4.0)
@@ -133,7 +135,7 @@ def test_a_plan_is_applied_with_the_transforms():
 
     weights = list(jax.random.normal(jax.random.key(0), (6, 8, 8)) / 2)
     x = jax.random.normal(jax.random.key(1), (16, 8))
-    options = dict(ranks=2, schedules=["1f1b", "zb_h1"], at_least=6, repeats=1)
+    options: dict[str, Any] = dict(ranks=2, schedules=["1f1b", "zb_h1"], at_least=6, repeats=1)
     plan = jaxpp.plan(loss_fn, weights, x, microbatches=[2, 4], **options)
     staged = jaxpp.split_stages(loss_fn, at=plan.cuts)
     staged = jaxpp.wrap_forward(staged, policy=plan.policy)
