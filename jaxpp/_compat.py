@@ -24,6 +24,7 @@ from jax._src import (
     util,
     xla_bridge,
 )
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax._src.state import AbstractRef, discharge
 from jax.core import Tracer
 from jax.experimental import serialize_executable
@@ -285,6 +286,16 @@ def is_tracer(value) -> bool:
 def is_tracing() -> bool:
     """Tells whether the current computation runs inside a JAX transformation."""
     return not core.trace_state_clean()
+
+
+def writes_jaxpr() -> bool:
+    """Tells whether the current computation is written to a jaxpr, at once or in the end.
+
+    It is not where values are known: outside of transformations, and in `jax.grad` or `jax.vmap` of
+    a call with arrays.
+    """
+    traces = core.unsafe_get_trace_stack(core.trace_ctx.trace)
+    return any(isinstance(trace, DynamicJaxprTrace) for trace in traces)
 
 
 def is_jit_disabled() -> bool:

@@ -5,6 +5,7 @@ names and source lines survive.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -126,6 +127,32 @@ def run(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
         literal_array(v) if is_literal(v) else x
         for v, x in zip(jaxpr.jaxpr.outvars, results, strict=True)
     ]
+
+
+def run_compiled(fun: Callable[..., Any], *args: Any) -> Any:
+    """Evaluates a function of pytrees; outside transformations, equal programs share an executable.
+
+    `jax.jit` would know the function by its identity, and so compile a new function of each call
+    anew. Here it is traced at each call, so that it sees what Python has by then.
+    """
+    if _compat.is_tracing() or _compat.is_jit_disabled():
+        return fun(*args)
+    traced = trace(fun, args)
+    program = _Program(structure(traced.jaxpr), traced.jaxpr)
+    return traced.rebuild(_compiled(program)(*traced.inputs))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A jaxpr that equals those of the same structure; it keeps alive what the structure names."""
+
+    structure: Any
+    jaxpr: jex.ClosedJaxpr = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(program: _Program) -> Callable[..., list[Any]]:
+    return jax.jit(functools.partial(run, program.jaxpr))
 
 
 def read(atoms: Iterable[Any], values: Mapping[Any, Any]) -> list[Any]:
@@ -447,7 +474,11 @@ def structure(jaxpr, *, differentiable: bool = False) -> Any:
         )
         for eqn in inside.eqns
     )
-    consts = tuple(id(c) for c in _compat.constants_of(jaxpr))
+    # An array of JAX never changes, one of NumPy may.
+    consts = tuple(
+        id(c) if isinstance(c, jax.Array) else _hashable(c, differentiable)
+        for c in _compat.constants_of(jaxpr)
+    )
     return head, body, tuple(map(atom, inside.outvars)), consts
 
 

@@ -36,18 +36,21 @@ def loop_over_slices(
     loop = _Loop(jaxpr, roles, operators, count)
     # The gradient of a value that a slice carries to the next is known only after the last slice.
     if CARRY in roles or not loop.scalars:
-        return loop.recomputed
-    differentiable = jax.custom_vjp(loop.plain)
+        return functools.partial(_jaxprs.run_compiled, loop.recomputed)
+    differentiable = jax.custom_vjp(functools.partial(_jaxprs.run_compiled, loop.plain))
 
     def forward(*primals):
         inputs = [p.value for p in primals]
         active = [i for i, p in enumerate(primals) if p.perturbed and _is_inexact(p.value)]
-        outputs, gradients = loop.with_gradients(inputs, active)
+        run = functools.partial(loop.with_gradients, active=active)
+        outputs, gradients = _jaxprs.run_compiled(run, inputs)
         return outputs, (inputs, gradients)
 
     def backward(residuals, cotangents):
-        inputs, gradients = residuals
         given = {k: ct for k, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)}
+        return _jaxprs.run_compiled(pull_back, *residuals, given)
+
+    def pull_back(inputs, gradients, given):
         result: list[Any] = [None] * len(inputs)
         parts = [(i, given[k] * g) for (k, i), g in gradients.items() if k in given]
         parts += loop.gradients(inputs, {k: ct for k, ct in given.items() if k not in loop.scalars})

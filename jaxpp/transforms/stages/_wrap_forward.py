@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jaxpp import _jaxprs, _primitives
+from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._typing import P, R
 from jaxpp.transforms.stages import _marks, _stages
 
@@ -72,7 +72,10 @@ def wrap_forward(
             stage = functools.partial(_run_stage, part.jaxpr)
         else:
             stage = jax.checkpoint(functools.partial(_jaxprs.run, part.jaxpr), policy=own)
-        return _marks.call_stage(stage, k, stages.num_stages, _jaxprs.read(part.inputs, values))
+        inputs = _jaxprs.read(part.inputs, values)
+        if not _compat.writes_jaxpr():  # nothing is there to outline; a new call would be compiled
+            return stage(*inputs)
+        return _marks.call_stage(stage, k, stages.num_stages, inputs)
 
     return _stages.run_in_stages(fun, _stages.decision_of(fun), run_stage)
 

@@ -178,7 +178,9 @@ def _abstract(*avals, **params):
     return jaxpr.out_avals, jaxpr.jaxpr.effects
 
 
-loop_p.def_impl(lambda *xs, **params: jax.jit(lambda *xs: run_as_scan(*xs, **params))(*xs))
+loop_p.def_impl(
+    lambda *xs, **params: _jaxprs.run_compiled(functools.partial(run_as_scan, **params), *xs)
+)
 loop_p.def_effectful_abstract_eval(_abstract)
 mlir.register_lowering(loop_p, mlir.lower_fun(run_as_scan, multiple_results=True))
 
