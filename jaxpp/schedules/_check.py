@@ -33,10 +33,11 @@ def check(
     """Checks that a table is complete, consistent, free of deadlock, and fits in memory.
 
     Each stage has a forward of each microbatch, and a backward, whole (`B`) or in halves (`I` and
-    `W`), unless the table is forward only. All tasks of a stage are on one rank, or on one for each
-    direction. Each task is there once, after the tasks that it depends on. A task that overlaps is
-    followed by one of another stage or microbatch, which does not wait for it. Deadlocks are found
-    by running the ranks' orders against each other.
+    `W`), unless the table is forward only; it may have a recomputation (`R`) between the two. All
+    tasks of a stage are on one rank, or on one for each direction. Each task is there once, after
+    the tasks that it depends on. A task that overlaps is followed by one of another stage or
+    microbatch, which does not wait for it. Deadlocks are found by running the ranks' orders against
+    each other.
 
     Args:
       table: the table.
@@ -285,11 +286,21 @@ def _place_for(order: Sequence[Task], missing: Task) -> int:
 
 def _check_rank_orders(table: Table, rows: _Rows) -> None:
     """Checks the tasks of one stage and microbatch against each other, on their rank."""
-    before = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
-    for (kind, stage), row in rows.items():
-        if kind is Kind.F:
-            continue
-        for n, need in zip(row, rows[before[kind], stage], strict=True):
+    before = {
+        Kind.F: (),
+        Kind.R: (Kind.F,),
+        Kind.B: (Kind.F, Kind.R),
+        Kind.I: (Kind.F, Kind.R),
+        Kind.W: (Kind.I,),
+    }
+    pairs = [
+        (row, rows[need, stage])
+        for (kind, stage), row in rows.items()
+        for need in before[kind]
+        if (need, stage) in rows
+    ]
+    for row, needs in pairs:
+        for n, need in zip(row, needs, strict=True):
             if 0 <= n < need:
                 (rank, place), (_, other) = _locate(table, n), _locate(table, need)
                 task, needed = table.ranks[rank][place], table.ranks[rank][other]

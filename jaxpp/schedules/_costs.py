@@ -15,6 +15,16 @@ Link = float | Callable[[int, int], float]
 
 _Model = TypeVar("_Model", "Costs", "Memory")
 
+#: For each kind of task, the field of a model that has its value, and the kinds whose values add up
+#: to it where the field is None.
+_FIELDS: Mapping[Kind, tuple[str, tuple[Kind, ...]]] = {
+    Kind.F: ("forward", ()),
+    Kind.I: ("input_grad", ()),
+    Kind.W: ("weight_grad", ()),
+    Kind.B: ("backward", (Kind.I, Kind.W)),
+    Kind.R: ("recompute", (Kind.F,)),
+}
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -29,6 +39,7 @@ class Costs:
       input_grad: the time of an `I`.
       weight_grad: the time of a `W`.
       backward: the time of a `B`; by default that of its two halves.
+      recompute: the time of an `R`; by default that of the `F`.
       overlapped: the time of two tasks that run together; by default the sum of theirs.
       latency: the time that a transfer takes whatever its size.
       bandwidth: the bytes that a link moves in one unit of time.
@@ -46,6 +57,7 @@ class Costs:
     input_grad: Cost = 1.0
     weight_grad: Cost = 1.0
     backward: Cost | None = None
+    recompute: Cost | None = None
     overlapped: Callable[[Task, Task], float] | None = None
     latency: Link = 0.0
     bandwidth: Link = math.inf
@@ -63,13 +75,14 @@ class Costs:
         >>> Costs.measured({(Kind.F, 0): 2.0, (Kind.B, 0): 5.0}).of(Task(Kind.B, 0, 7))
         5.0
         """
-        num_stages = 1 + max((stage for _, stage in times), default=-1)
-        each = {
-            kind: tuple(float(times.get((kind, stage), 0.0)) for stage in range(num_stages))
-            for kind in Kind
+        stages = range(1 + max((stage for _, stage in times), default=-1))
+        there = {kind for kind, _ in times}
+        each: dict[str, Any] = {
+            name: tuple(float(times.get((kind, stage), 0.0)) for stage in stages)
+            for kind, (name, parts) in _FIELDS.items()
+            if kind in there or not parts
         }
-        whole = each[Kind.B] if any(kind is Kind.B for kind, _ in times) else None
-        return Costs(each[Kind.F], each[Kind.I], each[Kind.W], whole, **links)  # pyright: ignore
+        return Costs(**each, **links)
 
     def of(self, task: Task) -> float:
         """Gives the time of a task.
@@ -77,17 +90,7 @@ class Costs:
         Raises:
           ValueError: the cost is negative, not finite, or has no number for the task's stage.
         """
-        match task.kind:
-            case Kind.F:
-                return _evaluate(self.forward, task, "forward")
-            case Kind.I:
-                return _evaluate(self.input_grad, task, "input_grad")
-            case Kind.W:
-                return _evaluate(self.weight_grad, task, "weight_grad")
-        if self.backward is not None:
-            return _evaluate(self.backward, task, "backward")
-        halves = (dataclasses.replace(task, kind=kind) for kind in (Kind.I, Kind.W))
-        return sum(self.of(half) for half in halves)
+        return _of(self, task)
 
     def together(self, first: Task, second: Task) -> float:
         """Gives the time of two tasks that run together.
@@ -149,13 +152,16 @@ class Memory:
     """A memory model: each task adds to its rank's memory (above 0) or frees some (below 0).
 
     All changes are in any one unit. A task adds at its start, and frees at its end. The default
-    counts activations: one from the `F` of a stage and microbatch to its `W` or `B`.
+    counts activations: one from the `F` of a stage and microbatch to its `W` or `B`. Where the
+    table has an `R` for them, the `F` frees at its end what the `R` adds again.
 
     Args:
       forward: the change by an `F`.
       input_grad: the change by an `I`.
       weight_grad: the change by a `W`.
       backward: the change by a `B`; by default that of its two halves.
+      recompute: the change by an `R`; by default that of the `F`. Less leaves what the stage keeps
+        of its inputs.
 
     >>> from jaxpp.schedules import Kind, Task
     >>> Memory(forward=3.0, input_grad=-1.0, weight_grad=-2.0).of(Task(Kind.B, 0, 0))
@@ -166,20 +172,11 @@ class Memory:
     input_grad: Cost = 0.0
     weight_grad: Cost = -1.0
     backward: Cost | None = None
+    recompute: Cost | None = None
 
     def of(self, task: Task) -> float:
         """Gives the change by a task."""
-        match task.kind:
-            case Kind.F:
-                return _evaluate(self.forward, task)
-            case Kind.I:
-                return _evaluate(self.input_grad, task)
-            case Kind.W:
-                return _evaluate(self.weight_grad, task)
-        if self.backward is not None:
-            return _evaluate(self.backward, task)
-        halves = (dataclasses.replace(task, kind=kind) for kind in (Kind.I, Kind.W))
-        return sum(self.of(half) for half in halves)
+        return _of(self, task)
 
     def divided(self, stages_per_rank: int) -> "Memory":
         """Gives the memory of one stage, from that of a rank with several equal stages.
@@ -206,8 +203,7 @@ class Memory:
         While two tasks overlap, the rank holds what both add.
         """
         order = table.ranks[rank]
-        changes = of_each(self, order)
-        added = [max(change, 0.0) for change in changes]
+        added, freed = zip(*self.changes(table, rank), strict=True) if order else ((), ())
         total, held = 0.0, []
         joined = False
         for n, task in enumerate(order):
@@ -217,9 +213,25 @@ class Memory:
             else:
                 joined = task in table.overlaps and n + 1 < len(order)
                 held.append(total + added[n] + (added[n + 1] if joined else 0.0))
-            if not table.forward_only:
-                total += changes[n]
+            total += added[n] + freed[n]
         return held
+
+    def changes(self, table: Table, rank: int) -> list[tuple[float, float]]:
+        """Gives what each task of a rank adds at its start, and what it changes at its end.
+
+        >>> tasks = (Task(Kind.F, 0, 0), Task(Kind.R, 0, 0), Task(Kind.B, 0, 0))
+        >>> Memory(forward=3.0, recompute=2.0).changes(Table((tasks,), 1, 1), 0)
+        [(3.0, -2.0), (2.0, 0.0), (0.0, -1.0)]
+        """
+        order = table.ranks[rank]
+        changes = []
+        for task, change in zip(order, of_each(self, order), strict=True):
+            dropped = 0.0
+            if task in table.dropped:
+                again = dataclasses.replace(task, kind=Kind.R)
+                dropped = change if table.forward_only else self.of(again)
+            changes.append((max(change, 0.0), min(change, 0.0) - dropped))
+        return changes
 
 
 def _divided(model: _Model, count: int) -> _Model:
@@ -232,8 +244,8 @@ def _divided(model: _Model, count: int) -> _Model:
             return lambda task: cost(task) / count
         return tuple(each / count for each in cost)
 
-    names = ("forward", "input_grad", "weight_grad", "backward")
-    return dataclasses.replace(model, **{name: part(getattr(model, name)) for name in names})
+    each = {name: part(getattr(model, name)) for name, _ in _FIELDS.values()}
+    return dataclasses.replace(model, **each)
 
 
 def of_each(model: Costs | Memory, tasks: Sequence[Task]) -> list[float]:
@@ -242,8 +254,7 @@ def of_each(model: Costs | Memory, tasks: Sequence[Task]) -> list[float]:
     >>> of_each(Memory(), [Task(Kind.F, 0, 0), Task(Kind.B, 0, 0)])
     [1.0, -1.0]
     """
-    given = (model.forward, model.input_grad, model.weight_grad, model.backward)
-    if any(callable(cost) for cost in given):
+    if any(callable(getattr(model, name)) for name, _ in _FIELDS.values()):
         return [model.of(task) for task in tasks]
     known: dict[tuple[Kind, int], float] = {}
     values = []
@@ -254,6 +265,15 @@ def of_each(model: Costs | Memory, tasks: Sequence[Task]) -> list[float]:
             value = known[key] = model.of(task)
         values.append(value)
     return values
+
+
+def _of(model: Costs | Memory, task: Task) -> float:
+    """Evaluates a model for a task: its own field, or those of the kinds that stand in for it."""
+    name, parts = _FIELDS[task.kind]
+    cost = getattr(model, name)
+    if cost is not None:
+        return _evaluate(cost, task, name if isinstance(model, Costs) else "")
+    return sum(_of(model, dataclasses.replace(task, kind=kind)) for kind in parts)
 
 
 def _evaluate(cost: Cost, task: Task, name: str = "") -> float:

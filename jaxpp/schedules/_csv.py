@@ -20,7 +20,7 @@ def to_csv(table: Table) -> str:
     Each row is a rank, each cell a task: `2F5` is the forward of microbatch 5 on stage 2; `B` is a
     full backward, `I` and `W` its halves; tasks that overlap share a cell, `(0F1;7B0)OVERLAP_F_B`.
     The format has no clock, and does not have the table's placement or stage inputs. Torch itself
-    reads only tables that have each stage on one rank.
+    reads only tables that have each stage on one rank, and no `R`, which it does not know.
 
     Args:
       table: the table.
@@ -113,7 +113,7 @@ def _read(action: str, where: str) -> list[Task]:
     if not action or (match and _IMPLIED.fullmatch(match[2])):
         return []
     raise ValueError(
-        f"{action!r} in {where} is no action of torch's; write the stage, a kind of F, B, I and W, "
-        f'and the microbatch, as "2F5", two that overlap as "(0F1;7B0)OVERLAP_F_B", or nothing '
+        f"{action!r} in {where} is no action of torch's; write the stage, a kind of F, B, I, W and "
+        f'R, and the microbatch, as "2F5", two that overlap as "(0F1;7B0)OVERLAP_F_B", or nothing '
         f"for an idle step."
     )

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._table import Kind, Table, Task
 
-_OURS = re.compile(r"([FBIW])(\d+)\.(\d+)")
-_TORCH = re.compile(r"(\d+)([FBIW])(\d+)")
+_STAGE_FIRST = re.compile(rf"(\d+)([{''.join(Kind)}])(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +140,10 @@ def _task(task: Task | str, where: str) -> Task:
     if isinstance(task, Task):
         return task
     if isinstance(task, str):
-        if match := _OURS.fullmatch(task.strip()):
-            kind, stage, microbatch = match.groups()
-            return Task(Kind(kind), int(stage), int(microbatch))
-        if match := _TORCH.fullmatch(task.strip()):
-            stage, kind, microbatch = match.groups()
-            return Task(Kind(kind), int(stage), int(microbatch))
+        stage_last = _STAGE_FIRST.sub(r"\2\1.\3", task.strip())
+        if found := Task.from_text(stage_last):
+            return found
     raise ValueError(
-        f"{task!r} {where} is no task; write a Task, or a kind of F, B, I and W with its stage and "
-        f'microbatch, as "F2.5" or, stage first, "2F5".'
+        f"{task!r} {where} is no task; write a Task, or a kind of F, B, I, W and R with its stage "
+        f'and microbatch, as "F2.5" or, stage first, "2F5".'
     )

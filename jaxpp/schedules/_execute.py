@@ -23,10 +23,11 @@ def stage_dependencies(
 ) -> Dependencies:
     """Gives the dependencies of a table's tasks from the graph of its stages.
 
-    `F` needs the `F` of each stage that it reads from. `B` and `I` need the `F` of their own stage.
-    They also need the backward of each stage that reads from theirs: its `B`, or its `I` where it
-    is split. `W` needs the `I` of its own stage. Where some microbatches have a `B` and others an
-    `I`, the form that the table does not have for a microbatch is no dependency.
+    `F` needs the `F` of each stage that it reads from. `B` and `I` need the `F` of their own stage,
+    or its `R`, which needs that `F`. They also need the backward of each stage that reads from
+    theirs: its `B`, or its `I` where it is split. `W` needs the `I` of its own stage. Where some
+    microbatches have a `B` and others an `I`, or some an `R` and others none, the form that the
+    table does not have for a microbatch is no dependency.
 
     Args:
       table: the table.
@@ -48,13 +49,18 @@ def stage_dependencies(
     for producer, consumer in dict.fromkeys(edges):
         producers.setdefault(consumer, []).append(producer)
         consumers.setdefault(producer, []).append(consumer)
-    backwards = [kind for kind in (Kind.B, Kind.I) if kind in table.kinds]
+    forwards, backwards = (
+        [kind for kind in forms if kind in table.kinds]
+        for forms in ((Kind.F, Kind.R), (Kind.B, Kind.I))
+    )
     needs: dict[tuple[Kind, int], tuple[tuple[Kind, int], ...]] = {}
     for stage in range(table.num_stages):
         needs[Kind.F, stage] = tuple((Kind.F, s) for s in producers.get(stage, ()))
         after = tuple((kind, s) for s in consumers.get(stage, ()) for kind in backwards)
-        needs[Kind.B, stage] = needs[Kind.I, stage] = ((Kind.F, stage), *after)
+        own = tuple((kind, stage) for kind in forwards)
+        needs[Kind.B, stage] = needs[Kind.I, stage] = (*own, *after)
         needs[Kind.W, stage] = ((Kind.I, stage),)
+        needs[Kind.R, stage] = ((Kind.F, stage),)
     return needs
 
 
@@ -125,11 +131,14 @@ def _rows(tasks: Sequence[Task], num_microbatches: int) -> dict[tuple[Kind, int]
 
 
 def _choices(needs: Sequence[tuple[Kind, int]]) -> list[list[tuple[Kind, int]]]:
-    """Groups the needs of a task by input: a stage's `B` and `I` are two forms of one input."""
+    """Groups the needs of a task by input: a stage's `B` and `I` are two forms of one input.
+
+    So are its `F` and its `R`, of which the later one counts where both are there.
+    """
     choices: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
+    form = {Kind.I: Kind.B, Kind.R: Kind.F}
     for kind, stage in needs:
-        backward = kind in (Kind.B, Kind.I)
-        choices.setdefault((Kind.B if backward else kind, stage), []).append((kind, stage))
+        choices.setdefault((form.get(kind, kind), stage), []).append((kind, stage))
     return list(choices.values())
 
 

@@ -3,14 +3,17 @@
 import dataclasses
 import enum
 import functools
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
 class Kind(enum.StrEnum):
-    """The kind of a task: `F` forward, `B` full backward, `I` and `W` its two halves.
+    """The kind of a task: `F` forward, `B` full backward, `I` and `W` its halves, `R` recompute.
 
     `I` gives the cotangents of a stage's inputs, which the stage before waits for; `W` gives the
-    gradients of its weights, which nothing waits for. `B` is `I`, then `W`.
+    gradients of its weights, which nothing waits for. `B` is `I`, then `W`. `R` computes the
+    activations again that the backward reads: the `F` of its stage and microbatch drops them.
 
     >>> Kind("F") is Kind.F, str(Kind.W)
     (True, 'W')
@@ -20,6 +23,10 @@ class Kind(enum.StrEnum):
     B = "B"
     I = "I"  # noqa: E741
     W = "W"
+    R = "R"
+
+
+_TASK = re.compile(rf"([{''.join(Kind)}])(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,16 @@ class Task:
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.microbatch}"
+
+    @staticmethod
+    def from_text(text: str) -> "Task | None":
+        """Reads a task as it prints; gives None where the text is no task.
+
+        >>> Task.from_text("F2.5"), Task.from_text("update")
+        (Task(kind=<Kind.F: 'F'>, stage=2, microbatch=5), None)
+        """
+        match = _TASK.fullmatch(text)
+        return Task(Kind(match[1]), int(match[2]), int(match[3])) if match else None
 
     def describe(self) -> str:
         """Names the task in full, for an error message.
@@ -165,17 +182,57 @@ class Table:
         )
         return dataclasses.replace(self, ranks=ranks, overlaps=frozenset())
 
+    def with_recomputation(self, which: Callable[[Task], bool]) -> "Table":
+        """Gives the same table with an `R` right before the backward of some forwards.
+
+        Of two tasks that overlap, the `R` of the second comes before both.
+
+        Args:
+          which: tells for an `F` whether its activations are dropped and computed again.
+
+        >>> tasks = (Task(Kind.F, 0, 0), Task(Kind.F, 0, 1), Task(Kind.B, 0, 0), Task(Kind.B, 0, 1))
+        >>> table = Table((tasks,), num_stages=1, num_microbatches=2)
+        >>> print(*table.with_recomputation(lambda task: task.microbatch == 0).ranks[0])
+        F0.0 F0.1 R0.0 B0.0 B0.1
+        """
+        ranks = []
+        for order in self.ranks:
+            tasks: list[Task] = []
+            for task in order:
+                first, again = (dataclasses.replace(task, kind=kind) for kind in (Kind.F, Kind.R))
+                if task.kind in (Kind.B, Kind.I) and again not in self.tasks and which(first):
+                    joined = bool(tasks) and tasks[-1] in self.overlaps
+                    tasks.insert(len(tasks) - joined, again)
+                tasks.append(task)
+            ranks.append(tuple(tasks))
+        return dataclasses.replace(self, ranks=tuple(ranks))
+
     @functools.cached_property
     def forward_only(self) -> bool:
         """Tells whether the table has no backward at all."""
         return self.kinds <= {Kind.F}
 
+    @functools.cached_property
+    def dropped(self) -> frozenset[Task]:
+        """Every `F` whose activations are dropped at its end.
+
+        An `R` computes them again, or, in a table that is forward only, nothing reads them.
+
+        >>> tasks = (Task(Kind.F, 0, 0), Task(Kind.R, 0, 0), Task(Kind.B, 0, 0))
+        >>> print(*Table((tasks,), num_stages=1, num_microbatches=1).dropped)
+        F0.0
+        """
+        if self.forward_only:
+            return self.tasks
+        again = (task for task in self.tasks if task.kind is Kind.R)
+        return frozenset(Task(Kind.F, task.stage, task.microbatch) for task in again)
+
     def peak_in_flight(self) -> tuple[int, ...]:
         """Counts the activations that each rank holds at its peak.
 
         An activation is all that one stage keeps of one microbatch, from its `F` to its `B` or `W`.
-        A table that is forward only keeps it no longer than the `F`. Where a rank has `v` stages,
-        the activations of each count: divide by `v` for whole microbatches.
+        One that is dropped counts during the `F`, and again from the `R` on. Where a rank has `v`
+        stages, the activations of each count: divide by `v` for whole microbatches.
 
         Returns:
           For each rank, the largest number of (stage, microbatch) pairs held at once.
@@ -184,14 +241,13 @@ class Table:
         >>> OneFOneB().table(num_stages=4, num_microbatches=8).peak_in_flight()
         (4, 3, 2, 1)
         """
-        if self.forward_only:
-            return tuple(min(len(tasks), 1) for tasks in self.ranks)
-        return tuple(_peak(tasks) for tasks in self.ranks)
+        return tuple(_peak(tasks, self.dropped) for tasks in self.ranks)
 
 
-def _peak(tasks: tuple[Task, ...]) -> int:
+def _peak(tasks: tuple[Task, ...], dropped: frozenset[Task]) -> int:
     held = peak = 0
     for task in tasks:
-        held += {Kind.F: 1, Kind.I: 0, Kind.B: -1, Kind.W: -1}[task.kind]
+        held += {Kind.F: 1, Kind.R: 1, Kind.I: 0, Kind.B: -1, Kind.W: -1}[task.kind]
         peak = max(peak, held)
+        held -= task in dropped
     return peak

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from jaxpp import _html
 from jaxpp._program import Bundle, Program, Role, Run
 from jaxpp.runtime.executor._analysis import Analysis, Inspected
-from jaxpp.runtime.executor._memory import array_bytes, held_bytes, is_task, over_time
+from jaxpp.runtime.executor._memory import array_bytes, held_bytes, over_time
+from jaxpp.schedules import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +191,7 @@ def _collectives(
             continue
         own = Counter({f"{kind} over {axes}": n for (kind, axes), n in found.items()})
         counted += own
-        if is_task(run.label):
+        if Task.from_text(run.label):
             # Two loops of a step may have a task of one name.
             task = run.label.split(".")[0]
             in_tasks[task] = in_tasks.get(task, Counter()) | own

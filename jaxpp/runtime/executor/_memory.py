@@ -10,6 +10,7 @@ from typing import Any
 from jaxpp._program import Bundle, Free, Receive, Role, Run, Send
 from jaxpp._specs import Spec, axis_sizes
 from jaxpp.runtime.executor._executor import interleave
+from jaxpp.schedules import Task
 
 #: The kinds of bytes: arguments by their role, and what a step makes.
 KINDS = ("parameters", "optimizer", "batch", "other", "accumulators", "activations", "messages",
@@ -144,7 +145,7 @@ class _Ledger:
 
     def run(self, run: Run, start: float, end: float) -> None:
         """Takes and drops what a run takes and drops."""
-        number, task = run.computation, is_task(run.label)
+        number, task = run.computation, Task.from_text(run.label)
         computation = self._computations[number]
         for i in computation.donated:
             if run.inputs[i] in self._live:
@@ -193,11 +194,6 @@ def array_bytes(aval: Any, spec: Spec, sizes: Mapping[str, int]) -> int:
     """Gives the bytes of an array on one device."""
     parts = math.prod(sizes[axis] for entry in spec for axis in entry)
     return aval.size * getattr(aval.dtype, "itemsize", 4) // parts
-
-
-def is_task(label: str) -> bool:
-    """Tells whether a run is a task of a microbatch: `F0.3`."""
-    return label[:1] in "FBIW" and label[1:2].isdigit()
 
 
 def spec_of(specs: Sequence[Spec], n: int) -> Spec:

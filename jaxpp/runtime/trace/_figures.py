@@ -1,6 +1,5 @@
 """Figures from the clocked tasks of a step: medians, transfers, timelines."""
 
-import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -30,8 +29,8 @@ def tasks_of(bundle: Bundle, caller: str) -> dict[str, Task]:
     labels = [i.label for p in bundle.programs for i in p.instructions if isinstance(i, Run)]
     found = {}
     for label in labels:
-        if match := re.fullmatch(r"([FBIW])(\d+)\.(\d+)", label):
-            found[label] = Task(Kind(match[1]), int(match[2]), int(match[3]))
+        if task := Task.from_text(label):
+            found[label] = task
     twice = [label for label, count in Counter(labels).items() if count > 1 and label in found]
     if twice:
         raise ValueError(

@@ -30,6 +30,7 @@ STYLES: Mapping[Kind, Style] = {
     Kind.B: Style("backward", _colour("#2e8b4b"), _colour("#addcb0")),
     Kind.I: Style("input gradient", _colour("#a82e5e"), _colour("#f0b4c0")),
     Kind.W: Style("weight gradient", _colour("#dba032"), _colour("#fae294")),
+    Kind.R: Style("recompute", _colour("#6b4fa0"), _colour("#cfc0ea")),
 }
 
 

@@ -128,14 +128,11 @@ class Timeline:
     def memory_over_time(self, rank: int) -> list[tuple[float, float]]:
         """Gives the memory that a rank holds over time: (time, held) pairs where it changes."""
         changes: dict[float, list[float]] = {}
-        dropped = self.table.forward_only
-        for task, start, end in zip(
-            self.table.ranks[rank], self.starts[rank], self.ends[rank], strict=True
-        ):
-            change = self.memory.of(task)
-            changes.setdefault(start if change > 0 else end, []).append(change)
-            if dropped:
-                changes.setdefault(end, []).append(-change)
+        each = self.memory.changes(self.table, rank)
+        for own, *times in zip(each, self.starts[rank], self.ends[rank], strict=True):
+            for change, time in zip(own, times, strict=True):
+                if change:
+                    changes.setdefault(time, []).append(change)
         held, steps = self.machine.held(self.num_ranks)[rank], []
         for time, here in sorted(changes.items()):
             held += sum(here)

@@ -18,6 +18,7 @@ import numpy as np
 from jaxpp import _compat, _jaxprs, _primitives, schedules
 from jaxpp._program import Argument
 from jaxpp._specs import Spec, replicated
+from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.place._segments import is_segment
 from jaxpp.transforms.stages import stage_of_call
@@ -226,28 +227,34 @@ class _Builder:
         table, length = tasks.table, tasks.table.num_microbatches
         known = self._operands_of(eqn, number)
         results = dict(zip(tasks.results(), eqn.outvars, strict=True))
-        lifted = {body: _jaxprs.lift_arrays(_whole(body.jaxpr)) for body in tasks.bodies}
-        bodies = {
-            body: self._body_of(body, lifted[body][0], known, length) for body in tasks.bodies
-        }
+        each = (*tasks.bodies, *tasks.recomputations)
+        lifted = {body: _jaxprs.lift_arrays(_whole(body.jaxpr)) for body in each}
+        bodies = {body: self._body_of(body, lifted[body][0], known, length) for body in each}
         several = tasks.num_directions > 1
         taken = table.direction_of if several else (0,) * length
         between: dict[tuple[int, int], Value] = {}
+        again: dict[tuple[int, int, int], Value] = {}  # what a stage computes again for itself
         for _, task in schedules.execution_order(table, tasks.dependencies):
             body = tasks.body(task, taken[task.microbatch])
             if body is None:
                 continue
             mb = length - 1 - task.microbatch if eqn.params["reverse"] else task.microbatch
             inputs = [
-                between[mb, r.index] if r.source == "value" else known[r] for r in body.inputs
-            ]
+                again.get((mb, r.index, body.stage)) or between[mb, r.index]
+                if r.source == "value" else known[r]
+                for r in body.inputs
+            ]  # fmt: skip
             inputs += map(self._operand, lifted[body][1])
             if _is_indexed(body):
                 inputs.append(self._number(np.int32(mb)))
             outputs = []
             for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
                 if ref.source == "value":
-                    value = between[mb, ref.index] = Value(v.aval, "edge", str(task))
+                    value = Value(v.aval, "edge", str(task))
+                    if task.kind is Kind.R:
+                        again[mb, ref.index, body.stage] = value
+                    else:
+                        between[mb, ref.index] = value
                 else:
                     if ref.source == "y":
                         inputs.append(known[ref])

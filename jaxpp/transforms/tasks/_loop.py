@@ -88,19 +88,41 @@ class LoopTasks:
 
     @functools.cached_property
     def _by_kind(self) -> dict[tuple[Kind, int], TaskBody]:
-        return {(b.kind, b.stage): b for b in self.bodies}
+        return {(b.kind, b.stage): b for b in (*self.bodies, *self.recomputations)}
+
+    @functools.cached_property
+    def recomputations(self) -> tuple[TaskBody, ...]:
+        """The bodies of the tasks `R`, for the stages for which the table has some.
+
+        They are no part of `bodies`, which are all tasks of a microbatch without a schedule.
+        """
+        stages = {task.stage for task in self.table.tasks if task.kind is Kind.R}
+        again = [
+            _recomputation(body, [b for b in self.bodies if b.stage == body.stage])
+            for body in self.bodies
+            if body.kind is Kind.F and body.stage % self.num_stages in stages
+        ]
+        return tuple(body for body in again if body is not None)
 
     @functools.cached_property
     def dependencies(self) -> Dependencies:
         """For each kind and stage, the tasks of the same microbatch whose values it reads."""
-        bodies = [body for body in self.bodies if body.stage < self.num_stages]
-        makers = {r.index: b for b in bodies for r in b.outputs if r.source == "value"}
+        bodies = [
+            body for body in (*self.bodies, *self.recomputations) if body.stage < self.num_stages
+        ]
+        makers: dict[int, list[TaskBody]] = {}
+        for body in bodies:
+            for ref in body.outputs:
+                if ref.source == "value":
+                    makers.setdefault(ref.index, []).append(body)
         return {
             (body.kind, body.stage): tuple(
                 dict.fromkeys(
-                    (makers[r.index].kind, makers[r.index].stage)
-                    for r in body.inputs
-                    if r.source == "value"
+                    (maker.kind, maker.stage)
+                    for ref in body.inputs
+                    if ref.source == "value"
+                    for maker in makers[ref.index]
+                    if maker.kind is not Kind.R or maker.stage == body.stage
                 )
             )
             for body in bodies
@@ -120,6 +142,35 @@ class LoopTasks:
     def of_direction(self, direction: int) -> list[TaskBody]:
         """Gives the bodies of the tasks of one direction."""
         return [b for b in self.bodies if b.stage // self.num_stages == direction]
+
+
+def _recomputation(forward: TaskBody, others: Sequence[TaskBody]) -> TaskBody | None:
+    """Makes the `R` of an `F`; None if the stage's other tasks read nothing that it can make again.
+
+    What the `F` reads from a carry, or has from an effect, it alone makes. Where there is no such
+    thing, the `R` is the same program, so that it makes the same bits.
+    """
+    eqns, invars, outvars = (
+        forward.jaxpr.eqns, forward.jaxpr.jaxpr.invars, forward.jaxpr.jaxpr.outvars
+    )  # fmt: skip
+    source = dict(zip(invars, forward.inputs, strict=True))
+    once = [v for v, ref in source.items() if ref.source == "carry"]
+    once += [v for e in eqns if e.effects for v in e.outvars]
+    kept = _jaxprs.descendants(eqns, once)
+    made = [
+        (v, ref)
+        for v, ref in zip(outvars, forward.outputs, strict=True)
+        if ref.source == "value" and not (_jaxprs.is_literal(v) or v in kept)
+    ]
+    if not {ref for _, ref in made} & {ref for body in others for ref in body.inputs}:
+        return None
+    outputs = [v for v, _ in made]
+    own = _jaxprs.needed([e for e in eqns if not e.effects], outputs)
+    part = _jaxprs.part(own, outputs, f"R{forward.stage}")
+    refs = tuple(source[v] for v in part.inputs), tuple(ref for _, ref in made)
+    return dataclasses.replace(
+        forward, kind=Kind.R, jaxpr=part.jaxpr, inputs=refs[0], outputs=refs[1]
+    )
 
 
 def run_as_scan(*operands: Any, tasks: LoopTasks, reverse: bool):
