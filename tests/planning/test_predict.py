@@ -81,6 +81,9 @@ def measured_peaks(step):
         jaxpp.schedules.GPipe(),
         jaxpp.schedules.ZeroBubbleH1(),
         jaxpp.schedules.Interleaved1F1B(2),
+        jaxpp.schedules.Recompute("1f1b"),
+        jaxpp.schedules.Recompute("gpipe", stages=[0, 2]),
+        jaxpp.schedules.Recompute("zb_h1", microbatches=range(4)),
     ],
     ids=str,
 )

@@ -36,8 +36,15 @@ def valid_size(schedule: Schedule, ranks: int, microbatches: int) -> tuple[int, 
 
 @st.composite
 def tables(draw, max_ranks: int = 6, max_microbatches: int = 16) -> Table:
-    """Tables of any schedule, of few ranks and microbatches, or as many as it needs."""
+    """Tables of any schedule, of few ranks and microbatches, or as many as it needs.
+
+    Any of its microbatches' stages may be recomputed.
+    """
     schedule = draw(st.sampled_from(SCHEDULES))
     size = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
     p, m = valid_size(schedule, *size)
-    return schedule.table(p * schedule.stages_per_rank, m)
+    table = schedule.table(p * schedule.stages_per_rank, m)
+    if table.forward_only or not draw(st.booleans()):
+        return table
+    random = draw(st.randoms(use_true_random=False))
+    return table.with_recomputation(lambda task: random.random() < 0.5)

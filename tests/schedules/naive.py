@@ -16,10 +16,13 @@ def inputs(table: Table) -> Callable[[Task], list[Task]]:
         kind, stage, i = task.kind, task.stage, task.microbatch
         if kind is Kind.F:
             return [Task(Kind.F, s, i) for s in reads[stage]]
+        if kind is Kind.R:
+            return [Task(Kind.F, stage, i)]
         if kind is Kind.W:
             return [Task(Kind.I, stage, i)]
         backwards = [Task(k, s, i) for s in readers[stage] for k in (Kind.B, Kind.I)]
-        return [Task(Kind.F, stage, i), *(task for task in backwards if task in table.tasks)]
+        forms = [*backwards, Task(Kind.R, stage, i)]
+        return [Task(Kind.F, stage, i), *(task for task in forms if task in table.tasks)]
 
     return needs
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from jaxpp.schedules import Costs, Kind, Memory, Table, Task, simulate
 from tests.schedules.catalogue import tables
 
-F, B, I, W = (Task(kind, stage=1, microbatch=5) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))  # noqa: E741
-KINDS = ("forward", "backward", "input_grad", "weight_grad")
+F, B, I, W, R = (Task(kind, stage=1, microbatch=5) for kind in Kind)  # noqa: E741
+KINDS = ("forward", "backward", "input_grad", "weight_grad", "recompute")
 
 
-@pytest.mark.parametrize("name, task", list(zip(KINDS, (F, B, I, W), strict=True)))
+@pytest.mark.parametrize("name, task", list(zip(KINDS, (F, B, I, W, R), strict=True)))
 @pytest.mark.parametrize("model", [Costs, Memory])
 @pytest.mark.parametrize(
     "given",
@@ -37,6 +37,14 @@ def test_a_whole_backward_is_its_halves_unless_it_says_otherwise():
     assert Costs(input_grad=2, weight_grad=3, backward=4).of(B) == 4
     assert Memory(input_grad=-2, weight_grad=-3).of(B) == -5
     assert Memory(backward=-4).of(B) == -4
+
+
+def test_a_recomputation_is_a_forward_unless_it_says_otherwise():
+    assert Costs(forward=lambda t: t.microbatch + 1).of(R) == Costs(recompute=(7, 6)).of(R) == 6
+    assert Costs.measured({(Kind.F, 1): 2}).of(R) == 2
+    assert Costs.measured({(Kind.F, 1): 2, (Kind.R, 1): 3}).of(R) == 3
+    assert Memory(forward=(7, 6)).of(R) == Memory(forward=7, recompute=6).of(R) == 6
+    assert Costs(recompute=3).divided(2).of(R) == Memory(recompute=3).divided(2).of(R) == 1.5
 
 
 def test_a_number_for_each_stage_is_one_for_each():
@@ -121,6 +129,13 @@ def test_what_a_task_frees_it_holds_to_its_end():
     assert memory.held(order(F, I, W), 0) == [5, 5, 2]
     assert memory.peaks(order(F, I, W)) == (5,)
     assert Memory(forward=1, input_grad=4, weight_grad=-5).held(order(F, I, W), 0) == [1, 5, 5]
+
+
+def test_what_is_recomputed_is_held_during_the_forward_and_again_from_the_recomputation():
+    memory = Memory(forward=5, input_grad=0, weight_grad=-5, recompute=4)
+    other = Task(Kind.F, stage=0, microbatch=5)
+    assert memory.held(order(F, other, R, I, W), 0) == [5, 6, 10, 10, 10]
+    assert memory.held(order(F, other, I, W), 0) == [5, 10, 10, 10]
 
 
 def test_two_that_overlap_hold_what_both_add_before_either_frees():

@@ -134,8 +134,10 @@ def test_a_table_survives_torchs_format(schedule, p, m):
 
 
 def test_the_stage_comes_first_and_pairs_share_a_cell():
-    table = from_tasks([["F0.1", "F3.2", "B0.7", "I3.2", "W2.0"]], overlaps=["F3.2"])
-    assert to_csv(table) == "0F1,(3F2;0B7)OVERLAP_F_B,3I2,2W0\n"
+    table = from_tasks([["F0.1", "F3.2", "B0.7", "R3.2", "I3.2", "W2.0"]], overlaps=["F3.2"])
+    assert to_csv(table) == "0F1,(3F2;0B7)OVERLAP_F_B,3R2,3I2,2W0\n"
+    assert from_csv(to_csv(table)) == from_tasks([["0F1", "3F2", "0B7", "3R2", "3I2", "2W0"]],
+                                                 overlaps=["3F2"])  # fmt: skip
 
 
 def test_idle_steps_and_what_follows_from_the_data_flow_are_skipped():

@@ -12,6 +12,7 @@ from jaxpp.schedules import (
     Kind,
     Memory,
     OneFOneB,
+    Recompute,
     ScheduleError,
     Table,
     Task,
@@ -69,6 +70,7 @@ def some_costs(draw_times: st.DataObject, own: Table) -> Costs:
         input_grad=times.__getitem__,
         weight_grad=times.__getitem__,
         backward=times.__getitem__,
+        recompute=times.__getitem__,
         latency=lambda a, b: latency[a, b],
         bandwidth=lambda a, b: bandwidth[a, b],
         edge_bytes=size.__getitem__,
@@ -119,7 +121,7 @@ def test_what_makes_a_critical_task_longer_makes_the_step_longer(own, overlap, d
     assert after.makespan == before.makespan + 1
 
 
-KINDS = ("forward", "input_grad", "weight_grad", "backward")
+KINDS = ("forward", "input_grad", "weight_grad", "backward", "recompute")
 
 
 @given(with_overlaps(), MODES, st.data())
@@ -278,8 +280,10 @@ def test_an_empty_table_takes_no_time():
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("cost", [*KINDS, "edge_bytes"])
 def test_a_cost_is_finite_and_not_negative(cost, bad):
-    own = (ZeroBubbleH1() if cost in ("input_grad", "weight_grad") else OneFOneB()).table(2, 2)
-    with pytest.raises(ValueError, match=f"{cost} of [FBIW].* is {bad}; a cost is a finite number"):
+    own = (ZeroBubbleH1() if cost in ("input_grad", "weight_grad") else Recompute()).table(2, 2)
+    with pytest.raises(
+        ValueError, match=f"{cost} of [FBIWR].* is {bad}; a cost is a finite number"
+    ):
         simulate(own, Costs(**{cost: bad}, latency=1))
     with pytest.raises(ValueError, match="overlapped of .* finite"):
         simulate(PAIR, Costs(overlapped=lambda a, b: bad))

@@ -49,7 +49,7 @@ def test_stages_and_directions_of_a_rank_have_slots_of_their_own():
 def test_shades_differ_and_their_numbers_are_legible():
     for slots in (1, 2, 4):
         colours = [shade(kind, slot, slots) for kind in Kind for slot in range(slots)]
-        assert len(set(colours)) == 4 * slots
+        assert len(set(colours)) == len(Kind) * slots
         for colour in colours:
             text = 1.0 if is_dark(colour) else 0.0
             light = [_linear(part) for part in colour]

@@ -110,6 +110,8 @@ def test_peak_counts_from_the_forward_to_the_weight_gradient():
     assert peak("F0", "I0", "F1", "W0", "I1", "W1") == (2,)
     assert peak("F0", "I0", "W0", "F1", "I1", "W1") == (1,)
     assert peak("F0", "B0", "F1", "B1") == (1,)
+    assert peak("F0", "F1", "R0", "B0", "B1") == (2,)
+    assert peak("F0", "F1", "R0", "B0", "R1", "B1") == (1,)
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
