@@ -8,7 +8,8 @@ Words:
     unit: equations that a cut does not divide: a layer, or a module that is called `whole`.
     rank: a program and the devices that it owns; it runs one or more stages.
     microbatch: a slice of the batch, numbered from 0.
-    task: a kind (F, B, I, W) of a stage and a microbatch: forward, backward, or its halves.
+    task: a kind (F, B, I, W, R) of a stage and a microbatch: forward, backward, or its halves, or
+        the recomputation of what the backward reads.
     table: for each rank the tasks that it runs, in order.
     schedule: a value that gives a table for a number of stages and of microbatches.
     loop: the microbatch loop; a scheduled loop has its tasks and its table.

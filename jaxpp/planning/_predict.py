@@ -11,7 +11,7 @@ from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._measure import Measurement
 from jaxpp.runtime.executor import Analysis, Inspected, held_bytes, over_time
 from jaxpp.runtime.trace import Key, dependencies_of, table_of, tasks_of
-from jaxpp.schedules import Costs, Task, Timeline, simulate
+from jaxpp.schedules import Costs, Kind, Task, Timeline, simulate
 from jaxpp.transforms.place import Compiled, Placed
 
 
@@ -213,7 +213,8 @@ def _costs_on(
 
 
 def _check_tasks(measured: Measurement, tasks: Mapping[str, Task]) -> None:
-    missing = {(t.kind, t.stage) for t in tasks.values()} - set(measured.times)
+    known = {*measured.times, *((Kind.R, s) for kind, s in measured.times if kind is Kind.F)}
+    missing = {(t.kind, t.stage) for t in tasks.values()} - known
     if missing:
         names = ", ".join(sorted(f"{kind}{stage}" for kind, stage in missing))
         raise ValueError(

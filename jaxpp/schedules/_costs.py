@@ -68,19 +68,23 @@ class Costs:
         """Makes costs from the time of each kind of task of each stage.
 
         Args:
-          times: for each kind and stage, seconds, or any unit; a kind that is missing costs 0.
+          times: for each kind and stage, seconds, or any unit. A `B` that is missing costs its
+            halves, an `R` its `F`; what is missing else costs 0.
           **links: `latency`, `bandwidth` and `edge_bytes`, where transfers count.
 
         >>> from jaxpp.schedules import Kind, Task
         >>> Costs.measured({(Kind.F, 0): 2.0, (Kind.B, 0): 5.0}).of(Task(Kind.B, 0, 7))
         5.0
         """
+
+        def time(kind: Kind, stage: int) -> float:
+            parts = sum(time(part, stage) for part in _FIELDS[kind][1])
+            return float(times.get((kind, stage), parts))
+
         stages = range(1 + max((stage for _, stage in times), default=-1))
-        there = {kind for kind, _ in times}
         each: dict[str, Any] = {
-            name: tuple(float(times.get((kind, stage), 0.0)) for stage in stages)
-            for kind, (name, parts) in _FIELDS.items()
-            if kind in there or not parts
+            name: tuple(time(kind, stage) for stage in stages)
+            for kind, (name, _) in _FIELDS.items()
         }
         return Costs(**each, **links)
 

@@ -12,7 +12,7 @@ from jaxpp.schedules._table import Table, Task
 class Recompute(Schedule):
     """A schedule whose ranks drop activations, and compute them again before the backward.
 
-    Source: Chen et al., arXiv 1604.06174, section 3, with a stage as the segment. Each `R` stands
+    Source: Chen et al., arXiv 1604.06174, section 4, with a stage as the segment. Each `R` stands
     right before its backward, as `Table.with_recomputation` puts it: a rank that waits for a
     gradient recomputes meanwhile. The rank then holds the activations of a single microbatch, and
     of the others the inputs of its stages.

@@ -131,8 +131,9 @@ def test_shapes_are_enough():
 # ---- time ---------------------------------------------------------------------------------------
 
 
-def test_a_measurement_predicts_its_own_step():
-    step = step_on(mesh_of(STAGES))
+@pytest.mark.parametrize("name", ["1f1b", "jaxpp.schedules:Recompute()"])
+def test_a_measurement_predicts_its_own_step(name):
+    step = step_on(mesh_of(STAGES), jaxpp.schedules.by_name(name))
     measured = jaxpp.measure(step, *arguments(), repeats=1)
     prediction = jaxpp.predict(step, *arguments(), costs=measured)
     assert prediction.timeline.makespan + max(measured.before) == pytest.approx(
@@ -148,6 +149,13 @@ def test_a_measurement_predicts_another_schedule_of_the_same_stages():
     gpipe = step_on(mesh_of(STAGES), jaxpp.schedules.GPipe())
     prediction = jaxpp.predict(gpipe, *arguments(), costs=measured)
     assert prediction.timeline.table.ranks == gpipe_table.ranks
+    recomputed = jaxpp.predict(
+        step_on(mesh_of(STAGES), jaxpp.schedules.Recompute("1f1b")), *arguments(), costs=measured
+    )
+    for span in recomputed.timeline.spans:  # what was not measured takes the time of its forward
+        kind = "F" if span.task.kind == "R" else span.task.kind
+        time = measured.costs.of(dataclasses.replace(span.task, kind=jaxpp.schedules.Kind(kind)))
+        assert span.end - span.start == pytest.approx(time)
     with pytest.raises(ValueError, match="no times of I1, I2, I3, W0, .* same cut"):
         halves = step_on(mesh_of(STAGES), jaxpp.schedules.ZeroBubbleH1())
         jaxpp.predict(halves, *arguments(), costs=measured)

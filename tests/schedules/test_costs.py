@@ -42,6 +42,7 @@ def test_a_whole_backward_is_its_halves_unless_it_says_otherwise():
 def test_a_recomputation_is_a_forward_unless_it_says_otherwise():
     assert Costs(forward=lambda t: t.microbatch + 1).of(R) == Costs(recompute=(7, 6)).of(R) == 6
     assert Costs.measured({(Kind.F, 1): 2}).of(R) == 2
+    assert Costs.measured({(Kind.F, 1): 2, (Kind.R, 0): 3}).of(R) == 2
     assert Costs.measured({(Kind.F, 1): 2, (Kind.R, 1): 3}).of(R) == 3
     assert Memory(forward=(7, 6)).of(R) == Memory(forward=7, recompute=6).of(R) == 6
     assert Costs(recompute=3).divided(2).of(R) == Memory(recompute=3).divided(2).of(R) == 1.5

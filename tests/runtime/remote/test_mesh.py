@@ -107,6 +107,12 @@ def test_three_steps_are_bitwise_those_of_the_local_mesh(name, ranks, ray_sessio
         chex.assert_trees_all_equal(actual[0], other[0], strict=True)
 
 
+def test_recomputations_change_no_bit(mesh_of_four):
+    schedule = jaxpp.schedules.Recompute("zb_h1", microbatches=[0, 2, 3])
+    actual = train(mesh_of_four, schedule, 4)
+    chex.assert_trees_all_equal(actual, train(local(4), SCHEDULES["zb_h1"], 4), strict=True)
+
+
 def test_a_tied_parameter_is_updated_alike_on_its_ranks(mesh_of_four):
     args: Any = start()
     expected = start()

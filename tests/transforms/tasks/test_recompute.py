@@ -139,6 +139,18 @@ def test_a_recomputation_runs_the_forward_of_its_stage():
         }
 
 
+def test_what_is_computed_again_is_dropped():
+    """Of all microbatches but one a rank keeps the inputs of its stage alone."""
+    mesh = mesh_of(LAYERS)
+    peaks = []
+    for name in ("gpipe", "jaxpp.schedules:Recompute(schedule='gpipe')"):
+        step, _ = trained(by_name(name), mesh)
+        arguments = PARAMS, OPTIMIZER.init(PARAMS), data(0)
+        prediction = jaxpp.predict(step, *arguments, costs=schedules.Costs())
+        peaks.append([peak.bytes["activations"] for peak in prediction.peaks])
+    assert all(2 * after < before for before, after in zip(*peaks, strict=True))
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_what_a_stage_carries_is_handed_on_once(optimized, name):
     """Its forward reads the state before it is replaced, and keeps what depends on it."""
