@@ -604,28 +604,28 @@ MUTATIONS = (
         "jaxpp/transforms/tasks/_loop.py",
         'once = [v for v, ref in source.items() if ref.source == "carry"]',
         "once = []",
-        ("recompute::carries",),
+        ("recompute::what_a_stage_carries_is_handed_on_once",),
     ),
     Mutation(
         "what has an effect is computed again",
         "jaxpp/transforms/tasks/_loop.py",
         "_jaxprs.needed([e for e in eqns if not e.effects], outputs)",
         "_jaxprs.needed(eqns, outputs)",
-        ("recompute::printed_once",),
+        ("recompute::what_a_stage_prints_is_printed_once",),
     ),
     Mutation(
         "a backward reads what the forward has kept though it is computed again",
         "jaxpp/transforms/place/_task_graph.py",
         "again.get((mb, r.index, body.stage)) or between",
         "between",
-        ("recompute::computed_again_is_dropped",),
+        ("recompute::what_is_computed_again_is_dropped",),
     ),
     Mutation(
         "other stages read what a stage computes again",
         "jaxpp/transforms/place/_task_graph.py",
         "again.get((mb, r.index, body.stage)) or",
         "next((v for (m, n, _), v in again.items() if (m, n) == (mb, r.index)), None) or",
-        ("recompute::same_bits",),
+        ("recompute::gradients_are_the_same_bits",),
     ),
 )
 
