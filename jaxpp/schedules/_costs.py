@@ -39,11 +39,11 @@ class Costs:
       input_grad: the time of an `I`.
       weight_grad: the time of a `W`.
       backward: the time of a `B`; by default that of its two halves.
-      recompute: the time of an `R`; by default that of the `F`.
       overlapped: the time of two tasks that run together; by default the sum of theirs.
       latency: the time that a transfer takes whatever its size.
       bandwidth: the bytes that a link moves in one unit of time.
       edge_bytes: the bytes that a task sends to each rank that reads its result.
+      recompute: the time of an `R`; by default that of the `F`.
 
     >>> from jaxpp.schedules import Kind, Task
     >>> costs = Costs(forward=2.0, input_grad=(3.0, 4.0))
@@ -57,11 +57,11 @@ class Costs:
     input_grad: Cost = 1.0
     weight_grad: Cost = 1.0
     backward: Cost | None = None
-    recompute: Cost | None = None
     overlapped: Callable[[Task, Task], float] | None = None
     latency: Link = 0.0
     bandwidth: Link = math.inf
     edge_bytes: Cost = 0.0
+    recompute: Cost | None = None
 
     @staticmethod
     def measured(times: Mapping[tuple[Kind, int], float], **links: Link | Cost) -> "Costs":
@@ -86,7 +86,7 @@ class Costs:
             name: tuple(time(kind, stage) for stage in stages)
             for kind, (name, _) in _FIELDS.items()
         }
-        return Costs(**each, **links)
+        return Costs(**each, **links)  # pyright: ignore
 
     def of(self, task: Task) -> float:
         """Gives the time of a task.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental import io_callback
 
 import jaxpp
 import jaxpp.testing
@@ -189,7 +190,7 @@ def test_a_value_from_an_effect_is_kept():
 
     def loss(ws, x):
         y = jaxpp.pipeline_enter_stage(jnp.tanh(x @ ws[0]))
-        ordered = jax.experimental.io_callback(host, y, jax.lax.stop_gradient(y))
+        ordered = io_callback(host, y, jax.lax.stop_gradient(y))
         return jnp.mean(jnp.sin(y @ ws[1]) * ordered)
 
     grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 3)
