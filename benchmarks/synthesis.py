@@ -2,11 +2,13 @@
 
 - `table5`: the bubble rate (span) on each row of Table 5 of arXiv 2401.10241 that ZB-1p or ZB-2p
   has, at the memory limit of that row, against the published one;
+- `v`: the bubble rate (span) of nine Vs of 16 to 32 ranks with the times of that table and the
+  memory of 1F1B, against ZB-V and the greedy search of its authors;
 - `optima`: the makespans that are proved optimal at F = I = W = 1;
 - `random`: instances with stages unequal by up to 20% and memory limits of p/2 to 2p microbatches a
   rank, against the best schedule of the catalogue that fits, and the lower bound.
 
-    python -m benchmarks.synthesis --figures=table5,optima,random
+    python -m benchmarks.synthesis --figures=table5,v,optima,random
 """
 
 import json
@@ -16,10 +18,10 @@ import statistics
 import tqdm
 from absl import app, flags
 
-from benchmarks.synthesis_cases import Row, instances, optima, table5
+from benchmarks.synthesis_cases import Row, instances, optima, table5, v_schedules
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("figures", ["table5", "optima", "random"], "Which figures to reproduce.")
+flags.DEFINE_list("figures", ["table5", "v", "optima", "random"], "Which figures to reproduce.")
 flags.DEFINE_string(
     "table5", "tests/schedules/data/zero_bubble_table5.csv", "The published bubble rates."
 )
@@ -39,6 +41,7 @@ def main(argv):
     search = FLAGS.evaluations, FLAGS.seed
     figures = {
         "table5": lambda: table5(FLAGS.table5, FLAGS.max_ranks, *search),
+        "v": lambda: v_schedules(FLAGS.table5, *search),
         "optima": lambda: optima(*search),
         "random": lambda: instances(
             FLAGS.instances, FLAGS.ranks, FLAGS.microbatches, FLAGS.stages_per_rank, *search

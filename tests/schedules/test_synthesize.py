@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.synthesis_cases import best_of_catalogue, published_row
-from jaxpp.schedules import Costs, Kind, Memory, OneFOneB, check, simulate, synthesize
+from benchmarks.synthesis_cases import best_of_catalogue, published_row, v_row
+from jaxpp.schedules import Costs, Kind, Memory, OneFOneB, ZeroBubbleV, check, simulate, synthesize
 from jaxpp.schedules._synthesis._bounds import lower_bound
+from jaxpp.schedules._synthesis._justify import Justifier
 from jaxpp.schedules._synthesis._list_schedule import list_schedule
 from jaxpp.schedules._synthesis._local_search import improve
 from jaxpp.schedules._synthesis._portfolio import Rules, one_at_a_time
@@ -94,7 +95,7 @@ def test_the_table_is_sound_and_between_the_bound_and_the_catalogue(case, object
 def test_the_same_seed_gives_the_same_result():
     choose = random.Random(1)
     scale = [choose.uniform(0.8, 1.2) for _ in range(8)]
-    case = Instance(Costs(scale, scale, scale), loop(8), 16, Memory(), 5)
+    case = Instance(Costs(scale, scale, scale), waves(4), 8, Memory(), 5)
     results = [case.synthesize(seed=seed) for seed in (0, 0, 1, 2, 3)]
     assert results[0] == results[1]
     assert any(result != results[0] for result in results)  # It does depend on chance.
@@ -122,6 +123,34 @@ def test_no_order_at_all_beats_the_bound(case, objective, seed):
         assert orders is not None and problem.fits(orders)
         times = evaluate(problem, orders)
         assert times is not None and times.value >= lower_bound(problem) * (1 - 1e-9)
+
+
+@given(instances(), st.sampled_from(["wall", "span"]), st.integers(0, 100))
+@settings(max_examples=30)
+def test_justified_orders_are_sound_and_no_worse(case, objective, seed):
+    problem = case.problem(objective)
+    choose = random.Random(seed)
+    rules = Rules(problem, lower_bound(problem))
+    start = list_schedule(problem, rules.near(choose.choice(rules.grid()), choose))
+    assert start is not None
+    before = evaluate(problem, start)
+    assert before is not None
+    orders = Justifier(problem).improve(start, before)
+    check(problem.to_table(orders))
+    assert problem.fits(orders)
+    after = evaluate(problem, orders)
+    assert after is not None and after.value <= before.value
+
+
+def test_justification_brings_scattered_idle_time_together():
+    """ZB-V waits in each round of its end; moved late and early again, it is proved optimal."""
+    case = Instance(Costs(30, 30, 20, latency=1).divided(2), waves(3), 8, Memory(7, -4, -3), 42)
+    problem = case.problem("span")
+    start = problem.to_orders(ZeroBubbleV().table(6, 8))
+    before = evaluate(problem, start)
+    assert before is not None and before.value == 8 * 80 + 30
+    after = evaluate(problem, Justifier(problem).improve(start, before))
+    assert after is not None and after.value == lower_bound(problem) == 8 * 80 + 22
 
 
 @given(instances(), st.integers(0, 100))
@@ -172,6 +201,14 @@ def test_the_exact_solver_proves_the_optimum_of_v_min():
 def test_at_or_below_the_published_bubble_rate(row):
     result = published_row(row)
     assert result["found"] <= result["published"]
+
+
+@pytest.mark.parametrize(("p", "m"), [(8, 24), pytest.param(32, 128, marks=pytest.mark.slow)])
+def test_a_v_is_no_worse_than_the_greedy_search_of_zb_v_and_proved_optimal(p, m):
+    row = next(row for row in ROWS if row["model"] == "28.3B")
+    result = v_row(row, p, m, evaluations=100)
+    assert result["good"] and result["found"] < result["ZB-V"]
+    assert result["gap"] < 1e-9
 
 
 @pytest.mark.parametrize("limit", [4.0, 6.0, 8.0])

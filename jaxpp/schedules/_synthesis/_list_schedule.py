@@ -32,8 +32,10 @@ class Rule:
     patience: float = math.inf
 
 
-def list_schedule(problem: Problem, rule: Rule) -> list[list[int]] | None:
+def list_schedule(problem: Problem, rule: Rule, most: float = math.inf) -> list[list[int]] | None:
     """Schedules all tasks in the order of time, each rank by the rule; None if ranks get stuck.
+
+    It gives up, too, where a rank has been idle for so long that the value is more than `most`.
 
     A forward runs only if the rank's memory allows it. After it, the rank must still be able to end
     the microbatches that it has begun one after the other, oldest first, in the memory that is left
@@ -46,12 +48,19 @@ def list_schedule(problem: Problem, rule: Rule) -> list[list[int]] | None:
     limits, num_ranks = problem.limits, problem.num_ranks
     views = _views(problem, rule)
     room_for = [_forwards(problem, rank) for rank in range(num_ranks)]
+    # Up to this much, there is room for one more microbatch: any forward is safe.
+    ample_room = [
+        limit - sum(a for _, a in own) for limit, own in zip(limits, room_for, strict=True)
+    ]
     done = [0] * len(problem.ops)
     pending = [len(pairs) for pairs in problem.remote]
     arrival = [0.0] * len(time)
     free, held = [0.0] * num_ranks, [0.0] * num_ranks
     begun, busy = [0.0] * num_ranks, [0.0] * num_ranks
     orders: list[list[int]] = [[] for _ in range(num_ranks)]
+    # A rank's work may begin late: that counts for the makespan, and not for its span.
+    late = float(problem.objective == "wall")
+    ample = [most - sum(sum(time[op * m : op * m + m]) for op in own) for own in problem.rank_ops]
     events = [(0.0, rank) for rank in range(num_ranks)]
     while events:
         now, rank = heapq.heappop(events)
@@ -80,7 +89,11 @@ def list_schedule(problem: Problem, rule: Rule) -> list[list[int]] | None:
                     if i - done[backward] >= window:
                         continue
                     own = room_for[rank]
-                    if len(own) > 1 and not _safe(own, op, done, limits[rank]):
+                    if (
+                        held[rank] + change[n] > ample_room[rank]
+                        and len(own) > 1
+                        and not _safe(own, op, done, limits[rank])
+                    ):
                         continue
                 if at <= now:
                     best, best_key = n, key
@@ -99,6 +112,8 @@ def list_schedule(problem: Problem, rule: Rule) -> list[list[int]] | None:
                 continue
         if not orders[rank]:
             begun[rank] = now
+        if now - (1.0 - late) * begun[rank] - busy[rank] > ample[rank]:
+            return None
         end = now + time[best]
         busy[rank] += time[best]
         done[best // m] += 1

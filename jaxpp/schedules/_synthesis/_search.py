@@ -6,10 +6,17 @@ import random
 import time
 from collections.abc import Sequence
 
+from jaxpp.schedules._synthesis._justify import Justifier
 from jaxpp.schedules._synthesis._list_schedule import Rule, list_schedule
 from jaxpp.schedules._synthesis._local_search import improve
 from jaxpp.schedules._synthesis._portfolio import Rules, one_at_a_time
-from jaxpp.schedules._synthesis._problem import Problem, evaluate
+from jaxpp.schedules._synthesis._problem import Problem, Times, evaluate
+
+#: How much worse than the best a list schedule may be; justified, it may still become the best.
+_MUCH_WORSE = 1.1
+
+#: The tasks that local search runs at most, over all tables that it evaluates.
+_MOST_WORK = 12_000_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,6 +36,7 @@ class Search:
     def __init__(self, problem: Problem, bound: float, deadline: float):
         """Starts with nothing found; the search ends at the bound, or at the deadline."""
         self.problem, self.bound, self.deadline = problem, bound, deadline
+        self.justifier = Justifier(problem)
         self.found: list[Found] = []
 
     @property
@@ -65,12 +73,26 @@ class Search:
             self.add(source, orders)
         known = sorted(self.found, key=lambda found: found.value)
         self.add("one microbatch at a time", one_at_a_time(self.problem))
+        self._justify(known)
         if self.over:
             return
         choose = random.Random(seed)
         rules = Rules(self.problem, self.bound)
         self._list_schedules(rules, known[:3], max(evaluations // 50, 1), choose)
-        self._local_searches(evaluations, choose)
+        self._justify([found for found in self.found if found.rule])
+        # Many tasks take their time, and by now little is left to gain.
+        self._local_searches(min(evaluations, _MOST_WORK // len(self.problem.time) + 1), choose)
+
+    def _justify(self, starts: Sequence[Found], most: int = 3) -> None:
+        """Justifies the best orders of a few different values."""
+        values: dict[float, Found] = {}
+        for found in sorted(starts, key=lambda found: found.value):
+            values.setdefault(found.value, found)
+        for found in list(values.values())[:most]:
+            if self.over:
+                return
+            orders = self.justifier.improve(found.orders, Times(found.value, found.ends))
+            self.add("justified " + found.source, orders)
 
     def _list_schedules(
         self, rules: Rules, known: Sequence[Found], most: int, choose: random.Random
@@ -82,7 +104,7 @@ class Search:
         for source, rule in grid:
             if self.over:
                 return
-            self.add(source, list_schedule(self.problem, rule), rule)
+            self.add(source, self._list_schedule(rule), rule)
         for n in range(most):
             ruled = sorted((f for f in self.found if f.rule), key=lambda found: found.value)[:3]
             if self.over or not ruled:
@@ -93,7 +115,11 @@ class Search:
                 rule = rules.replanned(start.orders, start.ends)
             else:
                 rule = rules.near(start.rule, choose)
-            self.add(f"list schedule, near rule {n}", list_schedule(self.problem, rule), rule)
+            self.add(f"list schedule, near rule {n}", self._list_schedule(rule), rule)
+
+    def _list_schedule(self, rule: Rule) -> list[list[int]] | None:
+        """Schedules by a rule; gives up where that is much worse than the best."""
+        return list_schedule(self.problem, rule, _MUCH_WORSE * self.best.value)
 
     def _local_searches(self, evaluations: int, choose: random.Random, rounds: int = 4) -> None:
         """Improves orders in rounds: half from the best of different values, half from the best."""
@@ -114,3 +140,4 @@ class Search:
                 deadline=self.deadline,
             )
             self.add("local search from " + start.source.removeprefix("local search from "), orders)
+            self._justify(self.found[-1:])

@@ -82,11 +82,11 @@ def synthesize(
     """Finds a table for any placement, costs and memory, and a lower bound on any table's value.
 
     A portfolio makes tables: the schedules of the catalogue with this placement, list scheduling
-    by many rules, local search from the best of these, and, where asked for, an exact solver. None
-    is over the memory limit, and the result is never worse than the best schedule of the catalogue
-    that fits. The same arguments give the same table: the number of evaluations bounds the search,
-    which ends early where it meets the lower bound. Only where `time_limit` cuts the search short
-    does the table depend on the machine.
+    by many rules, the best of these with all tasks moved late, and then early, local search from
+    the best, and, where asked for, an exact solver. None is over the memory limit, and the result
+    is never worse than the best schedule of the catalogue that fits. The same arguments give the
+    same table: the number of evaluations bounds the search, which ends early where it meets the
+    lower bound. Only where `time_limit` cuts the search short does the table depend on the machine.
 
     Tasks do not overlap here: `costs.overlapped` is not used, and the catalogue's overlapping
     pairs count as one task after the other.
@@ -100,8 +100,9 @@ def synthesize(
       objective: what to minimise: `"wall"` the makespan, `"span"` the longest span of a rank.
       stage_inputs: the stages that each stage reads from; by default the one before it.
       split_backward: whether backwards may be run as their halves.
-      evaluations: how many tables local search evaluates; of list schedules, which take about ten
-        times as long each, there are a grid of some forty and a fiftieth of this number.
+      evaluations: how many tables local search evaluates, fewer where they have more than some 6000
+        tasks; of list schedules, which take about ten times as long each, there are a grid of some
+        forty and a fiftieth of this number.
       exact: for how long to run the exact solver at the end, in its deterministic seconds; it
         suits a few hundred tasks, and needs the extra `exact`. By default not at all.
       seed: of what the search chooses at random.
