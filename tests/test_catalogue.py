@@ -15,7 +15,7 @@ import pytest
 
 import jaxpp
 from experiments.models import gpt, sliced_gpt
-from jaxpp.schedules import CATALOGUE, Kind, Schedule, Seq1F1B, Task, by_name
+from jaxpp.schedules import CATALOGUE, Kind, Recompute, Schedule, Seq1F1B, Task, by_name
 from tests.helpers import assert_close_sums, assert_same
 
 BLOCKS, WIDTH, CONTEXT, STEPS = 8, 8, 6, 2
@@ -145,6 +145,13 @@ def test_a_schedule_trains_as_one_device(name, ranks, num_microbatches):
         want = trained(step, num_microbatches)
     assert_same(got, want)
     assert_close_sums(got, plain(num_microbatches), least=1.0)
+
+
+def test_recomputations_change_no_bit():
+    """On the last rank either, whose forward accumulates the loss."""
+    grad_fn = scheduled(Recompute("zb_h1", microbatches=range(1, 8)), None, 1, 4, 8)
+    step = jaxpp.place(step_of(grad_fn), jaxpp.MpmdMesh((4,)))
+    assert_same(trained(step, 8), on_one_device(None, 4, 4, 8, True))
 
 
 @pytest.mark.slow

@@ -602,15 +602,15 @@ MUTATIONS = (
     Mutation(
         "what a forward reads from a carry is computed again",
         "jaxpp/transforms/tasks/_loop.py",
-        'once = [v for v, ref in source.items() if ref.source == "carry"]',
-        "once = []",
+        'again = ref.source == "value" and (_jaxprs.is_literal(v) or v not in stale)',
+        'again = ref.source == "value"',
         ("recompute::what_a_stage_carries_is_handed_on_once",),
     ),
     Mutation(
         "what has an effect is computed again",
         "jaxpp/transforms/tasks/_loop.py",
-        "_jaxprs.needed([e for e in eqns if not e.effects], outputs)",
-        "_jaxprs.needed(eqns, outputs)",
+        "[e for e in eqns if not (e.effects or lost & set(_jaxprs.variables(e.invars)))]",
+        "list(eqns)",
         ("recompute::what_a_stage_prints_is_printed_once",),
     ),
     Mutation(

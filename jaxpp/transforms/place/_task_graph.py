@@ -249,11 +249,11 @@ class _Builder:
                 inputs.append(self._number(np.int32(mb)))
             outputs = []
             for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
-                if ref.source == "value":
+                if ref.source in ("value", "unread"):
                     value = Value(v.aval, "edge", str(task))
-                    if task.kind is Kind.R:
+                    if ref.source == "value" and task.kind is Kind.R:
                         again[mb, ref.index, body.stage] = value
-                    else:
+                    elif ref.source == "value":
                         between[mb, ref.index] = value
                 else:
                     if ref.source == "y":
@@ -297,14 +297,15 @@ class _Builder:
         xs += [None] * (len(jaxpr.in_avals) - len(xs))
         y_avals = [known[r].aval for r in body.outputs if r.source == "y"]
         indexed = _is_indexed(body)
+        taken = "" if body.kind is Kind.R else "carry"
+        carries = tuple(i for i, r in enumerate(body.inputs) if r.source == taken)
         pattern = (
             tuple(r.source == "x" for r in body.inputs),
-            tuple(r.source == "carry" for r in body.inputs),
+            carries,
             tuple(r.source == "y" for r in body.outputs),
             tuple(str(a) for a in y_avals),
             length if indexed else None,
         )
-        carries = tuple(i for i, r in enumerate(body.inputs) if r.source == "carry")
         key = _jaxprs.structure(jaxpr), pattern
         if key in self.bodies:
             return self.bodies[key]

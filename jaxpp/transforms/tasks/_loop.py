@@ -24,8 +24,8 @@ class Ref:
     """The source of a task's input, or the target of its output.
 
     `source` is `"const"` (the same for all microbatches), `"x"` (sliced by microbatch), `"carry"`
-    (handed from a microbatch to the next), `"y"` (a result of each microbatch) or `"value"`
-    (between tasks of the same microbatch); `index` is the number among those.
+    (handed from a microbatch to the next), `"y"` (a result of each microbatch), `"value"` (between
+    tasks of the same microbatch) or `"unread"` (by no task); `index` is the number among those.
     """
 
     source: str
@@ -147,29 +147,31 @@ class LoopTasks:
 def _recomputation(forward: TaskBody, others: Sequence[TaskBody]) -> TaskBody | None:
     """Makes the `R` of an `F`; None if the stage's other tasks read nothing that it can make again.
 
-    What the `F` reads from a carry, or has from an effect, it alone makes. Where there is no such
-    thing, the `R` is the same program, so that it makes the same bits.
+    It is the same program, so that it makes the same bits; but it has no effect. What depends on a
+    carry, or comes from an effect, the `F` alone makes: of the `R` nothing reads it.
     """
-    eqns, invars, outvars = (
-        forward.jaxpr.eqns, forward.jaxpr.jaxpr.invars, forward.jaxpr.jaxpr.outvars
-    )  # fmt: skip
-    source = dict(zip(invars, forward.inputs, strict=True))
-    once = [v for v, ref in source.items() if ref.source == "carry"]
-    once += [v for e in eqns if e.effects for v in e.outvars]
-    kept = _jaxprs.descendants(eqns, once)
-    made = [
-        (v, ref)
-        for v, ref in zip(outvars, forward.outputs, strict=True)
-        if ref.source == "value" and not (_jaxprs.is_literal(v) or v in kept)
-    ]
-    if not {ref for _, ref in made} & {ref for body in others for ref in body.inputs}:
+    eqns, inputs = forward.jaxpr.eqns, forward.jaxpr.jaxpr.invars
+    source = dict(zip(inputs, forward.inputs, strict=True))
+    lost = _jaxprs.descendants(eqns, [v for e in eqns if e.effects for v in e.outvars])
+    stale = _jaxprs.descendants(eqns, [v for v, ref in source.items() if ref.source == "carry"])
+    outputs = []
+    for n, (v, ref) in enumerate(zip(forward.jaxpr.jaxpr.outvars, forward.outputs, strict=True)):
+        if _jaxprs.is_literal(v) or v not in lost:
+            again = ref.source == "value" and (_jaxprs.is_literal(v) or v not in stale)
+            outputs.append((v, ref if again else Ref("unread", n)))
+    if not {ref for _, ref in outputs} & {ref for body in others for ref in body.inputs}:
         return None
-    outputs = [v for v, _ in made]
-    own = _jaxprs.needed([e for e in eqns if not e.effects], outputs)
-    part = _jaxprs.part(own, outputs, f"R{forward.stage}")
-    refs = tuple(source[v] for v in part.inputs), tuple(ref for _, ref in made)
+    jaxpr = forward.jaxpr
+    if any(e.effects for e in eqns):
+        own = [e for e in eqns if not (e.effects or lost & set(_jaxprs.variables(e.invars)))]
+        part = _jaxprs.part(own, [v for v, _ in outputs], f"R{forward.stage}")
+        jaxpr, inputs = part.jaxpr, part.inputs
     return dataclasses.replace(
-        forward, kind=Kind.R, jaxpr=part.jaxpr, inputs=refs[0], outputs=refs[1]
+        forward,
+        kind=Kind.R,
+        jaxpr=jaxpr,
+        inputs=tuple(source[v] for v in inputs),
+        outputs=tuple(ref for _, ref in outputs),
     )
 
 
