@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp.schedules import (
+    Costs,
     DualPipe,
     ForwardOnly,
     FromTable,
@@ -21,7 +22,9 @@ from jaxpp.schedules import (
     by_name,
     check,
     simulate,
+    synthesize,
 )
+from jaxpp.schedules._synthesis._recomputation import recompute_to_fit
 from tests.schedules.catalogue import SCHEDULES, valid_size
 
 
@@ -122,3 +125,38 @@ def test_two_that_overlap_stay_together():
 def test_errors_name_the_value_and_the_way_out(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# ---- under a memory limit -----------------------------------------------------------------------
+
+
+def test_a_synthesis_may_recompute_where_that_gains():
+    costs, memory = Costs(), Memory(forward=10, weight_grad=-10, recompute=9)
+    placement, m = (0, 1, 2, 3), 8
+    kept = synthesize(costs, placement, m, memory=memory, memory_limit=20, evaluations=200)
+    again = synthesize(
+        costs, placement, m, memory=memory, memory_limit=20, evaluations=200, recompute=True
+    )
+    assert Kind.R in again.table.kinds and Kind.R not in kept.table.kinds
+    assert max(memory.peaks(again.table)) <= 20 and max(memory.peaks(kept.table)) <= 20
+    assert again.lower_bound <= again.value < kept.value
+    check(again.table, memory=memory, memory_limit=20)
+    # With room for all activations, nothing is recomputed.
+    free = synthesize(costs, placement, m, memory=memory, memory_limit=80, recompute=True)
+    assert Kind.R not in free.table.kinds
+    assert free.value == synthesize(costs, placement, m, memory=memory).value
+
+
+@given(st.sampled_from(SCHEDULES), st.floats(1, 12), st.floats(0, 1))
+def test_what_is_recomputed_to_fit_fits(schedule, limit, kept):
+    p, m = valid_size(schedule, 3, 6)
+    table = schedule.table(p * schedule.stages_per_rank, m)
+    memory = Memory(forward=1, weight_grad=-1, recompute=1 - kept)
+    fitting = recompute_to_fit(table, memory, [limit] * p)
+    if fitting is None:
+        again = Recompute(schedule).table(table.num_stages, m) if Kind.B in table.kinds else table
+        assert table.forward_only or max(memory.peaks(again)) > limit
+    else:
+        assert max(memory.peaks(fitting)) <= limit * (1 + 1e-9)
+        check(fitting)
+        assert fitting == table or max(memory.peaks(table)) > limit

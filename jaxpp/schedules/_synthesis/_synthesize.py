@@ -15,6 +15,7 @@ from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._exact import solve
 from jaxpp.schedules._synthesis._portfolio import as_graph, catalogue_tables, one_at_a_time, split
 from jaxpp.schedules._synthesis._problem import Objective, Problem, make_problem
+from jaxpp.schedules._synthesis._recomputation import recompute_to_fit
 from jaxpp.schedules._synthesis._search import Search
 from jaxpp.schedules._table import Kind, Table, Task
 
@@ -74,6 +75,7 @@ def synthesize(
     objective: Objective = "wall",
     stage_inputs: Sequence[Sequence[int]] | None = None,
     split_backward: bool = True,
+    recompute: bool = False,
     evaluations: int = 2000,
     exact: float = 0.0,
     seed: int = 0,
@@ -100,6 +102,8 @@ def synthesize(
       objective: what to minimise: `"wall"` the makespan, `"span"` the longest span of a rank.
       stage_inputs: the stages that each stage reads from; by default the one before it.
       split_backward: whether backwards may be run as their halves.
+      recompute: whether activations may be computed again: besides the tables that fit, those that
+        are best without the limit then have an `R` for what they would hold longest.
       evaluations: how many tables local search evaluates, fewer where they have more than some 6000
         tasks; of list schedules, which take about ten times as long each, there are a grid of some
         forty and a fiftieth of this number.
@@ -155,6 +159,19 @@ def synthesize(
     if both:
         results += [(name, dataclasses.replace(table, overlaps=frozenset()))
                     for name, table in tables if _fits(memory, table, limits)]  # fmt: skip
+    if recompute and min(limits) < math.inf:
+        free = synthesize(
+            costs, placement, num_microbatches, memory=memory, objective=objective,
+            stage_inputs=stage_inputs, split_backward=split_backward, evaluations=evaluations,
+            seed=seed, time_limit=max(0.0, deadline - time.monotonic()),
+        )  # fmt: skip
+        bound = min(bound, free.lower_bound)
+        for name, table in [(free.source, free.table), *tables]:
+            alone = dataclasses.replace(table, overlaps=frozenset())
+            if (split_backward or not table.splits_backward) and (
+                fitting := recompute_to_fit(alone, memory, limits)
+            ):
+                results.append((f"{name}, recomputed", fitting))
     return _best(results, costs, memory, objective, bound)
 
 
