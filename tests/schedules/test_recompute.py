@@ -22,6 +22,7 @@ from jaxpp.schedules import (
     by_name,
     check,
     simulate,
+    stage_dependencies,
     synthesize,
 )
 from jaxpp.schedules._synthesis._recomputation import recompute_to_fit
@@ -71,6 +72,12 @@ def test_a_rank_holds_one_microbatch_and_the_inputs_of_the_others():
         assert memory.peaks(some)[2] == memory.peaks(again)[2]
     # Activations are held from an I to its W, whatever made them.
     assert Recompute(ZeroBubbleH1()).table(4, 8).peak_in_flight() == (1, 2, 3, 4)
+
+
+def test_a_backward_depends_on_its_recomputation_and_that_on_its_forward():
+    needs = stage_dependencies(Recompute("1f1b").table(3, 2))
+    assert set(needs[Kind.B, 1]) == {(Kind.F, 1), (Kind.R, 1), (Kind.B, 2)}
+    assert set(needs[Kind.R, 1]) == {(Kind.F, 1)}
 
 
 def test_a_schedule_with_recomputation_is_a_value():

@@ -14,9 +14,9 @@ def recompute_to_fit(table: Table, memory: Memory, limits: Sequence[float]) -> T
     recomputed next.
 
     >>> from jaxpp.schedules import GPipe
-    >>> table = recompute_to_fit(GPipe().table(1, 3), Memory(recompute=0.75), [1.5])
+    >>> table = recompute_to_fit(GPipe().table(1, 3), Memory(recompute=0.75), [2.5])
     >>> print(*(table.ranks[0] if table else ()))
-    F0.0 F0.1 F0.2 B0.0 R0.1 B0.1 R0.2 B0.2
+    F0.0 F0.1 F0.2 B0.0 R0.1 B0.1 B0.2
     """
     chosen: set[Task] = set()
     for rank, limit in enumerate(limits):
