@@ -20,9 +20,9 @@ import optax
 from absl import app, flags
 
 import jaxpp
-from jaxpp import _jaxprs
 from benchmarks.equal_blocks import train_step_of
 from experiments.models.gpt import GPT, loss_fn
+from jaxpp import _jaxprs
 from jaxpp.transforms.place import _lower, _lower_step, _task_graph
 
 _LAYERS = flags.DEFINE_list("layers", ["8", "16", "32"], "Numbers of blocks of the GPT.")
@@ -44,9 +44,7 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float]:
 def measure(layers: int, microbatches: int) -> dict[str, Any]:
     """Measures the parts of the first call, in seconds, of the plain step and of the placed one."""
     stages, optimizer = _STAGES.value, optax.adamw(1e-3)
-    model = GPT(
-        layers=layers, width=_WIDTH.value, heads=4, context=_CONTEXT, key=jax.random.key(0)
-    )
+    model = GPT(layers=layers, width=_WIDTH.value, heads=4, context=_CONTEXT, key=jax.random.key(0))
     state = model, optimizer.init(eqx.filter(model, eqx.is_array))
     tokens = jnp.zeros((2 * microbatches, _CONTEXT + 1), jnp.int32)
 
