@@ -74,7 +74,8 @@ def _profile(row: dict[str, str]) -> tuple[Costs, Memory, float]:
 
 def _least_bubble(found: Synthesis) -> float:
     """Gives the bubble rate that no table beats, of the longest span."""
-    return 1 - (1 - found.timeline.span_bubble_fraction) * found.value / found.lower_bound
+    least = 1 - (1 - found.timeline.span_bubble_fraction) * found.value / found.lower_bound
+    return max(least, 0.0)
 
 
 def v_schedules(path: str, evaluations: int, seed: int) -> Iterator[Callable[[], Row]]:
