@@ -5,7 +5,7 @@
 
 - `memory`: for each program, schedule and policy, the most bytes of arrays that a rank's device
   holds in a step whose instructions run one after the other, over what the walk over its program
-  says: the worst rank. The local mesh holds the last two messages of a rank a little longer.
+  says: the worst rank.
 - `time`: the time of a step on the local mesh over what `predict` makes of the times that `measure`
   found, of this schedule and, for all but the first, of the first one.
 
@@ -81,7 +81,7 @@ def memory_ratio(step: Any, args: Any) -> float:
                     peaks[n] = max(peaks[n], live_bytes(device) - before[n])
 
     local(_placed_copies(local, arrays), one_by_one)
-    held = held_bytes(local.bundle)
+    held = [h for h in held_bytes(local.bundle, local.inspect()) if h.kind != "temporary"]
     predicted = [
         max(now.total() for _, now in over_time(h for h in held if h.rank == rank))
         for rank in range(len(devices))

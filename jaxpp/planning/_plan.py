@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpp.planning._predict import format_bytes
 from jaxpp.planning._profile import Profile, profile
+from jaxpp.runtime.executor import format_bytes
 from jaxpp.schedules import Costs, Kind, Memory, Schedule, Table, by_name, simulate
 from jaxpp.transforms.stages import UnitCuts
 

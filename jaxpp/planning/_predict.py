@@ -9,7 +9,7 @@ from typing import Any
 from jaxpp._program import Bundle, Run, Send
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._measure import Measurement
-from jaxpp.runtime.executor import Analysis, Inspected, held_bytes, over_time
+from jaxpp.runtime.executor import Analysis, Inspected, format_bytes, held_bytes, over_time
 from jaxpp.runtime.trace import Key, dependencies_of, table_of, tasks_of
 from jaxpp.schedules import Costs, Kind, Task, Timeline, simulate
 from jaxpp.transforms.place import Compiled, Placed
@@ -153,8 +153,7 @@ def predict(
         runs[rank].append((begin, run.label))
         return begin, end
 
-    temporaries = [own.temporaries for own in ranks]
-    held = held_bytes(bundle, when, temporaries, [own.axes for own in ranks])
+    held = held_bytes(bundle, ranks, when)
     ends = [h.end for h in held]
     memory = tuple(
         tuple(_moments([h for h in held if h.rank == rank], own)) for rank, own in enumerate(runs)
@@ -284,12 +283,3 @@ def _check_memory(prediction: Prediction, limit: float | Sequence[float]) -> Non
                 f"schedule that holds fewer microbatches or more of them that are smaller, or "
                 f"split what is there all the time (zero1=, zero3=, more ranks)."
             )
-
-
-def format_bytes(nbytes: float) -> str:
-    """Writes bytes in the largest unit of which there is at least one."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"

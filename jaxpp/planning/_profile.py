@@ -208,6 +208,6 @@ def _temporaries(step: LocalStep, tasks: Mapping[str, Task], count: int) -> tupl
     most = [0] * count
     for instruction in step.bundle.programs[0].instructions:
         if isinstance(instruction, Run) and (task := tasks.get(instruction.label)):
-            own = rank.temporaries[instruction.computation]
+            own = rank.analyses[instruction.computation].temporary_bytes
             most[task.stage] = max(most[task.stage], own)
     return tuple(most)

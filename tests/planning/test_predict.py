@@ -91,11 +91,11 @@ def test_the_peak_of_live_bytes_is_what_was_predicted(schedule, policy):
     """Of a step whose instructions run one after the other, as they are dispatched."""
     ranks = STAGES // schedule.stages_per_rank
     step = step_on(mesh_of(ranks), schedule, policy)
-    held = held_bytes(step.lower(*arguments()).bundle)
+    compiled = step.lower(*arguments()).compile()
+    held = [h for h in held_bytes(compiled.bundle, compiled.inspect()) if h.kind != "temporary"]
     for rank, peak in enumerate(measured_peaks(step)):
         predicted = max(now.total() for _, now in over_time(h for h in held if h.rank == rank))
-        # The local mesh has its constants before, and holds the last two messages a little longer.
-        assert predicted - 64 <= peak <= predicted + 2 * 4 * WIDTH * BATCH // MICROBATCHES
+        assert predicted - 64 <= peak <= predicted + 64  # the local mesh has its constants before
 
 
 def test_what_is_there_is_told_by_its_kind():

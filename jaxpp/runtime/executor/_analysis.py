@@ -33,20 +33,20 @@ class Inspected:
         devices: its devices, as JAX writes them.
         axes: the axes inside it, and their sizes.
         analyses: XLA's analysis of each computation that it runs, by the computation's number.
+        run_ahead: of how many messages, those received last, it holds the first array.
     """
 
     devices: tuple[str, ...]
     axes: Mapping[str, int]
     analyses: Mapping[int, Analysis]
-
-    @property
-    def temporaries(self) -> dict[int, int]:
-        """The temporary bytes of each computation."""
-        return {n: own.temporary_bytes for n, own in self.analyses.items()}
+    run_ahead: int = 0
 
 
 def inspect(
-    devices: Sequence[Any], axes: Mapping[str, int], executables: Sequence[Any]
+    devices: Sequence[Any],
+    axes: Mapping[str, int],
+    executables: Sequence[Any],
+    run_ahead: int = 0,
 ) -> Inspected:
     """Inspects a rank.
 
@@ -54,9 +54,10 @@ def inspect(
         devices: its devices.
         axes: the axes inside it, and their sizes.
         executables: for each computation its executable, or None where the rank does not run it.
+        run_ahead: of how many messages, those received last, it holds the first array.
     """
     analyses = {n: _analyse(own, axes) for n, own in enumerate(executables) if own is not None}
-    return Inspected(tuple(map(str, devices)), axes, analyses)
+    return Inspected(tuple(map(str, devices)), axes, analyses, run_ahead)
 
 
 def _analyse(executable: Any, axes: Mapping[str, int]) -> Analysis:

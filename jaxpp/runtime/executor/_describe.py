@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from jaxpp import _html
 from jaxpp._program import Bundle, Program, Role, Run
 from jaxpp.runtime.executor._analysis import Analysis, Inspected
-from jaxpp.runtime.executor._memory import array_bytes, held_bytes, over_time
+from jaxpp.runtime.executor._memory import array_bytes, format_bytes, held_bytes, over_time
 from jaxpp.schedules import Task
 
 
@@ -112,13 +112,13 @@ def _row(rank: RankDescription) -> tuple[str, ...]:
         str(rank.rank),
         ", ".join(map(str, rank.stages)) or "-",
         "\n".join(rank.devices),
-        f"{rank.parameters:,}\n{_size(rank.parameter_bytes)}",
-        _size(rank.optimizer_bytes),
-        _size(rank.accumulator_bytes),
-        _size(rank.activation_bytes),
-        _size(rank.temporary_bytes),
-        _size(rank.peak_bytes),
-        "\n".join(f"{to}: {_size(n)}" for to, n in rank.sent_bytes.items()) or "-",
+        f"{rank.parameters:,}\n{format_bytes(rank.parameter_bytes)}",
+        format_bytes(rank.optimizer_bytes),
+        format_bytes(rank.accumulator_bytes),
+        format_bytes(rank.activation_bytes),
+        format_bytes(rank.temporary_bytes),
+        format_bytes(rank.peak_bytes),
+        "\n".join(f"{to}: {format_bytes(n)}" for to, n in rank.sent_bytes.items()) or "-",
         "\n".join(f"{n} {kind}" for kind, n in rank.step_collectives.items()) or "-",
         "\n".join(
             f"{task}: {n} {kind}"
@@ -129,19 +129,9 @@ def _row(rank: RankDescription) -> tuple[str, ...]:
     )
 
 
-def _size(nbytes: float) -> str:
-    """Writes bytes in the largest unit of which there is at least one."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"
-
-
 def describe(bundle: Bundle, ranks: Sequence[Inspected]) -> Description:
     """Describes a step, of whose ranks each has been inspected."""
-    axes = [own.axes for own in ranks]
-    held = held_bytes(bundle, temporaries=[own.temporaries for own in ranks], sizes=axes)
+    held = held_bytes(bundle, ranks)
     peaks = [Counter[str]() for _ in ranks]
     for rank, peak in enumerate(peaks):
         for _, now in over_time(h for h in held if h.rank == rank):

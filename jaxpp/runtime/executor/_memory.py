@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxpp._program import Bundle, Free, Receive, Role, Run, Send
-from jaxpp._specs import Spec, axis_sizes
+from jaxpp._program import Bundle, Free, Program, Receive, Role, Run, Send
+from jaxpp._specs import Spec
+from jaxpp.runtime.executor._analysis import Inspected
 from jaxpp.runtime.executor._executor import interleave
 from jaxpp.schedules import Task
 
@@ -41,7 +42,7 @@ class Held:
 _Output = tuple[int, int] | None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Live:
     kind: str
     nbytes: int
@@ -49,12 +50,7 @@ class _Live:
     output: _Output = None
 
 
-def held_bytes(
-    bundle: Bundle,
-    when: When | None = None,
-    temporaries: Sequence[Mapping[int, int]] | None = None,
-    sizes: Sequence[Mapping[str, int]] | None = None,
-) -> list[Held]:
+def held_bytes(bundle: Bundle, ranks: Sequence[Inspected], when: When | None = None) -> list[Held]:
     """Finds all that the ranks hold in a step.
 
     Arguments are there from the start to the end, unless a computation takes their memory. A
@@ -63,16 +59,10 @@ def held_bytes(
 
     Args:
         bundle: the step.
+        ranks: the ranks, as `LoadedStep.inspect` gives them.
         when: when each rank runs what; by default one after the other, each for one unit.
-        temporaries: for each rank, and each computation that it runs, the bytes that the
-            computation needs beside its arguments and results; by default none.
-        sizes: for each rank the sizes of the axes inside it; by default those of the step.
     """
-    sizes = sizes or [axis_sizes(bundle.inside)] * len(bundle.programs)
-    ledgers = [
-        _Ledger(bundle, program.rank, own, (temporaries or [{}] * len(sizes))[program.rank])
-        for program, own in zip(bundle.programs, sizes, strict=True)
-    ]
+    ledgers = [_Ledger(bundle, *own) for own in zip(bundle.programs, ranks, strict=True)]
     sent: dict[int, float] = {}
     numbers = itertools.count()
     for rank, chunk in interleave(bundle.programs):
@@ -87,11 +77,8 @@ def held_bytes(
                         ledger.run(instruction, *when(rank, instruction, ledger.clock))
                 case Send(message=message):
                     sent[message.tag] = ledger.clock
-                case Receive(slots, message):
-                    specs = message.specs or ((),) * len(slots)
-                    for slot, aval, spec in zip(slots, message.avals, specs, strict=True):
-                        nbytes = array_bytes(aval, spec, ledger.sizes)
-                        ledger.receive(slot, nbytes, sent[message.tag])
+                case Receive(message=message):
+                    ledger.receive(instruction, sent[message.tag])
                 case Free(slots):
                     ledger.free(slots)
     end = max(ledger.clock for ledger in ledgers)
@@ -119,23 +106,22 @@ def over_time(held: Iterable[Held]) -> Iterator[tuple[float, Counter[str]]]:
 class _Ledger:
     """The slots of one rank that hold something, and all that has been dropped."""
 
-    def __init__(
-        self, bundle: Bundle, rank: int, sizes: Mapping[str, int], temporaries: Mapping[int, int]
-    ):
-        program = bundle.programs[rank]
+    def __init__(self, bundle: Bundle, program: Program, rank: Inspected):
         self.clock = 0.0  # of the rank: when its last run ended
-        self.sizes = sizes
-        self._computations, self._temporaries, self._rank = bundle.computations, temporaries, rank
+        self._sizes, self._analyses, self._run_ahead = rank.axes, rank.analyses, rank.run_ahead
+        self._computations, self._rank = bundle.computations, program.rank
         self._live: dict[int, _Live] = {}
         self._dropped: list[tuple[_Live, float]] = []
         self._staying: list[_Live] = []
         self._accumulators: set[_Output] = set()
+        self._recent: deque[_Live] = deque()  # the first array of each message received last
+        self._late: list[_Live] = []  # messages that are dropped before the next run
         for n, slot in program.inputs:
             own = bundle.arguments[n]
-            nbytes = array_bytes(own.aval, own.spec, sizes)
+            nbytes = array_bytes(own.aval, own.spec, rank.axes)
             self._live[slot] = _Live(_OF_ROLE[own.role], nbytes, -math.inf)
         for slot, value in program.constants:
-            self._live[slot] = _Live("other", array_bytes(value, (), sizes), -math.inf)
+            self._live[slot] = _Live("other", array_bytes(value, (), rank.axes), -math.inf)
         # The caller holds the arguments, and the mesh its constants, whatever the program frees.
         self._kept = set(self._live)
         becomes = {slot: bundle.results[n].becomes for n, slot in program.outputs}
@@ -146,6 +132,8 @@ class _Ledger:
     def run(self, run: Run, start: float, end: float) -> None:
         """Takes and drops what a run takes and drops."""
         number, task = run.computation, Task.from_text(run.label)
+        self._dropped += [(live, start) for live in self._late]
+        self._late.clear()
         computation = self._computations[number]
         for i in computation.donated:
             if run.inputs[i] in self._live:
@@ -156,17 +144,26 @@ class _Ledger:
         for o, slot in enumerate(run.outputs):
             aval, spec = computation.jaxpr.out_avals[o], spec_of(computation.out_specs, o)
             kind = "activations" if task else self._results.get(slot, "other")
-            nbytes = array_bytes(aval, spec, self.sizes)
+            nbytes = array_bytes(aval, spec, self._sizes)
             self._live[slot] = _Live(kind, nbytes, start, (number, o))
-        if nbytes := self._temporaries.get(number, 0):
+        if nbytes := self._analyses[number].temporary_bytes:
             self._dropped.append((_Live("temporary", nbytes, start), end))
         self.clock = end
 
-    def receive(self, slot: int, nbytes: int, sent: float) -> None:
-        """Takes an array of a message from another rank, which has been here since `sent`."""
+    def receive(self, receive: Receive, sent: float) -> None:
+        """Takes a message from another rank, which has been here since `sent`."""
+        slots, message = receive.slots, receive.message
         self.clock = max(self.clock, sent)
-        self._dropped.append((_Live("messages", nbytes, sent), self.clock))
-        self._live[slot] = _Live("activations", nbytes, self.clock)
+        for slot, aval, spec in zip(
+            slots, message.avals, message.specs or ((),) * len(slots), strict=True
+        ):
+            nbytes = array_bytes(aval, spec, self._sizes)
+            self._dropped.append((_Live("messages", nbytes, sent), self.clock))
+            self._live[slot] = _Live("activations", nbytes, self.clock)
+        self._recent.append(self._live[slots[0]])
+        if len(self._recent) > self._run_ahead:
+            oldest = self._recent.popleft()
+            self._late += [oldest] if oldest.kind == "messages" else []
 
     def free(self, slots: Sequence[int]) -> None:
         """Drops slots; arguments and constants stay where they are."""
@@ -175,7 +172,11 @@ class _Ledger:
                 self._kept.discard(slot)
                 self._staying.append(self._live.pop(slot))
             elif slot in self._live:
+                live = self._live[slot]
                 self._drop(slot, self.clock)
+                if live in self._recent:
+                    late = _Live("messages", live.nbytes, self.clock)
+                    self._recent[self._recent.index(live)] = late
 
     def _drop(self, slot: int, end: float) -> None:
         self._kept.discard(slot)
@@ -183,7 +184,8 @@ class _Ledger:
 
     def close(self, end: float) -> Iterator[Held]:
         """Drops what is left; gives all that there was."""
-        left = [*self._staying, *self._live.values()]
+        late = [live for live in self._recent if live.kind == "messages"]
+        left = [*self._staying, *self._late, *late, *self._live.values()]
         for live, end in [*self._dropped, *((live, end) for live in left)]:
             last = live.kind == "activations" and live.output in self._accumulators
             kind = "accumulators" if last else live.kind
@@ -194,6 +196,15 @@ def array_bytes(aval: Any, spec: Spec, sizes: Mapping[str, int]) -> int:
     """Gives the bytes of an array on one device."""
     parts = math.prod(sizes[axis] for entry in spec for axis in entry)
     return aval.size * getattr(aval.dtype, "itemsize", 4) // parts
+
+
+def format_bytes(nbytes: float) -> str:
+    """Writes bytes in the largest unit of which there is at least one."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
 
 
 def spec_of(specs: Sequence[Spec], n: int) -> Spec:

@@ -347,7 +347,7 @@ class LocalStep:
     def inspect(self) -> list[Inspected]:
         """Gives each rank's devices and axes, and XLA's analysis of what it runs."""
         return [
-            inspect(devices_of(home), sizes_of(home), executor.executables)
+            inspect(devices_of(home), sizes_of(home), executor.executables, RUN_AHEAD)
             for home, executor in zip(self.homes, self.executors, strict=True)
         ]
 
