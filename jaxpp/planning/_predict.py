@@ -10,8 +10,8 @@ from jaxpp._program import Bundle, Run, Send
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._measure import Measurement
 from jaxpp.runtime.executor import Analysis, Inspected, format_bytes, held_bytes, over_time
-from jaxpp.runtime.trace import Key, dependencies_of, table_of, tasks_of
-from jaxpp.schedules import Costs, Kind, Task, Timeline, simulate
+from jaxpp.runtime.trace import Key, Trace, dependencies_of, table_of, tasks_of
+from jaxpp.schedules import Costs, Task, Timeline, simulate
 from jaxpp.transforms.place import Compiled, Placed
 
 
@@ -85,7 +85,7 @@ class Prediction:
 def predict(
     step: Any,
     *args: Any,
-    costs: Costs | Measurement | Device | str,
+    costs: Costs | Measurement | Trace | Device | str,
     latency: float = 0.0,
     bandwidth: float = math.inf,
     memory_limit: float | Sequence[float] | None = None,
@@ -96,9 +96,9 @@ def predict(
         step: what `place` gave, with one scheduled loop; or what `lower(*args).compile()` of it
             gave.
         *args: its arguments, or `jax.ShapeDtypeStruct`s that stand for their arrays.
-        costs: the times of tasks, in seconds: those of a model; those that `measure` found, of this
-            step or of another one with the same stages; or a `Device`, or the name of one, whose
-            figures bound the times of what XLA counts.
+        costs: the times of tasks, in seconds: those of a model, such as `Plan.costs`; those that
+            `measure` or a trace found, of this step or of another one with the same stages; or a
+            `Device`, or the name of one, whose figures bound the times of what XLA counts.
         latency: the seconds that a message takes, whatever its size; a measurement and `Costs`
             have their own.
         bandwidth: the bytes of messages that go from one rank to another in a second; the same.
@@ -132,9 +132,9 @@ def predict(
     ranks: Sequence[Inspected] = compiled.inspect()
     analyses = [own.analyses for own in ranks]
     device = None
-    if isinstance(costs, Measurement):
-        _check_tasks(costs, tasks)
-        model = costs.costs
+    if isinstance(costs, Measurement | Trace):
+        model = costs.costs if isinstance(costs, Measurement) else costs.costs()
+        _check_tasks(model, tasks)
     elif isinstance(costs, Costs):
         model = costs
     else:
@@ -142,7 +142,7 @@ def predict(
         model = _costs_on(device, bundle, tasks, analyses, latency, bandwidth)
     table = table_of([_tasks_in(program, tasks) for program in bundle.programs])
     timeline = simulate(table, model, dependencies=dependencies_of(bundle, tasks))
-    around = _Around(bundle, tasks, analyses, costs if isinstance(costs, Measurement) else device)
+    around = _Around(bundle, tasks, analyses, device or _times_around(costs))
     start = max(around.before)
     spans = {span.task: (start + span.start, start + span.end) for span in timeline.spans}
     runs: list[list[tuple[float, str]]] = [[] for _ in bundle.programs]
@@ -211,15 +211,39 @@ def _costs_on(
     )
 
 
-def _check_tasks(measured: Measurement, tasks: Mapping[str, Task]) -> None:
-    known = {*measured.times, *((Kind.R, s) for kind, s in measured.times if kind is Kind.F)}
-    missing = {(t.kind, t.stage) for t in tasks.values()} - known
+def _check_tasks(measured: Costs, tasks: Mapping[str, Task]) -> None:
+    def is_known(task: Task) -> bool:
+        try:
+            return measured.of(task) > 0
+        except ValueError:  # a stage that it does not have
+            return False
+
+    missing = {(t.kind, t.stage) for t in tasks.values() if not is_known(t)}
     if missing:
         names = ", ".join(sorted(f"{kind}{stage}" for kind, stage in missing))
         raise ValueError(
             f"predict: the measurement has no times of {names}, which the step runs: it is of a "
             f"step with other stages. Measure this one, or one with the same cut."
         )
+
+
+def _times_around(source: Any) -> Sequence[tuple[float, float]]:
+    """Gives for each rank the time of what it ran before its first task, and after it."""
+    if isinstance(source, Measurement):
+        return list(zip(source.before, source.after, strict=True))
+    if not isinstance(source, Trace):
+        return []
+    call = source.typical_call
+    found = []
+    for rank in range(len(source.device_of)):
+        runs = [r for r in source.runs if r.call == call and r.rank == rank]
+        first = next((r.start for r in runs if Task.from_text(r.label)), math.inf)
+        parts = [[], []]
+        for run in runs:
+            if not Task.from_text(run.label):
+                parts[run.start > first].append(run.end - run.start)
+        found.append((sum(parts[0]), sum(parts[1])))
+    return found
 
 
 class _Around:
@@ -230,7 +254,7 @@ class _Around:
         bundle: Bundle,
         tasks: Mapping[str, Task],
         analyses: Sequence[Mapping[int, Analysis]],
-        source: Measurement | Device | None,
+        source: Device | Sequence[tuple[float, float]],
     ):
         self._analyses, self._device = analyses, source if isinstance(source, Device) else None
         self._shares: dict[tuple[int, int], float] = {}  # by rank and the identity of a run
@@ -239,10 +263,10 @@ class _Around:
             rank, runs = program.rank, [i for i in program.instructions if isinstance(i, Run)]
             first = next((n for n, r in enumerate(runs) if r.label in tasks), len(runs))
             parts = runs[:first], [r for r in runs[first:] if r.label not in tasks]
-            if isinstance(source, Measurement) and len(source.before) == len(bundle.programs):
-                for part, seconds in zip(parts, (source.before, source.after), strict=True):
+            if not isinstance(source, Device) and len(source) == len(bundle.programs):
+                for part, seconds in zip(parts, source[rank], strict=True):
                     for run in part:
-                        self._shares[rank, id(run)] = seconds[rank] / len(part)
+                        self._shares[rank, id(run)] = seconds / len(part)
             self.before.append(sum(self.seconds(rank, run) for run in parts[0]))
 
     def seconds(self, rank: int, run: Run) -> float:

@@ -1,7 +1,9 @@
 """`profile`: the times and bytes of a function's units, each measured alone on one device."""
 
 import dataclasses
+import itertools
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -17,7 +19,7 @@ from jaxpp._program import Bundle, Role, Run
 from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
 from jaxpp.runtime.local import LocalStep, MpmdMesh
 from jaxpp.runtime.trace import Clocked, Key, tasks_of
-from jaxpp.schedules import GPipe, InterleavedZeroBubble, Kind, Schedule, Task
+from jaxpp.schedules import Costs, GPipe, InterleavedZeroBubble, Kind, Schedule, Task
 from jaxpp.transforms import microbatch, place, schedule, split_stages, wrap_forward
 from jaxpp.transforms.stages import Finest, UnitCosts
 
@@ -61,6 +63,33 @@ class Profile(UnitCosts):
     activation_bytes: tuple[int, ...]
     temporary_bytes: tuple[int, ...]
     parameter_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            numbers = getattr(self, field.name)
+            for n, number in enumerate(numbers if isinstance(numbers, tuple) else ()):
+                if not 0 <= number < math.inf:
+                    raise ValueError(
+                        f"Profile: {field.name} of unit {n} is {number}; times and bytes are "
+                        f"finite and not negative. Profile the function anew."
+                    )
+
+    def costs_of(self, units: Sequence[int]) -> Costs:
+        """Gives the costs of stages that have so many units each, for `predict` or `simulate`.
+
+        Args:
+            units: the number of units of each stage.
+
+        Raises:
+            ValueError: these are not all units, or a stage has none.
+        """
+        if sum(units) != len(self.costs) or not all(n > 0 for n in units):
+            raise ValueError(
+                f"costs_of: the profile has {len(self.costs)} units, each in one stage, got stages "
+                f"of {list(units)} units."
+            )
+        at = (0, *itertools.accumulate(units))
+        return costs_of_stages([self], at, [False] * len(units))
 
     #: The version of the file; other versions are refused.
     VERSION: ClassVar[int] = 1
@@ -170,6 +199,46 @@ def profile(
             for stage in range(count)
         ),
     )  # fmt: skip
+
+
+def costs_of_stages(
+    profiles: Sequence[Profile],
+    at: Sequence[int],
+    recompute: Sequence[bool],
+    latency: float = 0.0,
+    bandwidth: float = math.inf,
+    speed: Sequence[float] | None = None,
+) -> Costs:
+    """Makes the costs of stages from those of their units.
+
+    Args:
+        profiles: the units with their activations kept, and with them computed again.
+        at: the first unit of each stage, and the number of units.
+        recompute: for each stage, whether its backward computes the activations again.
+        latency: the seconds that a message takes whatever its size.
+        bandwidth: the bytes of messages that go from one rank to another in a second.
+        speed: of each stage, over that of the device that was profiled; by default 1.
+    """
+    speed = speed or (1.0,) * len(recompute)
+
+    def of_stages(name: str) -> tuple[float, ...]:
+        return tuple(
+            sum(getattr(profiles[again], name)[a:b]) / own
+            for again, own, (a, b) in zip(recompute, speed, itertools.pairwise(at), strict=True)
+        )
+
+    edges = [*(profiles[0].crossing[cut - 1] for cut in at[1:-1]), 0.0]
+
+    def sent(task: Task) -> float:
+        return edges[task.stage] if task.kind is Kind.F else edges[task.stage - 1]
+
+    return Costs(
+        *(of_stages(name) for name in ("forward", "input_grad", "weight_grad")),
+        backward=of_stages("backward"),
+        latency=latency,
+        bandwidth=bandwidth,
+        edge_bytes=sent,
+    )
 
 
 def _times(bundle: Bundle, tasks: Mapping[str, Task], runs: Sequence[Clocked]) -> dict[Key, float]:

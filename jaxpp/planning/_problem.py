@@ -1,0 +1,355 @@
+"""The problem that a plan solves, and the search: cuts and recomputation for each schedule."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxpp.planning._profile import Profile, costs_of_stages
+from jaxpp.runtime.executor import format_bytes
+from jaxpp.schedules import (
+    CATALOGUE,
+    FromTable,
+    Machine,
+    Memory,
+    Schedule,
+    Table,
+    Timeline,
+    by_name,
+    from_csv,
+    simulate,
+    synthesize,
+    to_csv,
+)
+
+#: A table of its own, made by `synthesize` at the cut of the fastest schedule.
+SYNTHESIZED = "synthesized"
+#: The schedules that are tried by default, as `jaxpp.schedules.by_name` takes them: all of the
+#: catalogue that have a backward and keep sequences whole, deeper ones of two, and a table of its
+#: own.
+SCHEDULES = (
+    *(name for name in CATALOGUE if name not in ("forward_only", "seq1f1b")),
+    "interleaved_1f1b(stages_per_rank=4)",
+    "interleaved_zb(stages_per_rank=4)",
+    SYNTHESIZED,
+)
+#: How many cuts are tried for a schedule, at most.
+EVALUATIONS = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A schedule at the best cut that was found for it.
+
+    Args:
+        schedule: the schedule, as `jaxpp.schedules.by_name` takes it, or `"synthesized"`.
+        microbatches: their number.
+        units: the number of units of each stage, in order.
+        recompute: for each stage, whether its backward computes the activations again.
+        seconds: the time of the tasks of a step; infinite where it does not fit.
+        bubble: the share of the ranks' time in which they do nothing.
+        peak_bytes: the most that a device of each rank holds.
+        reason: why it is not the plan.
+        table: the table of a synthesized schedule, as `jaxpp.schedules.to_csv` writes it.
+    """
+
+    schedule: str
+    microbatches: int
+    units: tuple[int, ...] = ()
+    recompute: tuple[bool, ...] = ()
+    seconds: float = math.inf
+    bubble: float = 1.0
+    peak_bytes: tuple[float, ...] = ()
+    reason: str = ""
+    table: str = ""
+
+    @property
+    def order(self) -> Schedule:
+        """The schedule, for `jaxpp.schedule`."""
+        return FromTable(from_csv(self.table)) if self.table else by_name(self.schedule)
+
+
+#: Cuts, as the first unit of each stage and the number of all, and the stages that compute again.
+Choice = tuple[tuple[int, ...], tuple[bool, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """All that a plan follows from: what units take, and what the ranks are.
+
+    Args:
+        profiles: for each number of microbatches the units, with activations kept and computed
+            again.
+        ranks: the number of ranks.
+        memory_limit: the bytes that a device of a rank has.
+        state_bytes: the bytes that a rank holds for each byte of parameters.
+        latency: the seconds that a message takes whatever its size.
+        bandwidth: the bytes of messages that go from one rank to another in a second.
+        speed: the speed of each rank, over that of the device that was profiled.
+        schedules: those to choose from, as `jaxpp.schedules.by_name` takes them, and
+            `"synthesized"`.
+    """
+
+    profiles: Mapping[int, tuple[Profile, Profile]]
+    ranks: int
+    memory_limit: float
+    state_bytes: float
+    latency: float
+    bandwidth: float
+    speed: tuple[float, ...]
+    schedules: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        limits = {
+            "memory_limit": self.memory_limit, "bandwidth": self.bandwidth, "ranks": self.ranks,
+            **{f"speed of rank {rank}": own for rank, own in enumerate(self.speed)},
+        }  # fmt: skip
+        for name, value in limits.items():
+            if not value > 0:
+                raise ValueError(f"plan: the {name} is a positive number, got {value!r}.")
+        for name, value in {"latency": self.latency, "state_bytes": self.state_bytes}.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"plan: {name} is finite and not negative, got {value!r}.")
+        if len(self.speed) != self.ranks:
+            raise ValueError(
+                f"plan: speed is one number or one for each rank, got {len(self.speed)} for "
+                f"{self.ranks} ranks."
+            )
+
+    def candidates(self) -> list[Candidate]:
+        """Gives the best candidate of each schedule and number of microbatches, fastest first.
+
+        Raises:
+            ValueError: nothing fits, or no schedule can be made.
+        """
+        found = [_Search(self, count, name).best()
+                 for count in self.profiles for name in self.schedules
+                 if name != SYNTHESIZED]  # fmt: skip
+        found.sort(key=_rank_of)
+        if found[0].seconds == math.inf:
+            raise ValueError(self._why_nothing_fits(found))
+        if SYNTHESIZED in self.schedules and (more := self._synthesized(found[0])) is not None:
+            found.append(more)
+        return sorted(found, key=_rank_of)
+
+    def lower_bound(self, microbatches: int) -> float:
+        """Gives a time that no cut and no order of tasks beats, with so many microbatches."""
+        costs = self.profiles[microbatches][0].costs
+        shared = sum(costs) / sum(self.speed)
+        return microbatches * max(shared, max(costs) / max(self.speed))
+
+    def timeline(self, candidate: Candidate) -> Timeline:
+        """Simulates the tasks of a candidate, with the bytes that ranks hold."""
+        table = candidate.order.table_for_ranks(self.ranks, candidate.microbatches)
+        at = (0, *itertools.accumulate(candidate.units))
+        return _Search(self, candidate.microbatches, table=table).timeline(
+            (at, candidate.recompute)
+        )
+
+    def _synthesized(self, best: Candidate) -> Candidate | None:
+        """Makes a candidate with a table of its own at the cut of another one, if it is faster."""
+        table = best.order.table_for_ranks(self.ranks, best.microbatches)
+        if len(table.directions) > 1:
+            return None
+        search = _Search(self, best.microbatches, table=table)
+        choice = (0, *itertools.accumulate(best.units)), best.recompute
+        return search.synthesized(choice, best)
+
+    def _why_nothing_fits(self, found: Sequence[Candidate]) -> str:
+        least = min((max(c.peak_bytes) for c in found if c.peak_bytes), default=None)
+        if least is None:
+            reasons = "; ".join(dict.fromkeys(c.reason for c in found))
+            return f"plan: no schedule can be made: {reasons}"
+        kept, _ = next(iter(self.profiles.values()))
+        state = self.state_bytes * sum(kept.parameter_bytes) / self.ranks
+        alone = (
+            f" Parameters, their gradients and the optimizer's state alone take "
+            f"{format_bytes(state)} a rank."
+            if state > self.memory_limit
+            else ""
+        )
+        return (
+            f"plan: nothing fits into {format_bytes(self.memory_limit)} a rank: the leanest "
+            f"candidate needs {format_bytes(least)}, {format_bytes(least - self.memory_limit)} "
+            f"more.{alone} Use more ranks, more microbatches that are smaller, or split parameters "
+            f"and optimizer state inside a rank (zero1=, zero3=)."
+        )
+
+
+def _rank_of(candidate: Candidate) -> tuple[float, float]:
+    return candidate.seconds, max(candidate.peak_bytes, default=math.inf)
+
+
+class _Search:
+    """The search for the best cut of a schedule, and for the stages that compute again."""
+
+    def __init__(
+        self, problem: Problem, microbatches: int, name: str = "", table: Table | None = None
+    ):
+        self._problem, self._microbatches, self._name = problem, microbatches, name
+        self._profiles = problem.profiles[microbatches]
+        self._table: Any = table
+        self._known: dict[Choice, tuple[float, float]] = {}
+
+    def best(self) -> Candidate:
+        """Finds the best candidate."""
+        empty, problem = Candidate(self._name, self._microbatches), self._problem
+        schedule = by_name(self._name)
+        try:
+            self._table = schedule.table_for_ranks(problem.ranks, self._microbatches)
+        except ValueError as error:
+            return dataclasses.replace(empty, reason=str(error))
+        units, stages = len(self._profiles[0].costs), self._table.num_stages
+        if stages > units:
+            return dataclasses.replace(
+                empty, reason=f"{stages} stages, but the function has {units} units"
+            )
+        keep = (False,) * stages
+        even = tuple(round(units * n / stages) for n in range(stages + 1))
+        balanced = (0, *self._profiles[0].choose(stages), units)
+        choice = self._climb(min(((even, keep), (balanced, keep)), key=self._value))
+        while self._value(choice)[0] > 0 and not all(choice[1]):
+            choice = self._climb(self._compute_more(choice))
+        if not self._value(choice)[0]:
+            choice = self._compute_less(choice)
+        return self._candidate(choice)
+
+    def timeline(self, choice: Choice) -> Timeline:
+        """Simulates the tasks, with the bytes that ranks hold; a stage's activations as one."""
+        at, recompute = choice
+        problem, table = self._problem, self._table
+        costs = costs_of_stages(self._profiles, at, recompute, problem.latency, problem.bandwidth)
+        held = self._of_stages("activation_bytes", at, recompute)
+        # A stage that computes again has all of its activations while its backward runs, and from
+        # the input gradient to the weight gradient where these are apart.
+        whole = self._of_stages("activation_bytes", at, [False] * len(recompute))
+        made = tuple(w if again else 0.0 for w, again in zip(whole, recompute, strict=True))
+        memory = Memory(
+            forward=held,
+            input_grad=made,
+            weight_grad=tuple(-h - m for h, m in zip(held, made, strict=True)),
+            backward=tuple(-h for h in held),
+        )
+        parameters = self._of_stages("parameter_bytes", at, recompute)
+        temporary = self._profiles[0].temporary_bytes
+        split = table.splits_backward
+        needed = [
+            max(temporary[a:b]) + (0.0 if split else own)
+            for (a, b), own in zip(itertools.pairwise(at), made, strict=True)
+        ]
+        resident = []
+        for own in table.ranks:
+            stages = {task.stage for task in own}
+            state = problem.state_bytes * sum(parameters[s] for s in stages)
+            resident.append(state + max(needed[s] for s in stages))
+        machine = Machine(speed=problem.speed, resident=tuple(resident))
+        return simulate(table, costs, memory=memory, machine=machine)
+
+    def synthesized(self, choice: Choice, best: Candidate) -> Candidate | None:
+        """Makes a table of its own for a choice; None where it is not faster than the best."""
+        timeline, problem = self.timeline(choice), self._problem
+        (placement,) = self._table.directions
+        costs = costs_of_stages(
+            self._profiles, *choice, problem.latency, problem.bandwidth,
+            [problem.speed[rank] for rank in placement],
+        )  # fmt: skip
+        limits = [problem.memory_limit - held for held in timeline.machine.held(problem.ranks)]
+        try:
+            found = synthesize(
+                costs, placement, self._microbatches, memory=timeline.memory, memory_limit=limits,
+                stage_inputs=self._table.stage_inputs, evaluations=EVALUATIONS, time_limit=20.0,
+            )  # fmt: skip
+        except ValueError:  # a limit that only schedules with overlaps keep
+            return None
+        self._table = found.table
+        own = dataclasses.replace(
+            self._candidate(choice), schedule=SYNTHESIZED, table=to_csv(found.table)
+        )
+        return own if own.seconds < best.seconds * (1 - 1e-9) else None
+
+    def _climb(self, choice: Choice) -> Choice:
+        """Moves cuts as long as that helps; tries all cuts where these are few."""
+        at, recompute = choice
+        stages, units = len(at) - 1, at[-1]
+        if math.comb(units - 1, stages - 1) <= EVALUATIONS:
+            cuts = itertools.combinations(range(1, units), stages - 1)
+            return min((((0, *own, units), recompute) for own in cuts), key=self._value)
+        best, tried, improved = self._value(choice), 0, True
+        while improved and tried < EVALUATIONS:
+            improved = False
+            for other in _moved(choice[0]):
+                tried += 1
+                if (value := self._value((other, recompute))) < best:
+                    choice, best, improved = (other, recompute), value, True
+                    break
+        return choice
+
+    def _value(self, choice: Choice) -> tuple[float, float]:
+        """Gives what is over the limit, and the time: less is better."""
+        if choice not in self._known:
+            timeline = self.timeline(choice)
+            over = max(0.0, max(timeline.peak_memory) - self._problem.memory_limit)
+            self._known[choice] = over, timeline.makespan
+        return self._known[choice]
+
+    def _compute_more(self, choice: Choice) -> Choice:
+        """Lets the stage compute again that saves most bytes, on the rank that holds most."""
+        at, recompute = choice
+        peaks = self.timeline(choice).peak_memory
+        worst = max(range(len(peaks)), key=peaks.__getitem__)
+        own = {task.stage for task in self._table.ranks[worst]}
+        left = [s for s in sorted(own) if not recompute[s]]
+        left = left or [s for s, again in enumerate(recompute) if not again]
+        kept, again = (
+            self._of_stages("activation_bytes", at, [every] * len(recompute))
+            for every in (False, True)
+        )
+        chosen = max(left, key=lambda stage: kept[stage] - again[stage])
+        return at, tuple(again or stage == chosen for stage, again in enumerate(recompute))
+
+    def _compute_less(self, choice: Choice) -> Choice:
+        """Lets stages keep their activations where there is room, those first that gain most."""
+        while True:
+            at, recompute = choice
+            fewer: Iterator[Choice] = (
+                (at, tuple(again and stage != n for stage, again in enumerate(recompute)))
+                for n in range(len(recompute))
+                if recompute[n]
+            )
+            best = min(fewer, key=self._value, default=choice)
+            if self._value(best) >= self._value(choice):
+                return choice
+            choice = best
+
+    def _of_stages(self, name: str, at: Sequence[int], recompute: Sequence[bool]) -> list[float]:
+        return [
+            float(sum(getattr(self._profiles[again], name)[a:b]))
+            for again, (a, b) in zip(recompute, itertools.pairwise(at), strict=True)
+        ]
+
+    def _candidate(self, choice: Choice) -> Candidate:
+        timeline, (at, recompute) = self.timeline(choice), choice
+        peaks = timeline.peak_memory
+        over = max(peaks) - self._problem.memory_limit
+        worst = max(range(len(peaks)), key=peaks.__getitem__)
+        return Candidate(
+            self._name,
+            self._microbatches,
+            tuple(b - a for a, b in itertools.pairwise(at)),
+            recompute,
+            timeline.makespan if over <= 0 else math.inf,
+            timeline.bubble_fraction,
+            tuple(peaks),
+            f"{format_bytes(over)} more than its limit on rank {worst}" if over > 0 else "",
+        )
+
+
+def _moved(at: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Gives cuts that differ by a few units, in one cut or in a row of them."""
+    for first, step in itertools.product(range(1, len(at) - 1), (1, -1, 2, -2)):
+        for last in range(first + 1, len(at)):
+            moved = (n + step for n in at[first:last])
+            other = (*at[:first], *moved, *at[last:])
+            if all(a < b for a, b in itertools.pairwise(other)):
+                yield other
