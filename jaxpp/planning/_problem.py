@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxpp.planning._profile import Profile, costs_of_stages
 from jaxpp.runtime.executor import format_bytes
 from jaxpp.schedules import (
@@ -135,7 +137,9 @@ class Problem:
 
     def lower_bound(self, microbatches: int) -> float:
         """Gives a time that no cut and no order of tasks beats, with so many microbatches."""
-        costs = self.profiles[microbatches][0].costs
+        kept, _ = self.profiles[microbatches]
+        halves = np.add(kept.input_grad, kept.weight_grad)
+        costs = np.add(kept.forward, np.minimum(kept.backward, halves)).tolist()
         shared = sum(costs) / sum(self.speed)
         return microbatches * max(shared, max(costs) / max(self.speed))
 

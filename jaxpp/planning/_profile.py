@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -19,9 +20,12 @@ from jaxpp._program import Bundle, Role, Run
 from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
 from jaxpp.runtime.local import LocalStep, MpmdMesh
 from jaxpp.runtime.trace import Clocked, Key, tasks_of
-from jaxpp.schedules import Costs, GPipe, InterleavedZeroBubble, Kind, Schedule, Task
+from jaxpp.schedules import Costs, Interleaved1F1B, InterleavedZeroBubble, Kind, Schedule, Task
 from jaxpp.transforms import microbatch, place, schedule, split_stages, wrap_forward
 from jaxpp.transforms.stages import Finest, UnitCosts
+
+#: The microbatches of a step that is profiled, so that there are sums of gradients, too.
+MICROBATCHES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +167,10 @@ def profile(
     finest = Finest()
     staged = wrap_forward(split_stages(fun, at_least, balance=finest), policy=policy)
     axes = (None, *(0 for _ in args[1:])) if in_axes is None else in_axes
-    grad_fn = microbatch(eqx.filter_value_and_grad(staged), 1, in_axes=axes)
+    grad_fn = microbatch(eqx.filter_value_and_grad(staged), MICROBATCHES, in_axes=axes)
     mesh = MpmdMesh((1,), devices=[device or jax.devices()[0]])
     eqx.filter_eval_shape(staged, *args)  # cuts, and notes where
+    args = [_repeated(arg, axis) for arg, axis in zip(args, axes, strict=True)]
     count = len(finest.crossing) + 1
 
     def measured(order: Schedule) -> tuple[LocalStep, dict[str, Task], dict[Key, float]]:
@@ -177,7 +182,7 @@ def profile(
             runs += clock.runs if repeat else []  # the first one fills caches
         return local, tasks, _times(local.bundle, tasks, runs)
 
-    step, tasks, whole = measured(GPipe(stages_per_rank=count))
+    step, tasks, whole = measured(Interleaved1F1B(stages_per_rank=count))
     _, _, halves = measured(InterleavedZeroBubble(stages_per_rank=count))
     forward, backward, inputs, weights = (
         tuple(times.get((kind, stage), 0.0) for stage in range(count))
@@ -199,6 +204,13 @@ def profile(
             for stage in range(count)
         ),
     )  # fmt: skip
+
+
+def _repeated(arg: Any, axis: Any) -> Any:
+    """Makes a batch of microbatches that are all alike."""
+    if axis is None:
+        return arg
+    return jax.tree.map(lambda x: jnp.concatenate([x] * MICROBATCHES, axis), arg)
 
 
 def costs_of_stages(
@@ -232,9 +244,13 @@ def costs_of_stages(
     def sent(task: Task) -> float:
         return edges[task.stage] if task.kind is Kind.F else edges[task.stage - 1]
 
+    inputs, weights = of_stages("input_grad"), of_stages("weight_grad")
     return Costs(
-        *(of_stages(name) for name in ("forward", "input_grad", "weight_grad")),
-        backward=of_stages("backward"),
+        of_stages("forward"),
+        # Nobody reads a gradient of the batch: all of the first stage's backward is its W.
+        (0.0, *inputs[1:]),
+        (inputs[0] + weights[0], *weights[1:]),
+        of_stages("backward"),
         latency=latency,
         bandwidth=bandwidth,
         edge_bytes=sent,

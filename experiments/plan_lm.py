@@ -1,0 +1,274 @@
+"""Plans the training of a language model on two worker processes, and tries what it did not take.
+
+    python -m experiments.plan_lm
+    python -m experiments.plan_lm --model=mixed --parts=sweep --json=sweep.json
+
+Each worker is pinned to a core. The model is a GPT with a large vocabulary, whose head takes as
+long as several layers, or one with layers of different kinds. By part:
+
+- `train`: the plan is made from a profile that a worker takes, and run. Every `--replan_every`
+  steps the last ones are traced, and the plan is made again from the times of their tasks. Where
+  that moves cuts, the training goes on from the same state, with the new step. Prints what was
+  predicted and measured;
+- `sweep`: the time of a step of the plan over that of every schedule of the catalogue at an even
+  cut, and over the best of all cuts and schedules, each of which is run;
+- `slow`: another process takes `--busy` of the second worker's core. How much of the time that the
+  best other cut wins back, do two new plans win back?
+
+What is compared at the end takes turns, and medians count.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tqdm
+from absl import app, flags
+
+import jaxpp
+from experiments.training.plans import RANKS, Run, make_step, planned, step_of
+from jaxpp import Plan
+from jaxpp.schedules import by_name
+
+PARTS = ["train", "sweep", "slow"]
+_MODEL = flags.DEFINE_enum("model", "vocabulary", ["vocabulary", "mixed"], "Which model.")
+_PARTS = flags.DEFINE_multi_enum("parts", PARTS, PARTS, "What to do.")
+_WIDTH = flags.DEFINE_integer("width", 128, "Features of each position.", 8)
+_VOCABULARY = flags.DEFINE_integer("vocabulary", 2048, "Different tokens.", 256)
+_BATCH = flags.DEFINE_integer("batch_size", 64, "Sequences in a step.", 1)
+_LENGTH = flags.DEFINE_integer("sequence_length", 64, "Tokens of a sequence.", 1)
+_MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "Slices of the batch.", 1)
+_SCHEDULES = flags.DEFINE_list(
+    "schedules",
+    ["gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2", "interleaved_1f1b", "zb_v", "1f1b_v"],
+    "The schedules that are planned and swept.",
+)
+_STEPS = flags.DEFINE_integer("steps", 40, "Steps of a training.", 1)
+_REPLAN_EVERY = flags.DEFINE_integer("replan_every", 20, "Steps after which to plan again.", 4)
+_BUSY = flags.DEFINE_float("busy", 0.23, "The share of a core that another process takes.", 0, 1)
+_BLOCKS = flags.DEFINE_integer("blocks", 7, "How often what is compared takes turns.", 1)
+_JSON = flags.DEFINE_string("json", None, "A file to write the figures to.")
+
+
+class Training:
+    """A training whose step may be replaced; it keeps its state."""
+
+    def __init__(self, run: Run, step: Any):
+        self.run, self.step = run, step
+        self.state, self.number = run.start(), 0
+
+    def __call__(self, steps: int) -> list[float]:
+        """Runs some steps; gives their losses."""
+        losses = []
+        for _ in range(steps):
+            *state, loss = self.step(*self.state, self.run.batch(self.number))
+            self.state, self.number = tuple(state), self.number + 1
+            losses.append(loss)
+        return [float(loss) for loss in losses]
+
+    def seconds(self, steps: int) -> float:
+        """The time of a step, of some in a row."""
+        batch = self.run.batch(0)
+        start, loss = time.perf_counter(), 0.0
+        for _ in range(steps):
+            *state, loss = self.step(*self.state, batch)
+            self.state = tuple(state)
+        float(loss)
+        return (time.perf_counter() - start) / steps
+
+
+def traced(training: Training, mesh: Any, steps: int = 4) -> jaxpp.Trace:
+    """The trace of some steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        mesh.start_trace(folder, profiler=False)
+        training.seconds(steps)
+        return mesh.stop_trace()
+
+
+# ---- the parts ----------------------------------------------------------------------------------
+
+
+def train(run: Run, plan: Plan, mesh: Any) -> dict[str, Any]:
+    """Trains, and plans again from what steps take."""
+    training = Training(run, step_of(run, plan, mesh))
+    losses, plans = [], [plan]
+    while training.number < _STEPS.value:
+        losses += training(min(_REPLAN_EVERY.value, _STEPS.value - training.number))
+        found, measured = traced(training, mesh), training.seconds(4)
+        predicted = jaxpp.predict(training.step, *training.state, run.batch(0), costs=found)
+        print(
+            f"step {training.number}: loss {losses[-1]:.4f}, planned {plans[-1].seconds:.4f} s, "
+            f"predicted from the trace {predicted.seconds:.4f} s, measured {measured:.4f} s"
+        )
+        new = plans[-1].again(found.costs())
+        if (new.units, new.schedule) != (plans[-1].units, plans[-1].schedule):
+            print(f"planned again: {new.schedule}, units {new.units}, was {plans[-1].units}")
+            training.step = step_of(run, new, mesh)
+        plans.append(new)
+    return {"losses": losses, "units": [p.units for p in plans]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A schedule at a cut, and the seconds of a step."""
+
+    schedule: str
+    units: tuple[int, ...]
+    seconds: float
+
+
+def choices(run: Run, units: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Every schedule at every cut."""
+    found = []
+    for name in run.schedules:
+        stages = RANKS * by_name(name).stages_per_rank
+        for cuts in itertools.combinations(range(1, units), stages - 1):
+            found.append((name, tuple(np.diff((0, *cuts, units)).tolist())))
+    return found
+
+
+def at_cut(run: Run, plan: Plan, name: str, units: Sequence[int], mesh: Any) -> Training:
+    """The training with a schedule at a cut."""
+    cuts = dataclasses.replace(plan.cuts, firsts=tuple(itertools.accumulate(units[:-1])))
+    return Training(run, make_step(run, cuts, {}, by_name(name), mesh))
+
+
+def clocked(training: Training) -> float:
+    """The time of a step, once it has been compiled and has run."""
+    training.seconds(1)
+    return min(training.seconds(2) for _ in range(2))
+
+
+def in_turns(trainings: Sequence[Training]) -> list[float]:
+    """The median time of a step of each training."""
+    times = [[training.seconds(3) for training in trainings] for _ in range(_BLOCKS.value)]
+    return [statistics.median(own) for own in zip(*times, strict=True)]
+
+
+def is_even(units: Sequence[int]) -> bool:
+    """Whether stages have equally many units, as far as they can."""
+    total, stages = sum(units), len(units)
+    bounds = [round(total * n / stages) for n in range(stages + 1)]
+    return tuple(units) == tuple(np.diff(bounds).tolist())
+
+
+def sweep(run: Run, plan: Plan, mesh: Any) -> dict[str, Any]:
+    """Compares the plan with all cuts and schedules, each of which is run."""
+    tried = []
+    for name, units in tqdm.tqdm(choices(run, sum(plan.units)), desc="cuts and schedules"):
+        tried.append(Choice(name, units, clocked(at_cut(run, plan, name, units, mesh))))
+    tried.sort(key=lambda choice: choice.seconds)
+    even = [choice for choice in tried if is_even(choice.units)]
+    finalists = [*tried[:3], even[0]]
+    trainings = [at_cut(run, plan, c.schedule, c.units, mesh) for c in finalists]
+    trainings.append(Training(run, step_of(run, plan, mesh)))
+    for training in trainings:
+        training.seconds(2)
+    *seconds, own = in_turns(trainings)
+    print(f"plan: {plan.schedule}, units {plan.units}: {own:.4f} s, planned {plan.seconds:.4f} s")
+    for choice, measured in zip(finalists, seconds, strict=True):
+        print(f"  {choice.schedule} {choice.units}: {measured:.4f} s")
+    best = min(seconds[:3])
+    print(f"best of {len(tried)} cuts and schedules over the plan: {best / own:.3f}; "
+          f"best schedule at an even cut over the plan: {seconds[3] / own:.3f}")  # fmt: skip
+    for choice in even:
+        print(f"  even cut, {choice.schedule}: {choice.seconds / own:.3f} of the plan")
+    return {
+        "plan": [plan.schedule, plan.units, own],
+        "finalists": [dataclasses.astuple(c) for c in finalists],
+        "seconds": seconds,
+        "tried": [dataclasses.astuple(c) for c in tried],
+    }
+
+
+# ---- a busy core --------------------------------------------------------------------------------
+
+
+def core_of(process: Any) -> set[int]:
+    """The cores of a worker."""
+    del process
+    return os.sched_getaffinity(0)
+
+
+def take_core(cores: set[int], share: float) -> None:
+    """Computes for a share of the time, for ever."""
+    os.sched_setaffinity(0, cores)
+    period = 0.02
+    while True:
+        end = time.perf_counter() + share * period
+        while time.perf_counter() < end:
+            pass
+        time.sleep((1 - share) * period)
+
+
+@contextlib.contextmanager
+def busy(cores: set[int], share: float) -> Iterator[None]:
+    """Has another process take a share of some cores."""
+    process = multiprocessing.get_context("spawn").Process(target=take_core, args=(cores, share))
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def slow(run: Run, plan: Plan, mesh: Any) -> dict[str, Any]:
+    """Slows the second worker, and plans again twice."""
+    cores = mesh.apply(core_of, dict.fromkeys(range(RANKS), ()))[1]
+    with busy(cores, _BUSY.value):
+        plans, trainings = [plan], [Training(run, step_of(run, plan, mesh))]
+        for _ in range(2):
+            trainings[-1].seconds(2)
+            plans.append(plans[-1].again(traced(trainings[-1], mesh, 8).costs()))
+            trainings.append(Training(run, step_of(run, plans[-1], mesh)))
+            print(f"planned again: {plans[-1].schedule}, units {plans[-1].units}, "
+                  f"speed {[round(x, 3) for x in plans[-1].problem.speed]}")  # fmt: skip
+        units = sum(plan.units)
+        tried = [
+            Choice(name, own, clocked(at_cut(run, plan, name, own, mesh)))
+            for name, own in tqdm.tqdm(choices(run, units), desc="other cuts")
+            if name == plan.schedule
+        ]
+        best = sorted(tried, key=lambda c: c.seconds)[:2]
+        trainings += [at_cut(run, plan, c.schedule, c.units, mesh) for c in best]
+        for training in trainings:
+            training.seconds(2)
+        before, first, second, *recut = in_turns(trainings)
+    least = min(recut)
+    share = (before - second) / (before - least) if before > least else 1.0
+    print(f"a busy core: {before:.4f} s as planned, {first:.4f} s and {second:.4f} s planned again")
+    print(f"at the best cut {least:.4f} s: won back {share:.2f} of what a cut can win back")
+    return {
+        "before": before, "again": [first, second], "best": least, "recovered": share,
+        "units": [p.units for p in plans], "speed": [p.problem.speed for p in plans],
+    }  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    """Plans, and runs the parts that were asked for."""
+    del argv
+    run = Run(_MODEL.value, _WIDTH.value, _VOCABULARY.value, _BATCH.value, _LENGTH.value,
+              _MICROBATCHES.value, tuple(_SCHEDULES.value))  # fmt: skip
+    with jaxpp.RemoteMpmdMesh((1,), cores=1) as one:
+        plan = one.apply(planned, {0: (run,)})[0]
+    print(plan)
+    parts = {"train": train, "sweep": sweep, "slow": slow}
+    with jaxpp.RemoteMpmdMesh((RANKS,), cores=1) as mesh:
+        figures = {name: parts[name](run, plan, mesh) for name in _PARTS.value}
+    if _JSON.value:
+        pathlib.Path(_JSON.value).write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    app.run(main)
