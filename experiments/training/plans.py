@@ -33,7 +33,6 @@ class Run:
     batch_size: int
     length: int
     microbatches: int
-    schedules: tuple[str, ...]
 
     def start(self) -> tuple[Model, optax.OptState]:
         """The state that a training begins with."""
@@ -70,13 +69,13 @@ def planned(process: Any, run: Run) -> jaxpp.Plan:
     model, _ = run.start()
     return jaxpp.plan(
         loss_fn, model, run.batch(0), ranks=RANKS, microbatches=run.microbatches,
-        schedules=run.schedules, device=process.home, repeats=5,
+        device=process.home, repeats=5,
     )  # fmt: skip
 
 
-def make_step(run: Run, cuts: Any, policy: Any, order: Schedule, mesh: Any) -> Any:
-    """The five transforms, with the cuts, the policy and the schedule of a plan."""
-    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, at=cuts), policy=policy)
+def make_step(run: Run, cuts: Any, order: Schedule, mesh: Any) -> Any:
+    """The five transforms, with the cuts and the schedule of a plan."""
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, at=cuts))
     grad_fn = jaxpp.microbatch(eqx.filter_value_and_grad(staged), run.microbatches)
     grad_fn = jaxpp.schedule(grad_fn, order)
 
@@ -90,4 +89,4 @@ def make_step(run: Run, cuts: Any, policy: Any, order: Schedule, mesh: Any) -> A
 
 def step_of(run: Run, plan: jaxpp.Plan, mesh: Any) -> Any:
     """The step of a plan."""
-    return make_step(run, plan.cuts, plan.policy, plan.order, mesh)
+    return make_step(run, plan.cuts, plan.order, mesh)

@@ -37,8 +37,8 @@ class Plan(Candidate):
         >>> weights, x = [jnp.eye(8) for _ in range(4)], jnp.ones((16, 8))
         >>> options = dict(at_least=4, schedules=["1f1b"], repeats=1)
         >>> plan = jaxpp.plan(loss, weights, x, ranks=2, microbatches=4, **options)
-        >>> len(plan.cuts.firsts), dict(plan.policy), plan.timeline.num_ranks
-        (1, {}, 2)
+        >>> len(plan.cuts.firsts), plan.order, plan.timeline.num_ranks
+        (1, OneFOneB(), 2)
     """
 
     problem: Problem = dataclasses.field(kw_only=True, repr=False)
@@ -51,21 +51,15 @@ class Plan(Candidate):
     @property
     def cuts(self) -> UnitCuts:
         """The cuts, for `split_stages(at=)`."""
-        kept, _ = self.problem.profiles[self.microbatches]
-        return UnitCuts(kept.crossing, kept.at_least, tuple(itertools.accumulate(self.units[:-1])))
-
-    @property
-    def policy(self) -> Mapping[int, Any]:
-        """The policy of each stage that computes its activations again, for `wrap_forward`."""
-        nothing = jax.checkpoint_policies.nothing_saveable
-        return {stage: nothing for stage, again in enumerate(self.recompute) if again}
+        own = self.problem.profiles[self.microbatches]
+        return UnitCuts(own.crossing, own.at_least, tuple(itertools.accumulate(self.units[:-1])))
 
     @property
     def costs(self) -> Costs:
         """The times of the plan's tasks on the device that was profiled, for `predict`."""
         problem, at = self.problem, (0, *itertools.accumulate(self.units))
-        profiles = problem.profiles[self.microbatches]
-        return costs_of_stages(profiles, at, self.recompute, problem.latency, problem.bandwidth)
+        own = problem.profiles[self.microbatches]
+        return costs_of_stages(own, at, problem.latency, problem.bandwidth)
 
     @property
     def timeline(self) -> Timeline:
@@ -145,10 +139,8 @@ class Plan(Candidate):
                 f"{Plan.VERSION}; make it anew: jaxpp.plan(f, *args, ...)."
             )
         problem = found.pop("problem")
-        pairs = problem.pop("profiles").items()
-        profiles: Any = {
-            int(count): tuple(Profile(**_tuples(own)) for own in pair) for count, pair in pairs
-        }
+        each = problem.pop("profiles").items()
+        profiles = {int(count): Profile(**_tuples(own)) for count, own in each}
         others = tuple(Candidate(**_tuples(own)) for own in found.pop("others"))
         whole = Problem(profiles=profiles, **_tuples(problem))
         return Plan(**_tuples(found), problem=whole, others=others)
@@ -225,14 +217,11 @@ def plan(
         raise ValueError(
             "plan: give at least one number of microbatches, and one schedule by name."
         )
-    profiles: dict[int, tuple[Profile, Profile]] = {}
+    profiles: dict[int, Profile] = {}
     for count in counts:
         own = _one_microbatch(args, count, in_axes)
-        options = dict(at_least=at_least, in_axes=in_axes, device=device, repeats=repeats)
-        nothing = jax.checkpoint_policies.nothing_saveable
-        profiles[count] = (
-            profile(fun, *own, **options),
-            profile(fun, *own, policy=nothing, **options),
+        profiles[count] = profile(
+            fun, *own, at_least=at_least, in_axes=in_axes, device=device, repeats=repeats
         )
     return solve(dataclasses.replace(problem, profiles=profiles))
 

@@ -1,20 +1,21 @@
 """The problem that a plan solves, and the search: cuts and recomputation for each schedule."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from jaxpp.planning._profile import Profile, costs_of_stages
+from jaxpp.planning._profile import Profile, costs_of_stages, of_stages
 from jaxpp.runtime.executor import format_bytes
 from jaxpp.schedules import (
     CATALOGUE,
     FromTable,
     Machine,
     Memory,
+    Recompute,
     Schedule,
     Table,
     Timeline,
@@ -69,7 +70,9 @@ class Candidate:
     @property
     def order(self) -> Schedule:
         """The schedule, for `jaxpp.schedule`."""
-        return FromTable(from_csv(self.table)) if self.table else by_name(self.schedule)
+        own = FromTable(from_csv(self.table)) if self.table else by_name(self.schedule)
+        again = [stage for stage, chosen in enumerate(self.recompute) if chosen]
+        return Recompute(own, stages=again) if again else own
 
 
 #: Cuts, as the first unit of each stage and the number of all, and the stages that compute again.
@@ -81,8 +84,7 @@ class Problem:
     """All that a plan follows from: what units take, and what the ranks are.
 
     Args:
-        profiles: for each number of microbatches the units, with activations kept and computed
-            again.
+        profiles: the units, for each number of microbatches.
         ranks: the number of ranks.
         memory_limit: the bytes that a device of a rank has.
         state_bytes: the bytes that a rank holds for each byte of parameters.
@@ -93,7 +95,7 @@ class Problem:
             `"synthesized"`.
     """
 
-    profiles: Mapping[int, tuple[Profile, Profile]]
+    profiles: Mapping[int, Profile]
     ranks: int
     memory_limit: float
     state_bytes: float
@@ -137,36 +139,30 @@ class Problem:
 
     def lower_bound(self, microbatches: int) -> float:
         """Gives a time that no cut and no order of tasks beats, with so many microbatches."""
-        kept, _ = self.profiles[microbatches]
-        halves = np.add(kept.input_grad, kept.weight_grad)
-        costs = np.add(kept.forward, np.minimum(kept.backward, halves)).tolist()
+        own = self.profiles[microbatches]
+        halves = np.add(own.input_grad, own.weight_grad)
+        costs = np.add(own.forward, np.minimum(own.backward, halves)).tolist()
         shared = sum(costs) / sum(self.speed)
         return microbatches * max(shared, max(costs) / max(self.speed))
 
     def timeline(self, candidate: Candidate) -> Timeline:
         """Simulates the tasks of a candidate, with the bytes that ranks hold."""
-        table = candidate.order.table_for_ranks(self.ranks, candidate.microbatches)
+        search = _Search(self, candidate.microbatches, schedule=candidate.order)
         at = (0, *itertools.accumulate(candidate.units))
-        return _Search(self, candidate.microbatches, table=table).timeline(
-            (at, candidate.recompute)
-        )
+        return search.timeline((at, (False,) * len(candidate.units)))
 
     def _synthesized(self, best: Candidate) -> Candidate | None:
         """Makes a candidate with a table of its own at the cut of another one, if it is faster."""
-        table = best.order.table_for_ranks(self.ranks, best.microbatches)
-        if len(table.directions) > 1:
-            return None
-        search = _Search(self, best.microbatches, table=table)
-        choice = (0, *itertools.accumulate(best.units)), best.recompute
-        return search.synthesized(choice, best)
+        search = _Search(self, best.microbatches, best.schedule)
+        return search.synthesized((0, *itertools.accumulate(best.units)), best)
 
     def _why_nothing_fits(self, found: Sequence[Candidate]) -> str:
         least = min((max(c.peak_bytes) for c in found if c.peak_bytes), default=None)
         if least is None:
             reasons = "; ".join(dict.fromkeys(c.reason for c in found))
             return f"plan: no schedule can be made: {reasons}"
-        kept, _ = next(iter(self.profiles.values()))
-        state = self.state_bytes * sum(kept.parameter_bytes) / self.ranks
+        own = next(iter(self.profiles.values()))
+        state = self.state_bytes * sum(own.parameter_bytes) / self.ranks
         alone = (
             f" Parameters, their gradients and the optimizer's state alone take "
             f"{format_bytes(state)} a rank."
@@ -189,29 +185,42 @@ class _Search:
     """The search for the best cut of a schedule, and for the stages that compute again."""
 
     def __init__(
-        self, problem: Problem, microbatches: int, name: str = "", table: Table | None = None
+        self, problem: Problem, microbatches: int, name: str = "", schedule: Schedule | None = None
     ):
         self._problem, self._microbatches, self._name = problem, microbatches, name
-        self._profiles = problem.profiles[microbatches]
-        self._table: Any = table
+        self._profile = problem.profiles[microbatches]
+        self._schedule = schedule or by_name(name)
         self._known: dict[Choice, tuple[float, float]] = {}
+        self._tables: dict[tuple[bool, ...], Table] = {}
+
+    @functools.cached_property
+    def _plain(self) -> Table:
+        return self._schedule.table_for_ranks(self._problem.ranks, self._microbatches)
+
+    def _table(self, recompute: tuple[bool, ...]) -> Table:
+        """Gives the table in which some stages compute their activations again."""
+        if not any(recompute):
+            return self._plain
+        if recompute not in self._tables:
+            table = self._plain.with_recomputation(lambda task: recompute[task.stage])
+            self._tables[recompute] = table
+        return self._tables[recompute]
 
     def best(self) -> Candidate:
         """Finds the best candidate."""
-        empty, problem = Candidate(self._name, self._microbatches), self._problem
-        schedule = by_name(self._name)
+        empty = Candidate(self._name, self._microbatches)
         try:
-            self._table = schedule.table_for_ranks(problem.ranks, self._microbatches)
-        except ValueError as error:
+            stages = self._plain.num_stages
+        except ValueError as error:  # the schedule has no table of this size
             return dataclasses.replace(empty, reason=str(error))
-        units, stages = len(self._profiles[0].costs), self._table.num_stages
+        units = len(self._profile.costs)
         if stages > units:
             return dataclasses.replace(
                 empty, reason=f"{stages} stages, but the function has {units} units"
             )
         keep = (False,) * stages
         even = tuple(round(units * n / stages) for n in range(stages + 1))
-        balanced = (0, *self._profiles[0].choose(stages), units)
+        balanced = (0, *self._profile.choose(stages), units)
         choice = self._climb(min(((even, keep), (balanced, keep)), key=self._value))
         while self._value(choice)[0] > 0 and not all(choice[1]):
             choice = self._climb(self._compute_more(choice))
@@ -220,56 +229,48 @@ class _Search:
         return self._candidate(choice)
 
     def timeline(self, choice: Choice) -> Timeline:
-        """Simulates the tasks, with the bytes that ranks hold; a stage's activations as one."""
+        """Simulates the tasks, with the bytes that ranks hold."""
         at, recompute = choice
-        problem, table = self._problem, self._table
-        costs = costs_of_stages(self._profiles, at, recompute, problem.latency, problem.bandwidth)
-        held = self._of_stages("activation_bytes", at, recompute)
-        # A stage that computes again has all of its activations while its backward runs, and from
-        # the input gradient to the weight gradient where these are apart.
-        whole = self._of_stages("activation_bytes", at, [False] * len(recompute))
-        made = tuple(w if again else 0.0 for w, again in zip(whole, recompute, strict=True))
+        problem, table, found = self._problem, self._table(recompute), self._profile
+        costs = costs_of_stages(found, at, problem.latency, problem.bandwidth)
+        kept = of_stages(found.activation_bytes, at)
+        # A stage that computes again keeps its input; the first one's is the batch.
+        inputs = (0.0, *(found.crossing[cut - 1] for cut in at[1:-1]))
         memory = Memory(
-            forward=held,
-            input_grad=made,
-            weight_grad=tuple(-h - m for h, m in zip(held, made, strict=True)),
-            backward=tuple(-h for h in held),
+            forward=kept,
+            recompute=tuple(max(0.0, k - i) for k, i in zip(kept, inputs, strict=True)),
+            input_grad=0.0,
+            weight_grad=tuple(-k for k in kept),
         )
-        parameters = self._of_stages("parameter_bytes", at, recompute)
-        temporary = self._profiles[0].temporary_bytes
-        split = table.splits_backward
-        needed = [
-            max(temporary[a:b]) + (0.0 if split else own)
-            for (a, b), own in zip(itertools.pairwise(at), made, strict=True)
-        ]
+        parameters = of_stages(found.parameter_bytes, at)
         resident = []
         for own in table.ranks:
-            stages = {task.stage for task in own}
+            stages = sorted({task.stage for task in own})
             state = problem.state_bytes * sum(parameters[s] for s in stages)
-            resident.append(state + max(needed[s] for s in stages))
+            needed = max(max(found.temporary_bytes[at[s] : at[s + 1]]) for s in stages)
+            resident.append(state + needed)
         machine = Machine(speed=problem.speed, resident=tuple(resident))
         return simulate(table, costs, memory=memory, machine=machine)
 
-    def synthesized(self, choice: Choice, best: Candidate) -> Candidate | None:
-        """Makes a table of its own for a choice; None where it is not faster than the best."""
-        timeline, problem = self.timeline(choice), self._problem
-        (placement,) = self._table.directions
-        costs = costs_of_stages(
-            self._profiles, *choice, problem.latency, problem.bandwidth,
-            [problem.speed[rank] for rank in placement],
-        )  # fmt: skip
+    def synthesized(self, at: tuple[int, ...], best: Candidate) -> Candidate | None:
+        """Makes a candidate with a table of its own at a cut; None where it is not the best."""
+        placement, problem = self._plain.directions[0], self._problem
+        if len(self._plain.directions) > 1:
+            return None
+        keep = (False,) * len(placement)
+        timeline = self.timeline((at, keep))
+        speed = [problem.speed[rank] for rank in placement]
+        costs = costs_of_stages(self._profile, at, problem.latency, problem.bandwidth, speed)
         limits = [problem.memory_limit - held for held in timeline.machine.held(problem.ranks)]
         try:
             found = synthesize(
                 costs, placement, self._microbatches, memory=timeline.memory, memory_limit=limits,
-                stage_inputs=self._table.stage_inputs, evaluations=EVALUATIONS, time_limit=20.0,
+                stage_inputs=self._plain.stage_inputs, evaluations=EVALUATIONS, time_limit=20.0,
             )  # fmt: skip
-        except ValueError:  # a limit that only schedules with overlaps keep
+        except ValueError:  # not even one microbatch fits without recomputation
             return None
-        self._table = found.table
-        own = dataclasses.replace(
-            self._candidate(choice), schedule=SYNTHESIZED, table=to_csv(found.table)
-        )
+        made = _Search(problem, self._microbatches, SYNTHESIZED, found.schedule)
+        own = dataclasses.replace(made._candidate((at, keep)), table=to_csv(found.table))
         return own if own.seconds < best.seconds * (1 - 1e-9) else None
 
     def _climb(self, choice: Choice) -> Choice:
@@ -298,18 +299,15 @@ class _Search:
         return self._known[choice]
 
     def _compute_more(self, choice: Choice) -> Choice:
-        """Lets the stage compute again that saves most bytes, on the rank that holds most."""
+        """Lets the stage compute again that keeps most, on the rank that holds most."""
         at, recompute = choice
         peaks = self.timeline(choice).peak_memory
         worst = max(range(len(peaks)), key=peaks.__getitem__)
-        own = {task.stage for task in self._table.ranks[worst]}
+        own = {task.stage for task in self._plain.ranks[worst]}
         left = [s for s in sorted(own) if not recompute[s]]
         left = left or [s for s, again in enumerate(recompute) if not again]
-        kept, again = (
-            self._of_stages("activation_bytes", at, [every] * len(recompute))
-            for every in (False, True)
-        )
-        chosen = max(left, key=lambda stage: kept[stage] - again[stage])
+        kept = of_stages(self._profile.activation_bytes, at)
+        chosen = max(left, key=kept.__getitem__)
         return at, tuple(again or stage == chosen for stage, again in enumerate(recompute))
 
     def _compute_less(self, choice: Choice) -> Choice:
@@ -325,12 +323,6 @@ class _Search:
             if self._value(best) >= self._value(choice):
                 return choice
             choice = best
-
-    def _of_stages(self, name: str, at: Sequence[int], recompute: Sequence[bool]) -> list[float]:
-        return [
-            float(sum(getattr(self._profiles[again], name)[a:b]))
-            for again, (a, b) in zip(recompute, itertools.pairwise(at), strict=True)
-        ]
 
     def _candidate(self, choice: Choice) -> Candidate:
         timeline, (at, recompute) = self.timeline(choice), choice

@@ -92,8 +92,7 @@ class Profile(UnitCosts):
                 f"costs_of: the profile has {len(self.costs)} units, each in one stage, got stages "
                 f"of {list(units)} units."
             )
-        at = (0, *itertools.accumulate(units))
-        return costs_of_stages([self], at, [False] * len(units))
+        return costs_of_stages(self, (0, *itertools.accumulate(units)))
 
     #: The version of the file; other versions are refused.
     VERSION: ClassVar[int] = 1
@@ -170,7 +169,7 @@ def profile(
     grad_fn = microbatch(eqx.filter_value_and_grad(staged), MICROBATCHES, in_axes=axes)
     mesh = MpmdMesh((1,), devices=[device or jax.devices()[0]])
     eqx.filter_eval_shape(staged, *args)  # cuts, and notes where
-    args = [_repeated(arg, axis) for arg, axis in zip(args, axes, strict=True)]
+    args = tuple(_repeated(arg, axis) for arg, axis in zip(args, axes, strict=True))
     count = len(finest.crossing) + 1
 
     def measured(order: Schedule) -> tuple[LocalStep, dict[str, Task], dict[Key, float]]:
@@ -213,10 +212,14 @@ def _repeated(arg: Any, axis: Any) -> Any:
     return jax.tree.map(lambda x: jnp.concatenate([x] * MICROBATCHES, axis), arg)
 
 
+def of_stages(values: Sequence[float], at: Sequence[int]) -> tuple[float, ...]:
+    """Adds what the units of each stage have; `at` is as for `costs_of_stages`."""
+    return tuple(float(sum(values[a:b])) for a, b in itertools.pairwise(at))
+
+
 def costs_of_stages(
-    profiles: Sequence[Profile],
+    found: Profile,
     at: Sequence[int],
-    recompute: Sequence[bool],
     latency: float = 0.0,
     bandwidth: float = math.inf,
     speed: Sequence[float] | None = None,
@@ -224,33 +227,28 @@ def costs_of_stages(
     """Makes the costs of stages from those of their units.
 
     Args:
-        profiles: the units with their activations kept, and with them computed again.
+        found: the units.
         at: the first unit of each stage, and the number of units.
-        recompute: for each stage, whether its backward computes the activations again.
         latency: the seconds that a message takes whatever its size.
         bandwidth: the bytes of messages that go from one rank to another in a second.
         speed: of each stage, over that of the device that was profiled; by default 1.
     """
-    speed = speed or (1.0,) * len(recompute)
-
-    def of_stages(name: str) -> tuple[float, ...]:
-        return tuple(
-            sum(getattr(profiles[again], name)[a:b]) / own
-            for again, own, (a, b) in zip(recompute, speed, itertools.pairwise(at), strict=True)
-        )
-
-    edges = [*(profiles[0].crossing[cut - 1] for cut in at[1:-1]), 0.0]
+    edges = [*(found.crossing[cut - 1] for cut in at[1:-1]), 0.0]
 
     def sent(task: Task) -> float:
         return edges[task.stage] if task.kind is Kind.F else edges[task.stage - 1]
 
-    inputs, weights = of_stages("input_grad"), of_stages("weight_grad")
+    def times(values: Sequence[float]) -> tuple[float, ...]:
+        sums = of_stages(values, at)
+        return tuple(t / s for t, s in zip(sums, speed or (1.0,) * len(sums), strict=True))
+
+    inputs, weights = times(found.input_grad), times(found.weight_grad)
     return Costs(
-        of_stages("forward"),
+        times(found.forward),
         # Nobody reads a gradient of the batch: all of the first stage's backward is its W.
         (0.0, *inputs[1:]),
         (inputs[0] + weights[0], *weights[1:]),
-        of_stages("backward"),
+        times(found.backward),
         latency=latency,
         bandwidth=bandwidth,
         edge_bytes=sent,

@@ -32,23 +32,11 @@ def profile_of(times, kept=None, parameters=None):
     )  # fmt: skip
 
 
-def recomputing(found):
-    """The same units, of which each keeps a tenth and runs its forward twice."""
-    backward = tuple(b + f for b, f in zip(found.backward, found.forward, strict=True))
-    return Profile(
-        found.crossing, found.at_least, tuple(np.add(found.forward, backward).tolist()),
-        found.forward, backward,
-        tuple(i + f if i else i for i, f in zip(found.input_grad, found.forward, strict=True)),
-        found.weight_grad, tuple(k // 10 for k in found.activation_bytes),
-        found.temporary_bytes, found.parameter_bytes,
-    )  # fmt: skip
-
-
 def problem_of(found, limit=math.inf, schedules=SCHEDULES, ranks=4, microbatches=8, **options):
     fields: dict[str, Any] = dict(
         state_bytes=4.0, latency=0.0, bandwidth=math.inf, speed=(1.0,) * ranks
     )
-    profiles = {microbatches: (found, recomputing(found))}
+    profiles = {microbatches: found}
     return Problem(profiles, ranks, limit, schedules=tuple(schedules), **(fields | options))
 
 
@@ -168,7 +156,7 @@ def test_what_a_plan_predicts_is_what_predict_makes_of_it():
     assert simulate(table, plan.costs).makespan == pytest.approx(plan.seconds)
     assert plan.timeline.makespan == plan.seconds
     assert tuple(plan.timeline.peak_memory) == plan.peak_bytes
-    kept, _ = plan.problem.profiles[8]
+    kept = plan.problem.profiles[8]
     if not any(plan.recompute):
         assert kept.costs_of(plan.units).forward == plan.costs.forward
 
@@ -210,7 +198,7 @@ def test_a_plan_is_applied_with_the_transforms():
     options: dict[str, Any] = dict(ranks=2, schedules=["1f1b", "zb_h1"], at_least=6, repeats=1)
     plan = jaxpp.plan(loss_fn, weights, x, microbatches=[2, 4], **options)
     staged = jaxpp.split_stages(loss_fn, at=plan.cuts)
-    staged = jaxpp.wrap_forward(staged, policy=plan.policy)
+    staged = jaxpp.wrap_forward(staged)
     grad_fn = jaxpp.microbatch(jax.value_and_grad(staged), plan.microbatches)
     step = jaxpp.place(jaxpp.schedule(grad_fn, plan.order), jaxpp.MpmdMesh((2,)))
     assert_close(jaxpp.gather(step(weights, x)), jax.value_and_grad(loss_fn)(weights, x))
