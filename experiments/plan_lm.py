@@ -36,9 +36,17 @@ import tqdm
 from absl import app, flags
 
 import jaxpp
-from experiments.training.plans import RANKS, Run, make_step, planned, step_of
+from experiments.training.plans import (
+    RANKS,
+    Run,
+    loss_fn,
+    make_step,
+    planned,
+    step_from,
+    step_of,
+)
 from jaxpp import Plan
-from jaxpp.schedules import CATALOGUE, by_name
+from jaxpp.schedules import CATALOGUE, Costs, by_name
 
 PARTS = ["train", "sweep", "slow"]
 _MODEL = flags.DEFINE_enum("model", "vocabulary", ["vocabulary", "mixed"], "Which model.")
@@ -57,6 +65,9 @@ _STEPS = flags.DEFINE_integer("steps", 40, "Steps of a training.", 1)
 _REPLAN_EVERY = flags.DEFINE_integer("replan_every", 20, "Steps after which to plan again.", 4)
 _BUSY = flags.DEFINE_float("busy", 0.23, "The share of a core that another process takes.", 0, 1)
 _BLOCKS = flags.DEFINE_integer("blocks", 7, "How often what is compared takes turns.", 1)
+_TRIED = flags.DEFINE_string(
+    "tried", None, "The --json of an earlier sweep: only its fastest cuts are run again."
+)
 _JSON = flags.DEFINE_string("json", None, "A file to write the figures to.")
 
 
@@ -93,6 +104,14 @@ def traced(training: Training, mesh: Any, steps: int = 4) -> jaxpp.Trace:
         mesh.start_trace(folder, profiler=False)
         training.seconds(steps)
         return mesh.stop_trace()
+
+
+def link_costs(run: Run, mesh: Any) -> Costs:
+    """The costs of a step that is cut by its operations: the latency of a message is one."""
+    staged = jaxpp.split_stages(loss_fn, RANKS)
+    training = Training(run, step_from(run, staged, jaxpp.schedules.OneFOneB(), mesh))
+    training.seconds(2)
+    return traced(training, mesh).costs()
 
 
 # ---- the parts ----------------------------------------------------------------------------------
@@ -178,8 +197,12 @@ def in_turns(trainings: Sequence[Training]) -> list[float]:
 def sweep(run: Run, plan: Plan, mesh: Any) -> dict[str, Any]:
     """Compares the plan with all cuts and schedules, each of which is run."""
     tried = []
-    for name, units in tqdm.tqdm(choices(run, sum(plan.units)), desc="cuts and schedules"):
-        tried.append(Choice(name, units, clocked(at_cut(run, plan, name, units, mesh))))
+    if _TRIED.value:
+        before = json.loads(pathlib.Path(_TRIED.value).read_text())["sweep"]["tried"]
+        tried = [Choice(name, tuple(units), seconds) for name, units, seconds in before]
+    else:
+        for name, units in tqdm.tqdm(choices(run, sum(plan.units)), desc="cuts and schedules"):
+            tried.append(Choice(name, units, clocked(at_cut(run, plan, name, units, mesh))))
     tried.sort(key=lambda choice: choice.seconds)
     even = [c for c in tried if c.units == even_cut(len(c.units), sum(c.units))]
     finalists = [*tried[:3], even[0]]
@@ -273,11 +296,11 @@ def main(argv: list[str]) -> None:
     del argv
     run = Run(_MODEL.value, _WIDTH.value, _VOCABULARY.value, _BATCH.value, _LENGTH.value,
               _MICROBATCHES.value)  # fmt: skip
-    with jaxpp.RemoteMpmdMesh((1,), cores=1) as one:
-        plan = one.apply(planned, {0: (run,)})[0]
-    print(plan)
     parts = {"train": train, "sweep": sweep, "slow": slow}
     with jaxpp.RemoteMpmdMesh((RANKS,), cores=1) as mesh:
+        links = link_costs(run, mesh)
+        plan = mesh.apply(planned, {0: (run, links.latency, links.bandwidth)})[0]
+        print(plan)
         figures = {name: parts[name](run, plan, mesh) for name in _PARTS.value}
     if _JSON.value:
         pathlib.Path(_JSON.value).write_text(json.dumps(figures, indent=1))

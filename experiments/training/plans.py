@@ -64,18 +64,23 @@ def loss_fn(model: Model, tokens: Int[Array, "batch time"]) -> Float[Array, ""]:
     return cross_entropy(jax.vmap(model)(tokens[:, :-1]), tokens[:, 1:])
 
 
-def planned(process: Any, run: Run) -> jaxpp.Plan:
-    """The plan, made on a worker's device."""
+def planned(process: Any, run: Run, latency: float, bandwidth: float) -> jaxpp.Plan:
+    """The plan for links of a latency and bandwidth, made on a worker's device."""
     model, _ = run.start()
     return jaxpp.plan(
         loss_fn, model, run.batch(0), ranks=RANKS, microbatches=run.microbatches,
-        device=process.home, repeats=5,
+        latency=latency, bandwidth=bandwidth, device=process.home, repeats=5,
     )  # fmt: skip
 
 
 def make_step(run: Run, cuts: Any, order: Schedule, mesh: Any) -> Any:
-    """The five transforms, with the cuts and the schedule of a plan."""
-    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, at=cuts))
+    """The train step with the cuts and the schedule of a plan."""
+    return step_from(run, jaxpp.split_stages(loss_fn, at=cuts), order, mesh)
+
+
+def step_from(run: Run, split: Any, order: Schedule, mesh: Any) -> Any:
+    """The train step of a loss function that is cut into stages."""
+    staged = jaxpp.wrap_forward(split)
     grad_fn = jaxpp.microbatch(eqx.filter_value_and_grad(staged), run.microbatches)
     grad_fn = jaxpp.schedule(grad_fn, order)
 

@@ -190,7 +190,7 @@ class _Search:
         self._problem, self._microbatches, self._name = problem, microbatches, name
         self._profile = problem.profiles[microbatches]
         self._schedule = schedule or by_name(name)
-        self._known: dict[Choice, tuple[float, float]] = {}
+        self._known: dict[Choice, tuple[float, float, float]] = {}
         self._tables: dict[tuple[bool, ...], Table] = {}
 
     @functools.cached_property
@@ -290,12 +290,13 @@ class _Search:
                     break
         return choice
 
-    def _value(self, choice: Choice) -> tuple[float, float]:
-        """Gives what is over the limit, and the time: less is better."""
+    def _value(self, choice: Choice) -> tuple[float, float, float]:
+        """Gives what is over the limit, the time, and the slowest stage: less is better."""
         if choice not in self._known:
             timeline = self.timeline(choice)
             over = max(0.0, max(timeline.peak_memory) - self._problem.memory_limit)
-            self._known[choice] = over, timeline.makespan
+            slowest = max(of_stages(self._profile.costs, choice[0]))
+            self._known[choice] = over, timeline.makespan, slowest
         return self._known[choice]
 
     def _compute_more(self, choice: Choice) -> Choice:

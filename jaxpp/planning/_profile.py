@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpp._program import Bundle, Role, Run
+from jaxpp.planning._limited import LimitedCuts
 from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
 from jaxpp.runtime.local import LocalStep, MpmdMesh
 from jaxpp.runtime.trace import Clocked, Key, tasks_of
@@ -93,6 +94,43 @@ class Profile(UnitCosts):
                 f"of {list(units)} units."
             )
         return costs_of_stages(self, (0, *itertools.accumulate(units)))
+
+    def within(
+        self,
+        memory_limit: float,
+        *,
+        microbatches: int,
+        schedule: str = "1f1b",
+        state_bytes: float = 4.0,
+    ) -> LimitedCuts:
+        """Gives cuts by these times that fit into the memory of each rank, for `split_stages`.
+
+        Args:
+            memory_limit: the bytes that a device of a rank has.
+            microbatches: their number.
+            schedule: the schedule, as `jaxpp.schedules.by_name` takes it, with a stage on each
+                rank.
+            state_bytes: the bytes that a rank holds for each byte of parameters: the parameters,
+                their gradients and the optimizer's state. Adam has 4.
+
+        Raises:
+            ValueError: the limit is not positive.
+
+        Example:
+            >>> units = (1.0, 1.0), (2, 2), (0, 0), (8, 8)
+            >>> found = Profile((4.0,), 2, (2.0, 2.0), *[units[0]] * 4, *units[1:])
+            >>> found.within(100, microbatches=4).choose(2)
+            (1,)
+        """
+        if not memory_limit > 0:
+            raise ValueError(
+                f"Profile.within: memory_limit is a positive number of bytes, got {memory_limit!r}."
+            )
+        state = tuple(state_bytes * n for n in self.parameter_bytes)
+        return LimitedCuts(
+            self.crossing, self.at_least, self.costs, state, self.activation_bytes,
+            self.temporary_bytes, memory_limit, schedule, microbatches,
+        )  # fmt: skip
 
     #: The version of the file; other versions are refused.
     VERSION: ClassVar[int] = 1

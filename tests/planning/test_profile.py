@@ -1,7 +1,9 @@
 """What the units of a function take, measured alone, and the cuts that follow from it."""
 
 import dataclasses
+import itertools
 import json
+import random
 
 import equinox as eqx
 import jax
@@ -127,6 +129,72 @@ def test_a_profile_of_other_shapes_is_refused(model, found):
 def test_more_stages_than_units_are_refused(model, found):
     with pytest.raises(ValueError, match="ask for at most 6 stages"):
         stages_of(model, 8, found)
+
+
+def limited(costs, kept, state, limit, schedule="1f1b"):
+    """The limited cuts of made-up units."""
+    count = len(costs)
+    found = jaxpp.Profile(
+        (1.0,) * (count - 1), count, costs, costs, costs, costs, costs, kept, (0,) * count, state,
+    )  # fmt: skip
+    return found.within(limit, microbatches=8, schedule=schedule, state_bytes=1.0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_cut_within_a_limit_is_the_best_of_all_that_fit(seed):
+    draw = random.Random(seed)
+    costs = tuple(draw.uniform(1, 5) for _ in range(9))
+    kept, state = ([draw.randrange(1, 9) for _ in range(9)] for _ in range(2))
+
+    def slowest(cuts):
+        return max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, 9)))
+
+    def fits(cuts, limit):
+        bounds = enumerate(itertools.pairwise((0, *cuts, 9)))
+        return all(sum(state[a:b]) + (4 - s) * sum(kept[a:b]) <= limit for s, (a, b) in bounds)
+
+    every = list(itertools.combinations(range(1, 9), 3))
+    for limit in (30, 40, 60, 1000):
+        balance = limited(costs, tuple(kept), tuple(state), limit)
+        if fitting := [cuts for cuts in every if fits(cuts, limit)]:
+            chosen = tuple(balance.choose(4))
+            assert fits(chosen, limit)
+            assert slowest(chosen) == pytest.approx(min(map(slowest, fitting)))
+        else:
+            with pytest.raises(ValueError, match=f"no cut into 4 stages fits into {limit} B"):
+                balance.choose(4)
+
+
+def test_a_limit_moves_the_cut_of_a_function(model, found):
+    heavy = dataclasses.replace(
+        found,
+        costs=(9.0, *(1.0,) * (LAYERS + 1)),
+        activation_bytes=(0,) * (LAYERS + 2),
+        temporary_bytes=(0,) * (LAYERS + 2),
+    )
+    free = heavy.within(1e9, microbatches=4)
+    assert stages_of(model, 2, free)[0] == [".embed"]
+    half = heavy.within(4 * 0.6 * sum(heavy.parameter_bytes), microbatches=4)
+    assert len(stages_of(model, 2, half)[0]) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(limit=0.0), "memory_limit is a positive number of bytes, got 0.0"),
+        (dict(limit=1), "unit 0 alone needs 2 B"),
+        (dict(kept=(0, 0, 0), state=(8, 8, 9), limit=10), "need 25 B together, 5 B more than all"),
+        (dict(kept=(9, 9, 9), state=(1, 1, 1), limit=19), "no cut leaves room for the activations"),
+        (
+            dict(schedule="zb_v"),
+            "for schedules with one stage on each rank, and zb_v has more",
+        ),
+    ],
+)
+def test_a_limit_that_cannot_be_kept_says_why(options, message):
+    fields = dict(costs=(1.0,) * 3, kept=(1, 1, 1), state=(1, 1, 1), limit=100) | options
+    with pytest.raises(ValueError, match=message):
+        limited(**fields).choose(2)
 
 
 def test_a_function_without_layers_is_cut_into_equal_parts():

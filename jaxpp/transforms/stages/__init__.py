@@ -3,6 +3,7 @@
 from jaxpp.transforms.stages._finest import Finest as Finest
 from jaxpp.transforms.stages._finest import UnitCosts as UnitCosts
 from jaxpp.transforms.stages._finest import UnitCuts as UnitCuts
+from jaxpp.transforms.stages._finest import Units as Units
 from jaxpp.transforms.stages._marks import call_task as call_task
 from jaxpp.transforms.stages._marks import is_backward_call as is_backward_call
 from jaxpp.transforms.stages._marks import is_enter as is_enter

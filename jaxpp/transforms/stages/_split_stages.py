@@ -55,10 +55,12 @@ def split_stages(
             argument (`["blocks.2", "blocks.4"]`), a function of an Equinox model
             (`lambda model: [model.blocks[2], model.blocks[4]]`), or names of `jax.named_scope`.
             `blocks.2`, `blocks[2]` and, for scopes, `blocks/2` are the same; they may also name a
-            layer of stacked modules `blocks`, or of the scan under the scope `blocks`.
+            layer of stacked modules `blocks`, or of the scan under the scope `blocks`. Or the cuts
+            of a plan, `jaxpp.plan(...).cuts`.
         balance: the cost of an equation for a balanced cut: `"flops"` or a function of a
             `jax.extend.core.JaxprEqn`. With `"layers"` each stage gets as many layers, and the last
-            stages have the remainder: 6 layers in 4 stages are 1, 1, 2 and 2.
+            stages have the remainder: 6 layers in 4 stages are 1, 1, 2 and 2. With what
+            `jaxpp.profile` measured, or `within` a memory limit of it, units are not cut inside.
         whole: the units that a balanced cut does not divide: modules or scopes, named as in `at`,
             or classes of modules of any library, whose calls are then the layers. By default these
             are the layers that it finds; `()` allows cuts inside layers.
