@@ -143,7 +143,12 @@ class Problem:
         halves = np.add(own.input_grad, own.weight_grad)
         costs = np.add(own.forward, np.minimum(own.backward, halves)).tolist()
         shared = sum(costs) / sum(self.speed)
-        return microbatches * max(shared, max(costs) / max(self.speed))
+        # Where microbatches go in two directions, two ranks share the slowest unit.
+        copies = max(
+            len(by_name(name).placement(self.ranks))
+            for name in self.schedules if name != SYNTHESIZED
+        )  # fmt: skip
+        return microbatches * max(shared, max(costs) / max(self.speed) / copies)
 
     def timeline(self, candidate: Candidate) -> Timeline:
         """Simulates the tasks of a candidate, with the bytes that ranks hold."""

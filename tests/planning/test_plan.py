@@ -68,7 +68,7 @@ def test_a_head_that_takes_long_gets_fewer_layers_beside_it():
     assert best.seconds < 0.85 * at_even_cut(profile_of(UNEVEN), "1f1b")
 
 
-@pytest.mark.parametrize("times", [(1.0,) * 16, UNEVEN, tuple(np.linspace(1, 3, 20))])
+@pytest.mark.parametrize("times", [(1.0,) * 16, UNEVEN, tuple(np.linspace(1, 3, 20)), (1, 1, 1, 9)])
 def test_no_schedule_of_the_catalogue_is_faster_at_an_even_cut(times):
     found = profile_of(times)
     plan = planned(found)
