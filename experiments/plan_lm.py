@@ -20,6 +20,7 @@ What is compared at the end takes turns, and medians count.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import multiprocessing
@@ -117,8 +118,16 @@ def link_costs(run: Run, mesh: Any) -> Costs:
 # ---- the parts ----------------------------------------------------------------------------------
 
 
-def train(run: Run, plan: Plan, mesh: Any) -> dict[str, Any]:
+def make_plan(run: Run, mesh: Any, **options: Any) -> Plan:
+    """Plans on the first worker, and prints the plan."""
+    plan = mesh.apply(functools.partial(planned, **options), {0: (run,)})[0]
+    print(plan)
+    return plan
+
+
+def train(run: Run, options: dict[str, Any], mesh: Any) -> dict[str, Any]:
     """Trains, and plans again from what steps take."""
+    plan = make_plan(run, mesh, **options)
     training = Training(run, step_of(run, plan, mesh))
     losses, plans = [], [plan]
     while training.number < _STEPS.value:
@@ -194,8 +203,9 @@ def in_turns(trainings: Sequence[Training]) -> list[float]:
     return [statistics.median(own) for own in zip(*times, strict=True)]
 
 
-def sweep(run: Run, plan: Plan, mesh: Any) -> dict[str, Any]:
+def sweep(run: Run, options: dict[str, Any], mesh: Any) -> dict[str, Any]:
     """Compares the plan with all cuts and schedules, each of which is run."""
+    plan = make_plan(run, mesh, **options)
     tried = []
     if _TRIED.value:
         before = json.loads(pathlib.Path(_TRIED.value).read_text())["sweep"]["tried"]
@@ -259,8 +269,9 @@ def busy(cores: set[int], share: float) -> Iterator[None]:
         process.join()
 
 
-def slow(run: Run, plan: Plan, mesh: Any) -> dict[str, Any]:
+def slow(run: Run, options: dict[str, Any], mesh: Any) -> dict[str, Any]:
     """Slows the second worker, and plans again twice."""
+    plan = make_plan(run, mesh, schedules=_SCHEDULES.value, **options)
     cores = mesh.apply(core_of, dict.fromkeys(range(RANKS), ()))[1]
     with busy(cores, _BUSY.value):
         plans, trainings = [plan], [Training(run, step_of(run, plan, mesh))]
@@ -299,9 +310,8 @@ def main(argv: list[str]) -> None:
     parts = {"train": train, "sweep": sweep, "slow": slow}
     with jaxpp.RemoteMpmdMesh((RANKS,), cores=1) as mesh:
         links = link_costs(run, mesh)
-        plan = mesh.apply(planned, {0: (run, links.latency, links.bandwidth)})[0]
-        print(plan)
-        figures = {name: parts[name](run, plan, mesh) for name in _PARTS.value}
+        options = {"latency": links.latency, "bandwidth": links.bandwidth}
+        figures = {name: parts[name](run, options, mesh) for name in _PARTS.value}
     if _JSON.value:
         pathlib.Path(_JSON.value).write_text(json.dumps(figures, indent=1))
 

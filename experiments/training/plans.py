@@ -64,12 +64,12 @@ def loss_fn(model: Model, tokens: Int[Array, "batch time"]) -> Float[Array, ""]:
     return cross_entropy(jax.vmap(model)(tokens[:, :-1]), tokens[:, 1:])
 
 
-def planned(process: Any, run: Run, latency: float, bandwidth: float) -> jaxpp.Plan:
-    """The plan for links of a latency and bandwidth, made on a worker's device."""
+def planned(process: Any, run: Run, **options: Any) -> jaxpp.Plan:
+    """The plan, made on a worker's device; `options` are those of `jaxpp.plan`."""
     model, _ = run.start()
     return jaxpp.plan(
         loss_fn, model, run.batch(0), ranks=RANKS, microbatches=run.microbatches,
-        latency=latency, bandwidth=bandwidth, device=process.home, repeats=5,
+        device=process.home, repeats=5, **options,
     )  # fmt: skip
 
 

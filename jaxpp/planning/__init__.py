@@ -1,11 +1,13 @@
-"""Measures placed steps on their meshes, as a plan of a training run needs it."""
+"""Measures, predicts and plans steps: what they hold, how long they take, and where to cut."""
 
 from jaxpp.planning._device import DEVICES as DEVICES
 from jaxpp.planning._device import Device as Device
+from jaxpp.planning._limited import LimitedCuts as LimitedCuts
 from jaxpp.planning._measure import Measurement as Measurement
 from jaxpp.planning._measure import measure as measure
 from jaxpp.planning._plan import Plan as Plan
 from jaxpp.planning._plan import plan as plan
+from jaxpp.planning._predict import Beside as Beside
 from jaxpp.planning._predict import Moment as Moment
 from jaxpp.planning._predict import Prediction as Prediction
 from jaxpp.planning._predict import predict as predict

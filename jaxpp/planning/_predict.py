@@ -3,15 +3,18 @@
 import dataclasses
 import functools
 import math
+import os
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxpp import _html
 from jaxpp._program import Bundle, Run, Send
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._measure import Measurement
 from jaxpp.runtime.executor import Analysis, Inspected, format_bytes, held_bytes, over_time
 from jaxpp.runtime.trace import Key, Trace, dependencies_of, table_of, tasks_of
-from jaxpp.schedules import Costs, Task, Timeline, simulate
+from jaxpp.schedules import Costs, Task, Timeline, plot, simulate
 from jaxpp.transforms.place import Compiled, Placed
 
 
@@ -73,6 +76,21 @@ class Prediction:
         """For each rank, the moment at which it holds most."""
         return tuple(max(own, key=lambda moment: moment.total) for own in self.memory)
 
+    def beside(self, found: Measurement | Trace) -> "Beside":
+        """Puts the prediction beside what was measured: a table, and a picture.
+
+        Args:
+            found: what `measure` or a trace found of the step.
+        """
+        measured = found.timeline if isinstance(found, Measurement) else found.timeline()
+        rows = [("tasks", self.timeline.makespan, measured.makespan)]
+        if isinstance(found, Measurement):
+            rows.insert(0, ("step", self.seconds, found.step))
+        times = _medians(self.timeline), _medians(measured)
+        for key in sorted(times[0].keys() & times[1].keys()):
+            rows.append((f"{key[0]}{key[1]}", times[0][key], times[1][key]))
+        return Beside(tuple(rows), {"predicted": self.timeline, "measured": measured})
+
     def __str__(self) -> str:
         lines = [f"{self.seconds:.6g} s, bubble {self.timeline.bubble_fraction:.1%} of the tasks"]
         for rank, peak in enumerate(self.peaks):
@@ -80,6 +98,59 @@ class Prediction:
             held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds if n)
             lines.append(f"rank {rank}: {format_bytes(peak.total)} in {peak.running}: {held}")
         return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """A prediction beside a measurement, made by `Prediction.beside`; a notebook shows the table.
+
+    Args:
+        rows: what it is, its predicted seconds, and its measured ones: the step, where it was
+            measured as a whole; its tasks together; and each kind of task of each stage, by its
+            median.
+        timelines: both timelines by name, as `jaxpp.schedules.plot` takes them.
+    """
+
+    rows: tuple[tuple[str, float, float], ...]
+    timelines: Mapping[str, Timeline]
+
+    def _cells(self) -> list[list[str]]:
+        return [
+            [name, *(f"{1e3 * t:.3f}" for t in times), f"{times[1] / (times[0] or math.nan):.3f}"]
+            for name, *times in self.rows
+        ]
+
+    def __str__(self) -> str:
+        header = ["", "predicted ms", "measured ms", "ratio"]
+        return "\n".join(f"{a:6}{b:>14}{c:>14}{d:>8}" for a, b, c, d in [header, *self._cells()])
+
+    def _repr_html_(self) -> str:
+        return _html.table(["", "predicted ms", "measured ms", "ratio"], self._cells())
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws both timelines on one axis, in milliseconds.
+
+        Args:
+            path: the file; its suffix gives the format, `.png` or `.svg` for instance.
+        """
+        scaled = {
+            name: dataclasses.replace(
+                own,
+                starts=tuple(tuple(1e3 * t for t in ts) for ts in own.starts),
+                ends=tuple(tuple(1e3 * t for t in ts) for ts in own.ends),
+            )
+            for name, own in self.timelines.items()
+        }
+        plot(scaled, path, unit="ms")
+
+
+def _medians(timeline: Timeline) -> dict[Key, float]:
+    """Gives the median time of each kind of task of each stage."""
+    times: dict[Key, list[float]] = {}
+    for span in timeline.spans:
+        key = span.task.kind, span.task.stage
+        times.setdefault(key, []).append(span.end - span.start)
+    return {key: statistics.median(own) for key, own in times.items()}
 
 
 def predict(

@@ -143,6 +143,19 @@ def test_a_measurement_predicts_its_own_step(name):
     assert prediction.start == pytest.approx(max(measured.before))
 
 
+def test_a_prediction_stands_beside_what_was_measured(tmp_path):
+    step = step_on(mesh_of(STAGES))
+    measured = jaxpp.measure(step, *arguments(), repeats=1)
+    beside = jaxpp.predict(step, *arguments(), costs=measured).beside(measured)
+    names = [name for name, *_ in beside.rows]
+    assert names[:2] == ["step", "tasks"] and names[2:4] == ["B0", "B1"]
+    assert len(names) == 2 + 2 * STAGES
+    assert beside.rows[0][2] == measured.step
+    assert str(beside).count("\n") == len(names) and "<table>" in beside._repr_html_()
+    beside.plot(tmp_path / "beside.png")
+    assert (tmp_path / "beside.png").stat().st_size > 10_000
+
+
 def test_a_measurement_predicts_another_schedule_of_the_same_stages():
     measured = jaxpp.measure(step_on(mesh_of(STAGES)), *arguments(), repeats=1)
     gpipe_table = jaxpp.schedules.GPipe().table(STAGES, MICROBATCHES)
