@@ -1,20 +1,23 @@
 """How far predictions are from what is measured: the bytes of ranks, and the time of a step.
 
     python -m benchmarks.prediction
-    python -m benchmarks.prediction --programs=gpt,llama2 --schedules=1f1b --parts=time
+    python -m benchmarks.prediction --programs=gpt,llama2 --schedules=1f1b --parts=local
 
 - `memory`: for each program, schedule and policy, the most bytes of arrays that a rank's device
   holds in a step whose instructions run one after the other, over what the walk over its program
   says: the worst rank.
-- `time`: the time of a step on the local mesh over what `predict` makes of the times that `measure`
-  found, of this schedule and, for all but the first, of the first one.
-
-Ranks are CPU devices of this process.
+- `local`: the time of a step on the local mesh over what `predict` makes of the times of its tasks
+  that `measure` found in the same minutes. There are two ranks, and tasks of 4 ms or more;
+- `workers`: the same on two worker processes, each pinned to a core, from the times of a trace.
 """
 
+import contextlib
 import itertools
 import json
+import pathlib
 import statistics
+import tempfile
+import time
 from typing import Any
 
 import jax
@@ -43,13 +46,16 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "mistral": dict(model="mistral", vocabulary=512, window=16, **ZOO),
     "mixtral": dict(model="mixtral", vocabulary=512, **ZOO),
 }
+#: The sizes of programs whose time is predicted.
+TIMED: dict[str, Any] = dict(ranks=2, layers=4, width=128, sequence_length=128, batch_size=64)
 _PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), "Which programs.")
 _SCHEDULES = flags.DEFINE_list(
     "schedules", ["1f1b", "zb_h1", "interleaved_1f1b", "zb_v"], "Which schedules."
 )
 _REMAT = flags.DEFINE_list("remat", ["none", "full"], "What is computed again.")
-_PARTS = flags.DEFINE_multi_enum("parts", ["memory", "time"], ["memory", "time"], "Which parts.")
-_RANKS = flags.DEFINE_integer("ranks", 4, "Ranks, each a CPU device.", 1)
+PARTS = ["memory", "local", "workers"]
+_PARTS = flags.DEFINE_multi_enum("parts", PARTS, PARTS, "Which parts.")
+_RANKS = flags.DEFINE_integer("ranks", 4, "Ranks, for the memory.", 1)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "How often to measure; the median counts.", 1)
 _JSON = flags.DEFINE_string("json", None, "A file to write the figures to.")
 
@@ -90,45 +96,79 @@ def memory_ratio(step: Any, args: Any) -> float:
     return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
+def make(config: Config, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A step on a mesh, and its arguments."""
+    step = train_lm.make_pipeline(config, mesh)[0]
+    batch: Any = next(train_lm.training_batches(config, data.load()))
+    return step, (*train_lm.initial_state(config), *batch)
+
+
+def local_ratio(config: Config, mesh: Any) -> float:
+    """The measured step over the prediction, on devices of this process."""
+    step, args = make(config, mesh)
+    measured = jaxpp.measure(step, *args, repeats=_REPEATS.value)
+    return measured.step / jaxpp.predict(step, *args, costs=measured).seconds
+
+
+def workers_ratio(config: Config, mesh: Any) -> float:
+    """The same on worker processes: the prediction is that of a trace between the steps."""
+    step, (*state, tokens, keys) = make(config, mesh)
+
+    def seconds(steps: int) -> float:
+        nonlocal state
+        start, loss = time.perf_counter(), 0.0
+        for _ in range(steps):
+            *state, loss = step(*state, tokens, keys)
+        float(loss)
+        return (time.perf_counter() - start) / steps
+
+    seconds(2)
+    ratios = []
+    for _ in range(_REPEATS.value):
+        before = seconds(3)
+        with tempfile.TemporaryDirectory() as folder:
+            mesh.start_trace(folder, profiler=False)
+            seconds(3)
+            trace = mesh.stop_trace()
+        predicted = jaxpp.predict(step, *state, tokens, keys, costs=trace).seconds
+        ratios.append((before + seconds(3)) / 2 / predicted)
+    return statistics.median(ratios)
+
+
 def main(_: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", _RANKS.value)
-    mesh, rows = jaxpp.MpmdMesh((_RANKS.value,)), list[dict[str, Any]]()
-    print(f"{'program':14}{'schedule':20}{'remat':7}{'memory':>8}{'time':>8}{'from first':>12}")
-    for name, remat in itertools.product(_PROGRAMS.value, _REMAT.value):
-        first = None
-        for schedule in _SCHEDULES.value:
-            config = Config(**PROGRAMS[name], ranks=_RANKS.value, schedule=schedule, remat=remat)
-            step = train_lm.make_pipeline(config, mesh)[0]
-            batch: Any = next(train_lm.training_batches(config, data.load()))
-            args = (*train_lm.initial_state(config), *batch)
+    rows: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        meshes: dict[str, Any] = {
+            "memory": jaxpp.MpmdMesh((_RANKS.value,)),
+            "local": jaxpp.MpmdMesh((TIMED["ranks"],)),
+        }
+        if "workers" in _PARTS.value:
+            workers = jaxpp.RemoteMpmdMesh((TIMED["ranks"],), cores=1)
+            meshes["workers"] = stack.enter_context(workers)
+        print(
+            f"{'program':14}{'schedule':20}{'remat':7}" + "".join(f"{p:>9}" for p in _PARTS.value)
+        )
+        for name, remat, schedule in itertools.product(
+            _PROGRAMS.value, _REMAT.value, _SCHEDULES.value
+        ):
             row: dict[str, Any] = {"program": name, "schedule": schedule, "remat": remat}
-            if "memory" in _PARTS.value:
-                row["memory"] = memory_ratio(step, args)
-            if "time" in _PARTS.value:
-                measured = jaxpp.measure(step, *args, repeats=_REPEATS.value)
-                row["time"] = measured.step / jaxpp.predict(step, *args, costs=measured).seconds
-                try:
-                    if first is not None:
-                        predicted = jaxpp.predict(step, *args, costs=first)
-                        row["from_first"] = measured.step / predicted.seconds
-                except ValueError:  # it has other stages
-                    pass
-                first = first or measured
+            fields: dict[str, Any] = PROGRAMS[name] | {"schedule": schedule, "remat": remat}
+            for part in _PARTS.value:
+                if part == "memory":
+                    small = Config(**fields, ranks=_RANKS.value)
+                    row[part] = memory_ratio(*make(small, meshes[part]))
+                else:
+                    ratio = local_ratio if part == "local" else workers_ratio
+                    row[part] = ratio(Config(**fields | TIMED), meshes[part])
             rows.append(row)
-            shown = (
-                f"{row[key]:.3f}" if key in row else "-" for key in ("memory", "time", "from_first")
-            )
-            print(
-                f"{name:14}{schedule:20}{remat:7}" + "".join(f"{x:>9}" for x in shown), flush=True
-            )
-    for key in ("memory", "time", "from_first"):
-        if own := [row[key] for row in rows if key in row]:
-            print(
-                f"{key}: median {statistics.median(own):.3f}, from {min(own):.3f} to {max(own):.3f}"
-            )
+            print(f"{name:14}{schedule:20}{remat:7}"
+                  + "".join(f"{row[part]:9.3f}" for part in _PARTS.value), flush=True)  # fmt: skip
+    for part in _PARTS.value:
+        own = [row[part] for row in rows]
+        print(f"{part}: median {statistics.median(own):.3f}, from {min(own):.3f} to {max(own):.3f}")
     if _JSON.value:
-        with open(_JSON.value, "w") as file:
-            json.dump(rows, file, indent=2)
+        pathlib.Path(_JSON.value).write_text(json.dumps(rows, indent=2))
 
 
 if __name__ == "__main__":
