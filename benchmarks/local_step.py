@@ -14,6 +14,7 @@ Prints, for small, medium and large tasks:
 And for the first call: how tracing and lowering grow with the number of microbatches.
 """
 
+import itertools
 import json
 import statistics
 import sys
@@ -30,7 +31,8 @@ from absl import app, flags
 import jaxpp
 from benchmarks.equal_blocks import Loop, copy, draw, placed_step, plain_step, seconds
 from jaxpp._program import Bundle, Free, Receive, Run, Send
-from jaxpp.runtime.executor import _compile, _executor
+from jaxpp.planning._measure import _loaded as loaded
+from jaxpp.runtime.executor import _compile, _executor, held_bytes, over_time
 from jaxpp.runtime.local import _mesh
 
 FLAGS = flags.FLAGS
@@ -166,49 +168,32 @@ def task_seconds(bundle: Bundle, device: Any, repeats: int) -> float:
     return total
 
 
-def memory_ratio(step: Any, table: Any) -> float:
-    """The largest ratio, over ranks, of the most bytes held to the closed form."""
-    bundle: Bundle = step.bundle
-    ratios = []
-    for program in bundle.programs:
-        peak, static, activation = walk_memory(program, bundle)
-        ratios.append(peak / (static + table.peak_in_flight()[program.rank] * activation))
-    return max(ratios)
-
-
-def nbytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize
-
-
-def walk_memory(program: Any, bundle: Bundle) -> tuple[int, int, int]:
-    """The peak bytes of a rank's slots; those held before its first task; those of an activation.
+def memory_ratio(step: Any, args: Any, table: Any) -> float:
+    """The largest ratio, over ranks, of the most bytes held to the closed form.
 
     An activation is what the first forward task leaves behind: what its backward task reads.
     """
-    live = {slot: nbytes(bundle.arguments[n].aval) for n, slot in program.inputs}
-    received: dict[int, int] = {}
-    peak, static, activation = 0, None, None
-    for instruction in program.instructions:
-        if static is not None and activation is None and not isinstance(instruction, Send | Free):
-            activation = sum(live.values()) - static
-        match instruction:
-            case Run(number, inputs, outputs, label):
-                if label.startswith("F") and static is None:
-                    static = sum(live.values()) - sum(received.values())
-                computation = bundle.computations[number]
-                for i in computation.donated:
-                    live.pop(inputs[i])
-                sizes = [nbytes(v.aval) for v in computation.jaxpr.jaxpr.outvars]
-                live.update(zip(outputs, sizes, strict=True))
-            case Receive(slots, message):
-                received = dict(zip(slots, map(nbytes, message.avals), strict=True))
-                live.update(received)
-            case Free(slots):
-                for slot in slots:
-                    del live[slot]
-        peak = max(peak, sum(live.values()))
-    assert static is not None and activation is not None
-    return peak, static, activation
+    local, _ = loaded(step, args)
+    numbers, firsts = itertools.count(), dict[int, float]()
+
+    def when(rank: int, run: Run, _: float) -> tuple[float, float]:
+        start = float(next(numbers))
+        if run.label.startswith("F"):
+            firsts.setdefault(rank, start)
+        return start, start + 1
+
+    passing = ("temporary", "messages")
+    held = [h for h in held_bytes(local.bundle, local.inspect(), when) if h.kind not in passing]
+    ratios = []
+    for rank, in_flight in enumerate(table.peak_in_flight()):
+        mine = [h for h in held if h.rank == rank]
+        kept = [h for h in mine if h.kind == "activations"]
+        first = firsts[rank]
+        static = sum(h.nbytes for h in mine if h not in kept and h.start < first < h.end)
+        activation = sum(h.nbytes for h in kept if h.start <= first and h.end > first + 1)
+        peak = max(now.total() for _, now in over_time(mine))
+        ratios.append(peak / (static + in_flight * activation))
+    return max(ratios)
 
 
 # ---- the report ---------------------------------------------------------------------------------
@@ -245,7 +230,7 @@ def measure(
         "tasks": shared_seconds / tasks,
         "first": first / plain_first,
         "first_s": first,
-        "memory": memory_ratio(spread, schedule.table(ranks, microbatches)),
+        "memory": memory_ratio(spread, (*state, batch), schedule.table(ranks, microbatches)),
     }
 
 
