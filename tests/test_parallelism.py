@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpp
 from experiments.models import gpt2, llama, mixtral, parallel
 from jaxpp.runtime.executor import _compile
-from jaxpp.schedules import GPipe, OneFOneB, ZeroBubbleH1, ZeroBubbleH2
+from jaxpp.schedules import GPipe, OneFOneB, Recompute, ZeroBubbleH1, ZeroBubbleH2
 from tests.helpers import assert_close, assert_close_sums, assert_same, train_step_of
 
 TIME, VOCABULARY, EXAMPLES, MICROBATCHES, STEPS = 8, 20, 4, 4, 3
@@ -201,6 +201,12 @@ def test_schedules_of_split_backward_tasks_agree_bitwise(case):
     first, second = (on_mesh(*case, schedule=s) for s in (ZeroBubbleH1(), ZeroBubbleH2()))
     assert_same(first, second)
     assert_same_training(first, on_mesh(*case))
+
+
+@cases([("gpt2", WHOLE)], names=["gpt2"])
+def test_recomputations_change_no_bit(case):
+    got = on_mesh(*case, schedule=Recompute("1f1b"), zero1="data")
+    assert_same(got, on_mesh(*case, zero1="data"))
 
 
 # ---- collectives ---------------------------------------------------------------------------------

@@ -55,6 +55,11 @@ class Plan(Candidate):
         return UnitCuts(own.crossing, own.at_least, tuple(itertools.accumulate(self.units[:-1])))
 
     @property
+    def gap(self) -> float:
+        """The most by which the plan may be slower than the best one, over the lower bound."""
+        return self.seconds / self.lower_bound - 1
+
+    @property
     def costs(self) -> Costs:
         """The times of the plan's tasks on the device that was profiled, for `predict`."""
         problem, at = self.problem, (0, *itertools.accumulate(self.units))
@@ -104,16 +109,17 @@ class Plan(Candidate):
     def __str__(self) -> str:
         lines = [
             f"{self.schedule}, {self.microbatches} microbatches: {self.seconds:.4g} s, bubble "
-            f"{self.bubble:.1%}, at least {self.lower_bound:.4g} s by any cut and schedule",
+            f"{self.bubble:.1%}; any cut and schedule takes at least {self.lower_bound:.4g} s, "
+            f"a gap of {self.gap:.1%}",
             f"units of each stage: {', '.join(map(str, self.units))}",
         ]
         if any(self.recompute):
             again = [str(stage) for stage, own in enumerate(self.recompute) if own]
             lines.append(f"computed again: the activations of stages {', '.join(again)}")
         lines.append(f"most bytes of each rank: {', '.join(map(format_bytes, self.peak_bytes))}")
-        lines += [
-            f"not {c.schedule}, {c.microbatches} microbatches: {c.reason}" for c in self.others
-        ]
+        for c in self.others:
+            most = f", at most {format_bytes(max(c.peak_bytes))} a rank" if c.peak_bytes else ""
+            lines.append(f"not {c.schedule}, {c.microbatches} microbatches: {c.reason}{most}")
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -370,11 +370,13 @@ def _check_memory(prediction: Prediction, limit: float | Sequence[float]) -> Non
         if peak.total > most:
             kinds = sorted(peak.bytes.items(), key=lambda item: -item[1])
             held = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds if n)
+            state = sum(n for kind, n in kinds if kind in ("parameters", "optimizer"))
+            alone = " Parameters and optimizer state alone exceed it." if state > most else ""
             raise ValueError(
                 f"predict: rank {rank} needs {format_bytes(peak.total)} in {peak.running}, "
                 f"{peak.seconds:.3g} s after the start, {format_bytes(peak.total - most)} more "
-                f"than its limit of {format_bytes(most)}: {held}. Compute activations again "
-                f"(wrap_forward(f, policy=jax.checkpoint_policies.nothing_saveable)), take a "
+                f"than its limit of {format_bytes(most)}: {held}.{alone} Compute activations again "
+                f"(wrap_forward(f, policy=), or jaxpp.schedules.Recompute), take a "
                 f"schedule that holds fewer microbatches or more of them that are smaller, or "
                 f"split what is there all the time (zero1=, zero3=, more ranks)."
             )

@@ -197,6 +197,8 @@ def test_a_rank_that_needs_more_than_its_limit_is_an_error_before_the_run():
     with pytest.raises(ValueError, match=r"rank 2 needs .* in B2\.\d, .* policy.*schedule.*zero1"):
         limits = [*peaks[:2], peaks[2] - 1, peaks[3]]
         jaxpp.predict(step, *arguments(), costs=Costs(), memory_limit=limits)
+    with pytest.raises(ValueError, match="optimizer state alone exceed it"):
+        jaxpp.predict(step, *arguments(), costs=Costs(), memory_limit=WIDTH)
     with pytest.raises(ValueError, match="rank 0 needs"):
         jaxpp.predict(step, *arguments(), costs=jaxpp.Device(1e9, 1e9, memory=1e4))
 
