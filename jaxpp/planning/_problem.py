@@ -37,6 +37,8 @@ SCHEDULES = (
     "interleaved_zb(stages_per_rank=4)",
     SYNTHESIZED,
 )
+#: A schedule that takes longer than this, over the fastest yet, keeps the cut that it starts with.
+WORTHWHILE = 1.25
 #: How many cuts are tried for a schedule, at most.
 EVALUATIONS = 200
 
@@ -127,14 +129,26 @@ class Problem:
         Raises:
             ValueError: nothing fits, or no schedule can be made.
         """
-        found = [_Search(self, count, name).best()
-                 for count in self.profiles for name in self.schedules
-                 if name != SYNTHESIZED]  # fmt: skip
+        searches = [
+            _Search(self, count, name)
+            for count in self.profiles
+            for name in self.schedules
+            if name != SYNTHESIZED
+        ]
+        found = [search.hopeless for search in searches if search.hopeless is not None]
+        starts = [(search.start(), search) for search in searches if search.hopeless is None]
+        least = math.inf
+        for choice, search in sorted(starts, key=lambda start: start[1].value(start[0])):
+            over, seconds, _ = search.value(choice)
+            if over or seconds <= WORTHWHILE * least:
+                choice = search.improve(choice)
+            found.append(search.candidate(choice))
+            least = min(least, found[-1].seconds)
         found.sort(key=_rank_of)
         if found[0].seconds == math.inf:
             raise ValueError(self._why_nothing_fits(found))
-        if SYNTHESIZED in self.schedules and (more := self._synthesized(found[0])) is not None:
-            found.append(more)
+        if SYNTHESIZED in self.schedules:
+            found += self._synthesized(found)
         return sorted(found, key=_rank_of)
 
     def lower_bound(self, microbatches: int) -> float:
@@ -156,10 +170,14 @@ class Problem:
         at = (0, *itertools.accumulate(candidate.units))
         return search.timeline((at, (False,) * len(candidate.units)))
 
-    def _synthesized(self, best: Candidate) -> Candidate | None:
-        """Makes a candidate with a table of its own at the cut of another one, if it is faster."""
-        search = _Search(self, best.microbatches, best.schedule)
-        return search.synthesized((0, *itertools.accumulate(best.units)), best)
+    def _synthesized(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Makes a table at the cut of the fastest candidate with one direction, if it is faster."""
+        for best in found:
+            if len(by_name(best.schedule).placement(self.ranks)) == 1 and best.units:
+                search = _Search(self, best.microbatches, best.schedule)
+                own = search.synthesized((0, *itertools.accumulate(best.units)))
+                return [own] if own and _rank_of(own) < _rank_of(best) else []
+        return []
 
     def _why_nothing_fits(self, found: Sequence[Candidate]) -> str:
         least = min((max(c.peak_bytes) for c in found if c.peak_bytes), default=None)
@@ -211,27 +229,33 @@ class _Search:
             self._tables[recompute] = table
         return self._tables[recompute]
 
-    def best(self) -> Candidate:
-        """Finds the best candidate."""
+    @functools.cached_property
+    def hopeless(self) -> Candidate | None:
+        """The candidate, with the reason, where the schedule has no table or too many stages."""
         empty = Candidate(self._name, self._microbatches)
         try:
-            stages = self._plain.num_stages
-        except ValueError as error:  # the schedule has no table of this size
+            stages, units = self._plain.num_stages, len(self._profile.costs)
+        except ValueError as error:
             return dataclasses.replace(empty, reason=str(error))
-        units = len(self._profile.costs)
-        if stages > units:
-            return dataclasses.replace(
-                empty, reason=f"{stages} stages, but the function has {units} units"
-            )
+        if stages <= units:
+            return None
+        reason = f"{stages} stages, but the function has {units} units"
+        return dataclasses.replace(empty, reason=reason)
+
+    def start(self) -> Choice:
+        """Gives the better of an even cut and one that balances the stages."""
+        stages, units = self._plain.num_stages, len(self._profile.costs)
         keep = (False,) * stages
         even = tuple(round(units * n / stages) for n in range(stages + 1))
         balanced = (0, *self._profile.choose(stages), units)
-        choice = self._climb(min(((even, keep), (balanced, keep)), key=self._value))
-        while self._value(choice)[0] > 0 and not all(choice[1]):
+        return min(((even, keep), (balanced, keep)), key=self.value)
+
+    def improve(self, choice: Choice) -> Choice:
+        """Moves cuts, and lets as many stages compute again as the limit demands."""
+        choice = self._climb(choice)
+        while self.value(choice)[0] > 0 and not all(choice[1]):
             choice = self._climb(self._compute_more(choice))
-        if not self._value(choice)[0]:
-            choice = self._compute_less(choice)
-        return self._candidate(choice)
+        return choice if self.value(choice)[0] else self._compute_less(choice)
 
     def timeline(self, choice: Choice) -> Timeline:
         """Simulates the tasks, with the bytes that ranks hold."""
@@ -257,11 +281,9 @@ class _Search:
         machine = Machine(speed=problem.speed, resident=tuple(resident))
         return simulate(table, costs, memory=memory, machine=machine)
 
-    def synthesized(self, at: tuple[int, ...], best: Candidate) -> Candidate | None:
-        """Makes a candidate with a table of its own at a cut; None where it is not the best."""
+    def synthesized(self, at: tuple[int, ...]) -> Candidate | None:
+        """Makes a candidate with a table of its own at a cut; None where nothing fits."""
         placement, problem = self._plain.directions[0], self._problem
-        if len(self._plain.directions) > 1:
-            return None
         keep = (False,) * len(placement)
         timeline = self.timeline((at, keep))
         speed = [problem.speed[rank] for rank in placement]
@@ -270,13 +292,13 @@ class _Search:
         try:
             found = synthesize(
                 costs, placement, self._microbatches, memory=timeline.memory, memory_limit=limits,
-                stage_inputs=self._plain.stage_inputs, evaluations=EVALUATIONS, time_limit=20.0,
+                stage_inputs=self._plain.stage_inputs, recompute=problem.memory_limit < math.inf,
+                evaluations=EVALUATIONS, time_limit=20.0,
             )  # fmt: skip
-        except ValueError:  # not even one microbatch fits without recomputation
+        except ValueError:  # not even one microbatch fits
             return None
         made = _Search(problem, self._microbatches, SYNTHESIZED, found.schedule)
-        own = dataclasses.replace(made._candidate((at, keep)), table=to_csv(found.table))
-        return own if own.seconds < best.seconds * (1 - 1e-9) else None
+        return dataclasses.replace(made.candidate((at, keep)), table=to_csv(found.table))
 
     def _climb(self, choice: Choice) -> Choice:
         """Moves cuts as long as that helps; tries all cuts where these are few."""
@@ -284,18 +306,18 @@ class _Search:
         stages, units = len(at) - 1, at[-1]
         if math.comb(units - 1, stages - 1) <= EVALUATIONS:
             cuts = itertools.combinations(range(1, units), stages - 1)
-            return min((((0, *own, units), recompute) for own in cuts), key=self._value)
-        best, tried, improved = self._value(choice), 0, True
+            return min((((0, *own, units), recompute) for own in cuts), key=self.value)
+        best, tried, improved = self.value(choice), 0, True
         while improved and tried < EVALUATIONS:
             improved = False
             for other in _moved(choice[0]):
                 tried += 1
-                if (value := self._value((other, recompute))) < best:
+                if (value := self.value((other, recompute))) < best:
                     choice, best, improved = (other, recompute), value, True
                     break
         return choice
 
-    def _value(self, choice: Choice) -> tuple[float, float, float]:
+    def value(self, choice: Choice) -> tuple[float, float, float]:
         """Gives what is over the limit, the time, and the slowest stage: less is better."""
         if choice not in self._known:
             timeline = self.timeline(choice)
@@ -325,12 +347,12 @@ class _Search:
                 for n in range(len(recompute))
                 if recompute[n]
             )
-            best = min(fewer, key=self._value, default=choice)
-            if self._value(best) >= self._value(choice):
+            best = min(fewer, key=self.value, default=choice)
+            if self.value(best) >= self.value(choice):
                 return choice
             choice = best
 
-    def _candidate(self, choice: Choice) -> Candidate:
+    def candidate(self, choice: Choice) -> Candidate:
         timeline, (at, recompute) = self.timeline(choice), choice
         peaks = timeline.peak_memory
         over = max(peaks) - self._problem.memory_limit

@@ -150,6 +150,18 @@ def test_a_synthesized_table_is_taken_where_it_is_faster(tmp_path):
     assert simulate(table, others.costs).makespan == pytest.approx(others.seconds)
 
 
+def test_a_synthesized_table_recomputes_within_a_limit():
+    """Where a rank cannot hold what its forwards keep, single microbatches are computed again."""
+    found = profile_of((1.0,) * 8)
+    room = planned(found, ranks=4, schedules=["gpipe"])
+    limit = max(room.peak_bytes) * 0.6
+    plan = planned(found, limit, ranks=4, schedules=["gpipe", "synthesized"])
+    assert plan.schedule == "synthesized" and max(plan.peak_bytes) <= limit
+    table = plan.order.table_for_ranks(4, 8)
+    check(table)
+    assert plan.seconds < plan.others[0].seconds
+
+
 def test_what_a_plan_predicts_is_what_predict_makes_of_it():
     plan = planned(profile_of(UNEVEN))
     table = plan.order.table_for_ranks(4, 8)
