@@ -29,6 +29,7 @@ from experiments.training import data
 from experiments.training.config import Config
 from jaxpp.planning._measure import _execute, _loaded, _placed_copies
 from jaxpp.runtime.executor import held_bytes, over_time
+from jaxpp.runtime.executor._compile import clear_cache
 
 ZOO = dict(width=32, kv_heads=2, head_width=8, mlp_width=64, heads=4, layers=8)
 #: The programs, by name: fields of a `Config`.
@@ -162,6 +163,9 @@ def main(_: list[str]) -> None:
                     ratio = local_ratio if part == "local" else workers_ratio
                     row[part] = ratio(Config(**fields | TIMED), meshes[part])
             rows.append(row)
+            # A process may have so many memory mappings, and each executable takes some.
+            clear_cache()
+            jax.clear_caches()
             print(f"{name:14}{schedule:20}{remat:7}"
                   + "".join(f"{row[part]:9.3f}" for part in _PARTS.value), flush=True)  # fmt: skip
     for part in _PARTS.value:
