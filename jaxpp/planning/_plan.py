@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import jax
 from jaxtyping import PyTree
 
+from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._problem import SCHEDULES, SYNTHESIZED, Candidate, Problem
 from jaxpp.planning._profile import Profile, costs_of_stages, profile
 from jaxpp.runtime.executor import format_bytes
@@ -82,7 +83,8 @@ class Plan(Candidate):
                 give them.
 
         Returns:
-            The new plan; it may have the same cuts.
+            The new plan; it may have the same cuts. Where a schedule has each stage on two ranks,
+            costs do not tell these apart, so that both get one speed.
 
         Raises:
             ValueError: a cost is missing, negative or not finite.
@@ -161,7 +163,7 @@ def plan(
     *args: Any,
     ranks: int,
     microbatches: int | Sequence[int],
-    memory_limit: float = math.inf,
+    memory_limit: float | None = None,
     state_bytes: float = 4.0,
     latency: float = 0.0,
     bandwidth: float = math.inf,
@@ -179,7 +181,7 @@ def plan(
         *args: its arguments, with a whole batch.
         ranks: the number of ranks.
         microbatches: the number of microbatches, or those to choose from.
-        memory_limit: the bytes that a device of a rank has.
+        memory_limit: the bytes that a device of a rank has; by default no limit.
         state_bytes: the bytes that a rank holds for each byte of parameters: the parameters, their
             gradients and the optimizer's state. Adam has 4.
         latency: the seconds that a message takes whatever its size.
@@ -190,7 +192,8 @@ def plan(
             a table that `synthesize` makes at the cut of the fastest. By default all that apply.
         at_least: as in `profile`.
         in_axes: as in `microbatch`; by default every argument but the first is part of the batch.
-        device: where to measure; by default the first of `jax.devices()`.
+        device: as in `profile`: where to measure, or a `jaxpp.Device` or the name of one, for a
+            plan without a measurement; its memory is then the limit, unless one is given.
         repeats: how often to measure; the medians count.
 
     Returns:
@@ -214,6 +217,8 @@ def plan(
         (4, 4)
         >>> staged = jaxpp.split_stages(loss, at=found.cuts)
     """
+    if memory_limit is None:
+        memory_limit = device_of(device).memory if isinstance(device, Device | str) else math.inf
     speeds = (float(speed),) * ranks if isinstance(speed, int | float) else tuple(speed)
     problem = Problem(
         {}, ranks, memory_limit, state_bytes, latency, bandwidth, speeds, tuple(schedules)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpp._program import Bundle, Role, Run
+from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._limited import LimitedCuts
 from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
 from jaxpp.runtime.local import LocalStep, MpmdMesh
@@ -179,14 +180,16 @@ def profile(
             then the units; and how many in a function without layers.
         in_axes: as in `microbatch`; by default every argument but the first is part of the batch.
         policy: as in `wrap_forward`.
-        device: where to measure; by default the first of `jax.devices()`.
+        device: where to measure; by default the first of `jax.devices()`. Or a `jaxpp.Device`, or
+            the name of one, whose figures bound the times of what XLA counts: nothing is measured.
         repeats: how often to measure; the medians count.
 
     Returns:
         The profile, which `split_stages(balance=)` takes.
 
     Raises:
-        ValueError: `repeats` is below 1, or the function cannot be cut.
+        ValueError: `repeats` is below 1, there is no device of that name, or the function cannot be
+            cut.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -205,7 +208,8 @@ def profile(
     staged = wrap_forward(split_stages(fun, at_least, balance=finest), policy=policy)
     axes = (None, *(0 for _ in args[1:])) if in_axes is None else in_axes
     grad_fn = microbatch(eqx.filter_value_and_grad(staged), MICROBATCHES, in_axes=axes)
-    mesh = MpmdMesh((1,), devices=[device or jax.devices()[0]])
+    figures = device_of(device) if isinstance(device, Device | str) else None
+    mesh = MpmdMesh((1,), devices=[jax.devices()[0] if figures or device is None else device])
     eqx.filter_eval_shape(staged, *args)  # cuts, and notes where
     args = tuple(_repeated(arg, axis) for arg, axis in zip(args, axes, strict=True))
     count = len(finest.crossing) + 1
@@ -213,6 +217,8 @@ def profile(
     def measured(order: Schedule) -> tuple[LocalStep, dict[str, Task], dict[Key, float]]:
         local, arrays = _loaded(place(schedule(grad_fn, order), mesh), args)
         tasks, runs = tasks_of(local.bundle, "profile"), []
+        if figures is not None:
+            return local, tasks, _times_on(figures, local, tasks)
         for repeat in range(repeats + 1):
             clock = _OneByOne(local, tasks)
             jax.block_until_ready(local(_placed_copies(local, arrays), clock))
@@ -306,6 +312,17 @@ def _times(bundle: Bundle, tasks: Mapping[str, Task], runs: Sequence[Clocked]) -
         (tasks[label].kind, tasks[label].stage): statistics.median(seconds[number])
         for label, number in computations.items()
     }
+
+
+def _times_on(device: Device, step: LocalStep, tasks: Mapping[str, Task]) -> dict[Key, float]:
+    """Gives the time of each task by the figures of a device."""
+    (rank,) = step.inspect()
+    times = {}
+    for run in step.bundle.programs[0].instructions:
+        if isinstance(run, Run) and (task := tasks.get(run.label)):
+            found = rank.analyses[run.computation]
+            times[task.kind, task.stage] = device.seconds(found.flops, found.accessed_bytes)
+    return times
 
 
 def _activations(bundle: Bundle, tasks: Mapping[str, Task], count: int) -> tuple[int, ...]:

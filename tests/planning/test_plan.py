@@ -214,5 +214,13 @@ def test_a_plan_is_applied_with_the_transforms():
     grad_fn = jaxpp.microbatch(jax.value_and_grad(staged), plan.microbatches)
     step = jaxpp.place(jaxpp.schedule(grad_fn, plan.order), jaxpp.MpmdMesh((2,)))
     assert_close(jaxpp.gather(step(weights, x)), jax.value_and_grad(loss_fn)(weights, x))
+    published: dict[str, Any] = options | dict(device="h100", microbatches=4)
+    found = jaxpp.plan(loss_fn, weights, x, **published)
+    assert found.problem.memory_limit == 80e9 and 0 < found.seconds < 1e-3
+    again = jaxpp.plan(loss_fn, weights, x, **published)
+    assert again == found  # nothing was measured
+    with pytest.raises(ValueError, match="no device named 'h1000'"):
+        published["device"] = "h1000"
+        jaxpp.plan(loss_fn, weights, x, **published)
     with pytest.raises(ValueError, match="3 microbatches do not divide the 16 examples"):
         jaxpp.plan(loss_fn, weights, x, microbatches=3, **options)
