@@ -31,7 +31,8 @@ class RankDescription:
             received, at its most.
         temporary_bytes: what XLA needs beside arrays while it runs a computation, at its most.
         peak_bytes: all that there is at once, at its most. Arguments count from the start to the
-            end of the step, unless a computation takes their memory.
+            end of the step, unless a computation takes their memory. On an `MpmdMesh` the two
+            messages that came last count, too.
         sent_bytes: by the rank that it sends to, the bytes of a step, from all devices together.
         collectives: by kind and axes, such as `"all-reduce over data"`, how many a step runs.
         step_collectives: those that it runs once, whatever the number of microbatches: the sums of
