@@ -6,7 +6,7 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a device can do at most, by its data sheet.
+    """The most that a device can do, by its data sheet.
 
     A computation takes the longer of two times (Williams, Waterman, Patterson, "Roofline", CACM
     52(4), 2009): that of its operations, and that of the bytes that it reads and writes.

@@ -2,16 +2,14 @@
 
 import dataclasses
 import itertools
-import json
 import math
-import os
-import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 from jaxtyping import PyTree
 
+from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._problem import SCHEDULES, SYNTHESIZED, Candidate, Problem
 from jaxpp.planning._profile import Profile, costs_of_stages, profile
@@ -124,38 +122,23 @@ class Plan(Candidate):
             lines.append(f"not {c.schedule}, {c.microbatches} microbatches: {c.reason}{most}")
         return "\n".join(lines)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: _files.Path) -> None:
         """Writes the plan as JSON."""
-        fields = {"jaxpp_plan": self.VERSION} | dataclasses.asdict(self)
-        pathlib.Path(path).write_text(json.dumps(fields, indent=2))
+        _files.write(path, "plan", self.VERSION, dataclasses.asdict(self))
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> "Plan":
+    def load(path: _files.Path) -> "Plan":
         """Reads a plan that `save` has written.
 
         Raises:
             ValueError: the file is no plan, or of another version.
         """
-        try:
-            found = json.loads(pathlib.Path(path).read_text())
-            version = found.pop("jaxpp_plan")
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ValueError(f"{path} is no plan; make one: jaxpp.plan(f, *args, ...).") from None
-        if version != Plan.VERSION:
-            raise ValueError(
-                f"{path} is a plan of version {version}, and this jaxpp reads version "
-                f"{Plan.VERSION}; make it anew: jaxpp.plan(f, *args, ...)."
-            )
-        problem = found.pop("problem")
+        found = _files.read(path, "plan", Plan.VERSION)
+        problem = _files.tuples(found.pop("problem"))
         each = problem.pop("profiles").items()
-        profiles = {int(count): Profile(**_tuples(own)) for count, own in each}
-        others = tuple(Candidate(**_tuples(own)) for own in found.pop("others"))
-        whole = Problem(profiles=profiles, **_tuples(problem))
-        return Plan(**_tuples(found), problem=whole, others=others)
-
-
-def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+        profiles = {int(count): Profile(**_files.tuples(own)) for count, own in each}
+        others = tuple(Candidate(**_files.tuples(own)) for own in found.pop("others"))
+        return Plan(**found, problem=Problem(profiles=profiles, **problem), others=others)
 
 
 def plan(

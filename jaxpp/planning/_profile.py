@@ -2,10 +2,7 @@
 
 import dataclasses
 import itertools
-import json
 import math
-import os
-import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -17,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpp._program import Bundle, Role, Run
+from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._limited import LimitedCuts
 from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
@@ -136,30 +134,18 @@ class Profile(UnitCosts):
     #: The version of the file; other versions are refused.
     VERSION: ClassVar[int] = 1
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: _files.Path) -> None:
         """Writes the profile as JSON."""
-        fields = {"jaxpp_profile": self.VERSION} | dataclasses.asdict(self)
-        pathlib.Path(path).write_text(json.dumps(fields, indent=2))
+        _files.write(path, "profile", self.VERSION, dataclasses.asdict(self))
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> "Profile":
+    def load(path: _files.Path) -> "Profile":
         """Reads a profile that `save` has written.
 
         Raises:
             ValueError: the file is no profile, or of another version.
         """
-        try:
-            found = json.loads(pathlib.Path(path).read_text())
-            version = found.pop("jaxpp_profile")
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ValueError(f"{path} is no profile; make one: jaxpp.profile(f, *args).") from None
-        if version != Profile.VERSION:
-            raise ValueError(
-                f"{path} is a profile of version {version}, and this jaxpp reads version "
-                f"{Profile.VERSION}; make it anew: jaxpp.profile(f, *args)."
-            )
-        fields: Any = {n: tuple(x) if isinstance(x, list) else x for n, x in found.items()}
-        return Profile(**fields)
+        return Profile(**_files.read(path, "profile", Profile.VERSION))
 
 
 def profile(

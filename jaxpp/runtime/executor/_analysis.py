@@ -10,7 +10,7 @@ from jaxpp.runtime.executor._collectives import collectives
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What XLA says of a compiled computation, on one of its devices.
+    """The figures that XLA gives of a compiled computation, on one of its devices.
 
     Args:
         temporary_bytes: what it needs while it runs, beside its arguments and results.

@@ -3,6 +3,7 @@
 A unit is a layer, or what lies before the first layer or after the last one.
 """
 
+import abc
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ class Finest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Units:
+class Units(abc.ABC):
     """The units of a function.
 
     Args:
@@ -38,9 +39,9 @@ class Units:
                 f"Profile this function, with the arguments of a microbatch."
             )
 
+    @abc.abstractmethod
     def choose(self, num_stages: int) -> Sequence[int]:
         """Chooses the first unit of each stage but the first."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
