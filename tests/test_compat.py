@@ -298,3 +298,77 @@ def test_an_executable_of_several_devices_is_compiled_anew(no_cache):
     """What is loaded would hold the shardings over the devices it was compiled for."""
     compiled = compile_for(jnp.tanh, jax.devices()[0], (3, 4))
     assert _compat.load_on_devices(compiled, jax.devices()[:2]) is None
+
+
+# ---- copies -------------------------------------------------------------------------------------
+
+
+def _copied(kind: str) -> list[Any]:
+    """Arrays on the first device, or beyond."""
+    first, *others = jax.devices()
+    plain = [jnp.arange(6.0).reshape(2, 3), jnp.zeros((0, 2)), jnp.arange(3, dtype=jnp.int8)]
+    mesh = jax.make_mesh((2,), ("data",), devices=others[:2])
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    return {
+        "committed": jax.device_put(plain, first),
+        "uncommitted": plain,
+        "mixed": [plain[0], jax.device_put(plain[0], first)],
+        "key": [jax.device_put(jax.random.key(3), first)],
+        "split": [jax.device_put(jnp.arange(4.0), split)],
+        "numpy": [np.arange(3.0, dtype=np.float32)],
+        "there": jax.device_put(plain, jax.devices()[3]),
+        "weak": [jax.device_put(jax.jit(lambda x: x)(2.0), first)],
+        "none": [],
+    }[kind]
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize(
+    "kind", "committed uncommitted mixed key split numpy there weak none".split()
+)
+def test_a_copier_does_what_device_put_does(missing, kind, monkeypatch):
+    device, arrays = jax.devices()[3], _copied(kind)
+    with monkeypatch.context() as without:
+        if missing:
+            without.delattr(_compat.xla_client, "batched_copy_array_to_devices_with_sharding")
+        copy = _compat.copier_to(device)
+    found, expected = copy(arrays), jax.device_put(arrays, device)
+    assert len(found) == len(arrays)
+    for array, wanted in zip(found, expected, strict=True):
+        assert jax.typeof(array) == jax.typeof(wanted)
+        assert array.sharding == wanted.sharding and array.committed
+        if kind == "key":
+            array, wanted = jax.random.key_data(array), jax.random.key_data(wanted)
+        np.testing.assert_array_equal(array, wanted)
+
+
+def test_a_copier_needs_no_device_put_for_committed_arrays(monkeypatch):
+    arrays = _copied("committed")
+    copy = _compat.copier_to(jax.devices()[3])
+    monkeypatch.delattr(jax, "device_put")
+    for array, given in zip(copy(arrays), arrays, strict=True):
+        np.testing.assert_array_equal(array, given)
+
+
+def test_a_copy_outlives_what_it_was_made_of():
+    """The copied array may be donated, or deleted, as soon as the copier has returned."""
+    donating = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for n in range(20):
+        given = jax.device_put(jnp.full((1 << 16,), float(n)), jax.devices()[0])
+        (found,) = _compat.copier_to(jax.devices()[3])([given])
+        donating(given)
+        assert given.is_deleted()
+        np.testing.assert_array_equal(found, np.full(1 << 16, float(n), np.float32))
+
+
+def test_a_copier_raises_what_device_put_raises():
+    """A deleted array is an error, not a crash; a guard that lets explicit transfers pass holds."""
+    copy, (array, *_) = _compat.copier_to(jax.devices()[3]), _copied("committed")
+    with jax.transfer_guard("disallow"):
+        (found,) = copy([array])
+    np.testing.assert_array_equal(found, array)
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(Exception, match="Disallowed"):
+        copy([array])
+    array.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        copy([array])

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxpp import _compat
 from jaxpp._program import PIPELINE_AXIS, Bundle, Message, Send, default_mesh
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
@@ -251,8 +252,7 @@ class _LocalTransport:
     def send(self, arrays: list[Any], message: Message) -> None:
         source, target = self._homes[message.source], self._homes[message.target]
         if target is not source:
-            move = jax.device_put if alike((source, target)) else reshard
-            arrays = move(arrays, _target(target, message.specs))
+            arrays = _mover(source, target, message.specs)(arrays)
         self._mail[message.tag] = arrays
 
     def arrays_of(self, message: Message) -> list[Any]:
@@ -271,9 +271,13 @@ class _LocalTransport:
 
 
 @functools.cache
-def _target(home: Home, specs: tuple[Spec, ...]) -> Any:
-    """Gives the shardings of a message's arrays in the home that they go to."""
-    return [sharding_in(home, spec) for spec in specs] if specs else home
+def _mover(source: Home, target: Home, specs: tuple[Spec, ...]) -> Callable[[list[Any]], Any]:
+    """Gives the function that moves a message's arrays from one home to another."""
+    if not isinstance(source, Mesh) and not isinstance(target, Mesh):
+        return _compat.copier_to(target)
+    shardings = [sharding_in(target, spec) for spec in specs]
+    move = jax.device_put if alike((source, target)) else reshard
+    return lambda arrays: move(arrays, shardings)
 
 
 class LocalStep:
