@@ -135,3 +135,10 @@ def elapsed(run: Callable[[], Any], calls: int = 1) -> float:
         result = run()
     jax.block_until_ready(result)
     return time.perf_counter() - start
+
+
+def planned_bytes(executable: jax.stages.Compiled) -> int:
+    """Gives the most bytes that an executable holds: arguments, new results and temporaries."""
+    known: Any = executable.memory_analysis()
+    sizes = known.argument_size_in_bytes, known.output_size_in_bytes, known.temp_size_in_bytes
+    return sum(sizes) - known.alias_size_in_bytes

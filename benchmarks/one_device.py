@@ -18,7 +18,7 @@ import optax
 from absl import app, flags
 
 import jaxpp
-from benchmarks.equal_blocks import copy, draw, elapsed, loss_fn, train_step_of
+from benchmarks.equal_blocks import copy, draw, elapsed, loss_fn, planned_bytes, train_step_of
 
 _SIZES = flags.DEFINE_list("sizes", ["64:16", "256:64"], "Widths, and rows of a microbatch.")
 _SCHEDULES = flags.DEFINE_list("schedules", ["1f1b", "zb_h1"], "Names of schedules.")
@@ -37,13 +37,6 @@ def compiled(grad_fn: Callable, optimizer: Any, state: Any, batch: Any) -> jax.s
 
     arrays = eqx.filter(state, eqx.is_array)
     return jax.jit(on_arrays, donate_argnums=0).lower(arrays, batch).compile()
-
-
-def planned_bytes(executable: jax.stages.Compiled) -> int:
-    """Gives the most bytes that an executable holds: arguments, new results and temporaries."""
-    known: Any = executable.memory_analysis()
-    sizes = known.argument_size_in_bytes, known.output_size_in_bytes, known.temp_size_in_bytes
-    return sum(sizes) - known.alias_size_in_bytes
 
 
 def measure(width: int, rows: int) -> None:
