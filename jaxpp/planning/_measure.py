@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from jaxpp._program import Instruction, Receive, Run, Send
 from jaxpp.runtime.arrays import StackedStep
@@ -23,10 +24,10 @@ from jaxpp.runtime.trace import (
     Key,
     dependencies_of,
     fit_line,
-    medians,
     table_of,
     tasks_of,
     timeline_of,
+    typical_times,
 )
 from jaxpp.schedules import Costs, Dependencies, Table, Task, Timeline, simulate
 from jaxpp.transforms.place import Compiled, Placed
@@ -159,7 +160,7 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
             "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
         )
     steps: list[float] = []
-    alone: list[Clocked] = []
+    alone: list[list[Clocked]] = []
     sent: list[tuple[Key, int, float]] = []
     together: list[list[Clocked]] = []
     for repeat in range(repeats + 1):
@@ -173,7 +174,7 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
         jax.block_until_ready(local(_placed_copies(local, arrays), by_device))
         if repeat:  # the first one compiles the feeds of the step, and fills caches
             steps.append(elapsed)
-            alone += one_by_one.runs
+            alone.append(one_by_one.runs)
             sent += one_by_one.transfers
             together.append(by_device.runs)
     table = _table(local, tasks)
@@ -185,9 +186,9 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
     return Measurement(
         table,
         dependencies_of(local.bundle, tasks),
-        MappingProxyType(medians([run for runs in together for run in runs], tasks)),
-        MappingProxyType(medians(alone, tasks)),
-        *_around(alone, tasks, table.num_ranks, repeats),
+        MappingProxyType(typical_times(together, tasks)),
+        MappingProxyType(typical_times(alone, tasks)),
+        *_around(alone, tasks, table.num_ranks),
         MappingProxyType(bytes_of),
         latency,
         bandwidth,
@@ -346,20 +347,15 @@ def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
 
 
 def _around(
-    runs: Sequence[Clocked], tasks: Mapping[str, Task], num_devices: int, repeats: int
+    calls: Sequence[Sequence[Clocked]], tasks: Mapping[str, Task], num_devices: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Gives for each device the time of runs that are no task, before its first task and after."""
-    before, after = [], []
-    for device in range(num_devices):
-        mine = [run for run in runs if run[0] == device]
-        size = len(mine) // repeats
-        first = next(n for n, (_, label, _, _) in enumerate(mine) if label in tasks)
-        sums: list[list[float]] = [[], []]
-        for start in range(0, len(mine), size):
-            for own, part in zip(
-                sums, (mine[start:][:first], mine[start:][first:size]), strict=True
-            ):
-                own.append(sum(t1 - t0 for _, label, t0, t1 in part if label not in tasks))
-        before.append(statistics.median(sums[0]))
-        after.append(statistics.median(sums[1]))
+    sums = []
+    for runs in calls:
+        for device in range(num_devices):
+            mine = [run for run in runs if run[0] == device]
+            first = next(n for n, (_, label, _, _) in enumerate(mine) if label in tasks)
+            for part in (mine[:first], mine[first:]):
+                sums.append(sum(t1 - t0 for _, label, t0, t1 in part if label not in tasks))
+    before, after = np.median(np.reshape(sums, (-1, num_devices, 2)), axis=0).T.tolist()
     return tuple(before), tuple(after)

@@ -172,7 +172,9 @@ def plan(
         speed: the speed of a rank, or of each rank, over that of the device where `fun` is
             profiled.
         schedules: those to choose from, as `jaxpp.schedules.by_name` takes them; `"synthesized"` is
-            a table that `synthesize` makes at the cut of the fastest. By default all that apply.
+            a table that `synthesize` makes at the cut of the fastest. By default all that apply,
+            but those with two directions: they sum gradients between ranks after the loop, which
+            is no part of a plan's time.
         at_least: as in `profile`.
         in_axes: as in `microbatch`; by default every argument but the first is part of the batch.
         device: as in `profile`: where to measure, or a `jaxpp.Device` or the name of one, for a

@@ -5,10 +5,10 @@ from jaxpp.runtime.trace._figures import Clocked as Clocked
 from jaxpp.runtime.trace._figures import Key as Key
 from jaxpp.runtime.trace._figures import dependencies_of as dependencies_of
 from jaxpp.runtime.trace._figures import fit_line as fit_line
-from jaxpp.runtime.trace._figures import medians as medians
 from jaxpp.runtime.trace._figures import table_of as table_of
 from jaxpp.runtime.trace._figures import tasks_of as tasks_of
 from jaxpp.runtime.trace._figures import timeline_of as timeline_of
+from jaxpp.runtime.trace._figures import typical_times as typical_times
 from jaxpp.runtime.trace._recorder import Recorder as Recorder
 from jaxpp.runtime.trace._recorder import clock as clock
 from jaxpp.runtime.trace._result import Trace as Trace

@@ -1,8 +1,8 @@
-"""Figures from the clocked tasks of a step: medians, transfers, timelines."""
+"""Figures from the clocked tasks of a step: typical times, transfers, timelines."""
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,13 +71,23 @@ def dependencies_of(bundle: Bundle, tasks: Mapping[str, Task]) -> Dependencies:
     return {key: tuple(own) for key, own in needs.items()}
 
 
-def medians(runs: Sequence[Clocked], tasks: Mapping[str, Task]) -> dict[Key, float]:
-    """Gives the median time of each kind of task of each stage, over microbatches and repeats."""
-    times: dict[Key, list[float]] = defaultdict(list)
-    for _, label, start, end in runs:
-        if label in tasks:
-            times[tasks[label].kind, tasks[label].stage].append(end - start)
-    return {key: statistics.median(own) for key, own in sorted(times.items())}
+def typical_times(
+    calls: Iterable[Sequence[Clocked]], tasks: Mapping[str, Task]
+) -> dict[Key, float]:
+    """Gives the time of each kind of task of each stage: its mean in a call, the median of calls.
+
+    A step takes as long as its tasks together, and so their mean counts. A call that something
+    else disturbed does not.
+    """
+    means: dict[Key, list[float]] = defaultdict(list)
+    for runs in calls:
+        times: dict[Key, list[float]] = defaultdict(list)
+        for _, label, start, end in runs:
+            if label in tasks:
+                times[tasks[label].kind, tasks[label].stage].append(end - start)
+        for key, own in times.items():
+            means[key].append(statistics.fmean(own))
+    return {key: statistics.median(own) for key, own in sorted(means.items())}
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -162,7 +162,11 @@ class Trace:
         return simulate(self.timeline(call).table, self.costs(call), dependencies=needs)
 
     def costs(self, call: int | None = None) -> Costs:
-        """Gives the costs of tasks and transfers: medians over the calls of the step.
+        """Gives the costs of tasks and transfers, of all calls of the step.
+
+        A task's time lasts until its device is free for the next one, where that one's messages are
+        there; else a message's time lasts until the task that waited for it starts. The time of a
+        task is its mean in a call, and the median of the calls.
 
         Args:
             call: a call of the step; by default a typical one.
@@ -172,24 +176,48 @@ class Trace:
         """
         call = self._chosen(call)
         bundle, tasks = self.steps[call], self._tasks(call)
-        runs = [run for run in self.runs if self.steps[run.call] is bundle]
-        times = _figures.medians([(r.rank, r.label, r.start, r.end) for r in runs], tasks)
-        labels: dict[Where, str] = {(r.call, r.rank, r.position): r.label for r in runs}
+        last: dict[Where, TracedMessage] = {}
+        for sent in sorted(self.messages, key=lambda m: m.end):
+            last[sent.read_by] = sent
+        calls: list[list[_figures.Clocked]] = []
+        waited: dict[int, float] = {}  # by the identity of a message
+        for number, traced in self._by_call.items():
+            if self.steps[number] is bundle:
+                calls.append([])
+                for own in self._by_device(traced):
+                    for run, after in zip(own, [*own[1:], None], strict=True):
+                        end = run.end
+                        if after is not None:
+                            sent = last.get((number, after.rank, after.position))
+                            if sent is None or sent.end <= end:
+                                end = after.start
+                            else:
+                                waited[id(sent)] = after.start - sent.start
+                        calls[-1].append((run.rank, run.label, run.start, end))
+        labels: dict[Where, str] = {(r.call, r.rank, r.position): r.label for r in self.runs}
         edges: dict[_figures.Key, int] = {}
-        points = []
+        points: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
         for sent in self.messages:
             maker = tasks.get(labels.get(sent.made_by, ""))
             if maker is not None and "edge" in sent.message.kinds:
                 key = maker.kind, maker.stage
                 edges[key] = max(edges.get(key, 0), sent.message.nbytes)
-                points.append((sent.message.nbytes, sent.end - sent.start))
-        latency, bandwidth = _figures.fit_line(points)
+                seconds = waited.get(id(sent), sent.end - sent.start)
+                points[id(sent) in waited].append((sent.message.nbytes, seconds))
+        latency, bandwidth = _figures.fit_line(points[True] or points[False])
         return Costs.measured(
-            times,
+            _figures.typical_times(calls, tasks),
             latency=latency,
             bandwidth=bandwidth,
             edge_bytes=lambda task: edges.get((task.kind, task.stage), 0),
         )
+
+    def _by_device(self, runs: Sequence[TracedRun]) -> list[list[TracedRun]]:
+        """Gives the runs of each device, by the time of their start."""
+        found: list[list[TracedRun]] = [[] for _ in range(1 + max(self.device_of))]
+        for run in runs:
+            found[self.device_of[run.rank]].append(run)
+        return found
 
     def _chosen(self, call: int | None) -> int:
         if call is None:

@@ -1,5 +1,6 @@
 """A trace has each run and each message once, when it was, and changes nothing."""
 
+import dataclasses
 import json
 import statistics
 from collections import Counter
@@ -78,8 +79,34 @@ def test_a_task_lasts_as_long_as_it_does(tmp_path):
     measured, simulated = trace.timeline(), trace.simulated()
     assert steps.MICROBATCHES * steps.NAP < measured.makespan
     assert 0.5 < simulated.makespan / measured.makespan < 2
-    forward = jaxpp.schedules.Task(jaxpp.schedules.Kind.F, 1, 0)
-    assert trace.costs().of(forward) == statistics.median(naps)
+
+
+def test_costs_are_of_all_that_keeps_a_rank(tmp_path):
+    """They have the time until a rank goes on, and each late task once; not a call's delay."""
+    schedule = jaxpp.schedules.GPipe()
+    trace, _ = steps.traced(tmp_path, stages=2, ranks=2, schedule=schedule)
+    seconds = {"F0": 1.0, "F1": 0.5, "B0": 1.0, "B1": 2.0}
+    last = {m.read_by: n for n, m in enumerate(trace.messages)}
+    runs, messages, clocks = [], list(trace.messages), [0.0, 0.0]
+    for run in trace.runs:
+        where = run.call, run.rank, run.position
+        task, start = run.label[:2] in seconds, clocks[run.rank]
+        if where in last and messages[last[where]].end > start:
+            start = messages[last[where]].end + 0.125  # it was waiting, and had to be woken
+        elif task:
+            start += 0.25
+        late = 16.0 * (run.call == trace.calls[1]) + (run.label == "F0.1")
+        end = clocks[run.rank] = start + (seconds[run.label[:2]] + late if task else 0.0)
+        runs.append(dataclasses.replace(run, start=start, end=end))
+        for n, m in enumerate(messages):
+            if m.made_by == where:
+                times = {"start": end, "sent": end, "arriving": end, "end": end + 0.5}
+                messages[n] = dataclasses.replace(m, **times)
+    costs = dataclasses.replace(trace, runs=tuple(runs), messages=tuple(messages)).costs()
+    found = [costs.of(jaxpp.schedules.Task.from_text(f"{name}.0")) for name in seconds]
+    # A rank goes on 0.25 later, but where the next task waits for its message.
+    assert found == [(1.25 * 3 + 1 + 1) / 4, (0.5 * 3 + 0.75) / 4, 1.0, (2.25 * 3 + 2) / 4]
+    assert costs.latency == 0.625
 
 
 def test_where_all_results_are_donated_the_end_is_that_of_the_run(tmp_path):
