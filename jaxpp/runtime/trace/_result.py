@@ -165,8 +165,8 @@ class Trace:
         """Gives the costs of tasks and transfers, of all calls of the step.
 
         A task's time lasts until its device is free for the next one, where that one's messages are
-        there; else a message's time lasts until the task that waited for it starts. The time of a
-        task is its mean in a call, and the median of the calls.
+        there; else a message's time lasts from the end of the task that made it until the task that
+        waited for it starts. The time of a task is its mean in a call, and the median of the calls.
 
         Args:
             call: a call of the step; by default a typical one.
@@ -176,34 +176,22 @@ class Trace:
         """
         call = self._chosen(call)
         bundle, tasks = self.steps[call], self._tasks(call)
-        last: dict[Where, TracedMessage] = {}
-        for sent in sorted(self.messages, key=lambda m: m.end):
-            last[sent.read_by] = sent
         calls: list[list[_figures.Clocked]] = []
-        waited: dict[int, float] = {}  # by the identity of a message
-        for number, traced in self._by_call.items():
-            if self.steps[number] is bundle:
-                calls.append([])
-                for own in self._by_device(traced):
-                    for run, after in zip(own, [*own[1:], None], strict=True):
-                        end = run.end
-                        if after is not None:
-                            sent = last.get((number, after.rank, after.position))
-                            if sent is None or sent.end <= end:
-                                end = after.start
-                            else:
-                                waited[id(sent)] = after.start - sent.start
-                        calls[-1].append((run.rank, run.label, run.start, end))
-        labels: dict[Where, str] = {(r.call, r.rank, r.position): r.label for r in self.runs}
         edges: dict[_figures.Key, int] = {}
         points: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
-        for sent in self.messages:
-            maker = tasks.get(labels.get(sent.made_by, ""))
-            if maker is not None and "edge" in sent.message.kinds:
-                key = maker.kind, maker.stage
-                edges[key] = max(edges.get(key, 0), sent.message.nbytes)
-                seconds = waited.get(id(sent), sent.end - sent.start)
-                points[id(sent) in waited].append((sent.message.nbytes, seconds))
+        for number in self.calls:
+            if self.steps[number] is not bundle:
+                continue
+            runs, waited = self._until_the_next(number)
+            calls.append(runs)
+            labels = {(run.rank, run.position): run.label for run in self._by_call[number]}
+            for sent in self._messages_by_call[number]:
+                maker = tasks.get(labels.get((sent.message.source, sent.maker), ""))
+                if maker is not None and "edge" in sent.message.kinds:
+                    key = maker.kind, maker.stage
+                    edges[key] = max(edges.get(key, 0), sent.message.nbytes)
+                    seconds = waited.get(sent.message.tag, sent.end - sent.start)
+                    points[sent.message.tag in waited].append((sent.message.nbytes, seconds))
         latency, bandwidth = _figures.fit_line(points[True] or points[False])
         return Costs.measured(
             _figures.typical_times(calls, tasks),
@@ -212,12 +200,29 @@ class Trace:
             edge_bytes=lambda task: edges.get((task.kind, task.stage), 0),
         )
 
-    def _by_device(self, runs: Sequence[TracedRun]) -> list[list[TracedRun]]:
-        """Gives the runs of each device, by the time of their start."""
-        found: list[list[TracedRun]] = [[] for _ in range(1 + max(self.device_of))]
-        for run in runs:
-            found[self.device_of[run.rank]].append(run)
-        return found
+    def _until_the_next(self, call: int) -> tuple[list[_figures.Clocked], dict[int, float]]:
+        """Gives the runs of a call, and by their tags the times of messages that runs waited for.
+
+        A run lasts until its device goes on, where the next one waits for no message.
+        """
+        runs = self._by_call[call]
+        ends = {(run.rank, run.position): run.end for run in runs}
+        last: dict[tuple[int, int | None], TracedMessage] = {}
+        for sent in sorted(self._messages_by_call[call], key=lambda m: m.end):
+            last[sent.message.target, sent.reader] = sent
+        clocked: list[_figures.Clocked] = []
+        waited: dict[int, float] = {}
+        for device in set(self.device_of):
+            own = [run for run in runs if self.device_of[run.rank] == device]
+            for run, after in zip(own, [*own[1:], None], strict=True):
+                end, sent = run.end, after and last.get((after.rank, after.position))
+                if sent and after and sent.end > end:
+                    made = ends.get((sent.message.source, sent.maker), sent.start)
+                    waited[sent.message.tag] = after.start - made
+                elif after:
+                    end = after.start
+                clocked.append((run.rank, run.label, run.start, end))
+        return clocked, waited
 
     def _chosen(self, call: int | None) -> int:
         if call is None:
@@ -256,6 +261,13 @@ class Trace:
         for run in self.runs:
             runs[run.call].append(run)
         return runs
+
+    @functools.cached_property
+    def _messages_by_call(self) -> dict[int, list[TracedMessage]]:
+        messages: dict[int, list[TracedMessage]] = {call: [] for call in self.calls}
+        for sent in self.messages:
+            messages[sent.call].append(sent)
+        return messages
 
     def _is_whole(self, call: int) -> bool:
         try:

@@ -100,7 +100,7 @@ def test_costs_are_of_all_that_keeps_a_rank(tmp_path):
         runs.append(dataclasses.replace(run, start=start, end=end))
         for n, m in enumerate(messages):
             if m.made_by == where:
-                times = {"start": end, "sent": end, "arriving": end, "end": end + 0.5}
+                times = {"start": end + 0.25, "sent": end + 0.25, "arriving": end, "end": end + 0.5}
                 messages[n] = dataclasses.replace(m, **times)
     costs = dataclasses.replace(trace, runs=tuple(runs), messages=tuple(messages)).costs()
     found = [costs.of(jaxpp.schedules.Task.from_text(f"{name}.0")) for name in seconds]
