@@ -5,7 +5,8 @@ Prints, for small, medium and large tasks:
 - `step`: a placed step on a device per rank over the plain single-device step, which accumulates
   the same gradients by a scan (it uses all cores too: 1 is the best that a busy machine gives);
 - `host`: the time to dispatch a step over that of a straight-line Python script of the same
-  jitted calls and transfers;
+  jitted calls and transfers; on a line of its own also over the floor, which is as many jitted
+  calls that do next to nothing, of as many arrays, without transfers, with the quartiles;
 - `tasks`: a placed step with all ranks on one device over the sum of its computations' own times;
 - `first`: the first call (trace, lower, compile, run) over the plain step's;
 - `memory`: the most bytes that a rank holds during a step over the closed form: arguments and
@@ -14,12 +15,13 @@ Prints, for small, medium and large tasks:
 And for the first call: how tracing and lowering grow with the number of microbatches.
 """
 
+import functools
 import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -30,6 +32,7 @@ from absl import app, flags
 
 import jaxpp
 from benchmarks.equal_blocks import Loop, copy, draw, placed_step, plain_step, seconds
+from jaxpp import _compat
 from jaxpp._program import Bundle, Free, Receive, Run, Send
 from jaxpp.planning._measure import _loaded as loaded
 from jaxpp.runtime.executor import _compile, _executor, held_bytes, over_time
@@ -62,7 +65,7 @@ def straight_line(bundle: Bundle, devices: Any) -> Callable:
     A function from the arguments to the results, both by rank and number.
     """
     executables = _compile.compile_all(bundle, devices)
-    names: dict[str, Any] = {"put": jax.device_put}
+    names: dict[str, Any] = {}
     lines: list[str] = []
     mail: dict[int, str] = {}
     for rank, chunk in _executor.interleave(bundle.programs):
@@ -76,12 +79,12 @@ def straight_line(bundle: Bundle, devices: Any) -> Callable:
                 case Send(slots, message):
                     values = ", ".join(f"s{rank}_{i}" for i in slots)
                     mail[message.tag] = f"m{message.tag}"
-                    names[f"d{message.target}"] = devices[message.target]
+                    names[f"put{message.target}"] = _compat.copier_to(devices[message.target])
                     same = devices[message.target] is devices[rank]
                     lines.append(
                         f"m{message.tag} = [{values}]"
                         if same
-                        else f"m{message.tag} = put([{values}], d{message.target})"
+                        else f"m{message.tag} = put{message.target}([{values}])"
                     )
                 case Receive(slots, message):
                     left = ", ".join(f"s{rank}_{i}" for i in slots)
@@ -101,23 +104,45 @@ def straight_line(bundle: Bundle, devices: Any) -> Callable:
     return names["step"]
 
 
-def host_ratio(step: Any, state: tuple, batch: Any, repeats: int) -> tuple[float, float]:
-    """Host time of a placed step over that of the straight-line script, and its seconds.
+def floor(bundle: Bundle, device: Any) -> Callable[[], None]:
+    """As many jitted calls as a step has, of as many arrays each, that do next to nothing.
+
+    Without transfers.
+    """
+
+    @functools.cache
+    def jitted(outputs: int) -> Callable:
+        own = lambda *xs: [sum(xs[:1], start=jnp.float32(n)) for n in range(outputs)]  # noqa: E731
+        return jax.jit(own, keep_unused=True)
+
+    array = jax.device_put(jnp.float32(1), device)
+    runs = [i for p in bundle.programs for i in p.instructions if isinstance(i, Run)]
+    calls = [(jitted(len(i.outputs)), [array] * len(i.inputs)) for i in runs]
+
+    def run() -> None:
+        for function, arguments in calls:
+            function(*arguments)
+
+    return run
+
+
+def host_seconds(step: Any, state: tuple, batch: Any, repeats: int) -> dict[str, list[float]]:
+    """Host times of a placed step, of the straight-line script and of the floor, by turns.
 
     Without the waits for devices that lag behind, which the script does not have.
     """
     waits, _mesh.RUN_AHEAD = _mesh.RUN_AHEAD, sys.maxsize
     try:
-        return _host_ratio(step, state, batch, repeats)
+        return _host_seconds(step, state, batch, repeats)
     finally:
         _mesh.RUN_AHEAD = waits
 
 
-def _host_ratio(step: Any, state: tuple, batch: Any, repeats: int) -> tuple[float, float]:
+def _host_seconds(step: Any, state: tuple, batch: Any, repeats: int) -> dict[str, list[float]]:
     loop = Loop(step, state, batch)
     jax.block_until_ready(loop())
     bundle, devices = step.bundle, step.mesh.devices
-    script = straight_line(bundle, devices)
+    script, calls = straight_line(bundle, devices), floor(bundle, devices[0])
     leaves = [x for x in jax.tree.leaves((*copy(state), batch)) if eqx.is_array(x)]
     arguments = {
         (program.rank, n): jax.device_put(jnp.copy(leaves[n]), device)
@@ -126,20 +151,26 @@ def _host_ratio(step: Any, state: tuple, batch: Any, repeats: int) -> tuple[floa
     }
     # Argument n of the next step is result n: the model and the optimizer's state come first.
     fed_back = [key for key in arguments if key[1] in bundle.donated]
-    mine, scripts = [], []
-    for _ in range(repeats + 1):
-        jax.block_until_ready((loop.state, arguments))
-        start = time.perf_counter()
-        result = loop()
-        mine.append(time.perf_counter() - start)
-        jax.block_until_ready(result)
-        start = time.perf_counter()
+
+    def run_script() -> None:
         results = script(arguments)
         arguments.update((key, results[key]) for key in fed_back)
-        scripts.append(time.perf_counter() - start)
-        jax.block_until_ready(arguments)
-    ours = statistics.median(mine[1:])
-    return ours / statistics.median(scripts[1:]), ours
+
+    runs = {"placed": loop, "script": run_script, "floor": calls}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats + 1):
+        for name, run in runs.items():
+            jax.block_until_ready((loop.state, arguments))
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: own[1:] for name, own in times.items()}
+
+
+def quartiles(values: Sequence[float]) -> str:
+    """Writes the median, and the quartiles beside it."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} ({low:.2f}, {high:.2f})"
 
 
 def task_seconds(bundle: Bundle, device: Any, repeats: int) -> float:
@@ -218,15 +249,24 @@ def measure(
     shared = local_step(schedule, ranks, microbatches, optimizer, [jax.devices()[0]] * ranks)
     plain_seconds = seconds(plain, repeats)
     placed_seconds = seconds(loop, repeats)
-    host, dispatch = host_ratio(spread, state, batch, repeats)
+    host = host_seconds(spread, state, batch, repeats)
+    mine, script, least = host["placed"], host["script"], host["floor"]
     shared_seconds = seconds(Loop(shared, state, batch), repeats)
     tasks = task_seconds(spread.bundle, jax.devices()[0], repeats)
     num_tasks = sum(len(p) for p in schedule.table(ranks, microbatches).ranks)
+    runs = [i for p in spread.bundle.programs for i in p.instructions if isinstance(i, Run)]
+    arrays = sum(len(i.inputs) + len(i.outputs) for i in runs) / len(runs)
+    print(
+        f"{size}: dispatch of a task, of {arrays:.0f} arrays, with its messages: "
+        f"{quartiles([1e6 * t / num_tasks for t in mine])} us; "
+        f"{quartiles([a / b for a, b in zip(mine, script, strict=True)])} of the script; "
+        f"{quartiles([a / b for a, b in zip(mine, least, strict=True)])} of the floor"
+    )
     return {
         "task_ms": 1e3 * tasks / num_tasks,
         "step": placed_seconds / plain_seconds,
-        "host": host,
-        "host_us_per_task": 1e6 * dispatch / num_tasks,
+        "host": statistics.median(mine) / statistics.median(script),
+        "host_us_per_task": 1e6 * statistics.median(mine) / num_tasks,
         "tasks": shared_seconds / tasks,
         "first": first / plain_first,
         "first_s": first,
