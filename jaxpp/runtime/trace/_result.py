@@ -289,7 +289,8 @@ def assemble(
     A run starts when it has been dispatched, the run before it on its device has ended, and its
     messages are there, whichever comes last. The threads that note ends have to be woken, one a
     little later than another, so ends are corrected: a run has ended before the message after it
-    has left, and a message has come in before the run that reads it has ended.
+    has left, and before that message has come in, which the receiver may note first; a message has
+    come in before the run that reads it has ended.
 
     Args:
         records: those of each process.
@@ -315,7 +316,7 @@ def assemble(
                 ended[where] = seconds(process, run.end)
     for m in messages:
         if m.made_by in ended:
-            ended[m.made_by] = min(ended[m.made_by], m.sent)
+            ended[m.made_by] = min(ended[m.made_by], m.sent, m.end)
     by_device: dict[int, list[Where]] = {}
     for where in sorted(ended, key=lambda where: (dispatched[where], ended[where])):
         by_device.setdefault(device_of[where[1]], []).append(where)

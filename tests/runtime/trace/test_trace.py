@@ -14,6 +14,9 @@ import pytest
 import jaxpp
 from jaxpp._program import Run
 from jaxpp.runtime.trace import _recorder
+from jaxpp.runtime.trace._clock import Offset
+from jaxpp.runtime.trace._recorder import MessageRecord, Records, RunRecord
+from jaxpp.runtime.trace._result import assemble
 from tests.helpers import assert_same, mesh_of
 from tests.runtime.trace import steps
 
@@ -63,9 +66,39 @@ def test_times_are_in_the_order_of_what_happens(tmp_path, shared):
     made = {(run.call, run.rank, run.position): run for run in trace.runs}
     for m in trace.messages:
         assert m.maker is not None and m.reader is not None
-        assert made[m.call, m.message.source, m.maker].end <= m.start <= m.sent
-        assert m.arriving <= m.end <= made[m.call, m.message.target, m.reader].end
-        assert m.start <= m.end
+        maker, reader = made[m.made_by], made[m.read_by]
+        assert maker.end <= m.start <= m.sent and maker.end <= reader.start
+        assert m.arriving <= m.end <= reader.end and m.start <= m.end
+
+
+def test_a_receiver_may_note_a_message_before_its_sender_does(tmp_path):
+    """The threads of a worker process that callbacks keep busy note ends late."""
+    trace, _ = steps.traced(tmp_path, stages=2, ranks=2, calls=1)
+
+    order = {(run.rank, run.position): 1_000_000 * n for n, run in enumerate(trace.runs)}
+    call, records = trace.calls[0], {}
+    for rank in range(2):
+        runs = tuple(
+            RunRecord(call, 0, rank, position, start, start + 1_500_000)
+            for (of, position), start in order.items()
+            if of == rank
+        )
+        sent, received = [], []
+        for m in trace.messages:
+            start = order[m.message.source, m.maker] + 500_000
+            if m.message.source == rank:
+                sent.append(MessageRecord(call, m.message.tag, start, start + 2_000_000))
+            else:
+                received.append(MessageRecord(call, m.message.tag, start, start + 100_000))
+        records[rank] = Records(runs, tuple(sent), tuple(received))
+    offsets = dict.fromkeys(range(2), Offset(((0, 0), (1, 0))))
+    found = assemble(records, offsets, 0, {0: trace.steps[call]}, range(2))
+    made = {(run.rank, run.position): run for run in found.runs}
+    assert len(found.messages) == len(trace.messages) > 4
+    for m in found.messages:
+        maker, reader = made[m.message.source, m.maker], made[m.message.target, m.reader]
+        assert maker.end <= min(m.start, reader.start) and m.end <= reader.end
+    assert found.costs().latency >= 0 and found.simulated().makespan > 0
 
 
 def test_a_task_lasts_as_long_as_it_does(tmp_path):
