@@ -29,7 +29,7 @@ class Block(eqx.Module):
 
 
 class Net(eqx.Module):
-    """Equal blocks, one for each stage."""
+    """Equal blocks."""
 
     blocks: list[Block]
 
@@ -75,9 +75,10 @@ def placed_step(
     microbatches: int,
     optimizer: optax.GradientTransformation,
     mesh: Any,
+    blocks: int = 0,
 ) -> Any:
-    """The train step of a model with a block for each stage, one program on each rank."""
-    at = [f"blocks.{i}" for i in range(1, stages)]
+    """The train step of a model of `blocks` blocks, by default one a stage, on a mesh."""
+    at = [f"blocks.{(blocks or stages) * i // stages}" for i in range(1, stages)]
     staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, at=at))
     grad_fn = jaxpp.microbatch(eqx.filter_value_and_grad(staged), microbatches)
     grad_fn = jaxpp.schedule(grad_fn, schedule)

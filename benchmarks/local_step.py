@@ -2,8 +2,12 @@
 
 Prints, for small, medium and large tasks:
 
-- `step`: a placed step on a device per rank over the plain single-device step, which accumulates
-  the same gradients by a scan (it uses all cores too: 1 is the best that a busy machine gives);
+- for each schedule, a placed step on a device per rank over the plain single-device step, which
+  accumulates the same gradients by a scan (it uses all cores too: 1 is the best that a busy machine
+  gives), by turns, with the quartiles; schedules with more stages than blocks are left out.
+
+And for the first of the schedules:
+
 - `host`: the time to dispatch a step over that of a straight-line Python script of the same
   jitted calls and transfers; on a line of its own also over the floor, which is as many jitted
   calls that do next to nothing, of as many arrays, without transfers, with the quartiles;
@@ -15,6 +19,7 @@ Prints, for small, medium and large tasks:
 And for the first call: how tracing and lowering grow with the number of microbatches.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -31,7 +36,7 @@ import optax
 from absl import app, flags
 
 import jaxpp
-from benchmarks.equal_blocks import Loop, copy, draw, placed_step, plain_step, seconds
+from benchmarks.equal_blocks import Loop, copy, draw, elapsed, placed_step, plain_step, seconds
 from jaxpp import _compat
 from jaxpp._program import Bundle, Free, Receive, Run, Send
 from jaxpp.planning._measure import _loaded as loaded
@@ -39,21 +44,34 @@ from jaxpp.runtime.executor import _compile, _executor, held_bytes, over_time
 from jaxpp.runtime.local import _mesh
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("ranks", 4, "Pipeline ranks, one stage and one block each.")
+flags.DEFINE_integer("ranks", 4, "Pipeline ranks.")
 flags.DEFINE_integer("microbatches", 8, "Microbatches in a step.")
-flags.DEFINE_string("schedule", "1f1b", "Name of the schedule.")
+flags.DEFINE_list("schedules", ["1f1b", "zb_h1", "interleaved_1f1b"], "Names of schedules.")
 flags.DEFINE_integer("repeats", 15, "Timed repetitions; the median counts.")
 flags.DEFINE_list("sizes", ["small", "medium", "large"], "Which sizes to measure.")
 flags.DEFINE_string("json", None, "A file to write the figures to.")
 
-#: Width and examples of a microbatch; medium tasks take about a millisecond, large ones ten.
-SIZES = {"small": (16, 4), "medium": (256, 32), "large": (512, 128)}
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The width of blocks, the examples of a microbatch, and the blocks of each rank."""
+
+    width: int
+    examples: int
+    blocks: int
 
 
-def local_step(schedule: Any, ranks: int, microbatches: int, optimizer, devices=None) -> Any:
+#: Tasks take next to nothing, a few milliseconds, and about ten.
+SIZES = {"small": Size(16, 4, 1), "medium": Size(256, 64, 2), "large": Size(512, 128, 1)}
+
+
+def local_step(
+    schedule: Any, ranks: int, microbatches: int, optimizer: Any, blocks: int, devices: Any = None
+) -> Any:
     """The placed step on devices of this process, by default one for each rank."""
     mesh = jaxpp.MpmdMesh((ranks,), ("mpmd",), devices=devices)
-    return placed_step(schedule, ranks, microbatches, optimizer, mesh)
+    stages = ranks * schedule.stages_per_rank
+    return placed_step(schedule, stages, microbatches, optimizer, mesh, blocks * ranks)
 
 
 # ---- what a step is made of ---------------------------------------------------------------------
@@ -231,11 +249,11 @@ def memory_ratio(step: Any, args: Any, table: Any) -> float:
 
 
 def measure(
-    size: str, ranks: int, microbatches: int, schedule: Any, repeats: int
+    size: str, ranks: int, microbatches: int, schedules: dict[str, Any], repeats: int
 ) -> dict[str, float]:
-    width, examples = SIZES[size]
+    width, examples, blocks = dataclasses.astuple(SIZES[size])
     optimizer = optax.adamw(1e-3)
-    state, batch = draw(ranks, width, examples * microbatches, optimizer)
+    state, batch = draw(ranks * blocks, width, examples * microbatches, optimizer)
 
     def first_call(step) -> tuple[float, Loop]:
         loop = Loop(step, state, batch)
@@ -244,11 +262,21 @@ def measure(
         return time.perf_counter() - start, loop
 
     plain_first, plain = first_call(plain_step(microbatches, optimizer, state))
-    spread = local_step(schedule, ranks, microbatches, optimizer)
+    steps = {
+        name: local_step(schedule, ranks, microbatches, optimizer, blocks)
+        for name, schedule in schedules.items()
+        if schedule.stages_per_rank <= blocks
+    }
+    (name, spread), *others = steps.items()
+    schedule = schedules[name]
     first, loop = first_call(spread)
-    shared = local_step(schedule, ranks, microbatches, optimizer, [jax.devices()[0]] * ranks)
-    plain_seconds = seconds(plain, repeats)
-    placed_seconds = seconds(loop, repeats)
+    loops = {name: loop} | {other: first_call(step)[1] for other, step in others}
+    times = [[elapsed(run) for run in (plain, *loops.values())] for _ in range(repeats + 1)][1:]
+    ratios = {own: [row[n] / row[0] for row in times] for n, own in enumerate(loops, 1)}
+    for own, found in ratios.items():
+        print(f"{size}: {own} over the plain step: {quartiles(found)}", flush=True)
+    shared_devices = [jax.devices()[0]] * ranks
+    shared = local_step(schedule, ranks, microbatches, optimizer, blocks, shared_devices)
     host = host_seconds(spread, state, batch, repeats)
     mine, script, least = host["placed"], host["script"], host["floor"]
     shared_seconds = seconds(Loop(shared, state, batch), repeats)
@@ -264,7 +292,7 @@ def measure(
     )
     return {
         "task_ms": 1e3 * tasks / num_tasks,
-        "step": placed_seconds / plain_seconds,
+        "step": statistics.median(ratios[name]),
         "host": statistics.median(mine) / statistics.median(script),
         "host_us_per_task": 1e6 * statistics.median(mine) / num_tasks,
         "tasks": shared_seconds / tasks,
@@ -278,10 +306,10 @@ def lowering_seconds(ranks: int, schedule: Any) -> dict[int, float]:
     """Seconds to trace and lower the small step, by the number of microbatches."""
     times = {}
     for microbatches in (4, 8, 16, 32, 64):
-        width, examples = SIZES["small"]
+        width, examples, blocks = dataclasses.astuple(SIZES["small"])
         optimizer = optax.adamw(1e-3)
-        state, batch = draw(ranks, width, examples * microbatches, optimizer)
-        step = local_step(schedule, ranks, microbatches, optimizer)
+        state, batch = draw(ranks * blocks, width, examples * microbatches, optimizer)
+        step = local_step(schedule, ranks, microbatches, optimizer, blocks)
         start = time.perf_counter()
         step.lower(*state, batch)
         times[microbatches] = time.perf_counter() - start
@@ -290,20 +318,18 @@ def lowering_seconds(ranks: int, schedule: Any) -> dict[int, float]:
 
 def main(_):
     jax.config.update("jax_num_cpu_devices", FLAGS.ranks)
-    schedule = jaxpp.schedules.by_name(FLAGS.schedule)
-    print(
-        f"JAX {jax.__version__}, {FLAGS.ranks} ranks, {FLAGS.microbatches} microbatches, {schedule}"
-    )
+    schedules = {name: jaxpp.schedules.by_name(name) for name in FLAGS.schedules}
+    print(f"JAX {jax.__version__}, {FLAGS.ranks} ranks, {FLAGS.microbatches} microbatches")
     figures = {}
     columns = None
     for size in FLAGS.sizes:
-        row = measure(size, FLAGS.ranks, FLAGS.microbatches, schedule, FLAGS.repeats)
+        row = measure(size, FLAGS.ranks, FLAGS.microbatches, schedules, FLAGS.repeats)
         if columns is None:
             columns = list(row)
             print(f"{'':8}" + "".join(f"{c:>18}" for c in columns))
         print(f"{size:8}" + "".join(f"{row[c]:18.3f}" for c in columns), flush=True)
         figures[size] = row
-    lowering = lowering_seconds(FLAGS.ranks, schedule)
+    lowering = lowering_seconds(FLAGS.ranks, next(iter(schedules.values())))
     print("trace and lower, s:", ", ".join(f"M={m}: {t:.2f}" for m, t in lowering.items()))
     if FLAGS.json:
         with open(FLAGS.json, "w") as file:

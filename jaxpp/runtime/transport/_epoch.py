@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import dataclasses
-import io
+import functools
 import queue
 import socket
 import threading
@@ -21,15 +21,14 @@ from jaxpp.runtime.transport._frames import (
     Header,
     Unpacker,
     padded,
-    read_header,
-    read_into,
-    read_small,
     send_frame,
-    stream_of,
 )
+from jaxpp.runtime.transport._link import Link
 
 #: A message by its program, call and tag.
 Key = tuple[int, int, int]
+#: Seconds for which the thread of a link leaves it to a thread that waits for messages.
+PAUSE = 0.01
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,7 +78,7 @@ class Channel:
 
     queue: "queue.SimpleQueue[Outgoing | str | None] | None" = None
     unsent: int = 0
-    links: list[socket.socket] = dataclasses.field(default_factory=list)
+    links: list[Link] = dataclasses.field(default_factory=list)
     lost: str = ""
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
 
@@ -88,8 +87,10 @@ class Epoch:
     """The work of a transport from one reset to the next; its threads know nothing else.
 
     Each connection has a thread that reads messages, whether or not somebody waits for them. Else
-    two ranks that send to each other could both wait to be read. Each rank that gets messages has a
-    thread here that waits for their values and writes them.
+    two ranks that send to each other could both wait to be read. A thread that waits for a message
+    reads small ones itself, and the connection's thread leaves them to it: two threads that take
+    turns at one core cost more than the message. Each rank that gets messages has a thread here
+    that waits for their values and writes them.
 
     Args:
         rank: this rank.
@@ -188,6 +189,8 @@ class Epoch:
         """Writes to a rank, or reads; notes an error, which later sends and receives raise."""
         try:
             act()
+        except EOFError:
+            self.lose(rank, "its other end was closed")
         except OSError as error:
             self.lose(rank, f"it broke ({error})")
         except PeerLost as error:
@@ -229,7 +232,7 @@ class Epoch:
         if link is None:
             return
         start = time.monotonic_ns()
-        send_frame(link, item.header, values)
+        send_frame(link.connection, item.header, values)
         self._observe_sent(item.header.call, item.message, start, time.monotonic_ns())
         traffic = self._channel(rank).traffic
         traffic.messages_sent += 1
@@ -255,21 +258,40 @@ class Epoch:
 
     def receive(self, key: Key, source: int) -> Arrived:
         """Waits for a message; takes and returns it."""
-        arrived = self._mail.pop(key, None)
-        if arrived is None:
-            with self._lock:
-                self._wait_for(key, source)
-                if key not in self._mail:
-                    self._check(source)
-                arrived = self._mail.pop(key)
-        return arrived
-
-    def _wait_for(self, key: Key, source: int) -> None:
         channel = self._channel(source)
 
         def over() -> bool:
             return key in self._mail or self._error is not None or bool(channel.lost)
 
+        while (arrived := self._mail.pop(key, None)) is None:
+            self._check(source)
+            self._read_until(over, source, channel)
+            with self._lock:
+                if not over():
+                    self._wait_until(over, key, source, channel)
+        return arrived
+
+    def _read_until(self, over: Callable[[], bool], source: int, channel: Channel) -> None:
+        """Reads what a rank sends until it is over, if no other thread does."""
+
+        def left() -> bool:
+            return len(channel.links) > 1 or over()
+
+        def read() -> None:
+            self._read(source, link, left)
+
+        if len(channel.links) == 1 and (link := channel.links[0]).turn.acquire(blocking=False):
+            try:
+                while not left():
+                    link.visits += 1
+                    self._attempt(source, read)
+            finally:
+                link.turn.release()
+
+    def _wait_until(
+        self, over: Callable[[], bool], key: Key, source: int, channel: Channel
+    ) -> None:
+        """Waits until it is over, while other threads read; the caller holds the lock."""
         self._wanted.add(key)
         try:
             # A rank that is silent for a moment may be gone; an attempt to connect tells.
@@ -280,25 +302,55 @@ class Epoch:
         finally:
             self._wanted.discard(key)
 
-    def serve(self, rank: int, link: socket.socket) -> None:
+    def serve(self, rank: int, connection: socket.socket) -> None:
         """Reads the messages of a connection, on the caller's thread, until it ends."""
         self.threads.add(threading.current_thread())
-        if self._register(rank, link):
+        link = self._register(rank, connection)
+        if link is not None:
             self._drain(rank, link)
 
-    def _drain(self, rank: int, link: socket.socket) -> None:
-        with link, stream_of(link) as stream:
-            self._attempt(rank, lambda: self._receive_all(rank, stream, link))
+    def _drain(self, rank: int, link: Link) -> None:
+        with link.connection:
+            self._attempt(rank, lambda: self._read_all(rank, link))
 
-    def _receive_all(self, rank: int, stream: io.BufferedReader, link: socket.socket) -> None:
-        while (header := read_header(stream)) is not None:
-            self._receive_one(rank, header, stream, link)
-        self.lose(rank, "its other end was closed")
+    def _read_all(self, rank: int, link: Link) -> None:
+        """Reads all messages of a link but those that a thread which waits for them reads."""
+        links = self._channel(rank).links
+        while True:
+            visits = link.visits
+            while link.visits == visits and link.turn.acquire(blocking=False):
+                try:
+                    if self._read(rank, link) and len(links) == 1:
+                        break
+                finally:
+                    link.turn.release()
+            time.sleep(PAUSE)
 
-    def _receive_one(
-        self, rank: int, header: Header, stream: io.BufferedReader, link: socket.socket
-    ) -> None:
-        start = time.monotonic_ns()
+    def _read(self, rank: int, link: Link, over: Callable[[], bool] | None = None) -> bool:
+        """Reads a message into the mail; tells whether it is small, and another thread waits."""
+        found = link.read(over)
+        if found is None:
+            return False
+        header, data, start = found
+        key, arrays = (header.program, header.call, header.tag), None
+        if header.nbytes > SMALL and (unpack := self._expected.get((key[0], key[2]))) is not None:
+            arrays, data = unpack(data), None
+        arrived = Arrived(rank, header.nbytes, arrays, data, start, time.monotonic_ns())
+        traffic = self._channel(rank).traffic
+        traffic.messages_received += 1
+        traffic.bytes_received += header.nbytes
+        if self._error is None:
+            self._mail[key] = arrived
+            # A thread that waits notes its key before it looks into the mail. So either this thread
+            # sees the key, or that thread sees the message.
+            if key in self._wanted:
+                with self._lock:
+                    self._arrival.notify_all()
+                return header.nbytes <= SMALL
+        return False
+
+    def _begin(self, rank: int, header: Header) -> Any:
+        """Checks the header of a message from a rank; gives the memory for a large one."""
         unpack = self._expected.get((header.program, header.tag))
         if unpack is not None and unpack.nbytes != header.nbytes:
             raise TransportError(
@@ -306,30 +358,11 @@ class Epoch:
                 f"{header.tag}, where the program has {unpack.nbytes}; the ranks run different "
                 f"programs."
             )
-        buffer, arrays = None, None
-        if header.nbytes <= SMALL:
-            buffer = read_small(stream, header.nbytes)
-        else:
-            buffer = self._pool.take(header.nbytes)
-            read_into(stream, link, buffer.data)
-            if unpack is not None:
-                arrays, buffer = unpack(buffer), None
-        arrived = Arrived(rank, header.nbytes, arrays, buffer, start, time.monotonic_ns())
-        traffic = self._channel(rank).traffic
-        traffic.messages_received += 1
-        traffic.bytes_received += header.nbytes
-        if self._error is None:
-            key = header.program, header.call, header.tag
-            self._mail[key] = arrived
-            # A thread that waits notes its key before it looks into the mail. So either this thread
-            # sees the key, or that thread sees the message.
-            if key in self._wanted:
-                with self._lock:
-                    self._arrival.notify_all()
+        return self._pool.take(header.nbytes) if header.nbytes > SMALL else None
 
     # ---- connections ----------------------------------------------------------------------------
 
-    def _link(self, rank: int) -> socket.socket | None:
+    def _link(self, rank: int) -> Link | None:
         """Gives a connection to a rank, opens one if need be; None where it is too late."""
         channel = self._channel(rank)
         with self._lock:
@@ -337,19 +370,22 @@ class Epoch:
                 return None
             if channel.links:
                 return channel.links[0]
-        link = self._open_to(rank, self.number)
-        if not self._register(rank, link):
-            link.close()
+        connection = self._open_to(rank, self.number)
+        link = self._register(rank, connection)
+        if link is None:
+            connection.close()
             return None
         self._start(f"receive-{self.rank}-{rank}", self._drain, rank, link)
         return link
 
-    def _register(self, rank: int, link: socket.socket) -> bool:
-        """Notes a connection; False where the epoch has ended, which then will not close it."""
+    def _register(self, rank: int, connection: socket.socket) -> Link | None:
+        """Notes a connection; None where the epoch has ended, which then will not close it."""
+        link = Link(connection, functools.partial(self._begin, rank))
         with self._lock:
-            if not self._ended:
-                self._channel(rank).links.append(link)
-            return not self._ended
+            if self._ended:
+                return None
+            self._channel(rank).links.append(link)
+            return link
 
     # ---- the end --------------------------------------------------------------------------------
 
@@ -398,7 +434,7 @@ class Epoch:
         for channel in channels:
             for link in channel.links:
                 with contextlib.suppress(OSError):  # the other end may have closed it first
-                    link.shutdown(socket.SHUT_RDWR)
+                    link.connection.shutdown(socket.SHUT_RDWR)
             if channel.queue is not None:
                 channel.queue.put(None)
 

@@ -23,6 +23,7 @@ ALIGNMENT = 64
 _MOST_PIECES = 1024
 _PADDING = bytes(ALIGNMENT)
 _HEADER = struct.Struct("<qqqq")
+HEADER_SIZE = _HEADER.size
 #: Bytes up to which a message is small. The caller of `send` writes it in one piece if it can do so
 #: at once; it is read together with its header, and the caller of `receive` makes its arrays.
 #: Another thread, or memory of its own, would take longer than a copy.
@@ -153,39 +154,6 @@ def stream_of(connection: socket.socket) -> io.BufferedReader:
     return cast(io.BufferedReader, connection.makefile("rb", _READ_AHEAD))
 
 
-def read_header(stream: io.BufferedReader) -> Header | None:
-    """Waits for the next header; None where the connection has ended between messages.
-
-    Raises:
-        OSError: if the connection ends elsewhere.
-    """
-    found = stream.read(_HEADER.size)
-    return Header(*_HEADER.unpack(_whole(found, _HEADER.size))) if found else None
-
-
-def read_small(stream: io.BufferedReader, nbytes: int) -> bytes:
-    """Waits for the bytes of a small message.
-
-    Raises:
-        OSError: if the connection ends first.
-    """
-    return _whole(stream.read(nbytes), nbytes)
-
-
-def read_into(stream: io.BufferedReader, connection: socket.socket, buffer: memoryview) -> None:
-    """Fills a buffer with a message's bytes; those yet to come are read straight into it.
-
-    Raises:
-        OSError: if the connection ends first.
-    """
-    done = stream.readinto(buffer[: len(stream.peek())])
-    while done < len(buffer):
-        count = connection.recv_into(buffer[done:], 0, socket.MSG_WAITALL)
-        _whole(buffer[:count], 1)
-        done += count
-
-
-def _whole(found: Any, nbytes: int) -> Any:
-    if len(found) < nbytes:
-        raise ConnectionError("it ended within a message")
-    return found
+def header_in(data: memoryview) -> Header | None:
+    """Reads the header at the start of some bytes; None where not all of it is there."""
+    return Header(*_HEADER.unpack_from(data)) if len(data) >= HEADER_SIZE else None

@@ -635,7 +635,7 @@ def test_a_slow_fetch_holds_up_no_step(mesh, step):
 
 def cut(process, rank):
     for link in process.transport._epoch._channels[rank].links:
-        link.shutdown(socket.SHUT_RDWR)
+        link.connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_cut_between_two_ranks_names_the_connection_and_replaces_nobody(mesh, step):

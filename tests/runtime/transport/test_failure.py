@@ -158,7 +158,7 @@ def test_a_connection_that_is_cut_is_what_both_ends_name(pair):
     assert_same(b.receive(message([X])), [X])
     waiting = [blocked(a.receive, message([X], 1, 1, 0)), blocked(b.receive, message([X], 2))]
     time.sleep(0.1)
-    a._epoch._channels[1].links[0].shutdown(socket.SHUT_RDWR)
+    a._epoch._channels[1].links[0].connection.shutdown(socket.SHUT_RDWR)
     for wait, other in zip(waiting, (1, 0), strict=True):
         error, took = timed(wait)
         assert isinstance(error, PeerLost) and error.rank == other and took < 0.5

@@ -1,0 +1,104 @@
+"""A message comes out of a link as it went in, however the connection is cut into pieces."""
+
+import select
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from jaxpp.runtime.transport._frames import SMALL, Header, send_frame
+from jaxpp.runtime.transport._link import Link
+
+SIZES = [64, 0, SMALL, 64, SMALL + 64, 2 * SMALL, 128, 5 * SMALL, 64]
+
+
+def payload(nbytes, seed):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def memory_for(header):
+    return np.empty(header.nbytes, np.uint8) if header.nbytes > SMALL else None
+
+
+def read(link, over=None):
+    found = link.read(over)
+    return found and (found.header, bytes(found.data))
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, Link(theirs, memory_for)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["reads", "polls"])
+@pytest.mark.parametrize("piece", [1, 31, 4096, None])
+def test_messages_of_all_sizes_come_whole_and_in_order(ends, piece, waits):
+    end, link = ends
+    ours, theirs = socket.socketpair()
+    sizes = SIZES[:5] if piece == 1 else SIZES
+    sent = [(Header(1, n, n, size), payload(size, n)) for n, size in enumerate(sizes)]
+
+    def write():
+        for header, data in sent:
+            send_frame(ours, header, [data.data] if data.size else [])
+        ours.close()
+
+    def pass_on():
+        while data := theirs.recv(piece or 1 << 20):
+            end.sendall(data)
+        end.close()
+
+    for run in (write, pass_on):
+        threading.Thread(target=run, daemon=True).start()
+    over = (lambda: False) if waits else None
+    for header, data in sent:
+        assert read(link, over) == (header, data.tobytes())
+    with pytest.raises(EOFError):
+        link.read(over)
+    theirs.close()
+
+
+@pytest.mark.parametrize("nbytes", [64, SMALL + 64])
+@pytest.mark.parametrize("cut", [0, 16, 32, 40])
+def test_a_thread_may_stop_within_a_message_and_another_goes_on(ends, nbytes, cut):
+    ours, link = ends
+    header, data = Header(1, 2, 3, nbytes), payload(nbytes, 0).tobytes()
+    whole = header.pack() + data
+    ours.sendall(whole[:cut])
+    looked = []
+
+    def over():
+        looked.append(select.select([link.connection], [], [], 0)[0])
+        return True
+
+    assert read(link, over) is None and looked == [[]]
+    ours.sendall(whole[cut:] + whole)
+    assert read(link) == read(link, over) == (header, data)
+
+
+@pytest.mark.parametrize("nbytes", [0, 64, SMALL + 64])
+def test_a_connection_that_ends_within_a_message_is_an_error(ends, nbytes):
+    ours, link = ends
+    message = Header(0, 0, 0, nbytes).pack() + bytes(nbytes)
+    ours.sendall(message + message[: max(nbytes, 16)])
+    ours.close()
+    assert link.read() is not None
+    for _ in range(2):  # whichever thread reads next
+        with pytest.raises(ConnectionError, match="ended within a message"):
+            link.read()
+
+
+def test_a_header_that_is_refused_stays_refused(ends):
+    ours, link = ends
+
+    def refuse(header):
+        raise ValueError(header.tag)
+
+    link._begin = refuse
+    ours.sendall(Header(0, 0, 7, SMALL + 64).pack())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="7"):
+            link.read()
