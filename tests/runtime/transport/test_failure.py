@@ -24,7 +24,7 @@ from jaxpp.runtime.transport import (
     TransportError,
     _connections,
 )
-from tests.helpers import assert_same
+from tests.helpers import assert_same, wait_until
 from tests.runtime.transport.ranks import SECRET, blocked, connected, message
 
 X = jnp.arange(1000)
@@ -48,6 +48,21 @@ def test_abort_wakes_a_receive(pair):
     error, took = timed(waiting)
     assert isinstance(error, Aborted) and isinstance(error.__cause__, KeyError)
     assert "the reason" in str(error) and took < 0.5
+
+
+def test_abort_wakes_a_thread_that_reads(pair):
+    a, b = pair
+    for tag in range(4):  # the thread of the connection leaves it to the one that waits
+        waiting = blocked(b.receive, message([X], tag))
+        time.sleep(0.05)
+        a.send([X], message([X], tag))
+        waiting()
+    link = b._epoch._channels[0].links[0]
+    waiting, before = blocked(b.receive, message([X], 9)), link.visits
+    assert wait_until(lambda: link.visits > before and link.turn.locked(), 5)
+    b.abort(KeyError("the reason"))
+    error, took = timed(waiting)
+    assert isinstance(error, Aborted) and took < 0.5
 
 
 def stop_reading(transport):

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxpp.runtime.transport import Aborted, TransportError
+from jaxpp.runtime.transport._epoch import Epoch
+from jaxpp.runtime.transport._frames import SMALL
 from tests.helpers import assert_same
 from tests.runtime.transport.ranks import (
     blocked,
@@ -100,6 +102,52 @@ def test_ranks_that_send_much_to_each_other(pair):
     for transport, what, other in zip(pair, (back, there), arrays[::-1], strict=True):
         (found,) = blocked(transport.receive, what)(30)
         assert np.array_equal(found, other)
+
+
+def play(pair, rounds):
+    """Sends a small array to and fro."""
+    x = jnp.arange(8)
+    there, back = message([x], 0, 0, 1), message([x], 1, 1, 0)
+
+    def answer():
+        for _ in range(rounds):
+            pair[1].send(pair[1].receive(there), back)
+
+    waiting = blocked(answer)
+    for _ in range(rounds):
+        pair[0].send([x], there)
+        assert_same(pair[0].receive(back), [x])
+    waiting()
+
+
+def test_a_thread_that_waits_reads_small_messages_itself(pair, monkeypatch):
+    play(pair, 1)  # opens the connection
+    readers, read = [], Epoch._read
+
+    def noted(self, rank, link, over=None):
+        found = link.turn.locked(), threading.current_thread().name, read(self, rank, link, over)
+        readers.append(found)
+        return found[-1]
+
+    monkeypatch.setattr(Epoch, "_read", noted)
+    play(pair, 100)
+    own = sum(not name.startswith("receive") for _, name, _ in readers)
+    assert own > 150 and all(locked for locked, *_ in readers)
+
+
+def test_messages_are_read_though_nobody_waits_for_them_any_more(pair):
+    play(pair, 20)
+    x = jnp.zeros(SMALL // 4, "int32")
+    messages = [message([x], tag) for tag in range(2, 402)]  # far more than a connection holds
+
+    def send_all():
+        for each in messages:
+            pair[0].send([x], each)
+        pair[0].flush()
+
+    blocked(send_all)()
+    for each in messages:
+        assert_same(pair[1].receive(each), [x])
 
 
 def test_a_send_does_not_wait_for_its_value(pair):
