@@ -58,7 +58,8 @@ def test_abort_wakes_a_thread_that_reads(pair):
         a.send([X], message([X], tag))
         waiting()
     link = b._epoch._channels[0].links[0]
-    waiting, before = blocked(b.receive, message([X], 9)), link.visits
+    before = link.visits
+    waiting = blocked(b.receive, message([X], 9))
     assert wait_until(lambda: link.visits > before and link.turn.locked(), 5)
     b.abort(KeyError("the reason"))
     error, took = timed(waiting)
