@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp.runtime.transport import Aborted, TransportError
+from jaxpp.runtime.transport import Aborted, TransportError, _epoch
 from jaxpp.runtime.transport._epoch import Epoch
 from jaxpp.runtime.transport._frames import SMALL
 from tests.helpers import assert_same
@@ -121,7 +121,8 @@ def play(pair, rounds):
 
 
 def test_a_thread_that_waits_reads_small_messages_itself(pair, monkeypatch):
-    play(pair, 1)  # opens the connection
+    monkeypatch.setattr(_epoch, "PAUSE", 1.0)
+    play(pair, 2)  # opens the connection
     readers, read = [], Epoch._read
 
     def noted(self, rank, link, over=None):
@@ -132,7 +133,7 @@ def test_a_thread_that_waits_reads_small_messages_itself(pair, monkeypatch):
     monkeypatch.setattr(Epoch, "_read", noted)
     play(pair, 100)
     own = sum(not name.startswith("receive") for _, name, _ in readers)
-    assert own > 150 and all(locked for locked, *_ in readers)
+    assert own > 190 and all(locked for locked, *_ in readers)
 
 
 def test_messages_are_read_though_nobody_waits_for_them_any_more(pair):
