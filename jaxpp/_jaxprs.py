@@ -130,16 +130,30 @@ def run(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
 
 
 def run_compiled(fun: Callable[..., Any], *args: Any) -> Any:
-    """Evaluates a function of pytrees; outside transformations, equal programs share an executable.
+    """Evaluates a function; where no jaxpr records it, equal programs share an executable.
 
     `jax.jit` would know the function by its identity, and so compile a new function of each call
     anew. Here it is traced at each call, so that it sees what Python has by then.
     """
-    if _compat.is_tracing() or _compat.is_jit_disabled():
-        return fun(*args)
+    return fun(*args) if _compat.writes_jaxpr() else compiled(fun, *args)(*args)
+
+
+def compiled(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """Gives a function for arguments of these types; equal programs share an executable.
+
+    What is differentiated or batched eagerly shares those of its derivatives, too.
+    """
+    if _compat.is_jit_disabled():
+        return fun
     traced = trace(fun, args)
-    program = _Program(structure(traced.jaxpr), traced.jaxpr)
-    return traced.rebuild(_compiled(program)(*traced.inputs))
+    run = _compiled(_Program(structure(traced.jaxpr), traced.jaxpr))
+    consts = traced.inputs[: traced.num_closed_over]
+
+    def call(*args: Any) -> Any:
+        arrays = [leaf for leaf in jtu.tree_leaves(args) if is_array(leaf)]
+        return traced.rebuild(run(*consts, *arrays))
+
+    return call
 
 
 @dataclasses.dataclass(frozen=True)

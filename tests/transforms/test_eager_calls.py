@@ -50,6 +50,24 @@ def scheduled(loss, schedule=None):
     return jaxpp.schedule(loss, schedule or jaxpp.schedules.OneFOneB())
 
 
+def batched(fun):
+    return lambda weights, x: jax.vmap(fun, (None, 0))(weights, jnp.stack([x, x + 1]))
+
+
+def pulled_back(fun):
+    """A product with the Jacobian of a function whose result is no scalar."""
+
+    def product(weights, x):
+        y, pull_back = jax.vjp(fun, weights, x)
+        return pull_back(jnp.ones_like(y))
+
+    return product
+
+
+def squared(grad_fun):
+    return lambda weights, x: sum(jnp.sum(g**2) for g in grad_fun(weights, x))
+
+
 FUNCTIONS = {
     "split_stages": jaxpp.split_stages(loss_fn),
     "wrap_forward": wrapped(loss_fn),
@@ -69,6 +87,16 @@ FUNCTIONS = {
         looped(with_gradients(wrapped(lambda weights, x: loss_fn(weights[:2], x)))),
         jaxpp.schedules.Chimera(),
     ),
+    "product with a Jacobian": pulled_back(
+        wrapped(lambda weights, x: sine(jaxpp.pipeline_enter_stage(0.1 * x @ weights[0])))
+    ),
+    "batch of wrap_forward": batched(wrapped(loss_fn)),
+    "batch of microbatch": batched(looped(with_gradients(wrapped(loss_fn)))),
+    "batch of a schedule": batched(scheduled(looped(with_gradients(wrapped(loss_fn))))),
+    "gradients of a schedule": jax.grad(
+        lambda *args: scheduled(looped(with_gradients(wrapped(loss_fn))))(*args)[0]
+    ),
+    "gradients of gradients": jax.grad(squared(jax.grad(wrapped(loss_fn)))),
 }
 
 

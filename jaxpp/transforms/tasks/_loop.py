@@ -241,7 +241,10 @@ mlir.register_lowering(loop_p, mlir.lower_fun(run_as_scan, multiple_results=True
 def _jvp(primals, tangents, **params):
     """Differentiates the plain loop: the derivative's tasks are not those of the schedule."""
     tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
-    return jax.jvp(lambda *xs: run_as_scan(*xs, **params), tuple(primals), tangents)
+    run = functools.partial(run_as_scan, **params)
+    if not _compat.writes_jaxpr():  # else `was_loop` has to find the scan
+        run = _jaxprs.compiled(run, *primals)
+    return jax.jvp(run, tuple(primals), tangents)
 
 
 def _batch(args, dims, *, tasks: LoopTasks, **params):
