@@ -122,7 +122,8 @@ class Epoch:
         #: Signals that a message has left, or the values of its arrays have been read.
         self._departure = threading.Condition(self._lock)
         self._channels: dict[int, Channel] = {}
-        self._wanted: set[Key] = set()
+        #: The messages that threads wait for, and whether these would read the next one themselves.
+        self._wanted: dict[Key, bool] = {}
         self._mail: dict[Key, Arrived] = {}
         self._unsent = 0
         #: The number of unread uses of each array, by the array's id.
@@ -256,8 +257,14 @@ class Epoch:
 
     # ---- receiving ------------------------------------------------------------------------------
 
-    def receive(self, key: Key, source: int) -> Arrived:
-        """Waits for a message; takes and returns it."""
+    def receive(self, key: Key, source: int, reads: bool = True) -> Arrived:
+        """Waits for a message; takes and returns it.
+
+        Args:
+            key: of the message.
+            source: the rank that sends it.
+            reads: whether the caller may read it itself. Then its times do not tell when it came.
+        """
         channel = self._channel(source)
 
         def over() -> bool:
@@ -265,10 +272,15 @@ class Epoch:
 
         while (arrived := self._mail.pop(key, None)) is None:
             self._check(source)
-            self._read_until(over, source, channel)
+            if reads:
+                self._read_until(over, source, channel)
             with self._lock:
                 if not over():
-                    self._wait_until(over, key, source, channel)
+                    self._wanted[key] = reads
+                    try:
+                        self._wait_until(over, source, channel)
+                    finally:
+                        self._wanted.pop(key, None)
         return arrived
 
     def _read_until(self, over: Callable[[], bool], source: int, channel: Channel) -> None:
@@ -288,19 +300,13 @@ class Epoch:
             finally:
                 link.turn.release()
 
-    def _wait_until(
-        self, over: Callable[[], bool], key: Key, source: int, channel: Channel
-    ) -> None:
+    def _wait_until(self, over: Callable[[], bool], source: int, channel: Channel) -> None:
         """Waits until it is over, while other threads read; the caller holds the lock."""
-        self._wanted.add(key)
-        try:
-            # A rank that is silent for a moment may be gone; an attempt to connect tells.
-            if not self._arrival.wait_for(over, None if channel.links else 0.05):
-                if not channel.links:
-                    self._put(source, "connect")
-                self._arrival.wait_for(over)
-        finally:
-            self._wanted.discard(key)
+        # A rank that is silent for a moment may be gone; an attempt to connect tells.
+        if not self._arrival.wait_for(over, None if channel.links else 0.05):
+            if not channel.links:
+                self._put(source, "connect")
+            self._arrival.wait_for(over)
 
     def serve(self, rank: int, connection: socket.socket) -> None:
         """Reads the messages of a connection, on the caller's thread, until it ends."""
@@ -327,7 +333,7 @@ class Epoch:
             time.sleep(PAUSE)
 
     def _read(self, rank: int, link: Link, over: Callable[[], bool] | None = None) -> bool:
-        """Reads a message into the mail; tells whether it is small, and another thread waits."""
+        """Reads a message into the mail; tells whether a thread waits that would read the next."""
         found = link.read(over)
         if found is None:
             return False
@@ -343,10 +349,10 @@ class Epoch:
             self._mail[key] = arrived
             # A thread that waits notes its key before it looks into the mail. So either this thread
             # sees the key, or that thread sees the message.
-            if key in self._wanted:
+            if (reads := self._wanted.get(key)) is not None:
                 with self._lock:
                     self._arrival.notify_all()
-                return header.nbytes <= SMALL
+                return reads and header.nbytes <= SMALL
         return False
 
     def _begin(self, rank: int, header: Header) -> Any:

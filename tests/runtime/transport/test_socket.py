@@ -2,6 +2,7 @@
 
 import threading
 import time
+import unittest.mock
 import weakref
 
 import jax
@@ -321,3 +322,23 @@ def test_traffic_and_recorder(pair):
         assert before < start < end < after
     assert (pair[0].traffic[1].messages_sent, pair[0].traffic[1].bytes_sent) == (1, 4032)
     assert (pair[1].traffic[0].messages_received, pair[1].traffic[0].bytes_received) == (1, 4032)
+
+
+def test_a_recorder_hears_when_a_message_came(pair, monkeypatch):
+    """Not when a thread that waits for it has read it: it may have been busy before."""
+    play(pair, 2)
+    found = unittest.mock.Mock()
+    pair[1].recorder = found
+    time.sleep(0.1)  # the thread of the connection reads again
+    monkeypatch.setattr(_epoch, "PAUSE", 2.0)
+    x = jnp.arange(3)
+    waiting = blocked(pair[1].receive, message([x], 7))
+    time.sleep(0.1)
+    for tag in (7, 8):
+        pair[0].send([x], message([x], tag))
+    waiting()
+    time.sleep(0.5)
+    before = time.monotonic_ns()
+    pair[1].receive(message([x], 8))
+    *_, end = found.received.call_args.args
+    assert end < before - 4e8
