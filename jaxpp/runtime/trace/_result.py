@@ -184,7 +184,9 @@ class Trace:
                 continue
             runs, waited = self._until_the_next(number)
             calls.append(runs)
-            labels = {(run.rank, run.position): run.label for run in self._by_call[number]}
+            labels: dict[tuple[int, int | None], str] = {
+                (run.rank, run.position): run.label for run in self._by_call[number]
+            }
             for sent in self._messages_by_call[number]:
                 maker = tasks.get(labels.get((sent.message.source, sent.maker), ""))
                 if maker is not None and "edge" in sent.message.kinds:
@@ -206,7 +208,9 @@ class Trace:
         A run lasts until its device goes on, where the next one waits for no message.
         """
         runs = self._by_call[call]
-        ends = {(run.rank, run.position): run.end for run in runs}
+        ends: dict[tuple[int, int | None], float] = {
+            (run.rank, run.position): run.end for run in runs
+        }
         last: dict[tuple[int, int | None], TracedMessage] = {}
         for sent in sorted(self._messages_by_call[call], key=lambda m: m.end):
             last[sent.message.target, sent.reader] = sent

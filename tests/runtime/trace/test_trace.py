@@ -63,7 +63,7 @@ def test_times_are_in_the_order_of_what_happens(tmp_path, shared):
     for runs in by_device.values():
         runs.sort(key=lambda run: run.dispatched)
         assert all(a.end <= b.start for a, b in zip(runs, runs[1:], strict=False))
-    made = {(run.call, run.rank, run.position): run for run in trace.runs}
+    made: dict[Any, Any] = {(run.call, run.rank, run.position): run for run in trace.runs}
     for m in trace.messages:
         assert m.maker is not None and m.reader is not None
         maker, reader = made[m.made_by], made[m.read_by]
@@ -75,7 +75,9 @@ def test_a_receiver_may_note_a_message_before_its_sender_does(tmp_path):
     """The threads of a worker process that callbacks keep busy note ends late."""
     trace, _ = steps.traced(tmp_path, stages=2, ranks=2, calls=1)
 
-    order = {(run.rank, run.position): 1_000_000 * n for n, run in enumerate(trace.runs)}
+    order: dict[Any, int] = {
+        (run.rank, run.position): 1_000_000 * n for n, run in enumerate(trace.runs)
+    }
     call, records = trace.calls[0], {}
     for rank in range(2):
         runs = tuple(
@@ -93,12 +95,13 @@ def test_a_receiver_may_note_a_message_before_its_sender_does(tmp_path):
         records[rank] = Records(runs, tuple(sent), tuple(received))
     offsets = dict.fromkeys(range(2), Offset(((0, 0), (1, 0))))
     found = assemble(records, offsets, 0, {0: trace.steps[call]}, range(2))
-    made = {(run.rank, run.position): run for run in found.runs}
+    made: dict[Any, Any] = {(run.rank, run.position): run for run in found.runs}
     assert len(found.messages) == len(trace.messages) > 4
     for m in found.messages:
         maker, reader = made[m.message.source, m.maker], made[m.message.target, m.reader]
         assert maker.end <= min(m.start, reader.start) and m.end <= reader.end
-    assert found.costs().latency >= 0 and found.simulated().makespan > 0
+    latency = found.costs().latency
+    assert isinstance(latency, float) and latency >= 0 and found.simulated().makespan > 0
 
 
 def test_a_task_lasts_as_long_as_it_does(tmp_path):
@@ -136,7 +139,8 @@ def test_costs_are_of_all_that_keeps_a_rank(tmp_path):
                 times = {"start": end + 0.25, "sent": end + 0.25, "arriving": end, "end": end + 0.5}
                 messages[n] = dataclasses.replace(m, **times)
     costs = dataclasses.replace(trace, runs=tuple(runs), messages=tuple(messages)).costs()
-    found = [costs.of(jaxpp.schedules.Task.from_text(f"{name}.0")) for name in seconds]
+    kinds = jaxpp.schedules.Kind
+    found = [costs.of(jaxpp.schedules.Task(kinds(n[0]), int(n[1]), 0)) for n in seconds]
     # A rank goes on 0.25 later, but where the next task waits for its message.
     assert found == [(1.25 * 3 + 1 + 1) / 4, (0.5 * 3 + 0.75) / 4, 1.0, (2.25 * 3 + 2) / 4]
     assert costs.latency == 0.625
