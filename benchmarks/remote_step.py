@@ -7,8 +7,11 @@ Starts a Ray session, or joins the one that is there, and prints by part:
 
 - `empty`: what a step takes whose tasks do next to nothing, from the call in the driver until its
   result is there (`call`), and in a loop that does not wait for each (`loop`), over what the same
-  program takes in `torch.distributed.pipelining` with gloo, in a loop without a barrier. The losses
-  of both are compared first. Without `--torch_python` it is left out;
+  program takes in `torch.distributed.pipelining` with gloo, in a loop without a barrier; with the
+  quartiles of the blocks. The losses of both are compared first. Without `--torch_python` it is
+  left out;
+- `threads`: the processor time of each thread of the driver and the workers in an empty step, how
+  long the thread waited for a core, and how often it slept and was woken (Linux);
 - `speedup`: two workers over one, each pinned to a core, for tasks of several lengths, and what the
   schedule's simulation makes of the times of tasks, measured in the pipeline (`predicted`) and on a
   worker alone (`predicted_alone`: cores that work at once slow each other); `efficiency` is what it
@@ -28,8 +31,10 @@ import json
 import math
 import os
 import pathlib
+import re
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,7 +50,7 @@ from benchmarks import speedup
 from benchmarks.empty_pipeline import LEARNING_RATE, EmptyPipeline
 from benchmarks.equal_blocks import Loop, elapsed
 
-PARTS = ["empty", "speedup", "local", "memory"]
+PARTS = ["empty", "threads", "speedup", "local", "memory"]
 
 _PARTS = flags.DEFINE_multi_enum("parts", PARTS, PARTS, "What to measure.")
 _RANKS = flags.DEFINE_list("ranks", ["2", "4"], "Numbers of ranks, of empty pipelines.")
@@ -171,6 +176,8 @@ def empty_row(pipeline: EmptyPipeline, mesh: Any) -> dict[str, float]:
     if theirs:
         middle = 1e6 * statistics.median(theirs)
         row |= {"torch_us": middle, "call/torch": call / middle, "loop/torch": in_loop / middle}
+        ratios = sorted(loop / torch for (_, loop), torch in zip(ours, theirs, strict=True))
+        row |= {"loop/torch q1": ratios[len(ratios) // 4], "q3": ratios[-1 - len(ratios) // 4]}
     return row
 
 
@@ -183,6 +190,54 @@ def measure_empty() -> list[dict[str, float]]:
             for microbatches in map(int, _MICROBATCHES.value):
                 pipeline = EmptyPipeline(ranks, microbatches, width=_WIDTH.value)
                 rows.append(empty_row(pipeline, mesh))
+    return rows
+
+
+def times_of_threads(process: Any) -> dict[str, tuple[float, ...]]:
+    """By the names of a process's threads: microseconds on a core, of waiting for one, and sleeps.
+
+    Threads of one name are added up. Runs in the process.
+    """
+    del process
+    names = {t.native_id: t.name for t in threading.enumerate()}
+    found: dict[str, tuple[float, ...]] = {}
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        name = names.get(int(task.name), (task / "comm").read_text().strip())
+        on_core, waiting, _ = map(int, (task / "schedstat").read_text().split())
+        (sleeps,) = re.findall(r"\bvoluntary_ctxt_switches:\s*(\d+)", (task / "status").read_text())
+        before = found.get(name, (0.0, 0.0, 0.0))
+        own = on_core / 1e3, waiting / 1e3, float(sleeps)
+        found[name] = tuple(a + b for a, b in zip(before, own, strict=True))
+    return found
+
+
+def measure_threads() -> list[dict[str, Any]]:
+    """What each thread does in an empty step; those under 10 us are left out."""
+    rows: list[dict[str, Any]] = []
+    for ranks in map(int, _RANKS.value):
+        everybody = dict.fromkeys(range(ranks), ())
+        with pinned_mesh(ranks) as mesh:
+            for microbatches in map(int, _MICROBATCHES.value):
+                loop = empty_loop(EmptyPipeline(ranks, microbatches, width=_WIDTH.value), mesh)
+                elapsed(loop, 10)
+
+                def now(mesh: Any = mesh, everybody: Any = everybody) -> dict[Any, Any]:
+                    return mesh.apply(times_of_threads, everybody) | {
+                        "driver": times_of_threads(None)
+                    }
+
+                steps, before = _BLOCKS.value * _STEPS.value, now()
+                elapsed(loop, steps)
+                for of, threads in now().items():
+                    for name, figures in threads.items():
+                        earlier = before[of].get(name, (0.0,) * len(figures))
+                        took = [(b - a) / steps for a, b in zip(earlier, figures, strict=True)]
+                        if took[0] >= 10:
+                            rows.append(
+                                {"ranks": ranks, "microbatches": microbatches, "of": str(of)}
+                                | {"thread": name}
+                                | dict(zip(("us", "us_waiting", "sleeps"), took, strict=True))
+                            )
     return rows
 
 
@@ -330,6 +385,7 @@ def main(_: list[str]) -> None:
     make_devices()
     measures = {
         "empty": measure_empty,
+        "threads": measure_threads,
         "speedup": measure_speedup,
         "local": measure_local,
         "memory": measure_memory,

@@ -115,9 +115,12 @@ def test_the_baseline_trains_as_two_ranks_do():
 
 @pytest.mark.slow
 def test_a_mesh_of_processes_is_measured(run, capsys):
-    figures = run(parts=["empty", "local", "memory"])
+    figures = run(parts=["empty", "threads", "local", "memory"], steps=20)
     (empty,), (local,) = figures["empty"], figures["local"]
-    assert empty["call_us"] == empty["call_us_per_task"] * 2 * 2 * 4
+    threads = {(row["of"], row["thread"]): row for row in figures["threads"]}
+    for of, name in (("0", "jaxpp-ordered"), ("1", "jaxpp-ordered"), ("driver", "MainThread")):
+        assert 50 < threads[of, name]["us"] < 1e6 and threads[of, name]["sleeps"] > 0
+    assert math.isclose(empty["call_us"], empty["call_us_per_task"] * 2 * 2 * 4)
     assert "torch_us" not in empty
     assert local["dispatch"] == local["dispatch_us"] / local["local_dispatch_us"]
     assert 0 < local["dispatch_us"] < local["call_us"]
