@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxpp.runtime.transport._frames import HEADER_SIZE, SMALL, Header, header_in
 
 _READ_AHEAD = 2 * SMALL
-#: Milliseconds after which a thread that waits for a message looks whether it still has to.
+#: Milliseconds after which a thread that waits for a message asks whether it still has to.
 _PATIENCE = 10
 
 
@@ -53,10 +53,10 @@ class Link:
         """Waits for a message; the caller has its turn.
 
         Args:
-            over: tells whether to stop to wait; None goes on until the connection ends.
+            over: tells whether to stop waiting; None waits until the connection ends.
 
         Returns:
-            The message; None if it was over first.
+            The message; None where `over` came first.
 
         Raises:
             EOFError: the connection has ended between messages.
