@@ -154,6 +154,9 @@ def test_a_prediction_stands_beside_what_was_measured(tmp_path):
     assert str(beside).count("\n") == len(names) and "<table>" in beside._repr_html_()
     beside.plot(tmp_path / "beside.png")
     assert (tmp_path / "beside.png").stat().st_size > 10_000
+    guess = jaxpp.predict(step, *arguments(), costs=Costs(forward=7.0, backward=11.0))
+    for name, predicted, found in guess.beside(measured).rows[2:]:
+        assert predicted == pytest.approx({"F": 7.0, "B": 11.0}[name[0]]) and found < 5.0
 
 
 def test_a_measurement_predicts_another_schedule_of_the_same_stages():
