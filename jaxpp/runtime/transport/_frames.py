@@ -28,7 +28,8 @@ HEADER_SIZE = _HEADER.size
 #: at once; it is read together with its header, and the caller of `receive` makes its arrays.
 #: Another thread, or memory of its own, would take longer than a copy.
 SMALL = 1 << 15
-_READ_AHEAD = 2 * SMALL
+#: The bytes that are read ahead of the messages they belong to.
+READ_AHEAD = 2 * SMALL
 
 Bytes = bytes | memoryview
 
@@ -151,7 +152,7 @@ def send_some(
 
 def stream_of(connection: socket.socket) -> io.BufferedReader:
     """Makes a stream that reads from a connection, small messages together in one system call."""
-    return cast(io.BufferedReader, connection.makefile("rb", _READ_AHEAD))
+    return cast(io.BufferedReader, connection.makefile("rb", READ_AHEAD))
 
 
 def header_in(data: memoryview) -> Header | None:

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxpp.runtime.transport._frames import HEADER_SIZE, SMALL, Header, header_in
+from jaxpp.runtime.transport._frames import HEADER_SIZE, READ_AHEAD, SMALL, Header, header_in
 
-_READ_AHEAD = 2 * SMALL
 #: Milliseconds after which a thread that waits for a message asks whether it still has to.
 _PATIENCE = 10
 
@@ -40,7 +39,7 @@ class Link:
         #: How often a thread that waited for a message has read here.
         self.visits = 0
         self._begin = begin
-        self._ahead = memoryview(bytearray(_READ_AHEAD))
+        self._ahead = memoryview(bytearray(READ_AHEAD))
         self._at = self._end = 0  # of what has been read ahead
         #: The message that is being read: its header, its memory if it is large, what is there.
         self._header: Header | None = None
