@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
+from jaxpp.planning._links import Links
 from jaxpp.planning._problem import SCHEDULES, SYNTHESIZED, Candidate, Problem
 from jaxpp.planning._profile import Profile, costs_of_stages, profile
 from jaxpp.runtime.executor import format_bytes
@@ -45,7 +46,7 @@ class Plan(Candidate):
     others: tuple[Candidate, ...] = ()
 
     #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
 
     @property
     def cuts(self) -> UnitCuts:
@@ -61,9 +62,10 @@ class Plan(Candidate):
     @property
     def costs(self) -> Costs:
         """The times of the plan's tasks on the device that was profiled, for `predict`."""
-        problem, at = self.problem, (0, *itertools.accumulate(self.units))
-        own = problem.profiles[self.microbatches]
-        return costs_of_stages(own, at, problem.latency, problem.bandwidth)
+        table = self.order.table_for_ranks(self.problem.ranks, self.microbatches)
+        own = self.problem.profiles[self.microbatches]
+        at = (0, *itertools.accumulate(self.units))
+        return costs_of_stages(own, at, self.problem.links, table.directions[0])
 
     @property
     def timeline(self) -> Timeline:
@@ -97,14 +99,16 @@ class Plan(Candidate):
                         f"costs of a step of this plan: trace.costs() or jaxpp.measure(step).costs."
                     )
             speed.append(sum(map(planned.of, own)) / sum(map(costs.of, own)))
-        count = self.microbatches
-        found: dict[str, Any] = {"profiles": {count: self.problem.profiles[count]}}
-        found |= {
+        measured: dict[str, Any] = {
             name: link
             for name, link in (("latency", costs.latency), ("bandwidth", costs.bandwidth))
             if not callable(link)
         }
-        return solve(dataclasses.replace(self.problem, speed=tuple(speed), **found))
+        links, count = dataclasses.replace(self.problem.links, **measured), self.microbatches
+        profiles = {count: self.problem.profiles[count]}
+        return solve(
+            dataclasses.replace(self.problem, profiles=profiles, links=links, speed=tuple(speed))
+        )
 
     def __str__(self) -> str:
         lines = [
@@ -137,8 +141,9 @@ class Plan(Candidate):
         problem = _files.tuples(found.pop("problem"))
         each = problem.pop("profiles").items()
         profiles = {int(count): Profile(**_files.tuples(own)) for count, own in each}
+        links = Links(**problem.pop("links"))
         others = tuple(Candidate(**_files.tuples(own)) for own in found.pop("others"))
-        return Plan(**found, problem=Problem(profiles=profiles, **problem), others=others)
+        return Plan(**found, problem=Problem(profiles, links=links, **problem), others=others)
 
 
 def plan(
@@ -150,6 +155,7 @@ def plan(
     state_bytes: float = 4.0,
     latency: float = 0.0,
     bandwidth: float = math.inf,
+    overhead: float = 0.0,
     speed: float | Sequence[float] = 1.0,
     schedules: Sequence[str] = SCHEDULES,
     at_least: int = 32,
@@ -169,12 +175,13 @@ def plan(
             gradients and the optimizer's state. Adam has 4.
         latency: the seconds that a message takes whatever its size.
         bandwidth: the bytes of messages that go from one rank to another in a second.
+        overhead: the share of a message's time for which it keeps the rank that sends it from its
+            tasks; the rank that receives it is kept as long. It is 0 where links work beside
+            devices, and up to 0.5 where the cores that run tasks move messages, too.
         speed: the speed of a rank, or of each rank, over that of the device where `fun` is
             profiled.
         schedules: those to choose from, as `jaxpp.schedules.by_name` takes them; `"synthesized"` is
-            a table that `synthesize` makes at the cut of the fastest. By default all that apply,
-            but those with two directions: they sum gradients between ranks after the loop, which
-            is no part of a plan's time.
+            a table that `synthesize` makes at the cut of the fastest. By default all that apply.
         at_least: as in `profile`.
         in_axes: as in `microbatch`; by default every argument but the first is part of the batch.
         device: as in `profile`: where to measure, or a `jaxpp.Device` or the name of one, for a
@@ -206,8 +213,9 @@ def plan(
         memory_limit = device_of(device).memory if isinstance(device, Device | str) else math.inf
     speeds = (float(speed),) * ranks if isinstance(speed, int | float) else tuple(speed)
     problem = Problem(
-        {}, ranks, memory_limit, state_bytes, latency, bandwidth, speeds, tuple(schedules)
-    )
+        {}, ranks, memory_limit, state_bytes, Links(latency, bandwidth, overhead), speeds,
+        tuple(schedules),
+    )  # fmt: skip
     counts = [microbatches] if isinstance(microbatches, int) else list(microbatches)
     if not counts or not set(schedules) - {SYNTHESIZED}:
         raise ValueError(

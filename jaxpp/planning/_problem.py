@@ -4,10 +4,12 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from jaxpp.planning._links import Links
 from jaxpp.planning._profile import Profile, costs_of_stages, of_stages
 from jaxpp.runtime.executor import format_bytes
 from jaxpp.schedules import (
@@ -30,14 +32,9 @@ from jaxpp.schedules import (
 SYNTHESIZED = "synthesized"
 #: The schedules that are tried by default, as `jaxpp.schedules.by_name` takes them: all of the
 #: catalogue that have a backward and keep sequences whole, deeper ones of two, and a table of its
-#: own. Schedules with two directions have each stage on two ranks. After the loop they add up its
-#: gradients, and update its parameters twice, which is no part of a plan's time: name them.
+#: own.
 SCHEDULES = (
-    *(
-        name
-        for name in CATALOGUE
-        if name not in ("forward_only", "seq1f1b") and len(by_name(name).placement(2)) == 1
-    ),
+    *(name for name in CATALOGUE if name not in ("forward_only", "seq1f1b")),
     "interleaved_1f1b(stages_per_rank=4)",
     "interleaved_zb(stages_per_rank=4)",
     SYNTHESIZED,
@@ -57,7 +54,8 @@ class Candidate:
         microbatches: their number.
         units: the number of units of each stage, in order.
         recompute: for each stage, whether its backward computes the activations again.
-        seconds: the time of the tasks of a step; infinite where it does not fit.
+        seconds: the time of a step: its tasks, then the sums of gradients of stages that several
+            ranks have, and the update of the parameters; infinite where it does not fit.
         bubble: the share of the ranks' time in which they do nothing.
         peak_bytes: the most that a device of each rank holds.
         reason: why it is not the plan.
@@ -95,8 +93,7 @@ class Problem:
         ranks: the number of ranks.
         memory_limit: the bytes that a device of a rank has.
         state_bytes: the bytes that a rank holds for each byte of parameters.
-        latency: the seconds that a message takes whatever its size.
-        bandwidth: the bytes of messages that go from one rank to another in a second.
+        links: what messages take.
         speed: the speed of each rank, over that of the device that was profiled.
         schedules: those to choose from, as `jaxpp.schedules.by_name` takes them, and
             `"synthesized"`.
@@ -106,22 +103,22 @@ class Problem:
     ranks: int
     memory_limit: float
     state_bytes: float
-    latency: float
-    bandwidth: float
+    links: Links
     speed: tuple[float, ...]
     schedules: tuple[str, ...]
 
     def __post_init__(self) -> None:
         limits = {
-            "memory_limit": self.memory_limit, "bandwidth": self.bandwidth, "ranks": self.ranks,
+            "memory_limit": self.memory_limit, "ranks": self.ranks,
             **{f"speed of rank {rank}": own for rank, own in enumerate(self.speed)},
         }  # fmt: skip
         for name, value in limits.items():
             if not value > 0:
                 raise ValueError(f"plan: the {name} is a positive number, got {value!r}.")
-        for name, value in {"latency": self.latency, "state_bytes": self.state_bytes}.items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"plan: {name} is finite and not negative, got {value!r}.")
+        if not 0 <= self.state_bytes < math.inf:
+            raise ValueError(
+                f"plan: state_bytes is finite and not negative, got {self.state_bytes!r}."
+            )
         if len(self.speed) != self.ranks:
             raise ValueError(
                 f"plan: speed is one number or one for each rank, got {len(self.speed)} for "
@@ -161,13 +158,19 @@ class Problem:
         own = self.profiles[microbatches]
         halves = np.add(own.input_grad, own.weight_grad)
         costs = np.add(own.forward, np.minimum(own.backward, halves)).tolist()
-        shared = sum(costs) / sum(self.speed)
+        update = self.update_seconds(own, sum(own.parameter_bytes)) / microbatches
+        shared = (sum(costs) + update) / sum(self.speed)
         # Where microbatches go in two directions, two ranks share the slowest unit.
         copies = max(
             len(by_name(name).placement(self.ranks))
             for name in self.schedules if name != SYNTHESIZED
         )  # fmt: skip
         return microbatches * max(shared, max(costs) / max(self.speed) / copies)
+
+    def update_seconds(self, found: Profile, parameter_bytes: float) -> float:
+        """Gives the time of an update: it reads all of the state, and writes all but gradients."""
+        moved = max(0.0, 2 * self.state_bytes - 1) * parameter_bytes
+        return moved / found.memory_bandwidth
 
     def timeline(self, candidate: Candidate) -> Timeline:
         """Simulates the tasks of a candidate, with the bytes that ranks hold."""
@@ -266,7 +269,7 @@ class _Search:
         """Simulates the tasks, with the bytes that ranks hold."""
         at, recompute = choice
         problem, table, found = self._problem, self._table(recompute), self._profile
-        costs = costs_of_stages(found, at, problem.latency, problem.bandwidth)
+        costs = costs_of_stages(found, at, problem.links, table.directions[0])
         kept = of_stages(found.activation_bytes, at)
         # A stage that computes again keeps its input; the first one's is the batch.
         inputs = (0.0, *(found.crossing[cut - 1] for cut in at[1:-1]))
@@ -277,13 +280,17 @@ class _Search:
             weight_grad=tuple(-k for k in kept),
         )
         parameters = of_stages(found.parameter_bytes, at)
-        resident = []
-        for own in table.ranks:
-            stages = sorted({task.stage for task in own})
-            state = problem.state_bytes * sum(parameters[s] for s in stages)
+        stages_of = [sorted({task.stage for task in own}) for own in table.ranks]
+        copies = Counter(itertools.chain(*stages_of))
+        resident, after = [], []
+        for stages, speed in zip(stages_of, problem.speed, strict=True):
+            own = sum(parameters[s] for s in stages)
             needed = max(max(found.temporary_bytes[at[s] : at[s + 1]]) for s in stages)
-            resident.append(state + needed)
-        machine = Machine(speed=problem.speed, resident=tuple(resident))
+            resident.append(problem.state_bytes * own + needed)
+            shared = [parameters[s] for s in stages if copies[s] > 1]
+            summed = sum(map(problem.links.seconds, shared))
+            after.append(summed + problem.update_seconds(found, own) / speed)
+        machine = Machine(speed=problem.speed, resident=tuple(resident), optimizer=tuple(after))
         return simulate(table, costs, memory=memory, machine=machine)
 
     def synthesized(self, at: tuple[int, ...]) -> Candidate | None:
@@ -292,7 +299,7 @@ class _Search:
         keep = (False,) * len(placement)
         timeline = self.timeline((at, keep))
         speed = [problem.speed[rank] for rank in placement]
-        costs = costs_of_stages(self._profile, at, problem.latency, problem.bandwidth, speed)
+        costs = costs_of_stages(self._profile, at, problem.links, placement, speed)
         limits = [problem.memory_limit - held for held in timeline.machine.held(problem.ranks)]
         try:
             found = synthesize(

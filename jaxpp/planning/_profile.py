@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from jaxpp._program import Bundle, Role, Run
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._limited import LimitedCuts
+from jaxpp.planning._links import Links
 from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
 from jaxpp.runtime.local import LocalStep, MpmdMesh
 from jaxpp.runtime.trace import Clocked, Key, tasks_of
@@ -46,6 +48,7 @@ class Profile(UnitCosts):
         activation_bytes: what each unit keeps from its forward for the backward.
         temporary_bytes: what XLA needs beside arrays in a task of each unit.
         parameter_bytes: what each unit reads of the parameters.
+        memory_bandwidth: the bytes that an update of the parameters reads or writes in a second.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -67,8 +70,14 @@ class Profile(UnitCosts):
     activation_bytes: tuple[int, ...]
     temporary_bytes: tuple[int, ...]
     parameter_bytes: tuple[int, ...]
+    memory_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
+        if not self.memory_bandwidth > 0:
+            raise ValueError(
+                f"Profile: memory_bandwidth is a positive number, got {self.memory_bandwidth}. "
+                f"Profile the function anew."
+            )
         for field in dataclasses.fields(self):
             numbers = getattr(self, field.name)
             for n, number in enumerate(numbers if isinstance(numbers, tuple) else ()):
@@ -132,7 +141,7 @@ class Profile(UnitCosts):
         )  # fmt: skip
 
     #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     def save(self, path: _files.Path) -> None:
         """Writes the profile as JSON."""
@@ -232,7 +241,22 @@ def profile(
                 if a.role is Role.PARAMETER and stage in a.stages)
             for stage in range(count)
         ),
+        _memory_bandwidth(args[0], mesh, repeats) if figures is None else figures.bandwidth,
     )  # fmt: skip
+
+
+def _memory_bandwidth(parameters: Any, mesh: MpmdMesh, repeats: int) -> float:
+    """Measures how fast an update of the parameters reads and writes them."""
+    (device,) = mesh.devices
+    old = jax.device_put(eqx.filter(parameters, eqx.is_inexact_array), device)
+    update = jax.jit(lambda old, change: jax.tree.map(jnp.add, old, change), donate_argnums=0)
+    change, times = jax.tree.map(jnp.copy, old), []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        old = jax.block_until_ready(update(old, change))
+        times.append(time.perf_counter() - start)
+    moved = 3 * sum(x.nbytes for x in jax.tree.leaves(old))  # two are read, one is written
+    return moved / statistics.median(times[1:]) if moved else math.inf
 
 
 def _repeated(arg: Any, axis: Any) -> Any:
@@ -250,8 +274,8 @@ def of_stages(values: Sequence[float], at: Sequence[int]) -> tuple[float, ...]:
 def costs_of_stages(
     found: Profile,
     at: Sequence[int],
-    latency: float = 0.0,
-    bandwidth: float = math.inf,
+    links: Links = Links(),
+    placement: Sequence[int] = (),
     speed: Sequence[float] | None = None,
 ) -> Costs:
     """Makes the costs of stages from those of their units.
@@ -259,28 +283,39 @@ def costs_of_stages(
     Args:
         found: the units.
         at: the first unit of each stage, and the number of units.
-        latency: the seconds that a message takes whatever its size.
-        bandwidth: the bytes of messages that go from one rank to another in a second.
+        links: what messages take.
+        placement: the rank of each stage, for the share of messages that keeps ranks from tasks.
         speed: of each stage, over that of the device that was profiled; by default 1.
     """
     edges = [*(found.crossing[cut - 1] for cut in at[1:-1]), 0.0]
+    count = len(edges)
 
     def sent(task: Task) -> float:
         return edges[task.stage] if task.kind is Kind.F else edges[task.stage - 1]
 
-    def times(values: Sequence[float]) -> tuple[float, ...]:
-        sums = of_stages(values, at)
-        return tuple(t / s for t, s in zip(sums, speed or (1.0,) * len(sums), strict=True))
+    # The time of the ranks of each stage for the message between it and the one behind it.
+    kept = [
+        links.overhead * links.seconds(edge) if a != b else 0.0
+        for edge, (a, b) in zip(edges, itertools.pairwise(placement), strict=False)
+    ]
+    kept = [0.0, *(kept or [0.0] * (count - 1)), 0.0]
+    around = [before + behind for before, behind in itertools.pairwise(kept)]
 
-    inputs, weights = times(found.input_grad), times(found.weight_grad)
+    def times(values: Sequence[float], messages: Sequence[float]) -> tuple[float, ...]:
+        own = zip(of_stages(values, at), speed or (1.0,) * count, messages, strict=True)
+        return tuple(t / s + extra for t, s, extra in own)
+
+    nothing = [0.0] * count
+    inputs, weights = times(found.input_grad, around), times(found.weight_grad, nothing)
+    beside = 1 - 2 * links.overhead
     return Costs(
-        times(found.forward),
+        times(found.forward, around),
         # Nobody reads a gradient of the batch: all of the first stage's backward is its W.
         (0.0, *inputs[1:]),
         (inputs[0] + weights[0], *weights[1:]),
-        times(found.backward),
-        latency=latency,
-        bandwidth=bandwidth,
+        times(found.backward, around),
+        latency=beside * links.latency,
+        bandwidth=links.bandwidth / beside if beside else math.inf,
         edge_bytes=sent,
     )
 

@@ -91,7 +91,10 @@ def typical_times(
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fits the latency and bandwidth of transfers: a line through the median time of each size."""
+    """Fits the latency and bandwidth of transfers: a line through the median time of each size.
+
+    A size counts for as much as there are transfers of it.
+    """
     if not points:
         return 0.0, float("inf")
     by_size: dict[int, list[float]] = defaultdict(list)
@@ -100,7 +103,8 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     sizes = sorted(by_size)
     times = [statistics.median(by_size[size]) for size in sizes]
     if len(sizes) > 1:
-        slope, latency = np.polyfit(sizes, times, 1)
+        counts = [len(by_size[size]) for size in sizes]
+        slope, latency = np.polyfit(sizes, times, 1, w=np.sqrt(counts))
         if slope > 0 and latency >= 0:
             return float(latency), float(1 / slope)
     return statistics.median(times), float("inf")

@@ -192,8 +192,8 @@ class Trace:
                 if maker is not None and "edge" in sent.message.kinds:
                     key = maker.kind, maker.stage
                     edges[key] = max(edges.get(key, 0), sent.message.nbytes)
-                    seconds = waited.get(sent.message.tag, sent.end - sent.start)
-                    points[sent.message.tag in waited].append((sent.message.nbytes, seconds))
+                seconds = waited.get(sent.message.tag, sent.end - sent.start)
+                points[sent.message.tag in waited].append((sent.message.nbytes, seconds))
         latency, bandwidth = _figures.fit_line(points[True] or points[False])
         return Costs.measured(
             _figures.typical_times(calls, tasks),

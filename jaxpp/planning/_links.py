@@ -1,0 +1,35 @@
+"""What messages between ranks take."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What a message from one rank to another takes, as `plan` is told.
+
+    Args:
+        latency: its seconds, whatever its size.
+        bandwidth: the bytes that move in a second.
+        overhead: the share of its time for which it keeps the rank that sends it from its tasks;
+            the rank that receives it is kept as long.
+
+    Raises:
+        ValueError: a number is not one of its kind.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"plan: latency is finite and not negative, got {self.latency!r}.")
+        if not self.bandwidth > 0:
+            raise ValueError(f"plan: the bandwidth is a positive number, got {self.bandwidth!r}.")
+        if not 0 <= self.overhead <= 0.5:
+            raise ValueError(f"plan: overhead is a share from 0 to 0.5, got {self.overhead!r}.")
+
+    def seconds(self, nbytes: float) -> float:
+        """Gives the time of a message of so many bytes."""
+        return self.latency + nbytes / self.bandwidth
