@@ -4,6 +4,7 @@ import itertools
 import pathlib
 
 from jaxpp.planning import Problem, Profile
+from jaxpp.planning._links import Links
 from jaxpp.planning._plan import solve
 from jaxpp.schedules import OneFOneB, plot, simulate
 
@@ -22,7 +23,8 @@ def main() -> None:
 
     def planned(*schedules: str):
         speed = (1.0,) * _RANKS
-        return solve(Problem({_MICROBATCHES: found}, _RANKS, 1e9, 4.0, 0.0, 1e9, speed, schedules))
+        links = Links(bandwidth=1e9)
+        return solve(Problem({_MICROBATCHES: found}, _RANKS, 1e9, 4.0, links, speed, schedules))
 
     bounds = [round(count * n / _RANKS) for n in range(_RANKS + 1)]
     even = found.costs_of([b - a for a, b in itertools.pairwise(bounds)])

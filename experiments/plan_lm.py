@@ -110,13 +110,13 @@ def traced(training: Training, mesh: Any, steps: int = 4) -> jaxpp.Trace:
 def links_of(run: Run, mesh: Any) -> dict[str, float]:
     """What messages take, for `jaxpp.plan`: of a step that is cut by its operations.
 
-    DualPipe sends small ones between tasks, and large ones when it sums gradients.
+    Chimera sends some between tasks, and others, which are larger, when it sums gradients.
     """
     staged = jaxpp.split_stages(loss_fn, RANKS)
-    training = Training(run, step_from(run, staged, jaxpp.schedules.DualPipe(), mesh))
+    training = Training(run, step_from(run, staged, jaxpp.schedules.Chimera(), mesh))
     training.seconds(2)
     trace = traced(training, mesh, 8)
-    costs = trace.costs()
+    costs: Any = trace.costs()
     edges = [m for m in trace.messages if "edge" in m.message.kinds]
     kept = statistics.median((m.sent - m.start + m.end - m.arriving) / 2 for m in edges)
     whole = costs.latency + edges[0].message.nbytes / costs.bandwidth
@@ -150,7 +150,7 @@ def train(run: Run, options: dict[str, Any], mesh: Any) -> dict[str, Any]:
             f"step {training.number}: loss {losses[-1]:.4f}, planned {plans[-1].seconds:.4f} s, "
             f"predicted from the trace {predicted.seconds:.4f} s, measured {measured:.4f} s"
         )
-        new = plans[-1].again(found.costs())
+        new = plans[-1].again(found)
         if (new.units, new.schedule) != (plans[-1].units, plans[-1].schedule):
             print(f"planned again: {new.schedule}, units {new.units}, was {plans[-1].units}")
             training.step = step_of(run, new, mesh)
@@ -289,7 +289,7 @@ def slow(run: Run, options: dict[str, Any], mesh: Any) -> dict[str, Any]:
         plans, trainings = [plan], [Training(run, step_of(run, plan, mesh))]
         for _ in range(2):
             trainings[-1].seconds(2)
-            plans.append(plans[-1].again(traced(trainings[-1], mesh, 8).costs()))
+            plans.append(plans[-1].again(traced(trainings[-1], mesh, 8)))
             trainings.append(Training(run, step_of(run, plans[-1], mesh)))
             print(f"planned again: {plans[-1].schedule}, units {plans[-1].units}, "
                   f"speed {[round(x, 3) for x in plans[-1].problem.speed]}")  # fmt: skip

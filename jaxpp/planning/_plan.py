@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -12,10 +13,13 @@ from jaxtyping import PyTree
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._links import Links
+from jaxpp.planning._measure import Measurement
+from jaxpp.planning._predict import costs_found
 from jaxpp.planning._problem import SCHEDULES, SYNTHESIZED, Candidate, Problem
 from jaxpp.planning._profile import Profile, costs_of_stages, profile
 from jaxpp.runtime.executor import format_bytes
-from jaxpp.schedules import Costs, Timeline
+from jaxpp.runtime.trace import Trace
+from jaxpp.schedules import Costs, Kind, Timeline
 from jaxpp.transforms.stages import UnitCuts
 
 
@@ -72,39 +76,42 @@ class Plan(Candidate):
         """The predicted times of the tasks, and the bytes that ranks hold, for a picture."""
         return self.problem.timeline(self)
 
-    def again(self, costs: Costs) -> "Plan":
+    def again(self, costs: Costs | Measurement | Trace) -> "Plan":
         """Plans again, with ranks and links as fast as they are.
 
         A rank's speed is the time that its tasks were planned to take over the time that they have
         taken. The number of microbatches stays, and the units are not profiled anew.
 
         Args:
-            costs: the times of the tasks of this plan, as `Trace.costs` and `Measurement.costs`
-                give them.
+            costs: what `measure` or a trace found of a step of this plan; or its costs alone, which
+                do not tell the ranks of a stage apart where a schedule puts it on two.
 
         Returns:
-            The new plan; it may have the same cuts. Where a schedule has each stage on two ranks,
-            costs do not tell these apart, so that both get one speed.
+            The new plan; it may have the same cuts.
 
         Raises:
             ValueError: a cost is missing, negative or not finite.
         """
         table = self.order.table_for_ranks(self.problem.ranks, self.microbatches)
         planned, speed = self.costs, []
-        for own in table.ranks:
+        measured, timeline = costs_found(costs)
+        factors = _factors_of_ranks(timeline, table.num_ranks)
+        for rank, own in enumerate(table.ranks):
+            taken = 0.0
             for task in own:
-                if planned.of(task) > 0 and not costs.of(task) > 0:
+                if planned.of(task) > 0 and not measured.of(task) > 0:
                     raise ValueError(
-                        f"Plan.again: {task.describe()} takes no time by these costs; give the "
-                        f"costs of a step of this plan: trace.costs() or jaxpp.measure(step).costs."
+                        f"Plan.again: {task.describe()} takes no time by these costs; give those "
+                        f"of a step of this plan: a trace of it, or jaxpp.measure(step, *args)."
                     )
-            speed.append(sum(map(planned.of, own)) / sum(map(costs.of, own)))
-        measured: dict[str, Any] = {
+                taken += measured.of(task) * factors.get((rank, task.kind, task.stage), 1.0)
+            speed.append(sum(map(planned.of, own)) / taken)
+        changed: dict[str, Any] = {
             name: link
-            for name, link in (("latency", costs.latency), ("bandwidth", costs.bandwidth))
+            for name, link in (("latency", measured.latency), ("bandwidth", measured.bandwidth))
             if not callable(link)
         }
-        links, count = dataclasses.replace(self.problem.links, **measured), self.microbatches
+        links, count = dataclasses.replace(self.problem.links, **changed), self.microbatches
         profiles = {count: self.problem.profiles[count]}
         return solve(
             dataclasses.replace(self.problem, profiles=profiles, links=links, speed=tuple(speed))
@@ -245,6 +252,25 @@ def solve(problem: Problem) -> Plan:
     fields = {f.name: getattr(best, f.name) for f in dataclasses.fields(Candidate)}
     bound = problem.lower_bound(best.microbatches)
     return Plan(**fields, problem=problem, lower_bound=bound, others=tuple(named))
+
+
+def _factors_of_ranks(
+    timeline: Timeline | None, num_ranks: int
+) -> Mapping[tuple[int, Kind, int], float]:
+    """Gives by rank, kind and stage the time of tasks there over that on all ranks of the stage."""
+    if timeline is None or timeline.num_ranks != num_ranks:
+        return {}
+    times: dict[tuple[int | None, Kind, int], list[float]] = {}
+    for span in timeline.spans:
+        for rank in (span.rank, None):
+            key = rank, span.task.kind, span.task.stage
+            times.setdefault(key, []).append(span.end - span.start)
+    means = {key: statistics.fmean(own) for key, own in times.items()}
+    return {
+        (rank, kind, stage): mean / means[None, kind, stage]
+        for (rank, kind, stage), mean in means.items()
+        if rank is not None and means[None, kind, stage] > 0
+    }
 
 
 def _one_microbatch(args: Sequence[Any], count: int, in_axes: Any) -> list[Any]:

@@ -82,7 +82,8 @@ class Prediction:
         Args:
             found: what `measure` or a trace found of the step.
         """
-        measured = found.timeline if isinstance(found, Measurement) else found.timeline()
+        _, measured = costs_found(found)
+        assert measured is not None
         rows = [("tasks", self.timeline.makespan, measured.makespan)]
         if isinstance(found, Measurement):
             rows.insert(0, ("step", self.seconds, found.step))
@@ -203,11 +204,10 @@ def predict(
     ranks: Sequence[Inspected] = compiled.inspect()
     analyses = [own.analyses for own in ranks]
     device = None
-    if isinstance(costs, Measurement | Trace):
-        model = costs.costs if isinstance(costs, Measurement) else costs.costs()
-        _check_tasks(model, tasks)
-    elif isinstance(costs, Costs):
-        model = costs
+    if isinstance(costs, Costs | Measurement | Trace):
+        model, _ = costs_found(costs)
+        if not isinstance(costs, Costs):
+            _check_tasks(model, tasks)
     else:
         device = device_of(costs)
         model = _costs_on(device, bundle, tasks, analyses, latency, bandwidth)
@@ -235,6 +235,15 @@ def predict(
     if memory_limit is not None:
         _check_memory(prediction, memory_limit)
     return prediction
+
+
+def costs_found(found: Costs | Measurement | Trace) -> tuple[Costs, Timeline | None]:
+    """Gives the costs that are known of a step, and its timeline where it was measured."""
+    if isinstance(found, Measurement):
+        return found.costs, found.timeline
+    if isinstance(found, Trace):
+        return found.costs(), found.timeline()
+    return found, None
 
 
 def _compiled(step: Any, args: Sequence[Any]) -> Compiled:

@@ -41,6 +41,9 @@ SCHEDULES = (
 )
 #: A schedule that takes longer than this, over the fastest yet, keeps the cut that it starts with.
 WORTHWHILE = 1.25
+#: A cut that gains less than this over an even one is not taken: no prediction is so exact, and
+#: stages that are equal share their executables.
+EXACT = 0.01
 #: How many cuts are tried for a schedule, at most.
 EVALUATIONS = 200
 
@@ -144,6 +147,7 @@ class Problem:
             over, seconds, _ = search.value(choice)
             if over or seconds <= WORTHWHILE * least:
                 choice = search.improve(choice)
+            choice = search.even_if_as_fast(choice)
             found.append(search.candidate(choice))
             least = min(least, found[-1].seconds)
         found.sort(key=_rank_of)
@@ -254,9 +258,19 @@ class _Search:
         """Gives the better of an even cut and one that balances the stages."""
         stages, units = self._plain.num_stages, len(self._profile.costs)
         keep = (False,) * stages
-        even = tuple(round(units * n / stages) for n in range(stages + 1))
         balanced = (0, *self._profile.choose(stages), units)
-        return min(((even, keep), (balanced, keep)), key=self.value)
+        return min(((self._even, keep), (balanced, keep)), key=self.value)
+
+    @property
+    def _even(self) -> tuple[int, ...]:
+        stages, units = self._plain.num_stages, len(self._profile.costs)
+        return tuple(round(units * n / stages) for n in range(stages + 1))
+
+    def even_if_as_fast(self, choice: Choice) -> Choice:
+        """Gives an even cut where that fits, too, and another one gains next to nothing."""
+        even = self._even, choice[1]
+        over, seconds, _ = self.value(even)
+        return even if not over and seconds <= (1 + EXACT) * self.value(choice)[1] else choice
 
     def improve(self, choice: Choice) -> Choice:
         """Moves cuts, and lets as many stages compute again as the limit demands."""
@@ -291,7 +305,8 @@ class _Search:
             summed = sum(map(problem.links.seconds, shared))
             after.append(summed + problem.update_seconds(found, own) / speed)
         machine = Machine(speed=problem.speed, resident=tuple(resident), optimizer=tuple(after))
-        return simulate(table, costs, memory=memory, machine=machine)
+        # The executor runs the tasks of a pair one after the other.
+        return simulate(table, costs, memory=memory, machine=machine, overlap="none")
 
     def synthesized(self, at: tuple[int, ...]) -> Candidate | None:
         """Makes a candidate with a table of its own at a cut; None where nothing fits."""

@@ -101,7 +101,7 @@ class Profile(UnitCosts):
                 f"costs_of: the profile has {len(self.costs)} units, each in one stage, got stages "
                 f"of {list(units)} units."
             )
-        return costs_of_stages(self, (0, *itertools.accumulate(units)))
+        return costs_of_stages(self, (0, *itertools.accumulate(units)), Links())
 
     def within(
         self,
@@ -248,15 +248,15 @@ def profile(
 def _memory_bandwidth(parameters: Any, mesh: MpmdMesh, repeats: int) -> float:
     """Measures how fast an update of the parameters reads and writes them."""
     (device,) = mesh.devices
-    old = jax.device_put(eqx.filter(parameters, eqx.is_inexact_array), device)
+    change = jax.device_put(eqx.filter(parameters, eqx.is_inexact_array), device)
     update = jax.jit(lambda old, change: jax.tree.map(jnp.add, old, change), donate_argnums=0)
-    change, times = jax.tree.map(jnp.copy, old), []
+    old, times = jax.tree.map(jnp.copy, change), []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         old = jax.block_until_ready(update(old, change))
         times.append(time.perf_counter() - start)
     moved = 3 * sum(x.nbytes for x in jax.tree.leaves(old))  # two are read, one is written
-    return moved / statistics.median(times[1:]) if moved else math.inf
+    return moved / statistics.median(times[1:])
 
 
 def _repeated(arg: Any, axis: Any) -> Any:
@@ -274,7 +274,7 @@ def of_stages(values: Sequence[float], at: Sequence[int]) -> tuple[float, ...]:
 def costs_of_stages(
     found: Profile,
     at: Sequence[int],
-    links: Links = Links(),
+    links: Links,
     placement: Sequence[int] = (),
     speed: Sequence[float] | None = None,
 ) -> Costs:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import jaxpp
+from jaxpp.planning._links import Links
 from jaxpp.planning._plan import solve
 from jaxpp.planning._problem import SCHEDULES, Problem, _Search
 from jaxpp.planning._profile import Profile
-from jaxpp.schedules import Costs, OneFOneB, by_name, check, simulate
+from jaxpp.schedules import Costs, Kind, Machine, OneFOneB, Task, by_name, check, simulate
 from tests.helpers import assert_close
 
 MEBIBYTE = 1 << 20
@@ -33,9 +34,7 @@ def profile_of(times, kept=None, parameters=None):
 
 
 def problem_of(found, limit=math.inf, schedules=SCHEDULES, ranks=4, microbatches=8, **options):
-    fields: dict[str, Any] = dict(
-        state_bytes=4.0, latency=0.0, bandwidth=math.inf, speed=(1.0,) * ranks
-    )
+    fields: dict[str, Any] = dict(state_bytes=4.0, links=Links(), speed=(1.0,) * ranks)
     profiles = {microbatches: found}
     return Problem(profiles, ranks, limit, schedules=tuple(schedules), **(fields | options))
 
@@ -76,6 +75,18 @@ def test_no_schedule_of_the_catalogue_is_faster_at_an_even_cut(times):
     assert plan.lower_bound <= plan.seconds
     assert [c.seconds for c in plan.others] == sorted(c.seconds for c in plan.others)
     assert all(c.reason for c in plan.others)
+
+
+def test_an_even_cut_is_taken_where_another_gains_next_to_nothing():
+    problem = problem_of(profile_of((*(1.0,) * 7, 1.01)), schedules=["1f1b"], ranks=2)
+    search = _Search(problem, 8, "1f1b")
+    for units, seconds in (((3, 5), 1.0), ((4, 4), 1.009)):
+        search._known[(0, units[0], 8), (False, False)] = 0.0, seconds, 1.0
+    assert search.even_if_as_fast(((0, 3, 8), (False, False)))[0] == (0, 4, 8)
+    search._known[(0, 4, 8), (False, False)] = 0.0, 1.011, 1.0
+    assert search.even_if_as_fast(((0, 3, 8), (False, False)))[0] == (0, 3, 8)
+    search._known[(0, 4, 8), (False, False)] = 1.0, 1.0, 1.0  # it does not fit
+    assert search.even_if_as_fast(((0, 3, 8), (False, False)))[0] == (0, 3, 8)
 
 
 def test_stages_compute_again_where_activations_do_not_fit_and_only_there():
@@ -140,7 +151,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path):
     plan.save(path)
     assert jaxpp.Plan.load(path) == plan
     path.write_text(json.dumps(json.loads(path.read_text()) | {"jaxpp_plan": 9}))
-    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 2"):
+    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 3"):
         jaxpp.Plan.load(path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no plan; make one: jaxpp.plan"):
@@ -170,6 +181,24 @@ def test_a_slow_rank_gets_fewer_units():
     assert again.seconds < simulate(OneFOneB().table(4, 8), slow).makespan
 
 
+def test_a_slow_rank_is_known_where_another_has_the_same_stages():
+    plan = planned(profile_of((1.0,) * 16), schedules=["dualpipe"])
+    table = plan.order.table_for_ranks(4, 8)
+    slow = Machine(speed=(1.0, 1.0, 1.0, 0.5))
+    timeline = simulate(table, plan.costs, machine=slow, overlap="none")
+    times: dict[Any, list[float]] = {}
+    for span in timeline.spans:
+        own = times.setdefault((span.task.kind, span.task.stage), [])
+        own.append(span.end - span.start)
+    means = {key: sum(own) / len(own) for key, own in times.items()}
+    nothing = (0.0,) * 4
+    found = jaxpp.Measurement(
+        table, {}, means, means, nothing, nothing, {}, 0.0, math.inf, (1.0,), timeline
+    )
+    assert plan.again(found).problem.speed == pytest.approx((1.0, 1.0, 1.0, 0.5))
+    assert plan.again(found.costs).problem.speed == pytest.approx((2 / 3, 1.0, 1.0, 2 / 3))
+
+
 def test_a_synthesized_table_is_taken_where_it_is_faster(tmp_path):
     found = profile_of((1.0, 1.0, 1.0, 3.0))
     others = planned(found, ranks=4, schedules=["gpipe", "synthesized"])
@@ -193,10 +222,55 @@ def test_a_synthesized_table_recomputes_within_a_limit():
     assert plan.seconds < plan.others[0].seconds
 
 
+def test_what_follows_the_tasks_is_part_of_a_plans_time():
+    """Two copies of a stage are updated twice, and their gradients go over the link."""
+    found = dataclasses.replace(
+        profile_of((3.0,) * 4, parameters=(10, 20, 30, 40)), memory_bandwidth=100.0
+    )
+    links = Links(latency=0.25, bandwidth=20.0)
+    bare = planned(dataclasses.replace(found, memory_bandwidth=math.inf, parameter_bytes=(0,) * 4))
+    one = planned(found, schedules=["1f1b"], links=links)
+    assert one.timeline.update == tuple(7 * n / 100 for n in (10, 20, 30, 40))
+    two = planned(found, schedules=["dualpipe"], links=links)
+    each = [(7 * (a + b) / 100, 0.5 + (a + b) / 20) for a, b in ((10, 40), (20, 30))]
+    assert two.timeline.update == pytest.approx([sum(each[n]) for n in (0, 1, 1, 0)])
+    slow = dataclasses.replace(two.problem, speed=(1.0, 1.0, 1.0, 0.5))
+    assert slow.timeline(two).update[3] == pytest.approx(2 * each[0][0] + each[0][1])
+    assert bare.schedule in ("dualpipe", "chimera")  # which win, but for what follows
+    assert planned(found, links=links).schedule not in ("dualpipe", "chimera")
+    for plan in (one, two):
+        assert plan.lower_bound <= plan.seconds == plan.timeline.makespan
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b", "zb_v", "dualpipe"])
+def test_a_message_takes_as_long_whether_it_keeps_ranks_or_not(name):
+    """A chain of tasks and messages takes as long; a rank that has other tasks is held up."""
+    found = profile_of((3.0,) * 8)
+    seconds = []
+    for microbatches in (2, 16):
+        problem = problem_of(found, ranks=2, microbatches=microbatches, schedules=[name])
+        for overhead in (0.0, 0.5):
+            links = Links(latency=0.5, bandwidth=1e4, overhead=overhead)
+            plan = solve(dataclasses.replace(problem, links=links))
+            seconds.append(plan.seconds)
+            (order, *_), costs = plan.order.table_for_ranks(2, microbatches).directions, plan.costs
+            crossing = [a != b for a, b in itertools.pairwise(order)]
+            kept = 0.3 * (overhead > 0)  # half of 0.5 s and 1,000 bytes
+            expected = [
+                units + kept * (sum(crossing[max(0, stage - 1) : stage + 1]))
+                for stage, units in enumerate(plan.units)
+            ]
+            assert [costs.of(Task(Kind.F, s, 0)) for s in range(len(order))] == expected
+    chain = simulate(OneFOneB().table(2, 1), plan.costs).makespan
+    assert chain == pytest.approx(24.0 + 2 * 0.6)
+    assert seconds[3] > seconds[2] + 16 * 0.3
+
+
 def test_what_a_plan_predicts_is_what_predict_makes_of_it():
     plan = planned(profile_of(UNEVEN))
     table = plan.order.table_for_ranks(4, 8)
-    assert simulate(table, plan.costs).makespan == pytest.approx(plan.seconds)
+    simulated = simulate(table, plan.costs, overlap="none")
+    assert simulated.makespan == pytest.approx(plan.seconds)
     assert plan.timeline.makespan == plan.seconds
     assert tuple(plan.timeline.peak_memory) == plan.peak_bytes
     kept = plan.problem.profiles[8]
@@ -208,8 +282,6 @@ def test_what_a_plan_predicts_is_what_predict_makes_of_it():
     ("options", "message"),
     [
         (dict(limit=0.0), "the memory_limit is a positive number, got 0.0"),
-        (dict(latency=-1.0), "latency is finite and not negative, got -1.0"),
-        (dict(bandwidth=0.0), "the bandwidth is a positive number, got 0.0"),
         (dict(state_bytes=math.nan), "state_bytes is finite and not negative, got nan"),
         (dict(speed=(1.0,)), "one for each rank, got 1 for 4 ranks"),
         (dict(speed=(1.0, 0.0, 1.0, 1.0)), "the speed of rank 1 is a positive number, got 0.0"),
@@ -220,12 +292,27 @@ def test_bad_numbers_are_named(options, message):
         planned(profile_of(UNEVEN), **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(latency=-1.0), "latency is finite and not negative, got -1.0"),
+        (dict(bandwidth=0.0), "the bandwidth is a positive number, got 0.0"),
+        (dict(overhead=0.6), "overhead is a share from 0 to 0.5, got 0.6"),
+    ],
+)
+def test_bad_links_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        jaxpp.plan(jnp.sum, jnp.ones(2), ranks=2, microbatches=2, **options)
+
+
 def test_bad_costs_are_named():
     plan = planned(profile_of(UNEVEN), schedules=["1f1b"])
     with pytest.raises(ValueError, match=r"F\[stage 0, microbatch 0\] takes no time by these"):
         plan.again(Costs(forward=0.0))
     with pytest.raises(ValueError, match="costs of unit 1 is -3.0; times and bytes are finite"):
         profile_of((1.0, -3.0))
+    with pytest.raises(ValueError, match="memory_bandwidth is a positive number, got 0.0"):
+        dataclasses.replace(profile_of(UNEVEN), memory_bandwidth=0.0)
     with pytest.raises(ValueError, match="the profile has 16 units, .* got stages of .3, 4. units"):
         profile_of(UNEVEN).costs_of((3, 4))
 

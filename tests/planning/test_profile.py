@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import random
 
 import equinox as eqx
@@ -89,6 +90,12 @@ def test_layers_are_alike_and_every_task_takes_time(found):
     assert found.costs == pytest.approx(
         [f + b for f, b in zip(found.forward, found.backward, strict=True)]
     )
+
+
+def test_an_update_moves_bytes_as_fast_as_was_measured_or_published(model, found):
+    assert 1e6 < found.memory_bandwidth < math.inf
+    device = jaxpp.Device(flops=1e9, bandwidth=2e9)
+    assert jaxpp.profile(loss_fn, model, tokens(), device=device).memory_bandwidth == 2e9
 
 
 def test_the_cut_is_balanced_by_what_was_measured(model, found):

@@ -91,10 +91,7 @@ def typical_times(
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fits the latency and bandwidth of transfers: a line through the median time of each size.
-
-    A size counts for as much as there are transfers of it.
-    """
+    """Fits the latency and bandwidth of transfers: a line through the median time of each size."""
     if not points:
         return 0.0, float("inf")
     by_size: dict[int, list[float]] = defaultdict(list)
@@ -103,8 +100,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     sizes = sorted(by_size)
     times = [statistics.median(by_size[size]) for size in sizes]
     if len(sizes) > 1:
-        counts = [len(by_size[size]) for size in sizes]
-        slope, latency = np.polyfit(sizes, times, 1, w=np.sqrt(counts))
+        slope, latency = np.polyfit(sizes, times, 1)
         if slope > 0 and latency >= 0:
             return float(latency), float(1 / slope)
     return statistics.median(times), float("inf")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -166,7 +167,8 @@ class Trace:
 
         A task's time lasts until its device is free for the next one, where that one's messages are
         there; else a message's time lasts from the end of the task that made it until the task that
-        waited for it starts. The time of a task is its mean in a call, and the median of the calls.
+        waited for it starts. The time of a task, and of a message of a size, is its mean in a call,
+        and the median of the calls.
 
         Args:
             call: a call of the step; by default a typical one.
@@ -184,6 +186,7 @@ class Trace:
                 continue
             runs, waited = self._until_the_next(number)
             calls.append(runs)
+            own: dict[tuple[bool, int], list[float]] = {}
             labels: dict[tuple[int, int | None], str] = {
                 (run.rank, run.position): run.label for run in self._by_call[number]
             }
@@ -192,8 +195,11 @@ class Trace:
                 if maker is not None and "edge" in sent.message.kinds:
                     key = maker.kind, maker.stage
                     edges[key] = max(edges.get(key, 0), sent.message.nbytes)
+                alike = sent.message.tag in waited, sent.message.nbytes
                 seconds = waited.get(sent.message.tag, sent.end - sent.start)
-                points[sent.message.tag in waited].append((sent.message.nbytes, seconds))
+                own.setdefault(alike, []).append(seconds)
+            for (late, nbytes), times in own.items():
+                points[late].append((nbytes, statistics.fmean(times)))
         latency, bandwidth = _figures.fit_line(points[True] or points[False])
         return Costs.measured(
             _figures.typical_times(calls, tasks),

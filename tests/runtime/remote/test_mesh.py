@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 from typing import Any
 
@@ -362,6 +363,24 @@ def test_what_only_a_collected_step_has_is_dropped(ray_session):
             assert kept(mesh) == before
         expected = jaxpp.place(step_of(), local(2))(*args)
         chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(expected), strict=True)
+
+
+def faults_of_tasks(process):
+    """The new pages of 20 calls, whose results have 1,024 pages each."""
+    del process
+    call, x = jax.jit(lambda x: x + 1), jnp.zeros(1 << 20)
+    for n in range(30):
+        if n == 10:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        jax.block_until_ready(call(x))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_memory_that_tasks_free_stays_with_a_worker_on_cpu(mesh, ray_session):
+    assert mesh.apply(faults_of_tasks, {0: ()})[0] < 1024
+    given = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what a user gives counts
+    with jaxpp.RemoteMpmdMesh((1,), environment=given) as other:
+        assert other.apply(faults_of_tasks, {0: ()})[0] >= 20 * 1024
 
 
 def test_a_step_is_lowered_for_the_platform_of_the_workers(mesh):

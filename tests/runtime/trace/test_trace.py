@@ -146,6 +146,20 @@ def test_costs_are_of_all_that_keeps_a_rank(tmp_path):
     assert costs.latency == 0.625
 
 
+def test_links_are_what_messages_of_all_sizes_take(tmp_path):
+    """Sums of gradients, too: activations alone have one size, which tells no bandwidth."""
+    trace, _ = steps.traced(tmp_path, stages=2, ranks=2, schedule=jaxpp.schedules.DualPipe())
+    assert len({m.message.nbytes for m in trace.messages if "edge" in m.message.kinds}) == 1
+    early = [
+        dataclasses.replace(
+            m, start=-9.0, sent=-9.0, arriving=-9.0, end=-9.0 + 0.25 + m.message.nbytes / 1024
+        )
+        for m in trace.messages
+    ]
+    costs = dataclasses.replace(trace, messages=tuple(early)).costs()
+    assert (costs.latency, costs.bandwidth) == pytest.approx((0.25, 1024.0))
+
+
 def test_where_all_results_are_donated_the_end_is_that_of_the_run(tmp_path):
     """A weight's gradient is only ever added to the sum, which the next one takes."""
     trace, step = steps.traced(tmp_path, stages=2, ranks=2, schedule=jaxpp.schedules.ZeroBubbleH1())
