@@ -246,24 +246,25 @@ def test_what_follows_the_tasks_is_part_of_a_plans_time():
 def test_a_message_takes_as_long_whether_it_keeps_ranks_or_not(name):
     """A chain of tasks and messages takes as long; a rank that has other tasks is held up."""
     found = profile_of((3.0,) * 8)
+    problem = problem_of(found, ranks=2, microbatches=16, schedules=[name])
     seconds = []
-    for microbatches in (2, 16):
-        problem = problem_of(found, ranks=2, microbatches=microbatches, schedules=[name])
-        for overhead in (0.0, 0.5):
-            links = Links(latency=0.5, bandwidth=1e4, overhead=overhead)
-            plan = solve(dataclasses.replace(problem, links=links))
-            seconds.append(plan.seconds)
-            (order, *_), costs = plan.order.table_for_ranks(2, microbatches).directions, plan.costs
-            crossing = [a != b for a, b in itertools.pairwise(order)]
-            kept = 0.3 * (overhead > 0)  # half of 0.5 s and 1,000 bytes
-            expected = [
-                units + kept * (sum(crossing[max(0, stage - 1) : stage + 1]))
-                for stage, units in enumerate(plan.units)
-            ]
-            assert [costs.of(Task(Kind.F, s, 0)) for s in range(len(order))] == expected
-    chain = simulate(OneFOneB().table(2, 1), plan.costs).makespan
-    assert chain == pytest.approx(24.0 + 2 * 0.6)
-    assert seconds[3] > seconds[2] + 16 * 0.3
+    for overhead in (0.0, 0.25, 0.5):
+        links = Links(latency=0.5, bandwidth=1e4, overhead=overhead)
+        plan = solve(dataclasses.replace(problem, links=links))
+        seconds.append(plan.seconds)
+        costs: Any = plan.costs
+        order = plan.order.table_for_ranks(2, 16).directions[0]
+        crossing = [a != b for a, b in itertools.pairwise(order)]
+        forward = [costs.of(Task(Kind.F, s, 0)) for s in range(len(order))]
+        expected = [
+            units + overhead * 0.6 * sum(crossing[max(0, stage - 1) : stage + 1])
+            for stage, units in enumerate(plan.units)
+        ]
+        assert forward == pytest.approx(expected)
+        chain = sum(forward) + sum(costs.of(Task(Kind.B, s, 0)) for s in range(len(order)))
+        beside = costs.latency + 1000 / costs.bandwidth
+        assert chain + 2 * sum(crossing) * beside == pytest.approx(24 + 2 * sum(crossing) * 0.6)
+    assert seconds == sorted(seconds) and seconds[2] > seconds[0] + 1
 
 
 def test_what_a_plan_predicts_is_what_predict_makes_of_it():
