@@ -87,6 +87,9 @@ def test_an_even_cut_is_taken_where_another_gains_next_to_nothing():
     assert search.even_if_as_fast(((0, 3, 8), (False, False)))[0] == (0, 3, 8)
     search._known[(0, 4, 8), (False, False)] = 1.0, 1.0, 1.0  # it does not fit
     assert search.even_if_as_fast(((0, 3, 8), (False, False)))[0] == (0, 3, 8)
+    for middle, units in ((0.02, (4, 5)), (0.2, (5, 4))):
+        found = profile_of((*(1.0,) * 4, middle, *(1.0 + middle / 2,) * 4))
+        assert planned(found, schedules=["1f1b"], ranks=2).units == units
 
 
 def test_stages_compute_again_where_activations_do_not_fit_and_only_there():
@@ -242,7 +245,7 @@ def test_what_follows_the_tasks_is_part_of_a_plans_time():
         assert plan.lower_bound <= plan.seconds == plan.timeline.makespan
 
 
-@pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b", "zb_v", "dualpipe"])
+@pytest.mark.parametrize("name", ["zb_v", "gpipe", "interleaved_1f1b", "dualpipe"])
 def test_a_message_takes_as_long_whether_it_keeps_ranks_or_not(name):
     """A chain of tasks and messages takes as long; a rank that has other tasks is held up."""
     found = profile_of((3.0,) * 8)
@@ -261,6 +264,8 @@ def test_a_message_takes_as_long_whether_it_keeps_ranks_or_not(name):
             for stage, units in enumerate(plan.units)
         ]
         assert forward == pytest.approx(expected)
+        weights = [costs.of(Task(Kind.W, s, 0)) for s in range(len(order))]
+        assert weights[1:] == pytest.approx(plan.units[1:])  # no message comes or goes with a W
         chain = sum(forward) + sum(costs.of(Task(Kind.B, s, 0)) for s in range(len(order)))
         beside = costs.latency + 1000 / costs.bandwidth
         assert chain + 2 * sum(crossing) * beside == pytest.approx(24 + 2 * sum(crossing) * 0.6)
