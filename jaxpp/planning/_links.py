@@ -1,4 +1,4 @@
-"""What messages between ranks take."""
+"""The cost of messages between ranks."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What a message from one rank to another takes, as `plan` is told.
+    """The cost of a message from one rank to another, as `plan` is told.
 
     Args:
         latency: its seconds, whatever its size.
