@@ -210,9 +210,13 @@ def clocked(training: Training) -> float:
 
 
 def in_turns(trainings: Sequence[Training]) -> list[float]:
-    """The median time of a step of each training."""
-    times = [[training.seconds(3) for training in trainings] for _ in range(_BLOCKS.value)]
-    return [statistics.median(own) for own in zip(*times, strict=True)]
+    """The median time of a step of each training; each turn begins with another one."""
+    times: list[list[float]] = [[] for _ in trainings]
+    for block in range(_BLOCKS.value):
+        for n in range(len(trainings)):
+            at = (block + n) % len(trainings)
+            times[at].append(trainings[at].seconds(3))
+    return [statistics.median(own) for own in times]
 
 
 def sweep(run: Run, options: dict[str, Any], mesh: Any) -> dict[str, Any]:

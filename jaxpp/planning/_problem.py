@@ -296,15 +296,19 @@ class _Search:
         parameters = of_stages(found.parameter_bytes, at)
         stages_of = [sorted({task.stage for task in own}) for own in table.ranks]
         copies = Counter(itertools.chain(*stages_of))
-        resident, after = [], []
+        resident, gradients, updates = [], [], []
         for stages, speed in zip(stages_of, problem.speed, strict=True):
             own = sum(parameters[s] for s in stages)
             needed = max(max(found.temporary_bytes[at[s] : at[s + 1]]) for s in stages)
             resident.append(problem.state_bytes * own + needed)
             shared = [parameters[s] for s in stages if copies[s] > 1]
-            summed = sum(map(problem.links.seconds, shared))
-            after.append(summed + problem.update_seconds(found, own) / speed)
-        machine = Machine(speed=problem.speed, resident=tuple(resident), optimizer=tuple(after))
+            gradients.append(sum(shared))
+            latencies = problem.links.latency * len(shared)
+            updates.append(latencies + problem.update_seconds(found, own) / speed)
+        machine = Machine(
+            speed=problem.speed, resident=tuple(resident), optimizer=tuple(updates),
+            gradient_bytes=tuple(gradients), reduction_bandwidth=problem.links.bandwidth,
+        )  # fmt: skip
         # The executor runs the tasks of a pair one after the other.
         return simulate(table, costs, memory=memory, machine=machine, overlap="none")
 

@@ -101,7 +101,8 @@ class Profile(UnitCosts):
                 f"costs_of: the profile has {len(self.costs)} units, each in one stage, got stages "
                 f"of {list(units)} units."
             )
-        return costs_of_stages(self, (0, *itertools.accumulate(units)), Links())
+        at = (0, *itertools.accumulate(units))
+        return costs_of_stages(self, at, Links(), range(len(units)))
 
     def within(
         self,
@@ -275,7 +276,7 @@ def costs_of_stages(
     found: Profile,
     at: Sequence[int],
     links: Links,
-    placement: Sequence[int] = (),
+    placement: Sequence[int],
     speed: Sequence[float] | None = None,
 ) -> Costs:
     """Makes the costs of stages from those of their units.
@@ -293,12 +294,10 @@ def costs_of_stages(
     def sent(task: Task) -> float:
         return edges[task.stage] if task.kind is Kind.F else edges[task.stage - 1]
 
-    # The time of the ranks of each stage for the message between it and the one behind it.
-    kept = [
-        links.overhead * links.seconds(edge) if a != b else 0.0
-        for edge, (a, b) in zip(edges, itertools.pairwise(placement), strict=False)
-    ]
-    kept = [0.0, *(kept or [0.0] * (count - 1)), 0.0]
+    # The time that ranks are kept by the message between a stage and the one behind it.
+    crossings = zip(edges[:-1], itertools.pairwise(placement), strict=True)
+    kept = [links.overhead * links.seconds(edge) if a != b else 0.0 for edge, (a, b) in crossings]
+    kept = [0.0, *kept, 0.0]
     around = [before + behind for before, behind in itertools.pairwise(kept)]
 
     def times(values: Sequence[float], messages: Sequence[float]) -> tuple[float, ...]:
