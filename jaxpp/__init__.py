@@ -47,6 +47,9 @@ from jaxpp._conveniences import accumulate_grads as accumulate_grads
 from jaxpp._conveniences import pipelined as pipelined
 from jaxpp._spellings import __getattr__ as __getattr__
 from jaxpp._version import __version__ as __version__
+from jaxpp.certify import Certificate as Certificate
+from jaxpp.certify import Refuted as Refuted
+from jaxpp.certify import certify as certify
 from jaxpp.planning import Device as Device
 from jaxpp.planning import Measurement as Measurement
 from jaxpp.planning import Plan as Plan

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import DTypeLike, PyTree
 
 from jaxpp import _jaxprs, _specs
+from jaxpp._definitions import definition_of
 from jaxpp._spellings import names_ours
 from jaxpp._typing import P, R
 from jaxpp.transforms import _keywords
@@ -133,7 +134,8 @@ def microbatch_by(
             else:
                 inputs.append(leaves[i])
                 roles.append("whole" if axis is None else CARRY)
-        loop = _slices.loop_over_slices(traced.jaxpr, roles, operators, count)
+        make = definition_of("microbatch") or _slices.loop_over_slices
+        loop = make(traced.jaxpr, roles, operators, count)
         return traced.rebuild(loop(*inputs))
 
     return microbatched

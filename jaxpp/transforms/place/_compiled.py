@@ -41,6 +41,8 @@ class Lowered:
     bundle: Bundle
     passes: Mapping[str, Step]
     _finish: Callable[[Bundle], "Compiled"]
+    #: Traces the function again, as when it was lowered.
+    retrace: Callable[[], _jaxprs.Traced]
 
     @property
     def programs(self) -> tuple[Program, ...]:

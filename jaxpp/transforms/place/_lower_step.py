@@ -1,6 +1,7 @@
 """Lowers a function and its arguments to the programs of all ranks: `place`'s work, in order."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -104,7 +105,11 @@ def _lower_alike(request: Request, args: tuple[Any, ...], inside: AbstractMesh |
 def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
     _check_arguments(request, args)
     signature = Signature.of(args, request.static_argnums)
-    step, traced = _trace_step(request, args, signature, inside)
+    given = _keywords.with_keywords(request.in_specs, args, None)
+    in_specs = _specs("in_specs", given, signature.types, inside)
+    retrace = functools.partial(_trace, request.fun, signature.types, in_specs, inside)
+    traced = retrace()
+    step = _make_step(request, args, signature, inside, in_specs, traced)
     passes = {"trace": step}
     for run in PASSES:
         step = passes[run.__name__] = run(step)
@@ -115,20 +120,32 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
         run = mesh.load(bundle)
         return Compiled(request.fun, bundle, mesh, run, signature, traced.rebuild)
 
-    return Lowered(bundle, passes, finish)
+    return Lowered(bundle, passes, finish, retrace)
 
 
 # ---- tracing ------------------------------------------------------------------------------------
 
 
-def _trace_step(
-    request: Request, args: tuple[Any, ...], signature: Signature, inside: AbstractMesh | None
-) -> tuple[Step, _jaxprs.Traced]:
-    """Traces a function at arguments to a flat step, the input of the first pass."""
+def _trace(
+    fun: Callable, types: Any, in_specs: Sequence[Spec | None], inside: AbstractMesh | None
+) -> _jaxprs.Traced:
+    """Traces the step."""
+    if inside is None:
+        return trace(fun, types, in_specs, None)
+    with jax.sharding.use_abstract_mesh(automatic(inside)):
+        return trace(fun, types, in_specs, inside)
+
+
+def _make_step(
+    request: Request,
+    args: tuple[Any, ...],
+    signature: Signature,
+    inside: AbstractMesh | None,
+    in_specs: list[Spec | None],
+    traced: _jaxprs.Traced,
+) -> Step:
+    """Makes a flat step of the traced function, the input of the first pass."""
     types = signature.types
-    given = _keywords.with_keywords(request.in_specs, args, None)
-    in_specs = _specs("in_specs", given, types, inside)
-    traced = trace(request.fun, types, in_specs, inside)
     # Arrays that the step closes over become literals: each rank that reads one gets it once.
     closed_over = traced.inputs[: traced.num_closed_over]
     jaxpr = _jaxprs.bind_constants(_flat_step.flatten(traced.jaxpr), closed_over)
@@ -136,7 +153,7 @@ def _trace_step(
     results = traced.rebuild([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outputs])
     out_specs = _specs("out_specs", request.out_specs, results, inside)
     pairs = _roles.pair_state(types, request.donate_argnums, traced, jaxpr)
-    step = Step(
+    return Step(
         jaxpr,
         _arguments(request, args, signature, jaxpr, in_specs, inside),
         tuple(
@@ -150,7 +167,6 @@ def _trace_step(
             request.zero,
         ),
     )
-    return step, traced
 
 
 def _arguments(

@@ -19,6 +19,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxpp import _checkpoints, _compat, _jaxprs, _primitives
+from jaxpp._definitions import definition_of
 from jaxpp._typing import P, R
 from jaxpp.transforms.stages import _marks
 
@@ -81,6 +82,8 @@ def run_in_stages(fun: Callable[P, R], decide: Callable, run_stage: Callable) ->
 
     @functools.wraps(fun)
     def staged(*args: P.args, **kwargs: P.kwargs) -> R:
+        if define := definition_of("stages"):
+            return define(fun)(*args, **kwargs)
         traced, stages = decide(*args, **kwargs)
         return traced.rebuild(stages.run(traced.inputs, run_stage))
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpp import _compat, _jaxprs, schedules
+from jaxpp._definitions import definition_of
 from jaxpp._typing import P, R
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
@@ -53,6 +54,8 @@ def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> Callable[P, R
 
     @functools.wraps(fun)
     def scheduled(*args: P.args, **kwargs: P.kwargs) -> R:
+        if define := definition_of("schedule"):
+            return define(fun)(*args, **kwargs)
         if _compat.is_jit_disabled():  # stages are calls of jitted functions
             return fun(*args, **kwargs)
         traced = _jaxprs.trace(fun, args, kwargs)

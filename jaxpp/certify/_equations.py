@@ -1,0 +1,319 @@
+"""The rules of primitives: for an equation, the function that makes terms of its operands' terms."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from jaxpp import _compat
+from jaxpp.certify._table import Term, full_of
+from jaxpp.certify._terms import ELEMENTWISE, REDUCTIONS
+
+if TYPE_CHECKING:
+    from jaxpp.certify._evaluate import Evaluator
+
+Rule = Callable[[Sequence[Term]], Sequence[Term]]
+
+#: They give their operands on, with a note to the compiler or to a transform.
+_IDENTITIES = frozenset(
+    """
+    copy copy_p device_put layout_constraint name optimization_barrier pipeline_enter_stage reshard
+    sharding_constraint stage_edge stop_gradient tie
+    """.split()
+)
+#: They run a body as it is; each has it in one parameter.
+_CALLS = {
+    "checkpoint": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_lin": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "jit": "jaxpr",
+    "module_call": "jaxpr",
+    "pjit": "jaxpr",
+    "remat2": "jaxpr",
+    "segment": "jaxpr",
+}
+#: These parameters say where arrays are, and not what they are.
+_OF_PLACES = frozenset("in_layouts operand_sharding out_sharding sharding".split())
+#: Their bits depend on a setting of JAX.
+_RANDOM = frozenset("random_bits random_fold_in random_seed random_split threefry2x32".split())
+
+
+def rule_of(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Rule:
+    """The function of terms that an equation is."""
+    name = eqn.primitive.name
+    if name in _IDENTITIES:
+        return lambda args: args
+    if name in _CALLS:
+        body = eqn.params[_CALLS[name]]
+        return lambda args: evaluator.run(body, args)
+    if name == "pipeline_loop":
+        return lambda args: evaluator.run_loop(eqn, args)
+    if name in _CONTROL:
+        return functools.partial(_CONTROL[name], evaluator, eqn)
+    if eqn.effects:
+        return functools.partial(_effect, evaluator, eqn)
+    return _MOVES.get(name, _operation)(evaluator, eqn)
+
+
+def params_of(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Any:
+    """The parameters of an equation, hashable; equal for two traces of one function."""
+    return tuple(
+        (k, evaluator.frozen(v)) for k, v in sorted(eqn.params.items()) if k not in _OF_PLACES
+    )
+
+
+def _types(eqn: jex.JaxprEqn) -> list[tuple[tuple[int, ...], str]]:
+    return [(v.aval.shape, str(v.aval.dtype)) for v in eqn.outvars]
+
+
+def _operation(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Rule:
+    terms, name = evaluator.terms, eqn.primitive.name
+    if name == "convert_element_type":
+        params: Any = ()
+    elif name == "reduce_precision":
+        params = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
+    else:
+        params = params_of(evaluator, eqn)
+    if name in _RANDOM:
+        params += (("partitionable", eqn.ctx.threefry_partitionable),)
+    ops = [terms.op(name, params, *own, eqn, k) for k, own in enumerate(_types(eqn))]
+    if name in ELEMENTWISE and len(ops) == 1:
+        return lambda args: (terms.elementwise(ops[0], args),)
+    return lambda args: [terms.make(op, tuple(args)) for op in ops]
+
+
+# ---- moves --------------------------------------------------------------------------------------
+
+
+def _reshape(evaluator, eqn) -> Rule:
+    terms, (shape, _) = evaluator.terms, _types(eqn)[0]
+    if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
+        return _operation(evaluator, eqn)
+    return lambda args: (terms.reshape(args[0], shape),)
+
+
+def _transpose(evaluator, eqn) -> Rule:
+    terms, permutation = evaluator.terms, eqn.params["permutation"]
+    return lambda args: (terms.transpose(args[0], permutation),)
+
+
+def _broadcast(evaluator, eqn) -> Rule:
+    terms, (shape, _) = evaluator.terms, _types(eqn)[0]
+    if len(eqn.invars) > 1:
+        return _operation(evaluator, eqn)
+    return lambda args: (terms.broadcast(args[0], shape, eqn.params["broadcast_dimensions"]),)
+
+
+def _zeros(evaluator, eqn) -> Rule:
+    terms, (shape, dtype) = evaluator.terms, _types(eqn)[0]
+    return lambda args: (terms.full(0, shape, dtype),)
+
+
+def _concatenate(evaluator, eqn) -> Rule:
+    if eqn.params["dimension"]:
+        return _operation(evaluator, eqn)
+    return lambda args: (evaluator.terms.join_rows(args),)
+
+
+def _stack(evaluator, eqn) -> Rule:
+    if eqn.params["axis"]:
+        return _operation(evaluator, eqn)
+    return lambda args: (evaluator.terms.stack(args),)
+
+
+def _split(evaluator, eqn) -> Rule:
+    if eqn.params["axis"]:
+        return _operation(evaluator, eqn)
+    cuts = [*itertools.accumulate(eqn.params["sizes"], initial=0)]
+    return lambda args: [
+        evaluator.terms.rows(args[0], low, high) for low, high in itertools.pairwise(cuts)
+    ]
+
+
+def _unstack(evaluator, eqn) -> Rule:
+    if eqn.params["axis"]:
+        return _operation(evaluator, eqn)
+    terms = evaluator.terms
+    return lambda args: [terms.row(args[0], i) for i in range(args[0].shape[0])]
+
+
+def _slice(evaluator, eqn) -> Rule:
+    p = eqn.params
+    bounds = p["start_indices"], p["limit_indices"], p["strides"]
+    return lambda args: (_sliced(evaluator, args[0], *bounds),)
+
+
+def _sliced(evaluator, t: Term, starts, limits, strides=None) -> Term:
+    terms = evaluator.terms
+    strides = strides or (1,) * len(starts)
+    if starts and strides[0] == 1:
+        t = terms.rows(t, int(starts[0]), int(limits[0]))
+        starts, limits = (0, *starts[1:]), (t.shape[0], *limits[1:])
+    each = zip(starts, limits, strides, strict=True)
+    shape = tuple(-(-(high - low) // step) for low, high, step in each)
+    if shape == t.shape:
+        return t
+    if (number := full_of(t)) is not None:
+        return terms.broadcast(number, shape, ())
+    if t.name == "rows_joined" and strides[0] == 1:
+        parts = [
+            _sliced(evaluator, p, starts, (p.shape[0], *limits[1:]), strides) for p in t.args
+        ]
+        return terms.join_rows(parts)
+    params = (tuple(map(int, starts)), tuple(map(int, limits)), tuple(map(int, strides)))
+    return terms.term("slice", params, (t,), shape, t.dtype)
+
+
+def _pad(evaluator, eqn) -> Rule:
+    terms, config, (shape, _) = evaluator.terms, eqn.params["padding_config"], _types(eqn)[0]
+    if not any(map(any, config)):
+        return lambda args: (args[0],)
+    (low, high, inner), *others = config
+    if any(map(any, others)) or inner or min(low, high) < 0:
+        return _operation(evaluator, eqn)
+
+    def pad_rows(args):
+        below, above = (terms.broadcast(args[1], (n, *shape[1:]), ()) for n in (low, high))
+        return (terms.join_rows([below, args[0], above]),)
+
+    return pad_rows
+
+
+def _clamped(starts: Sequence[Term], sizes: Sequence[int], shape: Sequence[int]) -> Any:
+    """Where a dynamic slice begins; None if that is not known."""
+    if any(s.value is None for s in starts):
+        return None
+    each = zip(starts, sizes, shape, strict=True)
+    return [max(0, min(int(s.value), n - size)) for s, size, n in each]
+
+
+def _dynamic_slice(evaluator, eqn) -> Rule:
+    sizes, plain = eqn.params["slice_sizes"], _operation(evaluator, eqn)
+
+    def run(args):
+        at = _clamped(args[1:], sizes, args[0].shape)
+        if at is None:
+            return plain(args)
+        return (_sliced(evaluator, args[0], at, [a + n for a, n in zip(at, sizes, strict=True)]),)
+
+    return run
+
+
+def _dynamic_update_slice(evaluator, eqn) -> Rule:
+    terms, plain = evaluator.terms, _operation(evaluator, eqn)
+
+    def run(args):
+        whole, new, *starts = args
+        at = _clamped(starts, new.shape, whole.shape)
+        if at is None or new.shape[1:] != whole.shape[1:]:
+            return plain(args)
+        if not at:
+            return (new,)
+        end = at[0] + new.shape[0]
+        below, above = terms.rows(whole, 0, at[0]), terms.rows(whole, end, whole.shape[0])
+        return (terms.join_rows([below, new, above]),)
+
+    return run
+
+
+def _reduce(evaluator, eqn) -> Rule:
+    terms, name, axes = evaluator.terms, eqn.primitive.name, eqn.params["axes"]
+    return lambda args: (terms.reduce(name, args[0], axes),)
+
+
+_MOVES = {
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _concatenate,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "pad": _pad,
+    "reshape": _reshape,
+    "slice": _slice,
+    "split": _split,
+    "squeeze": _reshape,
+    "stack": _stack,
+    "transpose": _transpose,
+    "unstack": _unstack,
+    "zeros_like": _zeros,
+    **dict.fromkeys(REDUCTIONS, _reduce),
+}
+
+# ---- effects and control ------------------------------------------------------------------------
+
+
+def _effect(evaluator, eqn, args) -> list[Term]:
+    """An effect happens where its guards hold; what it gives depends on how often it happened."""
+    terms, name, params = evaluator.terms, eqn.primitive.name, params_of(evaluator, eqn)
+    happened = terms.term(f"effect {name}", (params, evaluator.guards), args, (), "")
+    again = evaluator.happens(happened, _compat.is_ordered(eqn))
+    return [
+        terms.term(name, (params, again, k), args, *own) for k, own in enumerate(_types(eqn))
+    ]
+
+
+def _scan(evaluator, eqn, args) -> list[Term]:
+    terms, length = evaluator.terms, eqn.params["length"]
+    num_consts, num_carry = _compat.scan_parts(eqn)
+    consts, carry = args[:num_consts], list(args[num_consts:][:num_carry])
+    xs, jaxpr = args[num_consts + num_carry :], eqn.params["jaxpr"]
+    if length > evaluator.unrolled:
+        return _long_scan(evaluator, eqn, consts, carry, xs)
+    ys: list[Sequence[Term]] = [()] * length
+    outer = terms.where
+    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        terms.where = f"{outer}, iteration {i}" if outer else ""
+        made = evaluator.run(jaxpr, [*consts, *carry, *(terms.row(x, i) for x in xs)])
+        carry, ys[i] = made[:num_carry], made[num_carry:]
+    terms.where, terms.eqn = outer, eqn
+    if not length:
+        return [*carry, *(terms.term("empty", (), (), *own) for own in _types(eqn)[num_carry:])]
+    return [*carry, *(terms.stack(rows) for rows in zip(*ys, strict=True))]
+
+
+def _long_scan(evaluator, eqn, consts, carry, xs) -> list[Term]:
+    """A scan whose body runs once, on terms that stand for those of any iteration."""
+    terms, params = evaluator.terms, eqn.params
+    types = [(c.shape, c.dtype) for c in carry] + [(x.shape[1:], x.dtype) for x in xs]
+    with evaluator.bound(types) as inner:
+        made = evaluator.run(params["jaxpr"], [*consts, *inner])
+    terms.eqn = eqn
+    how = (params["length"], params["reverse"], len(carry))
+    args = [*made, *carry, *xs]
+    return [terms.term("scan", (*how, k), args, *own) for k, own in enumerate(_types(eqn))]
+
+
+def _cond(evaluator, eqn, args) -> Sequence[Term]:
+    terms, branches = evaluator.terms, eqn.params["branches"]
+    index, *operands = args
+    if index.value is not None:
+        which = max(0, min(int(index.value), len(branches) - 1))
+        return evaluator.run(branches[which], operands)
+    cases = []
+    for k, branch in enumerate(branches):
+        with evaluator.guarded((index, k)):
+            cases.append(evaluator.run(branch, operands))
+    terms.eqn = eqn
+    return [terms.choice(index, own) for own in zip(*cases, strict=True)]
+
+
+def _while(evaluator, eqn, args) -> list[Term]:
+    terms, p = evaluator.terms, eqn.params
+    for_cond, for_body = p["cond_nconsts"], p["body_nconsts"]
+    cond_consts, body_consts = args[:for_cond], args[for_cond:][:for_body]
+    carry = args[for_cond + for_body :]
+    with evaluator.bound([(c.shape, c.dtype) for c in carry]) as inner:
+        (test,) = evaluator.run(p["cond_jaxpr"], [*cond_consts, *inner])
+        made = evaluator.run(p["body_jaxpr"], [*body_consts, *inner])
+    terms.eqn = eqn
+    args = (test, *made, *carry)
+    return [terms.term("while", k, args, c.shape, c.dtype) for k, c in enumerate(carry)]
+
+
+_CONTROL = {"cond": _cond, "scan": _scan, "while": _while}

@@ -1,0 +1,197 @@
+"""Runs jaxprs on terms."""
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpp import _compat, _jaxprs
+from jaxpp.certify import _equations
+from jaxpp.certify._table import Term
+from jaxpp.certify._terms import Terms
+
+#: The iterations up to which a scan is unrolled. It has to be unrolled where it is cut, or where
+#: its iterations are tasks; a longer one is compared as a whole.
+UNROLLED = 1024
+
+#: Runs a scheduled loop on terms.
+LoopRunner = Callable[[Any, Sequence[Term]], list[Term]]
+
+
+class Evaluator:
+    """Runs jaxprs on terms, and notes the effects that happen."""
+
+    def __init__(self, terms: Terms, unrolled: int = UNROLLED):
+        self.terms, self.unrolled = terms, max(unrolled, UNROLLED)
+        self.equations = 0
+        #: The effects that happened, in order, and which of them have to keep their order.
+        self.effects: list[Term] = []
+        self.ordered: list[Term] = []
+        self.guards: tuple[Any, ...] = ()
+        self.run_loop: LoopRunner | None = None
+        #: The task that first made a term, if it is asked for.
+        self.maker: dict[Term, str] | None = None
+        self._depth = 0
+        self._times = collections.Counter[Term]()
+        self._codes: dict[int, _Code] = {}
+        self._results: dict[tuple[Any, ...], Sequence[Term]] = {}
+        self._inside: set[int] = set()
+
+    def run(self, jaxpr: Any, args: Sequence[Term]) -> Sequence[Term]:
+        """The results of an open or closed jaxpr; what has run on the same terms does not again."""
+        code = self._codes.get(id(jaxpr))
+        if code is None:
+            code = self._codes[id(jaxpr)] = _Code(self, jaxpr)
+        if code.has_effects:
+            return code.run(args)
+        key = (id(jaxpr), *args)
+        found = self._results.get(key)
+        if found is None:
+            found = self._results[key] = code.run(args)
+        return found
+
+    def start(self) -> None:
+        """Forgets the effects that have happened: another form of the step begins."""
+        self.effects, self.ordered = [], []
+        self._times.clear()
+
+    def note_makers(self) -> None:
+        """Has the tasks that make terms first noted, from here on: what has run runs again."""
+        self.maker = {}
+        self._results.clear()
+
+    def happens(self, effect: Term, ordered: bool) -> int:
+        """Notes an effect; how often the same one has happened before."""
+        self.effects.append(effect)
+        if ordered:
+            self.ordered.append(effect)
+        self._times[effect] += 1
+        return self._times[effect] - 1
+
+    @contextlib.contextmanager
+    def guarded(self, *guards: Any) -> Iterator[None]:
+        before, self.guards = self.guards, (*self.guards, *guards)
+        try:
+            yield
+        finally:
+            self.guards = before
+
+    @contextlib.contextmanager
+    def bound(self, of_types: Sequence[tuple[tuple[int, ...], str]]) -> Iterator[list[Term]]:
+        """Terms that stand for any value of their types, in a body that is run once."""
+        self._depth += 1
+        depth = self._depth
+        where, eqn = self.terms.where, self.terms.eqn
+        try:
+            with self.guarded(("in a body", depth)):
+                yield [
+                    self.terms.term("bound", (depth, k), (), *own) for k, own in enumerate(of_types)
+                ]
+        finally:
+            self._depth -= 1
+            self.terms.where, self.terms.eqn = where, eqn
+
+    # ---- parameters --------------------------------------------------------------------------
+
+    def frozen(self, value: Any) -> Any:
+        """A hashable key of a parameter, equal for what two traces of one function make."""
+        if isinstance(value, _compat.JaxprTypes):
+            inputs = _jaxprs.opened(value).invars
+            with self.bound([(v.aval.shape, str(v.aval.dtype)) for v in inputs]) as inner:
+                return ("jaxpr", tuple(self.run(value, inner)))
+        if isinstance(value, tuple | list):
+            return tuple(map(self.frozen, value))
+        if isinstance(value, dict):
+            return tuple((k, self.frozen(v)) for k, v in sorted(value.items()))
+        if isinstance(value, jax.Array | np.ndarray):
+            return ("array", self.terms.constant(value))
+        if isinstance(value, functools.partial):
+            return ("partial", *map(self.frozen, (value.func, value.args, value.keywords)))
+        if isinstance(value, types.MethodType):
+            return ("method", self.frozen(value.__func__), self.frozen(value.__self__))
+        if isinstance(value, types.FunctionType):
+            return self._frozen_function(value)
+        if isinstance(value, int | float | complex) and not isinstance(value, enum.Enum):
+            return (type(value), repr(value))  # 0.0 is not -0.0, nor 1 True
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = [getattr(value, f.name) for f in dataclasses.fields(value)]
+            return (type(value), *map(self.frozen, fields))
+        try:
+            hash(value)
+        except TypeError:
+            return ("object", id(value))
+        return value
+
+    def _frozen_function(self, fun: types.FunctionType) -> Any:
+        """Functions are the same if they have the same code and close over the same."""
+        if id(fun) in self._inside:
+            return ("itself", fun.__code__)
+        self._inside.add(id(fun))
+        try:
+            cells = []
+            for cell in fun.__closure__ or ():
+                try:
+                    cells.append(self.frozen(cell.cell_contents))
+                except ValueError:  # it is empty
+                    cells.append(None)
+            defaults = self.frozen((fun.__defaults__, fun.__kwdefaults__))
+            return ("function", fun.__code__, tuple(cells), defaults)
+        finally:
+            self._inside.discard(id(fun))
+
+
+class _Code:
+    """A jaxpr made ready to run: each equation is a function of terms."""
+
+    def __init__(self, evaluator: Evaluator, jaxpr: Any):
+        self.evaluator, self.jaxpr = evaluator, jaxpr  # which keeps the jaxpr alive
+        terms, opened = evaluator.terms, _jaxprs.opened(jaxpr)
+        number: dict[Any, int] = {}
+        self.values: list[Term | None] = []
+
+        def slot(atom):
+            if not _jaxprs.is_literal(atom):
+                if atom in number:
+                    return number[atom]
+                number[atom] = len(self.values)
+            self.values.append(terms.of_literal(atom) if _jaxprs.is_literal(atom) else None)
+            return len(self.values) - 1
+
+        self.inputs = [slot(v) for v in opened.invars]
+        constants = _compat.constants_of(jaxpr)
+        for v, value in zip(opened.constvars, constants, strict=True):
+            self.values[slot(v)] = terms.constant(value)
+        self.steps = [
+            (
+                _equations.rule_of(evaluator, eqn),
+                eqn,
+                [slot(v) for v in eqn.invars],
+                [slot(v) for v in eqn.outvars],
+            )
+            for eqn in _jaxprs.needed(opened.eqns, opened.outvars)
+        ]
+        self.outputs = [slot(v) for v in opened.outvars]
+        self.has_effects = any(eqn.effects for _, eqn, _, _ in self.steps)
+
+    def run(self, args: Sequence[Term]) -> Sequence[Term]:
+        evaluator, terms = self.evaluator, self.evaluator.terms
+        values = list(self.values)
+        for i, a in zip(self.inputs, args, strict=True):
+            values[i] = a
+        evaluator.equations += len(self.steps)
+        maker = evaluator.maker
+        for rule, eqn, inputs, outputs in self.steps:
+            terms.eqn = eqn
+            made = rule([values[i] for i in inputs])  # pyright: ignore[reportArgumentType]
+            for i, t in zip(outputs, made, strict=True):
+                values[i] = t
+                if maker is not None:
+                    maker.setdefault(t, terms.where)
+        return [values[i] for i in self.outputs]  # pyright: ignore[reportReturnType]

@@ -1,0 +1,105 @@
+"""Says where a wrong result first leaves the function."""
+
+import collections
+import dataclasses
+
+from jaxpp import _compat
+from jaxpp.certify._table import Term, is_zero
+from jaxpp.certify._terms import Terms
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """The first operation that is not one of the function's: in words, its task, and its line."""
+
+    words: str
+    task: str = ""
+    line: str = ""
+
+
+def explain(terms: Terms, known: int, wrong: Term, maker: dict[Term, str]) -> Cause:
+    """Finds the earliest operation behind a wrong result that the function never does.
+
+    Args:
+        terms: all terms.
+        known: the number of the function's own terms, which come first.
+        wrong: the term of the result.
+        maker: for terms that ranks made the task and the rank.
+    """
+    new, stack = set[Term](), [wrong]
+    while stack:
+        term = stack.pop()
+        if term.number >= known and term not in new:
+            new.add(term)
+            stack.extend(term.args)
+    first = [t for t in new if not any(a in new for a in t.args)]
+    if not first:  # the function's value of another place
+        return Cause(f"it is {origin(wrong, maker)}", maker.get(wrong, ""), _line(wrong))
+    cause = min(first, key=lambda t: (t.name in ("sum", "rows_joined"), t.number))
+    said = [f"the first wrong operation is {origin(cause, maker)}"]
+    like = _nearest(terms, known, cause)
+    if like is not None and like.name not in ("sum", "rows_joined"):
+        for k, (wanted, is_now) in enumerate(zip(like.args, cause.args, strict=False)):
+            if wanted is not is_now:
+                said.append(f"  its operand {k} is {origin(is_now, maker)}")
+                said.append(f"  where, say, {origin(wanted, {})} is wanted")
+    elif like is not None or cause.name in ("sum", "rows_joined"):
+        wanted, is_now = (_summands(t) if t is not None else {} for t in (like, cause))
+        for word, more in (("lacks", _without(wanted, is_now)), ("has", _without(is_now, wanted))):
+            said += [f"  it {word} {n} x {origin(x, maker)}" for x, n in [*more.items()][:3]]
+    where = maker.get(cause, cause.where)
+    return Cause("\n      ".join(said), where.split(" on rank ")[0], _line(cause))
+
+
+def _without(
+    counts: "collections.Counter[Term] | dict", others: "collections.Counter[Term] | dict"
+) -> "collections.Counter[Term]":
+    return collections.Counter(counts) - collections.Counter(others)
+
+
+def _summands(t: Term) -> "collections.Counter[Term]":
+    if t.name == "sum":
+        return collections.Counter(dict(zip(t.args, t.op.params, strict=True)))
+    if t.name == "rows_joined":
+        return collections.Counter(t.args)
+    return collections.Counter([] if is_zero(t) else [t])
+
+
+def _nearest(terms: Terms, known: int, t: Term) -> Term | None:
+    """The term of the function that is most like another: its operation, most of its operands."""
+    own = collections.Counter(t.args)
+
+    def score(u: Term):
+        alike = sum((own & collections.Counter(u.args)).values())
+        in_place = sum(x is y for x, y in zip(u.args, t.args, strict=False))
+        return alike, in_place, u.eqn is t.eqn
+
+    type_of = (t.name, t.shape, t.dtype)
+    same = [u for u in terms.terms[:known] if (u.name, u.shape, u.dtype) == type_of]
+    return max(same, key=score, default=None)
+
+
+def origin(t: Term, maker: dict[Term, str]) -> str:
+    """A term in words: what it is, and where and by which line it is made."""
+    if t.name in ("argument", "literal") or (t.name == "rows" and t.args[0].name == "argument"):
+        return _shown(t)
+    where = maker.get(t, t.where)
+    return f"{_shown(t)} of {where}{_compat.at_source_line(t.eqn) if t.eqn is not None else ''}"
+
+
+def _shown(t: Term) -> str:
+    match t.name:
+        case "argument":
+            return f"args{t.op.params[0]}"
+        case "literal":
+            return str(t.value)
+        case "rows":
+            low, high = t.op.params
+            return f"rows {low}:{high} of {_shown(t.args[0])}"
+        case "reshape" | "broadcast" if t.args:
+            return f"{t.name} of {_shown(t.args[0])}"
+    return f"{t.name}:{t.dtype}[{','.join(map(str, t.shape))}]"
+
+
+def _line(t: Term) -> str:
+    return _compat.source_line(t.eqn) if t.eqn is not None else ""

@@ -1,0 +1,232 @@
+"""Runs the programs of all ranks on terms, instruction by instruction, as their devices would.
+
+It refutes what no run may do: to wait for each other, to send twice or what nobody reads, to read
+what was freed or given away, to take memory that is still needed, to run on another type.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxpp._program import (
+    Argument,
+    Bundle,
+    Computation,
+    Free,
+    Message,
+    Program,
+    Receive,
+    Run,
+    Send,
+    Wait,
+)
+from jaxpp.certify._evaluate import Evaluator
+from jaxpp.certify._refuted import Refuted
+from jaxpp.certify._table import Term
+
+
+@dataclasses.dataclass(frozen=True)
+class _Buffer:
+    """The memory of a value on a rank: an argument's, a constant's, or that of number `number`."""
+
+    kind: str
+    number: int
+
+
+@dataclasses.dataclass
+class _Slot:
+    """What a slot holds; `lost` says why it holds nothing."""
+
+    term: Term | None = None
+    buffer: _Buffer | None = None
+    lost: str = "nothing has been put there"
+
+
+class _Rank:
+    """A rank: its program, the next instruction, and its slots."""
+
+    def __init__(self, program: Program):
+        self.program, self.number, self.at = program, program.rank, 0
+        self.slots = [_Slot() for _ in range(program.num_slots)]
+        #: The memory that computations have taken, and by whom; and that of values being sent.
+        self.taken: dict[_Buffer, str] = {}
+        self.sent: set[_Buffer] = set()
+        self.last = ""
+
+    @property
+    def is_done(self) -> bool:
+        return self.at == len(self.program.instructions)
+
+    def refute(self, why: str) -> Refuted:
+        return Refuted(f"rank {self.number}: {why}", rank=self.number, task=self.last)
+
+    def read(self, slot: int, who: str) -> Term:
+        own = self.slots[slot]
+        if own.term is None or own.buffer is None:
+            raise self.refute(f"{who} reads slot {slot}, but {own.lost}")
+        if own.buffer in self.taken:
+            raise self.refute(
+                f"{who} reads slot {slot}, whose memory {self.taken[own.buffer]} has taken"
+            )
+        return own.term
+
+
+class Machine:
+    """All ranks of a bundle; `arguments` gives the term of a flat argument."""
+
+    def __init__(
+        self, evaluator: Evaluator, bundle: Bundle, arguments: Callable[[Argument], Term]
+    ):
+        self.evaluator, self.bundle = evaluator, bundle
+        self.tasks = self.messages = 0
+        self._buffers = 0
+        self._sent: dict[int, tuple[Message, list[Term]]] = {}
+        self._received: set[int] = set()
+        self._rank_of_ordered: int | None = None
+        self.ranks = [_Rank(program) for program in bundle.programs]
+        for rank in self.ranks:
+            for n, s in rank.program.inputs:
+                term = arguments(bundle.arguments[n])
+                rank.slots[s] = _Slot(term, _Buffer("argument", n))
+            for s, value in rank.program.constants:
+                term = evaluator.terms.constant(value)
+                rank.slots[s] = _Slot(term, _Buffer("constant", s))
+
+    def run(self) -> dict[int, dict[int, Term]]:
+        """Runs all programs to their end; gives for each result its term on each rank.
+
+        Raises:
+            Refuted: no run of these programs gives the results.
+        """
+        while not all(rank.is_done for rank in self.ranks):
+            if not any([self._advance(rank) for rank in self.ranks]):
+                waiting = [
+                    f"rank {r.number} waits for {_named(own.message)} of rank {own.message.source}"
+                    for r in self.ranks
+                    if not r.is_done and isinstance(own := r.program.instructions[r.at], Receive)
+                ]
+                raise Refuted("the ranks wait for each other: " + "; ".join(waiting))
+        for tag, (message, _) in self._sent.items():
+            if tag not in self._received:
+                raise Refuted(
+                    f"rank {message.target} never receives {_named(message)}, which rank "
+                    f"{message.source} sends",
+                    rank=message.target,
+                )
+        found = collections.defaultdict[int, dict[int, Term]](dict)
+        for rank in self.ranks:
+            for n, s in rank.program.outputs:
+                found[n][rank.number] = rank.read(s, f"result {n}")
+        return found
+
+    def _advance(self, rank: _Rank) -> bool:
+        """Runs a rank until it waits for a message; says whether it ran anything."""
+        start, instructions = rank.at, rank.program.instructions
+        while rank.at < len(instructions):
+            instruction = instructions[rank.at]
+            if isinstance(instruction, Receive) and instruction.message.tag not in self._sent:
+                break
+            match instruction:
+                case Run():
+                    self._run(rank, instruction)
+                case Send():
+                    self._send(rank, instruction)
+                case Receive():
+                    self._receive(rank, instruction)
+                case Free(slots):
+                    for s in slots:
+                        rank.slots[s] = _Slot(lost=f"it was freed after {rank.last or 'nothing'}")
+                case Wait():
+                    pass
+            rank.at += 1
+        return rank.at > start
+
+    def _put(self, rank: _Rank, slots: Sequence[int], terms: Sequence[Term]) -> None:
+        for s, term in zip(slots, terms, strict=True):
+            self._buffers += 1
+            rank.slots[s] = _Slot(term, _Buffer("value", self._buffers))
+
+    def _run(self, rank: _Rank, run: Run) -> None:
+        self.tasks += 1
+        rank.last = run.label
+        terms, computation = self.evaluator.terms, self.bundle.computations[run.computation]
+        given = [rank.read(s, run.label) for s in run.inputs]
+        _check_types(rank, run.label, computation, given)
+        terms.where = f"{run.label} on rank {rank.number}"
+        ordered = len(self.evaluator.ordered)
+        made = self.evaluator.run(computation.jaxpr, given)
+        if len(self.evaluator.ordered) > ordered:
+            if self._rank_of_ordered not in (None, rank.number):
+                raise rank.refute(
+                    f"{run.label} has an ordered effect, and rank {self._rank_of_ordered} has one"
+                )
+            self._rank_of_ordered = rank.number
+        self._take(rank, run, computation)
+        self._put(rank, run.outputs, made)
+
+    def _take(self, rank: _Rank, run: Run, computation: Computation) -> None:
+        """Gives the memory of donated inputs away."""
+        buffers = [rank.slots[s].buffer for s in run.inputs]
+        for i in computation.donated:
+            own, slot = buffers[i], run.inputs[i]
+            if own is None:
+                continue
+            problem = None
+            if own.kind == "constant":
+                problem = "a constant"
+            elif own.kind == "argument" and not self.bundle.arguments[own.number].donated:
+                name = self.bundle.arguments[own.number].name
+                problem = f"args{name}, which is not donated"
+            elif buffers.count(own) > 1:
+                problem = f"slot {slot}, which it reads twice"
+            elif own in rank.sent:
+                problem = f"slot {slot}, which is sent"
+            if problem is not None:
+                raise rank.refute(f"{run.label} takes the memory of {problem}")
+            rank.taken[own] = run.label
+
+    def _send(self, rank: _Rank, send: Send) -> None:
+        self.messages += 1
+        message = send.message
+        who = f"the send of {_named(message)} to rank {message.target}"
+        if message.tag in self._sent:
+            raise rank.refute(f"{who} repeats the tag {message.tag} of another message")
+        if message.source != rank.number:
+            raise rank.refute(f"{who} says that it is from rank {message.source}")
+        values = [rank.read(s, who) for s in send.slots]
+        for term, aval in zip(values, message.avals, strict=True):
+            if (term.shape, term.dtype) != (aval.shape, str(aval.dtype)):
+                raise rank.refute(f"{who} sends {_typed(term)}, not {aval.str_short()}")
+        for s in send.slots:
+            if (own := rank.slots[s].buffer) is not None:
+                rank.sent.add(own)
+        self._sent[message.tag] = message, values
+
+    def _receive(self, rank: _Rank, receive: Receive) -> None:
+        message, values = self._sent[receive.message.tag]
+        if message != receive.message or message.target != rank.number:
+            raise rank.refute(
+                f"{_named(receive.message)} is received as another message than was sent"
+            )
+        if message.tag in self._received:
+            raise rank.refute(f"{_named(message)} is received twice")
+        self._received.add(message.tag)
+        self._put(rank, receive.slots, values)
+
+
+def _check_types(
+    rank: _Rank, label: str, computation: Computation, given: Sequence[Term]
+) -> None:
+    for i, (v, term) in enumerate(zip(computation.jaxpr.jaxpr.invars, given, strict=True)):
+        aval: Any = v.aval
+        if (term.shape, term.dtype) != (aval.shape, str(aval.dtype)):
+            raise rank.refute(f"input {i} of {label} is {_typed(term)}, not {aval.str_short()}")
+
+
+def _named(message: Message) -> str:
+    return f"message {message.tag} ({', '.join(message.names)})"
+
+
+def _typed(term: Term) -> str:
+    return f"{term.dtype}[{','.join(map(str, term.shape))}]"

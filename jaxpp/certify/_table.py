@@ -1,0 +1,126 @@
+"""Hash-consed terms: the symbolic values of a program, of which equal ones are one."""
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+Shape = tuple[int, ...]
+
+#: The number of elements of a constant up to which its value is kept, to compute with.
+SMALL = 4096
+
+
+class Op:
+    """An operation: a primitive or a rewritten form, with its parameters and its result's type.
+
+    `out` is the number of the result among those of the equation. `eqn` is the first equation that
+    was such an operation.
+    """
+
+    __slots__ = ("dtype", "eqn", "name", "of_rows", "out", "params", "shape")
+
+    def __init__(self, name: str, params: Any, shape: Shape, dtype: str, eqn: Any, out: int):
+        self.name, self.params, self.shape, self.dtype = name, params, shape, dtype
+        self.eqn, self.out = eqn, out
+        self.of_rows: dict[int, Op] = {}
+
+
+class Term:
+    """A symbolic value: an operation on terms.
+
+    `eqn` and `where` say where it was made first: the equation, and the task or part of the step.
+    `value` is the value of a number, or of a small constant.
+    """
+
+    __slots__ = ("args", "dtype", "eqn", "name", "number", "op", "shape", "value", "where")
+
+    def __init__(self, op: Op, args: tuple["Term", ...], number: int, eqn: Any, where: str):
+        self.op, self.args, self.number, self.eqn, self.where = op, args, number, eqn, where
+        self.name, self.shape, self.dtype = op.name, op.shape, op.dtype
+        self.value: np.ndarray | None = None
+
+
+class Table:
+    """All terms of a proof: makes each once."""
+
+    def __init__(self):
+        self.terms: list[Term] = []
+        #: The equation that runs, and the task or part of the step that it is in.
+        self.eqn: Any = None
+        self.where = "the function"
+        self._found: dict[tuple[Any, ...], Term] = {}
+        self._ops: dict[tuple[Any, ...], Op] = {}
+        self._constants: dict[int, tuple[Any, Term]] = {}
+
+    def op(
+        self, name: str, params: Any, shape: Shape, dtype: str, eqn: Any = None, out: int = 0
+    ) -> Op:
+        """The operation of this name, with hashable parameters and a type."""
+        key = (name, params, shape, dtype, out)
+        op = self._ops.get(key)
+        if op is None:
+            op = self._ops[key] = Op(name, params, shape, dtype, eqn or self.eqn, out)
+        return op
+
+    def make(self, op: Op, args: tuple[Term, ...] | list[Term]) -> Term:
+        """The term of an operation on terms, as it is."""
+        if 0 in op.shape and op.name != "empty":
+            op, args = self.op("empty", (), op.shape, op.dtype), ()
+        key = (op, *args)
+        term = self._found.get(key)
+        if term is None:
+            term = Term(op, tuple(args), len(self.terms), self.eqn, self.where)
+            self._found[key] = term
+            self.terms.append(term)
+        return term
+
+    def term(self, name: str, params: Any, args: Any, shape: Shape, dtype: str) -> Term:
+        return self.make(self.op(name, params, tuple(shape), dtype), args)
+
+    def literal(self, value: Any, dtype: str) -> Term:
+        """The term of a number."""
+        value = np.asarray(value)
+        term = self.term("literal", (str(value.dtype), value.tobytes()), (), (), dtype)
+        term.value = value
+        return term
+
+    def constant(self, value: Any) -> Term:
+        """The term of an array that is there before the step; equal bits are one term."""
+        kept = self._constants.get(id(value))
+        if kept is not None:
+            return kept[1]
+        is_extended = jnp.issubdtype(value.dtype, jax.dtypes.extended)
+        data = np.asarray(jax.random.key_data(value) if is_extended else value)
+        dtype = str(value.dtype)
+        if data.shape == () and not is_extended:
+            term = self.literal(data, dtype)
+        else:
+            digest = hashlib.sha256(data.tobytes()).hexdigest()
+            term = self.term("constant", (digest,), (), np.shape(value), dtype)
+            if data.size <= SMALL and not is_extended:
+                term.value = data
+        self._constants[id(value)] = value, term
+        return term
+
+    def of_literal(self, atom: jex.Literal) -> Term:
+        """The term of a literal of a jaxpr."""
+        aval: Any = atom.aval
+        if aval.shape or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            return self.constant(atom.val)
+        return self.literal(np.asarray(atom.val, aval.dtype), str(aval.dtype))
+
+
+def full_of(term: Term) -> Term | None:
+    """The number that a term is full of; None if it is not known to be full of one."""
+    while term.name in ("broadcast", "reshape", "transpose"):
+        term = term.args[0]
+    return term if term.name == "literal" else None
+
+
+def is_zero(term: Term) -> bool:
+    number = full_of(term)
+    return number is not None and not number.value.any()

@@ -1,0 +1,428 @@
+"""The rewrites of terms: by them two programs that compute the same give the same terms.
+
+Each rewrite is exact: data movement, rows that are cut and joined, numbers that are known, choices
+between cases. With `regroup` there are those that hold over the real numbers alone, too: zeros are
+dropped, sums and extremes are in any order, a cast or a move of a sum is the sum of casts or moves,
+a reduction over rows is that of its parts. The rules are this module's own: they share nothing with
+the tables by which the compiler decides.
+"""
+
+import collections
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp.certify._table import SMALL, Op, Shape, Table, Term, full_of, is_zero
+
+#: They make each element of the elements at the same place. Operands that are scalars, or of size
+#: 1 along an axis, serve for all places.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    clz complex conj convert_element_type cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
+    expm1 floor ge gt imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to
+    max min mul mulhi ne neg nextafter not or polygamma population_count pow random_clone
+    random_fold_in random_seed real reduce_precision rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh threefry2x32
+    xor zeta
+    """.split()
+)
+#: The reductions, and what two parts of one are combined by.
+REDUCTIONS = {
+    "reduce_sum": "add",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_and": "and",
+    "reduce_or": "or",
+}
+#: They are computed where their operands are known numbers.
+_FOLDED = frozenset(
+    """
+    add and clamp convert_element_type div eq floor ge gt le lt max min mul ne neg not or rem
+    select_n sign sub xor
+    """.split()
+)
+_WHOLE_NUMBERS = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
+_EXTREMES = frozenset("max min and or".split())
+
+
+class Terms(Table):
+    """Terms with their rewrites."""
+
+    def __init__(self, regroup: bool = False):
+        super().__init__()
+        self.regroup = regroup
+        #: How often each rewrite was used that holds over the real numbers alone.
+        self.rewrites = collections.Counter[str]()
+        self._rows: dict[tuple[Term, int, int], Term] = {}
+
+    # ---- moves -------------------------------------------------------------------------------
+
+    def reshape(self, t: Term, shape: Iterable[int]) -> Term:
+        shape, own = tuple(shape), t.shape
+        if own == shape:
+            return t
+        if t.name == "reshape":
+            return self.reshape(t.args[0], shape)
+        if (number := full_of(t)) is not None:
+            return self.broadcast(number, shape, ())
+        if t.name == "sum":
+            return self._move_sum(t, lambda x: self.reshape(x, shape), shape)
+        if t.name == "rows_joined" and own and shape:
+            if own[0] == shape[0]:
+                parts = [self.reshape(p, (p.shape[0], *shape[1:])) for p in t.args]
+                return self.join_rows(parts)
+            # Single rows, (M, B, ...), as (M * B, ...).
+            if len(t.args) == own[0] and shape[0] == math.prod(own[:2]) and shape[1:] == own[2:]:
+                return self.join_rows([self.reshape(p, own[1:]) for p in t.args])
+        if t.value is not None:
+            return self.constant(t.value.reshape(shape))
+        return self.term("reshape", (), (t,), shape, t.dtype)
+
+    def transpose(self, t: Term, permutation: Iterable[int]) -> Term:
+        permutation = tuple(permutation)
+        if permutation == tuple(range(len(permutation))):
+            return t
+        shape = tuple(t.shape[p] for p in permutation)
+        if (number := full_of(t)) is not None:
+            return self.broadcast(number, shape, ())
+        if t.name == "transpose":
+            return self.transpose(t.args[0], (t.op.params[p] for p in permutation))
+        if t.name == "sum":
+            return self._move_sum(t, lambda x: self.transpose(x, permutation), shape)
+        if t.name == "rows_joined" and permutation[0] == 0:
+            return self.join_rows([self.transpose(p, permutation) for p in t.args])
+        return self.term("transpose", permutation, (t,), shape, t.dtype)
+
+    def broadcast(self, t: Term, shape: Iterable[int], dimensions: Iterable[int]) -> Term:
+        """As `jax.lax.broadcast_in_dim`."""
+        shape, dimensions, own = tuple(shape), tuple(dimensions), t.shape
+        if own == shape and dimensions == tuple(range(len(shape))):
+            return t
+        if t.name == "literal":
+            return self.term("broadcast", (), (t,), shape, t.dtype)
+        if (number := full_of(t)) is not None:
+            return self.broadcast(number, shape, ())
+        fits = all(shape[d] == n for d, n in zip(dimensions, own, strict=True))
+        if fits and math.prod(own) == math.prod(shape) and sorted(dimensions) == [*dimensions]:
+            return self.reshape(t, shape)
+        if t.name == "rows_joined" and dimensions[:1] == (0,) and own[0] == shape[0]:
+            parts = [self.broadcast(p, (p.shape[0], *shape[1:]), dimensions) for p in t.args]
+            return self.join_rows(parts)
+        if t.value is not None and own and math.prod(shape) <= SMALL:
+            axes = {d: n for d, n in zip(dimensions, own, strict=True)}
+            view = t.value.reshape([axes.get(d, 1) for d in range(len(shape))])
+            return self.constant(np.ascontiguousarray(np.broadcast_to(view, shape)))
+        return self.term("broadcast", dimensions, (t,), shape, t.dtype)
+
+    def full(self, value: Any, shape: Shape, dtype: str) -> Term:
+        """An array full of a number."""
+        return self.broadcast(self.literal(np.asarray(value, jnp.dtype(dtype)), dtype), shape, ())
+
+    def _fitted(self, t: Term, shape: Shape) -> Term:
+        """An operand of an elementwise operation, in the shape of its result."""
+        return t if t.shape == shape else self.broadcast(t, shape, range(len(t.shape)))
+
+    # ---- rows --------------------------------------------------------------------------------
+
+    def rows(self, t: Term, low: int, high: int) -> Term:
+        """Rows `low` to `high`, along the first axis."""
+        if (low, high) == (0, t.shape[0]):
+            return t
+        if low == high:
+            return self.term("empty", (), (), (0, *t.shape[1:]), t.dtype)
+        key = t, low, high
+        if (found := self._rows.get(key)) is None:
+            found = self._rows[key] = self._rows_of(t, low, high)
+        return found
+
+    def _rows_of(self, t: Term, low: int, high: int) -> Term:
+        op, args, shape = t.op, t.args, (high - low, *t.shape[1:])
+        match t.name:
+            case "rows":
+                return self.rows(args[0], op.params[0] + low, op.params[0] + high)
+            case "rows_joined":
+                starts = itertools.accumulate((p.shape[0] for p in args), initial=0)
+                own = [
+                    self.rows(p, max(low - start, 0), min(high - start, p.shape[0]))
+                    for p, start in zip(args, starts, strict=False)
+                    if max(low - start, 0) < min(high - start, p.shape[0])
+                ]
+                return self.join_rows(own)
+        if (number := full_of(t)) is not None:
+            return self.broadcast(number, shape, ())
+        if t.value is not None:
+            return self.constant(t.value[low:high])
+        if t.name == "transpose" and op.params[0] == 0:
+            return self.transpose(self.rows(args[0], low, high), op.params)
+        if t.name == "reshape" and args[0].shape:
+            each, rest = divmod(args[0].shape[0], op.shape[0])
+            if each == 1 and not rest:
+                return self.reshape(self.rows(args[0], low, high), shape)
+            if len(op.shape) > 1 and not rest:  # (n * each, ...) as (n, each, ...)
+                return self.reshape(self.rows(args[0], low * each, high * each), shape)
+        if t.name == "broadcast":
+            if op.params[:1] == (0,) and args[0].shape[0] == op.shape[0]:
+                return self.broadcast(self.rows(args[0], low, high), shape, op.params)
+            if 0 not in op.params or args[0].shape[0] == 1:
+                return self.broadcast(args[0], shape, op.params)
+        if t.name in ELEMENTWISE or t.name in ("sum", "extreme", "choice"):
+            own = [self.rows(a, low, high) if _has_rows(a, op) else a for a in args]
+            return self._row_wise(op, own, high - low)
+        if t.name in REDUCTIONS and 0 not in op.params:
+            return self.reduce(t.name, self.rows(args[0], low, high), op.params)
+        return self.term("rows", (low, high), (t,), shape, op.dtype)
+
+    def join_rows(self, parts: Sequence[Term]) -> Term:
+        """The concatenation of terms along their first axis."""
+        flat: list[Term] = []
+        for part in parts:
+            for own in part.args if part.name == "rows_joined" else (part,):
+                if not own.shape[0]:
+                    continue
+                if flat and (merged := self._adjacent(flat[-1], own)) is not None:
+                    flat[-1] = merged
+                else:
+                    flat.append(own)
+        if len(flat) < 2:
+            return flat[0] if flat else parts[0]
+        shape = (sum(p.shape[0] for p in flat), *flat[0].shape[1:])
+        return self.term("rows_joined", (), flat, shape, flat[0].dtype)
+
+    def _adjacent(self, a: Term, b: Term) -> Term | None:
+        """Joins rows that follow each other in one array, or are full of one number."""
+        if a.name == b.name == "rows" and a.args == b.args:
+            (low, middle), (start, high) = a.op.params, b.op.params
+            if middle == start:
+                return self.rows(a.args[0], low, high)
+        if (number := full_of(a)) is not None and number is full_of(b):
+            return self.broadcast(number, (a.shape[0] + b.shape[0], *a.shape[1:]), ())
+        return None
+
+    def row(self, t: Term, i: int) -> Term:
+        """Row `i`, without the first axis."""
+        return self.reshape(self.rows(t, i, i + 1), t.shape[1:])
+
+    def stack(self, parts: Sequence[Term]) -> Term:
+        return self.join_rows([self.reshape(p, (1, *p.shape)) for p in parts])
+
+    def _row_wise(self, op: Op, args: Sequence[Term], count: int) -> Term:
+        """An operation that makes each row of the same rows of its operands, for some rows."""
+        if op.name == "sum":
+            counts = collections.Counter[Term]()
+            for a, c in zip(args, op.params, strict=True):
+                counts[a] += c
+            return self.sum(counts, (count, *op.shape[1:]), op.dtype)
+        if op.name == "extreme":
+            return self._extreme(op.params[0], args, (count, *op.shape[1:]), op.dtype)
+        if op.name == "choice":
+            return self.choice(args[0], args[1:])
+        new = op.of_rows.get(count)
+        if new is None:
+            shape = (count, *op.shape[1:])
+            new = self.op(op.name, op.params, shape, op.dtype, op.eqn, op.out)
+            op.of_rows[count] = new
+        return self.elementwise(new, args)
+
+    def _in_parts(
+        self, op: Op, args: Sequence[Term], make: Callable[[list[Term], int], Term]
+    ) -> Term | None:
+        """Makes a row-wise operation part by part where operands are joined rows; None if not."""
+        cuts: set[int] = set()
+        for a in args:
+            if a.name == "rows_joined" and _has_rows(a, op):
+                cuts.update(itertools.accumulate(p.shape[0] for p in a.args))
+        if not cuts:
+            return None
+        parts = []
+        for low, high in itertools.pairwise([0, *sorted(cuts)]):
+            own = [self.rows(a, low, high) if _has_rows(a, op) else a for a in args]
+            parts.append(make(own, high - low))
+        return self.join_rows(parts)
+
+    # ---- elements ----------------------------------------------------------------------------
+
+    def elementwise(self, op: Op, args: Sequence[Term]) -> Term:
+        for a in args:
+            if a.name == "rows_joined":
+                made = self._in_parts(op, args, lambda own, n: self._row_wise(op, own, n))
+                if made is not None:
+                    return made
+        name = op.name
+        if name in _FOLDED and op.shape == () and _all_known([op, *args]):
+            return self._folded(op, args)
+        if self.regroup and name in ("add", "add_any"):
+            return self.sum(
+                collections.Counter(self._fitted(a, op.shape) for a in args), op.shape, op.dtype
+            )
+        if self.regroup and name in _EXTREMES:
+            return self._extreme(name, args, op.shape, op.dtype)
+        match name:
+            case "convert_element_type":
+                return self._cast(op, args[0])
+            case "reduce_precision":
+                kind = jnp.finfo(op.dtype)
+                if op.params == (kind.nexp, kind.nmant):
+                    return args[0]
+            case "select_n":
+                return self._select(op, args)
+            case "eq" if op.shape == ():
+                for truth, number in (args, args[::-1]):
+                    if _is_cast_of_bool(truth) and number.value is not None:
+                        return self._is(truth.args[0], int(number.value))
+        return self.make(op, args)
+
+    def _is(self, truth: Term, number: int) -> Term:
+        """Whether a truth value, as a number, is this one."""
+        if number not in (0, 1):
+            return self.literal(np.asarray(False), "bool")
+        return truth if number else self.term("not", (), (truth,), (), "bool")
+
+    def _cast(self, op: Op, a: Term) -> Term:
+        if a.dtype == op.dtype:
+            return a
+        if a.name == "literal":
+            return self._folded(op, [a])
+        if op.dtype == "bool" and _is_cast_of_bool(a):
+            return a.args[0]
+        if (number := full_of(a)) is not None:
+            scalar = self.op(op.name, op.params, (), op.dtype)
+            return self.broadcast(self._folded(scalar, [number]), op.shape, ())
+        if a.name == "sum" and "float" in op.dtype and "float" in a.dtype:
+            self.rewrites["a cast of a sum is the sum of casts"] += 1
+            return self._map_sum(a, lambda x: self.elementwise(op, [x]), op.shape, op.dtype)
+        return self.make(op, [a])
+
+    def _select(self, op: Op, args: Sequence[Term]) -> Term:
+        which, *cases = args
+        if which.shape == ():
+            return self.choice(self.as_index(which), cases)
+        if which.value is not None and which.value.size:
+            rows = which.value.reshape(which.shape[0], -1)
+            if (rows == rows[:, :1]).all():  # each row is whole one case's
+                chosen = enumerate(map(int, rows[:, 0]))
+                return self.join_rows([self.rows(cases[k], i, i + 1) for i, k in chosen])
+        if len(set(cases)) == 1:
+            return cases[0]
+        return self.make(op, args)
+
+    def as_index(self, which: Term) -> Term:
+        """A truth value as the number of a case."""
+        if which.dtype == "int32":
+            return which
+        return self.elementwise(self.op("convert_element_type", (), (), "int32"), [which])
+
+    def choice(self, index: Term, cases: Sequence[Term]) -> Term:
+        """The case of an index, which is clamped to those that there are."""
+        if index.value is not None:
+            return cases[max(0, min(int(index.value), len(cases) - 1))]
+        cases = [_under(c, index, k) for k, c in enumerate(cases)]
+        if len(set(cases)) == 1:
+            return cases[0]
+        if len(cases) == 2 and _is_cast_of_bool(index) and index.args[0].name == "not":
+            return self.choice(self.as_index(index.args[0].args[0]), cases[::-1])
+        op = self.op("choice", (len(cases),), cases[0].shape, cases[0].dtype)
+        made = self._in_parts(op, cases, lambda own, n: self.choice(index, own))
+        return self.make(op, (index, *cases)) if made is None else made
+
+    def _folded(self, op: Op, args: Sequence[Term]) -> Term:
+        """Computes a number of numbers."""
+        values = [jnp.asarray(a.value, a.dtype) for a in args]
+        with jax.ensure_compile_time_eval():
+            if op.name == "convert_element_type":
+                value = values[0].astype(op.dtype)
+            else:
+                value = op.eqn.primitive.bind(*values, **op.eqn.params)
+        return self.literal(np.asarray(value), op.dtype)
+
+    # ---- sums --------------------------------------------------------------------------------
+
+    def sum(self, counts: Mapping[Term, int], shape: Shape, dtype: str) -> Term:
+        """A sum in any order; `counts` says how often each term is in it."""
+        flat = collections.Counter[Term]()
+        for a, count in counts.items():
+            if a.name == "sum":
+                self.rewrites["a sum in another order"] += 1
+                for x, own in zip(a.args, a.op.params, strict=True):
+                    flat[x] += own * count
+            elif is_zero(a):
+                self.rewrites["a zero dropped"] += 1
+            else:
+                flat[a] += count
+        if not flat:
+            return self.full(0, shape, dtype)
+        if flat.total() == 1:
+            return next(iter(flat))
+        items = sorted(flat.items(), key=lambda item: item[0].number)
+        op = self.op("sum", tuple(count for _, count in items), shape, dtype)
+        args = [a for a, _ in items]
+        made = self._in_parts(op, args, lambda own, n: self._row_wise(op, own, n))
+        return self.make(op, args) if made is None else made
+
+    def _map_sum(
+        self, t: Term, fun: Callable[[Term], Term], shape: Shape, dtype: str | None = None
+    ) -> Term:
+        total = collections.Counter[Term]()
+        for a, count in zip(t.args, t.op.params, strict=True):
+            total[fun(a)] += count
+        return self.sum(total, shape, dtype or t.dtype)
+
+    def _move_sum(self, t: Term, move: Callable[[Term], Term], shape: Shape) -> Term:
+        self.rewrites["a move of a sum is the sum of moves"] += 1
+        return self._map_sum(t, move, shape)
+
+    def _extreme(self, name: str, args: Iterable[Term], shape: Shape, dtype: str) -> Term:
+        flat: set[Term] = set()
+        for a in args:
+            if a.name == "extreme" and a.op.params == (name,):
+                self.rewrites["an extreme in another order"] += 1
+                flat.update(a.args)
+            else:
+                flat.add(self._fitted(a, shape))
+        if len(flat) == 1:
+            return flat.pop()
+        ordered = sorted(flat, key=lambda a: a.number)
+        return self.term("extreme", (name,), ordered, shape, dtype)
+
+    def reduce(self, name: str, t: Term, axes: Sequence[int]) -> Term:
+        """A reduction over axes."""
+        if not axes:
+            return t
+        axes = tuple(axes)
+        shape = tuple(n for d, n in enumerate(t.shape) if d not in axes)
+        if t.name == "rows_joined" and (self.regroup or 0 not in axes):
+            parts = [self.reduce(name, p, axes) for p in t.args]
+            if 0 not in axes:
+                return self.join_rows(parts)
+            self.rewrites["a reduction of rows in parts"] += 1
+            if name == "reduce_sum":
+                return self.sum(collections.Counter(parts), shape, t.dtype)
+            return self._extreme(REDUCTIONS[name], parts, shape, t.dtype)
+        return self.term(name, axes, (t,), shape, t.dtype)
+
+
+def _has_rows(t: Term, op: Op) -> bool:
+    """Whether an operand has the rows of a row-wise operation, and not one for all."""
+    return len(t.shape) == len(op.shape) and t.shape[:1] == op.shape[:1] != ()
+
+
+def _all_known(typed: Iterable[Any]) -> bool:
+    return all(
+        x.dtype in _WHOLE_NUMBERS and (isinstance(x, Op) or x.name == "literal") for x in typed
+    )
+
+
+def _is_cast_of_bool(t: Term) -> bool:
+    return t.name == "convert_element_type" and t.args[0].dtype == "bool"
+
+
+def _under(t: Term, index: Term, k: int) -> Term:
+    """A term where an index is known to be `k`; it looks at the top alone."""
+    while t.name == "choice" and t.args[0] is index:
+        t = t.args[min(k + 1, len(t.args) - 1)]
+    return t
