@@ -4,7 +4,7 @@ import collections
 import dataclasses
 
 from jaxpp import _compat
-from jaxpp.certify._table import Term, is_zero
+from jaxpp.certify._table import Term
 from jaxpp.certify._terms import Terms
 
 
@@ -35,34 +35,15 @@ def explain(terms: Terms, known: int, wrong: Term, maker: dict[Term, str]) -> Ca
     first = [t for t in new if not any(a in new for a in t.args)]
     if not first:  # the function's value of another place
         return Cause(f"it is {origin(wrong, maker)}", maker.get(wrong, ""), _line(wrong))
-    cause = min(first, key=lambda t: (t.name in ("sum", "rows_joined"), t.number))
+    cause = min(first, key=lambda t: (t.name == "rows_joined", t.number))
     said = [f"the first wrong operation is {origin(cause, maker)}"]
     like = _nearest(terms, known, cause)
-    if like is not None and like.name not in ("sum", "rows_joined"):
-        for k, (wanted, is_now) in enumerate(zip(like.args, cause.args, strict=False)):
-            if wanted is not is_now:
-                said.append(f"  its operand {k} is {origin(is_now, maker)}")
-                said.append(f"  where, say, {origin(wanted, {})} is wanted")
-    elif like is not None or cause.name in ("sum", "rows_joined"):
-        wanted, is_now = (_summands(t) if t is not None else {} for t in (like, cause))
-        for word, more in (("lacks", _without(wanted, is_now)), ("has", _without(is_now, wanted))):
-            said += [f"  it {word} {n} x {origin(x, maker)}" for x, n in [*more.items()][:3]]
+    for k, (wanted, now) in enumerate(zip(like.args if like else (), cause.args, strict=False)):
+        if wanted is not now:
+            said.append(f"  its operand {k} is {origin(now, maker)}")
+            said.append(f"  where, say, {origin(wanted, {})} is wanted")
     where = maker.get(cause, cause.where)
     return Cause("\n      ".join(said), where.split(" on rank ")[0], _line(cause))
-
-
-def _without(
-    counts: "collections.Counter[Term] | dict", others: "collections.Counter[Term] | dict"
-) -> "collections.Counter[Term]":
-    return collections.Counter(counts) - collections.Counter(others)
-
-
-def _summands(t: Term) -> "collections.Counter[Term]":
-    if t.name == "sum":
-        return collections.Counter(dict(zip(t.args, t.op.params, strict=True)))
-    if t.name == "rows_joined":
-        return collections.Counter(t.args)
-    return collections.Counter([] if is_zero(t) else [t])
 
 
 def _nearest(terms: Terms, known: int, t: Term) -> Term | None:

@@ -1,6 +1,7 @@
 """Hash-consed terms: the symbolic values of a program, of which equal ones are one."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,15 +34,27 @@ class Term:
     """A symbolic value: an operation on terms.
 
     `eqn` and `where` say where it was made first: the equation, and the task or part of the step.
-    `value` is the value of a number, or of a small constant.
+    `value` is the value of a number, or of a small constant; `fingerprint` is set if it is asked
+    for.
     """
 
-    __slots__ = ("args", "dtype", "eqn", "name", "number", "op", "shape", "value", "where")
+    __slots__ = (
+        "args", "dtype", "eqn", "fingerprint", "name", "number", "op", "shape", "value", "where",
+    )  # fmt: skip
 
-    def __init__(self, op: Op, args: tuple["Term", ...], number: int, eqn: Any, where: str):
+    def __init__(
+        self,
+        op: Op,
+        args: tuple["Term", ...],
+        number: int,
+        eqn: Any,
+        where: str,
+        value: np.ndarray | None,
+    ):
         self.op, self.args, self.number, self.eqn, self.where = op, args, number, eqn, where
         self.name, self.shape, self.dtype = op.name, op.shape, op.dtype
-        self.value: np.ndarray | None = None
+        self.value = value
+        self.fingerprint: tuple[int, ...] = ()
 
 
 class Table:
@@ -66,27 +79,30 @@ class Table:
             op = self._ops[key] = Op(name, params, shape, dtype, eqn or self.eqn, out)
         return op
 
-    def make(self, op: Op, args: tuple[Term, ...] | list[Term]) -> Term:
-        """The term of an operation on terms, as it is."""
+    def make(self, op: Op, args: Sequence[Term], value: np.ndarray | None = None) -> Term:
+        """The term of an operation on terms, as it is; `value` is its value where it is known."""
         if 0 in op.shape and op.name != "empty":
             op, args = self.op("empty", (), op.shape, op.dtype), ()
         key = (op, *args)
         term = self._found.get(key)
         if term is None:
-            term = Term(op, tuple(args), len(self.terms), self.eqn, self.where)
-            self._found[key] = term
-            self.terms.append(term)
+            term = Term(op, tuple(args), len(self.terms), self.eqn, self.where, value)
+            term = self._found[key] = self.same_as(term)
+            if term.number == len(self.terms):
+                self.terms.append(term)
         return term
 
-    def term(self, name: str, params: Any, args: Any, shape: Shape, dtype: str) -> Term:
+    def same_as(self, new: Term) -> Term:
+        """The term that a new one is the same as: itself."""
+        return new
+
+    def term(self, name: str, params: Any, args: Sequence[Term], shape: Any, dtype: str) -> Term:
         return self.make(self.op(name, params, tuple(shape), dtype), args)
 
     def literal(self, value: Any, dtype: str) -> Term:
         """The term of a number."""
         value = np.asarray(value)
-        term = self.term("literal", (str(value.dtype), value.tobytes()), (), (), dtype)
-        term.value = value
-        return term
+        return self.make(self.op("literal", value.tobytes(), (), dtype), (), value)
 
     def constant(self, value: Any) -> Term:
         """The term of an array that is there before the step; equal bits are one term."""
@@ -100,9 +116,9 @@ class Table:
             term = self.literal(data, dtype)
         else:
             digest = hashlib.sha256(data.tobytes()).hexdigest()
-            term = self.term("constant", (digest,), (), np.shape(value), dtype)
-            if data.size <= SMALL and not is_extended:
-                term.value = data
+            is_small = data.size <= SMALL and not is_extended
+            op = self.op("constant", digest, np.shape(value), dtype)
+            term = self.make(op, (), data if is_small else None)
         self._constants[id(value)] = value, term
         return term
 
@@ -119,8 +135,3 @@ def full_of(term: Term) -> Term | None:
     while term.name in ("broadcast", "reshape", "transpose"):
         term = term.args[0]
     return term if term.name == "literal" else None
-
-
-def is_zero(term: Term) -> bool:
-    number = full_of(term)
-    return number is not None and not number.value.any()

@@ -1,23 +1,25 @@
 """The rewrites of terms: by them two programs that compute the same give the same terms.
 
 Each rewrite is exact: data movement, rows that are cut and joined, numbers that are known, choices
-between cases. With `regroup` there are those that hold over the real numbers alone, too: zeros are
-dropped, sums and extremes are in any order, a cast or a move of a sum is the sum of casts or moves,
-a reduction over rows is that of its parts. The rules are this module's own: they share nothing with
-the tables by which the compiler decides.
+between cases. With `regroup`, terms that are equal over the real numbers are one, too: sums and
+extremes in another order or with zeros, factors and casts taken out of sums, a reduction over rows
+and those of its parts. The rules are this module's own: they share nothing with the tables by which
+the compiler decides.
 """
 
 import collections
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp.certify._table import SMALL, Op, Shape, Table, Term, full_of, is_zero
+from jaxpp.certify._fingerprints import Fingerprints
+from jaxpp.certify._table import SMALL, Op, Shape, Table, Term, full_of
 
 #: They make each element of the elements at the same place. Operands that are scalars, or of size
 #: 1 along an axis, serve for all places.
@@ -57,8 +59,10 @@ class Terms(Table):
     def __init__(self, regroup: bool = False):
         super().__init__()
         self.regroup = regroup
-        #: How often each rewrite was used that holds over the real numbers alone.
+        #: How often values were found to be equal over the real numbers alone.
         self.rewrites = collections.Counter[str]()
+        self._fingerprints = Fingerprints()
+        self._alike: dict[tuple[Any, ...], Term] = {}
         self._rows: dict[tuple[Term, int, int], Term] = {}
 
     # ---- moves -------------------------------------------------------------------------------
@@ -71,8 +75,6 @@ class Terms(Table):
             return self.reshape(t.args[0], shape)
         if (number := full_of(t)) is not None:
             return self.broadcast(number, shape, ())
-        if t.name == "sum":
-            return self._move_sum(t, lambda x: self.reshape(x, shape), shape)
         if t.name == "rows_joined" and own and shape:
             if own[0] == shape[0]:
                 parts = [self.reshape(p, (p.shape[0], *shape[1:])) for p in t.args]
@@ -93,8 +95,6 @@ class Terms(Table):
             return self.broadcast(number, shape, ())
         if t.name == "transpose":
             return self.transpose(t.args[0], (t.op.params[p] for p in permutation))
-        if t.name == "sum":
-            return self._move_sum(t, lambda x: self.transpose(x, permutation), shape)
         if t.name == "rows_joined" and permutation[0] == 0:
             return self.join_rows([self.transpose(p, permutation) for p in t.args])
         return self.term("transpose", permutation, (t,), shape, t.dtype)
@@ -171,7 +171,7 @@ class Terms(Table):
                 return self.broadcast(self.rows(args[0], low, high), shape, op.params)
             if 0 not in op.params or args[0].shape[0] == 1:
                 return self.broadcast(args[0], shape, op.params)
-        if t.name in ELEMENTWISE or t.name in ("sum", "extreme", "choice"):
+        if t.name in ELEMENTWISE or t.name in ("extreme", "choice"):
             own = [self.rows(a, low, high) if _has_rows(a, op) else a for a in args]
             return self._row_wise(op, own, high - low)
         if t.name in REDUCTIONS and 0 not in op.params:
@@ -213,13 +213,6 @@ class Terms(Table):
 
     def _row_wise(self, op: Op, args: Sequence[Term], count: int) -> Term:
         """An operation that makes each row of the same rows of its operands, for some rows."""
-        if op.name == "sum":
-            counts = collections.Counter[Term]()
-            for a, c in zip(args, op.params, strict=True):
-                counts[a] += c
-            return self.sum(counts, (count, *op.shape[1:]), op.dtype)
-        if op.name == "extreme":
-            return self._extreme(op.params[0], args, (count, *op.shape[1:]), op.dtype)
         if op.name == "choice":
             return self.choice(args[0], args[1:])
         new = op.of_rows.get(count)
@@ -227,6 +220,8 @@ class Terms(Table):
             shape = (count, *op.shape[1:])
             new = self.op(op.name, op.params, shape, op.dtype, op.eqn, op.out)
             op.of_rows[count] = new
+        if op.name == "extreme":
+            return self._extreme(self.op(op.params, (), new.shape, new.dtype), args)
         return self.elementwise(new, args)
 
     def _in_parts(
@@ -256,12 +251,8 @@ class Terms(Table):
         name = op.name
         if name in _FOLDED and op.shape == () and _all_known([op, *args]):
             return self._folded(op, args)
-        if self.regroup and name in ("add", "add_any"):
-            return self.sum(
-                collections.Counter(self._fitted(a, op.shape) for a in args), op.shape, op.dtype
-            )
         if self.regroup and name in _EXTREMES:
-            return self._extreme(name, args, op.shape, op.dtype)
+            return self._extreme(op, args)
         match name:
             case "convert_element_type":
                 return self._cast(op, args[0])
@@ -293,9 +284,6 @@ class Terms(Table):
         if (number := full_of(a)) is not None:
             scalar = self.op(op.name, op.params, (), op.dtype)
             return self.broadcast(self._folded(scalar, [number]), op.shape, ())
-        if a.name == "sum" and "float" in op.dtype and "float" in a.dtype:
-            self.rewrites["a cast of a sum is the sum of casts"] += 1
-            return self._map_sum(a, lambda x: self.elementwise(op, [x]), op.shape, op.dtype)
         return self.make(op, [a])
 
     def _select(self, op: Op, args: Sequence[Term]) -> Term:
@@ -340,70 +328,49 @@ class Terms(Table):
                 value = op.eqn.primitive.bind(*values, **op.eqn.params)
         return self.literal(np.asarray(value), op.dtype)
 
-    # ---- sums --------------------------------------------------------------------------------
-
-    def sum(self, counts: Mapping[Term, int], shape: Shape, dtype: str) -> Term:
-        """A sum in any order; `counts` says how often each term is in it."""
-        flat = collections.Counter[Term]()
-        for a, count in counts.items():
-            if a.name == "sum":
-                self.rewrites["a sum in another order"] += 1
-                for x, own in zip(a.args, a.op.params, strict=True):
-                    flat[x] += own * count
-            elif is_zero(a):
-                self.rewrites["a zero dropped"] += 1
-            else:
-                flat[a] += count
-        if not flat:
-            return self.full(0, shape, dtype)
-        if flat.total() == 1:
-            return next(iter(flat))
-        items = sorted(flat.items(), key=lambda item: item[0].number)
-        op = self.op("sum", tuple(count for _, count in items), shape, dtype)
-        args = [a for a, _ in items]
-        made = self._in_parts(op, args, lambda own, n: self._row_wise(op, own, n))
-        return self.make(op, args) if made is None else made
-
-    def _map_sum(
-        self, t: Term, fun: Callable[[Term], Term], shape: Shape, dtype: str | None = None
-    ) -> Term:
-        total = collections.Counter[Term]()
-        for a, count in zip(t.args, t.op.params, strict=True):
-            total[fun(a)] += count
-        return self.sum(total, shape, dtype or t.dtype)
-
-    def _move_sum(self, t: Term, move: Callable[[Term], Term], shape: Shape) -> Term:
-        self.rewrites["a move of a sum is the sum of moves"] += 1
-        return self._map_sum(t, move, shape)
-
-    def _extreme(self, name: str, args: Iterable[Term], shape: Shape, dtype: str) -> Term:
-        flat: set[Term] = set()
-        for a in args:
-            if a.name == "extreme" and a.op.params == (name,):
-                self.rewrites["an extreme in another order"] += 1
-                flat.update(a.args)
-            else:
-                flat.add(self._fitted(a, shape))
-        if len(flat) == 1:
-            return flat.pop()
-        ordered = sorted(flat, key=lambda a: a.number)
-        return self.term("extreme", (name,), ordered, shape, dtype)
+    # ---- reductions --------------------------------------------------------------------------
 
     def reduce(self, name: str, t: Term, axes: Sequence[int]) -> Term:
         """A reduction over axes."""
-        if not axes:
-            return t
-        axes = tuple(axes)
         shape = tuple(n for d, n in enumerate(t.shape) if d not in axes)
+        if all(t.shape[d] == 1 for d in axes):
+            return self.reshape(t, shape)
         if t.name == "rows_joined" and (self.regroup or 0 not in axes):
             parts = [self.reduce(name, p, axes) for p in t.args]
             if 0 not in axes:
                 return self.join_rows(parts)
-            self.rewrites["a reduction of rows in parts"] += 1
-            if name == "reduce_sum":
-                return self.sum(collections.Counter(parts), shape, t.dtype)
-            return self._extreme(REDUCTIONS[name], parts, shape, t.dtype)
-        return self.term(name, axes, (t,), shape, t.dtype)
+            op = self.op(REDUCTIONS[name], (), shape, t.dtype)
+            return functools.reduce(lambda a, b: self.elementwise(op, [a, b]), parts)
+        return self.term(name, tuple(axes), (t,), shape, t.dtype)
+
+    def _extreme(self, op: Op, args: Iterable[Term]) -> Term:
+        """The extreme of terms in any order, each of which counts once."""
+        flat: set[Term] = set()
+        for a in args:
+            is_alike = a.name == "extreme" and a.op.params == op.name
+            flat.update(a.args if is_alike else [self._fitted(a, op.shape)])
+        if len(flat) == 1:
+            return flat.pop()
+        ordered = sorted(flat, key=lambda a: a.number)
+        return self.term("extreme", op.name, ordered, op.shape, op.dtype)
+
+    # ---- equal over the real numbers -----------------------------------------------------------
+
+    def same_as(self, new: Term) -> Term:
+        """The term that a new one is equal to over the real numbers; itself if there is none."""
+        if not self.regroup:
+            return new
+        if new.name == "literal":
+            new.fingerprint = self._fingerprints.of_number(new.value)
+        else:
+            elementwise = new.name in ELEMENTWISE or new.name == "extreme"
+            new.fingerprint = self._fingerprints.of(new.op, new.args, elementwise)
+        known = self._alike.setdefault((new.shape, new.dtype, new.fingerprint), new)
+        if known is not new and known.name == new.name:
+            self.rewrites[f"{known.name} of other operands, equal over the real numbers"] += 1
+        elif known is not new:
+            self.rewrites[f"{new.name} equal to {known.name} over the real numbers"] += 1
+        return known
 
 
 def _has_rows(t: Term, op: Op) -> bool:

@@ -1,0 +1,187 @@
+"""Fingerprints of terms: terms that are equal over the real numbers have the same one.
+
+A fingerprint is a few numbers modulo a large prime, the values of a term in a random model: a scalar
+is a number, and an array is a few of its elements. Sums, products and quotients are those of the
+field; a linear operation is a random matrix, a bilinear one a random tensor, and any other operation
+a random function. So all that holds by the laws of arithmetic, by linearity, and for any functions,
+holds in the model. Values that differ have other numbers but for a chance of about one in the prime
+for each comparison: Schwartz, "Fast probabilistic algorithms for verification of polynomial
+identities" (1980), lemma 1; with random functions as in Gulwani and Necula, "Global value numbering
+using random interpretation" (2004).
+"""
+
+import fractions
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxpp.certify._table import Op, Term
+
+Fingerprint = tuple[int, ...]
+
+PRIME = 2**61 - 1
+#: The elements of an array that a fingerprint has. Matrices of this size fulfil no law of fewer
+#: than 720 products in some order that others do not (Amitsur, Levitzki, 1950).
+_ELEMENTS = 3
+
+#: For each operation that is linear in some operands together the first of them, and the one after
+#: the last (None for all); the other operands say how.
+_LINEAR: dict[str, tuple[int, int | None]] = {
+    "broadcast": (0, 1),
+    "concatenate": (0, None),
+    "copy": (0, 1),
+    "cumsum": (0, 1),
+    "dynamic_slice": (0, 1),
+    "dynamic_update_slice": (0, 2),
+    "fft": (0, 1),
+    "gather": (0, 1),
+    "imag": (0, 1),
+    "pad": (0, 2),
+    "real": (0, 1),
+    "reduce_sum": (0, 1),
+    "reduce_window_sum": (0, 1),
+    "reshape": (0, 1),
+    "rev": (0, 1),
+    "rows": (0, 1),
+    "rows_joined": (0, None),
+    "slice": (0, 1),
+    "transpose": (0, 1),
+    "triangular_solve": (1, 2),
+}
+_BILINEAR = frozenset({"conv_general_dilated", "dot_general"})
+_SYMMETRIC = frozenset({"and", "extreme", "max", "min", "or"})
+
+
+class Fingerprints:
+    """The random model: what it has chosen for operations, so far."""
+
+    def __init__(self):
+        self._random = random.Random(20261125)
+        self._chosen: dict[Any, Any] = {}
+
+    def of(self, op: Op, args: Sequence[Term], elementwise: bool) -> Fingerprint:
+        """The fingerprint of an operation on terms that have theirs.
+
+        Args:
+            op: the operation.
+            args: its operands.
+            elementwise: whether it makes each element of the elements at the same place.
+        """
+        name, given = op.name, [a.fingerprint for a in args]
+        if name in ("add", "add_any"):
+            return _each(lambda a, b: a + b, *given)
+        if name == "sub":
+            return _each(lambda a, b: a - b, *given)
+        if name == "neg":
+            return _each(lambda a: -a, *given)
+        if name == "mul":
+            return _each(lambda a, b: a * b, *given)
+        if name == "square":
+            return _each(lambda a: a * a, *given)
+        if name == "integer_pow":
+            return _each(lambda a: pow(a, _power(op), PRIME) if a else 0, *given)
+        if name == "div" and _is_inexact(op.dtype):
+            return _each(lambda a, b: a * self._inverse(b), *given)
+        if name == "convert_element_type" and (factor := self._rounding(args[0].dtype, op.dtype)):
+            return _each(lambda a: a * factor, *given)
+        if name in ("broadcast", "reshape") and len(given[0]) == 1:
+            return given[0] * _size(op)
+        if name in ("choice", "select_n"):
+            return _each(self._choice, *given)
+        if elementwise:
+            own = (op.name, op.params, op.out, op.dtype, *(a.dtype for a in args))
+            return _each(lambda *values: self._function(own, values), *given)
+        key = (op, *((a.shape, a.dtype) for a in args))
+        if name in _BILINEAR:
+            return self._bilinear(key, _size(op), *given)
+        if name == "scatter-add":
+            return self._linear((key, given[1]), _size(op), [given[0], given[2]])
+        if name in _LINEAR:
+            start, stop = _LINEAR[name]
+            how = (*given[:start], *(given[stop:] if stop is not None else ()))
+            return self._linear((key, how), _size(op), given[start:stop])
+        if name in _SYMMETRIC:
+            given = sorted(given)
+        return self._numbers((key, *given), _size(op))
+
+    def of_number(self, value: Any) -> Fingerprint:
+        """The fingerprint of a number: itself, as far as it is a fraction."""
+        number = value.item() if hasattr(value, "item") else value
+        if isinstance(number, complex) or not math.isfinite(number):
+            return self._numbers(("number", repr(number)), 1)
+        fraction = fractions.Fraction(number)
+        return (fraction.numerator * pow(fraction.denominator, -1, PRIME) % PRIME,)
+
+    # ---- the model -----------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        return self._random.randrange(1, PRIME)
+
+    def _numbers(self, key: Any, count: int) -> tuple[int, ...]:
+        """Random numbers, always the same for a key."""
+        found = self._chosen.get(key)
+        if found is None:
+            found = self._chosen[key] = tuple(self._number() for _ in range(count))
+        return found
+
+    def _function(self, own: Any, values: tuple[int, ...]) -> int:
+        """A random function of elements."""
+        if own[0] in _SYMMETRIC:
+            values = tuple(sorted(values))
+        return self._numbers((own, values), 1)[0]
+
+    def _choice(self, which: int, *cases: int) -> int:
+        """A mean of the cases whose weights are random and add up to one."""
+        weights = self._numbers(("choice", which, len(cases)), len(cases) - 1)
+        weights = (1 - sum(weights), *weights)
+        return sum(w * case for w, case in zip(weights, cases, strict=True))
+
+    def _inverse(self, b: int) -> int:
+        return pow(b, -1, PRIME) if b else self._numbers("the inverse of zero", 1)[0]
+
+    def _rounding(self, old: str, new: str) -> int | None:
+        """The factor of a cast: 1 where it keeps each value; None for one that is not linear."""
+        if not _is_inexact(new):
+            return 1 if old == "bool" else None
+        if not _is_inexact(old):
+            return 1
+        if jnp.promote_types(old, new) == new:
+            return 1
+        return self._numbers(("rounding", old, new), 1)[0]
+
+    def _linear(self, key: Any, size: int, given: Sequence[Fingerprint]) -> Fingerprint:
+        """The sum of a random matrix for each operand times the operand."""
+        sizes = [len(g) for g in given]
+        matrix = self._numbers(("linear", key), size * sum(sizes))
+        vector = [x for g in given for x in g]
+        width = len(vector)
+        return tuple(
+            sum(matrix[i * width + j] * x for j, x in enumerate(vector)) % PRIME
+            for i in range(size)
+        )
+
+    def _bilinear(self, key: Any, size: int, a: Fingerprint, b: Fingerprint) -> Fingerprint:
+        products = [x * y % PRIME for x in a for y in b]
+        return self._linear(("bilinear", key), size, [tuple(products)])
+
+
+def _each(fun: Any, *given: Fingerprint) -> Fingerprint:
+    """Applies a function of elements; a scalar serves for all elements."""
+    size = max(map(len, given))
+    rows = zip(*(g if len(g) == size else g * size for g in given), strict=True)
+    return tuple(fun(*row) % PRIME for row in rows)
+
+
+def _size(op: Op) -> int:
+    return 1 if math.prod(op.shape) == 1 else _ELEMENTS
+
+
+def _power(op: Op) -> int:
+    return int(dict(op.params)["y"][1])
+
+
+def _is_inexact(dtype: str) -> bool:
+    return "float" in dtype or "complex" in dtype
