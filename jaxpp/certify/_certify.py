@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxpp import _definitions
@@ -15,7 +15,7 @@ from jaxpp.certify._machine import Machine
 from jaxpp.certify._refuted import Refuted
 from jaxpp.certify._steps import argument_term, run_step
 from jaxpp.certify._table import Term
-from jaxpp.certify._terms import Terms
+from jaxpp.certify._terms import Equality, Terms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Certificate:
     terms: int
     equations: int
     exact: bool
+    definition: Any
     rewrites: Mapping[str, int]
     transforms: tuple[str, ...]
     passes: tuple[str, ...]
@@ -74,32 +75,57 @@ def certify_lowered(lowered: Any, *, passes: bool = True) -> Certificate:
     """Does as `certify`, for a step that has been lowered."""
     start = time.perf_counter()
     with _definitions.by_definition(_reference.UNSCHEDULED):
-        traced = lowered.retrace()
-    proof = None
-    for regroup in (False, True):
-        proof = _Proof(lowered, traced, regroup)
+        function = lowered.retrace()
+    with _definitions.by_definition(_reference.PLAIN):
+        plain = lowered.retrace()
+    equality, _ = _closest(
+        (Equality.EXACT, Equality.SUMS, Equality.REALS),
+        lambda equality: _Proof(lowered, plain, equality).run_function(function),
+    )
+    _, proof = _closest(
+        (Equality.EXACT, Equality.SUMS),
+        lambda equality: _Proof(lowered, function, equality).run(passes),
+    )
+    return proof.certificate(equality, time.perf_counter() - start)
+
+
+def _closest(
+    equalities: Sequence[Equality], prove: Callable[[Equality], "_Proof"]
+) -> tuple[Equality, "_Proof"]:
+    """The first of some equalities that can be proven."""
+    for equality in equalities[:-1]:
         try:
-            proof.run(passes)
-            break
+            return equality, prove(equality)
         except Refuted:
-            if regroup:
-                raise
-    assert proof is not None
-    return proof.certificate(time.perf_counter() - start)
+            pass
+    return equalities[-1], prove(equalities[-1])
 
 
 class _Proof:
     """The comparison of a step with its function, in one table of terms."""
 
-    def __init__(self, lowered: Any, traced: Any, regroup: bool):
+    def __init__(self, lowered: Any, traced: Any, equality: Equality):
         self.lowered, self.traced = lowered, traced
-        self.terms = Terms(regroup)
+        self.terms = Terms(equality)
         tables = [len(p.instructions) for p in lowered.programs]
         self.evaluator = Evaluator(self.terms, max(tables, default=0))
         self.passes: list[str] = []
         self.machine: Any = None
 
-    def run(self, passes: bool) -> None:
+    def run_function(self, traced: Any) -> "_Proof":
+        """Compares a trace of the same function."""
+        self._run_function()
+        self.evaluator.start()
+        self.terms.where = "the microbatch loop"
+        closed = [self.terms.constant(x) for x in traced.inputs[: traced.num_closed_over]]
+        terms = self.evaluator.run(traced.jaxpr, [*closed, *self.arrays])
+        records = [Result(None, n) for n in range(len(terms))]
+        found = {n: {None: t} for n, t in enumerate(terms)}
+        self._compare("the transforms", records, found, {})
+        return self
+
+    def run(self, passes: bool) -> "_Proof":
+        """Compares the step after each pass, and the programs."""
         self._run_function()
         if passes:
             for name, step in self.lowered.passes.items():
@@ -110,6 +136,7 @@ class _Proof:
                 self._compare(name, step.results, found, {})
                 self.passes.append(name)
         self._run_programs()
+        return self
 
     def _run_function(self) -> None:
         """Runs the function: what is wanted."""
@@ -190,7 +217,7 @@ class _Proof:
         self._run_machine()
         return self.evaluator.maker or {}
 
-    def certificate(self, seconds: float) -> Certificate:
+    def certificate(self, equality, seconds: float) -> Certificate:
         bundle = self.lowered.bundle
         return Certificate(
             results=len(bundle.results),
@@ -201,6 +228,7 @@ class _Proof:
             terms=len(self.terms.terms),
             equations=self.evaluator.equations,
             exact=not self.terms.regroup,
+            definition=equality,
             rewrites=dict(self.terms.rewrites),
             transforms=("schedule", "place"),
             passes=tuple(self.passes),

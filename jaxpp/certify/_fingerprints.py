@@ -38,9 +38,7 @@ _LINEAR: dict[str, tuple[int, int | None]] = {
     "dynamic_update_slice": (0, 2),
     "fft": (0, 1),
     "gather": (0, 1),
-    "imag": (0, 1),
     "pad": (0, 2),
-    "real": (0, 1),
     "reduce_sum": (0, 1),
     "reduce_window_sum": (0, 1),
     "reshape": (0, 1),
@@ -48,8 +46,11 @@ _LINEAR: dict[str, tuple[int, int | None]] = {
     "rows": (0, 1),
     "rows_joined": (0, None),
     "slice": (0, 1),
+    "split": (0, 1),
+    "stack": (0, None),
     "transpose": (0, 1),
     "triangular_solve": (1, 2),
+    "unstack": (0, 1),
 }
 _BILINEAR = frozenset({"conv_general_dilated", "dot_general"})
 _SYMMETRIC = frozenset({"and", "extreme", "max", "min", "or"})
@@ -58,7 +59,8 @@ _SYMMETRIC = frozenset({"and", "extreme", "max", "min", "or"})
 class Fingerprints:
     """The random model: what it has chosen for operations, so far."""
 
-    def __init__(self):
+    def __init__(self, rounding: bool):
+        self._with_rounding = rounding
         self._random = random.Random(20261125)
         self._chosen: dict[Any, Any] = {}
 
@@ -71,6 +73,8 @@ class Fingerprints:
             elementwise: whether it makes each element of the elements at the same place.
         """
         name, given = op.name, [a.fingerprint for a in args]
+        if name == "empty":
+            return (0,) * _ELEMENTS
         if name in ("add", "add_any"):
             return _each(lambda a, b: a + b, *given)
         if name == "sub":
@@ -91,13 +95,16 @@ class Fingerprints:
             return given[0] * _size(op)
         if name in ("choice", "select_n"):
             return _each(self._choice, *given)
+        if name in ("complex", "conj", "imag", "real"):
+            parts = self._numbers((name, "parts"), len(given))
+            return _each(lambda *x: sum(p * y for p, y in zip(parts, x, strict=True)), *given)
         if elementwise:
             own = (op.name, op.params, op.out, op.dtype, *(a.dtype for a in args))
             return _each(lambda *values: self._function(own, values), *given)
         key = (op, *((a.shape, a.dtype) for a in args))
         if name in _BILINEAR:
             return self._bilinear(key, _size(op), *given)
-        if name == "scatter-add":
+        if name in ("scatter", "scatter-add"):
             return self._linear((key, given[1]), _size(op), [given[0], given[2]])
         if name in _LINEAR:
             start, stop = _LINEAR[name]
@@ -148,7 +155,7 @@ class Fingerprints:
             return 1 if old == "bool" else None
         if not _is_inexact(old):
             return 1
-        if jnp.promote_types(old, new) == new:
+        if not self._with_rounding or keeps_values(old, new):
             return 1
         return self._numbers(("rounding", old, new), 1)[0]
 
@@ -166,6 +173,14 @@ class Fingerprints:
     def _bilinear(self, key: Any, size: int, a: Fingerprint, b: Fingerprint) -> Fingerprint:
         products = [x * y % PRIME for x in a for y in b]
         return self._linear(("bilinear", key), size, [tuple(products)])
+
+
+def keeps_values(old: str, new: str) -> bool:
+    """Whether a cast from one floating-point type to another keeps each value."""
+    if old == new or not ("float" in old and "float" in new):
+        return old == new
+    from_, to = jnp.finfo(old), jnp.finfo(new)
+    return to.nmant >= from_.nmant and to.nexp >= from_.nexp
 
 
 def _each(fun: Any, *given: Fingerprint) -> Fingerprint:

@@ -42,7 +42,14 @@ def _microbatch(jaxpr: Any, roles: Sequence[str], operators: Sequence[Any], coun
             outputs = _jaxprs.run(jaxpr, *own)
             return [y for y, c in zip(outputs, carried, strict=True) if c], outputs
 
-        last, outputs = jax.lax.scan(body, first, slices, length=count)
+        if jaxpr.effects:  # the derivative of a scan would drop some
+            last, made = first, []
+            for i in range(count):
+                last, outputs = body(last, [x[i] for x in slices])
+                made.append(outputs)
+            outputs = [jnp.stack(rows) for rows in zip(*made, strict=True)]
+        else:
+            last, outputs = jax.lax.scan(body, first, slices, length=count)
         carry = iter(last)
         return [
             next(carry) if c else _combine(op, rows, count)

@@ -1,13 +1,14 @@
 """The rewrites of terms: by them two programs that compute the same give the same terms.
 
 Each rewrite is exact: data movement, rows that are cut and joined, numbers that are known, choices
-between cases. With `regroup`, terms that are equal over the real numbers are one, too: sums and
-extremes in another order or with zeros, factors and casts taken out of sums, a reduction over rows
-and those of its parts. The rules are this module's own: they share nothing with the tables by which
+between cases. Where less than exact equality is asked for, terms that are equal over the real
+numbers are one, too: sums and extremes in another order or with zeros, factors taken out of sums, a
+reduction over rows and those of its parts. The rules are this module's own: they share nothing with the tables by which
 the compiler decides.
 """
 
 import collections
+import enum
 import functools
 import itertools
 import math
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp.certify._fingerprints import Fingerprints
+from jaxpp.certify._fingerprints import Fingerprints, keeps_values
 from jaxpp.certify._table import SMALL, Op, Shape, Table, Term, full_of
 
 #: They make each element of the elements at the same place. Operands that are scalars, or of size
@@ -53,15 +54,26 @@ _WHOLE_NUMBERS = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint
 _EXTREMES = frozenset("max min and or".split())
 
 
+class Equality(enum.IntEnum):
+    """How far two programs are equal; each includes the ones before it."""
+
+    #: They do the same operations in the same order.
+    EXACT = 0
+    #: They are equal over the real numbers, and round to the same types.
+    SUMS = 1
+    #: They are equal over the real numbers.
+    REALS = 2
+
+
 class Terms(Table):
     """Terms with their rewrites."""
 
-    def __init__(self, regroup: bool = False):
+    def __init__(self, equality: Equality = Equality.EXACT):
         super().__init__()
-        self.regroup = regroup
+        self.regroup = equality is not Equality.EXACT
         #: How often values were found to be equal over the real numbers alone.
         self.rewrites = collections.Counter[str]()
-        self._fingerprints = Fingerprints()
+        self._fingerprints = Fingerprints(rounding=equality is Equality.SUMS)
         self._alike: dict[tuple[Any, ...], Term] = {}
         self._rows: dict[tuple[Term, int, int], Term] = {}
 
@@ -200,6 +212,10 @@ class Terms(Table):
             (low, middle), (start, high) = a.op.params, b.op.params
             if middle == start:
                 return self.rows(a.args[0], low, high)
+        if a.name == b.name == "reshape" and a.args[0].shape and b.args[0].shape:
+            # As in memory, the elements of both follow each other.
+            whole = self._adjacent(a.args[0], b.args[0])
+            return whole and self.reshape(whole, (a.shape[0] + b.shape[0], *a.shape[1:]))
         if (number := full_of(a)) is not None and number is full_of(b):
             return self.broadcast(number, (a.shape[0] + b.shape[0], *a.shape[1:]), ())
         return None
@@ -279,8 +295,9 @@ class Terms(Table):
             return a
         if a.name == "literal":
             return self._folded(op, [a])
-        if op.dtype == "bool" and _is_cast_of_bool(a):
-            return a.args[0]
+        if a.name == "convert_element_type" and a.args[0].dtype == op.dtype:
+            if op.dtype == "bool" or keeps_values(op.dtype, a.dtype):
+                return a.args[0]  # it was widened, and is what it was
         if (number := full_of(a)) is not None:
             scalar = self.op(op.name, op.params, (), op.dtype)
             return self.broadcast(self._folded(scalar, [number]), op.shape, ())
@@ -307,6 +324,8 @@ class Terms(Table):
 
     def choice(self, index: Term, cases: Sequence[Term]) -> Term:
         """The case of an index, which is clamped to those that there are."""
+        while index.name == "clamp" and _clamps_to(index, len(cases)):
+            index = index.args[1]
         if index.value is not None:
             return cases[max(0, min(int(index.value), len(cases) - 1))]
         cases = [_under(c, index, k) for k, c in enumerate(cases)]
@@ -333,6 +352,8 @@ class Terms(Table):
     def reduce(self, name: str, t: Term, axes: Sequence[int]) -> Term:
         """A reduction over axes."""
         shape = tuple(n for d, n in enumerate(t.shape) if d not in axes)
+        if name == "reduce_sum" and t.name == "empty":
+            return self.full(0, shape, t.dtype)
         if all(t.shape[d] == 1 for d in axes):
             return self.reshape(t, shape)
         if t.name == "rows_joined" and (self.regroup or 0 not in axes):
@@ -386,6 +407,11 @@ def _all_known(typed: Iterable[Any]) -> bool:
 
 def _is_cast_of_bool(t: Term) -> bool:
     return t.name == "convert_element_type" and t.args[0].dtype == "bool"
+
+
+def _clamps_to(t: Term, count: int) -> bool:
+    low, high = t.args[0].value, t.args[2].value
+    return low is not None and high is not None and (int(low), int(high)) == (0, count - 1)
 
 
 def _under(t: Term, index: Term, k: int) -> Term:
