@@ -41,10 +41,12 @@ _LINEAR: dict[str, tuple[int, int | None]] = {
     "pad": (0, 2),
     "reduce_sum": (0, 1),
     "reduce_window_sum": (0, 1),
-    "reshape": (0, 1),
     "rev": (0, 1),
     "rows": (0, 1),
     "rows_joined": (0, None),
+    "scatter-mul": (0, 1),
+    "select_and_gather_add": (0, 1),
+    "select_and_scatter_add": (0, 1),
     "slice": (0, 1),
     "split": (0, 1),
     "stack": (0, None),
@@ -52,7 +54,7 @@ _LINEAR: dict[str, tuple[int, int | None]] = {
     "triangular_solve": (1, 2),
     "unstack": (0, 1),
 }
-_BILINEAR = frozenset({"conv_general_dilated", "dot_general"})
+_BILINEAR = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 _SYMMETRIC = frozenset({"and", "extreme", "max", "min", "or"})
 
 
@@ -91,7 +93,11 @@ class Fingerprints:
             return _each(lambda a, b: a * self._inverse(b), *given)
         if name == "convert_element_type" and (factor := self._rounding(args[0].dtype, op.dtype)):
             return _each(lambda a: a * factor, *given)
-        if name in ("broadcast", "reshape") and len(given[0]) == 1:
+        if name == "reduce_precision" and not self._with_rounding:
+            return given[0]
+        if name == "reshape":  # the same elements
+            return given[0]
+        if name == "broadcast" and len(given[0]) == 1:
             return given[0] * _size(op)
         if name in ("choice", "select_n"):
             return _each(self._choice, *given)
@@ -103,11 +109,11 @@ class Fingerprints:
             return _each(lambda *values: self._function(own, values), *given)
         key = (op, *((a.shape, a.dtype) for a in args))
         if name in _BILINEAR:
-            return self._bilinear(key, _size(op), *given)
+            return self._bilinear((key, *given[2:]), _size(op), *given[:2])
         if name in ("scatter", "scatter-add"):
             return self._linear((key, given[1]), _size(op), [given[0], given[2]])
-        if name in _LINEAR:
-            start, stop = _LINEAR[name]
+        if name in _LINEAR or name == "custom_linear_solve":
+            start, stop = _LINEAR.get(name) or (_num_constants(op), None)
             how = (*given[:start], *(given[stop:] if stop is not None else ()))
             return self._linear((key, how), _size(op), given[start:stop])
         if name in _SYMMETRIC:
@@ -196,6 +202,11 @@ def _size(op: Op) -> int:
 
 def _power(op: Op) -> int:
     return int(dict(op.params)["y"][1])
+
+
+def _num_constants(op: Op) -> int:
+    """The operands of a linear solve that its functions close over, which come first."""
+    return sum(int(n[1]) for n in dict(op.params)["const_lengths"] if n is not None)
 
 
 def _is_inexact(dtype: str) -> bool:

@@ -30,16 +30,20 @@ class Op:
         self.of_rows: dict[int, Op] = {}
 
 
+_NONE: frozenset["Term"] = frozenset()
+
+
 class Term:
     """A symbolic value: an operation on terms.
 
     `eqn` and `where` say where it was made first: the equation, and the task or part of the step.
     `value` is the value of a number, or of a small constant; `fingerprint` is set if it is asked
-    for.
+    for. `indices` are those of the choices in it.
     """
 
     __slots__ = (
-        "args", "dtype", "eqn", "fingerprint", "name", "number", "op", "shape", "value", "where",
+        "args", "dtype", "eqn", "fingerprint", "indices", "name", "number", "op", "shape", "value",
+        "where",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +59,9 @@ class Term:
         self.name, self.shape, self.dtype = op.name, op.shape, op.dtype
         self.value = value
         self.fingerprint: tuple[int, ...] = ()
+        self.indices = _NONE.union(*(own for a in args if (own := a.indices)))
+        if op.name == "choice":
+            self.indices |= {args[0]}
 
 
 class Table:

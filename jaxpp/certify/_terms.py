@@ -76,6 +76,7 @@ class Terms(Table):
         self._fingerprints = Fingerprints(rounding=equality is Equality.SUMS)
         self._alike: dict[tuple[Any, ...], Term] = {}
         self._rows: dict[tuple[Term, int, int], Term] = {}
+        self._known: dict[tuple[Term, Term, int], Term] = {}
 
     # ---- moves -------------------------------------------------------------------------------
 
@@ -328,7 +329,7 @@ class Terms(Table):
             index = index.args[1]
         if index.value is not None:
             return cases[max(0, min(int(index.value), len(cases) - 1))]
-        cases = [_under(c, index, k) for k, c in enumerate(cases)]
+        cases = [self._where(c, index, k) for k, c in enumerate(cases)]
         if len(set(cases)) == 1:
             return cases[0]
         if len(cases) == 2 and _is_cast_of_bool(index) and index.args[0].name == "not":
@@ -336,6 +337,39 @@ class Terms(Table):
         op = self.op("choice", (len(cases),), cases[0].shape, cases[0].dtype)
         made = self._in_parts(op, cases, lambda own, n: self.choice(index, own))
         return self.make(op, (index, *cases)) if made is None else made
+
+    def _where(self, t: Term, index: Term, k: int) -> Term:
+        """A term where an index is known to be `k`."""
+        if index not in t.indices:
+            return t
+        if t.name == "choice" and t.args[0] is index:
+            return self._where(t.args[1 + min(k, len(t.args) - 2)], index, k)
+        key = t, index, k
+        if (found := self._known.get(key)) is None:
+            found = self._again(t.op, [self._where(a, index, k) for a in t.args])
+            self._known[key] = found
+        return found
+
+    def _again(self, op: Op, args: Sequence[Term]) -> Term:
+        """An operation of a term, on other operands of the same types."""
+        match op.name:
+            case "reshape":
+                return self.reshape(args[0], op.shape)
+            case "transpose":
+                return self.transpose(args[0], op.params)
+            case "broadcast":
+                return self.broadcast(args[0], op.shape, op.params)
+            case "rows":
+                return self.rows(args[0], *op.params)
+            case "rows_joined":
+                return self.join_rows(args)
+            case "choice":
+                return self.choice(args[0], args[1:])
+            case "extreme":
+                return self._extreme(self.op(op.params, (), op.shape, op.dtype), args)
+        if op.name in REDUCTIONS:
+            return self.reduce(op.name, args[0], op.params)
+        return self.elementwise(op, args) if op.name in ELEMENTWISE else self.make(op, args)
 
     def _folded(self, op: Op, args: Sequence[Term]) -> Term:
         """Computes a number of numbers."""
@@ -412,10 +446,3 @@ def _is_cast_of_bool(t: Term) -> bool:
 def _clamps_to(t: Term, count: int) -> bool:
     low, high = t.args[0].value, t.args[2].value
     return low is not None and high is not None and (int(low), int(high)) == (0, count - 1)
-
-
-def _under(t: Term, index: Term, k: int) -> Term:
-    """A term where an index is known to be `k`; it looks at the top alone."""
-    while t.name == "choice" and t.args[0] is index:
-        t = t.args[min(k + 1, len(t.args) - 1)]
-    return t

@@ -1,4 +1,4 @@
-"""The function that a step has to compute: traced again, with transforms by their definitions."""
+"""What the transforms mean: the definitions that stand for them in the function to compute."""
 
 import functools
 from collections.abc import Callable, Sequence
