@@ -29,6 +29,8 @@ Words:
     role: the use of an argument in a step: parameter, optimizer state, batch, or other.
     placement: for each stage the rank that runs it.
     edge: a value that one stage makes and another reads; a message where their ranks differ.
+    certificate: a proof that the programs of a step compute its function.
+    term: a symbolic value of a proof; equal values are one term.
     bubble: the share of the time of a step in which the ranks have nothing to run.
     executor: runs the program of one rank, on either mesh.
     feed: a function by which the ranks load an argument of a step themselves.
@@ -47,9 +49,10 @@ from jaxpp._conveniences import accumulate_grads as accumulate_grads
 from jaxpp._conveniences import pipelined as pipelined
 from jaxpp._spellings import __getattr__ as __getattr__
 from jaxpp._version import __version__ as __version__
-from jaxpp.certify import Certificate as Certificate
-from jaxpp.certify import Refuted as Refuted
-from jaxpp.certify import certify as certify
+from jaxpp.certification import Certificate as Certificate
+from jaxpp.certification import Refuted as Refuted
+from jaxpp.certification import Undecided as Undecided
+from jaxpp.certification import certify as certify
 from jaxpp.planning import Device as Device
 from jaxpp.planning import Measurement as Measurement
 from jaxpp.planning import Plan as Plan

@@ -1,6 +1,5 @@
 """The programs of the ranks: instructions over numbered slots; data only."""
 
-import contextvars
 import dataclasses
 import enum
 import functools
@@ -310,5 +309,6 @@ class Mesh(Protocol):
         ...
 
 
-#: Makes the mesh for a number of ranks if `place` is given no mesh; the runtime sets it.
-default_mesh: contextvars.ContextVar[Callable[[int], Mesh]] = contextvars.ContextVar("default_mesh")
+#: What the rooms above give to `place`, by name: `"mesh"` makes the mesh for a number of ranks if
+#: `place` is given none, `"certify"` proves a lowered step.
+PROVIDED: dict[str, Callable[..., Any]] = {}

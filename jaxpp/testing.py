@@ -17,6 +17,36 @@ from jaxpp._program import Bundle, Message
 KINDS = ("edge", "gradient", "scalar", "argument", "gathered")
 
 
+def assert_computes_the_function(step: Any, *args: Any, **kwargs: Any) -> None:
+    """Asserts that the programs of a step compute its function, for all values of its arguments.
+
+    It proves it by symbols, as `jaxpp.certify` does, and so runs and compiles nothing.
+
+    Args:
+        step: a placed step.
+        *args: its arguments, or `jax.ShapeDtypeStruct`s in place of their arrays.
+        **kwargs: its arguments by keyword.
+
+    Raises:
+        AssertionError: if the programs compute something else (`jaxpp.Refuted`), or if there is no
+            proof that the transforms before `schedule` keep the function.
+        jaxpp.Undecided: if there is no proof of such a step yet.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return jnp.mean((h @ w) ** 2)
+        >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+        >>> mesh = jaxpp.MpmdMesh((2,), ("mpmd",), devices=[jax.devices()[0]] * 2)
+        >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh)
+        >>> assert_computes_the_function(step, jnp.eye(2), jnp.ones((8, 2)))
+    """
+    certificate = step.lower(*args, **kwargs).certify()
+    if certificate.undecided:
+        raise AssertionError(f"It is not decided: {certificate.undecided}")
+
+
 def assert_matches_single_device(
     step: Callable,
     reference: Callable,

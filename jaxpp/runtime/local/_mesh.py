@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpp import _compat
-from jaxpp._program import PIPELINE_AXIS, Bundle, Message, Send, default_mesh
+from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle, Message, Send
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
     Home,
@@ -223,7 +223,7 @@ class MpmdMesh:
             return self._tracing.stop(self.homes)
 
 
-default_mesh.set(lambda num_ranks: MpmdMesh((num_ranks,)))
+PROVIDED["mesh"] = lambda num_ranks: MpmdMesh((num_ranks,))
 
 
 #: The number of messages that a rank's dispatch may receive ahead of their arrival.

@@ -7,7 +7,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from jaxpp import _jaxprs
-from jaxpp._program import Bundle, LoadedStep, Mesh, Program
+from jaxpp._program import PROVIDED, Bundle, LoadedStep, Mesh, Program
 from jaxpp.transforms._keywords import as_positional
 from jaxpp.transforms._signature import Signature
 from jaxpp.transforms._step import Step, changes
@@ -56,6 +56,20 @@ class Lowered:
     def passes_as_text(self) -> str:
         """Writes the traced step as text, then the lines that each pass changed, as a diff."""
         return changes(self.passes)
+
+    def certify(self, *, passes: bool = True) -> Any:
+        """Proves that the programs compute the step's function, as `jaxpp.certify` does.
+
+        Args:
+            passes: whether the step is compared after each pass, which tells which one is wrong.
+
+        Returns:
+            A `jaxpp.Certificate`.
+
+        Raises:
+            jaxpp.Refuted: the step does not compute its function.
+        """
+        return PROVIDED["certify"](self, passes)
 
     def compile(self) -> "Compiled":
         """Compiles the computations and loads the programs on the mesh."""

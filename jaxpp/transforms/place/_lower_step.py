@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._program import Argument, Bundle, Fed, Mesh, Program, Result, Role, default_mesh
+from jaxpp._program import PROVIDED, Argument, Bundle, Fed, Mesh, Program, Result, Role
 from jaxpp._specs import Spec, axis_sizes, replicated
 from jaxpp.transforms import _keywords
 from jaxpp.transforms._signature import Signature
@@ -207,7 +207,7 @@ def _resolve_mesh(
     given: Mesh | None, programs: Sequence[Program], traced: _jaxprs.Traced, eqns: Sequence[Any]
 ) -> Mesh:
     count = len(programs)
-    mesh = default_mesh.get()(count) if given is None else given
+    mesh = PROVIDED["mesh"](count) if given is None else given
     if mesh.num_ranks == count:
         return mesh
     if mark := _flat_step.unused_mark(traced.jaxpr):

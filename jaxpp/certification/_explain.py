@@ -4,8 +4,8 @@ import collections
 import dataclasses
 
 from jaxpp import _compat
-from jaxpp.certify._table import Term
-from jaxpp.certify._terms import Terms
+from jaxpp.certification._table import Term
+from jaxpp.certification._terms import Terms
 
 
 @dataclasses.dataclass(frozen=True)

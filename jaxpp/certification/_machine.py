@@ -21,9 +21,9 @@ from jaxpp._program import (
     Send,
     Wait,
 )
-from jaxpp.certify._evaluate import Evaluator
-from jaxpp.certify._refuted import Refuted
-from jaxpp.certify._table import Term
+from jaxpp.certification._evaluate import Evaluator
+from jaxpp.certification._refuted import Refuted
+from jaxpp.certification._table import Term
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,7 @@ class _Rank:
 class Machine:
     """All ranks of a bundle; `arguments` gives the term of a flat argument."""
 
-    def __init__(
-        self, evaluator: Evaluator, bundle: Bundle, arguments: Callable[[Argument], Term]
-    ):
+    def __init__(self, evaluator: Evaluator, bundle: Bundle, arguments: Callable[[Argument], Term]):
         self.evaluator, self.bundle = evaluator, bundle
         self.tasks = self.messages = 0
         self._buffers = 0
@@ -215,9 +213,7 @@ class Machine:
         self._put(rank, receive.slots, values)
 
 
-def _check_types(
-    rank: _Rank, label: str, computation: Computation, given: Sequence[Term]
-) -> None:
+def _check_types(rank: _Rank, label: str, computation: Computation, given: Sequence[Term]) -> None:
     for i, (v, term) in enumerate(zip(computation.jaxpr.jaxpr.invars, given, strict=True)):
         aval: Any = v.aval
         if (term.shape, term.dtype) != (aval.shape, str(aval.dtype)):

@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from jaxpp import _compat, _jaxprs
-from jaxpp.certify import _equations
-from jaxpp.certify._table import Term
-from jaxpp.certify._terms import Terms
+from jaxpp.certification import _equations
+from jaxpp.certification._refuted import Undecided
+from jaxpp.certification._table import Term
+from jaxpp.certification._terms import Terms
 
 #: The iterations up to which a scan is unrolled. It has to be unrolled where it is cut, or where
 #: its iterations are tasks; a longer one is compared as a whole.
@@ -23,6 +24,13 @@ UNROLLED = 1024
 
 #: Runs a scheduled loop on terms.
 LoopRunner = Callable[[Any, Sequence[Term]], list[Term]]
+
+
+def _no_loop(eqn: Any, args: Sequence[Term]) -> list[Term]:
+    raise Undecided(
+        f"certify: the function has a loop{_compat.at_source_line(eqn)} that was scheduled before "
+        f"it was traced."
+    )
 
 
 class Evaluator:
@@ -35,7 +43,8 @@ class Evaluator:
         self.effects: list[Term] = []
         self.ordered: list[Term] = []
         self.guards: tuple[Any, ...] = ()
-        self.run_loop: LoopRunner | None = None
+        #: How a scheduled loop runs.
+        self.run_loop: LoopRunner = _no_loop
         #: The task that first made a term, if it is asked for.
         self.maker: dict[Term, str] | None = None
         self._depth = 0

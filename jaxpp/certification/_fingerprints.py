@@ -1,13 +1,13 @@
 """Fingerprints of terms: terms that are equal over the real numbers have the same one.
 
-A fingerprint is a few numbers modulo a large prime, the values of a term in a random model: a scalar
-is a number, and an array is a few of its elements. Sums, products and quotients are those of the
-field; a linear operation is a random matrix, a bilinear one a random tensor, and any other operation
-a random function. So all that holds by the laws of arithmetic, by linearity, and for any functions,
-holds in the model. Values that differ have other numbers but for a chance of about one in the prime
-for each comparison: Schwartz, "Fast probabilistic algorithms for verification of polynomial
-identities" (1980), lemma 1; with random functions as in Gulwani and Necula, "Global value numbering
-using random interpretation" (2004).
+A fingerprint is a few numbers modulo a large prime, the values of a term in a random model: a
+scalar is a number, and an array is a few of its elements. Sums, products and quotients are those of
+the field; a linear operation is a random matrix, a bilinear one a random tensor, and any other
+operation a random function. So all that holds by the laws of arithmetic, by linearity, and for any
+functions, holds in the model. Values that differ have other numbers but for a chance of about one
+in the prime for each comparison: Schwartz, "Fast probabilistic algorithms for verification of
+polynomial identities" (1980), lemma 1; with random functions as in Gulwani and Necula, "Global
+value numbering using random interpretation" (2004).
 """
 
 import fractions
@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpp.certify._table import Op, Term
+from jaxpp.certification._table import Op, Term
 
 Fingerprint = tuple[int, ...]
 

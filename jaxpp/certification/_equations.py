@@ -1,4 +1,4 @@
-"""The rules of primitives: for an equation, the function that makes terms of its operands' terms."""
+"""The rules of primitives: for an equation, the function of terms that it is."""
 
 import functools
 import itertools
@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.extend.core as jex
-import numpy as np
 
 from jaxpp import _compat
-from jaxpp.certify._table import Term, full_of
-from jaxpp.certify._terms import ELEMENTWISE, REDUCTIONS
+from jaxpp.certification._table import Term, full_of
+from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS
 
 if TYPE_CHECKING:
-    from jaxpp.certify._evaluate import Evaluator
+    from jaxpp.certification._evaluate import Evaluator
 
 Rule = Callable[[Sequence[Term]], Sequence[Term]]
 
@@ -54,7 +53,7 @@ def rule_of(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Rule:
         body = eqn.params[_CALLS[name]]
         return lambda args: evaluator.run(body, args)
     if name == "pipeline_loop":
-        return lambda args: evaluator.run_loop(eqn, args)
+        return functools.partial(evaluator.run_loop, eqn)
     if name in _CONTROL:
         return functools.partial(_CONTROL[name], evaluator, eqn)
     if eqn.effects:
@@ -69,7 +68,7 @@ def params_of(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Any:
     )
 
 
-def _types(eqn: jex.JaxprEqn) -> list[tuple[tuple[int, ...], str]]:
+def _types(eqn: Any) -> list[tuple[tuple[int, ...], str]]:
     return [(v.aval.shape, str(v.aval.dtype)) for v in eqn.outvars]
 
 
@@ -163,9 +162,7 @@ def _sliced(evaluator, t: Term, starts, limits, strides=None) -> Term:
     if (number := full_of(t)) is not None:
         return terms.broadcast(number, shape, ())
     if t.name == "rows_joined" and strides[0] == 1:
-        parts = [
-            _sliced(evaluator, p, starts, (p.shape[0], *limits[1:]), strides) for p in t.args
-        ]
+        parts = [_sliced(evaluator, p, starts, (p.shape[0], *limits[1:]), strides) for p in t.args]
         return terms.join_rows(parts)
     params = (tuple(map(int, starts)), tuple(map(int, limits)), tuple(map(int, strides)))
     return terms.term("slice", params, (t,), shape, t.dtype)
@@ -188,10 +185,11 @@ def _pad(evaluator, eqn) -> Rule:
 
 def _clamped(starts: Sequence[Term], sizes: Sequence[int], shape: Sequence[int]) -> Any:
     """Where a dynamic slice begins; None if that is not known."""
-    if any(s.value is None for s in starts):
+    values = [s.value for s in starts if s.value is not None]
+    if len(values) < len(starts):
         return None
-    each = zip(starts, sizes, shape, strict=True)
-    return [max(0, min(int(s.value), n - size)) for s, size, n in each]
+    each = zip(values, sizes, shape, strict=True)
+    return [max(0, min(int(value), n - size)) for value, size, n in each]
 
 
 def _dynamic_slice(evaluator, eqn) -> Rule:
@@ -253,9 +251,7 @@ def _effect(evaluator, eqn, args) -> list[Term]:
     terms, name, params = evaluator.terms, eqn.primitive.name, params_of(evaluator, eqn)
     happened = terms.term(f"effect {name}", (params, evaluator.guards), args, (), "")
     again = evaluator.happens(happened, _compat.is_ordered(eqn))
-    return [
-        terms.term(name, (params, again, k), args, *own) for k, own in enumerate(_types(eqn))
-    ]
+    return [terms.term(name, (params, again, k), args, *own) for k, own in enumerate(_types(eqn))]
 
 
 def _scan(evaluator, eqn, args) -> list[Term]:

@@ -3,8 +3,8 @@
 Each rewrite is exact: data movement, rows that are cut and joined, numbers that are known, choices
 between cases. Where less than exact equality is asked for, terms that are equal over the real
 numbers are one, too: sums and extremes in another order or with zeros, factors taken out of sums, a
-reduction over rows and those of its parts. The rules are this module's own: they share nothing with the tables by which
-the compiler decides.
+reduction over rows and those of its parts. The rules are this module's own: they share nothing with
+the tables by which the compiler decides.
 """
 
 import collections
@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp.certify._fingerprints import Fingerprints, keeps_values
-from jaxpp.certify._table import SMALL, Op, Shape, Table, Term, full_of
+from jaxpp.certification._fingerprints import Fingerprints, keeps_values
+from jaxpp.certification._table import SMALL, Op, Shape, Table, Term, full_of
 
 #: They make each element of the elements at the same place. Operands that are scalars, or of size
 #: 1 along an axis, serve for all places.
@@ -421,16 +421,14 @@ class Terms(Table):
             elementwise = new.name in ELEMENTWISE or new.name == "extreme"
             new.fingerprint = self._fingerprints.of(new.op, new.args, elementwise)
         known = self._alike.setdefault((new.shape, new.dtype, new.fingerprint), new)
-        if known is not new and known.name == new.name:
-            self.rewrites[f"{known.name} of other operands, equal over the real numbers"] += 1
-        elif known is not new:
-            self.rewrites[f"{new.name} equal to {known.name} over the real numbers"] += 1
+        if known is not new:
+            self.rewrites[f"{new.name}, equal to another value over the real numbers"] += 1
         return known
 
 
 def _has_rows(t: Term, op: Op) -> bool:
     """Whether an operand has the rows of a row-wise operation, and not one for all."""
-    return len(t.shape) == len(op.shape) and t.shape[:1] == op.shape[:1] != ()
+    return len(t.shape) == len(op.shape) > 0 and t.shape[:1] == op.shape[:1]
 
 
 def _all_known(typed: Iterable[Any]) -> bool:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpp import _definitions, _jaxprs
-from jaxpp._program import Argument, Bundle, Result, cuts_of
-from jaxpp.certify import _definition
-from jaxpp.certify._evaluate import Evaluator
-from jaxpp.certify._explain import explain, origin
-from jaxpp.certify._machine import Machine
-from jaxpp.certify._refuted import Refuted, Undecided
-from jaxpp.certify._steps import argument_term, run_step
-from jaxpp.certify._table import Term
-from jaxpp.certify._terms import Equality, Terms
+from jaxpp._program import PROVIDED, Argument, Bundle, Result, cuts_of
+from jaxpp.certification import _definition
+from jaxpp.certification._evaluate import Evaluator
+from jaxpp.certification._explain import explain, origin
+from jaxpp.certification._machine import Machine
+from jaxpp.certification._refuted import Refuted, Undecided
+from jaxpp.certification._steps import argument_term, run_step
+from jaxpp.certification._table import Term
+from jaxpp.certification._terms import Equality, Terms
 
 #: Where a difference shows, if it is not a pass.
 _TRANSFORMS, _PROGRAMS = "the transforms before schedule", "the programs"
@@ -41,6 +41,15 @@ class Certificate:
         undecided: why those before `schedule` are not, if they are not.
         passes: the passes of `place` after each of which the step was compared.
         seconds: how long it took, in seconds.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> loss = jaxpp.wrap_forward(lambda w, x: jnp.mean((x @ w) ** 2))
+        >>> grad = jaxpp.microbatch(jax.grad(loss), 2)
+        >>> step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()))
+        >>> certificate = jaxpp.certify(step, jnp.eye(2), jnp.ones((4, 2)))
+        >>> certificate.exact, certificate.ranks, certificate.transforms[-1]
+        (True, 1, 'place')
     """
 
     results: int
@@ -174,6 +183,9 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
         passes=tuple(proof.passes),
         seconds=time.perf_counter() - start,
     )
+
+
+PROVIDED["certify"] = certify_lowered
 
 
 def _retraced(lowered: Lowered, definitions: Mapping[str, Callable[..., Any]]) -> _jaxprs.Traced:

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpp.certify._evaluate import Evaluator
-from jaxpp.certify._table import Term
-from jaxpp.certify._terms import Terms
+from jaxpp.certification._evaluate import Evaluator
+from jaxpp.certification._table import Term
+from jaxpp.certification._terms import Terms
 
 
 def argument_term(terms: Terms, path: str, aval: Any, cut: tuple[int, ...] | None) -> Term:
@@ -71,7 +71,8 @@ def _run_loop(
             continue
         # The rows of the other direction are anything: nothing may read them.
         shape, dtype = v.aval.shape[1:], str(v.aval.dtype)
-        rows = [terms.term("nothing", (), (), shape, dtype) if y is None else y
-                for y in ys[ref.index]]
+        rows = [
+            terms.term("nothing", (), (), shape, dtype) if y is None else y for y in ys[ref.index]
+        ]
         results.append(terms.stack(rows))
     return results
