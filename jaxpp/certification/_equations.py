@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.extend.core as jex
 
 from jaxpp import _compat
-from jaxpp.certification._table import Term, full_of
+from jaxpp.certification._table import Term, full_of, name_of
 from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def params_of(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Any:
 
 
 def _types(eqn: Any) -> list[tuple[tuple[int, ...], str]]:
-    return [(v.aval.shape, str(v.aval.dtype)) for v in eqn.outvars]
+    return [(v.aval.shape, name_of(v.aval.dtype)) for v in eqn.outvars]
 
 
 def _operation(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Rule:

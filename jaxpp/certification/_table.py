@@ -1,5 +1,6 @@
 """Hash-consed terms: the symbolic values of a program, of which equal ones are one."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,12 @@ Shape = tuple[int, ...]
 
 #: The number of elements of a constant up to which its value is kept, to compute with.
 SMALL = 4096
+
+
+@functools.cache
+def name_of(dtype: Any) -> str:
+    """The name of a dtype, which is slow to find."""
+    return str(dtype)
 
 
 class Op:
@@ -59,7 +66,10 @@ class Term:
         self.name, self.shape, self.dtype = op.name, op.shape, op.dtype
         self.value = value
         self.fingerprint: tuple[int, ...] = ()
-        self.indices = _NONE.union(*(own for a in args if (own := a.indices)))
+        self.indices = _NONE
+        for a in args:
+            if a.indices and a.indices is not self.indices:
+                self.indices |= a.indices
         if op.name == "choice":
             self.indices |= {args[0]}
 
@@ -118,7 +128,7 @@ class Table:
             return kept[1]
         is_extended = jnp.issubdtype(value.dtype, jax.dtypes.extended)
         data = np.asarray(jax.random.key_data(value) if is_extended else value)
-        dtype = str(value.dtype)
+        dtype = name_of(value.dtype)
         if data.shape == () and not is_extended:
             term = self.literal(data, dtype)
         else:
@@ -134,7 +144,7 @@ class Table:
         aval: Any = atom.aval
         if aval.shape or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             return self.constant(atom.val)
-        return self.literal(np.asarray(atom.val, aval.dtype), str(aval.dtype))
+        return self.literal(np.asarray(atom.val, aval.dtype), name_of(aval.dtype))
 
 
 def full_of(term: Term) -> Term | None:
