@@ -37,19 +37,16 @@ class Op:
         self.of_rows: dict[int, Op] = {}
 
 
-_NONE: frozenset["Term"] = frozenset()
-
-
 class Term:
     """A symbolic value: an operation on terms.
 
     `eqn` and `where` say where it was made first: the equation, and the task or part of the step.
-    `value` is the value of a number, or of a small constant; `fingerprint` is set if it is asked
-    for. `indices` are those of the choices in it.
+    `value` is the value of a number, or of a small constant; `indices` has a bit for each index of
+    a choice in it.
     """
 
     __slots__ = (
-        "args", "dtype", "eqn", "fingerprint", "indices", "name", "number", "op", "shape", "value",
+        "args", "dtype", "eqn", "indices", "name", "number", "op", "shape", "value",
         "where",
     )  # fmt: skip
 
@@ -65,13 +62,9 @@ class Term:
         self.op, self.args, self.number, self.eqn, self.where = op, args, number, eqn, where
         self.name, self.shape, self.dtype = op.name, op.shape, op.dtype
         self.value = value
-        self.fingerprint: tuple[int, ...] = ()
-        self.indices = _NONE
+        self.indices = 0
         for a in args:
-            if a.indices and a.indices is not self.indices:
-                self.indices |= a.indices
-        if op.name == "choice":
-            self.indices |= {args[0]}
+            self.indices |= a.indices
 
 
 class Table:
@@ -84,6 +77,7 @@ class Table:
         self.where = "the function"
         self._found: dict[tuple[Any, ...], Term] = {}
         self._ops: dict[tuple[Any, ...], Op] = {}
+        self._bits: dict[Term, int] = {}
         self._constants: dict[int, tuple[Any, Term]] = {}
 
     def op(
@@ -104,14 +98,15 @@ class Table:
         term = self._found.get(key)
         if term is None:
             term = Term(op, tuple(args), len(self.terms), self.eqn, self.where, value)
-            term = self._found[key] = self.same_as(term)
-            if term.number == len(self.terms):
-                self.terms.append(term)
+            self._found[key] = term
+            self.terms.append(term)
+            if op.name == "choice":
+                term.indices |= self._bits.setdefault(args[0], 1 << len(self._bits))
         return term
 
-    def same_as(self, new: Term) -> Term:
-        """The term that a new one is the same as: itself."""
-        return new
+    def depends_on(self, term: Term, index: Term) -> bool:
+        """Whether a term has a choice by an index in it."""
+        return bool(term.indices & self._bits.get(index, 0))
 
     def term(self, name: str, params: Any, args: Sequence[Term], shape: Any, dtype: str) -> Term:
         return self.make(self.op(name, params, tuple(shape), dtype), args)
