@@ -44,6 +44,8 @@ _FOLDED = frozenset(
     select_n sign sub xor
     """.split()
 )
+
+
 _WHOLE_NUMBERS = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
 
 
@@ -53,6 +55,7 @@ class Terms(Table):
     def __init__(self):
         super().__init__()
         self._rows: dict[tuple[Term, int, int], Term] = {}
+        self._folds: dict[tuple[Any, ...], Term] = {}
         self._known: dict[tuple[Term, Term, int], Term] = {}
 
     # ---- moves -------------------------------------------------------------------------------
@@ -241,7 +244,9 @@ class Terms(Table):
                 if made is not None:
                     return made
         name = op.name
-        if name in _FOLDED and op.shape == () and _all_known([op, *args]):
+        # Arithmetic of floats stays as it is: the quotient of two is no longer a fraction.
+        is_exact = op.shape == () and op.dtype in _WHOLE_NUMBERS and name in _FOLDED
+        if is_exact and all(a.name == "literal" for a in args):
             return self._folded(op, args)
         match name:
             case "convert_element_type":
@@ -344,13 +349,16 @@ class Terms(Table):
 
     def _folded(self, op: Op, args: Sequence[Term]) -> Term:
         """Computes a number of numbers."""
+        if (found := self._folds.get((op, *args))) is not None:
+            return found
         values = [jnp.asarray(a.value, a.dtype) for a in args]
         with jax.ensure_compile_time_eval():
             if op.name == "convert_element_type":
                 value = values[0].astype(op.dtype)
             else:
                 value = op.eqn.primitive.bind(*values, **op.eqn.params)
-        return self.literal(np.asarray(value), op.dtype)
+        found = self._folds[op, *args] = self.literal(np.asarray(value), op.dtype)
+        return found
 
     # ---- reductions --------------------------------------------------------------------------
 
@@ -369,12 +377,6 @@ class Terms(Table):
 def _has_rows(t: Term, op: Op) -> bool:
     """Whether an operand has the rows of a row-wise operation, and not one for all."""
     return len(t.shape) == len(op.shape) > 0 and t.shape[:1] == op.shape[:1]
-
-
-def _all_known(typed: Iterable[Any]) -> bool:
-    return all(
-        x.dtype in _WHOLE_NUMBERS and (isinstance(x, Op) or x.name == "literal") for x in typed
-    )
 
 
 def _is_cast_of_bool(t: Term) -> bool:
