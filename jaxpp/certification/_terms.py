@@ -75,7 +75,7 @@ class Terms(Table):
             # Single rows, (M, B, ...), as (M * B, ...).
             if len(t.args) == own[0] and shape[0] == math.prod(own[:2]) and shape[1:] == own[2:]:
                 return self.join_rows([self.reshape(p, own[1:]) for p in t.args])
-        if t.value is not None:
+        if t.name == "constant" and t.value is not None:
             return self.constant(t.value.reshape(shape))
         return self.term("reshape", (), (t,), shape, t.dtype)
 
@@ -244,9 +244,7 @@ class Terms(Table):
                 if made is not None:
                     return made
         name = op.name
-        # Arithmetic of floats stays as it is: the quotient of two is no longer a fraction.
-        is_exact = op.shape == () and op.dtype in _WHOLE_NUMBERS and name in _FOLDED
-        if is_exact and all(a.name == "literal" for a in args):
+        if name in _FOLDED and op.shape == () and all(a.value is not None for a in args):
             return self._folded(op, args)
         match name:
             case "convert_element_type":
@@ -348,16 +346,24 @@ class Terms(Table):
         return self.elementwise(op, args) if op.name in ELEMENTWISE else self.make(op, args)
 
     def _folded(self, op: Op, args: Sequence[Term]) -> Term:
-        """Computes a number of numbers."""
+        """Computes a number of numbers.
+
+        Arithmetic of floats keeps its form beside its value: a quotient is a fraction, not rounded.
+        """
         if (found := self._folds.get((op, *args))) is not None:
             return found
         values = [jnp.asarray(a.value, a.dtype) for a in args]
         with jax.ensure_compile_time_eval():
             if op.name == "convert_element_type":
-                value = values[0].astype(op.dtype)
+                value = np.asarray(values[0].astype(op.dtype))
             else:
-                value = op.eqn.primitive.bind(*values, **op.eqn.params)
-        found = self._folds[op, *args] = self.literal(np.asarray(value), op.dtype)
+                value = np.asarray(op.eqn.primitive.bind(*values, **op.eqn.params))
+        is_cast = op.name == "convert_element_type" and args[0].name == "literal"
+        if op.dtype in _WHOLE_NUMBERS or is_cast:
+            found = self.literal(value, op.dtype)
+        else:
+            found = self.make(op, args, value)
+        self._folds[op, *args] = found
         return found
 
     # ---- reductions --------------------------------------------------------------------------
