@@ -1,6 +1,8 @@
 """`microbatch`: runs a function on slices of its arguments, one after the other."""
 
+import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +16,7 @@ from jaxtyping import DTypeLike, PyTree
 from jaxpp import _jaxprs, _specs
 from jaxpp._spellings import names_ours
 from jaxpp._typing import P, R
-from jaxpp.transforms import _keywords
+from jaxpp.transforms import _keywords, _signature
 from jaxpp.transforms.microbatch import _reductions, _slices
 from jaxpp.transforms.microbatch._slices import CARRY
 
@@ -29,7 +31,7 @@ def microbatch(
     *,
     in_axes: PyTree[int | str | None] = (None, 0),
     reduce: PyTree[str | _reductions.Operator] = _BY_DEFAULT,
-    accumulator_dtype: PyTree[DTypeLike] | None = None,
+    accumulator_dtype: PyTree[DTypeLike | None] = _reductions.AUTO,
 ) -> Callable[P, R]:
     """Runs `fun` on slices of its arguments and combines the results, in the memory of one slice.
 
@@ -91,7 +93,7 @@ def microbatch_by(
     num_microbatches: int,
     in_axes: PyTree[int | str | None],
     reduce: Callable[[_jaxprs.Traced], PyTree[str | _reductions.Operator]],
-    accumulator_dtype: PyTree[DTypeLike] | None = None,
+    accumulator_dtype: PyTree[DTypeLike | None] = _reductions.AUTO,
 ) -> Callable[P, R]:
     """Does as `microbatch`, with a `reduce` that is chosen after `fun` has been traced."""
     is_number = isinstance(num_microbatches, int | np.integer) and num_microbatches is not True
@@ -106,21 +108,29 @@ def microbatch_by(
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
         given = _keywords.as_positional(fun, args, kwargs, most)
         leaves, tree = jtu.tree_flatten(given)
-        axes = _broadcast_axes(in_axes, given)
-        axes = [a if _jaxprs.is_array(leaf) else None for a, leaf in zip(axes, leaves, strict=True)]
+        entries = _broadcast_axes(in_axes, given)
+        if any(e.axis == CARRY for e in entries):
+            numbers = jtu.tree_leaves(_signature.with_arrays(given, ()))
+            pairs = zip(entries, leaves, numbers, strict=True)
+            leaves = [number if e.axis == CARRY else x for e, x, number in pairs]
+        pairs = list(zip(entries, leaves, strict=True))
+        handed_on = [x for e, x in pairs if e.axis == CARRY and not _jaxprs.is_array(x)]
+        entries = [e if _jaxprs.is_array(x) else _WHOLE for e, x in pairs]
+        axes = [e.axis for e in entries]
         paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(given)[0]]
-        _check_sizes(leaves, axes, paths, count)
+        _check_sizes(leaves, entries, paths, count)
         small = [
             leaf if axis is None else _slice_type(leaf, axis, count)
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
-        traced = _jaxprs.trace(_keywords.positional(fun), jtu.tree_unflatten(tree, small))
+        traced = _jaxprs.trace(_with_arrays(fun), jtu.tree_unflatten(tree, small))
         chosen = reduce(traced)
         if chosen is _BY_DEFAULT:
             _warn_of_averaged_examples(traced, small, axes, count)
         operators = _resolve_outputs(chosen, accumulator_dtype, traced)
         carried = [(p, x) for p, a, x in zip(paths, axes, small, strict=True) if a == CARRY]
         _check_carried(carried, operators, traced)
+        _check_static(chosen, handed_on, traced)
         # Inputs of the traced jaxpr: the arrays closed over, then the array leaves in order.
         arrays = [i for i, leaf in enumerate(leaves) if _jaxprs.is_array(leaf)]
         inputs = list(traced.inputs[: traced.num_closed_over])
@@ -160,8 +170,28 @@ def _warn_of_averaged_examples(
             )
 
 
-def _broadcast_axes(in_axes: Any, args: tuple) -> list[Any]:
-    """Gives one axis, None or `CARRY` for each leaf of the arguments."""
+def _with_arrays(fun: Callable) -> Callable:
+    """Makes `fun` a function of positional arguments, in whose result numbers are arrays.
+
+    As in the arguments of `place`, a number in an Equinox module stays as it is.
+    """
+    positional = _keywords.positional(fun)
+    return lambda *args: _signature.with_arrays((positional(*args),), ())[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """An entry of `in_axes`; `number` tells it apart, None where the user wrote none."""
+
+    axis: int | str | None
+    number: int | None = None
+
+
+_WHOLE = _Entry(None)
+
+
+def _broadcast_axes(in_axes: Any, args: tuple) -> list[_Entry]:
+    """Gives the entry of `in_axes` for each leaf of the arguments."""
     if isinstance(in_axes, list):
         in_axes = tuple(in_axes)
     count = len(_keywords.without_keywords(args))
@@ -170,19 +200,21 @@ def _broadcast_axes(in_axes: Any, args: tuple) -> list[Any]:
             f"microbatch: in_axes has {len(in_axes)} entries {in_axes}, but the function was "
             f"called with {count} arguments; give one entry for each."
         )
-    in_axes = _keywords.with_keywords(in_axes, args, 0)
-    axes = _broadcast(in_axes, args, "in_axes", lambda a: a is None)
-    wrong = [
-        a
-        for a in axes
-        if a not in (None, CARRY) and (isinstance(a, bool) or not isinstance(a, int))
-    ]
-    if wrong:
-        raise ValueError(
-            f"microbatch: in_axes holds {wrong[0]!r}; each of its leaves is an int, None or "
-            f"{CARRY!r}."
-        )
-    return axes
+    numbers = itertools.count()
+    in_axes = jtu.tree_map(lambda a: _Entry(a, next(numbers)), in_axes, is_leaf=_is_none)
+    in_axes = _keywords.with_keywords(in_axes, args, _Entry(0))
+    entries = _broadcast(in_axes, args, "in_axes", lambda e: isinstance(e, _Entry))
+    for axis in [e.axis for e in entries]:
+        if axis not in (None, CARRY) and (isinstance(axis, bool) or not isinstance(axis, int)):
+            raise ValueError(
+                f"microbatch: in_axes holds {axis!r}; each of its leaves is an int, None or "
+                f"{CARRY!r}."
+            )
+    return entries
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool]) -> list[Any]:
@@ -204,7 +236,10 @@ def _broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool]
 
 def _resolve_outputs(reduce: Any, dtype: Any, traced: _jaxprs.Traced) -> list[Any]:
     paths = traced.output_paths()
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.jaxpr.outvars]
+    avals = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+        for v in traced.jaxpr.jaxpr.outvars
+    ]
     outputs = traced.rebuild(avals)
     leaves = jtu.tree_leaves(outputs)
 
@@ -214,12 +249,16 @@ def _resolve_outputs(reduce: Any, dtype: Any, traced: _jaxprs.Traced) -> list[An
             n for n, x in zip(named, leaves, strict=True) if isinstance(x, jax.ShapeDtypeStruct)
         ]
 
-    named = of_arrays(reduce, "reduce", lambda r: r is None or isinstance(r, _reductions.Operator))
-    dtypes = of_arrays(dtype, "accumulator_dtype", lambda d: d is None)
+    named = of_arrays(reduce, "reduce", _is_reduction)
+    dtypes = of_arrays(dtype, "accumulator_dtype", _is_none)
     return [
         _reductions.accumulate_in(_reductions.resolve(r, p, x), d, x)
         for r, d, p, x in zip(named, dtypes, paths, avals, strict=True)
     ]
+
+
+def _is_reduction(x: Any) -> bool:
+    return x is None or isinstance(x, _reductions.Operator)
 
 
 def _check_carried(inputs: Sequence[tuple[str, Any]], operators, traced: _jaxprs.Traced) -> None:
@@ -246,10 +285,50 @@ def _check_carried(inputs: Sequence[tuple[str, Any]], operators, traced: _jaxprs
             )
 
 
-def _check_sizes(leaves, axes, paths, count: int) -> None:
+def _check_static(reduce: Any, handed_on: Sequence[Any], traced: _jaxprs.Traced) -> None:
+    """Checks the outputs that are no arrays: they are the same in each slice, and in the result.
+
+    Raises:
+        ValueError: if a number among them would be another one, reduced.
+    """
+    outputs = traced.rebuild(np.zeros(()) for _ in traced.jaxpr.jaxpr.outvars)
+    given_back = []
+    for (path, x), how in zip(
+        jtu.tree_flatten_with_path(outputs)[0],
+        _broadcast(reduce, outputs, "reduce", _is_reduction),
+        strict=True,
+    ):
+        if _jaxprs.is_array(x):
+            continue
+        if how == CARRY:
+            given_back.append(x)
+        elif isinstance(x, bool | int | float | complex) and how not in _KEEPING:
+            raise ValueError(
+                f"microbatch: output{jtu.keystr(path)} is {x!r}, a bool of Python or a number in "
+                f"an Equinox module, which stays as it is, and has no {how!r}; return an array, "
+                f"such as jnp.asarray({x!r})."
+            )
+    if len(handed_on) != len(given_back) or not all(map(_is_same, handed_on, given_back)):
+        raise ValueError(
+            f"microbatch: {handed_on} is carried in, and {given_back} out, which are no arrays, so "
+            f"that each microbatch would get those of the first; give them back as they were, or "
+            f"carry arrays, such as jnp.asarray(0)."
+        )
+
+
+#: The reductions that give one value that all microbatches have; None is for what has no arrays.
+_KEEPING = (None, "mean", "max", "last")
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    return x is y or (type(x) is type(y) and bool(x == y))
+
+
+def _check_sizes(leaves, entries: Sequence[_Entry], paths, count: int) -> None:
     sizes = {}
-    for leaf, axis, path in zip(leaves, axes, paths, strict=True):
-        if axis in (None, CARRY):
+    for leaf, entry, path in zip(leaves, entries, paths, strict=True):
+        axis = entry.axis
+        if not isinstance(axis, int):
             continue
         if not -leaf.ndim <= axis < leaf.ndim:
             raise ValueError(
@@ -275,6 +354,25 @@ def _check_sizes(leaves, axes, paths, count: int) -> None:
             f"{', '.join(f'args{p}: {n}' for p, n in sizes.items())}; give each as many, or one "
             f"entry for each of the {count} microbatches."
         )
+    examples = {
+        e.number for e, p in zip(entries, paths, strict=True) if sizes.get(p, count) != count
+    }
+    for leaf, entry, path in zip(leaves, entries, paths, strict=True):
+        shared = entry.number is None or entry.number in examples
+        if examples and shared and sizes.get(path) == count and not _is_key(leaf):
+            others = max(sizes.values())
+            raise ValueError(
+                f"microbatch: args{path} has {count} entries where others have {others} examples, "
+                f"and no axis of its own in in_axes: it may have an entry for each of the {count} "
+                f"microbatches, or be meant for all as it is. Give it an entry of its own in "
+                f"in_axes: {entry.axis} for the first, None for the second."
+            )
+
+
+def _is_key(x: Any) -> bool:
+    """Tells whether an array holds random keys, typed or raw."""
+    raw = x.dtype == np.uint32 and x.ndim == 2 and x.shape[-1] in (2, 4)
+    return raw or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _slice_type(x, axis: int | str, count: int) -> jax.ShapeDtypeStruct:

@@ -1,13 +1,16 @@
 """The operators by which `microbatch` combines an output over the microbatches."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from jaxpp import _specs
+
+#: The dtype of sums unless the user gives one: float32 for narrower floats, else the value's own.
+AUTO = "auto"
 
 
 @runtime_checkable
@@ -41,7 +44,7 @@ class Operator(Protocol):
 class Fold:
     """A built-in operator; `accepts` tells whether it takes a dtype, `sums` whether it adds.
 
-    `dtype` is the dtype of the accumulator and the result; None is the output's own.
+    `dtype` is that of sums, of the output and of gradients through it: see `dtype_of_sum`.
     """
 
     name: str
@@ -50,7 +53,7 @@ class Fold:
     finish: Callable[[Any, int], Any]
     accepts: Callable[[Any], bool]
     sums: bool = False
-    dtype: Any = None
+    dtype: Any = AUTO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Collect:
 
     name: str
     finish: Callable[[Any], Any]
+    dtype: Any = AUTO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +70,29 @@ class Carry:
     """Hands each microbatch's value to the next one; the last value is the result."""
 
     name: str
+    dtype: Any = AUTO
+
+
+_OURS = Fold, Collect, Carry
+
+
+def _filled(x, value):
+    """Makes an accumulator of one value; it has the weak type of a Python number if `x` does."""
+    if getattr(x, "weak_type", False):
+        return jnp.full(x.shape, x.dtype.type(value).item())
+    return _specs.filled(x, value)  # of a key type too
 
 
 def _zeros(x):
-    return _specs.filled(x, 0)  # of a key type too
+    return _filled(x, 0)
 
 
 def _lowest(x):
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return _specs.filled(x, -jnp.inf)
+        return _filled(x, -jnp.inf)
     if x.dtype == jnp.bool_:
-        return _specs.filled(x, False)
-    return _specs.filled(x, jnp.iinfo(x.dtype).min)
+        return _filled(x, False)
+    return _filled(x, jnp.iinfo(x.dtype).min)
 
 
 def _is_number(dtype):
@@ -128,27 +143,62 @@ def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[
     return None
 
 
+def dtype_of_sum(dtype: Any, x: Any) -> Any:
+    """Gives the dtype in which values like `x` are added up, for an `accumulator_dtype`."""
+    if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.dtype
+    if not _is_auto(dtype):
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x.dtype
+
+
+def dtype_of_gradient(operators: Sequence[Any], x: Any) -> Any:
+    """Gives the widest dtype in which the operators of outputs add up gradients by `x`."""
+    ours = [op.dtype if isinstance(op, _OURS) else AUTO for op in operators]
+    return max((dtype_of_sum(dtype, x) for dtype in ours), key=lambda d: d.itemsize)
+
+
+def of_gradient(name: str, operators: Sequence[Any], x: Any) -> Any:
+    """Gives the built-in operator of a gradient by `x`, which comes in its accumulator's dtype."""
+    dtype = dtype_of_gradient(operators, x)
+    return accumulate_in(REDUCTIONS[name], None if dtype == x.dtype else dtype, x)
+
+
 def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
-    """Makes an operator that is a sum accumulate in `dtype`, if that and output `x` are floats.
+    """Makes a built-in operator, for outputs like `x`, keep its sums in an `accumulator_dtype`.
 
     Raises:
         ValueError: if `dtype` is no floating-point dtype.
     """
-    if dtype is None:
-        return operator
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if dtype is not None and not _is_auto(dtype) and not _is_floating(dtype):
         raise ValueError(
             f"microbatch: accumulator_dtype holds {dtype!r}, which is no floating-point dtype; "
-            f"give one, such as jnp.float32, or None for an output's own."
+            f"give one, such as jnp.float32, None for an output's own, or {AUTO!r}."
         )
-    if not getattr(operator, "sums", False) or not jnp.issubdtype(x.dtype, jnp.floating):
+    if not isinstance(operator, _OURS):
         return operator
+    own = dtype_of_sum(dtype, x)
+    if not getattr(operator, "sums", False) or own == x.dtype:
+        return dataclasses.replace(operator, dtype=dtype)
+    result, finish = x.dtype if _is_auto(dtype) else own, operator.finish
     return dataclasses.replace(
         operator,
-        init=lambda x: _specs.filled(x, 0, dtype),
-        combine=lambda acc, x: acc + x.astype(dtype),
+        init=lambda x: _specs.filled(x, 0, own),
+        combine=lambda acc, x: acc + x.astype(own),
+        finish=lambda acc, m: finish(acc, m).astype(result),
         dtype=dtype,
     )
+
+
+def _is_auto(dtype: Any) -> bool:
+    return isinstance(dtype, str) and dtype == AUTO
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False
 
 
 def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
