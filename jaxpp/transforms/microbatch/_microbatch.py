@@ -1,23 +1,23 @@
 """`microbatch`: runs a function on slices of its arguments, one after the other."""
 
-import dataclasses
 import functools
-import itertools
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import DTypeLike, PyTree
 
-from jaxpp import _jaxprs, _specs
+from jaxpp import _jaxprs
 from jaxpp._spellings import names_ours
 from jaxpp._typing import P, R
 from jaxpp.transforms import _keywords, _signature
-from jaxpp.transforms.microbatch import _reductions, _slices
+from jaxpp.transforms.microbatch import (
+    _arguments,
+    _outputs,
+    _reductions,
+    _slices,
+    _warnings,
+)
 from jaxpp.transforms.microbatch._slices import CARRY
 
 #: The reduction of all outputs where the user gives none; a string of the user is another object.
@@ -108,29 +108,30 @@ def microbatch_by(
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
         given = _keywords.as_positional(fun, args, kwargs, most)
         leaves, tree = jtu.tree_flatten(given)
-        entries = _broadcast_axes(in_axes, given)
+        entries = _arguments.broadcast_axes(in_axes, given)
         if any(e.axis == CARRY for e in entries):
             numbers = jtu.tree_leaves(_signature.with_arrays(given, ()))
             pairs = zip(entries, leaves, numbers, strict=True)
             leaves = [number if e.axis == CARRY else x for e, x, number in pairs]
         pairs = list(zip(entries, leaves, strict=True))
         handed_on = [x for e, x in pairs if e.axis == CARRY and not _jaxprs.is_array(x)]
-        entries = [e if _jaxprs.is_array(x) else _WHOLE for e, x in pairs]
+        entries = [e if _jaxprs.is_array(x) else _arguments.WHOLE for e, x in pairs]
         axes = [e.axis for e in entries]
         paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(given)[0]]
-        _check_sizes(leaves, entries, paths, count)
+        _arguments.check_sizes(leaves, entries, paths, count)
         small = [
-            leaf if axis is None else _slice_type(leaf, axis, count)
+            leaf if axis is None else _arguments.slice_type(leaf, axis, count)
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
         traced = _jaxprs.trace(_with_arrays(fun), jtu.tree_unflatten(tree, small))
         chosen = reduce(traced)
         if chosen is _BY_DEFAULT:
-            _warn_of_averaged_examples(traced, small, axes, count)
-        operators = _resolve_outputs(chosen, accumulator_dtype, traced)
+            _warnings.warn_of_averages(traced, small, axes, count)
+        operators = _outputs.resolve_outputs(chosen, accumulator_dtype, traced)
+        _warnings.warn_of_overwritten(traced, operators)
         carried = [(p, x) for p, a, x in zip(paths, axes, small, strict=True) if a == CARRY]
-        _check_carried(carried, operators, traced)
-        _check_static(chosen, handed_on, traced)
+        _outputs.check_carried(carried, operators, traced)
+        _outputs.check_static(chosen, handed_on, traced)
         # Inputs of the traced jaxpr: the arrays closed over, then the array leaves in order.
         arrays = [i for i, leaf in enumerate(leaves) if _jaxprs.is_array(leaf)]
         inputs = list(traced.inputs[: traced.num_closed_over])
@@ -138,36 +139,15 @@ def microbatch_by(
         for i in arrays:
             axis = axes[i]
             if isinstance(axis, int):
-                inputs.append(_stack_slices(leaves[i], axis, count))
+                inputs.append(_arguments.stack_slices(leaves[i], axis, count))
                 roles.append("slice")
             else:
-                inputs.append(leaves[i])
+                inputs.append(_warnings.watched(leaves[i], paths[i]))
                 roles.append("whole" if axis is None else CARRY)
         loop = _slices.loop_over_slices(traced.jaxpr, roles, operators, count)
         return traced.rebuild(loop(*inputs))
 
     return microbatched
-
-
-def _warn_of_averaged_examples(
-    traced: _jaxprs.Traced, small: Sequence[Any], axes: Sequence[Any], count: int
-) -> None:
-    """Warns of outputs with an entry for each example that the default reduction averages."""
-    pairs = list(zip(small, axes, strict=True))
-    sizes = {x.shape[axis] for x, axis in pairs if isinstance(axis, int)} - {1}
-    whole = [x for x, axis in pairs if not isinstance(axis, int)]
-    # An output with the shape of a parameter counts as its gradient.
-    parameters = {np.shape(x) for x in [*whole, *traced.inputs[: traced.num_closed_over]]}
-    for path, v in zip(traced.output_paths(), traced.jaxpr.jaxpr.outvars, strict=True):
-        shape = v.aval.shape
-        if shape and shape[0] in sizes and shape not in parameters:
-            warnings.warn(
-                f"microbatch: output{path} ({v.aval.dtype}{list(shape)}) seems to have an entry "
-                f"for each of the {shape[0]} examples of a microbatch, and is averaged over the "
-                f"{count} microbatches. Give reduce= for it: 'concat' keeps those of all examples, "
-                f"'mean' says that the average is meant.",
-                stacklevel=3,
-            )
 
 
 def _with_arrays(fun: Callable) -> Callable:
@@ -177,217 +157,3 @@ def _with_arrays(fun: Callable) -> Callable:
     """
     positional = _keywords.positional(fun)
     return lambda *args: _signature.with_arrays((positional(*args),), ())[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """An entry of `in_axes`; `number` tells it apart, None where the user wrote none."""
-
-    axis: int | str | None
-    number: int | None = None
-
-
-_WHOLE = _Entry(None)
-
-
-def _broadcast_axes(in_axes: Any, args: tuple) -> list[_Entry]:
-    """Gives the entry of `in_axes` for each leaf of the arguments."""
-    if isinstance(in_axes, list):
-        in_axes = tuple(in_axes)
-    count = len(_keywords.without_keywords(args))
-    if isinstance(in_axes, tuple) and len(in_axes) != count:
-        raise ValueError(
-            f"microbatch: in_axes has {len(in_axes)} entries {in_axes}, but the function was "
-            f"called with {count} arguments; give one entry for each."
-        )
-    numbers = itertools.count()
-    in_axes = jtu.tree_map(lambda a: _Entry(a, next(numbers)), in_axes, is_leaf=_is_none)
-    in_axes = _keywords.with_keywords(in_axes, args, _Entry(0))
-    entries = _broadcast(in_axes, args, "in_axes", lambda e: isinstance(e, _Entry))
-    for axis in [e.axis for e in entries]:
-        if axis not in (None, CARRY) and (isinstance(axis, bool) or not isinstance(axis, int)):
-            raise ValueError(
-                f"microbatch: in_axes holds {axis!r}; each of its leaves is an int, None or "
-                f"{CARRY!r}."
-            )
-    return entries
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool]) -> list[Any]:
-    """Repeats each leaf of a prefix pytree for the leaves of `tree` below it."""
-    result: list[Any] = []
-    try:
-        jtu.tree_map(
-            lambda p, sub: result.extend([p] * len(jtu.tree_leaves(sub))),
-            prefix,
-            tree,
-            is_leaf=is_leaf,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"microbatch: {what} is not a prefix of the pytree it stands for: {error}"
-        ) from None
-    return result
-
-
-def _resolve_outputs(reduce: Any, dtype: Any, traced: _jaxprs.Traced) -> list[Any]:
-    paths = traced.output_paths()
-    avals = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-        for v in traced.jaxpr.jaxpr.outvars
-    ]
-    outputs = traced.rebuild(avals)
-    leaves = jtu.tree_leaves(outputs)
-
-    def of_arrays(prefix: Any, what: str, is_leaf: Callable[[Any], bool]) -> list[Any]:
-        named = _broadcast(prefix, outputs, what, is_leaf)
-        return [
-            n for n, x in zip(named, leaves, strict=True) if isinstance(x, jax.ShapeDtypeStruct)
-        ]
-
-    named = of_arrays(reduce, "reduce", _is_reduction)
-    dtypes = of_arrays(dtype, "accumulator_dtype", _is_none)
-    return [
-        _reductions.accumulate_in(_reductions.resolve(r, p, x), d, x)
-        for r, d, p, x in zip(named, dtypes, paths, avals, strict=True)
-    ]
-
-
-def _is_reduction(x: Any) -> bool:
-    return x is None or isinstance(x, _reductions.Operator)
-
-
-def _check_carried(inputs: Sequence[tuple[str, Any]], operators, traced: _jaxprs.Traced) -> None:
-    """Checks that a slice carries out the arrays that the next one takes."""
-    outputs = [
-        (path, v.aval)
-        for path, op, v in zip(
-            traced.output_paths(), operators, traced.jaxpr.jaxpr.outvars, strict=True
-        )
-        if isinstance(op, _reductions.Carry)
-    ]
-    if len(inputs) != len(outputs):
-        raise ValueError(
-            f"microbatch: in_axes carries {len(inputs)} arrays in, but reduce carries "
-            f"{len(outputs)} out; what one microbatch carries out the next one takes, so give "
-            f"{CARRY!r} in both for the same state."
-        )
-    for (path, x), (out_path, y) in zip(inputs, outputs, strict=True):
-        if (x.shape, x.dtype) != (y.shape, y.dtype):
-            raise ValueError(
-                f"microbatch: output{out_path} ({y.dtype}{list(y.shape)}) of a microbatch is "
-                f"carried to args{path} ({x.dtype}{list(x.shape)}) of the next; give back what was "
-                f"taken, with its shape and dtype."
-            )
-
-
-def _check_static(reduce: Any, handed_on: Sequence[Any], traced: _jaxprs.Traced) -> None:
-    """Checks the outputs that are no arrays: they are the same in each slice, and in the result.
-
-    Raises:
-        ValueError: if a number among them would be another one, reduced.
-    """
-    outputs = traced.rebuild(np.zeros(()) for _ in traced.jaxpr.jaxpr.outvars)
-    given_back = []
-    for (path, x), how in zip(
-        jtu.tree_flatten_with_path(outputs)[0],
-        _broadcast(reduce, outputs, "reduce", _is_reduction),
-        strict=True,
-    ):
-        if _jaxprs.is_array(x):
-            continue
-        if how == CARRY:
-            given_back.append(x)
-        elif isinstance(x, bool | int | float | complex) and how not in _KEEPING:
-            raise ValueError(
-                f"microbatch: output{jtu.keystr(path)} is {x!r}, a bool of Python or a number in "
-                f"an Equinox module, which stays as it is, and has no {how!r}; return an array, "
-                f"such as jnp.asarray({x!r})."
-            )
-    if len(handed_on) != len(given_back) or not all(map(_is_same, handed_on, given_back)):
-        raise ValueError(
-            f"microbatch: {handed_on} is carried in, and {given_back} out, which are no arrays, so "
-            f"that each microbatch would get those of the first; give them back as they were, or "
-            f"carry arrays, such as jnp.asarray(0)."
-        )
-
-
-#: The reductions that give one value that all microbatches have; None is for what has no arrays.
-_KEEPING = (None, "mean", "max", "last")
-
-
-def _is_same(x: Any, y: Any) -> bool:
-    return x is y or (type(x) is type(y) and bool(x == y))
-
-
-def _check_sizes(leaves, entries: Sequence[_Entry], paths, count: int) -> None:
-    sizes = {}
-    for leaf, entry, path in zip(leaves, entries, paths, strict=True):
-        axis = entry.axis
-        if not isinstance(axis, int):
-            continue
-        if not -leaf.ndim <= axis < leaf.ndim:
-            raise ValueError(
-                f"microbatch: args{path} has shape {leaf.shape} and no axis {axis} to slice."
-            )
-        sizes[path] = leaf.shape[axis]
-    if not sizes:
-        raise ValueError(
-            "microbatch: in_axes names no array to slice; give an axis for one argument."
-        )
-    for path, size in sizes.items():
-        if size % count:
-            near = max(size // count * count, count)
-            raise ValueError(
-                f"microbatch: args{path} has {size} examples, which {count} microbatches do not "
-                f"divide; use {near} or {(size // count + 1) * count} examples, or another number "
-                f"of microbatches."
-            )
-    # An array with an entry for each microbatch (random keys, numbers) has M, whatever the batch.
-    if len(set(sizes.values()) - {count}) > 1:
-        raise ValueError(
-            f"microbatch: the sliced arguments differ in their number of examples: "
-            f"{', '.join(f'args{p}: {n}' for p, n in sizes.items())}; give each as many, or one "
-            f"entry for each of the {count} microbatches."
-        )
-    examples = {
-        e.number for e, p in zip(entries, paths, strict=True) if sizes.get(p, count) != count
-    }
-    for leaf, entry, path in zip(leaves, entries, paths, strict=True):
-        shared = entry.number is None or entry.number in examples
-        if examples and shared and sizes.get(path) == count and not _is_key(leaf):
-            others = max(sizes.values())
-            raise ValueError(
-                f"microbatch: args{path} has {count} entries where others have {others} examples, "
-                f"and no axis of its own in in_axes: it may have an entry for each of the {count} "
-                f"microbatches, or be meant for all as it is. Give it an entry of its own in "
-                f"in_axes: {entry.axis} for the first, None for the second."
-            )
-
-
-def _is_key(x: Any) -> bool:
-    """Tells whether an array holds random keys, typed or raw."""
-    raw = x.dtype == np.uint32 and x.ndim == 2 and x.shape[-1] in (2, 4)
-    return raw or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _slice_type(x, axis: int | str, count: int) -> jax.ShapeDtypeStruct:
-    def first(x):
-        return _stack_slices(x, axis, count)[0] if isinstance(axis, int) else x
-
-    return _specs.types_of(first, x)  # NumPy's int64 is an int32 to JAX
-
-
-def _stack_slices(x, axis: int, count: int):
-    """Stacks the slices of an array along a new first axis."""
-    x = jnp.asarray(x)
-    axis = axis % x.ndim
-    shape = (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
-    split = _specs.in_type(x)
-    if split is not None:  # explicit axes: the examples of each slice are split as the array is
-        split = _specs.partition_spec((*split[:axis], (), *split[axis:]))
-    return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)

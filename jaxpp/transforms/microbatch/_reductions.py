@@ -42,7 +42,7 @@ class Operator(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """A built-in operator; `accepts` tells whether it takes a dtype, `sums` whether it adds.
+    """An operator; `accepts` tells whether it takes a dtype, `sums` whether it adds.
 
     `dtype` is that of sums, of the output and of gradients through it: see `dtype_of_sum`.
     """
@@ -71,9 +71,6 @@ class Carry:
 
     name: str
     dtype: Any = AUTO
-
-
-_OURS = Fold, Collect, Carry
 
 
 def _filled(x, value):
@@ -154,8 +151,8 @@ def dtype_of_sum(dtype: Any, x: Any) -> Any:
 
 def dtype_of_gradient(operators: Sequence[Any], x: Any) -> Any:
     """Gives the widest dtype in which the operators of outputs add up gradients by `x`."""
-    ours = [op.dtype if isinstance(op, _OURS) else AUTO for op in operators]
-    return max((dtype_of_sum(dtype, x) for dtype in ours), key=lambda d: d.itemsize)
+    dtypes = [dtype_of_sum(op.dtype, x) for op in operators]
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=x.dtype)
 
 
 def of_gradient(name: str, operators: Sequence[Any], x: Any) -> Any:
@@ -165,7 +162,7 @@ def of_gradient(name: str, operators: Sequence[Any], x: Any) -> Any:
 
 
 def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
-    """Makes a built-in operator, for outputs like `x`, keep its sums in an `accumulator_dtype`.
+    """Makes an operator, for outputs like `x`, keep its sums in an `accumulator_dtype`.
 
     Raises:
         ValueError: if `dtype` is no floating-point dtype.
@@ -175,8 +172,6 @@ def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
             f"microbatch: accumulator_dtype holds {dtype!r}, which is no floating-point dtype; "
             f"give one, such as jnp.float32, None for an output's own, or {AUTO!r}."
         )
-    if not isinstance(operator, _OURS):
-        return operator
     own = dtype_of_sum(dtype, x)
     if not getattr(operator, "sums", False) or own == x.dtype:
         return dataclasses.replace(operator, dtype=dtype)
@@ -230,7 +225,8 @@ def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
             raise ValueError(f"{where} is a scalar and has no axis to concatenate; use 'stack'.")
         return operator
     if isinstance(reduce, Operator):
-        return reduce
+        name = type(reduce).__name__
+        return Fold(name, reduce.init, reduce.combine, reduce.finish, lambda dtype: True)
     raise ValueError(
         f"{where}: {reduce!r} is no reduction; give one of {', '.join(map(repr, REDUCTIONS))}, or "
         f"an object with init, combine and finish."
