@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxpp import _jaxprs
+from jaxpp import _jaxprs, _primitives
 from jaxpp.transforms.microbatch import _reductions
 
 #: Where flax and others keep what its "gradient" overwrites: the scales of float8, and maxima.
@@ -32,9 +32,8 @@ def warn_of_averages(
     def sums_examples(eqn: Any) -> bool:
         return 0 in eqn.params["axes"] and of_examples(eqn.invars[0])
 
-    flat = _jaxprs.inline(traced.jaxpr, lambda eqn: True)
-    maker = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
-    for path, v in zip(traced.output_paths(), flat.jaxpr.outvars, strict=True):
+    jaxpr = traced.jaxpr.jaxpr
+    for path, v in zip(traced.output_paths(), jaxpr.outvars, strict=True):
         where = f"microbatch: output{path} ({v.aval.dtype}{list(v.aval.shape)})"
         if of_examples(v):
             _warn(
@@ -42,7 +41,7 @@ def warn_of_averages(
                 f"microbatch, and is averaged over the {count} microbatches. Give reduce= for it: "
                 f"'concat' keeps those of all examples, 'mean' says that the average is meant."
             )
-        elif () not in parameters and any(map(sums_examples, _sums(v, maker))):
+        elif () not in parameters and any(map(sums_examples, _sums(v, jaxpr))):
             _warn(
                 f"{where} seems to be a sum over the examples of a microbatch, and is averaged "
                 f"over the {count} microbatches: it, and each gradient of it, is {count} times "
@@ -51,25 +50,36 @@ def warn_of_averages(
             )
 
 
-#: What a sum may go through before it is an output: it is a sum still.
-_PASSED = frozenset({"add", "convert_element_type", "copy", "neg", "reshape", "squeeze", "sub"})
+#: The primitives that a sum may go through before it is an output: it is a sum still.
+_PASSED = _primitives.FREE | _primitives.ADDS | {"convert_element_type", "neg", "sub"}
 
 
-def _sums(output: Any, maker: dict[Any, Any]) -> list[Any]:
+def _sums(output: Any, jaxpr: Any) -> list[Any]:
     """Finds the equations that sum up the terms of a scalar over axes of an array."""
-    found, seen, rest = [], set(), [output]
+
+    def enter(body, operands):
+        makers = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+        return makers, dict(zip(body.invars, operands, strict=True))
+
+    found, seen, rest = [], set(), [(output, enter(jaxpr, [None] * len(jaxpr.invars)))]
     while rest:
-        v = rest.pop()
-        if _jaxprs.is_literal(v) or v not in maker or v in seen or v.aval.shape:
+        v, (makers, operands) = rest.pop()
+        if _jaxprs.is_literal(v) or (v, id(makers)) in seen or v.aval.shape:
             continue
-        if not jnp.issubdtype(v.aval.dtype, jnp.inexact):
+        seen.add((v, id(makers)))
+        eqn, operand = makers.get(v), operands.get(v)
+        if operand is not None:
+            rest.append(operand)
+        elif eqn is None or not jnp.issubdtype(v.aval.dtype, jnp.inexact):
             continue
-        seen.add(v)
-        eqn = maker[v]
-        if eqn.primitive.name == "reduce_sum":
+        elif (called := _jaxprs.called_jaxpr(eqn)) is not None:
+            body = _jaxprs.opened(called)
+            inside = enter(body, [(x, (makers, operands)) for x in eqn.invars])
+            rest.append((body.outvars[eqn.outvars.index(v)], inside))
+        elif eqn.primitive.name == "reduce_sum":
             found.append(eqn)
         elif eqn.primitive.name in _PASSED:
-            rest += eqn.invars
+            rest += [(x, (makers, operands)) for x in eqn.invars]
     return found
 
 
