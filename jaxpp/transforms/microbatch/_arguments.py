@@ -100,18 +100,23 @@ def check_sizes(leaves, entries: Sequence[Entry], paths, count: int) -> None:
             f"{', '.join(f'args{p}: {n}' for p, n in sizes.items())}; give each as many, or one "
             f"entry for each of the {count} microbatches."
         )
-    examples = {
-        e.number for e, p in zip(entries, paths, strict=True) if sizes.get(p, count) != count
-    }
-    for leaf, entry, path in zip(leaves, entries, paths, strict=True):
+    if count > 1:  # one microbatch takes either whole
+        _check_entries(leaves, entries, paths, sizes, count)
+
+
+def _check_entries(leaves, entries: Sequence[Entry], paths, sizes: dict, count: int) -> None:
+    """Checks that no entry of `in_axes` covers examples and an array of as many as microbatches."""
+    sliced = [(x, e, p) for x, e, p in zip(leaves, entries, paths, strict=True) if p in sizes]
+    examples = {e.number for _, e, p in sliced if sizes[p] != count}
+    for leaf, entry, path in sliced:
         shared = entry.number is None or entry.number in examples
-        if examples and shared and sizes.get(path) == count and not _is_key(leaf):
-            others = max(sizes.values())
+        if examples and shared and sizes[path] == count and not _is_key(leaf):
             raise ValueError(
-                f"microbatch: args{path} has {count} entries where others have {others} examples, "
-                f"and no axis of its own in in_axes: it may have an entry for each of the {count} "
-                f"microbatches, or be meant for all as it is. Give it an entry of its own in "
-                f"in_axes: {entry.axis} for the first, None for the second."
+                f"microbatch: args{path} has {count} entries where others have "
+                f"{max(sizes.values())} examples, and no axis of its own in in_axes: it may have "
+                f"an entry for each of the {count} microbatches, or be meant for all as it is. "
+                f"Give it an entry of its own in in_axes: {entry.axis} for the first, None for "
+                f"the second."
             )
 
 

@@ -46,32 +46,48 @@ def microbatch(
     arrays carried out of one slice go, in the order of their leaves, into the next one. The result
     is that of a loop over the slices in order; a schedule with another order is an error.
 
+    The mean of the slices is that of the batch where `fun` is a mean over examples that all count
+    alike. A mean over the tokens that count is the quotient of two sums: return the sum and the
+    count, give `reduce="sum"`, and divide after the loop. The gradient of a sum is a `"sum"`, too.
+
+    A state that its "gradient" overwrites (the scales and largest magnitudes of float8 layers) is
+    no gradient to average: differentiate inside of the loop, and give it `"max"`. What is named
+    `"_overwrite_with_gradient"`, as by Flax, and is added up all the same, is warned of.
+
     Args:
         fun: a function of pytrees.
         num_microbatches: the number of slices, M.
         in_axes: as in `jax.vmap`, an int or None for each argument, or a prefix of its pytree: the
             axis to slice; None passes the whole. Slice i holds the i-th run of `size / M` indices.
-            The sizes are the same, or M for an array with an entry for each slice, such as random
-            keys. `"carry"` passes the whole to the first slice, and to each further slice the value
-            that the slice before it gave back. A keyword argument has the entry of its position in
-            `fun`; as in `jax.vmap`, one without an entry is sliced along its first axis.
+            The sizes are the same, or M for an array with an entry for each slice. Such an array,
+            unless it is one of random keys, needs an entry of its own in `in_axes`; one that the
+            entry of the batch covers is an error. `"carry"` passes the whole to the first slice,
+            and to each further slice the value that the slice before it gave back. A keyword
+            argument has the entry of its position in `fun`; as in `jax.vmap`, one without an entry
+            is sliced along its first axis.
         reduce: how each output is combined, a prefix of the result's pytree: `"mean"`, `"sum"`,
             `"max"`, `"last"`, `"stack"` (a new first axis of size M), `"concat"` (along the first
             axis), `"carry"` (goes into the next slice; the last one is the result), or an object
             with `init`, `combine` and `finish` (see `jaxpp.Operator`). By default it is `"mean"`
             for all, with a warning where an output has an entry for each example (predictions that
-            `has_aux` gives), which should be `"concat"`.
+            `has_aux` gives), which should be `"concat"`, or is a sum over the examples. A Python
+            number is reduced as an array is; a number in an Equinox module, a bool and all else
+            stay as they are. Integers have no `"mean"`.
         accumulator_dtype: the floating-point dtype in which `"mean"` and `"sum"` accumulate and
-            return floats, a prefix of the result's pytree; None is each output's own. With float32
-            the gradients by bfloat16 parameters are summed in, and come back as, float32.
+            return floats, and in which gradients taken of the loop are added up; a prefix of the
+            result's pytree. By default, `"auto"`, float16, bfloat16 and float8 accumulate in
+            float32, which takes the memory of float32, and come back in their own dtype. None
+            accumulates in each output's own dtype. With float32 the gradients by bfloat16
+            parameters come back as float32, too.
 
     Returns:
         A function with the same arguments and results.
 
     Raises:
         ValueError: if the size of a sliced axis is not a multiple of M, or differs between
-            arguments; if an output has no such reduction; if `accumulator_dtype` holds no floating
-            dtype; or if the arrays carried out of a slice do not fit those carried in.
+            arguments; if an array in the batch has M entries, which may be one for each slice; if
+            an output has no such reduction; if `accumulator_dtype` holds no floating dtype; or if
+            what is carried out of a slice does not fit what is carried in.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -79,6 +95,10 @@ def microbatch(
         >>> grad = jaxpp.microbatch(jax.grad(loss), 2)
         >>> float(grad(3.0 * jnp.ones(()), jnp.arange(4.0)))
         21.0
+        >>> masked = lambda w, x: (jnp.sum(jnp.where(x > 0, x * w, 0)), jnp.sum(x > 0))
+        >>> total, count = jaxpp.microbatch(masked, 2, reduce="sum")(2.0, jnp.arange(4.0))
+        >>> float(total / count)
+        4.0
         >>> smooth = lambda state, x: (jnp.mean(x - state), state / 2 + jnp.mean(x) / 2)
         >>> follow = jaxpp.microbatch(smooth, 2, in_axes=("carry", 0), reduce=("stack", "carry"))
         >>> error, state = follow(jnp.zeros(()), jnp.arange(4.0))

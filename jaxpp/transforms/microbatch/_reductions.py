@@ -74,9 +74,9 @@ class Carry:
 
 
 def _filled(x, value):
-    """Makes an accumulator of one value; it has the weak type of a Python number if `x` does."""
-    if getattr(x, "weak_type", False):
-        return jnp.full(x.shape, x.dtype.type(value).item())
+    """Makes the first accumulator; that of a number is weakly typed if the number is."""
+    if not x.shape and getattr(x, "weak_type", False):
+        return jnp.full((), x.dtype.type(value).item())
     return _specs.filled(x, value)  # of a key type too
 
 

@@ -57,7 +57,7 @@ def loop_over_slices(
         for i, part in parts:
             result[i] = part if result[i] is None else result[i] + part
         pairs = zip(result, inputs, strict=True)
-        return tuple(None if g is None else g.astype(x.dtype) for g, x in pairs)
+        return tuple(g if g is None or g.dtype == x.dtype else g.astype(x.dtype) for g, x in pairs)
 
     differentiable.defvjp(forward, backward, symbolic_zeros=True)
     return differentiable
@@ -230,15 +230,11 @@ class _Loop:
         return _jaxprs.run(self.jaxpr, *inputs)
 
 
-@jax.custom_jvp
-def _with_tangent_of(x, carrier):
-    """Gives `x`, with the tangent of another value."""
-    return x
-
-
-@_with_tangent_of.defjvp
-def _take_tangent(primals, tangents):
-    return primals[0], tangents[1].astype(primals[0].dtype)
+#: Gives its first operand, with the tangent of its second.
+_with_tangent_of = jax.custom_jvp(lambda x, carrier: x)
+_with_tangent_of.defjvp(
+    lambda primals, tangents: (primals[0], tangents[1].astype(primals[0].dtype))
+)
 
 
 def _is_inexact(x) -> bool:

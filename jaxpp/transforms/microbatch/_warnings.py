@@ -57,11 +57,12 @@ _PASSED = _primitives.FREE | _primitives.ADDS | {"convert_element_type", "neg", 
 def _sums(output: Any, jaxpr: Any) -> list[Any]:
     """Finds the equations that sum up the terms of a scalar over axes of an array."""
 
-    def enter(body, operands):
+    def enter(body: Any, operands: Sequence[Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
         makers = {v: eqn for eqn in body.eqns for v in eqn.outvars}
         return makers, dict(zip(body.invars, operands, strict=True))
 
-    found, seen, rest = [], set(), [(output, enter(jaxpr, [None] * len(jaxpr.invars)))]
+    found: list[Any] = []
+    seen, rest = set(), [(output, enter(jaxpr, [None] * len(jaxpr.invars)))]
     while rest:
         v, (makers, operands) = rest.pop()
         if _jaxprs.is_literal(v) or (v, id(makers)) in seen or v.aval.shape:

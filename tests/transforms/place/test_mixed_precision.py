@@ -424,12 +424,12 @@ def test_gradients_outside_are_accumulated_so_too(dtype):
 @pytest.mark.parametrize("dtype", [jnp.int32, bool, "narrow"])
 def test_an_accumulator_is_of_floats(dtype):
     with pytest.raises(ValueError, match="accumulator_dtype holds .* no floating-point dtype"):
-        jaxpp.microbatch(jnp.sum, 2, in_axes=0, accumulator_dtype=dtype)(jnp.ones(4))
+        jaxpp.microbatch(jnp.mean, 2, in_axes=0, accumulator_dtype=dtype)(jnp.ones(4))
 
 
 def test_an_accumulators_dtype_is_a_prefix_of_the_result():
     with pytest.raises(ValueError, match="accumulator_dtype is not a prefix"):
-        jaxpp.microbatch(jnp.sum, 2, in_axes=0, accumulator_dtype=(F32, F32))(jnp.ones(4))
+        jaxpp.microbatch(jnp.mean, 2, in_axes=0, accumulator_dtype=(F32, F32))(jnp.ones(4))
 
 
 # ---- loss scaling -------------------------------------------------------------------------------
