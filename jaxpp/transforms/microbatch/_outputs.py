@@ -92,12 +92,18 @@ def check_static(reduce: Any, handed_on: Sequence[Any], traced: _jaxprs.Traced) 
                 f"an Equinox module, which stays as it is, and has no {how!r}; return an array, "
                 f"such as jnp.asarray({x!r})."
             )
-    if len(handed_on) != len(given_back) or not all(map(_is_same, handed_on, given_back)):
+    if len(handed_on) != len(given_back):
         raise ValueError(
-            f"microbatch: {handed_on} is carried in, and {given_back} out, which are no arrays, so "
-            f"that each microbatch would get those of the first; give them back as they were, or "
-            f"carry arrays, such as jnp.asarray(0)."
+            f"microbatch: {len(handed_on)} leaves that are no arrays are carried in, but "
+            f"{len(given_back)} out; give them back as they were."
         )
+    for x, y in zip(handed_on, given_back, strict=True):
+        if not _is_same(x, y):
+            raise ValueError(
+                f"microbatch: {x!r} is carried in, and {y!r} out; they are no arrays, so that each "
+                f"microbatch would get what the first one got. Give it back as it was, or carry an "
+                f"array, such as jnp.asarray(0)."
+            )
 
 
 def _is_same(x: Any, y: Any) -> bool:

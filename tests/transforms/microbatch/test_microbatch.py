@@ -529,7 +529,7 @@ def test_a_number_is_carried_as_an_array_is_and_nothing_else_may_change():
     got = carried({"seen": 1, "flag": False, "name": "a"}, X)
     assert_same(got, {"seen": jnp.asarray(1 + len(X)), "flag": False, "name": "a"})
     changes = True
-    with pytest.raises(ValueError, match=r"\[False, 'a'\] is carried in, and \[True, 'a'\] out"):
+    with pytest.raises(ValueError, match="False is carried in, and True out"):
         carried({"seen": 1, "flag": False, "name": "a"}, X)
 
 
