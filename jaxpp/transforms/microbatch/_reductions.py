@@ -42,9 +42,10 @@ class Operator(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """An operator; `accepts` tells whether it takes a dtype, `sums` whether it adds.
+    """A built-in operator; `accepts` tells whether it takes a dtype, `sums` whether it adds.
 
-    `dtype` is that of sums, of the output and of gradients through it: see `dtype_of_sum`.
+    `accumulator` and `result` are the dtypes of a sum and of what comes of it; None is the
+    output's own. `dtype` is the `accumulator_dtype` that gradients through it have.
     """
 
     name: str
@@ -53,6 +54,18 @@ class Fold:
     finish: Callable[[Any, int], Any]
     accepts: Callable[[Any], bool]
     sums: bool = False
+    accumulator: Any = None
+    result: Any = None
+    dtype: Any = AUTO
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom:
+    """An operator of the user's."""
+
+    init: Callable[[Any], Any]
+    combine: Callable[[Any, Any], Any]
+    finish: Callable[[Any, int], Any]
     dtype: Any = AUTO
 
 
@@ -181,6 +194,8 @@ def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
         init=lambda x: _specs.filled(x, 0, own),
         combine=lambda acc, x: acc + x.astype(own),
         finish=lambda acc, m: finish(acc, m).astype(result),
+        accumulator=own,
+        result=result,
         dtype=dtype,
     )
 
@@ -225,8 +240,7 @@ def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
             raise ValueError(f"{where} is a scalar and has no axis to concatenate; use 'stack'.")
         return operator
     if isinstance(reduce, Operator):
-        name = type(reduce).__name__
-        return Fold(name, reduce.init, reduce.combine, reduce.finish, lambda dtype: True)
+        return Custom(reduce.init, reduce.combine, reduce.finish)
     raise ValueError(
         f"{where}: {reduce!r} is no reduction; give one of {', '.join(map(repr, REDUCTIONS))}, or "
         f"an object with init, combine and finish."
