@@ -55,9 +55,9 @@ def loop_over_slices(
         parts = [(i, given[k] * g) for (k, i), g in gradients.items() if k in given]
         parts += loop.gradients(inputs, {k: ct for k, ct in given.items() if k not in loop.scalars})
         for i, part in parts:
-            part = part.astype(inputs[i].dtype)
             result[i] = part if result[i] is None else result[i] + part
-        return tuple(result)
+        pairs = zip(result, inputs, strict=True)
+        return tuple(g if g is None or g.dtype == x.dtype else g.astype(x.dtype) for g, x in pairs)
 
     differentiable.defvjp(forward, backward, symbolic_zeros=True)
     return differentiable
@@ -108,8 +108,43 @@ class _Loop:
 
     def recomputed(self, *inputs):
         """Computes the outputs; for its backward, it keeps the inputs of each slice alone."""
+        wider = {
+            i: dtype
+            for i, x in enumerate(inputs)
+            if self.roles[i] == "whole" and _is_inexact(x)
+            if (dtype := _reductions.dtype_of_gradient(self.operators, x)) != x.dtype
+        }
+        if not wider:
+            return self._recomputed(inputs, [], [])
+        # JAX adds up the gradient by what all slices read, in the dtype of what has the tangent.
+        loop = jax.custom_jvp(lambda *inputs: self._recomputed(inputs, [], []))
+
+        def along(primals, tangents):
+            active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+            apart = [i for i in active if i in wider]
+            rest = [i for i in active if i not in wider]
+
+            def of_active(chosen, carriers):
+                return self._recomputed(_replaced(primals, rest, chosen), apart, carriers)
+
+            carriers = [_specs.filled(primals[i], 0, wider[i]) for i in apart]
+            given = [tangents[i] for i in rest], [tangents[i].astype(wider[i]) for i in apart]
+            return jax.jvp(of_active, ([primals[i] for i in rest], carriers), given)
+
+        loop.defjvp(along, symbolic_zeros=True)
+        return loop(*inputs)
+
+    def _recomputed(self, inputs: Sequence[Any], apart: Sequence[int], carriers: Sequence[Any]):
+        """Runs the loop; the inputs `apart` have their tangents in values of a wider dtype."""
         body = jax.checkpoint(self._body, policy=keep_nothing)
-        return _run_loop(body, self.roles, self.operators, self.count, *inputs)
+
+        def of_slice(*given):
+            own, carriers = given[: len(inputs)], given[len(inputs) :]
+            joined = [_with_tangent_of(own[i], c) for i, c in zip(apart, carriers, strict=True)]
+            return body(*_replaced(own, apart, joined))
+
+        roles = [*self.roles, *("whole" for _ in apart)]
+        return _run_loop(of_slice, roles, self.operators, self.count, *inputs, *carriers)
 
     def with_gradients(
         self, inputs: Sequence[Any], active: Sequence[int]
@@ -142,8 +177,7 @@ class _Loop:
             if self.roles[i] == "slice":
                 mean = own.name == "mean"
                 return _reductions.Collect("stack", lambda s: s / self.count if mean else s)
-            added = _reductions.REDUCTIONS[own.name]
-            return _reductions.accumulate_in(added, own.dtype, inputs[i])
+            return _reductions.of_gradient(own.name, [own], inputs[i])
 
         operators = [*self.operators, *(operator(k, i) for k, i in pairs)]
         results = _run_loop(of_slice, self.roles, operators, self.count, *inputs)
@@ -177,10 +211,14 @@ class _Loop:
 
         parts = []
         if known:
+            own = [self.operators[k] for k in known]
             names = ["stack" if self.roles[i] == "slice" else "sum" for i in active]
             roles = [*self.roles, *(role for role, _ in known.values())]
             operands = [*inputs, *(ct for _, ct in known.values())]
-            operators = [_reductions.REDUCTIONS[name] for name in names]
+            operators = [
+                _reductions.of_gradient(name, own, inputs[i])
+                for i, name in zip(active, names, strict=True)
+            ]
             results = _run_loop(of_slice, roles, operators, self.count, *operands)
             parts += zip(active, results, strict=True)
         if others:
@@ -190,6 +228,13 @@ class _Loop:
 
     def _body(self, *inputs):
         return _jaxprs.run(self.jaxpr, *inputs)
+
+
+#: Gives its first operand, with the tangent of its second.
+_with_tangent_of = jax.custom_jvp(lambda x, carrier: x)
+_with_tangent_of.defjvp(
+    lambda primals, tangents: (primals[0], tangents[1].astype(primals[0].dtype))
+)
 
 
 def _is_inexact(x) -> bool:
