@@ -15,6 +15,7 @@ import jax.extend.core as jex
 import numpy as np
 from jax._src import (
     api_util,
+    checkify,
     config,
     core,
     distributed,
@@ -71,6 +72,11 @@ def with_equations(jaxpr, eqns, outvars, invars=None):
 def constants_of(jaxpr) -> Sequence[Any]:
     """Gives the constants of an open or closed jaxpr (none of an open one)."""
     return getattr(jaxpr, "consts", ())
+
+
+def traced_function(jaxpr) -> str:
+    """Gives the name, the file and the line of the function that a jaxpr was traced from."""
+    return getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_src_info
 
 
 def scan_parts(eqn) -> tuple[int, int]:
@@ -335,6 +341,24 @@ def is_jit_disabled() -> bool:
 def trace_context() -> Any:
     """Gives JAX's current settings: `jax.jit` traces anew where they differ."""
     return config.trace_context()
+
+
+def checkify_as(primitive: jex.Primitive, run: Callable[..., Any]) -> None:
+    """Lets `checkify.checkify` see what `run` does, in place of a primitive."""
+
+    def rule(*args, **params):
+        first = next(i for i, x in enumerate(args) if isinstance(x, checkify.Error))
+        error, enabled, *operands = args[first:]  # before them JAX 0.12 has a context
+        jaxpr = jax.make_jaxpr(functools.partial(run, **params))(*operands)
+        return checkify.checkify_jaxpr(*args[:first], jaxpr, enabled, error, *operands)
+
+    checkify.error_checks[primitive] = rule
+
+
+def is_check(eqn) -> bool:
+    """Tells whether an equation is a `checkify.check`, which `jax.jit` refuses to compile."""
+    allowed = config.xla_runtime_errors.value
+    return eqn.primitive is checkify.check_p and not eqn.params["debug"] and not allowed
 
 
 def public_error(error: Any) -> Exception:
