@@ -318,6 +318,11 @@ def is_tracer(value) -> bool:
     return isinstance(value, Tracer)
 
 
+def is_of_this_trace(value) -> bool:
+    """Tells whether a value is traced by the innermost transformation: others cannot return it."""
+    return isinstance(value, Tracer) and value._trace is core.trace_ctx.trace
+
+
 def is_tracing() -> bool:
     """Tells whether the current computation runs inside a JAX transformation."""
     return not core.trace_state_clean()

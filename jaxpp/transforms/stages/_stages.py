@@ -154,7 +154,7 @@ def listed(lines: Sequence[str]) -> str:
     return (
         f"{each}; a mark that is passed several times, as where a model is called twice, opens a "
         f"stage each time: call the model once on both inputs, joined along the batch, or cut it "
-        f"by at= or num_stages"
+        f"by num_stages"
     )
 
 
