@@ -3,13 +3,16 @@
 This is the only module that tests versions, or that uses names which JAX does not export.
 """
 
+import contextlib
 import functools
 import io
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.extend.core as jex
 import numpy as np
@@ -366,11 +369,33 @@ def is_check(eqn) -> bool:
     return eqn.primitive is checkify.check_p and not eqn.params["debug"] and not allowed
 
 
-def public_error(error: Any) -> Exception:
-    """Gives the error that `jax.jit` raises in place of an executable's error."""
+def is_error_if(eqn) -> bool:
+    """Tells whether an equation is the callback by which `eqx.error_if` raises."""
+    function = getattr(eqn.params.get("callback"), "callback_func", None)
+    return getattr(function, "__module__", None) == "equinox._errors"
+
+
+def public_error(error: Any) -> Any:
+    """Gives the error that `jax.jit` or `eqx.filter_jit` raises in place of an executable's."""
     if isinstance(error, api_util.InternalFloatingPointError):
         return FloatingPointError(f"invalid value ({error.ty}) encountered")
+    if isinstance(error, jax.errors.JaxRuntimeError) and _ERROR_IF in str(error):
+        return eqx.EquinoxRuntimeError(str(error).split(_ERROR_IF)[1].split("\n\n\n---")[0])
     return error
+
+
+_ERROR_IF = "_EquinoxRuntimeError: "
+
+
+@contextlib.contextmanager
+def without_logs_of_callbacks():
+    """Keeps JAX from logging, with its traceback, the error of a callback that is raised anyway."""
+    logger, refuse = logging.getLogger("jax._src.callback"), lambda record: False
+    logger.addFilter(refuse)
+    try:
+        yield
+    finally:
+        logger.removeFilter(refuse)
 
 
 def refuse_as_argument(cls: type, refuse: Callable[[Any], Any]) -> None:

@@ -58,15 +58,37 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | Fed)
 
 
+def refuse_array_likes(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+    """Refuses a leaf that stands for an array by `__jax_array__`, as `jax.jit` does.
+
+    It would be static, and the function compiled for its values.
+    """
+    for tree in (args, kwargs or {}):
+        if not any(map(_is_array_like, jtu.tree_leaves(tree))):
+            continue
+        path, leaf = next(x for x in jtu.tree_leaves_with_path(tree) if _is_array_like(x[1]))
+        raise ValueError(
+            f"args{jtu.keystr(path)} is a {type(leaf).__name__}, which stands for an array by its "
+            f"`__jax_array__`, but is neither an array nor a pytree of arrays. Pass the array, "
+            f"jnp.asarray(x), or register the class as a pytree."
+        )
+
+
+def _is_array_like(leaf: Any) -> bool:
+    return hasattr(type(leaf), "__jax_array__") and not is_array(leaf)
+
+
 def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Traced:
     """Traces `fun`; every leaf of the arguments that is not an array is static, as in Equinox.
 
     A value that `fun` writes to a `jax.new_ref` of its own becomes plain data.
 
     Raises:
-        ValueError: `fun` changes an argument in place, and the change is lost.
+        ValueError: `fun` changes an argument in place, and the change is lost; or a leaf stands for
+            an array by `__jax_array__`.
     """
     leaves, tree = jtu.tree_flatten((tuple(args), kwargs or {}))
+    refuse_array_likes(tuple(args), kwargs)
     traced = [is_array(leaf) for leaf in leaves]
     static = [None if t else leaf for leaf, t in zip(leaves, traced, strict=True)]
     result = {}

@@ -105,6 +105,7 @@ def microbatch_by(
     def microbatched(*args: P.args, **kwargs: P.kwargs) -> R:
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
         given = _keywords.as_positional(fun, args, kwargs, most)
+        _jaxprs.refuse_array_likes(given)
         leaves, tree = jtu.tree_flatten(given)
         axes = _broadcast_axes(in_axes, given)
         axes = [a if _jaxprs.is_array(leaf) else None for a, leaf in zip(axes, leaves, strict=True)]

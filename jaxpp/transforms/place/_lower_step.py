@@ -248,6 +248,7 @@ def _first_lines(eqns: Sequence[Any]) -> dict[int, str]:
 def _check_arguments(request: Request, args: tuple[Any, ...]) -> None:
     check_positions("donate_argnums", request.donate_argnums, args)
     check_positions("static_argnums", request.static_argnums, args)
+    _jaxprs.refuse_array_likes(args)
     for keys, leaf in jtu.tree_leaves_with_path(args):
         path = jtu.keystr(keys)
         if _compat.is_tracer(leaf):

@@ -1,6 +1,9 @@
-"""Checks of values in a stage: `checkify.check`, inside and around a placed step."""
+"""Checks of values in a stage: `checkify.check`, around a placed step and in it, `eqx.error_if`."""
+
+import logging
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -86,3 +89,53 @@ def test_a_debug_check_is_nothing_without_checkify():
     want = two_layers.place(two_layers.scheduled())(WEIGHTS, X)
     chex.assert_trees_all_equal(step(WEIGHTS, X), want)
     assert "too small" in checkify.checkify(step)(WEIGHTS, X)[0].get()
+
+
+# ---- eqx.error_if -------------------------------------------------------------------------------
+
+
+def guarded(stage, limit):
+    def loss(weights, x):
+        h = jnp.tanh(x @ weights[0])
+        if stage == 0:
+            h = eqx.error_if(h, jnp.any(h >= limit), "h is too large")
+        h = jaxpp.pipeline_enter_stage(h)
+        if stage == 1:
+            h = eqx.error_if(h, jnp.any(h >= limit), "h is too large")
+        return jnp.mean((h @ weights[1]) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize("stage", [0, 1, "update"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_error_if_raises_as_in_filter_jit(stage, devices, caplog):
+    mesh = jaxpp.MpmdMesh((2,), devices=jax.devices()[:devices] * (2 // devices))
+
+    def make(grad_fn, limit):
+        def step(weights, x):
+            value, grads = grad_fn(guarded(stage, limit))(weights, x)
+            if stage == "update":
+                grads = eqx.error_if(grads, value > limit - 1.0, "h is too large")
+            return value, grads
+
+        return step
+
+    plain = eqx.filter_jit(make(jax.value_and_grad, UPPER))
+    placed = jaxpp.place(make(two_layers.scheduled, UPPER), mesh)
+    with caplog.at_level(logging.ERROR):
+        for step in (plain, placed):
+            with pytest.raises(eqx.EquinoxRuntimeError, match="h is too large"):
+                step(WEIGHTS, X)
+    assert not caplog.records  # JAX would log an error that is raised anyway
+    placed = jaxpp.place(make(two_layers.scheduled, 1e9), mesh)
+    want = two_layers.place(two_layers.scheduled())(WEIGHTS, X)
+    chex.assert_trees_all_close(placed(WEIGHTS, X), want, rtol=1e-5, atol=1e-6)
+
+
+def test_an_error_of_a_long_computation_is_raised_by_the_call_itself():
+    """It is dispatched ahead; the error shows when the call waits for its results."""
+    step = two_layers.place(two_layers.scheduled(guarded(1, 0.0)))
+    weights, x = [jnp.ones((300, 300)), jnp.ones((300, 300))], jnp.ones((4096, 300))
+    with pytest.raises(eqx.EquinoxRuntimeError, match="h is too large"):
+        step(weights, x)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental.layout import Format, Layout
 
 import jaxpp
 from tests.transforms import two_layers
@@ -143,3 +144,59 @@ def test_a_numbered_mark_that_is_passed_twice():
     message = rf"Stage 1 is entered 2 times \({MARK} \(2 times\); .* call the model once"
     with pytest.raises(ValueError, match=message):
         jaxpp.wrap_forward(lambda w, x: siamese(w, x, stage_id=1))(WEIGHTS, X)
+
+
+# ---- arguments that are not plain arrays --------------------------------------------------------
+
+
+class Stands:
+    """Stands for an array, as a variable of another library may."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jaxpp.split_stages,
+        jaxpp.wrap_forward,
+        lambda f: jaxpp.microbatch(f, 2),
+        lambda f: jaxpp.schedule(f, jaxpp.schedules.OneFOneB()),
+        jaxpp.place,
+    ],
+    ids=["split_stages", "wrap_forward", "microbatch", "schedule", "place"],
+)
+@pytest.mark.parametrize(
+    ("args", "path"),
+    [(([Stands(WEIGHTS[0]), WEIGHTS[1]], X), "[0][0]"), ((WEIGHTS, Stands(X)), "[1]")],
+    ids=["weights", "batch"],
+)
+def test_an_object_that_stands_for_an_array(transform, args, path):
+    message = re.escape(f"args{path} is a Stands, ") + ".* jnp.asarray.* register the class"
+    with pytest.raises(ValueError, match=message):
+        transform(two_layers.loss)(*args)
+
+
+def layout_of(array):
+    order = tuple(reversed(array.format.layout.major_to_minor))
+    return jax.device_put(array, Format(Layout(order), array.sharding))
+
+
+@pytest.mark.parametrize(("which", "path"), [(0, "[0][1]"), (1, "[1]")], ids=["weights", "batch"])
+@pytest.mark.parametrize("device", [0, 1])
+def test_an_array_with_a_layout_of_its_own(which, path, device):
+    step = jaxpp.place(two_layers.scheduled(), jaxpp.MpmdMesh((2,)))
+    want = step(WEIGHTS, X)  # also where the step has been compiled before
+    args = [list(WEIGHTS), X]
+    odd = layout_of(jax.device_put(X if which else WEIGHTS[1], jax.devices()[device]))
+    args[1] = odd if which else X
+    if not which:
+        args[0][1] = odd
+    message = re.escape(f"args{path} has a memory layout of its own") + r".* jnp.copy\(array\)"
+    with pytest.raises(ValueError, match=message):
+        step(*args)
+    chex.assert_trees_all_equal(step(*jax.tree.map(jnp.copy, args)), want)  # the way out
