@@ -70,7 +70,7 @@ def _writes_in(name: str, before: Any, after: Any, own: set[int]) -> Iterator[tu
 
 def _keeps(node: Any) -> bool:
     nnx = sys.modules.get("flax.nnx")  # a user with such an object has imported it
-    return nnx is not None and isinstance(node, nnx.Pytree)
+    return nnx is not None and isinstance(node, getattr(nnx, "Pytree", nnx.Module))
 
 
 def lost(name: str, found: Sequence[Write], line: str) -> ValueError:

@@ -126,6 +126,8 @@ class Step:
 
 def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Any]) -> dict[Any, str]:
     """Gives the names that variables have in the text of a jaxpr; `_` for one that is not read."""
+    if not variables:
+        return {}
     opened = jaxpr.jaxpr
     read = set(_jaxprs.variables([*opened.outvars, *(v for e in opened.eqns for v in e.invars)]))
     named = [v for v in variables if v in read]
