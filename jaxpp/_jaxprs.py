@@ -128,12 +128,11 @@ def _without_writes(
 
     def origin(atom):
         """Gives the variable that calls have only handed through."""
-        eqn = None if is_literal(atom) else maker.get(atom)
-        body = None if eqn is None else called_jaxpr(eqn)
-        if body is None:
+        if is_literal(atom) or atom not in maker or called_jaxpr(maker[atom]) is None:
             return atom
-        inner, position = opened(body), eqn.outvars.index(atom)
-        at = inner.outvars[position]
+        eqn = maker[atom]
+        inner = opened(called_jaxpr(eqn))
+        at = inner.outvars[eqn.outvars.index(atom)]
         return origin(eqn.invars[inner.invars.index(at)]) if at in inner.invars else atom
 
     kept = {origin(v) for v in variables(results)}.union(inside.invars)

@@ -34,7 +34,7 @@ from jaxpp.transforms.place import (
     _task_graph,
 )
 from jaxpp.transforms.place._compiled import Compiled, Lowered
-from jaxpp.transforms.stages import is_backward_call, is_stage_call, listed, stage_of_call
+from jaxpp.transforms.stages import is_backward_call, listed, stage_of_call
 from jaxpp.transforms.tasks import is_loop
 
 
@@ -235,13 +235,13 @@ def _first_lines(eqns: Sequence[Any]) -> dict[int, str]:
     """Finds the user's line that each stage begins with; an empty string where it has none."""
     found: dict[int, str] = {}
     for eqn in eqns:
-        bodies = []
+        bodies: list[tuple[int, Any]] = []
         if is_loop(eqn):
-            bodies = [(b.stage, b.jaxpr.eqns) for b in eqn.params["tasks"].of_direction(0)]
-        elif is_stage_call(eqn):
-            bodies = [(stage_of_call(eqn)[0], _jaxprs.called_jaxpr(eqn).eqns)]
-        for stage, inner in bodies:
-            found.setdefault(stage, next(filter(None, map(_compat.source_line, inner)), ""))
+            bodies = [(b.stage, b.jaxpr) for b in eqn.params["tasks"].of_direction(0)]
+        elif call := stage_of_call(eqn):
+            bodies = [(call[0], _jaxprs.called_jaxpr(eqn))]
+        for stage, body in bodies:
+            found.setdefault(stage, next(filter(None, map(_compat.source_line, body.eqns)), ""))
     return found
 
 
