@@ -21,6 +21,7 @@ from jax._src import (
     checkify,
     config,
     core,
+    dispatch,
     distributed,
     dtypes,
     effects,
@@ -388,12 +389,23 @@ _ERROR_IF = "_EquinoxRuntimeError: "
 
 
 @contextlib.contextmanager
-def without_logs_of_callbacks():
-    """Keeps JAX from logging, with its traceback, the error of a callback that is raised anyway."""
+def raising_once():
+    """Keeps JAX from telling again of a callback's error that is raised inside this context.
+
+    It would log the error with its traceback, and raise it in `jax.effects_barrier` and at exit.
+    """
     logger, refuse = logging.getLogger("jax._src.callback"), lambda record: False
     logger.addFilter(refuse)
     try:
         yield
+    except Exception:
+        tokens = dispatch.runtime_tokens.output_runtime_tokens
+        for device, token in list(tokens.items()):
+            try:
+                token.block_until_ready()
+            except jax.errors.JaxRuntimeError:
+                tokens.pop(device)
+        raise
     finally:
         logger.removeFilter(refuse)
 

@@ -346,7 +346,7 @@ class LocalStep:
             for feed, arg in zip(self.feeds, args, strict=True):
                 feed(arg)
             try:
-                with _compat.without_logs_of_callbacks() if self._raises else _NOTHING:
+                with _compat.raising_once() if self._raises else _NOTHING:
                     (dispatch or self._dispatch)()
                     results = [fetch() for fetch in self._fetches]
                     if self._raises:
