@@ -3,20 +3,25 @@
 This is the only module that tests versions, or that uses names which JAX does not export.
 """
 
+import contextlib
 import functools
 import io
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.extend.core as jex
 import numpy as np
 from jax._src import (
     api_util,
+    checkify,
     config,
     core,
+    dispatch,
     distributed,
     dtypes,
     effects,
@@ -71,6 +76,11 @@ def with_equations(jaxpr, eqns, outvars, invars=None):
 def constants_of(jaxpr) -> Sequence[Any]:
     """Gives the constants of an open or closed jaxpr (none of an open one)."""
     return getattr(jaxpr, "consts", ())
+
+
+def traced_function(jaxpr) -> str:
+    """Gives the name, the file and the line of the function that a jaxpr was traced from."""
+    return getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_src_info
 
 
 def scan_parts(eqn) -> tuple[int, int]:
@@ -312,6 +322,11 @@ def is_tracer(value) -> bool:
     return isinstance(value, Tracer)
 
 
+def is_of_this_trace(value) -> bool:
+    """Tells whether a value is traced by the innermost transformation: others cannot return it."""
+    return isinstance(value, Tracer) and value._trace is core.trace_ctx.trace
+
+
 def is_tracing() -> bool:
     """Tells whether the current computation runs inside a JAX transformation."""
     return not core.trace_state_clean()
@@ -337,11 +352,62 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
-def public_error(error: Any) -> Exception:
-    """Gives the error that `jax.jit` raises in place of an executable's error."""
+def checkify_as(primitive: jex.Primitive, run: Callable[..., Any]) -> None:
+    """Lets `checkify.checkify` see what `run` does, in place of a primitive."""
+
+    def rule(*args, **params):
+        first = next(i for i, x in enumerate(args) if isinstance(x, checkify.Error))
+        error, enabled, *operands = args[first:]  # before them JAX 0.12 has a context
+        jaxpr = jax.make_jaxpr(functools.partial(run, **params))(*operands)
+        return checkify.checkify_jaxpr(*args[:first], jaxpr, enabled, error, *operands)
+
+    checkify.error_checks[primitive] = rule
+
+
+def is_check(eqn) -> bool:
+    """Tells whether an equation is a `checkify.check`, which `jax.jit` refuses to compile."""
+    allowed = config.xla_runtime_errors.value
+    return eqn.primitive is checkify.check_p and not eqn.params["debug"] and not allowed
+
+
+def is_error_if(eqn) -> bool:
+    """Tells whether an equation is the callback by which `eqx.error_if` raises."""
+    function = getattr(eqn.params.get("callback"), "callback_func", None)
+    return getattr(function, "__module__", None) == "equinox._errors"
+
+
+def public_error(error: Any) -> Any:
+    """Gives the error that `jax.jit` or `eqx.filter_jit` raises in place of an executable's."""
     if isinstance(error, api_util.InternalFloatingPointError):
         return FloatingPointError(f"invalid value ({error.ty}) encountered")
+    if isinstance(error, jax.errors.JaxRuntimeError) and _ERROR_IF in str(error):
+        return eqx.EquinoxRuntimeError(str(error).split(_ERROR_IF)[1].split("\n\n\n---")[0])
     return error
+
+
+_ERROR_IF = "_EquinoxRuntimeError: "
+
+
+@contextlib.contextmanager
+def raising_once():
+    """Keeps JAX from telling again of a callback's error that is raised inside this context.
+
+    It would log the error with its traceback, and raise it in `jax.effects_barrier` and at exit.
+    """
+    logger, refuse = logging.getLogger("jax._src.callback"), lambda record: False
+    logger.addFilter(refuse)
+    try:
+        yield
+    except Exception:
+        tokens = dispatch.runtime_tokens.output_runtime_tokens
+        for device, token in list(tokens.items()):
+            try:
+                token.block_until_ready()
+            except jax.errors.JaxRuntimeError:
+                tokens.pop(device)
+        raise
+    finally:
+        logger.removeFilter(refuse)
 
 
 def refuse_as_argument(cls: type, refuse: Callable[[Any], Any]) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxpp import _compat, _primitives
+from jaxpp import _compat, _in_place, _primitives
 from jaxpp._program import Fed
 
 _STATIC_OUTPUT = object()
@@ -58,12 +58,37 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | Fed)
 
 
+def refuse_array_likes(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+    """Refuses a leaf that stands for an array by `__jax_array__`, as `jax.jit` does.
+
+    It would be static, and the function compiled for its values.
+    """
+    for tree in (args, kwargs or {}):
+        if not any(map(_is_array_like, jtu.tree_leaves(tree))):
+            continue
+        path, leaf = next(x for x in jtu.tree_leaves_with_path(tree) if _is_array_like(x[1]))
+        raise ValueError(
+            f"args{jtu.keystr(path)} is a {type(leaf).__name__}, which stands for an array by its "
+            f"`__jax_array__`, but is neither an array nor a pytree of arrays. Pass the array, "
+            f"jnp.asarray(x), or register the class as a pytree."
+        )
+
+
+def _is_array_like(leaf: Any) -> bool:
+    return hasattr(type(leaf), "__jax_array__") and not is_array(leaf)
+
+
 def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Traced:
     """Traces `fun`; every leaf of the arguments that is not an array is static, as in Equinox.
 
     A value that `fun` writes to a `jax.new_ref` of its own becomes plain data.
+
+    Raises:
+        ValueError: `fun` changes an argument in place, and the change is lost; or a leaf stands for
+            an array by `__jax_array__`.
     """
     leaves, tree = jtu.tree_flatten((tuple(args), kwargs or {}))
+    refuse_array_likes(tuple(args), kwargs)
     traced = [is_array(leaf) for leaf in leaves]
     static = [None if t else leaf for leaf, t in zip(leaves, traced, strict=True)]
     result = {}
@@ -77,12 +102,53 @@ def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Tra
         flows = [is_array(leaf) and leaf.dtype != jax.dtypes.float0 for leaf in out_leaves]
         pairs = list(zip(out_leaves, flows, strict=True))
         result["static"] = [_STATIC_OUTPUT if flows else leaf for leaf, flows in pairs]
-        return [leaf for leaf, flows in pairs if flows]
+        written = _in_place.writes(tree, full, (args, kwargs))
+        result["writes"] = [write for write, _ in written]
+        return [leaf for leaf, flows in pairs if flows] + [value for _, value in written]
 
     arrays = [leaf for leaf, t in zip(leaves, traced, strict=True) if t]
     jaxpr = without_refs(jax.make_jaxpr(flat)(*arrays))
     opened, consts = without_constants(jaxpr)
+    if result["writes"]:
+        opened = _without_writes(opened, result["writes"], fun)
     return Traced(opened, [*consts, *arrays], len(consts), result["tree"], result["static"])
+
+
+def _without_writes(
+    jaxpr: jex.ClosedJaxpr, found: Sequence[_in_place.Write], fun: Callable
+) -> jex.ClosedJaxpr:
+    """Removes the values that a function has written to its arguments; they come last.
+
+    Raises:
+        ValueError: one is lost: it is no result, and no result or effect depends on it.
+    """
+    inside = jaxpr.jaxpr
+    results, values = inside.outvars[: -len(found)], inside.outvars[-len(found) :]
+    maker = {v: e for e in inside.eqns for v in e.outvars}
+
+    def origin(atom):
+        """Gives the variable that calls have only handed through."""
+        if is_literal(atom) or atom not in maker or called_jaxpr(maker[atom]) is None:
+            return atom
+        eqn = maker[atom]
+        inner = opened(called_jaxpr(eqn))
+        at = inner.outvars[eqn.outvars.index(atom)]
+        return origin(eqn.invars[inner.invars.index(at)]) if at in inner.invars else atom
+
+    kept = {origin(v) for v in variables(results)}.union(inside.invars)
+    effects = [v for e in inside.eqns if e.effects for v in variables(e.invars)]
+    lost: list[tuple[_in_place.Write, str]] = []
+    for write, value in zip(found, values, strict=True):
+        source = origin(value)
+        if is_literal(source) or source in kept:
+            continue
+        read = descendants(inside.eqns, [value])
+        if write.keeps or read.isdisjoint([*variables(results), *effects]):
+            lost.append((write, _compat.at_source_line(maker[value])))
+    if lost:
+        name = getattr(fun, "__name__", "The function")
+        raise _in_place.lost(name, [write for write, _ in lost], lost[0][1])
+    return _compat.with_equations(jaxpr, inside.eqns, results)
 
 
 def without_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:

@@ -28,6 +28,24 @@ def check_arguments(bundle: Bundle, args: Sequence[Any]) -> None:
             )
 
 
+def check_layouts(bundle: Bundle, args: Sequence[Any], error: Exception) -> None:
+    """Explains an error of a computation by the memory layout of an argument, if that is why.
+
+    Raises:
+        ValueError: an array has another layout than JAX gives it by default.
+    """
+    if "layout" not in str(error):
+        return
+    for own, arg in zip(bundle.arguments, args, strict=True):
+        layout = getattr(getattr(arg, "format", None), "layout", None)
+        order = getattr(layout, "major_to_minor", None)
+        if order is not None and tuple(order) != tuple(range(arg.ndim)):
+            raise ValueError(
+                f"args{own.name} has a memory layout of its own, {layout}, but a placed step reads "
+                f"and keeps arrays in the default layout. Pass jnp.copy(array), which has that."
+            ) from error
+
+
 def check_there(arg: Any, name: str) -> None:
     """Checks that an argument has not been deleted.
 

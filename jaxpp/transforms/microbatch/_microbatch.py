@@ -128,6 +128,7 @@ def microbatch_by(
     def microbatched(*args: P.args, **kwargs: P.kwargs) -> R:
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
         given = _keywords.as_positional(fun, args, kwargs, most)
+        _jaxprs.refuse_array_likes(given)
         leaves, tree = jtu.tree_flatten(given)
         entries = _arguments.broadcast_axes(in_axes, given)
         if any(e.axis == CARRY for e in entries):

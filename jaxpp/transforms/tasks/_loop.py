@@ -298,6 +298,7 @@ def _reached(tasks: LoopTasks, sources: set[Ref]) -> set[Ref]:
     return reached
 
 
+_compat.checkify_as(loop_p, run_as_scan)
 ad.primitive_jvps[loop_p] = _jvp
 batching.primitive_batchers[loop_p] = _batch
 
@@ -310,6 +311,27 @@ def is_loop(eqn) -> bool:
 def was_loop(eqn) -> bool:
     """Tells whether an equation was a scheduled loop before it was differentiated."""
     return eqn.primitive.name == "scan" and _jaxprs.contains(eqn, is_task_call)
+
+
+def error_inside(who: str, what: str, eqn) -> ValueError:
+    """Makes the error of the transform `who` for a loop, `what`, that is inside an equation."""
+    name = eqn.primitive.name
+    way_out = "Move it to the top of the step."
+    if name in ("scan", "while"):
+        way_out = (
+            "Write that loop in Python: a `for` over steps or batches, in the step or around its "
+            "calls. To accumulate gradients over batches, join them and give microbatch more "
+            "microbatches."
+        )
+    elif name == "cond":
+        way_out = (
+            "Decide in Python, between the calls of steps; or run the loop each time, and choose "
+            "among its results (jnp.where, jax.lax.cond)."
+        )
+    return ValueError(
+        f"{who}: {what} is inside a `{name}`{_compat.at_source_line(eqn)}, but a pipeline starts "
+        f"at the top of a step only. {way_out}"
+    )
 
 
 def operand_stages(eqn) -> dict[Any, frozenset[int]]:

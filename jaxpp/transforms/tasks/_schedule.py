@@ -73,7 +73,8 @@ def _has_backward(eqn) -> bool:
     return _jaxprs.contains(eqn, lambda e: is_stage_call(e) and is_backward_call(e))
 
 
-def _holds_microbatch_loop(eqn) -> bool:
+def holds_microbatch_loop(eqn) -> bool:
+    """Tells whether a microbatch loop is inside an equation."""
     bodies = _jaxprs.sub_jaxprs(eqn)
     return any(_jaxprs.contains(e, is_microbatch_loop) for body in bodies for e in body.eqns)
 
@@ -89,11 +90,8 @@ def _uses_of_refs(eqn):
 def _check_loops(flat) -> None:
     """Checks that a flat program has microbatch loops, where a pipeline can start."""
     for eqn in flat.eqns:
-        if _holds_microbatch_loop(eqn):
-            raise ValueError(
-                f"schedule: the microbatch loop is inside a `{eqn.primitive.name}`"
-                f"{_compat.at_source_line(eqn)}; a pipeline cannot start there. Move it to the top."
-            )
+        if holds_microbatch_loop(eqn):
+            raise _loop.error_inside("schedule", "the microbatch loop", eqn)
         if is_microbatch_loop(eqn) and any(map(_compat.is_ref, eqn.invars)):
             lines = [_compat.at_source_line(e) for e in _uses_of_refs(eqn)]
             raise ValueError(
