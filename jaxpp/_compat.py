@@ -29,6 +29,7 @@ from jax._src import (
     util,
     xla_bridge,
 )
+from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax._src.state import AbstractRef, discharge
 from jax.core import Tracer
@@ -340,6 +341,12 @@ def writes_jaxpr() -> bool:
     """
     traces = core.unsafe_get_trace_stack(core.trace_ctx.trace)
     return any(isinstance(trace, DynamicJaxprTrace) for trace in traces)
+
+
+def is_differentiating() -> bool:
+    """Tells whether the current computation is differentiated: derivative rules count then."""
+    traces = core.unsafe_get_trace_stack(core.trace_ctx.trace)
+    return any(isinstance(trace, JVPTrace | LinearizeTrace) for trace in traces)
 
 
 def is_jit_disabled() -> bool:

@@ -212,7 +212,8 @@ def compiled(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     if _compat.is_jit_disabled():
         return fun
     traced = trace(fun, args)
-    run = _compiled(_Program(structure(traced.jaxpr), traced.jaxpr))
+    key = structure(traced.jaxpr, differentiable=_compat.is_differentiating())
+    run = _compiled(_Program(key, traced.jaxpr))
     consts = traced.inputs[: traced.num_closed_over]
 
     def call(*args: Any) -> Any:
