@@ -20,6 +20,7 @@ from jax._src import (
     distributed,
     dtypes,
     effects,
+    literals,
     source_info_util,
     util,
     xla_bridge,
@@ -71,6 +72,11 @@ def with_equations(jaxpr, eqns, outvars, invars=None):
 def constants_of(jaxpr) -> Sequence[Any]:
     """Gives the constants of an open or closed jaxpr (none of an open one)."""
     return getattr(jaxpr, "consts", ())
+
+
+def typed(array: Any, aval: Any) -> Any:
+    """Gives an array of NumPy a type that it keeps in a jaxpr, under any settings."""
+    return literals.TypedNdArray(array, aval) if isinstance(array, np.ndarray) else array
 
 
 def scan_parts(eqn) -> tuple[int, int]:

@@ -166,7 +166,7 @@ class _Program:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(program: _Program) -> Callable[..., list[Any]]:
-    return jax.jit(functools.partial(run, program.jaxpr))
+    return jax.jit(functools.partial(run, with_kept_constants(program.jaxpr)))
 
 
 def read(atoms: Iterable[Any], values: Mapping[Any, Any]) -> list[Any]:
@@ -180,6 +180,43 @@ def literal_array(literal) -> Any:
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return literal.val
     return jnp.asarray(literal.val, None if aval.weak_type else aval.dtype)
+
+
+def kept(value: Any, aval: Any) -> Any:
+    """Copies a constant of a trace to the host: whoever has the array may write to it or delete it.
+
+    `jax.jit` has such a copy, too, in its executable.
+    """
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        data = np.array(jax.device_get(jax.random.key_data(value)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    return np.array(jax.device_get(value), aval.dtype)
+
+
+def with_kept_constants(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Copies the arrays that stand in a jaxpr or inside its equations, each once."""
+    copies: dict[int, tuple[Any, Any]] = {}
+
+    def copy(value, aval):
+        if id(value) not in copies:
+            copies[id(value)] = value, _compat.typed(kept(value, aval), aval)
+        return copies[id(value)][1]
+
+    def visit_atom(a):
+        is_array = is_literal(a) and is_array_literal(a) and not _compat.is_tracer(a.val)
+        return jex.Literal(copy(a.val, a.aval), a.aval) if is_array else a
+
+    def visit(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        inside = closed.jaxpr
+        eqns = [
+            map_jaxprs(e, visit).replace(invars=list(map(visit_atom, e.invars)))
+            for e in closed.eqns
+        ]
+        new = _compat.with_equations(closed, eqns, list(map(visit_atom, inside.outvars)))
+        consts = zip(closed.consts, inside.constvars, strict=True)
+        return new.replace(consts=[copy(c, v.aval) for c, v in consts])
+
+    return visit(jaxpr)
 
 
 def without_constants(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:

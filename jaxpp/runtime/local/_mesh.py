@@ -16,6 +16,7 @@ from jaxpp import _compat
 from jaxpp._program import PIPELINE_AXIS, Bundle, Message, Send, default_mesh
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
+    ArrayType,
     Home,
     alike,
     check_arguments,
@@ -23,12 +24,14 @@ from jaxpp.runtime.arrays import (
     check_ranks,
     describe_mesh,
     devices_of,
+    from_host,
     homes_of,
     put_together,
     reshard,
     shape_of,
     sharding_in,
     sizes_of,
+    to_host,
     with_stacked,
     without_devices,
 )
@@ -301,7 +304,7 @@ class LocalStep:
             calls = [own.get(n) for n in range(len(bundle.computations))]
             executor = Executor(program, calls, transport)
             for slot, value in program.constants:
-                executor.slots[slot] = jax.device_put(value, sharding_in(home))
+                executor.slots[slot] = from_host(to_host(value), ArrayType.of(value), home)
             self.executors.append(executor)
         self.order = interleave(bundle.programs)
         self._calls = [(self.executors[rank].execute, chunk) for rank, chunk in self.order]
