@@ -58,6 +58,16 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | Fed)
 
 
+def is_key(x: Any) -> bool:
+    """Tells whether an array, or a type, is of random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def with_cloned_keys(values: Iterable[Any]) -> list[Any]:
+    """Replaces random keys by clones, which `jax.debug_key_reuse` takes for keys not used yet."""
+    return [jax.random.clone(x) if is_key(x) else x for x in values]
+
+
 def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Traced:
     """Traces `fun`; every leaf of the arguments that is not an array is static, as in Equinox.
 
@@ -187,7 +197,7 @@ def kept(value: Any, aval: Any) -> Any:
 
     `jax.jit` has such a copy, too, in its executable.
     """
-    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+    if is_key(aval):
         data = np.array(jax.device_get(jax.random.key_data(value)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     return np.array(jax.device_get(value), aval.dtype)

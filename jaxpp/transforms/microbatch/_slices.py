@@ -37,8 +37,6 @@ def loop_over_slices(
     # The gradient of a value that a slice carries to the next is known only after the last slice.
     if CARRY in roles or not loop.scalars:
         return functools.partial(_jaxprs.run_compiled, loop.recomputed)
-    differentiable = jax.custom_vjp(functools.partial(_jaxprs.run_compiled, loop.plain))
-
     def forward(*primals):
         inputs = [p.value for p in primals]
         active = [i for i, p in enumerate(primals) if p.perturbed and _is_inexact(p.value)]
@@ -59,8 +57,8 @@ def loop_over_slices(
             result[i] = part if result[i] is None else result[i] + part
         return tuple(result)
 
-    differentiable.defvjp(forward, backward, symbolic_zeros=True)
-    return differentiable
+    plain = functools.partial(_jaxprs.run_compiled, loop.plain)
+    return _compat.custom_vjp(plain, forward, backward, symbolic_zeros=True)
 
 
 def _without_effects(pullback: Callable, cotangent: Any) -> list[Any]:
