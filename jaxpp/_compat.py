@@ -15,6 +15,7 @@ import jax.extend.core as jex
 import numpy as np
 from jax._src import (
     api_util,
+    array,
     config,
     core,
     distributed,
@@ -78,6 +79,11 @@ def constants_of(jaxpr) -> Sequence[Any]:
 def typed(array: Any, aval: Any) -> Any:
     """Gives an array of NumPy a type that it keeps in a jaxpr, under any settings."""
     return literals.TypedNdArray(array, aval) if isinstance(array, np.ndarray) else array
+
+
+def in_host_memory(aval: Any) -> bool:
+    """Tells whether a type is of an array in the memory of the host, and not of the device."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def scan_parts(eqn) -> tuple[int, int]:
@@ -289,6 +295,17 @@ def copier_to(device: Any) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 def _put(device: Any, arrays: Sequence[Any]) -> Sequence[Any]:
     return jax.device_put(arrays, device)
+
+
+def join_shards(aval: Any, sharding: Any, shards: Sequence[Any]) -> Any:
+    """Makes an array of its shards, as `jax.make_array_from_single_device_arrays` does.
+
+    That function gives no array the weak type that `aval` may have.
+    """
+    if not getattr(aval, "weak_type", False):
+        return jax.make_array_from_single_device_arrays(aval.shape, sharding, list(shards))
+    weak = core.ShapedArray(aval.shape, aval.dtype, weak_type=True)
+    return array.ArrayImpl(weak, sharding, list(shards), committed=True)
 
 
 def serve_collectives_at(host: str) -> None:

@@ -311,12 +311,10 @@ class LocalStep:
         inputs = self._places([p.inputs for p in bundle.programs], len(bundle.arguments))
         outputs = self._places([p.outputs for p in bundle.programs], len(bundle.results))
         self.feeds = [
-            Feed(places, a.donated, a.spec)
-            for places, a in zip(inputs, bundle.arguments, strict=True)
+            Feed(places, own) for places, own in zip(inputs, bundle.arguments, strict=True)
         ]
         self._fetches = [
-            Fetch(places, r.aval.shape, r.spec or ())
-            for places, r in zip(outputs, bundle.results, strict=True)
+            Fetch(places, own) for places, own in zip(outputs, bundle.results, strict=True)
         ]
 
     def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:

@@ -37,6 +37,7 @@ def loop_over_slices(
     # The gradient of a value that a slice carries to the next is known only after the last slice.
     if CARRY in roles or not loop.scalars:
         return functools.partial(_jaxprs.run_compiled, loop.recomputed)
+
     def forward(*primals):
         inputs = [p.value for p in primals]
         active = [i for i, p in enumerate(primals) if p.perturbed and _is_inexact(p.value)]

@@ -208,6 +208,7 @@ class _Builder:
             call = stage_of_call(maker[v]) if v in maker else None
             kind = "gathered" if call is None else "edge"
             self._add(v, kind, f"{label} {_origin(maker.get(v))}")
+        _check_memory(eqn.params["jaxpr"])
         whole = _jaxprs.Part(eqn.params["jaxpr"], tuple(eqn.invars), tuple(eqn.outvars))
         part, constants = _jaxprs.lift_arrays(whole)
         inputs = tuple(map(self._operand, [*part.inputs, *constants]))
@@ -229,6 +230,8 @@ class _Builder:
         known = self._operands_of(eqn, number)
         results = dict(zip(tasks.results(), eqn.outvars, strict=True))
         each = (*tasks.bodies, *tasks.recomputations)
+        for body in each:
+            _check_memory(body.jaxpr)
         lifted = {body: _jaxprs.lift_arrays(_whole(body.jaxpr)) for body in each}
         bodies = {body: self._body_of(body, lifted[body][0], known, length) for body in each}
         several = tasks.num_directions > 1
@@ -335,6 +338,25 @@ class _Builder:
         donated = (*carries, *range(first, first + len(y_avals)))
         self.bodies[key] = Body(body.name, _jaxprs.with_kept_constants(whole), donated)
         return self.bodies[key]
+
+
+def _check_memory(jaxpr: jex.ClosedJaxpr) -> None:
+    """Checks that what a task gives to other tasks, or to the caller, is in device memory.
+
+    Raises:
+        ValueError: it is in another memory kind.
+    """
+    for v in jaxpr.jaxpr.outvars:
+        if not _jaxprs.is_literal(v) and _compat.in_host_memory(v.aval):
+            eqn = next((e for e in jaxpr.eqns if v in e.outvars), None)
+            made = f"the `{eqn.primitive.name}`{_compat.at_source_line(eqn)}" if eqn else "a task"
+            raise ValueError(
+                f"place: {made} leaves {v.aval.str_short()} in host memory, and the value leaves "
+                f"the task or the step there. Tasks hand on values in device memory only, whatever "
+                f"their memory kind inside: bring it back within the stage, by "
+                f"jax.device_put(x, jax.memory.Space.Device), return it from the step as it is, or "
+                f"use a checkpoint policy that does not offload."
+            )
 
 
 def _number(value: int) -> jex.Literal:
