@@ -23,7 +23,7 @@ def without_mesh(fun: Callable[P, R]) -> Callable[P, R]:
         with jax.set_mesh(None):  # pyright: ignore[reportArgumentType]
             try:
                 return fun(*args, **kwargs)
-            except (ValueError, TypeError, NameError, KeyError) as error:
+            except (ValueError, TypeError, LookupError, RuntimeError) as error:
                 error.add_note(
                     f"The mesh {mesh.axis_names} that jax.set_mesh or use_abstract_mesh has set "
                     f"does not hold in a placed step: each rank is a mesh of its own. Give the "

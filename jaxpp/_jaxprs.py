@@ -4,6 +4,7 @@ A pass maps a closed jaxpr without constants to another. Equations are moved unc
 names and source lines survive.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,9 @@ from jaxpp import _compat, _primitives
 from jaxpp._program import Fed
 
 _STATIC_OUTPUT = object()
+
+#: The dtypes that JAX narrows unless 64 bits are switched on.
+WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +183,15 @@ def _compiled(program: _Program) -> Callable[..., list[Any]]:
     return jax.jit(functools.partial(run, with_kept_constants(program.jaxpr)))
 
 
+def with_its_types(jaxpr: jex.ClosedJaxpr) -> contextlib.AbstractContextManager:
+    """Makes the context in which a jaxpr with 64-bit types can be evaluated; else the present one.
+
+    A function may have such types in a part of it alone: under a `jax.enable_x64` of its own.
+    """
+    wide = any(v.aval.dtype.name in WIDE for e in jaxpr.eqns for v in (*e.invars, *e.outvars))
+    return jax.enable_x64(True) if wide else contextlib.nullcontext()
+
+
 def read(atoms: Iterable[Any], values: Mapping[Any, Any]) -> list[Any]:
     """Gives the values of atoms: arrays for literals, and those in `values` for variables."""
     return [literal_array(a) if is_literal(a) else values[a] for a in atoms]
@@ -304,8 +317,7 @@ def literal(value: Any, aval: Any) -> jex.Literal:
     """Makes a literal, of a number of Python or NumPy: JAX takes its own arrays for constants."""
     is_number = not aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if is_number and not _compat.is_tracer(value):
-        value = np.asarray(value)[()]
-        value = value.item() if aval.weak_type else value
+        value = _compat.typed(np.array(value, aval.dtype), aval)
     return jex.Literal(value, aval)
 
 
