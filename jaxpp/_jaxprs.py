@@ -211,7 +211,7 @@ def kept(value: Any, aval: Any) -> Any:
     `jax.jit` has such a copy, too, in its executable.
     """
     if is_key(aval):
-        data = np.array(jax.device_get(jax.random.key_data(value)))
+        data: Any = np.array(jax.device_get(jax.random.key_data(value)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     return np.array(jax.device_get(value), aval.dtype)
 

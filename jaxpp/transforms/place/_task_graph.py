@@ -186,7 +186,7 @@ class _Builder:
 
     def _constant(self, literal: jex.Literal) -> Value:
         """Gives the value of an array, which is known by its identity, or of a number."""
-        aval = literal.aval
+        aval: Any = literal.aval
         if _jaxprs.is_array_literal(literal):
             key = id(literal.val)
         else:
@@ -354,8 +354,8 @@ def _check_memory(jaxpr: jex.ClosedJaxpr) -> None:
                 f"place: {made} leaves {v.aval.str_short()} in host memory, and the value leaves "
                 f"the task or the step there. Tasks hand on values in device memory only, whatever "
                 f"their memory kind inside: bring it back within the stage, by "
-                f"jax.device_put(x, jax.memory.Space.Device), return it from the step as it is, or "
-                f"use a checkpoint policy that does not offload."
+                f"jax.device_put(x, jax.memory.Space.Device), leave out the transfer of a result, "
+                f"or use a checkpoint policy that does not offload."
             )
 
 
