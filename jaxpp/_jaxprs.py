@@ -180,7 +180,7 @@ class _Program:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(program: _Program) -> Callable[..., list[Any]]:
-    return jax.jit(functools.partial(run, with_kept_constants(program.jaxpr)))
+    return jax.jit(functools.partial(run, program.jaxpr))
 
 
 def with_its_types(jaxpr: jex.ClosedJaxpr) -> contextlib.AbstractContextManager:

@@ -180,20 +180,6 @@ def test_a_step_may_be_given_and_donated_an_array_that_it_closes_over():
     chex.assert_trees_all_close(placed(WEIGHTS, X, state)[0], want[0], rtol=1e-4)
 
 
-def test_equal_programs_of_two_arrays_do_not_share_the_memory_of_one():
-    """What is compiled eagerly is known by its values, and may be compiled again for a device."""
-
-    def call(matrix, device):
-        x = jax.device_put(X, device)
-        loss = lambda w, x: jnp.mean((closed_over.in_a_loop(matrix, x) @ w) ** 2)  # noqa: E731
-        return jaxpp.microbatch(loss, 2)(jax.device_put(jnp.eye(4), device), x)
-
-    first, second = closed_over.aligned(), closed_over.aligned()
-    want = call(first, jax.devices()[0])
-    first[:] = 9
-    np.testing.assert_allclose(call(second, jax.devices()[1]), want, rtol=1e-6)
-
-
 def test_an_array_of_numpy_is_kept_once_in_each_rank_that_reads_it():
     table = closed_over.aligned()
 
