@@ -151,11 +151,16 @@ def test_a_step_keeps_what_it_closed_over(where, fate, shared):
     closed_over.check(mesh_of(2, shared=shared), where, fate)
 
 
-def test_a_step_that_is_compiled_later_keeps_what_it_was_lowered_with():
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("where", ["in_a_loop", "plainly"])
+def test_a_step_that_is_compiled_later_keeps_what_it_was_lowered_with(where):
     matrix, table = closed_over.aligned(), jnp.arange(1.0, 5.0)
 
+    def loss(w, x):
+        return two_layers.loss(w, closed_over.WHERE[where](matrix, x))
+
     def step(w, x):
-        value, grads = two_layers.scheduled(two_layers.loss)(w, x @ matrix)
+        value, grads = two_layers.scheduled(loss)(w, closed_over.WHERE[where](matrix, x))
         return value * table[1], grads
 
     want = jax.jit(step)(WEIGHTS, X)
