@@ -31,7 +31,7 @@ def test_results_keep_their_types_as_they_are_fed_back(mesh, scalar, x64):
 
 @pytest.mark.parametrize("name", ["set_mesh", "debug_key_reuse", "transfer_guard", "enable_x64"])
 def test_a_context_holds_as_it_does_for_jit(mesh, name):
-    run, data = placed(lambda: mesh)(loss), batch()
+    run, plainly, data, again = placed(lambda: mesh)(loss), plain(loss), batch(), batch()
     with CONTEXTS[name]():
-        got, want = run(WEIGHTS, data), plain(loss)(WEIGHTS, batch())
+        got, want = run(WEIGHTS, data), plainly(WEIGHTS, again)
     assert_close(jaxpp.gather(got), want)

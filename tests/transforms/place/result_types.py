@@ -19,7 +19,7 @@ SCALARS = {
     "np.bool": lambda: np.bool_(True),
     "array of NumPy": lambda: np.array(0.5),
     "weak int": lambda: jnp.asarray(2),
-    "weak vector": lambda: jnp.broadcast_to(jnp.asarray(0.5), (4,)),
+    "weak vector": lambda: jnp.broadcast_to(jnp.asarray(0.5), (1,)),
     "strong": lambda: jnp.float32(0.5),
     "bfloat16": lambda: jnp.bfloat16(0.5),
     "int8": lambda: jnp.int8(2),
