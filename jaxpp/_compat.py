@@ -437,9 +437,10 @@ class KeyUse:
     """
 
     def __init__(self, jaxpr: jex.ClosedJaxpr, closed_over: Sequence[Any]):
-        self._closed_over = tuple(closed_over)
+        self._closed_over: tuple[Any, ...] = ()
         self._signature = None
         if config.debug_key_reuse.value:
+            self._closed_over = tuple(closed_over)
             self._signature = key_reuse.jaxpr_type_signature(jaxpr.jaxpr)
 
     def call(self, run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any]) -> list[Any]:

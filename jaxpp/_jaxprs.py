@@ -188,7 +188,12 @@ def with_its_types(jaxpr: jex.ClosedJaxpr) -> contextlib.AbstractContextManager:
 
     A function may have such types in a part of it alone: under a `jax.enable_x64` of its own.
     """
-    wide = any(v.aval.dtype.name in WIDE for e in jaxpr.eqns for v in (*e.invars, *e.outvars))
+
+    def is_wide(eqn) -> bool:
+        dtypes = (getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars))
+        return any(getattr(dtype, "name", "") in WIDE for dtype in dtypes)
+
+    wide = any(contains(eqn, is_wide) for eqn in jaxpr.eqns)
     return jax.enable_x64(True) if wide else contextlib.nullcontext()
 
 

@@ -113,9 +113,11 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
         bundle = _lower.lower(step, _task_graph.build(step))
     mesh = _resolve_mesh(request.mesh, bundle.programs, traced, passes["trace"].jaxpr.eqns)
 
+    rebuild = dataclasses.replace(traced, inputs=[]).rebuild  # without the arrays closed over
+
     def finish(bundle: Bundle) -> Compiled:
         run = load(mesh, bundle)
-        return Compiled(request.fun, bundle, mesh, run, signature, traced.rebuild, keys)
+        return Compiled(request.fun, bundle, mesh, run, signature, rebuild, keys)
 
     return Lowered(bundle, passes, finish)
 
