@@ -19,12 +19,14 @@ import numpy as np
 from jax._src import (
     api_util,
     checkify,
+    array,
     config,
     core,
     dispatch,
     distributed,
     dtypes,
     effects,
+    literals,
     source_info_util,
     util,
     xla_bridge,
@@ -34,6 +36,7 @@ from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax._src.state import AbstractRef, discharge
 from jax.core import Tracer
 from jax.experimental import serialize_executable
+from jax.experimental.key_reuse import _core as key_reuse
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
 from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]
@@ -82,6 +85,16 @@ def constants_of(jaxpr) -> Sequence[Any]:
 def traced_function(jaxpr) -> str:
     """Gives the name, the file and the line of the function that a jaxpr was traced from."""
     return getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_src_info
+
+
+def typed(array: Any, aval: Any) -> Any:
+    """Gives an array of NumPy a type that it keeps in a jaxpr, under any settings."""
+    return literals.TypedNdArray(array, aval) if isinstance(array, np.ndarray) else array
+
+
+def in_host_memory(aval: Any) -> bool:
+    """Tells whether a type is of an array in the memory of the host, and not of the device."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def scan_parts(eqn) -> tuple[int, int]:
@@ -295,6 +308,17 @@ def _put(device: Any, arrays: Sequence[Any]) -> Sequence[Any]:
     return jax.device_put(arrays, device)
 
 
+def join_shards(aval: Any, sharding: Any, shards: Sequence[Any]) -> Any:
+    """Makes an array of its shards, as `jax.make_array_from_single_device_arrays` does.
+
+    That function gives no array the weak type that `aval` may have.
+    """
+    if not getattr(aval, "weak_type", False):
+        return jax.make_array_from_single_device_arrays(aval.shape, sharding, list(shards))
+    weak = core.ShapedArray(aval.shape, aval.dtype, weak_type=True)
+    return array.ArrayImpl(weak, sharding, list(shards), committed=True)
+
+
 def serve_collectives_at(host: str) -> None:
     """Sets the address at which other processes reach this host for collectives on CPU.
 
@@ -436,6 +460,75 @@ def refuse_as_place(cls: Any, refuse: Callable[[Any], Any]) -> None:
     """
     cls._device_assignment = property(refuse)
     cls._is_concrete = False
+
+
+def custom_vjp(
+    fun: Callable, forward: Callable, backward: Callable, **options: Any
+) -> Callable[..., Any]:
+    """Gives a `jax.custom_vjp` that stands in a jaxpr as a call of `fun`, under any settings.
+
+    Under `jax_custom_vjp3` it would be a primitive of its own.
+    """
+
+    def call(*args):
+        with config.custom_vjp3(False):
+            rule = jax.custom_vjp(fun)
+            rule.defvjp(forward, backward, **options)
+            return rule(*args)
+
+    return call
+
+
+def hand_on_keys(primitive: jex.Primitive) -> None:
+    """Lets `jax_debug_key_reuse` know that a primitive gives its operands, and uses no key."""
+
+    def forward(eqn):
+        pairs = (key_reuse.Forward(n, n) for n in range(len(eqn.invars)))
+        return key_reuse.KeyReuseSignature(*pairs)
+
+    key_reuse.key_reuse_signatures[primitive] = key_reuse.dynamic_key_reuse_signature(forward)
+
+
+def use_keys_as(primitive: jex.Primitive, plain: Callable[[Any], jex.ClosedJaxpr]) -> None:
+    """Lets `jax_debug_key_reuse` know that an equation uses keys as a plain jaxpr does."""
+
+    def signature(eqn):
+        return key_reuse.jaxpr_type_signature(plain(eqn).jaxpr)
+
+    key_reuse.key_reuse_signatures[primitive] = key_reuse.dynamic_key_reuse_signature(signature)
+
+
+class KeyUse:
+    """The random keys that a traced function uses up, which `jax_debug_key_reuse` watches.
+
+    Args:
+        jaxpr: the function; with the setting, a key that it uses twice is an error.
+        closed_over: the first inputs of the jaxpr, which each call has.
+
+    Raises:
+        jax.errors.KeyReuseError: it uses a key twice.
+    """
+
+    def __init__(self, jaxpr: jex.ClosedJaxpr, closed_over: Sequence[Any]):
+        self._closed_over: tuple[Any, ...] = ()
+        self._signature = None
+        if config.debug_key_reuse.value:
+            self._closed_over = tuple(closed_over)
+            self._signature = key_reuse.jaxpr_type_signature(jaxpr.jaxpr)
+
+    def call(self, run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any]) -> list[Any]:
+        """Runs the function; with the setting, a key that is used up already is an error.
+
+        What runs are parts of the function, in which JAX would find keys used twice.
+        """
+        if self._signature is None:
+            return run(args)
+        inputs = [*self._closed_over, *args]
+        self._signature.check_signature(*inputs, funcname="placed function")
+        with config.debug_key_reuse(False):
+            results = run(args)
+        self._signature.update_consumption(inputs, results)
+        return results
 
 
 def forget_with(cls: type) -> None:

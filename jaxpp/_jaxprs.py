@@ -4,6 +4,7 @@ A pass maps a closed jaxpr without constants to another. Equations are moved unc
 names and source lines survive.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,9 @@ from jaxpp import _compat, _in_place, _primitives
 from jaxpp._program import Fed
 
 _STATIC_OUTPUT = object()
+
+#: The dtypes that JAX narrows unless 64 bits are switched on.
+WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,16 @@ def refuse_array_likes(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None =
 
 def _is_array_like(leaf: Any) -> bool:
     return hasattr(type(leaf), "__jax_array__") and not is_array(leaf)
+
+
+def is_key(x: Any) -> bool:
+    """Tells whether an array, or a type, is of random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def with_cloned_keys(values: Iterable[Any]) -> list[Any]:
+    """Replaces random keys by clones, which `jax.debug_key_reuse` takes for keys not used yet."""
+    return [jax.random.clone(x) if is_key(x) else x for x in values]
 
 
 def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Traced:
@@ -236,6 +250,20 @@ def _compiled(program: _Program) -> Callable[..., list[Any]]:
     return jax.jit(functools.partial(run, program.jaxpr))
 
 
+def with_its_types(jaxpr: jex.ClosedJaxpr) -> contextlib.AbstractContextManager:
+    """Makes the context in which a jaxpr with 64-bit types can be evaluated; else the present one.
+
+    A function may have such types in a part of it alone: under a `jax.enable_x64` of its own.
+    """
+
+    def is_wide(eqn) -> bool:
+        dtypes = (getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars))
+        return any(getattr(dtype, "name", "") in WIDE for dtype in dtypes)
+
+    wide = any(contains(eqn, is_wide) for eqn in jaxpr.eqns)
+    return jax.enable_x64(True) if wide else contextlib.nullcontext()
+
+
 def read(atoms: Iterable[Any], values: Mapping[Any, Any]) -> list[Any]:
     """Gives the values of atoms: arrays for literals, and those in `values` for variables."""
     return [literal_array(a) if is_literal(a) else values[a] for a in atoms]
@@ -247,6 +275,43 @@ def literal_array(literal) -> Any:
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return literal.val
     return jnp.asarray(literal.val, None if aval.weak_type else aval.dtype)
+
+
+def kept(value: Any, aval: Any) -> Any:
+    """Copies a constant of a trace to the host: whoever has the array may write to it or delete it.
+
+    `jax.jit` has such a copy, too, in its executable.
+    """
+    if is_key(aval):
+        data: Any = np.array(jax.device_get(jax.random.key_data(value)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    return np.array(jax.device_get(value), aval.dtype)
+
+
+def with_kept_constants(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Copies the arrays that stand in a jaxpr or inside its equations, each once."""
+    copies: dict[int, tuple[Any, Any]] = {}
+
+    def copy(value, aval):
+        if id(value) not in copies:
+            copies[id(value)] = value, _compat.typed(kept(value, aval), aval)
+        return copies[id(value)][1]
+
+    def visit_atom(a):
+        is_array = is_literal(a) and is_array_literal(a) and not _compat.is_tracer(a.val)
+        return jex.Literal(copy(a.val, a.aval), a.aval) if is_array else a
+
+    def visit(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        inside = closed.jaxpr
+        eqns = [
+            map_jaxprs(e, visit).replace(invars=list(map(visit_atom, e.invars)))
+            for e in closed.eqns
+        ]
+        new = _compat.with_equations(closed, eqns, list(map(visit_atom, inside.outvars)))
+        consts = zip(closed.consts, inside.constvars, strict=True)
+        return new.replace(consts=[copy(c, v.aval) for c, v in consts])
+
+    return visit(jaxpr)
 
 
 def without_constants(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
@@ -324,8 +389,7 @@ def literal(value: Any, aval: Any) -> jex.Literal:
     """Makes a literal, of a number of Python or NumPy: JAX takes its own arrays for constants."""
     is_number = not aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if is_number and not _compat.is_tracer(value):
-        value = np.asarray(value)[()]
-        value = value.item() if aval.weak_type else value
+        value = _compat.typed(np.array(value, aval.dtype), aval)
     return jex.Literal(value, aval)
 
 

@@ -58,3 +58,20 @@ def check_there(arg: Any, name: str) -> None:
             f"args{name} was {why}; pass what that call returned, or leave the argument out of "
             f"donate_argnums."
         )
+
+
+def check_memory(arg: jax.Array, name: str) -> None:
+    """Checks that an argument is in the memory of its devices.
+
+    Raises:
+        ValueError: it is in another memory kind.
+    """
+    kind = arg.sharding.memory_kind
+    if kind is None or not arg.sharding.device_set:
+        return
+    own = next(iter(arg.sharding.device_set)).default_memory().kind
+    if kind != own:
+        raise ValueError(
+            f"args{name} is in memory kind {kind!r}, and a placed step reads its arguments in "
+            f"{own!r} only: pass jax.device_put(x, jax.memory.Space.Device)."
+        )

@@ -17,6 +17,7 @@ from jaxpp import _compat, _jaxprs
 from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle, Message, Send
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
+    ArrayType,
     Home,
     alike,
     check_arguments,
@@ -25,12 +26,14 @@ from jaxpp.runtime.arrays import (
     check_ranks,
     describe_mesh,
     devices_of,
+    from_host,
     homes_of,
     put_together,
     reshard,
     shape_of,
     sharding_in,
     sizes_of,
+    to_host,
     with_stacked,
     without_devices,
 )
@@ -306,7 +309,7 @@ class LocalStep:
             calls = [own.get(n) for n in range(len(bundle.computations))]
             executor = Executor(program, calls, transport)
             for slot, value in program.constants:
-                executor.slots[slot] = jax.device_put(value, sharding_in(home))
+                executor.slots[slot] = from_host(to_host(value), ArrayType.of(value), home)
             self.executors.append(executor)
         self.order = interleave(bundle.programs)
         #: Whether there is an `eqx.error_if`, whose error a call raises, as in `eqx.filter_jit`.
@@ -319,12 +322,10 @@ class LocalStep:
         inputs = self._places([p.inputs for p in bundle.programs], len(bundle.arguments))
         outputs = self._places([p.outputs for p in bundle.programs], len(bundle.results))
         self.feeds = [
-            Feed(places, a.donated, a.spec)
-            for places, a in zip(inputs, bundle.arguments, strict=True)
+            Feed(places, own) for places, own in zip(inputs, bundle.arguments, strict=True)
         ]
         self._fetches = [
-            Fetch(places, r.aval.shape, r.spec or ())
-            for places, r in zip(outputs, bundle.results, strict=True)
+            Fetch(places, own) for places, own in zip(outputs, bundle.results, strict=True)
         ]
 
     def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:

@@ -37,7 +37,6 @@ def loop_over_slices(
     # The gradient of a value that a slice carries to the next is known only after the last slice.
     if CARRY in roles or not loop.scalars:
         return functools.partial(_jaxprs.run_compiled, loop.recomputed)
-    differentiable = jax.custom_vjp(functools.partial(_jaxprs.run_compiled, loop.plain))
 
     def forward(*primals):
         inputs = [p.value for p in primals]
@@ -59,8 +58,8 @@ def loop_over_slices(
         pairs = zip(result, inputs, strict=True)
         return tuple(g if g is None or g.dtype == x.dtype else g.astype(x.dtype) for g, x in pairs)
 
-    differentiable.defvjp(forward, backward, symbolic_zeros=True)
-    return differentiable
+    plain = functools.partial(_jaxprs.run_compiled, loop.plain)
+    return _compat.custom_vjp(plain, forward, backward, symbolic_zeros=True)
 
 
 def _without_effects(pullback: Callable, cotangent: Any) -> list[Any]:

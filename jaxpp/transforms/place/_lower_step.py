@@ -34,7 +34,7 @@ from jaxpp.transforms.place import (
     _roles,
     _task_graph,
 )
-from jaxpp.transforms.place._compiled import Compiled, Lowered
+from jaxpp.transforms.place._compiled import Compiled, Lowered, load
 from jaxpp.transforms.stages import is_backward_call, listed, stage_of_call
 from jaxpp.transforms.tasks import is_loop
 
@@ -110,15 +110,19 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     retrace = functools.partial(_trace, request.fun, signature.types, in_specs, inside)
     traced = retrace()
     step = _make_step(request, args, signature, inside, in_specs, traced)
+    keys = _compat.KeyUse(traced.jaxpr, traced.inputs[: traced.num_closed_over])
     passes = {"trace": step}
-    for run in PASSES:
-        step = passes[run.__name__] = run(step)
-    bundle = _lower.lower(step, _task_graph.build(step))
+    with jax.debug_key_reuse(False):  # tasks may share an array of keys
+        for run in PASSES:
+            step = passes[run.__name__] = run(step)
+        bundle = _lower.lower(step, _task_graph.build(step))
     mesh = _resolve_mesh(request.mesh, bundle.programs, traced, passes["trace"].jaxpr.eqns)
 
+    rebuild = dataclasses.replace(traced, inputs=[]).rebuild  # without the arrays closed over
+
     def finish(bundle: Bundle) -> Compiled:
-        run = mesh.load(bundle)
-        return Compiled(request.fun, bundle, mesh, run, signature, traced.rebuild)
+        run = load(mesh, bundle)
+        return Compiled(request.fun, bundle, mesh, run, signature, rebuild, keys)
 
     return Lowered(bundle, passes, finish, retrace)
 

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jaxpp import _compat, _jaxprs, schedules
 from jaxpp._definitions import definition_of
 from jaxpp._typing import P, R
@@ -59,7 +61,8 @@ def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> Callable[P, R
         if _compat.is_jit_disabled():  # stages are calls of jitted functions
             return fun(*args, **kwargs)
         traced = _jaxprs.trace(fun, args, kwargs)
-        return traced.rebuild(_run(traced.jaxpr, schedule, traced.inputs))
+        with jax.debug_key_reuse(False):  # tasks may share an array of keys
+            return traced.rebuild(_run(traced.jaxpr, schedule, traced.inputs))
 
     return scheduled
 

@@ -76,7 +76,8 @@ def export(
         out_specs += ((),) * len(hoisted.read)
     out = inside and [NamedSharding(inside, partition_spec(s)) for s in out_specs]
     lower = jax.jit(run, donate_argnums=computation.donated, out_shardings=out)
-    with use_abstract_mesh(inside) if inside else contextlib.nullcontext():
+    under = use_abstract_mesh(inside) if inside else contextlib.nullcontext()
+    with under, _jaxprs.with_its_types(computation.jaxpr):
         try:
             exported = jax_export.export(lower, platforms=[platform])(*avals)
         except ValueError as error:
