@@ -75,7 +75,8 @@ def refuse_array_likes(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None =
 
 
 def _is_array_like(leaf: Any) -> bool:
-    return hasattr(type(leaf), "__jax_array__") and not is_array(leaf)
+    known = is_array(leaf) or _compat.is_tracer(leaf)  # one of a `jax.new_ref` is no array
+    return hasattr(type(leaf), "__jax_array__") and not known
 
 
 def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Traced:
