@@ -79,7 +79,8 @@ def refuse_array_likes(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None =
 
 
 def _is_array_like(leaf: Any) -> bool:
-    return hasattr(type(leaf), "__jax_array__") and not is_array(leaf)
+    known = is_array(leaf) or _compat.is_tracer(leaf)  # one of a `jax.new_ref` is no array
+    return hasattr(type(leaf), "__jax_array__") and not known
 
 
 def is_key(x: Any) -> bool:
