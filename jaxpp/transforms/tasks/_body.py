@@ -6,7 +6,8 @@ S-1..0, so that values flow from lower positions to higher ones.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -201,33 +202,51 @@ def read_body(
 def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool]]:
     """Brings the calls of stages to the top of a loop's body.
 
-    Also tells for each equation whether a checkpoint computes it again for the backward.
+    Also tells for each equation whether a checkpoint computes it again for the backward. Where the
+    loop lacks a forward that a checkpoint computes, that one is the forward. Such is the loop for
+    the gradient of a loss over the whole batch: the forwards before the loss are in another loop.
     """
 
     def holds_calls(eqn):
         return not is_stage_call(eqn) and _jaxprs.contains(eqn, is_stage_call)
 
-    flat = _jaxprs.inline(jaxpr, lambda e: holds_calls(e) and not _recomputes(e))
     known = _jaxprs.Substitution()
-    eqns, again = [], []
-    for eqn in map(known.rename, flat.eqns):
-        inner, opens = [eqn], holds_calls(eqn) and _recomputes(eqn)
-        if opens:
-            called = _jaxprs.part(*_jaxprs.inline_call(eqn, eqn.invars))
-            opened = _jaxprs.inline(called.jaxpr, holds_calls)
-            known.of.update(zip(eqn.outvars, opened.jaxpr.outvars, strict=True))
-            inner = opened.eqns
-        for e in inner:
-            if holds_calls(e):
+    eqns: list[Any] = []
+    again: list[bool] = []
+
+    def add(jaxpr: jex.ClosedJaxpr, computed_again: bool) -> list[Any]:
+        """Adds the equations of a program; gives its results."""
+        flat = _jaxprs.inline(jaxpr, lambda e: holds_calls(e) and not _recomputes(e))
+        for eqn in map(known.rename, flat.eqns):
+            if not holds_calls(eqn):
+                eqns.append(eqn)
+                again.append(computed_again)
+                continue
+            if not _recomputes(eqn):
                 raise ValueError(
-                    f"schedule: stages are called inside a `{e.primitive.name}`"
-                    f"{_compat.at_source_line(e)}; a schedule needs them directly in the "
+                    f"schedule: stages are called inside a `{eqn.primitive.name}`"
+                    f"{_compat.at_source_line(eqn)}; a schedule needs them directly in the "
                     f"microbatch loop."
                 )
-        eqns.extend(inner)
-        again.extend([opens] * len(inner))
-    outvars = [known(v) for v in flat.jaxpr.outvars]
-    return _compat.make_closed_jaxpr(flat.jaxpr.invars, outvars, eqns), again
+            called = _jaxprs.part(*_jaxprs.inline_call(eqn, eqn.invars)).jaxpr
+            first = itertools.compress(eqns, map(operator.not_, again))
+            is_again = computed_again or _forwards(called.eqns) <= _forwards(first)
+            known.of.update(zip(eqn.outvars, add(called, is_again), strict=True))
+        return list(map(known, flat.jaxpr.outvars))
+
+    outvars = add(jaxpr, False)
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), again
+
+
+def _forwards(eqns: Iterable[Any]) -> set[int]:
+    """Finds the stages whose forward some equations call, inside checkpoints too."""
+    found = set()
+    for eqn in eqns:
+        if (call := stage_of_call(eqn)) is None:
+            found.update(*(_forwards(sub.eqns) for sub in _jaxprs.sub_jaxprs(eqn)))
+        elif not is_backward_call(eqn):
+            found.add(call[0])
+    return found
 
 
 def _recomputes(eqn) -> bool:
