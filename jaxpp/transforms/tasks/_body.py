@@ -36,9 +36,9 @@ class Body:
     `position` has the position of each equation's task, None for an equation outside of all calls
     of stages. Carry i becomes `carry_outs[i]`; `ys` are the results of each iteration. The tasks at
     the positions `recomputing` compute a part of a forward again. `values` has the operand of the
-    loop for each of its inputs. For each carry that takes its microbatches in any order, `folds`
-    has the primitive that combines them. `finish` makes the results of the loop as it was traced
-    from those of a loop of this body.
+    loop for each of its inputs; the loop takes `length` slices, in reverse or not. For each carry
+    that takes its microbatches in any order, `folds` has the primitive that combines them. `finish`
+    makes the results of the loop as it was traced from those of a loop of this body.
     """
 
     consts: tuple[Any, ...]
@@ -51,6 +51,8 @@ class Body:
     num_stages: int
     recomputing: frozenset[int]
     values: Mapping[Any, Any]
+    length: int
+    reverse: bool
     folds: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     finish: Callable[[Sequence[Any]], Sequence[Any]] = lambda results: results
 
@@ -107,6 +109,12 @@ class Body:
                     readers.setdefault(v, set()).add(p)
         return readers
 
+    def from_stages(self, more: Iterable[Any]) -> set[Any]:
+        """Finds all that depends on `more`, or on what a stage makes of a microbatch."""
+        varying = _jaxprs.descendants(self.eqns, [*self.carries, *self.xs])
+        staged = [v for e, p in self.placed() if p is not None for v in e.outvars if v in varying]
+        return _jaxprs.descendants(self.eqns, [*staged, *more])
+
     def equations_at(self, position: int, more: Sequence[Any]) -> list[Any]:
         """Gives the equations of a task, and those without a position that it or `more` need."""
         read, found = set(more), []
@@ -137,7 +145,12 @@ class Body:
 
 
 def read_body(
-    jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, operands: Sequence[Any]
+    jaxpr: jex.ClosedJaxpr,
+    num_consts: int,
+    num_carry: int,
+    operands: Sequence[Any],
+    length: int,
+    reverse: bool,
 ) -> Body:
     """Opens the stage calls in the jaxpr of a loop's body.
 
@@ -146,6 +159,8 @@ def read_body(
         num_consts: the number of its inputs that are constants.
         num_carry: the number of its inputs, and of its outputs, that are carries.
         operands: the operands of the loop.
+        length: the number of slices.
+        reverse: whether the loop takes the last slice first.
 
     Raises:
         ValueError: if stages are called inside a loop or conditional, or differ in their number.
@@ -196,6 +211,8 @@ def read_body(
         num_stages,
         frozenset(recomputing),
         dict(zip(invars, operands, strict=True)),
+        length,
+        reverse,
     )
 
 
