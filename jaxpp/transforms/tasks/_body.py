@@ -6,7 +6,6 @@ S-1..0, so that values flow from lower positions to higher ones.
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -219,9 +218,9 @@ def read_body(
 def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool]]:
     """Brings the calls of stages to the top of a loop's body.
 
-    Also tells for each equation whether a checkpoint computes it again for the backward. Where the
-    loop lacks a forward that a checkpoint computes, that one is the forward. Such is the loop for
-    the gradient of a loss over the whole batch: the forwards before the loss are in another loop.
+    Also tells for each equation whether a checkpoint computes it again for a backward in it. Where
+    one forward in the checkpoint reads another, they are forwards of the loop, for the backward of
+    the other's stage comes later. So it is in the loop for the gradient of a loss over the batch.
     """
 
     def holds_calls(eqn):
@@ -246,24 +245,27 @@ def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool
                     f"microbatch loop."
                 )
             called = _jaxprs.part(*_jaxprs.inline_call(eqn, eqn.invars)).jaxpr
-            first = itertools.compress(eqns, map(operator.not_, again))
-            is_again = computed_again or _forwards(called.eqns) <= _forwards(first)
-            known.of.update(zip(eqn.outvars, add(called, is_again), strict=True))
+            inner = _jaxprs.inline(called, holds_calls).eqns
+            is_again = any(map(is_backward_call, inner)) and not _are_chained(inner)
+            known.of.update(zip(eqn.outvars, add(called, computed_again or is_again), strict=True))
         return list(map(known, flat.jaxpr.outvars))
 
     outvars = add(jaxpr, False)
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), again
 
 
-def _forwards(eqns: Iterable[Any]) -> set[int]:
-    """Finds the stages whose forward some equations call, inside checkpoints too."""
-    found = set()
+def _are_chained(eqns: Sequence[Any]) -> bool:
+    """Tells whether the forward of one stage reads a value that the forward of another makes."""
+    behind: dict[Any, set[int]] = {}
     for eqn in eqns:
-        if (call := stage_of_call(eqn)) is None:
-            found.update(*(_forwards(sub.eqns) for sub in _jaxprs.sub_jaxprs(eqn)))
-        elif not is_backward_call(eqn):
-            found.add(call[0])
-    return found
+        stages = set().union(*(behind.get(v, ()) for v in _jaxprs.variables(eqn.invars)))
+        call = stage_of_call(eqn)
+        if call is not None and not is_backward_call(eqn):
+            if stages - {call[0]}:
+                return True
+            stages.add(call[0])
+        behind.update(dict.fromkeys(eqn.outvars, stages))
+    return False
 
 
 def _recomputes(eqn) -> bool:
