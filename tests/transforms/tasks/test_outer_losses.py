@@ -77,20 +77,11 @@ def hardest(y):
     return jnp.max(jnp.mean(y**2, -1))
 
 
-def several(y):
-    return {"loss": jnp.mean(y**2), "worst": jnp.max(y), "rows": y}
-
-
 LOSSES = {
     "contrastive": Loss(lambda y: y, "concat", contrast),
     "balance": Loss(lambda y: jnp.mean(jax.nn.softmax(y), 0), "mean", lambda p: jnp.sum(p * p)),
     "hardest": Loss(hardest, "max", lambda e: e),
     "operator": Loss(lambda y: jax.nn.logsumexp(y, 0), LogSumExp(), lambda e: jnp.sum(e**2)),
-    "several": Loss(
-        several,
-        {"loss": "mean", "worst": "max", "rows": "concat"},
-        lambda out: out["loss"] + 2 * out["worst"] + contrast(out["rows"]),
-    ),
 }
 
 
@@ -174,7 +165,6 @@ def check(grad_fn, want, params):
         ("hardest", "dualpipe"),
         ("operator", "zb_h1"),
         ("operator", "dualpipe"),
-        ("several", "1f1b"),
     ],
 )
 def test_a_loss_over_the_whole_batch_is_scheduled(loss, schedule):
