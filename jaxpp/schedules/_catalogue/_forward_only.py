@@ -48,7 +48,9 @@ class ForwardOnly(Schedule):
 
     def num_ranks(self, num_stages: int) -> int:
         """Gives the number of ranks for a number of stages: see `Schedule.num_ranks`."""
-        return super().num_ranks(num_stages) if self.like is None else self.like.num_ranks(num_stages)
+        if self.like is None:
+            return super().num_ranks(num_stages)
+        return self.like.num_ranks(num_stages)
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
         """Gives the rank of each stage: see `Schedule.placement`."""

@@ -55,8 +55,9 @@ def loop_over_slices(
     def pull_back(inputs, gradients, values, given):
         result: list[Any] = [None] * len(inputs)
         parts = [(i, given[k] * g) for (k, i), g in gradients.items() if k in given]
-        if not given.keys() <= set(loop.scalars):
-            parts = loop.gradients(inputs, values, given)
+        if gradients and not given.keys() <= set(loop.scalars):
+            active = list(dict.fromkeys(i for _, i in gradients))
+            parts = loop.gradients(inputs, active, values, given)
         for i, part in parts:
             part = part.astype(inputs[i].dtype)
             result[i] = part if result[i] is None else result[i] + part
@@ -171,11 +172,14 @@ class _Loop:
         return outputs, dict(zip(pairs, results, strict=True)), values
 
     def gradients(
-        self, inputs: Sequence[Any], values: dict[int, Any], cotangents: dict[int, Any]
+        self,
+        inputs: Sequence[Any],
+        active: Sequence[int],
+        values: dict[int, Any],
+        cotangents: dict[int, Any],
     ) -> list[tuple[int, Any]]:
-        """Computes the gradient by each input, for the cotangents of some outputs."""
+        """Computes the gradient by each active input, for the cotangents of some outputs."""
         shares = [self._shares(k, ct, values) for k, ct in cotangents.items()]
-        active = [i for i, x in enumerate(inputs) if _is_inexact(x)]
 
         def of_slice(*operands):
             inputs, cts = operands[: len(self.roles)], operands[len(self.roles) :]

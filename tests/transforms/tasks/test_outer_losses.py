@@ -123,9 +123,7 @@ def value_and_grad(loss: Loss, num_stages, staged=jaxpp.wrap_forward):
 
 def plain(loss: Loss):
     """The same of the whole batch at once, untransformed."""
-    return jax.value_and_grad(
-        lambda ws, x: loss.outer(loss.of_slice(layers(ws, STATES, x, 1)[0]))
-    )
+    return jax.value_and_grad(lambda ws, x: loss.outer(loss.of_slice(layers(ws, STATES, x, 1)[0])))
 
 
 def after_two_steps(grad_fn, params, place=jax.jit):
@@ -173,7 +171,7 @@ def test_a_loss_over_the_whole_batch_is_scheduled(loss, schedule):
     check(grad_fn, plain(loss), WS)
 
 
-# ---- a state that a microbatch hands to the next --------------------------------------------------
+# ---- a state that a microbatch hands to the next -------------------------------------------------
 
 
 def with_memory(num_stages):
@@ -185,7 +183,7 @@ def with_memory(num_stages):
     loop = jaxpp.microbatch(
         jaxpp.wrap_forward(of_slice), M, in_axes=(None, "carry", 0), reduce=("concat", "carry")
     )
-    return jax.value_and_grad(lambda params, x: outer(*loop(*params, x)))
+    return jax.value_and_grad(lambda params, x: outer(*loop(params[0], params[1], x)))
 
 
 def outer(rows, states):
@@ -216,7 +214,7 @@ def test_a_gradient_through_what_is_carried_has_one_direction():
         jax.eval_shape(grad_fn, (WS, STATES), XS[0])
 
 
-# ---- what runs when -------------------------------------------------------------------------------
+# ---- what runs when ------------------------------------------------------------------------------
 
 
 def test_all_forwards_come_before_the_loss_and_the_table_after_it():
@@ -235,13 +233,13 @@ def test_all_forwards_come_before_the_loss_and_the_table_after_it():
 def test_it_may_be_vmapped():
     grad_fn = jaxpp.schedule(value_and_grad(LOSSES["hardest"], RANKS), OneFOneB())
     ws = jax.tree.map(lambda w: jnp.stack([w, -w]), WS)
-    over = dict(in_axes=(0, None))
-    got = placed()(jax.vmap(grad_fn, **over))(ws, XS[0])
-    want = jax.jit(jax.vmap(plain(LOSSES["hardest"]), **over))(ws, XS[0])
+    over = (0, None)
+    got = placed()(jax.vmap(grad_fn, over))(ws, XS[0])
+    want = jax.jit(jax.vmap(plain(LOSSES["hardest"]), over))(ws, XS[0])
     assert_close(jax.device_get(got), want, rtol=1e-4, atol=1e-5)
 
 
-# ---- loops of the same kind -----------------------------------------------------------------------
+# ---- loops of the same kind ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("times", [1, 2])
