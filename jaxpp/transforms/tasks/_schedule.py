@@ -19,7 +19,8 @@ def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> Callable[P, R
     by `wrap_forward`. On one device the result runs as before, with the same values; `place` runs
     it in the order of the schedule's table. Under `vmap` a loop keeps its schedule. Differentiated,
     it is a plain loop again, which `place` refuses: differentiate first, then schedule. Where one
-    loop has a backward pass and another has none, the other runs by `ForwardOnly(like=schedule)`.
+    loop has a backward pass and another has none, the other runs by `ForwardOnly(like=schedule)`:
+    so do the forwards before a loss over the whole batch, which is outside of `microbatch`.
 
     Args:
         fun: a function of pytrees, e.g. `microbatch(jax.value_and_grad(wrap_forward(...)), M)`.
