@@ -284,3 +284,31 @@ def test_a_carry_that_no_stage_makes_is_read_by_all(schedule):
 
     args = WS, jnp.ones(()), XS[0]
     assert_close(jax.device_get(placed()(grad_fn)(*args)), jax.jit(want)(*args))
+
+
+def test_a_carry_that_both_halves_of_a_backward_read():
+    """A scale of the loss that follows the gradients of the last stage."""
+
+    def of_slice(ws, x):
+        return jnp.mean(layers(ws, STATES, x, RANKS)[0] ** 2)
+
+    def scaled(loss):
+        def one(ws, scale, x):
+            value, pullback = jax.vjp(lambda ws: loss(ws, x), ws)
+            grads = jax.tree.map(lambda g: g / scale, pullback(scale)[0])
+            return (value, grads), scale / (1 + jnp.sum(grads[-1] ** 2))
+
+        return one
+
+    def want(ws, scale, x):
+        results = []
+        for part in jnp.split(x, M):
+            result, scale = scaled(of_slice)(ws, scale, part)
+            results.append(result)
+        return jax.tree.map(lambda *xs: sum(xs) / M, *results), scale
+
+    staged = scaled(jaxpp.wrap_forward(of_slice))
+    loop = jaxpp.microbatch(staged, M, in_axes=(None, "carry", 0), reduce=("mean", "carry"))
+    args = WS, jnp.float32(2), XS[0]
+    got = placed()(jaxpp.schedule(loop, ZeroBubbleH1()))(*args)
+    assert_close(jax.device_get(got), jax.jit(want)(*args))
