@@ -135,7 +135,7 @@ def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[
         return "whole", ct / num_microbatches if operator.name == "mean" else ct
     if isinstance(operator, Collect):
         if operator.name == "concat":
-            ct = ct.reshape(num_microbatches, -1, *ct.shape[1:])
+            ct = ct.reshape(num_microbatches, len(ct) // num_microbatches, *ct.shape[1:])
         return "slice", ct
     is_last = jnp.arange(num_microbatches) == num_microbatches - 1
     return "slice", jnp.where(is_last.reshape(-1, *(1,) * ct.ndim), ct, jnp.zeros_like(ct))
