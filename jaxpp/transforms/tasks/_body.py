@@ -219,8 +219,8 @@ def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool
     """Brings the calls of stages to the top of a loop's body.
 
     Also tells for each equation whether a checkpoint computes it again for a backward in it. Where
-    one forward in the checkpoint reads another, they are forwards of the loop, for the backward of
-    the other's stage comes later. So it is in the loop for the gradient of a loss over the batch.
+    a stage in the checkpoint reads the forward of an earlier one, they are forwards of the loop,
+    for the earlier one's backward comes later. So it is for the gradient of a loss over the batch.
     """
 
     def holds_calls(eqn):
@@ -255,15 +255,15 @@ def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool
 
 
 def _are_chained(eqns: Sequence[Any]) -> bool:
-    """Tells whether the forward of one stage reads a value that the forward of another makes."""
+    """Tells whether a stage reads a value that the forward of an earlier stage makes."""
     behind: dict[Any, set[int]] = {}
     for eqn in eqns:
         stages = set().union(*(behind.get(v, ()) for v in _jaxprs.variables(eqn.invars)))
-        call = stage_of_call(eqn)
-        if call is not None and not is_backward_call(eqn):
-            if stages - {call[0]}:
+        if (call := stage_of_call(eqn)) is not None:
+            if any(stage < call[0] for stage in stages):
                 return True
-            stages.add(call[0])
+            if not is_backward_call(eqn):
+                stages.add(call[0])
         behind.update(dict.fromkeys(eqn.outvars, stages))
     return False
 

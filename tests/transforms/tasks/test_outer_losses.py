@@ -171,6 +171,19 @@ def test_a_loss_over_the_whole_batch_is_scheduled(loss, schedule):
     check(grad_fn, plain(loss), WS)
 
 
+def test_the_backward_of_a_last_stage_may_read_its_input_alone():
+    """As that of a linear stage does, whose forward keeps nothing."""
+
+    def encode(ws, x):
+        return jaxpp.pipeline_enter_stage(jnp.tanh(x @ ws[0])) @ ws[1]
+
+    loop = jaxpp.microbatch(jaxpp.wrap_forward(encode), M, reduce="concat")
+    grad_fn = jax.value_and_grad(lambda ws, x: contrast(loop(ws, x)))
+    got = placed()(jaxpp.schedule(grad_fn, OneFOneB()))(WS[:2], XS[0])
+    want = jax.jit(jax.value_and_grad(lambda ws, x: contrast(encode(ws, x))))(WS[:2], XS[0])
+    assert_close(jax.device_get(got), want, rtol=1e-4, atol=1e-5)
+
+
 # ---- a state that a microbatch hands to the next -------------------------------------------------
 
 
