@@ -18,8 +18,8 @@ import jax.extend.core as jex
 import numpy as np
 from jax._src import (
     api_util,
-    checkify,
     array,
+    checkify,
     config,
     core,
     dispatch,

@@ -39,7 +39,8 @@ def microbatch(
     It is one `lax.scan` over the slices. `microbatch(jax.value_and_grad(f), M)` and
     `jax.value_and_grad(microbatch(f, M))` do the same work: the second accumulates the gradient of
     each scalar mean or sum slice by slice, in the forward pass; `jax.jit` leaves out gradients that
-    are not read. The gradient of another output takes a second pass over the slices. A function
+    are not read. If another output is differentiated, as by a loss over the whole batch of "concat"
+    outputs, all gradients take a second pass over the slices, forwards and backwards. A function
     with a scalar mean or sum cannot be differentiated in forward mode; its gradient can.
 
     A state that each slice takes over from the slice before it (the running statistics of

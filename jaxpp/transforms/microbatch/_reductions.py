@@ -137,20 +137,33 @@ REDUCTIONS: dict[str, Fold | Collect | Carry] = {
 }
 
 
-def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[str, Any] | None:
+def is_chain(operator: Any) -> bool:
+    """Tells whether the cotangents of microbatches depend on the values that were combined."""
+    if isinstance(operator, Fold):
+        return operator.name == "max"
+    return not isinstance(operator, Collect)
+
+
+def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[str, Any]:
     """Gives the cotangent of each microbatch's output from that of the combined output.
+
+    Args:
+        operator: the operator that combined the outputs; not one that `is_chain`.
+        ct: the cotangent of the combined output.
+        num_microbatches: the number of microbatches.
 
     Returns:
         `"whole"` and the cotangent that all microbatches have, or `"slice"` and their cotangents
-        along a new first axis; None where these depend on the values that were combined.
+        along a new first axis.
     """
     if getattr(operator, "sums", False):
         return "whole", ct / num_microbatches if operator.name == "mean" else ct
     if isinstance(operator, Collect):
         if operator.name == "concat":
-            ct = ct.reshape(num_microbatches, -1, *ct.shape[1:])
+            ct = ct.reshape(num_microbatches, len(ct) // num_microbatches, *ct.shape[1:])
         return "slice", ct
-    return None
+    is_last = jnp.arange(num_microbatches) == num_microbatches - 1
+    return "slice", jnp.where(is_last.reshape(-1, *(1,) * ct.ndim), ct, jnp.zeros_like(ct))
 
 
 def dtype_of_sum(dtype: Any, x: Any) -> Any:

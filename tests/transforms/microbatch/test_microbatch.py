@@ -157,6 +157,18 @@ def test_the_gradient_of_collected_rows_takes_the_memory_of_one_slice(reduce):
     assert all(v.aval.size <= max(W.size, len(X)) for s in live_scans(got, W) for v in s.outvars)
 
 
+def test_gradients_through_rows_without_elements():
+    def fun(w, x):
+        h = jnp.tanh(x @ w)
+        return jnp.mean(h), h[:, :0]
+
+    def total(fun):
+        return jax.grad(lambda w: jnp.sum(fun(w, X)[1]) + fun(w, X)[0])
+
+    microbatched = jaxpp.microbatch(fun, 3, reduce=("mean", "concat"))
+    assert_close_sums(total(microbatched)(W), total(fun)(W))
+
+
 @pytest.mark.parametrize(
     "transform",
     [
