@@ -407,15 +407,15 @@ MUTATIONS = (
     Mutation(
         "numbers of one type are one",
         "jaxpp/transforms/place/_task_graph.py",
-        "(str(value.dtype), np.asarray(value).tobytes())",
-        "str(value.dtype)",
+        "key = aval.dtype.name, np.asarray(literal.val, aval.dtype).tobytes()",
+        "key = aval.dtype.name",
         ("placement::optimizer", "place::results_of_all_kinds"),
     ),
     Mutation(
         "arrays of one shape that a step closes over are one",
         "jaxpp/transforms/place/_task_graph.py",
-        '("array", id(atom.val))',
-        '("array", atom.val.shape)',
+        "key = id(literal.val)",
+        "key = aval.shape",
         ("place::closing_over_arrays", "constants"),
     ),
     Mutation(
@@ -428,8 +428,8 @@ MUTATIONS = (
     Mutation(
         "accumulators are copied, not updated in place",
         "jaxpp/transforms/place/_task_graph.py",
-        "whole, (*carries, *range(first, first + len(y_avals)))",
-        "whole, ()",
+        "donated = (*carries, *range(first, first + len(y_avals)))",
+        "donated = ()",
         ("place::accumulators_are_updated_in_place", "LAWS"),
     ),
     Mutation(
