@@ -19,8 +19,8 @@ Rule = Callable[[Sequence[Term]], Sequence[Term]]
 #: They give their operands on, with a note to the compiler or to a transform.
 _IDENTITIES = frozenset(
     """
-    copy copy_p device_put layout_constraint name optimization_barrier pipeline_enter_stage reshard
-    sharding_constraint stage_edge stop_gradient tie
+    copy copy_p device_put layout_constraint name optimization_barrier pipeline_enter_stage
+    random_clone reshard sharding_constraint stage_edge stop_gradient tie
     """.split()
 )
 #: They run a body as it is; each has it in one parameter.

@@ -23,8 +23,8 @@ ELEMENTWISE = frozenset(
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     clz complex conj convert_element_type cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
     expm1 floor ge gt imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to
-    max min mul mulhi ne neg nextafter not or polygamma population_count pow random_clone
-    random_fold_in random_seed real reduce_precision rem round rsqrt select_n shift_left
+    max min mul mulhi ne neg nextafter not or polygamma population_count pow random_fold_in
+    random_seed real reduce_precision rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh threefry2x32
     xor zeta
     """.split()
