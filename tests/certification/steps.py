@@ -1,0 +1,221 @@
+"""Small placed steps, each with its arguments, that have between them what a step can have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+import jaxpp
+from jaxpp import schedules
+from tests import models
+from tests.helpers import mesh_of
+
+WIDTH = 4
+
+
+def _arrays(*shapes):
+    """Random arrays."""
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def _weights(number):
+    return _arrays(*[(WIDTH, WIDTH)] * number)
+
+
+def _data(rows):
+    return _arrays((rows, WIDTH), (rows, WIDTH))
+
+
+def looped(loss, schedule, microbatches, **options):
+    """Value and gradient of a loss, microbatch after microbatch, on a schedule."""
+    grad = jax.value_and_grad(jaxpp.wrap_forward(loss), has_aux="reduce" in options)
+    options = {"in_axes": (None, 0, 0), **options}
+    return jaxpp.schedule(jaxpp.microbatch(grad, microbatches, **options), schedule)
+
+
+def _updated(weights, momentum, grads):
+    """Momentum, with gradients that are clipped by their norm: all ranks need all gradients."""
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g / jnp.maximum(norm, 1), momentum, grads)
+    return jax.tree.map(lambda w, m: w - 0.1 * m, weights, momentum), momentum
+
+
+def trained(loss, schedule, microbatches, weights, data, ranks, donate_argnums=(0, 1), **options):
+    """A train step of a loss: new weights, momentum, and what the loop gives."""
+    loop = looped(loss, schedule, microbatches, **options)
+
+    def step(weights, momentum, *data):
+        value, grads = loop(weights, *data)
+        return *_updated(weights, momentum, grads), value
+
+    placed = jaxpp.place(step, mesh_of(ranks, shared=True), donate_argnums=donate_argnums)
+    return placed, (weights, jax.tree.map(lambda w: w + 1, weights), *data)
+
+
+def layers(schedule, stages=3, ranks=3, microbatches=4, **options):
+    """Layers, each with a weight, cut into stages."""
+
+    def loss(weights, x, y):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - y) ** 2)
+
+    loss = jaxpp.split_stages(loss, num_stages=stages)
+    data = _data(2 * microbatches)
+    return trained(loss, schedule, microbatches, _weights(4), data, ranks, **options)
+
+
+def tied(schedule, **options):
+    """A weight that the first and the last stage read, and an output beside the loss."""
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w["a"] + x))
+        h = jaxpp.pipeline_enter_stage(jnp.sin(h @ w["b"]))
+        return jnp.mean((h @ w["a"].T - y) ** 2), jnp.abs(h).max()
+
+    weights = dict(zip("ab", _weights(2), strict=True))
+    reduce = (("mean", "max"), "mean")
+    return trained(loss, schedule, 3, weights, _data(6), 3, reduce=reduce, **options)
+
+
+def stacked(schedule):
+    """A scan over stacked layers."""
+
+    def loss(w, x, y):
+        x, _ = jax.lax.scan(lambda h, own: (jnp.tanh(h @ own), None), x @ w["first"], w["layers"])
+        return jnp.mean((x @ w["last"] - y) ** 2)
+
+    first, last, *layers = _weights(6)
+    weights = {"first": first, "layers": jnp.stack(layers), "last": last}
+    return trained(jaxpp.split_stages(loss, num_stages=2), schedule, 4, weights, _data(8), 2)
+
+
+def aux_and_keys():
+    """Outputs that are combined in all ways, and random keys that are sliced."""
+
+    def loss(w, batch, keys):
+        x, y = batch
+        h = jnp.tanh(x @ w[0])
+        h = jaxpp.pipeline_enter_stage(jnp.where(jax.random.bernoulli(keys[0], 0.5, h.shape), h, 0))
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(h @ w[1]))
+        out = h @ w[2]
+        aux = {"max": jnp.abs(out).max(), "rows": out, "first": h[0], "count": (out > 0).sum()}
+        return jnp.mean((out - y) ** 2), {**aux, "least": -jnp.abs(h).max(), "last": h[1]}
+
+    names = {"max": "max", "rows": "concat", "first": "stack", "count": "sum"}
+    reduce = (("mean", {**names, "least": "max", "last": "last"}), "mean")
+    data = [tuple(_data(8)), jax.random.split(jax.random.key(1), 4)]
+    return trained(loss, schedules.ZeroBubbleH1(), 4, _weights(3), data, 3, reduce=reduce)
+
+
+def model(name, schedule, stages=4, ranks=4, policy=None):
+    """The gradient of a model of the tests."""
+    case = models.CASES[name]()
+    loss = jaxpp.split_stages(case.loss, num_stages=stages)
+    grad = eqx.filter_value_and_grad(jaxpp.wrap_forward(loss, policy=policy))
+    loop = jaxpp.schedule(jaxpp.microbatch(grad, 3, in_axes=case.in_axes), schedule)
+    return jaxpp.place(loop, mesh_of(ranks, shared=True)), (case.model, *case.data(0))
+
+
+def outside():
+    """The gradient of a loss of a whole loop, by its slices too, that has two outputs."""
+
+    def outputs(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.mean((h @ w[1] - y) ** 2), jnp.sum(jnp.sin(h))
+
+    fun = jaxpp.wrap_forward(outputs)
+    loop = jaxpp.microbatch(fun, 3, in_axes=(None, 0, 0), reduce=("mean", "sum"))
+
+    def loss(w, x, y):
+        mean, total = loop(w, x, y)
+        return 3 * mean + 0.5 * total
+
+    grad = jax.value_and_grad(loss, argnums=(0, 1))
+    scheduled = jaxpp.schedule(grad, schedules.OneFOneB())
+    return jaxpp.place(scheduled, mesh_of(2, shared=True)), (_weights(2), *_data(6))
+
+
+def effects():
+    """Effects in the stages, before the loop and after it, of which some are ordered."""
+
+    def loss(w, x, y):
+        h = jnp.tanh(x @ w[0])
+        jax.debug.print("first {}", h[0, 0])
+        h = jaxpp.pipeline_enter_stage(h)
+        noise = io_callback(_zero, jax.ShapeDtypeStruct((), jnp.float32), x[0, 0])
+        return jnp.mean((h @ w[1] - y + noise) ** 2)
+
+    loop = looped(loss, schedules.OneFOneB(), 2)
+
+    def step(w, x, y):
+        io_callback(_nothing, None, x[0, 0], ordered=True)
+        value, grads = loop(w, x, y)
+        jax.debug.print("loss {}", value)
+        io_callback(_nothing, None, value, ordered=True)
+        jax.debug.callback(_nothing, jax.tree.leaves(w)[0] + grads[1])
+        return value, grads
+
+    return jaxpp.place(step, mesh_of(2, shared=True)), (_weights(2), *_data(4))
+
+
+def _zero(_):
+    return jnp.float32(0)
+
+
+def _nothing(_):
+    return None
+
+
+def carried():
+    """A state that is carried from slice to slice, and one that a loop hands on backwards."""
+
+    def state_of(w, state, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return 0.5 * state + jnp.sum(h @ w[1])
+
+    fun = jaxpp.microbatch(
+        jaxpp.wrap_forward(state_of), 3, in_axes=(None, "carry", 0), reduce="carry"
+    )
+    forwards = jaxpp.schedule(fun, schedules.ForwardOnly())
+
+    def loss(w, x):
+        return jnp.sum(jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0])) @ w[1])
+
+    def backwards(w, x):
+        def body(state, x):
+            value = jaxpp.wrap_forward(loss)(w, x)
+            return 0.5 * state + value, value
+
+        return jax.lax.scan(body, 0.0, x.reshape(3, 2, WIDTH), reverse=True)
+
+    def step(w, x):
+        return backwards(w, x), forwards(w, jnp.float32(1), x)
+
+    backwards = jaxpp.schedule(backwards, schedules.ForwardOnly())
+    return jaxpp.place(step, mesh_of(2, shared=True)), (_weights(2), _data(6)[0])
+
+
+#: The steps, by name.
+CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
+    "layers, ZB-H1": lambda: layers(schedules.ZeroBubbleH1()),
+    "layers, interleaved": lambda: layers(schedules.Interleaved1F1B(2), 4, 2),
+    "layers, DualPipe": lambda: layers(schedules.DualPipe(), 4, 4, 8),
+    "layers, recomputed": lambda: layers(schedules.Recompute(schedules.OneFOneB())),
+    "tied, 1F1B": lambda: tied(schedules.OneFOneB()),
+    "tied, ZB-H1": lambda: tied(schedules.ZeroBubbleH1()),
+    "stacked, ZB-H1": lambda: stacked(schedules.ZeroBubbleH1()),
+    "aux and keys": aux_and_keys,
+    "control flow, ZB-H1": lambda: model("control_flow", schedules.ZeroBubbleH1()),
+    "control flow, recomputed": lambda: model(
+        "control_flow", schedules.Recompute(schedules.OneFOneB())
+    ),
+    "gradient outside": outside,
+    "effects": effects,
+    "carried": carried,
+}
