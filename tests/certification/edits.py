@@ -5,14 +5,14 @@ An edit is a function of a bundle that gives another bundle.
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.extend.core as jex
 import numpy as np
 
 from jaxpp import _compat
-from jaxpp._program import Bundle, Computation, Free, Program, Receive, Role, Run, Send, Wait
+from jaxpp._program import Bundle, Computation, Free, Receive, Run, Send, Wait
 
 
 def _with_program(bundle: Bundle, rank: int, **changes: Any) -> Bundle:
@@ -115,9 +115,7 @@ class _Draw:
     def swap_instructions(self):
         if self.at + 1 == len(self.all):
             return None
-        return _with_instructions(
-            self.bundle, self.rank, _swapped(self.all, self.at, self.at + 1)
-        )
+        return _with_instructions(self.bundle, self.rank, _swapped(self.all, self.at, self.at + 1))
 
     def move(self):
         """Moves an instruction by a few places."""
@@ -198,3 +196,126 @@ def draw(rng: random.Random, bundle: Bundle) -> tuple[str, Bundle]:
         new = getattr(_Draw(rng, bundle), kind)()
         if new is not None and new != bundle:
             return kind, new
+
+
+# ---- made by hand -------------------------------------------------------------------------------
+
+
+def _find(bundle: Bundle, rank: int, label: str) -> tuple[int, Run]:
+    """The first instruction that runs a task, with its position."""
+    for at, own in enumerate(bundle.programs[rank].instructions):
+        if isinstance(own, Run) and own.label == label:
+            return at, own
+    raise ValueError(label)
+
+
+def _replaced(bundle: Bundle, rank: int, at: int, *new: Any) -> Bundle:
+    own = bundle.programs[rank].instructions
+    return _with_instructions(bundle, rank, [*own[:at], *new, *own[at + 1 :]])
+
+
+def not_run(bundle: Bundle) -> Bundle:
+    return _replaced(bundle, 1, _find(bundle, 1, "W1.1")[0])
+
+
+def added_nothing(bundle: Bundle) -> Bundle:
+    """`W1.1` hands its accumulator on as it is."""
+    at, own = _find(bundle, 1, "W1.1")
+    computation = bundle.computations[own.computation]
+    variables = computation.jaxpr.jaxpr.invars
+    same = _with_jaxpr(computation, [variables[i] for i in computation.donated], [])
+    bundle = dataclasses.replace(bundle, computations=(*bundle.computations, same))
+    number = len(bundle.computations) - 1
+    return _replaced(bundle, 1, at, dataclasses.replace(own, computation=number))
+
+
+def added_twice(bundle: Bundle) -> Bundle:
+    at, own = _find(bundle, 1, "W1.1")
+    return _replaced(bundle, 1, at, own, own)
+
+
+def other_slice(bundle: Bundle) -> Bundle:
+    """Microbatch 3 reads the slice of microbatch 2."""
+    (_, of_two), (at, own) = _find(bundle, 0, "F0.2"), _find(bundle, 0, "F0.3")
+    return _replaced(bundle, 0, at, dataclasses.replace(own, inputs=of_two.inputs))
+
+
+def swapped_operands(bundle: Bundle) -> Bundle:
+    at, own = _find(bundle, 1, "I1.2")
+    return _replaced(bundle, 1, at, dataclasses.replace(own, inputs=_swapped(own.inputs, 1, 2)))
+
+
+def swapped_messages(bundle: Bundle) -> Bundle:
+    """The activations of two microbatches change places."""
+    own = list(bundle.programs[2].instructions)
+    a, b = [i for i, x in enumerate(own) if isinstance(x, Receive) and x.message.source == 1][1:3]
+    own[a], own[b] = (
+        dataclasses.replace(own[i], message=own[j].message) for i, j in ((a, b), (b, a))
+    )
+    return _with_instructions(bundle, 2, own)
+
+
+def freed_early(bundle: Bundle) -> Bundle:
+    """What `I1.0` reads is freed before it."""
+    at, _ = _find(bundle, 1, "I1.0")
+    own = list(bundle.programs[1].instructions)
+    free = next(i for i in range(at, len(own)) if isinstance(own[i], Free))
+    own.insert(at, own.pop(free))
+    return _with_instructions(bundle, 1, own)
+
+
+def swapped_results(bundle: Bundle) -> Bundle:
+    """A rank gives the momentum of its layer for the layer."""
+    outputs = bundle.programs[1].outputs
+    (a, first), (b, second) = outputs
+    return _with_program(bundle, 1, outputs=((a, second), (b, first)))
+
+
+def sum_for_mean(bundle: Bundle) -> Bundle:
+    """The gradient of rank 1 is not divided by the number of microbatches."""
+    _, own = _find(bundle, 1, "update")
+    computation = bundle.computations[own.computation]
+    eqns = list(computation.jaxpr.eqns)
+    at = next(i for i, e in enumerate(eqns) if e.primitive.name == "div")
+    one = jex.Literal(np.float32(1), eqns[at].invars[1].aval)
+    eqns[at] = eqns[at].replace(invars=[eqns[at].invars[0], one])
+    new = _with_jaxpr(computation, computation.jaxpr.jaxpr.outvars, eqns)
+    return _with_computation(bundle, own.computation, new)
+
+
+def stale_weight(bundle: Bundle) -> Bundle:
+    """The update of rank 2 gives the weight as it was."""
+    own = [x for x in bundle.programs[2].instructions if isinstance(x, Run)][-1]
+    computation = bundle.computations[own.computation]
+    jaxpr = computation.jaxpr.jaxpr
+    new = _with_jaxpr(computation, [*jaxpr.outvars[:-1], jaxpr.invars[-1]], jaxpr.eqns)
+    return _with_computation(bundle, own.computation, new)
+
+
+def waiting(bundle: Bundle) -> Bundle:
+    """The first rank waits for a gradient before it has sent an activation."""
+    own = list(bundle.programs[0].instructions)
+    at = next(i for i, x in enumerate(own) if isinstance(x, Receive))
+    own.insert(0, own.pop(at))
+    return _with_instructions(bundle, 0, own)
+
+
+def not_received(bundle: Bundle) -> Bundle:
+    own = bundle.programs[1].instructions
+    at = max(i for i, x in enumerate(own) if isinstance(x, Receive))
+    update = max(i for i, x in enumerate(own) if isinstance(x, Run))
+    return _with_instructions(bundle, 1, [*own[:at], *own[at + 1 : update]])
+
+
+def donated_constant(bundle: Bundle) -> Bundle:
+    """A forward takes the memory of the number of its microbatch."""
+    _, own = _find(bundle, 0, "F0.0")
+    computation = bundle.computations[own.computation]
+    new = dataclasses.replace(computation, donated=(len(own.inputs) - 1,))
+    return _with_computation(bundle, own.computation, new)
+
+
+def donated_argument(bundle: Bundle) -> Bundle:
+    """The caller keeps its arguments, of which an update takes the memory."""
+    arguments = [dataclasses.replace(a, donated=False) for a in bundle.arguments]
+    return dataclasses.replace(bundle, arguments=tuple(arguments))
