@@ -5,7 +5,7 @@ An edit is a function of a bundle that gives another bundle.
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jex
