@@ -84,11 +84,11 @@ def tied(schedule, **options):
 
 
 def stacked(schedule):
-    """A scan over stacked layers."""
+    """A scan over stacked layers, with a penalty on them."""
 
     def loss(w, x, y):
         x, _ = jax.lax.scan(lambda h, own: (jnp.tanh(h @ own), None), x @ w["first"], w["layers"])
-        return jnp.mean((x @ w["last"] - y) ** 2)
+        return jnp.mean((x @ w["last"] - y) ** 2) + 0.1 * jnp.sum(w["layers"] ** 2)
 
     first, last, *layers = _weights(6)
     weights = {"first": first, "layers": jnp.stack(layers), "last": last}
@@ -141,7 +141,90 @@ def outside():
     return jaxpp.place(scheduled, mesh_of(2, shared=True)), (_weights(2), *_data(6))
 
 
-def effects():
+def closed_over():
+    """Arrays that a step closes over, in its stages and its update, and that it gives back."""
+    arrays = list(map(jnp.asarray, _weights(4)))
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0] + x @ arrays[0]))
+        return jnp.mean((h @ w[1] + h @ arrays[1] - y) ** 2)
+
+    loop = looped(loss, schedules.OneFOneB(), 2)
+
+    def step(w, x, y):
+        value, grads = loop(w, x, y)
+        new = [p - g * a for p, g, a in zip(w, grads, arrays[2:], strict=True)]
+        return new, value, arrays[2], x, 1.0, w[0]
+
+    return jaxpp.place(step, mesh_of(2, shared=True)), (_weights(2), *_data(4))
+
+
+def alike():
+    """Stages that differ in one thing each: a number, an array, an order, a setting, a sign."""
+    first, second = map(jnp.asarray, _weights(2))
+
+    def precise(x, w):
+        with jax.default_matmul_precision("highest"):
+            return x @ w
+
+    functions = [
+        lambda x, w: 2.0 * (x @ w),
+        lambda x, w: 3.0 * (x @ w),
+        lambda x, w: jnp.sin(x) - x @ w,
+        lambda x, w: x @ w - jnp.sin(x),
+        lambda x, w: x @ w + x @ first,
+        lambda x, w: x @ w + x @ second,
+        lambda x, w: jnp.sin(x @ w),
+        lambda x, w: jnp.sin(precise(x, w)),
+    ]
+
+    def outputs(w, x):
+        for n, (fun, own) in enumerate(zip(functions, w, strict=True)):
+            x = fun(x, own) if n == 0 else fun(jaxpp.pipeline_enter_stage(x), own)
+        return x
+
+    fun = jaxpp.microbatch(jaxpp.wrap_forward(outputs), 2, in_axes=(None, 0), reduce="concat")
+    fun = jaxpp.schedule(fun, schedules.ForwardOnly())
+    return jaxpp.place(fun, mesh_of(8, shared=True)), (_weights(8), _data(4)[0])
+
+
+def before_the_loop():
+    """Computations on parameters alone, which are equal but for operands and derivative rules."""
+    twice, thrice = models.with_backward(2), models.with_backward(3)
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ jnp.sin(w[0]) @ twice(w[2])))
+        return jnp.mean((h @ jnp.sin(w[1]) @ thrice(w[2]) - y) ** 2)
+
+    return trained(loss, schedules.OneFOneB(), 2, _weights(3), _data(4), 2)
+
+
+def two_loops():
+    """Loops of other lengths over the same tasks, and a state that is updated in a conditional."""
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.mean((h @ w[1] - y) ** 2)
+
+    forward = jaxpp.microbatch(jaxpp.wrap_forward(loss), 3, in_axes=(None, 0, 0))
+    forward = jaxpp.schedule(forward, schedules.ForwardOnly())
+    short, long = (looped(loss, schedules.OneFOneB(), n) for n in (2, 3))
+
+    def step(w, count, x, y):
+        before = forward(w, x, y)
+        _, grads = short(w, x[:4], y[:4])
+        w = jax.tree.map(jnp.subtract, w, grads)
+        value, grads = long(w, x, y)
+        is_fine = jnp.isfinite(value) & (count % 2 == 0)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
+        w = jax.lax.cond(is_fine, lambda: new, lambda: w)
+        return w, count + 1, value - before
+
+    args = (_weights(2), np.int32(0), *_data(6))
+    return jaxpp.place(step, mesh_of(2, shared=True), donate_argnums=(0, 1)), args
+
+
+def effects(schedule):
     """Effects in the stages, before the loop and after it, of which some are ordered."""
 
     def loss(w, x, y):
@@ -149,9 +232,10 @@ def effects():
         jax.debug.print("first {}", h[0, 0])
         h = jaxpp.pipeline_enter_stage(h)
         noise = io_callback(_zero, jax.ShapeDtypeStruct((), jnp.float32), x[0, 0])
-        return jnp.mean((h @ w[1] - y + noise) ** 2)
+        other = io_callback(_zero, jax.ShapeDtypeStruct((), jnp.float32), 1.0)
+        return jnp.mean((h @ w[1] - y + noise + other) ** 2)
 
-    loop = looped(loss, schedules.OneFOneB(), 2)
+    loop = looped(loss, schedule, 2)
 
     def step(w, x, y):
         io_callback(_nothing, None, x[0, 0], ordered=True)
@@ -173,11 +257,14 @@ def _nothing(_):
 
 
 def carried():
-    """A state that is carried from slice to slice, and one that a loop hands on backwards."""
+    """States and a count from slice to slice, and a state that a loop hands on backwards."""
 
     def state_of(w, state, x):
-        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
-        return 0.5 * state + jnp.sum(h @ w[1])
+        value, seen, count = state
+        h = jnp.tanh(x @ w[0])
+        new = jnp.mean(h, axis=0)
+        h = jaxpp.pipeline_enter_stage(h)
+        return 0.5 * value + jnp.sum(h @ w[1] * seen), new, count + 1
 
     fun = jaxpp.microbatch(
         jaxpp.wrap_forward(state_of), 3, in_axes=(None, "carry", 0), reduce="carry"
@@ -195,10 +282,23 @@ def carried():
         return jax.lax.scan(body, 0.0, x.reshape(3, 2, WIDTH), reverse=True)
 
     def step(w, x):
-        return backwards(w, x), forwards(w, jnp.float32(1), x)
+        state = jnp.float32(1), jnp.ones(WIDTH), jnp.int32(0)
+        return backwards(w, x), forwards(w, state, x)
 
     backwards = jaxpp.schedule(backwards, schedules.ForwardOnly())
     return jaxpp.place(step, mesh_of(2, shared=True)), (_weights(2), _data(6)[0])
+
+
+def half_precision():
+    """Weights of a narrow type, whose gradients are added up in a wide one."""
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.mean((h @ w[1] - y).astype(jnp.float32) ** 2)
+
+    loop = looped(loss, schedules.OneFOneB(), 2, accumulator_dtype=jnp.float32)
+    args = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (_weights(2), *_data(4)))
+    return jaxpp.place(loop, mesh_of(2, shared=True)), args
 
 
 #: The steps, by name.
@@ -208,14 +308,21 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "layers, DualPipe": lambda: layers(schedules.DualPipe(), 4, 4, 8),
     "layers, recomputed": lambda: layers(schedules.Recompute(schedules.OneFOneB())),
     "tied, 1F1B": lambda: tied(schedules.OneFOneB()),
-    "tied, ZB-H1": lambda: tied(schedules.ZeroBubbleH1()),
+    "tied, ZB-H1": lambda: tied(schedules.ZeroBubbleH1(), donate_argnums=()),
     "stacked, ZB-H1": lambda: stacked(schedules.ZeroBubbleH1()),
     "aux and keys": aux_and_keys,
     "control flow, ZB-H1": lambda: model("control_flow", schedules.ZeroBubbleH1()),
     "control flow, recomputed": lambda: model(
         "control_flow", schedules.Recompute(schedules.OneFOneB())
     ),
+    "tied in other shapes": lambda: model("tied", schedules.OneFOneB()),
     "gradient outside": outside,
-    "effects": effects,
+    "effects": lambda: effects(schedules.OneFOneB()),
+    "effects, recomputed": lambda: effects(schedules.Recompute(schedules.OneFOneB())),
+    "closed over": closed_over,
+    "alike": alike,
+    "before the loop": before_the_loop,
+    "two loops": two_loops,
     "carried": carried,
+    "half precision": half_precision,
 }
