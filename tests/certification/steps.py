@@ -74,9 +74,10 @@ def tied(schedule, **options):
     """A weight that the first and the last stage read, and an output beside the loss."""
 
     def loss(w, x, y):
-        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w["a"] + x))
+        turned = w["a"].T
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ turned + x))
         h = jaxpp.pipeline_enter_stage(jnp.sin(h @ w["b"]))
-        return jnp.mean((h @ w["a"].T - y) ** 2), jnp.abs(h).max()
+        return jnp.mean((h @ turned - y) ** 2), jnp.abs(h).max()
 
     weights = dict(zip("ab", _weights(2), strict=True))
     reduce = (("mean", "max"), "mean")
@@ -90,9 +91,27 @@ def stacked(schedule):
         x, _ = jax.lax.scan(lambda h, own: (jnp.tanh(h @ own), None), x @ w["first"], w["layers"])
         return jnp.mean((x @ w["last"] - y) ** 2) + 0.1 * jnp.sum(w["layers"] ** 2)
 
-    first, last, *layers = _weights(6)
+    first, last, *layers = _weights(8)
     weights = {"first": first, "layers": jnp.stack(layers), "last": last}
-    return trained(jaxpp.split_stages(loss, num_stages=2), schedule, 4, weights, _data(8), 2)
+    return trained(jaxpp.split_stages(loss, num_stages=3), schedule, 3, weights, _data(6), 3)
+
+
+def scan_in_a_stage():
+    """A scan with two carries, one of which starts in the stage, and a weight that it reads."""
+
+    def loss(w, x, y):
+        def layer(carry, own):
+            h, mean = carry
+            h = jnp.tanh(h @ own + mean @ w["whole"])
+            return (h, 0.5 * mean + jnp.sin(h)), None
+
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w["first"]))
+        (h, _), _ = jax.lax.scan(layer, (h, jnp.zeros_like(h)), w["layers"])
+        return jnp.mean((jaxpp.pipeline_enter_stage(h) @ w["last"] - y) ** 2)
+
+    first, last, whole, *layers = _weights(6)
+    weights = {"first": first, "layers": jnp.stack(layers), "last": last, "whole": whole}
+    return trained(loss, schedules.ZeroBubbleH1(), 3, weights, _data(6), 3)
 
 
 def aux_and_keys():
@@ -310,6 +329,7 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "tied, 1F1B": lambda: tied(schedules.OneFOneB()),
     "tied, ZB-H1": lambda: tied(schedules.ZeroBubbleH1(), donate_argnums=()),
     "stacked, ZB-H1": lambda: stacked(schedules.ZeroBubbleH1()),
+    "scan in a stage, ZB-H1": scan_in_a_stage,
     "aux and keys": aux_and_keys,
     "control flow, ZB-H1": lambda: model("control_flow", schedules.ZeroBubbleH1()),
     "control flow, recomputed": lambda: model(

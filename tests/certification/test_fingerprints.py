@@ -1,0 +1,34 @@
+"""The random model: what is equal over the real numbers has one fingerprint, and nothing else."""
+
+import itertools
+
+import pytest
+
+from jaxpp.certification._terms import Equality, Terms
+
+
+def argument(terms, name, shape):
+    return terms.term("argument", (name,), (), shape, "float32")
+
+
+def add(terms, a, b):
+    return terms.elementwise(terms.op("add", (), a.shape, "float32"), [a, b])
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 3), (2, 3, 4), (3, 3, 3), (2, 3, 4, 5), (3, 3, 3, 3)])
+def test_transposes_of_sums_compose_and_differ(shape):
+    terms = Terms(Equality.SUMS)
+    x, y = (argument(terms, name, shape) for name in "xy")
+    permutations = list(itertools.permutations(range(len(shape))))
+    assert len({terms.transpose(x, p) for p in permutations}) == len(permutations)
+    for p, q in itertools.product(permutations, permutations):
+        twice = terms.transpose(add(terms, terms.transpose(x, p), terms.transpose(y, p)), q)
+        once = [p[i] for i in q]
+        assert twice is add(terms, terms.transpose(x, once), terms.transpose(y, once))
+
+
+def test_a_transpose_is_not_that_of_the_array_in_another_shape():
+    terms = Terms(Equality.SUMS)
+    x = argument(terms, "x", (2, 3, 4))
+    of_three = terms.reshape(terms.transpose(x, (1, 0, 2)), (4, 6))
+    assert of_three is not terms.transpose(terms.reshape(x, (6, 4)), (1, 0))
