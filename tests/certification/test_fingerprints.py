@@ -18,13 +18,15 @@ def add(terms, a, b):
 @pytest.mark.parametrize("shape", [(2, 3), (3, 3), (2, 3, 4), (3, 3, 3), (2, 3, 4, 5), (3, 3, 3, 3)])
 def test_transposes_of_sums_compose_and_differ(shape):
     terms = Terms(Equality.SUMS)
-    x, y = (argument(terms, name, shape) for name in "xy")
+    x = argument(terms, "x", shape)
     permutations = list(itertools.permutations(range(len(shape))))
     assert len({terms.transpose(x, p) for p in permutations}) == len(permutations)
     for p, q in itertools.product(permutations, permutations):
-        twice = terms.transpose(add(terms, terms.transpose(x, p), terms.transpose(y, p)), q)
-        once = [p[i] for i in q]
-        assert twice is add(terms, terms.transpose(x, once), terms.transpose(y, once))
+        first = terms.transpose(x, p)
+        y = argument(terms, "y", first.shape)
+        once = terms.transpose(x, [p[i] for i in q])
+        both = terms.transpose(add(terms, first, y), q)
+        assert both is add(terms, once, terms.transpose(y, q))
 
 
 def test_a_transpose_is_not_that_of_the_array_in_another_shape():
