@@ -80,6 +80,8 @@ def _operation(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Rule:
         params = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
     else:
         params = params_of(evaluator, eqn)
+    if name not in ELEMENTWISE:
+        params += (("primitive", eqn.primitive),)  # another may have its name
     if name in _RANDOM:
         params += (("partitionable", eqn.ctx.threefry_partitionable),)
     ops = [terms.op(name, params, *own, eqn, k) for k, own in enumerate(_types(eqn))]

@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
@@ -178,23 +179,32 @@ def closed_over():
     return jaxpp.place(step, mesh_of(2, shared=True)), (_weights(2), *_data(4))
 
 
-def alike():
-    """Stages that differ in one thing each: a number, an array, an order, a setting, a sign."""
-    first, second = map(jnp.asarray, _weights(2))
+def _scaling():
+    """A primitive of a user's, with a parameter that is called as one of JAX's that is ignored."""
+    primitive = jex.Primitive("scaling")
+    primitive.def_abstract_eval(lambda x, **_: x)
+    return primitive
 
-    def precise(x, w):
-        with jax.default_matmul_precision("highest"):
-            return x @ w
+
+def alike():
+    """Stages that are one function, and others that differ from it in one thing each."""
+    first, second = _weights(2)
+    arrays = list(map(jnp.asarray, (first, second)))
+    scaling, defined_again = _scaling(), _scaling()
 
     functions = [
+        lambda x, w: 2.0 * (x @ w),  # of a slice
         lambda x, w: 2.0 * (x @ w),
         lambda x, w: 3.0 * (x @ w),
         lambda x, w: jnp.sin(x) - x @ w,
         lambda x, w: x @ w - jnp.sin(x),
-        lambda x, w: x @ w + x @ first,
-        lambda x, w: x @ w + x @ second,
-        lambda x, w: jnp.sin(x @ w),
-        lambda x, w: jnp.sin(precise(x, w)),
+        lambda x, w: x @ w + x @ arrays[0],
+        lambda x, w: x @ w + x @ arrays[1],
+        lambda x, w: x @ w + first[:2],
+        lambda x, w: x @ w + second[:2],
+        lambda x, w: scaling.bind(x @ w, name="one"),
+        lambda x, w: scaling.bind(x @ w, name="other"),
+        lambda x, w: defined_again.bind(x @ w, name="one"),
     ]
 
     def outputs(w, x):
@@ -204,7 +214,8 @@ def alike():
 
     fun = jaxpp.microbatch(jaxpp.wrap_forward(outputs), 2, in_axes=(None, 0), reduce="concat")
     fun = jaxpp.schedule(fun, schedules.ForwardOnly())
-    return jaxpp.place(fun, mesh_of(8, shared=True)), (_weights(8), _data(4)[0])
+    args = _weights(len(functions)), _data(4)[0]
+    return jaxpp.place(fun, mesh_of(len(functions), shared=True)), args
 
 
 def before_the_loop():
@@ -219,11 +230,12 @@ def before_the_loop():
 
 
 def two_loops():
-    """Loops of other lengths over the same tasks, and a state that is updated in a conditional."""
+    """Loops of other lengths and settings over the same tasks, and an update in a conditional."""
 
     def loss(w, x, y):
         h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
-        return jnp.mean((h @ w[1] - y) ** 2)
+        noise = jax.random.normal(jax.random.key(0), (WIDTH,))
+        return jnp.mean((h @ w[1] + noise - y) ** 2)
 
     forward = jaxpp.microbatch(jaxpp.wrap_forward(loss), 3, in_axes=(None, 0, 0))
     forward = jaxpp.schedule(forward, schedules.ForwardOnly())
@@ -231,7 +243,8 @@ def two_loops():
 
     def step(w, count, x, y):
         before = forward(w, x, y)
-        _, grads = short(w, x[:4], y[:4])
+        with jax.threefry_partitionable(False):
+            _, grads = short(w, x[:4], y[:4])
         w = jax.tree.map(jnp.subtract, w, grads)
         value, grads = long(w, x, y)
         is_fine = jnp.isfinite(value) & (count % 2 == 0)
