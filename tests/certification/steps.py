@@ -97,6 +97,22 @@ def stacked(schedule):
     return trained(jaxpp.split_stages(loss, num_stages=3), schedule, 3, weights, _data(6), 3)
 
 
+def rows_of_an_array():
+    """A stack of which each stage reads a row, and none the second: its gradient is zeros."""
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.mean((h @ w[2] - y) ** 2)
+
+    loop = looped(loss, schedules.OneFOneB(), 2)
+
+    def step(w, x, y):
+        _, grads = loop(w, x, y)
+        return w - 0.1 * (grads + 0.5), jnp.sum(grads)
+
+    return jaxpp.place(step, mesh_of(2, shared=True)), (np.stack(_weights(3)), *_data(4))
+
+
 def scan_in_a_stage():
     """A scan with two carries, one of which starts in the stage, and a weight that it reads."""
 
@@ -342,6 +358,7 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "tied, 1F1B": lambda: tied(schedules.OneFOneB()),
     "tied, ZB-H1": lambda: tied(schedules.ZeroBubbleH1(), donate_argnums=()),
     "stacked, ZB-H1": lambda: stacked(schedules.ZeroBubbleH1()),
+    "rows of an array": rows_of_an_array,
     "scan in a stage, ZB-H1": scan_in_a_stage,
     "aux and keys": aux_and_keys,
     "control flow, ZB-H1": lambda: model("control_flow", schedules.ZeroBubbleH1()),
