@@ -223,15 +223,18 @@ def alike():
         lambda x, w: defined_again.bind(x @ w, name="one"),
     ]
 
-    def outputs(w, x):
+    def outputs(w, given):
+        x = given
         for n, (fun, own) in enumerate(zip(functions, w, strict=True)):
             x = fun(x, own) if n == 0 else fun(jaxpp.pipeline_enter_stage(x), own)
-        return x
+        x = jaxpp.pipeline_enter_stage(x)
+        x = jaxpp.pipeline_enter_stage(jnp.sin(x) - given)
+        return jnp.cos(jaxpp.pipeline_enter_stage(jnp.sin(given) - x))
 
     fun = jaxpp.microbatch(jaxpp.wrap_forward(outputs), 2, in_axes=(None, 0), reduce="concat")
     fun = jaxpp.schedule(fun, schedules.ForwardOnly())
     args = _weights(len(functions)), _data(4)[0]
-    return jaxpp.place(fun, mesh_of(len(functions), shared=True)), args
+    return jaxpp.place(fun, mesh_of(len(functions) + 3, shared=True)), args
 
 
 def before_the_loop():
