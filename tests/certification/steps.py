@@ -263,13 +263,14 @@ def two_loops():
     def step(w, count, x, y):
         before = forward(w, x, y)
         with jax.threefry_partitionable(False):
-            _, grads = short(w, x[:4], y[:4])
+            otherwise = forward(w, x, y)
+        _, grads = short(w, x[:4], y[:4])
         w = jax.tree.map(jnp.subtract, w, grads)
         value, grads = long(w, x, y)
         is_fine = jnp.isfinite(value) & (count % 2 == 0)
         new = jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
         w = jax.lax.cond(is_fine, lambda: new, lambda: w)
-        return w, count + 1, value - before
+        return w, count + 1, value - before, otherwise
 
     args = (_weights(2), np.int32(0), *_data(6))
     return jaxpp.place(step, mesh_of(2, shared=True), donate_argnums=(0, 1)), args
@@ -290,7 +291,8 @@ def effects(schedule):
 
     def step(w, x, y):
         io_callback(_nothing, None, x[0, 0], ordered=True)
-        value, grads = loop(w, x, y)
+        factor = io_callback(_zero, jax.ShapeDtypeStruct((), jnp.float32), y[0, 0], ordered=True)
+        value, grads = loop(w, (1 + factor) * x, y)
         jax.debug.print("loss {}", value)
         io_callback(_nothing, None, value, ordered=True)
         jax.debug.callback(_nothing, jax.tree.leaves(w)[0] + grads[1])
