@@ -80,6 +80,8 @@ def _operation(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Rule:
         params = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
     else:
         params = params_of(evaluator, eqn)
+    if name not in ELEMENTWISE:
+        params += (("primitive", eqn.primitive),)  # another may have its name
     if name in _RANDOM:
         params += (("partitionable", eqn.ctx.threefry_partitionable),)
     ops = [terms.op(name, params, *own, eqn, k) for k, own in enumerate(_types(eqn))]
@@ -287,14 +289,16 @@ def _long_scan(evaluator, eqn, consts, carry, xs) -> list[Term]:
 
 def _cond(evaluator, eqn, args) -> Sequence[Term]:
     terms, branches = evaluator.terms, eqn.params["branches"]
-    index, *operands = args
+    index, operands = terms.unclamped(args[0], len(branches)), args[1:]
     if index.value is not None:
         which = max(0, min(int(index.value), len(branches) - 1))
         return evaluator.run(branches[which], operands)
     cases = []
     for k, branch in enumerate(branches):
         with evaluator.guarded((index, k)):
-            cases.append(evaluator.run(branch, operands))
+            # A residual of the branch is what its forward made, and not a choice.
+            known = [terms.where_known(t, index, k) for t in operands]
+            cases.append(evaluator.run(branch, known))
     terms.eqn = eqn
     return [terms.choice(index, own) for own in zip(*cases, strict=True)]
 

@@ -156,6 +156,20 @@ class Evaluator:
             self._inside.discard(id(fun))
 
 
+def _needed(jaxpr: Any) -> list[Any]:
+    """The equations that results depend on, and those with effects."""
+    read, found = set(filter(_is_variable, jaxpr.outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not read.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            read.update(filter(_is_variable, eqn.invars))
+    return found[::-1]
+
+
+def _is_variable(atom: Any) -> bool:
+    return not _jaxprs.is_literal(atom)
+
+
 class _Code:
     """A jaxpr made ready to run: each equation is a function of terms."""
 
@@ -184,7 +198,7 @@ class _Code:
                 [slot(v) for v in eqn.invars],
                 [slot(v) for v in eqn.outvars],
             )
-            for eqn in _jaxprs.needed(opened.eqns, opened.outvars)
+            for eqn in _needed(opened)
         ]
         self.outputs = [slot(v) for v in opened.outvars]
         self.has_effects = any(eqn.effects for _, eqn, _, _ in self.steps)

@@ -34,7 +34,7 @@ def explain(terms: Terms, known: int, wrong: Term, maker: dict[Term, str]) -> Ca
             stack.extend(term.args)
     first = [t for t in new if not any(a in new for a in t.args)]
     if not first:  # the function's value of another place
-        return Cause(f"it is {origin(wrong, maker)}", maker.get(wrong, ""), _line(wrong))
+        return Cause(f"it is {origin(wrong, maker)}", _task(maker.get(wrong, "")), _line(wrong))
     cause = min(first, key=lambda t: (t.name == "rows_joined", t.number))
     said = [f"the first wrong operation is {origin(cause, maker)}"]
     like = _nearest(terms, known, cause)
@@ -43,7 +43,7 @@ def explain(terms: Terms, known: int, wrong: Term, maker: dict[Term, str]) -> Ca
             said.append(f"  its operand {k} is {origin(now, maker)}")
             said.append(f"  where, say, {origin(wanted, {})} is wanted")
     where = maker.get(cause, cause.where)
-    return Cause("\n      ".join(said), where.split(" on rank ")[0], _line(cause))
+    return Cause("\n      ".join(said), _task(where), _line(cause))
 
 
 def _nearest(terms: Terms, known: int, t: Term) -> Term | None:
@@ -80,6 +80,10 @@ def _shown(t: Term) -> str:
         case "reshape" | "broadcast" if t.args:
             return f"{t.name} of {_shown(t.args[0])}"
     return f"{t.name}:{t.dtype}[{','.join(map(str, t.shape))}]"
+
+
+def _task(where: str) -> str:
+    return where.split(" on rank ")[0]
 
 
 def _line(t: Term) -> str:

@@ -104,6 +104,8 @@ class Fingerprints:
                 return given[0]
             case "broadcast" if len(given[0]) == 1:
                 return given[0] * _size(op)
+            case "transpose" if len(given[0]) > 1 and len(op.shape) <= 4:
+                return self._transposed(t, given[0])
             case "add" | "add_any":
                 return _each(lambda a, b: a + b, *given)
             case "sub":
@@ -223,6 +225,19 @@ class Fingerprints:
         if not self._with_rounding or keeps_values(old, new):
             return 1
         return self._numbers(("rounding", old, new), 1)[0]
+
+    def _transposed(self, t: Term, given: Fingerprint) -> Fingerprint:
+        """A transpose, of which two are the transpose by the product of their permutations.
+
+        Each shape has a basis of its own, in which a transpose is its permutation.
+        """
+        count, old = len(t.shape), t.args[0].shape
+        before, after = (self._numbers(("basis", shape), _ELEMENTS) for shape in (old, t.shape))
+        own = [x * pow(b, -1, PRIME) for x, b in zip(given, before, strict=True)]
+        # Of four axes: of numbers that are four with the sum zero, the first three.
+        own = [*own[:count], -sum(own)] if count == 4 else own
+        new = [*(own[axis] for axis in t.op.params), *own[count:]]
+        return tuple(x * b % PRIME for x, b in zip(new, after, strict=False))
 
     def _linear(self, key: Any, size: int, given: Sequence[Fingerprint]) -> Fingerprint:
         """The sum of a random matrix for each operand times the operand."""

@@ -299,13 +299,18 @@ class Terms(Table):
             return which
         return self.elementwise(self.op("convert_element_type", (), (), "int32"), [which])
 
+    def unclamped(self, index: Term, count: int) -> Term:
+        """The index of a choice, without what clamps it to the cases that there are."""
+        while index.name == "clamp" and _clamps_to(index, count):
+            index = index.args[1]
+        return index
+
     def choice(self, index: Term, cases: Sequence[Term]) -> Term:
         """The case of an index, which is clamped to those that there are."""
-        while index.name == "clamp" and _clamps_to(index, len(cases)):
-            index = index.args[1]
+        index = self.unclamped(index, len(cases))
         if index.value is not None:
             return cases[max(0, min(int(index.value), len(cases) - 1))]
-        cases = [self._where(c, index, k) for k, c in enumerate(cases)]
+        cases = [self.where_known(c, index, k) for k, c in enumerate(cases)]
         if len(set(cases)) == 1:
             return cases[0]
         if len(cases) == 2 and _is_cast_of_bool(index) and index.args[0].name == "not":
@@ -314,15 +319,15 @@ class Terms(Table):
         made = self._in_parts(op, cases, lambda own, n: self.choice(index, own))
         return self.make(op, (index, *cases)) if made is None else made
 
-    def _where(self, t: Term, index: Term, k: int) -> Term:
+    def where_known(self, t: Term, index: Term, k: int) -> Term:
         """A term where an index is known to be `k`."""
         if not self.depends_on(t, index):
             return t
         if t.name == "choice" and t.args[0] is index:
-            return self._where(t.args[1 + min(k, len(t.args) - 2)], index, k)
+            return self.where_known(t.args[1 + min(k, len(t.args) - 2)], index, k)
         key = t, index, k
         if (found := self._known.get(key)) is None:
-            found = self._again(t.op, [self._where(a, index, k) for a in t.args])
+            found = self._again(t.op, [self.where_known(a, index, k) for a in t.args])
             self._known[key] = found
         return found
 

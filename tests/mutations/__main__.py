@@ -1,13 +1,18 @@
 """Changes jaxpp's source in one place after the other, and says which tests notice.
 
-    python -m tests.mutations [--own] [WORD ...]
+    python -m tests.mutations [--own | --certify] [WORD ...]
 
 Each mutation is applied to a copy of the repository, in which the tests that should notice it run
 first, then, but for `--own`, a list that is common to all. With words, only the mutations
 whose description or file has one of them. It fails if one is not caught and not known
 to be so, or fits the source no more.
+
+With `--certify` no test runs: in the copy a program is certified, which has to be refuted. Where no
+program is written down for a mutation, all are tried, until one is.
 """
 
+import collections
+import contextlib
 import importlib
 import os
 import pathlib
@@ -17,10 +22,13 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.mutations.mutations import KNOWN, MUTATIONS, Mutation
+from tests.mutations.certify import CAUGHT, certify
+from tests.mutations.mutations import KEPT, KNOWN, MUTATIONS, REFUTED_ON, UNSEEN, Mutation
 
 ROOT = pathlib.Path(__file__).parents[2]
 COPIED = ("jaxpp", "tests", "experiments", "pyproject.toml")
@@ -40,43 +48,77 @@ PLACES = {
 }
 #: For each mutation that its own tests do not catch.
 COMMON = ("programs", "LAW7", "LAWS", "mesh", "transforms")
+#: What programs that are certified import, and what tests do.
+CERTIFIED = ("jax.numpy", "equinox", "optax")
+TESTED = (*CERTIFIED, "chex", "flax.linen", "haiku")
 SECONDS = 900  # that a selection may take; a mutation may make a step wait for ever
 
 
 def main(words: list[str]) -> int:
-    own = "--own" in words
-    words = [w for w in words if w != "--own"]
+    own, by_certificate = "--own" in words, "--certify" in words
+    words = [w for w in words if w not in ("--own", "--certify")]
     chosen = [m for m in MUTATIONS if not words or any(w in f"{m.wrong} {m.file}" for w in words)]
-    results = {"caught": 0, "not caught": 0, "known": 0, "stale": 0}
+    results = collections.Counter[str]()
     with tempfile.TemporaryDirectory() as cache:
-        prepare(cache)
+        prepare(cache, CERTIFIED if by_certificate else TESTED)
         for number, mutation in enumerate(chosen, 1):
             start = time.monotonic()
-            verdict, by = judge(mutation, own)
+            verdict, by = judge_by_certificate(mutation) if by_certificate else judge(mutation, own)
             results[verdict] += 1
             seconds = time.monotonic() - start
             print(f"{number:3d} {verdict:10s} {mutation.wrong} ({mutation.file}, {seconds:.0f}s)")
             print(f"    {by}", flush=True)
-    print(", ".join(f"{n} {verdict}" for verdict, n in results.items()))
+    print(", ".join(f"{n} {verdict}" for verdict, n in sorted(results.items())))
     return int(results["not caught"] + results["stale"] > 0)
 
 
-def prepare(cache: str) -> None:
-    """Imports what all tests need but jaxpp, and keeps what XLA compiles for the next mutation."""
+def prepare(cache: str, modules: tuple[str, ...]) -> None:
+    """Imports modules of others, and keeps what XLA compiles for the next mutation."""
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    for name in ("jax.numpy", "chex", "equinox", "flax.linen", "haiku", "optax"):
+    for name in modules:
         importlib.import_module(name)
     assert "jaxpp" not in sys.modules
 
 
 def judge(mutation: Mutation, own: bool) -> tuple[str, str]:
     """Whether a mutation is caught, and by which test."""
+    with mutated(mutation) as copy:
+        if copy is None:
+            return "stale", "its text is not in the file once"
+        common = tuple(t for t in COMMON if t not in mutation.tests)
+        for tests in arguments(mutation.tests) + ([] if own else arguments(common)):
+            if failed := first_failure(copy, tests):
+                return "caught", failed
+    known = KNOWN.get(mutation.wrong)
+    return ("known", known) if known else ("not caught", "by no test")
+
+
+def judge_by_certificate(mutation: Mutation) -> tuple[str, str]:
+    """Whether a mutation is refuted, and on which program; nothing is compiled."""
+    if mutation.file.startswith(UNSEEN):
+        return "unseen", "it is a part of what the certificate does not see"
+    if mutation.wrong in KEPT:
+        return "known", KEPT[mutation.wrong]
+    with mutated(mutation) as copy:
+        if copy is None:
+            return "stale", "its text is not in the file once"
+        chosen = REFUTED_ON.get(mutation.wrong)
+        log = copy / "log"
+        status = forked(lambda: certify([chosen] if chosen else None), copy, log)
+        said = log.read_text().strip()[-300:]
+    return ("caught" if status == CAUGHT else "not caught"), said or f"exit status {status}"
+
+
+@contextlib.contextmanager
+def mutated(mutation: Mutation) -> Iterator[pathlib.Path | None]:
+    """A copy of the repository with a mutation; None if it does not fit."""
     source = (ROOT / mutation.file).read_text()
     if source.count(mutation.old) != 1:
-        return "stale", f"its text is in the file {source.count(mutation.old)} times, not once"
+        yield None
+        return
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
         for name in COPIED:
@@ -85,12 +127,7 @@ def judge(mutation: Mutation, own: bool) -> tuple[str, str]:
             else:
                 shutil.copy(ROOT / name, copy / name)
         (copy / mutation.file).write_text(source.replace(mutation.old, mutation.new))
-        common = tuple(t for t in COMMON if t not in mutation.tests)
-        for tests in arguments(mutation.tests) + ([] if own else arguments(common)):
-            if failed := first_failure(copy, tests):
-                return "caught", failed
-    known = KNOWN.get(mutation.wrong)
-    return ("known", known) if known else ("not caught", "by no test")
+        yield copy
 
 
 def arguments(tests: tuple[str, ...]) -> list[list[str]]:
@@ -112,25 +149,12 @@ def _find(file: str) -> str:
 
 
 def first_failure(folder: pathlib.Path, tests: list[str]) -> str | None:
-    """The first test that fails in a copy of the repository.
-
-    In a fork of this process, which has imported what does not change; it knows nothing of jaxpp.
-    """
+    """The first test that fails in a copy of the repository."""
     log = folder / "log"
-    child = os.fork()
-    if child == 0:
-        try:
-            status = _run_tests(folder, log, tests)
-        finally:
-            os._exit(status if status < 128 else 1)
-    until = time.monotonic() + SECONDS
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-        if time.monotonic() > until:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return f"{' '.join(tests)} takes longer than {SECONDS}s"
-        time.sleep(0.1)
-    if (status := os.waitstatus_to_exitcode(ended[1])) == 0:
+    status = forked(lambda: _run_tests(tests), folder, log)
+    if status is None:
+        return f"{' '.join(tests)} takes longer than {SECONDS}s"
+    if status == 0:
         return None
     if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise ValueError(f"there are no tests {' '.join(tests)}:\n{log.read_text()}")
@@ -138,7 +162,32 @@ def first_failure(folder: pathlib.Path, tests: list[str]) -> str | None:
     return found[1] if found else f"exit status {status}: {log.read_text()[-300:]}"
 
 
-def _run_tests(folder: pathlib.Path, log: pathlib.Path, tests: list[str]) -> int:
+def forked(run: Callable[[], int], folder: pathlib.Path, log: pathlib.Path) -> int | None:
+    """The exit status of a function that runs in a copy of the repository; None if it hangs.
+
+    In a fork of this process, which has imported what does not change; it knows nothing of jaxpp.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            _enter(folder, log)
+            status = run()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status if status < 128 else 1)
+    until = time.monotonic() + SECONDS
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return None
+        time.sleep(0.1)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+def _enter(folder: pathlib.Path, log: pathlib.Path) -> None:
     os.chdir(folder)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -146,6 +195,9 @@ def _run_tests(folder: pathlib.Path, log: pathlib.Path, tests: list[str]) -> int
     sys.path[:] = [str(folder), *(p for p in sys.path if p and pathlib.Path(p).resolve() != ROOT)]
     for name in [n for n in sys.modules if n.split(".")[0] == "tests"]:
         del sys.modules[name]
+
+
+def _run_tests(tests: list[str]) -> int:
     options = ["-n", "0", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
     options += ["-m", "not slow and not faults"]
     return int(pytest.main([*options, *tests]))

@@ -741,6 +741,20 @@ MUTATIONS = (
     ),
 )
 
+#: Files of what the certificate does not see: transfers, workers, and axes inside a rank.
+UNSEEN = ("jaxpp/runtime/", "jaxpp/transforms/inside/")
+
+#: The program on which the certificate refutes each mutation: a step of `tests/certification`, or
+#: a random program.
+REFUTED_ON: dict[str, str] = {
+    "a mean is a sum": "layers, ZB-H1",
+    "a maximum begins with zero": "tied, 1F1B",
+    "a result that nothing makes does not leave": "random 36",
+}
+
+#: Those that it accepts, and why.
+KEPT: dict[str, str] = {}
+
 #: Those that no test catches, and why.
 KNOWN = {
     "computations of two ranks are in one level": (

@@ -1,12 +1,41 @@
-"""The mutations fit the sources as they are: `python -m tests.mutations` can make each of them."""
+"""The mutations fit the sources as they are, and the certificate refutes those that it should.
+
+`python -m tests.mutations` makes each of them, and says which test notices. The default run
+certifies programs with a few of them; `pytest -m slow` with all.
+"""
 
 import pathlib
+import subprocess
+import sys
 
-from tests.mutations.mutations import MUTATIONS
+import pytest
+
+from tests.mutations.mutations import KEPT, KNOWN, MUTATIONS, REFUTED_ON, UNSEEN
 
 ROOT = pathlib.Path(__file__).parents[2]
+NAMES = {m.wrong for m in MUTATIONS}
 
 
 def test_each_mutation_has_one_place_in_the_sources():
     stale = [m.wrong for m in MUTATIONS if (ROOT / m.file).read_text().count(m.old) != 1]
     assert not stale
+
+
+def test_each_mutation_has_one_verdict_of_the_certificate():
+    seen = {m.wrong for m in MUTATIONS if not m.file.startswith(UNSEEN)}
+    assert seen == {*REFUTED_ON, *KEPT}
+    assert not REFUTED_ON.keys() & KEPT.keys()
+    assert set(KNOWN) <= NAMES
+
+
+QUICK = ("a mean is a sum", "an accumulator is doubled", "a value is freed before its last use")
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(tuple(REFUTED_ON), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_the_certificate_refutes_mutations_of_the_passes(names):
+    command = [sys.executable, "-m", "tests.mutations", "--certify", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert f"{len(names)} caught" in done.stdout

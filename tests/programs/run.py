@@ -67,7 +67,7 @@ def _run(program: Program) -> Outcome:
     except Difference as difference:
         return Outcome("failed", difference.kind, str(difference))
     except Exception as error:
-        return Outcome(_verdict_on(error), _kind_of(error), _text_of(error))
+        return Outcome(verdict_on(error), _kind_of(error), _text_of(error))
     return Outcome("ok")
 
 
@@ -109,13 +109,25 @@ def _run_plain(program: Program) -> list[_Seen]:
     return seen
 
 
-def _run_placed(program: Program, wanted: list[_Seen]) -> None:
+def _placed(program: Program) -> Any:
     devices = jax.devices("cpu")
     devices = devices[:1] * program.ranks if program.shared else devices[: program.ranks]
     mesh = jaxpp.MpmdMesh((program.ranks,), devices=devices)
     donated = () if not program.donated else (0, 1, 2) if program.flat else (0,)
     step = steps.make_step(program, steps.pipelined_loops(program))
-    placed = jaxpp.place(step, mesh, donate_argnums=donated)
+    return jaxpp.place(step, mesh, donate_argnums=donated)
+
+
+def lower(program: Program) -> Any:
+    """The placed step of a program, lowered for its first call; nothing is compiled."""
+    call = program.calls[0]
+    with CONTEXTS[call.context]():
+        state, data = steps.make_state(program), build.make_data(program, 0, call.examples)
+        return _placed(program).lower(*(state if program.flat else (state,)), data)
+
+
+def _run_placed(program: Program, wanted: list[_Seen]) -> None:
+    placed = _placed(program)
     state = steps.make_state(program)
     for number, (call, want) in enumerate(zip(program.calls, wanted, strict=True)):
         state, got = _call(placed, program, state, call, number)
@@ -198,7 +210,7 @@ def _innermost(error: BaseException) -> str:
     return f"{pathlib.Path(frame.filename).name}:{frame.name}"
 
 
-def _verdict_on(error: Exception) -> str:
+def verdict_on(error: Exception) -> str:
     """An error that we raise ourselves, on purpose, refuses the program."""
     frames = traceback.extract_tb(error.__traceback__)
     raised_here = pathlib.Path(frames[-1].filename).is_relative_to(ROOT)

@@ -1,0 +1,46 @@
+"""Certifies programs with the jaxpp that is there, and says which one is refuted."""
+
+import traceback
+import warnings
+
+#: The exit status where a program is refuted.
+CAUGHT = 100
+#: The random programs that are tried beside the steps of `tests/certification`.
+SEEDS = (36, 3, 10, 45, 56, 0, 27, 22, 33, 66)
+
+
+def certify(names: list[str] | None) -> int:
+    """Certifies programs by name, all if there are none; `CAUGHT` with the first that fails.
+
+    It fails, too, where it is not decided, or where the program cannot be lowered.
+    """
+    warnings.simplefilter("ignore")
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    programs = _programs()
+    for name, lower in [(n, programs[n]) for n in names or programs]:
+        try:
+            said = lower().certify().undecided
+        except Exception as error:
+            said = "".join(traceback.format_exception_only(error))
+        if said:
+            print(f"on {name}: {said[:280]}")
+            return CAUGHT
+    print(f"not on {', '.join(names or ['any program'])}")
+    return 0
+
+
+def _programs():
+    """What lowers each program, by its name."""
+    from tests.certification import steps
+    from tests.programs import draw, run
+
+    def case(name):
+        step, args = steps.CASES[name]()
+        return step.lower(*args)
+
+    return {
+        **{name: lambda name=name: case(name) for name in steps.CASES},
+        **{f"random {n}": lambda n=n: run.lower(draw.draw(n)) for n in SEEDS},
+    }
