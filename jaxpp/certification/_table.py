@@ -93,7 +93,7 @@ class Table:
     def make(self, op: Op, args: Sequence[Term], value: np.ndarray | None = None) -> Term:
         """The term of an operation on terms, as it is; `value` is its value where it is known."""
         if 0 in op.shape and op.name != "empty":
-            op, args = self.op("empty", (), op.shape, op.dtype), ()
+            op, args = self.op("empty", (), op.shape, op.dtype), []
         key = (op, *args)
         term = self._found.get(key)
         if term is None:

@@ -154,13 +154,13 @@ class Terms(Table):
         if t.name == "transpose" and op.params[0] == 0:
             return self.transpose(self.rows(args[0], low, high), op.params)
         if t.name == "reshape" and args[0].shape:
-            each, rest = divmod(args[0].shape[0], op.shape[0])
+            each, rest = divmod(args[0].shape[0], t.shape[0])
             if each == 1 and not rest:
                 return self.reshape(self.rows(args[0], low, high), shape)
             if len(op.shape) > 1 and not rest:  # (n * each, ...) as (n, each, ...)
                 return self.reshape(self.rows(args[0], low * each, high * each), shape)
         if t.name == "broadcast":
-            if op.params[:1] == (0,) and args[0].shape[0] == op.shape[0]:
+            if op.params[:1] == (0,) and args[0].shape[0] == t.shape[0]:
                 return self.broadcast(self.rows(args[0], low, high), shape, op.params)
             if 0 not in op.params or args[0].shape[0] == 1:
                 return self.broadcast(args[0], shape, op.params)

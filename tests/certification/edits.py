@@ -144,7 +144,8 @@ class _Draw:
         ]
         if not others:
             return None
-        new, j = list(self.all), self.rng.choice(others)
+        new: list[Any] = list(self.all)
+        j = self.rng.choice(others)
         new[self.at] = dataclasses.replace(self.own, message=new[j].message)
         new[j] = dataclasses.replace(new[j], message=self.own.message)
         return _with_instructions(self.bundle, self.rank, new)
@@ -247,7 +248,7 @@ def swapped_operands(bundle: Bundle) -> Bundle:
 
 def swapped_messages(bundle: Bundle) -> Bundle:
     """The activations of two microbatches change places."""
-    own = list(bundle.programs[2].instructions)
+    own: list[Any] = list(bundle.programs[2].instructions)
     a, b = [i for i, x in enumerate(own) if isinstance(x, Receive) and x.message.source == 1][1:3]
     own[a], own[b] = (
         dataclasses.replace(own[i], message=own[j].message) for i, j in ((a, b), (b, a))

@@ -1,6 +1,7 @@
 """What a certificate says, and what it needs: types alone, and no compilation."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +161,7 @@ def test_a_wrong_task_is_refuted(change):
     lowered = step_of().lower(W, X)
     bundle = lowered.bundle
     program, *others = bundle.programs
-    instructions = list(program.instructions)
+    instructions: list[Any] = list(program.instructions)
     number = {i.label: n for n, i in enumerate(instructions) if isinstance(i, Run)}
     if change == "lost":
         del instructions[number["B0.0"]]
