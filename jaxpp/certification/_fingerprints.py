@@ -173,7 +173,9 @@ class Fingerprints:
         Each shape has a basis of its own, in which a transpose is its permutation.
         """
         count = len(op.shape)
-        before, after = (self._numbers(("basis", shape), _ELEMENTS) for shape in (t.shape, op.shape))
+        before, after = (
+            self._numbers(("basis", shape), _ELEMENTS) for shape in (t.shape, op.shape)
+        )
         own = [x * pow(b, -1, PRIME) for x, b in zip(t.fingerprint, before, strict=True)]
         # Of four axes: of numbers that are four with the sum zero, the first three.
         own = [*own[:count], -sum(own)] if count == 4 else own

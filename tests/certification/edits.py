@@ -65,7 +65,7 @@ class _Draw:
         self.rng, self.bundle = rng, bundle
         self.rank = rng.randrange(len(bundle.programs))
         self.program = bundle.programs[self.rank]
-        self.all = list(self.program.instructions)
+        self.all: list[Any] = list(self.program.instructions)
         self.at = rng.randrange(len(self.all))
         self.own: Any = self.all[self.at]
 
@@ -247,7 +247,7 @@ def swapped_operands(bundle: Bundle) -> Bundle:
 
 def swapped_messages(bundle: Bundle) -> Bundle:
     """The activations of two microbatches change places."""
-    own = list(bundle.programs[2].instructions)
+    own: list[Any] = list(bundle.programs[2].instructions)
     a, b = [i for i, x in enumerate(own) if isinstance(x, Receive) and x.message.source == 1][1:3]
     own[a], own[b] = (
         dataclasses.replace(own[i], message=own[j].message) for i, j in ((a, b), (b, a))

@@ -212,8 +212,8 @@ def alike():
         lambda x, w: 2.0 * (x @ w),  # of a slice
         lambda x, w: 2.0 * (x @ w),
         lambda x, w: 3.0 * (x @ w),
-        lambda x, w: jnp.sin(x) - x @ w,
-        lambda x, w: x @ w - jnp.sin(x),
+        lambda x, w: jnp.subtract(*(jnp.sin(x), x @ w)),
+        lambda x, w: jnp.subtract(*(jnp.sin(x), x @ w)[::-1]),
         lambda x, w: x @ w + x @ arrays[0],
         lambda x, w: x @ w + x @ arrays[1],
         lambda x, w: x @ w + first[:2],

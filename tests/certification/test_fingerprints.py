@@ -15,7 +15,9 @@ def add(terms, a, b):
     return terms.elementwise(terms.op("add", (), a.shape, "float32"), [a, b])
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (3, 3), (2, 3, 4), (3, 3, 3), (2, 3, 4, 5), (3, 3, 3, 3)])
+@pytest.mark.parametrize(
+    "shape", [(2, 3), (3, 3), (2, 3, 4), (3, 3, 3), (2, 3, 4, 5), (3, 3, 3, 3)]
+)
 def test_transposes_of_sums_compose_and_differ(shape):
     terms = Terms(Equality.SUMS)
     x = argument(terms, "x", shape)
