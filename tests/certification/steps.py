@@ -225,6 +225,8 @@ def alike():
         lambda x, w: jnp.subtract(*(jnp.sin(x), x @ w)[::-1]),
         lambda x, w: jnp.subtract(*both(x @ w)),
         lambda x, w: jnp.subtract(*both_turned(x @ w)),
+        lambda x, w: jnp.where(x > 0, x @ w, 0.0),
+        lambda x, w: jnp.where(x > 0, x @ w, -0.0),
         lambda x, w: x @ w + x @ arrays[0],
         lambda x, w: x @ w + x @ arrays[1],
         lambda x, w: x @ w + first[:2],
