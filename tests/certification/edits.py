@@ -65,7 +65,7 @@ class _Draw:
         self.rng, self.bundle = rng, bundle
         self.rank = rng.randrange(len(bundle.programs))
         self.program = bundle.programs[self.rank]
-        self.all = list(self.program.instructions)
+        self.all: list[Any] = list(self.program.instructions)
         self.at = rng.randrange(len(self.all))
         self.own: Any = self.all[self.at]
 

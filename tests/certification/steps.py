@@ -208,12 +208,25 @@ def alike():
     arrays = list(map(jnp.asarray, (first, second)))
     scaling, defined_again = _scaling(), _scaling()
 
+    @jax.jit
+    def both(x):
+        return jnp.sin(x), jnp.cos(x)
+
+    @jax.jit
+    def both_turned(x):
+        one, other = jnp.sin(x), jnp.cos(x)
+        return other, one
+
     functions = [
         lambda x, w: 2.0 * (x @ w),  # of a slice
         lambda x, w: 2.0 * (x @ w),
         lambda x, w: 3.0 * (x @ w),
-        lambda x, w: jnp.sin(x) - x @ w,
-        lambda x, w: x @ w - jnp.sin(x),
+        lambda x, w: jnp.subtract(*(jnp.sin(x), x @ w)),
+        lambda x, w: jnp.subtract(*(jnp.sin(x), x @ w)[::-1]),
+        lambda x, w: jnp.subtract(*both(x @ w)),
+        lambda x, w: jnp.subtract(*both_turned(x @ w)),
+        lambda x, w: jnp.where(x > 0, x @ w, 0.0),
+        lambda x, w: jnp.where(x > 0, x @ w, -0.0),
         lambda x, w: x @ w + x @ arrays[0],
         lambda x, w: x @ w + x @ arrays[1],
         lambda x, w: x @ w + first[:2],
@@ -284,8 +297,10 @@ def effects(schedule):
         jax.debug.print("first {}", h[0, 0])
         h = jaxpp.pipeline_enter_stage(h)
         noise = io_callback(_zero, jax.ShapeDtypeStruct((), jnp.float32), x[0, 0])
-        other = io_callback(_zero, jax.ShapeDtypeStruct((), jnp.float32), 1.0)
-        return jnp.mean((h @ w[1] - y + noise + other) ** 2)
+        # This reads a weight alone, and happens for each microbatch all the same.
+        w1 = jax.lax.stop_gradient(w[1])
+        other = io_callback(_zero, jax.ShapeDtypeStruct((), jnp.float32), w1[0, 0])
+        return jnp.mean((h @ (w[1] * (1 + other)) - y + noise) ** 2)
 
     loop = looped(loss, schedule, 2)
 
@@ -342,6 +357,25 @@ def carried():
     return jaxpp.place(step, mesh_of(2, shared=True)), (_weights(2), _data(6)[0])
 
 
+def carried_and_recomputed():
+    """A state of each stage, which its forward reads before it is replaced."""
+
+    def loss(w, states, x, y):
+        h, new = x, []
+        for n, (own, state) in enumerate(zip(w, states, strict=True)):
+            h = jnp.tanh((h if n == 0 else jaxpp.pipeline_enter_stage(h)) @ own)
+            new.append(0.5 * state + h.mean(0))
+            h = jnp.sin(h * state)
+        return jnp.mean((h - y) ** 2), new
+
+    grad = jax.value_and_grad(jaxpp.wrap_forward(loss), has_aux=True)
+    axes, reduce = (None, "carry", 0, 0), (("mean", "carry"), "mean")
+    loop = jaxpp.microbatch(grad, 3, in_axes=axes, reduce=reduce)
+    loop = jaxpp.schedule(loop, schedules.Recompute(schedules.OneFOneB()))
+    states = _arrays((WIDTH,), (WIDTH,))
+    return jaxpp.place(loop, mesh_of(2, shared=True)), (_weights(2), states, *_data(6))
+
+
 def half_precision():
     """Weights of a narrow type, whose gradients are added up in a wide one."""
 
@@ -379,5 +413,6 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "before the loop": before_the_loop,
     "two loops": two_loops,
     "carried": carried,
+    "carried, recomputed": carried_and_recomputed,
     "half precision": half_precision,
 }

@@ -1,14 +1,16 @@
-"""Changes jaxpp's source in one place after the other, and says which tests notice.
+"""Changes jaxpp's source in one place after the other, and says what notices.
 
-    python -m tests.mutations [--own | --certify] [WORD ...]
+    python -m tests.mutations [--certify | --own] [WORD ...]
 
-Each mutation is applied to a copy of the repository, in which the tests that should notice it run
-first, then, but for `--own`, a list that is common to all. With words, only the mutations
-whose description or file has one of them. It fails if one is not caught and not known
-to be so, or fits the source no more.
+Each mutation is applied to a copy of the repository. There the program that is written down for it
+is certified, which compiles nothing and should refute it. If it does not, tests run: those that
+should notice the mutation, then a list that is common to all. With words, only the mutations
+whose description or file has one of them. It fails if one is not caught and not known to be so, or
+fits the source no more.
 
-With `--certify` no test runs: in the copy a program is certified, which has to be refuted. Where no
-program is written down for a mutation, all are tried, until one is.
+With `--certify` no test runs; where no program is written down for a mutation of what the
+certificate sees, all are tried, until one is refuted. With `--own` the mutation's own tests
+run, and nothing else.
 """
 
 import collections
@@ -51,6 +53,7 @@ COMMON = ("programs", "LAW7", "LAWS", "mesh", "transforms")
 #: What programs that are certified import, and what tests do.
 CERTIFIED = ("jax.numpy", "equinox", "optax")
 TESTED = (*CERTIFIED, "chex", "flax.linen", "haiku")
+STALE = "stale", "its text is not in the file once"
 SECONDS = 900  # that a selection may take; a mutation may make a step wait for ever
 
 
@@ -84,10 +87,13 @@ def prepare(cache: str, modules: tuple[str, ...]) -> None:
 
 
 def judge(mutation: Mutation, own: bool) -> tuple[str, str]:
-    """Whether a mutation is caught, and by which test."""
+    """Whether a mutation is caught, and by what."""
     with mutated(mutation) as copy:
         if copy is None:
-            return "stale", "its text is not in the file once"
+            return STALE
+        program = REFUTED_ON.get(mutation.wrong)
+        if program and not own and (said := refuted(copy, [program])):
+            return "caught", said
         common = tuple(t for t in COMMON if t not in mutation.tests)
         for tests in arguments(mutation.tests) + ([] if own else arguments(common)):
             if failed := first_failure(copy, tests):
@@ -97,19 +103,26 @@ def judge(mutation: Mutation, own: bool) -> tuple[str, str]:
 
 
 def judge_by_certificate(mutation: Mutation) -> tuple[str, str]:
-    """Whether a mutation is refuted, and on which program; nothing is compiled."""
+    """Whether a mutation is refuted, and on which program."""
     if mutation.file.startswith(UNSEEN):
-        return "unseen", "it is a part of what the certificate does not see"
+        return "unseen", "it is in a part of what the certificate does not see"
     if mutation.wrong in KEPT:
         return "known", KEPT[mutation.wrong]
     with mutated(mutation) as copy:
         if copy is None:
-            return "stale", "its text is not in the file once"
-        chosen = REFUTED_ON.get(mutation.wrong)
-        log = copy / "log"
-        status = forked(lambda: certify([chosen] if chosen else None), copy, log)
-        said = log.read_text().strip()[-300:]
-    return ("caught" if status == CAUGHT else "not caught"), said or f"exit status {status}"
+            return STALE
+        program = REFUTED_ON.get(mutation.wrong)
+        said = refuted(copy, [program] if program else None)
+    return ("caught", said) if said else ("not caught", f"on {program or 'any program'}")
+
+
+def refuted(folder: pathlib.Path, programs: list[str] | None) -> str | None:
+    """What refutes one of some programs (of all, if None) in a copy of the repository."""
+    log = folder / "certified"
+    status = forked(lambda: certify(programs), folder, log)
+    if status not in (0, CAUGHT):
+        raise RuntimeError(f"certifying ended with {status}:\n{log.read_text()}")
+    return log.read_text().strip()[-300:] if status == CAUGHT else None
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ def certify(names: list[str] | None) -> int:
         if said:
             print(f"on {name}: {said[:280]}")
             return CAUGHT
-    print(f"not on {', '.join(names or ['any program'])}")
     return 0
 
 

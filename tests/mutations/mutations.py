@@ -1,4 +1,7 @@
-"""The mutations: a small change of jaxpp's source each, which some test must notice.
+"""The mutations: a small change of jaxpp's source each, which something must notice.
+
+The certificate is asked first: a step that the mutated jaxpp lowers is refuted (`REFUTED_ON`), or
+there is a reason why it computes its function all the same (`KEPT`). Then come tests.
 
 `old` is found exactly once in `file`. `tests` are what is run first, those that should notice:
 `"place"` are all of `tests/transforms/place/test_place.py`, `"place::dictionaries"` is one of them.
@@ -746,25 +749,117 @@ UNSEEN = ("jaxpp/runtime/", "jaxpp/transforms/inside/")
 
 #: The program on which the certificate refutes each mutation: a step of `tests/certification`, or
 #: a random program.
-REFUTED_ON: dict[str, str] = {
+REFUTED_ON = {
     "a mean is a sum": "layers, ZB-H1",
     "a maximum begins with zero": "tied, 1F1B",
+    "the last is the first": "aux and keys",
+    "examples are put together in another order": "aux and keys",
+    "a cotangent is dropped": "gradient outside",
+    "the gradient by one of two outputs is dropped": "gradient outside",
+    "gradients by slices are not divided": "gradient outside",
+    "an output's gradient is another's": "gradient outside",
+    "what is carried begins anew with each slice": "carried",
+    "what is added to a gradient is taken for zero": "layers, ZB-H1",
+    "a one is taken for a zero": "carried",
+    "an accumulator is doubled": "tied, 1F1B",
+    "one of two terms is taken twice": "random 36",
+    "a term leaves out its transpose": "tied, 1F1B",
+    "a task reads a carry after it was changed": "carried",
+    "an effect is repeated where its value is read": "effects",
     "a result that nothing makes does not leave": "random 36",
+    "an accumulator is the carry before it": "layers, ZB-H1",
+    "a scan in halves runs forwards": "stacked, ZB-H1",
+    "the carries of a half are those of one iteration": "scan in a stage, ZB-H1",
+    "what a step gives back is donated": "layers, DualPipe",
+    "an argument that is not donated is": "closed over",
+    "a constant is donated": "random 36",
+    "a reversed loop takes its slices forwards": "carried",
+    "tasks that read slices are those that read constants": "alike",
+    "loops of other lengths share tasks": "two loops",
+    "segments that donate other arguments are one": "random 10",
+    "tasks of one kind are one": "alike",
+    "a value is freed before its last use": "layers, ZB-H1",
+    "what is sent is sent twice": "layers, ZB-H1",
+    "what is received together changes places": "tied in other shapes",
+    "a message is received at its last use": "layers, interleaved",
+    "a constant gets a slot that is used again": "layers, ZB-H1",
+    "numbers of one type are one": "layers, ZB-H1",
+    "arrays of one shape that a step closes over are one": "closed over",
+    "stacked results are in the first row": "aux and keys",
+    "an effect is on all ranks of its value": "effects",
+    "an effect before a loop comes after it": "effects",
+    "the branches of an opened conditional change places": "two loops",
+    "a guarded equation runs where its conditional is not taken": "random 36",
+    "the configuration is not in the key": "two loops",
+    "primitives are known by name": "alike",
+    "parameters called name never count": "alike",
+    "arrays of one shape are equal": "alike",
+    "numbers of one type are equal": "alike",
+    "the order of operands does not count": "alike",
+    "the order of results does not count": "alike",
+    "an effect whose result nobody reads is dropped": "effects",
+    "what an effect gives is the same for all microbatches": "effects",
+    "equal computations of other operands are one": "before the loop",
+    "what the second direction accumulates is lost": "layers, DualPipe",
+    "a backward call is taken for a forward": "layers, ZB-H1",
+    "what a forward reads from a carry is computed again": "carried, recomputed",
+    "what has an effect is computed again": "effects, recomputed",
 }
 
 #: Those that it accepts, and why.
-KEPT: dict[str, str] = {}
+KEPT = {
+    "a sum is in the output's dtype": (
+        "the definition takes the operators as `microbatch` has read them from its options"
+    ),
+    "a sum of zeros and others is taken for zeros": (
+        "no program here adds a number to rows that are known to be zeros"
+    ),
+    "a light equation is moved although the second half makes its operand": (
+        "no program here has a scan in which an equation is moved before one that must stay"
+    ),
+    "nothing is freed": "the same values in more memory",
+    "accumulators are copied, not updated in place": "the same values in more memory",
+    "state is left where it was made": "the same values with more transfers",
+    "computations of two ranks are in one level": (
+        "levels are set a second time, from the last to the first; no program needs the first"
+    ),
+    "what two loops read is one variable made twice": (
+        "both are made alike, and have the same value"
+    ),
+    "the parts of a shared gradient are added up on one rank": (
+        "the same values with more transfers"
+    ),
+    "derivative rules never count": "nothing differentiates a placed step",
+    "0.0 is -0.0": "they are one real number; `exact` is false, and was true",
+    "weak types do not count": "a lowered step is the same; another call would be taken for it",
+    "True is 1": "a lowered step is the same; another call would be taken for it",
+    "dtypes do not count": "a lowered step is the same; another call would be taken for it",
+    "other rules are the same function": "nothing differentiates a placed step",
+    "a reversed loop runs forwards": "a placed step does not run the loop of one device",
+    "a reversed loop in two directions runs forwards": (
+        "a placed step does not run the loop of one device"
+    ),
+    "what a checkpoint computes again is kept": "a placed step does not run the loop of one device",
+    "a result is the array of an argument": (
+        "the same value; the caller's array would be given back, and not a copy"
+    ),
+    "results are paired with arguments of other types": "the same values with more transfers",
+    "a policy is ignored": "the same values in more memory",
+    "a backward reads what the forward has kept though it is computed again": (
+        "the same values in more memory"
+    ),
+    "other stages read what a stage computes again": (
+        "the same values; what is computed again would be sent"
+    ),
+}
 
-#: Those that no test catches, and why.
+#: Those that nothing catches, and why.
 KNOWN = {
     "computations of two ranks are in one level": (
         "levels are set a second time, from the last to the first; no test needs the first"
     ),
     "a light equation is moved although the second half makes its operand": (
         "no test has a scan in which an equation is moved before one that must stay"
-    ),
-    "a result that nothing makes does not leave": (
-        "the results of a loop seem to be made by equations now"
     ),
     "results are paired with arguments of other types": (
         "it costs transfers alone, and no test has alike pytrees of other types"
