@@ -1,7 +1,7 @@
 """Random programs are, as pipelines, what they are as plain JAX: values, types, effects.
 
-The default run has a few; `pytest -m slow` has 300, and `python -m tests.programs.search` as many
-as one likes.
+The default run has a few; `pytest -m slow` has 60, of 300 that `tests/certification` proves, and
+`python -m tests.programs.search` as many as one likes.
 """
 
 import dataclasses
@@ -19,6 +19,8 @@ from tests.programs.program import Stage
 #: Small ones that have most of what programs are made of.
 QUICK = (15, 29, 52, 83, 184, 199, 207, 208, 256, 268, 273, 286)
 ALL = 300
+#: Of all, those that run in numbers too; `tests/certification` has proofs of all.
+IN_NUMBERS = range(0, ALL, 5)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,12 @@ def nothing_compiled_is_kept():
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in range(ALL)]
+    "seed",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK))
+        for n in range(ALL)
+        if n in QUICK or n in IN_NUMBERS
+    ],
 )
 def test_a_random_program_is_what_it_is_as_plain_jax(seed):
     program = draw.draw(seed)
