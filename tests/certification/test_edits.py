@@ -42,7 +42,7 @@ NAME = "layers, ZB-H1"
         (edits.added_nothing, "[0][0]", 0, "W1.2"),
         (edits.added_twice, "[0][0]", 0, "W1.1"),
         (edits.other_slice, "[0][0]", 0, "F2.3"),
-        (edits.swapped_operands, "[0][0]", 0, "I1.2"),
+        (edits.swapped_operands, "[0][0]", 0, "W1.2"),
         (edits.swapped_messages, "[0][0]", 0, "F2.1"),
         (edits.swapped_results, "[0][2]", 1, "update"),
         (edits.sum_for_mean, "[0][0]", 0, "update"),
