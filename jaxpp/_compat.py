@@ -3,31 +3,40 @@
 This is the only module that tests versions, or that uses names which JAX does not export.
 """
 
+import contextlib
 import functools
 import io
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.extend.core as jex
 import numpy as np
 from jax._src import (
     api_util,
+    array,
+    checkify,
     config,
     core,
+    dispatch,
     distributed,
     dtypes,
     effects,
+    literals,
     source_info_util,
     util,
     xla_bridge,
 )
+from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax._src.state import AbstractRef, discharge
 from jax.core import Tracer
 from jax.experimental import serialize_executable
+from jax.experimental.key_reuse import _core as key_reuse
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
 from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]
@@ -80,6 +89,21 @@ def params_of_hi_primitive(value: Any) -> dict[str, Any] | None:
     """
     is_one = hasattr(value, "in_avals_flat") and isinstance(getattr(value, "params", None), dict)
     return value.params if is_one else None
+
+
+def traced_function(jaxpr) -> str:
+    """Gives the name, the file and the line of the function that a jaxpr was traced from."""
+    return getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_src_info
+
+
+def typed(array: Any, aval: Any) -> Any:
+    """Gives an array of NumPy a type that it keeps in a jaxpr, under any settings."""
+    return literals.TypedNdArray(array, aval) if isinstance(array, np.ndarray) else array
+
+
+def in_host_memory(aval: Any) -> bool:
+    """Tells whether a type is of an array in the memory of the host, and not of the device."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def scan_parts(eqn) -> tuple[int, int]:
@@ -293,6 +317,17 @@ def _put(device: Any, arrays: Sequence[Any]) -> Sequence[Any]:
     return jax.device_put(arrays, device)
 
 
+def join_shards(aval: Any, sharding: Any, shards: Sequence[Any]) -> Any:
+    """Makes an array of its shards, as `jax.make_array_from_single_device_arrays` does.
+
+    That function gives no array the weak type that `aval` may have.
+    """
+    if not getattr(aval, "weak_type", False):
+        return jax.make_array_from_single_device_arrays(aval.shape, sharding, list(shards))
+    weak = core.ShapedArray(aval.shape, aval.dtype, weak_type=True)
+    return array.ArrayImpl(weak, sharding, list(shards), committed=True)
+
+
 def serve_collectives_at(host: str) -> None:
     """Sets the address at which other processes reach this host for collectives on CPU.
 
@@ -321,6 +356,11 @@ def is_tracer(value) -> bool:
     return isinstance(value, Tracer)
 
 
+def is_of_this_trace(value) -> bool:
+    """Tells whether a value is traced by the innermost transformation: others cannot return it."""
+    return isinstance(value, Tracer) and value._trace is core.trace_ctx.trace
+
+
 def is_tracing() -> bool:
     """Tells whether the current computation runs inside a JAX transformation."""
     return not core.trace_state_clean()
@@ -336,6 +376,12 @@ def writes_jaxpr() -> bool:
     return any(isinstance(trace, DynamicJaxprTrace) for trace in traces)
 
 
+def is_differentiating() -> bool:
+    """Tells whether the current computation is differentiated: derivative rules count then."""
+    traces = core.unsafe_get_trace_stack(core.trace_ctx.trace)
+    return any(isinstance(trace, JVPTrace | LinearizeTrace) for trace in traces)
+
+
 def is_jit_disabled() -> bool:
     """Tells whether `jax.disable_jit` is set, under which a jitted function is the plain one."""
     return config.disable_jit.value
@@ -346,11 +392,62 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
-def public_error(error: Any) -> Exception:
-    """Gives the error that `jax.jit` raises in place of an executable's error."""
+def checkify_as(primitive: jex.Primitive, run: Callable[..., Any]) -> None:
+    """Lets `checkify.checkify` see what `run` does, in place of a primitive."""
+
+    def rule(*args, **params):
+        first = next(i for i, x in enumerate(args) if isinstance(x, checkify.Error))
+        error, enabled, *operands = args[first:]  # before them JAX 0.12 has a context
+        jaxpr = jax.make_jaxpr(functools.partial(run, **params))(*operands)
+        return checkify.checkify_jaxpr(*args[:first], jaxpr, enabled, error, *operands)
+
+    checkify.error_checks[primitive] = rule
+
+
+def is_check(eqn) -> bool:
+    """Tells whether an equation is a `checkify.check`, which `jax.jit` refuses to compile."""
+    allowed = config.xla_runtime_errors.value
+    return eqn.primitive is checkify.check_p and not eqn.params["debug"] and not allowed
+
+
+def is_error_if(eqn) -> bool:
+    """Tells whether an equation is the callback by which `eqx.error_if` raises."""
+    function = getattr(eqn.params.get("callback"), "callback_func", None)
+    return getattr(function, "__module__", None) == "equinox._errors"
+
+
+def public_error(error: Any) -> Any:
+    """Gives the error that `jax.jit` or `eqx.filter_jit` raises in place of an executable's."""
     if isinstance(error, api_util.InternalFloatingPointError):
         return FloatingPointError(f"invalid value ({error.ty}) encountered")
+    if isinstance(error, jax.errors.JaxRuntimeError) and _ERROR_IF in str(error):
+        return eqx.EquinoxRuntimeError(str(error).split(_ERROR_IF)[1].split("\n\n\n---")[0])
     return error
+
+
+_ERROR_IF = "_EquinoxRuntimeError: "
+
+
+@contextlib.contextmanager
+def raising_once():
+    """Keeps JAX from telling again of a callback's error that is raised inside this context.
+
+    It would log the error with its traceback, and raise it in `jax.effects_barrier` and at exit.
+    """
+    logger, refuse = logging.getLogger("jax._src.callback"), lambda record: False
+    logger.addFilter(refuse)
+    try:
+        yield
+    except Exception:
+        tokens = dispatch.runtime_tokens.output_runtime_tokens
+        for device, token in list(tokens.items()):
+            try:
+                token.block_until_ready()
+            except jax.errors.JaxRuntimeError:
+                tokens.pop(device)
+        raise
+    finally:
+        logger.removeFilter(refuse)
 
 
 def refuse_as_argument(cls: type, refuse: Callable[[Any], Any]) -> None:
@@ -372,6 +469,75 @@ def refuse_as_place(cls: Any, refuse: Callable[[Any], Any]) -> None:
     """
     cls._device_assignment = property(refuse)
     cls._is_concrete = False
+
+
+def custom_vjp(
+    fun: Callable, forward: Callable, backward: Callable, **options: Any
+) -> Callable[..., Any]:
+    """Gives a `jax.custom_vjp` that stands in a jaxpr as a call of `fun`, under any settings.
+
+    Under `jax_custom_vjp3` it would be a primitive of its own.
+    """
+
+    def call(*args):
+        with config.custom_vjp3(False):
+            rule = jax.custom_vjp(fun)
+            rule.defvjp(forward, backward, **options)
+            return rule(*args)
+
+    return call
+
+
+def hand_on_keys(primitive: jex.Primitive) -> None:
+    """Lets `jax_debug_key_reuse` know that a primitive gives its operands, and uses no key."""
+
+    def forward(eqn):
+        pairs = (key_reuse.Forward(n, n) for n in range(len(eqn.invars)))
+        return key_reuse.KeyReuseSignature(*pairs)
+
+    key_reuse.key_reuse_signatures[primitive] = key_reuse.dynamic_key_reuse_signature(forward)
+
+
+def use_keys_as(primitive: jex.Primitive, plain: Callable[[Any], jex.ClosedJaxpr]) -> None:
+    """Lets `jax_debug_key_reuse` know that an equation uses keys as a plain jaxpr does."""
+
+    def signature(eqn):
+        return key_reuse.jaxpr_type_signature(plain(eqn).jaxpr)
+
+    key_reuse.key_reuse_signatures[primitive] = key_reuse.dynamic_key_reuse_signature(signature)
+
+
+class KeyUse:
+    """The random keys that a traced function uses up, which `jax_debug_key_reuse` watches.
+
+    Args:
+        jaxpr: the function; with the setting, a key that it uses twice is an error.
+        closed_over: the first inputs of the jaxpr, which each call has.
+
+    Raises:
+        jax.errors.KeyReuseError: it uses a key twice.
+    """
+
+    def __init__(self, jaxpr: jex.ClosedJaxpr, closed_over: Sequence[Any]):
+        self._closed_over: tuple[Any, ...] = ()
+        self._signature = None
+        if config.debug_key_reuse.value:
+            self._closed_over = tuple(closed_over)
+            self._signature = key_reuse.jaxpr_type_signature(jaxpr.jaxpr)
+
+    def call(self, run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any]) -> list[Any]:
+        """Runs the function; with the setting, a key that is used up already is an error.
+
+        What runs are parts of the function, in which JAX would find keys used twice.
+        """
+        if self._signature is None:
+            return run(args)
+        inputs = [*self._closed_over, *args]
+        self._signature.check_signature(*inputs, funcname="placed function")
+        with config.debug_key_reuse(False):
+            results = run(args)
+        self._signature.update_consumption(inputs, results)
+        return results
 
 
 def forget_with(cls: type) -> None:

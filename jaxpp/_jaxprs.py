@@ -4,6 +4,7 @@ A pass maps a closed jaxpr without constants to another. Equations are moved unc
 names and source lines survive.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,10 +16,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxpp import _compat, _primitives
+from jaxpp import _compat, _in_place, _primitives
 from jaxpp._program import Fed
 
 _STATIC_OUTPUT = object()
+
+#: The dtypes that JAX narrows unless 64 bits are switched on.
+WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +62,48 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | Fed)
 
 
+def refuse_array_likes(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+    """Refuses a leaf that stands for an array by `__jax_array__`, as `jax.jit` does.
+
+    It would be static, and the function compiled for its values.
+    """
+    for tree in (args, kwargs or {}):
+        if not any(map(_is_array_like, jtu.tree_leaves(tree))):
+            continue
+        path, leaf = next(x for x in jtu.tree_leaves_with_path(tree) if _is_array_like(x[1]))
+        raise ValueError(
+            f"args{jtu.keystr(path)} is a {type(leaf).__name__}, which stands for an array by its "
+            f"`__jax_array__`, but is neither an array nor a pytree of arrays. Pass the array, "
+            f"jnp.asarray(x), or register the class as a pytree."
+        )
+
+
+def _is_array_like(leaf: Any) -> bool:
+    known = is_array(leaf) or _compat.is_tracer(leaf)  # one of a `jax.new_ref` is no array
+    return hasattr(type(leaf), "__jax_array__") and not known
+
+
+def is_key(x: Any) -> bool:
+    """Tells whether an array, or a type, is of random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def with_cloned_keys(values: Iterable[Any]) -> list[Any]:
+    """Replaces random keys by clones, which `jax.debug_key_reuse` takes for keys not used yet."""
+    return [jax.random.clone(x) if is_key(x) else x for x in values]
+
+
 def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Traced:
     """Traces `fun`; every leaf of the arguments that is not an array is static, as in Equinox.
 
     A value that `fun` writes to a `jax.new_ref` of its own becomes plain data.
+
+    Raises:
+        ValueError: `fun` changes an argument in place, and the change is lost; or a leaf stands for
+            an array by `__jax_array__`.
     """
     leaves, tree = jtu.tree_flatten((tuple(args), kwargs or {}))
+    refuse_array_likes(tuple(args), kwargs)
     traced = [is_array(leaf) for leaf in leaves]
     static = [None if t else leaf for leaf, t in zip(leaves, traced, strict=True)]
     result = {}
@@ -77,12 +117,53 @@ def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Tra
         flows = [is_array(leaf) and leaf.dtype != jax.dtypes.float0 for leaf in out_leaves]
         pairs = list(zip(out_leaves, flows, strict=True))
         result["static"] = [_STATIC_OUTPUT if flows else leaf for leaf, flows in pairs]
-        return [leaf for leaf, flows in pairs if flows]
+        written = _in_place.writes(tree, full, (args, kwargs))
+        result["writes"] = [write for write, _ in written]
+        return [leaf for leaf, flows in pairs if flows] + [value for _, value in written]
 
     arrays = [leaf for leaf, t in zip(leaves, traced, strict=True) if t]
     jaxpr = without_refs(jax.make_jaxpr(flat)(*arrays))
     opened, consts = without_constants(jaxpr)
+    if result["writes"]:
+        opened = _without_writes(opened, result["writes"], fun)
     return Traced(opened, [*consts, *arrays], len(consts), result["tree"], result["static"])
+
+
+def _without_writes(
+    jaxpr: jex.ClosedJaxpr, found: Sequence[_in_place.Write], fun: Callable
+) -> jex.ClosedJaxpr:
+    """Removes the values that a function has written to its arguments; they come last.
+
+    Raises:
+        ValueError: one is lost: it is no result, and no result or effect depends on it.
+    """
+    inside = jaxpr.jaxpr
+    results, values = inside.outvars[: -len(found)], inside.outvars[-len(found) :]
+    maker = {v: e for e in inside.eqns for v in e.outvars}
+
+    def origin(atom):
+        """Gives the variable that calls have only handed through."""
+        if is_literal(atom) or atom not in maker or called_jaxpr(maker[atom]) is None:
+            return atom
+        eqn = maker[atom]
+        inner = opened(called_jaxpr(eqn))
+        at = inner.outvars[eqn.outvars.index(atom)]
+        return origin(eqn.invars[inner.invars.index(at)]) if at in inner.invars else atom
+
+    kept = {origin(v) for v in variables(results)}.union(inside.invars)
+    effects = [v for e in inside.eqns if e.effects for v in variables(e.invars)]
+    lost: list[tuple[_in_place.Write, str]] = []
+    for write, value in zip(found, values, strict=True):
+        source = origin(value)
+        if is_literal(source) or source in kept:
+            continue
+        read = descendants(inside.eqns, [value])
+        if write.keeps or read.isdisjoint([*variables(results), *effects]):
+            lost.append((write, _compat.at_source_line(maker[value])))
+    if lost:
+        name = getattr(fun, "__name__", "The function")
+        raise _in_place.lost(name, [write for write, _ in lost], lost[0][1])
+    return _compat.with_equations(jaxpr, inside.eqns, results)
 
 
 def without_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -146,7 +227,8 @@ def compiled(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     if _compat.is_jit_disabled():
         return fun
     traced = trace(fun, args)
-    run = _compiled(_Program(structure(traced.jaxpr), traced.jaxpr))
+    key = structure(traced.jaxpr, differentiable=_compat.is_differentiating())
+    run = _compiled(_Program(key, traced.jaxpr))
     consts = traced.inputs[: traced.num_closed_over]
 
     def call(*args: Any) -> Any:
@@ -169,6 +251,20 @@ def _compiled(program: _Program) -> Callable[..., list[Any]]:
     return jax.jit(functools.partial(run, program.jaxpr))
 
 
+def with_its_types(jaxpr: jex.ClosedJaxpr) -> contextlib.AbstractContextManager:
+    """Makes the context in which a jaxpr with 64-bit types can be evaluated; else the present one.
+
+    A function may have such types in a part of it alone: under a `jax.enable_x64` of its own.
+    """
+
+    def is_wide(eqn) -> bool:
+        dtypes = (getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars))
+        return any(getattr(dtype, "name", "") in WIDE for dtype in dtypes)
+
+    wide = any(contains(eqn, is_wide) for eqn in jaxpr.eqns)
+    return jax.enable_x64(True) if wide else contextlib.nullcontext()
+
+
 def read(atoms: Iterable[Any], values: Mapping[Any, Any]) -> list[Any]:
     """Gives the values of atoms: arrays for literals, and those in `values` for variables."""
     return [literal_array(a) if is_literal(a) else values[a] for a in atoms]
@@ -180,6 +276,43 @@ def literal_array(literal) -> Any:
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return literal.val
     return jnp.asarray(literal.val, None if aval.weak_type else aval.dtype)
+
+
+def kept(value: Any, aval: Any) -> Any:
+    """Copies a constant of a trace to the host: whoever has the array may write to it or delete it.
+
+    `jax.jit` has such a copy, too, in its executable.
+    """
+    if is_key(aval):
+        data: Any = np.array(jax.device_get(jax.random.key_data(value)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    return np.array(jax.device_get(value), aval.dtype)
+
+
+def with_kept_constants(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Copies the arrays that stand in a jaxpr or inside its equations, each once."""
+    copies: dict[int, tuple[Any, Any]] = {}
+
+    def copy(value, aval):
+        if id(value) not in copies:
+            copies[id(value)] = value, _compat.typed(kept(value, aval), aval)
+        return copies[id(value)][1]
+
+    def visit_atom(a):
+        is_array = is_literal(a) and is_array_literal(a) and not _compat.is_tracer(a.val)
+        return jex.Literal(copy(a.val, a.aval), a.aval) if is_array else a
+
+    def visit(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        inside = closed.jaxpr
+        eqns = [
+            map_jaxprs(e, visit).replace(invars=list(map(visit_atom, e.invars)))
+            for e in closed.eqns
+        ]
+        new = _compat.with_equations(closed, eqns, list(map(visit_atom, inside.outvars)))
+        consts = zip(closed.consts, inside.constvars, strict=True)
+        return new.replace(consts=[copy(c, v.aval) for c, v in consts])
+
+    return visit(jaxpr)
 
 
 def without_constants(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
@@ -257,8 +390,7 @@ def literal(value: Any, aval: Any) -> jex.Literal:
     """Makes a literal, of a number of Python or NumPy: JAX takes its own arrays for constants."""
     is_number = not aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if is_number and not _compat.is_tracer(value):
-        value = np.asarray(value)[()]
-        value = value.item() if aval.weak_type else value
+        value = _compat.typed(np.array(value, aval.dtype), aval)
     return jex.Literal(value, aval)
 
 

@@ -50,15 +50,16 @@ def test_values_are_stacked_and_gradients_summed():
     "order", [lambda x: x, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"]
 )
 def test_gradients_may_come_first(order):
-    """As in the first README of JaxPP: `return grad, (loss, predictions)`; and a static leaf."""
+    """As in the first README of JaxPP: `return grad, (loss, predictions)`; and two more leaves."""
 
     def microbatch_grad(x):
         (loss, predictions), grads = order(gradients_of(PARAMS))(x)
-        return grads, (loss, predictions, 4)
+        return grads, (loss, predictions, 4, "static")
 
     (losses, predictions), grads = one_by_one()
-    got, (*values, four) = jaxpp.accumulate_grads(microbatch_grad, STACKED, schedule=OneFOneB())
-    assert four == 4
+    got, values = jaxpp.accumulate_grads(microbatch_grad, STACKED, schedule=OneFOneB())
+    *values, fours, static = values
+    assert (fours.tolist(), static) == ([4] * len(STACKED), "static")
     assert_close((got, values), (jax.tree.map(lambda g: g.sum(0), grads), [losses, predictions]))
 
 

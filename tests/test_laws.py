@@ -829,3 +829,18 @@ def test_an_effect_of_a_value_on_several_ranks_happens_once(tied):
     got = happened(jaxpp.place(make_step(grad_fn), mesh_of(4)))
     want = happened(jax.jit(make_step(accumulated(loss, 3))))
     np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+# ---- law 8: a proof -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(c, id="-".join(map(str, c)), marks=[pytest.mark.slow] * (c not in COVERING))
+     for c in MATRIX],
+)  # fmt: skip
+def test_a_placed_step_is_proven(point):
+    """All points, where the laws of numbers have a selection: nothing is compiled."""
+    certificate = lowered(point).certify()
+    assert not certificate.undecided
+    assert certificate.exact or point[0] != "mlp", "an MLP has no sum that ranks split"

@@ -11,11 +11,12 @@ from jaxpp._program import PROVIDED, Argument, Bundle, Result, cuts_of
 from jaxpp.certification import _definition
 from jaxpp.certification._evaluate import Evaluator
 from jaxpp.certification._explain import explain, origin
+from jaxpp.certification._fingerprints import Fingerprints
 from jaxpp.certification._machine import Machine
 from jaxpp.certification._refuted import Refuted, Undecided
 from jaxpp.certification._steps import argument_term, run_step
 from jaxpp.certification._table import Term
-from jaxpp.certification._terms import Equality, Terms
+from jaxpp.certification._terms import Terms
 
 #: Where a difference shows, if it is not a pass.
 _TRANSFORMS, _PROGRAMS = "the transforms before schedule", "the programs"
@@ -36,7 +37,7 @@ class Certificate:
         exact: whether the ranks do the same operations in the same order as the scheduled function
             on one device. If not, they are equal over the real numbers, and round to the same
             types: sums are in another order.
-        rewrites: how often which values were found to be equal over the real numbers alone.
+        regrouped: how many results are equal over the real numbers alone.
         transforms: the transforms that are proven.
         undecided: why those before `schedule` are not, if they are not.
         passes: the passes of `place` after each of which the step was compared.
@@ -60,7 +61,7 @@ class Certificate:
     terms: int
     equations: int
     exact: bool
-    rewrites: Mapping[str, int]
+    regrouped: int
     transforms: tuple[str, ...]
     undecided: str
     passes: tuple[str, ...]
@@ -73,8 +74,9 @@ class Certificate:
             f"{', '.join(self.transforms)} are proven",
             f"  {self.tasks} tasks, {self.messages} messages, {self.effects} effects; "
             f"{self.equations} equations on {self.terms} values in {self.seconds:.2f} s",
-            *(f"  {n} x {what}" for what, n in self.rewrites.items()),
         ]
+        if self.regrouped:
+            lines.append(f"  {self.regrouped} results have sums in another order")
         if self.undecided:
             lines.append(f"  not decided of the transforms before schedule: {self.undecided}")
         return "\n".join(lines)
@@ -142,7 +144,7 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
         >>> step = jaxpp.place(lambda w, x: w - 0.1 * grad(w, x), mesh)
         >>> certificate = jaxpp.certify(step, jnp.eye(2), jnp.ones((8, 2)))
         >>> print(str(certificate).splitlines()[0])
-        2 results of 2 ranks are those of the function, but for the order of sums: split_stages, ...
+        1 results of 2 ranks are those of the function, but for the order of sums: split_stages, ...
     """
     return certify_lowered(step.lower(*args, **kwargs), passes=passes)
 
@@ -151,22 +153,9 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
     """Does as `certify`, for a step that has been lowered."""
     start = time.perf_counter()
     _check_decidable(lowered)
-    function, plain = (
-        _retraced(lowered, definitions)
-        for definitions in (_definition.UNSCHEDULED, _definition.PLAIN)
-    )
-    proof = _closest(
-        (Equality.EXACT, Equality.SUMS),
-        lambda equality: _Proof(lowered, function, equality).of_programs(passes),
-    )
-    undecided = ""
-    try:
-        _closest(
-            tuple(Equality),
-            lambda equality: _Proof(lowered, plain, equality).of_transforms(function),
-        )
-    except Refuted as error:
-        undecided = str(error)
+    proof = _Proof(lowered, _retraced(lowered, _definition.PLAIN))
+    undecided = proof.of_transforms()
+    proof.of_programs(passes)
     transforms = () if undecided else ("split_stages", "wrap_forward", "microbatch")
     return Certificate(
         results=len(lowered.bundle.results),
@@ -176,8 +165,8 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
         effects=proof.effects.total(),
         terms=len(proof.terms.terms),
         equations=proof.evaluator.equations,
-        exact=proof.equality is Equality.EXACT,
-        rewrites=dict(proof.terms.rewrites),
+        exact=not proof.regrouped,
+        regrouped=proof.regrouped,
         transforms=(*transforms, "schedule", "place"),
         undecided=undecided,
         passes=tuple(proof.passes),
@@ -205,75 +194,77 @@ def _check_decidable(lowered: Lowered) -> None:
         )
 
 
-def _closest(equalities: Sequence[Equality], prove: Callable[[Equality], "_Proof"]) -> "_Proof":
-    """The proof of the first of some equalities that can be proven."""
-    for equality in equalities[:-1]:
-        try:
-            return prove(equality)
-        except Refuted:
-            pass
-    return prove(equalities[-1])
-
-
 class _Proof:
     """The comparison of a function with other forms of it, in one table of terms."""
 
-    def __init__(self, lowered: Lowered, function: _jaxprs.Traced, equality: Equality):
-        self.lowered, self.equality = lowered, equality
-        self.bundle = lowered.bundle
-        self.terms = Terms(equality)
+    def __init__(self, lowered: Lowered, function: _jaxprs.Traced):
+        self.lowered, self.bundle = lowered, lowered.bundle
+        self.terms = Terms()
+        #: Equal over the real numbers, with the same rounding and without; from strong to weak.
+        self.sums = Fingerprints(self.terms, rounding=True)
+        self.reals = Fingerprints(self.terms, rounding=False)
         # A loop of microbatches has fewer iterations than a rank has instructions.
         longest = max(len(program.instructions) for program in lowered.bundle.programs)
         self.evaluator = Evaluator(self.terms, longest)
         self.passes: list[str] = []
-        self.tasks = self.messages = 0
-        self._run_function(function)
-
-    def _run_function(self, traced: _jaxprs.Traced) -> None:
-        """Runs the function: what is wanted."""
+        self.tasks = self.messages = self.regrouped = 0
         paths = {a.array: a.path for a in self.bundle.arguments}
-        variables = traced.jaxpr.jaxpr.invars[traced.num_closed_over :]
+        variables = function.jaxpr.jaxpr.invars[function.num_closed_over :]
         self.arrays = [
             argument_term(self.terms, paths[n], v.aval, cut)
             for n, (v, cut) in enumerate(
                 zip(variables, cuts_of(self.bundle.arguments), strict=True)
             )
         ]
-        self.wanted = self._run_traced(traced)
+        self.paths = function.output_paths()
+        self._want(self._run_traced(function))
+
+    def _want(self, results: Sequence[Term]) -> None:
+        """Takes results, and the effects that have happened, for those that are wanted."""
+        self.wanted = results
         self.effects = collections.Counter(self.evaluator.effects)
         self.ordered = list(self.evaluator.ordered)
-        self.paths = traced.output_paths()
         self.known = len(self.terms.terms)
 
     def _run_traced(self, traced: _jaxprs.Traced) -> Sequence[Term]:
+        self.evaluator.start()
+        self.terms.where = "the function"
         closed_over = map(self.terms.constant, traced.inputs[: traced.num_closed_over])
         return self.evaluator.run(traced.jaxpr, [*closed_over, *self.arrays])
 
-    def of_transforms(self, traced: _jaxprs.Traced) -> "_Proof":
-        """Compares another trace of the function."""
+    def _run_pass(self, name: str) -> Sequence[Term]:
         self.evaluator.start()
-        self.terms.where = "the microbatch loop"
-        found = self._run_traced(traced)
-        records = [Result(None, n) for n in range(len(found))]
-        self._compare_results(_TRANSFORMS, records, {n: {None: t} for n, t in enumerate(found)})
-        # The backward of a loss is run for a cotangent of one, and scaled after the loop: so a
-        # callback in it may see another value.
-        own, wanted = (
-            collections.Counter(t.op for t in happened)
-            for happened in (self.evaluator.effects, self.effects.elements())
-        )
-        if own != wanted:
-            said = ", ".join(sorted({op.name for op in {**(own - wanted), **(wanted - own)}}))
-            raise Refuted(f"{_TRANSFORMS}: the number differs of {said}", pass_name=_TRANSFORMS)
-        return self
+        self.terms.where = f"the step after {name}"
+        return run_step(self.evaluator, self.lowered.passes[name], self.arrays)
 
-    def of_programs(self, passes: bool) -> "_Proof":
+    def of_transforms(self) -> str:
+        """Compares the scheduled function, which is then what is wanted.
+
+        Returns:
+            Why the transforms before `schedule` are not decided; empty if they are.
+        """
+        name = next(iter(self.lowered.passes))
+        records = self.lowered.passes[name].results
+        results, undecided = self._run_pass(name), ""
+        try:
+            self._compare(_TRANSFORMS, records, results, (self.sums, self.reals))
+            self._compare_numbers_of_effects()
+        except Refuted as error:
+            undecided = str(error)
+            self._want(self._run_traced(_retraced(self.lowered, _definition.UNSCHEDULED)))
+            self._run_pass(name)
+            self._compare("schedule", records, results, (self.sums,))
+            self._compare_effects("schedule")
+        self._want(results)
+        return undecided
+
+    def of_programs(self, passes: bool) -> None:
         """Compares the step after each pass, and the programs."""
-        for name, step in self.lowered.passes.items() if passes else ():
-            self.evaluator.start()
-            self.terms.where = f"the step after {name}"
-            found = run_step(self.evaluator, step, self.arrays)
-            self._compare_results(name, step.results, {n: {None: t} for n, t in enumerate(found)})
+        first, *rest = self.lowered.passes
+        self.passes.append(first)
+        for name in rest if passes else ():
+            results = self._run_pass(name)
+            self._compare(name, self.lowered.passes[name].results, results, (self.sums,))
             self._compare_effects(name)
             self.passes.append(name)
         machine, found = self._run_programs()
@@ -281,10 +272,12 @@ class _Proof:
             if n not in found:
                 path = self.paths[record.array]
                 raise Refuted(f"{_PROGRAMS}: no rank gives result{path}", path=path)
-        self._compare_results(_PROGRAMS, self.bundle.results, found)
+            for rank, term in found[n].items():
+                if not self._compare_result(_PROGRAMS, record, term, (self.sums,), rank):
+                    self.regrouped += 1
+                    break
         self._compare_effects(_PROGRAMS)
         self.tasks, self.messages = machine.tasks, machine.messages
-        return self
 
     def _run_programs(self) -> tuple[Machine, Mapping[int, Mapping[int, Term]]]:
         self.evaluator.start()
@@ -295,39 +288,67 @@ class _Proof:
         whole = self.arrays[record.array]
         return whole if record.rows is None else self.terms.rows(whole, *record.rows)
 
-    def _compare_results(
+    def _compare(
         self,
         where: str,
         records: Sequence[Result],
-        found: Mapping[int, Mapping[Any, Term]],
+        results: Sequence[Term],
+        models: Sequence[Fingerprints],
     ) -> None:
-        """Compares results; `found` has for each the terms by the ranks that have it."""
-        for n, record in enumerate(records):
-            wanted, path = self.wanted[record.array], self.paths[record.array]
-            if record.rows is not None:
-                wanted = self.terms.rows(wanted, *record.rows)
-                path += f"[{record.rows[0]}:{record.rows[1]}]"
-            for rank, now in found[n].items():
-                if now is wanted:
-                    continue
-                maker = self._makers() if where == _PROGRAMS else {}
-                cause = explain(self.terms, self.known, now, maker)
-                after = where if where in (_PROGRAMS, _TRANSFORMS) else f"after the pass {where}"
-                on = "" if rank is None else f" on rank {rank}"
-                raise Refuted(
-                    f"{after}: result{path}{on} is not that of the function:\n      {cause.words}",
-                    pass_name=where,
-                    path=path,
-                    rank=rank,
-                    task=cause.task,
-                    line=cause.line,
-                )
+        for record, term in zip(records, results, strict=True):
+            self._compare_result(where, record, term, models)
+
+    def _compare_result(
+        self,
+        where: str,
+        record: Result,
+        now: Term,
+        models: Sequence[Fingerprints],
+        rank: int | None = None,
+    ) -> bool:
+        """Compares a result with what is wanted of it.
+
+        Returns:
+            Whether it is made by the same operations in the same order.
+
+        Raises:
+            Refuted: it differs in each of the models.
+        """
+        wanted, path = self.wanted[record.array], self.paths[record.array]
+        if record.rows is not None:
+            wanted = self.terms.rows(wanted, *record.rows)
+            path += f"[{record.rows[0]}:{record.rows[1]}]"
+        if now is wanted or any(model.of(now) == model.of(wanted) for model in models):
+            return now is wanted
+        maker = self._makers() if where == _PROGRAMS else {}
+        cause = explain(self.terms, self.known, now, maker)
+        after = f"after the pass {where}" if where in self.lowered.passes else where
+        on = "" if rank is None else f" on rank {rank}"
+        raise Refuted(
+            f"{after}: result{path}{on} is not that of the function:\n      {cause.words}",
+            pass_name=where,
+            path=path,
+            rank=rank,
+            task=cause.task,
+            line=cause.line,
+        )
 
     def _makers(self) -> dict[Term, str]:
         """The tasks that make terms first: the programs run once more to tell."""
         self.evaluator.note_makers()
         self._run_programs()
         return self.evaluator.maker or {}
+
+    def _compare_numbers_of_effects(self) -> None:
+        # The backward of a loss is run for a cotangent of one, and scaled after the loop: so a
+        # callback in it may see another value.
+        own, wanted = (
+            collections.Counter(t.op for t in happened)
+            for happened in (self.evaluator.effects, self.effects.elements())
+        )
+        if own != wanted:
+            said = ", ".join(sorted({op.name for op in {**(own - wanted), **(wanted - own)}}))
+            raise Refuted(f"{_TRANSFORMS}: the number differs of {said}", pass_name=_TRANSFORMS)
 
     def _compare_effects(self, where: str) -> None:
         own = collections.Counter(self.evaluator.effects)

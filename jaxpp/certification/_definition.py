@@ -72,10 +72,11 @@ def _combine(operator: Any, rows: Any, count: int) -> Any:
         lowest = jnp.full(rows.shape[1:], _lowest(rows.dtype), rows.dtype)
         return functools.reduce(jnp.maximum, list(rows), lowest)
     if name in ("mean", "sum"):
-        dtype = operator.dtype or rows.dtype
+        dtype = operator.accumulator or rows.dtype
         parts = [row.astype(dtype) for row in rows]
         total = functools.reduce(jnp.add, parts, jnp.zeros(rows.shape[1:], dtype))
-        return total / count if name == "mean" else total
+        total = total / count if name == "mean" else total
+        return total.astype(operator.result or rows.dtype)
     acc = operator.init(jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype))
     for i in range(count):
         acc = operator.combine(acc, rows[i])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.extend.core as jex
 
 from jaxpp import _compat
-from jaxpp.certification._table import Term, full_of
+from jaxpp.certification._table import Term, full_of, name_of
 from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ Rule = Callable[[Sequence[Term]], Sequence[Term]]
 #: They give their operands on, with a note to the compiler or to a transform.
 _IDENTITIES = frozenset(
     """
-    copy copy_p device_put layout_constraint name optimization_barrier pipeline_enter_stage reshard
-    sharding_constraint stage_edge stop_gradient tie
+    copy copy_p device_put layout_constraint name optimization_barrier pipeline_enter_stage
+    random_clone reshard sharding_constraint stage_edge stop_gradient tie
     """.split()
 )
 #: They run a body as it is; each has it in one parameter.
@@ -69,7 +69,7 @@ def params_of(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Any:
 
 
 def _types(eqn: Any) -> list[tuple[tuple[int, ...], str]]:
-    return [(v.aval.shape, str(v.aval.dtype)) for v in eqn.outvars]
+    return [(v.aval.shape, name_of(v.aval.dtype)) for v in eqn.outvars]
 
 
 def _operation(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Rule:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxpp import _compat, _jaxprs
 from jaxpp.certification import _equations
 from jaxpp.certification._refuted import Undecided
-from jaxpp.certification._table import Term
+from jaxpp.certification._table import Term, name_of
 from jaxpp.certification._terms import Terms
 
 #: The iterations up to which a scan is unrolled. It has to be unrolled where it is cut, or where
@@ -113,7 +113,7 @@ class Evaluator:
         """A hashable key of a parameter, equal for what two traces of one function make."""
         if isinstance(value, _compat.JaxprTypes):
             inputs = _jaxprs.opened(value).invars
-            with self.bound([(v.aval.shape, str(v.aval.dtype)) for v in inputs]) as inner:
+            with self.bound([(v.aval.shape, name_of(v.aval.dtype)) for v in inputs]) as inner:
                 return ("jaxpr", tuple(self.run(value, inner)))
         if isinstance(value, tuple | list):
             return tuple(map(self.frozen, value))

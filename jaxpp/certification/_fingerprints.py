@@ -16,9 +16,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxpp.certification._table import Op, Term
+from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS, Terms, keeps_values
 
 Fingerprint = tuple[int, ...]
 
@@ -42,8 +41,6 @@ _LINEAR: dict[str, tuple[int, int | None]] = {
     "reduce_sum": (0, 1),
     "reduce_window_sum": (0, 1),
     "rev": (0, 1),
-    "rows": (0, 1),
-    "rows_joined": (0, None),
     "scatter-mul": (0, 1),
     "select_and_gather_add": (0, 1),
     "select_and_scatter_add": (0, 1),
@@ -55,61 +52,97 @@ _LINEAR: dict[str, tuple[int, int | None]] = {
     "unstack": (0, 1),
 }
 _BILINEAR = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
-_SYMMETRIC = frozenset({"and", "extreme", "max", "min", "or"})
 
 
 class Fingerprints:
-    """The random model: what it has chosen for operations, so far."""
+    """A random model of terms, with what it has chosen for operations so far.
 
-    def __init__(self, rounding: bool):
-        self._with_rounding = rounding
+    Args:
+        terms: the terms.
+        rounding: whether a cast that rounds is told from none.
+    """
+
+    def __init__(self, terms: Terms, rounding: bool):
+        self._terms, self._with_rounding = terms, rounding
         self._random = random.Random(20261125)
         self._chosen: dict[Any, Any] = {}
+        self._found: dict[Term, Fingerprint] = {}
+        #: Of an extreme the values that it is one of.
+        self._among: dict[tuple[str, int], frozenset[int]] = {}
 
-    def of(self, op: Op, args: Sequence[Term], elementwise: bool) -> Fingerprint:
-        """The fingerprint of an operation on terms that have theirs.
+    def of(self, term: Term) -> Fingerprint:
+        """The fingerprint of a term."""
+        found, stack = self._found, [term]
+        while stack:
+            now = stack[-1]
+            operands = self._operands(now)
+            missing = [a for a in operands if a not in found]
+            stack += missing
+            if not missing:
+                found[now] = self._of_operation(now, operands)
+                stack.pop()
+        return found[term]
 
-        Args:
-            op: the operation.
-            args: its operands.
-            elementwise: whether it makes each element of the elements at the same place.
-        """
-        name, given = op.name, [a.fingerprint for a in args]
-        if name == "empty":
-            return (0,) * _ELEMENTS
-        if name in ("add", "add_any"):
-            return _each(lambda a, b: a + b, *given)
-        if name == "sub":
-            return _each(lambda a, b: a - b, *given)
-        if name == "neg":
-            return _each(lambda a: -a, *given)
-        if name == "mul":
-            return _each(lambda a, b: a * b, *given)
-        if name == "square":
-            return _each(lambda a: a * a, *given)
-        if name == "integer_pow":
-            return _each(lambda a: pow(a, _power(op), PRIME) if a else 0, *given)
-        if name == "div" and _is_inexact(op.dtype):
-            return _each(lambda a, b: a * self._inverse(b), *given)
-        if name == "convert_element_type" and (factor := self._rounding(args[0].dtype, op.dtype)):
-            return _each(lambda a: a * factor, *given)
-        if name == "reduce_precision" and not self._with_rounding:
-            return given[0]
-        if name == "reshape":  # the same elements
-            return given[0]
-        if name == "broadcast" and len(given[0]) == 1:
-            return given[0] * _size(op)
-        if name == "transpose" and len(given[0]) > 1 and len(op.shape) <= 4:
-            return self._transposed(op, args[0])
-        if name in ("choice", "select_n"):
-            return _each(self._choice, *given)
-        if name in ("complex", "conj", "imag", "real"):
-            parts = self._numbers((name, "parts"), len(given))
-            return _each(lambda *x: sum(p * y for p, y in zip(parts, x, strict=True)), *given)
-        if elementwise:
-            own = (op.name, op.params, op.out, op.dtype, *(a.dtype for a in args))
-            return _each(lambda *values: self._function(own, values), *given)
-        key = (op, *((a.shape, a.dtype) for a in args))
+    def _operands(self, t: Term) -> Sequence[Term]:
+        """The terms of whose values its value is made."""
+        if t.name in REDUCTIONS and 0 in t.op.params and t.args[0].name == "rows_joined":
+            return [self._terms.reduce(t.name, part, t.op.params) for part in t.args[0].args]
+        if t.name == "rows_joined":
+            return [*t.args, *(part.args[0] for part in t.args if part.name == "rows")]
+        return t.args
+
+    def _of_operation(self, t: Term, operands: Sequence[Term]) -> Fingerprint:
+        name, op, given = t.name, t.op, [self._found[a] for a in operands]
+        match name:
+            case "literal":
+                return self._of_number(t.value)
+            case "empty":
+                return (0,) * _ELEMENTS
+            case "rows_joined":
+                return self._joined(t)
+            case "reshape":  # the same elements
+                return given[0]
+            case "broadcast" if len(given[0]) == 1:
+                return given[0] * _size(op)
+            case "transpose" if len(given[0]) > 1 and len(op.shape) <= 4:
+                return self._transposed(t, given[0])
+            case "add" | "add_any":
+                return _each(lambda a, b: a + b, *given)
+            case "sub":
+                return _each(lambda a, b: a - b, *given)
+            case "neg":
+                return _each(lambda a: -a, *given)
+            case "mul":
+                return _each(lambda a, b: a * b, *given)
+            case "square":
+                return _each(lambda a: a * a, *given)
+            case "integer_pow":
+                return _each(lambda a: pow(a, _power(op), PRIME) if a else 0, *given)
+            case "div" if _is_inexact(op.dtype):
+                return _each(lambda a, b: a * self._inverse(b), *given)
+            case "reduce_precision" if not self._with_rounding:
+                return given[0]
+            case "convert_element_type":
+                if (factor := self._rounding(t.args[0].dtype, op.dtype)) is not None:
+                    return _each(lambda a: a * factor, *given)
+            case "choice" | "select_n":
+                return _each(self._choice, *given)
+            case "complex" | "conj" | "imag" | "real":
+                parts = self._numbers((name, "parts"), len(given))
+                return _each(lambda *x: sum(p * y for p, y in zip(parts, x, strict=True)), *given)
+            case "max" | "min" | "and" | "or":
+                return _each(lambda *values: self._extreme(name, values), *given)
+        if name in REDUCTIONS and len(given) > 1:  # of rows in parts
+            combine = REDUCTIONS[name]
+            if combine == "add":
+                return _each(lambda *values: sum(values), *given)
+            return _each(lambda *values: self._extreme(combine, values), *given)
+        if name in ELEMENTWISE:
+            own = (name, op.params, op.out, op.dtype, *(a.dtype for a in operands))
+            return _each(lambda *values: self._numbers((own, values), 1)[0], *given)
+        key = (op, *((a.shape, a.dtype) for a in operands))
+        if name == "rows":
+            return self._linear(("rows", *op.params, operands[0].shape), _size(op), given)
         if name in _BILINEAR:
             return self._bilinear((key, *given[2:]), _size(op), *given[:2])
         if name in ("scatter", "scatter-add"):
@@ -118,13 +151,36 @@ class Fingerprints:
             start, stop = _LINEAR.get(name) or (_num_constants(op), None)
             how = (*given[:start], *(given[stop:] if stop is not None else ()))
             return self._linear((key, how), _size(op), given[start:stop])
-        if name in _SYMMETRIC:
-            given = sorted(given)
         return self._numbers((key, *given), _size(op))
 
-    def of_number(self, value: Any) -> Fingerprint:
+    def _joined(self, t: Term) -> Fingerprint:
+        """Rows after one another; those that follow each other in one array are taken together."""
+        pieces: list[tuple[Any, Fingerprint, int, int]] = []  # of what, its value, low, high
+        for part in t.args:
+            if part.name == "rows":
+                whole, (low, high) = part.args[0], part.op.params
+                of = self._found[whole], whole.shape
+                if pieces and pieces[-1][0] == of and pieces[-1][3] == low:
+                    low = pieces.pop()[2]
+                pieces.append((of, self._found[whole], low, high))
+            else:
+                pieces.append((None, self._found[part], 0, part.shape[0]))
+        total, start = (0,) * _size(t.op), 0
+        for of, value, low, high in pieces:
+            if of is not None:
+                if high - low == of[1][0] == t.shape[0]:
+                    return value
+                key = ("rows", low, high, of[1])
+                size = _ELEMENTS if math.prod(t.shape[1:]) * (high - low) > 1 else 1
+                value = self._linear(key, size, [value])
+            at = ("joined", t.shape, start, high - low)
+            total = _each(lambda a, b: a + b, total, self._linear(at, len(total), [value]))
+            start += high - low
+        return total
+
+    def _of_number(self, value: Any) -> Fingerprint:
         """The fingerprint of a number: itself, as far as it is a fraction."""
-        number = value.item() if hasattr(value, "item") else value
+        number = value.item()
         if isinstance(number, complex) or not math.isfinite(number):
             return self._numbers(("number", repr(number)), 1)
         fraction = fractions.Fraction(number)
@@ -142,11 +198,14 @@ class Fingerprints:
             found = self._chosen[key] = tuple(self._number() for _ in range(count))
         return found
 
-    def _function(self, own: Any, values: tuple[int, ...]) -> int:
-        """A random function of elements."""
-        if own[0] in _SYMMETRIC:
-            values = tuple(sorted(values))
-        return self._numbers((own, values), 1)[0]
+    def _extreme(self, name: str, values: Sequence[int]) -> int:
+        """A random function of the values of which something is the extreme, in any order."""
+        among = frozenset().union(*(self._among.get((name, v), (v,)) for v in values))
+        if len(among) == 1:
+            return values[0]
+        extreme = self._numbers((name, among), 1)[0]
+        self._among[name, extreme] = among
+        return extreme
 
     def _choice(self, which: int, *cases: int) -> int:
         """A mean of the cases whose weights are random and add up to one."""
@@ -167,19 +226,17 @@ class Fingerprints:
             return 1
         return self._numbers(("rounding", old, new), 1)[0]
 
-    def _transposed(self, op: Op, t: Term) -> Fingerprint:
+    def _transposed(self, t: Term, given: Fingerprint) -> Fingerprint:
         """A transpose, of which two are the transpose by the product of their permutations.
 
         Each shape has a basis of its own, in which a transpose is its permutation.
         """
-        count = len(op.shape)
-        before, after = (
-            self._numbers(("basis", shape), _ELEMENTS) for shape in (t.shape, op.shape)
-        )
-        own = [x * pow(b, -1, PRIME) for x, b in zip(t.fingerprint, before, strict=True)]
+        count, old = len(t.shape), t.args[0].shape
+        before, after = (self._numbers(("basis", shape), _ELEMENTS) for shape in (old, t.shape))
+        own = [x * pow(b, -1, PRIME) for x, b in zip(given, before, strict=True)]
         # Of four axes: of numbers that are four with the sum zero, the first three.
         own = [*own[:count], -sum(own)] if count == 4 else own
-        new = [*(own[axis] for axis in op.params), *own[count:]]
+        new = [*(own[axis] for axis in t.op.params), *own[count:]]
         return tuple(x * b % PRIME for x, b in zip(new, after, strict=False))
 
     def _linear(self, key: Any, size: int, given: Sequence[Fingerprint]) -> Fingerprint:
@@ -196,14 +253,6 @@ class Fingerprints:
     def _bilinear(self, key: Any, size: int, a: Fingerprint, b: Fingerprint) -> Fingerprint:
         products = [x * y % PRIME for x in a for y in b]
         return self._linear(("bilinear", key), size, [tuple(products)])
-
-
-def keeps_values(old: str, new: str) -> bool:
-    """Whether a cast from one floating-point type to another keeps each value."""
-    if old == new or not ("float" in old and "float" in new):
-        return old == new
-    from_, to = jnp.finfo(old), jnp.finfo(new)
-    return to.nmant >= from_.nmant and to.nexp >= from_.nexp
 
 
 def _each(fun: Any, *given: Fingerprint) -> Fingerprint:

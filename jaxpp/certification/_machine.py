@@ -23,7 +23,7 @@ from jaxpp._program import (
 )
 from jaxpp.certification._evaluate import Evaluator
 from jaxpp.certification._refuted import Refuted
-from jaxpp.certification._table import Term
+from jaxpp.certification._table import Term, name_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Machine:
             raise rank.refute(f"{who} says that it is from rank {message.source}")
         values = [rank.read(s, who) for s in send.slots]
         for term, aval in zip(values, message.avals, strict=True):
-            if (term.shape, term.dtype) != (aval.shape, str(aval.dtype)):
+            if (term.shape, term.dtype) != (aval.shape, name_of(aval.dtype)):
                 raise rank.refute(f"{who} sends {_typed(term)}, not {aval.str_short()}")
         for s in send.slots:
             if (own := rank.slots[s].buffer) is not None:
@@ -216,7 +216,7 @@ class Machine:
 def _check_types(rank: _Rank, label: str, computation: Computation, given: Sequence[Term]) -> None:
     for i, (v, term) in enumerate(zip(computation.jaxpr.jaxpr.invars, given, strict=True)):
         aval: Any = v.aval
-        if (term.shape, term.dtype) != (aval.shape, str(aval.dtype)):
+        if (term.shape, term.dtype) != (aval.shape, name_of(aval.dtype)):
             raise rank.refute(f"input {i} of {label} is {_typed(term)}, not {aval.str_short()}")
 
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpp.certification._evaluate import Evaluator
-from jaxpp.certification._table import Term
+from jaxpp.certification._table import Term, name_of
 from jaxpp.certification._terms import Terms
 
 
 def argument_term(terms: Terms, path: str, aval: Any, cut: tuple[int, ...] | None) -> Term:
     """The term of an array of the caller: one that ranks have in parts is these parts."""
-    dtype = str(aval.dtype)
+    dtype = name_of(aval.dtype)
     if cut is None:
         return terms.term("argument", (path,), (), aval.shape, dtype)
     return terms.join_rows(
@@ -70,7 +70,7 @@ def _run_loop(
             results.append(known[ref])
             continue
         # The rows of the other direction are anything: nothing may read them.
-        shape, dtype = v.aval.shape[1:], str(v.aval.dtype)
+        shape, dtype = v.aval.shape[1:], name_of(v.aval.dtype)
         rows = [
             terms.term("nothing", (), (), shape, dtype) if y is None else y for y in ys[ref.index]
         ]

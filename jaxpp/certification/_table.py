@@ -1,5 +1,6 @@
 """Hash-consed terms: the symbolic values of a program, of which equal ones are one."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,12 @@ Shape = tuple[int, ...]
 
 #: The number of elements of a constant up to which its value is kept, to compute with.
 SMALL = 4096
+
+
+@functools.cache
+def name_of(dtype: Any) -> str:
+    """The name of a dtype, which is slow to find."""
+    return str(dtype)
 
 
 class Op:
@@ -30,19 +37,16 @@ class Op:
         self.of_rows: dict[int, Op] = {}
 
 
-_NONE: frozenset["Term"] = frozenset()
-
-
 class Term:
     """A symbolic value: an operation on terms.
 
     `eqn` and `where` say where it was made first: the equation, and the task or part of the step.
-    `value` is the value of a number, or of a small constant; `fingerprint` is set if it is asked
-    for. `indices` are those of the choices in it.
+    `value` is the value of a number, or of a small constant; `indices` has a bit for each index of
+    a choice in it.
     """
 
     __slots__ = (
-        "args", "dtype", "eqn", "fingerprint", "indices", "name", "number", "op", "shape", "value",
+        "args", "dtype", "eqn", "indices", "name", "number", "op", "shape", "value",
         "where",
     )  # fmt: skip
 
@@ -58,10 +62,9 @@ class Term:
         self.op, self.args, self.number, self.eqn, self.where = op, args, number, eqn, where
         self.name, self.shape, self.dtype = op.name, op.shape, op.dtype
         self.value = value
-        self.fingerprint: tuple[int, ...] = ()
-        self.indices = _NONE.union(*(own for a in args if (own := a.indices)))
-        if op.name == "choice":
-            self.indices |= {args[0]}
+        self.indices = 0
+        for a in args:
+            self.indices |= a.indices
 
 
 class Table:
@@ -74,6 +77,7 @@ class Table:
         self.where = "the function"
         self._found: dict[tuple[Any, ...], Term] = {}
         self._ops: dict[tuple[Any, ...], Op] = {}
+        self._bits: dict[Term, int] = {}
         self._constants: dict[int, tuple[Any, Term]] = {}
 
     def op(
@@ -89,19 +93,20 @@ class Table:
     def make(self, op: Op, args: Sequence[Term], value: np.ndarray | None = None) -> Term:
         """The term of an operation on terms, as it is; `value` is its value where it is known."""
         if 0 in op.shape and op.name != "empty":
-            op, args = self.op("empty", (), op.shape, op.dtype), ()
+            op, args = self.op("empty", (), op.shape, op.dtype), []
         key = (op, *args)
         term = self._found.get(key)
         if term is None:
             term = Term(op, tuple(args), len(self.terms), self.eqn, self.where, value)
-            term = self._found[key] = self.same_as(term)
-            if term.number == len(self.terms):
-                self.terms.append(term)
+            self._found[key] = term
+            self.terms.append(term)
+            if op.name == "choice":
+                term.indices |= self._bits.setdefault(args[0], 1 << len(self._bits))
         return term
 
-    def same_as(self, new: Term) -> Term:
-        """The term that a new one is the same as: itself."""
-        return new
+    def depends_on(self, term: Term, index: Term) -> bool:
+        """Whether a term has a choice by an index in it."""
+        return bool(term.indices & self._bits.get(index, 0))
 
     def term(self, name: str, params: Any, args: Sequence[Term], shape: Any, dtype: str) -> Term:
         return self.make(self.op(name, params, tuple(shape), dtype), args)
@@ -118,7 +123,7 @@ class Table:
             return kept[1]
         is_extended = jnp.issubdtype(value.dtype, jax.dtypes.extended)
         data = np.asarray(jax.random.key_data(value) if is_extended else value)
-        dtype = str(value.dtype)
+        dtype = name_of(value.dtype)
         if data.shape == () and not is_extended:
             term = self.literal(data, dtype)
         else:
@@ -134,7 +139,7 @@ class Table:
         aval: Any = atom.aval
         if aval.shape or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             return self.constant(atom.val)
-        return self.literal(np.asarray(atom.val, aval.dtype), str(aval.dtype))
+        return self.literal(np.asarray(atom.val, aval.dtype), name_of(aval.dtype))
 
 
 def full_of(term: Term) -> Term | None:

@@ -1,15 +1,10 @@
-"""The rewrites of terms: by them two programs that compute the same give the same terms.
+"""The rewrites of terms: by them two programs that do the same give the same terms.
 
 Each rewrite is exact: data movement, rows that are cut and joined, numbers that are known, choices
-between cases. Where less than exact equality is asked for, terms that are equal over the real
-numbers are one, too: sums and extremes in another order or with zeros, factors taken out of sums, a
-reduction over rows and those of its parts. The rules are this module's own: they share nothing with
-the tables by which the compiler decides.
+between cases. The rules are this module's own: they share nothing with the tables by which the
+compiler decides.
 """
 
-import collections
-import enum
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp.certification._fingerprints import Fingerprints, keeps_values
 from jaxpp.certification._table import SMALL, Op, Shape, Table, Term, full_of
 
 #: They make each element of the elements at the same place. Operands that are scalars, or of size
@@ -29,8 +23,8 @@ ELEMENTWISE = frozenset(
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     clz complex conj convert_element_type cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
     expm1 floor ge gt imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to
-    max min mul mulhi ne neg nextafter not or polygamma population_count pow random_clone
-    random_fold_in random_seed real reduce_precision rem round rsqrt select_n shift_left
+    max min mul mulhi ne neg nextafter not or polygamma population_count pow random_fold_in
+    random_seed real reduce_precision rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh threefry2x32
     xor zeta
     """.split()
@@ -50,32 +44,18 @@ _FOLDED = frozenset(
     select_n sign sub xor
     """.split()
 )
+
+
 _WHOLE_NUMBERS = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
-_EXTREMES = frozenset("max min and or".split())
-
-
-class Equality(enum.IntEnum):
-    """How far two programs are equal; each includes the ones before it."""
-
-    #: They do the same operations in the same order.
-    EXACT = 0
-    #: They are equal over the real numbers, and round to the same types.
-    SUMS = 1
-    #: They are equal over the real numbers.
-    REALS = 2
 
 
 class Terms(Table):
     """Terms with their rewrites."""
 
-    def __init__(self, equality: Equality = Equality.EXACT):
+    def __init__(self):
         super().__init__()
-        self.regroup = equality is not Equality.EXACT
-        #: How often values were found to be equal over the real numbers alone.
-        self.rewrites = collections.Counter[str]()
-        self._fingerprints = Fingerprints(rounding=equality is Equality.SUMS)
-        self._alike: dict[tuple[Any, ...], Term] = {}
         self._rows: dict[tuple[Term, int, int], Term] = {}
+        self._folds: dict[tuple[Any, ...], Term] = {}
         self._known: dict[tuple[Term, Term, int], Term] = {}
 
     # ---- moves -------------------------------------------------------------------------------
@@ -95,7 +75,7 @@ class Terms(Table):
             # Single rows, (M, B, ...), as (M * B, ...).
             if len(t.args) == own[0] and shape[0] == math.prod(own[:2]) and shape[1:] == own[2:]:
                 return self.join_rows([self.reshape(p, own[1:]) for p in t.args])
-        if t.value is not None:
+        if t.name == "constant" and t.value is not None:
             return self.constant(t.value.reshape(shape))
         return self.term("reshape", (), (t,), shape, t.dtype)
 
@@ -174,17 +154,17 @@ class Terms(Table):
         if t.name == "transpose" and op.params[0] == 0:
             return self.transpose(self.rows(args[0], low, high), op.params)
         if t.name == "reshape" and args[0].shape:
-            each, rest = divmod(args[0].shape[0], op.shape[0])
+            each, rest = divmod(args[0].shape[0], t.shape[0])
             if each == 1 and not rest:
                 return self.reshape(self.rows(args[0], low, high), shape)
             if len(op.shape) > 1 and not rest:  # (n * each, ...) as (n, each, ...)
                 return self.reshape(self.rows(args[0], low * each, high * each), shape)
         if t.name == "broadcast":
-            if op.params[:1] == (0,) and args[0].shape[0] == op.shape[0]:
+            if op.params[:1] == (0,) and args[0].shape[0] == t.shape[0]:
                 return self.broadcast(self.rows(args[0], low, high), shape, op.params)
             if 0 not in op.params or args[0].shape[0] == 1:
                 return self.broadcast(args[0], shape, op.params)
-        if t.name in ELEMENTWISE or t.name in ("extreme", "choice"):
+        if t.name in ELEMENTWISE or t.name == "choice":
             own = [self.rows(a, low, high) if _has_rows(a, op) else a for a in args]
             return self._row_wise(op, own, high - low)
         if t.name in REDUCTIONS and 0 not in op.params:
@@ -237,8 +217,6 @@ class Terms(Table):
             shape = (count, *op.shape[1:])
             new = self.op(op.name, op.params, shape, op.dtype, op.eqn, op.out)
             op.of_rows[count] = new
-        if op.name == "extreme":
-            return self._extreme(self.op(op.params, (), new.shape, new.dtype), args)
         return self.elementwise(new, args)
 
     def _in_parts(
@@ -266,10 +244,8 @@ class Terms(Table):
                 if made is not None:
                     return made
         name = op.name
-        if name in _FOLDED and op.shape == () and _all_known([op, *args]):
+        if name in _FOLDED and op.shape == () and all(a.value is not None for a in args):
             return self._folded(op, args)
-        if self.regroup and name in _EXTREMES:
-            return self._extreme(op, args)
         match name:
             case "convert_element_type":
                 return self._cast(op, args[0])
@@ -345,7 +321,7 @@ class Terms(Table):
 
     def where_known(self, t: Term, index: Term, k: int) -> Term:
         """A term where an index is known to be `k`."""
-        if index not in t.indices:
+        if not self.depends_on(t, index):
             return t
         if t.name == "choice" and t.args[0] is index:
             return self.where_known(t.args[1 + min(k, len(t.args) - 2)], index, k)
@@ -370,21 +346,30 @@ class Terms(Table):
                 return self.join_rows(args)
             case "choice":
                 return self.choice(args[0], args[1:])
-            case "extreme":
-                return self._extreme(self.op(op.params, (), op.shape, op.dtype), args)
         if op.name in REDUCTIONS:
             return self.reduce(op.name, args[0], op.params)
         return self.elementwise(op, args) if op.name in ELEMENTWISE else self.make(op, args)
 
     def _folded(self, op: Op, args: Sequence[Term]) -> Term:
-        """Computes a number of numbers."""
+        """Computes a number of numbers.
+
+        Arithmetic of floats keeps its form beside its value: a quotient is a fraction, not rounded.
+        """
+        if (found := self._folds.get((op, *args))) is not None:
+            return found
         values = [jnp.asarray(a.value, a.dtype) for a in args]
         with jax.ensure_compile_time_eval():
             if op.name == "convert_element_type":
-                value = values[0].astype(op.dtype)
+                value = np.asarray(values[0].astype(op.dtype))
             else:
-                value = op.eqn.primitive.bind(*values, **op.eqn.params)
-        return self.literal(np.asarray(value), op.dtype)
+                value = np.asarray(op.eqn.primitive.bind(*values, **op.eqn.params))
+        is_cast = op.name == "convert_element_type" and args[0].name == "literal"
+        if op.dtype in _WHOLE_NUMBERS or is_cast:
+            found = self.literal(value, op.dtype)
+        else:
+            found = self.make(op, args, value)
+        self._folds[op, *args] = found
+        return found
 
     # ---- reductions --------------------------------------------------------------------------
 
@@ -395,51 +380,14 @@ class Terms(Table):
             return self.full(0, shape, t.dtype)
         if all(t.shape[d] == 1 for d in axes):
             return self.reshape(t, shape)
-        if t.name == "rows_joined" and (self.regroup or 0 not in axes):
-            parts = [self.reduce(name, p, axes) for p in t.args]
-            if 0 not in axes:
-                return self.join_rows(parts)
-            op = self.op(REDUCTIONS[name], (), shape, t.dtype)
-            return functools.reduce(lambda a, b: self.elementwise(op, [a, b]), parts)
+        if t.name == "rows_joined" and 0 not in axes:
+            return self.join_rows([self.reduce(name, p, axes) for p in t.args])
         return self.term(name, tuple(axes), (t,), shape, t.dtype)
-
-    def _extreme(self, op: Op, args: Iterable[Term]) -> Term:
-        """The extreme of terms in any order, each of which counts once."""
-        flat: set[Term] = set()
-        for a in args:
-            is_alike = a.name == "extreme" and a.op.params == op.name
-            flat.update(a.args if is_alike else [self._fitted(a, op.shape)])
-        if len(flat) == 1:
-            return flat.pop()
-        ordered = sorted(flat, key=lambda a: a.number)
-        return self.term("extreme", op.name, ordered, op.shape, op.dtype)
-
-    # ---- equal over the real numbers -----------------------------------------------------------
-
-    def same_as(self, new: Term) -> Term:
-        """The term that a new one is equal to over the real numbers; itself if there is none."""
-        if not self.regroup:
-            return new
-        if new.name == "literal":
-            new.fingerprint = self._fingerprints.of_number(new.value)
-        else:
-            elementwise = new.name in ELEMENTWISE or new.name == "extreme"
-            new.fingerprint = self._fingerprints.of(new.op, new.args, elementwise)
-        known = self._alike.setdefault((new.shape, new.dtype, new.fingerprint), new)
-        if known is not new:
-            self.rewrites[f"{new.name}, equal to another value over the real numbers"] += 1
-        return known
 
 
 def _has_rows(t: Term, op: Op) -> bool:
     """Whether an operand has the rows of a row-wise operation, and not one for all."""
     return len(t.shape) == len(op.shape) > 0 and t.shape[:1] == op.shape[:1]
-
-
-def _all_known(typed: Iterable[Any]) -> bool:
-    return all(
-        x.dtype in _WHOLE_NUMBERS and (isinstance(x, Op) or x.name == "literal") for x in typed
-    )
 
 
 def _is_cast_of_bool(t: Term) -> bool:
@@ -449,3 +397,11 @@ def _is_cast_of_bool(t: Term) -> bool:
 def _clamps_to(t: Term, count: int) -> bool:
     low, high = t.args[0].value, t.args[2].value
     return low is not None and high is not None and (int(low), int(high)) == (0, count - 1)
+
+
+def keeps_values(old: str, new: str) -> bool:
+    """Whether a cast from one floating-point type to another keeps each value."""
+    if old == new or not ("float" in old and "float" in new):
+        return old == new
+    from_, to = jnp.finfo(old), jnp.finfo(new)
+    return to.nmant >= from_.nmant and to.nexp >= from_.nexp

@@ -179,7 +179,8 @@ def plan(
         microbatches: the number of microbatches, or those to choose from.
         memory_limit: the bytes that a device of a rank has; by default no limit.
         state_bytes: the bytes that a rank holds for each byte of parameters: the parameters, their
-            gradients and the optimizer's state. Adam has 4.
+            gradients and the optimizer's state. Adam has 4, or 5 for bfloat16 parameters, whose
+            gradients add up in float32.
         latency: the seconds that a message takes whatever its size.
         bandwidth: the bytes of messages that go from one rank to another in a second.
         overhead: the share of a message's time for which it keeps the rank that sends it from its

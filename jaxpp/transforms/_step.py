@@ -7,12 +7,13 @@ to a step. All that is known of an argument or a result is in its record, and of
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax.extend.core as jex
 from jax.sharding import AbstractMesh
 
+from jaxpp import _compat, _jaxprs
 from jaxpp._program import Argument, Result, Role
 from jaxpp._specs import axis_sizes
 
@@ -35,8 +36,9 @@ class Fact:
     gathered: str = ""
     guard: Guard = ()
 
-    def __str__(self) -> str:
-        when = ", ".join(f"{v} is {k}" for v, k in self.guard)
+    def as_text(self, name: Callable[[Any], str]) -> str:
+        """Writes the fact; `name` gives the name that a variable has in the text of the jaxpr."""
+        when = ", ".join(f"{name(v)} is {k}" for v, k in self.guard)
         said = ["made anywhere"] * self.anywhere
         said += [f"gathered {self.gathered}"] if self.gathered else []
         return ", ".join([*said, *([f"where {when}"] if when else [])])
@@ -113,12 +115,26 @@ class Step:
         """Writes the arguments, the results and the facts, a line each, and the jaxpr."""
         lines = [f"argument {n}: {_line(a)}" for n, a in enumerate(self.arguments)]
         lines += [f"result {n}: {_line(r)}" for n, r in enumerate(self.results)]
+        name = _names(self.jaxpr, {v: None for g in self.guards.values() for v, _ in g}).__getitem__
         lines += [
             f"{', '.join(said)}: made by {eqn.primitive.name}"
             for eqn in self.jaxpr.eqns
-            if (said := [str(f) for v in eqn.outvars if str(f := self.fact(v))])
+            if (said := [text for v in eqn.outvars if (text := self.fact(v).as_text(name))])
         ]
         return "\n".join([*lines, str(self.jaxpr)])
+
+
+def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Any]) -> dict[Any, str]:
+    """Gives the names that variables have in the text of a jaxpr; `_` for one that is not read."""
+    if not variables:
+        return {}
+    opened = jaxpr.jaxpr
+    read = set(_jaxprs.variables([*opened.outvars, *(v for e in opened.eqns for v in e.invars)]))
+    named = [v for v in variables if v in read]
+    # A variable has its name from where the text has it first; the results come last.
+    text = str(_compat.with_equations(jaxpr, opened.eqns, [*named, *opened.outvars]))
+    names = map(str.strip, text.rpartition(" in (")[2].partition(")")[0].split(","))
+    return dict.fromkeys(variables, "_") | dict(zip(named, names, strict=False))
 
 
 def changes(passes: Mapping[str, Step]) -> str:

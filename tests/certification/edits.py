@@ -144,7 +144,8 @@ class _Draw:
         ]
         if not others:
             return None
-        new, j = list(self.all), self.rng.choice(others)
+        new: list[Any] = list(self.all)
+        j = self.rng.choice(others)
         new[self.at] = dataclasses.replace(self.own, message=new[j].message)
         new[j] = dataclasses.replace(new[j], message=self.own.message)
         return _with_instructions(self.bundle, self.rank, new)

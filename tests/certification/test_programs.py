@@ -13,7 +13,7 @@ QUICK = (15, 52, 184, 207, 256, 273)
 ALL = 300
 #: Those of which the transforms before `schedule` are not decided, and why.
 UNDECIDED = {
-    75: "a mutable array under `vmap` is written along its second axis; rewrites know rows alone"
+    75: "a mutable array under `vmap` is updated along its second axis, and rewrites know rows"
 }
 
 

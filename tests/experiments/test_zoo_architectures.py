@@ -416,6 +416,14 @@ def test_gradients_and_steps_are_those_of_one_device(name, how, schedule):
     assert losses[-1] < 0.98 * losses[0], losses
 
 
+@pytest.mark.parametrize(("name", "how", "schedule"), PRODUCT)
+def test_a_pipeline_is_proven(name, how, schedule):
+    case = CASES[name]
+    grad_fn = pipelined(case, how, SCHEDULES[schedule], 4 if schedule == "interleaved" else 2)
+    step = jaxpp.place(train_step(case, grad_fn), mesh_of(2, shared=True), donate_argnums=(0, 1))
+    jaxpp.testing.assert_computes_the_function(step, *start(case), *case.data(0))
+
+
 # ---- what the ranks send each other -------------------------------------------------------------
 
 

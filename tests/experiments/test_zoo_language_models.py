@@ -164,6 +164,7 @@ def assert_pipeline_is_the_model(zoo, split, schedule, model):
     optimizer, train_step = train_step_of(grad_fn)
     step = jaxpp.place(train_step, jaxpp.MpmdMesh((RANKS,)), donate_argnums=(0, 1))
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    jaxpp.testing.assert_computes_the_function(step, model, opt_state, *zoo.data(0))
     _, reference = train_step_of(eqx.filter_value_and_grad(zoo.loss_fn))
     # Adam divides by gradients, some of which are hardly more than their roundings.
     jaxpp.testing.assert_matches_single_device(

@@ -160,3 +160,5 @@ def test_evaluation_can_be_like_a_fixed_table():
     assert fixed.table_for_ranks(2, 6) is fixed.given
     with pytest.raises(ValueError, match="is for 2 ranks, got 4"):
         fixed.table_for_ranks(4, 6)
+    uneven = FromTable(from_tasks([["F0.0", "F1.0", "B1.0", "B0.0"], ["F2.0", "B2.0"]]))
+    assert ForwardOnly(like=uneven).table(3, 1).directions == uneven.given.directions

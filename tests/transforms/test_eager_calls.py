@@ -267,3 +267,17 @@ def test_no_array_is_kept_that_a_function_closes_over():
     kept = call()
     gc.collect()
     assert kept() is None
+
+
+def test_functions_that_differ_in_a_derivative_rule_alone_have_their_own_gradients():
+    def factor(k):
+        @jax.custom_jvp
+        def double(x):
+            return 2 * x
+
+        double.defjvp(lambda primals, tangents: (double(*primals), k * tangents[0]))
+        return jaxpp.microbatch(lambda w, x: double(w * x), 2, reduce="concat")
+
+    for k in (2.0, 5.0):
+        gradient = jax.grad(lambda w, loop: loop(w, jnp.arange(4.0)).sum())
+        assert gradient(1.0, factor(k)) == 6 * k

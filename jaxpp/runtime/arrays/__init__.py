@@ -1,6 +1,8 @@
 """Arrays of ranks: where they are, their types, and the handles that stand for them."""
 
 from jaxpp.runtime.arrays._arguments import check_arguments as check_arguments
+from jaxpp.runtime.arrays._arguments import check_layouts as check_layouts
+from jaxpp.runtime.arrays._arguments import check_memory as check_memory
 from jaxpp.runtime.arrays._axes import check_axes as check_axes
 from jaxpp.runtime.arrays._axes import check_ranks as check_ranks
 from jaxpp.runtime.arrays._axes import check_shapes as check_shapes

@@ -28,6 +28,24 @@ def check_arguments(bundle: Bundle, args: Sequence[Any]) -> None:
             )
 
 
+def check_layouts(bundle: Bundle, args: Sequence[Any], error: Exception) -> None:
+    """Explains an error of a computation by the memory layout of an argument, if that is why.
+
+    Raises:
+        ValueError: an array has another layout than JAX gives it by default.
+    """
+    if "layout" not in str(error):
+        return
+    for own, arg in zip(bundle.arguments, args, strict=True):
+        layout = getattr(getattr(arg, "format", None), "layout", None)
+        order = getattr(layout, "major_to_minor", None)
+        if order is not None and tuple(order) != tuple(range(arg.ndim)):
+            raise ValueError(
+                f"args{own.name} has a memory layout of its own, {layout}, but a placed step reads "
+                f"and keeps arrays in the default layout. Pass jnp.copy(array), which has that."
+            ) from error
+
+
 def check_there(arg: Any, name: str) -> None:
     """Checks that an argument has not been deleted.
 
@@ -39,4 +57,21 @@ def check_there(arg: Any, name: str) -> None:
         raise ValueError(
             f"args{name} was {why}; pass what that call returned, or leave the argument out of "
             f"donate_argnums."
+        )
+
+
+def check_memory(arg: jax.Array, name: str) -> None:
+    """Checks that an argument is in the memory of its devices.
+
+    Raises:
+        ValueError: it is in another memory kind.
+    """
+    kind = arg.sharding.memory_kind
+    if kind is None or not arg.sharding.device_set:
+        return
+    own = next(iter(arg.sharding.device_set)).default_memory().kind
+    if kind != own:
+        raise ValueError(
+            f"args{name} is in memory kind {kind!r}, and a placed step reads its arguments in "
+            f"{own!r} only: pass jax.device_put(x, jax.memory.Space.Device)."
         )

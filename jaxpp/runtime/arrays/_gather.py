@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from jaxpp import _compat
+from jaxpp._ambient import without_mesh
 from jaxpp.runtime.arrays._handle import ArrayHandle
 from jaxpp.runtime.arrays._homes import default_device
 from jaxpp.runtime.arrays._stacked import StackedArray
@@ -14,6 +15,7 @@ from jaxpp.runtime.arrays._stacked import StackedArray
 Tree = TypeVar("Tree")
 
 
+@without_mesh
 def gather(tree: Tree, device: jax.Device | None = None) -> Tree:  # pyright: ignore
     """Copies the arrays of a pytree to one device, as plain arrays of JAX.
 

@@ -16,11 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpp._jaxprs import WIDE
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays._homes import Box, Home, box_of, sharding_in
 
-#: The dtypes that JAX narrows unless 64 bits are switched on.
-WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 _FLOAT0 = "float0"
 
 

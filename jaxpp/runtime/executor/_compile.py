@@ -161,10 +161,11 @@ def _lower(computation: Computation, home: Home) -> jax.stages.Lowered:
         return _jaxprs.run(computation.jaxpr, *args)
 
     run.__name__ = run.__qualname__ = computation.name
+    wide = _jaxprs.with_its_types(computation.jaxpr)
     if not isinstance(home, Mesh):
-        with jax.default_device(home):
+        with jax.default_device(home), wide:
             return jax.jit(run, donate_argnums=computation.donated).lower(*avals)
     out = [sharding_in(home, spec) for spec in computation.out_specs]
-    with jax.set_mesh(home):
+    with jax.set_mesh(home), wide:
         jitted = jax.jit(run, donate_argnums=computation.donated, out_shardings=out)
         return jitted.lower(*avals)

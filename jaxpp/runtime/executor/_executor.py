@@ -49,9 +49,9 @@ class Executor:
                         *[slots[i] for i in instruction.inputs]
                     )
                 except Exception as error:
-                    error = _compat.public_error(error)
-                    error.add_note(f"in {instruction.label} on rank {self._rank}")
-                    raise error
+                    public = _compat.public_error(error)
+                    public.add_note(f"in {instruction.label} on rank {self._rank}")
+                    raise public from (error.__cause__ if public is error else None)
                 for slot, value in zip(instruction.outputs, outputs):  # noqa: B905  hot loop
                     slots[slot] = value
             elif isinstance(instruction, Free):

@@ -6,8 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpp import _compat
+from jaxpp._program import Argument, Result
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays import Home, devices_of, distinct, reshard, sharding_across, sharding_in
+from jaxpp.runtime.arrays import (
+    Home,
+    check_memory,
+    devices_of,
+    distinct,
+    reshard,
+    sharding_across,
+    sharding_in,
+)
 from jaxpp.runtime.executor import Executor
 
 #: A rank's executor, its home, and a slot.
@@ -17,10 +27,11 @@ Place = tuple[Executor, Home, int]
 class Feed:
     """Puts one argument into the slots of the ranks that read it; copies it only if it must."""
 
-    def __init__(self, places: Sequence[Place], donated: bool, spec: Spec):
+    def __init__(self, places: Sequence[Place], own: Argument):
         self._places = places
-        self._donated = donated
-        self._spec = spec
+        self._name = own.name
+        self._donated = own.donated
+        self._spec = own.spec
         self._sharding: Any = None
         self._known: list[_Source] = []
 
@@ -31,6 +42,7 @@ class Feed:
             # A copy: the caller may write to a NumPy array while the step runs.
             arg = jnp.array(arg)
         if arg.sharding is not self._sharding:
+            check_memory(arg, self._name)
             self._sharding = arg.sharding
             self._known = [_source(arg, home, self._spec) for _, home, _ in self._places]
         taken: set[Any] = set()
@@ -79,12 +91,13 @@ def _source(arg: jax.Array, home: Home, spec: Spec) -> _Source:
 class Fetch:
     """Makes one result from the arrays that the ranks have left in their slots."""
 
-    def __init__(self, places: Sequence[Place], shape: tuple[int, ...], spec: Spec):
+    def __init__(self, places: Sequence[Place], own: Result):
+        spec = own.spec or ()
         by_home: dict[Home, tuple[Any, int]] = {}
         for executor, home, slot in places:
             by_home.setdefault(home, (executor, slot))
         self._places = places
-        self._shape = shape
+        self._aval = own.aval
         self._sources = list(by_home.values())
         across = sharding_across(tuple(by_home), spec)
         alone = sharding_in(next(iter(by_home)), spec)
@@ -97,6 +110,4 @@ class Fetch:
         if self._sharding is None:
             return values[0]
         shards = {s.device: s.data for value in values for s in value.addressable_shards}
-        return jax.make_array_from_single_device_arrays(
-            self._shape, self._sharding, list(shards.values())
-        )
+        return _compat.join_shards(self._aval, self._sharding, list(shards.values()))

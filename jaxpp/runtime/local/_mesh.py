@@ -1,5 +1,6 @@
 """`MpmdMesh`: all ranks in this process."""
 
+import contextlib
 import functools
 import math
 import os
@@ -12,23 +13,27 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxpp import _compat
+from jaxpp import _compat, _jaxprs
 from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle, Message, Send
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
+    ArrayType,
     Home,
     alike,
     check_arguments,
     check_axes,
+    check_layouts,
     check_ranks,
     describe_mesh,
     devices_of,
+    from_host,
     homes_of,
     put_together,
     reshard,
     shape_of,
     sharding_in,
     sizes_of,
+    to_host,
     with_stacked,
     without_devices,
 )
@@ -280,6 +285,9 @@ def _mover(source: Home, target: Home, specs: tuple[Spec, ...]) -> Callable[[lis
     return lambda arrays: move(arrays, shardings)
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class LocalStep:
     """A step's programs, loaded on the devices of one process; called with its flat arguments.
 
@@ -301,19 +309,23 @@ class LocalStep:
             calls = [own.get(n) for n in range(len(bundle.computations))]
             executor = Executor(program, calls, transport)
             for slot, value in program.constants:
-                executor.slots[slot] = jax.device_put(value, sharding_in(home))
+                executor.slots[slot] = from_host(to_host(value), ArrayType.of(value), home)
             self.executors.append(executor)
         self.order = interleave(bundle.programs)
+        #: Whether there is an `eqx.error_if`, whose error a call raises, as in `eqx.filter_jit`.
+        self._raises = any(
+            _jaxprs.contains(e, _compat.is_error_if)
+            for c in bundle.computations
+            for e in c.jaxpr.eqns
+        )
         self._calls = [(self.executors[rank].execute, chunk) for rank, chunk in self.order]
         inputs = self._places([p.inputs for p in bundle.programs], len(bundle.arguments))
         outputs = self._places([p.outputs for p in bundle.programs], len(bundle.results))
         self.feeds = [
-            Feed(places, a.donated, a.spec)
-            for places, a in zip(inputs, bundle.arguments, strict=True)
+            Feed(places, own) for places, own in zip(inputs, bundle.arguments, strict=True)
         ]
         self._fetches = [
-            Fetch(places, r.aval.shape, r.spec or ())
-            for places, r in zip(outputs, bundle.results, strict=True)
+            Fetch(places, own) for places, own in zip(outputs, bundle.results, strict=True)
         ]
 
     def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:
@@ -335,10 +347,19 @@ class LocalStep:
             for feed, arg in zip(self.feeds, args, strict=True):
                 feed(arg)
             try:
-                (dispatch or self._dispatch)()
+                with _compat.raising_once() if self._raises else _NOTHING:
+                    (dispatch or self._dispatch)()
+                    results = [fetch() for fetch in self._fetches]
+                    if self._raises:
+                        jax.block_until_ready(results)
+            except jax.errors.JaxRuntimeError as error:
+                public = _compat.public_error(error)
+                raise public from (error.__cause__ if public is error else None)
+            except ValueError as error:
+                check_layouts(self.bundle, args, error)
+                raise
             finally:
                 self.transport.clear()
-            results = [fetch() for fetch in self._fetches]
             for n in self.bundle.donated:
                 if isinstance(args[n], jax.Array):
                     args[n].delete()  # on all its devices: a rank may have taken a part only

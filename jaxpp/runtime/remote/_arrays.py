@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxpp import _compat
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, default_device, from_host, host_array, join_shares
 from jaxpp.runtime.remote._array import RemoteArray
@@ -194,4 +195,5 @@ class Arrays:
     def fetch_jax(self, array: RemoteArray) -> jax.Array:
         """Fetches the value of an array of any dtype to the default device of this process."""
         data = self.fetch(array)
-        return from_host(data.reshape(-1).view(np.uint8), ArrayType.of(array), default_device())
+        made = from_host(data.reshape(-1).view(np.uint8), ArrayType.of(array), default_device())
+        return _compat.join_shards(array.aval, made.sharding, [made]) if array.weak_type else made

@@ -20,12 +20,18 @@ class _Step:
     """A step: its programs, the computations that each of them runs, its arguments.
 
     A rank knows a computation by its number among those of the mesh; None stands for one that the
-    rank does not run.
+    rank does not run. `lines` has for each task, without its microbatch, the user's line that it
+    begins with.
     """
 
     programs: tuple[Program, ...]
     computations: tuple[tuple[int | None, ...], ...]
     inputs: tuple[tuple[ArrayType, Spec], ...]
+    lines: Mapping[str, str]
+
+
+#: The number of calls whose steps are remembered: of more than a worker may have under way.
+REMEMBERED = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +77,8 @@ class Library:
         #: Computations by their keys, which name objects by their ids; so each is kept alive.
         self._known: dict[Any, tuple[int, Any]] = {}
         self._has: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)
-        self._sources: dict[str, str] = {}
+        #: For each of the last calls the lines of its step.
+        self._lines: dict[int, Mapping[str, str]] = {}
         self._removed: list[int] = []
 
     def add(self, bundle: Bundle) -> int:
@@ -79,8 +86,7 @@ class Library:
         computations = tuple(self._numbers_of(program, bundle) for program in bundle.programs)
         number = next(self._numbers)
         inputs = tuple((ArrayType.of(a.aval), a.spec) for a in bundle.arguments)
-        self._steps[number] = _Step(bundle.programs, computations, inputs)
-        self._note_sources(bundle)
+        self._steps[number] = _Step(bundle.programs, computations, inputs, _lines_of(bundle))
         return number
 
     def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
@@ -210,19 +216,28 @@ class Library:
 
     # ---- names in the user's words --------------------------------------------------------------
 
-    def _note_sources(self, bundle: Bundle) -> None:
-        for program in bundle.programs:
-            for instruction in program.instructions:
-                if isinstance(instruction, Run):
-                    name = instruction.label.split(".")[0]
-                    if name not in self._sources:
-                        eqns = bundle.computations[instruction.computation].jaxpr.eqns
-                        lines = (line for e in eqns if (line := _compat.source_line(e)))
-                        self._sources[name] = next(lines, "")
+    def called(self, call: int, step: int) -> None:
+        """Notes the step of a call, which may be removed before the call ends."""
+        self._lines[call] = self._steps[step].lines
+        self._lines.pop(call - REMEMBERED, None)
 
-    def describe(self, label: str) -> str:
+    def describe(self, call: int, label: str) -> str:
         """Gives the stage of a task, and the user's line that the task begins with, in brackets."""
         name = label.split(".")[0]
         stage = f"stage {name[1:]}" if name[1:].isdigit() else ""
-        known = ", ".join(x for x in (stage, self._sources.get(name, "")) if x)
+        known = ", ".join(x for x in (stage, self._lines.get(call, {}).get(name, "")) if x)
         return f" ({known})" if known else ""
+
+
+def _lines_of(bundle: Bundle) -> dict[str, str]:
+    """Finds the user's line that each task of a step begins with."""
+    found: dict[str, str] = {}
+    for program in bundle.programs:
+        for instruction in program.instructions:
+            if isinstance(instruction, Run):
+                name = instruction.label.split(".")[0]
+                if name not in found:
+                    eqns = bundle.computations[instruction.computation].jaxpr.eqns
+                    lines = (line for e in eqns if (line := _compat.source_line(e)))
+                    found[name] = next(lines, "")
+    return found

@@ -172,7 +172,7 @@ class RemoteMpmdMesh:
         self.num_ranks = len(self.insides)
         self.processes_per_rank = settings.processes_per_rank
         callbacks = Callbacks(lambda number: library.hoisted[number], self.processes_per_rank)
-        group = WorkerGroup(settings, lambda task: library.describe(task), callbacks.heard)
+        group = WorkerGroup(settings, lambda *task: library.describe(*task), callbacks.heard)
         joined = group.between_devices or self.processes_per_rank > 1
         # Executables name devices by numbers. These may differ between ranks where
         # `jax.distributed` joins processes; then ranks do not share executables.

@@ -214,6 +214,7 @@ class RemoteStep:
                 tuple(v if v.nbytes > LARGE else v.tobytes() for v in own),
             )
             calls[rank] = pack(("run", tuple(call)))
+        steps.library.called(number, self.number)
         group.post([*posts, *group.steps(calls)])
         if steps.tracing is not None:
             steps.tracing.steps[self.number] = bundle

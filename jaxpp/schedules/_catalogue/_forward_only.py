@@ -46,6 +46,12 @@ class ForwardOnly(Schedule):
             object.__setattr__(self, "stages_per_rank", own)
         super().__post_init__()
 
+    def num_ranks(self, num_stages: int) -> int:
+        """Gives the number of ranks for a number of stages: see `Schedule.num_ranks`."""
+        if self.like is None:
+            return super().num_ranks(num_stages)
+        return self.like.num_ranks(num_stages)
+
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
         """Gives the rank of each stage: see `Schedule.placement`."""
         if self.like is None:

@@ -230,8 +230,8 @@ class _Slots:
     def __call__(self, atom: Any) -> int:
         if not _jaxprs.is_literal(atom):
             return self._of.setdefault(atom, self.count)
-        value = _jaxprs.literal_array(atom)
-        key = str(jax.typeof(value)), np.asarray(value).tobytes()
+        value = _jaxprs.kept(atom.val, atom.aval)
+        key = str(atom.aval), np.asarray(value).tobytes()
         return self.constants.setdefault(key, (self.count, value))[0]
 
 

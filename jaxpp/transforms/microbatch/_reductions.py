@@ -1,13 +1,16 @@
 """The operators by which `microbatch` combines an output over the microbatches."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from jaxpp import _specs
+
+#: The dtype of sums unless the user gives one: float32 for narrower floats, else the value's own.
+AUTO = "auto"
 
 
 @runtime_checkable
@@ -41,7 +44,8 @@ class Operator(Protocol):
 class Fold:
     """A built-in operator; `accepts` tells whether it takes a dtype, `sums` whether it adds.
 
-    `dtype` is the dtype of the accumulator and the result; None is the output's own.
+    `accumulator` and `result` are the dtypes of a sum and of what comes of it; None is the
+    output's own. `dtype` is the `accumulator_dtype` that gradients through it have.
     """
 
     name: str
@@ -50,7 +54,19 @@ class Fold:
     finish: Callable[[Any, int], Any]
     accepts: Callable[[Any], bool]
     sums: bool = False
-    dtype: Any = None
+    accumulator: Any = None
+    result: Any = None
+    dtype: Any = AUTO
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom:
+    """An operator of the user's."""
+
+    init: Callable[[Any], Any]
+    combine: Callable[[Any, Any], Any]
+    finish: Callable[[Any, int], Any]
+    dtype: Any = AUTO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +75,7 @@ class Collect:
 
     name: str
     finish: Callable[[Any], Any]
+    dtype: Any = AUTO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +83,26 @@ class Carry:
     """Hands each microbatch's value to the next one; the last value is the result."""
 
     name: str
+    dtype: Any = AUTO
+
+
+def _filled(x, value):
+    """Makes the first accumulator; that of a number is weakly typed if the number is."""
+    if not x.shape and getattr(x, "weak_type", False):
+        return jnp.full((), x.dtype.type(value).item())
+    return _specs.filled(x, value)  # of a key type too
 
 
 def _zeros(x):
-    return _specs.filled(x, 0)  # of a key type too
+    return _filled(x, 0)
 
 
 def _lowest(x):
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return _specs.filled(x, -jnp.inf)
+        return _filled(x, -jnp.inf)
     if x.dtype == jnp.bool_:
-        return _specs.filled(x, False)
-    return _specs.filled(x, jnp.iinfo(x.dtype).min)
+        return _filled(x, False)
+    return _filled(x, jnp.iinfo(x.dtype).min)
 
 
 def _is_number(dtype):
@@ -112,43 +137,91 @@ REDUCTIONS: dict[str, Fold | Collect | Carry] = {
 }
 
 
-def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[str, Any] | None:
+def is_chain(operator: Any) -> bool:
+    """Tells whether the cotangents of microbatches depend on the values that were combined."""
+    if isinstance(operator, Fold):
+        return operator.name == "max"
+    return not isinstance(operator, Collect)
+
+
+def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[str, Any]:
     """Gives the cotangent of each microbatch's output from that of the combined output.
+
+    Args:
+        operator: the operator that combined the outputs; not one that `is_chain`.
+        ct: the cotangent of the combined output.
+        num_microbatches: the number of microbatches.
 
     Returns:
         `"whole"` and the cotangent that all microbatches have, or `"slice"` and their cotangents
-        along a new first axis; None where these depend on the values that were combined.
+        along a new first axis.
     """
     if getattr(operator, "sums", False):
         return "whole", ct / num_microbatches if operator.name == "mean" else ct
     if isinstance(operator, Collect):
         if operator.name == "concat":
-            ct = ct.reshape(num_microbatches, -1, *ct.shape[1:])
+            ct = ct.reshape(num_microbatches, len(ct) // num_microbatches, *ct.shape[1:])
         return "slice", ct
-    return None
+    is_last = jnp.arange(num_microbatches) == num_microbatches - 1
+    return "slice", jnp.where(is_last.reshape(-1, *(1,) * ct.ndim), ct, jnp.zeros_like(ct))
+
+
+def dtype_of_sum(dtype: Any, x: Any) -> Any:
+    """Gives the dtype in which values like `x` are added up, for an `accumulator_dtype`."""
+    if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.dtype
+    if not _is_auto(dtype):
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x.dtype
+
+
+def dtype_of_gradient(operators: Sequence[Any], x: Any) -> Any:
+    """Gives the widest dtype in which the operators of outputs add up gradients by `x`."""
+    dtypes = [dtype_of_sum(op.dtype, x) for op in operators]
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=x.dtype)
+
+
+def of_gradient(name: str, operators: Sequence[Any], x: Any) -> Any:
+    """Gives the built-in operator of a gradient by `x`, which comes in its accumulator's dtype."""
+    dtype = dtype_of_gradient(operators, x)
+    return accumulate_in(REDUCTIONS[name], None if dtype == x.dtype else dtype, x)
 
 
 def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
-    """Makes an operator that is a sum accumulate in `dtype`, if that and output `x` are floats.
+    """Makes an operator, for outputs like `x`, keep its sums in an `accumulator_dtype`.
 
     Raises:
         ValueError: if `dtype` is no floating-point dtype.
     """
-    if dtype is None:
-        return operator
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if dtype is not None and not _is_auto(dtype) and not _is_floating(dtype):
         raise ValueError(
             f"microbatch: accumulator_dtype holds {dtype!r}, which is no floating-point dtype; "
-            f"give one, such as jnp.float32, or None for an output's own."
+            f"give one, such as jnp.float32, None for an output's own, or {AUTO!r}."
         )
-    if not getattr(operator, "sums", False) or not jnp.issubdtype(x.dtype, jnp.floating):
-        return operator
+    own = dtype_of_sum(dtype, x)
+    if not getattr(operator, "sums", False) or own == x.dtype:
+        return dataclasses.replace(operator, dtype=dtype)
+    result, finish = x.dtype if _is_auto(dtype) else own, operator.finish
     return dataclasses.replace(
         operator,
-        init=lambda x: _specs.filled(x, 0, dtype),
-        combine=lambda acc, x: acc + x.astype(dtype),
+        init=lambda x: _specs.filled(x, 0, own),
+        combine=lambda acc, x: acc + x.astype(own),
+        finish=lambda acc, m: finish(acc, m).astype(result),
+        accumulator=own,
+        result=result,
         dtype=dtype,
     )
+
+
+def _is_auto(dtype: Any) -> bool:
+    return isinstance(dtype, str) and dtype == AUTO
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False
 
 
 def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
@@ -180,7 +253,7 @@ def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
             raise ValueError(f"{where} is a scalar and has no axis to concatenate; use 'stack'.")
         return operator
     if isinstance(reduce, Operator):
-        return reduce
+        return Custom(reduce.init, reduce.combine, reduce.finish)
     raise ValueError(
         f"{where}: {reduce!r} is no reduction; give one of {', '.join(map(repr, REDUCTIONS))}, or "
         f"an object with init, combine and finish."

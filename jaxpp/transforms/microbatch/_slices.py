@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ def loop_over_slices(
 ) -> Callable:
     """Makes the loop over slices, as a function of the jaxpr's inputs, with its derivative.
 
-    The gradient of a scalar that is summed is accumulated in the loop that makes its value. The
-    gradient of another output is accumulated in a second loop, which knows the slices' cotangents.
+    Where only scalars that are summed are differentiated, their gradients are accumulated in the
+    loop that makes their values. Else all gradients are accumulated in a second loop, which knows
+    the slices' cotangents; those of the first loop are dead code then.
 
     Args:
         jaxpr: the computation on one slice.
@@ -37,30 +39,31 @@ def loop_over_slices(
     # The gradient of a value that a slice carries to the next is known only after the last slice.
     if CARRY in roles or not loop.scalars:
         return functools.partial(_jaxprs.run_compiled, loop.recomputed)
-    differentiable = jax.custom_vjp(functools.partial(_jaxprs.run_compiled, loop.plain))
 
     def forward(*primals):
         inputs = [p.value for p in primals]
         active = [i for i, p in enumerate(primals) if p.perturbed and _is_inexact(p.value)]
         run = functools.partial(loop.with_gradients, active=active)
-        outputs, gradients = _jaxprs.run_compiled(run, inputs)
-        return outputs, (inputs, gradients)
+        outputs, gradients, values = _jaxprs.run_compiled(run, inputs)
+        return outputs, (inputs, gradients, values)
 
     def backward(residuals, cotangents):
         given = {k: ct for k, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)}
         return _jaxprs.run_compiled(pull_back, *residuals, given)
 
-    def pull_back(inputs, gradients, given):
+    def pull_back(inputs, gradients, values, given):
         result: list[Any] = [None] * len(inputs)
         parts = [(i, given[k] * g) for (k, i), g in gradients.items() if k in given]
-        parts += loop.gradients(inputs, {k: ct for k, ct in given.items() if k not in loop.scalars})
+        if gradients and not given.keys() <= set(loop.scalars):
+            active = list(dict.fromkeys(i for _, i in gradients))
+            parts = loop.gradients(inputs, active, values, given)
         for i, part in parts:
-            part = part.astype(inputs[i].dtype)
             result[i] = part if result[i] is None else result[i] + part
-        return tuple(result)
+        pairs = zip(result, inputs, strict=True)
+        return tuple(g if g is None or g.dtype == x.dtype else g.astype(x.dtype) for g, x in pairs)
 
-    differentiable.defvjp(forward, backward, symbolic_zeros=True)
-    return differentiable
+    plain = functools.partial(_jaxprs.run_compiled, loop.plain)
+    return _compat.custom_vjp(plain, forward, backward, symbolic_zeros=True)
 
 
 def _without_effects(pullback: Callable, cotangent: Any) -> list[Any]:
@@ -108,16 +111,65 @@ class _Loop:
 
     def recomputed(self, *inputs):
         """Computes the outputs; for its backward, it keeps the inputs of each slice alone."""
+        wider = {
+            i: dtype
+            for i, x in enumerate(inputs)
+            if self.roles[i] == "whole" and _is_inexact(x)
+            if (dtype := _reductions.dtype_of_gradient(self.operators, x)) != x.dtype
+        }
+        if not wider:
+            return self._recomputed(inputs, [], [])
+        # JAX adds up the gradient by what all slices read, in the dtype of what has the tangent.
+        loop = jax.custom_jvp(lambda *inputs: self._recomputed(inputs, [], []))
+
+        def along(primals, tangents):
+            active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+            apart = [i for i in active if i in wider]
+            rest = [i for i in active if i not in wider]
+
+            def of_active(chosen, carriers):
+                return self._recomputed(_replaced(primals, rest, chosen), apart, carriers)
+
+            carriers = [_specs.filled(primals[i], 0, wider[i]) for i in apart]
+            given = [tangents[i] for i in rest], [tangents[i].astype(wider[i]) for i in apart]
+            return jax.jvp(of_active, ([primals[i] for i in rest], carriers), given)
+
+        loop.defjvp(along, symbolic_zeros=True)
+        return loop(*inputs)
+
+    def _recomputed(self, inputs: Sequence[Any], apart: Sequence[int], carriers: Sequence[Any]):
+        """Runs the loop; the inputs `apart` have their tangents in values of a wider dtype."""
         body = jax.checkpoint(self._body, policy=keep_nothing)
-        return _run_loop(body, self.roles, self.operators, self.count, *inputs)
+
+        def of_slice(*given):
+            own, carriers = given[: len(inputs)], given[len(inputs) :]
+            joined = [_with_tangent_of(own[i], c) for i, c in zip(apart, carriers, strict=True)]
+            return body(*_replaced(own, apart, joined))
+
+        roles = [*self.roles, *("whole" for _ in apart)]
+        return _run_loop(of_slice, roles, self.operators, self.count, *inputs, *carriers)
+
+    @functools.cached_property
+    def chained(self) -> list[int]:
+        """The outputs whose slices have cotangents that depend on the values of the slices."""
+        avals = [v.aval for v in self.jaxpr.jaxpr.outvars]
+        return [
+            k
+            for k, (operator, aval) in enumerate(zip(self.operators, avals, strict=True))
+            if _reductions.is_chain(operator) and _is_inexact(aval)
+        ]
 
     def with_gradients(
         self, inputs: Sequence[Any], active: Sequence[int]
-    ) -> tuple[list[Any], dict[tuple[int, int], Any]]:
-        """Computes the outputs, and the gradient of scalar k by each active input i, as (k, i)."""
+    ) -> tuple[list[Any], dict[tuple[int, int], Any], dict[int, Any]]:
+        """Computes the outputs, and what their gradients need.
+
+        These are the gradient of scalar k by each active input i, as (k, i), and the slices' values
+        of each of the outputs `chained`.
+        """
         pairs = [(k, i) for k in self.scalars for i in active]
         if not pairs:
-            return self.plain(*inputs), {}
+            return self.plain(*inputs), {}, {}
 
         def of_slice(*inputs):
             def of_active(*chosen):
@@ -135,61 +187,75 @@ class _Loop:
                 else pullback([one])
                 for n, one in enumerate(ones)
             ]
-            return [*outputs, *(g for gradients in of_each for g in gradients)]
+            values = [outputs[k] for k in self.chained]
+            return [*outputs, *values, *(g for gradients in of_each for g in gradients)]
 
         def operator(k: int, i: int):
             own = self.operators[k]
             if self.roles[i] == "slice":
                 mean = own.name == "mean"
                 return _reductions.Collect("stack", lambda s: s / self.count if mean else s)
-            added = _reductions.REDUCTIONS[own.name]
-            return _reductions.accumulate_in(added, own.dtype, inputs[i])
+            return _reductions.of_gradient(own.name, [own], inputs[i])
 
-        operators = [*self.operators, *(operator(k, i) for k, i in pairs)]
-        results = _run_loop(of_slice, self.roles, operators, self.count, *inputs)
-        split = len(self.operators)
-        return results[:split], dict(zip(pairs, results[split:], strict=True))
+        stacks = [_reductions.REDUCTIONS["stack"]] * len(self.chained)
+        operators = [*self.operators, *stacks, *(operator(k, i) for k, i in pairs)]
+        results = iter(_run_loop(of_slice, self.roles, operators, self.count, *inputs))
+        outputs = list(itertools.islice(results, len(self.operators)))
+        values = dict(zip(self.chained, itertools.islice(results, len(stacks)), strict=True))
+        return outputs, dict(zip(pairs, results, strict=True)), values
 
-    def gradients(self, inputs: Sequence[Any], cotangents: dict[int, Any]) -> list[tuple[int, Any]]:
-        """Computes the terms of the gradient by each input, for the cotangents of some outputs."""
-        shares = {
-            k: _reductions.cotangent_of_slices(self.operators[k], ct, self.count)
-            for k, ct in cotangents.items()
-        }
-        known = {k: share for k, share in shares.items() if share is not None}
-        others = {k: ct for k, ct in cotangents.items() if k not in known}
-        active = [i for i, x in enumerate(inputs) if _is_inexact(x)]
-
-        def of_some(fun: Callable, outputs: Iterable[int], inputs: Sequence[Any]) -> Callable:
-            """Makes the pullback of some outputs to the active inputs."""
-
-            def of_active(*chosen):
-                results = fun(*_replaced(inputs, active, chosen))
-                return [results[k] for k in outputs]
-
-            return jax.vjp(of_active, *(inputs[i] for i in active))[1]
+    def gradients(
+        self,
+        inputs: Sequence[Any],
+        active: Sequence[int],
+        values: dict[int, Any],
+        cotangents: dict[int, Any],
+    ) -> list[tuple[int, Any]]:
+        """Computes the gradient by each active input, for the cotangents of some outputs."""
+        shares = [self._shares(k, ct, values) for k, ct in cotangents.items()]
 
         def of_slice(*operands):
-            avals = [self.jaxpr.out_avals[k] for k in known]
-            cts = operands[len(inputs) :]
-            cts = [ct.astype(aval.dtype) for ct, aval in zip(cts, avals, strict=True)]
-            return of_some(self._body, known, operands[: len(inputs)])(cts)
+            inputs, cts = operands[: len(self.roles)], operands[len(self.roles) :]
 
-        parts = []
-        if known:
-            names = ["stack" if self.roles[i] == "slice" else "sum" for i in active]
-            roles = [*self.roles, *(role for role, _ in known.values())]
-            operands = [*inputs, *(ct for _, ct in known.values())]
-            operators = [_reductions.REDUCTIONS[name] for name in names]
-            results = _run_loop(of_slice, roles, operators, self.count, *operands)
-            parts += zip(active, results, strict=True)
-        if others:
-            pullback = of_some(self.recomputed, others, inputs)
-            parts += zip(active, pullback(list(others.values())), strict=True)
-        return parts
+            def of_active(*chosen):
+                results = self._body(*_replaced(inputs, active, chosen))
+                return [results[k] for k in cotangents]
+
+            primals, pullback = jax.vjp(of_active, *(inputs[i] for i in active))
+            return pullback([ct.astype(y.dtype) for ct, y in zip(cts, primals, strict=True)])
+
+        names = ["stack" if self.roles[i] == "slice" else "sum" for i in active]
+        roles = [*self.roles, *(role for role, _ in shares)]
+        operands = [*inputs, *(ct for _, ct in shares)]
+        own = [self.operators[k] for k in cotangents]
+        operators = [
+            _reductions.of_gradient(name, own, inputs[i])
+            for i, name in zip(active, names, strict=True)
+        ]
+        results = _run_loop(of_slice, roles, operators, self.count, *operands)
+        return list(zip(active, results, strict=True))
+
+    def _shares(self, k: int, ct: Any, values: dict[int, Any]) -> tuple[str, Any]:
+        """Gives the cotangents of output k in the slices, and their role in the loop."""
+        operator = self.operators[k]
+        if not _reductions.is_chain(operator):
+            return _reductions.cotangent_of_slices(operator, ct, self.count)
+
+        def combined(values):
+            return _run_loop(lambda one: [one], ["slice"], [operator], self.count, values)[0]
+
+        (slices,) = jax.vjp(combined, values[k])[1](ct)
+        return "slice", slices
 
     def _body(self, *inputs):
         return _jaxprs.run(self.jaxpr, *inputs)
+
+
+#: Gives its first operand, with the tangent of its second.
+_with_tangent_of = jax.custom_jvp(lambda x, carrier: x)
+_with_tangent_of.defjvp(
+    lambda primals, tangents: (primals[0], tangents[1].astype(primals[0].dtype))
+)
 
 
 def _is_inexact(x) -> bool:

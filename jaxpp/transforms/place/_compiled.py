@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.tree_util as jtu
 
-from jaxpp import _jaxprs
+from jaxpp import _compat, _jaxprs
+from jaxpp._ambient import without_mesh
 from jaxpp._program import PROVIDED, Bundle, LoadedStep, Mesh, Program
 from jaxpp.transforms._keywords import as_positional
 from jaxpp.transforms._signature import Signature
@@ -71,9 +73,19 @@ class Lowered:
         """
         return PROVIDED["certify"](self, passes)
 
+    @without_mesh
     def compile(self) -> "Compiled":
         """Compiles the computations and loads the programs on the mesh."""
         return self._finish(self.bundle)
+
+
+def load(mesh: Mesh, bundle: Bundle) -> LoadedStep:
+    """Loads programs on a mesh; the settings that check a user's function do not hold for them.
+
+    These are `jax.transfer_guard`, for constants go to their ranks, and `jax.debug_key_reuse`.
+    """
+    with jax.transfer_guard("allow"), jax.debug_key_reuse(False):
+        return mesh.load(bundle)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +98,7 @@ class Compiled:
     _run: LoadedStep
     signature: Signature
     _rebuild: Callable[[list[Any]], Any]
+    _keys: _compat.KeyUse
     #: JAX's settings under which a placed function has compiled the step.
     context: Any = None
 
@@ -118,6 +131,7 @@ class Compiled:
         """Gives for each rank its devices, its axes, and XLA's analysis of what it runs."""
         return self._run.inspect()
 
+    @without_mesh
     def initialize(self, init_fn: Callable, *args: Any) -> Any:
         """Makes the step's first arguments where the step reads them, as `Placed.initialize` does.
 
@@ -134,8 +148,9 @@ class Compiled:
         paths = [jtu.keystr(p) for p, x in jtu.tree_leaves_with_path(args) if _jaxprs.is_array(x)]
         names = [*(f" closed over, {n}" for n in range(traced.num_closed_over)), *paths]
         bundle = lower_initializer(traced, self.bundle, names)
-        return traced.rebuild(self._mesh.load(bundle)(traced.inputs))
+        return traced.rebuild(load(self._mesh, bundle)(traced.inputs))
 
+    @without_mesh
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; the arguments must have the types that it was compiled for."""
         args = as_positional(self.fun, args, kwargs)
@@ -150,4 +165,5 @@ class Compiled:
 
     def call(self, leaves: Sequence[Any]) -> Any:
         """Runs the step on leaves that are known to have the types it was compiled for."""
-        return self._rebuild(self._run([leaves[i] for i in self.signature.arrays]))
+        arrays = [leaves[i] for i in self.signature.arrays]
+        return self._rebuild(self._keys.call(self._run, arrays))

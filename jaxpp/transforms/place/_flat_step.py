@@ -8,13 +8,22 @@ import jax.numpy as jnp
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.stages import is_backward_call, is_enter, is_stage_call
-from jaxpp.transforms.tasks import is_loop, is_microbatch_loop, result_stages, was_loop
+from jaxpp.transforms.tasks import (
+    error_inside,
+    holds_microbatch_loop,
+    is_loop,
+    is_microbatch_loop,
+    result_stages,
+    was_loop,
+)
 
 
 def flatten(jaxpr):
     """Inlines all calls of a step, but for the calls of stages outside of loops."""
     flat = _jaxprs.inline(jaxpr, lambda e: not is_stage_call(e))
     for eqn in flat.eqns:
+        if holds_microbatch_loop(eqn):
+            raise error_inside("place", "a microbatch loop", eqn)
         if is_microbatch_loop(eqn):
             trains = _jaxprs.contains(eqn, is_backward_call)
             name = "OneFOneB" if trains else "ForwardOnly"
@@ -29,11 +38,8 @@ def flatten(jaxpr):
                 f"schedule(jax.grad(microbatch(wrap_forward(f), M)), ...)."
             )
         if not is_loop(eqn) and _jaxprs.contains(eqn, is_loop):
-            raise ValueError(
-                f"place: a scheduled loop is inside a `{eqn.primitive.name}`"
-                f"{_compat.at_source_line(eqn)}; a pipeline cannot start there. Move it to "
-                f"the top of the step."
-            )
+            raise error_inside("place", "a scheduled loop", eqn)
+    _refuse_checks(flat)
     live = _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
     loops = [e for e in flat.eqns if is_loop(e)]
     if loops and not any(map(is_loop, live.eqns)):
@@ -43,6 +49,28 @@ def flatten(jaxpr):
             f"as the loss, or leave the loop out."
         )
     return live
+
+
+def _refuse_checks(flat) -> None:
+    """Refuses a `checkify.check` whose error nothing takes, as `jax.jit` does."""
+
+    def look(eqn) -> bool:
+        if _compat.is_check(eqn):
+            raise ValueError(
+                f"place: nothing takes the error of the checkify.check"
+                f"{_compat.at_source_line(eqn)}. In a pipeline, let the loss return it: `error, "
+                f"value = checkify.checkify(loss)(*args)`, then `return value, error`, "
+                f"differentiated with has_aux=True and combined by reduce=(('mean', 'stack'), "
+                f"'mean'); `error.throw()` after the step. checkify.checkify(step) of the placed "
+                f"step runs the plain step, on one device."
+            )
+        return is_loop(eqn) and any(map(look_inside, eqn.params["tasks"].bodies))
+
+    def look_inside(body) -> bool:
+        return any(_jaxprs.contains(e, look) for e in body.jaxpr.eqns)
+
+    for eqn in flat.eqns:
+        _jaxprs.contains(eqn, look)
 
 
 def unused_mark(jaxpr) -> Any | None:

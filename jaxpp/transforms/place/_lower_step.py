@@ -34,8 +34,8 @@ from jaxpp.transforms.place import (
     _roles,
     _task_graph,
 )
-from jaxpp.transforms.place._compiled import Compiled, Lowered
-from jaxpp.transforms.stages import is_backward_call
+from jaxpp.transforms.place._compiled import Compiled, Lowered, load
+from jaxpp.transforms.stages import is_backward_call, listed, stage_of_call
 from jaxpp.transforms.tasks import is_loop
 
 
@@ -110,15 +110,19 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     retrace = functools.partial(_trace, request.fun, signature.types, in_specs, inside)
     traced = retrace()
     step = _make_step(request, args, signature, inside, in_specs, traced)
+    keys = _compat.KeyUse(traced.jaxpr, traced.inputs[: traced.num_closed_over])
     passes = {"trace": step}
-    for run in PASSES:
-        step = passes[run.__name__] = run(step)
-    bundle = _lower.lower(step, _task_graph.build(step))
+    with jax.debug_key_reuse(False):  # tasks may share an array of keys
+        for run in PASSES:
+            step = passes[run.__name__] = run(step)
+        bundle = _lower.lower(step, _task_graph.build(step))
     mesh = _resolve_mesh(request.mesh, bundle.programs, traced, passes["trace"].jaxpr.eqns)
 
+    rebuild = dataclasses.replace(traced, inputs=[]).rebuild  # without the arrays closed over
+
     def finish(bundle: Bundle) -> Compiled:
-        run = mesh.load(bundle)
-        return Compiled(request.fun, bundle, mesh, run, signature, traced.rebuild)
+        run = load(mesh, bundle)
+        return Compiled(request.fun, bundle, mesh, run, signature, rebuild, keys)
 
     return Lowered(bundle, passes, finish, retrace)
 
@@ -217,17 +221,29 @@ def _resolve_mesh(
             f"wrap_forward(f) runs each stage on its rank; to train, make a loop of it: "
             f"schedule(microbatch(value_and_grad(wrap_forward(loss)), M), OneFOneB())."
         )
+    begins = _first_lines(eqns)
+    if not begins:
+        raise ValueError(
+            f"place: the function has no stages, so that nothing in it runs as a pipeline, but the "
+            f"mesh has {mesh.num_ranks} ranks. The update of parameters that lie on several ranks "
+            f"belongs in the same step as their gradients: place one function that calls the "
+            f"scheduled gradient function, and then the optimizer. To compute with results outside "
+            f"of a step, jaxpp.gather(results) brings them to one device first."
+        )
     stages = len({stage for program in programs for stage in program.stages})
     each, rest = divmod(stages, mesh.num_ranks)
     tables = [e.params["tasks"].table for e in eqns if is_loop(e)]
     forward = all(t.forward_only for t in tables) and not any(map(is_backward_call, eqns))
     several = f"{'ForwardOnly' if forward else 'Interleaved1F1B'}({each})"
+    lines = [line for _, line in sorted(begins.items()) if line]
     given_is = f"the schedule runs on {count} ranks"
     if not tables:
         given_is = (
-            f"the function has {count} stages and no schedule: each runs on a rank of its own"
+            f"the function has {count} stage{'s' * (count > 1)} and no schedule: each runs on a "
+            f"rank of its own"
         )
         several = f"schedule(microbatch(fun, M), {several})"
+    given_is += f" (stages begin at {listed(lines)})" if lines else ""
     raise ValueError(
         f"place: {given_is}, but the mesh has {mesh.num_ranks}; make them equal (a mesh whose "
         f"devices list repeats a device lets ranks share it)"
@@ -235,9 +251,24 @@ def _resolve_mesh(
     )
 
 
+def _first_lines(eqns: Sequence[Any]) -> dict[int, str]:
+    """Finds the user's line that each stage begins with; an empty string where it has none."""
+    found: dict[int, str] = {}
+    for eqn in eqns:
+        bodies: list[tuple[int, Any]] = []
+        if is_loop(eqn):
+            bodies = [(b.stage, b.jaxpr) for b in eqn.params["tasks"].of_direction(0)]
+        elif call := stage_of_call(eqn):
+            bodies = [(call[0], _jaxprs.called_jaxpr(eqn))]
+        for stage, body in bodies:
+            found.setdefault(stage, next(filter(None, map(_compat.source_line, body.eqns)), ""))
+    return found
+
+
 def _check_arguments(request: Request, args: tuple[Any, ...]) -> None:
     check_positions("donate_argnums", request.donate_argnums, args)
     check_positions("static_argnums", request.static_argnums, args)
+    _jaxprs.refuse_array_likes(args)
     for keys, leaf in jtu.tree_leaves_with_path(args):
         path = jtu.keystr(keys)
         if _compat.is_tracer(leaf):

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpp import _compat, _jaxprs
+from jaxpp._ambient import without_mesh
 from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
@@ -171,9 +172,14 @@ class Placed(Generic[R]):
         """
         if _compat.is_tracing() or _compat.is_jit_disabled():
             return self._request.fun(*self._arguments(args, kwargs, here=True))
+        return self._run(*args, **kwargs)
+
+    @without_mesh
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         compiled, leaves = self.compiled_for(*args, **kwargs)
         return compiled.call(leaves)
 
+    @without_mesh
     def compiled_for(self, *args: Any, **kwargs: Any) -> tuple[Compiled, list[Any]]:
         """Gives the step compiled for such arguments, and their leaves."""
         args = self._arguments(args, kwargs)
@@ -221,6 +227,7 @@ class Placed(Generic[R]):
                 stacklevel=4,
             )
 
+    @without_mesh
     def initialize(self, init_fn: Callable, *args: Any, rest: Sequence[Any] = ()) -> Any:
         """Makes the step's first arguments where the step reads them.
 
@@ -325,6 +332,7 @@ class Placed(Generic[R]):
         self.bundle  # noqa: B018  raises if there is none
         return self._cache[0].describe()
 
+    @without_mesh
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces the step at arguments, or at `jax.ShapeDtypeStruct`s that stand for arrays."""
         return self._lower(self._arguments(args, kwargs))

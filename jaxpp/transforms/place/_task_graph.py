@@ -7,7 +7,7 @@ order never waits for one that stands later.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -182,21 +182,19 @@ class _Builder:
 
     def _operand(self, atom: Any) -> Value:
         """Gives the value of an atom; that of a literal is a constant."""
-        if not _jaxprs.is_literal(atom):
-            return self.values[atom]
-        if not _jaxprs.is_array_literal(atom):
-            return self._number(_jaxprs.literal_array(atom))
-        return self._constant(("array", id(atom.val)), lambda: _jaxprs.literal_array(atom))
+        return self._constant(atom) if _jaxprs.is_literal(atom) else self.values[atom]
 
-    def _number(self, value: Any) -> Value:
-        return self._constant((str(value.dtype), np.asarray(value).tobytes()), lambda: value)
-
-    def _constant(self, key: Hashable, make: Callable[[], Any]) -> Value:
+    def _constant(self, literal: jex.Literal) -> Value:
+        """Gives the value of an array, which is known by its identity, or of a number."""
+        aval: Any = literal.aval
+        if _jaxprs.is_array_literal(literal):
+            key = id(literal.val)
+        else:
+            key = aval.dtype.name, np.asarray(literal.val, aval.dtype).tobytes()
         if key not in self.constants:
-            array = make()
-            spec = replicated(np.ndim(array)) if self.step.inside else None
+            spec = replicated(len(aval.shape)) if self.step.inside else None
             self.constants[key] = Value(
-                jax.typeof(array), "gathered", "constant", constant=array, spec=spec
+                aval, "gathered", "constant", constant=_jaxprs.kept(literal.val, aval), spec=spec
             )
         return self.constants[key]
 
@@ -210,12 +208,16 @@ class _Builder:
             call = stage_of_call(maker[v]) if v in maker else None
             kind = "gathered" if call is None else "edge"
             self._add(v, kind, f"{label} {_origin(maker.get(v))}")
+        _check_memory(eqn.params["jaxpr"])
         whole = _jaxprs.Part(eqn.params["jaxpr"], tuple(eqn.invars), tuple(eqn.outvars))
         part, constants = _jaxprs.lift_arrays(whole)
         inputs = tuple(map(self._operand, [*part.inputs, *constants]))
         outputs = tuple(map(self._operand, part.outputs))
         name = f"{label}_{'_'.join(map(str, stages))}"
-        body = self.bodies.setdefault(_jaxprs.structure(part.jaxpr), Body(name, part.jaxpr, None))
+        key = _jaxprs.structure(part.jaxpr)
+        if key not in self.bodies:
+            self.bodies[key] = Body(name, _jaxprs.with_kept_constants(part.jaxpr), None)
+        body = self.bodies[key]
         for rank in self.ranks(stages):
             self.tasks.append(GraphTask(rank, body, inputs, outputs, label))
 
@@ -228,6 +230,8 @@ class _Builder:
         known = self._operands_of(eqn, number)
         results = dict(zip(tasks.results(), eqn.outvars, strict=True))
         each = (*tasks.bodies, *tasks.recomputations)
+        for body in each:
+            _check_memory(body.jaxpr)
         lifted = {body: _jaxprs.lift_arrays(_whole(body.jaxpr)) for body in each}
         bodies = {body: self._body_of(body, lifted[body][0], known, length) for body in each}
         several = tasks.num_directions > 1
@@ -246,7 +250,7 @@ class _Builder:
             ]  # fmt: skip
             inputs += map(self._operand, lifted[body][1])
             if _is_indexed(body):
-                inputs.append(self._number(np.int32(mb)))
+                inputs.append(self._constant(_number(mb)))
             outputs = []
             for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
                 if ref.source in ("value", "unread"):
@@ -331,13 +335,51 @@ class _Builder:
         first = len(avals)
         whole, consts = _jaxprs.without_constants(jax.make_jaxpr(run)(*avals, *y_avals))
         assert not consts
-        self.bodies[key] = Body(body.name, whole, (*carries, *range(first, first + len(y_avals))))
+        donated = (*carries, *range(first, first + len(y_avals)))
+        self.bodies[key] = Body(body.name, _jaxprs.with_kept_constants(whole), donated)
         return self.bodies[key]
 
 
+def _check_memory(jaxpr: jex.ClosedJaxpr) -> None:
+    """Checks that what a task gives to other tasks, or to the caller, is in device memory.
+
+    Raises:
+        ValueError: it is in another memory kind.
+    """
+    for v in jaxpr.jaxpr.outvars:
+        if not _jaxprs.is_literal(v) and _compat.in_host_memory(v.aval):
+            eqn = next((e for e in jaxpr.eqns if v in e.outvars), None)
+            made = f"the `{eqn.primitive.name}`{_compat.at_source_line(eqn)}" if eqn else "a task"
+            raise ValueError(
+                f"place: {made} leaves {v.aval.str_short()} in host memory, and the value leaves "
+                f"the task or the step there. Tasks hand on values in device memory only, whatever "
+                f"their memory kind inside: bring it back within the stage, by "
+                f"jax.device_put(x, jax.memory.Space.Device), leave out the transfer of a result, "
+                f"or use a checkpoint policy that does not offload."
+            )
+
+
+def _number(value: int) -> jex.Literal:
+    return jex.Literal(np.int32(value), jax.typeof(np.int32(value)))
+
+
 def _whole(jaxpr: jex.ClosedJaxpr) -> _jaxprs.Part:
-    """Inlines calls with custom derivative rules in a task, which is differentiated no more."""
-    plain = _jaxprs.inline(jaxpr, lambda e: e.primitive.name in _primitives.CUSTOM_RULES)
+    """Inlines the calls in a task that close over arrays, or have derivative rules of their own.
+
+    A task is differentiated no more.
+    """
+
+    def closes_over(eqn) -> bool:
+        is_plain = eqn.primitive.name in _primitives.PLAIN_CALLS
+        return is_plain and bool(_compat.constants_of(_jaxprs.called_jaxpr(eqn)))
+
+    def is_opened(eqn) -> bool:
+        name = eqn.primitive.name
+        return name in _primitives.CUSTOM_RULES or (
+            name in _primitives.PLAIN_CALLS and _jaxprs.contains(eqn, closes_over)
+        )
+
+    plain = _jaxprs.inline(jaxpr, is_opened)
     return _jaxprs.Part(plain, tuple(plain.jaxpr.invars), tuple(plain.jaxpr.outvars))
 
 

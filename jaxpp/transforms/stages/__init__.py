@@ -14,4 +14,5 @@ from jaxpp.transforms.stages._marks import pipeline_enter_stage as pipeline_ente
 from jaxpp.transforms.stages._marks import stage_of_call as stage_of_call
 from jaxpp.transforms.stages._split_stages import split_stages as split_stages
 from jaxpp.transforms.stages._stages import dissolve_marks as dissolve_marks
+from jaxpp.transforms.stages._stages import listed as listed
 from jaxpp.transforms.stages._wrap_forward import wrap_forward as wrap_forward

@@ -11,7 +11,15 @@ import jax.extend.core as jex
 
 from jaxpp import _checkpoints, _compat, _flops, _jaxprs
 from jaxpp.transforms import stacked
-from jaxpp.transforms.stages import _balance, _cuts, _finest, _modules, _states, _units
+from jaxpp.transforms.stages import (
+    _balance,
+    _cuts,
+    _finest,
+    _modules,
+    _stages,
+    _states,
+    _units,
+)
 
 #: What balances stages: a name, the cost of an equation, or the measured costs of units.
 Balance = str | _flops.Cost | _finest.Units | _finest.Finest
@@ -231,10 +239,12 @@ def _closed_call(costed: _Costs, places: Mapping[Any, stacked.Iteration]) -> str
     is_call = any(True for _ in _jaxprs.sub_jaxprs(eqns[i])) and eqns[i].outvars[0] not in places
     if not is_call or costs[i] <= 1.5 * sum(costs) / costed.num_stages:
         return ""
+    way_out = "call it for each layer and not for all of them"
+    if _stages.runs_microbatches(eqns[i]):
+        way_out = f"it is the loop of microbatch; {_stages.ORDER}"
     return (
         f"the `{eqns[i].primitive.name}`{_compat.at_source_line(eqns[i])} has "
-        f"{costs[i] / sum(costs):.0%} of the work, and no cut can be made inside it: call it for "
-        f"each layer and not for all of them"
+        f"{costs[i] / sum(costs):.0%} of the work, and no cut can be made inside it: {way_out}"
     )
 
 

@@ -13,7 +13,7 @@ import jax.extend.core as jex
 import jax.tree_util as jtu
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jaxpp import _jaxprs
+from jaxpp import _compat, _jaxprs
 
 
 def pipeline_enter_stage(x: Any, name: str | None = None, stage_id: int | None = None) -> Any:
@@ -77,6 +77,8 @@ batching.primitive_batchers[enter_p] = lambda xs, dims, **params: (
 )
 ad.primitive_jvps[enter_p] = lambda xs, ts, **params: (enter_p.bind(*xs, **params), list(ts))
 
+_compat.hand_on_keys(enter_p)
+
 edge_p = jex.Primitive("stage_edge")
 edge_p.def_impl(lambda x, **_: x)
 edge_p.def_abstract_eval(lambda aval, **_: aval)
@@ -114,6 +116,7 @@ def _keep_edge(policy, unknown, instantiated, eqn):
 partial_eval.partial_eval_jaxpr_custom_rules[edge_p] = _keep_edge
 ad.primitive_jvps[edge_p] = _edge_jvp
 ad.primitive_transposes[edge_p] = _edge_transpose
+_compat.hand_on_keys(edge_p)
 
 
 def is_enter(eqn) -> bool:

@@ -130,7 +130,7 @@ def split_stages(
         if expected is not None and stages.num_stages != expected:
             raise ValueError(
                 f"split_stages: num_stages={num_stages}, but the cuts in the function make "
-                f"{stages.num_stages} stages; drop num_stages or change the cuts."
+                f"{stages.num_stages} stages{stages.entrances}; drop num_stages or change the cuts."
             )
         return traced, stages
 

@@ -10,8 +10,10 @@
 - An equation that depends on no argument (positions, causal masks) is repeated where it is read.
 """
 
+import collections
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,18 +28,30 @@ from jaxpp.transforms.stages import _marks
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A flat jaxpr without marks, the stage of each equation, and the name of each stage.
+    """A flat jaxpr without marks, the stage of each equation, and the mark that opens each stage.
 
-    The stage is None for an equation that is repeated where it is read.
+    The stage is None for an equation that is repeated where it is read. The mark is None for the
+    first stage, unless it has one.
     """
 
     jaxpr: jex.ClosedJaxpr
     stage_of: tuple[int | None, ...]
-    names: tuple[str | None, ...]
+    marks: tuple[Any, ...]
 
     @property
     def num_stages(self) -> int:
-        return len(self.names)
+        return len(self.marks)
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """The name of each stage."""
+        return tuple(None if mark is None else mark.params["name"] for mark in self.marks)
+
+    @property
+    def entrances(self) -> str:
+        """Lists the user's lines that have the marks, in brackets; empty if there are none."""
+        lines = [_compat.source_line(mark) for mark in self.marks if mark is not None]
+        return f" (entered at {listed(lines)})" if any(lines) else ""
 
     @functools.cached_property
     def parts(self) -> tuple[_jaxprs.Part, ...]:
@@ -113,9 +127,45 @@ def has_marks(jaxpr) -> bool:
     return any(_jaxprs.contains(eqn, _marks.is_enter) for eqn in jaxpr.eqns)
 
 
+#: The order of the transforms, for errors about another.
+ORDER = (
+    "cut the function that microbatch runs, not the one that it makes: "
+    "microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M)"
+)
+
+
+def runs_microbatches(eqn) -> bool:
+    """Tells, for the sake of an error, whether a loop that `microbatch` made is in an equation."""
+
+    def is_its_loop(eqn) -> bool:
+        return eqn.primitive.name == "scan" and _MICROBATCH in _compat.traced_function(
+            eqn.params["jaxpr"]
+        )
+
+    return _jaxprs.contains(eqn, is_its_loop)
+
+
+_MICROBATCH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "microbatch", "")
+
+
+def listed(lines: Sequence[str]) -> str:
+    """Lists the user's lines that open stages, for an error; says why some are there twice."""
+    counts = collections.Counter(lines)
+    each = ", ".join(f"{line} ({n} times)" if n > 1 else line for line, n in counts.items())
+    if len(counts) == len(lines):
+        return each
+    return (
+        f"{each}; a mark that is passed several times, as where a model is called twice, opens a "
+        f"stage each time: call the model once on both inputs, joined along the batch, or cut it "
+        f"by num_stages"
+    )
+
+
 def _refuse_marks_inside(jaxpr: jex.ClosedJaxpr) -> None:
     for eqn in jaxpr.eqns:
         if not _marks.is_enter(eqn) and _jaxprs.contains(eqn, _marks.is_enter):
+            if runs_microbatches(eqn):
+                raise ValueError(f"A stage is entered inside the loop of microbatch: {ORDER}.")
             raise ValueError(
                 f"A stage is entered inside a `{eqn.primitive.name}`{_compat.at_source_line(eqn)}, "
                 f"which cannot be cut there: {_why_not(eqn)} Enter the stage before or after it, "
@@ -156,14 +206,14 @@ def read_stages(
             f"{_compat.at_source_line(jaxpr.eqns[mark])}: a mark opens the stage of what reads its "
             f"result. Drop it, or put it before what the stage is to compute."
         )
-    names: list[str | None] = [None] * (marked.last + 1)
+    marks: list[Any] = [None] * (marked.last + 1)
     for i, k in marked.opens.items():
-        names[k] = jaxpr.eqns[i].params["name"]
+        marks[k] = jaxpr.eqns[i]
     flat, kept = dissolve_marks(jaxpr)
     outvars = flat.jaxpr.outvars
     closed = _checkpoints.close(flat.eqns, [stage[i] for i in kept], checkpoints, outvars)
     flat = _compat.make_closed_jaxpr(flat.jaxpr.invars, outvars, [e for e, _ in closed])
-    return Stages(flat, tuple(k for _, k in closed), tuple(names))
+    return Stages(flat, tuple(k for _, k in closed), tuple(marks))
 
 
 def _expose_preparations(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -388,8 +438,8 @@ def _number_marks(jaxpr, chain: Sequence[bool]) -> dict[int, int]:
         twice = next(k for k in found if found.count(k) > 1)
         where = [_compat.source_line(e) for _, e in marks if e.params["stage"] == twice]
         raise ValueError(
-            f"Stage {twice} is entered {len(where)} times ({', '.join(where)}): "
-            f"mark each stage once; to mark several values, pass them as one pytree."
+            f"Stage {twice} is entered {len(where)} times ({listed(where)}): mark each stage once; "
+            f"to mark several values, pass them as one pytree."
         )
     wanted = list(range(found[0], found[0] + len(found)))
     if found != wanted or found[0] > 1:

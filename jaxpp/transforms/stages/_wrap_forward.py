@@ -69,15 +69,29 @@ def wrap_forward(
         own = by_stage.get(k, otherwise)
         part = stages.parts[k]
         if own is None:
-            stage = functools.partial(_run_stage, part.jaxpr)
+            stage = _with_cloned_keys(functools.partial(_run_stage, part.jaxpr))
         else:
-            stage = jax.checkpoint(functools.partial(_jaxprs.run, part.jaxpr), policy=own)
+            run = _with_cloned_keys(functools.partial(_jaxprs.run, part.jaxpr))
+            stage = jax.checkpoint(run, policy=own)
         inputs = _jaxprs.read(part.inputs, values)
         if not _compat.writes_jaxpr():  # nothing is there to outline; a new call would be compiled
             return stage(*inputs)
         return _marks.call_stage(stage, k, stages.num_stages, inputs)
 
     return _stages.run_in_stages(fun, _stages.decision_of(fun), run_stage)
+
+
+def _with_cloned_keys(stage: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Lets a stage give clones of random keys.
+
+    Stages may share an array of keys, which `jax.debug_key_reuse` would take for used up by the
+    first of them. Whether a key is used twice has been checked in the function as a whole.
+    """
+
+    def run(*args: Any) -> list[Any]:
+        return _jaxprs.with_cloned_keys(stage(*args))
+
+    return run
 
 
 #: Of more elementwise operations in a row than this, only the inputs are kept for the backward.

@@ -6,7 +6,7 @@ S-1..0, so that values flow from lower positions to higher ones.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -35,9 +35,9 @@ class Body:
     `position` has the position of each equation's task, None for an equation outside of all calls
     of stages. Carry i becomes `carry_outs[i]`; `ys` are the results of each iteration. The tasks at
     the positions `recomputing` compute a part of a forward again. `values` has the operand of the
-    loop for each of its inputs. For each carry that takes its microbatches in any order, `folds`
-    has the primitive that combines them. `finish` makes the results of the loop as it was traced
-    from those of a loop of this body.
+    loop for each of its inputs; the loop takes `length` slices, in reverse or not. For each carry
+    that takes its microbatches in any order, `folds` has the primitive that combines them. `finish`
+    makes the results of the loop as it was traced from those of a loop of this body.
     """
 
     consts: tuple[Any, ...]
@@ -50,6 +50,8 @@ class Body:
     num_stages: int
     recomputing: frozenset[int]
     values: Mapping[Any, Any]
+    length: int
+    reverse: bool
     folds: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     finish: Callable[[Sequence[Any]], Sequence[Any]] = lambda results: results
 
@@ -106,6 +108,12 @@ class Body:
                     readers.setdefault(v, set()).add(p)
         return readers
 
+    def from_stages(self, more: Iterable[Any]) -> set[Any]:
+        """Finds all that depends on `more`, or on what a stage makes of a microbatch."""
+        varying = _jaxprs.descendants(self.eqns, [*self.carries, *self.xs])
+        staged = [v for e, p in self.placed() if p is not None for v in e.outvars if v in varying]
+        return _jaxprs.descendants(self.eqns, [*staged, *more])
+
     def equations_at(self, position: int, more: Sequence[Any]) -> list[Any]:
         """Gives the equations of a task, and those without a position that it or `more` need."""
         read, found = set(more), []
@@ -136,7 +144,12 @@ class Body:
 
 
 def read_body(
-    jaxpr: jex.ClosedJaxpr, num_consts: int, num_carry: int, operands: Sequence[Any]
+    jaxpr: jex.ClosedJaxpr,
+    num_consts: int,
+    num_carry: int,
+    operands: Sequence[Any],
+    length: int,
+    reverse: bool,
 ) -> Body:
     """Opens the stage calls in the jaxpr of a loop's body.
 
@@ -145,6 +158,8 @@ def read_body(
         num_consts: the number of its inputs that are constants.
         num_carry: the number of its inputs, and of its outputs, that are carries.
         operands: the operands of the loop.
+        length: the number of slices.
+        reverse: whether the loop takes the last slice first.
 
     Raises:
         ValueError: if stages are called inside a loop or conditional, or differ in their number.
@@ -195,39 +210,62 @@ def read_body(
         num_stages,
         frozenset(recomputing),
         dict(zip(invars, operands, strict=True)),
+        length,
+        reverse,
     )
 
 
 def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool]]:
     """Brings the calls of stages to the top of a loop's body.
 
-    Also tells for each equation whether a checkpoint computes it again for the backward.
+    Also tells for each equation whether a checkpoint computes it again for a backward in it. Where
+    a stage in the checkpoint reads the forward of an earlier one, they are forwards of the loop,
+    for the earlier one's backward comes later. So it is for the gradient of a loss over the batch.
     """
 
     def holds_calls(eqn):
         return not is_stage_call(eqn) and _jaxprs.contains(eqn, is_stage_call)
 
-    flat = _jaxprs.inline(jaxpr, lambda e: holds_calls(e) and not _recomputes(e))
     known = _jaxprs.Substitution()
-    eqns, again = [], []
-    for eqn in map(known.rename, flat.eqns):
-        inner, opens = [eqn], holds_calls(eqn) and _recomputes(eqn)
-        if opens:
-            called = _jaxprs.part(*_jaxprs.inline_call(eqn, eqn.invars))
-            opened = _jaxprs.inline(called.jaxpr, holds_calls)
-            known.of.update(zip(eqn.outvars, opened.jaxpr.outvars, strict=True))
-            inner = opened.eqns
-        for e in inner:
-            if holds_calls(e):
+    eqns: list[Any] = []
+    again: list[bool] = []
+
+    def add(jaxpr: jex.ClosedJaxpr, computed_again: bool) -> list[Any]:
+        """Adds the equations of a program; gives its results."""
+        flat = _jaxprs.inline(jaxpr, lambda e: holds_calls(e) and not _recomputes(e))
+        for eqn in map(known.rename, flat.eqns):
+            if not holds_calls(eqn):
+                eqns.append(eqn)
+                again.append(computed_again)
+                continue
+            if not _recomputes(eqn):
                 raise ValueError(
-                    f"schedule: stages are called inside a `{e.primitive.name}`"
-                    f"{_compat.at_source_line(e)}; a schedule needs them directly in the "
+                    f"schedule: stages are called inside a `{eqn.primitive.name}`"
+                    f"{_compat.at_source_line(eqn)}; a schedule needs them directly in the "
                     f"microbatch loop."
                 )
-        eqns.extend(inner)
-        again.extend([opens] * len(inner))
-    outvars = [known(v) for v in flat.jaxpr.outvars]
-    return _compat.make_closed_jaxpr(flat.jaxpr.invars, outvars, eqns), again
+            called = _jaxprs.part(*_jaxprs.inline_call(eqn, eqn.invars)).jaxpr
+            inner = _jaxprs.inline(called, holds_calls).eqns
+            is_again = any(map(is_backward_call, inner)) and not _are_chained(inner)
+            known.of.update(zip(eqn.outvars, add(called, computed_again or is_again), strict=True))
+        return list(map(known, flat.jaxpr.outvars))
+
+    outvars = add(jaxpr, False)
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), again
+
+
+def _are_chained(eqns: Sequence[Any]) -> bool:
+    """Tells whether a stage reads a value that the forward of an earlier stage makes."""
+    behind: dict[Any, set[int]] = {}
+    for eqn in eqns:
+        stages = set().union(*(behind.get(v, ()) for v in _jaxprs.variables(eqn.invars)))
+        if (call := stage_of_call(eqn)) is not None:
+            if any(stage < call[0] for stage in stages):
+                return True
+            if not is_backward_call(eqn):
+                stages.add(call[0])
+        behind.update(dict.fromkeys(eqn.outvars, stages))
+    return False
 
 
 def _recomputes(eqn) -> bool:

@@ -213,7 +213,8 @@ def _step(tasks: LoopTasks, bodies: Sequence[TaskBody], consts, carry, slices):
             for r in body.inputs
         ]
         if body.recomputes:  # else XLA keeps the forward's values, and computes nothing again
-            inputs = list(jax.lax.optimization_barrier(inputs))
+            inputs = jax.lax.optimization_barrier(_jaxprs.with_cloned_keys(inputs))
+            inputs = _jaxprs.with_cloned_keys(inputs)
         # The names of these calls outlive differentiation, so that `was_loop` can find the loop.
         run = functools.partial(_jaxprs.run, body.jaxpr)
         for ref, y in zip(body.outputs, call_task(run, body.name, inputs), strict=True):
@@ -226,8 +227,13 @@ loop_p = jex.Primitive("pipeline_loop")
 loop_p.multiple_results = True
 
 
+@jax.debug_key_reuse(False)
+def _plain(*avals, **params):
+    return jax.make_jaxpr(lambda *xs: run_as_scan(*xs, **params))(*avals)
+
+
 def _abstract(*avals, **params):
-    jaxpr = jax.make_jaxpr(lambda *xs: run_as_scan(*xs, **params))(*avals)
+    jaxpr = _plain(*avals, **params)
     return jaxpr.out_avals, jaxpr.jaxpr.effects
 
 
@@ -235,7 +241,9 @@ loop_p.def_impl(
     lambda *xs, **params: _jaxprs.run_compiled(functools.partial(run_as_scan, **params), *xs)
 )
 loop_p.def_effectful_abstract_eval(_abstract)
-mlir.register_lowering(loop_p, mlir.lower_fun(run_as_scan, multiple_results=True))
+mlir.register_lowering(
+    loop_p, mlir.lower_fun(jax.debug_key_reuse(False)(run_as_scan), multiple_results=True)
+)
 
 
 def _jvp(primals, tangents, **params):
@@ -298,8 +306,21 @@ def _reached(tasks: LoopTasks, sources: set[Ref]) -> set[Ref]:
     return reached
 
 
+_compat.checkify_as(loop_p, run_as_scan)
 ad.primitive_jvps[loop_p] = _jvp
 batching.primitive_batchers[loop_p] = _batch
+
+
+def _flat(eqn) -> jex.ClosedJaxpr:
+    """Gives a loop as scans whose bodies are flat: tasks may share an array of keys."""
+    plain = _plain(*(v.aval for v in eqn.invars), **eqn.params)
+    opened = [
+        _jaxprs.map_jaxprs(e, lambda body: _jaxprs.inline(body, is_task_call)) for e in plain.eqns
+    ]
+    return _compat.with_equations(plain, opened, plain.jaxpr.outvars)
+
+
+_compat.use_keys_as(loop_p, _flat)
 
 
 def is_loop(eqn) -> bool:
@@ -310,6 +331,27 @@ def is_loop(eqn) -> bool:
 def was_loop(eqn) -> bool:
     """Tells whether an equation was a scheduled loop before it was differentiated."""
     return eqn.primitive.name == "scan" and _jaxprs.contains(eqn, is_task_call)
+
+
+def error_inside(who: str, what: str, eqn) -> ValueError:
+    """Makes the error of the transform `who` for a loop, `what`, that is inside an equation."""
+    name = eqn.primitive.name
+    way_out = "Move it to the top of the step."
+    if name in ("scan", "while"):
+        way_out = (
+            "Write that loop in Python: a `for` over steps or batches, in the step or around its "
+            "calls. To accumulate gradients over batches, join them and give microbatch more "
+            "microbatches."
+        )
+    elif name == "cond":
+        way_out = (
+            "Decide in Python, between the calls of steps; or run the loop each time, and choose "
+            "among its results (jnp.where, jax.lax.cond)."
+        )
+    return ValueError(
+        f"{who}: {what} is inside a `{name}`{_compat.at_source_line(eqn)}, but a pipeline starts "
+        f"at the top of a step only. {way_out}"
+    )
 
 
 def operand_stages(eqn) -> dict[Any, frozenset[int]]:

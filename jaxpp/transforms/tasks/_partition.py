@@ -16,7 +16,14 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.schedules import Kind, Table
-from jaxpp.transforms.tasks import _accumulators, _invariants, _loop, _split_backward, _stacked_sums
+from jaxpp.transforms.tasks import (
+    _accumulators,
+    _free_carries,
+    _invariants,
+    _loop,
+    _split_backward,
+    _stacked_sums,
+)
 from jaxpp.transforms.tasks._body import Body
 
 
@@ -54,8 +61,7 @@ def _repeatable(body: Body) -> list[bool]:
     on slices of a microbatch, but on no stage or carry.
     """
     varying = _jaxprs.descendants(body.eqns, [*body.carries, *body.xs])
-    staged = [v for e, p in body.placed() if p is not None for v in e.outvars if v in varying]
-    from_stages = _jaxprs.descendants(body.eqns, [*staged, *body.carries])
+    from_stages = body.from_stages(body.carries)
 
     def is_repeatable(eqn, position) -> bool:
         if eqn.effects:
@@ -169,6 +175,7 @@ PASSES: tuple[Callable[[Body], Body], ...] = (
     _accumulators.hand_through_zeros,
     keep_constants,
     _invariants.hoist,
+    _free_carries.carry_before,
     _accumulators.split_shared_sums,
     place_glue,
     keep_carries,
@@ -263,15 +270,40 @@ class _BodyWriter:
         elif not splits:
             self._add(Kind.B, node, node.eqns, node.sent, node.left)
         else:
-            first, second = _split_backward.split_backward(node.eqns, node.sent)
+            first, second, early = self._halves(node)
             free = _from_constants(first, self.body.consts)
             again = [v for e in second for v in _jaxprs.variables(e.invars) if v in free]
             pure = [e for e in first if all(v in free for v in e.outvars)]
             second = [*_jaxprs.needed(pure, again), *second]
-            read = {v for e in second for v in _jaxprs.variables(e.invars)}.union(node.left)
+            late = [v for v in node.left if v not in early]
+            read = {v for e in second for v in _jaxprs.variables(e.invars)}.union(late)
             kept = [v for e in first for v in e.outvars if v in read and v not in free]
-            self._add(Kind.I, node, first, list(dict.fromkeys([*node.sent, *kept])), [])
-            self._add(Kind.W, node, second, [], node.left)
+            self._add(Kind.I, node, first, list(dict.fromkeys([*node.sent, *kept])), early)
+            self._add(Kind.W, node, second, [], late)
+
+    def _halves(self, node: _Node) -> tuple[list[Any], list[Any], list[Any]]:
+        """Splits a backward; gives the results of the loop, too, that the first half makes.
+
+        These are the carries that the first half reads: its next microbatch may come before this
+        one's second half. To the second half it hands on the carry's old value.
+        """
+        pairs = zip(self.body.carries, self.body.carry_outs, strict=True)
+        own = {carry: out for carry, out in pairs if out in node.left}
+        early: list[Any] = []
+        while True:
+            wanted = [*node.sent, *early]
+            first, second = _split_backward.split_backward(node.eqns, wanted)
+            read, again = (
+                {v for e in half for v in _jaxprs.variables(e.invars)} for half in (first, second)
+            )
+            more = [out for carry, out in own.items() if carry in read and out not in early]
+            if not more:
+                break
+            early += more
+        both = [carry for carry in own if carry in read and carry in again]
+        known = _jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in both)
+        copies = [e for v in known.of for e in _jaxprs.splice(jnp.copy, [v], [known(v)])]
+        return [*copies, *first], list(map(known.rename, second)), early
 
     def _add(self, kind: Kind, node: _Node, eqns, sent, left) -> None:
         """Adds a task that makes values for other tasks, and results of the loop."""

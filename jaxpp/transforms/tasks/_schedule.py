@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jaxpp import _compat, _jaxprs, schedules
 from jaxpp._definitions import definition_of
 from jaxpp._typing import P, R
@@ -20,7 +22,8 @@ def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> Callable[P, R
     by `wrap_forward`. On one device the result runs as before, with the same values; `place` runs
     it in the order of the schedule's table. Under `vmap` a loop keeps its schedule. Differentiated,
     it is a plain loop again, which `place` refuses: differentiate first, then schedule. Where one
-    loop has a backward pass and another has none, the other runs by `ForwardOnly(like=schedule)`.
+    loop has a backward pass and another has none, the other runs by `ForwardOnly(like=schedule)`:
+    so do the forwards before a loss over the whole batch, which is outside of `microbatch`.
 
     Args:
         fun: a function of pytrees, e.g. `microbatch(jax.value_and_grad(wrap_forward(...)), M)`.
@@ -59,7 +62,8 @@ def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> Callable[P, R
         if _compat.is_jit_disabled():  # stages are calls of jitted functions
             return fun(*args, **kwargs)
         traced = _jaxprs.trace(fun, args, kwargs)
-        return traced.rebuild(_run(traced.jaxpr, schedule, traced.inputs))
+        with jax.debug_key_reuse(False):  # tasks may share an array of keys
+            return traced.rebuild(_run(traced.jaxpr, schedule, traced.inputs))
 
     return scheduled
 
@@ -73,7 +77,8 @@ def _has_backward(eqn) -> bool:
     return _jaxprs.contains(eqn, lambda e: is_stage_call(e) and is_backward_call(e))
 
 
-def _holds_microbatch_loop(eqn) -> bool:
+def holds_microbatch_loop(eqn) -> bool:
+    """Tells whether a microbatch loop is inside an equation."""
     bodies = _jaxprs.sub_jaxprs(eqn)
     return any(_jaxprs.contains(e, is_microbatch_loop) for body in bodies for e in body.eqns)
 
@@ -89,11 +94,8 @@ def _uses_of_refs(eqn):
 def _check_loops(flat) -> None:
     """Checks that a flat program has microbatch loops, where a pipeline can start."""
     for eqn in flat.eqns:
-        if _holds_microbatch_loop(eqn):
-            raise ValueError(
-                f"schedule: the microbatch loop is inside a `{eqn.primitive.name}`"
-                f"{_compat.at_source_line(eqn)}; a pipeline cannot start there. Move it to the top."
-            )
+        if holds_microbatch_loop(eqn):
+            raise _loop.error_inside("schedule", "the microbatch loop", eqn)
         if is_microbatch_loop(eqn) and any(map(_compat.is_ref, eqn.invars)):
             lines = [_compat.at_source_line(e) for e in _uses_of_refs(eqn)]
             raise ValueError(
@@ -137,9 +139,7 @@ def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
             plain.append(eqn)
             continue
         run_plain()
-        own = schedule
-        if trains and not _has_backward(eqn) and isinstance(schedule, schedules.Schedule):
-            own = schedules.ForwardOnly(like=schedule)
+        own = _forwards(schedule, eqn) if trains and not _has_backward(eqn) else schedule
         operands = _jaxprs.read(eqn.invars, values)
         values.update(zip(eqn.outvars, _bind_loop(eqn, own, operands), strict=True))
     run_plain()
@@ -150,22 +150,31 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
     num_consts, num_carry = _compat.scan_parts(eqn)
     body, values = _jaxprs.without_constants(eqn.params["jaxpr"])
     body = _compat.eliminate_dead_code(body, [True] * len(body.jaxpr.outvars))
-    table = _table(schedule, body, eqn.params["length"])
-    opened = read_body(body, num_consts + len(values), num_carry, [*values, *operands])
+    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    table = _table(schedule, body, length)
+    constants = num_consts + len(values)
+    opened = read_body(body, constants, num_carry, [*values, *operands], length, reverse)
     tasks, own = _partition.partition(opened, table)
     _check(schedule, table, tasks)
-    taken = table.direction_of[::-1] if eqn.params["reverse"] else table.direction_of
+    taken = table.direction_of[::-1] if reverse else table.direction_of
     firsts = [own.values[v] for v in own.carries]
     tasks, carries, joins = _directions.separate(tasks, firsts, taken)
     consts, xs = ([own.values[v] for v in part] for part in (own.consts, own.xs))
-    results = _loop.loop_p.bind(*consts, *carries, *xs, reverse=eqn.params["reverse"], tasks=tasks)
+    results = _loop.loop_p.bind(*consts, *carries, *xs, reverse=reverse, tasks=tasks)
     return list(own.finish(joined(results, joins)))
+
+
+def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:
+    """Gives the schedule of a loop without a backward, beside one that has the given schedule."""
+    if not isinstance(schedule, schedules.Schedule):  # any object with a table
+        table = schedule.table(next(_stage_counts(eqn)), eqn.params["length"])
+        schedule = schedules.FromTable(table)
+    return schedules.ForwardOnly(like=schedule)
 
 
 def _table(schedule: Any, body, length: int) -> Table:
     """Makes the schedule's table for a loop; if it splits one backward, it splits all."""
-    sizes = [s for e in body.eqns for s in _stage_counts(e)]
-    num_stages = sizes[0]
+    num_stages = next(s for e in body.eqns for s in _stage_counts(e))
     table = schedule.table(num_stages, length)
     if table.num_stages != num_stages or table.num_microbatches != length:
         raise schedules.ScheduleError(

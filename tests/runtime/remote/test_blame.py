@@ -76,7 +76,7 @@ def test_the_error_says_who_where_why_and_who_waits(what, cause, words, task):
     members[1].at = (5, "B1.0")
     reports = {0: waited(0, 1, "receive of B1.0"), 2: waited(2, 0)}
     reports |= {} if what is None else {1: what}
-    error = explain(members, reports, 1, lambda task: f" of stage {task[1]}")
+    error = explain(members, reports, 1, lambda call, task: f" of stage {task[1]}")
     assert str(error).startswith(f"rank 1 (process 101 on here (10.0.0.1)) has failed {words}")
     assert "Waiting for it: rank 0 in receive of B1.0." in str(error)
     assert (error.rank, error.host, error.task) == (1, "here (10.0.0.1)", task)
@@ -91,14 +91,14 @@ def test_where_both_ends_of_a_connection_live_the_error_names_the_connection(fir
     for own in (ended, waited(1, 0)):
         reports = {0: waited(0, 1), 1: own, 2: ended}
         reports = dict(sorted(reports.items(), key=lambda item: item[0] != first))
-        error = explain(members, reports, 1, lambda task: "")
+        error = explain(members, reports, 1, lambda call, task: "")
         ends = [f"rank {n} (process {100 + n} on here (10.0.0.1))" for n in range(2)]
         assert str(error).startswith(
             f"The connection between {ends[0]} and {ends[1]} broke, but both processes live: in "
             "receive of x, rank 0 found that it is gone."
         )
         assert isinstance(error.__cause__, PeerLost) and error.task == "receive of x"
-    dead = explain(members, {0: waited(0, 1), 1: DEAD}, 1, lambda task: "")
+    dead = explain(members, {0: waited(0, 1), 1: DEAD}, 1, lambda call, task: "")
     assert str(dead).startswith("rank 1 (process 101 on here (10.0.0.1)) has failed")
 
 
@@ -107,6 +107,6 @@ def test_a_third_rank_that_waits_does_not_hide_whose_connection_broke():
     ended = Failure.of(TransportError("rank 2 has failed"), 0, 7, "receive of x", 1)
     reports = {0: ended, 1: waited(1, 2), 2: Failure.of(PeerLost(1, "gone"), 2, 7, "send of y", 1)}
     for worker in (1, 2):
-        error = explain(members, reports, worker, lambda task: "")
+        error = explain(members, reports, worker, lambda call, task: "")
         assert str(error).startswith("The connection between rank 1 (")
         assert "and rank 2 (" in str(error) and error.rank == 2

@@ -155,6 +155,22 @@ def test_an_exception_in_a_task_names_stage_and_line_and_is_the_cause(mesh, step
     assert pids(mesh) == before  # nobody has to be replaced
 
 
+def test_the_line_is_one_of_the_step_that_fails(mesh):
+    """Other steps on the mesh have a task of the same name."""
+
+    def negative(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        return jnp.mean(jnp.log(h @ w - 100.0))
+
+    grad = jax.value_and_grad(jaxpp.wrap_forward(negative))
+    grad = jaxpp.schedule(jaxpp.microbatch(grad, 2), jaxpp.schedules.OneFOneB())
+    broken = jaxpp.place(grad, mesh)
+    first = negative.__code__.co_firstlineno
+    with jax.debug_nans(True), pytest.raises(RankError, match=r"\(stage 1, .*\.py:\d+\)") as caught:
+        jax.device_get(broken(jnp.eye(4), jnp.ones((4, 4))))
+    assert f"{__file__}:{first + 2}" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "fetch", [float, np.asarray, jax.device_get, jnp.asarray, jax.block_until_ready]
 )

@@ -108,6 +108,23 @@ def divided(result):
     return total / count, jax.tree.map(lambda g: g / count, gradients)
 
 
+def test_a_python_count_is_summed_over_the_microbatches():
+    """A mean of all tokens, of their sum and their number, which the shape of a batch says."""
+
+    def make(num_stages):
+        def loss(params, x, y):
+            x = jaxpp.pipeline_enter_stage(jnp.tanh(x @ params[0]))
+            losses = -jax.nn.log_softmax(x @ params[1])[..., 0] * y
+            return jnp.sum(losses), losses.size
+
+        return loss
+
+    args = (make_params()[:RANKS], X, Y)
+    got = run(make, "1f1b", (None, 0, 0), "sum", args, after=divided)
+    whole = divided(jax.jit(jax.value_and_grad(make(1), has_aux=True))(*args))
+    chex.assert_trees_all_close(got, whole, rtol=1e-5, atol=1e-6)
+
+
 def share_of_the_batch(num_stages: int):
     """A sum of token losses over the number of tokens in the whole batch, which is an argument."""
 

@@ -157,6 +157,18 @@ def test_the_gradient_of_collected_rows_takes_the_memory_of_one_slice(reduce):
     assert all(v.aval.size <= max(W.size, len(X)) for s in live_scans(got, W) for v in s.outvars)
 
 
+def test_gradients_through_rows_without_elements():
+    def fun(w, x):
+        h = jnp.tanh(x @ w)
+        return jnp.mean(h), h[:, :0]
+
+    def total(fun):
+        return jax.grad(lambda w: jnp.sum(fun(w, X)[1]) + fun(w, X)[0])
+
+    microbatched = jaxpp.microbatch(fun, 3, reduce=("mean", "concat"))
+    assert_close_sums(total(microbatched)(W), total(fun)(W))
+
+
 @pytest.mark.parametrize(
     "transform",
     [
@@ -289,6 +301,42 @@ def test_keys_integers_booleans_and_static_leaves():
     assert_close_sums(grads(W), jax.grad(lambda w: fun(w, (keys, mask, ids, "static"))[0].sum())(W))
 
 
+BATCH = {"x": X, "weights": jnp.arange(3.0)}
+
+
+def weighted(batch):
+    return jnp.sum(batch["x"]) * batch["weights"][-1]
+
+
+def test_an_array_with_an_entry_for_each_microbatch_has_an_axis_of_its_own():
+    got = jaxpp.microbatch(weighted, 3, in_axes=({"x": 0, "weights": 0},), reduce="stack")(BATCH)
+    assert_close_sums(got, X.reshape(3, 4, 8).sum((1, 2)) * BATCH["weights"])
+    got = jaxpp.microbatch(weighted, 3, in_axes=({"x": 0, "weights": None},), reduce="sum")(BATCH)
+    assert_close_sums(got, X.sum() * 2.0)
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda m: m(weighted, 3, in_axes=0)(BATCH), "args[0]['weights']"),
+        (lambda m: m(lambda x, w: w[0], 3, in_axes=0)(X, jnp.arange(3.0)), "args[1]"),
+        (lambda m: m(lambda x, w: w[0], 3, in_axes=(0,))(X, w=jnp.arange(3.0)), "args[1].w"),
+    ],
+    ids=["dictionary", "arguments", "keyword"],
+)
+def test_an_array_as_long_as_there_are_microbatches_is_no_entry_of_the_batch(call, name):
+    with pytest.raises(ValueError, match=re.escape(f"{name} has 3 entries where others have 12")):
+        call(jaxpp.microbatch)
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_keys_of_the_microbatches_may_be_in_the_batch(make_key):
+    keys = jax.random.split(make_key(0), 3)
+    draw = jaxpp.microbatch(lambda b: jax.random.normal(b[1][0]), 3, in_axes=0, reduce="stack")
+    assert_close_sums(draw((X, keys)), jax.vmap(jax.random.normal)(keys))
+
+
 def test_equinox_models_in_and_out():
     model = eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(4))
 
@@ -417,6 +465,84 @@ def test_an_argument_may_be_a_result_and_a_constant_too():
 
     got = jaxpp.microbatch(fun, 3)(W, X)
     assert_close_sums(got, tuple(jnp.asarray(v) for v in fun(W, X)))
+
+
+# ---- numbers of Python --------------------------------------------------------------------------
+
+
+def counting(of_number):
+    """A sum; and numbers, a count of the rows among them, as they are or as arrays."""
+
+    def fun(w, x):
+        numbers = {"rows": len(x), "rate": 0.5 * len(x)}
+        return jnp.sum(x @ w), [jax.tree.map(of_number, numbers), "static"]
+
+    return fun
+
+
+class Product:
+    def init(self, x):
+        return jnp.ones(x.shape, x.dtype)
+
+    def combine(self, acc, x):
+        return acc * x
+
+    def finish(self, acc, num_microbatches):
+        return acc
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("reduce", ["sum", Product(), "stack", "max", "last"])
+def test_a_number_is_reduced_as_an_array_is(reduce):
+    def reduced(of_number):
+        loop = jaxpp.microbatch(counting(of_number), 3, reduce=("sum", reduce))
+        return jax.value_and_grad(loop, has_aux=True)(W, X)
+
+    assert_same(reduced(lambda number: number), reduced(jnp.asarray))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_the_sum_of_a_count_is_that_of_the_whole_batch(transform):
+    fun = counting(lambda number: number)
+    got = transform(lambda w, x: jaxpp.microbatch(fun, 3, reduce="sum")(w, x)[1][0])(W, X)
+    assert_same(got, jax.jit(lambda w, x: fun(w, x)[1][0])(W, X))  # weak types as well
+
+
+def test_what_is_no_number_passes_and_so_do_the_settings_of_a_module():
+    def fun(x):
+        return x.sum(), {"drop": eqx.nn.Dropout(0.5), "name": "a", "fun": fun, "flag": True}
+
+    for reduce in ("mean", "max", "last"):
+        _, got = jaxpp.microbatch(fun, 3, in_axes=0, reduce=("sum", reduce))(X)
+        assert got == fun(X)[1]
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    ("output", "reduce", "message"),
+    [
+        (lambda x: len(x), "mean", "output['it'] (int32[]) has no 'mean'; give reduce= for it"),
+        (lambda x: eqx.nn.Dropout(0.5), "sum", "output['it'].p is 0.5, a bool of Python or a"),
+        (lambda x: True, "stack", "output['it'] is True, a bool of Python or a number"),
+        (lambda x: True, LogSumExp(), "output['it'] is True, a bool of Python or a number"),
+    ],
+)
+def test_a_number_that_cannot_be_reduced_is_an_error(output, reduce, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxpp.microbatch(lambda x: {"it": output(x)}, 3, in_axes=0, reduce=reduce)(X)
+
+
+def test_a_number_is_carried_as_an_array_is_and_nothing_else_may_change():
+    def fun(state, x):
+        return {**state, "seen": state["seen"] + len(x), "flag": state["flag"] or changes}
+
+    carried = jaxpp.microbatch(fun, 3, in_axes=("carry", 0), reduce="carry")
+    changes = False
+    got = carried({"seen": 1, "flag": False, "name": "a"}, X)
+    assert_same(got, {"seen": jnp.asarray(1 + len(X)), "flag": False, "name": "a"})
+    changes = True
+    with pytest.raises(ValueError, match="False is carried in, and True out"):
+        carried({"seen": 1, "flag": False, "name": "a"}, X)
 
 
 # ---- values carried from slice to slice ---------------------------------------------------------
@@ -556,11 +682,12 @@ def predicting(w, x):
 
 def test_a_prediction_for_each_example_that_is_averaged_by_default_is_warned_of():
     grad = jax.value_and_grad(predicting, has_aux=True)
-    message = r"output\[0\]\[1\]\['rows'\] \(float32\[4\]\) seems to have an entry for each"
-    with pytest.warns(UserWarning, match=message) as warned:
+    with pytest.warns(UserWarning) as warned:
         jaxpp.microbatch(grad, 3)(W, X)
-    assert len(warned) == 1
-    assert warned[0].filename == __file__
+    norm, rows = sorted(str(w.message) for w in warned)
+    assert "output[0][1]['norm'] (float32[]) seems to be a sum over the examples" in norm
+    assert "output[0][1]['rows'] (float32[4]) seems to have an entry for each" in rows
+    assert {w.filename for w in warned} == {__file__}
 
 
 @pytest.mark.parametrize(
@@ -584,6 +711,65 @@ def test_a_gradient_as_long_as_a_microbatch_is_not_warned_of():
         warnings.simplefilter("error")
         jaxpp.microbatch(jax.grad(loss), 2)(W, jnp.ones((16, 8)))
         jaxpp.microbatch(lambda x: jax.grad(loss)(W, x), 2, in_axes=0)(jnp.ones((16, 8)))
+
+
+def test_a_sum_that_is_averaged_by_default_is_warned_of_and_a_gradient_by_a_number_is_not():
+    def total(w, x):
+        return -jnp.sum((x @ w) ** 2) - jnp.sum(w)
+
+    for fun in (total, jax.jit(total), jaxpp.wrap_forward(total)):
+        with pytest.warns(UserWarning, match=r"output\[0\] .* seems to be a sum over the examples"):
+            jaxpp.microbatch(jax.value_and_grad(fun), 3)(W, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jaxpp.microbatch(jax.value_and_grad(total), 3, reduce="sum")(W, X)
+        jaxpp.microbatch(lambda w, x: total(w, x) / len(x), 3)(W, X)
+        jaxpp.microbatch(jax.value_and_grad(lambda s, x: jnp.mean(s * x)), 3)(jnp.ones(()), X)
+
+
+# ---- state that its gradient overwrites ---------------------------------------------------------
+
+
+@jax.custom_vjp
+def watch(x, largest):
+    """The identity; the "gradient" by `largest` is the new largest magnitude, as in float8."""
+    return x
+
+
+watch.defvjp(lambda x, largest: (x, x), lambda x, ct: (ct, jnp.max(jnp.abs(x))))
+
+
+def watching(params, x):
+    h = watch(x @ params["w"], params["_overwrite_with_gradient"])
+    return jnp.mean(jaxpp.pipeline_enter_stage(jnp.tanh(h)) ** 2)
+
+
+PARAMS = {"w": W, "_overwrite_with_gradient": jnp.float32(1)}
+
+
+def test_a_state_that_its_gradient_overwrites_has_a_reduction_of_its_own():
+    grad = jax.value_and_grad(jaxpp.wrap_forward(watching))
+    reduce = ("mean", {"w": "mean", "_overwrite_with_gradient": "max"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop = jaxpp.schedule(jaxpp.microbatch(grad, 3, reduce=reduce), jaxpp.schedules.OneFOneB())
+        got = jaxpp.place(loop, jaxpp.MpmdMesh((2,)))(PARAMS, X)
+    assert_close_sums(got, jax.value_and_grad(watching)(PARAMS, X))
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda f: jaxpp.microbatch(jax.grad(f), 3), "overwrites a state, .* reduction 'mean'"),
+        (lambda f: jaxpp.microbatch(jax.grad(f), 3, reduce="sum"), "reduction 'sum'"),
+        (lambda f: jax.grad(jaxpp.microbatch(f, 3)), "Differentiate first"),
+    ],
+    ids=["default", "sum", "outside"],
+)
+def test_a_state_that_its_gradient_overwrites_is_not_averaged_in_silence(step, message):
+    with pytest.warns(UserWarning, match=message):
+        step(watching)(PARAMS, X)
 
 
 @pytest.mark.parametrize(

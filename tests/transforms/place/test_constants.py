@@ -8,7 +8,9 @@ import pytest
 
 import jaxpp
 from jaxpp import _jaxprs
+from tests.helpers import mesh_of
 from tests.transforms import two_layers
+from tests.transforms.place import closed_over
 from tests.transforms.two_layers import WEIGHTS, X
 
 ONES, COUNT = jnp.ones(2), jnp.arange(2.0)
@@ -136,3 +138,67 @@ def test_an_array_that_the_step_closes_over_outlives_a_result_of_its_shape():
     placed = two_layers.place(step)
     first, second = placed(WEIGHTS, X), placed(WEIGHTS, X)
     chex.assert_trees_all_equal(first, second)
+
+
+# ---- arrays that go, or change ------------------------------------------------------------------
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("fate", closed_over.FATES)
+@pytest.mark.parametrize("where", closed_over.WHERE)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_keeps_what_it_closed_over(where, fate, shared):
+    closed_over.check(mesh_of(2, shared=shared), where, fate)
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("where", ["in_a_loop", "plainly"])
+def test_a_step_that_is_compiled_later_keeps_what_it_was_lowered_with(where):
+    matrix, table = closed_over.aligned(), jnp.arange(1.0, 5.0)
+
+    def loss(w, x):
+        return two_layers.loss(w, closed_over.WHERE[where](matrix, x))
+
+    def step(w, x):
+        value, grads = two_layers.scheduled(loss)(w, closed_over.WHERE[where](matrix, x))
+        return value * table[1], grads
+
+    want = jax.jit(step)(WEIGHTS, X)
+    lowered = two_layers.place(step).lower(WEIGHTS, X)
+    matrix[:] = 9
+    table.delete()
+    chex.assert_trees_all_close(lowered.compile()(WEIGHTS, X), want, rtol=1e-4)
+
+
+def test_a_step_may_be_given_and_donated_an_array_that_it_closes_over():
+    shift = jnp.arange(16.0).reshape(4, 4)
+
+    def step(w, x, state):
+        value, grads = two_layers.scheduled(two_layers.loss)(w, x @ shift)
+        return value, state + jnp.mean(grads[0])
+
+    want = jax.jit(step)(WEIGHTS, X, shift)
+    placed = two_layers.place(step, donate_argnums=2)
+    value, state = placed(WEIGHTS, X, shift)
+    chex.assert_trees_all_close((value, state), want, rtol=1e-4)
+    assert shift.is_deleted()
+    chex.assert_trees_all_close(placed(WEIGHTS, X, state)[0], want[0], rtol=1e-4)
+
+
+def test_an_array_of_numpy_is_kept_once_in_each_rank_that_reads_it():
+    table = closed_over.aligned()
+
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(closed_over.in_a_jit(table, x) @ w[0]))
+        return jnp.mean((h @ w[1]) ** 2)
+
+    lowered = two_layers.place(two_layers.scheduled(loss)).lower(WEIGHTS, X)
+    kept = [[v for _, v in p.constants if np.shape(v) == (4, 4)] for p in lowered.programs]
+    assert [len(own) for own in kept] == [1, 0]
+    assert not np.shares_memory(kept[0][0], table)
+    for computation in lowered.bundle.computations:
+        assert not any(np.size(c) > 1 for e in computation.jaxpr.eqns for c in consts_of(e))
+
+
+def consts_of(eqn):
+    return [c for sub in eqn.params.values() for c in getattr(sub, "consts", ())]

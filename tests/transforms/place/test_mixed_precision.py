@@ -15,7 +15,7 @@ import pytest
 import jaxpp
 from jaxpp import _jaxprs, precision, testing
 from jaxpp._program import Run
-from tests.helpers import assert_close_sums
+from tests.helpers import assert_close_sums, assert_same
 
 WIDTH, VOCABULARY, BATCH, MICROBATCHES = 16, 12, 24, 4
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -164,6 +164,8 @@ def test_each_rank_casts_its_own_parameters(schedule, inside, jitted):
         model, *data(0)
     )
     one_rank = VOCABULARY * WIDTH + 2 * WIDTH * WIDTH
+    if not inside:  # the sums of its gradients, which are in float32, too
+        one_rank *= 2
     assert count_casts(lowered.bundle) == [(0, one_rank), (0, one_rank)]
     testing.assert_no_transfers_of(lowered, 0)
     assert testing.count_sends(lowered) == testing.count_sends(lowered, "edge")
@@ -286,28 +288,129 @@ def test_sums_are_in_the_accumulators_dtype(reduce):
     def total(**options):
         return jaxpp.microbatch(jnp.sum, 64, in_axes=0, reduce=reduce, **options)(x)
 
-    assert total().dtype == BF16 and float(total()) == 256.0 / count
-    assert total(accumulator_dtype=jnp.float32).dtype == jnp.float32
-    assert float(total(accumulator_dtype=jnp.float32)) == (256.0 + 63.0) / count
+    wide = jnp.float32(256.0 + 63.0) / count
+    assert_same(total(accumulator_dtype=None), jnp.asarray(256.0 / count, BF16))
+    assert_same(total(), wide.astype(BF16))
+    assert_same(total(accumulator_dtype="auto"), total())
+    assert_same(total(accumulator_dtype=jnp.float32), wide)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(F16, 3e4), (jnp.float8_e4m3fn, 240.0), (jnp.float8_e5m2, 4e4)]
+)
+def test_a_mean_does_not_overflow_before_it_is_divided(dtype, value):
+    x = jnp.full(4, value, dtype)
+    mean = functools.partial(jaxpp.microbatch, lambda x: x[0], 4, in_axes=0)
+    assert_same(mean()(x), x[0])
+    assert not jnp.isfinite(mean(accumulator_dtype=None)(x).astype(F32))
+
+
+ONES = jnp.ones(8, BF16).at[3].set(256.0)  # their sum is 263; in bfloat16, in any order, 260
+
+
+class Total:
+    """A sum of the user's."""
+
+    def init(self, x):
+        return jnp.zeros(x.shape, x.dtype)
+
+    def combine(self, acc, x):
+        return acc + x
+
+    def finish(self, acc, num_microbatches):
+        return acc
+
+
+def product(w, x):
+    return jnp.sum(x * w)
+
+
+def gradient(fun, reduce, of=lambda result: result, **options):
+    def loss(w, *args):
+        return of(jaxpp.microbatch(fun, 8, reduce=reduce, **options)(w, *args)).astype(F32)
+
+    return jax.grad(loss)
+
+
+SUMS = {
+    "inside": lambda **o: jaxpp.microbatch(jax.grad(product), 8, reduce="sum", **o),
+    "outside": lambda **o: gradient(product, "sum", **o),
+    "rows": lambda **o: gradient(lambda w, x: x * w, "concat", jnp.sum, **o),
+    "operator": lambda **o: gradient(product, Total(), **o),
+    "both": lambda **o: gradient(
+        lambda w, x: (product(w, x) / 2, x * w),
+        ("sum", "concat"),
+        lambda r: r[0] + r[1].sum() / 2,
+        **o,
+    ),
+    "carried": lambda **o: (
+        lambda w, x: gradient(
+            lambda w, seen, x: (product(w, x), seen + 1),
+            ("sum", "carry"),
+            lambda r: r[0],
+            in_axes=(None, "carry", 0),
+            **o,
+        )(w, 0, x)
+    ),
+}
+
+
+@pytest.mark.cases(len(SUMS))
+@pytest.mark.parametrize("way", SUMS)
+def test_gradients_by_narrow_parameters_are_added_up_in_float32(way):
+    w = jnp.ones((), BF16)
+    assert_same(SUMS[way]()(w, ONES), jnp.asarray(263.0, BF16))
+    assert SUMS[way](accumulator_dtype=None)(w, ONES) < 263.0
+
+
+def test_the_sums_of_several_stages_are_joined_in_float32():
+    def loss(w, x):
+        return jnp.sum(jaxpp.pipeline_enter_stage(x * w) + x * w)
+
+    def placed(**options):
+        grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 8, reduce="sum", **options)
+        grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        return jaxpp.place(grad, jaxpp.MpmdMesh((RANKS,)))(jnp.ones((), BF16), ONES)
+
+    assert_same(placed(), jnp.asarray(2 * 263.0, BF16))
+    assert placed(accumulator_dtype=None) < 2 * 263.0
+
+
+def test_a_description_counts_accumulators_in_their_dtype():
+    def accumulators(**options):
+        loss = microbatched(make_loss(), **options)
+        grad_fn = jaxpp.schedule(loss, jaxpp.schedules.OneFOneB())
+        step = jaxpp.place(grad_fn, jaxpp.MpmdMesh((RANKS,)))
+        step(precision.cast(make_model(), BF16), *data(0))
+        return [rank.accumulator_bytes for rank in step.describe().ranks]
+
+    one_rank = VOCABULARY * WIDTH + 2 * WIDTH * WIDTH
+    narrow, wide = accumulators(accumulator_dtype=None), accumulators()
+    assert [b - a for a, b in zip(narrow, wide, strict=True)] == [2 * one_rank] * RANKS
 
 
 def test_the_accumulators_dtype_is_a_prefix_for_floats_that_are_added():
     def outputs(x):
         total = jnp.sum(x)
-        return {"sum": total, "max": jnp.max(x), "count": jnp.int32(x.size), "own": total}, x
+        total = dict.fromkeys(("sum", "own", "auto"), total)
+        return {**total, "max": jnp.max(x), "count": jnp.int32(x.size)}, x
 
     got = jaxpp.microbatch(
         outputs,
         4,
         in_axes=0,
-        reduce=({"sum": "sum", "max": "max", "count": "sum", "own": "mean"}, "concat"),
-        accumulator_dtype=({"sum": "float32", "max": F32, "count": F32, "own": None}, F32),
-    )(jnp.ones(8, BF16))
-    want = ({"sum": F32, "max": BF16, "count": jnp.int32, "own": BF16}, BF16)
+        reduce=(
+            {"sum": "sum", "max": "max", "count": "sum", "own": "mean", "auto": "sum"}, "concat"
+        ),
+        accumulator_dtype=(
+            {"sum": "float32", "max": F32, "count": F32, "own": None, "auto": "auto"}, F32
+        ),
+    )(jnp.ones(8, BF16))  # fmt: skip
+    want = ({"sum": F32, "max": BF16, "count": jnp.int32, "own": BF16, "auto": BF16}, BF16)
     assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(jnp.dtype, want)
 
 
-@pytest.mark.parametrize("dtype", [None, F32])
+@pytest.mark.parametrize("dtype", ["auto", None, F32])
 def test_gradients_outside_are_accumulated_so_too(dtype):
     loss, model = make_loss(1), precision.cast(make_model(), BF16)
     options = dict(in_axes=(None, 0, 0), accumulator_dtype=dtype)
@@ -318,15 +421,15 @@ def test_gradients_outside_are_accumulated_so_too(dtype):
     chex.assert_trees_all_equal(outside, (inside[0], precision.cast(inside[1], BF16)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, bool])
+@pytest.mark.parametrize("dtype", [jnp.int32, bool, "narrow"])
 def test_an_accumulator_is_of_floats(dtype):
     with pytest.raises(ValueError, match="accumulator_dtype holds .* no floating-point dtype"):
-        jaxpp.microbatch(jnp.sum, 2, in_axes=0, accumulator_dtype=dtype)(jnp.ones(4))
+        jaxpp.microbatch(jnp.mean, 2, in_axes=0, accumulator_dtype=dtype)(jnp.ones(4))
 
 
 def test_an_accumulators_dtype_is_a_prefix_of_the_result():
     with pytest.raises(ValueError, match="accumulator_dtype is not a prefix"):
-        jaxpp.microbatch(jnp.sum, 2, in_axes=0, accumulator_dtype=(F32, F32))(jnp.ones(4))
+        jaxpp.microbatch(jnp.mean, 2, in_axes=0, accumulator_dtype=(F32, F32))(jnp.ones(4))
 
 
 # ---- loss scaling -------------------------------------------------------------------------------

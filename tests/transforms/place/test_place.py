@@ -669,7 +669,7 @@ def test_unhashable_argument():
 def test_mesh_with_another_number_of_ranks(ranks):
     step = jaxpp.place(train_step, mesh(ranks))
     with pytest.raises(
-        ValueError, match=f"schedule runs on 3 ranks, but the mesh has {ranks}; make"
+        ValueError, match=f"schedule runs on 3 ranks .*, but the mesh has {ranks}; make"
     ):
         step.lower(init_params(), batch())
 
@@ -686,7 +686,7 @@ def test_more_stages_than_ranks_may_be_several_on_a_rank():
 
 def test_an_evaluation_of_more_stages_than_ranks_says_what_runs_where():
     staged = jaxpp.wrap_forward(loss_fn)
-    own = r"has 4 stages and no schedule: each .* rank of its own, but the mesh has 2; make them"
+    own = r"has 4 stages and no schedule: each .* rank of its own .*, but the mesh has 2; make them"
     for fun, way in ((staged, "ForwardOnly"), (jax.grad(staged), "Interleaved1F1B")):
         way = rf"{own}.*2 stages: schedule\(microbatch\(fun, M\), {way}\(2\)\)\.$"
         with pytest.raises(ValueError, match=way):
@@ -732,23 +732,6 @@ def test_unscheduled_loop():
 
     with pytest.raises(
         ValueError, match=r"microbatch loop.* has no schedule; wrap the func.*OneFOneB"
-    ):
-        jaxpp.place(step, mesh()).lower(init_params(), batch())
-
-
-@pytest.mark.parametrize("where", ["cond", "scan", "while"])
-def test_scheduled_loop_inside_control_flow(where):
-    def step(params, x):
-        match where:
-            case "cond":
-                return jax.lax.cond(x.sum() > 0, train_step, lambda p, _: (p, 0.0), params, x)
-            case "scan":
-                return jax.lax.scan(train_step, params, x[None])
-            case "while":
-                return jax.lax.fori_loop(0, jnp.int32(3), lambda _, p: train_step(p, x)[0], params)
-
-    with pytest.raises(
-        ValueError, match=f"a scheduled loop is inside a `{where}` at .*; a pipeline can"
     ):
         jaxpp.place(step, mesh()).lower(init_params(), batch())
 

@@ -2,17 +2,22 @@
 
 import contextlib
 import io
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import pytest
 
 import jaxpp
 from jaxpp.transforms.place._lower_step import PASSES
 
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "how_a_step_flows.md"
+ROOT = pathlib.Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "how_a_step_flows.md"
 
 
 def test_the_page_shows_what_its_code_prints():
@@ -79,3 +84,59 @@ def test_the_last_pass_leaves_segments_and_loops_that_make_each_variable_once():
         assert known.isdisjoint(eqn.outvars)
         known.update(eqn.outvars)
     assert [sorted(a.stages) for a in placed.arguments] == [[0], [1], [0], [0, 1]]
+
+
+def lowered_with_conditionals(update):
+    """A step on two ranks whose update, of the parameters of both, has conditionals."""
+
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.mean((h @ w[1]) ** 2)
+
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 2)
+    grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+    mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
+    step = jaxpp.place(lambda w, x, n: update(w, grad(w, x), n), mesh)
+    return step.lower([jnp.eye(3), jnp.eye(3)], jnp.ones((4, 3)), 1)
+
+
+def at_times(w, g, n):
+    return jax.lax.cond(n > 2, lambda: [a - b for a, b in zip(w, g, strict=True)], lambda: w)
+
+
+def at_times_within(w, g, n):
+    """The inner guard is a value of a branch, and the outer one of three branches."""
+    small = [lambda: at_times(w, g, n + 1), lambda: w]
+    return jax.lax.switch(n, [*small, lambda: [jnp.sin(a) for a in w]])
+
+
+@pytest.mark.parametrize(("update", "guards"), [(at_times, 1), (at_times_within, 2)])
+def test_a_guard_has_the_name_that_the_jaxpr_gives_it(update, guards):
+    step = lowered_with_conditionals(update).passes["open_spanning"]
+    named = {n for names in re.findall(r"^where (.*): made", step.as_text(), re.M)
+             for n in re.findall(r"(\w+) is \d", names)}  # fmt: skip
+    assert len(named) == guards
+    for name in named:
+        assert re.search(rf"\b{name}:i32\[\] = ", str(step.jaxpr))
+
+
+def test_texts_are_the_same_in_every_process():
+    """A text that shows an address, or the order of a set, is another one in another process."""
+    code = (
+        "from tests.transforms.place.test_step import *\n"
+        "lowered = lowered_with_conditionals(at_times_within)\n"
+        "print(lowered.passes_as_text(), lowered.as_text(), sep='\\n')"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    one, other = (process.communicate()[0] for process in processes)
+    assert "where" in one and "run F1.1" in one
+    assert one == other

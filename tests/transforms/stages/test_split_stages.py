@@ -1,6 +1,7 @@
 """Cuts by annotation, and which equation belongs to which stage."""
 
 import re
+import warnings
 from typing import Any
 
 import chex
@@ -473,7 +474,10 @@ def marks_numbered(*ids):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ((1, 1), r"Stage 1 is entered 2 times \(\S*test_split_stages.py:\d+, \S*:\d+\)"),
+        (
+            (1, 1),
+            r"Stage 1 is entered 2 times \(\S*test_split_stages.py:\d+ \(2 times\); a mark that",
+        ),
         ((1, None), r"the one entered at \S*test_split_stages.py:\d+ is not"),
         ((1, 3), r"numbered \[1, 3\], but must be numbered without gaps"),
         ((2, 3), r"numbered \[2, 3\], but must be numbered without gaps"),
@@ -571,3 +575,45 @@ def test_a_stage_may_have_thousands_of_equations_of_arguments_alone(primitives_o
 
     first, second = primitives_of(jaxpp.split_stages(fun), WS[0], X)
     assert first.count("sin") == 2500 and "sin" not in second
+
+
+# ---- the order of the transforms ----------------------------------------------------------------
+
+
+def with_a_scope(ws, x):
+    h = jnp.tanh(x @ ws[0])
+    with jax.named_scope("second"):
+        return jnp.mean((h @ ws[1]) ** 2)
+
+
+def marked(ws, x):
+    return jnp.mean((enter(jnp.tanh(x @ ws[0])) @ ws[1]) ** 2)
+
+
+@pytest.mark.parametrize("differentiate", [lambda f: f, jax.grad], ids=["loss", "gradient"])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda f: jaxpp.split_stages(f(with_a_scope), 2),
+        lambda f: jaxpp.split_stages(f(with_a_scope), at=["second"]),
+        lambda f: jaxpp.split_stages(f(marked), 2),
+        lambda f: jaxpp.wrap_forward(f(marked)),
+    ],
+    ids=["balanced", "scope", "marks", "wrapped"],
+)
+def test_stages_are_cut_before_microbatches_are_made(cut, differentiate):
+    cut_last = cut(lambda loss: jaxpp.microbatch(differentiate(loss), 2))
+    right = r"loop of microbatch.* microbatch\(value_and_grad\(wrap_forward\(split_stages\("
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a balanced cut beside the loop is warned of
+        with pytest.raises((ValueError, UserWarning), match=right):
+            cut_last(WS[:2], X)
+
+
+def test_a_loop_of_microbatches_inside_a_stage_is_allowed(assert_same):
+    def loss(ws, x):
+        parts = jaxpp.microbatch(lambda w, h: jnp.mean((h @ w) ** 2), 2)
+        return parts(ws[1], enter(jnp.tanh(x @ ws[0])))
+
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss, 2))
+    assert_same(jax.value_and_grad(staged), jax.value_and_grad(loss), WS, X)

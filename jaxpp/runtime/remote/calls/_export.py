@@ -76,7 +76,8 @@ def export(
         out_specs += ((),) * len(hoisted.read)
     out = inside and [NamedSharding(inside, partition_spec(s)) for s in out_specs]
     lower = jax.jit(run, donate_argnums=computation.donated, out_shardings=out)
-    with use_abstract_mesh(inside) if inside else contextlib.nullcontext():
+    under = use_abstract_mesh(inside) if inside else contextlib.nullcontext()
+    with under, _jaxprs.with_its_types(computation.jaxpr):
         try:
             exported = jax_export.export(lower, platforms=[platform])(*avals)
         except ValueError as error:
@@ -150,7 +151,9 @@ def _check_callbacks(computation: Computation, left: Any, inside: AbstractMesh |
     """Refuses the callbacks that are `left` in a jaxpr, and those that want parts of arrays."""
     if found := _find(left, _calls_back):
         what, why = "calls back into Python", "but runs in another process than what it would call"
-        if _compat.is_debug_callback(found):
+        if _compat.is_error_if(found):
+            what = "raises by an eqx.error_if"
+        elif _compat.is_debug_callback(found):
             what = "has a debug callback"
             why = (
                 "in a jax.lax.while_loop, whose length is not known beforehand (a jax.lax.scan can "

@@ -54,7 +54,10 @@ def _waited_for(member: Member, what: Any) -> int | None:
 
 
 def explain(
-    members: Sequence[Member], reports: Reports, worker: int, describe: Callable[[str], str]
+    members: Sequence[Member],
+    reports: Reports,
+    worker: int,
+    describe: Callable[[int, str], str],
 ) -> RankError:
     """Makes the error of all workers.
 
@@ -62,7 +65,7 @@ def explain(
         members: the workers.
         reports: what has been heard of them.
         worker: the one that has failed first.
-        describe: gives the stage and source line of a task's label, or an empty string.
+        describe: gives the stage and source line of a task, from its call's number and its label.
     """
     if (found := _cut_off(members, reports, worker)) is not None:
         return found
@@ -91,7 +94,7 @@ def explain(
         reason = next((w.exception for w in waits.values()), own)
     waiting = [f"rank {members[w].rank} in {r.task}" for w, r in waits.items()]
     of_call = f" of call {call}" if call >= 0 else ""
-    doing = f" in {task}{describe(task)}{of_call}" if task else ""
+    doing = f" in {task}{describe(call, task)}{of_call}" if task else ""
     waited = f" Waiting for it: {', '.join(waiting)}." if waiting else ""
     error = RankError(
         f"{member} has failed{doing}: {reason}.{waited} All ranks have ended the step; arrays "

@@ -69,7 +69,7 @@ class WorkerGroup:
 
     Args:
         settings: how they are started.
-        describe: gives the stage and source line of a task's label, or an empty string.
+        describe: gives the stage and source line of a task, from its call's number and its label.
         told: called with what a worker tells: its number, a number, and pieces.
 
     Raises:
@@ -80,7 +80,7 @@ class WorkerGroup:
     def __init__(
         self,
         settings: Settings,
-        describe: Callable[[str], str],
+        describe: Callable[[int, str], str],
         told: Callable[[int, int, Sequence[Any]], None],
     ):
         #: Held where calls have to have one order on all workers.

@@ -38,10 +38,12 @@ class HealthMonitor:
         members: the workers.
         timeout: seconds without an answer to a heartbeat after which a worker counts as lost whose
             process does not run. One that runs has `PATIENCE` times as long.
-        describe: gives the stage and source line of a task's label, or an empty string.
+        describe: gives the stage and source line of a task, from its call's number and its label.
     """
 
-    def __init__(self, members: Sequence[Member], timeout: float, describe: Callable[[str], str]):
+    def __init__(
+        self, members: Sequence[Member], timeout: float, describe: Callable[[int, str], str]
+    ):
         self.error: RankError | None = None
         self.members = list(members)
         self._timeout = timeout

@@ -1,0 +1,144 @@
+"""The slices of arguments: what `in_axes` says of each array, and whether it fits."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from jaxpp import _specs
+from jaxpp.transforms import _keywords
+from jaxpp.transforms.microbatch._slices import CARRY
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An entry of `in_axes`; `number` tells it apart, None where the user wrote none."""
+
+    axis: int | str | None
+    number: int | None = None
+
+
+WHOLE = Entry(None)
+
+
+def broadcast_axes(in_axes: Any, args: tuple) -> list[Entry]:
+    """Gives the entry of `in_axes` for each leaf of the arguments."""
+    if isinstance(in_axes, list):
+        in_axes = tuple(in_axes)
+    count = len(_keywords.without_keywords(args))
+    if isinstance(in_axes, tuple) and len(in_axes) != count:
+        raise ValueError(
+            f"microbatch: in_axes has {len(in_axes)} entries {in_axes}, but the function was "
+            f"called with {count} arguments; give one entry for each."
+        )
+    numbers = itertools.count()
+    in_axes = jtu.tree_map(lambda a: Entry(a, next(numbers)), in_axes, is_leaf=is_none)
+    in_axes = _keywords.with_keywords(in_axes, args, Entry(0))
+    entries = broadcast(in_axes, args, "in_axes", lambda e: isinstance(e, Entry))
+    for axis in [e.axis for e in entries]:
+        if axis not in (None, CARRY) and (isinstance(axis, bool) or not isinstance(axis, int)):
+            raise ValueError(
+                f"microbatch: in_axes holds {axis!r}; each of its leaves is an int, None or "
+                f"{CARRY!r}."
+            )
+    return entries
+
+
+def is_none(x: Any) -> bool:
+    return x is None
+
+
+def broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool]) -> list[Any]:
+    """Repeats each leaf of a prefix pytree for the leaves of `tree` below it."""
+    result: list[Any] = []
+    try:
+        jtu.tree_map(
+            lambda p, sub: result.extend([p] * len(jtu.tree_leaves(sub))),
+            prefix,
+            tree,
+            is_leaf=is_leaf,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"microbatch: {what} is not a prefix of the pytree it stands for: {error}"
+        ) from None
+    return result
+
+
+def check_sizes(leaves, entries: Sequence[Entry], paths, count: int) -> None:
+    sizes = {}
+    for leaf, entry, path in zip(leaves, entries, paths, strict=True):
+        axis = entry.axis
+        if not isinstance(axis, int):
+            continue
+        if not -leaf.ndim <= axis < leaf.ndim:
+            raise ValueError(
+                f"microbatch: args{path} has shape {leaf.shape} and no axis {axis} to slice."
+            )
+        sizes[path] = leaf.shape[axis]
+    if not sizes:
+        raise ValueError(
+            "microbatch: in_axes names no array to slice; give an axis for one argument."
+        )
+    for path, size in sizes.items():
+        if size % count:
+            near = max(size // count * count, count)
+            raise ValueError(
+                f"microbatch: args{path} has {size} examples, which {count} microbatches do not "
+                f"divide; use {near} or {(size // count + 1) * count} examples, or another number "
+                f"of microbatches."
+            )
+    # An array with an entry for each microbatch (random keys, numbers) has M, whatever the batch.
+    if len(set(sizes.values()) - {count}) > 1:
+        raise ValueError(
+            f"microbatch: the sliced arguments differ in their number of examples: "
+            f"{', '.join(f'args{p}: {n}' for p, n in sizes.items())}; give each as many, or one "
+            f"entry for each of the {count} microbatches."
+        )
+    if count > 1:  # one microbatch takes either whole
+        _check_entries(leaves, entries, paths, sizes, count)
+
+
+def _check_entries(leaves, entries: Sequence[Entry], paths, sizes: dict, count: int) -> None:
+    """Checks that no entry of `in_axes` covers examples and an array of as many as microbatches."""
+    sliced = [(x, e, p) for x, e, p in zip(leaves, entries, paths, strict=True) if p in sizes]
+    examples = {e.number for _, e, p in sliced if sizes[p] != count}
+    for leaf, entry, path in sliced:
+        shared = entry.number is None or entry.number in examples
+        if examples and shared and sizes[path] == count and not _is_key(leaf):
+            raise ValueError(
+                f"microbatch: args{path} has {count} entries where others have "
+                f"{max(sizes.values())} examples, and no axis of its own in in_axes: it may have "
+                f"an entry for each of the {count} microbatches, or be meant for all as it is. "
+                f"Give it an entry of its own in in_axes: {entry.axis} for the first, None for "
+                f"the second."
+            )
+
+
+def _is_key(x: Any) -> bool:
+    """Tells whether an array holds random keys, typed or raw."""
+    raw = x.dtype == np.uint32 and x.ndim == 2 and x.shape[-1] in (2, 4)
+    return raw or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def slice_type(x, axis: int | str, count: int) -> jax.ShapeDtypeStruct:
+    def first(x):
+        return stack_slices(x, axis, count)[0] if isinstance(axis, int) else x
+
+    return _specs.types_of(first, x)  # NumPy's int64 is an int32 to JAX
+
+
+def stack_slices(x, axis: int, count: int):
+    """Stacks the slices of an array along a new first axis."""
+    x = jnp.asarray(x)
+    axis = axis % x.ndim
+    shape = (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+    split = _specs.in_type(x)
+    if split is not None:  # explicit axes: the examples of each slice are split as the array is
+        split = _specs.partition_spec((*split[:axis], (), *split[axis:]))
+    return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)

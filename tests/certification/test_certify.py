@@ -1,0 +1,207 @@
+"""What a certificate says, and what it needs: types alone, and no compilation."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import io_callback
+
+import jaxpp
+from jaxpp import testing
+from jaxpp._program import Run
+from jaxpp.transforms.microbatch import _reductions
+from jaxpp.transforms.place import _lower_step
+
+
+def mesh_of(ranks):
+    return jaxpp.MpmdMesh((ranks,), devices=[jax.devices()[0]] * ranks)
+
+
+def two_layers(w, x):
+    h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+    return jnp.mean((h @ w[1]) ** 2)
+
+
+def step_of(loss=two_layers, schedule=None, ranks=2, microbatches=4):
+    grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), microbatches)
+    grad = jaxpp.schedule(grad, schedule or jaxpp.schedules.OneFOneB())
+
+    def train(w, x):
+        value, grads = grad(w, x)
+        return jax.tree.map(lambda p, d: p - 0.1 * d, w, grads), value
+
+    return jaxpp.place(train, mesh_of(ranks), donate_argnums=0)
+
+
+W, X = [jnp.eye(4) * 0.7, jnp.eye(4) * 0.5], jnp.arange(32.0).reshape(8, 4)
+ALL = ("split_stages", "wrap_forward", "microbatch", "schedule", "place")
+
+
+def test_it_says_what_was_proven():
+    certificate = jaxpp.certify(step_of(), W, X)
+    assert certificate.transforms == ALL and not certificate.undecided
+    assert (certificate.results, certificate.ranks) == (3, 2)
+    assert certificate.exact and not certificate.regrouped
+    assert certificate.passes == ("trace", *(f.__name__ for f in _lower_step.PASSES))
+    assert certificate.tasks >= 16 and certificate.messages >= 8
+    headline, *_ = str(certificate).splitlines()
+    assert headline == (
+        "3 results of 2 ranks are those of the function, bit by bit: split_stages, wrap_forward, "
+        "microbatch, schedule, place are proven"
+    )
+
+
+def test_passes_may_be_left_out():
+    assert jaxpp.certify(step_of(), W, X, passes=False).passes == ("trace",)
+
+
+def test_a_model_larger_than_memory_is_proven_by_its_types():
+    layers, width = 64, 32768
+    params = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)  # 275 GB
+
+    def loss(w, x):
+        h, _ = jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer), None), x, w)
+        return jnp.mean(h**2)
+
+    grad = jaxpp.microbatch(
+        jax.value_and_grad(jaxpp.wrap_forward(jaxpp.split_stages(loss, num_stages=4))), 4
+    )
+    grad = jaxpp.schedule(grad, jaxpp.schedules.ZeroBubbleH1())
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+    def train(w, state, x):
+        value, grads = grad(w, x)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(w, updates), state, value
+
+    step = jaxpp.place(train, mesh_of(4), donate_argnums=(0, 1))
+    state = jax.eval_shape(optimizer.init, params)
+    certificate = step.lower(params, state, jax.ShapeDtypeStruct((8, width), jnp.float32)).certify()
+    assert not certificate.undecided
+    assert not certificate.exact  # the norm is added up rank by rank
+
+
+def test_nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: pytest.fail("it compiles"))
+    testing.assert_computes_the_function(step_of(), W, X)
+
+
+def test_a_step_inside_jit_has_its_own_trace():
+    """A trace with the schedule that JAX has cached does not stand for the function."""
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(two_layers)), 4)
+    grad = jax.jit(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()))
+    grad(W, X)
+    step = jaxpp.place(lambda w, x: grad(w, x), mesh_of(2))
+    assert jaxpp.certify(step, W, X).transforms == ALL
+
+
+def test_effects_are_counted_in_their_order():
+    def loss(w, x):
+        io_callback(lambda _: None, None, x[0, 0], ordered=True)
+        jax.debug.print("{}", x[0, 1])
+        return two_layers(w, x)
+
+    certificate = jaxpp.certify(step_of(loss), W, X)
+    assert certificate.effects == 8 and not certificate.undecided
+
+
+def test_a_scan_too_long_to_unroll_is_compared_as_a_whole():
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        h, _ = jax.lax.scan(lambda h, k: (0.5 * h + k, None), h, jnp.arange(2000.0))
+        return jnp.mean((h @ w[1]) ** 2)
+
+    certificate = jaxpp.certify(step_of(loss), W, X)
+    assert certificate.exact and not certificate.undecided and certificate.equations < 20_000
+
+
+def test_the_gradient_outside_of_the_loop_is_the_same():
+    loss = jaxpp.microbatch(jaxpp.wrap_forward(two_layers), 4)
+    grad = jaxpp.schedule(jax.value_and_grad(loss), jaxpp.schedules.ZeroBubbleH1())
+    testing.assert_computes_the_function(jaxpp.place(grad, mesh_of(2)), W, X)
+
+
+class Average:
+    """The mean, as an operator of a user's."""
+
+    def init(self, x):
+        return jnp.zeros(x.shape, x.dtype)
+
+    def combine(self, acc, x):
+        return acc + x
+
+    def finish(self, acc, num_microbatches):
+        return acc / num_microbatches
+
+
+def test_an_operator_of_the_users_is_by_its_own_definition():
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(two_layers)), 4, reduce=Average())
+    step = jaxpp.place(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), mesh_of(2))
+    testing.assert_computes_the_function(step, W, X)
+
+
+def test_a_transform_that_changes_the_function_is_not_proven(monkeypatch):
+    mean = _reductions.REDUCTIONS["mean"]
+    a_sum = dataclasses.replace(mean, finish=lambda acc, count: acc)
+    monkeypatch.setitem(_reductions.REDUCTIONS, "mean", a_sum)
+    step = step_of()
+    certificate = jaxpp.certify(step, W, X)
+    assert certificate.transforms == ("schedule", "place")
+    assert "result[0][0]" in certificate.undecided
+    with pytest.raises(AssertionError, match="not decided"):
+        testing.assert_computes_the_function(step, W, X)
+
+
+@pytest.mark.parametrize("change", ["given another's operands", "lost"])
+def test_a_wrong_task_is_refuted(change):
+    lowered = step_of().lower(W, X)
+    bundle = lowered.bundle
+    program, *others = bundle.programs
+    instructions: list[Any] = list(program.instructions)
+    number = {i.label: n for n, i in enumerate(instructions) if isinstance(i, Run)}
+    if change == "lost":
+        del instructions[number["B0.0"]]
+    else:
+        one = instructions[number["F0.1"]]
+        instructions[number["F0.1"]] = dataclasses.replace(
+            one, inputs=instructions[number["F0.0"]].inputs
+        )
+    programs = (dataclasses.replace(program, instructions=tuple(instructions)), *others)
+    wrong = dataclasses.replace(lowered, bundle=dataclasses.replace(bundle, programs=programs))
+    with pytest.raises(jaxpp.Refuted, match="rank 0") as error:
+        wrong.certify()
+    assert error.value.pass_name == "the programs" and error.value.rank == 0
+
+
+def test_sums_over_replicas_are_not_decided():
+    mesh = jaxpp.MpmdMesh((2, 2), ("mpmd", "data"), devices=jax.devices()[:4])
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(two_layers)), 2)
+    grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+    step = jaxpp.place(grad, mesh, in_specs=(None, jax.sharding.PartitionSpec("data")))
+    with pytest.raises(jaxpp.Undecided, match="an axis inside a rank"):
+        jaxpp.certify(step, W, X)
+
+
+def test_an_axis_of_tensor_parallelism_is_proven():
+    P = jax.sharding.PartitionSpec
+    mesh = jaxpp.MpmdMesh((2, 2), ("mpmd", "model"), devices=jax.devices()[:4])
+
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.mean((jax.lax.with_sharding_constraint(h @ w[1], P(None, "model"))) ** 2)
+
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 2)
+    grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+    step = jaxpp.place(grad, mesh, in_specs=([P(None, "model"), P("model", None)], None))
+    testing.assert_computes_the_function(step, W, X)
+
+
+def test_a_fed_argument_is_proven_by_its_type():
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(two_layers)), 4)
+    grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+    step = jaxpp.place(grad, mesh_of(2), feed={1: lambda n: np.ones((8, 4), np.float32)})
+    testing.assert_computes_the_function(step, W, 0)
