@@ -808,6 +808,18 @@ REFUTED_ON = {
 
 #: Those that it accepts, and why.
 KEPT = {
+    "the gradient of a scalar beside another output is accumulated twice": (
+        "no program here takes the gradient of an output beside one that is no scalar"
+    ),
+    "a mean is divided after it was made narrow": (
+        "a loop is compared with its definition over the real numbers, where it is the same"
+    ),
+    "a number is that of one slice": (
+        "the definition takes the outputs as `microbatch` has traced them"
+    ),
+    "an array that one entry covers with the batch is sliced": (
+        "the definition takes the roles of inputs as `microbatch` has read them from its options"
+    ),
     "a sum is in the output's dtype": (
         "the definition takes the operators as `microbatch` has read them from its options"
     ),
