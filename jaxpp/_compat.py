@@ -82,6 +82,15 @@ def constants_of(jaxpr) -> Sequence[Any]:
     return getattr(jaxpr, "consts", ())
 
 
+def params_of_hi_primitive(value: Any) -> dict[str, Any] | None:
+    """Gives what a primitive of JAX 0.12 that is an object of its own was made of; None of others.
+
+    Such an object is a parameter of `call_hi_primitive`, and is made anew by each trace.
+    """
+    is_one = hasattr(value, "in_avals_flat") and isinstance(getattr(value, "params", None), dict)
+    return value.params if is_one else None
+
+
 def traced_function(jaxpr) -> str:
     """Gives the name, the file and the line of the function that a jaxpr was traced from."""
     return getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_src_info

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxpp import _definitions, _jaxprs
+from jaxpp import _compat, _definitions, _jaxprs
 from jaxpp._program import PROVIDED, Argument, Bundle, Result, cuts_of
 from jaxpp.certification import _definition
 from jaxpp.certification._evaluate import Evaluator
@@ -92,6 +92,11 @@ class Lowered(Protocol):
     def passes(self) -> Mapping[str, Any]: ...
 
     @property
+    def context(self) -> Any:
+        """JAX's settings when it was lowered."""
+        ...
+
+    @property
     def retrace(self) -> Callable[[], _jaxprs.Traced]:
         """Traces the function again, as when it was lowered."""
         ...
@@ -131,7 +136,7 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
         Refuted: the step does not compute its function; it has the pass, the result, the rank, the
             task and the user's line.
         Undecided: sums over an axis inside a rank are deferred to the end of the step, of which
-            there is no proof yet.
+            there is no proof yet; or JAX's settings are not those under which it was lowered.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -183,6 +188,11 @@ def _retraced(lowered: Lowered, definitions: Mapping[str, Callable[..., Any]]) -
 
 
 def _check_decidable(lowered: Lowered) -> None:
+    if lowered.context != _compat.trace_context():
+        raise Undecided(
+            "certify: the step was lowered under other settings of JAX (such as jax.enable_x64 or "
+            "jax.set_mesh), under which its function is another one. Certify it under the same."
+        )
     names = list(lowered.passes)
     number = names.index("defer_sums")
     before, after = (lowered.passes[name].jaxpr for name in names[number - 1 : number + 1])

@@ -129,6 +129,8 @@ class Evaluator:
             return self._frozen_function(value)
         if isinstance(value, int | float | complex) and not isinstance(value, enum.Enum):
             return (type(value), repr(value))  # 0.0 is not -0.0, nor 1 True
+        if (params := _compat.params_of_hi_primitive(value)) is not None:
+            return (type(value), self.frozen(params))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = [getattr(value, f.name) for f in dataclasses.fields(value)]
             return (type(value), *map(self.frozen, fields))

@@ -242,8 +242,12 @@ def other_slice(bundle: Bundle) -> Bundle:
 
 
 def swapped_operands(bundle: Bundle) -> Bundle:
-    at, own = _find(bundle, 1, "I1.2")
-    return _replaced(bundle, 1, at, dataclasses.replace(own, inputs=_swapped(own.inputs, 1, 2)))
+    """The activation and the cotangent of `W1.2` change places."""
+    at, own = _find(bundle, 1, "W1.2")
+    variables = bundle.computations[own.computation].jaxpr.jaxpr.invars
+    one, other = (i for i, v in enumerate(variables) if v.aval.str_short() == "float32[2,4]")
+    inputs = _swapped(own.inputs, one, other)
+    return _replaced(bundle, 1, at, dataclasses.replace(own, inputs=inputs))
 
 
 def swapped_messages(bundle: Bundle) -> Bundle:

@@ -205,3 +205,9 @@ def test_a_fed_argument_is_proven_by_its_type():
     grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
     step = jaxpp.place(grad, mesh_of(2), feed={1: lambda n: np.ones((8, 4), np.float32)})
     testing.assert_computes_the_function(step, W, 0)
+
+
+def test_other_settings_are_not_those_of_the_step():
+    lowered = step_of().lower(W, X)
+    with jax.enable_x64(True), pytest.raises(jaxpp.Undecided, match="other settings of JAX"):
+        lowered.certify()

@@ -808,6 +808,36 @@ REFUTED_ON = {
 
 #: Those that it accepts, and why.
 KEPT = {
+    "JAX adds up a gradient in the dtype of its parameter": (
+        "a loop is compared with its definition over the real numbers, where it is the same"
+    ),
+    "a half of a backward reads a carry that the other half has yet to make": (
+        "open: no program here has a state that halves of a backward carry"
+    ),
+    "both halves of a backward read the next value of a carry": (
+        "open: no program here has a state that halves of a backward carry"
+    ),
+    "a forward that another one reads is computed in its backward": (
+        "open: no program here has such a checkpoint"
+    ),
+    "what a checkpoint computes without a backward is computed in a backward": (
+        "open: no program here has such a checkpoint"
+    ),
+    "a carry that no stage makes goes through the stages": (
+        "open: no program here has a carry that no stage makes"
+    ),
+    "the gradient of a scalar beside another output is accumulated twice": (
+        "no program here takes the gradient of an output beside one that is no scalar"
+    ),
+    "a mean is divided after it was made narrow": (
+        "a loop is compared with its definition over the real numbers, where it is the same"
+    ),
+    "a number is that of one slice": (
+        "the definition takes the outputs as `microbatch` has traced them"
+    ),
+    "an array that one entry covers with the batch is sliced": (
+        "the definition takes the roles of inputs as `microbatch` has read them from its options"
+    ),
     "a sum is in the output's dtype": (
         "the definition takes the operators as `microbatch` has read them from its options"
     ),

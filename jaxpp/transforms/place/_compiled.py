@@ -45,6 +45,8 @@ class Lowered:
     _finish: Callable[[Bundle], "Compiled"]
     #: Traces the function again, as when it was lowered.
     retrace: Callable[[], _jaxprs.Traced]
+    #: JAX's settings when it was lowered.
+    context: Any = None
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -86,7 +86,7 @@ def lower_step(request: Request, args: tuple[Any, ...]) -> Lowered:
     inside = getattr(request.mesh, "inside", None)
     insides = getattr(request.mesh, "insides", (inside,))
     lowered = {own: _lower_alike(request, args, own) for own in dict.fromkeys(insides)}
-    first = lowered[insides[0]]
+    first = dataclasses.replace(lowered[insides[0]], context=_compat.trace_context())
     if len(lowered) == 1:
         return first
     bundle = _join_ranks.join_ranks([lowered[own].bundle for own in insides])
