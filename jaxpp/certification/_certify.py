@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpp import _compat, _definitions, _jaxprs
+from jaxpp._ambient import without_mesh
 from jaxpp._program import PROVIDED, Argument, Bundle, Result, cuts_of
 from jaxpp.certification import _definition
 from jaxpp.certification._evaluate import Evaluator
@@ -154,6 +155,7 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
     return certify_lowered(step.lower(*args, **kwargs), passes=passes)
 
 
+@without_mesh
 def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
     """Does as `certify`, for a step that has been lowered."""
     start = time.perf_counter()

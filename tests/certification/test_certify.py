@@ -207,6 +207,18 @@ def test_a_fed_argument_is_proven_by_its_type():
     testing.assert_computes_the_function(step, W, 0)
 
 
+@pytest.mark.parametrize("setting", ["set_mesh", "debug_key_reuse", "enable_x64"])
+def test_a_step_is_proven_under_settings_of_jax(setting):
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    contexts = {
+        "set_mesh": lambda: jax.set_mesh(mesh),
+        "debug_key_reuse": lambda: jax.debug_key_reuse(True),
+        "enable_x64": lambda: jax.enable_x64(True),
+    }
+    with contexts[setting]():
+        testing.assert_computes_the_function(step_of(), W, X)
+
+
 def test_other_settings_are_not_those_of_the_step():
     lowered = step_of().lower(W, X)
     with jax.enable_x64(True), pytest.raises(jaxpp.Undecided, match="other settings of JAX"):
