@@ -1,4 +1,4 @@
-"""What jaxpp runs, it runs outside of the mesh that the caller has set: each rank has its own."""
+"""Leaves the mesh that the caller has set: each rank has a mesh of its own."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the transforms mean: the definitions that stand for them in the function to compute."""
+"""The definitions of the transforms, which stand for them in the function to compute."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -186,7 +186,7 @@ def _pad(evaluator, eqn) -> Rule:
 
 
 def _clamped(starts: Sequence[Term], sizes: Sequence[int], shape: Sequence[int]) -> Any:
-    """Where a dynamic slice begins; None if that is not known."""
+    """The start of a dynamic slice; None if it is not known."""
     values = [s.value for s in starts if s.value is not None]
     if len(values) < len(starts):
         return None

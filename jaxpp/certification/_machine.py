@@ -36,7 +36,7 @@ class _Buffer:
 
 @dataclasses.dataclass
 class _Slot:
-    """What a slot holds; `lost` says why it holds nothing."""
+    """The content of a slot; `lost` says why there is none."""
 
     term: Term | None = None
     buffer: _Buffer | None = None

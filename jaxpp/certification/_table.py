@@ -105,7 +105,7 @@ class Table:
         return term
 
     def depends_on(self, term: Term, index: Term) -> bool:
-        """Whether a term has a choice by an index in it."""
+        """Tells whether a term has a choice by an index in it."""
         return bool(term.indices & self._bits.get(index, 0))
 
     def term(self, name: str, params: Any, args: Sequence[Term], shape: Any, dtype: str) -> Term:

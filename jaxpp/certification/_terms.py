@@ -262,7 +262,7 @@ class Terms(Table):
         return self.make(op, args)
 
     def _is(self, truth: Term, number: int) -> Term:
-        """Whether a truth value, as a number, is this one."""
+        """The truth value of: a truth value, as a number, is this one."""
         if number not in (0, 1):
             return self.literal(np.asarray(False), "bool")
         return truth if number else self.term("not", (), (truth,), (), "bool")
@@ -386,7 +386,7 @@ class Terms(Table):
 
 
 def _has_rows(t: Term, op: Op) -> bool:
-    """Whether an operand has the rows of a row-wise operation, and not one for all."""
+    """Tells whether an operand has the rows of a row-wise operation, and not one for all."""
     return len(t.shape) == len(op.shape) > 0 and t.shape[:1] == op.shape[:1]
 
 
@@ -400,7 +400,7 @@ def _clamps_to(t: Term, count: int) -> bool:
 
 
 def keeps_values(old: str, new: str) -> bool:
-    """Whether a cast from one floating-point type to another keeps each value."""
+    """Tells whether a cast from one floating-point type to another keeps each value."""
     if old == new or not ("float" in old and "float" in new):
         return old == new
     from_, to = jnp.finfo(old), jnp.finfo(new)
