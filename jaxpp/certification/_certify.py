@@ -150,7 +150,7 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
         >>> step = jaxpp.place(lambda w, x: w - 0.1 * grad(w, x), mesh)
         >>> certificate = jaxpp.certify(step, jnp.eye(2), jnp.ones((8, 2)))
         >>> print(str(certificate).splitlines()[0])
-        1 results of 2 ranks are those of the function, but for the order of sums: split_stages, ...
+        1 results of 2 ranks are those of the function, bit by bit: split_stages, wrap_forward, ...
     """
     return certify_lowered(step.lower(*args, **kwargs), passes=passes)
 
