@@ -1,9 +1,11 @@
 """`certify`: proves that the programs of a placed step compute what its function does."""
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpp import _compat, _definitions, _jaxprs
@@ -160,9 +162,10 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
     """Does as `certify`, for a step that has been lowered."""
     start = time.perf_counter()
     _check_decidable(lowered)
-    proof = _Proof(lowered, _retraced(lowered, _definition.PLAIN))
-    undecided = proof.of_transforms()
-    proof.of_programs(passes)
+    with _without_collections():
+        proof = _Proof(lowered, _retraced(lowered, _definition.PLAIN))
+        undecided = proof.of_transforms()
+        proof.of_programs(passes)
     transforms = () if undecided else ("split_stages", "wrap_forward", "microbatch")
     return Certificate(
         results=len(lowered.bundle.results),
@@ -182,6 +185,18 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
 
 
 PROVIDED["certify"] = certify_lowered
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keeps Python from looking for garbage among terms, which are many, and stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _retraced(lowered: Lowered, definitions: Mapping[str, Callable[..., Any]]) -> _jaxprs.Traced:
@@ -206,15 +221,26 @@ def _check_decidable(lowered: Lowered) -> None:
         )
 
 
+def _num_microbatches(lowered: Lowered) -> int:
+    """The number of microbatches; of loops of several numbers the greatest."""
+    step = next(iter(lowered.passes.values()))
+    loops = [e.params["tasks"] for e in step.jaxpr.eqns if e.primitive.name == "pipeline_loop"]
+    return max((tasks.table.num_microbatches for tasks in loops), default=1)
+
+
 class _Proof:
     """The comparison of a function with other forms of it, in one table of terms."""
 
     def __init__(self, lowered: Lowered, function: _jaxprs.Traced):
         self.lowered, self.bundle = lowered, lowered.bundle
-        self.terms = Terms()
-        #: Equal over the real numbers, with the same rounding and without; from strong to weak.
-        self.sums = Fingerprints(self.terms, rounding=True)
-        self.reals = Fingerprints(self.terms, rounding=False)
+        self.terms = Terms(_num_microbatches(lowered))
+        #: Equal over the real numbers, with rounding or without; what is less work comes first.
+        self.models = [
+            Fingerprints(self.terms, rounding, apart)
+            for apart in (False, True)
+            for rounding in (True, False)
+        ]
+        self.sums = self.models[::2]
         # A loop of microbatches has fewer iterations than a rank has instructions.
         longest = max(len(program.instructions) for program in lowered.bundle.programs)
         self.evaluator = Evaluator(self.terms, longest)
@@ -259,13 +285,13 @@ class _Proof:
         records = self.lowered.passes[name].results
         results, undecided = self._run_pass(name), ""
         try:
-            self._compare(_TRANSFORMS, records, results, (self.sums, self.reals))
+            self._compare(_TRANSFORMS, records, results, self.models)
             self._compare_numbers_of_effects()
         except Refuted as error:
             undecided = str(error)
             self._want(self._run_traced(_retraced(self.lowered, _definition.UNSCHEDULED)))
             self._run_pass(name)
-            self._compare("schedule", records, results, (self.sums,))
+            self._compare("schedule", records, results, self.sums)
             self._compare_effects("schedule")
         self._want(results)
         return undecided
@@ -276,7 +302,7 @@ class _Proof:
         self.passes.append(first)
         for name in rest if passes else ():
             results = self._run_pass(name)
-            self._compare(name, self.lowered.passes[name].results, results, (self.sums,))
+            self._compare(name, self.lowered.passes[name].results, results, self.sums)
             self._compare_effects(name)
             self.passes.append(name)
         machine, found = self._run_programs()
@@ -285,7 +311,7 @@ class _Proof:
                 path = self.paths[record.array]
                 raise Refuted(f"{_PROGRAMS}: no rank gives result{path}", path=path)
             for rank, term in found[n].items():
-                if not self._compare_result(_PROGRAMS, record, term, (self.sums,), rank):
+                if not self._compare_result(_PROGRAMS, record, term, self.sums, rank):
                     self.regrouped += 1
                     break
         self._compare_effects(_PROGRAMS)

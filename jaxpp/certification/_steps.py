@@ -27,7 +27,11 @@ def run_step(evaluator: Evaluator, step: Any, arrays: Sequence[Term]) -> Sequenc
     terms = evaluator.terms
     # Once equations have places, a loop also reads the buffers of its results.
     with_buffers = any(e.primitive.name == "segment" for e in step.jaxpr.eqns)
-    evaluator.run_loop = lambda eqn, args: _run_loop(evaluator, eqn, args, with_buffers)
+    evaluator.run_loop = lambda eqn, args: evaluator.once(
+        (id(eqn.params["tasks"]), with_buffers, *args),
+        lambda: _run_loop(evaluator, eqn, args, with_buffers),
+        bool(eqn.effects),
+    )
     arguments = [
         arrays[a.array] if a.rows is None else terms.rows(arrays[a.array], *a.rows)
         for a in step.arguments
