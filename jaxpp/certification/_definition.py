@@ -5,11 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpp import _jaxprs
-
 
 #: The name of values whose rows are microbatches.
 SLICES = "slices"
@@ -76,7 +74,7 @@ def _combined(
         elif name == "carry":
             result = next(carries)
         elif name == "concat":
-            result = rows.reshape(-1, *rows.shape[2:])
+            result = rows.reshape(count * rows.shape[1], *rows.shape[2:])
         elif name == "last":
             result = rows[count - 1]
         elif name != "stack":

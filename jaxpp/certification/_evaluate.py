@@ -69,9 +69,9 @@ class Evaluator:
             code.run(values, code.steps)
         else:
             self._run_shared(code, values)
-        return [values[slot] for slot in code.outputs]  # pyright: ignore[reportReturnType]
+        return [values[slot] for slot in code.outputs]
 
-    def _run_shared(self, code: "_Code", values: list[Any]) -> None:
+    def _run_shared(self, code: "_Code", values: list[Term]) -> None:
         """Runs on templates what depends on no operand that several microbatches made."""
         operands = [values[slot] for slot in code.operands]
         mixed = tuple(k for k, a in enumerate(operands) if a.form is Form.MIXED)
@@ -238,14 +238,18 @@ class _Code:
         self.evaluator, self.jaxpr = evaluator, jaxpr  # which keeps the jaxpr alive
         terms, opened = evaluator.terms, _jaxprs.opened(jaxpr)
         number: dict[Any, int] = {}
-        self.values: list[Term | None] = []
+        self.values: list[Term] = []
 
         def slot(atom):
             if not _jaxprs.is_literal(atom):
                 if atom in number:
                     return number[atom]
                 number[atom] = len(self.values)
-            self.values.append(terms.of_literal(atom) if _jaxprs.is_literal(atom) else None)
+            self.values.append(
+                terms.of_literal(atom)
+                if _jaxprs.is_literal(atom)
+                else terms.nothing(atom.aval.shape, name_of(atom.aval.dtype))
+            )
             return len(self.values) - 1
 
         self.inputs = [slot(v) for v in opened.invars]
@@ -283,7 +287,7 @@ class _Code:
         self.steps = steps
         return slices
 
-    def run(self, values: list[Any], steps: Sequence[_Step]) -> None:
+    def run(self, values: list[Term], steps: Sequence[_Step]) -> None:
         evaluator, terms = self.evaluator, self.evaluator.terms
         evaluator.equations += len(steps)
         maker = evaluator.maker

@@ -54,7 +54,7 @@ _LINEAR: dict[str, tuple[int, int | None]] = {
     "unstack": (0, 1),
 }
 #: The operations of the field.
-_ARITHMETIC: dict[str, Callable[..., int]] = {
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "add_any": operator.add,
     "mul": operator.mul,

@@ -75,8 +75,6 @@ def _run_loop(
             continue
         # The rows of the other direction are anything: nothing may read them.
         shape, dtype = v.aval.shape[1:], name_of(v.aval.dtype)
-        rows = [
-            terms.term("nothing", (), (), shape, dtype) if y is None else y for y in ys[ref.index]
-        ]
+        rows = [terms.nothing(shape, dtype) if y is None else y for y in ys[ref.index]]
         results.append(terms.stack(rows))
     return results

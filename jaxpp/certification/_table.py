@@ -168,6 +168,10 @@ class Table:
     def term(self, name: str, params: Any, args: Sequence[Term], shape: Any, dtype: str) -> Term:
         return self.make(self.op(name, params, tuple(shape), dtype), args)
 
+    def nothing(self, shape: Shape, dtype: str) -> Term:
+        """What is in memory that nothing has been put into."""
+        return self.term("nothing", (), (), shape, dtype)
+
     def literal(self, value: Any, dtype: str) -> Term:
         """The term of a number."""
         value = np.asarray(value)
