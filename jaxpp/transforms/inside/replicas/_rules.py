@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpp import _jaxprs, _primitives
+from jaxpp._dimensions import found_again
 from jaxpp._specs import Spec, axes_of
-from jaxpp.transforms.inside import propagation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def summed_dimensions(
     """
     if eqn.primitive.name not in _primitives.SUMS:
         return {}
-    found = propagation.found_again(eqn) or []
+    found = found_again(eqn) or []
     own = [None if _jaxprs.is_literal(v) else specs.get(v) for v in eqn.invars]
     summed = {n for dims in found for n in dims if n is not None and n >= eqn.outvars[0].aval.ndim}
     for number in sorted(summed):
