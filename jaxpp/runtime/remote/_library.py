@@ -55,7 +55,6 @@ class Library:
         platform: that the workers' computations are lowered for, as `export` takes it.
         kinds: for each rank something that is equal where ranks can share executables.
         all_messages: whether each rank has to know the messages of all.
-        insides: for each rank the sizes of the axes inside it.
     """
 
     def __init__(
@@ -63,10 +62,8 @@ class Library:
         platform: str,
         kinds: Sequence[Any],
         all_messages: bool,
-        insides: Sequence[Mapping[str, int]],
     ):
         self._own = not all_messages
-        self._insides = [tuple(sizes.values()) for sizes in insides]
         self._platform = platform
         self._kinds = kinds
         self._numbers = itertools.count()
@@ -91,8 +88,7 @@ class Library:
 
     def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
         """Gives the number of each computation that a rank runs; lowers those that no rank had."""
-        inside = bundle.inside and bundle.inside.update(axis_sizes=self._insides[program.rank])
-        settings = current_settings(), inside
+        settings = current_settings(), bundle.inside
         numbers: list[int | None] = [None] * len(bundle.computations)
         for n in {i.computation for i in program.instructions if isinstance(i, Run)}:
             computation = bundle.computations[n]
@@ -100,7 +96,7 @@ class Library:
             if key not in self._known:
                 self._known[key] = number, _ = next(self._numbers), computation
                 hoisted = hoist(computation.jaxpr)
-                self._exported[number] = export(computation, self._platform, inside, hoisted)
+                self._exported[number] = export(computation, self._platform, bundle.inside, hoisted)
                 if hoisted.replays:
                     self.hoisted[number] = hoisted
             numbers[n] = self._known[key][0]

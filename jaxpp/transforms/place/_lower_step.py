@@ -1,5 +1,6 @@
 """Lowers a function and its arguments to the programs of all ranks: `place`'s work, in order."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +29,6 @@ from jaxpp.transforms.place import (
     _conditionals,
     _distribute,
     _flat_step,
-    _join_ranks,
     _lower,
     _placement,
     _roles,
@@ -84,22 +84,13 @@ def lower_step(request: Request, args: tuple[Any, ...]) -> Lowered:
         ValueError: for the reasons that `place` lists.
     """
     inside = getattr(request.mesh, "inside", None)
-    insides = getattr(request.mesh, "insides", (inside,))
-    lowered = {own: _lower_alike(request, args, own) for own in dict.fromkeys(insides)}
-    first = dataclasses.replace(lowered[insides[0]], context=_compat.trace_context())
-    if len(lowered) == 1:
-        return first
-    bundle = _join_ranks.join_ranks([lowered[own].bundle for own in insides])
-    return dataclasses.replace(first, bundle=bundle)
-
-
-def _lower_alike(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
-    """Lowers a step as if all ranks had the axes `inside`."""
-    if inside is None:
-        return _lower_inside(request, args, None)
     # A constraint in the model names axes without a mesh: those of the rank that runs it.
-    with jax.sharding.use_abstract_mesh(automatic(inside)):
-        return _lower_inside(request, args, inside)
+    within = contextlib.nullcontext()
+    if inside is not None:
+        within = jax.sharding.use_abstract_mesh(automatic(inside))
+    with within:
+        lowered = _lower_inside(request, args, inside)
+    return dataclasses.replace(lowered, context=_compat.trace_context())
 
 
 def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
@@ -167,7 +158,6 @@ def _make_step(
         inside=inside
         and Inside(
             automatic(inside),
-            axis_sizes(getattr(request.mesh, "inside", None)),
             request.zero,
         ),
     )

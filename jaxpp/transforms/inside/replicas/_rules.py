@@ -12,21 +12,15 @@ from jaxpp._specs import Spec, axes_of
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """The devices that have examples of their own: along `axes`, of the given sizes.
-
-    Where ranks differ, `sizes` are multiples of the sizes of each, by which all ranks decide alike,
-    and `own` are the sizes of the rank that the step is for.
-    """
+    """The devices that have examples of their own: along `axes`, of the given sizes."""
 
     axes: tuple[str, ...]
     sizes: Mapping[str, int]
-    own: Mapping[str, int] | None = None
 
     @property
     def count(self) -> int:
         """The number of replicas."""
-        sizes = self.sizes if self.own is None else self.own
-        return math.prod(sizes[axis] for axis in self.axes)
+        return math.prod(self.sizes[axis] for axis in self.axes)
 
     def split(self, spec: Spec | None) -> bool:
         """Tells whether an array of this spec is split over any of the axes."""
