@@ -1,86 +1,217 @@
-"""The definitions of the transforms, which stand for them in the function to compute."""
+"""The definitions of the transforms, which stand for them in the function to compute.
+
+They take what the user gave to a transform, and read it by rules of their own.
+"""
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 
-from jaxpp import _jaxprs
+from jaxpp import _definitions, _jaxprs, _specs
 
 
 def _itself(fun: Callable, *_: Any) -> Callable:
     return fun
 
 
-def _microbatch(jaxpr: Any, roles: Sequence[str], operators: Sequence[Any], count: int) -> Callable:
-    """The loop of `microbatch`, as a function of the inputs of its body.
-
-    Each slice's outputs are kept, and combined after the last one.
+def _microbatch(
+    fun: Callable,
+    count: int,
+    in_axes: Any,
+    reduce: Callable[[Callable[[], _jaxprs.Traced]], Any],
+    accumulator_dtype: Any,
+) -> Callable:
+    """A loop that keeps the outputs of each slice, and combines them after the last one.
 
     Args:
-        jaxpr: the body.
-        roles: the role of each input: whole, a slice (they are stacked), or a carry.
-        operators: the operator of each output.
+        fun: the function of a slice.
         count: the number of slices.
+        in_axes: as the user gave it, and so is `accumulator_dtype`.
+        reduce: gives `reduce`; it may ask for `fun`, traced on a slice.
+        accumulator_dtype: the dtypes of sums.
     """
-    carried = [getattr(op, "name", None) == "carry" for op in operators]
 
-    def loop(*inputs):
-        first, slices = (
-            [x for x, role in zip(inputs, roles, strict=True) if role == own]
-            for own in ("carry", "slice")
+    def own(given):
+        args, kwargs = given
+        return _with_arrays(fun(*args, **kwargs))
+
+    def looped(*args, **kwargs):
+        leaves, tree = jtu.tree_flatten((args, kwargs))
+        numbers = jtu.tree_leaves(_with_arrays((args, kwargs)))
+        inputs, roles = [], []
+        for n, axis in enumerate(_axes(fun, in_axes, args, kwargs)):
+            x = numbers[n] if axis == "carry" else leaves[n]
+            if not _jaxprs.is_array(x):
+                continue
+            is_cut = isinstance(axis, int)
+            inputs.append(_slices(x, axis, count) if is_cut else x)
+            roles.append("slice" if is_cut else axis or "whole")
+            leaves[n] = _specs.types_of(lambda x: x[0], inputs[-1]) if is_cut else x
+        trace = functools.partial(_jaxprs.trace, own, [jtu.tree_unflatten(tree, leaves)])
+        traced = trace()
+        with _definitions.by_definition({}):
+            reduce_by = reduce(trace)
+        outputs = traced.rebuild(_type(v.aval) for v in traced.jaxpr.jaxpr.outvars)
+        how = _of_arrays(reduce_by, outputs)
+        dtypes = _of_arrays(accumulator_dtype, outputs)
+        roles = ["whole"] * traced.num_closed_over + roles
+        inputs = [*traced.inputs[: traced.num_closed_over], *inputs]
+        rows = _run(traced.jaxpr, inputs, roles, how, dtypes, count)
+        return traced.rebuild(
+            y if op == "carry" else _combine(op, y, v.aval, dtype, count)
+            for op, y, v, dtype in zip(how, rows, traced.jaxpr.jaxpr.outvars, dtypes, strict=True)
         )
 
-        def body(carry, one):
-            given = {"carry": iter(carry), "slice": iter(one)}
-            own = [
-                x if role == "whole" else next(given[role])
-                for x, role in zip(inputs, roles, strict=True)
-            ]
-            outputs = _jaxprs.run(jaxpr, *own)
-            return [y for y, c in zip(outputs, carried, strict=True) if c], outputs
-
-        if jaxpr.effects:  # the derivative of a scan would drop some
-            last, made = first, []
-            for i in range(count):
-                last, outputs = body(last, [x[i] for x in slices])
-                made.append(outputs)
-            outputs = [jnp.stack(rows) for rows in zip(*made, strict=True)]
-        else:
-            last, outputs = jax.lax.scan(body, first, slices, length=count)
-        carry = iter(last)
-        return [
-            next(carry) if c else _combine(op, rows, count)
-            for op, rows, c in zip(operators, outputs, carried, strict=True)
-        ]
-
-    return loop
+    return looped
 
 
-def _combine(operator: Any, rows: Any, count: int) -> Any:
+# ---- what the user gave --------------------------------------------------------------------------
+
+
+def _axes(fun: Callable, in_axes: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The axis of each leaf of the arguments: that of its position in `fun`, or the first."""
+    of_all = not isinstance(in_axes, tuple | list)
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # it has none
+        parameters = ()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    def of_keyword(name):
+        if name not in names or (not of_all and names.index(name) >= len(in_axes)):
+            return 0
+        return in_axes if of_all else in_axes[names.index(name)]
+
+    entries = [in_axes] * len(args) if of_all else in_axes
+    pairs = [*zip(entries, args, strict=False)]
+    pairs += [(of_keyword(name), kwargs[name]) for name in sorted(kwargs)]
+    return [axis for entry, x in pairs for axis in _spread(entry, x)]
+
+
+def _spread(prefix: Any, tree: Any) -> Iterator[Any]:
+    """The leaf of a prefix of a tree, for each leaf of the tree."""
+    found: list[Any] = []
+
+    def add(leaf, below):
+        found.extend([leaf] * len(jtu.tree_leaves(below)))
+
+    jtu.tree_map(add, prefix, tree, is_leaf=lambda x: x is None or hasattr(x, "combine"))
+    return iter(found)
+
+
+def _of_arrays(prefix: Any, outputs: Any) -> list[Any]:
+    """The leaf of a prefix of the outputs, for each type of an array in them."""
+    leaves = jtu.tree_leaves(outputs)
+    pairs = zip(_spread(prefix, outputs), leaves, strict=True)
+    return [leaf for leaf, x in pairs if isinstance(x, jax.ShapeDtypeStruct)]
+
+
+def _type(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _with_arrays(tree: Any) -> Any:
+    """A tree with arrays for Python's numbers, but for those in Equinox modules."""
+
+    def of(x):
+        return jnp.asarray(x) if type(x) in (int, float, complex) else x
+
+    return jtu.tree_map(of, tree, is_leaf=lambda x: isinstance(x, eqx.Module))
+
+
+def _slices(x: Any, axis: int, count: int) -> Any:
+    """The runs of an axis, each as long as the others, along a new first axis."""
+    axis, x = axis % len(x.shape), jnp.asarray(x)
+    before, own, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    split = _specs.in_type(x)
+    if split is not None:
+        split = _specs.partition_spec((*split[:axis], (), *split[axis:]))
+    shape = (*before, count, own // count, *after)
+    return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)
+
+
+def _sum_dtypes(asked: Any, own: Any) -> tuple[Any, Any]:
+    """The dtype of a sum, and that of its result, where a dtype was asked for or `"auto"`."""
+    if asked is None or not jnp.issubdtype(own, jnp.floating):
+        return own, own
+    if isinstance(asked, str) and asked == "auto":
+        return (jnp.dtype("float32") if own.itemsize < 4 else own), own
+    return jnp.dtype(asked), jnp.dtype(asked)
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+
+def _run(jaxpr: Any, inputs: Sequence[Any], roles: Sequence[str], how, dtypes, count: int):
+    """The outputs of all slices, each along a new first axis, and the last of what is carried."""
+
+    def wide(x):
+        """The dtype in which the shares of the slices in a gradient are added up."""
+        own = [_sum_dtypes(asked, x.dtype)[0] for asked in dtypes]
+        return max([x.dtype, *own], key=lambda dtype: dtype.itemsize)
+
+    # Each slice reads it in its own dtype, and so the gradients of slices are made wide, and added.
+    wholes = [_as(x, wide(x)) for x, role in zip(inputs, roles, strict=True) if role == "whole"]
+    first, slices = (
+        [x for x, role in zip(inputs, roles, strict=True) if role == own]
+        for own in ("carry", "slice")
+    )
+
+    def body(carry, one):
+        given = {"whole": iter(wholes), "carry": iter(carry), "slice": iter(one)}
+        own = [next(given[role]) for role in roles]
+        types = [v.aval.dtype for v in jaxpr.jaxpr.invars]
+        outputs = _jaxprs.run(jaxpr, *map(_as, own, types))
+        return [y for y, op in zip(outputs, how, strict=True) if op == "carry"], outputs
+
+    if jaxpr.effects:  # the derivative of a scan would drop some
+        last, made = first, []
+        for i in range(count):
+            last, outputs = body(last, [x[i] for x in slices])
+            made.append(outputs)
+        outputs = [jnp.stack(rows) for rows in zip(*made, strict=True)]
+    else:
+        last, outputs = jax.lax.scan(body, first, slices, length=count)
+    carry = iter(last)
+    return [next(carry) if op == "carry" else y for y, op in zip(outputs, how, strict=True)]
+
+
+def _as(x: Any, dtype: Any) -> Any:
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def _combine(how: Any, rows: Any, aval: Any, asked: Any, count: int) -> Any:
     """Combines an output of all slices, which are stacked along a new first axis."""
-    name = getattr(operator, "name", None)
-    if name == "stack":
-        return rows
-    if name == "concat":
-        return jnp.concatenate(list(rows))
-    if name == "last":
-        return rows[count - 1]
-    if name == "max":
-        lowest = jnp.full(rows.shape[1:], _lowest(rows.dtype), rows.dtype)
-        return functools.reduce(jnp.maximum, list(rows), lowest)
-    if name in ("mean", "sum"):
-        dtype = operator.accumulator or rows.dtype
-        parts = [row.astype(dtype) for row in rows]
-        total = functools.reduce(jnp.add, parts, jnp.zeros(rows.shape[1:], dtype))
-        total = total / count if name == "mean" else total
-        return total.astype(operator.result or rows.dtype)
-    acc = operator.init(jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype))
+
+    def start(value, dtype):
+        if aval.weak_type and not aval.shape and dtype == aval.dtype:
+            return dtype.type(value).item()
+        return _specs.filled(aval, value, dtype)
+
+    match how:
+        case "stack":
+            return rows
+        case "concat":
+            return jnp.concatenate(list(rows))
+        case "last":
+            return rows[count - 1]
+        case "max":
+            return functools.reduce(jnp.maximum, list(rows), start(_lowest(aval.dtype), aval.dtype))
+        case "mean" | "sum":
+            dtype, result = _sum_dtypes(asked, aval.dtype)
+            parts = [_as(row, dtype) for row in rows]
+            total = functools.reduce(jnp.add, parts, start(0, dtype))
+            return _as(total / count if how == "mean" else total, result)
+    acc = how.init(_type(aval))
     for i in range(count):
-        acc = operator.combine(acc, rows[i])
-    return operator.finish(acc, count)
+        acc = how.combine(acc, rows[i])
+    return how.finish(acc, count)
 
 
 def _lowest(dtype: Any) -> Any:
