@@ -85,8 +85,9 @@ def accumulate_grads(
     return schedule_loops(loop, schedule)(batch)
 
 
-def _gradients_summed(traced: _jaxprs.Traced) -> Any:
+def _gradients_summed(trace: Callable[[], _jaxprs.Traced]) -> Any:
     """Chooses reductions of two results: sums the one that a backward makes, stacks the other."""
+    traced = trace()
     flat = _jaxprs.inline(traced.jaxpr, lambda eqn: not is_stage_call(eqn))
     if not any(_jaxprs.contains(eqn, is_stage_call) for eqn in flat.eqns):
         return "last"  # `schedule` says that there are no stages

@@ -1,13 +1,20 @@
-"""The definitions of the transforms, which stand for them in the function to compute."""
+"""The definitions of the transforms, which stand for them in the function to compute.
 
-from collections.abc import Callable, Mapping, Sequence
+They take what the user gave to a transform, and read it by rules of their own.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpp import _jaxprs
+from jaxpp import _definitions, _jaxprs, _specs
 
 #: The name of values whose rows are microbatches.
 SLICES = "slices"
@@ -17,87 +24,215 @@ def _itself(fun: Callable, *_: Any) -> Callable:
     return fun
 
 
-def _microbatch(jaxpr: Any, roles: Sequence[str], operators: Sequence[Any], count: int) -> Callable:
-    """The loop of `microbatch`, as a function of the inputs of its body.
-
-    Each slice's outputs are kept, and combined after the last one.
+def _microbatch(
+    fun: Callable,
+    count: int,
+    in_axes: Any,
+    reduce: Callable[[Callable[[], _jaxprs.Traced]], Any],
+    accumulator_dtype: Any,
+) -> Callable:
+    """A loop that keeps the outputs of each slice, and combines them after the last one.
 
     Args:
-        jaxpr: the body.
-        roles: the role of each input: whole, a slice (they are stacked), or a carry.
-        operators: the operator of each output.
+        fun: the function of a slice.
         count: the number of slices.
+        in_axes: as the user gave it, and so is `accumulator_dtype`.
+        reduce: gives `reduce`; it may ask for `fun`, traced on a slice.
+        accumulator_dtype: the dtypes of sums.
     """
-    carried = [getattr(op, "name", None) == "carry" for op in operators]
 
-    def loop(*inputs):
-        first, slices = (
-            [x for x, role in zip(inputs, roles, strict=True) if role == own]
-            for own in ("carry", "slice")
-        )
-        slices = [checkpoint_name(x, SLICES) for x in slices]
+    def own(given):
+        args, kwargs = given
+        return _with_arrays(fun(*args, **kwargs))
 
-        def body(carry, one):
-            given = {"carry": iter(carry), "slice": iter(one)}
-            own = [
-                x if role == "whole" else next(given[role])
-                for x, role in zip(inputs, roles, strict=True)
-            ]
-            outputs = _jaxprs.run(jaxpr, *own)
-            return [y for y, c in zip(outputs, carried, strict=True) if c], outputs
+    def looped(*args, **kwargs):
+        leaves, tree = jtu.tree_flatten((args, kwargs))
+        numbers = jtu.tree_leaves(_with_arrays((args, kwargs)))
+        inputs, roles = [], []
+        for n, axis in enumerate(_axes(fun, in_axes, args, kwargs)):
+            x = numbers[n] if axis == "carry" else leaves[n]
+            if not _jaxprs.is_array(x):
+                continue
+            is_cut = isinstance(axis, int)
+            inputs.append(_slices(x, axis, count) if is_cut else x)
+            roles.append("slice" if is_cut else axis or "whole")
+            leaves[n] = _specs.types_of(lambda x: x[0], inputs[-1]) if is_cut else x
+        trace = functools.partial(_jaxprs.trace, own, [jtu.tree_unflatten(tree, leaves)])
+        traced = trace()
+        with _definitions.by_definition({}):
+            reduce_by = reduce(trace)
+        outputs = traced.rebuild(_type(v.aval) for v in traced.jaxpr.jaxpr.outvars)
+        how = _of_arrays(reduce_by, outputs)
+        dtypes = _of_arrays(accumulator_dtype, outputs)
+        roles = ["whole"] * traced.num_closed_over + roles
+        inputs = [*traced.inputs[: traced.num_closed_over], *inputs]
+        rows = _run(traced.jaxpr, inputs, roles, how, dtypes, count)
+        avals = [v.aval for v in traced.jaxpr.jaxpr.outvars]
+        return traced.rebuild(_combined(how, rows, avals, dtypes, count))
 
-        if jaxpr.effects:  # the derivative of a scan would drop some
-            last, made = first, []
-            for i in range(count):
-                last, outputs = body(last, [x[i] for x in slices])
-                made.append(outputs)
-            outputs = [jnp.stack(rows) for rows in zip(*made, strict=True)]
-        else:
-            last, outputs = jax.lax.scan(body, first, slices, length=count)
-        return _combined(operators, outputs, last, count)
-
-    return loop
+    return looped
 
 
-def _combined(
-    operators: Sequence[Any], outputs: Sequence[Any], last: Sequence[Any], count: int
-) -> list[Any]:
-    """Combines the outputs of all slices, which are stacked along a new first axis."""
-    carries, folds, results = iter(last), {}, []
-    for n, (operator, rows) in enumerate(zip(operators, outputs, strict=True)):
-        name, result = getattr(operator, "name", None), rows
-        if name in _FOLDS:
-            combine, start = _FOLDS[name]
-            dtype = getattr(operator, "accumulator", None) or rows.dtype
-            first = jnp.full(rows.shape[1:], start(dtype), dtype)
-            folds[n] = combine, first, rows
-        elif name == "carry":
-            result = next(carries)
-        elif name == "concat":
-            result = rows.reshape(count * rows.shape[1], *rows.shape[2:])
-        elif name == "last":
-            result = rows[count - 1]
-        elif name != "stack":
-            acc = operator.init(jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype))
-            for i in range(count):
-                acc = operator.combine(acc, rows[i])
-            result = operator.finish(acc, count)
-        results.append(result)
+# ---- what the user gave --------------------------------------------------------------------------
+
+
+def _axes(fun: Callable, in_axes: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The axis of each leaf of the arguments: that of its position in `fun`, or the first."""
+    of_all = not isinstance(in_axes, tuple | list)
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # it has none
+        parameters = ()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    def of_keyword(name):
+        if name not in names or (not of_all and names.index(name) >= len(in_axes)):
+            return 0
+        return in_axes if of_all else in_axes[names.index(name)]
+
+    entries = [in_axes] * len(args) if of_all else in_axes
+    pairs = [*zip(entries, args, strict=False)]
+    pairs += [(of_keyword(name), kwargs[name]) for name in sorted(kwargs)]
+    return [axis for entry, x in pairs for axis in _spread(entry, x)]
+
+
+def _spread(prefix: Any, tree: Any) -> Iterator[Any]:
+    """The leaf of a prefix of a tree, for each leaf of the tree."""
+    found: list[Any] = []
+
+    def add(leaf, below):
+        found.extend([leaf] * len(jtu.tree_leaves(below)))
+
+    jtu.tree_map(add, prefix, tree, is_leaf=lambda x: x is None or hasattr(x, "combine"))
+    return iter(found)
+
+
+def _of_arrays(prefix: Any, outputs: Any) -> list[Any]:
+    """The leaf of a prefix of the outputs, for each type of an array in them."""
+    leaves = jtu.tree_leaves(outputs)
+    pairs = zip(_spread(prefix, outputs), leaves, strict=True)
+    return [leaf for leaf, x in pairs if isinstance(x, jax.ShapeDtypeStruct)]
+
+
+def _type(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _with_arrays(tree: Any) -> Any:
+    """A tree with arrays for Python's numbers, but for those in Equinox modules."""
+
+    def of(x):
+        return jnp.asarray(x) if type(x) in (int, float, complex) else x
+
+    return jtu.tree_map(of, tree, is_leaf=lambda x: isinstance(x, eqx.Module))
+
+
+def _slices(x: Any, axis: int, count: int) -> Any:
+    """The runs of an axis, each as long as the others, along a new first axis."""
+    axis, x = axis % len(x.shape), jnp.asarray(x)
+    before, own, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    split = _specs.in_type(x)
+    if split is not None:
+        split = _specs.partition_spec((*split[:axis], (), *split[axis:]))
+    shape = (*before, count, own // count, *after)
+    return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)
+
+
+def _sum_dtypes(asked: Any, own: Any) -> tuple[Any, Any]:
+    """The dtype of a sum, and that of its result, where a dtype was asked for or `"auto"`."""
+    if asked is None or not jnp.issubdtype(own, jnp.floating):
+        return own, own
+    if isinstance(asked, str) and asked == "auto":
+        return (jnp.dtype("float32") if own.itemsize < 4 else own), own
+    return jnp.dtype(asked), jnp.dtype(asked)
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+
+def _run(jaxpr: Any, inputs: Sequence[Any], roles: Sequence[str], how, dtypes, count: int):
+    """The outputs of all slices, each along a new first axis, and the last of what is carried."""
+
+    def wide(x):
+        """The dtype in which the shares of the slices in a gradient are added up."""
+        own = [_sum_dtypes(asked, x.dtype)[0] for asked in dtypes]
+        return max([x.dtype, *own], key=lambda dtype: dtype.itemsize)
+
+    # Each slice reads it in its own dtype, and so the gradients of slices are made wide, and added.
+    wholes = [_as(x, wide(x)) for x, role in zip(inputs, roles, strict=True) if role == "whole"]
+    first, slices = (
+        [x for x, role in zip(inputs, roles, strict=True) if role == own]
+        for own in ("carry", "slice")
+    )
+    slices = [checkpoint_name(x, SLICES) for x in slices]
+
+    def body(carry, one):
+        given = {"whole": iter(wholes), "carry": iter(carry), "slice": iter(one)}
+        own = [next(given[role]) for role in roles]
+        types = [v.aval.dtype for v in jaxpr.jaxpr.invars]
+        outputs = _jaxprs.run(jaxpr, *map(_as, own, types))
+        return [y for y, op in zip(outputs, how, strict=True) if op == "carry"], outputs
+
+    if jaxpr.effects:  # the derivative of a scan would drop some
+        last, made = first, []
+        for i in range(count):
+            last, outputs = body(last, [x[i] for x in slices])
+            made.append(outputs)
+        outputs = [jnp.stack(rows) for rows in zip(*made, strict=True)]
+    else:
+        last, outputs = jax.lax.scan(body, first, slices, length=count)
+    carry = iter(last)
+    return [next(carry) if op == "carry" else y for y, op in zip(outputs, how, strict=True)]
+
+
+def _as(x: Any, dtype: Any) -> Any:
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def _combined(how, rows, avals, dtypes, count: int) -> list[Any]:
+    """Combines the outputs of all slices, each of which is stacked along a new first axis."""
+    results, folds = [], {}
+    for n, (op, y, aval) in enumerate(zip(how, rows, avals, strict=True)):
+        match op:
+            case "max":
+                start = _start(_lowest(aval.dtype), aval, aval.dtype)
+                folds[n] = jnp.maximum, start, y
+            case "mean" | "sum":
+                dtype, _ = _sum_dtypes(dtypes[n], aval.dtype)
+                folds[n] = jnp.add, _start(0, aval, dtype), _as(y, dtype)
+            case "concat":
+                y = y.reshape(count * y.shape[1], *y.shape[2:])
+            case "last":
+                y = y[count - 1]
+            case "carry" | "stack":
+                pass
+            case _:
+                acc = op.init(_type(aval))
+                for i in range(count):
+                    acc = op.combine(acc, y[i])
+                y = op.finish(acc, count)
+        results.append(y)
     for n, total in _folded(folds).items():
-        operator = operators[n]
-        total = total / count if operator.name == "mean" else total
-        results[n] = total.astype(getattr(operator, "result", None) or outputs[n].dtype)
+        total = total / count if how[n] == "mean" else total
+        results[n] = _as(total, _sum_dtypes(dtypes[n], avals[n].dtype)[1])
     return results
 
 
 def _folded(folds: Mapping[int, tuple[Callable, Any, Any]]) -> dict[int, Any]:
-    """Folds rows from the first to the last."""
-    combine, first, rows = ({n: fold[k] for n, fold in folds.items()} for k in range(3))
+    """Combines a value with rows, from the first to the last."""
+    first = {n: combine(start, rows[0]) for n, (combine, start, rows) in folds.items()}
+    others = {n: rows[1:] for n, (_, _, rows) in folds.items()}
 
     def body(acc, row):
-        return {n: combine[n](acc[n], x.astype(acc[n].dtype)) for n, x in row.items()}, None
+        return {n: folds[n][0](acc[n], row[n]) for n in acc}, None
 
-    return jax.lax.scan(body, first, rows)[0] if folds else {}
+    return jax.lax.scan(body, first, others)[0] if folds else {}
+
+
+def _start(value: Any, aval: Any, dtype: Any) -> Any:
+    if aval.weak_type and not aval.shape and dtype == aval.dtype:
+        return dtype.type(value).item()
+    return _specs.filled(aval, value, dtype)
 
 
 def _lowest(dtype: Any) -> Any:
@@ -105,13 +240,6 @@ def _lowest(dtype: Any) -> Any:
         return False
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
-
-#: The reductions that fold slices: by what, and from what, of a dtype.
-_FOLDS = {
-    "max": (jnp.maximum, _lowest),
-    "mean": (jnp.add, lambda _: 0),
-    "sum": (jnp.add, lambda _: 0),
-}
 
 #: The tasks and the ranks of a loop are those of the loop.
 UNSCHEDULED = {"schedule": _itself}

@@ -202,13 +202,30 @@ def _clamped(starts: Sequence[Term], sizes: Sequence[int], shape: Sequence[int])
     return [max(0, min(int(value), n - size)) for value, size, n in each]
 
 
+def _only_cut(sizes: Sequence[int], shape: Sequence[int]) -> int | None:
+    """The axis of which a slice has a part, if it has all of the others."""
+    cut = [d for d, (n, own) in enumerate(zip(sizes, shape, strict=True)) if n != own]
+    return cut[0] if len(cut) == 1 else None
+
+
+def _to_front(axis: int, count: int) -> tuple[Sequence[int], Sequence[int]]:
+    """The permutation that brings an axis to the front, where it has rows, and the one back."""
+    first = (axis, *(d for d in range(count) if d != axis))
+    return first, tuple(map(first.index, range(count)))
+
+
 def _dynamic_slice(evaluator, eqn) -> Rule:
-    sizes, plain = eqn.params["slice_sizes"], _operation(evaluator, eqn)
+    terms, sizes, plain = evaluator.terms, eqn.params["slice_sizes"], _operation(evaluator, eqn)
 
     def run(args):
         at = _clamped(args[1:], sizes, args[0].shape)
         if at is None:
             return plain(args)
+        if (axis := _only_cut(sizes, args[0].shape)) is not None:
+            first, back = _to_front(axis, len(at))
+            moved = terms.transpose(args[0], first)
+            rows = terms.rows(moved, at[axis], at[axis] + sizes[axis])
+            return (terms.transpose(rows, back),)
         return (_sliced(evaluator, args[0], at, [a + n for a, n in zip(at, sizes, strict=True)]),)
 
     return run
@@ -220,13 +237,15 @@ def _dynamic_update_slice(evaluator, eqn) -> Rule:
     def run(args):
         whole, new, *starts = args
         at = _clamped(starts, new.shape, whole.shape)
-        if at is None or new.shape[1:] != whole.shape[1:]:
-            return plain(args)
-        if not at:
+        if new.shape == whole.shape:
             return (new,)
-        end = at[0] + new.shape[0]
-        below, above = terms.rows(whole, 0, at[0]), terms.rows(whole, end, whole.shape[0])
-        return (terms.join_rows([below, new, above]),)
+        if at is None or (axis := _only_cut(new.shape, whole.shape)) is None:
+            return plain(args)
+        first, back = _to_front(axis, len(at))
+        whole, new = terms.transpose(whole, first), terms.transpose(new, first)
+        end = at[axis] + new.shape[0]
+        below, above = terms.rows(whole, 0, at[axis]), terms.rows(whole, end, whole.shape[0])
+        return (terms.transpose(terms.join_rows([below, new, above]), back),)
 
     return run
 

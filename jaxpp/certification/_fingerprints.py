@@ -77,7 +77,7 @@ class Fingerprints:
     """
 
     def __init__(self, terms: Terms, rounding: bool, apart: bool = False):
-        self._terms, self._with_rounding, self._apart = terms, rounding, apart
+        self._terms, self.rounding, self._apart = terms, rounding, apart
         self._random = random.Random(20261125)
         self._chosen: dict[Any, Any] = {}
         #: By the number of the microbatch: of what does not depend on it, or for all, by None.
@@ -139,7 +139,7 @@ class Fingerprints:
                 return _each(lambda a: pow(a, _power(op), PRIME) if a else 0, *given)
             case "div" if _is_inexact(op.dtype):
                 return _each(lambda a, b: a * self._inverse(b), *given)
-            case "reduce_precision" if not self._with_rounding:
+            case "reduce_precision" if not self.rounding:
                 return given[0]
             case "convert_element_type":
                 if (factor := self._rounding(t.args[0].dtype, op.dtype)) is not None:
@@ -238,7 +238,7 @@ class Fingerprints:
             return 1 if old == "bool" else None
         if not _is_inexact(old):
             return 1
-        if not self._with_rounding or keeps_values(old, new):
+        if not self.rounding or keeps_values(old, new):
             return 1
         return self._numbers(("rounding", old, new), 1)[0]
 

@@ -41,8 +41,6 @@ ELEMENTWISE = frozenset(
     xor zeta
     """.split()
 )
-#: They give the same bits with their operands in the other order.
-_COMMUTATIVE = frozenset("add add_any and eq max min mul ne or xor".split())
 #: The reductions, and what two parts of one are combined by.
 REDUCTIONS = {
     "reduce_sum": "add",
@@ -316,8 +314,6 @@ class Terms(Table):
             if made is not None:
                 return made
         name = op.name
-        if name in _COMMUTATIVE and args[0].number > args[1].number:
-            args = args[::-1]
         if name in _FOLDED and op.shape == () and all(a.value is not None for a in args):
             return self._folded(op, args)
         match name:

@@ -108,7 +108,8 @@ def rows_of_an_array():
 
     def step(w, x, y):
         _, grads = loop(w, x, y)
-        return w - 0.1 * (grads + 0.5), jnp.sum(grads)
+        first = jax.lax.pad(grads[:1], 0.0, ((0, 2, 0), (0, 0, 0), (0, 0, 0)))
+        return w - 0.1 * (grads + (first + 0.5)), jnp.sum(grads)
 
     return jaxpp.place(step, mesh_of(2, shared=True)), (np.stack(_weights(3)), *_data(4))
 
@@ -388,6 +389,176 @@ def half_precision():
     return jaxpp.place(loop, mesh_of(2, shared=True)), args
 
 
+def over_the_batch(schedule):
+    """The gradient of a loss over the whole batch, of outputs that are combined in all ways."""
+
+    def outputs(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        h = h @ w[1]
+        return {"hardest": jnp.max(h), "mean": jnp.mean(h**2), "rows": h}
+
+    reduce = {"hardest": "max", "mean": "mean", "rows": "concat"}
+    loop = jaxpp.microbatch(jaxpp.wrap_forward(outputs), 2, reduce=reduce)
+
+    def loss(w, x):
+        made = loop(w, x)
+        return made["hardest"] * made["mean"] + _contrast(made["rows"])
+
+    scheduled = jaxpp.schedule(jax.value_and_grad(loss), schedule)
+    return jaxpp.place(scheduled, mesh_of(2, shared=True)), (_weights(2), _data(4)[0])
+
+
+def _contrast(rows):
+    """Each row is told from all others."""
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(rows @ rows.T)))
+
+
+def contrastive(schedule, staged=jaxpp.wrap_forward, dtype=jnp.float32):
+    """The gradient of a loss over the rows of the whole batch alone."""
+
+    def rows(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.tanh(h @ w[1])
+
+    loop = jaxpp.microbatch(staged(rows), 3, reduce="concat")
+
+    def loss(w, x):
+        return _contrast(loop(w, x).astype(jnp.float32))
+
+    scheduled = jaxpp.schedule(jax.value_and_grad(loss), schedule)
+    args = jax.tree.map(lambda x: jnp.asarray(x, dtype), (_weights(2), _data(6)[0]))
+    return jaxpp.place(scheduled, mesh_of(2, shared=True)), args
+
+
+def checkpointed_twice(fun):
+    return jax.checkpoint(jax.checkpoint(jaxpp.wrap_forward(fun)))
+
+
+def carried_backwards():
+    """The gradient of a loss of the last states: it goes back from microbatch to microbatch."""
+
+    def of_slice(w, states, x):
+        new = []
+        for n, (own, state) in enumerate(zip(w, states, strict=True)):
+            x = jnp.tanh((jaxpp.pipeline_enter_stage(x) if n else x) @ own + state)
+            new.append(0.5 * state + jnp.mean(x, 0))
+        return jnp.sum(x**2), new
+
+    axes, reduce = (None, "carry", 0), ("sum", "carry")
+    loop = jaxpp.microbatch(jaxpp.wrap_forward(of_slice), 3, in_axes=axes, reduce=reduce)
+
+    def loss(params, x):
+        w, states = params
+        total, states = loop(w, states, x)
+        return total + sum(jnp.sum(jnp.sin(state)) for state in states)
+
+    grad = jaxpp.schedule(jax.value_and_grad(loss), schedules.ZeroBubbleH1())
+    params = _weights(2), _arrays((WIDTH,), (WIDTH,))
+    return jaxpp.place(grad, mesh_of(2, shared=True)), (params, _data(6)[0])
+
+
+def scaled():
+    """A scale of the loss that follows the gradients, and one that no stage makes."""
+
+    def loss(w, fading, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0] * fading))
+        return jnp.mean((jnp.tanh(h @ w[1]) @ w[2] * fading - y) ** 2)
+
+    staged: Any = jaxpp.wrap_forward(loss)
+
+    def of_slice(w, scale, fading, x, y):
+        value, pullback = jax.vjp(lambda w: staged(w, fading, x, y), w)
+        grads = jax.tree.map(lambda g: g / scale, pullback(scale)[0])
+        return value, grads, scale / (1 + jnp.sum(grads[-1] ** 2)), 0.5 * fading
+
+    axes, reduce = (None, "carry", "carry", 0, 0), ("mean", "mean", "carry", "carry")
+    loop = jaxpp.microbatch(of_slice, 3, in_axes=axes, reduce=reduce)
+    args = (_weights(3), jnp.float32(2), jnp.float32(1), *_data(6))
+    scheduled = jaxpp.schedule(loop, schedules.ZeroBubbleH1())
+    return jaxpp.place(scheduled, mesh_of(2, shared=True)), args
+
+
+@jax.custom_vjp
+def _searching(h, w):
+    """A layer whose backward looks for a row of its cotangent, by a product."""
+    return jnp.tanh(h @ w)
+
+
+def _search(kept, ct):
+    h, w, y = kept
+    d = ct * (1 - y * y)
+    one, other, third = jnp.cos(d), jnp.sin(d), jnp.tanh(d)
+    product = h.T @ (one - other)
+    row = jax.lax.dynamic_slice_in_dim(third, jnp.argmax(product) % len(d), 1)
+    return (one + other + third) @ w.T, product + row
+
+
+_searching.defvjp(lambda h, w: ((y := _searching(h, w)), (h, w, y)), _search)
+
+
+def searched():
+    """A scan in a stage whose backward has an operand that only its second half makes."""
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w["first"]))
+        h, _ = jax.lax.scan(lambda h, own: (_searching(h, own), None), h, w["layers"])
+        return jnp.mean((jaxpp.pipeline_enter_stage(h) @ w["last"] - y) ** 2)
+
+    first, last, *layers = _weights(5)
+    weights = {"first": first, "layers": jnp.stack(layers), "last": last}
+    return trained(loss, schedules.ZeroBubbleH1(), 2, weights, _data(6), 3)
+
+
+def as_given():
+    """Arguments and outputs for which the user gives an entry of each kind."""
+
+    def loss(w, batch, *, noise, scale):
+        x, y = batch["x"], batch["y"]
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x.reshape(2, WIDTH) @ w[0] + noise))
+        h = h @ w[1] * scale
+        aux = {"rows": h, "count": len(h), "half": jnp.sum(h), "own": jnp.sum(h), "wide": h[0]}
+        return jnp.mean((h - y).astype(jnp.float32) ** 2), aux
+
+    grad = jax.value_and_grad(jaxpp.wrap_forward(loss), has_aux=True)
+    aux = {"rows": "concat", "count": "sum", "half": "sum", "own": "sum", "wide": "mean"}
+    loop = jaxpp.microbatch(
+        lambda w, batch, scale, noise: grad(w, batch, noise=noise, scale=scale),
+        2,
+        in_axes=(None, {"x": 1, "y": 0}, None),
+        reduce=(("mean", aux), "mean"),
+        accumulator_dtype=(
+            (None, {**dict.fromkeys(aux, "auto"), "own": None, "wide": "float32"}),
+            "auto",
+        ),
+    )
+    loop = jaxpp.schedule(loop, schedules.OneFOneB())
+    x, y, noise = _arrays((WIDTH, 4), (4, WIDTH), (4, WIDTH))
+    args = (_weights(2), {"x": x, "y": y}, np.float32(2), noise)
+    args = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), args)
+
+    def step(w, batch, scale, noise):
+        return loop(w, batch, scale=scale, noise=noise)
+
+    return jaxpp.place(step, mesh_of(2, shared=True)), args
+
+
+def accumulated():
+    """Gradients that are added up, and values that are stacked, as users of JaxPP write it."""
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.mean((h @ w[1] - y) ** 2)
+
+    def step(w, *data):
+        def of_slice(one):
+            return jax.value_and_grad(jaxpp.wrap_forward(loss))(w, *one)
+
+        return jaxpp.accumulate_grads(of_slice, data, schedule=schedules.OneFOneB())
+
+    data = [x.reshape(3, 2, WIDTH) for x in _data(6)]
+    return jaxpp.place(step, mesh_of(2, shared=True)), (_weights(2), *data)
+
+
 #: The steps, by name.
 CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "layers, ZB-H1": lambda: layers(schedules.ZeroBubbleH1()),
@@ -415,4 +586,15 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "carried": carried,
     "carried, recomputed": carried_and_recomputed,
     "half precision": half_precision,
+    "as given": as_given,
+    "accumulated": accumulated,
+    "over the batch": lambda: over_the_batch(schedules.OneFOneB()),
+    "contrastive": lambda: contrastive(schedules.OneFOneB()),
+    "checkpointed twice": lambda: contrastive(schedules.OneFOneB(), checkpointed_twice),
+    "contrastive, half precision": lambda: contrastive(
+        schedules.ZeroBubbleH1(), dtype=jnp.bfloat16
+    ),
+    "carried backwards": carried_backwards,
+    "scaled": scaled,
+    "searched": searched,
 }

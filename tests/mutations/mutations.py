@@ -51,6 +51,34 @@ MUTATIONS = (
         ("microbatch::reductions",),
     ),
     Mutation(
+        "a mean is taken for a sum",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        "operator = REDUCTIONS[reduce]",
+        'operator = REDUCTIONS["mean" if reduce == "sum" else reduce]',
+        ("microbatch::reductions",),
+    ),
+    Mutation(
+        "the accumulators of outputs change places",
+        "jaxpp/transforms/microbatch/_outputs.py",
+        'of_arrays(dtype, "accumulator_dtype", is_none)',
+        'of_arrays(dtype, "accumulator_dtype", is_none)[::-1]',
+        ("mixed_precision",),
+    ),
+    Mutation(
+        "the last slice comes first",
+        "jaxpp/transforms/microbatch/_arguments.py",
+        "return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)",
+        "return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)[::-1]",
+        ("microbatch::reductions",),
+    ),
+    Mutation(
+        "another axis is sliced",
+        "jaxpp/transforms/microbatch/_arguments.py",
+        "axis = axis % x.ndim",
+        "axis = 0",
+        ("microbatch",),
+    ),
+    Mutation(
         "a sum is in the output's dtype",
         "jaxpp/transforms/microbatch/_reductions.py",
         "jnp.dtype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x.dtype",
@@ -719,6 +747,21 @@ REFUTED_ON = {
     "what is carried begins anew with each slice": "carried",
     "what is added to a gradient is taken for zero": "layers, ZB-H1",
     "a one is taken for a zero": "carried",
+    "JAX adds up a gradient in the dtype of its parameter": "contrastive, half precision",
+    "a half of a backward reads a carry that the other half has yet to make": "carried backwards",
+    "both halves of a backward read the next value of a carry": "scaled",
+    "a forward that another one reads is computed in its backward": "contrastive",
+    "what a checkpoint computes without a backward is computed in a backward": "checkpointed twice",
+    "a carry that no stage makes goes through the stages": "scaled",
+    "the gradient of a scalar beside another output is accumulated twice": "over the batch",
+    "a number is that of one slice": "as given",
+    "a sum is in the output's dtype": "as given",
+    "a sum of zeros and others is taken for zeros": "rows of an array",
+    "a light equation is moved although the second half makes its operand": "searched",
+    "a mean is taken for a sum": "gradient outside",
+    "the accumulators of outputs change places": "as given",
+    "the last slice comes first": "layers, ZB-H1",
+    "another axis is sliced": "as given",
     "an accumulator is doubled": "tied, 1F1B",
     "one of two terms is taken twice": "random 36",
     "a term leaves out its transpose": "tied, 1F1B",
@@ -766,44 +809,11 @@ REFUTED_ON = {
 
 #: Those that it accepts, and why.
 KEPT = {
-    "JAX adds up a gradient in the dtype of its parameter": (
-        "a loop is compared with its definition over the real numbers, where it is the same"
-    ),
-    "a half of a backward reads a carry that the other half has yet to make": (
-        "open: no program here has a state that halves of a backward carry"
-    ),
-    "both halves of a backward read the next value of a carry": (
-        "open: no program here has a state that halves of a backward carry"
-    ),
-    "a forward that another one reads is computed in its backward": (
-        "open: no program here has such a checkpoint"
-    ),
-    "what a checkpoint computes without a backward is computed in a backward": (
-        "open: no program here has such a checkpoint"
-    ),
-    "a carry that no stage makes goes through the stages": (
-        "open: no program here has a carry that no stage makes"
-    ),
-    "the gradient of a scalar beside another output is accumulated twice": (
-        "no program here takes the gradient of an output beside one that is no scalar"
-    ),
     "a mean is divided after it was made narrow": (
-        "a loop is compared with its definition over the real numbers, where it is the same"
-    ),
-    "a number is that of one slice": (
-        "the definition takes the outputs as `microbatch` has traced them"
+        "it overflows in other places; a cast and a division are in either order the same numbers"
     ),
     "an array that one entry covers with the batch is sliced": (
-        "the definition takes the roles of inputs as `microbatch` has read them from its options"
-    ),
-    "a sum is in the output's dtype": (
-        "the definition takes the operators as `microbatch` has read them from its options"
-    ),
-    "a sum of zeros and others is taken for zeros": (
-        "no program here adds a number to rows that are known to be zeros"
-    ),
-    "a light equation is moved although the second half makes its operand": (
-        "no program here has a scan in which an equation is moved before one that must stay"
+        "what should be an error is computed as `in_axes` says"
     ),
     "nothing is freed": "the same values in more memory",
     "accumulators are copied, not updated in place": "the same values in more memory",
@@ -845,9 +855,6 @@ KEPT = {
 KNOWN = {
     "computations of two ranks are in one level": (
         "levels are set a second time, from the last to the first; no test needs the first"
-    ),
-    "a light equation is moved although the second half makes its operand": (
-        "no test has a scan in which an equation is moved before one that must stay"
     ),
     "results are paired with arguments of other types": (
         "it costs transfers alone, and no test has alike pytrees of other types"

@@ -107,17 +107,17 @@ def microbatch(
         >>> error.tolist(), float(state)
         ([0.5, 2.25], 1.375)
     """
-    return microbatch_by(fun, num_microbatches, in_axes, lambda traced: reduce, accumulator_dtype)
+    return microbatch_by(fun, num_microbatches, in_axes, lambda trace: reduce, accumulator_dtype)
 
 
 def microbatch_by(
     fun: Callable[P, R],
     num_microbatches: int,
     in_axes: PyTree[int | str | None],
-    reduce: Callable[[_jaxprs.Traced], PyTree[str | _reductions.Operator]],
+    reduce: Callable[[Callable[[], _jaxprs.Traced]], PyTree[str | _reductions.Operator]],
     accumulator_dtype: PyTree[DTypeLike | None] = _reductions.AUTO,
 ) -> Callable[P, R]:
-    """Does as `microbatch`, with a `reduce` that is chosen after `fun` has been traced."""
+    """Does as `microbatch`, with a `reduce` that may ask for `fun`, traced on a slice."""
     is_number = isinstance(num_microbatches, int | np.integer) and num_microbatches is not True
     if not is_number or num_microbatches < 1:
         raise ValueError(
@@ -127,6 +127,8 @@ def microbatch_by(
 
     @functools.wraps(fun)
     def microbatched(*args: P.args, **kwargs: P.kwargs) -> R:
+        if define := definition_of("microbatch"):
+            return define(fun, count, in_axes, reduce, accumulator_dtype)(*args, **kwargs)
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
         given = _keywords.as_positional(fun, args, kwargs, most)
         _jaxprs.refuse_array_likes(given)
@@ -147,7 +149,7 @@ def microbatch_by(
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
         traced = _jaxprs.trace(_with_arrays(fun), jtu.tree_unflatten(tree, small))
-        chosen = reduce(traced)
+        chosen = reduce(lambda: traced)
         if chosen is _BY_DEFAULT:
             _warnings.warn_of_averages(traced, small, axes, count)
         operators = _outputs.resolve_outputs(chosen, accumulator_dtype, traced)
@@ -167,8 +169,7 @@ def microbatch_by(
             else:
                 inputs.append(_warnings.watched(leaves[i], paths[i]))
                 roles.append("whole" if axis is None else CARRY)
-        make = definition_of("microbatch") or _slices.loop_over_slices
-        loop = make(traced.jaxpr, roles, operators, count)
+        loop = _slices.loop_over_slices(traced.jaxpr, roles, operators, count)
         return traced.rebuild(loop(*inputs))
 
     return microbatched

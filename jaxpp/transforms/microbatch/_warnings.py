@@ -1,7 +1,8 @@
 """Warnings of reductions that were hardly meant."""
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +31,14 @@ def warn_of_averages(
         return bool(shape) and shape[0] in sizes and shape not in parameters
 
     def sums_examples(eqn: Any) -> bool:
-        return 0 in eqn.params["axes"] and of_examples(eqn.invars[0])
+        return 0 in _summed_axes(eqn) and of_examples(eqn.invars[0])
+
+    def keeps_sum(factor: float) -> bool:
+        """Tells whether a sum over examples, times a number, is one still, and no mean of them."""
+        if not factor or not math.isfinite(factor):
+            return True
+        shares = [1 / abs(factor * size) for size in sizes]
+        return all(round(n) < 1 or abs(n / round(n) - 1) > 1e-3 for n in shares)
 
     jaxpr = traced.jaxpr.jaxpr
     for path, v in zip(traced.output_paths(), jaxpr.outvars, strict=True):
@@ -41,7 +49,7 @@ def warn_of_averages(
                 f"microbatch, and is averaged over the {count} microbatches. Give reduce= for it: "
                 f"'concat' keeps those of all examples, 'mean' says that the average is meant."
             )
-        elif () not in parameters and any(map(sums_examples, _sums(v, jaxpr))):
+        elif () not in parameters and any(map(sums_examples, _sums(v, jaxpr, keeps_sum))):
             _warn(
                 f"{where} seems to be a sum over the examples of a microbatch, and is averaged "
                 f"over the {count} microbatches: it, and each gradient of it, is {count} times "
@@ -54,8 +62,32 @@ def warn_of_averages(
 _PASSED = _primitives.FREE | _primitives.ADDS | {"convert_element_type", "neg", "sub"}
 
 
-def _sums(output: Any, jaxpr: Any) -> list[Any]:
-    """Finds the equations that sum up the terms of a scalar over axes of an array."""
+def _summed_axes(eqn: Any) -> Sequence[int]:
+    """Gives the axes of its first operand that an equation sums up, if its result is a number."""
+    if eqn.primitive.name == "dot_general":
+        return () if eqn.outvars[0].aval.shape else eqn.params["dimension_numbers"][0][0]
+    return eqn.params["axes"] if eqn.primitive.name == "reduce_sum" else ()
+
+
+def _factor(eqn: Any) -> tuple[Any, float] | None:
+    """Gives what an equation multiplies by a number, or divides by one, and the factor."""
+    if eqn.primitive.name not in ("mul", "div") or jnp.iscomplexobj(eqn.outvars[0].aval):
+        return None
+    a, b = eqn.invars
+    if eqn.primitive.name == "div":
+        return (a, 1 / float(b.val)) if _jaxprs.is_literal(b) and b.val else None
+    a, b = (b, a) if _jaxprs.is_literal(a) else (a, b)
+    return (a, float(b.val)) if _jaxprs.is_literal(b) else None
+
+
+def _sums(output: Any, jaxpr: Any, keeps_sum: Callable[[float], bool]) -> list[Any]:
+    """Finds the equations that sum up the terms of a scalar over axes of an array.
+
+    Args:
+        output: the scalar.
+        jaxpr: what makes it.
+        keeps_sum: whether a sum, times a number, is still one.
+    """
 
     def enter(body: Any, operands: Sequence[Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
         makers = {v: eqn for eqn in body.eqns for v in eqn.outvars}
@@ -77,8 +109,10 @@ def _sums(output: Any, jaxpr: Any) -> list[Any]:
             body = _jaxprs.opened(called)
             inside = enter(body, [(x, (makers, operands)) for x in eqn.invars])
             rest.append((body.outvars[eqn.outvars.index(v)], inside))
-        elif eqn.primitive.name == "reduce_sum":
+        elif _summed_axes(eqn):
             found.append(eqn)
+        elif (scaled := _factor(eqn)) is not None:
+            rest += [(scaled[0], (makers, operands))] if keeps_sum(scaled[1]) else []
         elif eqn.primitive.name in _PASSED:
             rest += [(x, (makers, operands)) for x in eqn.invars]
     return found

@@ -371,6 +371,21 @@ def test_threads_that_call_a_step_first_compile_it_once():
     assert len(traces) == 1
 
 
+def test_a_step_without_a_mesh_works_in_a_thread():
+    """Placed, called first, and certified there, with the mesh that `place` makes."""
+    args = *start(init_params()), batch()
+    expected = jaxpp.place(step_of(), jaxpp.MpmdMesh((3,)))(*args)
+
+    def run(step):
+        return step(*args), step.lower(*args).certify()
+
+    with ThreadPoolExecutor(1) as pool:
+        for step in (jaxpp.place(step_of()), pool.submit(jaxpp.place, step_of()).result()):
+            result, certificate = pool.submit(run, step).result()
+            chex.assert_trees_all_equal(result, expected)
+            assert certificate.ranks == 3 and not certificate.undecided
+
+
 # ---- the mesh itself ----------------------------------------------------------------------------
 
 

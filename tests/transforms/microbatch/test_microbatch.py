@@ -727,6 +727,28 @@ def test_a_sum_that_is_averaged_by_default_is_warned_of_and_a_gradient_by_a_numb
         jaxpp.microbatch(jax.value_and_grad(lambda s, x: jnp.mean(s * x)), 3)(jnp.ones(()), X)
 
 
+@pytest.mark.parametrize(
+    ("of", "is_sum"),
+    [
+        (lambda y: 0.1 * jnp.sum(y**2), True),
+        (lambda y: jnp.sum(y**2) / 0.7, True),
+        (lambda y: jnp.einsum("ij,ij->", y, y), True),
+        (lambda y: 3 * jnp.mean(y**2), False),
+        (lambda y: jnp.sum(y**2) * (1 / len(y)), False),
+        (lambda y: 0.5 * jnp.sum(y**2) / (2 * y.size), False),
+        (lambda y: jnp.nan * jnp.sum(y) / jnp.inf, True),
+        (lambda y: jnp.real(jnp.sum(y) * 1j), False),
+        (lambda y: jnp.mean(jnp.einsum("ij,ij->i", y, y)), False),
+    ],
+)
+def test_a_sum_times_a_number_is_a_sum_unless_it_is_a_mean(of, is_sum):
+    grad = jaxpp.microbatch(jax.value_and_grad(lambda w, x: of(x @ w)), 3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        grad(W, X)
+    assert ["seems to be a sum" in str(w.message) for w in said] == [True] * is_sum
+
+
 # ---- state that its gradient overwrites ---------------------------------------------------------
 
 
