@@ -11,7 +11,6 @@ from jaxpp._program import Bundle, Free, Program, Receive, Role, Run, Send
 from jaxpp._specs import Spec
 from jaxpp.runtime.executor._analysis import Inspected
 from jaxpp.runtime.executor._executor import interleave
-from jaxpp.schedules import Task
 
 #: The kinds of bytes: arguments by their role, and what a step makes.
 KINDS = ("parameters", "optimizer", "batch", "other", "accumulators", "activations", "messages",
@@ -131,7 +130,7 @@ class _Ledger:
 
     def run(self, run: Run, start: float, end: float) -> None:
         """Takes and drops what a run takes and drops."""
-        number, task = run.computation, Task.from_text(run.label)
+        number, task = run.computation, run.task
         self._dropped += [(live, start) for live in self._late]
         self._late.clear()
         computation = self._computations[number]

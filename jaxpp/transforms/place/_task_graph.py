@@ -18,7 +18,7 @@ import numpy as np
 from jaxpp import _compat, _jaxprs, _primitives, schedules
 from jaxpp._program import Argument
 from jaxpp._specs import Spec, replicated
-from jaxpp.schedules import Kind
+from jaxpp.schedules import Kind, Task
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.place._segments import is_segment
 from jaxpp.transforms.stages import stage_of_call
@@ -65,13 +65,15 @@ class Body:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class GraphTask:
-    """A run of a body on a rank."""
+    """A run of a body on a rank; `task` and `loop` are those of `Run`."""
 
     rank: int
     body: Body
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     label: str
+    task: Task | None = None
+    loop: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,6 +146,7 @@ class _Builder:
         self.bodies: dict[Hashable, Body] = {}
         self.tasks: list[GraphTask] = []
         self.loop_number = itertools.count()
+        self.stages_before = 0  # of the loops so far
 
     def ranks(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Gives the ranks of some stages."""
@@ -267,9 +270,11 @@ class _Builder:
                     value.memory, known[ref] = (number, ref), value
                 outputs.append(value)
             rank = self.ranks_of[body.stage]
+            own = dataclasses.replace(task, stage=self.stages_before + task.stage)
             self.tasks.append(
-                GraphTask(rank, bodies[body], tuple(inputs), tuple(outputs), str(task))
+                GraphTask(rank, bodies[body], tuple(inputs), tuple(outputs), str(task), own, number)
             )
+        self.stages_before += table.num_stages
 
     def _operands_of(self, eqn: Any, number: int) -> dict[Ref, Value]:
         """Finds the values of a loop's operands, and of the buffers of its results.
