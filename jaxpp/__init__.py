@@ -42,6 +42,7 @@ Words:
     handle: a `RemoteArray`, which stands for an array that worker processes hold.
 """
 
+from jaxpp import extend as extend
 from jaxpp import precision as precision
 from jaxpp import schedules as schedules
 from jaxpp import testing as testing
