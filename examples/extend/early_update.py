@@ -3,7 +3,7 @@
     step = early_update(jaxpp.place(train_step, mesh))
 
 Where a rank has several stages, the update of one runs between the backwards of the others. With
-clipping by the global norm nothing moves: each update needs all gradients.
+clipping by the global norm, the norms move alone: each update needs all gradients.
 """
 
 import dataclasses

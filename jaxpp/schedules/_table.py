@@ -194,7 +194,7 @@ class Table:
     @functools.cached_property
     def forward_only(self) -> bool:
         """Tells whether the table has no backward at all."""
-        return self.kinds <= {Kind.F}
+        return self.kinds.isdisjoint((Kind.B, Kind.I, Kind.W, Kind.R))
 
     @functools.cached_property
     def dropped(self) -> frozenset[Task]:
@@ -207,7 +207,7 @@ class Table:
         F0.0
         """
         if self.forward_only:
-            return self.tasks
+            return frozenset(task for task in self.tasks if task.kind is Kind.F)
         again = (task for task in self.tasks if task.kind is Kind.R)
         return frozenset(Task(Kind.F, task.stage, task.microbatch) for task in again)
 

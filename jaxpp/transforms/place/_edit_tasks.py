@@ -76,8 +76,8 @@ def _checked(rule: Callable[[TaskGraph], TaskGraph], graph: TaskGraph) -> TaskGr
     before, now = (list(filter(_is_ordered, tasks)) for tasks in (graph.tasks, new.tasks))
     if list(map(_identity, before)) != list(map(_identity, now)):
         raise ValueError(
-            f"{who} changes the order of tasks with ordered effects, such as an ordered "
-            f"jax.debug.print; leave these where they are."
+            f"{who} changes the order or the number of tasks with ordered effects, such as an "
+            f"ordered jax.debug.print; leave these as they are."
         )
     return new
 

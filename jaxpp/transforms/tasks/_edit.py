@@ -461,25 +461,10 @@ class Loop:
         try:
             check("the schedule", self.table, self._tasks)
         except schedules.ScheduleError as error:
-            hint = self._reads_what_is_dropped()
             raise schedules.ScheduleError(
-                f"{self._who} leaves a loop that cannot run: {hint}{error}"
+                f"{self._who} leaves a loop that cannot run: {error}"
             ) from None
         return self
-
-    def _reads_what_is_dropped(self) -> str:
-        """Names a task of a new kind that reads what an `F` drops, if there is one."""
-        dropped = {task.stage for task in self.table.dropped}
-        for value in self.values:
-            own = [
-                k for k in value.readers if k.kind not in "FBIWR" and k.stage == value.maker.stage
-            ]
-            if own and value.maker.kind == "F" and value.maker.stage in dropped:
-                return (
-                    f"{own[0]} reads what {value.maker} drops, since the schedule makes it again "
-                    f"by R{value.maker.stage}, just before it is read; leave out one of the two. "
-                )
-        return ""
 
 
 class _Made(NamedTuple):

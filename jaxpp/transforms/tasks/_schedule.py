@@ -195,7 +195,7 @@ def _stage_counts(eqn):
 
 def check(schedule: str, table: Table, tasks: _loop.LoopTasks) -> None:
     """Checks a table, which a schedule gave, against the tasks that were traced."""
-    backward = any(b.kind is not Kind.F for b in tasks.bodies)
+    backward = any(b.kind in (Kind.B, Kind.I, Kind.W) for b in tasks.bodies)
     if not backward and not table.forward_only:
         raise schedules.ScheduleError(
             f"{schedule} runs backward tasks, but the loop has only a forward pass; use "
