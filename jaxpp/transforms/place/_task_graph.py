@@ -81,10 +81,24 @@ class TaskGraph:
     """The tasks of all ranks.
 
     Args:
-        tasks: the tasks, in an order in which they can run.
+        tasks: the tasks, in an order in which they can run. Each has its `rank`, its `label`, its
+            `inputs` and `outputs`, which are values, and the `task` of a loop that it is; None for
+            what is around the loops.
         arguments: the arguments of the step, each with the ranks that read it.
         results: the results of the step, each with the ranks that it is left on.
         stages: the stages of each rank.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> loss = jaxpp.wrap_forward(lambda w, x: jnp.mean((x @ w) ** 2))
+        >>> grad = jaxpp.microbatch(jax.grad(loss), 2)
+        >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        >>> step = jaxpp.place(lambda w, x: w - 0.1 * grad(w, x))
+        >>> def show(graph):
+        ...     print(*(task.label for task in graph.tasks if task.task))
+        ...     return graph
+        >>> lowered = jaxpp.extend.edit_tasks(step, show).lower(jnp.eye(2), jnp.ones((4, 2)))
+        F0.0 B0.0 F0.1 B0.1
     """
 
     tasks: tuple[GraphTask, ...]
