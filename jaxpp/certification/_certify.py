@@ -291,16 +291,17 @@ class _Proof:
             self._compare(_TRANSFORMS, records, results, (self.sums, self.reals))
             self._compare_numbers_of_effects()
         except Refuted as error:
-            if rules:
-                self._run_pass(name)  # whose effects are those that are wanted
-                self._want(results)
-                return _EDITED
             undecided = str(error)
             unscheduled = _retraced(self.lowered, _definition.UNSCHEDULED, rules)
             self._want(self._run_traced(unscheduled))
             self._run_pass(name)
-            self._compare("schedule", records, results, (self.sums,))
-            self._compare_effects("schedule")
+            try:
+                self._compare("schedule", records, results, (self.sums,))
+                self._compare_effects("schedule")
+            except Refuted:
+                if not rules:
+                    raise
+                undecided = _EDITED
         self._want(results)
         return undecided
 

@@ -362,11 +362,11 @@ class Loop:
         """The atoms in a task of values that it makes or reads."""
         known = dict(zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True))
         known |= zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True)
-        made = {v for e in body.jaxpr.eqns for v in e.outvars}
+        own = {*body.jaxpr.jaxpr.invars, *(v for e in body.jaxpr.eqns for v in e.outvars)}
         atoms = []
         for value in values:
             atom = known.get(value._ref) if value._ref else value._var
-            if atom is None or (value._ref is None and atom not in made):
+            if atom is None or (value._ref is None and atom not in own):
                 raise self._error(
                     f"names a value of {value.maker} at the end of {body.name}, which neither "
                     f"makes nor reads it; let it read the value, or take another task."
