@@ -36,14 +36,13 @@ class PipeFisher(schedules.Schedule):
 
 
 def curvature(fun):
-    """Adds the factors of the matrices that each stage keeps: one for each microbatch."""
+    """Adds the factors of the matrices that stages read from others: one for each microbatch."""
 
     def rule(loop):
         for stage in range(loop.table.num_stages):
-            own = [v for v in loop.values if v.maker == ("F", stage) and v.aval.ndim == 2]
-            kept = [v for v in own if any(k.kind != "F" and k.stage == stage for k in v.readers)]
-            if kept:
-                loop, made = loop.insert(C, stage, lambda *xs: [x.T @ x for x in xs], kept)
+            read = [v for v in loop.values if ("F", stage) in v.readers and v.aval.ndim == 2]
+            if read:
+                loop, made = loop.insert(C, stage, lambda *xs: [x.T @ x for x in xs], read)
                 loop = loop.result(f"stage {stage}", (C, stage), lambda *xs: list(xs), made)
         return loop
 

@@ -25,21 +25,21 @@ from jaxpp.schedules import (
     to_trace,
 )
 
-O = Kind("O", "offload", after="F", cost=0.5, holds=-1)  # noqa: E741
-L = Kind("L", "load", after="O", makes="F", cost=0.5, holds=1, colours=("#999999", "#dddddd"))
-TABLE = from_tasks([["F0.0", "O0.0", "F0.1", "L0.0", "B0.0", "B0.1"]])
+X = Kind("X", "unload", after="F", cost=0.5, holds=-1)
+Y = Kind("Y", "reload", after="X", makes="F", cost=0.5, holds=1, colours=("#999999", "#dddddd"))
+TABLE = from_tasks([["F0.0", "X0.0", "F0.1", "Y0.0", "B0.0", "B0.1"]])
 
 
 def test_a_kind_is_its_letter_and_there_once():
-    assert Kind("O") is O and O == "O" and f"{O}" == "O" and hash(O) == hash("O")
-    assert Kind("O", "offload", after="F", cost=0.5, holds=-1) is O
-    assert list(Kind)[:5] == list("FBIWR") and O in tuple(Kind)
+    assert Kind("X") is X and X == "X" and f"{X}" == "X" and hash(X) == hash("X")
+    assert Kind("X", "unload", after="F", cost=0.5, holds=-1) is X
+    assert list(Kind)[:5] == list("FBIWR") and X in tuple(Kind)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("O", "other"), "'O' is the kind 'offload' already.*another letter"),
+        (("X", "other"), "'X' is the kind 'unload' already.*another letter"),
         (("x", "lower"), "one capital letter, got 'x'"),
         (("ABC", "word"), "one capital letter"),
         (("Z",), "'Z' is no kind of task; the kinds are F, B, I, W, R, .*a title"),
@@ -51,26 +51,26 @@ def test_what_is_no_kind_is_refused(arguments, words):
 
 
 def test_a_kind_survives_copies_and_is_known_to_a_process_that_did_not_make_it():
-    task = Task(L, 3, 4)
-    assert copy.deepcopy(task).kind is L and pickle.loads(pickle.dumps(task)) == task
+    task = Task(Y, 3, 4)
+    assert copy.deepcopy(task).kind is Y and pickle.loads(pickle.dumps(task)) == task
     code = "import pickle, sys; t = pickle.load(sys.stdin.buffer); print(t, t.kind.title)"
     found = subprocess.run(
         [sys.executable, "-c", code], input=pickle.dumps(task), capture_output=True, check=True
     )
-    assert found.stdout.decode().split() == ["L3.4", "load"]
+    assert found.stdout.decode().split() == ["Y3.4", "reload"]
 
 
 def test_a_task_of_an_unknown_kind_is_no_task():
-    assert Task.from_text("L3.4") == Task(L, 3, 4)
+    assert Task.from_text("Y3.4") == Task(Y, 3, 4)
     assert Task.from_text("Z3.4") is None
 
 
 def test_the_checker_reads_what_comes_before():
     check(TABLE)
     for wrong, words in (
-        (["O0.0", "F0.0", "B0.0"], r"O\[stage 0.* comes before F"),
-        (["F0.0", "O0.0", "B0.0", "L0.0"], r"B\[stage 0.* comes before L"),
-        (["F0.0", "L0.0", "O0.0", "B0.0"], r"L\[stage 0.* comes before O"),
+        (["X0.0", "F0.0", "B0.0"], r"X\[stage 0.* comes before F"),
+        (["F0.0", "X0.0", "B0.0", "Y0.0"], r"B\[stage 0.* comes before Y"),
+        (["F0.0", "Y0.0", "X0.0", "B0.0"], r"Y\[stage 0.* comes before X"),
     ):
         with pytest.raises(ScheduleError, match=words):
             check(from_tasks([wrong]))
@@ -78,30 +78,30 @@ def test_the_checker_reads_what_comes_before():
 
 def test_a_backward_needs_what_stands_in_for_its_forward():
     needs = stage_dependencies(TABLE)
-    assert needs[Kind.B, 0] == (("F", 0), ("L", 0)) and needs[L, 0] == (("O", 0),)
+    assert needs[Kind.B, 0] == (("F", 0), ("Y", 0)) and needs[Y, 0] == (("X", 0),)
 
 
 def test_times_and_memory_come_from_the_record_unless_a_model_says_otherwise():
     spans = {str(span.task): span.end - span.start for span in simulate(TABLE).spans}
-    assert (spans["O0.0"], spans["L0.0"], spans["B0.1"]) == (0.5, 0.5, 2.0)
-    costs = Costs(other={O: 3.0, L: [7.0]})
-    assert costs.of(Task(O, 0, 0)) == 3.0 and costs.divided(2).of(Task(L, 0, 0)) == 3.5
-    assert Costs.measured({(O, 0): 4.0, (Kind.F, 0): 1.0}).of(Task(O, 0, 1)) == 4.0
+    assert (spans["X0.0"], spans["Y0.0"], spans["B0.1"]) == (0.5, 0.5, 2.0)
+    costs = Costs(other={X: 3.0, Y: [7.0]})
+    assert costs.of(Task(X, 0, 0)) == 3.0 and costs.divided(2).of(Task(Y, 0, 0)) == 3.5
+    assert Costs.measured({(X, 0): 4.0, (Kind.F, 0): 1.0}).of(Task(X, 0, 1)) == 4.0
     assert TABLE.peak_in_flight() == (2,) and Memory().peaks(TABLE) == (2.0,)
     plain = from_tasks([[t for t in TABLE.ranks[0] if t.kind in "FB"] for _ in range(1)])
     assert Memory().peaks(plain) == (2.0,)
-    kept = Memory(other={O: 0.0, L: 0.0})
+    kept = Memory(other={X: 0.0, Y: 0.0})
     assert kept.held(TABLE, 0) == [1.0, 1.0, 2.0, 2.0, 2.0, 1.0]
-    with pytest.raises(ValueError, match="cost of offload of O"):
-        Costs(other={O: -1.0}).of(Task(O, 0, 0))
+    with pytest.raises(ValueError, match="cost of unload of X"):
+        Costs(other={X: -1.0}).of(Task(X, 0, 0))
 
 
 def test_text_pictures_and_files_have_it(tmp_path):
-    timeline = simulate(TABLE, Costs(other={O: 1.0, L: 1.0}))
-    assert to_text(timeline, colour=False).splitlines()[0] == "rank 0 | F0 O0 F1 L0 B0 == B1 =="
+    timeline = simulate(TABLE, Costs(other={X: 1.0, Y: 1.0}))
+    assert to_text(timeline, colour=False).splitlines()[0] == "rank 0 | F0 X0 F1 Y0 B0 == B1 =="
     to_trace(timeline, tmp_path / "kinds.json")
-    assert '"O0.0"' in (tmp_path / "kinds.json").read_text()
-    assert from_csv(to_csv(TABLE)).ranks == TABLE.ranks and "0L0" in to_csv(TABLE)
+    assert '"X0.0"' in (tmp_path / "kinds.json").read_text()
+    assert from_csv(to_csv(TABLE)).ranks == TABLE.ranks and "0Y0" in to_csv(TABLE)
     pytest.importorskip("matplotlib")
     plot(timeline, tmp_path / "kinds.png")
 

@@ -206,7 +206,8 @@ class Loop:
         """Adds a task of a further kind to a stage, which makes new values of others.
 
         If the table has no such tasks, each comes right after the last task of its microbatch, on
-        its rank, that it reads from. A schedule may have put them elsewhere.
+        its rank, that it reads from or that its kind comes after. A schedule may have put them
+        elsewhere.
 
         Args:
             kind: the kind; it is not one of F, B, I, W and R.
@@ -540,7 +541,7 @@ def _with_tasks(
     """Puts the tasks of a kind and a stage into a table, unless it has some."""
     if any(task.kind == kind and task.stage == stage for task in table.tasks):
         return table
-    ranks = []
+    ranks, before_it = [], {*read, *((k, stage) for k in kind.after)}
     for order in table.ranks:
         own = list(order)
         for i in [task.microbatch for task in order if (task.kind, task.stage) == ("F", stage)]:
@@ -552,7 +553,7 @@ def _with_tasks(
                 near = [
                     n + 1
                     for n, kinds in zip(numbers, made, strict=True)
-                    if any((kind, own[n].stage) in read for kind in kinds)
+                    if any((k, own[n].stage) in before_it for k in kinds)
                 ]
                 at = max(near, default=min(n for n in numbers if own[n].stage == stage))
             if at and own[at - 1] in table.overlaps:  # not between two that run together

@@ -244,7 +244,7 @@ def not_its_own(loop):
 
 def in_a_circle(loop):
     sent = value_between(loop, ("F", 0), ("F", 1))
-    loop, back = loop.after(("B", 0), lambda h: h, [sent])
+    loop, back = loop.after(("B", 0), lambda h: h, [value_between(loop, ("B", 1), ("B", 0))])
     return loop.read(("F", 1), back[0], of=sent)
 
 
@@ -282,7 +282,7 @@ def gives_nothing(loop):
         (other_number, r"gives float32\[2,4\], float32\[2,4\], but is to give float32\[2,4\];"),
         (read_as, r"lets F1 read float32\[\] in place of float32\[2,4\]; convert it"),
         (not_its_own, "replaces in F1 a value that F0 makes"),
-        (in_a_circle, "makes a circle: F1 and B1 and B0 read values of each other"),
+        (in_a_circle, "makes a circle: F1 and .* read values of each other"),
         (of_an_old_kind, "inserts W0, which is not of a new kind; make a kind of your own"),
         (inserted_twice, "inserts Q0, which is there already"),
         (no_such_stage, "inserts Q5: .* the loop has 2 stages"),
