@@ -24,6 +24,9 @@ from jaxpp.certification._terms import Terms
 #: Where a difference shows, if it is not a pass.
 _TRANSFORMS, _PROGRAMS = "the transforms before schedule", "the programs"
 
+#: Why the transforms before `place` are not decided, if rules edit loops.
+_EDITED = "edited"
+
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
@@ -45,6 +48,8 @@ class Certificate:
             definitions. A gradient is where it is taken of a loop whose loss has a narrow type.
         transforms: the transforms that are proven.
         undecided: why those before `schedule` are not, if they are not.
+        edits: the rules of `jaxpp.extend.edit_loops` that change values, or add some: the edited
+            loops are then what the programs compute, and the transforms before are not decided.
         passes: the passes of `place` after each of which the step was compared.
         seconds: how long it took, in seconds.
 
@@ -72,12 +77,15 @@ class Certificate:
     undecided: str
     passes: tuple[str, ...]
     seconds: float
+    edits: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         how = "bit by bit" if self.exact else "but for the order of sums"
+        what = "edited function" if self.edits else "function"
+        verb = "are" if len(self.transforms) > 1 else "is"
         lines = [
-            f"{self.results} results of {self.ranks} ranks are those of the function, {how}: "
-            f"{', '.join(self.transforms)} are proven",
+            f"{self.results} results of {self.ranks} ranks are those of the {what}, {how}: "
+            f"{', '.join(self.transforms)} {verb} proven",
             f"  {self.tasks} tasks, {self.messages} messages, {self.effects} effects; "
             f"{self.equations} equations on {self.terms} values in {self.seconds:.2f} s",
         ]
@@ -85,6 +93,8 @@ class Certificate:
             lines.append(f"  {self.regrouped} results have sums in another order")
         if self.rounded:
             lines.append(f"  {self.rounded} results are rounded at other places than by definition")
+        if self.edits:
+            lines.append(f"  edited, as no transform is defined to do, by {', '.join(self.edits)}")
         if self.undecided:
             lines.append(f"  not decided of the transforms before schedule: {self.undecided}")
         return "\n".join(lines)
@@ -117,10 +127,12 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
     symbols, and the symbols of their results are compared. It is a proof for these shapes, for all
     values. The function is traced with each transform by its definition: `split_stages`,
     `wrap_forward` and `schedule` are the identity, and `microbatch` is a loop that keeps each
-    output, and combines them after the last slice. Then follow the scheduled function, the step
-    after each pass of `place`, and the programs. These run on a machine that also refutes a
-    deadlock, a message that is lost or mixed up, a value that is read after it was freed or given
-    away, and an effect that happens too often, not at all, or out of its order.
+    output, and combines them after the last slice. So is `jaxpp.extend.edit_loops` the identity; if
+    an edit changes values or adds results, the edited function is what the programs have to
+    compute. Then follow the scheduled function, the step after each pass of `place`, and the
+    programs. These run on a machine that also refutes a deadlock, a message that is lost or mixed
+    up, a value that is read after it was freed or given away, and an effect that happens too often,
+    not at all, or out of its order.
 
     Programs that do the same operations in the same order are equal bit by bit. Where sums are in
     another order, as for a parameter that several stages read, they are equal over the real
@@ -167,11 +179,17 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
     """Does as `certify`, for a step that has been lowered."""
     start = time.perf_counter()
     _check_decidable(lowered)
+    rules: list[str] = []
     with _without_collections():
-        proof = _Proof(lowered, _retraced(lowered, _definition.PLAIN))
-        undecided = proof.of_transforms()
+        try:
+            proof = _Proof(lowered, _retraced(lowered, _definition.PLAIN, rules))
+            undecided = proof.of_transforms(rules)
+        except _definition.Edited:
+            proof, undecided = _Proof(lowered, lowered.retrace(), scheduled=True), _EDITED
         proof.of_programs(passes)
     transforms = () if undecided else ("split_stages", "wrap_forward", "microbatch")
+    if undecided != _EDITED:
+        transforms = (*transforms, "schedule", *["edit_loops"] * bool(rules))
     return Certificate(
         results=len(lowered.bundle.results),
         ranks=len(lowered.bundle.programs),
@@ -183,10 +201,11 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
         exact=not proof.regrouped,
         regrouped=proof.regrouped,
         rounded=proof.rounded,
-        transforms=(*transforms, "schedule", "place"),
-        undecided=undecided,
+        transforms=(*transforms, "place"),
+        undecided="" if undecided == _EDITED else undecided,
         passes=tuple(proof.passes),
         seconds=time.perf_counter() - start,
+        edits=tuple(rules) if undecided == _EDITED else (),
     )
 
 
@@ -205,8 +224,11 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _retraced(lowered: Lowered, definitions: Mapping[str, Callable[..., Any]]) -> _jaxprs.Traced:
-    with _definitions.by_definition(definitions):
+def _retraced(
+    lowered: Lowered, definitions: Mapping[str, Callable[..., Any]], rules: list[str]
+) -> _jaxprs.Traced:
+    edits = _definition.unedited(rules)
+    with _definitions.by_definition({**definitions, "edit_loops": edits}):
         return lowered.retrace()
 
 
@@ -235,9 +257,12 @@ def _num_microbatches(lowered: Lowered) -> int:
 
 
 class _Proof:
-    """The comparison of a function with other forms of it, in one table of terms."""
+    """The comparison of a function with other forms of it, in one table of terms.
 
-    def __init__(self, lowered: Lowered, function: _jaxprs.Traced):
+    If the function is `scheduled`, it is what is wanted, with its edited loops.
+    """
+
+    def __init__(self, lowered: Lowered, function: _jaxprs.Traced, scheduled: bool = False):
         self.lowered, self.bundle = lowered, lowered.bundle
         self.terms = Terms(_num_microbatches(lowered))
         #: Equal over the real numbers, with rounding or without; from strong to weak.
@@ -261,7 +286,8 @@ class _Proof:
             )
         ]
         self.paths = function.output_paths()
-        self._want(self._run_traced(function))
+        first = next(iter(lowered.passes))
+        self._want(self._run_pass(first) if scheduled else self._run_traced(function))
 
     def _want(self, results: Sequence[Term]) -> None:
         """Takes results, and the effects that have happened, for those that are wanted."""
@@ -281,8 +307,11 @@ class _Proof:
         self.terms.where = f"the step after {name}"
         return run_step(self.evaluator, self.lowered.passes[name], self.arrays)
 
-    def of_transforms(self) -> str:
+    def of_transforms(self, rules: list[str]) -> str:
         """Compares the scheduled function, which is then what is wanted.
+
+        Args:
+            rules: who edits its loops.
 
         Returns:
             Why the transforms before `schedule` are not decided; empty if they are.
@@ -295,10 +324,16 @@ class _Proof:
             self._compare_numbers_of_effects()
         except Refuted as error:
             undecided = str(error)
-            self._want(self._run_traced(_retraced(self.lowered, _definition.UNSCHEDULED)))
+            unscheduled = _retraced(self.lowered, _definition.UNSCHEDULED, rules)
+            self._want(self._run_traced(unscheduled))
             self._run_pass(name)
-            self._compare("schedule", records, results, self.sums)
-            self._compare_effects("schedule")
+            try:
+                self._compare("schedule", records, results, self.sums)
+                self._compare_effects("schedule")
+            except Refuted:
+                if not rules:
+                    raise
+                undecided = _EDITED
         self._want(results)
         return undecided
 

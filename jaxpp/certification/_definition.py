@@ -241,6 +241,27 @@ def _lowest(dtype: Any) -> Any:
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
+class Edited(Exception):
+    """An edit of loops adds results, so that the function has no definition without it."""
+
+
+def unedited(rules: list[str]) -> Callable[..., Callable]:
+    """The definition of `edit_loops`: an edit changes no value. `rules` collects who edits.
+
+    Raises:
+        Edited: when the edit adds results.
+    """
+
+    def define(fun: Callable, rule: str, has_aux: bool) -> Callable:
+        if rule not in rules:
+            rules.append(rule)
+        if has_aux:
+            raise Edited
+        return fun
+
+    return define
+
+
 #: The tasks and the ranks of a loop are those of the loop.
 UNSCHEDULED = {"schedule": _itself}
 #: Stages are pieces of the function, and a microbatch loop is a loop over slices.

@@ -225,7 +225,9 @@ class _ProgramWriter:
         for value in gone:
             self._vacate(value)
         outputs = tuple(map(self.slot, task.outputs))
-        self.instructions.append(Run(computation, inputs, outputs, task.label))
+        self.instructions.append(
+            Run(computation, inputs, outputs, task.label, task.task, task.loop)
+        )
         self.ending = [
             value
             for value in dict.fromkeys([*task.inputs, *task.outputs])

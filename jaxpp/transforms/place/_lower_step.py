@@ -51,6 +51,7 @@ class Request:
         in_specs: a prefix of the arguments.
         out_specs: a prefix of the results.
         zero: for each role, the axes over which arguments of that role are split further.
+        edits: what `edit_tasks` does to the tasks, in order.
     """
 
     fun: Callable
@@ -60,6 +61,7 @@ class Request:
     in_specs: Any
     out_specs: Any
     zero: Mapping[Role, tuple[str, ...]]
+    edits: tuple[Callable[[_task_graph.TaskGraph], _task_graph.TaskGraph], ...] = ()
 
 
 #: The passes that a step goes through before its tasks become a graph, in order.
@@ -106,7 +108,10 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     with jax.debug_key_reuse(False):  # tasks may share an array of keys
         for run in PASSES:
             step = passes[run.__name__] = run(step)
-        bundle = _lower.lower(step, _task_graph.build(step))
+        graph = _task_graph.build(step)
+        for edit in request.edits:
+            graph = edit(graph)
+        bundle = _lower.lower(step, graph)
     mesh = _resolve_mesh(request.mesh, bundle.programs, traced, passes["trace"].jaxpr.eqns)
 
     rebuild = dataclasses.replace(traced, inputs=[]).rebuild  # without the arrays closed over
