@@ -5,7 +5,7 @@ task.
 """
 
 from jaxpp.schedules import Kind as Kind
-from jaxpp.transforms.place import TaskGraph as TaskGraph
+from jaxpp.transforms.graph import TaskGraph as TaskGraph
 from jaxpp.transforms.place import edit_tasks as edit_tasks
 from jaxpp.transforms.tasks import Loop as Loop
 from jaxpp.transforms.tasks import Value as Value

@@ -177,9 +177,9 @@ def test_nothing_imports_past_the_face_of_a_room():
 
 def test_an_import_past_a_face_would_be_found():
     past = "from jaxpp.transforms.inside import _assign, assign"
-    assert past_a_face("jaxpp.transforms.place._lower", past) == ["jaxpp.transforms.inside._assign"]
+    assert past_a_face("jaxpp.transforms.graph._lower", past) == ["jaxpp.transforms.inside._assign"]
     past = "from jaxpp.transforms.inside.replicas._shares import shares"
-    assert past_a_face("jaxpp.transforms.place._lower", past)
+    assert past_a_face("jaxpp.transforms.graph._lower", past)
     assert past_a_face("jaxpp.transforms.inside._passes", past)
     assert not past_a_face("jaxpp.transforms.inside.replicas._rows", past)
 
@@ -187,7 +187,7 @@ def test_an_import_past_a_face_would_be_found():
 #: The rooms of a folder, each below those that may import it.
 FLOORS = {
     "jaxpp.transforms": (
-        "stacked", "stages", "microbatch", "tasks", "inside", "initialize", "place",
+        "stacked", "stages", "microbatch", "tasks", "inside", "graph", "initialize", "place",
     ),
     "jaxpp.runtime": (
         "arrays", "executor", "transport", "trace", "local", "remote", "checkpoint",

@@ -19,20 +19,11 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._program import (
-    Argument,
-    Bundle,
-    Computation,
-    Free,
-    Instruction,
-    Program,
-    Result,
-    Run,
-    Wait,
-    cuts_of,
-)
+from jaxpp._program import Argument, Bundle, Result, cuts_of
 from jaxpp._specs import Spec, replicated
 from jaxpp.transforms._signature import with_arrays
+from jaxpp.transforms._step import Inside, Step
+from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value, lower
 from jaxpp.transforms.initialize import _row_slices, _specs
 
 
@@ -149,118 +140,120 @@ def lower_initializer(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[
         )
     reads = [{n for n, _ in p.inputs if n < len(made)} for p in step.programs]
     reads[0] |= set(range(len(made))).difference(*reads)
-    specs = None if step.inside is None else [a.spec for a in made]
-    computations = _Computations()
-    programs = [
-        _program(rank, jaxpr, sorted(own), computations, specs) for rank, own in enumerate(reads)
-    ]
-    return Bundle(
-        tuple(programs),
-        tuple(computations.items),
-        tuple(
-            Argument(name, v.aval, n)
-            for n, (name, v) in enumerate(zip(arg_names, jaxpr.jaxpr.invars, strict=True))
-        ),
-        tuple(
-            Result(v.aval, a.array, a.rows, spec=a.spec)
-            for v, a in zip(jaxpr.jaxpr.outvars, made, strict=True)
-        ),
-        step.inside,
+    arguments = tuple(
+        Argument(name, v.aval, n)
+        for n, (name, v) in enumerate(zip(arg_names, jaxpr.jaxpr.invars, strict=True))
     )
-
-
-def _program(
-    rank: int,
-    jaxpr: jex.ClosedJaxpr,
-    owned: Sequence[int],
-    computations: "_Computations",
-    out_specs: Sequence[Spec] | None,
-) -> Program:
-    """Makes one rank's program: the operations that its outputs need, and frees after last uses."""
-    used = [n in owned for n in range(len(jaxpr.jaxpr.outvars))]
-    slim = _with_own_outputs(_compat.eliminate_dead_code(jaxpr, used))
-    split: dict[Any, Spec] | None = None
-    if out_specs is not None:
-        wanted = zip(slim.jaxpr.outvars, (out_specs[n] for n in owned), strict=True)
-        slim, split = _specs.with_split_outputs(slim, dict(wanted))
-    eqns = [_with_start_operands(eqn) for eqn in _output_by_output(slim)]
-    last_use = {v: i for i, eqn in enumerate(eqns) for v in _jaxprs.variables(eqn.invars)}
-    kept = set(slim.jaxpr.outvars)
-    slots = _Slots()
-    inputs = [(n, slots(v)) for n, v in enumerate(slim.jaxpr.invars) if v in last_use]
-    instructions: list[Instruction] = []
-    last_made: tuple[int, ...] = ()
-    for i, eqn in enumerate(eqns):
-        results = [v for v in eqn.outvars if v in last_use or v in kept]
-        run = computations.number(eqn, results, split)
-        read, made = tuple(map(slots, eqn.invars)), tuple(map(slots, results))
-        instructions.append(Run(run, read, made, "initialize"))
-        last_read = [v for v in _jaxprs.variables(eqn.invars) if last_use[v] == i]
-        if over := [slots(v) for v in dict.fromkeys(last_read) if v not in kept]:
-            instructions.append(Free(tuple(over)))
-        # A computation takes memory when it is dispatched: so at most two outputs are made at once.
-        if own := tuple(slots(v) for v in results if v in kept):
-            if last_made:
-                instructions.append(Wait(last_made))
-            last_made = own
-    outputs = zip(owned, map(slots, slim.jaxpr.outvars), strict=True)
-    return Program(
-        rank,
-        (),
-        tuple(instructions),
-        slots.count,
-        tuple(inputs),
-        tuple(outputs),
-        tuple(slots.constants.values()),
+    results = tuple(
+        Result(v.aval, a.array, a.rows, spec=a.spec)
+        for v, a in zip(jaxpr.jaxpr.outvars, made, strict=True)
     )
+    inside = step.inside and Inside(step.inside, {})
+    builder = _Builder(jaxpr, arguments, None if inside is None else [a.spec for a in made])
+    for rank, own in enumerate(reads):
+        builder.add_rank(rank, sorted(own))
+    return lower(Step(jaxpr, arguments, results, inside=inside), builder.graph(len(reads)))
 
 
-class _Slots:
-    """Gives variables and constants a slot each."""
+class _Builder:
+    """Adds the operations of each rank to a graph, as tasks.
 
-    def __init__(self):
-        self._of: dict[Any, int] = {}
-        #: The slot and the value of each constant.
-        self.constants: dict[Any, tuple[int, Any]] = {}
+    Args:
+        jaxpr: the initialiser.
+        arguments: the records of its inputs.
+        specs: the spec of each output inside a rank; None if ranks have no axes.
+    """
 
-    @property
-    def count(self) -> int:
-        return len(self._of) + len(self.constants)
+    def __init__(
+        self,
+        jaxpr: jex.ClosedJaxpr,
+        arguments: Sequence[Argument],
+        specs: Sequence[Spec] | None,
+    ):
+        self.jaxpr, self.specs = jaxpr, specs
+        invars, outvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
+        self.given = [
+            self._value(v.aval, argument=own) for v, own in zip(invars, arguments, strict=True)
+        ]
+        self.made = [
+            self._value(v.aval, None if specs is None else specs[n]) for n, v in enumerate(outvars)
+        ]
+        #: The ranks that read each input, and those that make each output.
+        self.readers: list[list[int]] = [[] for _ in self.given]
+        self.makers: list[list[int]] = [[] for _ in self.made]
+        self.constants: dict[Any, Value] = {}
+        self.bodies: dict[Any, Body] = {}
+        self.tasks: list[GraphTask] = []
 
-    def __call__(self, atom: Any) -> int:
-        if not _jaxprs.is_literal(atom):
-            return self._of.setdefault(atom, self.count)
-        value = _jaxprs.kept(atom.val, atom.aval)
-        key = str(atom.aval), np.asarray(value).tobytes()
-        return self.constants.setdefault(key, (self.count, value))[0]
+    def add_rank(self, rank: int, owned: Sequence[int]) -> None:
+        """Adds the operations that a rank's outputs need, by the numbers of these outputs."""
+        used = [n in owned for n in range(len(self.made))]
+        slim = _with_own_outputs(_compat.eliminate_dead_code(self.jaxpr, used))
+        split: Mapping[Any, Spec] = {}
+        if self.specs is not None:
+            wanted = zip(slim.jaxpr.outvars, (self.specs[n] for n in owned), strict=True)
+            slim, split = _specs.with_split_outputs(slim, dict(wanted))
+        eqns = [_with_start_operands(eqn) for eqn in _output_by_output(slim)]
+        read = {v for eqn in eqns for v in _jaxprs.variables(eqn.invars)}
+        outputs = {v: self.made[n] for n, v in zip(owned, slim.jaxpr.outvars, strict=True)}
+        values = dict(zip(slim.jaxpr.invars, self.given, strict=True))
+        before: tuple[Value, ...] = ()
+        for eqn in eqns:
+            results = [v for v in eqn.outvars if v in read or v in outputs]
+            values |= {
+                v: outputs[v] if v in outputs else self._value(v.aval, split.get(v))
+                for v in results
+            }
+            own = tuple(outputs[v] for v in results if v in outputs)
+            self.tasks.append(
+                GraphTask(
+                    rank,
+                    self._body(eqn, results),
+                    tuple(
+                        self._constant(a) if _jaxprs.is_literal(a) else values[a]
+                        for a in eqn.invars
+                    ),
+                    tuple(values[v] for v in results),
+                    "initialize",
+                    # It takes memory once dispatched: so at most two outputs are made at once.
+                    waits=before if own else (),
+                )
+            )
+            before = own or before
+        for n, v in enumerate(slim.jaxpr.invars):
+            self.readers[n] += [rank] * (v in read)
+        for n in owned:
+            self.makers[n].append(rank)
 
+    def graph(self, num_ranks: int) -> TaskGraph:
+        """The graph of all operations."""
+        arguments, results = (
+            tuple((value, tuple(ranks)) for value, ranks in zip(values, own, strict=True))
+            for values, own in ((self.given, self.readers), (self.made, self.makers))
+        )
+        return TaskGraph(tuple(self.tasks), arguments, results, ((),) * num_ranks)
 
-class _Computations:
-    """The computations of all ranks: each is an operation, and equal ones are in it once."""
+    def _value(self, aval: Any, spec: Spec | None = None, **what: Any) -> Value:
+        if self.specs is not None and spec is None:
+            spec = replicated(len(aval.shape))
+        return Value(aval, "gathered", "initialize", spec=spec, **what)
 
-    def __init__(self):
-        self.items: list[Computation] = []
-        self._numbers: dict[Any, int] = {}
+    def _constant(self, literal: Any) -> Value:
+        value = _jaxprs.kept(literal.val, literal.aval)
+        key = str(literal.aval), np.asarray(value).tobytes()
+        if key not in self.constants:
+            self.constants[key] = self._value(literal.aval, constant=value)
+        return self.constants[key]
 
-    def number(self, eqn: Any, results: Sequence[Any], specs: Mapping[Any, Spec] | None) -> int:
-        """Numbers the operation that makes some of an equation's results, split as in `specs`."""
+    def _body(self, eqn: Any, results: Sequence[Any]) -> Body:
+        """The body that makes some of an equation's results; equal operations share one."""
         # Literals become operands, as in calls outside of `jit`: XLA may compute in another way
         # with a number that it knows, and operations that differ in numbers only compile once.
         inputs = [_jaxprs.fresh_var(atom) for atom in eqn.invars]
         alone = eqn.replace(invars=inputs)
         jaxpr = _compat.make_closed_jaxpr(inputs, results, [alone], "initialize")
-        in_specs = () if specs is None else tuple(_spec_of(atom, specs) for atom in eqn.invars)
-        out_specs = () if specs is None else tuple(specs[v] for v in results)
-        key = _jaxprs.structure(jaxpr), in_specs, out_specs
-        if key not in self._numbers:
-            self._numbers[key] = len(self.items)
-            name = eqn.params.get("name", eqn.primitive.name)
-            self.items.append(Computation(f"initialize_{name}", jaxpr, (), in_specs, out_specs))
-        return self._numbers[key]
-
-
-def _spec_of(atom: Any, specs: Mapping[Any, Spec]) -> Spec:
-    return replicated(len(atom.aval.shape)) if _jaxprs.is_literal(atom) else specs[atom]
+        name = f"initialize_{eqn.params.get('name', eqn.primitive.name)}"
+        return self.bodies.setdefault(_jaxprs.structure(jaxpr), Body(name, jaxpr, ()))
 
 
 def _with_start_operands(eqn: Any) -> Any:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._typing import R
+from jaxpp.transforms.graph import GraphTask, TaskGraph, Value
 from jaxpp.transforms.place._place import Placed
-from jaxpp.transforms.place._task_graph import GraphTask, TaskGraph, Value
 
 
 def edit_tasks(step: Placed[R], rule: Callable[[TaskGraph], TaskGraph]) -> Placed[R]:

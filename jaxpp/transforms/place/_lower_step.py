@@ -16,6 +16,7 @@ from jaxpp._specs import Spec, axis_sizes, replicated
 from jaxpp.transforms import _keywords
 from jaxpp.transforms._signature import Signature
 from jaxpp.transforms._step import Inside, Step
+from jaxpp.transforms.graph import TaskGraph, lower
 from jaxpp.transforms.inside import (
     automatic,
     defer_sums,
@@ -26,13 +27,12 @@ from jaxpp.transforms.inside import (
     trace,
 )
 from jaxpp.transforms.place import (
+    _build_graph,
     _conditionals,
     _distribute,
     _flat_step,
-    _lower,
     _placement,
     _roles,
-    _task_graph,
 )
 from jaxpp.transforms.place._compiled import Compiled, Lowered, load
 from jaxpp.transforms.stages import is_backward_call, listed, stage_of_call
@@ -61,7 +61,7 @@ class Request:
     in_specs: Any
     out_specs: Any
     zero: Mapping[Role, tuple[str, ...]]
-    edits: tuple[Callable[[_task_graph.TaskGraph], _task_graph.TaskGraph], ...] = ()
+    edits: tuple[Callable[[TaskGraph], TaskGraph], ...] = ()
 
 
 #: The passes that a step goes through before its tasks become a graph, in order.
@@ -108,10 +108,10 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     with jax.debug_key_reuse(False):  # tasks may share an array of keys
         for run in PASSES:
             step = passes[run.__name__] = run(step)
-        graph = _task_graph.build(step)
+        graph = _build_graph.build(step)
         for edit in request.edits:
             graph = edit(graph)
-        bundle = _lower.lower(step, graph)
+        bundle = lower(step, graph)
     mesh = _resolve_mesh(request.mesh, bundle.programs, traced, passes["trace"].jaxpr.eqns)
 
     rebuild = dataclasses.replace(traced, inputs=[]).rebuild  # without the arrays closed over

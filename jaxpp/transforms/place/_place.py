@@ -19,10 +19,10 @@ from jaxpp._spellings import names_ours
 from jaxpp._typing import R
 from jaxpp.transforms._keywords import as_positional, positional
 from jaxpp.transforms._signature import Signature
+from jaxpp.transforms.graph import TaskGraph
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
 from jaxpp.transforms.place._compiled import Compiled, Lowered
 from jaxpp.transforms.place._lower_step import Request, check_positions, lower_step
-from jaxpp.transforms.place._task_graph import TaskGraph
 
 #: A prefix of a pytree of specs, or rules in place of one.
 Specs = PyTree[PartitionSpec | Sequence[tuple[str, PartitionSpec]]]

@@ -18,11 +18,12 @@ from jaxpp._program import (
     Receive,
     Run,
     Send,
+    Wait,
 )
 from jaxpp._specs import Spec
 from jaxpp.transforms._step import Step
+from jaxpp.transforms.graph._task_graph import GraphTask, TaskGraph, Value
 from jaxpp.transforms.inside import assign, with_specs
-from jaxpp.transforms.place._task_graph import GraphTask, TaskGraph, Value
 
 #: The number of a task and a rank: sends come after that task, receives before it.
 _At = tuple[int, int]
@@ -51,6 +52,8 @@ def lower(step: Step, graph: TaskGraph) -> Bundle:
         writer.run(index, task, number, computations[number].donated)
         writer.send(sends.get((index, task.rank), ()))
         writer.free()
+        if task.waits:
+            writer.instructions.append(Wait(tuple(map(writer.slot, task.waits))))
     for rank, writer in enumerate(writers):
         writer.receive(receives.get((end, rank), ()))
     for n, (value, ranks) in enumerate(graph.results):
