@@ -396,7 +396,7 @@ def literal(value: Any, aval: Any) -> jex.Literal:
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Gives the atoms that are variables."""
-    return [a for a in atoms if not is_literal(a)]
+    return [a for a in atoms if not isinstance(a, jex.Literal)]
 
 
 class Substitution:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.place import _conditionals
+from jaxpp.transforms.place import _alike, _conditionals
 from jaxpp.transforms.place._equations import Equations, Place
 from jaxpp.transforms.tasks import LoopTasks, operand_stages
 
@@ -72,16 +72,55 @@ class _Outliner:
             if self.equations.phase[i] == phase:
                 key = self.levels[i], tuple(sorted(self.equations.place_of[i]))
                 members.setdefault(key, []).append(i)
-        for (_, place), numbers in sorted(members.items()):
-            inside = set(numbers)
-            outputs = [
-                v
-                for i in numbers
-                for v in self.equations.all[i].outvars
-                if not inside.issuperset(self.readers.get(v, ()))
-            ]
-            eqns = self._needed(numbers, [], outputs)
-            self._add(frozenset(place), eqns, outputs, label)
+        parts = [(place, numbers) for (_, place), numbers in sorted(members.items())]
+        for place, numbers in self._divided(parts):
+            self._add(frozenset(place), *self._part(numbers), label)
+
+    def _divided(self, segments: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
+        """Divides large segments of a phase, where stages then share computations."""
+        eqns = [self.equations.all[i] for _, numbers in segments for i in numbers]
+        if any(e.effects or any(v in self.step.guards for v in e.outvars) for e in eqns):
+            return segments
+
+        def like(numbers: Sequence[int]) -> Any:
+            eqns, outputs = self._part(numbers)
+            return _jaxprs.structure(_jaxprs.part(eqns, outputs).jaxpr)
+
+        segments = [(place, part) for place, own in segments for part in self._early(own)]
+        return _alike.divide(segments, lambda i: _placed_sources(self.equations, i), like)
+
+    def _early(self, numbers: Sequence[int]) -> list[Sequence[int]]:
+        """Divides a large segment: what other places wait for comes first."""
+        first, own = numbers[0], set(numbers)
+        phase, place = self.equations.phase, self.equations.place_of
+
+        def is_waited_for(i: int) -> bool:
+            readers = {j for v in self.equations.all[i].outvars for j in self.readers.get(v, ())}
+            return any(
+                j in place and phase[j] == phase[first] and place[j] != place[first]
+                for j in readers
+            )
+
+        early: set[int] = set()
+        for i in reversed(numbers):
+            if i in early or is_waited_for(i):
+                early.add(i)
+                early.update(own & _placed_sources(self.equations, i))
+        late = [i for i in numbers if i not in early]
+        if not early or len(late) < _alike.WORTH:
+            return [numbers]
+        return [sorted(early), late]
+
+    def _part(self, numbers: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        """Gives equations, with those that they need, and the variables that others read."""
+        inside = set(numbers)
+        outputs = [
+            v
+            for i in numbers
+            for v in self.equations.all[i].outvars
+            if not inside.issuperset(self.readers.get(v, ()))
+        ]
+        return self._needed(numbers, [], outputs), outputs
 
     def _add(self, place: Place, eqns: Sequence[Any], outputs: Sequence[Any], label: str) -> None:
         part = _jaxprs.part(eqns, outputs)
