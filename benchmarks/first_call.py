@@ -1,14 +1,18 @@
-"""Measures the first call of a placed step: a GPT with AdamW, by depth and number of microbatches.
+"""Measures the first call of a placed step over that of `jax.jit` for the plain step.
 
     python -m benchmarks.first_call
-    python -m benchmarks.first_call --layers=8 --microbatches=8,64
+    python -m benchmarks.first_call --cases=4x16 --repeats=1 --parts
 
-Prints the time to trace, lower and compile a step that `place` runs on four ranks, and its ratio to
-that of `jax.jit` for the plain step, which accumulates the same gradients by a scan. Then, of the
-placed step, the time to trace the function under each further transform, and the time of each pass
-of `place`: what grows faster than the layers, or at all with the microbatches, stands out there.
+A case is a number of ranks and of layers of a transformer in plain functions (a list of dicts),
+with AdamW and clipping by the global norm; then comes the model of the README. Each step is traced,
+lowered and compiled, with empty caches, and the medians are printed: of the wall clock, and of the
+process's CPU time, which other processes disturb less. Nothing is run. `--parts` also prints, for
+the placed step, the time of each further transform, and of each pass of `place`.
 """
 
+import dataclasses
+import functools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,99 +25,227 @@ from absl import app, flags
 
 import jaxpp
 from benchmarks.equal_blocks import train_step_of
-from experiments.models.gpt import GPT, loss_fn
 from jaxpp import _jaxprs
+from jaxpp.runtime.executor._compile import clear_cache
 from jaxpp.transforms.place import _lower, _lower_step, _task_graph
 
-_LAYERS = flags.DEFINE_list("layers", ["8", "16", "32"], "Numbers of blocks of the GPT.")
-_MICROBATCHES = flags.DEFINE_list("microbatches", ["8", "64"], "Numbers of microbatches.")
-_STAGES = flags.DEFINE_integer("stages", 4, "Stages, a rank each.", 2)
-_WIDTH = flags.DEFINE_integer("width", 32, "Features of a position.")
-_COMPILE = flags.DEFINE_bool("compile", True, "Whether to compile, which takes longest.")
+_CASES = flags.DEFINE_list("cases", ["4x16", "8x32", "16x64"], "Ranks x layers.")
+_README = flags.DEFINE_bool("readme", True, "Whether to measure the README's model, too.")
+_MICROBATCHES = flags.DEFINE_integer("microbatches", 0, "Microbatches; 0 for two a rank.", 0)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Measurements, of which the median is printed.", 1)
+_WIDTH = flags.DEFINE_integer("width", 64, "Features of a position.")
+_PARTS = flags.DEFINE_bool("parts", False, "Whether to print the time of each transform and pass.")
 
-_CONTEXT = 16
-
-
-def timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    """Gives a function's result, and the seconds that it took."""
-    start = time.perf_counter()
-    result = run()
-    return result, time.perf_counter() - start
+_CONTEXT, _VOCABULARY, _HEADS = 32, 64, 4
 
 
-def measure(layers: int, microbatches: int) -> dict[str, Any]:
-    """Measures the parts of the first call, in seconds, of the plain step and of the placed one."""
-    stages, optimizer = _STAGES.value, optax.adamw(1e-3)
-    model = GPT(layers=layers, width=_WIDTH.value, heads=4, context=_CONTEXT, key=jax.random.key(0))
-    state = model, optimizer.init(eqx.filter(model, eqx.is_array))
-    tokens = jnp.zeros((2 * microbatches, _CONTEXT + 1), jnp.int32)
+# ---- a transformer in plain functions -----------------------------------------------------------
 
-    at = [f"blocks.{n * layers // stages}" for n in range(1, stages)]
-    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, at=at))
-    differentiated = eqx.filter_value_and_grad(staged)
-    looped = jaxpp.microbatch(differentiated, microbatches)
-    scheduled = jaxpp.schedule(looped, jaxpp.schedules.OneFOneB())
 
-    arrays, static = eqx.partition(state, eqx.is_array)
-    plain = train_step_of(
-        jaxpp.microbatch(eqx.filter_value_and_grad(loss_fn), microbatches), optimizer
+def init(layers: int, width: int) -> dict[str, Any]:
+    keys = iter(jax.random.split(jax.random.key(0), 4 * layers + 3))
+
+    def draw(*shape: int) -> jax.Array:
+        return 0.02 * jax.random.normal(next(keys), shape)
+
+    def norm() -> dict[str, jax.Array]:
+        return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
+
+    def layer() -> dict[str, Any]:
+        weights = {"qkv": draw(width, 3 * width), "out": draw(width, width)}
+        weights |= {"up": draw(width, 4 * width), "down": draw(4 * width, width)}
+        return {"before": norm(), "between": norm(), **weights}
+
+    ends = {"embed": draw(_VOCABULARY, width), "positions": draw(_CONTEXT, width)}
+    ends |= {"norm": norm(), "head": draw(width, _VOCABULARY)}
+    return {"layers": [layer() for _ in range(layers)], **ends}
+
+
+def normalized(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    x = x - x.mean(-1, keepdims=True)
+    return (
+        x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5) * params["scale"] + params["bias"]
     )
+
+
+def block(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    batch, length, width = x.shape
+
+    def heads(x: jax.Array) -> jax.Array:
+        return x.reshape(batch, length, _HEADS, width // _HEADS).swapaxes(1, 2)
+
+    q, k, v = map(heads, jnp.split(normalized(params["before"], x) @ params["qkv"], 3, -1))
+    scores = q @ k.swapaxes(-1, -2) / jnp.sqrt(width // _HEADS)
+    scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
+    mixed = (jax.nn.softmax(scores) @ v).swapaxes(1, 2).reshape(batch, length, width)
+    x = x + mixed @ params["out"]
+    return x + jax.nn.gelu(normalized(params["between"], x) @ params["up"]) @ params["down"]
+
+
+def transformer_loss(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+    x = params["embed"][tokens[:, :-1]] + params["positions"]
+    for layer in params["layers"]:
+        x = block(layer, x)
+    logits = normalized(params["norm"], x) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+# ---- cases --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its optimizer, and the pipeline that it is placed on."""
+
+    loss_fn: Callable[..., jax.Array]
+    model: Any
+    batch: Any
+    optimizer: optax.GradientTransformation
+    ranks: int
+    microbatches: int
+    schedule: Any
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.model, self.optimizer.init(eqx.filter(self.model, eqx.is_array)), self.batch
+
+    def transforms(self) -> dict[str, Callable]:
+        """The function under each further transform."""
+        staged = jaxpp.wrap_forward(jaxpp.split_stages(self.loss_fn, self.ranks))
+        differentiated = eqx.filter_value_and_grad(staged)
+        looped = jaxpp.microbatch(differentiated, self.microbatches)
+        return {
+            "forward": self.loss_fn,
+            "stages": staged,
+            "gradients": differentiated,
+            "microbatch": looped,
+            "schedule": jaxpp.schedule(looped, self.schedule),
+        }
+
+    def placed(self) -> Any:
+        mesh = jaxpp.MpmdMesh((self.ranks,))
+        step = train_step_of(self.transforms()["schedule"], self.optimizer)
+        return jaxpp.place(step, mesh, donate_argnums=(0, 1))
+
+
+def transformer(ranks: int, layers: int, microbatches: int = 0) -> Case:
+    microbatches = microbatches or 2 * ranks
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    tokens = jnp.zeros((2 * microbatches, _CONTEXT + 1), jnp.int32)
+    model = init(layers, _WIDTH.value)
+    schedule = jaxpp.schedules.OneFOneB()
+    return Case(transformer_loss, model, tokens, optimizer, ranks, microbatches, schedule)
+
+
+def of_the_readme() -> Case:
+    def loss_fn(model, batch):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    model = eqx.nn.MLP(4, 1, width_size=64, depth=7, key=jax.random.key(0))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
+    batch = jnp.ones((64, 4)), jnp.ones((64, 1))
+    schedule = jaxpp.schedules.ZeroBubbleH1()
+    return Case(loss_fn, model, batch, optimizer, 4, 8, schedule)
+
+
+# ---- measurements -------------------------------------------------------------------------------
+
+
+def timed(run: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
+    """Gives a function's result, and its seconds by the wall clock and of the CPU."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = run()
+    return result, (time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def measure(case: Case) -> tuple[dict[str, tuple[float, float]], int]:
+    """Gives the seconds of each part of both first calls, and the number of computations."""
+    arguments = jax.block_until_ready(case.arguments)
+    arrays, static = eqx.partition(arguments, eqx.is_array)
+    plain = train_step_of(eqx.filter_value_and_grad(case.loss_fn), case.optimizer)
     jitted = jax.jit(
-        lambda arrays, batch: eqx.filter(plain(*eqx.combine(arrays, static), batch), eqx.is_array),
+        lambda state, batch: eqx.filter(plain(*eqx.combine((*state, batch), static)), eqx.is_array),
         donate_argnums=0,
     )
-    traced, trace_s = timed(lambda: jitted.trace(arrays, tokens))
+    seconds = {}
+    forget()
+    traced, trace_s = timed(lambda: jitted.trace(arrays[:2], arrays[2]))
     lowered, lower_s = timed(traced.lower)
-    figures: dict[str, Any] = {"plain": {"trace": trace_s, "lower": lower_s}}
+    seconds["plain, to lower"] = trace_s[0] + lower_s[0], trace_s[1] + lower_s[1]
+    seconds["plain, to compile"] = timed(lowered.compile)[1]
+    forget()
+    programs, seconds["placed, to lower"] = timed(lambda: case.placed().lower(*arguments))
+    seconds["placed, to compile"] = timed(programs.compile)[1]
+    return seconds, len(programs.bundle.computations)
 
-    mesh = jaxpp.MpmdMesh((stages,))
-    step = jaxpp.place(train_step_of(scheduled, optimizer), mesh, donate_argnums=(0, 1))
-    programs, programs_s = timed(lambda: step.lower(*state, tokens))
-    figures["placed"] = {"trace and lower": programs_s}
-    if _COMPILE.value:
-        figures["plain"]["compile"] = timed(lowered.compile)[1]
-        figures["placed"]["compile"] = timed(programs.compile)[1]
 
-    transforms = {
-        "forward": loss_fn,
-        "stages": staged,
-        "gradients": differentiated,
-        "microbatch": looped,
-        "schedule": scheduled,
+def forget() -> None:
+    """Forgets all that has been traced and compiled."""
+    jax.clear_caches()
+    clear_cache()
+
+
+def report(name: str, case: Case) -> str:
+    """Measures a case, and writes its ratios, then the seconds of the parts."""
+    found = [measure(case) for _ in range(_REPEATS.value)]
+    seconds = {
+        part: tuple(statistics.median(own[part][clock] for own, _ in found) for clock in (0, 1))
+        for part in found[0][0]
     }
-    known = 0.0
-    figures["transforms"] = {}
-    for name, fun in transforms.items():
-        whole = timed(lambda: _jaxprs.trace(fun, (state[0], tokens)))[1]  # noqa: B023
-        figures["transforms"][name], known = whole - known, whole
-    before, *_ = programs.passes.values()
-    figures["passes"] = {}
-    for run in _lower_step.PASSES:
-        before, figures["passes"][run.__name__] = timed(lambda: run(before))  # noqa: B023
-    graph, figures["passes"]["task_graph"] = timed(lambda: _task_graph.build(before))
-    figures["passes"]["lower"] = timed(lambda: _lower.lower(before, graph))[1]
-    return figures
 
+    def ratio(clock: int, *parts: str) -> float:
+        placed, plain = (
+            sum(seconds[f"{who}, {part}"][clock] for part in parts) for who in ("placed", "plain")
+        )
+        return placed / plain
 
-def report(figures: dict[str, Any]) -> str:
-    """Writes the figures of a step: the ratio, then the parts in milliseconds."""
-    whole = {name: sum(figures[name].values()) for name in ("plain", "placed")}
-    lines = [f"placed {whole['placed'] / whole['plain']:.2f} of plain"]
-    for name, parts in figures.items():
-        written = ", ".join(f"{part} {1e3 * seconds:.0f}" for part, seconds in parts.items())
-        lines.append(f"  {name} {1e3 * sum(parts.values()):.0f} ms: {written}")
+    lines = [
+        f"{name}: {found[0][1]} computations; placed over plain, by the wall clock (CPU time):"
+    ]
+    for what, parts in {
+        "first call": ("to lower", "to compile"), "trace and lower": ("to lower",)
+    }.items():  # fmt: skip
+        lines.append(f"  {what} {ratio(0, *parts):.2f} ({ratio(1, *parts):.2f})")
+    lines += [f"  {part} {wall:.2f} s ({cpu:.2f} s)" for part, (wall, cpu) in seconds.items()]
     return "\n".join(lines)
+
+
+def parts(case: Case) -> str:
+    """Writes the CPU time of each transform and of each pass, in milliseconds."""
+    model, _, batch = arguments = case.arguments
+    found, known = {}, 0.0
+    for name, fun in case.transforms().items():
+        jax.clear_caches()
+        whole = timed(lambda: _jaxprs.trace(fun, (model, batch)))[1][1]  # noqa: B023
+        found[name], known = whole - known, whole
+    programs = case.placed().lower(*arguments)
+    before, *_ = programs.passes.values()
+    for run in _lower_step.PASSES:
+        before, (_, found[run.__name__]) = timed(lambda: run(before))  # noqa: B023
+    graph, (_, found["task_graph"]) = timed(lambda: _task_graph.build(before))
+    found["lower"] = timed(lambda: _lower.lower(before, graph))[1][1]
+    return "  " + ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in found.items())
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise SystemExit(f"unexpected arguments: {argv[1:]}")
-    jax.config.update("jax_num_cpu_devices", _STAGES.value)
-    measure(_STAGES.value, 2)  # JAX's own first uses
-    for layers in map(int, _LAYERS.value):
-        for microbatches in map(int, _MICROBATCHES.value):
-            print(f"{layers} layers, {microbatches} microbatches:", end=" ")
-            print(report(measure(layers, microbatches)), flush=True)
+    sizes = [tuple(map(int, case.split("x"))) for case in _CASES.value]
+    jax.config.update("jax_num_cpu_devices", max([4, *(ranks for ranks, _ in sizes)]))
+    measure(transformer(2, 2))  # JAX's own first uses
+    cases: dict[str, Callable[[], Case]] = {
+        f"{ranks} ranks, {layers} layers": functools.partial(
+            transformer, ranks, layers, _MICROBATCHES.value
+        )
+        for ranks, layers in sizes
+    }
+    if _README.value:
+        cases["README"] = of_the_readme
+    for name, make in cases.items():
+        print(report(name, make()), flush=True)
+        if _PARTS.value:
+            print(parts(make()), flush=True)
 
 
 if __name__ == "__main__":

@@ -84,4 +84,5 @@ from jaxpp.transforms import pipeline_enter_stage as pipeline_enter_stage
 from jaxpp.transforms import place as place
 from jaxpp.transforms import schedule as schedule
 from jaxpp.transforms import split_stages as split_stages
+from jaxpp.transforms import stages_as_text as stages_as_text
 from jaxpp.transforms import wrap_forward as wrap_forward

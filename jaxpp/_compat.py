@@ -219,6 +219,40 @@ def rename_scopes(eqn, names: Mapping[str, str | None]):
     return eqn.replace(source_info=source.replace(name_stack=kept))
 
 
+def is_split(aval: Any) -> bool:
+    """Tells whether a type says how its arrays are split over the axes of a mesh."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", ())
+    return any(axis is not None for axis in spec) or bool(getattr(aval, "vma", None))
+
+
+def derivative_rule(rule: Any) -> Any:
+    """Gives what tells the rule of a `jax.custom_jvp` from others; else the object itself.
+
+    Each call of such a function has an object of its own for the rule, made of the user's function
+    and of how its arguments are flattened.
+    """
+
+    def inside(function: Any, name: str) -> Any:
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        cells = dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
+        return cells[name].cell_contents if name in cells else None
+
+    own = inside(inside(getattr(rule, "f", None), "fn"), "jvp")
+    if getattr(own, "transforms", None) is None or getattr(own, "f", None) is None:
+        return rule
+    # The places in which results are left are new for each call.
+    transforms = tuple(
+        (change, tuple(a for a in given if "<lambda>" not in getattr(a, "__qualname__", "")))
+        for change, given in own.transforms
+    )
+    return own.f, transforms, own.params
+
+
+def bind_call(eqn, args, name: str) -> list[Any]:
+    """Calls the jaxpr of a `jax.jit` equation again, under another name."""
+    return eqn.primitive.bind(*args, **{**eqn.params, "name": name})
+
+
 def under_scope(eqn, caller):
     """Puts the name stack of a call before that of `eqn`, an equation of the called jaxpr.
 

@@ -407,7 +407,7 @@ def literal(value: Any, aval: Any) -> jex.Literal:
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Gives the atoms that are variables."""
-    return [a for a in atoms if not is_literal(a)]
+    return [a for a in atoms if not isinstance(a, jex.Literal)]
 
 
 class Substitution:
@@ -648,8 +648,11 @@ def _params(eqn, differentiable: bool):
     ignored = {"name"} if eqn.primitive.name == "jit" else set()
     if eqn.primitive.name in _primitives.CUSTOM_RULES and not differentiable:
         ignored |= _DERIVATIVE_RULES
+    rules = {"jvp_jaxpr_fun": _compat.derivative_rule}
     return tuple(
-        (k, _hashable(v, differentiable)) for k, v in sorted(eqn.params.items()) if k not in ignored
+        (k, _hashable(rules[k](v) if k in rules else v, differentiable))
+        for k, v in sorted(eqn.params.items())
+        if k not in ignored
     )
 
 

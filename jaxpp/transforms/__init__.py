@@ -10,5 +10,6 @@ from jaxpp.transforms.microbatch import microbatch as microbatch
 from jaxpp.transforms.place import place as place
 from jaxpp.transforms.stages import pipeline_enter_stage as pipeline_enter_stage
 from jaxpp.transforms.stages import split_stages as split_stages
+from jaxpp.transforms.stages import stages_as_text as stages_as_text
 from jaxpp.transforms.stages import wrap_forward as wrap_forward
 from jaxpp.transforms.tasks import schedule as schedule

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Computation, Run
 from jaxpp.runtime.arrays import Home, devices_of, sharding_in
+from jaxpp.runtime.executor import _progress
 
 
 def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
@@ -48,20 +49,23 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
 
     def build(target: Any, known: "_Executables | None", lowered: Any) -> dict[Any, Any]:
         first, computation = targets[target][0], bundle.computations[target[0]]
-        found = known or _Executables(computation, lowered.compile(), first)
-        _kept.put(keys[target], found)
-        return {home: found.on(home) for home in targets[target]}
+        if not known:
+            with progress.compiling(computation.name, len(computation.jaxpr.eqns)):
+                known = _Executables(computation, lowered.compile(), first)
+        _kept.put(keys[target], known)
+        return {home: known.on(home) for home in targets[target]}
 
     # The largest computation first; each is compiled while the next is lowered.
     by_size = sorted(targets, key=lambda target: -len(bundle.computations[target[0]].jaxpr.eqns))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    known = {target: _kept.get(keys[target]) for target in by_size}
+    new = sum(found is None for found in known.values())
+    with _progress.Progress(new) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {}
         for target in by_size:
-            known = _kept.get(keys[target])
             lowered = None
-            if not known:
+            if not known[target]:
                 lowered = _lower(bundle.computations[target[0]], targets[target][0])
-            futures[target] = pool.submit(build, target, known, lowered)
+            futures[target] = pool.submit(build, target, known[target], lowered)
     built = {target: future.result() for target, future in futures.items()}
     return [
         {n: built[n, _shape_of(home)][home] for n in numbers}

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpp import _compat, _jaxprs, _primitives, schedules
@@ -246,27 +245,32 @@ class _Builder:
         if key in self.bodies:
             return self.bodies[key]
 
-        def run(*operands):
-            own = list(operands[: len(xs)])
-            index = operands[len(xs)] if indexed else None
-            buffers = iter(operands[len(xs) + indexed :])
-            own = [
-                x if a is None else jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
-                for x, a in zip(own, xs, strict=True)
-            ]
-            outputs = _jaxprs.run(jaxpr, *own)
-            return [
-                jax.lax.dynamic_update_index_in_dim(next(buffers), y, index, 0)
-                if r.source == "y" else y
-                for r, y in zip(body.outputs, outputs, strict=True)
-            ]  # fmt: skip
+        def read(x, index):
+            return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
 
-        avals = [v.aval if a is None else a for v, a in zip(jaxpr.jaxpr.invars, xs, strict=True)]
-        if indexed:
-            avals.append(jax.ShapeDtypeStruct((), jnp.int32))
-        first = len(avals)
-        whole, consts = _jaxprs.without_constants(jax.make_jaxpr(run)(*avals, *y_avals))
-        assert not consts
+        def write(y, index, buffer):
+            return jax.lax.dynamic_update_index_in_dim(buffer, y, index, 0)
+
+        invars = [
+            v if a is None else jex.Var(a) for v, a in zip(jaxpr.jaxpr.invars, xs, strict=True)
+        ]
+        index = jex.Var(jax.typeof(np.int32(0)))
+        before = [
+            e
+            for x, v, a in zip(invars, jaxpr.jaxpr.invars, xs, strict=True)
+            if a is not None
+            for e in _jaxprs.splice(read, [x, index], [v])
+        ]
+        buffers = list(map(jex.Var, y_avals))
+        outvars, after = list(jaxpr.jaxpr.outvars), []
+        made = [i for i, r in enumerate(body.outputs) if r.source == "y"]
+        for i, buffer in zip(made, buffers, strict=True):
+            y, outvars[i] = outvars[i], jex.Var(buffer.aval)
+            after += _jaxprs.splice(write, [y, index, buffer], [outvars[i]])
+        first = len(invars) + indexed
+        whole = _compat.make_closed_jaxpr(
+            [*invars, *[index] * indexed, *buffers], outvars, [*before, *jaxpr.eqns, *after]
+        )
         donated = (*carries, *range(first, first + len(y_avals)))
         self.bodies[key] = Body(body.name, _jaxprs.with_kept_constants(whole), donated)
         return self.bodies[key]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxpp import _compat, _jaxprs
 from jaxpp._groups import Flow, in_levels, outline
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.place import _conditionals
+from jaxpp.transforms.place import _alike, _conditionals
 from jaxpp.transforms.tasks import LoopTasks, is_loop, operand_stages
 
 #: The primitive of a segment; its parameters are its jaxpr, its stages and its label.
@@ -101,12 +101,48 @@ class _Outliner:
         self.eqns: list[Any] = []
 
     def groups(self) -> dict[int, tuple[int, int, tuple[int, ...]]]:
-        """Gives each placed equation its phase, its level in the phase, and its place."""
-        phase, levels = self.flow.phase, {}
+        """Gives each placed equation its phase, its segment's number in that, and its place."""
+        found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        phase = self.flow.phase
         for n in {phase[i] for i in self.place_of}:
             own = {i: place for i, place in self.place_of.items() if phase[i] == n}
-            levels |= in_levels(self.flow, own, functools.partial(self._sources, own))
-        return {i: (phase[i], levels[i], tuple(sorted(p))) for i, p in self.place_of.items()}
+            levels = in_levels(self.flow, own, functools.partial(self._sources, own))
+            members: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+            for i in sorted(own):
+                members.setdefault((levels[i], tuple(sorted(own[i]))), []).append(i)
+            segments = [(place, numbers) for (_, place), numbers in sorted(members.items())]
+            for k, (place, numbers) in enumerate(self._divided(segments, own)):
+                found |= dict.fromkeys(numbers, (n, k, place))
+        return found
+
+    def _divided(
+        self, segments: Sequence[tuple[Any, Any]], own: Mapping[int, Place]
+    ) -> Sequence[tuple[Any, Any]]:
+        """Divides large segments of a phase, where stages then share computations."""
+        eqns = [self.flow.eqns[i] for i in own]
+        if any(e.effects or any(v in self.step.guards for v in e.outvars) for e in eqns):
+            return segments
+        fixed = [*self.flow.loops, *self.place_of]
+
+        def like(numbers: Sequence[int]) -> Any:
+            (cluster,) = outline(self.flow, dict.fromkeys(numbers, 0), fixed=fixed)
+            return _jaxprs.structure(_jaxprs.part(cluster.eqns, cluster.outputs).jaxpr)
+
+        parts = [(place, part) for place, all_ in segments for part in self._early(all_, own)]
+        return _alike.divide(parts, functools.partial(self._sources, own), like)
+
+    def _early(self, numbers: Sequence[int], own: Mapping[int, Place]) -> list[Sequence[int]]:
+        """Divides a large segment: what other places wait for comes first."""
+        inside, early = set(numbers), set[int]()
+        for i in reversed(numbers):
+            readers = {j for v in self.flow.eqns[i].outvars for j in self.flow.readers.get(v, ())}
+            if i in early or any(j in own and own[j] != own[i] for j in readers):
+                early.add(i)
+                early |= inside & self._sources(own, i)
+        late = [i for i in numbers if i not in early]
+        if not early or len(late) < _alike.WORTH:
+            return [numbers]
+        return [sorted(early), late]
 
     def _sources(self, own: Collection[int], i: int) -> set[int]:
         """Finds the placed equations that one reads, directly or through unplaced ones."""

@@ -1,5 +1,6 @@
 """Finds the stages of a forward: marks, cuts, units, and the calls that outline the stages."""
 
+from jaxpp.transforms.stages._describe import stages_as_text as stages_as_text
 from jaxpp.transforms.stages._finest import Finest as Finest
 from jaxpp.transforms.stages._finest import UnitCosts as UnitCosts
 from jaxpp.transforms.stages._finest import UnitCuts as UnitCuts

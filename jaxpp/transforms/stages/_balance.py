@@ -1,14 +1,17 @@
 """Cuts a sequence of items into stages: by the costs of the items, or by the number of layers.
 
-By costs: the slowest stage as fast as can be, then the idlest as busy as can be, then the fewest
-bytes across. The first two are the classic partition of a sequence by parametric search (Pinar and
-Aykanat, Fast optimal load balancing algorithms for 1D partitioning, 2004); the third is a dynamic
-programme over the cuts that reach both.
+By costs: the slowest stage as fast as can be, and the idlest as busy, both up to a share; of these
+cuts the ones at borders, then those that the fewest bytes cross, then the most equal stages. The
+first two are the classic partition of a sequence by parametric search (Pinar and Aykanat, Fast
+optimal load balancing algorithms for 1D partitioning, 2004); the rest is a dynamic programme over
+the cuts that reach both.
 """
 
+import bisect
+import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -18,6 +21,10 @@ def balanced_cuts(
     crossing_bytes: Sequence[float],
     num_stages: int,
     layers: Sequence[int] = (),
+    *,
+    borders: Collection[int] = (),
+    shared_bytes: Sequence[float] = (),
+    tolerance: float = 0.0,
 ) -> list[int]:
     """Cuts a sequence of items into stages of equal costs, as far as they can be.
 
@@ -28,6 +35,10 @@ def balanced_cuts(
         num_stages: the number of stages to make.
         layers: the first items of layers, in order. If there are as many as stages, each stage gets
             one at least, where allowed cuts permit.
+        borders: the positions at which a cut is best; other cuts are made where they are needed.
+        shared_bytes: for each position 0..n, the bytes that items before and behind it read.
+        tolerance: the share by which the slowest stage may be slower than it could be, and the
+            idlest less busy, for the sake of cuts at borders, fewer bytes and more equal stages.
 
     Returns:
         `num_stages - 1` increasing positions; no stage is empty.
@@ -39,6 +50,8 @@ def balanced_cuts(
         >>> balanced_cuts([1, 1, 2, 4], [0, 5, 3, 7, 0], 2)
         [3]
         >>> balanced_cuts([1, 1, 3], [0, 0, 0, 0], 2, layers=[0, 1])
+        [1]
+        >>> balanced_cuts([10, 10, 1], [0, 8, 8, 0], 2, borders=[1], tolerance=0.1)
         [1]
     """
     allowed = _allowed(crossing_bytes, num_stages)
@@ -56,11 +69,14 @@ def balanced_cuts(
 
     slack = 1e-9 * total[-1]
     high = _bisect(0.0, total[-1], lambda c: _reaches_the_end(*starts(0.0, c), num_stages))
-    high += slack
+    high = high * (1 + tolerance) + slack
     low = -_bisect(-high, 0.0, lambda c: _reaches_the_end(*starts(-c, high), num_stages))
-    crossing = [crossing_bytes[p] for p in allowed]
-    cuts = _fewest_bytes(*starts(low - slack, high), crossing, num_stages)
-    return [allowed[c] for c in cuts]
+    first, after = starts(low * (1 - tolerance) - slack, high)
+    shared = [shared_bytes[p] if shared_bytes else 0 for p in allowed]
+    weights = _in_order(
+        [p not in borders for p in allowed], [crossing_bytes[p] for p in allowed], shared
+    )
+    return [allowed[c] for c in _Ways(first, after, weights, total, num_stages).best()]
 
 
 def even_cuts(layers: Sequence[int], crossing_bytes: Sequence[float], num_stages: int) -> list[int]:
@@ -130,33 +146,106 @@ def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
     return high
 
 
-def _fewest_bytes(
-    first: np.ndarray, after: np.ndarray, crossing: Sequence[float], num_stages: int
-) -> list[int]:
-    """Finds the cuts that the fewest bytes cross; a stage starts in `first[end]:after[end]`."""
-    n = len(first) - 1
-    best = [0.0] + [float("inf")] * n
-    back: list[list[int]] = []
-    first, after = first.tolist(), after.tolist()
-    for _ in range(num_stages):
-        window: deque[int] = deque()
-        new, source = [float("inf")] * (n + 1), [-1] * (n + 1)
-        starts = iter(range(n))
-        for end in range(1, n + 1):
-            for start in itertools.islice(starts, after[end] - after[end - 1]):
-                if best[start] < float("inf"):
-                    while window and best[window[-1]] > best[start]:
-                        window.pop()
-                    window.append(start)
-            while window and window[0] < first[end]:
-                window.popleft()
-            if window:
-                new[end] = best[window[0]] + (crossing[end] if end < n else 0.0)
-                source[end] = window[0]
-        best = new
-        back.append(source)
-    cuts, end = [], n
-    for source in reversed(back):
-        end = source[end]
-        cuts.append(end)
-    return list(reversed(cuts))[1:]
+def _in_order(*weights: Sequence[float]) -> list[int]:
+    """Makes one weight of several a position: sums are compared by the first, then by the next."""
+    joined = [0] * len(weights[0])
+    for own in weights:
+        whole = [int(w) for w in own[1:-1]]  # the ends are no cuts
+        scale = sum(whole) + 1
+        joined = [0, *(j * scale + w for j, w in zip(joined[1:-1], whole, strict=True)), 0]
+    return joined
+
+
+#: Of the cuts that weigh as much, so many of each are compared by how equal the stages are.
+_COMPARED = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ways:
+    """All ways to make stages, each of which starts in `first[end]:after[end]`.
+
+    `weights` has the weight of a cut at each position, and `total` the costs before it.
+    """
+
+    first: np.ndarray
+    after: np.ndarray
+    weights: Sequence[int]
+    total: np.ndarray
+    num_stages: int
+
+    def best(self) -> list[int]:
+        """Finds the cuts of least weight, then of stages as equal as can be."""
+        lightest = self._lightest()
+        end = len(self.weights) - 1
+        # The ends of each stage on a way of least weight, from the last stage on.
+        ends = [[end]]
+        for n in range(self.num_stages - 1, 0, -1):
+            ends.append(self._starts_of(ends[-1], lightest[n], lightest[n + 1], n))
+        ends.append([0])
+        ends.reverse()
+        squares = [{0: 0.0}]
+        back: list[dict[int, int]] = []
+        for n in range(1, self.num_stages + 1):
+            squares.append({})
+            back.append({})
+            starts = np.array(ends[n - 1])
+            known = np.array([squares[-2].get(s, np.inf) for s in ends[n - 1]])
+            for e in ends[n]:
+                fits = (self.first[e] <= starts) & (starts < self.after[e])
+                sums = known + (self.total[e] - self.total[starts]) ** 2
+                least = int(np.argmin(np.where(fits, sums, np.inf)))
+                if fits[least] and sums[least] < np.inf:
+                    squares[-1][e], back[-1][e] = float(sums[least]), ends[n - 1][least]
+        cuts = []
+        for source in reversed(back):
+            end = source[end]
+            cuts.append(end)
+        return list(reversed(cuts))[1:]
+
+    def _starts_of(
+        self,
+        ends: Sequence[int],
+        before: Sequence[int | None],
+        weight: Sequence[int | None],
+        number: int,
+    ) -> list[int]:
+        """Finds where the stages begin that lie on a lightest way and have one of the ends."""
+        alike: dict[int, list[int]] = {}
+        for position, w in enumerate(before):
+            if w is not None:
+                alike.setdefault(w, []).append(position)
+        found: set[int] = set()
+        for e in ends:
+            wanted = weight[e]
+            assert wanted is not None
+            own = alike.get(wanted - self.weights[e], [])
+            low, high = (bisect.bisect_left(own, x[e]) for x in (self.first, self.after))
+            found.update(own[low:high])
+        even = self.total[-1] * number / self.num_stages
+        nearest = sorted(found, key=lambda p: abs(self.total[p] - even))
+        return sorted(nearest[:_COMPARED])
+
+    def _lightest(self) -> list[list[int | None]]:
+        """Finds for each number of stages the least weight of ways to each position."""
+        n = len(self.weights) - 1
+        best: list[int | None] = [0] + [None] * n
+        found = [best]
+        first, after = self.first.tolist(), self.after.tolist()
+        for _ in range(self.num_stages):
+            window: deque[tuple[int, int]] = deque()
+            new: list[int | None] = [None] * (n + 1)
+            starts = iter(range(n))
+            for end in range(1, n + 1):
+                for start in itertools.islice(starts, after[end] - after[end - 1]):
+                    own = best[start]
+                    if own is not None:
+                        while window and window[-1][0] > own:
+                            window.pop()
+                        window.append((own, start))
+                while window and window[0][1] < first[end]:
+                    window.popleft()
+                if window:
+                    new[end] = window[0][0] + self.weights[end]
+            best = new
+            found.append(best)
+        return found

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -16,6 +17,7 @@ from jaxpp.transforms.stages import (
     _cuts,
     _finest,
     _modules,
+    _repeats,
     _stages,
     _states,
     _units,
@@ -34,8 +36,9 @@ def cut_balanced(
     calls: Mapping[str, type | None],
     scopes: Sequence[str] | None,
     states: Sequence[_states.State],
+    tolerance: float,
 ) -> jex.ClosedJaxpr:
-    """Marks `num_stages - 1` cuts that balance the stages.
+    """Marks `num_stages - 1` cuts that balance the stages, up to the share `tolerance`.
 
     A scan over arrays of the model can be cut between iterations. No cut falls between the first
     reader of a state and the equation that makes its next value, where this leaves enough places.
@@ -49,7 +52,7 @@ def cut_balanced(
     everywhere = [(scan.number, i) for scan in scans for i in range(scan.length)]
     divided = stacked.divide_scans(jaxpr, arrays, everywhere)
     line = _cuts.Line.of(divided)
-    costed = _Costs.of(line, divided, num_stages, balance)
+    costed = _Costs.of(line, divided, num_stages, balance, arrays, tolerance)
     moved = line.leads | divided.joins
     own = [None if e.outvars[0] in moved else e for e in costed.eqns]
     wanted = balance.at_least if isinstance(balance, _finest.Units) else num_stages
@@ -166,12 +169,20 @@ class _Costs:
     heads: Sequence[Any]
     costs: Sequence[float]
     crossing: Sequence[float]
+    shared: Sequence[float]
     num_stages: int
     count_layers: bool
+    tolerance: float
 
     @classmethod
     def of(
-        cls, line: _cuts.Line, divided: stacked.Divided, num_stages: int, balance: Balance
+        cls,
+        line: _cuts.Line,
+        divided: stacked.Divided,
+        num_stages: int,
+        balance: Balance,
+        arrays: Iterable[Any],
+        tolerance: float,
     ) -> "_Costs":
         varying = _jaxprs.descendants(line.eqns, line.jaxpr.jaxpr.invars)
         eqns = [e for e in line.eqns if not varying.isdisjoint(e.outvars)]
@@ -186,18 +197,37 @@ class _Costs:
         cost = cost_of(balance)
         moves = divided.slices | divided.joins
         costs = [0.0 if e.outvars[0] in moves else cost(e) for e in eqns]
-        return cls(eqns, heads, costs, crossing, num_stages, balance == "layers")
+        shared = _bytes_read_on_both_sides(eqns, set(arrays))
+        by_layers = balance == "layers"
+        return cls(eqns, heads, costs, crossing, shared, num_stages, by_layers, tolerance)
+
+    @functools.cached_property
+    def blocks(self) -> list[_units.Unit]:
+        """The blocks of equations that repeat: layers that may be cut inside."""
+        return _repeats.Repeats.of(self.eqns, self.costs, self.crossing).blocks()
 
     def cuts(self, units: Sequence[_units.Unit]) -> list[int]:
         """Finds the positions of the best cuts, none of them inside a unit."""
-        units, crossing = _units.outermost(units), self._crossing_outside(units)
-        layers = [unit for unit in units if unit.kind is not None]
-        first = [unit.first for unit in layers]
-        if self.count_layers:
-            return _balance.even_cuts(first, crossing, self.num_stages)
+        crossing = self._crossing_outside(units)
+        layers = [unit for unit in _units.outermost(units) if unit.kind is not None]
         in_layers = sum(sum(self.costs[u.first : u.last + 1]) for u in layers)
-        first = first if in_layers >= sum(self.costs) / 2 else ()
-        return _balance.balanced_cuts(self.costs, crossing, self.num_stages, first)
+        has_layers = in_layers >= sum(self.costs) / 2
+        first = [unit.first for unit in layers]
+        soft = layers if has_layers else _units.outermost([*units, *self.blocks])
+        if self.count_layers:
+            return _balance.even_cuts(
+                [u.first for u in soft if u.kind is not None], crossing, self.num_stages
+            )
+        borders = _finest.borders(soft, crossing)
+        return _balance.balanced_cuts(
+            self.costs,
+            crossing,
+            self.num_stages,
+            first if has_layers else (),
+            borders=frozenset(borders),
+            shared_bytes=self.shared,
+            tolerance=self.tolerance,
+        )
 
     def _crossing_outside(self, units: Sequence[_units.Unit]) -> list[float]:
         """Gives the bytes that cross at each position; infinite inside units."""
@@ -250,15 +280,25 @@ def _closed_call(costed: _Costs, places: Mapping[Any, stacked.Iteration]) -> str
 
 def _crossing_bytes(eqns) -> list[float]:
     """Counts for each position the bytes of the values made before it and read from it on."""
-    made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
-    last = {v: i for i, e in enumerate(eqns) for v in e.invars if not _jaxprs.is_literal(v)}
+    return _bytes_from({v: i for i, e in enumerate(eqns) for v in e.outvars}, eqns)
+
+
+def _bytes_read_on_both_sides(eqns, arrays: Container[Any]) -> list[float]:
+    """Counts for each position the bytes of those `arrays` that are read before it and behind."""
+    first: dict[Any, int] = {}
+    for i, eqn in enumerate(eqns):
+        for v in _jaxprs.variables(eqn.invars):
+            if v in arrays:
+                first.setdefault(v, i)
+    return _bytes_from(first, eqns)
+
+
+def _bytes_from(begins: Mapping[Any, int], eqns) -> list[float]:
+    """Counts for each position the bytes of variables from where they begin to the last reader."""
+    last = {v: i for i, e in enumerate(eqns) for v in _jaxprs.variables(e.invars)}
     change = [0.0] * (len(eqns) + 2)
-    for var, i in made.items():
+    for var, i in begins.items():
         if var in last:
             change[i + 1] += _flops.nbytes(var)
             change[last[var] + 1] -= _flops.nbytes(var)
-    crossing, live = [], 0.0
-    for i in range(len(eqns) + 1):
-        live += change[i]
-        crossing.append(live)
-    return crossing
+    return list(itertools.accumulate(change[:-1]))

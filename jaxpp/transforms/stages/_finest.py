@@ -97,6 +97,14 @@ def finest_cuts(
         ones = [1.0] * (len(crossing) - 1)
         places = sum(1 for c in crossing[1:-1] if c != float("inf"))
         return _balance.balanced_cuts(ones, crossing, min(at_least, places + 1))
+    return borders(layers, crossing)
+
+
+def borders(units: Sequence[_units.Unit], crossing: Sequence[float]) -> list[int]:
+    """Finds the positions before, between and after layers; none where there are no two layers."""
+    layers = [unit for unit in _units.outermost(units) if unit.kind is not None]
+    if len(layers) < 2:
+        return []
     gaps = [(1, layers[0].first)]
     gaps += [(a.last + 1, b.first) for a, b in itertools.pairwise(layers)]
     cuts = []

@@ -61,9 +61,9 @@ def enter_equation(invars, outvars, stage: int, name: str | None):
     return jex.new_jaxpr_eqn(invars, outvars, enter_p, {"stage": stage, "name": name}, set())
 
 
-def edge(array: Any, *, stage: int, num_stages: int) -> Any:
+def edge(array: Any) -> Any:
     """Marks an output of an outlined stage."""
-    return edge_p.bind(array, stage=stage, num_stages=num_stages, transposed=False)
+    return edge_p.bind(array, transposed=False)
 
 
 enter_p = jex.Primitive("pipeline_enter_stage")
@@ -149,9 +149,26 @@ def call_stage(fun, stage: int, num_stages: int, args: Sequence[Any]) -> list[An
     """Calls `fun` as the outlined stage `stage`: a `jax.jit` of its own, its outputs marked."""
 
     def outlined(*args):
-        return [edge(y, stage=stage, num_stages=num_stages) for y in fun(*args)]
+        return list(map(edge, fun(*args)))
 
     return _call(outlined, f"pipeline_stage_{stage}_of_{num_stages}", args)
+
+
+def call_again(call: Any, stage: int, num_stages: int, args: Sequence[Any]) -> list[Any]:
+    """Calls what `record_stage` gave, as another stage.
+
+    JAX differentiates and transposes a jaxpr once, so it is worth to call one for equal stages.
+    """
+    return _compat.bind_call(call, args, f"pipeline_stage_{stage}_of_{num_stages}")
+
+
+def record_stage(fun, args: Sequence[Any]) -> Any | None:
+    """Traces a call of a stage for such arguments; None if it needs more than these."""
+    jaxpr = jax.make_jaxpr(lambda *args: call_stage(fun, 0, 1, args))(*args)
+    eqn = jaxpr.eqns[0] if len(jaxpr.eqns) == 1 else None
+    inside, consts = jaxpr.jaxpr, _compat.constants_of(jaxpr)
+    whole = eqn and (list(eqn.invars), list(eqn.outvars)) == (inside.invars, inside.outvars)
+    return eqn if whole and not consts else None
 
 
 def call_task(fun, name: str, args: Sequence[Any]) -> list[Any]:

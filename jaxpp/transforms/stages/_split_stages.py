@@ -11,6 +11,7 @@ from jaxpp._typing import P, R
 from jaxpp.transforms.stages import (
     _cut_balanced,
     _cuts,
+    _describe,
     _finest,
     _marks,
     _modules,
@@ -30,12 +31,15 @@ def split_stages(
     at: At | _finest.UnitCuts | None = None,
     balance: _cut_balanced.Balance = "flops",
     whole: Whole | None = None,
+    tolerance: float = 0.05,
 ) -> Callable[P, R]:
     """Cuts `fun` into stages, each equation in exactly one, and leaves each cut as a mark.
 
     The cuts are, in this order of preference: those that `at` names; the marks that
     `pipeline_enter_stage` left in `fun`; or, with `num_stages` alone, a balanced cut: the slowest
-    stage as fast as can be, then the idlest as busy as can be, then the fewest bytes across.
+    stage as fast as can be, and the idlest as busy, up to the share `tolerance`; of these cuts
+    those at borders of layers, then those that the fewest bytes cross, then those that let several
+    stages read the fewest bytes of parameters, then those of the most equal stages.
 
     A balanced cut is made between the layers of a model, and each stage gets a layer where there
     are enough. Layers are repeated blocks that do most of the work: calls of modules of one class
@@ -44,7 +48,9 @@ def split_stages(
     becomes several scans, each over a slice of the layers; and checkpoints of one structure. The
     body of a `jax.checkpoint` is cut like all else, and each stage has a checkpoint of its own. An
     argument and the result that is its next value (the same pytree, such as the statistics of a
-    BatchNorm) are read and made in one stage.
+    BatchNorm) are read and made in one stage. Without layers, the blocks of equations that repeat
+    have borders: a cut leaves them only where that makes the slowest stage faster by more than
+    `tolerance`.
 
     Args:
         fun: a function of pytrees. Arrays, of any shape and dtype, are traced; other leaves are
@@ -64,6 +70,8 @@ def split_stages(
         whole: the units that a balanced cut does not divide: modules or scopes, named as in `at`,
             or classes of modules of any library, whose calls are then the layers. By default these
             are the layers that it finds; `()` allows cuts inside layers.
+        tolerance: the share by which the slowest stage of a balanced cut may be slower than it
+            could be, so that the stages are regular.
 
     Returns:
         A function with the same arguments and results.
@@ -74,7 +82,8 @@ def split_stages(
 
     Warns:
         UserWarning: where a call that cannot be cut inside (one with a derivative rule of its own,
-            a `while`) has most of the work, with the shares of the stages.
+            a `while`) has most of the work, with the shares of the stages; and where several stages
+            of a balanced cut multiply by the same parameters, with their bytes.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -87,6 +96,10 @@ def split_stages(
         at, num_stages, balance = None, len(at.firsts) + 1, at
     if num_stages is not None and num_stages < 1:
         raise ValueError(f"split_stages: num_stages must be at least 1, got {num_stages}.")
+    if not 0 <= tolerance < 1:
+        raise ValueError(
+            f"split_stages: tolerance is a share, at least 0 and less than 1, got {tolerance}."
+        )
     cuts = _listed(at)
     names, classes = _named_whole(whole)
     if cuts is not None and not callable(at) and len(set(cuts)) < len(cuts):
@@ -123,9 +136,19 @@ def split_stages(
                 scopes = None if whole is None else () if units else names
                 states = _states.states(opened, args, kwargs)
                 jaxpr = _cut_balanced.cut_balanced(
-                    opened, model, checkpoints, num_stages, balance, calls, scopes, states
+                    opened,
+                    model,
+                    checkpoints,
+                    num_stages,
+                    balance,
+                    calls,
+                    scopes,
+                    states,
+                    tolerance,
                 )
             stages = _stages.read_stages(jaxpr, checkpoints)
+        if cuts is None and num_stages is not None:
+            _describe.warn_of_shared(traced, stages, model)
         expected = None if isinstance(balance, _finest.Finest) else num_stages
         if expected is not None and stages.num_stages != expected:
             raise ValueError(

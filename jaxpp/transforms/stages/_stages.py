@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -38,6 +38,8 @@ class Stages:
     jaxpr: jex.ClosedJaxpr
     stage_of: tuple[int | None, ...]
     marks: tuple[Any, ...]
+    #: The recorded calls of stages, by the first stage that is equal; see `_marks.record_stage`.
+    calls: dict[Hashable, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def num_stages(self) -> int:
@@ -61,6 +63,13 @@ class Stages:
         group_of = {i: k for i, k in enumerate(self.stage_of) if k is not None}
         clusters = outline(flow, group_of, dict.fromkeys(range(self.num_stages), ()))
         return tuple(_jaxprs.part(c.eqns, c.outputs, f"stage_{c.group}") for c in clusters)
+
+    @functools.cached_property
+    def like(self) -> tuple[int, ...]:
+        """For each stage the first one that is equal to it, also where it is differentiated."""
+        first: dict[Hashable, int] = {}
+        keys = (_jaxprs.structure(part.jaxpr, differentiable=True) for part in self.parts)
+        return tuple(first.setdefault(key, k) for k, key in enumerate(keys))
 
     def run(self, inputs: Sequence[Any], run_stage: Callable) -> list[Any]:
         """Evaluates the program: `run_stage(self, k, values)` gives the outputs of stage `k`.

@@ -76,6 +76,13 @@ def wrap_forward(
         inputs = _jaxprs.read(part.inputs, values)
         if not _compat.writes_jaxpr():  # nothing is there to outline; a new call would be compiled
             return stage(*inputs)
+        first = stages.like[k]
+        if stages.like.count(first) > 1:
+            key = first, own
+            if key not in stages.calls:
+                stages.calls[key] = _marks.record_stage(stage, inputs)
+            if stages.calls[key] is not None:
+                return _marks.call_again(stages.calls[key], k, stages.num_stages, inputs)
         return _marks.call_stage(stage, k, stages.num_stages, inputs)
 
     return _stages.run_in_stages(fun, _stages.decision_of(fun), run_stage)

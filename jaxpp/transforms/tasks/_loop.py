@@ -232,9 +232,23 @@ def _plain(*avals, **params):
     return jax.make_jaxpr(lambda *xs: run_as_scan(*xs, **params))(*avals)
 
 
-def _abstract(*avals, **params):
-    jaxpr = _plain(*avals, **params)
-    return jaxpr.out_avals, jaxpr.jaxpr.effects
+def _abstract(*avals, tasks: LoopTasks, **params):
+    carries = list(avals[tasks.num_consts : tasks.num_consts + tasks.num_carry])
+    ys: list[Any] = [None] * tasks.num_ys
+    for body in tasks.bodies:
+        for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
+            if ref.source == "carry":
+                weak = carries[ref.index].weak_type and v.aval.weak_type
+                carries[ref.index] = carries[ref.index].update(weak_type=weak)
+            elif ref.source == "y":
+                ys[ref.index] = v.aval
+    if any(y is None or _compat.is_split(y) for y in ys) or any(map(_compat.is_split, carries)):
+        jaxpr = _plain(*avals, tasks=tasks, **params)
+        return jaxpr.out_avals, jaxpr.jaxpr.effects
+    length = tasks.table.num_microbatches
+    stacked = [y.update(shape=(length, *y.shape)) for y in ys]
+    effects = set().union(*(body.jaxpr.effects for body in tasks.bodies))
+    return [*carries, *stacked], effects
 
 
 loop_p.def_impl(

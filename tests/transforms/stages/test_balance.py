@@ -22,6 +22,18 @@ def every_cut(costs, crossing, num_stages):
     return itertools.combinations(allowed, num_stages - 1)
 
 
+def weigh(costs, crossing, borders, shared, cuts):
+    """What is compared among the cuts whose slowest and idlest stages are good enough."""
+    bounds = [0, *cuts, len(costs)]
+    squares = sum(sum(costs[a:b]) ** 2 for a, b in itertools.pairwise(bounds))
+    return (
+        sum(c not in borders for c in cuts),
+        sum(crossing[c] for c in cuts),
+        sum(shared[c] for c in cuts),
+        squares,
+    )
+
+
 problems = st.integers(1, 9).flatmap(
     lambda n: st.tuples(
         st.lists(st.integers(0, 6), min_size=n, max_size=n),
@@ -43,6 +55,31 @@ def test_no_cut_has_a_faster_slowest_stage_then_a_busier_idlest_one_then_fewer_b
     got = balanced_cuts(costs, crossing, num_stages)
     assert tuple(got) in cuts
     assert score(costs, crossing, got) == min(score(costs, crossing, c) for c in cuts)
+
+
+@settings(max_examples=200)
+@given(problems, st.data())
+def test_within_the_tolerance_cuts_are_at_borders_then_send_little_then_share_little(problem, data):
+    costs, crossing, num_stages = problem
+    cuts = list(every_cut(costs, crossing, num_stages))
+    if not cuts:
+        return
+    positions = range(len(costs) + 1)
+    borders = data.draw(st.sets(st.sampled_from(positions)))
+    shared = data.draw(st.lists(st.integers(0, 3), min_size=len(crossing), max_size=len(crossing)))
+    tolerance = data.draw(st.sampled_from([0.0, 0.25, 0.5]))
+    got = balanced_cuts(
+        costs, crossing, num_stages, borders=borders, shared_bytes=shared, tolerance=tolerance
+    )
+    slack = 1e-6
+    most = min(score(costs, crossing, c)[0] for c in cuts) * (1 + tolerance) + slack
+    fast = [c for c in cuts if score(costs, crossing, c)[0] <= most]
+    least = -min(score(costs, crossing, c)[1] for c in fast) * (1 - tolerance) - slack
+    good = [c for c in fast if -score(costs, crossing, c)[1] >= least]
+    assert tuple(got) in good
+    assert weigh(costs, crossing, borders, shared, got) == min(
+        weigh(costs, crossing, borders, shared, c) for c in good
+    )
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=2, max_size=8), st.integers(1, 4))
@@ -71,6 +108,8 @@ def test_equal_items_are_dealt_evenly():
 
 def test_a_long_program_is_cut_quickly():
     cuts = balanced_cuts([1.0 + i % 7 for i in range(20_000)], [1.0] * 20_001, 16)
+    assert len(cuts) == 15
+    cuts = balanced_cuts([1.0] * 20_000, [1.0] * 20_001, 16, tolerance=0.05)
     assert len(cuts) == 15
 
 

@@ -1,0 +1,191 @@
+"""Says what each stage of a function has: layers, operations, parameters, and what crosses."""
+
+import dataclasses
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax.tree_util as jtu
+
+from jaxpp import _flops, _jaxprs, _primitives
+from jaxpp.transforms.stages import _stages
+
+
+def stages_as_text(fun: Callable, *args: Any, **kwargs: Any) -> str:
+    """Writes the stages of a function as a table, one stage a line.
+
+    The columns are the layers of the first argument that a stage reads, by their paths; the
+    floating-point operations of its forward, with its share; the bytes of its parameters, and of
+    those which other stages read, too; the bytes that it gets from other stages and sends to them;
+    and the first stage whose computation is the same.
+
+    Args:
+        fun: a function with stages: of `split_stages`, `wrap_forward`, or with marks.
+        *args: its arguments, or `jax.ShapeDtypeStruct`s in place of their arrays.
+        **kwargs: its arguments by keyword.
+
+    Returns:
+        The table.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def net(params, x):
+        ...     for layer in params["layers"]:
+        ...         x = jnp.tanh(x @ layer["w"])
+        ...     return x.sum()
+        >>> params = {"layers": [{"w": jnp.eye(4)} for _ in range(6)]}
+        >>> split = jaxpp.split_stages(net, 3)
+        >>> print(jaxpp.stages_as_text(split, params, jnp.ones((2, 4))))
+        stage  layers      flops  share  parameters  shared  in  out  equal to
+            0  layers.0-1    144    33%         128       0   0   32
+            1  layers.2-3    144    33%         128       0  32   32   stage 0
+            2  layers.4-5    152    35%         128       0  32    0
+    """
+    traced, stages = _stages.decision_of(fun)(*args, **kwargs)
+    facts = describe(traced, stages, args[0] if args else None)
+    rows: list[tuple[str, ...]] = [
+        ("stage", "layers", "flops", "share", "parameters", "shared", "in", "out", "equal to")
+    ]
+    total = sum(own.flops for own in facts) or 1.0
+    for k, own in enumerate(facts):
+        share = f"{own.flops / total:.0%}"
+        numbers = own.parameter_bytes, own.shared_bytes, own.received_bytes, own.sent_bytes
+        like = "" if own.equal_to is None else f"stage {own.equal_to}"
+        row = k, ", ".join(own.layers), f"{own.flops:,.0f}", share, *(f"{n:,}" for n in numbers)
+        rows.append((*map(str, row), like))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        each = (c.ljust(w) if n == 1 else c.rjust(w) for n, (c, w) in enumerate(cells))
+        lines.append("  ".join(each).rstrip())
+    return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageFacts:
+    """What a stage has.
+
+    `layers` are the parts of the first argument that it reads. `shared_bytes` are those of its
+    parameters that other stages read, too. `equal_to` is the first stage of the same computation,
+    None for the first one.
+    """
+
+    layers: tuple[str, ...]
+    flops: float
+    parameter_bytes: int
+    shared_bytes: int
+    received_bytes: int
+    sent_bytes: int
+    equal_to: int | None
+
+
+def describe(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -> tuple[StageFacts, ...]:
+    """Finds what each stage has."""
+    arrays = _arrays(traced, stages, model)
+    invars = set(stages.jaxpr.jaxpr.invars)
+    readers: dict[Any, set[int]] = {}
+    for k, part in enumerate(stages.parts):
+        for v in part.inputs:
+            readers.setdefault(v, set()).add(k)
+    first: dict[Hashable, int] = {}
+    found = []
+    for k, part in enumerate(stages.parts):
+        own = [(v, _read_bytes(v, part)) for v in part.inputs if v in arrays]
+        equal_to = first.setdefault(_jaxprs.structure(part.jaxpr), k)
+        shared = (n for v, n in own if len(readers[v]) > 1 and n == _flops.nbytes(v))
+        sent = (v for v in _jaxprs.variables(part.outputs) if v in readers)
+        found.append(
+            StageFacts(
+                tuple(_joined(dict.fromkeys(_layer(arrays[v]) for v, _ in own))),
+                sum(map(_flops.flops, part.jaxpr.eqns)),
+                sum(n for _, n in own),
+                sum(shared),
+                sum(_flops.nbytes(v) for v in part.inputs if v not in invars),
+                sum(map(_flops.nbytes, sent)),
+                None if equal_to == k else equal_to,
+            )
+        )
+    return tuple(found)
+
+
+def warn_of_shared(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -> None:
+    """Warns of parameters that are factors in several stages: a model that is called twice.
+
+    A table that one stage looks up, and another one multiplies by (tied embeddings), is none.
+    """
+    arrays = _arrays(traced, stages, model)
+    multiplied: dict[Any, list[int]] = {}
+    for k, part in enumerate(stages.parts):
+        source = {v: v for v in part.inputs if v in arrays}
+        factors: set[Any] = set()
+        for eqn in part.jaxpr.eqns:
+            read = [source[v] for v in _jaxprs.variables(eqn.invars) if v in source]
+            if eqn.primitive.name in _primitives.CONTRACTIONS:
+                factors.update(read)
+            elif len(eqn.invars) == 1 and read and eqn.primitive.name in _PREPARES:
+                source[eqn.outvars[0]] = read[0]
+        for v in factors:
+            multiplied.setdefault(v, []).append(k)
+    twice = {v: own for v, own in multiplied.items() if len(own) > 1}
+    if twice:
+        count = sum(_flops.nbytes(v) * (len(own) - 1) for v, own in twice.items())
+        which = ", ".join(map(str, sorted({k for own in twice.values() for k in own})))
+        names = _joined(dict.fromkeys(_layer(arrays[v]) for v in twice))
+        warnings.warn(
+            f"split_stages: stages {which} multiply by the same parameters ({', '.join(names)}): "
+            f"each has a copy, which takes {count:,} bytes more, and their gradients are summed "
+            f"once a step. Where the model is called several times, cut it with at= or marks, "
+            f"which open one stage for all calls, or call it once on all inputs, joined along the "
+            f"batch.",
+            stacklevel=3,
+        )
+
+
+#: What leaves a parameter whole on its way to a product.
+_PREPARES = _primitives.REORDERS | {"convert_element_type", "copy"}
+
+
+def _arrays(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -> dict[Any, tuple]:
+    """Finds the paths of the arrays of the first argument."""
+    leaves = [p for p, leaf in jtu.tree_leaves_with_path(model) if _jaxprs.is_array(leaf)]
+    first = traced.num_closed_over
+    return dict(zip(stages.jaxpr.jaxpr.invars[first:], leaves, strict=False))
+
+
+def _read_bytes(array: Any, part: _jaxprs.Part) -> int:
+    """Counts the bytes that a stage reads of an array: those of slices, if it only reads such."""
+    own = part.jaxpr.jaxpr.invars[part.inputs.index(array)]
+    eqns = [e for e in part.jaxpr.eqns if own in _jaxprs.variables(e.invars)]
+    if eqns and all(e.primitive.name == "slice" for e in eqns):
+        return min(sum(_flops.nbytes(e.outvars[0]) for e in eqns), _flops.nbytes(own))
+    return _flops.nbytes(own)
+
+
+def _layer(path: Sequence[Any]) -> str:
+    """Names the layer of a leaf: its path up to the first number, or without its own name."""
+    if not path:
+        return "argument 0"
+    names = [re.sub(r"^\W+|\W+$", "", str(key)) for key in path]
+    numbered = (n + 1 for n, name in enumerate(names) if re.search(r"\d$", name))
+    return ".".join(names[: next(numbered, max(len(names) - 1, 1))])
+
+
+def _joined(names: Iterable[str]) -> list[str]:
+    """Joins names that differ in their last number alone: `layers.0-3`."""
+    split = [re.fullmatch(r"(.*?)(\d*)", name) for name in names]
+    pairs = [(m[1], int(m[2]) if m[2] else None) for m in split if m]
+    found = []
+    for stem, own in itertools.groupby(sorted(pairs, key=str), key=lambda pair: pair[0]):
+        numbers = sorted(n for _, n in own if n is not None)
+        runs: list[list[int]] = []
+        for n in numbers:
+            if runs and n == runs[-1][-1] + 1:
+                runs[-1].append(n)
+            else:
+                runs.append([n])
+        shown = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs]
+        found.append(stem + ",".join(shown))
+    return found
