@@ -136,7 +136,7 @@ class _Outliner:
         inside, early = set(numbers), set[int]()
         for i in reversed(numbers):
             readers = {j for v in self.flow.eqns[i].outvars for j in self.flow.readers.get(v, ())}
-            if i in early or any(j in own and own[j] != own[i] for j in readers):
+            if i in early or any(j is not None and own.get(j, own[i]) != own[i] for j in readers):
                 early.add(i)
                 early |= inside & self._sources(own, i)
         late = [i for i in numbers if i not in early]
