@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpp import _compat, _jaxprs, _primitives, schedules
 from jaxpp._specs import replicated
-from jaxpp.schedules import Kind
+from jaxpp.schedules import Kind, Table
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value
 from jaxpp.transforms.place._segments import is_segment
@@ -159,6 +159,7 @@ class _Builder:
         known = self._operands_of(eqn, number)
         results = dict(zip(tasks.results(), eqn.outvars, strict=True))
         each = (*tasks.bodies, *tasks.recomputations)
+        _check_kinds(table, each)
         for body in each:
             _check_memory(body.jaxpr)
         lifted = {body: _jaxprs.lift_arrays(_whole(body.jaxpr)) for body in each}
@@ -274,6 +275,21 @@ class _Builder:
         donated = (*carries, *range(first, first + len(y_avals)))
         self.bodies[key] = Body(body.name, _jaxprs.with_kept_constants(whole), donated)
         return self.bodies[key]
+
+
+def _check_kinds(table: Table, bodies: Sequence[TaskBody]) -> None:
+    """Checks that the tasks of each kind of a user's have work in some stage.
+
+    Raises:
+        ValueError: those of one kind have none.
+    """
+    for kind in sorted(table.kinds - {body.kind for body in bodies}):
+        if kind not in "FBIWR":
+            raise ValueError(
+                f"place: the table has tasks of the kind {kind} ({kind.title}), but the loop has "
+                f"no work for them; give it some by Loop.insert in a rule of "
+                f"jaxpp.extend.edit_loops, or use a schedule without that kind."
+            )
 
 
 def _check_memory(jaxpr: jex.ClosedJaxpr) -> None:

@@ -246,7 +246,7 @@ class Loop:
         read = {(v.maker.kind, v.maker.stage) for v in values}
         table = _with_tasks(self.table, Kind(kind), stage, read, before)
         bodies = (*self._tasks.bodies, body)
-        loop = made.loop._replace(bodies=self._sorted(bodies), table=table)
+        loop = made.loop._replace(bodies=bodies, table=table)
         return loop, loop._values_of(refs)
 
     def read(self, key: tuple[str, int], new: Value, of: Value) -> "Loop":
@@ -498,8 +498,8 @@ def _ref(value: Value) -> Ref:
     return value._ref
 
 
-def _type(aval: Any) -> tuple[Any, Any]:
-    return aval.shape, aval.dtype
+def _type(aval: Any) -> tuple[Any, ...]:
+    return aval.shape, aval.dtype, _compat.in_host_memory(aval)
 
 
 def _folds(body: TaskBody, tasks: LoopTasks) -> list[_Fold]:

@@ -15,10 +15,12 @@ from jaxpp.schedules import (
     CATALOGUE,
     DualPipe,
     ForwardOnly,
+    FromTable,
     OneFOneB,
     ScheduleError,
     Task,
     ZeroBubbleH1,
+    from_tasks,
 )
 from tests.helpers import assert_close, assert_same, mesh_of
 
@@ -169,6 +171,27 @@ def test_each_loop_of_a_function_is_edited_and_forwards_have_no_gradients():
     assert_close(edit_loops(both, rule)(WS, X), both(WS, X))
     assert [counts for _, counts in seen] == [[0, 0], [0, 0, 1, 1]]
     assert [str(key) for key in seen[1][0]] == ["F0", "F1", "B1", "B0"]
+
+
+def test_a_new_task_comes_between_no_two_that_run_together():
+    order = "F{s}.0 F{s}.1 B{s}.0 F{s}.2 B{s}.1 B{s}.2"
+    orders = [order.format(s=s).split() for s in range(2)]
+    table = from_tasks(orders, overlaps=["F1.1", "F1.2"])
+    tables = []
+
+    def rule(loop):
+        for stage, before in ((0, None), (1, ("B", 1))):
+            kept = [v for v in loop.values if v.maker == ("F", stage)][:1]
+            loop, _ = loop.insert(Q, stage, lambda h: h, kept, before=before)
+        tables.append(loop.table)
+        return loop
+
+    grad_fn = edit_loops(grad_of(FromTable(table), 3), rule)
+    assert_close(grad_fn(WS, X[:6]), grad_of(FromTable(table), 3)(WS, X[:6]))
+    assert " ".join(map(str, tables[0].ranks[1])) == (
+        "F1.0 Q1.0 F1.1 B1.0 Q1.1 F1.2 B1.1 Q1.2 B1.2"
+    )
+    assert tables[0].overlaps == table.overlaps
 
 
 def test_with_disabled_jit_it_is_the_plain_function():
@@ -332,6 +355,15 @@ def test_a_function_without_a_scheduled_loop_is_refused():
     with pytest.raises(ValueError, match="edit_loops: a scheduled loop is inside a `scan`"):
         many = lambda ws, xs: jax.lax.map(lambda x: grad_of()(ws, x), xs)  # noqa: E731
         edit_loops(many, nothing)(WS, X[None])
+
+
+def test_a_table_with_tasks_that_no_edit_gives_work_is_refused():
+    table = from_tasks([["F0.0", "Q0.0", "B0.0"], ["F1.0", "B1.0"]])
+    grad_fn = grad_of(FromTable(table), 1)
+    with pytest.raises(
+        ValueError, match="place: the table has tasks of the kind Q .quiet., .*edit"
+    ):
+        jaxpp.place(grad_fn, mesh_of(2)).lower(WS, X)
 
 
 def test_an_edited_step_is_that_of_one_device():
