@@ -127,4 +127,5 @@ def skip_carries(step: Step) -> Step:
     outvars = [known(v) for v in step.jaxpr.jaxpr.outvars]
     jaxpr = _compat.make_closed_jaxpr(step.jaxpr.jaxpr.invars, outvars, eqns)
     guards = {v: tuple((known(w), k) for w, k in guard) for v, guard in step.guards.items()}
-    return step.with_guards(jaxpr, guards)
+    # An operand may be a number, or an argument.
+    return own_results(step.with_guards(jaxpr, guards))
