@@ -10,11 +10,13 @@ Words:
     microbatch: a slice of the batch, numbered from 0.
     task: a kind (F, B, I, W, R) of a stage and a microbatch: forward, backward, or its halves, or
         the recomputation of what the backward reads.
+    kind: the record of a kind of task: what it comes after, costs and holds; a new one is a value.
     table: for each rank the tasks that it runs, in order.
     schedule: a value that gives a table for a number of stages and of microbatches.
     loop: the microbatch loop; a scheduled loop has its tasks and its table.
     carry, accumulator: a value that a loop hands from a microbatch to the next; one that only sums.
     step: the whole function that `place` is given, as one flat jaxpr with records and facts.
+    edit: a change of the tasks of a scheduled loop, by a rule of yours.
     pass: a function from a step to a step.
     guard: the condition under which an equation runs that was in a branch of a conditional.
     place: the stages that an equation around the loops runs with.
@@ -42,6 +44,7 @@ Words:
     handle: a `RemoteArray`, which stands for an array that worker processes hold.
 """
 
+from jaxpp import extend as extend
 from jaxpp import precision as precision
 from jaxpp import schedules as schedules
 from jaxpp import testing as testing

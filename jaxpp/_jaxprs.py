@@ -7,6 +7,7 @@ names and source lines survive.
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -379,6 +380,16 @@ def map_jaxprs(eqn, fun: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]):
         return value
 
     return eqn.replace(params={name: new(value) for name, value in eqn.params.items()})
+
+
+def described(fun: Any) -> str:
+    """Names a function, and the file and line where it is defined: `` `encode` (a.py:3) ``."""
+    plain = inspect.unwrap(fun)
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    name = getattr(plain, "__qualname__", repr(plain)).split("<locals>.")[-1]
+    code = getattr(plain, "__code__", None)
+    return f"`{name}`" + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
 
 
 def is_literal(atom) -> bool:

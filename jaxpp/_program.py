@@ -11,6 +11,7 @@ import jax.extend.core as jex
 from jax.sharding import AbstractMesh
 
 from jaxpp._specs import Spec
+from jaxpp.schedules import Task
 
 #: The axis of a mesh along which its ranks are.
 PIPELINE_AXIS = "mpmd"
@@ -44,12 +45,19 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """Runs computation number `computation`; `label` names the task or the part of the step."""
+    """Runs computation number `computation`; `label` names the task or the part of the step.
+
+    `task` is the task of a loop that it is, None for a part around the loops, and `loop` the number
+    of the loop. In a step of several loops, `task` numbers the stages of each on from those of the
+    loops before: behind a loop of two stages, `F2.0` is the forward of a second loop's stage 0.
+    """
 
     computation: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     label: str
+    task: Task | None = None
+    loop: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -245,7 +253,7 @@ class Bundle:
 
     def _line(self, instruction: Instruction) -> str:
         match instruction:
-            case Run(number, inputs, outputs, label):
+            case Run(number, inputs, outputs, label, _, _):
                 own = self.computations[number]
                 shown = " ".join(
                     f"{s}!" if i in own.donated else f"{s}" for i, s in enumerate(inputs)

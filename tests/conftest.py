@@ -61,7 +61,6 @@ MORE = (
     "runtime/checkpoint/test_inside.py",
     "runtime/checkpoint/test_workers.py",
     "runtime/remote",
-    "runtime/test_unequal_ranks.py",
     "runtime/transport/test_device.py",
     "test_catalogue.py",
     "test_parallelism.py",

@@ -95,7 +95,8 @@ def test_each_public_name_is_on_a_page_of_the_reference():
     shown = re.findall(r"^::: ([\w.]+)", "".join(p.read_text() for p in API), re.M)
     names = {path.rpartition(".")[2] for path in shown}
     catalogue = {getattr(make, "func", make) for make in CATALOGUE.values()}
-    assert public(jaxpp) - names == {"precision", "schedules"}
+    assert public(jaxpp) - names == {"extend", "precision", "schedules"}
+    assert public(jaxpp.extend) <= names
     assert public(jaxpp.schedules) - names == {schedule.__name__ for schedule in catalogue}
 
 

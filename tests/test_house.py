@@ -290,7 +290,7 @@ def test_something_else_would_be_found(source):
 
 def test_modules_are_private_but_for_those_that_users_import():
     public = [p.stem for p in FILES if not p.stem.startswith("_")]
-    assert set(public) <= {"testing", "building_blocks", "precision"}
+    assert set(public) <= {"testing", "building_blocks", "precision", "extend"}
 
 
 # ---- documentation ------------------------------------------------------------------------------
@@ -300,6 +300,7 @@ def public_names():
     """The functions and classes that users type."""
     found = [(f"jaxpp.{name}", value) for name, value in vars(jaxpp).items()]
     found += [(f"jaxpp.schedules.{name}", value) for name, value in vars(jaxpp.schedules).items()]
+    found += [(f"jaxpp.extend.{name}", value) for name, value in vars(jaxpp.extend).items()]
     found += [
         (f"{module.__name__}.{name}", value)
         for module in (jaxpp.precision, jaxpp.testing)

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp import _jaxprs, _primitives
-from jaxpp.transforms.inside import propagation
+from jaxpp._dimensions import found_again
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 MASK = np.arange(6).reshape(2, 3) % 2 == 0
@@ -289,7 +289,7 @@ def test_sums_add_up_the_dimensions_that_operands_alone_have(name):
     (eqn,) = [e for e in flat(fun, list(map(jnp.ones, shapes))).eqns if e.primitive.name == name]
     rng = np.random.default_rng(0)
     given = [jnp.asarray(rng.integers(0, 3, v.aval.shape), v.aval.dtype) for v in eqn.invars]
-    found = propagation.found_again(eqn) or []
+    found = found_again(eqn) or []
     ndim = eqn.outvars[0].aval.ndim
     (summed,) = {n for dimensions in found for n in dimensions if n is not None and n >= ndim}
 

@@ -1,9 +1,11 @@
 """`certify`: proves that the programs of a placed step compute what its function does."""
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpp import _compat, _definitions, _jaxprs
@@ -21,6 +23,9 @@ from jaxpp.certification._terms import Terms
 
 #: Where a difference shows, if it is not a pass.
 _TRANSFORMS, _PROGRAMS = "the transforms before schedule", "the programs"
+
+#: Why the transforms before `place` are not decided, if rules edit loops.
+_EDITED = "edited"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Certificate:
             definitions. A gradient is where it is taken of a loop whose loss has a narrow type.
         transforms: the transforms that are proven.
         undecided: why those before `schedule` are not, if they are not.
+        edits: the rules of `jaxpp.extend.edit_loops` that change values, or add some: the edited
+            loops are then what the programs compute, and the transforms before are not decided.
         passes: the passes of `place` after each of which the step was compared.
         seconds: how long it took, in seconds.
 
@@ -70,12 +77,15 @@ class Certificate:
     undecided: str
     passes: tuple[str, ...]
     seconds: float
+    edits: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         how = "bit by bit" if self.exact else "but for the order of sums"
+        what = "edited function" if self.edits else "function"
+        verb = "are" if len(self.transforms) > 1 else "is"
         lines = [
-            f"{self.results} results of {self.ranks} ranks are those of the function, {how}: "
-            f"{', '.join(self.transforms)} are proven",
+            f"{self.results} results of {self.ranks} ranks are those of the {what}, {how}: "
+            f"{', '.join(self.transforms)} {verb} proven",
             f"  {self.tasks} tasks, {self.messages} messages, {self.effects} effects; "
             f"{self.equations} equations on {self.terms} values in {self.seconds:.2f} s",
         ]
@@ -83,6 +93,8 @@ class Certificate:
             lines.append(f"  {self.regrouped} results have sums in another order")
         if self.rounded:
             lines.append(f"  {self.rounded} results are rounded at other places than by definition")
+        if self.edits:
+            lines.append(f"  edited, as no transform is defined to do, by {', '.join(self.edits)}")
         if self.undecided:
             lines.append(f"  not decided of the transforms before schedule: {self.undecided}")
         return "\n".join(lines)
@@ -115,10 +127,12 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
     symbols, and the symbols of their results are compared. It is a proof for these shapes, for all
     values. The function is traced with each transform by its definition: `split_stages`,
     `wrap_forward` and `schedule` are the identity, and `microbatch` is a loop that keeps each
-    output, and combines them after the last slice. Then follow the scheduled function, the step
-    after each pass of `place`, and the programs. These run on a machine that also refutes a
-    deadlock, a message that is lost or mixed up, a value that is read after it was freed or given
-    away, and an effect that happens too often, not at all, or out of its order.
+    output, and combines them after the last slice. So is `jaxpp.extend.edit_loops` the identity; if
+    an edit changes values or adds results, the edited function is what the programs have to
+    compute. Then follow the scheduled function, the step after each pass of `place`, and the
+    programs. These run on a machine that also refutes a deadlock, a message that is lost or mixed
+    up, a value that is read after it was freed or given away, and an effect that happens too often,
+    not at all, or out of its order.
 
     Programs that do the same operations in the same order are equal bit by bit. Where sums are in
     another order, as for a parameter that several stages read, they are equal over the real
@@ -165,10 +179,17 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
     """Does as `certify`, for a step that has been lowered."""
     start = time.perf_counter()
     _check_decidable(lowered)
-    proof = _Proof(lowered, _retraced(lowered, _definition.PLAIN))
-    undecided = proof.of_transforms()
-    proof.of_programs(passes)
+    rules: list[str] = []
+    with _without_collections():
+        try:
+            proof = _Proof(lowered, _retraced(lowered, _definition.PLAIN, rules))
+            undecided = proof.of_transforms(rules)
+        except _definition.Edited:
+            proof, undecided = _Proof(lowered, lowered.retrace(), scheduled=True), _EDITED
+        proof.of_programs(passes)
     transforms = () if undecided else ("split_stages", "wrap_forward", "microbatch")
+    if undecided != _EDITED:
+        transforms = (*transforms, "schedule", *["edit_loops"] * bool(rules))
     return Certificate(
         results=len(lowered.bundle.results),
         ranks=len(lowered.bundle.programs),
@@ -180,18 +201,34 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
         exact=not proof.regrouped,
         regrouped=proof.regrouped,
         rounded=proof.rounded,
-        transforms=(*transforms, "schedule", "place"),
-        undecided=undecided,
+        transforms=(*transforms, "place"),
+        undecided="" if undecided == _EDITED else undecided,
         passes=tuple(proof.passes),
         seconds=time.perf_counter() - start,
+        edits=tuple(rules) if undecided == _EDITED else (),
     )
 
 
 PROVIDED["certify"] = certify_lowered
 
 
-def _retraced(lowered: Lowered, definitions: Mapping[str, Callable[..., Any]]) -> _jaxprs.Traced:
-    with _definitions.by_definition(definitions):
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keeps Python from looking for garbage among terms, which are many, and stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _retraced(
+    lowered: Lowered, definitions: Mapping[str, Callable[..., Any]], rules: list[str]
+) -> _jaxprs.Traced:
+    edits = _definition.unedited(rules)
+    with _definitions.by_definition({**definitions, "edit_loops": edits}):
         return lowered.retrace()
 
 
@@ -212,15 +249,29 @@ def _check_decidable(lowered: Lowered) -> None:
         )
 
 
-class _Proof:
-    """The comparison of a function with other forms of it, in one table of terms."""
+def _num_microbatches(lowered: Lowered) -> int:
+    """The number of microbatches; of loops of several numbers the greatest."""
+    step = next(iter(lowered.passes.values()))
+    loops = [e.params["tasks"] for e in step.jaxpr.eqns if e.primitive.name == "pipeline_loop"]
+    return max((tasks.table.num_microbatches for tasks in loops), default=1)
 
-    def __init__(self, lowered: Lowered, function: _jaxprs.Traced):
+
+class _Proof:
+    """The comparison of a function with other forms of it, in one table of terms.
+
+    If the function is `scheduled`, it is what is wanted, with its edited loops.
+    """
+
+    def __init__(self, lowered: Lowered, function: _jaxprs.Traced, scheduled: bool = False):
         self.lowered, self.bundle = lowered, lowered.bundle
-        self.terms = Terms()
-        #: Equal over the real numbers, with the same rounding and without; from strong to weak.
-        self.sums = Fingerprints(self.terms, rounding=True)
-        self.reals = Fingerprints(self.terms, rounding=False)
+        self.terms = Terms(_num_microbatches(lowered))
+        #: Equal over the real numbers, with rounding or without; from strong to weak.
+        self.models = [
+            Fingerprints(self.terms, rounding, apart)
+            for rounding in (True, False)
+            for apart in (False, True)
+        ]
+        self.sums = self.models[:2]
         # A loop of microbatches has fewer iterations than a rank has instructions.
         longest = max(len(program.instructions) for program in lowered.bundle.programs)
         self.evaluator = Evaluator(self.terms, longest)
@@ -235,7 +286,8 @@ class _Proof:
             )
         ]
         self.paths = function.output_paths()
-        self._want(self._run_traced(function))
+        first = next(iter(lowered.passes))
+        self._want(self._run_pass(first) if scheduled else self._run_traced(function))
 
     def _want(self, results: Sequence[Term]) -> None:
         """Takes results, and the effects that have happened, for those that are wanted."""
@@ -255,8 +307,11 @@ class _Proof:
         self.terms.where = f"the step after {name}"
         return run_step(self.evaluator, self.lowered.passes[name], self.arrays)
 
-    def of_transforms(self) -> str:
+    def of_transforms(self, rules: list[str]) -> str:
         """Compares the scheduled function, which is then what is wanted.
+
+        Args:
+            rules: who edits its loops.
 
         Returns:
             Why the transforms before `schedule` are not decided; empty if they are.
@@ -265,14 +320,20 @@ class _Proof:
         records = self.lowered.passes[name].results
         results, undecided = self._run_pass(name), ""
         try:
-            self._compare(_TRANSFORMS, records, results, (self.sums, self.reals))
+            self._compare(_TRANSFORMS, records, results, self.models)
             self._compare_numbers_of_effects()
         except Refuted as error:
             undecided = str(error)
-            self._want(self._run_traced(_retraced(self.lowered, _definition.UNSCHEDULED)))
+            unscheduled = _retraced(self.lowered, _definition.UNSCHEDULED, rules)
+            self._want(self._run_traced(unscheduled))
             self._run_pass(name)
-            self._compare("schedule", records, results, (self.sums,))
-            self._compare_effects("schedule")
+            try:
+                self._compare("schedule", records, results, self.sums)
+                self._compare_effects("schedule")
+            except Refuted:
+                if not rules:
+                    raise
+                undecided = _EDITED
         self._want(results)
         return undecided
 
@@ -282,7 +343,7 @@ class _Proof:
         self.passes.append(first)
         for name in rest if passes else ():
             results = self._run_pass(name)
-            self._compare(name, self.lowered.passes[name].results, results, (self.sums,))
+            self._compare(name, self.lowered.passes[name].results, results, self.sums)
             self._compare_effects(name)
             self.passes.append(name)
         machine, found = self._run_programs()
@@ -291,7 +352,7 @@ class _Proof:
                 path = self.paths[record.array]
                 raise Refuted(f"{_PROGRAMS}: no rank gives result{path}", path=path)
             for rank, term in found[n].items():
-                if not self._compare_result(_PROGRAMS, record, term, (self.sums,), rank):
+                if not self._compare_result(_PROGRAMS, record, term, self.sums, rank):
                     self.regrouped += 1
                     break
         self._compare_effects(_PROGRAMS)
@@ -339,7 +400,7 @@ class _Proof:
         if now is wanted:
             return True
         if (model := next((m for m in models if m.of(now) == m.of(wanted)), None)) is not None:
-            self.rounded += model is self.reals
+            self.rounded += not model.rounding
             return False
         maker = self._makers() if where == _PROGRAMS else {}
         cause = explain(self.terms, self.known, now, maker)

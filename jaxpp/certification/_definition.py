@@ -12,8 +12,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpp import _definitions, _jaxprs, _specs
+
+#: The name of values whose rows are microbatches.
+SLICES = "slices"
 
 
 def _itself(fun: Callable, *_: Any) -> Callable:
@@ -63,10 +67,8 @@ def _microbatch(
         roles = ["whole"] * traced.num_closed_over + roles
         inputs = [*traced.inputs[: traced.num_closed_over], *inputs]
         rows = _run(traced.jaxpr, inputs, roles, how, dtypes, count)
-        return traced.rebuild(
-            y if op == "carry" else _combine(op, y, v.aval, dtype, count)
-            for op, y, v, dtype in zip(how, rows, traced.jaxpr.jaxpr.outvars, dtypes, strict=True)
-        )
+        avals = [v.aval for v in traced.jaxpr.jaxpr.outvars]
+        return traced.rebuild(_combined(how, rows, avals, dtypes, count))
 
     return looped
 
@@ -162,6 +164,7 @@ def _run(jaxpr: Any, inputs: Sequence[Any], roles: Sequence[str], how, dtypes, c
         [x for x, role in zip(inputs, roles, strict=True) if role == own]
         for own in ("carry", "slice")
     )
+    slices = [checkpoint_name(x, SLICES) for x in slices]
 
     def body(carry, one):
         given = {"whole": iter(wholes), "carry": iter(carry), "slice": iter(one)}
@@ -186,38 +189,77 @@ def _as(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def _combine(how: Any, rows: Any, aval: Any, asked: Any, count: int) -> Any:
-    """Combines an output of all slices, which are stacked along a new first axis."""
+def _combined(how, rows, avals, dtypes, count: int) -> list[Any]:
+    """Combines the outputs of all slices, each of which is stacked along a new first axis."""
+    results, folds = [], {}
+    for n, (op, y, aval) in enumerate(zip(how, rows, avals, strict=True)):
+        match op:
+            case "max":
+                start = _start(_lowest(aval.dtype), aval, aval.dtype)
+                folds[n] = jnp.maximum, start, y
+            case "mean" | "sum":
+                dtype, _ = _sum_dtypes(dtypes[n], aval.dtype)
+                folds[n] = jnp.add, _start(0, aval, dtype), _as(y, dtype)
+            case "concat":
+                y = y.reshape(count * y.shape[1], *y.shape[2:])
+            case "last":
+                y = y[count - 1]
+            case "carry" | "stack":
+                pass
+            case _:
+                acc = op.init(_type(aval))
+                for i in range(count):
+                    acc = op.combine(acc, y[i])
+                y = op.finish(acc, count)
+        results.append(y)
+    for n, total in _folded(folds).items():
+        total = total / count if how[n] == "mean" else total
+        results[n] = _as(total, _sum_dtypes(dtypes[n], avals[n].dtype)[1])
+    return results
 
-    def start(value, dtype):
-        if aval.weak_type and not aval.shape and dtype == aval.dtype:
-            return dtype.type(value).item()
-        return _specs.filled(aval, value, dtype)
 
-    match how:
-        case "stack":
-            return rows
-        case "concat":
-            return jnp.concatenate(list(rows))
-        case "last":
-            return rows[count - 1]
-        case "max":
-            return functools.reduce(jnp.maximum, list(rows), start(_lowest(aval.dtype), aval.dtype))
-        case "mean" | "sum":
-            dtype, result = _sum_dtypes(asked, aval.dtype)
-            parts = [_as(row, dtype) for row in rows]
-            total = functools.reduce(jnp.add, parts, start(0, dtype))
-            return _as(total / count if how == "mean" else total, result)
-    acc = how.init(_type(aval))
-    for i in range(count):
-        acc = how.combine(acc, rows[i])
-    return how.finish(acc, count)
+def _folded(folds: Mapping[int, tuple[Callable, Any, Any]]) -> dict[int, Any]:
+    """Combines a value with rows, from the first to the last."""
+    first = {n: combine(start, rows[0]) for n, (combine, start, rows) in folds.items()}
+    others = {n: rows[1:] for n, (_, _, rows) in folds.items()}
+
+    def body(acc, row):
+        return {n: folds[n][0](acc[n], row[n]) for n in acc}, None
+
+    return jax.lax.scan(body, first, others)[0] if folds else {}
+
+
+def _start(value: Any, aval: Any, dtype: Any) -> Any:
+    if aval.weak_type and not aval.shape and dtype == aval.dtype:
+        return dtype.type(value).item()
+    return _specs.filled(aval, value, dtype)
 
 
 def _lowest(dtype: Any) -> Any:
     if dtype == jnp.bool_:
         return False
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+class Edited(Exception):
+    """An edit of loops adds results, so that the function has no definition without it."""
+
+
+def unedited(rules: list[str]) -> Callable[..., Callable]:
+    """The definition of `edit_loops`: an edit changes no value. `rules` collects who edits.
+
+    Raises:
+        Edited: when the edit adds results.
+    """
+
+    def define(fun: Callable, rule: str, has_aux: bool) -> Callable:
+        if rule not in rules:
+            rules.append(rule)
+        if has_aux:
+            raise Edited
+        return fun
+
+    return define
 
 
 #: The tasks and the ranks of a loop are those of the loop.

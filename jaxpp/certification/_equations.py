@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.extend.core as jex
 
 from jaxpp import _compat
+from jaxpp.certification._definition import SLICES
 from jaxpp.certification._table import Term, full_of, name_of
 from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS
 
@@ -24,7 +25,7 @@ _IDENTITIES = frozenset(
     """.split()
 )
 #: They run a body as it is; each has it in one parameter.
-_CALLS = {
+CALLS = {
     "checkpoint": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
@@ -47,10 +48,12 @@ _RANDOM = frozenset("random_bits random_fold_in random_seed random_split threefr
 def rule_of(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Rule:
     """The function of terms that an equation is."""
     name = eqn.primitive.name
+    if name == "name" and eqn.params["name"] == SLICES:
+        return lambda args: [evaluator.terms.slice_by_microbatch(args[0])]
     if name in _IDENTITIES:
         return lambda args: args
-    if name in _CALLS:
-        body = eqn.params[_CALLS[name]]
+    if name in CALLS:
+        body = body_of(eqn)
         return lambda args: evaluator.run(body, args)
     if name == "pipeline_loop":
         return functools.partial(evaluator.run_loop, eqn)
@@ -59,6 +62,11 @@ def rule_of(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Rule:
     if eqn.effects:
         return functools.partial(_effect, evaluator, eqn)
     return _MOVES.get(name, _operation)(evaluator, eqn)
+
+
+def body_of(eqn: jex.JaxprEqn) -> Any:
+    """The jaxpr that a call runs."""
+    return eqn.params[CALLS[eqn.primitive.name]]
 
 
 def params_of(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Any:
@@ -244,7 +252,7 @@ def _dynamic_update_slice(evaluator, eqn) -> Rule:
 
 def _reduce(evaluator, eqn) -> Rule:
     terms, name, axes = evaluator.terms, eqn.primitive.name, eqn.params["axes"]
-    return lambda args: (terms.reduce(name, args[0], axes),)
+    return lambda args: (terms.reduce(args[0], name, axes),)
 
 
 _MOVES = {

@@ -15,7 +15,7 @@ import numpy as np
 from jaxpp import _compat, _jaxprs
 from jaxpp.certification import _equations
 from jaxpp.certification._refuted import Undecided
-from jaxpp.certification._table import Term, name_of
+from jaxpp.certification._table import Form, Term, name_of, number_of, template_of
 from jaxpp.certification._terms import Terms
 
 #: The iterations up to which a scan is unrolled. It has to be unrolled where it is cut, or where
@@ -54,16 +54,63 @@ class Evaluator:
         self._inside: set[int] = set()
 
     def run(self, jaxpr: Any, args: Sequence[Term]) -> Sequence[Term]:
-        """The results of an open or closed jaxpr; what has run on the same terms does not again."""
+        """The results of an open or closed jaxpr; what has run on the same terms does not again.
+
+        What depends on one microbatch runs once for all, on the templates of its values.
+        """
         code = self._codes.get(id(jaxpr))
         if code is None:
             code = self._codes[id(jaxpr)] = _Code(self, jaxpr)
+        values = list(code.values)
+        for slot, a in zip(code.inputs, args, strict=True):
+            values[slot] = a
+        code.run(values, code.slices)
         if code.has_effects:
-            return code.run(args)
-        key = (id(jaxpr), *args)
+            code.run(values, code.steps)
+        else:
+            self._run_shared(code, values)
+        return [values[slot] for slot in code.outputs]
+
+    def _run_shared(self, code: "_Code", values: list[Term]) -> None:
+        """Runs on templates what depends on no operand that several microbatches made."""
+        operands = [values[slot] for slot in code.operands]
+        mixed = tuple(k for k, a in enumerate(operands) if a.form is Form.MIXED)
+        number = number_of(a for a in operands if a.form is not Form.MIXED)
+        if number is None:
+            mixed = ()
+        else:
+            operands = [template_of(a) for a in operands]
+        alike, others, between = code.parted(mixed)
+        key = (code, mixed, *(a for k, a in enumerate(operands) if k not in mixed))
+
+        def run():
+            own = list(values)
+            for slot, a in zip(code.operands, operands, strict=True):
+                own[slot] = a
+            code.run(own, alike)
+            return [own[slot] for slot in between]
+
+        made = self.once(key, run, False)
+        if number is not None:
+            made = self._instances(made, number)
+        for slot, t in zip(between, made, strict=True):
+            values[slot] = t
+        code.run(values, others)
+
+    def _instances(self, made: Sequence[Any], number: int) -> Sequence[Term]:
+        made = [self.terms.instance(t, number) for t in made]
+        if self.maker is not None:
+            for t in made:
+                self.maker.setdefault(t, self.terms.where)
+        return made
+
+    def once(self, key: tuple[Any, ...], run: Callable[[], Any], has_effects: bool) -> Any:
+        """What something gives, which is run once unless it has effects."""
+        if has_effects:
+            return run()
         found = self._results.get(key)
         if found is None:
-            found = self._results[key] = code.run(args)
+            found = self._results[key] = run()
         return found
 
     def start(self) -> None:
@@ -168,8 +215,20 @@ def _needed(jaxpr: Any) -> list[Any]:
     return found[::-1]
 
 
+def _only_cuts(eqn: Any) -> bool:
+    """Tells whether an equation does no more than to cut its operands, or to count."""
+    if eqn.primitive.name in _equations.CALLS:
+        return all(map(_only_cuts, _jaxprs.opened(_equations.body_of(eqn)).eqns))
+    counts = all(v.aval.shape == () and v.aval.dtype in ("int32", "bool") for v in eqn.outvars)
+    return eqn.primitive.name in ("dynamic_slice", "squeeze") or (counts and not eqn.effects)
+
+
 def _is_variable(atom: Any) -> bool:
     return not _jaxprs.is_literal(atom)
+
+
+#: A rule, its equation, and the slots of its operands and its results.
+_Step = tuple[_equations.Rule, Any, list[int], list[int]]
 
 
 class _Code:
@@ -179,21 +238,25 @@ class _Code:
         self.evaluator, self.jaxpr = evaluator, jaxpr  # which keeps the jaxpr alive
         terms, opened = evaluator.terms, _jaxprs.opened(jaxpr)
         number: dict[Any, int] = {}
-        self.values: list[Term | None] = []
+        self.values: list[Term] = []
 
         def slot(atom):
             if not _jaxprs.is_literal(atom):
                 if atom in number:
                     return number[atom]
                 number[atom] = len(self.values)
-            self.values.append(terms.of_literal(atom) if _jaxprs.is_literal(atom) else None)
+            self.values.append(
+                terms.of_literal(atom)
+                if _jaxprs.is_literal(atom)
+                else terms.nothing(atom.aval.shape, name_of(atom.aval.dtype))
+            )
             return len(self.values) - 1
 
         self.inputs = [slot(v) for v in opened.invars]
         constants = _compat.constants_of(jaxpr)
         for v, value in zip(opened.constvars, constants, strict=True):
             self.values[slot(v)] = terms.constant(value)
-        self.steps = [
+        self.steps: list[_Step] = [
             (
                 _equations.rule_of(evaluator, eqn),
                 eqn,
@@ -204,19 +267,56 @@ class _Code:
         ]
         self.outputs = [slot(v) for v in opened.outvars]
         self.has_effects = any(eqn.effects for _, eqn, _, _ in self.steps)
+        self.slices = self._take_slices()
+        given = {*self.inputs, *(i for step in self.slices for i in step[3])}
+        #: The slots of what the other steps are given.
+        read = {*self.outputs, *(i for step in self.steps for i in step[2])}
+        self.operands = sorted(given & read)
+        self._parted: dict[tuple[int, ...], Any] = {}
 
-    def run(self, args: Sequence[Term]) -> Sequence[Term]:
+    def _take_slices(self) -> list[_Step]:
+        """Takes from the steps those that cut inputs by number, so that the others see slices."""
+        made, slices, steps = set[int](), [], []
+        for step in self.steps:
+            _, eqn, inputs, outputs = step
+            if made.isdisjoint(inputs) and _only_cuts(eqn):
+                slices.append(step)
+            else:
+                steps.append(step)
+                made.update(outputs)
+        self.steps = steps
+        return slices
+
+    def run(self, values: list[Term], steps: Sequence[_Step]) -> None:
         evaluator, terms = self.evaluator, self.evaluator.terms
-        values = list(self.values)
-        for i, a in zip(self.inputs, args, strict=True):
-            values[i] = a
-        evaluator.equations += len(self.steps)
+        evaluator.equations += len(steps)
         maker = evaluator.maker
-        for rule, eqn, inputs, outputs in self.steps:
+        for rule, eqn, inputs, outputs in steps:
             terms.eqn = eqn
-            made = rule([values[i] for i in inputs])  # pyright: ignore[reportArgumentType]
+            operands = [values[i] for i in inputs]
+            number = None if eqn.effects else number_of(operands)
+            if number is None:
+                made = rule(operands)
+            else:
+                made = rule([template_of(a) for a in operands])
+                made = [terms.instance(t, number) for t in made]
             for i, t in zip(outputs, made, strict=True):
                 values[i] = t
                 if maker is not None:
                     maker.setdefault(t, terms.where)
-        return [values[i] for i in self.outputs]  # pyright: ignore[reportReturnType]
+
+    def parted(self, mixed: tuple[int, ...]) -> tuple[list[_Step], list[_Step], list[int]]:
+        """The steps that depend on none of some operands, those that do, and the slots between."""
+        found = self._parted.get(mixed)
+        if found is None:
+            reached = {self.operands[k] for k in mixed}
+            alike, others = [], []
+            for step in self.steps:
+                if reached.isdisjoint(step[2]):
+                    alike.append(step)
+                else:
+                    others.append(step)
+                    reached.update(step[3])
+            read = {*self.outputs, *(i for step in others for i in step[2])}
+            found = self._parted[mixed] = alike, others, sorted(read - reached)
+        return found

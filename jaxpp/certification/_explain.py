@@ -4,8 +4,8 @@ import collections
 import dataclasses
 
 from jaxpp import _compat
-from jaxpp.certification._table import Term
-from jaxpp.certification._terms import Terms
+from jaxpp.certification._table import Form, Term, template_of
+from jaxpp.certification._terms import Terms, rows_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ def explain(terms: Terms, known: int, wrong: Term, maker: dict[Term, str]) -> Ca
     new, stack = set[Term](), [wrong]
     while stack:
         term = stack.pop()
-        if term.number >= known and term not in new:
+        if template_of(term).number >= known and term not in new:
             new.add(term)
             stack.extend(term.args)
     first = [t for t in new if not any(a in new for a in t.args)]
@@ -39,20 +39,23 @@ def explain(terms: Terms, known: int, wrong: Term, maker: dict[Term, str]) -> Ca
     said = [f"the first wrong operation is {origin(cause, maker)}"]
     like = _nearest(terms, known, cause)
     for k, (wanted, now) in enumerate(zip(like.args if like else (), cause.args, strict=False)):
-        if wanted is not now:
+        if template_of(wanted) is not template_of(now):
             said.append(f"  its operand {k} is {origin(now, maker)}")
             said.append(f"  where, say, {origin(wanted, {})} is wanted")
+    if len(said) == 1 and len({a.op.params for a in cause.args if a.form is Form.INSTANCE}) > 1:
+        said += [f"  its operand {k} is {origin(a, maker)}" for k, a in enumerate(cause.args)]
     where = maker.get(cause, cause.where)
     return Cause("\n      ".join(said), _task(where), _line(cause))
 
 
 def _nearest(terms: Terms, known: int, t: Term) -> Term | None:
     """The term of the function that is most like another: its operation, most of its operands."""
-    own = collections.Counter(t.args)
+    args = [template_of(a) for a in t.args]
 
     def score(u: Term):
-        alike = sum((own & collections.Counter(u.args)).values())
-        in_place = sum(x is y for x, y in zip(u.args, t.args, strict=False))
+        own = [template_of(a) for a in u.args]
+        alike = sum((collections.Counter(args) & collections.Counter(own)).values())
+        in_place = sum(x is y for x, y in zip(own, args, strict=False))
         return alike, in_place, u.eqn is t.eqn
 
     type_of = (t.name, t.shape, t.dtype)
@@ -62,21 +65,24 @@ def _nearest(terms: Terms, known: int, t: Term) -> Term | None:
 
 def origin(t: Term, maker: dict[Term, str]) -> str:
     """A term in words: what it is, and where and by which line it is made."""
-    if t.name in ("argument", "literal") or (t.name == "rows" and t.args[0].name == "argument"):
+    rows = rows_in(t)
+    if t.name in ("argument", "literal") or (rows and rows[0].name == "argument"):
         return _shown(t)
     where = maker.get(t, t.where)
     return f"{_shown(t)} of {where}{_compat.at_source_line(t.eqn) if t.eqn is not None else ''}"
 
 
 def _shown(t: Term) -> str:
+    if rows := rows_in(t):
+        of, low, high = rows
+        return f"rows {low}:{high} of {_shown(of)}"
     match t.name:
+        case "instance":
+            return f"{_shown(t.args[0])} of microbatch {t.op.params}"
         case "argument":
             return f"args{t.op.params[0]}"
         case "literal":
             return str(t.value)
-        case "rows":
-            low, high = t.op.params
-            return f"rows {low}:{high} of {_shown(t.args[0])}"
         case "reshape" | "broadcast" if t.args:
             return f"{t.name} of {_shown(t.args[0])}"
     return f"{t.name}:{t.dtype}[{','.join(map(str, t.shape))}]"

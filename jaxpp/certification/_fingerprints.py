@@ -10,14 +10,16 @@ polynomial identities" (1980), lemma 1; with random functions as in Gulwani and 
 value numbering using random interpretation" (2004).
 """
 
+import collections
 import fractions
 import math
+import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxpp.certification._table import Op, Term
-from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS, Terms, keeps_values
+from jaxpp.certification._table import Form, Op, Term
+from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS, Terms, keeps_values, rows_in
 
 Fingerprint = tuple[int, ...]
 
@@ -51,6 +53,15 @@ _LINEAR: dict[str, tuple[int, int | None]] = {
     "triangular_solve": (1, 2),
     "unstack": (0, 1),
 }
+#: The operations of the field.
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "add_any": operator.add,
+    "mul": operator.mul,
+    "neg": operator.neg,
+    "square": lambda a: a * a,
+    "sub": operator.sub,
+}
 _BILINEAR = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 
 
@@ -60,67 +71,75 @@ class Fingerprints:
     Args:
         terms: the terms.
         rounding: whether a cast that rounds is told from none.
+        apart: whether a template has a value for each microbatch, so that the laws of arithmetic
+            hold between microbatches, too. Without, it has one, of which that of a microbatch is a
+            random function: this is much less work.
     """
 
-    def __init__(self, terms: Terms, rounding: bool):
-        self._terms, self._with_rounding = terms, rounding
+    def __init__(self, terms: Terms, rounding: bool, apart: bool = False):
+        self._terms, self.rounding, self._apart = terms, rounding, apart
         self._random = random.Random(20261125)
         self._chosen: dict[Any, Any] = {}
-        self._found: dict[Term, Fingerprint] = {}
+        #: By the number of the microbatch: of what does not depend on it, or for all, by None.
+        self._found = collections.defaultdict[int | None, dict[Term, Fingerprint]](dict)
         #: Of an extreme the values that it is one of.
         self._among: dict[tuple[str, int], frozenset[int]] = {}
 
-    def of(self, term: Term) -> Fingerprint:
-        """The fingerprint of a term."""
-        found, stack = self._found, [term]
+    def of(self, term: Term, number: int | None = None) -> Fingerprint:
+        """The fingerprint of a term; that of a template for the number of a microbatch."""
+        whole, own, stack = self._found[None], self._found[number], [term]
         while stack:
             now = stack[-1]
             operands = self._operands(now)
-            missing = [a for a in operands if a not in found]
+            missing = [a for a in operands if a not in own and a not in whole]
             stack += missing
             if not missing:
-                found[now] = self._of_operation(now, operands)
+                given = [whole[a] if a in whole else own[a] for a in operands]
+                found = own if now.form is Form.TEMPLATE else whole
+                found[now] = self._of_operation(now, operands, given, number)
                 stack.pop()
-        return found[term]
+        return whole[term] if term in whole else own[term]
 
     def _operands(self, t: Term) -> Sequence[Term]:
         """The terms of whose values its value is made."""
+        if t.form is Form.INSTANCE and self._apart:
+            return ()
         if t.name in REDUCTIONS and 0 in t.op.params and t.args[0].name == "rows_joined":
-            return [self._terms.reduce(t.name, part, t.op.params) for part in t.args[0].args]
+            return [self._terms.reduce(part, t.name, t.op.params) for part in t.args[0].args]
         if t.name == "rows_joined":
-            return [*t.args, *(part.args[0] for part in t.args if part.name == "rows")]
+            return [*t.args, *(part[0] for part in map(rows_in, t.args) if part)]
         return t.args
 
-    def _of_operation(self, t: Term, operands: Sequence[Term]) -> Fingerprint:
-        name, op, given = t.name, t.op, [self._found[a] for a in operands]
+    def _of_operation(
+        self, t: Term, operands: Sequence[Term], given: Sequence[Fingerprint], number: int | None
+    ) -> Fingerprint:
+        name, op = t.name, t.op
+        if name in _ARITHMETIC:
+            return _each(_ARITHMETIC[name], *given)
         match name:
+            case "instance":
+                if self._apart:
+                    return self.of(t.args[0], op.params)
+                return self._numbers((name, op.params, given[0]), len(given[0]))
+            case "slice of the batch":
+                return self._linear((name, number, t.args[0].shape), _size(op), given)
             case "literal":
                 return self._of_number(t.value)
             case "empty":
                 return (0,) * _ELEMENTS
             case "rows_joined":
-                return self._joined(t)
+                return self._joined(t, dict(zip(operands, given, strict=True)))
             case "reshape":  # the same elements
                 return given[0]
             case "broadcast" if len(given[0]) == 1:
                 return given[0] * _size(op)
             case "transpose" if len(given[0]) > 1 and len(op.shape) <= 4:
                 return self._transposed(t, given[0])
-            case "add" | "add_any":
-                return _each(lambda a, b: a + b, *given)
-            case "sub":
-                return _each(lambda a, b: a - b, *given)
-            case "neg":
-                return _each(lambda a: -a, *given)
-            case "mul":
-                return _each(lambda a, b: a * b, *given)
-            case "square":
-                return _each(lambda a: a * a, *given)
             case "integer_pow":
                 return _each(lambda a: pow(a, _power(op), PRIME) if a else 0, *given)
             case "div" if _is_inexact(op.dtype):
                 return _each(lambda a, b: a * self._inverse(b), *given)
-            case "reduce_precision" if not self._with_rounding:
+            case "reduce_precision" if not self.rounding:
                 return given[0]
             case "convert_element_type":
                 if (factor := self._rounding(t.args[0].dtype, op.dtype)) is not None:
@@ -129,7 +148,7 @@ class Fingerprints:
                 return _each(self._choice, *given)
             case "complex" | "conj" | "imag" | "real":
                 parts = self._numbers((name, "parts"), len(given))
-                return _each(lambda *x: sum(p * y for p, y in zip(parts, x, strict=True)), *given)
+                return _each(lambda *x: _dot(parts, x), *given)
             case "max" | "min" | "and" | "or":
                 return _each(lambda *values: self._extreme(name, values), *given)
         if name in REDUCTIONS and len(given) > 1:  # of rows in parts
@@ -153,28 +172,25 @@ class Fingerprints:
             return self._linear((key, how), _size(op), given[start:stop])
         return self._numbers((key, *given), _size(op))
 
-    def _joined(self, t: Term) -> Fingerprint:
+    def _joined(self, t: Term, values: Mapping[Term, Fingerprint]) -> Fingerprint:
         """Rows after one another; those that follow each other in one array are taken together."""
         pieces: list[tuple[Any, Fingerprint, int, int]] = []  # of what, its value, low, high
         for part in t.args:
-            if part.name == "rows":
-                whole, (low, high) = part.args[0], part.op.params
-                of = self._found[whole], whole.shape
-                if pieces and pieces[-1][0] == of and pieces[-1][3] == low:
-                    low = pieces.pop()[2]
-                pieces.append((of, self._found[whole], low, high))
-            else:
-                pieces.append((None, self._found[part], 0, part.shape[0]))
-        total, start = (0,) * _size(t.op), 0
-        for of, value, low, high in pieces:
+            of, low, high = rows_in(part) or (None, 0, part.shape[0])
+            key, value = None, values[part]
             if of is not None:
-                if high - low == of[1][0] == t.shape[0]:
-                    return value
-                key = ("rows", low, high, of[1])
-                size = _ELEMENTS if math.prod(t.shape[1:]) * (high - low) > 1 else 1
-                value = self._linear(key, size, [value])
+                key = values[of], of.shape
+                if pieces and pieces[-1][0] == key and pieces[-1][3] == low:
+                    low = pieces.pop()[2]
+                    if high - low == of.shape[0] == t.shape[0]:
+                        return values[of]
+                    size = _ELEMENTS if math.prod(t.shape[1:]) * (high - low) > 1 else 1
+                    value = self._linear(("rows", low, high, of.shape), size, [values[of]])
+            pieces.append((key, value, low, high))
+        total, start = (0,) * _size(t.op), 0
+        for _, value, low, high in pieces:
             at = ("joined", t.shape, start, high - low)
-            total = _each(lambda a, b: a + b, total, self._linear(at, len(total), [value]))
+            total = _each(operator.add, total, self._linear(at, len(total), [value]))
             start += high - low
         return total
 
@@ -211,7 +227,7 @@ class Fingerprints:
         """A mean of the cases whose weights are random and add up to one."""
         weights = self._numbers(("choice", which, len(cases)), len(cases) - 1)
         weights = (1 - sum(weights), *weights)
-        return sum(w * case for w, case in zip(weights, cases, strict=True))
+        return _dot(weights, cases)
 
     def _inverse(self, b: int) -> int:
         return pow(b, -1, PRIME) if b else self._numbers("the inverse of zero", 1)[0]
@@ -222,7 +238,7 @@ class Fingerprints:
             return 1 if old == "bool" else None
         if not _is_inexact(old):
             return 1
-        if not self._with_rounding or keeps_values(old, new):
+        if not self.rounding or keeps_values(old, new):
             return 1
         return self._numbers(("rounding", old, new), 1)[0]
 
@@ -241,25 +257,26 @@ class Fingerprints:
 
     def _linear(self, key: Any, size: int, given: Sequence[Fingerprint]) -> Fingerprint:
         """The sum of a random matrix for each operand times the operand."""
-        sizes = [len(g) for g in given]
-        matrix = self._numbers(("linear", key), size * sum(sizes))
         vector = [x for g in given for x in g]
         width = len(vector)
-        return tuple(
-            sum(matrix[i * width + j] * x for j, x in enumerate(vector)) % PRIME
-            for i in range(size)
-        )
+        matrix = self._numbers(("linear", key), size * width)
+        rows = (matrix[i * width : (i + 1) * width] for i in range(size))
+        return tuple(_dot(row, vector) for row in rows)
 
     def _bilinear(self, key: Any, size: int, a: Fingerprint, b: Fingerprint) -> Fingerprint:
         products = [x * y % PRIME for x in a for y in b]
         return self._linear(("bilinear", key), size, [tuple(products)])
 
 
-def _each(fun: Any, *given: Fingerprint) -> Fingerprint:
+def _dot(a: Sequence[int], b: Sequence[int]) -> int:
+    return sum(map(operator.mul, a, b)) % PRIME
+
+
+def _each(fun: Callable[..., int], *given: Fingerprint) -> Fingerprint:
     """Applies a function of elements; a scalar serves for all elements."""
     size = max(map(len, given))
-    rows = zip(*(g if len(g) == size else g * size for g in given), strict=True)
-    return tuple(fun(*row) % PRIME for row in rows)
+    wide = [g if len(g) == size else g * size for g in given]
+    return tuple([value % PRIME for value in map(fun, *wide)])
 
 
 def _size(op: Op) -> int:

@@ -7,7 +7,7 @@ what was freed or given away, to take memory that is still needed, to run on ano
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxpp._program import (
     Argument,
@@ -26,8 +26,7 @@ from jaxpp.certification._refuted import Refuted
 from jaxpp.certification._table import Term, name_of
 
 
-@dataclasses.dataclass(frozen=True)
-class _Buffer:
+class _Buffer(NamedTuple):
     """The memory of a value on a rank: an argument's, a constant's, or that of number `number`."""
 
     kind: str
@@ -166,6 +165,7 @@ class Machine:
     def _take(self, rank: _Rank, run: Run, computation: Computation) -> None:
         """Gives the memory of donated inputs away."""
         buffers = [rank.slots[s].buffer for s in run.inputs]
+        times = collections.Counter(buffers)
         for i in computation.donated:
             own, slot = buffers[i], run.inputs[i]
             if own is None:
@@ -176,7 +176,7 @@ class Machine:
             elif own.kind == "argument" and not self.bundle.arguments[own.number].donated:
                 name = self.bundle.arguments[own.number].name
                 problem = f"args{name}, which is not donated"
-            elif buffers.count(own) > 1:
+            elif times[own] > 1:
                 problem = f"slot {slot}, which it reads twice"
             elif own in rank.sent:
                 problem = f"slot {slot}, which is sent"

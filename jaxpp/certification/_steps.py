@@ -27,7 +27,11 @@ def run_step(evaluator: Evaluator, step: Any, arrays: Sequence[Term]) -> Sequenc
     terms = evaluator.terms
     # Once equations have places, a loop also reads the buffers of its results.
     with_buffers = any(e.primitive.name == "segment" for e in step.jaxpr.eqns)
-    evaluator.run_loop = lambda eqn, args: _run_loop(evaluator, eqn, args, with_buffers)
+    evaluator.run_loop = lambda eqn, args: evaluator.once(
+        (id(eqn.params["tasks"]), with_buffers, *args),
+        lambda: _run_loop(evaluator, eqn, args, with_buffers),
+        bool(eqn.effects),
+    )
     arguments = [
         arrays[a.array] if a.rows is None else terms.rows(arrays[a.array], *a.rows)
         for a in step.arguments
@@ -71,8 +75,6 @@ def _run_loop(
             continue
         # The rows of the other direction are anything: nothing may read them.
         shape, dtype = v.aval.shape[1:], name_of(v.aval.dtype)
-        rows = [
-            terms.term("nothing", (), (), shape, dtype) if y is None else y for y in ys[ref.index]
-        ]
+        rows = [terms.nothing(shape, dtype) if y is None else y for y in ys[ref.index]]
         results.append(terms.stack(rows))
     return results

@@ -1,8 +1,9 @@
 """Hash-consed terms: the symbolic values of a program, of which equal ones are one."""
 
+import enum
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,19 @@ class Op:
         self.of_rows: dict[int, Op] = {}
 
 
+class Form(enum.IntEnum):
+    """How a term depends on the number of a microbatch."""
+
+    #: Not at all.
+    WHOLE = 0
+    #: It is the value of a template for one number.
+    INSTANCE = 1
+    #: It is made of several instances.
+    MIXED = 2
+    #: It is a template: a function of the number, made of slices of the batch.
+    TEMPLATE = 3
+
+
 class Term:
     """A symbolic value: an operation on terms.
 
@@ -46,7 +60,7 @@ class Term:
     """
 
     __slots__ = (
-        "args", "dtype", "eqn", "indices", "name", "number", "op", "shape", "value",
+        "args", "dtype", "eqn", "form", "indices", "name", "number", "op", "shape", "value",
         "where",
     )  # fmt: skip
 
@@ -62,13 +76,43 @@ class Term:
         self.op, self.args, self.number, self.eqn, self.where = op, args, number, eqn, where
         self.name, self.shape, self.dtype = op.name, op.shape, op.dtype
         self.value = value
-        self.indices = 0
+        self.indices, self.form = 0, Form.WHOLE
         for a in args:
             self.indices |= a.indices
+            self.form = max(self.form, a.form)
+        if op.name in _FORMS:
+            self.form = _FORMS[op.name]
+        elif self.form is Form.INSTANCE:
+            self.form = Form.MIXED
+
+
+_FORMS = {"slice of the batch": Form.TEMPLATE, "instance": Form.INSTANCE}
+
+
+def number_of(terms: Iterable[Term]) -> int | None:
+    """The number of the microbatch whose instances terms are; None if they are of none or several.
+
+    Terms that do not depend on the number may be among them.
+    """
+    number = None
+    for t in terms:
+        if t.form is not Form.WHOLE:
+            if t.form is not Form.INSTANCE or number not in (None, t.op.params):
+                return None
+            number = t.op.params
+    return number
+
+
+def template_of(t: Term) -> Term:
+    """What a term is for any number of a microbatch."""
+    return t.args[0] if t.form is Form.INSTANCE else t
 
 
 class Table:
-    """All terms of a proof: makes each once."""
+    """All terms of a proof: makes each once.
+
+    What is done with instances of one microbatch is done once, with their templates.
+    """
 
     def __init__(self):
         self.terms: list[Term] = []
@@ -94,6 +138,8 @@ class Table:
         """The term of an operation on terms, as it is; `value` is its value where it is known."""
         if 0 in op.shape and op.name != "empty":
             op, args = self.op("empty", (), op.shape, op.dtype), []
+        if (number := number_of(args)) is not None:
+            return self.instance(self.make(op, [template_of(a) for a in args]), number)
         key = (op, *args)
         term = self._found.get(key)
         if term is None:
@@ -101,15 +147,30 @@ class Table:
             self._found[key] = term
             self.terms.append(term)
             if op.name == "choice":
-                term.indices |= self._bits.setdefault(args[0], 1 << len(self._bits))
+                index = template_of(args[0])
+                term.indices |= self._bits.setdefault(index, 1 << len(self._bits))
+        return term
+
+    def instance(self, t: Term, number: int) -> Term:
+        """The value of a term for the number of a microbatch."""
+        if t.form is not Form.TEMPLATE:
+            return t
+        op = self.op("instance", number, t.shape, t.dtype)
+        if (term := self._found.get((op, t))) is None:
+            term = self._found[op, t] = Term(op, (t,), len(self.terms), self.eqn, self.where, None)
+            self.terms.append(term)
         return term
 
     def depends_on(self, term: Term, index: Term) -> bool:
-        """Tells whether a term has a choice by an index in it."""
-        return bool(term.indices & self._bits.get(index, 0))
+        """Tells whether a term may have a choice by an index in it."""
+        return bool(term.indices & self._bits.get(template_of(index), 0))
 
     def term(self, name: str, params: Any, args: Sequence[Term], shape: Any, dtype: str) -> Term:
         return self.make(self.op(name, params, tuple(shape), dtype), args)
+
+    def nothing(self, shape: Shape, dtype: str) -> Term:
+        """What is in memory that nothing has been put into."""
+        return self.term("nothing", (), (), shape, dtype)
 
     def literal(self, value: Any, dtype: str) -> Term:
         """The term of a number."""

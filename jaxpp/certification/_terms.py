@@ -5,6 +5,8 @@ between cases. The rules are this module's own: they share nothing with the tabl
 compiler decides.
 """
 
+import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp.certification._table import SMALL, Op, Shape, Table, Term, full_of
+from jaxpp.certification._table import (
+    SMALL,
+    Form,
+    Op,
+    Shape,
+    Table,
+    Term,
+    full_of,
+    number_of,
+    template_of,
+)
 
 #: They make each element of the elements at the same place. Operands that are scalars, or of size
 #: 1 along an axis, serve for all places.
@@ -49,17 +61,39 @@ _FOLDED = frozenset(
 _WHOLE_NUMBERS = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
 
 
-class Terms(Table):
-    """Terms with their rewrites."""
+def _of_templates(rewrite: Callable[..., Term]) -> Callable[..., Term]:
+    """Has an instance rewritten as its template is."""
 
-    def __init__(self):
+    @functools.wraps(rewrite)
+    def run(self: "Terms", t: Term, *args: Any) -> Term:
+        if t.form is Form.INSTANCE:
+            return self.instance(run(self, t.args[0], *args), t.op.params)
+        return rewrite(self, t, *args)
+
+    return run
+
+
+class Terms(Table):
+    """Terms with their rewrites.
+
+    Args:
+        count: the number of microbatches.
+    """
+
+    def __init__(self, count: int = 1):
         super().__init__()
+        self.count = count
+        #: The arrays that are cut into microbatches.
+        self._batch: set[Term] = set()
+        self._is_marking = False
         self._rows: dict[tuple[Term, int, int], Term] = {}
+        self._starts: dict[Term, list[int]] = {}
         self._folds: dict[tuple[Any, ...], Term] = {}
         self._known: dict[tuple[Term, Term, int], Term] = {}
 
     # ---- moves -------------------------------------------------------------------------------
 
+    @_of_templates
     def reshape(self, t: Term, shape: Iterable[int]) -> Term:
         shape, own = tuple(shape), t.shape
         if own == shape:
@@ -79,6 +113,7 @@ class Terms(Table):
             return self.constant(t.value.reshape(shape))
         return self.term("reshape", (), (t,), shape, t.dtype)
 
+    @_of_templates
     def transpose(self, t: Term, permutation: Iterable[int]) -> Term:
         permutation = tuple(permutation)
         if permutation == tuple(range(len(permutation))):
@@ -92,6 +127,7 @@ class Terms(Table):
             return self.join_rows([self.transpose(p, permutation) for p in t.args])
         return self.term("transpose", permutation, (t,), shape, t.dtype)
 
+    @_of_templates
     def broadcast(self, t: Term, shape: Iterable[int], dimensions: Iterable[int]) -> Term:
         """As `jax.lax.broadcast_in_dim`."""
         shape, dimensions, own = tuple(shape), tuple(dimensions), t.shape
@@ -117,12 +153,21 @@ class Terms(Table):
         """An array full of a number."""
         return self.broadcast(self.literal(np.asarray(value, jnp.dtype(dtype)), dtype), shape, ())
 
+    def slice_by_microbatch(self, t: Term) -> Term:
+        """Has each row of a term stand for a microbatch."""
+        if len(t.shape) and t.shape[0] == self.count > 1 and t.form is Form.WHOLE:
+            self._is_marking = True
+            self.row(t, 0)
+            self._is_marking = False
+        return t
+
     def _fitted(self, t: Term, shape: Shape) -> Term:
         """An operand of an elementwise operation, in the shape of its result."""
         return t if t.shape == shape else self.broadcast(t, shape, range(len(t.shape)))
 
     # ---- rows --------------------------------------------------------------------------------
 
+    @_of_templates
     def rows(self, t: Term, low: int, high: int) -> Term:
         """Rows `low` to `high`, along the first axis."""
         if (low, high) == (0, t.shape[0]):
@@ -140,11 +185,14 @@ class Terms(Table):
             case "rows":
                 return self.rows(args[0], op.params[0] + low, op.params[0] + high)
             case "rows_joined":
-                starts = itertools.accumulate((p.shape[0] for p in args), initial=0)
+                if (starts := self._starts.get(t)) is None:
+                    starts = list(itertools.accumulate((p.shape[0] for p in args), initial=0))
+                    self._starts[t] = starts
+                first, last = bisect.bisect_right(starts, low) - 1, bisect.bisect_left(starts, high)
+                each = zip(args[first:last], starts[first:last], strict=True)
                 own = [
                     self.rows(p, max(low - start, 0), min(high - start, p.shape[0]))
-                    for p, start in zip(args, starts, strict=False)
-                    if max(low - start, 0) < min(high - start, p.shape[0])
+                    for p, start in each
                 ]
                 return self.join_rows(own)
         if (number := full_of(t)) is not None:
@@ -168,14 +216,23 @@ class Terms(Table):
             own = [self.rows(a, low, high) if _has_rows(a, op) else a for a in args]
             return self._row_wise(op, own, high - low)
         if t.name in REDUCTIONS and 0 not in op.params:
-            return self.reduce(t.name, self.rows(args[0], low, high), op.params)
+            return self.reduce(self.rows(args[0], low, high), t.name, op.params)
+        if self._is_marking:
+            self._batch.add(t)
+        if t in self._batch:
+            number, start = divmod(low, size := t.shape[0] // self.count)
+            if start + high - low <= size:
+                of_batch = self.term("slice of the batch", (), (t,), (size, *shape[1:]), op.dtype)
+                return self.instance(self.rows(of_batch, start, start + high - low), number)
         return self.term("rows", (low, high), (t,), shape, op.dtype)
 
     def join_rows(self, parts: Sequence[Term]) -> Term:
         """The concatenation of terms along their first axis."""
+        if (number := number_of(parts)) is not None:
+            return self.instance(self.join_rows([template_of(p) for p in parts]), number)
         flat: list[Term] = []
         for part in parts:
-            for own in part.args if part.name == "rows_joined" else (part,):
+            for own in self._parts_of(part):
                 if not own.shape[0]:
                     continue
                 if flat and (merged := self._adjacent(flat[-1], own)) is not None:
@@ -187,19 +244,31 @@ class Terms(Table):
         shape = (sum(p.shape[0] for p in flat), *flat[0].shape[1:])
         return self.term("rows_joined", (), flat, shape, flat[0].dtype)
 
+    def _parts_of(self, t: Term) -> Sequence[Term]:
+        """The terms whose rows are joined in a term."""
+        if t.form is Form.INSTANCE:
+            return [self.instance(p, t.op.params) for p in self._parts_of(t.args[0])]
+        return t.args if t.name == "rows_joined" else (t,)
+
     def _adjacent(self, a: Term, b: Term) -> Term | None:
         """Joins rows that follow each other in one array, or are full of one number."""
-        if a.name == b.name == "rows" and a.args == b.args:
-            (low, middle), (start, high) = a.op.params, b.op.params
-            if middle == start:
-                return self.rows(a.args[0], low, high)
-        if a.name == b.name == "reshape" and a.args[0].shape and b.args[0].shape:
+        if (one := rows_in(a)) and (other := rows_in(b)) and one[::2] == other[:2]:
+            return self.rows(one[0], one[1], other[2])
+        one, other = (template_of(t) for t in (a, b))
+        if one.name == other.name == "reshape" and one.args[0].shape and other.args[0].shape:
             # As in memory, the elements of both follow each other.
-            whole = self._adjacent(a.args[0], b.args[0])
+            one, other = (self._unshaped(t) for t in (a, b))
+            whole = self._adjacent(one, other)
             return whole and self.reshape(whole, (a.shape[0] + b.shape[0], *a.shape[1:]))
         if (number := full_of(a)) is not None and number is full_of(b):
             return self.broadcast(number, (a.shape[0] + b.shape[0], *a.shape[1:]), ())
         return None
+
+    def _unshaped(self, t: Term) -> Term:
+        """What is reshaped."""
+        if t.form is Form.INSTANCE:
+            return self.instance(t.args[0].args[0], t.op.params)
+        return t.args[0]
 
     def row(self, t: Term, i: int) -> Term:
         """Row `i`, without the first axis."""
@@ -225,9 +294,9 @@ class Terms(Table):
         """Makes a row-wise operation part by part where operands are joined rows; None if not."""
         cuts: set[int] = set()
         for a in args:
-            if a.name == "rows_joined" and _has_rows(a, op):
-                cuts.update(itertools.accumulate(p.shape[0] for p in a.args))
-        if not cuts:
+            if _has_rows(a, op):
+                cuts.update(itertools.accumulate(p.shape[0] for p in self._parts_of(a)))
+        if len(cuts) < 2:
             return None
         parts = []
         for low, high in itertools.pairwise([0, *sorted(cuts)]):
@@ -238,11 +307,12 @@ class Terms(Table):
     # ---- elements ----------------------------------------------------------------------------
 
     def elementwise(self, op: Op, args: Sequence[Term]) -> Term:
-        for a in args:
-            if a.name == "rows_joined":
-                made = self._in_parts(op, args, lambda own, n: self._row_wise(op, own, n))
-                if made is not None:
-                    return made
+        if (number := number_of(args)) is not None:
+            return self.instance(self.elementwise(op, [template_of(a) for a in args]), number)
+        if any(template_of(a).name == "rows_joined" for a in args):
+            made = self._in_parts(op, args, lambda own, n: self._row_wise(op, own, n))
+            if made is not None:
+                return made
         name = op.name
         if name in _FOLDED and op.shape == () and all(a.value is not None for a in args):
             return self._folded(op, args)
@@ -307,6 +377,9 @@ class Terms(Table):
 
     def choice(self, index: Term, cases: Sequence[Term]) -> Term:
         """The case of an index, which is clamped to those that there are."""
+        if (number := number_of([index, *cases])) is not None:
+            made = self.choice(template_of(index), [template_of(c) for c in cases])
+            return self.instance(made, number)
         index = self.unclamped(index, len(cases))
         if index.value is not None:
             return cases[max(0, min(int(index.value), len(cases) - 1))]
@@ -323,6 +396,10 @@ class Terms(Table):
         """A term where an index is known to be `k`."""
         if not self.depends_on(t, index):
             return t
+        if t.form is index.form is Form.INSTANCE:
+            if t.op.params != index.op.params:
+                return t
+            return self.instance(self.where_known(t.args[0], index.args[0], k), t.op.params)
         if t.name == "choice" and t.args[0] is index:
             return self.where_known(t.args[1 + min(k, len(t.args) - 2)], index, k)
         key = t, index, k
@@ -346,8 +423,10 @@ class Terms(Table):
                 return self.join_rows(args)
             case "choice":
                 return self.choice(args[0], args[1:])
+            case "instance":
+                return self.instance(args[0], op.params)
         if op.name in REDUCTIONS:
-            return self.reduce(op.name, args[0], op.params)
+            return self.reduce(args[0], op.name, op.params)
         return self.elementwise(op, args) if op.name in ELEMENTWISE else self.make(op, args)
 
     def _folded(self, op: Op, args: Sequence[Term]) -> Term:
@@ -373,7 +452,8 @@ class Terms(Table):
 
     # ---- reductions --------------------------------------------------------------------------
 
-    def reduce(self, name: str, t: Term, axes: Sequence[int]) -> Term:
+    @_of_templates
+    def reduce(self, t: Term, name: str, axes: Sequence[int]) -> Term:
         """A reduction over axes."""
         shape = tuple(n for d, n in enumerate(t.shape) if d not in axes)
         if name == "reduce_sum" and t.name == "empty":
@@ -381,13 +461,28 @@ class Terms(Table):
         if all(t.shape[d] == 1 for d in axes):
             return self.reshape(t, shape)
         if t.name == "rows_joined" and 0 not in axes:
-            return self.join_rows([self.reduce(name, p, axes) for p in t.args])
+            return self.join_rows([self.reduce(p, name, axes) for p in t.args])
         return self.term(name, tuple(axes), (t,), shape, t.dtype)
 
 
 def _has_rows(t: Term, op: Op) -> bool:
     """Tells whether an operand has the rows of a row-wise operation, and not one for all."""
     return len(t.shape) == len(op.shape) > 0 and t.shape[:1] == op.shape[:1]
+
+
+def rows_in(t: Term) -> tuple[Term, int, int] | None:
+    """Of what a term is some rows, and which; None if it is not."""
+    start, of = 0, t
+    if t.form is Form.INSTANCE:
+        of = t.args[0]
+    low, high = (0, of.shape[0] if of.shape else 0)
+    if of.name == "rows":
+        (low, high), of = of.op.params, of.args[0]
+    if t.form is Form.INSTANCE:
+        if of.name != "slice of the batch":
+            return None
+        start, of = t.op.params * of.shape[0], of.args[0]
+    return None if of is t else (of, start + low, start + high)
 
 
 def _is_cast_of_bool(t: Term) -> bool:

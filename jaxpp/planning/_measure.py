@@ -39,6 +39,7 @@ class Measurement:
 
     The rows of `table`, `before`, `after` and `timeline` are devices: a rank, or the ranks that
     share a device, whose tasks run one after the other in the order in which they are dispatched.
+    In a step of several loops, the stages of each are numbered on from those of the loops before.
 
     Args:
         table: the tasks of each device, in order.
@@ -125,7 +126,7 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
     those that it consumes, put beforehand where a training loop would have left them.
 
     Args:
-        step: what `place` gave, on a `jaxpp.MpmdMesh`, with one scheduled loop; or what
+        step: what `place` gave, on a `jaxpp.MpmdMesh`, with a scheduled loop; or what
             `lower(*args).compile()` of it gave.
         *args: its arguments.
         repeats: how often to measure; the medians count.
@@ -135,7 +136,7 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
 
     Raises:
         TypeError: `step` is not a placed function, or not on a mesh of this process.
-        ValueError: the step has no scheduled loop or several, or `repeats` is below 1.
+        ValueError: the step has no scheduled loop, or `repeats` is below 1.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -153,8 +154,7 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
     if repeats < 1:
         raise ValueError(f"measure needs repeats of at least 1, got {repeats}.")
     local, arrays = _loaded(step, args)
-    tasks = tasks_of(local.bundle, "measure")
-    if not tasks:
+    if not tasks_of(local.bundle):
         raise ValueError(
             "measure: the step has no scheduled loop, so that there are no tasks to measure; wrap "
             "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
@@ -168,7 +168,7 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
         start = time.perf_counter()
         jax.block_until_ready(local(copies))
         elapsed = time.perf_counter() - start
-        one_by_one = _OneByOne(local, tasks)
+        one_by_one = _OneByOne(local)
         jax.block_until_ready(local(_placed_copies(local, arrays), one_by_one))
         by_device = _ByDevice(local)
         jax.block_until_ready(local(_placed_copies(local, arrays), by_device))
@@ -177,7 +177,7 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
             alone.append(one_by_one.runs)
             sent += one_by_one.transfers
             together.append(by_device.runs)
-    table = _table(local, tasks)
+    table = _table(local)
     latency, bandwidth = fit_line([(size, seconds) for _, size, seconds in sent])
     bytes_of: dict[Key, int] = {}
     for key, size, _ in sent:
@@ -185,15 +185,15 @@ def measure(step: Any, *args: Any, repeats: int = 5) -> Measurement:
     typical = sorted(together, key=lambda runs: max(end for *_, end in runs))[len(together) // 2]
     return Measurement(
         table,
-        dependencies_of(local.bundle, tasks),
-        MappingProxyType(typical_times(together, tasks)),
-        MappingProxyType(typical_times(alone, tasks)),
-        *_around(alone, tasks, table.num_ranks),
+        dependencies_of(local.bundle),
+        MappingProxyType(typical_times(together)),
+        MappingProxyType(typical_times(alone)),
+        *_around(alone, table.num_ranks),
         MappingProxyType(bytes_of),
         latency,
         bandwidth,
         tuple(steps),
-        timeline_of(table, typical, tasks),
+        timeline_of(table, typical),
     )
 
 
@@ -240,13 +240,12 @@ def _device_of(local: LocalStep) -> tuple[int, ...]:
     return tuple(homes.index(home) for home in local.homes)
 
 
-def _table(local: LocalStep, tasks: Mapping[str, Task]) -> Table:
+def _table(local: LocalStep) -> Table:
     """Makes the table of the tasks of each device, in the order of dispatch."""
     device_of = _device_of(local)
     orders: list[list[Task]] = [[] for _ in set(device_of)]
     for rank, chunk in local.order:
-        labels = [i.label for i in chunk if isinstance(i, Run)]
-        orders[device_of[rank]] += [tasks[label] for label in labels if label in tasks]
+        orders[device_of[rank]] += [i.task for i in chunk if isinstance(i, Run) and i.task]
     return table_of(orders)
 
 
@@ -256,28 +255,28 @@ def _table(local: LocalStep, tasks: Mapping[str, Task]) -> Table:
 class _OneByOne:
     """Runs a step's instructions one at a time, waits for each, and clocks them."""
 
-    def __init__(self, local: LocalStep, tasks: Mapping[str, Task]):
+    def __init__(self, local: LocalStep):
         self.runs: list[Clocked] = []
         self.transfers: list[tuple[Key, int, float]] = []
-        self._local, self._tasks, self._device_of = local, tasks, _device_of(local)
+        self._local, self._device_of = local, _device_of(local)
 
     def __call__(self) -> None:
         local = self._local
         for rank, chunk in local.order:
-            label = ""
+            task = None
             for instruction in chunk:
                 start = time.perf_counter()
                 _execute(local, rank, instruction)
                 end = time.perf_counter()
                 if isinstance(instruction, Run):
-                    label = instruction.label
-                    self.runs.append((self._device_of[rank], label, start, end))
+                    task = instruction.task
+                    self.runs.append((self._device_of[rank], task, start, end))
                 elif isinstance(instruction, Send):
                     message = instruction.message
-                    if "edge" not in message.kinds or label not in self._tasks:
-                        self.runs.append((self._device_of[rank], "send", start, end))
+                    if "edge" not in message.kinds or task is None:
+                        self.runs.append((self._device_of[rank], None, start, end))
                     elif self._device_of[message.target] != self._device_of[rank]:
-                        key = (self._tasks[label].kind, self._tasks[label].stage)
+                        key = (task.kind, task.stage)
                         self.transfers.append((key, message.nbytes, end - start))
 
 
@@ -326,7 +325,7 @@ class _ByDevice:
                 start = time.perf_counter()
                 _execute(self._local, rank, instruction)
                 end = time.perf_counter()
-                self.runs.append((self._device_of[rank], instruction.label, start, end))
+                self.runs.append((self._device_of[rank], instruction.task, start, end))
             else:
                 executor.execute((instruction,))
                 if isinstance(instruction, Send):
@@ -347,15 +346,15 @@ def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
 
 
 def _around(
-    calls: Sequence[Sequence[Clocked]], tasks: Mapping[str, Task], num_devices: int
+    calls: Sequence[Sequence[Clocked]], num_devices: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Gives for each device the time of runs that are no task, before its first task and after."""
     sums = []
     for runs in calls:
         for device in range(num_devices):
             mine = [run for run in runs if run[0] == device]
-            first = next(n for n, (_, label, _, _) in enumerate(mine) if label in tasks)
+            first = next(n for n, (_, task, _, _) in enumerate(mine) if task)
             for part in (mine[:first], mine[first:]):
-                sums.append(sum(t1 - t0 for _, label, t0, t1 in part if label not in tasks))
+                sums.append(sum(t1 - t0 for _, task, t0, t1 in part if task is None))
     before, after = np.median(np.reshape(sums, (-1, num_devices, 2)), axis=0).T.tolist()
     return tuple(before), tuple(after)

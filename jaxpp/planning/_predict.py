@@ -5,16 +5,16 @@ import functools
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxpp import _html
-from jaxpp._program import Bundle, Run, Send
+from jaxpp._program import Bundle, Program, Run, Send
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._measure import Measurement
 from jaxpp.runtime.executor import Analysis, Inspected, format_bytes, held_bytes, over_time
 from jaxpp.runtime.trace import Key, Trace, dependencies_of, table_of, tasks_of
-from jaxpp.schedules import Costs, Task, Timeline, plot, simulate
+from jaxpp.schedules import Costs, Kind, Task, Timeline, plot, simulate
 from jaxpp.transforms.place import Compiled, Placed
 
 
@@ -165,7 +165,7 @@ def predict(
     """Predicts the time and the memory of a placed step; compiles it, and runs nothing.
 
     Args:
-        step: what `place` gave, with one scheduled loop; or what `lower(*args).compile()` of it
+        step: what `place` gave, with a scheduled loop; or what `lower(*args).compile()` of it
             gave.
         *args: its arguments, or `jax.ShapeDtypeStruct`s that stand for their arrays.
         costs: the times of tasks, in seconds: those of a model, such as `Plan.costs`; those that
@@ -182,7 +182,7 @@ def predict(
 
     Raises:
         TypeError: `step` is not a placed function.
-        ValueError: the step has no scheduled loop or several; the measurement has not all of its
+        ValueError: the step has no scheduled loop; the measurement has not all of its
             tasks; there is no device of that name; or a rank needs more than its limit.
 
     Example:
@@ -195,7 +195,7 @@ def predict(
         16
     """
     compiled = _compiled(step, args)
-    bundle, tasks = compiled.bundle, tasks_of(compiled.bundle, "predict")
+    bundle, tasks = compiled.bundle, tasks_of(compiled.bundle)
     if not tasks:
         raise ValueError(
             "predict: the step has no scheduled loop, so that there are no tasks to predict; wrap "
@@ -206,21 +206,29 @@ def predict(
     device = None
     if isinstance(costs, Costs | Measurement | Trace):
         model, _ = costs_found(costs)
-        if not isinstance(costs, Costs):
+        if isinstance(costs, Costs):
+            model = _for_each_loop(costs, bundle)
+        else:
             _check_tasks(model, tasks)
     else:
         device = device_of(costs)
-        model = _costs_on(device, bundle, tasks, analyses, latency, bandwidth)
-    table = table_of([_tasks_in(program, tasks) for program in bundle.programs])
-    timeline = simulate(table, model, dependencies=dependencies_of(bundle, tasks))
-    around = _Around(bundle, tasks, analyses, device or _times_around(costs))
+        model = _costs_on(device, bundle, analyses, latency, bandwidth)
+    table = table_of([[run.task for run in _runs(p) if run.task] for p in bundle.programs])
+    timeline = simulate(table, model, dependencies=dependencies_of(bundle))
+    around = _Around(bundle, analyses, device or _times_around(costs))
     start = max(around.before)
     spans = {span.task: (start + span.start, start + span.end) for span in timeline.spans}
     runs: list[list[tuple[float, str]]] = [[] for _ in bundle.programs]
 
+    # What ranks have run between tasks so far, such as the update between two loops.
+    between = [-own for own in around.before]
+
     def when(rank: int, run: Run, clock: float) -> tuple[float, float]:
-        task = tasks.get(run.label)
-        begin, end = spans[task] if task else (clock, clock + around.seconds(rank, run))
+        if run.task:
+            begin, end = (time + max(0.0, between[rank]) for time in spans[run.task])
+        else:
+            begin, end = clock, clock + around.seconds(rank, run)
+            between[rank] += end - begin
         runs[rank].append((begin, run.label))
         return begin, end
 
@@ -256,15 +264,35 @@ def _compiled(step: Any, args: Sequence[Any]) -> Compiled:
     )
 
 
-def _tasks_in(program: Any, tasks: Mapping[str, Task]) -> list[Task]:
-    runs = (i.label for i in program.instructions if isinstance(i, Run))
-    return [tasks[label] for label in runs if label in tasks]
+def _runs(program: Program) -> list[Run]:
+    return [i for i in program.instructions if isinstance(i, Run)]
+
+
+def _for_each_loop(costs: Costs, bundle: Bundle) -> Costs:
+    """Lets costs of stages count for those of each loop of a step, which are numbered on."""
+    each = [(r.loop, r.task.stage) for p in bundle.programs for r in _runs(p) if r.task]
+    firsts = {loop: min(s for other, s in each if other == loop) for loop in dict(each)}
+    if len(firsts) < 2:
+        return costs
+    first = {stage: firsts[loop] for loop, stage in each}
+
+    def own(task: Task) -> Task:
+        return dataclasses.replace(task, stage=task.stage - first[task.stage])
+
+    def field(kind: Kind) -> Any:
+        return lambda task: costs.of(own(task)) if task.kind == kind else 0.0
+
+    named: dict[str, Any] = {kind.field: field(kind) for kind in Kind if kind.field}
+    other = {kind: field(kind) for kind in Kind if not kind.field}
+    sent = dataclasses.replace(costs, bandwidth=1.0, latency=0.0)
+    return dataclasses.replace(
+        costs, **named, other=other, edge_bytes=lambda task: sent.transfer(own(task), 0, 1)
+    )
 
 
 def _costs_on(
     device: Device,
     bundle: Bundle,
-    tasks: Mapping[str, Task],
     analyses: Sequence[Mapping[int, Analysis]],
     latency: float,
     bandwidth: float,
@@ -276,7 +304,7 @@ def _costs_on(
         last: Key | None = None
         for instruction in program.instructions:
             if isinstance(instruction, Run):
-                task = tasks.get(instruction.label)
+                task = instruction.task
                 last = (task.kind, task.stage) if task else None
                 if last:
                     found = own[instruction.computation]
@@ -291,14 +319,14 @@ def _costs_on(
     )
 
 
-def _check_tasks(measured: Costs, tasks: Mapping[str, Task]) -> None:
+def _check_tasks(measured: Costs, tasks: Iterable[Task]) -> None:
     def is_known(task: Task) -> bool:
         try:
             return measured.of(task) > 0
         except ValueError:  # a stage that it does not have
             return False
 
-    missing = {(t.kind, t.stage) for t in tasks.values() if not is_known(t)}
+    missing = {(t.kind, t.stage) for t in tasks if not is_known(t)}
     if missing:
         names = ", ".join(sorted(f"{kind}{stage}" for kind, stage in missing))
         raise ValueError(
@@ -317,10 +345,10 @@ def _times_around(source: Any) -> Sequence[tuple[float, float]]:
     found = []
     for rank in range(len(source.device_of)):
         runs = [r for r in source.runs if r.call == call and r.rank == rank]
-        first = next((r.start for r in runs if Task.from_text(r.label)), math.inf)
+        first = next((r.start for r in runs if r.task), math.inf)
         parts = [[], []]
         for run in runs:
-            if not Task.from_text(run.label):
+            if not run.task:
                 parts[run.start > first].append(run.end - run.start)
         found.append((sum(parts[0]), sum(parts[1])))
     return found
@@ -332,7 +360,6 @@ class _Around:
     def __init__(
         self,
         bundle: Bundle,
-        tasks: Mapping[str, Task],
         analyses: Sequence[Mapping[int, Analysis]],
         source: Device | Sequence[tuple[float, float]],
     ):
@@ -340,9 +367,9 @@ class _Around:
         self._shares: dict[tuple[int, int], float] = {}  # by rank and the identity of a run
         self.before: list[float] = []
         for program in bundle.programs:
-            rank, runs = program.rank, [i for i in program.instructions if isinstance(i, Run)]
-            first = next((n for n, r in enumerate(runs) if r.label in tasks), len(runs))
-            parts = runs[:first], [r for r in runs[first:] if r.label not in tasks]
+            rank, runs = program.rank, _runs(program)
+            first = next((n for n, r in enumerate(runs) if r.task), len(runs))
+            parts = runs[:first], [r for r in runs[first:] if not r.task]
             if not isinstance(source, Device) and len(source) == len(bundle.programs):
                 for part, seconds in zip(parts, source[rank], strict=True):
                     for run in part:

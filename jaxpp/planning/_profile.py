@@ -5,7 +5,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -21,7 +21,7 @@ from jaxpp.planning._limited import LimitedCuts
 from jaxpp.planning._links import Links
 from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
 from jaxpp.runtime.local import LocalStep, MpmdMesh
-from jaxpp.runtime.trace import Clocked, Key, tasks_of
+from jaxpp.runtime.trace import Clocked, Key
 from jaxpp.schedules import Costs, Interleaved1F1B, InterleavedZeroBubble, Kind, Schedule, Task
 from jaxpp.transforms import microbatch, place, schedule, split_stages, wrap_forward
 from jaxpp.transforms.stages import Finest, UnitCosts
@@ -210,19 +210,19 @@ def profile(
     args = tuple(_repeated(arg, axis) for arg, axis in zip(args, axes, strict=True))
     count = len(finest.crossing) + 1
 
-    def measured(order: Schedule) -> tuple[LocalStep, dict[str, Task], dict[Key, float]]:
+    def measured(order: Schedule) -> tuple[LocalStep, dict[Key, float]]:
         local, arrays = _loaded(place(schedule(grad_fn, order), mesh), args)
-        tasks, runs = tasks_of(local.bundle, "profile"), []
+        runs: list[Clocked] = []
         if figures is not None:
-            return local, tasks, _times_on(figures, local, tasks)
+            return local, _times_on(figures, local)
         for repeat in range(repeats + 1):
-            clock = _OneByOne(local, tasks)
+            clock = _OneByOne(local)
             jax.block_until_ready(local(_placed_copies(local, arrays), clock))
             runs += clock.runs if repeat else []  # the first one fills caches
-        return local, tasks, _times(local.bundle, tasks, runs)
+        return local, _times(local.bundle, runs)
 
-    step, tasks, whole = measured(Interleaved1F1B(stages_per_rank=count))
-    _, _, halves = measured(InterleavedZeroBubble(stages_per_rank=count))
+    step, whole = measured(Interleaved1F1B(stages_per_rank=count))
+    _, halves = measured(InterleavedZeroBubble(stages_per_rank=count))
     forward, backward, inputs, weights = (
         tuple(times.get((kind, stage), 0.0) for stage in range(count))
         for times, kind in ((whole, Kind.F), (whole, Kind.B), (halves, Kind.I), (halves, Kind.W))
@@ -235,8 +235,8 @@ def profile(
         backward,
         inputs,
         weights,
-        _activations(step.bundle, tasks, count),
-        _temporaries(step, tasks, count),
+        _activations(step.bundle, count),
+        _temporaries(step, count),
         tuple(
             sum(a.aval.size * a.aval.dtype.itemsize for a in step.bundle.arguments
                 if a.role is Role.PARAMETER and stage in a.stages)
@@ -319,38 +319,38 @@ def costs_of_stages(
     )
 
 
-def _times(bundle: Bundle, tasks: Mapping[str, Task], runs: Sequence[Clocked]) -> dict[Key, float]:
+def _times(bundle: Bundle, runs: Sequence[Clocked]) -> dict[Key, float]:
     """Gives the median time of each task; those that run the same computation have one time."""
     (program,) = bundle.programs
     own = [i for i in program.instructions if isinstance(i, Run)]
-    computations = {run.label: run.computation for run in own if run.label in tasks}
+    computations = {run.task: run.computation for run in own if run.task}
     seconds: dict[int, list[float]] = {}
-    for _, label, start, end in runs:
-        if label in computations:
-            seconds.setdefault(computations[label], []).append(end - start)
+    for _, task, start, end in runs:
+        if task:
+            seconds.setdefault(computations[task], []).append(end - start)
     return {
-        (tasks[label].kind, tasks[label].stage): statistics.median(seconds[number])
-        for label, number in computations.items()
+        (task.kind, task.stage): statistics.median(seconds[number])
+        for task, number in computations.items()
     }
 
 
-def _times_on(device: Device, step: LocalStep, tasks: Mapping[str, Task]) -> dict[Key, float]:
+def _times_on(device: Device, step: LocalStep) -> dict[Key, float]:
     """Gives the time of each task by the figures of a device."""
     (rank,) = step.inspect()
     times = {}
     for run in step.bundle.programs[0].instructions:
-        if isinstance(run, Run) and (task := tasks.get(run.label)):
+        if isinstance(run, Run) and (task := run.task):
             found = rank.analyses[run.computation]
             times[task.kind, task.stage] = device.seconds(found.flops, found.accessed_bytes)
     return times
 
 
-def _activations(bundle: Bundle, tasks: Mapping[str, Task], count: int) -> tuple[int, ...]:
+def _activations(bundle: Bundle, count: int) -> tuple[int, ...]:
     """Counts the bytes that each stage's backward reads of what forwards have made."""
     made: dict[int, int] = {}  # the bytes of what forwards have made, by slot
     kept = [0] * count
     for instruction in bundle.programs[0].instructions:
-        if isinstance(instruction, Run) and (task := tasks.get(instruction.label)):
+        if isinstance(instruction, Run) and (task := instruction.task):
             avals = bundle.computations[instruction.computation].jaxpr.out_avals
             if task.kind is Kind.F:
                 sizes = [a.size * a.dtype.itemsize for a in avals]
@@ -360,12 +360,12 @@ def _activations(bundle: Bundle, tasks: Mapping[str, Task], count: int) -> tuple
     return tuple(kept)
 
 
-def _temporaries(step: LocalStep, tasks: Mapping[str, Task], count: int) -> tuple[int, ...]:
+def _temporaries(step: LocalStep, count: int) -> tuple[int, ...]:
     """Finds the most bytes that a task of each stage needs beside arrays."""
     (rank,) = step.inspect()
     most = [0] * count
     for instruction in step.bundle.programs[0].instructions:
-        if isinstance(instruction, Run) and (task := tasks.get(instruction.label)):
+        if isinstance(instruction, Run) and (task := instruction.task):
             own = rank.analyses[instruction.computation].temporary_bytes
             most[task.stage] = max(most[task.stage], own)
     return tuple(most)

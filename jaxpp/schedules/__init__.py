@@ -38,6 +38,7 @@ from jaxpp.schedules._drawing import to_text as to_text
 from jaxpp.schedules._drawing import to_trace as to_trace
 from jaxpp.schedules._execute import Dependencies as Dependencies
 from jaxpp.schedules._execute import stage_dependencies as stage_dependencies
+from jaxpp.schedules._kinds import Kind as Kind
 from jaxpp.schedules._recompute import Recompute as Recompute
 from jaxpp.schedules._simulation import Comparison as Comparison
 from jaxpp.schedules._simulation import Machine as Machine
@@ -47,6 +48,5 @@ from jaxpp.schedules._simulation import compare as compare
 from jaxpp.schedules._simulation import simulate as simulate
 from jaxpp.schedules._synthesis import Synthesis as Synthesis
 from jaxpp.schedules._synthesis import synthesize as synthesize
-from jaxpp.schedules._table import Kind as Kind
 from jaxpp.schedules._table import Table as Table
 from jaxpp.schedules._table import Task as Task

@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 from jaxpp.schedules._costs import Memory
 from jaxpp.schedules._excerpt import excerpt
 from jaxpp.schedules._execute import Block, Dependencies, number, run
-from jaxpp.schedules._table import Kind, Table, Task
+from jaxpp.schedules._kinds import Kind, listed
+from jaxpp.schedules._table import Table, Task
 
 #: For each kind and stage, the number of each microbatch's task, counted rank after rank; or -1.
 _Rows = dict[tuple[Kind, int], list[int]]
@@ -62,7 +63,7 @@ def check(
       rank 0 |  F0.0  F0.1  B0.0 [B0.1?]
       rank 1 |  F1.0  B1.0  F1.1  B1.1
     """
-    allowed = frozenset(Kind if kinds is None else kinds)
+    allowed = frozenset(tuple(Kind) if kinds is None else kinds)
     _check_placement(table)
     rows = _check_each_task(table, allowed)
     _check_directions(table)
@@ -80,7 +81,8 @@ def execution_order(
 ) -> tuple[tuple[int, Task], ...]:
     """Gives one order of all tasks that respects each rank's order and every dependency.
 
-    The ranks advance together, as they would at unit costs: F, I and W take 1, B takes 2.
+    The ranks advance together, as they would at unit costs: F, I and W take 1, B, which has two
+    parts, takes 2.
 
     Args:
       table: the table.
@@ -99,7 +101,7 @@ def execution_order(
     F0.0 F0.1 F1.0 B1.0 B0.0 F1.1 B1.1 B0.1
     """
     numbered = number(table, dependencies)
-    result = run(numbered, [2.0 if task.kind is Kind.B else 1.0 for task in numbered.tasks])
+    result = run(numbered, [float(max(1, len(task.kind.parts))) for task in numbered.tasks])
     if result.blocks:
         raise explain_blocks(table, result.blocks)
     # Every cost is positive, so a task starts after the start of all that it depends on.
@@ -191,7 +193,7 @@ def _wrong_place(
         )
     if task.kind not in allowed:
         return (
-            f"{where} is of a kind that is not wanted: the kinds here are {_join(allowed)}; use a "
+            f"{where} is of a kind that is not wanted: the kinds here are {listed(allowed)}; use a "
             f"schedule made of these, or differentiate the function as the schedule expects."
         )
     homes = dict.fromkeys(ranks[task.stage] for ranks in table.placement)
@@ -259,7 +261,7 @@ def _incomplete(
         wanted |= {Kind.I, Kind.W} if split else {Kind.B}
     missing = Task(next(k for k in Kind if k in wanted - has), stage, microbatch)
     text = (
-        f"{missing.describe()} is missing: with {_join(wanted)}, every stage runs each of them "
+        f"{missing.describe()} is missing: with {listed(wanted)}, every stage runs each of them "
         f"once for every microbatch; add it to the order of {rank}."
     )
     if home is None:
@@ -286,17 +288,10 @@ def _place_for(order: Sequence[Task], missing: Task) -> int:
 
 def _check_rank_orders(table: Table, rows: _Rows) -> None:
     """Checks the tasks of one stage and microbatch against each other, on their rank."""
-    before = {
-        Kind.F: (),
-        Kind.R: (Kind.F,),
-        Kind.B: (Kind.F, Kind.R),
-        Kind.I: (Kind.F, Kind.R),
-        Kind.W: (Kind.I,),
-    }
     pairs = [
         (row, rows[need, stage])
         for (kind, stage), row in rows.items()
-        for need in before[kind]
+        for need in kind.before
         if (need, stage) in rows
     ]
     for row, needs in pairs:
@@ -380,8 +375,3 @@ def _locate(table: Table, n: int) -> tuple[int, int]:
     firsts = [0, *itertools.accumulate(len(order) for order in table.ranks)]
     rank = bisect.bisect_right(firsts, n) - 1
     return rank, n - firsts[rank]
-
-
-def _join(kinds: Collection[Kind]) -> str:
-    names = [kind for kind in Kind if kind in kinds]
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jaxpp.schedules._table import Kind, Table, Task
+from jaxpp.schedules._kinds import Kind
+from jaxpp.schedules._table import Table, Task
 
 #: A number for all tasks of a kind, one for each stage, or a function of the task.
 Cost = float | Sequence[float] | Callable[[Task], float]
@@ -14,16 +15,6 @@ Cost = float | Sequence[float] | Callable[[Task], float]
 Link = float | Callable[[int, int], float]
 
 _Model = TypeVar("_Model", "Costs", "Memory")
-
-#: For each kind of task, the field of a model that has its value, and the kinds whose values add up
-#: to it where the field is None.
-_FIELDS: Mapping[Kind, tuple[str, tuple[Kind, ...]]] = {
-    Kind.F: ("forward", ()),
-    Kind.I: ("input_grad", ()),
-    Kind.W: ("weight_grad", ()),
-    Kind.B: ("backward", (Kind.I, Kind.W)),
-    Kind.R: ("recompute", (Kind.F,)),
-}
 
 
 @dataclass(frozen=True)
@@ -44,6 +35,7 @@ class Costs:
       bandwidth: the bytes that a link moves in one unit of time.
       edge_bytes: the bytes that a task sends to each rank that reads its result.
       recompute: the time of an `R`; by default that of the `F`.
+      other: the times of further kinds; by default their `Kind.cost`.
 
     >>> from jaxpp.schedules import Kind, Task
     >>> costs = Costs(forward=2.0, input_grad=(3.0, 4.0))
@@ -53,15 +45,16 @@ class Costs:
     2.5
     """
 
-    forward: Cost = 1.0
-    input_grad: Cost = 1.0
-    weight_grad: Cost = 1.0
+    forward: Cost = Kind.F.cost
+    input_grad: Cost = Kind.I.cost
+    weight_grad: Cost = Kind.W.cost
     backward: Cost | None = None
     overlapped: Callable[[Task, Task], float] | None = None
     latency: Link = 0.0
     bandwidth: Link = math.inf
     edge_bytes: Cost = 0.0
     recompute: Cost | None = None
+    other: Mapping[Kind, Cost] = dataclasses.field(default_factory=dict, hash=False)
 
     @staticmethod
     def measured(times: Mapping[tuple[Kind, int], float], **links: Link | Cost) -> "Costs":
@@ -78,15 +71,13 @@ class Costs:
         """
 
         def time(kind: Kind, stage: int) -> float:
-            parts = sum(time(part, stage) for part in _FIELDS[kind][1])
+            parts = sum(time(Kind(part), stage) for part in kind.parts)
             return float(times.get((kind, stage), parts))
 
         stages = range(1 + max((stage for _, stage in times), default=-1))
-        each: dict[str, Any] = {
-            name: tuple(time(kind, stage) for stage in stages)
-            for kind, (name, _) in _FIELDS.items()
-        }
-        return Costs(**each, **links)  # pyright: ignore
+        each = {kind: tuple(time(kind, stage) for stage in stages) for kind in Kind}
+        named: dict[str, Any] = {k.field: each.pop(k) for k in Kind if k.field}
+        return Costs(**named, other=each, **links)  # pyright: ignore
 
     def of(self, task: Task) -> float:
         """Gives the time of a task.
@@ -166,17 +157,19 @@ class Memory:
       backward: the change by a `B`; by default that of its two halves.
       recompute: the change by an `R`; by default that of the `F`. Less leaves what the stage keeps
         of its inputs.
+      other: the changes by further kinds; by default their `Kind.holds`.
 
     >>> from jaxpp.schedules import Kind, Task
     >>> Memory(forward=3.0, input_grad=-1.0, weight_grad=-2.0).of(Task(Kind.B, 0, 0))
     -3.0
     """
 
-    forward: Cost = 1.0
-    input_grad: Cost = 0.0
-    weight_grad: Cost = -1.0
+    forward: Cost = Kind.F.holds
+    input_grad: Cost = Kind.I.holds
+    weight_grad: Cost = Kind.W.holds
     backward: Cost | None = None
     recompute: Cost | None = None
+    other: Mapping[Kind, Cost] = dataclasses.field(default_factory=dict, hash=False)
 
     def of(self, task: Task) -> float:
         """Gives the change by a task."""
@@ -248,8 +241,9 @@ def _divided(model: _Model, count: int) -> _Model:
             return lambda task: cost(task) / count
         return tuple(each / count for each in cost)
 
-    each = {name: part(getattr(model, name)) for name, _ in _FIELDS.values()}
-    return dataclasses.replace(model, **each)
+    each = {kind.field: part(getattr(model, kind.field)) for kind in Kind if kind.field}
+    other = {kind: part(_given(model, kind)) for kind in Kind if not kind.field}
+    return dataclasses.replace(model, **each, other=other)
 
 
 def of_each(model: Costs | Memory, tasks: Sequence[Task]) -> list[float]:
@@ -258,7 +252,7 @@ def of_each(model: Costs | Memory, tasks: Sequence[Task]) -> list[float]:
     >>> of_each(Memory(), [Task(Kind.F, 0, 0), Task(Kind.B, 0, 0)])
     [1.0, -1.0]
     """
-    if any(callable(getattr(model, name)) for name, _ in _FIELDS.values()):
+    if any(callable(_given(model, kind)) for kind in Kind):
         return [model.of(task) for task in tasks]
     known: dict[tuple[Kind, int], float] = {}
     values = []
@@ -272,12 +266,21 @@ def of_each(model: Costs | Memory, tasks: Sequence[Task]) -> list[float]:
 
 
 def _of(model: Costs | Memory, task: Task) -> float:
-    """Evaluates a model for a task: its own field, or those of the kinds that stand in for it."""
-    name, parts = _FIELDS[task.kind]
-    cost = getattr(model, name)
+    """Evaluates a model for a task: what it has of its kind, or of the parts of the kind."""
+    kind = task.kind
+    cost = _given(model, kind)
     if cost is not None:
+        name = kind.field or f"the cost of {kind.title}"
         return _evaluate(cost, task, name if isinstance(model, Costs) else "")
-    return sum(_of(model, dataclasses.replace(task, kind=kind)) for kind in parts)
+    return sum(_of(model, dataclasses.replace(task, kind=Kind(part))) for part in kind.parts)
+
+
+def _given(model: Costs | Memory, kind: Kind) -> Cost | None:
+    """Gives what a model has of a kind; None where the parts of the kind count."""
+    if kind.field:
+        return getattr(model, kind.field)
+    default = kind.cost if isinstance(model, Costs) else kind.holds
+    return model.other.get(kind, None if kind.parts else default)
 
 
 def _evaluate(cost: Cost, task: Task, name: str = "") -> float:

@@ -5,9 +5,10 @@ import re
 from collections.abc import Iterable
 
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._table import Kind, Table, Task
+from jaxpp.schedules._kinds import Kind, listed
+from jaxpp.schedules._table import Table, Task
 
-_STAGE_FIRST = re.compile(rf"(\d+)([{''.join(Kind)}])(\d+)")
+_STAGE_FIRST = re.compile(r"(\d+)([A-Z])(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +145,6 @@ def _task(task: Task | str, where: str) -> Task:
         if found := Task.from_text(stage_last):
             return found
     raise ValueError(
-        f"{task!r} {where} is no task; write a Task, or a kind of F, B, I, W and R with its stage "
-        f'and microbatch, as "F2.5" or, stage first, "2F5".'
+        f"{task!r} {where} is no task; write a Task, or a kind of {listed(Kind)} with its "
+        f'stage and microbatch, as "F2.5" or, stage first, "2F5".'
     )

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxpp.schedules._table import Kind, Table, Task
+from jaxpp.schedules._kinds import Kind
+from jaxpp.schedules._table import Table, Task
 
 #: For a kind of task of a stage, the kinds and stages that it reads from, of the same microbatch.
 Dependencies = Mapping[tuple[Kind, int], Sequence[tuple[Kind, int]]]
@@ -23,11 +24,11 @@ def stage_dependencies(
 ) -> Dependencies:
     """Gives the dependencies of a table's tasks from the graph of its stages.
 
-    `F` needs the `F` of each stage that it reads from. `B` and `I` need the `F` of their own stage,
-    or its `R`, which needs that `F`. They also need the backward of each stage that reads from
-    theirs: its `B`, or its `I` where it is split. `W` needs the `I` of its own stage. Where some
-    microbatches have a `B` and others an `I`, or some an `R` and others none, the form that the
-    table does not have for a microbatch is no dependency.
+    Each task needs the kinds of its own stage that come `before` its own: `B` and `I` need the `F`,
+    or its `R`, which needs that `F`, and `W` needs the `I`. `F` also needs the `F` of each stage
+    that it reads from, and `B` and `I` the backward of each stage that reads from theirs: its `B`,
+    or its `I` where it is split. Where some microbatches have a `B` and others an `I`, or some an
+    `R` and others none, the form that the table does not have for a microbatch is no dependency.
 
     Args:
       table: the table.
@@ -49,18 +50,19 @@ def stage_dependencies(
     for producer, consumer in dict.fromkeys(edges):
         producers.setdefault(consumer, []).append(producer)
         consumers.setdefault(producer, []).append(consumer)
-    forwards, backwards = (
-        [kind for kind in forms if kind in table.kinds]
-        for forms in ((Kind.F, Kind.R), (Kind.B, Kind.I))
-    )
+    backwards = [kind for kind in (Kind.B, Kind.I) if kind in table.kinds]
+    before = {
+        kind: [k for k in kind.before if k in kind.after or k in table.kinds] for kind in Kind
+    }
     needs: dict[tuple[Kind, int], tuple[tuple[Kind, int], ...]] = {}
     for stage in range(table.num_stages):
-        needs[Kind.F, stage] = tuple((Kind.F, s) for s in producers.get(stage, ()))
-        after = tuple((kind, s) for s in consumers.get(stage, ()) for kind in backwards)
-        own = tuple((kind, stage) for kind in forwards)
-        needs[Kind.B, stage] = needs[Kind.I, stage] = (*own, *after)
-        needs[Kind.W, stage] = ((Kind.I, stage),)
-        needs[Kind.R, stage] = ((Kind.F, stage),)
+        across = {
+            Kind.F: [(Kind.F, s) for s in producers.get(stage, ())],
+            Kind.B: [(kind, s) for s in consumers.get(stage, ()) for kind in backwards],
+        }
+        for kind, own in before.items():
+            form = Kind.B if kind is Kind.I else kind
+            needs[kind, stage] = (*((k, stage) for k in own), *across.get(form, ()))
     return needs
 
 
@@ -131,14 +133,13 @@ def _rows(tasks: Sequence[Task], num_microbatches: int) -> dict[tuple[Kind, int]
 
 
 def _choices(needs: Sequence[tuple[Kind, int]]) -> list[list[tuple[Kind, int]]]:
-    """Groups the needs of a task by input: a stage's `B` and `I` are two forms of one input.
+    """Groups the needs of a task by input: those that make the same are forms of one input.
 
-    So are its `F` and its `R`, of which the later one counts where both are there.
+    Of a stage's `F` and `R` the later one counts where both are there.
     """
     choices: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
-    form = {Kind.I: Kind.B, Kind.R: Kind.F}
     for kind, stage in needs:
-        choices.setdefault((form.get(kind, kind), stage), []).append((kind, stage))
+        choices.setdefault((Kind(kind.makes or kind), stage), []).append((kind, stage))
     return list(choices.values())
 
 

@@ -1,32 +1,14 @@
 """Tasks and tables: the tasks of each rank, in order, without a clock."""
 
 import dataclasses
-import enum
 import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxpp.schedules._kinds import Kind
 
-class Kind(enum.StrEnum):
-    """The kind of a task: `F` forward, `B` full backward, `I` and `W` its halves, `R` recompute.
-
-    `I` gives the cotangents of a stage's inputs, which the stage before waits for; `W` gives the
-    gradients of its weights, which nothing waits for. `B` is `I`, then `W`. `R` computes the
-    activations again that the backward reads: the `F` of its stage and microbatch drops them.
-
-    >>> Kind("F") is Kind.F, str(Kind.W)
-    (True, 'W')
-    """
-
-    F = "F"
-    B = "B"
-    I = "I"  # noqa: E741
-    W = "W"
-    R = "R"
-
-
-_TASK = re.compile(rf"([{''.join(Kind)}])(\d+)\.(\d+)")
+_TASK = re.compile(r"([A-Z])(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +31,12 @@ class Task:
         """Reads a task as it prints; gives None where the text is no task.
 
         >>> Task.from_text("F2.5"), Task.from_text("update")
-        (Task(kind=<Kind.F: 'F'>, stage=2, microbatch=5), None)
+        (Task(kind=Kind('F'), stage=2, microbatch=5), None)
         """
         match = _TASK.fullmatch(text)
-        return Task(Kind(match[1]), int(match[2]), int(match[3])) if match else None
+        if match is None or match[1] not in tuple(Kind):
+            return None
+        return Task(Kind(match[1]), int(match[2]), int(match[3]))
 
     def describe(self) -> str:
         """Names the task in full, for an error message.
@@ -210,7 +194,7 @@ class Table:
     @functools.cached_property
     def forward_only(self) -> bool:
         """Tells whether the table has no backward at all."""
-        return self.kinds <= {Kind.F}
+        return self.kinds.isdisjoint((Kind.B, Kind.I, Kind.W, Kind.R))
 
     @functools.cached_property
     def dropped(self) -> frozenset[Task]:
@@ -223,7 +207,7 @@ class Table:
         F0.0
         """
         if self.forward_only:
-            return self.tasks
+            return frozenset(task for task in self.tasks if task.kind is Kind.F)
         again = (task for task in self.tasks if task.kind is Kind.R)
         return frozenset(Task(Kind.F, task.stage, task.microbatch) for task in again)
 
@@ -241,13 +225,13 @@ class Table:
         >>> OneFOneB().table(num_stages=4, num_microbatches=8).peak_in_flight()
         (4, 3, 2, 1)
         """
-        return tuple(_peak(tasks, self.dropped) for tasks in self.ranks)
+        return tuple(int(_peak(tasks, self.dropped)) for tasks in self.ranks)
 
 
-def _peak(tasks: tuple[Task, ...], dropped: frozenset[Task]) -> int:
-    held = peak = 0
+def _peak(tasks: tuple[Task, ...], dropped: frozenset[Task]) -> float:
+    held = peak = 0.0
     for task in tasks:
-        held += {Kind.F: 1, Kind.R: 1, Kind.I: 0, Kind.B: -1, Kind.W: -1}[task.kind]
+        held += task.kind.holds
         peak = max(peak, held)
         held -= task in dropped
     return peak

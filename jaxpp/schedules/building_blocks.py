@@ -5,7 +5,8 @@ The schedules of the catalogue are built of these; so may yours be.
 
 from collections.abc import Iterator, Sequence
 
-from jaxpp.schedules._table import Kind, Task
+from jaxpp.schedules._kinds import Kind
+from jaxpp.schedules._table import Task
 
 # ---- placements: for each stage its rank --------------------------------------------------------
 

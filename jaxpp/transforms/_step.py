@@ -53,22 +53,19 @@ class Inside:
     """The axes inside a rank.
 
     Args:
-        mesh: the mesh of the rank that the step is for, without its devices.
-        sizes: the size of each axis. Where ranks differ it is a multiple of the size in each, so
-            that all ranks decide alike.
+        mesh: the mesh of a rank, without its devices.
         zero: for each role, such as optimizer state, the axes over which its arguments are split
             further.
         examples: the axes that the examples of a microbatch are split over.
     """
 
     mesh: AbstractMesh
-    sizes: Mapping[str, int]
     zero: Mapping[Role, tuple[str, ...]]
     examples: tuple[str, ...] = ()
 
     @property
-    def own_sizes(self) -> dict[str, int]:
-        """The size of each axis in the rank that the step is for."""
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis."""
         return axis_sizes(self.mesh)
 
 

@@ -182,15 +182,15 @@ MUTATIONS = (
     Mutation(
         "a half of a backward reads a carry that the other half has yet to make",
         "jaxpp/transforms/tasks/_partition.py",
-        "            if not more:\n",
-        "            if True:\n",
+        "        if not more:\n",
+        "        if True:\n",
         ("outer_losses::the_gradient_goes_back_through_what_is_carried",),
     ),
     Mutation(
         "both halves of a backward read the next value of a carry",
         "jaxpp/transforms/tasks/_partition.py",
-        "return [*copies, *first], list(map(known.rename, second)), early",
-        "return first, second, early",
+        "first, second = [*copies, *first], list(map(known.rename, second))",
+        "pass",
         ("outer_losses::a_carry_that_both_halves_of_a_backward_read",),
     ),
     Mutation(
@@ -260,8 +260,8 @@ MUTATIONS = (
     Mutation(
         "a result that nothing makes does not leave",
         "jaxpp/transforms/tasks/_partition.py",
-        "if node.position == self.body.num_stages - 1:",
-        "if False:",
+        "outputs += loose if cluster.group == last_forward and kind is Kind.F else []",
+        "pass",
         ("schedule::what_no_task_makes_leaves_the_loop",),
     ),
     Mutation(
@@ -434,8 +434,8 @@ MUTATIONS = (
     ),
     Mutation(
         "computations of two ranks are in one level",
-        "jaxpp/transforms/place/_segments.py",
-        "level[i] = max(level[i], level[j] + apart)",
+        "jaxpp/_groups.py",
+        "level[i] = max(level[i], level[j] + (group_of[j] != group_of[i]))",
         "level[i] = max(level[i], level[j])",
         ("placement", "LAWS"),
     ),
@@ -462,9 +462,9 @@ MUTATIONS = (
     ),
     Mutation(
         "an effect before a loop comes after it",
-        "jaxpp/transforms/place/_equations.py",
-        "for v in [*self.reads[i], *after]:",
-        "for v in self.reads[i]:",
+        "jaxpp/transforms/place/_segments.py",
+        "order = [self.phase[j] for j in self.ordered if j > i] if i in self.ordered else []",
+        "order = []",
         ("effects",),
     ),
     Mutation(

@@ -180,13 +180,28 @@ def test_a_step_without_a_loop_is_refused():
         jaxpp.measure(step, batch())
 
 
-def test_a_step_of_two_loops_is_refused():
-    def step(params, x):
-        grads = grad_fn_of()(params, x)
-        return grad_fn_of()([w - g for w, g in zip(params, grads, strict=True)], x)
+def test_a_step_of_two_loops_has_the_tasks_of_both_with_stages_that_are_numbered_on():
+    both = (grad_fn_of(), grad_fn_of(schedule=jaxpp.schedules.ZeroBubbleH1()))
 
-    with pytest.raises(ValueError, match="one loop at a time"):
-        jaxpp.measure(jaxpp.place(step, mesh_of(2)), params_of(2), batch())
+    def step(params, x):
+        grads = both[0](params, x)
+        return both[1]([w - g for w, g in zip(params, grads, strict=True)], x)
+
+    step = jaxpp.place(step, mesh_of(2))
+    found = jaxpp.measure(step, params_of(2), batch(), repeats=1)
+    kinds = [("FB", (0, 1)), ("FIW", (2, 3))]
+    keys = {(kind, s) for letters, stages in kinds for kind in letters for s in stages}
+    keys -= {("I", 2)}  # nobody reads a gradient of the batch
+    assert set(found.times) == keys and len(found.table.tasks) == MICROBATCHES * len(keys)
+    assert found.dependencies["F", 3] == (("F", 2),) and ("B", 0) not in found.dependencies["F", 2]
+    assert found.predict() > 0
+    # The costs of a stage count for both loops.
+    times = Costs(forward=[3.0, 1.0], input_grad=0.0, weight_grad=1.0)
+    spans = jaxpp.predict(step, params_of(2), batch(), costs=times).timeline.spans
+    taken = {(s.task.kind, s.task.stage): s.end - s.start for s in spans}
+    assert [taken["F", stage] for stage in range(4)] == [3.0, 1.0, 3.0, 1.0]
+    predicted = jaxpp.predict(step, params_of(2), batch(), costs=found)
+    assert predicted.seconds >= predicted.timeline.makespan > 0
 
 
 def test_another_mesh_is_refused():

@@ -1,13 +1,11 @@
 """A training step whose ranks are meshes: tensor-parallel layers, and a batch that is split."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
@@ -25,15 +23,6 @@ def axes_of(shape):
 
 def local(shape, **options):
     return jaxpp.MpmdMesh(shape, axes_of(shape), **options)
-
-
-def of_ranks(*sizes, types=None):
-    """A mesh whose ranks have these sizes of (data, model), on devices one after the other."""
-    devices, meshes = iter(jax.devices()), []
-    for own in sizes:
-        grid = np.array([next(devices) for _ in range(math.prod(own))]).reshape(own)
-        meshes.append(Mesh(grid, AXES[1:], axis_types=types))
-    return jaxpp.MpmdMesh.of_ranks(meshes)
 
 
 def params():

@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp.schedules import DualPipe, Interleaved1F1B, Timeline, simulate
+from jaxpp.schedules import DualPipe, Interleaved1F1B, Kind, Table, Task, Timeline, simulate
 from jaxpp.schedules._drawing._styles import is_dark, lay_out, num_slots, shade
-from jaxpp.schedules._table import Kind, Table, Task
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=12))
@@ -48,8 +47,8 @@ def test_stages_and_directions_of_a_rank_have_slots_of_their_own():
 
 def test_shades_differ_and_their_numbers_are_legible():
     for slots in (1, 2, 4):
-        colours = [shade(kind, slot, slots) for kind in Kind for slot in range(slots)]
-        assert len(set(colours)) == len(Kind) * slots
+        colours = [shade(kind, slot, slots) for kind in map(Kind, "FBIWR") for slot in range(slots)]
+        assert len(set(colours)) == 5 * slots
         for colour in colours:
             text = 1.0 if is_dark(colour) else 0.0
             light = [_linear(part) for part in colour]

@@ -87,98 +87,9 @@ def check_axes(
     return Axes(shape, names, types)
 
 
-def check_ranks(kind: str, meshes: Sequence[Mesh]) -> AbstractMesh:
-    """Checks the meshes of ranks that may differ in size.
-
-    Args:
-        kind: what makes a mesh of them, for errors.
-        meshes: that of each rank.
-
-    Returns:
-        A mesh each of whose axes has a multiple of the sizes that it has in the ranks, the least.
-
-    Raises:
-        ValueError: there is none, or they differ in more than the sizes of their axes.
-        TypeError: one is not a `jax.sharding.Mesh`.
-    """
-    if not meshes:
-        raise ValueError(f"{kind} needs the mesh of each rank, got none.")
-    for rank, mesh in enumerate(meshes):
-        if not isinstance(mesh, Mesh):
-            raise TypeError(
-                f"{kind} needs a jax.sharding.Mesh for each rank, such as "
-                f"jax.make_mesh((2,), ('data',)), got {mesh!r} for rank {rank}."
-            )
-        if PIPELINE_AXIS in mesh.axis_names or not mesh.axis_names:
-            raise ValueError(
-                f"{kind} needs meshes of the axes inside a rank, at least one and none called "
-                f"{PIPELINE_AXIS!r}, got {mesh.axis_names} for rank {rank}."
-            )
-        for what in ("axis_names", "axis_types"):
-            own, first = getattr(mesh, what), getattr(meshes[0], what)
-            if own != first:
-                raise ValueError(
-                    f"{kind} needs the same axes in all ranks, but the {what} of rank {rank} are "
-                    f"{own}, and those of rank 0 {first}. A rank that is not split along an axis "
-                    f"has it with size 1."
-                )
-    return common_mesh([without_devices(mesh) for mesh in meshes])
-
-
-def check_shapes(
-    kind: str,
-    shapes: Sequence[Sequence[int]],
-    axis_names: Sequence[str],
-    axis_types: Sequence[AxisType] | None = None,
-) -> list[AbstractMesh]:
-    """Checks the shapes of ranks that may differ; returns the mesh of each, without its devices.
-
-    Args:
-        kind: what makes a mesh of them, for errors.
-        shapes: for each rank the size of each axis inside it.
-        axis_names: the name of each of these axes.
-        axis_types: their types, as in `jax.make_mesh`; by default all are `Auto`.
-
-    Raises:
-        ValueError: there is none, or one is no shape of a rank with these axes.
-    """
-    if not shapes or not axis_names or PIPELINE_AXIS in axis_names:
-        raise ValueError(
-            f"{kind} needs a shape for each rank, and the names of the axes inside a rank, none of "
-            f"them {PIPELINE_AXIS!r}, got shapes {shapes} and names {tuple(axis_names)}."
-        )
-    meshes = []
-    for rank, own in enumerate(shapes):
-        types = axis_types if axis_types is None else (AxisType.Auto, *axis_types)
-        sizes, names = (1, *own), (PIPELINE_AXIS, *axis_names)
-        meshes.append(check_axes(f"{kind}: rank {rank}", sizes, names, types).inside)
-    return meshes
-
-
-def common_mesh(insides: Sequence[AbstractMesh]) -> AbstractMesh:
-    """Makes a mesh: each axis has the least common multiple of its sizes in the ranks."""
-    sizes = zip(*(mesh.axis_sizes for mesh in insides), strict=True)
-    return insides[0].update(axis_sizes=tuple(math.lcm(*own) for own in sizes))
-
-
-def without_devices(mesh: Mesh) -> AbstractMesh:
-    """Gives a mesh without its devices."""
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
-
-
 def shape_of(
     axis_names: Sequence[str], inside: AbstractMesh | None, num_ranks: int
 ) -> tuple[int, ...]:
     """Gives the size of each axis of a mesh of ranks."""
     sizes = axis_sizes(inside) | {PIPELINE_AXIS: num_ranks}
     return tuple(sizes[name] for name in axis_names)
-
-
-def describe_mesh(
-    kind: str, axis_names: Sequence[str], insides: Sequence[AbstractMesh | None]
-) -> str:
-    """Writes a mesh of ranks as Python does; with the sizes of each rank where they differ."""
-    if len(set(insides)) == 1:
-        return f"{kind}({shape_of(axis_names, insides[0], len(insides))}, {tuple(axis_names)})"
-    sizes = ", ".join(str(own.axis_sizes) for own in insides if own)
-    return f"{kind}.of_ranks({sizes} of {tuple(axis_names)[1:]})"

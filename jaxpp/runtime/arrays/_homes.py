@@ -78,15 +78,15 @@ def sharding_in(home: Home, spec: Spec = ()) -> Sharding:
 def sharding_across(homes: tuple[Home, ...], spec: Spec = ()) -> Sharding:
     """Gives the sharding of an array that several homes have, all with the same split.
 
-    Homes of different shapes, or with a device in common, cannot be one mesh. There, an array that
-    each device has whole is replicated over these devices. An array in shards is on the first home
-    alone, and the other homes take it from there.
+    Homes with a device in common cannot be one mesh. There, an array that each device has whole is
+    replicated over these devices. An array in shards is on the first home alone, and the other
+    homes take it from there.
     """
     first = homes[0]
     if len(homes) == 1:
         return sharding_in(first, spec)
     devices = [device for home in homes for device in devices_of(home)]
-    if not alike(homes) or len(set(devices)) < len(devices):
+    if len(set(devices)) < len(devices):
         if not all(sharding_in(home, spec).is_fully_replicated for home in homes):
             return sharding_in(first, spec)
         return NamedSharding(Mesh(list(dict.fromkeys(devices)), ("devices",)), partition_spec(()))
@@ -96,11 +96,6 @@ def sharding_across(homes: tuple[Home, ...], spec: Spec = ()) -> Sharding:
     grid = rows.reshape(len(homes), *first.devices.shape)
     mesh = Mesh(grid, ("ranks", *first.axis_names))
     return NamedSharding(mesh, partition_spec(spec))
-
-
-def alike(homes: Sequence[Home]) -> bool:
-    """Tells whether homes have the same shape."""
-    return len({home.devices.shape if isinstance(home, Mesh) else () for home in homes}) == 1
 
 
 #: A part of an array: its start and its end along each dimension.

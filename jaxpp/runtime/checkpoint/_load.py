@@ -173,13 +173,11 @@ def _spec_of(leaf: ArrayLeaf, place: RemoteSharding) -> Spec:
         ValueError: it cannot be split so.
     """
     spec = spec_of(place.spec, len(leaf.type.shape))
-    for rank in place.ranks:
-        sizes = axis_sizes(place.mesh.insides[rank])
-        parts = [math.prod(sizes.get(axis, 0) for axis in entry) for entry in spec]
-        if any(p == 0 or n % p for n, p in zip(leaf.type.shape, parts, strict=True)):
-            raise ValueError(
-                f"load_state: the leaf {leaf.path} is {leaf.describe()}, which cannot be split as "
-                f"{place.spec} over the axes {sizes} inside rank {rank}; give it a sharding of its "
-                f"own."
-            )
+    sizes = axis_sizes(place.mesh.inside)
+    parts = [math.prod(sizes.get(axis, 0) for axis in entry) for entry in spec]
+    if any(p == 0 or n % p for n, p in zip(leaf.type.shape, parts, strict=True)):
+        raise ValueError(
+            f"load_state: the leaf {leaf.path} is {leaf.describe()}, which cannot be split as "
+            f"{place.spec} over the axes {sizes} inside a rank; give it a sharding of its own."
+        )
     return spec

@@ -9,7 +9,6 @@ from jaxpp import _html
 from jaxpp._program import Bundle, Program, Role, Run
 from jaxpp.runtime.executor._analysis import Analysis, Inspected
 from jaxpp.runtime.executor._memory import array_bytes, format_bytes, held_bytes, over_time
-from jaxpp.schedules import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,8 @@ class RankDescription:
             gradients, and what is around the loop.
         task_collectives: for each kind of task, such as `"F0"`, how many each microbatch's runs:
             those of tensor parallelism, and sums over the batch that a model needs at once, such as
-            batch statistics. One in a loop inside a task counts once.
+            batch statistics. One in a loop inside a task counts once. In a step of several loops
+            the stages of each are numbered on from those of the loops before.
     """
 
     rank: int
@@ -182,9 +182,8 @@ def _collectives(
             continue
         own = Counter({f"{kind} over {axes}": n for (kind, axes), n in found.items()})
         counted += own
-        if Task.from_text(run.label):
-            # Two loops of a step may have a task of one name.
-            task = run.label.split(".")[0]
+        if run.task:
+            task = f"{run.task.kind}{run.task.stage}"
             in_tasks[task] = in_tasks.get(task, Counter()) | own
         else:
             once += own

@@ -11,7 +11,6 @@ from jaxpp._program import Bundle, Free, Program, Receive, Role, Run, Send
 from jaxpp._specs import Spec
 from jaxpp.runtime.executor._analysis import Inspected
 from jaxpp.runtime.executor._executor import interleave
-from jaxpp.schedules import Task
 
 #: The kinds of bytes: arguments by their role, and what a step makes.
 KINDS = ("parameters", "optimizer", "batch", "other", "accumulators", "activations", "messages",
@@ -128,22 +127,28 @@ class _Ledger:
         self._results = {
             slot: _OF_ROLE[bundle.arguments[n].role] for slot, n in becomes.items() if n is not None
         }
+        runs = (i for i in program.instructions if isinstance(i, Run))
+        #: The run that writes each slot last: if the slot has a result, it makes the result.
+        self._last = {slot: run for run in runs for slot in run.outputs}
 
     def run(self, run: Run, start: float, end: float) -> None:
         """Takes and drops what a run takes and drops."""
-        number, task = run.computation, Task.from_text(run.label)
+        number, task = run.computation, run.task
         self._dropped += [(live, start) for live in self._late]
         self._late.clear()
         computation = self._computations[number]
         for i in computation.donated:
             if run.inputs[i] in self._live:
-                if task:
-                    self._live[run.inputs[i]].kind = "accumulators"
-                    self._accumulators.add(self._live[run.inputs[i]].output)
+                live = self._live[run.inputs[i]]
+                if task and live.kind in ("activations", "other"):  # no argument of the step
+                    live.kind = "accumulators"
+                    self._accumulators.add(live.output)
                 self._drop(run.inputs[i], start)
         for o, slot in enumerate(run.outputs):
             aval, spec = computation.jaxpr.out_avals[o], spec_of(computation.out_specs, o)
-            kind = "activations" if task else self._results.get(slot, "other")
+            kind = "activations" if task else "other"
+            if self._last[slot] is run:
+                kind = self._results.get(slot, kind)
             nbytes = array_bytes(aval, spec, self._sizes)
             self._live[slot] = _Live(kind, nbytes, start, (number, o))
         if nbytes := self._analyses[number].temporary_bytes:

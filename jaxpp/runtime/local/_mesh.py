@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle, Message, Send
@@ -19,23 +19,18 @@ from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
     ArrayType,
     Home,
-    alike,
     check_arguments,
     check_axes,
     check_layouts,
-    check_ranks,
-    describe_mesh,
     devices_of,
     from_host,
     homes_of,
     put_together,
-    reshard,
     shape_of,
     sharding_in,
     sizes_of,
     to_host,
     with_stacked,
-    without_devices,
 )
 from jaxpp.runtime.executor import (
     Description,
@@ -108,55 +103,13 @@ class MpmdMesh:
                     f"MpmdMesh: rank {rank} has a device twice: {list(own)}. Ranks may share "
                     f"devices, but those of one rank must differ."
                 )
-        insides = (axes.inside,) * axes.num_ranks
-        self._set(homes_of(by_rank, axes.inside), axes.names, axes.inside, insides)
-
-    def _set(
-        self,
-        homes: Sequence[Home],
-        axis_names: tuple[str, ...],
-        inside: AbstractMesh | None,
-        insides: Sequence[AbstractMesh | None],
-    ) -> None:
-        self.homes = tuple(homes)
-        self.axis_names = axis_names
-        self.inside = inside
-        self.insides = tuple(insides)
+        self.homes = homes_of(by_rank, axes.inside)
+        self.axis_names, self.inside = axes.names, axes.inside
         self._tracing = LocalTracing()
         self._lock = threading.RLock()
 
-    @classmethod
-    def of_ranks(cls, meshes: Sequence[Mesh]) -> "MpmdMesh":
-        """Makes a mesh of ranks that may differ in the sizes of their axes.
-
-        Arrays that go between ranks of different sizes are split anew on the way. A step is traced
-        and lowered once for each size, so that a `shard_map` in the model sees a rank's own size. A
-        dimension that is split over an axis must be divisible by the axis's size in each rank.
-
-        Args:
-            meshes: that of each rank, all with the same axes, none of them called `"mpmd"`.
-
-        Raises:
-            ValueError: there is none, or they differ in more than the sizes of their axes.
-
-        Example:
-            >>> import jax, jaxpp
-            >>> one = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
-            >>> jaxpp.MpmdMesh.of_ranks([one, one]).num_ranks
-            2
-        """
-        inside = check_ranks("MpmdMesh.of_ranks", meshes)
-        mesh = cls.__new__(cls)
-        mesh._set(
-            [Mesh(own.devices, own.axis_names) for own in meshes],
-            (PIPELINE_AXIS, *inside.axis_names),
-            inside,
-            [without_devices(own) for own in meshes],
-        )
-        return mesh
-
     def __repr__(self):
-        return describe_mesh("MpmdMesh", self.axis_names, self.insides)
+        return f"MpmdMesh({self.shape}, {self.axis_names})"
 
     def __enter__(self):
         return self
@@ -166,7 +119,7 @@ class MpmdMesh:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The size of each axis; where ranks differ, the least that the size of each divides."""
+        """The size of each axis."""
         return shape_of(self.axis_names, self.inside, self.num_ranks)
 
     @property
@@ -281,8 +234,7 @@ def _mover(source: Home, target: Home, specs: tuple[Spec, ...]) -> Callable[[lis
     if not isinstance(source, Mesh) and not isinstance(target, Mesh):
         return _compat.copier_to(target)
     shardings = [sharding_in(target, spec) for spec in specs]
-    move = jax.device_put if alike((source, target)) else reshard
-    return lambda arrays: move(arrays, shardings)
+    return lambda arrays: jax.device_put(arrays, shardings)
 
 
 _NOTHING = contextlib.nullcontext()

@@ -20,7 +20,7 @@ class _Step:
     """A step: its programs, the computations that each of them runs, its arguments.
 
     A rank knows a computation by its number among those of the mesh; None stands for one that the
-    rank does not run. `lines` has for each task, without its microbatch, the user's line that it
+    rank does not run. `lines` has by the label of a run its stage, and the user's line that it
     begins with.
     """
 
@@ -55,7 +55,6 @@ class Library:
         platform: that the workers' computations are lowered for, as `export` takes it.
         kinds: for each rank something that is equal where ranks can share executables.
         all_messages: whether each rank has to know the messages of all.
-        insides: for each rank the sizes of the axes inside it.
     """
 
     def __init__(
@@ -63,10 +62,8 @@ class Library:
         platform: str,
         kinds: Sequence[Any],
         all_messages: bool,
-        insides: Sequence[Mapping[str, int]],
     ):
         self._own = not all_messages
-        self._insides = [tuple(sizes.values()) for sizes in insides]
         self._platform = platform
         self._kinds = kinds
         self._numbers = itertools.count()
@@ -91,8 +88,7 @@ class Library:
 
     def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
         """Gives the number of each computation that a rank runs; lowers those that no rank had."""
-        inside = bundle.inside and bundle.inside.update(axis_sizes=self._insides[program.rank])
-        settings = current_settings(), inside
+        settings = current_settings(), bundle.inside
         numbers: list[int | None] = [None] * len(bundle.computations)
         for n in {i.computation for i in program.instructions if isinstance(i, Run)}:
             computation = bundle.computations[n]
@@ -100,7 +96,7 @@ class Library:
             if key not in self._known:
                 self._known[key] = number, _ = next(self._numbers), computation
                 hoisted = hoist(computation.jaxpr)
-                self._exported[number] = export(computation, self._platform, inside, hoisted)
+                self._exported[number] = export(computation, self._platform, bundle.inside, hoisted)
                 if hoisted.replays:
                     self.hoisted[number] = hoisted
             numbers[n] = self._known[key][0]
@@ -223,21 +219,21 @@ class Library:
 
     def describe(self, call: int, label: str) -> str:
         """Gives the stage of a task, and the user's line that the task begins with, in brackets."""
-        name = label.split(".")[0]
-        stage = f"stage {name[1:]}" if name[1:].isdigit() else ""
-        known = ", ".join(x for x in (stage, self._lines.get(call, {}).get(name, "")) if x)
+        known = self._lines.get(call, {}).get(label, "")
         return f" ({known})" if known else ""
 
 
 def _lines_of(bundle: Bundle) -> dict[str, str]:
-    """Finds the user's line that each task of a step begins with."""
+    """Finds the stage of each task of a step, by label, and the user's line that it begins with."""
     found: dict[str, str] = {}
+    line_of: dict[int, str] = {}
     for program in bundle.programs:
-        for instruction in program.instructions:
-            if isinstance(instruction, Run):
-                name = instruction.label.split(".")[0]
-                if name not in found:
-                    eqns = bundle.computations[instruction.computation].jaxpr.eqns
+        for run in program.instructions:
+            if isinstance(run, Run) and run.label not in found:
+                if run.computation not in line_of:
+                    eqns = bundle.computations[run.computation].jaxpr.eqns
                     lines = (line for e in eqns if (line := _compat.source_line(e)))
-                    found[name] = next(lines, "")
+                    line_of[run.computation] = next(lines, "")
+                stage = f"stage {run.task.stage}" if run.task else ""
+                found[run.label] = ", ".join(filter(None, (stage, line_of[run.computation])))
     return found

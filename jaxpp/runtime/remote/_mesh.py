@@ -6,16 +6,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 
 from jaxpp._program import PIPELINE_AXIS, Bundle
 from jaxpp._specs import Spec, axis_sizes
 from jaxpp.runtime import trace
 from jaxpp.runtime.arrays import (
     check_axes,
-    check_shapes,
-    common_mesh,
-    describe_mesh,
     shape_of,
     with_stacked,
 )
@@ -108,68 +105,25 @@ class RemoteMpmdMesh:
         start_timeout: float = 60.0,
     ):
         axes = check_axes("RemoteMpmdMesh", shape, axis_names, axis_types)
-        options = {
-            "processes_per_rank": processes_per_rank,
-            "gpus_per_rank": gpus_per_rank,
-            "cpus_per_rank": cpus_per_rank,
-            "cores": cores,
-            "environment": environment,
-            "address": address,
-            "transport": transport,
-            "heartbeat_timeout": heartbeat_timeout,
-            "start_timeout": start_timeout,
-        }
-        self._set(axes.names, axes.inside, (axes.inside,) * axes.num_ranks, options)
-
-    @classmethod
-    def of_ranks(
-        cls,
-        shapes: Sequence[Sequence[int]],
-        axis_names: Sequence[str],
-        axis_types: Sequence[AxisType] | None = None,
-        **options: Any,
-    ) -> "RemoteMpmdMesh":
-        """Makes a mesh of ranks that may differ in the sizes of their axes, as `MpmdMesh.of_ranks`.
-
-        Each rank is one process. Ranks of different sizes send their arrays over sockets.
-
-        Args:
-            shapes: for each rank the size of each axis inside it.
-            axis_names: a name for each of these axes, none of them `"mpmd"`.
-            axis_types: the type of each, as in `jax.make_mesh`; by default all are `Auto`.
-            **options: the other arguments of `RemoteMpmdMesh`.
-
-        Raises:
-            ValueError: as `RemoteMpmdMesh`; or ranks that differ are to have several processes, or
-                to send from device to device.
-
-        Example:
-            >>> import jax.numpy as jnp, jaxpp
-            >>> with jaxpp.RemoteMpmdMesh.of_ranks([(2,)], ("data",)) as mesh:
-            ...     print(mesh, jaxpp.place(jnp.sum, mesh)(jnp.arange(4)))
-            RemoteMpmdMesh((1, 2), ('mpmd', 'data')) RemoteArray(int32[] on rank 0)
-        """
-        insides = check_shapes("RemoteMpmdMesh.of_ranks", shapes, axis_names, axis_types)
-        mesh = cls.__new__(cls)
-        options = (cls.__init__.__kwdefaults__ or {}) | options
-        mesh._set((PIPELINE_AXIS, *axis_names), common_mesh(insides), insides, options)
-        return mesh
-
-    def _set(
-        self,
-        axis_names: tuple[str, ...],
-        inside: AbstractMesh | None,
-        insides: Sequence[AbstractMesh | None],
-        options: Mapping[str, Any],
-    ) -> None:
         # The group brings Ray, which takes long to import.
         from jaxpp.runtime.remote.group import Settings, WorkerGroup
 
-        settings = Settings([axis_sizes(own) for own in insides], **options)
+        settings = Settings(
+            axes.num_ranks,
+            axis_sizes(axes.inside),
+            processes_per_rank,
+            gpus_per_rank,
+            cpus_per_rank,
+            cores,
+            environment,
+            address,
+            transport,
+            heartbeat_timeout,
+            start_timeout,
+        )
         settings.check()
-        self.axis_names = axis_names
-        self.inside, self.insides = inside, tuple(insides)
-        self.num_ranks = len(self.insides)
+        self.axis_names, self.inside = axes.names, axes.inside
+        self.num_ranks = axes.num_ranks
         self.processes_per_rank = settings.processes_per_rank
         callbacks = Callbacks(lambda number: library.hoisted[number], self.processes_per_rank)
         group = WorkerGroup(settings, lambda *task: library.describe(*task), callbacks.heard)
@@ -178,7 +132,7 @@ class RemoteMpmdMesh:
         # `jax.distributed` joins processes; then ranks do not share executables.
         kinds = range(self.num_ranks) if joined else [(h.node, h.device) for h in group.hellos]
         platform = group.hellos[0].platform
-        library = Library(platform, kinds, group.between_devices, settings.insides)
+        library = Library(platform, kinds, group.between_devices)
         self._group, self._arrays = group, Arrays(self, group, callbacks)
         feeds = Feeds(
             lambda load, value: self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
@@ -188,7 +142,7 @@ class RemoteMpmdMesh:
         atexit.register(self.shutdown)
 
     def __repr__(self):
-        return describe_mesh("RemoteMpmdMesh", self.axis_names, self.insides)
+        return f"RemoteMpmdMesh({self.shape}, {self.axis_names})"
 
     def __enter__(self):
         return self
@@ -198,7 +152,7 @@ class RemoteMpmdMesh:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The size of each axis; where ranks differ, the least that the size of each divides."""
+        """The size of each axis."""
         return shape_of(self.axis_names, self.inside, self.num_ranks)
 
     # ---- life -----------------------------------------------------------------------------------

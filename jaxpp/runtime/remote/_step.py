@@ -137,9 +137,9 @@ class RemoteStep:
 
     def inspect(self) -> list[Inspected]:
         """Gives each rank's devices and axes, and XLA's analysis of what it runs there."""
-        axes = [axis_sizes(inside) for inside in self._mesh.insides]
-        found = self._mesh.apply(look_at, {r: (self.number, own) for r, own in enumerate(axes)})
-        return [found[rank] for rank in range(len(axes))]
+        ranks, axes = range(self._mesh.num_ranks), axis_sizes(self._mesh.inside)
+        found = self._mesh.apply(look_at, {rank: (self.number, axes) for rank in ranks})
+        return [found[rank] for rank in ranks]
 
     def describe(self) -> Description:
         """Describes what each rank holds, sends and reduces; reads the executables on the ranks."""

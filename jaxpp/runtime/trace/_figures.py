@@ -1,8 +1,8 @@
 """Figures from the clocked tasks of a step: typical times, transfers, timelines."""
 
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,48 +12,31 @@ from jaxpp.schedules import Dependencies, Kind, Table, Task, Timeline
 
 #: A kind of task of a stage.
 Key = tuple[Kind, int]
-#: A device, the label of its run, and the run's start and end (seconds).
-Clocked = tuple[int, str, float, float]
+#: A device, the task that it ran, if it was one, and the run's start and end (seconds).
+Clocked = tuple[int, Task | None, float, float]
 
 
-def tasks_of(bundle: Bundle, caller: str) -> dict[str, Task]:
-    """Finds the task of each label that names one.
+def tasks_of(bundle: Bundle) -> frozenset[Task]:
+    """The tasks of a step's loops; the stages of several loops are numbered on: see `Run`."""
+    runs = (i for p in bundle.programs for i in p.instructions if isinstance(i, Run))
+    return frozenset(run.task for run in runs if run.task)
 
-    Args:
-        bundle: the step.
-        caller: the function that asks, for the error.
 
-    Raises:
-        ValueError: the step has several scheduled loops, so that a label names several tasks.
+def dependencies_of(bundle: Bundle) -> Dependencies:
+    """Finds the kinds of task whose results each kind reads, directly or through a message.
+
+    What a loop reads of another one is left out: it depends on more than one microbatch.
     """
-    labels = [i.label for p in bundle.programs for i in p.instructions if isinstance(i, Run)]
-    found = {}
-    for label in labels:
-        if task := Task.from_text(label):
-            found[label] = task
-    twice = [label for label, count in Counter(labels).items() if count > 1 and label in found]
-    if twice:
-        raise ValueError(
-            f"{caller}: the step runs {twice[0]} more than once, as a step with several scheduled "
-            f"loops does; {caller} one loop at a time, each in a placed function of its own."
-        )
-    return found
-
-
-def dependencies_of(bundle: Bundle, tasks: Mapping[str, Task]) -> Dependencies:
-    """Finds the kinds of task whose results each kind reads, directly or through a message."""
-    needs: dict[Key, dict[Key, None]] = {(t.kind, t.stage): {} for t in tasks.values()}
-    messages: dict[int, list[Task | None]] = {}
-    reads: dict[Task, list[Any]] = {}
+    needs: dict[Key, dict[Key, None]] = {(t.kind, t.stage): {} for t in tasks_of(bundle)}
+    messages: dict[int, list[Run | None]] = {}
+    reads: list[tuple[Run, list[Any]]] = []
     for program in bundle.programs:
         made: dict[int, Any] = {}
         for instruction in program.instructions:
             match instruction:
-                case Run(_, inputs, outputs, label):
-                    task = tasks.get(label)
-                    if task is not None:
-                        reads[task] = [made.get(slot) for slot in inputs]
-                    made.update(dict.fromkeys(outputs, task))
+                case Run():
+                    reads.append((instruction, [made.get(slot) for slot in instruction.inputs]))
+                    made.update(dict.fromkeys(instruction.outputs, instruction))
                 case Send(slots, message):
                     messages[message.tag] = [made.get(slot) for slot in slots]
                 case Receive(slots, message):
@@ -62,18 +45,17 @@ def dependencies_of(bundle: Bundle, tasks: Mapping[str, Task]) -> Dependencies:
                 case Free(slots):
                     for slot in slots:
                         made.pop(slot, None)
-    for task, makers in reads.items():
+    for run, makers in reads:
         for maker in makers:
             while isinstance(maker, tuple):
                 maker = messages[maker[0]][maker[1]]
-            if maker is not None and maker.microbatch == task.microbatch:
-                needs[task.kind, task.stage][maker.kind, maker.stage] = None
+            own, task = run.task, maker and maker.task
+            if own and task and maker.loop == run.loop and task.microbatch == own.microbatch:
+                needs[own.kind, own.stage][task.kind, task.stage] = None
     return {key: tuple(own) for key, own in needs.items()}
 
 
-def typical_times(
-    calls: Iterable[Sequence[Clocked]], tasks: Mapping[str, Task]
-) -> dict[Key, float]:
+def typical_times(calls: Iterable[Sequence[Clocked]]) -> dict[Key, float]:
     """Gives the time of each kind of task of each stage: its mean in a call, the median of calls.
 
     A step takes as long as its tasks together, and so their mean counts. A call that something
@@ -82,9 +64,9 @@ def typical_times(
     means: dict[Key, list[float]] = defaultdict(list)
     for runs in calls:
         times: dict[Key, list[float]] = defaultdict(list)
-        for _, label, start, end in runs:
-            if label in tasks:
-                times[tasks[label].kind, tasks[label].stage].append(end - start)
+        for _, task, start, end in runs:
+            if task:
+                times[task.kind, task.stage].append(end - start)
         for key, own in times.items():
             means[key].append(statistics.fmean(own))
     return {key: statistics.median(own) for key, own in sorted(means.items())}
@@ -113,9 +95,9 @@ def table_of(orders: Sequence[Sequence[Task]]) -> Table:
     return Table(tuple(map(tuple, orders)), *sizes)
 
 
-def timeline_of(table: Table, runs: Sequence[Clocked], tasks: Mapping[str, Task]) -> Timeline:
+def timeline_of(table: Table, runs: Sequence[Clocked]) -> Timeline:
     """Makes the timeline that was clocked; its first task starts at 0."""
-    spans = {tasks[label]: (start, end) for _, label, start, end in runs if label in tasks}
+    spans = {task: (start, end) for _, task, start, end in runs if task}
     zero = min(start for start, _ in spans.values())
     return Timeline(
         table,

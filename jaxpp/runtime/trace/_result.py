@@ -23,7 +23,9 @@ class TracedRun:
     """A task, or another part of a step, that a rank ran in a call; times are seconds.
 
     `position` is that of the instruction in the rank's program. A run is `dispatched` before it
-    starts: it waits for its inputs, and for the runs before it on its device.
+    starts: it waits for its inputs, and for the runs before it on its device. `task` is the task of
+    a loop that it is, if it is one; in a step of several loops, the stages of each are numbered on
+    from those of the loops before.
     """
 
     call: int
@@ -33,6 +35,7 @@ class TracedRun:
     dispatched: float
     start: float
     end: float
+    task: Task | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class Trace:
         device_of: for each rank, the number of its device.
         timeline_path: the timeline as a file that ui.perfetto.dev and chrome://tracing open.
         picture_path: the picture of a typical call beside its simulation; None where no call had
-            one scheduled loop.
+            a scheduled loop.
         profile_paths: the folders of JAX's own profiles, for each process; none without `profiler`.
         errors: what kept some runs from being known, such as a step that failed.
 
@@ -119,7 +122,7 @@ class Trace:
     def typical_call(self) -> int | None:
         """The call to look at: of the step called most often, the one of median duration.
 
-        None where no call has one scheduled loop with all of its tasks recorded.
+        None where no call has a scheduled loop with all of its tasks recorded.
         """
         whole = [call for call in self.calls if self._is_whole(call)]
         if not whole:
@@ -137,16 +140,15 @@ class Trace:
             call: which; by default a typical one.
 
         Raises:
-            ValueError: the call was not traced, or not whole, or has not one scheduled loop.
+            ValueError: the call was not traced, or not whole, or has no scheduled loop.
         """
         call = self._chosen(call)
-        tasks = self._tasks(call)
-        clocked = [(self.device_of[r.rank], r.label, r.start, r.end) for r in self._by_call[call]]
+        clocked = [(self.device_of[r.rank], r.task, r.start, r.end) for r in self._by_call[call]]
         orders = [
-            [tasks[label] for device, label, *_ in clocked if device == d and label in tasks]
+            [task for device, task, *_ in clocked if device == d and task]
             for d in range(1 + max(self.device_of))
         ]
-        return _figures.timeline_of(_figures.table_of(orders), clocked, tasks)
+        return _figures.timeline_of(_figures.table_of(orders), clocked)
 
     def simulated(self, call: int | None = None) -> Timeline:
         """Simulates the tasks of a call with the costs of the trace.
@@ -159,7 +161,7 @@ class Trace:
         """
         call = self._chosen(call)
         bundle = self.steps[call]
-        needs = _figures.dependencies_of(bundle, self._tasks(call))
+        needs = _figures.dependencies_of(bundle)
         return simulate(self.timeline(call).table, self.costs(call), dependencies=needs)
 
     def costs(self, call: int | None = None) -> Costs:
@@ -177,7 +179,7 @@ class Trace:
             ValueError: as `timeline` does.
         """
         call = self._chosen(call)
-        bundle, tasks = self.steps[call], self._tasks(call)
+        bundle = self.steps[call]
         calls: list[list[_figures.Clocked]] = []
         edges: dict[_figures.Key, int] = {}
         points: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
@@ -187,11 +189,11 @@ class Trace:
             runs, waited = self._until_the_next(number)
             calls.append(runs)
             own: dict[tuple[bool, int], list[float]] = {}
-            labels: dict[tuple[int, int | None], str] = {
-                (run.rank, run.position): run.label for run in self._by_call[number]
+            tasks: dict[tuple[int, int | None], Task | None] = {
+                (run.rank, run.position): run.task for run in self._by_call[number]
             }
             for sent in self._messages_by_call[number]:
-                maker = tasks.get(labels.get((sent.message.source, sent.maker), ""))
+                maker = tasks.get((sent.message.source, sent.maker))
                 if maker is not None and "edge" in sent.message.kinds:
                     key = maker.kind, maker.stage
                     edges[key] = max(edges.get(key, 0), sent.message.nbytes)
@@ -202,7 +204,7 @@ class Trace:
                 points[late].append((nbytes, statistics.fmean(times)))
         latency, bandwidth = _figures.fit_line(points[True] or points[False])
         return Costs.measured(
-            _figures.typical_times(calls, tasks),
+            _figures.typical_times(calls),
             latency=latency,
             bandwidth=bandwidth,
             edge_bytes=lambda task: edges.get((task.kind, task.stage), 0),
@@ -231,7 +233,7 @@ class Trace:
                     waited[sent.message.tag] = after.start - made
                 elif after:
                     end = after.start
-                clocked.append((run.rank, run.label, run.start, end))
+                clocked.append((run.rank, run.task, run.start, end))
         return clocked, waited
 
     def _chosen(self, call: int | None) -> int:
@@ -239,7 +241,7 @@ class Trace:
             call = self.typical_call
             if call is None:
                 raise ValueError(
-                    "The trace has no call of a step with one scheduled loop from its start to its "
+                    "The trace has no call of a step with a scheduled loop from its start to its "
                     "end; call such a step between start_trace and stop_trace."
                 )
         if call not in self.steps:
@@ -254,15 +256,15 @@ class Trace:
             )
         return call
 
-    def _tasks(self, call: int) -> dict[str, Task]:
-        """Gives the task of each label; raises where a step has several scheduled loops."""
+    def _tasks(self, call: int) -> frozenset[Task]:
+        """Gives the tasks of a call's step."""
         bundle, known = self.steps[call], self._known_tasks
         if id(bundle) not in known:
-            known[id(bundle)] = _figures.tasks_of(bundle, "trace")
+            known[id(bundle)] = _figures.tasks_of(bundle)
         return known[id(bundle)]
 
     @functools.cached_property
-    def _known_tasks(self) -> dict[int, dict[str, Task]]:
+    def _known_tasks(self) -> dict[int, frozenset[Task]]:
         return {}
 
     @functools.cached_property
@@ -280,11 +282,8 @@ class Trace:
         return messages
 
     def _is_whole(self, call: int) -> bool:
-        try:
-            tasks = self._tasks(call)
-        except ValueError:
-            return False
-        return bool(tasks) and tasks.keys() <= {run.label for run in self._by_call[call]}
+        tasks = self._tasks(call)
+        return bool(tasks) and tasks <= {run.task for run in self._by_call[call]}
 
 
 def assemble(
@@ -344,7 +343,8 @@ def assemble(
             assert isinstance(instruction, Run)
             begun, end = dispatched[where], ended[where]
             start = min(max(begun, before, arrived.get(where, before)), end)
-            runs.append(TracedRun(call, rank, position, instruction.label, begun, start, end))
+            label, task = instruction.label, instruction.task
+            runs.append(TracedRun(call, rank, position, label, begun, start, end, task))
             before = end
     messages = [_between(m, ended) for m in messages]
     return Trace(

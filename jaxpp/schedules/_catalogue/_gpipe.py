@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxpp.schedules._base import Schedule
-from jaxpp.schedules._table import Kind, Task
+from jaxpp.schedules._kinds import Kind
+from jaxpp.schedules._table import Task
 
 
 @dataclasses.dataclass(frozen=True)

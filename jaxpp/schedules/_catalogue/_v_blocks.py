@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxpp.schedules import building_blocks
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._execute import number, run
-from jaxpp.schedules._table import Kind, Table, Task
+from jaxpp.schedules._kinds import Kind
+from jaxpp.schedules._table import Table, Task
 
 #: For each rank, the slot in which each of its tasks begins.
 Slots = list[dict[Task, int]]

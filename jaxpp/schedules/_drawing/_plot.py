@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from jaxpp._extras import need
 from jaxpp.schedules._drawing._styles import (
-    STYLES,
     Cell,
     Colour,
     by_title,
@@ -21,8 +20,8 @@ from jaxpp.schedules._drawing._styles import (
     num_slots,
     shade,
 )
+from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._simulation import Timeline
-from jaxpp.schedules._table import Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -344,7 +343,7 @@ def _draw_legend(figure: "Figure", charts: Sequence[_Chart], memory: bool, page:
     entries: list[tuple[tuple[Patch | Line2D, ...], str]] = [
         (
             tuple(Patch(facecolor=shade(kind, slot, slots)) for slot in range(slots)),
-            f"{STYLES[kind].name} ({kind})",
+            f"{kind.title} ({kind})",
         )
         for kind in Kind
         if kind in kinds

@@ -1,37 +1,20 @@
 """Styles that all drawings share: the colours of tasks, and their places in their ranks' rows."""
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._simulation import Span, Timeline
-from jaxpp.schedules._table import Kind
 
 #: Red, green and blue, from 0 to 1.
 Colour = tuple[float, float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
-    """The style of a kind: its name, and its colours in a rank's first stage and in its last."""
-
-    name: str
-    first: Colour
-    last: Colour
-
-
+@functools.cache
 def _colour(code: str) -> Colour:
     red, green, blue = (int(code[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return red, green, blue
-
-
-# Near to colours of terminals, so that a kind looks the same there.
-STYLES: Mapping[Kind, Style] = {
-    Kind.F: Style("forward", _colour("#2b66ad"), _colour("#a9cdf0")),
-    Kind.B: Style("backward", _colour("#2e8b4b"), _colour("#addcb0")),
-    Kind.I: Style("input gradient", _colour("#a82e5e"), _colour("#f0b4c0")),
-    Kind.W: Style("weight gradient", _colour("#dba032"), _colour("#fae294")),
-    Kind.R: Style("recompute", _colour("#6b4fa0"), _colour("#cfc0ea")),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +90,12 @@ def num_slots(rows: tuple[tuple[Cell, ...], ...]) -> int:
 def shade(kind: Kind, slot: int, slots: int) -> Colour:
     """Gives the colour of a kind in a slot: the later the slot, the lighter.
 
-    >>> shade(Kind.F, 0, 1) == shade(Kind.F, 0, 4) == STYLES[Kind.F].first
+    >>> shade(Kind.F, 0, 1) == shade(Kind.F, 0, 4)
     True
     """
-    style, part = STYLES[kind], slot / max(slots - 1, 1)
-    red, green, blue = (a + part * (b - a) for a, b in zip(style.first, style.last, strict=True))
+    first, last = map(_colour, kind.colours)
+    part = slot / max(slots - 1, 1)
+    red, green, blue = (a + part * (b - a) for a, b in zip(first, last, strict=True))
     return red, green, blue
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpp.schedules._drawing._styles import (
-    STYLES,
     Cell,
     Colour,
     explain_shades,
@@ -21,8 +20,9 @@ from jaxpp.schedules._drawing._styles import (
     num_slots,
     shade,
 )
+from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._simulation import Timeline, simulate
-from jaxpp.schedules._table import Kind, Table
+from jaxpp.schedules._table import Table
 
 _WIDTH_OF_A_FILE = 120
 _NARROWEST = 16  # columns of time, however narrow the terminal
@@ -274,7 +274,7 @@ def _legend(
 ) -> Iterable[str]:
     """Explains the colours and signs of a drawing, in lines of at most `width` characters."""
     kinds = {task.kind for timeline in timelines for task in timeline.table.tasks}
-    words = [f"{kind} {STYLES[kind].name}" for kind in Kind if kind in kinds]
+    words = [f"{kind} {kind.title}" for kind in Kind if kind in kinds]
     if meaning := explain_shades(timelines, slots):
         words += [f"{'lighter' if colour else 'lower case'}: {meaning}"]
     if scale.dense:
@@ -288,8 +288,8 @@ def _legend(
         line = line.replace("\xa0", " ")
         if colour:
             for kind in kinds:
-                name = f"{kind} {STYLES[kind].name}"
-                line = line.replace(name, _painted(name, STYLES[kind].first))
+                name = f"{kind} {kind.title}"
+                line = line.replace(name, _painted(name, shade(kind, 0, 1)))
         yield line
 
 

@@ -20,7 +20,7 @@ class Span:
 
     >>> from jaxpp.schedules import OneFOneB
     >>> simulate(OneFOneB().table(num_stages=1, num_microbatches=1)).spans[0]
-    Span(rank=0, task=Task(kind=<Kind.F: 'F'>, stage=0, microbatch=0), start=0.0, end=1.0)
+    Span(rank=0, task=Task(kind=Kind('F'), stage=0, microbatch=0), start=0.0, end=1.0)
     """
 
     rank: int

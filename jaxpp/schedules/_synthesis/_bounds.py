@@ -52,8 +52,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._synthesis._problem import Problem
-from jaxpp.schedules._table import Kind
 
 #: The number of last tasks of each op whose heads count where earlier tasks are added up.
 _RECENT = 6

@@ -5,8 +5,8 @@ import heapq
 import math
 from collections.abc import Sequence
 
+from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._synthesis._problem import Problem
-from jaxpp.schedules._table import Kind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._catalogue import CATALOGUE
+from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._synthesis._list_schedule import Rule
 from jaxpp.schedules._synthesis._problem import Orders, Problem
-from jaxpp.schedules._table import Kind, Table, Task
+from jaxpp.schedules._table import Table, Task
 
 
 def catalogue_tables(

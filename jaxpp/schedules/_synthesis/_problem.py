@@ -6,7 +6,8 @@ from typing import Literal
 
 from jaxpp.schedules._costs import Costs, Memory
 from jaxpp.schedules._execute import stage_dependencies
-from jaxpp.schedules._table import Kind, Table, Task
+from jaxpp.schedules._kinds import Kind
+from jaxpp.schedules._table import Table, Task
 
 #: The value to minimise: `"wall"`, the makespan, or `"span"`, the longest span of a rank.
 Objective = Literal["wall", "span"]

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxpp.schedules._costs import Memory
-from jaxpp.schedules._table import Kind, Table, Task
+from jaxpp.schedules._kinds import Kind
+from jaxpp.schedules._table import Table, Task
 
 
 def recompute_to_fit(table: Table, memory: Memory, limits: Sequence[float]) -> Table | None:

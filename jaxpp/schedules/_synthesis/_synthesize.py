@@ -10,6 +10,7 @@ from jaxpp.schedules._catalogue import CATALOGUE
 from jaxpp.schedules._check import check
 from jaxpp.schedules._costs import Costs, Memory
 from jaxpp.schedules._custom import FromTable
+from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._simulation import Timeline, simulate
 from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._exact import solve
@@ -17,7 +18,7 @@ from jaxpp.schedules._synthesis._portfolio import as_graph, catalogue_tables, on
 from jaxpp.schedules._synthesis._problem import Objective, Problem, make_problem
 from jaxpp.schedules._synthesis._recomputation import recompute_to_fit
 from jaxpp.schedules._synthesis._search import Search
-from jaxpp.schedules._table import Kind, Table, Task
+from jaxpp.schedules._table import Table, Task
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,7 +94,7 @@ def gather_in_tasks(step: Step) -> Step:
         ...     weight, batch = (Argument("", aval, 0, spec=split) for aval in jaxpr.in_avals)
         ...     weight = dataclasses.replace(weight, in_tasks=whole)
         ...     batch = dataclasses.replace(batch, in_tasks=split)
-        ...     step = Step(jaxpr, (weight, batch), (), inside=Inside(mesh, mesh.shape, {}))
+        ...     step = Step(jaxpr, (weight, batch), (), inside=Inside(mesh, {}))
         ...     own = gather_in_tasks(step)
         >>> (loop,) = filter(is_loop, own.jaxpr.eqns)
         >>> loop.params["tasks"].bodies[0].jaxpr.eqns[0].primitive.name

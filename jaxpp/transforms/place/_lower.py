@@ -33,7 +33,7 @@ def lower(step: Step, graph: TaskGraph) -> Bundle:
     specs: dict[Value, Spec] = {}
     if step.inside is not None:
         given = [value for value, _ in graph.arguments]
-        specs = assign(graph.tasks, given, step.inside.own_sizes)
+        specs = assign(graph.tasks, given, step.inside.sizes)
     uses = _Uses(graph)
     routes = _routes(uses)
     numbers, computations = _computations(step, uses, specs)
@@ -163,7 +163,7 @@ def _computations(
             found[key] = len(computations)
             computation = Computation(task.body.name, task.body.jaxpr, donated)
             if step.inside is not None:
-                sizes = step.inside.own_sizes
+                sizes = step.inside.sizes
                 computation = with_specs(computation, in_specs, out_specs, sizes)
             computations.append(computation)
         numbers.append(found[key])
@@ -225,7 +225,9 @@ class _ProgramWriter:
         for value in gone:
             self._vacate(value)
         outputs = tuple(map(self.slot, task.outputs))
-        self.instructions.append(Run(computation, inputs, outputs, task.label))
+        self.instructions.append(
+            Run(computation, inputs, outputs, task.label, task.task, task.loop)
+        )
         self.ending = [
             value
             for value in dict.fromkeys([*task.inputs, *task.outputs])

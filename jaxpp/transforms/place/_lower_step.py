@@ -1,5 +1,6 @@
 """Lowers a function and its arguments to the programs of all ranks: `place`'s work, in order."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +29,6 @@ from jaxpp.transforms.place import (
     _conditionals,
     _distribute,
     _flat_step,
-    _join_ranks,
     _lower,
     _placement,
     _roles,
@@ -51,6 +51,7 @@ class Request:
         in_specs: a prefix of the arguments.
         out_specs: a prefix of the results.
         zero: for each role, the axes over which arguments of that role are split further.
+        edits: what `edit_tasks` does to the tasks, in order.
     """
 
     fun: Callable
@@ -60,6 +61,7 @@ class Request:
     in_specs: Any
     out_specs: Any
     zero: Mapping[Role, tuple[str, ...]]
+    edits: tuple[Callable[[_task_graph.TaskGraph], _task_graph.TaskGraph], ...] = ()
 
 
 #: The passes that a step goes through before its tasks become a graph, in order.
@@ -84,22 +86,13 @@ def lower_step(request: Request, args: tuple[Any, ...]) -> Lowered:
         ValueError: for the reasons that `place` lists.
     """
     inside = getattr(request.mesh, "inside", None)
-    insides = getattr(request.mesh, "insides", (inside,))
-    lowered = {own: _lower_alike(request, args, own) for own in dict.fromkeys(insides)}
-    first = dataclasses.replace(lowered[insides[0]], context=_compat.trace_context())
-    if len(lowered) == 1:
-        return first
-    bundle = _join_ranks.join_ranks([lowered[own].bundle for own in insides])
-    return dataclasses.replace(first, bundle=bundle)
-
-
-def _lower_alike(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
-    """Lowers a step as if all ranks had the axes `inside`."""
-    if inside is None:
-        return _lower_inside(request, args, None)
     # A constraint in the model names axes without a mesh: those of the rank that runs it.
-    with jax.sharding.use_abstract_mesh(automatic(inside)):
-        return _lower_inside(request, args, inside)
+    within = contextlib.nullcontext()
+    if inside is not None:
+        within = jax.sharding.use_abstract_mesh(automatic(inside))
+    with within:
+        lowered = _lower_inside(request, args, inside)
+    return dataclasses.replace(lowered, context=_compat.trace_context())
 
 
 def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
@@ -115,7 +108,10 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     with jax.debug_key_reuse(False):  # tasks may share an array of keys
         for run in PASSES:
             step = passes[run.__name__] = run(step)
-        bundle = _lower.lower(step, _task_graph.build(step))
+        graph = _task_graph.build(step)
+        for edit in request.edits:
+            graph = edit(graph)
+        bundle = _lower.lower(step, graph)
     mesh = _resolve_mesh(request.mesh, bundle.programs, traced, passes["trace"].jaxpr.eqns)
 
     rebuild = dataclasses.replace(traced, inputs=[]).rebuild  # without the arrays closed over
@@ -178,7 +174,6 @@ def _make_step(
         inside=inside
         and Inside(
             automatic(inside),
-            axis_sizes(getattr(request.mesh, "inside", None)),
             request.zero,
         ),
     )

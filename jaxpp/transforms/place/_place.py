@@ -22,6 +22,7 @@ from jaxpp.transforms._signature import Signature
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
 from jaxpp.transforms.place._compiled import Compiled, Lowered
 from jaxpp.transforms.place._lower_step import Request, check_positions, lower_step
+from jaxpp.transforms.place._task_graph import TaskGraph
 
 #: A prefix of a pytree of specs, or rules in place of one.
 Specs = PyTree[PartitionSpec | Sequence[tuple[str, PartitionSpec]]]
@@ -332,6 +333,11 @@ class Placed(Generic[R]):
         """
         self.bundle  # noqa: B018  raises if there is none
         return self._cache[0].describe()
+
+    def with_edit(self, edit: Callable[[TaskGraph], TaskGraph]) -> "Placed[R]":
+        """Gives the same placed function, whose tasks an edit changes: see `edit_tasks`."""
+        edits = (*self._request.edits, edit)
+        return Placed(dataclasses.replace(self._request, edits=edits), self._feed)
 
     @without_mesh
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:

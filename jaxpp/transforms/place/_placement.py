@@ -10,13 +10,13 @@ effects of a step are on one rank, in their order.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpp import _compat, _jaxprs
+from jaxpp._groups import union
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.place._equations import Equations, Place
-from jaxpp.transforms.place._segments import outline
+from jaxpp.transforms.place._segments import Phases, Place, outline_segments
 from jaxpp.transforms.stages import is_stage_call, stage_of_call
 from jaxpp.transforms.tasks import is_loop, operand_stages, result_stages
 
@@ -29,7 +29,7 @@ def place_equations(step: Step) -> Step:
     """
     placer = _Placer(step)
     placer.place()
-    return outline(placer.settled(), placer.equations)
+    return outline_segments(placer.settled(), placer.flow, placer.place_of)
 
 
 def _size(var) -> int:
@@ -41,38 +41,56 @@ class _Placer:
 
     def __init__(self, step: Step):
         self.step = step
-        self.equations = Equations(step)
-        self.eqns = self.equations.all
-        self.loops = self.equations.loops
+        self.flow = Phases(step)
+        self.eqns = self.flow.eqns
         self.args = list(step.jaxpr.jaxpr.invars)
         self.number = {v: n for n, v in enumerate(self.args)}
         self.outs = list(step.jaxpr.jaxpr.outvars)
-        self.place_of = self.equations.place_of
+        #: The places that run each equation, but for loops and what is repeated where it is read.
+        self.place_of: dict[int, Place] = {}
+        #: Where loops, and stages called outside of them, read variables that are computed there.
+        self.demanded = self._demanded()
         #: The places of arguments that loops read, and of the results of placed equations.
-        self.pinned: dict[Any, Place] = {}
-        #: The places where loops read variables that are computed there, and the numbers of the
-        #: equations that make these variables.
-        self.demanded: dict[Any, Place] = {}
-        self.in_place: set[int] = set()
+        self.pinned = {v: p for v, p in self.demanded.items() if v not in self.flow.maker}
         #: The places that need the other arguments.
         self.wanted: dict[Any, Place] = {}
-        self.ordered_place = _ordered_place(self.equations)
+        self.ordered_place = _ordered_place(self.flow)
 
     def place(self) -> None:
         """Places the equations, in an order in which they can run."""
-        self._pin_loop_arguments()
-        for i in self.equations.order:
+        for i in self.flow.order:
             self._place(i)
-        by_place: dict[Place, list[Any]] = {}
-        for i, place in self.place_of.items():
-            by_place.setdefault(place, []).extend(self.equations.reads[i])
-        for i in self.loops:
-            for var, place in operand_stages(self.eqns[i]).items():
-                by_place.setdefault(place, []).append(var)
-        for place, variables in by_place.items():
-            self._want(variables, place)
+        self._want(self.flow.up({}, self._reader_places))
         self._settle_effects()
         self._settle_outputs()
+
+    def _demanded(self) -> dict[Any, Place]:
+        """Finds where loops read what depends on no loop, directly or through other equations."""
+        results = [v for i in self.flow.loops for v in self.eqns[i].outvars]
+        depends = _jaxprs.descendants(self.eqns, results)
+
+        def is_repeated(i: int) -> bool:
+            eqn = self.eqns[i]
+            return not (_is_computed_once(eqn) or _reduces_to_scalar(eqn) or is_loop(eqn)) and (
+                depends.isdisjoint(eqn.outvars)
+            )
+
+        def rule(i: int, near: list[Place]) -> Any:
+            if (places := _reading_stages(self.eqns[i])) is not None:
+                return places
+            return union(near) if near and is_repeated(i) else None
+
+        found = self.flow.up({}, rule)
+        makers = ((v, self.flow.maker.get(v)) for v in found)
+        return {
+            v: found[v] for v, i in makers if v not in depends and (i is None or is_repeated(i))
+        }
+
+    def _reader_places(self, i: int, near: list[Place]) -> Any:
+        """Finds the places that read an equation's operands."""
+        if is_loop(self.eqns[i]):
+            return operand_stages(self.eqns[i])
+        return self.place_of.get(i) or (union(near) if near else None)
 
     def settled(self) -> Step:
         """Gives the step with the stages of its arguments and results."""
@@ -94,37 +112,6 @@ class _Placer:
     def _argument_place(self, var) -> Place | None:
         return self.pinned.get(var) or self.wanted.get(var)
 
-    def _pin_loop_arguments(self) -> None:
-        """Pins the arguments that loops read, directly or through equations computed in place."""
-        depends = _jaxprs.descendants(
-            self.eqns, [v for i in self.loops for v in self.eqns[i].outvars]
-        )
-
-        def demand(var, place):
-            stack = _jaxprs.variables([var])
-            while stack:
-                var = stack.pop()
-                known = self.demanded.get(var, frozenset())
-                if place <= known or var in depends:
-                    continue
-                i = self.equations.maker.get(var)
-                if i is None:
-                    self.pinned[var] = known | place
-                elif _is_computed_once(self.eqns[i]) or _reduces_to_scalar(self.eqns[i]):
-                    continue
-                else:
-                    self.in_place.add(i)
-                    stack.extend(self.equations.reads[i])
-                self.demanded[var] = known | place
-
-        for eqn in self.eqns:
-            if is_loop(eqn):
-                for var, place in operand_stages(eqn).items():
-                    demand(var, place)
-            elif (call := stage_of_call(eqn)) is not None:
-                for var in eqn.invars:
-                    demand(var, frozenset({call[0]}))
-
     def _place(self, i: int) -> None:
         eqn = self.eqns[i]
         if is_loop(eqn):
@@ -133,7 +120,7 @@ class _Placer:
         if (call := stage_of_call(eqn)) is not None:
             self._pin(i, frozenset({call[0]}))
             return
-        if i in self.in_place or any(self.step.fact(v).anywhere for v in eqn.outvars):
+        if any(v in self.demanded or self.step.fact(v).anywhere for v in eqn.outvars):
             return
         candidates = [(v, p) for v in _jaxprs.variables(eqn.invars) if (p := self._home(v))]
         if not candidates:
@@ -142,14 +129,14 @@ class _Placer:
             self._pin_effect(i, max(candidates, key=lambda c: _size(c[0]))[1])
             return
         if any(self.step.fact(v).gathered for v in eqn.outvars):
-            self._pin(i, frozenset().union(*(p for _, p in candidates)))
+            self._pin(i, union(p for _, p in candidates))
             return
         largest = max(_size(v) for v, _ in candidates)
         places = [p for v, p in candidates if _size(v) == largest]
         if largest > 1:
             # Equally large arrays of several stages (the parts of a shared gradient) are combined
             # on all of them.
-            self._pin(i, frozenset().union(*places))
+            self._pin(i, union(places))
             self._widen(eqn, self.place_of[i])
         elif max(map(_size, eqn.outvars)) <= len(candidates):
             self._pin(i, places[0])
@@ -163,7 +150,7 @@ class _Placer:
         stack = _jaxprs.variables(eqn.invars)
         while stack:
             var = stack.pop()
-            i = self.equations.maker.get(var)
+            i = self.flow.maker.get(var)
             if i not in self.place_of or _size(var) == 1 or place <= self.place_of[i]:
                 continue
             operands = _jaxprs.variables(self.eqns[i].invars)
@@ -181,7 +168,7 @@ class _Placer:
 
     def _pin_effect(self, i: int, place: Place) -> None:
         """Pins an equation with an effect to one stage."""
-        if i in self.equations.ordered:
+        if i in self.flow.ordered:
             place = self.ordered_place = self.ordered_place or place
         self._pin(i, frozenset({min(place)}))
 
@@ -189,30 +176,39 @@ class _Placer:
         """Gives the place of a pinned variable, or of one that a loop demands; None for others."""
         return self.pinned.get(var) or self.demanded.get(var)
 
-    def _want(self, variables: Iterable[Any], place: Place) -> None:
-        """Notes that a place needs the arguments that some variables are computed from."""
-        for var, i in self.equations.behind(variables, self.equations.is_fixed):
-            if i is None and var not in self.pinned:
+    def _want(self, places: Mapping[Any, Place]) -> None:
+        """Notes the places that need arguments which no loop reads."""
+        for var, place in places.items():
+            if var not in self.flow.maker and var not in self.pinned:
                 self.wanted[var] = self.wanted.get(var, frozenset()) | place
+
+    def _want_at(self, i: int) -> None:
+        """Notes that a newly placed equation needs the arguments that it is computed from."""
+        behind = self.flow.behind(self.flow.reads[i], self.is_fixed)
+        self._want({v: self.place_of[i] for v, _ in behind})
+
+    def is_fixed(self, i: int) -> bool:
+        """Tells whether an equation has a place, or is a loop."""
+        return i in self.place_of or i in self.flow.loops
 
     def _settle_effects(self) -> None:
         """Pins each effect that reads no placed value: to the place that wants its arguments."""
-        left = [i for i, e in enumerate(self.eqns) if e.effects and not self.equations.is_fixed(i)]
+        left = [i for i, e in enumerate(self.eqns) if e.effects and not self.is_fixed(i)]
         for i in left:
             self._pin_effect(i, self._place_of_roots(_jaxprs.variables(self.eqns[i].invars)))
         for i in left:
-            self._want(self.equations.reads[i], self.place_of[i])
+            self._want_at(i)
 
     def _settle_outputs(self) -> None:
         """Places each unplaced result with the argument that it becomes, or is made from."""
         for var, result in zip(self.outs, self.step.results, strict=True):
-            if _jaxprs.is_literal(var) or var in self.pinned or var not in self.equations.maker:
+            if _jaxprs.is_literal(var) or var in self.pinned or var not in self.flow.maker:
                 continue
-            i, place = self.equations.maker[var], None
+            i, place = self.flow.maker[var], None
             if result.becomes is not None:
                 place = self._argument_place(self.args[result.becomes])
             self._pin(i, place or self._place_of_roots([var]))
-            self._want(self.equations.reads[i], self.place_of[i])
+            self._want_at(i)
 
     def _place_of_roots(self, variables: Sequence[Any]) -> Place:
         """Finds a place for variables: that of the largest argument they are computed from."""
@@ -221,11 +217,11 @@ class _Placer:
 
     def _roots(self, var) -> list[Any]:
         """Finds the arguments that an unplaced variable is computed from, largest first."""
-        found = [v for v, i in self.equations.behind([var], lambda i: False) if i is None]
+        found = [v for v, i in self.flow.behind([var]) if i is None]
         return sorted(found, key=lambda v: (-_size(v), self.number[v]))
 
 
-def _ordered_place(equations: Equations) -> Place | None:
+def _ordered_place(flow: Phases) -> Place | None:
     """Finds the stage whose tasks have ordered effects; None if no task has any.
 
     Raises:
@@ -244,7 +240,7 @@ def _ordered_place(equations: Equations) -> Place | None:
                 f"give them ordered=False."
             )
 
-    for eqn in (equations.all[i] for i in equations.ordered):
+    for eqn in (flow.eqns[i] for i in flow.ordered):
         if (call := stage_of_call(eqn)) is not None:
             note(f"stage {call[0]}", call[0], eqn, ())
         elif is_loop(eqn):
@@ -255,6 +251,14 @@ def _ordered_place(equations: Equations) -> Place | None:
                         own = [t for t in rank if (t.kind, t.stage) == (body.kind, body.stage)]
                         note(body.name, body.stage, e, [t.microbatch for t in own])
     return frozenset(found.values()) or None
+
+
+def _reading_stages(eqn) -> dict[Any, Place] | None:
+    """Finds the stages that read the operands of a loop, or of a stage's call; None for others."""
+    if is_loop(eqn):
+        return operand_stages(eqn)
+    call = stage_of_call(eqn)
+    return call and dict.fromkeys(_jaxprs.variables(eqn.invars), frozenset({call[0]}))
 
 
 def _is_computed_once(eqn) -> bool:

@@ -6,7 +6,9 @@ Equations that have no place are repeated in each segment that needs them.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+import functools
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +16,10 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
+from jaxpp._groups import Flow, in_levels, outline
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.place import _conditionals
-from jaxpp.transforms.place._equations import Equations, Place
-from jaxpp.transforms.tasks import LoopTasks, operand_stages
+from jaxpp.transforms.tasks import LoopTasks, is_loop, operand_stages
 
 #: The primitive of a segment; its parameters are its jaxpr, its stages and its label.
 segment_p = jex.Primitive("segment")
@@ -29,7 +31,40 @@ def is_segment(eqn) -> bool:
     return eqn.primitive is segment_p
 
 
-def outline(step: Step, equations: Equations) -> Step:
+#: The stages that run an equation, or read a variable.
+Place = frozenset[int]
+
+
+class Phases(Flow):
+    """The equations of a step, which read the variables of their guards, too.
+
+    `loops` has the numbers of the loops; `ordered` those of the equations (loops too) whose effects
+    keep their order; `phase` the first loop that needs each equation, the number of loops where
+    none does. They can run in the order of `order`: each loop after its phase.
+    """
+
+    def __init__(self, step: Step):
+        guards = step.guards
+        eqns, outputs = step.jaxpr.eqns, step.jaxpr.jaxpr.outvars
+        super().__init__(
+            eqns, outputs, lambda e: (v for o in e.outvars for v, _ in guards.get(o, ()))
+        )
+        self.loops = [i for i, e in enumerate(eqns) if is_loop(e)]
+        self.ordered = [i for i, e in enumerate(eqns) if _compat.is_ordered(e)]
+        number, last = {i: n for n, i in enumerate(self.loops)}, len(self.loops)
+        self.phase: dict[int, int] = {}
+
+        def first_loop(i: int, near: list[int]) -> int:
+            order = [self.phase[j] for j in self.ordered if j > i] if i in self.ordered else []
+            self.phase[i] = min([*near, *order, number.get(i, last)])
+            return self.phase[i]
+
+        self.up({}, first_loop, min)
+        self.phase |= number  # a loop comes after every loop before it
+        self.order = sorted(range(len(eqns)), key=lambda i: (self.phase[i], i in number, i))
+
+
+def outline_segments(step: Step, flow: Phases, place_of: Mapping[int, Place]) -> Step:
     """Puts placed equations into segments; gives a step of segments and loops alone.
 
     A loop reads its first accumulators, and after its other operands the buffers of its results,
@@ -37,13 +72,20 @@ def outline(step: Step, equations: Equations) -> Step:
 
     Args:
         step: the step.
-        equations: its equations, which have places.
+        flow: its equations.
+        place_of: the places of those that are neither loops nor repeated.
     """
-    outliner = _Outliner(step, equations)
-    for phase in range(len(equations.loops) + 1):
-        outliner.segments(phase)
-        if phase < len(equations.loops):
-            outliner.loop(equations.loops[phase])
+    outliner = _Outliner(step, flow, place_of)
+    clusters = itertools.groupby(
+        outline(flow, outliner.groups(), fixed=flow.loops), lambda c: c.group[0]
+    )
+    by_phase = {phase: list(own) for phase, own in clusters}
+    for phase in range(len(flow.loops) + 1):
+        label = "prepare" if phase < len(flow.loops) else "update"
+        for cluster in by_phase.get(phase, ()):
+            outliner.add(frozenset(cluster.group[2]), cluster.eqns, cluster.outputs, label)
+        if phase < len(flow.loops):
+            outliner.loop(flow.loops[phase])
     closed = step.jaxpr.jaxpr
     jaxpr = _compat.make_closed_jaxpr(closed.invars, closed.outvars, outliner.eqns)
     return dataclasses.replace(step, jaxpr=jaxpr)
@@ -52,36 +94,30 @@ def outline(step: Step, equations: Equations) -> Step:
 class _Outliner:
     """Adds segments and loops in order."""
 
-    def __init__(self, step: Step, equations: Equations):
+    def __init__(self, step: Step, flow: Phases, place_of: Mapping[int, Place]):
         self.step = step
-        self.equations = equations
-        self.levels = _levels(equations)
-        #: The numbers of the equations that read each variable; None stands for the caller.
-        self.readers: dict[Any, set[int | None]] = {}
-        everything = [*enumerate(equations.reads), (None, step.jaxpr.jaxpr.outvars)]
-        for i, read in everything:
-            for v in _jaxprs.variables(read):
-                self.readers.setdefault(v, set()).add(i)
+        self.flow = flow
+        self.place_of = place_of
         self.eqns: list[Any] = []
 
-    def segments(self, phase: int) -> None:
-        """Adds the segments of a phase, level after level."""
-        label = "prepare" if phase < len(self.equations.loops) else "update"
-        members: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for i in sorted(self.equations.place_of):
-            if self.equations.phase[i] == phase:
-                key = self.levels[i], tuple(sorted(self.equations.place_of[i]))
-                members.setdefault(key, []).append(i)
-        for (_, place), numbers in sorted(members.items()):
-            inside = set(numbers)
-            outputs = [
-                v
-                for i in numbers
-                for v in self.equations.all[i].outvars
-                if not inside.issuperset(self.readers.get(v, ()))
-            ]
-            eqns = self._needed(numbers, [], outputs)
-            self._add(frozenset(place), eqns, outputs, label)
+    def groups(self) -> dict[int, tuple[int, int, tuple[int, ...]]]:
+        """Gives each placed equation its phase, its level in the phase, and its place."""
+        phase, levels = self.flow.phase, {}
+        for n in {phase[i] for i in self.place_of}:
+            own = {i: place for i, place in self.place_of.items() if phase[i] == n}
+            levels |= in_levels(self.flow, own, functools.partial(self._sources, own))
+        return {i: (phase[i], levels[i], tuple(sorted(p))) for i, p in self.place_of.items()}
+
+    def _sources(self, own: Collection[int], i: int) -> set[int]:
+        """Finds the placed equations that one reads, directly or through unplaced ones."""
+        walk = self.flow.behind(self.flow.reads[i], self._is_fixed)
+        before = [j for j in self.flow.ordered if j < i] if i in self.flow.ordered else []
+        return {j for j in [*before, *(j for _, j in walk)] if j in own}
+
+    def add(self, place: Place, eqns: Sequence[Any], outputs: Sequence[Any], label: str) -> None:
+        """Adds a segment of equations, which are put under their guards."""
+        eqns = _conditionals.close_conditionals(eqns, outputs, self.step.guards)
+        self._add(place, eqns, outputs, label)
 
     def _add(self, place: Place, eqns: Sequence[Any], outputs: Sequence[Any], label: str) -> None:
         part = _jaxprs.part(eqns, outputs)
@@ -96,36 +132,25 @@ class _Outliner:
             )
         )
 
-    def _needed(
-        self, members: Iterable[int], variables: Iterable[Any], outputs: Collection[Any]
-    ) -> list[Any]:
-        """Gives equations in order and under their guards.
+    def _is_fixed(self, i: int) -> bool:
+        return i in self.place_of or i in self.flow.loops
 
-        Args:
-            members: the numbers of placed equations.
-            variables: variables without a place, which these equations are to make, too.
-            outputs: the variables that are read outside.
-        """
-        starts = [*variables, *(v for i in members for v in self.equations.reads[i])]
-        numbers = set(members).union(
-            i
-            for _, i in self.equations.behind(starts, self.equations.is_fixed)
-            if i is not None and not self.equations.is_fixed(i)
-        )
-        eqns = [self.equations.all[i] for i in sorted(numbers)]
-        return _conditionals.close_conditionals(eqns, outputs, self.step.guards)
+    def _needed(self, variables: Sequence[Any]) -> list[Any]:
+        """Gives the equations of variables without a place, in order and under their guards."""
+        behind = self.flow.behind(variables, self._is_fixed)
+        numbers = sorted({i for _, i in behind if i is not None and not self._is_fixed(i)})
+        eqns = [self.flow.eqns[i] for i in numbers]
+        return _conditionals.close_conditionals(eqns, variables, self.step.guards)
 
     def _is_free(self, var: Any) -> bool:
         """Tells whether an equation without a place makes a variable."""
-        return var in self.equations.maker and not self.equations.is_fixed(
-            self.equations.maker[var]
-        )
+        return var in self.flow.maker and not self._is_fixed(self.flow.maker[var])
 
     # ---- loops ----------------------------------------------------------------------------------
 
     def loop(self, i: int) -> None:
         """Adds a loop, after the segments that make its operands where the loop reads them."""
-        eqn = self.equations.all[i]
+        eqn = self.flow.eqns[i]
         tasks: LoopTasks = eqn.params["tasks"]
         carries = slice(tasks.num_consts, tasks.num_consts + tasks.num_carry)
         known = self._make_operands(eqn, carries)
@@ -161,7 +186,7 @@ class _Outliner:
             if var in places and self._is_free(var):
                 by_place.setdefault(places[var], []).append(var)
         for place, variables in by_place.items():
-            eqns = self._needed([], variables, variables)
+            eqns = self._needed(variables)
             made = _jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in variables)
             known.of.update(made.of)
             self._add(place, _renamed(eqns, made), list(map(made, variables)), "prepare")
@@ -170,7 +195,7 @@ class _Outliner:
     def _start(self, place: Place, pairs: Sequence[tuple[Any, Any]]) -> None:
         """Makes the first accumulators of a stage; each has memory of its own."""
         needed = [v for v, _ in pairs if v is not None and not _jaxprs.is_literal(v)]
-        eqns = self._needed([], [v for v in needed if self._is_free(v)], needed)
+        eqns = self._needed([v for v in needed if self._is_free(v)])
         local = {v for e in eqns for v in e.outvars}
         rename = _jaxprs.Substitution()
         extra = []
@@ -188,36 +213,3 @@ class _Outliner:
 def _renamed(eqns: Iterable[Any], known: _jaxprs.Substitution) -> list[Any]:
     """Renames what equations read and make."""
     return [known.rename(e).replace(outvars=[known(v) for v in e.outvars]) for e in eqns]
-
-
-def _levels(equations: Equations) -> dict[int, int]:
-    """Gives each placed equation a level: the last that its consumers in its phase allow."""
-    level: dict[int, int] = {}
-    consumers: dict[int, list[int]] = {}
-    phase, place_of = equations.phase, equations.place_of
-    order = [i for i in equations.order if i in place_of]
-    for i in order:
-        level[i] = 0
-        for j in _placed_sources(equations, i):
-            if phase[j] == phase[i]:
-                apart = place_of[j] != place_of[i]
-                level[i] = max(level[i], level[j] + apart)
-                consumers.setdefault(j, []).append(i)
-    last: dict[tuple[int, Place], int] = {}
-    for i, n in level.items():
-        key = (phase[i], place_of[i])
-        last[key] = max(last.get(key, 0), n)
-    for i in reversed(order):
-        level[i] = min(
-            (level[c] - (place_of[c] != place_of[i]) for c in consumers.get(i, ())),
-            default=last[phase[i], place_of[i]],
-        )
-    return level
-
-
-def _placed_sources(equations: Equations, i: int) -> set[int]:
-    """Finds the placed equations that an equation reads, directly or through unplaced ones."""
-    ordered = equations.ordered if i in equations.ordered else []
-    walk = equations.behind(equations.reads[i], equations.is_fixed)
-    found = [*(j for j in ordered if j < i), *(j for _, j in walk)]
-    return equations.place_of.keys() & found

@@ -18,7 +18,7 @@ import numpy as np
 from jaxpp import _compat, _jaxprs, _primitives, schedules
 from jaxpp._program import Argument
 from jaxpp._specs import Spec, replicated
-from jaxpp.schedules import Kind
+from jaxpp.schedules import Kind, Task
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.place._segments import is_segment
 from jaxpp.transforms.stages import stage_of_call
@@ -65,13 +65,15 @@ class Body:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class GraphTask:
-    """A run of a body on a rank."""
+    """A run of a body on a rank; `task` and `loop` are those of `Run`."""
 
     rank: int
     body: Body
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     label: str
+    task: Task | None = None
+    loop: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,10 +81,24 @@ class TaskGraph:
     """The tasks of all ranks.
 
     Args:
-        tasks: the tasks, in an order in which they can run.
+        tasks: the tasks, in an order in which they can run. Each has its `rank`, its `label`, its
+            `inputs` and `outputs`, which are values, and the `task` of a loop that it is; None for
+            what is around the loops.
         arguments: the arguments of the step, each with the ranks that read it.
         results: the results of the step, each with the ranks that it is left on.
         stages: the stages of each rank.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> loss = jaxpp.wrap_forward(lambda w, x: jnp.mean((x @ w) ** 2))
+        >>> grad = jaxpp.microbatch(jax.grad(loss), 2)
+        >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        >>> step = jaxpp.place(lambda w, x: w - 0.1 * grad(w, x))
+        >>> def show(graph):
+        ...     print(*(task.label for task in graph.tasks if task.task))
+        ...     return graph
+        >>> lowered = jaxpp.extend.edit_tasks(step, show).lower(jnp.eye(2), jnp.ones((4, 2)))
+        F0.0 B0.0 F0.1 B0.1
     """
 
     tasks: tuple[GraphTask, ...]
@@ -144,6 +160,7 @@ class _Builder:
         self.bodies: dict[Hashable, Body] = {}
         self.tasks: list[GraphTask] = []
         self.loop_number = itertools.count()
+        self.stages_before = 0  # of the loops so far
 
     def ranks(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Gives the ranks of some stages."""
@@ -267,9 +284,11 @@ class _Builder:
                     value.memory, known[ref] = (number, ref), value
                 outputs.append(value)
             rank = self.ranks_of[body.stage]
+            own = dataclasses.replace(task, stage=self.stages_before + task.stage)
             self.tasks.append(
-                GraphTask(rank, bodies[body], tuple(inputs), tuple(outputs), str(task))
+                GraphTask(rank, bodies[body], tuple(inputs), tuple(outputs), str(task), own, number)
             )
+        self.stages_before += table.num_stages
 
     def _operands_of(self, eqn: Any, number: int) -> dict[Ref, Value]:
         """Finds the values of a loop's operands, and of the buffers of its results.

@@ -6,6 +6,7 @@ for all that take rows: the slices of a cut scan, of an initialiser, and of a st
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp._dimensions import found_again
 
 #: Where the parts of an array begin along its first axis, and its size at the end: `(0, 2, 4)`.
 Bounds = tuple[int, ...]
@@ -41,8 +43,7 @@ class Rows:
 
 def rows_of(eqn) -> Rows | None:
     """Gives the rule of an equation; None where all rows have to be in one place."""
-    rule = _RULES.get(eqn.primitive.name)
-    return None if rule is None else rule(eqn)
+    return _scan(eqn) if eqn.primitive.name == "scan" else _rows_from_dimensions(eqn)
 
 
 def row_by_row(eqn) -> Rows | None:
@@ -77,101 +78,74 @@ def num_rows(atom) -> int:
 
 # ---- rules --------------------------------------------------------------------------------------
 
+#: They find the first dimension again, but each row of the results depends on several rows: by the
+#: parameter that has the axes along which they do so.
+_MIXES = {
+    **dict.fromkeys("cumlogsumexp cummax cummin cumprod cumsum split".split(), "axis"),
+    **dict.fromkeys(("concatenate", "sort"), "dimension"),
+    "rev": "dimensions",
+}
+#: How the results of parts are combined where rows are summed, or reduced in another way.
+_COMBINES: dict[str, Callable[[Any, Any], Any]] = {
+    "dot_general": jax.lax.add,
+    "reduce_and": jax.lax.bitwise_and,
+    "reduce_max": jax.lax.max,
+    "reduce_min": jax.lax.min,
+    "reduce_or": jax.lax.bitwise_or,
+    "reduce_prod": jax.lax.mul,
+    "reduce_sum": jax.lax.add,
+}
+#: The parameter that has the shape of the results.
+_SHAPES = {
+    "broadcast_in_dim": "shape",
+    "iota": "shape",
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+}
+#: Those that run on some rows as they run on all; an indexed one (a gather) does not.
+_BY_ROWS = (
+    _primitives.ELEMENTWISE | _MIXES.keys() | _COMBINES.keys() | _SHAPES.keys()
+    | frozenset("argmax argmin bitcast_convert_type pad qr squeeze transpose unstack".split())
+    | frozenset("random_bits random_split random_unwrap random_wrap".split())
+)  # fmt: skip
 
-def _same(eqn) -> Rows:
-    """Makes the rule that all arrays but scalars have the rows."""
-    return Rows(tuple(num_rows(v) >= 0 for v in eqn.invars))
 
-
-def _elementwise(eqn) -> Rows | None:
-    """Makes the rule that all operands but scalars, and those of one row for all, have the rows."""
-    rows = num_rows(eqn.outvars[0])
-    sizes = [num_rows(v) for v in eqn.invars]
-    if rows < 0 or any(n not in (rows, 1, -1) for n in sizes):
+def _rows_from_dimensions(eqn) -> Rows | None:
+    """Makes the rule of an equation whose operands have the first dimension of its results."""
+    name, found = eqn.primitive.name, found_again(eqn)
+    if name not in _BY_ROWS:
         return None
-    return Rows(tuple(n == rows for n in sizes))
-
-
-def _leading(eqn) -> Rows | None:
-    """Makes the rule of an equation that adds or takes away last axes, such as bits of keys."""
-    return _same(eqn) if num_rows(eqn.invars[0]) == num_rows(eqn.outvars[0]) >= 0 else None
-
-
-def _along(parameter: str) -> Callable[[Any], Rows | None]:
-    """Makes the rules of equations along the axes of a parameter: row by row unless 0 is one."""
-
-    def rule(eqn) -> Rows | None:
-        axes = eqn.params[parameter]
-        axes = axes if isinstance(axes, Sequence) else (axes,)
-        return None if 0 in axes or num_rows(eqn.outvars[0]) < 0 else _same(eqn)
-
-    return rule
-
-
-def _reduction(combine: Callable[[Any, Any], Any]) -> Callable[[Any], Rows]:
-    def rule(eqn) -> Rows:
-        if 0 in eqn.params["axes"]:
-            return Rows((True,), combine=combine)
-        return _same(eqn)
-
-    return rule
-
-
-def _with_shape(eqn, parameter: str, operands: tuple[bool, ...]) -> Rows:
-    shape = eqn.params[parameter]
-    return Rows(operands, lambda n: {**eqn.params, parameter: (n, *shape[1:])})
-
-
-def _broadcast_in_dim(eqn) -> Rows | None:
-    operand, shape = eqn.invars[0], eqn.params["shape"]
-    if not shape:
+    if name == "iota":
+        found = [] if eqn.params["dimension"] else None
+    elif name == "qr":
+        found = [(0,)] if eqn.invars[0].aval.ndim > 2 else None
+    elif name == "reshape" and eqn.params.get("dimensions") is None:
+        found = [(0,)] if num_rows(eqn.invars[0]) == num_rows(eqn.outvars[0]) >= 0 else None
+    if found is None or _mixes_rows(eqn):
         return None
-    dims = eqn.params["broadcast_dimensions"]
-    kept = bool(dims) and dims[0] == 0 and num_rows(operand) == shape[0]
-    return _with_shape(eqn, "shape", (kept, *(False for _ in eqn.invars[1:])))
-
-
-def _iota(eqn) -> Rows | None:
-    return _with_shape(eqn, "shape", ()) if eqn.params["dimension"] != 0 else None
-
-
-def _reshape(eqn) -> Rows | None:
-    operand, result = eqn.invars[0], eqn.outvars[0]
-    if eqn.params.get("dimensions") is not None or num_rows(operand) < 0:
-        return None
-    return _with_shape(eqn, "new_sizes", (True,)) if num_rows(operand) == num_rows(result) else None
-
-
-def _matrices(eqn) -> Rows | None:
-    return _same(eqn) if all(v.aval.ndim > 2 for v in eqn.invars) else None
-
-
-def _transpose(eqn) -> Rows | None:
-    permutation = eqn.params["permutation"]
-    return _same(eqn) if permutation and permutation[0] == 0 else None
-
-
-def _slice(eqn) -> Rows | None:
-    interval = slice_interval(eqn)
-    if interval != (0, num_rows(eqn.invars[0])):
-        return None
-    return _with_shape(eqn, "limit_indices", (True,))
-
-
-def _pad(eqn) -> Rows | None:
-    config = eqn.params["padding_config"]
-    return Rows((True, False)) if config and not any(config[0]) else None
-
-
-def _dot_general(eqn) -> Rows | None:
-    (left, right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
-    if batch_left:
-        return _same(eqn) if (batch_left[0], batch_right[0]) == (0, 0) else None
-    if (0, 0) in zip(left, right, strict=True):
-        return Rows((True, True), combine=jax.lax.add)
-    if 0 not in left and num_rows(eqn.invars[0]) >= 0:
-        return Rows((True, False))
+    has_rows, made = tuple(dims[:1] == (0,) for dims in found), num_rows(eqn.outvars[0]) >= 0
+    if made and (any(has_rows) or name in _SHAPES) and not any(0 in dims[1:] for dims in found):
+        return Rows(has_rows, functools.partial(_with_shape, eqn) if name in _SHAPES else None)
+    first = {dims[0] for dims in found if dims}
+    if name in _COMBINES and len(first) == 1 and (first.pop() or 0) >= eqn.outvars[0].aval.ndim:
+        return Rows(tuple(map(bool, found)), combine=_COMBINES[name])
     return None
+
+
+def _mixes_rows(eqn) -> bool:
+    """Tells whether an equation moves elements between rows."""
+    name = eqn.primitive.name
+    if name == "slice":
+        return slice_interval(eqn) != (0, num_rows(eqn.invars[0]))
+    if name == "pad":
+        return not eqn.params["padding_config"] or any(eqn.params["padding_config"][0])
+    axes = eqn.params[_MIXES[name]] if name in _MIXES else ()
+    return 0 in (axes if isinstance(axes, Sequence) else (axes,))
+
+
+def _with_shape(eqn, rows: int) -> dict[str, Any]:
+    parameter = _SHAPES[eqn.primitive.name]
+    return {**eqn.params, parameter: (rows, *eqn.params[parameter][1:])}
 
 
 def _scan(eqn) -> Rows | None:
@@ -193,33 +167,6 @@ def scan_params(eqn, length: int) -> dict[str, Any]:
     """Gives the parameters of a `scan` for another number of iterations."""
     return {**eqn.params, "length": length, "unroll": min(eqn.params["unroll"], length)}
 
-
-_ALONG_AXIS = "cumlogsumexp cummax cummin cumprod cumsum split unstack".split()
-_LEADING = "bitcast_convert_type random_bits random_split random_unwrap random_wrap".split()
-
-_RULES: dict[str, Callable[[Any], Rows | None]] = {
-    **dict.fromkeys(_primitives.ELEMENTWISE, _elementwise),
-    **dict.fromkeys(("argmax", "argmin"), _along("axes")),
-    **dict.fromkeys(("concatenate", "sort"), _along("dimension")),
-    **dict.fromkeys(("rev", "squeeze"), _along("dimensions")),
-    **dict.fromkeys(_ALONG_AXIS, _along("axis")),
-    **dict.fromkeys(_LEADING, _leading),
-    "broadcast_in_dim": _broadcast_in_dim,
-    "dot_general": _dot_general,
-    "iota": _iota,
-    "pad": _pad,
-    "qr": _matrices,
-    "reduce_and": _reduction(jax.lax.bitwise_and),
-    "reduce_max": _reduction(jax.lax.max),
-    "reduce_min": _reduction(jax.lax.min),
-    "reduce_or": _reduction(jax.lax.bitwise_or),
-    "reduce_prod": _reduction(jax.lax.mul),
-    "reduce_sum": _reduction(jax.lax.add),
-    "reshape": _reshape,
-    "scan": _scan,
-    "slice": _slice,
-    "transpose": _transpose,
-}
 
 # ---- slices, pads and concatenations of rows ----------------------------------------------------
 

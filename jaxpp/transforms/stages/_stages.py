@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jaxpp import _checkpoints, _compat, _jaxprs, _primitives
 from jaxpp._definitions import definition_of
+from jaxpp._groups import Flow, outline
 from jaxpp._typing import P, R
 from jaxpp.transforms.stages import _marks
 
@@ -56,21 +57,10 @@ class Stages:
     @functools.cached_property
     def parts(self) -> tuple[_jaxprs.Part, ...]:
         """The jaxpr of each stage: of its own equations, and of those that it repeats."""
-        pairs = list(zip(self.jaxpr.eqns, self.stage_of, strict=True))
-        readers: dict[Any, set[int | None]] = {}
-        readers.update((v, {None}) for v in _jaxprs.variables(self.jaxpr.jaxpr.outvars))
-        for eqn, k in pairs:
-            for v in _jaxprs.variables(eqn.invars) if k is not None else ():
-                readers.setdefault(v, set()).add(k)
-
-        def part(stage: int) -> _jaxprs.Part:
-            own = [v for e, k in pairs if k == stage for v in e.outvars]
-            eqns = [e for e, k in pairs if k in (stage, None)]
-            eqns = _jaxprs.needed(eqns, own)
-            outputs = [v for v in own if readers.get(v, set()) - {stage}]
-            return _jaxprs.part(eqns, outputs, f"stage_{stage}")
-
-        return tuple(map(part, range(self.num_stages)))
+        flow = Flow(self.jaxpr.eqns, self.jaxpr.jaxpr.outvars)
+        group_of = {i: k for i, k in enumerate(self.stage_of) if k is not None}
+        clusters = outline(flow, group_of, dict.fromkeys(range(self.num_stages), ()))
+        return tuple(_jaxprs.part(c.eqns, c.outputs, f"stage_{c.group}") for c in clusters)
 
     def run(self, inputs: Sequence[Any], run_stage: Callable) -> list[Any]:
         """Evaluates the program: `run_stage(self, k, values)` gives the outputs of stage `k`.
@@ -287,10 +277,11 @@ class _Marked:
         latest = self._latest()
         varying = _jaxprs.descendants(self.jaxpr.eqns, self.jaxpr.jaxpr.invars)
         stage: list[int | None] = []
-        written, made_in = 0, {}
-        for i, eqn in enumerate(self.jaxpr.eqns):
-            earliest = max((made_in.get(v, 0) for v in _jaxprs.variables(eqn.invars)), default=0)
-            place = None
+        written = 0
+
+        def after_operands(i: int, near: list[int]) -> int:
+            nonlocal written
+            eqn, earliest, place = self.jaxpr.eqns[i], max(near, default=0), None
             if _marks.is_enter(eqn):
                 made = written = self.opens[i]
                 if earliest >= max(written, 1):
@@ -311,21 +302,28 @@ class _Marked:
             else:
                 made = place = min(max(written, earliest), latest[i])
             stage.append(place)
-            made_in.update(dict.fromkeys(eqn.outvars, made))
+            return made
+
+        self.flow.down({}, after_operands)
         return stage
 
-    def _latest(self) -> list[int]:
+    @functools.cached_property
+    def flow(self) -> Flow:
+        """The equations as a graph."""
+        return Flow(self.jaxpr.eqns)
+
+    def _latest(self) -> dict[int, int]:
         """Finds the last stage in which each equation may stand: before marks that read it."""
-        latest_of: dict[Any, int] = {}
-        latest = []
-        for i, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
-            bound = min((latest_of.get(v, self.last) for v in eqn.outvars), default=self.last)
-            if _marks.is_enter(eqn):
-                bound = max(self.opens[i] - 1, 0)
-            latest.append(bound)
-            for v in _jaxprs.variables(eqn.invars):
-                latest_of[v] = min(latest_of.get(v, bound), bound)
-        return latest[::-1]
+        latest: dict[int, int] = {}
+
+        def before_marks(i: int, near: list[int]) -> int:
+            latest[i] = min(near, default=self.last)
+            if i in self.opens:
+                latest[i] = max(self.opens[i] - 1, 0)
+            return latest[i]
+
+        self.flow.up({}, before_marks, min)
+        return latest
 
     def place_chains(self, stage: Sequence[int | None]) -> list[int | None]:
         """Places argument chains at their first reader, or a norm where its argument is read."""

@@ -1,5 +1,8 @@
 """Partitions the body of a microbatch loop into tasks, which run by a schedule."""
 
+from jaxpp.transforms.tasks._edit import Loop as Loop
+from jaxpp.transforms.tasks._edit import Value as Value
+from jaxpp.transforms.tasks._edit_loops import edit_loops as edit_loops
 from jaxpp.transforms.tasks._loop import LoopTasks as LoopTasks
 from jaxpp.transforms.tasks._loop import Ref as Ref
 from jaxpp.transforms.tasks._loop import TaskBody as TaskBody

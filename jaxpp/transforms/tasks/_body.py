@@ -114,15 +114,6 @@ class Body:
         staged = [v for e, p in self.placed() if p is not None for v in e.outvars if v in varying]
         return _jaxprs.descendants(self.eqns, [*staged, *more])
 
-    def equations_at(self, position: int, more: Sequence[Any]) -> list[Any]:
-        """Gives the equations of a task, and those without a position that it or `more` need."""
-        read, found = set(more), []
-        for eqn, p in reversed(list(self.placed())):
-            if p == position or (p is None and any(v in read for v in eqn.outvars)):
-                read.update(_jaxprs.variables(eqn.invars))
-                found.append(eqn)
-        return found[::-1]
-
     def last_position(self) -> dict[Any, int]:
         """Finds the position of the last task that each variable depends on, if it does on any."""
         at: dict[Any, int] = {}

@@ -50,16 +50,48 @@ def separate(
     for fold, carry in zip(folds, carries, strict=True):
         firsts += [carry, *(neutral(fold, carry) for _ in range(count - 1))]
     joins: list[Join] = [(count, folded(fold) if fold else _first) for fold in folds]
-    joins += [(count, _rows_of(direction_of))] * tasks.num_ys
-    copies = dataclasses.replace(
+    joins += [(count, rows_of(direction_of))] * tasks.num_ys
+    return copied(tasks, count), firsts, joins
+
+
+def copied(tasks: _loop.LoopTasks, count: int) -> _loop.LoopTasks:
+    """Copies the tasks of one direction for each of several."""
+    if count == 1:
+        return tasks
+    return dataclasses.replace(
         tasks,
         bodies=tuple(_moved(body, d, count, tasks) for d in range(count) for body in tasks.bodies),
-        num_carry=len(firsts),
+        num_carry=count * tasks.num_carry,
         num_ys=count * tasks.num_ys,
         folds={j * count + d: fold for j, fold in tasks.folds.items() for d in range(count)},
         num_directions=count,
     )
-    return copies, firsts, joins
+
+
+def together(tasks: _loop.LoopTasks) -> _loop.LoopTasks:
+    """The tasks of one direction, of which `copied` makes those of each."""
+    count = tasks.num_directions
+    if count == 1:
+        return tasks
+
+    def back(ref: _loop.Ref) -> _loop.Ref:
+        divided = ref.source in ("carry", "y")
+        return _loop.Ref(ref.source, ref.index // count) if divided else ref
+
+    bodies = [
+        dataclasses.replace(
+            b, inputs=tuple(map(back, b.inputs)), outputs=tuple(map(back, b.outputs))
+        )
+        for b in tasks.of_direction(0)
+    ]
+    return dataclasses.replace(
+        tasks,
+        bodies=tuple(bodies),
+        num_carry=tasks.num_carry // count,
+        num_ys=tasks.num_ys // count,
+        folds={j // count: fold for j, fold in tasks.folds.items()},
+        num_directions=1,
+    )
 
 
 def _moved(
@@ -85,7 +117,7 @@ def _first(first, *_):
     return first
 
 
-def _rows_of(direction_of: Sequence[int]) -> Callable[..., Any]:
+def rows_of(direction_of: Sequence[int]) -> Callable[..., Any]:
     """Gives the function that takes each microbatch's row from its direction's result."""
 
     def join(first, *others):

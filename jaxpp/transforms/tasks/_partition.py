@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
+from jaxpp._groups import Cluster, Flow, outline
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms.tasks import (
     _accumulators,
@@ -42,13 +43,11 @@ def partition(body: Body, table: Table) -> tuple[_loop.LoopTasks, Body]:
     """
     for run in PASSES:
         body = run(body)
-    writer = _BodyWriter(body)
-    for node in _collect(body):
-        writer.node(node, table.splits_backward)
-    body = dataclasses.replace(body, consts=tuple(writer.consts))
+    bodies, consts = _write(body, table.splits_backward)
+    body = dataclasses.replace(body, consts=tuple(consts))
     folds = {i: body.folds[v] for i, v in enumerate(body.carries) if v in body.folds}
     sizes = len(body.consts), len(body.carries), len(body.ys)
-    return _loop.LoopTasks(tuple(writer.bodies), table, *sizes, folds), body
+    return _loop.LoopTasks(tuple(bodies), table, *sizes, folds), body
 
 
 # ---- equations in no task, or in several --------------------------------------------------------
@@ -104,34 +103,33 @@ def keep_constants(body: Body) -> Body:
 
 def place_glue(body: Body) -> Body:
     """Gives a task to each equation that is not repeated by each task that reads its results."""
-    repeatable = _repeatable(body)
+    flow, repeatable = Flow(body.eqns), _repeatable(body)
     position = [None if r else p for p, r in zip(body.position, repeatable, strict=True)]
-    # An equation that tasks read joins the first of these tasks.
-    first_reader: dict[Any, int] = {}
-    for i in reversed(range(len(body.eqns))):
-        eqn = body.eqns[i]
+
+    def first_reader(i: int, near: list[int]) -> int | None:
+        """Puts an equation that tasks read into the first of these tasks."""
         if position[i] is None and not repeatable[i]:
-            found = [first_reader[v] for v in eqn.outvars if v in first_reader]
-            position[i] = min(found, default=None)
-        if (own := position[i]) is not None:
-            for v in _jaxprs.variables(eqn.invars):
-                first_reader[v] = min(first_reader.get(v, own), own)
-    # One whose results only leave the loop joins the last task it depends on, or the last forward.
-    made_at: dict[Any, int] = {}
-    for i, eqn in enumerate(body.eqns):
+            position[i] = min(near, default=None)
+        return position[i]
+
+    def last_source(i: int, near: list[int]) -> int | None:
+        """Puts one whose results only leave the loop into the last task it depends on."""
         if repeatable[i]:
-            continue
-        latest = max((made_at.get(v, -1) for v in _jaxprs.variables(eqn.invars)), default=-1)
+            return None
         own = position[i]
         if own is None:
-            own = position[i] = latest if latest >= 0 else body.num_stages - 1
-        if latest > own:
+            own = position[i] = max(near, default=body.num_stages - 1)
+        if (latest := max(near, default=own)) > own:
             raise ValueError(
-                f"schedule: the `{eqn.primitive.name}`{_compat.at_source_line(eqn)} of "
-                f"{body.task_name(own)} reads a value of {body.task_name(latest)}, which comes "
-                f"after it: the loop body is not one forward and one backward pass over the stages."
+                f"schedule: the `{body.eqns[i].primitive.name}`"
+                f"{_compat.at_source_line(body.eqns[i])} of {body.task_name(own)} reads a value of "
+                f"{body.task_name(latest)}, which comes after it: the loop body is not one forward "
+                f"and one backward pass over the stages."
             )
-        made_at.update(dict.fromkeys(eqn.outvars, own))
+        return own
+
+    flow.up({}, first_reader, min)
+    flow.down({}, last_source)
     return body.with_equations(zip(body.eqns, position, strict=True))
 
 
@@ -185,148 +183,120 @@ PASSES: tuple[Callable[[Body], Body], ...] = (
 # ---- tasks as jaxprs ----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Node:
-    """A task before it is a jaxpr: its equations, and its results.
-
-    `sent` are the values that other tasks read, `left` those that are results of the loop.
-    """
-
-    position: int
-    eqns: list[Any]
-    sent: list[Any]
-    left: list[Any]
-
-
-def _collect(body: Body) -> list[_Node]:
-    """Makes the nodes, in the order of their positions.
-
-    Each holds the equations without a position that it needs. The last forward also makes the
-    results of the loop that no task makes.
-    """
-    owner, made = body.owner(), body.maker()
+def _clusters(body: Body) -> list[Cluster]:
+    """Makes the tasks as clusters; the last forward also makes the results that no task makes."""
+    flow = Flow(body.eqns, body.outputs)
+    position = {i: p for i, p in enumerate(body.position) if p is not None}
     results = dict.fromkeys(_jaxprs.variables(body.outputs))
-    loose = [v for v in results if v in made and v not in owner]
-    positions = range(2 * body.num_stages)
-    nodes = []
-    for position in positions:
-        more = loose if position == body.num_stages - 1 else []
-        nodes.append(_Node(position, body.equations_at(position, more), [], [*more]))
-    read = [{v for e in node.eqns for v in _jaxprs.variables(e.invars)} for node in nodes]
-    _check_carries(body, read, owner)
-    for node in nodes:
-        elsewhere = set().union(*(r for p, r in enumerate(read) if p != node.position))
-        mine = [v for e in node.eqns for v in e.outvars if owner.get(v) == node.position]
-        node.sent.extend(v for v in mine if v in elsewhere)
-        node.left.extend(v for v in mine if v in results)
-    return nodes
-
-
-def _check_carries(body: Body, read: Sequence[set[Any]], owner: dict[Any, int]) -> None:
-    made = body.maker()
+    loose = [v for v in results if v in flow.maker and flow.maker[v] not in position]
+    clusters = outline(flow, position, {body.num_stages - 1: loose})
+    readers: dict[Any, list[int]] = {}
+    for cluster in clusters:
+        for v in dict.fromkeys(v for e in cluster.eqns for v in _jaxprs.variables(e.invars)):
+            readers.setdefault(v, []).append(cluster.group)
     for carry, out in zip(body.carries, body.carry_outs, strict=True):
-        reading = [position for position, variables in enumerate(read) if carry in variables]
-        writer = None if _jaxprs.is_literal(out) else owner.get(out)
+        reading = readers.get(carry, [])
+        writer = None if _jaxprs.is_literal(out) else position.get(flow.maker.get(out, -1))
         if reading and reading != [writer]:
-            line = "" if writer is None else _compat.at_source_line(body.eqns[made[out]])
+            line = "" if writer is None else _compat.at_source_line(body.eqns[flow.maker[out]])
             raise ValueError(
                 f"schedule: a value carried from one microbatch to the next is read by "
                 f"{' and '.join(map(body.task_name, reading))}, but made by "
                 f"{'none of them' if writer is None else body.task_name(writer)}{line}; only the "
                 f"task that makes it, and those after it, can read it."
             )
+    return clusters
 
 
-class _BodyWriter:
-    """Makes jaxprs of tasks, and numbers the values between them and the constants they read."""
+def _halves(cluster: Cluster, body: Body) -> tuple[Cluster, Cluster]:
+    """Splits a backward into what makes the values that are sent, and the rest.
 
-    def __init__(self, body: Body):
-        self.body = body
-        self.bodies: list[_loop.TaskBody] = []
-        #: The constants that tasks read: none reads a stacked parameter whose slices are hoisted.
-        self.consts: list[Any] = []
-        self._numbers = itertools.count()
-        self._refs: dict[Any, _loop.Ref] = {}
-        for source, variables in (("carry", body.carries), ("x", body.xs)):
-            self._refs.update((v, _loop.Ref(source, i)) for i, v in enumerate(variables))
-        # The refs of the loop's results; those that no equation makes leave with the last forward.
-        made = body.maker()
-        self._results: dict[Any, list[_loop.Ref]] = {}
-        self._loose: list[tuple[Any, _loop.Ref]] = []
-        for source, variables in (("carry", body.carry_outs), ("y", body.ys)):
-            for i, v in enumerate(variables):
-                if source == "carry" and v is body.carries[i]:
-                    continue
-                ref = _loop.Ref(source, i)
-                if _jaxprs.is_literal(v) or v not in made:
-                    self._loose.append((v, ref))
-                else:
-                    self._results.setdefault(v, []).append(ref)
+    The first half also makes the carries that it reads: its next microbatch may come before this
+    one's second half. To the second half it hands on the carry's old value.
+    """
+    pairs = zip(body.carries, body.carry_outs, strict=True)
+    own = {carry: out for carry, out in pairs if out in cluster.left}
+    early: list[Any] = []
+    while True:
+        first, second = _split_backward.split_backward(cluster.eqns, [*cluster.sent, *early])
+        read, again = (
+            {v for e in half for v in _jaxprs.variables(e.invars)} for half in (first, second)
+        )
+        more = [out for carry, out in own.items() if carry in read and out not in early]
+        if not more:
+            break
+        early += more
+    both = [carry for carry in own if carry in read and carry in again]
+    known = _jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in both)
+    copies = [e for v in known.of for e in _jaxprs.splice(jnp.copy, [v], [known(v)])]
+    first, second = [*copies, *first], list(map(known.rename, second))
+    free = _from_constants(first, body.consts)
+    repeated = [v for e in second for v in _jaxprs.variables(e.invars) if v in free]
+    pure = [e for e in first if all(v in free for v in e.outvars)]
+    second = [*_jaxprs.needed(pure, repeated), *second]
+    late = [v for v in cluster.left if v not in early]
+    read = {v for e in second for v in _jaxprs.variables(e.invars)}.union(late)
+    kept = [v for e in first for v in e.outvars if v in read and v not in free]
+    sent = list(dict.fromkeys([*cluster.sent, *kept]))
+    return (
+        Cluster(cluster.group, first, sent, early, []),
+        Cluster(cluster.group, second, [], late, []),
+    )
 
-    def node(self, node: _Node, splits: bool) -> None:
-        """Adds the task of a node, or both halves if it is a backward that is split."""
-        if node.position < self.body.num_stages:
-            self._add(Kind.F, node, node.eqns, node.sent, node.left)
+
+def _write(body: Body, splits: bool) -> tuple[list[_loop.TaskBody], list[Any]]:
+    """Makes the jaxprs of the tasks, and finds the constants that they read."""
+    last_forward, made = body.num_stages - 1, {v for e in body.eqns for v in e.outvars}
+    refs = {v: _loop.Ref("carry", i) for i, v in enumerate(body.carries)}
+    refs.update((v, _loop.Ref("x", i)) for i, v in enumerate(body.xs))
+    #: The refs of the loop's results; those that no equation makes leave with the last forward.
+    given: dict[Any, list[_loop.Ref]] = {}
+    loose: list[tuple[Any, _loop.Ref]] = []
+    for source, variables in (("carry", body.carry_outs), ("y", body.ys)):
+        for i, v in enumerate(variables):
+            if source == "carry" and v is body.carries[i]:
+                continue
+            if _jaxprs.is_literal(v) or v not in made:
+                loose.append((v, _loop.Ref(source, i)))
+            else:
+                given.setdefault(v, []).append(_loop.Ref(source, i))
+    tasks: list[tuple[Kind, Cluster]] = []
+    for cluster in _clusters(body):
+        if cluster.group <= last_forward:
+            tasks.append((Kind.F, cluster))
         elif not splits:
-            self._add(Kind.B, node, node.eqns, node.sent, node.left)
+            tasks.append((Kind.B, cluster))
         else:
-            first, second, early = self._halves(node)
-            free = _from_constants(first, self.body.consts)
-            again = [v for e in second for v in _jaxprs.variables(e.invars) if v in free]
-            pure = [e for e in first if all(v in free for v in e.outvars)]
-            second = [*_jaxprs.needed(pure, again), *second]
-            late = [v for v in node.left if v not in early]
-            read = {v for e in second for v in _jaxprs.variables(e.invars)}.union(late)
-            kept = [v for e in first for v in e.outvars if v in read and v not in free]
-            self._add(Kind.I, node, first, list(dict.fromkeys([*node.sent, *kept])), early)
-            self._add(Kind.W, node, second, [], late)
-
-    def _halves(self, node: _Node) -> tuple[list[Any], list[Any], list[Any]]:
-        """Splits a backward; gives the results of the loop, too, that the first half makes.
-
-        These are the carries that the first half reads: its next microbatch may come before this
-        one's second half. To the second half it hands on the carry's old value.
-        """
-        pairs = zip(self.body.carries, self.body.carry_outs, strict=True)
-        own = {carry: out for carry, out in pairs if out in node.left}
-        early: list[Any] = []
-        while True:
-            wanted = [*node.sent, *early]
-            first, second = _split_backward.split_backward(node.eqns, wanted)
-            read, again = (
-                {v for e in half for v in _jaxprs.variables(e.invars)} for half in (first, second)
-            )
-            more = [out for carry, out in own.items() if carry in read and out not in early]
-            if not more:
-                break
-            early += more
-        both = [carry for carry in own if carry in read and carry in again]
-        known = _jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in both)
-        copies = [e for v in known.of for e in _jaxprs.splice(jnp.copy, [v], [known(v)])]
-        return [*copies, *first], list(map(known.rename, second)), early
-
-    def _add(self, kind: Kind, node: _Node, eqns, sent, left) -> None:
-        """Adds a task that makes values for other tasks, and results of the loop."""
-        for v in sent:
-            if v not in self._refs:
-                self._refs[v] = _loop.Ref("value", next(self._numbers))
-        given = [(v, self._refs[v]) for v in sent]
-        given += [(v, ref) for v in left for ref in self._results[v]]
-        if node.position == self.body.num_stages - 1:
-            given += self._loose
-        outputs = [v for v, _ in given]
-        kept = _jaxprs.needed(eqns, outputs)
-        if not given and not kept:
-            return
-        stage = self.body.stage(node.position)
-        part = _jaxprs.part(kept, outputs, f"{kind}{stage}")
+            tasks += zip((Kind.I, Kind.W), _halves(cluster, body), strict=True)
+    numbers, consts, bodies = itertools.count(), [], []
+    for kind, cluster in tasks:
+        for v in cluster.sent:
+            if v not in refs:
+                refs[v] = _loop.Ref("value", next(numbers))
+        outputs = [(v, refs[v]) for v in cluster.sent]
+        outputs += [(v, ref) for v in [*cluster.wanted, *cluster.left] for ref in given[v]]
+        outputs += loose if cluster.group == last_forward and kind is Kind.F else []
+        atoms = [v for v, _ in outputs]
+        kept = _jaxprs.needed(cluster.eqns, atoms)
+        if not outputs and not kept:
+            continue
+        stage = body.stage(cluster.group)
+        part = _jaxprs.part(kept, atoms, f"{kind}{stage}")
         for v in part.inputs:
-            if v not in self._refs:
-                self._refs[v] = _loop.Ref("const", len(self.consts))
-                self.consts.append(v)
-        inputs, refs = tuple(self._refs[v] for v in part.inputs), tuple(ref for _, ref in given)
-        recomputes = kind is not Kind.F and node.position in self.body.recomputing
-        self.bodies.append(_loop.TaskBody(kind, stage, part.jaxpr, inputs, refs, recomputes))
+            if v not in refs:
+                refs[v] = _loop.Ref("const", len(consts))
+                consts.append(v)
+        bodies.append(
+            _loop.TaskBody(
+                kind,
+                stage,
+                part.jaxpr,
+                tuple(refs[v] for v in part.inputs),
+                tuple(ref for _, ref in outputs),
+                kind is not Kind.F and cluster.group in body.recomputing,
+            )
+        )
+    return bodies, consts
 
 
 def _from_constants(eqns: Sequence[Any], consts: Sequence[Any]) -> set[Any]:

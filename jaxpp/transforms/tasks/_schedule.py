@@ -156,7 +156,7 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
     constants = num_consts + len(values)
     opened = read_body(body, constants, num_carry, [*values, *operands], length, reverse)
     tasks, own = _partition.partition(opened, table)
-    _check(schedule, table, tasks)
+    check(repr(schedule), table, tasks)
     taken = table.direction_of[::-1] if reverse else table.direction_of
     firsts = [own.values[v] for v in own.carries]
     tasks, carries, joins = _directions.separate(tasks, firsts, taken)
@@ -194,17 +194,17 @@ def _stage_counts(eqn):
             yield from _stage_counts(inner)
 
 
-def _check(schedule: Any, table: Table, tasks: _loop.LoopTasks) -> None:
-    """Checks a table against the tasks that were traced."""
-    backward = any(b.kind is not Kind.F for b in tasks.bodies)
+def check(schedule: str, table: Table, tasks: _loop.LoopTasks) -> None:
+    """Checks a table, which a schedule gave, against the tasks that were traced."""
+    backward = any(b.kind in (Kind.B, Kind.I, Kind.W) for b in tasks.bodies)
     if not backward and not table.forward_only:
         raise schedules.ScheduleError(
-            f"{schedule!r} runs backward tasks, but the loop has only a forward pass; use "
+            f"{schedule} runs backward tasks, but the loop has only a forward pass; use "
             f"ForwardOnly(), or differentiate the function before it is scheduled."
         )
     if backward and table.forward_only:
         raise schedules.ScheduleError(
-            f"{schedule!r} has no backward tasks, but the loop is differentiated; use a schedule "
+            f"{schedule} has no backward tasks, but the loop is differentiated; use a schedule "
             f"for training, e.g. OneFOneB()."
         )
     schedules.check(table, dependencies=tasks.dependencies)
@@ -215,7 +215,7 @@ def _check(schedule: Any, table: Table, tasks: _loop.LoopTasks) -> None:
             key = (task.kind, task.stage)
             if key in ordered and task.microbatch < last.get(key, -1):
                 raise schedules.ScheduleError(
-                    f"{schedule!r} runs {task.describe()} after microbatch {last[key]}, but the "
+                    f"{schedule} runs {task.describe()} after microbatch {last[key]}, but the "
                     f"loop carries a value{ordered[key]} through this task from each microbatch "
                     f"to the next; keep their order."
                 )

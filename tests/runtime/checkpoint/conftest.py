@@ -29,7 +29,7 @@ class ThreadMesh:
 
     def __init__(self, num_ranks):
         self.num_ranks = num_ranks
-        self.insides = (None,) * num_ranks
+        self.inside = None
         self.processes = [
             types.SimpleNamespace(
                 rank=rank,

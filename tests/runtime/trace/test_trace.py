@@ -263,7 +263,7 @@ def test_calls_that_have_no_timeline_are_named(plain, tmp_path):
     square(jnp.ones(3))
     trace = mesh.stop_trace()
     assert trace.picture_path is None and trace.timeline_path.exists()
-    with pytest.raises(ValueError, match="no call of a step with one scheduled loop"):
+    with pytest.raises(ValueError, match="no call of a step with a scheduled loop"):
         trace.timeline()
     with pytest.raises(ValueError, match="without a scheduled loop"):
         trace.timeline(0)

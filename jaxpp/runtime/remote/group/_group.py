@@ -107,7 +107,8 @@ class WorkerGroup:
                 self._session,
                 processes_per_rank=settings.processes_per_rank,
                 cpus_per_rank=settings.cpus_per_rank,
-                gpus_per_rank=[n * settings.gpus_per_rank for n in settings.devices_per_rank],
+                gpus_per_rank=[settings.devices_per_rank * settings.gpus_per_rank]
+                * settings.num_ranks,
             )
             undo.callback(release_places, self._reservation)
             undo.callback(self._kill)
@@ -418,7 +419,7 @@ class WorkerGroup:
             self._secret,
             self._address(member),
             settings.cores,
-            settings.insides[member.rank],
+            settings.inside,
             "auto" if settings.transport == "socket" else settings.transport,
             self._join,
             self._spans[member.rank],

@@ -11,9 +11,9 @@ from typing import Any
 import jax.extend.core as jex
 
 from jaxpp import _jaxprs
+from jaxpp._dimensions import found_again, shape_of
 from jaxpp._specs import axes_of, replicated
 from jaxpp.transforms.inside.propagation import _rules
-from jaxpp.transforms.inside.propagation._dimensions import found_again, shape_of
 from jaxpp.transforms.inside.propagation._rules import Outputs
 from jaxpp.transforms.inside.propagation._specs import MaybeSpec, Sizes, merge, of_type, reshaped
 from jaxpp.transforms.tasks import is_loop

@@ -11,10 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp import _compat, _dimensions, _jaxprs, _primitives
+from jaxpp._dimensions import found_again, shape_of
 from jaxpp._specs import Spec, only, replicated, spec_of
-from jaxpp.transforms.inside.propagation import _dimensions
-from jaxpp.transforms.inside.propagation._dimensions import found_again, shape_of
 from jaxpp.transforms.inside.propagation._specs import (
     MaybeSpec,
     Sizes,

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
+from jaxpp._dimensions import shape_of
 from jaxpp._specs import Spec, spec_of
-from jaxpp.transforms.inside.propagation._dimensions import shape_of
 
 #: A spec, or `None` for a value that may be split in any way: it is made of nothing that is split
 #: (zeros, positions, random bits), and is split as the values that it is combined with.

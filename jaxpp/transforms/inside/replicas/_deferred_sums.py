@@ -40,7 +40,6 @@ def defer_sums(step: Step) -> Step:
         [a.spec for a in step.arguments],
         inside.examples,
         inside.sizes,
-        own=inside.own_sizes,
         scatter=set(inside.examples) == set(inside.zero[Role.OPTIMIZER]),
     )
     return dataclasses.replace(step, jaxpr=jaxpr)
@@ -52,7 +51,6 @@ def with_deferred_sums(
     axes: tuple[str, ...],
     sizes: Mapping[str, int],
     *,
-    own: Mapping[str, int] | None = None,
     scatter: bool = False,
 ) -> jex.ClosedJaxpr:
     """Keeps sums over the batch apart by replica, in the scheduled loops of a step.
@@ -68,9 +66,7 @@ def with_deferred_sums(
         jaxpr: the step, its calls inlined.
         specs: the spec of each of its inputs; None where it may be any.
         axes: the axes that the batch is split over, such as `("data",)`.
-        sizes: the number of devices along each axis inside a rank; where ranks differ, multiples of
-            the numbers of each rank, by which all ranks decide alike.
-        own: where ranks differ, the sizes of the rank that the step is for.
+        sizes: the number of devices along each axis inside a rank.
         scatter: whether each replica gets a part of a sum, where the sum can be divided, for
             optimizer state that is split over the replicas.
 
@@ -93,9 +89,9 @@ def with_deferred_sums(
         >>> [[v.aval.shape for v in e.outvars] for e in deferred.eqns][-2:]
         [[(2, 3, 3)], [(3, 3)]]
     """
-    if Replicas(axes, sizes).count == 1:
+    replicas = Replicas(axes, sizes)
+    if replicas.count == 1:
         return jaxpr
-    replicas = Replicas(axes, sizes, own)
     known = propagation.propagate(jaxpr, specs, sizes)
     maker: dict[Any, Any] = {}
     eqns: list[Any] = []

@@ -6,27 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpp import _jaxprs, _primitives
+from jaxpp._dimensions import found_again
 from jaxpp._specs import Spec, axes_of
-from jaxpp.transforms.inside import propagation
 
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """The devices that have examples of their own: along `axes`, of the given sizes.
-
-    Where ranks differ, `sizes` are multiples of the sizes of each, by which all ranks decide alike,
-    and `own` are the sizes of the rank that the step is for.
-    """
+    """The devices that have examples of their own: along `axes`, of the given sizes."""
 
     axes: tuple[str, ...]
     sizes: Mapping[str, int]
-    own: Mapping[str, int] | None = None
 
     @property
     def count(self) -> int:
         """The number of replicas."""
-        sizes = self.sizes if self.own is None else self.own
-        return math.prod(sizes[axis] for axis in self.axes)
+        return math.prod(self.sizes[axis] for axis in self.axes)
 
     def split(self, spec: Spec | None) -> bool:
         """Tells whether an array of this spec is split over any of the axes."""
@@ -46,7 +40,7 @@ def summed_dimensions(
     """
     if eqn.primitive.name not in _primitives.SUMS:
         return {}
-    found = propagation.found_again(eqn) or []
+    found = found_again(eqn) or []
     own = [None if _jaxprs.is_literal(v) else specs.get(v) for v in eqn.invars]
     summed = {n for dims in found for n in dims if n is not None and n >= eqn.outvars[0].aval.ndim}
     for number in sorted(summed):

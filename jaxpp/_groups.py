@@ -1,0 +1,186 @@
+"""Puts the equations of a program into groups: by rules that sweep over them, then as parts.
+
+A group is whatever runs as one: a stage, a task, the stages that share a computation, a rank. The
+same three steps divide a program into any of them: facts flow along the variables (`Flow.down`,
+`Flow.up`), each equation is given a group from the groups around it, and `outline` makes a part of
+each group. An equation without a group is repeated in each group that reads its results.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxpp import _jaxprs
+
+#: Anything by which equations are grouped; groups can be compared.
+Group = Any
+
+
+class Flow:
+    """Equations in order, by number: what each reads, and who makes and reads each variable.
+
+    Args:
+        eqns: the equations.
+        outputs: the atoms that the caller reads, whose number is None.
+        more: gives the variables that an equation reads beside its operands, such as a guard's.
+    """
+
+    def __init__(
+        self,
+        eqns: Sequence[Any],
+        outputs: Iterable[Any] = (),
+        more: Callable[[Any], Iterable[Any]] = lambda eqn: (),
+    ):
+        self.eqns = eqns
+        self.reads = [[*_jaxprs.variables(e.invars), *dict.fromkeys(more(e))] for e in eqns]
+        self.maker = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+        self.readers: dict[Any, set[int | None]] = {}
+        for i, read in [*enumerate(self.reads), (None, _jaxprs.variables(outputs))]:
+            for v in read:
+                self.readers.setdefault(v, set()).add(i)
+
+    def down(
+        self, start: Mapping[Any, Any], rule: Callable[[int, list[Any]], Any], order=None
+    ) -> dict[Any, Any]:
+        """Hands facts of variables on from operands to results.
+
+        `rule(i, near)` gives the fact of equation i's results, from those of its operands; None
+        for none.
+        """
+        facts = dict(start)
+        for i in range(len(self.eqns)) if order is None else order:
+            fact = rule(i, [facts[v] for v in self.reads[i] if v in facts])
+            if fact is not None:
+                facts.update(dict.fromkeys(self.eqns[i].outvars, fact))
+        return facts
+
+    def up(
+        self,
+        start: Mapping[Any, Any],
+        rule: Callable[[int, list[Any]], Any],
+        join: Callable[[Any, Any], Any] = operator.or_,
+    ) -> dict[Any, Any]:
+        """Hands facts of variables on from results to operands.
+
+        `rule(i, near)` gives the fact of equation i's operands, from those of its results: one for
+        all, or a mapping by operand; None for none. `join` combines those of several readers.
+        """
+        facts = dict(start)
+        for i in reversed(range(len(self.eqns))):
+            fact = rule(i, [facts[v] for v in self.eqns[i].outvars if v in facts])
+            if fact is None:
+                continue
+            for v in fact if isinstance(fact, Mapping) else self.reads[i]:
+                own = fact[v] if isinstance(fact, Mapping) else fact
+                facts[v] = join(facts[v], own) if v in facts else own
+        return facts
+
+    def behind(
+        self, variables: Iterable[Any], ends: Callable[[int], bool] = lambda i: False
+    ) -> Iterator[tuple[Any, int | None]]:
+        """Walks back from variables, each with the number of its equation, if one makes it.
+
+        `ends` tells which equations the walk does not go behind.
+        """
+        stack, seen = list(variables), set()
+        while stack:
+            var = stack.pop()
+            if var in seen:
+                continue
+            seen.add(var)
+            i = self.maker.get(var)
+            yield var, i
+            if i is not None and not ends(i):
+                stack.extend(self.reads[i])
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The equations of a group in order, with the ungrouped ones that they need.
+
+    Of the variables that its own equations make, `sent` are those that equations outside read, and
+    `left` those that the caller reads; `wanted` are further ones, which ungrouped equations make.
+    """
+
+    group: Any
+    eqns: list[Any]
+    sent: list[Any]
+    left: list[Any]
+    wanted: list[Any]
+
+    @property
+    def outputs(self) -> list[Any]:
+        """What others read, in the order in which it is made."""
+        read = {*self.sent, *self.left, *self.wanted}
+        return [v for e in self.eqns for v in e.outvars if v in read]
+
+
+def outline(
+    flow: Flow,
+    group_of: Mapping[int, Group],
+    wanted: Mapping[Any, Sequence[Any]] | None = None,
+    fixed: Collection[int] = (),
+) -> list[Cluster]:
+    """Makes a cluster of each group, in the order of the groups.
+
+    Args:
+        flow: the equations.
+        group_of: the group of each equation that is not repeated; groups can be compared.
+        wanted: for a group, variables of ungrouped equations that it is to give, too.
+        fixed: the numbers of equations that are in no group, and not repeated either.
+    """
+    wanted, fixed = wanted or {}, {*fixed, *group_of}
+    members: dict[Any, list[int]] = {group: [] for group in sorted({*group_of.values(), *wanted})}
+    for i in sorted(group_of):
+        members[group_of[i]].append(i)
+    clusters = []
+    for group, own in members.items():
+        more, inside = list(wanted.get(group, ())), set(own)
+        read = [*more, *(v for i in own for v in flow.reads[i])]
+        again = {i for _, i in flow.behind(read, fixed.__contains__) if i is not None}
+        numbers = sorted(inside | (again - fixed))
+        made = [(v, flow.readers.get(v, set())) for i in own for v in flow.eqns[i].outvars]
+        clusters.append(
+            Cluster(
+                group,
+                [flow.eqns[i] for i in numbers],
+                [v for v, readers in made if not readers <= inside | {None}],
+                [v for v, readers in made if None in readers],
+                more,
+            )
+        )
+    return clusters
+
+
+def in_levels(
+    flow: Flow, group_of: Mapping[int, Any], sources: Callable[[int], Iterable[int]]
+) -> dict[int, int]:
+    """Divides groups whose equations need each other's results into levels.
+
+    Equations of one level and group run at once: an equation is at the last level that those which
+    read it allow, so that little is computed before the transfers that it waits for.
+    """
+    level: dict[int, int] = {}
+    consumers: dict[int, list[int]] = {}
+    order = sorted(group_of)
+    for i in order:
+        level[i] = 0
+        for j in sources(i):
+            level[i] = max(level[i], level[j] + (group_of[j] != group_of[i]))
+            consumers.setdefault(j, []).append(i)
+    last: dict[Any, int] = {}
+    for i, n in level.items():
+        last[group_of[i]] = max(last.get(group_of[i], 0), n)
+    for i in reversed(order):
+        level[i] = min(
+            (level[c] - (group_of[c] != group_of[i]) for c in consumers.get(i, ())),
+            default=last[group_of[i]],
+        )
+    return level
+
+
+def union(groups: Iterable[frozenset]) -> frozenset:
+    """Joins groups that are sets."""
+    return functools.reduce(operator.or_, groups, frozenset())

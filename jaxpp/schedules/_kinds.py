@@ -1,0 +1,183 @@
+"""Kinds of tasks: one record each, which all that deals with tasks reads."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+
+class _Kinds(type):
+    """Makes the class of kinds iterable: over all that there are."""
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter(tuple(cls._known.values()))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Kind(str, metaclass=_Kinds):
+    """A kind of task: `F` forward, `B` backward, `I` and `W` its halves, `R` recompute, or yours.
+
+    `I` gives the cotangents of a stage's inputs, which the stage before waits for; `W` gives the
+    gradients of its weights, which nothing waits for. `B` is `I`, then `W`. `R` computes the
+    activations again that the backward reads: the `F` of its stage and microbatch drops them.
+
+    A kind is its letter, a `str`, with a record of all that is known of it; a new kind is one
+    value. The letter alone gives a kind that there is: `Kind("F")`.
+
+    Args:
+      letter: a capital letter.
+      title: what it does, for legends.
+      after: the kinds that come before it, of its stage and microbatch.
+      makes: the kind whose results it makes, for the tasks of its stage that come after it: an `R`
+        makes those of the `F`, and an `I` those of a `B`.
+      parts: the kinds whose costs add up to its own, where it has none.
+      cost: its time, where `Costs` has none.
+      holds: the change of the activations that its rank holds.
+      field: the field of `Costs` and `Memory` that it has; by default an entry of their `other`.
+      colours: in drawings, of a rank's first stage and of its last.
+
+    Raises:
+      ValueError: the letter is none, or is that of another kind.
+
+    >>> Kind("F") is Kind.F, Kind.W == "W", Kind.R.title
+    (True, True, 'recompute')
+    >>> note = Kind("N", "note", after="F", cost=0.5)
+    >>> Kind("N") is note
+    True
+    """
+
+    _known: ClassVar[dict[str, "Kind"]] = {}
+    F: ClassVar["Kind"]
+    B: ClassVar["Kind"]
+    I: ClassVar["Kind"]  # noqa: E741
+    W: ClassVar["Kind"]
+    R: ClassVar["Kind"]
+
+    title: str  # pyright: ignore[reportIncompatibleMethodOverride]
+    after: tuple[str, ...]
+    makes: str
+    parts: tuple[str, ...]
+    cost: float
+    holds: float
+    field: str
+    colours: tuple[str, str]
+
+    def __new__(
+        cls,
+        letter: str,
+        title: str | None = None,
+        *,
+        after: Iterable[str] = (),
+        makes: str = "",
+        parts: Iterable[str] = (),
+        cost: float = 1.0,
+        holds: float = 0.0,
+        field: str = "",
+        colours: tuple[str, str] = ("#4d5663", "#c3c9d1"),
+    ) -> "Kind":
+        known = cls._known.get(letter)
+        if title is None:
+            if known is None:
+                raise ValueError(
+                    f"{letter!r} is no kind of task; the kinds are {listed(Kind)}. Give a new one "
+                    f"a title: Kind({letter!r}, 'what it does')."
+                )
+            return known
+        if len(letter) != 1 or not "A" <= letter <= "Z":
+            raise ValueError(f"a kind of task is named by one capital letter, got {letter!r}.")
+        self = super().__new__(cls, letter)
+        self.title, self.field = title, field
+        self.after, self.makes, self.parts = tuple(after), makes, tuple(parts)
+        self.cost, self.holds, self.colours = cost, holds, colours
+        if known is None:
+            for other in (*self.after, *filter(None, [makes])):
+                Kind(other)
+            return cls._known.setdefault(letter, self)
+        if vars(known) != vars(self):
+            raise ValueError(
+                f"{letter!r} is the kind {known.title!r} already, and would be {title!r} with "
+                f"other fields; give the new kind another letter."
+            )
+        return known
+
+    def __repr__(self) -> str:
+        return f"Kind({str(self)!r})"
+
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+    def __reduce__(self) -> Any:
+        if self in "FBIWR":
+            return Kind, (str(self),)
+        # With its record: another process need not have imported who made the kind.
+        named = tuple(map(Kind, (*self.after, *filter(None, [self.makes]))))
+        return _restored, (str(self), dict(vars(self)), named)
+
+    @property
+    def before(self) -> "tuple[Kind, ...]":
+        """The kinds of its stage and microbatch that come before it, where the table has them.
+
+        These are the kinds of `after`, and those that stand in for one of them: which make its
+        results, and do not come after this kind themselves.
+
+        >>> Kind.B.before, Kind.R.before
+        ((Kind('F'), Kind('R')), (Kind('F'),))
+        """
+        found = []
+        for need in map(Kind, self.after):
+            found.append(need)
+            if self.makes != need:
+                found += [k for k in Kind if k.makes == need and not k._comes_after(self)]
+        return tuple(dict.fromkeys(found))
+
+    def _comes_after(self, other: "Kind") -> bool:
+        return self == other or any(Kind(k)._comes_after(other) for k in self.after)
+
+
+def _restored(letter: str, record: dict[str, Any], named: tuple[Kind, ...]) -> Kind:
+    """Makes a kind of its record, after those that it names."""
+    return Kind(letter, record.pop("title"), **record)
+
+
+def listed(kinds: Iterable[Kind], word: str = "and") -> str:
+    """Lists kinds, in the order in which they were made: `F, B and I`."""
+    kinds = set(kinds)
+    names = [str(kind) for kind in Kind if kind in kinds]
+    return f" {word} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+# The colours are near to those of terminals, so that a kind looks the same there.
+Kind.F = Kind("F", "forward", holds=1.0, field="forward", colours=("#2b66ad", "#a9cdf0"))
+Kind.B = Kind(
+    "B",
+    "backward",
+    after="F",
+    parts="IW",
+    cost=2.0,
+    holds=-1.0,
+    field="backward",
+    colours=("#2e8b4b", "#addcb0"),
+)
+Kind.I = Kind(
+    "I",
+    "input gradient",
+    after="F",
+    makes="B",
+    field="input_grad",
+    colours=("#a82e5e", "#f0b4c0"),
+)
+Kind.W = Kind(
+    "W",
+    "weight gradient",
+    after="I",
+    holds=-1.0,
+    field="weight_grad",
+    colours=("#dba032", "#fae294"),
+)
+Kind.R = Kind(
+    "R",
+    "recompute",
+    after="F",
+    makes="F",
+    parts="F",
+    holds=1.0,
+    field="recompute",
+    colours=("#6b4fa0", "#cfc0ea"),
+)

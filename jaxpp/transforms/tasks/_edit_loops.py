@@ -1,0 +1,157 @@
+"""`edit_loops`: a transform whose rule edits the scheduled loops of a function."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+import jax
+import jax.extend.core as jex
+import jax.tree_util as jtu
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._definitions import definition_of
+from jaxpp._typing import P, R
+from jaxpp.transforms.tasks import _directions, _loop
+from jaxpp.transforms.tasks._edit import Loop
+
+
+@overload
+def edit_loops(
+    fun: Callable[P, R], rule: Callable[[Loop], Loop], *, has_aux: Literal[False] = False
+) -> Callable[P, R]: ...
+
+
+@overload
+def edit_loops(
+    fun: Callable[P, R], rule: Callable[[Loop], Loop], *, has_aux: Literal[True]
+) -> Callable[P, tuple[R, dict[str, Any]]]: ...
+
+
+def edit_loops(
+    fun: Callable[..., Any], rule: Callable[[Loop], Loop], *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Lets a rule edit each scheduled loop of a function.
+
+    A transform between `schedule` and `place`. The edited loop goes through the checks of a
+    scheduled one. On one device the function runs with the same values as on ranks, and it can be
+    vmapped; differentiate before you schedule.
+
+    Args:
+        fun: a function of pytrees, whose loops `schedule` has scheduled.
+        rule: gives a loop for a loop, each time that `fun` is traced. It is called for each loop.
+        has_aux: whether the function is to give what rules add by `Loop.result`, too.
+
+    Returns:
+        A function with the same arguments and results. With `has_aux` it gives a pair: the result,
+        and a dictionary of what was added, by name. Each array in it has one more axis, the first:
+        the microbatches, in order.
+
+    Raises:
+        ValueError: there is no scheduled loop; or the rule names tasks or values that are not
+            there, or gives arrays of other types. The error names the rule and the task, with their
+            lines.
+        jaxpp.schedules.ScheduleError: the edited loop lacks a task in its table, or deadlocks.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpp
+        >>> def loss(w, x):
+        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     return jnp.mean((h @ w) ** 2)
+        >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+        >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+        >>> def in_half(loop):
+        ...     value = next(v for v in loop.values if ("F", 1) in v.readers)
+        ...     loop, half = loop.after(("F", 0), lambda x: x.astype("bfloat16"), [value])
+        ...     return loop.before(("F", 1), lambda x: x.astype("float32"), half, of=value)
+        >>> edited = jaxpp.extend.edit_loops(grad, in_half)
+        >>> edited(jnp.eye(2), jnp.ones((8, 2))).shape
+        (2, 2)
+    """
+    who = f"edit_loops: the rule {_jaxprs.described(rule)}"
+
+    @functools.wraps(fun)
+    def edited(*args: Any, **kwargs: Any) -> Any:
+        if define := definition_of("edit_loops"):
+            return define(fun, _jaxprs.described(rule), has_aux)(*args, **kwargs)
+        if _compat.is_jit_disabled() and not has_aux:  # there are no scheduled loops
+            return fun(*args, **kwargs)
+        traced = _jaxprs.trace(fun, args, kwargs)
+        with jax.debug_key_reuse(False):  # tasks may share an array of keys
+            flat = _jaxprs.inline(traced.jaxpr, lambda e: _jaxprs.contains(e, _loop.is_loop))
+            jaxpr, consts, trees = _edited(flat, rule, who)
+            results = _jaxprs.run(jaxpr, *consts, *traced.inputs)
+        own = len(flat.jaxpr.outvars)
+        result = traced.rebuild(results[:own])
+        if not has_aux:
+            return result
+        rest = iter(results[own:])
+        return result, {
+            name: jtu.tree_unflatten(tree, list(itertools.islice(rest, tree.num_leaves)))
+            for name, tree in trees.items()
+        }
+
+    return edited
+
+
+def _edited(
+    flat: jex.ClosedJaxpr, rule: Callable[[Loop], Loop], who: str
+) -> tuple[jex.ClosedJaxpr, list[Any], dict[str, Any]]:
+    """Edits the loops of a flat program.
+
+    Returns:
+        The program, which takes further constants first, and gives further results last; the
+        constants; and for each further result, by name, its structure.
+    """
+    eqns, results, consts, trees = [], [], {}, {}
+    for eqn in flat.eqns:
+        if not _loop.is_loop(eqn):
+            if _jaxprs.contains(eqn, _loop.is_loop):
+                raise _loop.error_inside("edit_loops", "a scheduled loop", eqn)
+            eqns.append(eqn)
+            continue
+        tasks = eqn.params["tasks"]
+        loop = rule(Loop(_directions.together(tasks), who))
+        if not isinstance(loop, Loop):
+            raise ValueError(f"{who} gave {loop!r}; a rule gives the loop, edited or not.")
+        own = [jex.Var(jax.typeof(c)) for c in loop._consts]
+        consts |= zip(own, loop._consts, strict=True)
+        more, added = _bound(eqn, loop._checked(), own)
+        eqns += more
+        results += added
+        for result in loop._results:
+            if result.name in trees:
+                raise ValueError(f"{who} adds {result.name!r} in two loops; name it by its loop.")
+            trees[result.name] = result.tree
+    if not any(map(_loop.is_loop, flat.eqns)):
+        raise ValueError(
+            "edit_loops: the function has no scheduled loop to edit; apply schedule first: "
+            "edit_loops(schedule(grad_fn, OneFOneB()), rule)."
+        )
+    invars = [*consts, *flat.jaxpr.invars]
+    outvars = [*flat.jaxpr.outvars, *results]
+    return _compat.make_closed_jaxpr(invars, outvars, eqns), list(consts.values()), trees
+
+
+def _bound(eqn: Any, loop: Loop, consts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The equations of a loop in place of the one it was, and its further results."""
+    old: _loop.LoopTasks = eqn.params["tasks"]
+    count = old.num_directions
+    tasks = _directions.copied(loop._tasks, count)
+    invars = list(eqn.invars)
+    invars[old.num_consts : old.num_consts] = consts
+    run = functools.partial(_loop.loop_p.bind, **{**eqn.params, "tasks": tasks})
+    (new,) = jax.make_jaxpr(run)(*(v.aval for v in invars)).eqns
+    outvars = [*eqn.outvars, *new.outvars[len(eqn.outvars) :]]
+    eqns = [eqn.replace(invars=invars, outvars=outvars, params=new.params, effects=new.effects)]
+    added = outvars[len(eqn.outvars) :]
+    if count == 1:
+        return eqns, added
+    taken = loop.table.direction_of
+    join = _directions.rows_of(taken[::-1] if eqn.params["reverse"] else taken)
+    joined = []
+    for n in range(0, len(added), count):
+        more, (result,) = _jaxprs.record(join, added[n : n + count], eqn)
+        eqns += more
+        joined.append(result)
+    return eqns, joined

@@ -1,0 +1,342 @@
+"""A rule edits scheduled loops: what its edits compute, and which edits are refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpp
+from jaxpp import testing
+from jaxpp._program import Run
+from jaxpp.extend import Kind, edit_loops
+from jaxpp.schedules import (
+    CATALOGUE,
+    DualPipe,
+    ForwardOnly,
+    OneFOneB,
+    ScheduleError,
+    Task,
+    ZeroBubbleH1,
+)
+from tests.helpers import assert_close, assert_same, mesh_of
+
+M, WIDTH = 4, 4
+Q = Kind("Q", "quiet", after="F", holds=0)
+KEYS = jax.random.split(jax.random.key(0), 5)
+WS = [jax.random.normal(key, (WIDTH, WIDTH)) / 2 for key in KEYS[:2]]
+X = jax.random.normal(KEYS[4], (2 * M, WIDTH))
+
+
+def loss_fn(ws, x):
+    for n, w in enumerate(ws):
+        x = jnp.tanh((jaxpp.pipeline_enter_stage(x) if n else x) @ w)
+    return jnp.mean((x - 1) ** 2)
+
+
+def grad_of(schedule=None, microbatches=M):
+    grad = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
+    return jaxpp.schedule(jaxpp.microbatch(grad, microbatches), schedule or OneFOneB())
+
+
+def nothing(loop):
+    return loop
+
+
+def edited(rule, schedule=None, **options):
+    """What the edited gradient gives on two ranks, which is what it gives without a mesh."""
+    fun = edit_loops(grad_of(schedule), rule, **options)
+    got = jax.device_get(jaxpp.place(fun, mesh_of(2))(WS, X))
+    assert_close(got, jax.device_get(jax.jit(fun)(WS, X)))
+    return got
+
+
+def value_between(loop, maker, reader):
+    return next(v for v in loop.values if v.maker == maker and reader in v.readers)
+
+
+# ---- edits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_loop_with_tasks_of_a_new_kind_gives_the_same_bits_under_each_schedule(name):
+    schedule = CATALOGUE[name]()
+    stages = 4 * schedule.stages_per_rank
+    ws = [jax.random.normal(k, (WIDTH, WIDTH)) / 2 for k in jax.random.split(KEYS[0], stages)]
+    x = jnp.tile(X, (4, 1))
+
+    def rule(loop):
+        for stage in range(stages):
+            for value in [v for v in loop.values if v.maker == ("F", stage)][:1]:
+                loop, made = loop.insert(Q, stage, lambda a: a + 0, [value])
+                for key in value.readers:
+                    if key.stage == stage:
+                        loop = loop.read(key, made[0], of=value)
+        return loop
+
+    if name.startswith("forward_only"):
+        fun = jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), 16)
+    else:
+        fun = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss_fn)), 16)
+    scheduled = jaxpp.schedule(fun, schedule)
+    ranks = len(schedule.table(stages, 16).ranks)
+    steps = [jaxpp.place(f, mesh_of(ranks)) for f in (scheduled, edit_loops(scheduled, rule))]
+    want, got = (jax.device_get(step(ws, x)) for step in steps)
+    assert_same(got, want)
+    runs = [i for p in steps[1].programs for i in p.instructions if isinstance(i, Run)]
+    assert any(run.label.startswith("Q") for run in runs)
+
+
+def test_a_value_is_replaced_for_those_who_read_it():
+    def rule(loop):
+        sent = value_between(loop, ("F", 0), ("F", 1))
+        return loop.replace(("F", 0), [sent], lambda h: 2 * h)
+
+    (loss, (first, second)) = edited(rule)
+
+    def twice(ws, x):
+        return jnp.mean((jnp.tanh(2 * jnp.tanh(x @ ws[0]) @ ws[1]) - 1) ** 2)
+
+    want, grads = jax.value_and_grad(twice)(WS, X)
+    assert_close((loss, second), (want, grads[1]))
+    # The first stage's backward reads the value, too: the derivative of tanh is of what it gets.
+    assert not np.allclose(first, grads[0])
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()], ids=str)
+def test_gradients_are_replaced_before_they_are_added_up(schedule):
+    def rule(loop):
+        for key in loop.tasks:
+            if grads := loop.gradients(key):
+                loop = loop.replace(key, grads, lambda *gs: [4 * g for g in gs])
+        return loop
+
+    (loss, grads), (same, plain) = edited(rule, schedule), edited(nothing, schedule)
+    assert_same((loss, grads), (same, [4 * g for g in plain]))
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), DualPipe()], ids=str)
+def test_a_result_has_each_microbatch_in_its_row_and_any_structure(schedule):
+    def rule(loop):
+        sent = value_between(loop, ("F", 0), ("F", 1))
+        return loop.result("h", ("F", 0), lambda h: {"mean": h.mean(), "all": (h,)}, [sent])
+
+    microbatches = 4
+    fun = edit_loops(grad_of(schedule, microbatches), rule, has_aux=True)
+    _, found = jaxpp.place(fun, mesh_of(2))(WS, X)
+    h = jnp.tanh(X @ WS[0]).reshape(microbatches, -1, WIDTH)
+    assert_close(found, {"h": {"mean": h.mean((1, 2)), "all": (h,)}})
+
+
+def test_what_a_function_closes_over_may_be_an_argument_of_the_step():
+    def step(ws, x, shift):
+        def rule(loop):
+            sent = value_between(loop, ("F", 0), ("F", 1))
+            loop, new = loop.after(("F", 0), lambda h: h + shift, [sent])
+            return loop.read(("F", 1), new[0], of=sent)
+
+        return edit_loops(grad_of(), rule)(ws, x)[0]
+
+    shift = jnp.arange(WIDTH, dtype=jnp.float32)
+    want = jnp.mean((jnp.tanh((jnp.tanh(X @ WS[0]) + shift) @ WS[1]) - 1) ** 2)
+    assert_close(jaxpp.place(step, mesh_of(2))(WS, X, shift), want)
+    assert_close(jax.vmap(step, (None, None, 0))(WS, X, jnp.stack([shift, shift]))[1], want)
+
+
+def test_edits_commute_with_vmap():
+    def rule(loop):
+        sent = value_between(loop, ("F", 0), ("F", 1))
+        loop, half = loop.after(("F", 0), lambda h: h.astype(jnp.bfloat16), [sent])
+        return loop.before(("F", 1), lambda h: h.astype(jnp.float32), half, of=sent)
+
+    xs = jnp.stack([X, X + 1])
+    inside = edit_loops(jax.vmap(grad_of(), (None, 0)), rule)(WS, xs)
+    assert_close(inside, jax.vmap(edit_loops(grad_of(), rule), (None, 0))(WS, xs))
+
+
+def test_each_loop_of_a_function_is_edited_and_forwards_have_no_gradients():
+    def both(ws, x):
+        forward = jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M)
+        return jaxpp.schedule(forward, ForwardOnly())(ws, x), grad_of()(ws, x)
+
+    seen = []
+
+    def rule(loop):
+        seen.append((loop.tasks, [len(loop.gradients(key)) for key in loop.tasks]))
+        return loop
+
+    assert_close(edit_loops(both, rule)(WS, X), both(WS, X))
+    assert [counts for _, counts in seen] == [[0, 0], [0, 0, 1, 1]]
+    assert [str(key) for key in seen[1][0]] == ["F0", "F1", "B1", "B0"]
+
+
+def test_with_disabled_jit_it_is_the_plain_function():
+    with jax.disable_jit():
+        assert_close(edit_loops(grad_of(), nothing)(WS, X), grad_of()(WS, X))
+
+
+# ---- proofs -------------------------------------------------------------------------------------
+
+
+def offset(loop):
+    """An edit that changes values."""
+    sent = value_between(loop, ("F", 0), ("F", 1))
+    return loop.replace(("F", 0), [sent], lambda h: h + 1)
+
+
+@pytest.mark.parametrize(("rule", "proven"), [(nothing, True), (offset, False)])
+def test_a_certificate_says_whether_the_edit_is_part_of_what_is_proven(rule, proven):
+    step = jaxpp.place(edit_loops(grad_of(), rule), mesh_of(2))
+    found = jaxpp.certify(step, WS, X)
+    assert found.exact and ("schedule" in found.transforms) == proven
+    assert ("edit_loops" in found.transforms) == proven == (not found.edits)
+    if not proven:
+        assert "those of the edited function" in str(found) and "`offset` (" in str(found)
+
+
+def test_a_broken_program_of_an_edited_loop_is_refuted():
+    lowered = jaxpp.place(edit_loops(grad_of(), offset), mesh_of(2)).lower(WS, X)
+    first = lowered.bundle.programs[0]
+    runs = [i for i in first.instructions if isinstance(i, Run) and i.label == "B0.1"]
+    kept = tuple(i for i in first.instructions if i not in runs)
+    programs = (dataclasses.replace(first, instructions=kept), *lowered.bundle.programs[1:])
+    broken = dataclasses.replace(lowered.bundle, programs=programs)
+    with pytest.raises(jaxpp.Refuted):
+        dataclasses.replace(lowered, bundle=broken).certify()
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def unknown_task(loop):
+    return loop.after(("F", 7), jnp.sin, [])[0]
+
+
+def not_read(loop):
+    return loop.read(("F", 1), loop.values[-1], of=value_between(loop, ("B", 1), ("B", 0)))
+
+
+def not_there(loop):
+    return loop.after(("F", 0), jnp.sin, [value_between(loop, ("B", 1), ("B", 0))])[0]
+
+
+def other_type(loop):
+    sent = value_between(loop, ("F", 0), ("F", 1))
+    return loop.before(("F", 1), lambda h: h.sum(0), [sent], of=sent)
+
+
+def other_number(loop):
+    sent = value_between(loop, ("F", 0), ("F", 1))
+    return loop.replace(("F", 0), [sent], lambda h: [h, h])
+
+
+def read_as(loop):
+    sent = value_between(loop, ("F", 0), ("F", 1))
+    loop, new = loop.after(("F", 0), jnp.sum, [sent])
+    return loop.read(("F", 1), new[0], of=sent)
+
+
+def not_its_own(loop):
+    sent = value_between(loop, ("F", 0), ("F", 1))
+    return loop.replace(("F", 1), [sent], lambda h: h)
+
+
+def in_a_circle(loop):
+    sent = value_between(loop, ("F", 0), ("F", 1))
+    loop, back = loop.after(("B", 0), lambda h: h, [value_between(loop, ("B", 1), ("B", 0))])
+    return loop.read(("F", 1), back[0], of=sent)
+
+
+def of_an_old_kind(loop):
+    return loop.insert(Kind.W, 0, jnp.sin, [loop.values[0]])[0]
+
+
+def inserted_twice(loop):
+    for _ in range(2):
+        loop, _ = loop.insert(Q, 0, jnp.sin, [loop.values[0]])
+    return loop
+
+
+def no_such_stage(loop):
+    return loop.insert(Q, 5, jnp.sin, [loop.values[0]])[0]
+
+
+def named_twice(loop):
+    for _ in range(2):
+        loop = loop.result("same", ("F", 0), jnp.sum, [value_between(loop, ("F", 0), ("F", 1))])
+    return loop
+
+
+def gives_nothing(loop):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (unknown_task, "edits F7, which the loop does not have; its tasks are F0 F1 B1 B0"),
+        (not_read, "names a value of B1, which F1 does not read; it reads values of F0"),
+        (not_there, "names a value of B1 at the end of F0, which neither makes nor reads it"),
+        (other_type, r"at the start of F1, which gives float32\[4\], but is to give float32\[2,4"),
+        (other_number, r"gives float32\[2,4\], float32\[2,4\], but is to give float32\[2,4\];"),
+        (read_as, r"lets F1 read float32\[\] in place of float32\[2,4\]; convert it"),
+        (not_its_own, "replaces in F1 a value that F0 makes"),
+        (in_a_circle, "makes a circle: F1 and .* read values of each other"),
+        (of_an_old_kind, "inserts W0, which is not of a new kind; make a kind of your own"),
+        (inserted_twice, "inserts Q0, which is there already"),
+        (no_such_stage, "inserts Q5: .* the loop has 2 stages"),
+        (named_twice, "adds two results named 'same'"),
+        (gives_nothing, "gave None; a rule gives the loop"),
+    ],
+)
+def test_a_wrong_rule_is_refused_by_its_name_and_line(rule, words):
+    line = rule.__code__.co_firstlineno
+    with pytest.raises(ValueError, match=rf"`{rule.__name__}` \(.*test_edit.py:{line}\).*{words}"):
+        edit_loops(grad_of(), rule)(WS, X)
+
+
+def test_an_error_in_a_function_of_a_rule_names_the_rule_the_task_and_the_line():
+    def wrong(h):
+        return h @ jnp.ones(3)
+
+    def rule(loop):
+        sent = value_between(loop, ("F", 0), ("F", 1))
+        return loop.after(("F", 0), wrong, [sent])[0]
+
+    with pytest.raises(TypeError) as caught:
+        edit_loops(grad_of(), rule)(WS, X)
+    (note,) = [n for n in caught.value.__notes__ if "edit_loops" in n]
+    line = wrong.__code__.co_firstlineno
+    assert "the rule `rule` (" in note and f"`wrong` ({__file__}:{line}) at the end of F0" in note
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tasks: [*tasks[:-1]], r"leaves B.stage \d, microbatch 3. out of the table"),
+        (lambda tasks: tasks[::-1], "leaves a loop that cannot run: .*comes before"),
+        (lambda tasks: sorted(tasks, key=str), "leaves a loop that cannot run: .*"),
+        (lambda tasks: [*tasks, tasks[0]], "cannot run: F.stage 0.* is repeated"),
+        (lambda tasks: [*tasks, Task(Q, 9, 0)], "cannot run: Q.stage 9.* is out of range"),
+    ],
+)
+def test_an_edited_table_is_checked_as_that_of_a_schedule(change, words):
+    with pytest.raises(ScheduleError, match=words):
+        edit_loops(grad_of(), lambda loop: loop.order(change))(WS, X)
+
+
+def test_a_function_without_a_scheduled_loop_is_refused():
+    with pytest.raises(ValueError, match="no scheduled loop to edit; apply schedule first"):
+        edit_loops(loss_fn, nothing)(WS, X)
+    with pytest.raises(ValueError, match="edit_loops: a scheduled loop is inside a `scan`"):
+        many = lambda ws, xs: jax.lax.map(lambda x: grad_of()(ws, x), xs)  # noqa: E731
+        edit_loops(many, nothing)(WS, X[None])
+
+
+def test_an_edited_step_is_that_of_one_device():
+    def step(ws, x):
+        loss, grads = edit_loops(grad_of(), offset)(ws, x)
+        return [w - 0.1 * g for w, g in zip(ws, grads, strict=True)], loss
+
+    testing.assert_matches_single_device(jaxpp.place(step, mesh_of(2)), step, WS, X)
