@@ -6,6 +6,7 @@ unless the function returns the new value.
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,6 +72,34 @@ def _writes_in(name: str, before: Any, after: Any, own: set[int]) -> Iterator[tu
 def _keeps(node: Any) -> bool:
     nnx = sys.modules.get("flax.nnx")  # a user with such an object has imported it
     return nnx is not None and isinstance(node, getattr(nnx, "Pytree", nnx.Module))
+
+
+def warn_of_shared(name: str, args: Any, stacklevel: int) -> None:
+    """Warns of a parameter of Flax NNX that is at two places of the arguments, as in a tied layer.
+
+    Args:
+        name: the transform that traces them.
+        args: the arguments, of which a trace makes copies that share nothing.
+        stacklevel: that of the warning.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    known: dict[int, str] = {}
+    nodes = jtu.tree_leaves_with_path(args, is_leaf=lambda x: isinstance(x, nnx.Param))
+    for path, node in nodes:
+        if not isinstance(node, nnx.Param):
+            continue
+        own, first = jtu.keystr(path), known.setdefault(id(node), jtu.keystr(path))
+        if own != first:
+            warnings.warn(
+                f"{name}: args{first} and args{own} are one parameter of Flax NNX. As in jax.jit, "
+                f"they are two inside: each has a gradient of its own, and changes alone. Pass a "
+                f"state, which has it once: outside, `graphdef, state = nnx.split(model)`; inside, "
+                f"`nnx.merge(graphdef, state)`.",
+                stacklevel=stacklevel + 1,
+            )
+            return
 
 
 def lost(name: str, found: Sequence[Write], line: str) -> ValueError:

@@ -1,6 +1,7 @@
 """What a function changes in its arguments in place comes back, or there is an error."""
 
 import functools
+import warnings
 
 import chex
 import equinox as eqx
@@ -143,6 +144,32 @@ def test_under_nnx_jit_a_placed_step_is_the_plain_one_and_changes_its_objects():
     want = [optimize(nnx.value_and_grad(loss_of), other, its_own, X) for _ in range(2)]
     chex.assert_trees_all_close(got, want, rtol=1e-4)
     assert got[1] != got[0]
+
+
+class Tied(nnx.Module):
+    def __init__(self):
+        self.first = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.last = self.first
+
+    def __call__(self, x):
+        return self.last(jaxpp.pipeline_enter_stage(jnp.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("transform", ["place", "microbatch"])
+def test_a_layer_that_is_at_two_places_is_warned_of(transform):
+    place = two_layers.place if transform == "place" else nnx.jit
+    with pytest.warns(UserWarning, match=r"args\[0\].first.bias.* args\[0\].last.bias .*nnx.split"):
+        place(lambda net, x: scheduled()(net, x))(Tied(), X)
+    graph, state = nnx.split(Tied())
+    staged = jaxpp.wrap_forward(lambda state, x: loss_of(nnx.merge(graph, state), x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop = jaxpp.schedule(
+            jaxpp.microbatch(jax.value_and_grad(staged), 2), jaxpp.schedules.OneFOneB()
+        )
+        got = place(loop)(state, X)
+    want = nnx.value_and_grad(loss_of)(Tied(), X)
+    chex.assert_trees_all_close(*map(jax.tree.leaves, (got, want)), rtol=1e-4)
 
 
 def test_a_module_that_is_closed_over_is_not_changed():

@@ -26,6 +26,8 @@ _TRANSFORMS, _PROGRAMS = "the transforms before schedule", "the programs"
 
 #: Why the transforms before `place` are not decided, if rules edit loops.
 _EDITED = "edited"
+#: Why none is decided where a loop is batched and does not look like its function.
+_BATCHED = "a loop is under jax.vmap, by which JAX batches its tasks in another form than the loop"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Certificate:
         if self.edits:
             lines.append(f"  edited, as no transform is defined to do, by {', '.join(self.edits)}")
         if self.undecided:
-            lines.append(f"  not decided of the transforms before schedule: {self.undecided}")
+            lines.append(f"  not decided of the other transforms: {self.undecided}")
         return "\n".join(lines)
 
 
@@ -188,7 +190,7 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
             proof, undecided = _Proof(lowered, lowered.retrace(), scheduled=True), _EDITED
         proof.of_programs(passes)
     transforms = () if undecided else ("split_stages", "wrap_forward", "microbatch")
-    if undecided != _EDITED:
+    if undecided not in (_EDITED, _BATCHED):
         transforms = (*transforms, "schedule", *["edit_loops"] * bool(rules))
     return Certificate(
         results=len(lowered.bundle.results),
@@ -331,11 +333,16 @@ class _Proof:
                 self._compare("schedule", records, results, self.sums)
                 self._compare_effects("schedule")
             except Refuted:
-                if not rules:
+                if not rules and not self._is_batched():
                     raise
-                undecided = _EDITED
+                undecided = _EDITED if rules else _BATCHED
         self._want(results)
         return undecided
+
+    def _is_batched(self) -> bool:
+        step = next(iter(self.lowered.passes.values()))
+        loops = [e for e in step.jaxpr.eqns if e.primitive.name == "pipeline_loop"]
+        return any(e.params["tasks"].is_batched for e in loops)
 
     def of_programs(self, passes: bool) -> None:
         """Compares the step after each pass, and the programs."""

@@ -219,6 +219,15 @@ def test_a_step_is_proven_under_settings_of_jax(setting):
         testing.assert_computes_the_function(step_of(), W, X)
 
 
+def test_a_loop_under_vmap_is_not_refuted_where_it_is_batched_in_another_form():
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(two_layers)), 4)
+    grad = jax.vmap(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), (0, None))
+    step = jaxpp.place(grad, mesh_of(2))
+    certificate = jaxpp.certify(step, [jnp.stack([w, -w]) for w in W], X)
+    assert certificate.transforms in (ALL, ("place",))
+    assert ("vmap" in certificate.undecided) == (certificate.transforms == ("place",))
+
+
 def test_other_settings_are_not_those_of_the_step():
     lowered = step_of().lower(W, X)
     with jax.enable_x64(True), pytest.raises(jaxpp.Undecided, match="other settings of JAX"):

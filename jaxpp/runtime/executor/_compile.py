@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpp import _compat, _jaxprs
@@ -148,6 +149,10 @@ def current_settings() -> tuple[tuple[str, str], ...]:
     return tuple((name, str(getattr(jax.config, name, None))) for name in sorted(jax.config.values))
 
 
+def _constrains_layout(eqn: Any) -> bool:
+    return eqn.primitive.name == "layout_constraint"
+
+
 def _lower(computation: Computation, home: Home) -> jax.stages.Lowered:
     invars = computation.jaxpr.jaxpr.invars
     in_specs = computation.in_specs or ((),) * len(invars)
@@ -161,11 +166,16 @@ def _lower(computation: Computation, home: Home) -> jax.stages.Lowered:
         for v, spec in zip(invars, in_specs, strict=True)
     ]
 
+    # Programs read arrays in the default layout. To JAX a constraint on a result is its layout.
+    jaxpr = computation.jaxpr
+    constrained = any(_jaxprs.contains(e, _constrains_layout) for e in jaxpr.eqns)
+
     def run(*args):
-        return _jaxprs.run(computation.jaxpr, *args)
+        results = _jaxprs.run(jaxpr, *args)
+        return list(map(jnp.copy, results)) if constrained else results
 
     run.__name__ = run.__qualname__ = computation.name
-    wide = _jaxprs.with_its_types(computation.jaxpr)
+    wide = _jaxprs.with_its_types(jaxpr)
     if not isinstance(home, Mesh):
         with jax.default_device(home), wide:
             return jax.jit(run, donate_argnums=computation.donated).lower(*avals)

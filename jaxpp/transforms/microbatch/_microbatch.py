@@ -7,7 +7,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import DTypeLike, PyTree
 
-from jaxpp import _jaxprs
+from jaxpp import _in_place, _jaxprs
 from jaxpp._definitions import definition_of
 from jaxpp._spellings import names_ours
 from jaxpp._typing import P, R
@@ -132,6 +132,7 @@ def microbatch_by(
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
         given = _keywords.as_positional(fun, args, kwargs, most)
         _jaxprs.refuse_array_likes(given)
+        _in_place.warn_of_shared("microbatch", given, stacklevel=2)
         leaves, tree = jtu.tree_flatten(given)
         entries = _arguments.broadcast_axes(in_axes, given)
         if any(e.axis == CARRY for e in entries):

@@ -33,8 +33,8 @@ def flatten(jaxpr):
             )
         if _jaxprs.contains(eqn, was_loop):
             raise ValueError(
-                f"place: the scheduled loop{_compat.at_source_line(eqn)} was differentiated, and "
-                f"has no schedule any more; differentiate first, then schedule: "
+                f"place: the scheduled loop{_compat.at_source_line(eqn)} was differentiated, or "
+                f"checkified, and has no schedule any more; do so first, then schedule: "
                 f"schedule(jax.grad(microbatch(wrap_forward(f), M)), ...)."
             )
         if not is_loop(eqn) and _jaxprs.contains(eqn, is_loop):
@@ -127,4 +127,5 @@ def skip_carries(step: Step) -> Step:
     outvars = [known(v) for v in step.jaxpr.jaxpr.outvars]
     jaxpr = _compat.make_closed_jaxpr(step.jaxpr.jaxpr.invars, outvars, eqns)
     guards = {v: tuple((known(w), k) for w, k in guard) for v, guard in step.guards.items()}
-    return step.with_guards(jaxpr, guards)
+    # An operand may be a number, or an argument.
+    return own_results(step.with_guards(jaxpr, guards))

@@ -136,6 +136,16 @@ def _trace(
         return trace(fun, types, in_specs, inside)
 
 
+def _refuse_refs(traced: _jaxprs.Traced) -> None:
+    uses = [e for e in traced.jaxpr.eqns if any(map(_compat.is_ref, e.invars))]
+    if any(map(_compat.is_ref, traced.jaxpr.jaxpr.invars)):
+        raise ValueError(
+            f"place: the step reads or writes{max(map(_compat.at_source_line, uses), default='')} "
+            f"a jax.new_ref made outside of it, which the ranks of a pipeline cannot share. Pass "
+            f"its value, ref[...], and return the new one, or make the ref in the step."
+        )
+
+
 def _make_step(
     request: Request,
     args: tuple[Any, ...],
@@ -146,6 +156,7 @@ def _make_step(
 ) -> Step:
     """Makes a flat step of the traced function, the input of the first pass."""
     types = signature.types
+    _refuse_refs(traced)
     # Arrays that the step closes over become literals: each rank that reads one gets it once.
     closed_over = traced.inputs[: traced.num_closed_over]
     jaxpr = _jaxprs.bind_constants(_flat_step.flatten(traced.jaxpr), closed_over)

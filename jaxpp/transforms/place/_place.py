@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _in_place, _jaxprs
 from jaxpp._ambient import without_mesh
 from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
@@ -200,6 +200,7 @@ class Placed(Generic[R]):
             return compiled, leaves
 
     def _lower(self, args: tuple[Any, ...]) -> Lowered:
+        _in_place.warn_of_shared("place", args, stacklevel=5)
         try:
             return lower_step(self._request, args)
         except TypeError as error:  # such as those of JAX about values that are not known

@@ -61,7 +61,7 @@ class LoopTasks:
 
     `table` says which rank runs the tasks, and in which order; it splits the backward as the tasks
     do. For each carry that takes its microbatches in any order, `folds` has the primitive that
-    combines them.
+    combines them. `is_batched` tells whether the loop is under `jax.vmap`.
     """
 
     bodies: tuple[TaskBody, ...]
@@ -71,6 +71,7 @@ class LoopTasks:
     num_ys: int
     folds: dict[int, Any]
     num_directions: int = 1
+    is_batched: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -295,7 +296,7 @@ def _batch(args, dims, *, tasks: LoopTasks, **params):
 
     outputs = loop_p.bind(
         *map(operand, refs, args, dims),
-        tasks=dataclasses.replace(tasks, bodies=tuple(map(batch, tasks.bodies))),
+        tasks=dataclasses.replace(tasks, bodies=tuple(map(batch, tasks.bodies)), is_batched=True),
         **params,
     )
     results = tasks.results()

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxpp import _compat, _jaxprs, schedules
+from jaxpp import _compat, _in_place, _jaxprs, schedules
 from jaxpp._definitions import definition_of
 from jaxpp._typing import P, R
 from jaxpp.schedules import Kind, Table
@@ -61,6 +61,7 @@ def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> Callable[P, R
             return define(fun)(*args, **kwargs)
         if _compat.is_jit_disabled():  # stages are calls of jitted functions
             return fun(*args, **kwargs)
+        _in_place.warn_of_shared("schedule", args, stacklevel=2)
         traced = _jaxprs.trace(fun, args, kwargs)
         with jax.debug_key_reuse(False):  # tasks may share an array of keys
             return traced.rebuild(_run(traced.jaxpr, schedule, traced.inputs))

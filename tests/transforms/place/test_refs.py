@@ -1,5 +1,7 @@
 """A `jax.new_ref` that a function makes is written and read as in the plain function."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -139,3 +141,17 @@ def test_a_ref_of_the_step():
     got = two_layers.place(make(two_layers.scheduled()))(WEIGHTS, X)
     want = jax.jit(make(two_layers.accumulated()))(WEIGHTS, X)
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("given", ["closed over", "an argument"])
+def test_a_ref_from_outside_of_the_step_is_refused_with_its_line(given):
+    ref, grad_fn = jax.new_ref(jnp.zeros(())), two_layers.scheduled()
+
+    def step(ref, w, x):
+        value, grads = grad_fn(w, x)
+        ref[...] += value
+        return grads
+
+    fun = functools.partial(step, ref) if given == "closed over" else step
+    with pytest.raises(ValueError, match=r"test_refs\.py:\d+ a jax.new_ref made outside of it"):
+        two_layers.place(fun)(*((ref,) * (fun is step)), WEIGHTS, X)

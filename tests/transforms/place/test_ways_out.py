@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.experimental.layout import Format, Layout
+from jax.experimental.layout import Format, Layout, with_layout_constraint
 
 import jaxpp
 from tests.transforms import two_layers
@@ -200,3 +200,29 @@ def test_an_array_with_a_layout_of_its_own(which, path, device):
     with pytest.raises(ValueError, match=message):
         step(*args)
     chex.assert_trees_all_equal(step(*jax.tree.map(jnp.copy, args)), want)  # the way out
+
+
+def test_a_constraint_on_the_layout_of_what_a_stage_hands_on():
+    """Other programs read it in the default layout, as they read all arrays."""
+
+    def make(grad_fn, constrain):
+        def step(w, x):
+            value, grads = grad_fn(w, x)
+            return [constrain(p - 0.1 * g) for p, g in zip(w, grads, strict=True)], value
+
+        return step
+
+    def turned(x):
+        return with_layout_constraint(x, Layout((1, 0)))
+
+    def loss(w, x):
+        h = turned(jaxpp.pipeline_enter_stage(turned(jnp.tanh(x @ w[0]))))
+        return jnp.mean((h @ w[1]) ** 2)
+
+    placed = two_layers.place(make(two_layers.scheduled(loss), turned), donate_argnums=0)
+    # Of a result with a layout of its own JAX reads the wrong elements on CPUs.
+    plain = jax.jit(make(two_layers.accumulated(), lambda x: x))
+    got, want = (jax.tree.map(jnp.copy, WEIGHTS) for _ in range(2))
+    for _ in range(2):
+        (got, value), (want, wanted) = placed(got, X), plain(want, X)
+        chex.assert_trees_all_close((got, value), (want, wanted), rtol=1e-4, atol=1e-5)

@@ -184,6 +184,26 @@ def test_the_backward_of_a_last_stage_may_read_its_input_alone():
     assert_close(jax.device_get(got), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+def test_the_gradient_by_a_parameter_that_no_stage_reads(schedule):
+    """The loop hands zeros through, for a temperature that the outer loss reads, and for none."""
+
+    def of_slice(params, x):
+        y, _ = layers(params["ws"], STATES, x, RANKS)
+        return jnp.mean(y**2), y
+
+    def loss(params, made):
+        value, rows = made
+        return value + contrast(params["temperature"] * rows)
+
+    params = {"ws": WS, "temperature": jnp.float32(0.5), "none": jnp.float32(1)}
+    loop = jaxpp.microbatch(jaxpp.wrap_forward(of_slice), M, reduce=("mean", "concat"))
+    grad_fn = jax.value_and_grad(lambda params, x: loss(params, loop(params, x)))
+    want = jax.value_and_grad(lambda params, x: loss(params, of_slice(params, x)))
+    got = placed()(jaxpp.schedule(grad_fn, SCHEDULES[schedule]))(params, XS[0])
+    assert_close(jax.device_get(got), jax.jit(want)(params, XS[0]), rtol=1e-4, atol=1e-5)
+
+
 # ---- a state that a microbatch hands to the next -------------------------------------------------
 
 
