@@ -25,21 +25,21 @@ from jaxpp.schedules import (
     to_trace,
 )
 
-X = Kind("X", "unload", after="F", cost=0.5, holds=-1)
-Y = Kind("Y", "reload", after="X", makes="F", cost=0.5, holds=1, colours=("#999999", "#dddddd"))
-TABLE = from_tasks([["F0.0", "X0.0", "F0.1", "Y0.0", "B0.0", "B0.1"]])
+G = Kind("G", "unload", after="F", cost=0.5, holds=-1)
+H = Kind("H", "reload", after="G", makes="F", cost=0.5, holds=1, colours=("#999999", "#dddddd"))
+TABLE = from_tasks([["F0.0", "G0.0", "F0.1", "H0.0", "B0.0", "B0.1"]])
 
 
 def test_a_kind_is_its_letter_and_there_once():
-    assert Kind("X") is X and X == "X" and f"{X}" == "X" and hash(X) == hash("X")
-    assert Kind("X", "unload", after="F", cost=0.5, holds=-1) is X
-    assert list(Kind)[:5] == list("FBIWR") and X in tuple(Kind)
+    assert Kind("G") is G and G == "G" and f"{G}" == "G" and hash(G) == hash("G")
+    assert Kind("G", "unload", after="F", cost=0.5, holds=-1) is G
+    assert list(Kind)[:5] == list("FBIWR") and G in tuple(Kind)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("X", "other"), "'X' is the kind 'unload' already.*another letter"),
+        (("G", "other"), "'G' is the kind 'unload' already.*another letter"),
         (("x", "lower"), "one capital letter, got 'x'"),
         (("ABC", "word"), "one capital letter"),
         (("Z",), "'Z' is no kind of task; the kinds are F, B, I, W, R, .*a title"),
@@ -51,26 +51,26 @@ def test_what_is_no_kind_is_refused(arguments, words):
 
 
 def test_a_kind_survives_copies_and_is_known_to_a_process_that_did_not_make_it():
-    task = Task(Y, 3, 4)
-    assert copy.deepcopy(task).kind is Y and pickle.loads(pickle.dumps(task)) == task
+    task = Task(H, 3, 4)
+    assert copy.deepcopy(task).kind is H and pickle.loads(pickle.dumps(task)) == task
     code = "import pickle, sys; t = pickle.load(sys.stdin.buffer); print(t, t.kind.title)"
     found = subprocess.run(
         [sys.executable, "-c", code], input=pickle.dumps(task), capture_output=True, check=True
     )
-    assert found.stdout.decode().split() == ["Y3.4", "reload"]
+    assert found.stdout.decode().split() == ["H3.4", "reload"]
 
 
 def test_a_task_of_an_unknown_kind_is_no_task():
-    assert Task.from_text("Y3.4") == Task(Y, 3, 4)
+    assert Task.from_text("H3.4") == Task(H, 3, 4)
     assert Task.from_text("Z3.4") is None
 
 
 def test_the_checker_reads_what_comes_before():
     check(TABLE)
     for wrong, words in (
-        (["X0.0", "F0.0", "B0.0"], r"X\[stage 0.* comes before F"),
-        (["F0.0", "X0.0", "B0.0", "Y0.0"], r"B\[stage 0.* comes before Y"),
-        (["F0.0", "Y0.0", "X0.0", "B0.0"], r"Y\[stage 0.* comes before X"),
+        (["G0.0", "F0.0", "B0.0"], r"G\[stage 0.* comes before F"),
+        (["F0.0", "G0.0", "B0.0", "H0.0"], r"B\[stage 0.* comes before H"),
+        (["F0.0", "H0.0", "G0.0", "B0.0"], r"H\[stage 0.* comes before G"),
     ):
         with pytest.raises(ScheduleError, match=words):
             check(from_tasks([wrong]))
@@ -78,30 +78,30 @@ def test_the_checker_reads_what_comes_before():
 
 def test_a_backward_needs_what_stands_in_for_its_forward():
     needs = stage_dependencies(TABLE)
-    assert needs[Kind.B, 0] == (("F", 0), ("Y", 0)) and needs[Y, 0] == (("X", 0),)
+    assert needs[Kind.B, 0] == (("F", 0), ("H", 0)) and needs[H, 0] == (("G", 0),)
 
 
 def test_times_and_memory_come_from_the_record_unless_a_model_says_otherwise():
     spans = {str(span.task): span.end - span.start for span in simulate(TABLE).spans}
-    assert (spans["X0.0"], spans["Y0.0"], spans["B0.1"]) == (0.5, 0.5, 2.0)
-    costs = Costs(other={X: 3.0, Y: [7.0]})
-    assert costs.of(Task(X, 0, 0)) == 3.0 and costs.divided(2).of(Task(Y, 0, 0)) == 3.5
-    assert Costs.measured({(X, 0): 4.0, (Kind.F, 0): 1.0}).of(Task(X, 0, 1)) == 4.0
+    assert (spans["G0.0"], spans["H0.0"], spans["B0.1"]) == (0.5, 0.5, 2.0)
+    costs = Costs(other={G: 3.0, H: [7.0]})
+    assert costs.of(Task(G, 0, 0)) == 3.0 and costs.divided(2).of(Task(H, 0, 0)) == 3.5
+    assert Costs.measured({(G, 0): 4.0, (Kind.F, 0): 1.0}).of(Task(G, 0, 1)) == 4.0
     assert TABLE.peak_in_flight() == (2,) and Memory().peaks(TABLE) == (2.0,)
     plain = from_tasks([[t for t in TABLE.ranks[0] if t.kind in "FB"] for _ in range(1)])
     assert Memory().peaks(plain) == (2.0,)
-    kept = Memory(other={X: 0.0, Y: 0.0})
+    kept = Memory(other={G: 0.0, H: 0.0})
     assert kept.held(TABLE, 0) == [1.0, 1.0, 2.0, 2.0, 2.0, 1.0]
-    with pytest.raises(ValueError, match="cost of unload of X"):
-        Costs(other={X: -1.0}).of(Task(X, 0, 0))
+    with pytest.raises(ValueError, match="cost of unload of G"):
+        Costs(other={G: -1.0}).of(Task(G, 0, 0))
 
 
 def test_text_pictures_and_files_have_it(tmp_path):
-    timeline = simulate(TABLE, Costs(other={X: 1.0, Y: 1.0}))
-    assert to_text(timeline, colour=False).splitlines()[0] == "rank 0 | F0 X0 F1 Y0 B0 == B1 =="
+    timeline = simulate(TABLE, Costs(other={G: 1.0, H: 1.0}))
+    assert to_text(timeline, colour=False).splitlines()[0] == "rank 0 | F0 G0 F1 H0 B0 == B1 =="
     to_trace(timeline, tmp_path / "kinds.json")
-    assert '"X0.0"' in (tmp_path / "kinds.json").read_text()
-    assert from_csv(to_csv(TABLE)).ranks == TABLE.ranks and "0Y0" in to_csv(TABLE)
+    assert '"G0.0"' in (tmp_path / "kinds.json").read_text()
+    assert from_csv(to_csv(TABLE)).ranks == TABLE.ranks and "0H0" in to_csv(TABLE)
     pytest.importorskip("matplotlib")
     plot(timeline, tmp_path / "kinds.png")
 

@@ -1,9 +1,8 @@
 """`Loop`: a scheduled loop as those see it who edit it: tasks, the values between them, a table."""
 
-import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -166,9 +165,9 @@ class Loop:
             The loop, and the new values, which no task reads yet.
         """
         body = self._body(key)
-        made = self._record(fun, self._atoms(body, values), f"at the end of {body.name}")
+        made = self._record_in(body, fun, values)
         refs = self._new_refs(len(made.atoms))
-        loop = made.loop._with(_extended(body, made, [*zip(made.atoms, refs, strict=True)]))
+        loop = made.loop._with(_extended(body, made, refs))
         return loop, loop._values_of(refs)
 
     def before(
@@ -183,16 +182,15 @@ class Loop:
             of: the value that the task has read so far.
         """
         body = self._body(key)
-        known = dict(zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True))
-        old = self._input(body, of)
-        given = [known.get(_ref(v)) or jex.Var(v.aval) for v in values]
-        made = self._record(fun, given, f"at the start of {body.name}", [of.aval])
-        known = {r: v for r, v in known.items() if r != of._ref}
-        known |= zip(map(_ref, values), given, strict=True)
+        old, known = self._input(body, of), _inputs(body)
+        read = {self._ref(v): known.get(self._ref(v)) or jex.Var(v.aval) for v in values}
+        given = [read[self._ref(v)] for v in values]
+        made = self._record(fun, given, f"at the start of {body.name}", known, [of.aval])
+        del known[self._ref(of)]
         new = _jaxprs.Substitution([(old, made.atoms[0])])
         eqns = [*made.eqns, *map(new.rename, body.jaxpr.eqns)]
         outvars = list(map(new, body.jaxpr.jaxpr.outvars))
-        return made.loop._with(_body_of(body, {**known, **made.consts}, eqns, outvars))
+        return made.loop._with(_body_of(body, {**known, **read, **made.consts}, eqns, outvars))
 
     def insert(
         self,
@@ -214,7 +212,7 @@ class Loop:
             stage: the stage.
             fun: the function.
             values: its arguments.
-            before: the task that it comes right before, in place of after what it reads.
+            before: a task of the table that it comes right before, in place of after what it reads.
 
         Returns:
             The loop, and the new values, which no task reads yet.
@@ -229,37 +227,33 @@ class Loop:
         if not 0 <= stage < self.table.num_stages or not values:
             has = f"{self.table.num_stages} stages, numbered from 0"
             raise self._error(f"inserts {name}: it needs values, and the loop has {has}.")
-        given = [jex.Var(v.aval) for v in values]
-        made = self._record(fun, given, f"as {name}")
+        if before and tuple(before) not in [(t.kind, t.stage) for t in self.table.tasks]:
+            other = "".join(map(str, before))
+            raise self._error(f"inserts {name} before {other}, which the table does not have.")
+        read = {self._ref(v): jex.Var(v.aval) for v in values}
+        made = self._record(fun, [read[self._ref(v)] for v in values], f"as {name}", {})
         refs = self._new_refs(len(made.atoms))
-        known = dict(zip(map(_ref, values), given, strict=True))
         empty = TaskBody(Kind(kind), stage, _compat.make_closed_jaxpr([], [], []), (), (), False)
-        body = _extended(
-            dataclasses.replace(
-                empty,
-                jaxpr=_compat.make_closed_jaxpr(list(known.values()), [], []),
-                inputs=tuple(known),
-            ),
-            made,
-            [*zip(made.atoms, refs, strict=True)],
-        )
-        read = {(v.maker.kind, v.maker.stage) for v in values}
-        table = _with_tasks(self.table, Kind(kind), stage, read, before)
-        bodies = (*self._tasks.bodies, body)
-        loop = made.loop._replace(bodies=bodies, table=table)
+        body = _body_of(empty, {**read, **made.consts}, made.eqns, made.atoms)
+        body = dataclasses.replace(body, outputs=tuple(refs))
+        makers = {v.maker for v in values}
+        table = _with_tasks(self.table, Kind(kind), stage, makers, before)
+        loop = made.loop._replace(bodies=(*self._tasks.bodies, body), table=table)
         return loop, loop._values_of(refs)
 
     def read(self, key: tuple[str, int], new: Value, of: Value) -> "Loop":
         """Lets a task read one value in place of another, which has the same type."""
         body = self._body(key)
-        self._input(body, of)
+        old, known, ref = self._input(body, of), _inputs(body), self._ref(new)
         if _type(new.aval) != _type(of.aval):
             raise self._error(
                 f"lets {body.name} read {new.aval.str_short()} in place of "
                 f"{of.aval.str_short()}; convert it by Loop.before."
             )
-        inputs = tuple(_ref(new) if r == of._ref else r for r in body.inputs)
-        return self._with(dataclasses.replace(body, inputs=inputs))
+        del known[self._ref(of)]
+        same = _jaxprs.Substitution([(old, known.setdefault(ref, old))])
+        eqns, outvars = map(same.rename, body.jaxpr.eqns), map(same, body.jaxpr.jaxpr.outvars)
+        return self._with(_body_of(body, known, list(eqns), list(outvars)))
 
     def replace(
         self, key: tuple[str, int], values: Sequence[Value], fun: Callable[..., Any]
@@ -274,9 +268,7 @@ class Loop:
         body = self._body(key)
         if stranger := next((v for v in values if v.maker != _key(body)), None):
             raise self._error(f"replaces in {body.name} a value that {stranger.maker} makes.")
-        atoms = self._atoms(body, values)
-        types = [v.aval for v in values]
-        made = self._record(fun, atoms, f"at the end of {body.name}", types)
+        made = self._record_in(body, fun, values, [v.aval for v in values])
         of = {v._ref: new for v, new in zip(values, made.atoms, strict=True) if v._ref}
         sums = {v._var: new for v, new in zip(values, made.atoms, strict=True) if not v._ref}
         adding = {id(f.eqn) for f in _folds(body, self._tasks) if f.value in sums}
@@ -289,16 +281,9 @@ class Loop:
             for e in body.jaxpr.eqns
             if not late.isdisjoint(e.outvars)
         ]
-        inputs = dict(zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True))
-        outvars = zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True)
-        return made.loop._with(
-            _body_of(
-                body,
-                {**inputs, **made.consts},
-                [*first, *made.eqns, *second],
-                [of.get(r, v) for r, v in outvars],
-            )
-        )
+        eqns, outputs = [*first, *made.eqns, *second], _outputs(body).items()
+        outvars = [of.get(ref, v) for ref, v in outputs]
+        return made.loop._with(_body_of(body, {**_inputs(body), **made.consts}, eqns, outvars))
 
     def result(
         self, name: str, key: tuple[str, int], fun: Callable[..., Any], values: Sequence[Value]
@@ -314,11 +299,11 @@ class Loop:
         if name in [result.name for result in self._results]:
             raise self._error(f"adds two results named {name!r}.")
         body = self._body(key)
-        made = self._record(fun, self._atoms(body, values), f"at the end of {body.name}")
+        made = self._record_in(body, fun, values)
         first = self._tasks.num_ys
         ys = tuple(range(first, first + len(made.atoms)))
-        outputs = [(v, Ref("y", n)) for v, n in zip(made.atoms, ys, strict=True)]
-        loop = made.loop._with(_extended(body, made, outputs))._replace(num_ys=first + len(ys))
+        new = _extended(body, made, [Ref("y", n) for n in ys])
+        loop = made.loop._with(new)._replace(num_ys=first + len(ys))
         return dataclasses.replace(loop, _results=(*self._results, _Result(name, made.tree, ys)))
 
     def order(self, change: Callable[[tuple[Task, ...]], Iterable[Task]]) -> "Loop":
@@ -328,11 +313,11 @@ class Loop:
             change: gives the new order of a rank's tasks. It may add tasks of kinds of your own.
         """
         ranks = tuple(tuple(change(tasks)) for tasks in self.table.ranks)
-        followers = [dict(itertools.pairwise(own)) for own in (*self.table.ranks, *ranks)]
         before, now = (
-            collections.ChainMap(*own) for own in (followers[: len(ranks)], followers[len(ranks) :])
+            {pair for own in orders for pair in itertools.pairwise(own)}
+            for orders in (self.table.ranks, ranks)
         )
-        kept = frozenset(t for t in self.table.overlaps if before.get(t) == now.get(t))
+        kept = frozenset(task for task, _ in before & now if task in self.table.overlaps)
         return self._replace(table=dataclasses.replace(self.table, ranks=ranks, overlaps=kept))
 
     # ---- inside ---------------------------------------------------------------------------------
@@ -350,7 +335,7 @@ class Loop:
 
     def _input(self, body: TaskBody, value: Value) -> Any:
         """The variable of a value that a task reads."""
-        known = dict(zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True))
+        known = _inputs(body)
         if value._ref not in known:
             makers = " and ".join(str(v.maker) for v in self.values if v._ref in known)
             raise self._error(
@@ -361,8 +346,7 @@ class Loop:
 
     def _atoms(self, body: TaskBody, values: Sequence[Value]) -> list[Any]:
         """The atoms in a task of values that it makes or reads."""
-        known = dict(zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True))
-        known |= zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True)
+        known = {**_inputs(body), **_outputs(body)}
         own = {*body.jaxpr.jaxpr.invars, *(v for e in body.jaxpr.eqns for v in e.outvars)}
         atoms = []
         for value in values:
@@ -385,10 +369,37 @@ class Loop:
         found = {v._ref: v for v in self.values}
         return [found[ref] for ref in refs]
 
-    def _record(
-        self, fun: Callable, atoms: Sequence[Any], where: str, types: Sequence[Any] | None = None
+    def _ref(self, value: Value) -> Ref:
+        if value._ref is None:
+            raise self._error(
+                f"lets a task read a gradient of {value.maker}, which is no value between tasks; "
+                f"make one of it by Loop.after."
+            )
+        return value._ref
+
+    def _record_in(
+        self,
+        body: TaskBody,
+        fun: Callable,
+        values: Sequence[Value],
+        types: Sequence[Any] | None = None,
     ) -> "_Made":
-        """Traces a function of atoms, whose results have to be of these types, if any are given."""
+        """Traces a function of values at the end of a task."""
+        where = f"at the end of {body.name}"
+        return self._record(fun, self._atoms(body, values), where, _inputs(body), types)
+
+    def _record(
+        self,
+        fun: Callable,
+        atoms: Sequence[Any],
+        where: str,
+        inputs: Mapping[Ref, Any],
+        types: Sequence[Any] | None = None,
+    ) -> "_Made":
+        """Traces a function of atoms in a task with some inputs.
+
+        If types are given, the results have to be of these.
+        """
         try:
             traced, tree = jax.make_jaxpr(fun, return_shape=True)(*(a.aval for a in atoms))
         except Exception as error:
@@ -410,7 +421,8 @@ class Loop:
             same = [n for n, known in enumerate(consts) if known is array]
             consts += [] if same else [array]
             refs.append(Ref("const", self._first_const + (same or [len(consts) - 1])[0]))
-        own = [jex.Var(v.aval) for v in jaxpr.jaxpr.invars[: len(arrays)]]
+        variables = zip(refs, jaxpr.jaxpr.invars, strict=False)
+        own = [inputs.get(ref) or jex.Var(v.aval) for ref, v in variables]
         eqns, made = _jaxprs.inline_body(jaxpr, [*own, *atoms])
         loop = dataclasses.replace(self, _consts=tuple(consts))
         loop = loop._replace(num_consts=self._first_const + len(consts))
@@ -489,13 +501,12 @@ def _key(body: TaskBody) -> Key:
     return Key(body.kind, body.stage)
 
 
-def _ref(value: Value) -> Ref:
-    if value._ref is None:
-        raise ValueError(
-            f"a gradient of {value.maker} is no value that other tasks can read; make one of it by "
-            f"Loop.after."
-        )
-    return value._ref
+def _inputs(body: TaskBody) -> dict[Ref, Any]:
+    return dict(zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True))
+
+
+def _outputs(body: TaskBody) -> dict[Ref, Any]:
+    return dict(zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True))
 
 
 def _type(aval: Any) -> tuple[Any, ...]:
@@ -504,10 +515,9 @@ def _type(aval: Any) -> tuple[Any, ...]:
 
 def _folds(body: TaskBody, tasks: LoopTasks) -> list[_Fold]:
     """Finds how a task adds to the loop's sums."""
-    maker = {v: e for e in body.jaxpr.eqns for v in e.outvars}
-    taken = dict(zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True))
+    maker, taken = {v: e for e in body.jaxpr.eqns for v in e.outvars}, _inputs(body)
     found = []
-    for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
+    for ref, v in _outputs(body).items():
         fold = tasks.folds.get(ref.index) if ref.source == "carry" else None
         if fold is None or fold.name not in _primitives.ADDS or v not in maker:
             continue
@@ -518,35 +528,35 @@ def _folds(body: TaskBody, tasks: LoopTasks) -> list[_Fold]:
     return found
 
 
-def _body_of(body: TaskBody, inputs: dict[Ref, Any], eqns, outvars) -> TaskBody:
+def _body_of(body: TaskBody, inputs: Mapping[Ref, Any], eqns, outvars) -> TaskBody:
     jaxpr = _compat.make_closed_jaxpr(list(inputs.values()), outvars, eqns, body.name)
     return dataclasses.replace(body, jaxpr=jaxpr, inputs=tuple(inputs))
 
 
-def _extended(body: TaskBody, made: _Made, outputs: Sequence[tuple[Any, Ref]]) -> TaskBody:
-    """A task with further equations at its end, and further outputs."""
-    inputs = dict(zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True))
-    outvars = [*body.jaxpr.jaxpr.outvars, *(v for v, _ in outputs)]
-    new = _body_of(body, {**inputs, **made.consts}, [*body.jaxpr.eqns, *made.eqns], outvars)
-    return dataclasses.replace(new, outputs=(*body.outputs, *(ref for _, ref in outputs)))
+def _extended(body: TaskBody, made: _Made, refs: Sequence[Ref]) -> TaskBody:
+    """A task with further equations at its end, whose results are further outputs."""
+    inputs, eqns = {**_inputs(body), **made.consts}, [*body.jaxpr.eqns, *made.eqns]
+    new = _body_of(body, inputs, eqns, [*body.jaxpr.jaxpr.outvars, *made.atoms])
+    return dataclasses.replace(new, outputs=(*body.outputs, *refs))
 
 
 def _with_tasks(
     table: Table,
     kind: Kind,
     stage: int,
-    read: set[tuple[Kind, int]],
+    makers: Collection[tuple[Kind, int]],
     before: tuple[str, int] | None,
 ) -> Table:
     """Puts the tasks of a kind and a stage into a table, unless it has some."""
     if any(task.kind == kind and task.stage == stage for task in table.tasks):
         return table
-    ranks, before_it = [], {*read, *((k, stage) for k in kind.after)}
+    ranks, before_it = [], {*makers, *((k, stage) for k in kind.after)}
     for order in table.ranks:
         own = list(order)
         for i in [task.microbatch for task in order if (task.kind, task.stage) == ("F", stage)]:
-            if before is not None:
-                at = own.index(Task(Kind(before[0]), before[1], i))
+            anchor = before and Task(Kind(before[0]), before[1], i)
+            if anchor in own:
+                at = own.index(anchor)
             else:
                 numbers = [n for n, t in enumerate(own) if t.microbatch == i]
                 made = [(own[n].kind, own[n].kind.makes) for n in numbers]
@@ -557,7 +567,7 @@ def _with_tasks(
                 ]
                 at = max(near, default=min(n for n in numbers if own[n].stage == stage))
             if at and own[at - 1] in table.overlaps:  # not between two that run together
-                at += 1 if before is None else -1
+                at += -1 if anchor in own else 1
             own.insert(at, Task(kind, stage, i))
         ranks.append(tuple(own))
     return dataclasses.replace(table, ranks=tuple(ranks))

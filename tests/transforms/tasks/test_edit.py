@@ -146,6 +146,43 @@ def test_what_a_function_closes_over_may_be_an_argument_of_the_step():
     assert_close(jax.vmap(step, (None, None, 0))(WS, X, jnp.stack([shift, shift]))[1], want)
 
 
+def test_values_and_constants_that_a_task_reads_already_are_read_once():
+    shift = jnp.arange(WIDTH, dtype=jnp.float32)
+
+    def rule(loop):
+        sent = value_between(loop, ("F", 0), ("F", 1))
+        for _ in range(2):  # each closes over the same array
+            loop, (new,) = loop.after(("F", 0), lambda h: h + shift, [sent])
+        loop, (both,) = loop.insert(Q, 0, lambda a, b: a + b, [new, new])
+        loop = loop.read(("F", 1), both, of=sent)
+        # Now the task reads `both`; so it does for another value.
+        loop, (more,) = loop.after(("F", 0), lambda h: 3 * h, [sent])
+        loop = loop.before(("F", 1), lambda a, b: a - b, [more, more], of=both)
+        loop = loop.before(("F", 1), lambda a, b: a + b, [both, both], of=more)
+        return loop.replace(("F", 0), [new], lambda h: h + shift)
+
+    loss, _ = edited(rule)
+    h = jnp.tanh(X @ WS[0]) + 2 * shift
+    # `more - more` is 0, whatever it is; `both` is dropped again.
+    assert_close(loss, jnp.mean((jnp.tanh(0 * h @ WS[1]) - 1) ** 2))
+
+
+def test_a_task_that_reads_one_value_for_two_reads_it_once():
+    def rule(loop):
+        kept = [v for v in loop.values if v.maker == ("F", 1) and ("B", 1) in v.readers]
+        first, second = [v for v in kept if v.aval.shape == (2, WIDTH)][:2]
+        return loop.read(("B", 1), first, of=second)
+
+    def loss(ws, x):
+        h = jaxpp.pipeline_enter_stage(x @ ws[0])
+        return jnp.mean(jnp.sin(h @ ws[1]) * jnp.sin(h @ ws[1] + 1))
+
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), M)
+    grad = edit_loops(jaxpp.schedule(grad, OneFOneB()), rule)
+    got = jaxpp.place(grad, mesh_of(2))(WS, X)
+    assert_close(got, jax.jit(grad)(WS, X))
+
+
 def test_edits_commute_with_vmap():
     def rule(loop):
         sent = value_between(loop, ("F", 0), ("F", 1))
@@ -285,6 +322,14 @@ def no_such_stage(loop):
     return loop.insert(Q, 5, jnp.sin, [loop.values[0]])[0]
 
 
+def before_no_task(loop):
+    return loop.insert(Q, 0, jnp.sin, [loop.values[0]], before=("I", 0))[0]
+
+
+def reads_a_gradient(loop):
+    return loop.insert(Q, 1, jnp.sin, list(loop.gradients(("B", 1))))[0]
+
+
 def named_twice(loop):
     for _ in range(2):
         loop = loop.result("same", ("F", 0), jnp.sum, [value_between(loop, ("F", 0), ("F", 1))])
@@ -309,6 +354,8 @@ def gives_nothing(loop):
         (of_an_old_kind, "inserts W0, which is not of a new kind; make a kind of your own"),
         (inserted_twice, "inserts Q0, which is there already"),
         (no_such_stage, "inserts Q5: .* the loop has 2 stages"),
+        (before_no_task, "inserts Q0 before I0, which the table does not have"),
+        (reads_a_gradient, "lets a task read a gradient of B1, .* by Loop.after"),
         (named_twice, "adds two results named 'same'"),
         (gives_nothing, "gave None; a rule gives the loop"),
     ],
