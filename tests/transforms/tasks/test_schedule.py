@@ -169,10 +169,7 @@ def test_what_is_the_same_for_a_whole_batch_is_not_repeated_in_its_schedule():
 def test_a_schedule_that_is_lost_by_differentiation_is_an_error_of_place(differentiate):
     fun = differentiate(jaxpp.schedule(GRAD, OneFOneB()))
     assert_same(fun, differentiate(jax.value_and_grad(loss_fn)), WS, X, rtol=1e-5)
-    message = (
-        r"loop at \S*test_schedule.py:\d+ was differentiated, or checkified, and has no schedule "
-        r"any more"
-    )
+    message = r"loop at \S*test_schedule.py:\d+ was differentiated, or checkified, and has no"
     with pytest.raises(ValueError, match=message):
         jaxpp.place(fun, jaxpp.MpmdMesh((STAGES,)))(WS, X)
 
