@@ -6,7 +6,7 @@ Equations that have no place are repeated in each segment that needs them.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,7 +55,9 @@ class _Outliner:
     def __init__(self, step: Step, equations: Equations):
         self.step = step
         self.equations = equations
-        self.levels = _levels(equations)
+        #: The placed equations that each one reads, directly or through unplaced ones.
+        self.sources = {i: _placed_sources(equations, i) for i in equations.place_of}
+        self.levels = _levels(equations, self.sources)
         #: The numbers of the equations that read each variable; None stands for the caller.
         self.readers: dict[Any, set[int | None]] = {}
         everything = [*enumerate(equations.reads), (None, step.jaxpr.jaxpr.outvars)]
@@ -83,11 +85,11 @@ class _Outliner:
             return segments
 
         def like(numbers: Sequence[int]) -> Any:
-            eqns, outputs = self._part(numbers)
-            return _jaxprs.structure(_jaxprs.part(eqns, outputs).jaxpr)
+            eqns = (self.equations.all[i] for i in numbers)
+            return tuple((e.primitive, *(v.aval for v in e.outvars)) for e in eqns)
 
         segments = [(place, part) for place, own in segments for part in self._early(own)]
-        return _alike.divide(segments, lambda i: _placed_sources(self.equations, i), like)
+        return _alike.divide(segments, self.sources.__getitem__, like)
 
     def _early(self, numbers: Sequence[int]) -> list[Sequence[int]]:
         """Divides a large segment: what other places wait for comes first."""
@@ -105,7 +107,7 @@ class _Outliner:
         for i in reversed(numbers):
             if i in early or is_waited_for(i):
                 early.add(i)
-                early.update(own & _placed_sources(self.equations, i))
+                early.update(own & self.sources[i])
         late = [i for i in numbers if i not in early]
         if not early or len(late) < _alike.WORTH:
             return [numbers]
@@ -229,7 +231,7 @@ def _renamed(eqns: Iterable[Any], known: _jaxprs.Substitution) -> list[Any]:
     return [known.rename(e).replace(outvars=[known(v) for v in e.outvars]) for e in eqns]
 
 
-def _levels(equations: Equations) -> dict[int, int]:
+def _levels(equations: Equations, sources: Mapping[int, set[int]]) -> dict[int, int]:
     """Gives each placed equation a level: the last that its consumers in its phase allow."""
     level: dict[int, int] = {}
     consumers: dict[int, list[int]] = {}
@@ -237,7 +239,7 @@ def _levels(equations: Equations) -> dict[int, int]:
     order = [i for i in equations.order if i in place_of]
     for i in order:
         level[i] = 0
-        for j in _placed_sources(equations, i):
+        for j in sources[i]:
             if phase[j] == phase[i]:
                 apart = place_of[j] != place_of[i]
                 level[i] = max(level[i], level[j] + apart)
