@@ -27,7 +27,7 @@ def divide(
     Args:
         segments: the numbers of the equations of each segment, with anything that tells its place.
         sources: gives the equations that an equation depends on.
-        like: gives a key of some equations; equal keys mean equal computations.
+        like: gives a key of some equations, which is equal where their computations may be.
     """
     large = {n: own for n, (_, own) in enumerate(segments) if len(own) >= WORTH}
     if len(large) < 2:

@@ -26,6 +26,8 @@ def open_spanning(step: Step) -> Step:
     jaxpr, known = step.jaxpr, step.guards
     effects: list[Any] = []
     while True:
+        if not any(e.primitive.name == "cond" for e in jaxpr.eqns):
+            return step.with_guards(jaxpr, known)
         stages = _array_stages(jaxpr)
 
         def is_spanning(eqn) -> bool:

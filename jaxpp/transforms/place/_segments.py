@@ -6,7 +6,6 @@ Equations that have no place are repeated in each segment that needs them.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -106,39 +105,46 @@ class _Outliner:
         phase = self.flow.phase
         for n in {phase[i] for i in self.place_of}:
             own = {i: place for i, place in self.place_of.items() if phase[i] == n}
-            levels = in_levels(self.flow, own, functools.partial(self._sources, own))
+            sources = {i: self._sources(own, i) for i in own}
+            levels = in_levels(self.flow, own, sources.__getitem__)
             members: dict[tuple[int, tuple[int, ...]], list[int]] = {}
             for i in sorted(own):
                 members.setdefault((levels[i], tuple(sorted(own[i]))), []).append(i)
             segments = [(place, numbers) for (_, place), numbers in sorted(members.items())]
-            for k, (place, numbers) in enumerate(self._divided(segments, own)):
+            for k, (place, numbers) in enumerate(self._divided(segments, own, sources)):
                 found |= dict.fromkeys(numbers, (n, k, place))
         return found
 
     def _divided(
-        self, segments: Sequence[tuple[Any, Any]], own: Mapping[int, Place]
+        self,
+        segments: Sequence[tuple[Any, Any]],
+        own: Mapping[int, Place],
+        sources: Mapping[int, set[int]],
     ) -> Sequence[tuple[Any, Any]]:
         """Divides large segments of a phase, where stages then share computations."""
         eqns = [self.flow.eqns[i] for i in own]
         if any(e.effects or any(v in self.step.guards for v in e.outvars) for e in eqns):
             return segments
-        fixed = [*self.flow.loops, *self.place_of]
 
         def like(numbers: Sequence[int]) -> Any:
-            (cluster,) = outline(self.flow, dict.fromkeys(numbers, 0), fixed=fixed)
-            return _jaxprs.structure(_jaxprs.part(cluster.eqns, cluster.outputs).jaxpr)
+            eqns = (self.flow.eqns[i] for i in numbers)
+            return tuple((e.primitive, *(v.aval for v in e.outvars)) for e in eqns)
 
-        parts = [(place, part) for place, all_ in segments for part in self._early(all_, own)]
-        return _alike.divide(parts, functools.partial(self._sources, own), like)
+        parts = [
+            (place, part) for place, all_ in segments for part in self._early(all_, own, sources)
+        ]
+        return _alike.divide(parts, sources.__getitem__, like)
 
-    def _early(self, numbers: Sequence[int], own: Mapping[int, Place]) -> list[Sequence[int]]:
+    def _early(
+        self, numbers: Sequence[int], own: Mapping[int, Place], sources: Mapping[int, set[int]]
+    ) -> list[Sequence[int]]:
         """Divides a large segment: what other places wait for comes first."""
         inside, early = set(numbers), set[int]()
         for i in reversed(numbers):
             readers = {j for v in self.flow.eqns[i].outvars for j in self.flow.readers.get(v, ())}
             if i in early or any(j is not None and own.get(j, own[i]) != own[i] for j in readers):
                 early.add(i)
-                early |= inside & self._sources(own, i)
+                early |= inside & sources[i]
         late = [i for i in numbers if i not in early]
         if not early or len(late) < _alike.WORTH:
             return [numbers]

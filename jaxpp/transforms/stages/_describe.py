@@ -165,12 +165,12 @@ def _read_bytes(array: Any, part: _jaxprs.Part) -> int:
 
 
 def _layer(path: Sequence[Any]) -> str:
-    """Names the layer of a leaf: its path up to the first number, or without its own name."""
+    """Names the layer of a leaf: its path up to the first number, or the first name in it."""
     if not path:
         return "argument 0"
     names = [re.sub(r"^\W+|\W+$", "", str(key)) for key in path]
     numbered = (n + 1 for n, name in enumerate(names) if re.search(r"\d$", name))
-    return ".".join(names[: next(numbered, max(len(names) - 1, 1))])
+    return ".".join(names[: next(numbered, 1 + (names[0] == "params"))])
 
 
 def _joined(names: Iterable[str]) -> list[str]:

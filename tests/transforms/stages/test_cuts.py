@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxpp
+from tests.helpers import assert_close
 
 
 class Base(eqx.Module):
@@ -443,6 +444,14 @@ def uses_last_twice(model, x):
     return loss(model, x) + jax.vmap(model.head)(x).mean()
 
 
+def test_a_module_that_is_called_twice_opens_one_stage_for_both_calls():
+    split = jaxpp.split_stages(uses_last_twice, at=["head"])
+    lines = jaxpp.stages_as_text(split, MODEL, X).splitlines()[1:]
+    assert ["head" in line for line in lines] == [False, True]
+    got, want = (eqx.filter_jit(eqx.filter_grad(f))(MODEL, X) for f in (split, uses_last_twice))
+    assert_close(got, want)
+
+
 def scanned(model, x):
     def step(h, _):
         return model.blocks[1](h), None
@@ -485,7 +494,7 @@ class NotCalled(eqx.Module):
             r"out of order: .* in the order \['blocks.1', 'blocks.3'\]",
         ),
         (loss, ["table.unused"], r"'table.unused' cannot be made: the function never calls it"),
-        (uses_last_twice, ["head"], r"'head' is not unique: the function calls it 2 times"),
+        (uses_last_twice, ["blocks.2", "head"], r"'head' is not unique: .* calls it 2 times"),
         (scanned, ["blocks.1"], r"inside a `scan` at \S*test_cuts.py:\d+"),
     ],
 )

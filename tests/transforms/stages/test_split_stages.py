@@ -476,7 +476,7 @@ def marks_numbered(*ids):
     [
         (
             (1, 1),
-            r"Stage 1 is entered 2 times \(\S*test_split_stages.py:\d+ \(2 times\); a mark that",
+            r"at \S*test_split_stages.py:\d+ reads a value of stage 1, but stage 1",
         ),
         ((1, None), r"the one entered at \S*test_split_stages.py:\d+ is not"),
         ((1, 3), r"numbered \[1, 3\], but must be numbered without gaps"),
