@@ -159,9 +159,7 @@ class LayersPlan:
         setting, choice = Setting(layers, **found.pop("setting")), Choice(**found.pop("choice"))
         count = len(choice.placement)
         directions = [n % count for n in range(setting.microbatches)]
-        table = from_csv(
-            found.pop("table"), placement=choice.placement, direction_of=directions
-        )
+        table = from_csv(found.pop("table"), placement=choice.placement, direction_of=directions)
         return LayersPlan(setting, choice, table, **found)
 
 
