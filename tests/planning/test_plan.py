@@ -71,7 +71,7 @@ def test_a_head_that_takes_long_gets_fewer_layers_beside_it():
 def test_no_schedule_of_the_catalogue_is_faster_at_an_even_cut(times):
     found = profile_of(times)
     plan = planned(found)
-    assert plan.seconds <= min(at_even_cut(found, name) for name in SCHEDULES[:-1]) + 1e-12
+    assert plan.seconds <= min(at_even_cut(found, name) for name in SCHEDULES[:-2]) + 1e-12
     assert plan.lower_bound <= plan.seconds
     assert [c.seconds for c in plan.others] == sorted(c.seconds for c in plan.others)
     assert all(c.reason for c in plan.others)
@@ -154,7 +154,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path):
     plan.save(path)
     assert jaxpp.Plan.load(path) == plan
     path.write_text(json.dumps(json.loads(path.read_text()) | {"jaxpp_plan": 9}))
-    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 3"):
+    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 4"):
         jaxpp.Plan.load(path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no plan; make one: jaxpp.plan"):

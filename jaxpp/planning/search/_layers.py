@@ -73,14 +73,16 @@ class Layers:
 
     @property
     def forms(self) -> tuple[bool, ...]:
-        """The forms of a backward that are known: in halves (True), whole (False).
+        """The forms of a backward that are worth a try: in halves (True), whole (False).
 
-        The whole one is left out where it takes no less than its halves.
+        The whole one is left out where it takes no less than its halves. What takes less is first.
         """
         if not self.input_grad:
             return (False,)
         sums = zip(self.backward, self.input_grad, self.weight_grad, strict=False)
-        return (True, False) if any(whole < i + w for whole, i, w in sums) else (True,)
+        if not any(whole < i + w for whole, i, w in sums):
+            return (True,)
+        return tuple(sorted((True, False), key=lambda halves: sum(self.work(halves))))
 
     def parts(self, halves: bool) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
         """Gives the times of forwards, of what the layer before waits for, and of the rest."""

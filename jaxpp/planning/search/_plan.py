@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from jaxpp.planning.search._bound import lower_bound
 from jaxpp.planning.search._layers import Layers
-from jaxpp.planning.search._rounds import search
+from jaxpp.planning.search._rounds import find
 from jaxpp.planning.search._setting import Choice, Setting
 from jaxpp.schedules import FromTable, Table, Timeline, check, from_csv, plot, simulate, to_csv
 
@@ -235,7 +235,7 @@ def plan_layers(
         if shown:
             print(f"\rplan: {tried} of {tries} tries, best {best:.6g}", end="", file=sys.stderr)
 
-    found = search(
+    found = find(
         setting, directions, tries=tries, seed=seed, deadline=time.monotonic() + time_limit,
         report=report,
     )  # fmt: skip

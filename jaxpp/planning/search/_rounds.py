@@ -16,7 +16,7 @@ from jaxpp.planning.search._setting import Choice, Setting
 from jaxpp.schedules import Table, simulate, synthesize
 
 #: The tries of the first rounds; all later ones have as many as the last of these.
-LENGTHS = (250, 250, 500, 500, 1000, 1000, 3000)
+LENGTHS = (50, 250, 500, 1000, 3000)
 #: By which part of its value a choice may be worse than the one before, at first.
 HEAT = 0.05
 #: The same in a round that goes on from the best of earlier rounds.
@@ -40,7 +40,7 @@ class Found:
     table: Table
 
 
-def search(
+def find(
     setting: Setting,
     directions: Sequence[int] = (1, 2),
     *,
