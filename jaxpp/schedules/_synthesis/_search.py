@@ -141,7 +141,7 @@ class Search:
     def _local_search(
         self, number: int, length: int, evaluations: int, choose: random.Random
     ) -> None:
-        """Improves orders: in turns the best, and the best of another value.
+        """Improves orders: in turns the best, and those of the next two values.
 
         A search that is cut short has found what the whole one would have found by then. Its result
         is not justified: that of the whole one may be better, and still be worse once justified.
@@ -149,7 +149,7 @@ class Search:
         values: dict[float, Found] = {}
         for found in sorted(self.found, key=lambda found: found.value):
             values.setdefault(found.value, found)
-        start = list(values.values())[: 1 + number % 2][-1]
+        start = list(values.values())[: 1 + number % 3][-1]
         _, orders = improve(
             self.problem,
             start.orders,
