@@ -18,9 +18,9 @@ from jaxpp.schedules import Table, simulate, synthesize
 #: The tries of the first rounds; all later ones have as many as the last of these.
 LENGTHS = (50, 250, 500, 1000, 3000)
 #: By which part of its value a choice may be worse than the one before, at first.
-HEAT = 0.05
+HEAT = 0.02
 #: The same in a round that goes on from the best of earlier rounds.
-REHEAT = 0.02
+REHEAT = 0.01
 #: How much the mean time before ranks begin counts beside the time of all; it guides the search.
 GUIDE = 0.5
 #: How often a try may be refused before it is judged, in the mean.
