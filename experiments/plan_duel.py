@@ -180,7 +180,9 @@ def pipemorph() -> Iterator[Row]:
             continue
         delays = numbers(row["link_delay_ms"])
         costs = Costs(
-            *(numbers(row[f"{part}_ms"]) for part in ("forward", "input_grad", "weight_grad")),
+            numbers(row["forward_ms"]),
+            numbers(row["input_grad_ms"]),
+            numbers(row["weight_grad_ms"]),
             latency=lambda a, b, delays=delays: delays[min(a, b)] if min(a, b) < len(delays) else 0,
         )
         table = from_tasks(orders[row["case"]][rank] for rank in range(int(row["ranks"])))

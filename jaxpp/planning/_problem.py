@@ -88,8 +88,8 @@ class Candidate:
     def order(self) -> Schedule:
         """The schedule, for `jaxpp.schedule`."""
         if self.table:
-            ways = dict(placement=self.placement, direction_of=self.direction_of)
-            own: Schedule = FromTable(from_csv(self.table, **ways))
+            table = from_csv(self.table, placement=self.placement, direction_of=self.direction_of)
+            own: Schedule = FromTable(table)
         else:
             own = by_name(self.schedule)
         again = [stage for stage, chosen in enumerate(self.recompute) if chosen]

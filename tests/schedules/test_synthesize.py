@@ -107,8 +107,10 @@ def test_the_same_seed_gives_the_same_result():
 def test_more_evaluations_never_give_a_worse_table(seed):
     """Also where a local search, or its justification, is cut short."""
     choose = random.Random(seed)
-    times = [tuple(float(choose.randint(1, 30)) for _ in range(9)) for _ in range(3)]
-    costs = Costs(*times, latency=3.0)
+    forward, inputs, weights = (
+        tuple(float(choose.randint(1, 30)) for _ in range(9)) for _ in range(3)
+    )
+    costs = Costs(forward, inputs, weights, latency=3.0)
     case = Instance(costs, (0, 2, 1, 1, 0, 2, 2, 1, 0), 8, Memory(), 5.0)
     numbers = (1, 30, 99, 100, 101, 150, 200, 201, 320, 400)
     values = [case.synthesize(evaluations=n).value for n in numbers]
@@ -119,11 +121,13 @@ def test_more_evaluations_never_give_a_worse_table(seed):
 def test_a_table_of_eager_ranks_is_found_where_stages_lie_irregularly():
     """Waiting costs more there than it gains: backwards first, older microbatches first."""
     choose = random.Random(7)
-    times = [tuple(float(choose.randint(1, 9)) for _ in range(22)) for _ in range(3)]
+    forward, inputs, weights = (
+        tuple(float(choose.randint(1, 9)) for _ in range(22)) for _ in range(3)
+    )
     placement = (2, 1, 1, 0, 3, 1, 0, 2, 3, 0, 2, 0, 0, 1, 2, 3, 3, 0, 2, 1, 0, 3)
-    layers, cuts = Layers(*times), tuple(range(23))
+    layers, cuts = Layers(forward, inputs, weights), tuple(range(23))
     eager = judge(Setting(layers, 4, 8), Choice(cuts, (placement,)))
-    assert synthesize(Costs(*times), placement, 8, evaluations=1).value <= eager
+    assert synthesize(Costs(forward, inputs, weights), placement, 8, evaluations=1).value <= eager
 
 
 @given(instances(most_ranks=3, most_microbatches=4), st.sampled_from(["wall", "span"]))

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,13 @@ from jaxpp.schedules import CATALOGUE, Costs, Kind, by_name, check, simulate
 def layers_of(seed, count=10, **fields):
     """Layers of random times and bytes."""
     choose = random.Random(seed)
-    times = [tuple(float(choose.randint(1, 9)) for _ in range(count)) for _ in range(3)]
+    forward, inputs, weights = (
+        tuple(float(choose.randint(1, 9)) for _ in range(count)) for _ in range(3)
+    )
     kept = tuple(float(choose.randint(1, 4)) for _ in range(count))
-    return Layers(*times, activation_bytes=kept, crossing=(2.0,) * (count - 1), **fields)
+    return Layers(
+        forward, inputs, weights, activation_bytes=kept, crossing=(2.0,) * (count - 1), **fields
+    )
 
 
 def settings(seed, limit=math.inf, **fields):
@@ -83,7 +88,8 @@ def test_the_judge_says_what_the_simulator_says_and_fits(directions, limit):
 
 
 def test_the_bound_of_a_limit_counts_how_long_activations_are_held():
-    layers = Layers(*[(1.0,) * 8] * 3, activation_bytes=(1.0,) * 8)
+    ones = (1.0,) * 8
+    layers = Layers(ones, ones, ones, activation_bytes=ones)
     free, tight = (Setting(layers, 4, 8, limit) for limit in (math.inf, 2.0))
     assert lower_bound(free) == (8 * 24 + 1 + 2 + 3) / 4
     # A layer's activation is held for its forward, the later ones, as many I, and its W.
@@ -103,7 +109,7 @@ def test_backwards_stay_whole_where_that_takes_less_or_halves_are_not_known():
 
 
 def test_the_same_tries_give_the_same_plan_and_more_never_a_worse_one(tmp_path):
-    options = dict(ranks=3, microbatches=4, latency=0.5, memory_limit=60.0)
+    options: dict[str, Any] = dict(ranks=3, microbatches=4, latency=0.5, memory_limit=60.0)
     found = [plan_layers(layers_of(2), tries=n, **options) for n in (30, 200, 260, 500, 700)]
     assert found[2] == plan_layers(layers_of(2), tries=260, **options)
     assert found[2] != plan_layers(layers_of(2), tries=260, seed=1, **options)
@@ -131,9 +137,9 @@ def test_a_plan_is_faster_than_the_catalogue_at_an_even_cut():
             continue
         table = by_name(name).table_for_ranks(4, 8)
         cut = [16 * n // table.num_stages for n in range(table.num_stages + 1)]
-        each = ([sum(own[a:b]) for a, b in itertools.pairwise(cut)]
+        forward, inputs, weights = ([sum(own[a:b]) for a, b in itertools.pairwise(cut)]
                 for own in (layers.forward, layers.input_grad, layers.weight_grad))  # fmt: skip
-        times.append(simulate(table, Costs(*each), overlap="none").makespan)
+        times.append(simulate(table, Costs(forward, inputs, weights), overlap="none").makespan)
     for directions in ((1,), (2,)):
         plan = plan_layers(layers, ranks=4, microbatches=8, directions=directions, tries=800)
         assert plan.time < min(times)
@@ -145,7 +151,7 @@ def test_a_plan_says_what_it_chose_and_a_search_what_it_does(capsys):
     assert "30 of 30 tries, best" in capsys.readouterr().err
     with pytest.raises(ValueError, match="have no names"):
         _ = plan.cuts
-    options = dict(ranks=2, microbatches=4, tries=10**9)
+    options: dict[str, Any] = dict(ranks=2, microbatches=4, tries=10**9)
     assert plan_layers(layers_of(1), time_limit=0.2, **options).time <= 2 * plan.time
 
 
@@ -162,7 +168,7 @@ def test_a_plan_says_what_it_chose_and_a_search_what_it_does(capsys):
 )
 def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        plan_layers(layers_of(0), **(dict(ranks=2, microbatches=4, tries=20) | options))
+        plan_layers(layers_of(0), **{"ranks": 2, "microbatches": 4, "tries": 20, **options})
 
 
 @pytest.mark.parametrize(
@@ -193,7 +199,8 @@ def test_a_plan_with_an_irregular_placement_runs_to_the_bit(placement):
                 x = jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
-    setting = Setting(Layers(*[(1.0,) * 6] * 3, names=names), 2, 4)
+    ones = (1.0,) * 6
+    setting = Setting(Layers(ones, ones, ones, names=names), 2, 4)
     choice = Choice((0, 1, 2, 4, 5, 6), placement)
     found = timed(setting, choice, table_of(setting, choice, 0))
     plan = LayersPlan(setting, choice, found.table, found.time, found.time)
