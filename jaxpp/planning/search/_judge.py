@@ -1,7 +1,7 @@
 """The judge of a search: a list schedule, each rank at each moment the first task that may run.
 
 Backwards come first, then forwards, older microbatches before newer ones; a weight gradient fills
-the time in which nothing else can run. Where memory is limited, a forward of any microbatch but the
+the time in which nothing else can run, or comes before forwards, to free memory early. Where memory is limited, a forward of any microbatch but the
 rank's oldest leaves room for one whole microbatch, so the oldest can always go on: no deadlock.
 """
 
@@ -14,8 +14,10 @@ from heapq import heappop, heappush
 from jaxpp.planning.search._setting import Choice, Setting
 from jaxpp.schedules import Kind, Table, Task
 
-#: The rules that decide between tasks that may run: see `_order`.
-RULES = range(4)
+#: The rules that decide between tasks that may run: see `_order`. From `EAGER` on they are the same
+#: again, with weight gradients before forwards.
+RULES = range(8)
+EAGER = 4
 
 
 @functools.lru_cache(maxsize=512)
@@ -126,7 +128,8 @@ def judge(
     directions = len(placement)
     pairs, width = setting.microbatches // directions, 2 * stages
     steps = width * directions
-    places, tasks = _order(stages, directions, pairs, rule)
+    places, tasks = _order(stages, directions, pairs, rule % EAGER)
+    eager = rule >= EAGER
     forward, first, rest = (setting.of_stages(own, choice) for own in setting.sums[choice.halves])
     delays = setting.delays(choice)
     update = setting.update(choice)
@@ -165,7 +168,11 @@ def judge(
         for rank in free:
             if not idle[rank]:
                 continue
-            task = _take(ready[rank], tasks, steps, width, stages, memory, rank, kept, directions)
+            own = ready[rank]
+            if eager and late[rank] and not (own and tasks[own[0]] % width >= stages):
+                task = -1
+            else:
+                task = _take(own, tasks, steps, width, stages, memory, rank, kept, directions)
             if task >= 0:
                 end = now + times[task % steps]
                 if orders is not None:

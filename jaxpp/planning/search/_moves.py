@@ -4,10 +4,15 @@ import itertools
 import random
 
 from jaxpp.planning.search._setting import Choice, Setting
+from jaxpp.schedules.building_blocks import loop, waves
+
+#: What searches start from, in turns: placements, and the number of stages of each rank.
+STARTS = ((loop, 1), (waves, 2), (loop, 2))
 
 
-def start(setting: Setting, directions: int, stages_per_rank: int, halves: bool) -> Choice:
-    """Gives stages of about equal work, in loops over the ranks; a second direction is reversed."""
+def start(setting: Setting, directions: int, number: int, halves: bool) -> Choice:
+    """Gives stages of about equal work, in loops or waves; a second direction is reversed."""
+    place, stages_per_rank = STARTS[number % len(STARTS)]
     layers, ranks = setting.layers, setting.ranks
     stages = min(ranks * stages_per_rank, layers.count)
     share = sum(layers.work(halves)) / stages
@@ -18,9 +23,9 @@ def start(setting: Setting, directions: int, stages_per_rank: int, halves: bool)
         wanted = stages - len(cuts)
         if wanted and (left == wanted or (done >= share * len(cuts) and left > wanted)):
             cuts.append(n + 1)
-    loop = tuple(stage % ranks for stage in range(stages))
-    back = tuple(ranks - 1 - rank for rank in loop)
-    return Choice((*cuts, layers.count), (loop, back)[:directions], halves)
+    there = tuple(place(ranks, stages_per_rank)[:stages])
+    back = tuple(ranks - 1 - rank for rank in there)
+    return Choice((*cuts, layers.count), (there, back)[:directions], halves)
 
 
 def move(setting: Setting, choice: Choice, choose: random.Random) -> Choice | None:

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from jaxpp.planning.search._judge import RULES, judge, table_of
+from jaxpp.planning.search._judge import EAGER, RULES, judge, table_of
 from jaxpp.planning.search._moves import move, start
 from jaxpp.planning.search._setting import Choice, Setting
 from jaxpp.schedules import Table, simulate, synthesize
@@ -74,10 +74,12 @@ def find(
         if again:
             begin = earlier[choose.randrange(min(3, len(earlier)))][1]
         else:
-            begin = start(setting, way[0], 1 + turn % 2, way[1])
+            begin = start(setting, way[0], turn - turn // 3, way[1])
         heat = REHEAT if again else HEAT
+        # Where memory is limited, every other turn frees it early.
+        rule = EAGER * (turn // 2 % 2) if setting.memory_limit < math.inf else 0
         value, choice, judged = _anneal(
-            setting, begin, length, min(length, tries - tried), heat, choose, deadline
+            setting, begin, rule, length, min(length, tries - tried), heat, choose, deadline
         )
         tried += judged
         number += 1
@@ -86,7 +88,7 @@ def find(
             earlier.sort(key=lambda own: own[0])
             least = math.inf if best is None else best.time
             if value < least:
-                best = Found(value, choice, table_of(setting, choice, 0))
+                best = Found(value, choice, table_of(setting, choice, rule))
             if judged == length and value <= WORTHWHILE * least:
                 best = min(_finished(setting, choice), best, key=_time)  # pyright: ignore
         report(tried, math.inf if best is None else best.time)
@@ -100,6 +102,7 @@ def _time(found: Found) -> float:
 def _anneal(
     setting: Setting,
     choice: Choice,
+    rule: int,
     length: int,
     budget: int,
     heat: float,
@@ -110,7 +113,7 @@ def _anneal(
 
     A round that its budget cuts short has done what the whole round would have done by then.
     """
-    time_of = judge(setting, choice)
+    time_of = judge(setting, choice, rule=rule)
     value = time_of + GUIDE * _quick(setting, choice)[1]
     best, best_choice = time_of, choice
     refused = 0
@@ -128,7 +131,7 @@ def _anneal(
                 break
         else:
             return best, best_choice, length if budget == length else budget
-        time_of = judge(setting, other, allowed - GUIDE * guide)
+        time_of = judge(setting, other, allowed - GUIDE * guide, rule)
         if time_of + GUIDE * guide <= allowed:
             choice, value = other, time_of + GUIDE * guide
             if time_of < best:
