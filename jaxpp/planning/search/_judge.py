@@ -1,8 +1,9 @@
 """The judge of a search: a list schedule, each rank at each moment the first task that may run.
 
-Backwards come first, then forwards, older microbatches before newer ones; a weight gradient fills
-the time in which nothing else can run, or comes before forwards, to free memory early. Where memory is limited, a forward of any microbatch but the
-rank's oldest leaves room for one whole microbatch, so the oldest can always go on: no deadlock.
+Backwards come first, then forwards, older microbatches before newer ones. A weight gradient fills
+the time in which nothing else can run; by some rules it comes before forwards, to free memory.
+Where memory is limited, a forward of any microbatch but the rank's oldest leaves room for one whole
+microbatch, so the oldest can always go on: no deadlock.
 """
 
 import dataclasses
