@@ -213,6 +213,23 @@ def test_a_synthesized_table_is_taken_where_it_is_faster(tmp_path):
     assert simulate(table, others.costs).makespan == pytest.approx(others.seconds)
 
 
+@pytest.mark.parametrize("limit", [math.inf, 40 * MEBIBYTE])
+def test_a_searched_plan_is_taken_where_it_is_faster(tmp_path, limit):
+    """Its placement is its own, perhaps of two directions; it is a plan as any other."""
+    found = profile_of(UNEVEN)
+    plan = planned(found, limit, schedules=["1f1b", "zb_v", "synthesized", "searched"], tries=300)
+    assert plan.schedule == "searched" and max(plan.peak_bytes) <= limit
+    assert plan.lower_bound <= plan.seconds < 0.99 * plan.others[0].seconds
+    assert sum(plan.units) == 16 and len(plan.cuts.firsts) == len(plan.units) - 1
+    plan.save(tmp_path / "plan.json")
+    loaded = jaxpp.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    table = loaded.order.table_for_ranks(4, 8)
+    check(table)
+    assert simulate(table, loaded.costs, overlap="none").makespan == pytest.approx(plan.seconds)
+    assert plan.again(plan.costs).seconds == pytest.approx(plan.seconds)
+
+
 def test_a_synthesized_table_recomputes_within_a_limit():
     """Where a rank cannot hold what its forwards keep, single microbatches are computed again."""
     found = profile_of((1.0,) * 8)
