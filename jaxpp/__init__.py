@@ -57,12 +57,15 @@ from jaxpp.certification import Refuted as Refuted
 from jaxpp.certification import Undecided as Undecided
 from jaxpp.certification import certify as certify
 from jaxpp.planning import Device as Device
+from jaxpp.planning import Layers as Layers
+from jaxpp.planning import LayersPlan as LayersPlan
 from jaxpp.planning import Measurement as Measurement
 from jaxpp.planning import Plan as Plan
 from jaxpp.planning import Prediction as Prediction
 from jaxpp.planning import Profile as Profile
 from jaxpp.planning import measure as measure
 from jaxpp.planning import plan as plan
+from jaxpp.planning import plan_layers as plan_layers
 from jaxpp.planning import predict as predict
 from jaxpp.planning import profile as profile
 from jaxpp.runtime import Checkpointer as Checkpointer

@@ -15,3 +15,6 @@ from jaxpp.planning._problem import Candidate as Candidate
 from jaxpp.planning._problem import Problem as Problem
 from jaxpp.planning._profile import Profile as Profile
 from jaxpp.planning._profile import profile as profile
+from jaxpp.planning.search import Layers as Layers
+from jaxpp.planning.search import LayersPlan as LayersPlan
+from jaxpp.planning.search import plan_layers as plan_layers

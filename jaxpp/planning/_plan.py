@@ -15,7 +15,7 @@ from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._links import Links
 from jaxpp.planning._measure import Measurement
 from jaxpp.planning._predict import costs_found
-from jaxpp.planning._problem import SCHEDULES, SYNTHESIZED, Candidate, Problem
+from jaxpp.planning._problem import MADE, SCHEDULES, Candidate, Problem
 from jaxpp.planning._profile import Profile, costs_of_stages, profile
 from jaxpp.runtime.executor import format_bytes
 from jaxpp.runtime.trace import Trace
@@ -50,7 +50,7 @@ class Plan(Candidate):
     others: tuple[Candidate, ...] = ()
 
     #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
 
     @property
     def cuts(self) -> UnitCuts:
@@ -165,6 +165,8 @@ def plan(
     overhead: float = 0.0,
     speed: float | Sequence[float] = 1.0,
     schedules: Sequence[str] = SCHEDULES,
+    tries: int = 2000,
+    seed: int = 0,
     at_least: int = 32,
     in_axes: PyTree[int | None] = None,
     device: Any = None,
@@ -189,7 +191,11 @@ def plan(
         speed: the speed of a rank, or of each rank, over that of the device where `fun` is
             profiled.
         schedules: those to choose from, as `jaxpp.schedules.by_name` takes them; `"synthesized"` is
-            a table that `synthesize` makes at the cut of the fastest. By default all that apply.
+            a table that `synthesize` makes at the cut of the fastest, and `"searched"` a cut, a
+            placement and a table that are searched together, as by `plan_layers`. By default all.
+        tries: how many cuts and placements the search judges. As many tries give the same plan on
+            any machine from the same profile.
+        seed: of its random choices.
         at_least: as in `profile`.
         in_axes: as in `microbatch`; by default every argument but the first is part of the batch.
         device: as in `profile`: where to measure, or a `jaxpp.Device` or the name of one, for a
@@ -222,10 +228,10 @@ def plan(
     speeds = (float(speed),) * ranks if isinstance(speed, int | float) else tuple(speed)
     problem = Problem(
         {}, ranks, memory_limit, state_bytes, Links(latency, bandwidth, overhead), speeds,
-        tuple(schedules),
+        tuple(schedules), tries, seed,
     )  # fmt: skip
     counts = [microbatches] if isinstance(microbatches, int) else list(microbatches)
-    if not counts or not set(schedules) - {SYNTHESIZED}:
+    if not counts or not set(schedules) - {*MADE}:
         raise ValueError(
             "plan: give at least one number of microbatches, and one schedule by name."
         )

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxpp.planning._links import Links
 from jaxpp.planning._profile import Profile, costs_of_stages, of_stages
+from jaxpp.planning.search import Layers, Setting, find, lower_bound
 from jaxpp.runtime.executor import format_bytes
 from jaxpp.schedules import (
     CATALOGUE,
@@ -30,14 +31,17 @@ from jaxpp.schedules import (
 
 #: A table of its own, made by `synthesize` at the cut of the fastest schedule.
 SYNTHESIZED = "synthesized"
+#: A cut, a placement and a table of its own, which `jaxpp.planning.search` finds together.
+SEARCHED = "searched"
+#: The choices that are no schedule of the catalogue.
+MADE = (SYNTHESIZED, SEARCHED)
 #: The schedules that are tried by default, as `jaxpp.schedules.by_name` takes them: all of the
-#: catalogue that have a backward and keep sequences whole, deeper ones of two, and a table of its
-#: own.
+#: catalogue that have a backward and keep sequences whole, deeper ones of two, and what is made.
 SCHEDULES = (
     *(name for name in CATALOGUE if name not in ("forward_only", "seq1f1b")),
     "interleaved_1f1b(stages_per_rank=4)",
     "interleaved_zb(stages_per_rank=4)",
-    SYNTHESIZED,
+    *MADE,
 )
 #: A schedule that takes longer than this, over the fastest yet, keeps the cut that it starts with.
 WORTHWHILE = 1.25
@@ -53,7 +57,8 @@ class Candidate:
     """A schedule at the best cut that was found for it.
 
     Args:
-        schedule: the schedule, as `jaxpp.schedules.by_name` takes it, or `"synthesized"`.
+        schedule: the schedule, as `jaxpp.schedules.by_name` takes it, or `"synthesized"` or
+            `"searched"`.
         microbatches: their number.
         units: the number of units of each stage, in order.
         recompute: for each stage, whether its backward computes the activations again.
@@ -62,7 +67,9 @@ class Candidate:
         bubble: the share of the ranks' time in which they do nothing.
         peak_bytes: the most that a device of each rank holds.
         reason: why it is not the plan.
-        table: the table of a synthesized schedule, as `jaxpp.schedules.to_csv` writes it.
+        table: the table of a schedule that was made, as `jaxpp.schedules.to_csv` writes it.
+        placement: for each direction of that table, the rank of each stage.
+        direction_of: the direction of each of its microbatches.
     """
 
     schedule: str
@@ -74,11 +81,17 @@ class Candidate:
     peak_bytes: tuple[float, ...] = ()
     reason: str = ""
     table: str = ""
+    placement: tuple[tuple[int, ...], ...] = ()
+    direction_of: tuple[int, ...] = ()
 
     @property
     def order(self) -> Schedule:
         """The schedule, for `jaxpp.schedule`."""
-        own = FromTable(from_csv(self.table)) if self.table else by_name(self.schedule)
+        if self.table:
+            table = from_csv(self.table, placement=self.placement, direction_of=self.direction_of)
+            own: Schedule = FromTable(table)
+        else:
+            own = by_name(self.schedule)
         again = [stage for stage, chosen in enumerate(self.recompute) if chosen]
         return Recompute(own, stages=again) if again else own
 
@@ -99,7 +112,9 @@ class Problem:
         links: what messages take.
         speed: the speed of each rank, over that of the device that was profiled.
         schedules: those to choose from, as `jaxpp.schedules.by_name` takes them, and
-            `"synthesized"`.
+            `"synthesized"` and `"searched"`.
+        tries: how many cuts and placements the search judges for each number of microbatches.
+        seed: of its random choices.
     """
 
     profiles: Mapping[int, Profile]
@@ -109,6 +124,8 @@ class Problem:
     links: Links
     speed: tuple[float, ...]
     schedules: tuple[str, ...]
+    tries: int = 2000
+    seed: int = 0
 
     def __post_init__(self) -> None:
         limits = {
@@ -138,7 +155,7 @@ class Problem:
             _Search(self, count, name)
             for count in self.profiles
             for name in self.schedules
-            if name != SYNTHESIZED
+            if name not in MADE
         ]
         found = [search.hopeless for search in searches if search.hopeless is not None]
         starts = [(search.start(), search) for search in searches if search.hopeless is None]
@@ -155,6 +172,8 @@ class Problem:
             raise ValueError(self._why_nothing_fits(found))
         if SYNTHESIZED in self.schedules:
             found += self._synthesized(found)
+        if SEARCHED in self.schedules:
+            found += self._searched(min(found, key=_rank_of))
         return sorted(found, key=_rank_of)
 
     def lower_bound(self, microbatches: int) -> float:
@@ -167,9 +186,49 @@ class Problem:
         # Where microbatches go in two directions, two ranks share the slowest unit.
         copies = max(
             len(by_name(name).placement(self.ranks))
-            for name in self.schedules if name != SYNTHESIZED
+            for name in self.schedules if name not in MADE
         )  # fmt: skip
-        return microbatches * max(shared, max(costs) / max(self.speed) / copies)
+        copies = max(copies, 2 if SEARCHED in self.schedules else 1)
+        alone = max(costs) / max(self.speed) / copies
+        if len(costs) < self.ranks:
+            return microbatches * max(shared, alone)
+        # A stage that computes again holds less than the layers' activations: no limit counts.
+        free = dataclasses.replace(self._setting(microbatches), memory_limit=math.inf)
+        return max(microbatches * max(shared, alone), lower_bound(free, copies))
+
+    def _setting(self, microbatches: int) -> Setting:
+        """Gives the problem of the search; a rank has room for what its largest task needs."""
+        own = self.profiles[microbatches]
+        layers = Layers(
+            own.forward, own.input_grad, own.weight_grad, own.backward, own.activation_bytes,
+            own.parameter_bytes, own.crossing,
+        )  # fmt: skip
+        limit = max(self.memory_limit - max(own.temporary_bytes), 1e-9)
+        return Setting(
+            layers, self.ranks, microbatches, limit, self.state_bytes, self.links.latency,
+            self.links.bandwidth, self.speed,
+        )  # fmt: skip
+
+    def _searched(self, best: Candidate) -> list[Candidate]:
+        """Searches cut, placement and order together; gives what is faster than the best."""
+        made = []
+        for count, own in self.profiles.items():
+            if len(own.costs) < self.ranks:
+                continue
+            found = find(self._setting(count), tries=self.tries, seed=self.seed)
+            if found is not None:
+                one = _Search(self, count, SEARCHED, FromTable(found.table))
+                keep = (False,) * found.choice.num_stages
+                candidate = dataclasses.replace(
+                    one.candidate((found.choice.cuts, keep)),
+                    table=to_csv(found.table),
+                    placement=found.choice.placement,
+                    direction_of=found.table.direction_of,
+                )
+                # Stages of all sizes share no executables: a small gain is not taken.
+                if candidate.seconds < (1 - EXACT) * best.seconds:
+                    made.append(candidate)
+        return made
 
     def update_seconds(self, found: Profile, parameter_bytes: float) -> float:
         """Gives the time of an update: it reads all of the state, and writes all but gradients."""
@@ -184,7 +243,7 @@ class Problem:
 
     def _synthesized(self, found: Sequence[Candidate]) -> list[Candidate]:
         """Makes a table at the cut of the fastest candidate with one direction, if it is faster."""
-        for best in found:
+        for best in sorted(found, key=_rank_of):
             if len(by_name(best.schedule).placement(self.ranks)) == 1 and best.units:
                 search = _Search(self, best.microbatches, best.schedule)
                 own = search.synthesized((0, *itertools.accumulate(best.units)))

@@ -71,7 +71,7 @@ def test_a_head_that_takes_long_gets_fewer_layers_beside_it():
 def test_no_schedule_of_the_catalogue_is_faster_at_an_even_cut(times):
     found = profile_of(times)
     plan = planned(found)
-    assert plan.seconds <= min(at_even_cut(found, name) for name in SCHEDULES[:-1]) + 1e-12
+    assert plan.seconds <= min(at_even_cut(found, name) for name in SCHEDULES[:-2]) + 1e-12
     assert plan.lower_bound <= plan.seconds
     assert [c.seconds for c in plan.others] == sorted(c.seconds for c in plan.others)
     assert all(c.reason for c in plan.others)
@@ -154,7 +154,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path):
     plan.save(path)
     assert jaxpp.Plan.load(path) == plan
     path.write_text(json.dumps(json.loads(path.read_text()) | {"jaxpp_plan": 9}))
-    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 3"):
+    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 4"):
         jaxpp.Plan.load(path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no plan; make one: jaxpp.plan"):
@@ -211,6 +211,23 @@ def test_a_synthesized_table_is_taken_where_it_is_faster(tmp_path):
     table = jaxpp.Plan.load(tmp_path / "plan.json").order.table_for_ranks(4, 8)
     check(table)
     assert simulate(table, others.costs).makespan == pytest.approx(others.seconds)
+
+
+@pytest.mark.parametrize("limit", [math.inf, 40 * MEBIBYTE])
+def test_a_searched_plan_is_taken_where_it_is_faster(tmp_path, limit):
+    """Its placement is its own, perhaps of two directions; it is a plan as any other."""
+    found = profile_of(UNEVEN)
+    plan = planned(found, limit, schedules=["1f1b", "zb_v", "synthesized", "searched"], tries=300)
+    assert plan.schedule == "searched" and max(plan.peak_bytes) <= limit
+    assert plan.lower_bound <= plan.seconds < 0.99 * plan.others[0].seconds
+    assert sum(plan.units) == 16 and len(plan.cuts.firsts) == len(plan.units) - 1
+    plan.save(tmp_path / "plan.json")
+    loaded = jaxpp.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    table = loaded.order.table_for_ranks(4, 8)
+    check(table)
+    assert simulate(table, loaded.costs, overlap="none").makespan == pytest.approx(plan.seconds)
+    assert plan.again(plan.costs).seconds == pytest.approx(plan.seconds)
 
 
 def test_a_synthesized_table_recomputes_within_a_limit():

@@ -17,6 +17,7 @@ def improve(
     seed: int,
     deadline: float = math.inf,
     heat: float = 0.002,
+    length: int = 0,
 ) -> tuple[float, list[list[int]]]:
     """Improves orders by simulated annealing on the critical path.
 
@@ -33,11 +34,12 @@ def improve(
       seed: of the random choices.
       deadline: a time of `time.monotonic` at which to stop.
       heat: by which part of the value a table may be worse than the one before, at first.
+      length: the number of evaluations over which that falls to nothing; by default `evaluations`.
 
     Returns:
       The best value found, and its orders.
     """
-    choose = random.Random(seed)
+    choose, length = random.Random(seed), length or evaluations
     now = [list(order) for order in orders]
     times = evaluate(problem, now)
     assert times is not None, "the orders deadlock"
@@ -47,9 +49,9 @@ def improve(
     for step in range(evaluations):
         if best <= target or (step % 32 == 0 and time.monotonic() > deadline):
             break
-        allowed = times.value * (1 + heat * (1 - step / evaluations) * choose.random() ** 3)
+        allowed = times.value * (1 + heat * (1 - step / length) * choose.random() ** 3)
         moved = None
-        while moved is None and tries < 50 * evaluations:
+        while moved is None and tries < 50 * length:
             tries += 1
             moved = _move(problem, now, path, choose)
         if moved is None:

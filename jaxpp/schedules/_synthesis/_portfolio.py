@@ -198,7 +198,31 @@ class Rules:
             for window in range(1, len(self.windows))
             for plan in (3, 4, 0)
         ]
-        return ample + tight + [self.rule(plan, 0, 4.0, 1.0) for plan in range(1, len(self.plans))]
+        return (
+            ample
+            + self._eager()
+            + tight
+            + [self.rule(plan, 0, 4.0, 1.0) for plan in range(1, len(self.plans))]
+        )
+
+    def _eager(self) -> list[Rule]:
+        """Gives rules by which no rank ever waits: backwards first, weight gradients last.
+
+        Between tasks of a kind, that of the older microbatch comes first, or that of the later
+        stage.
+        """
+        m, kinds = self.problem.num_microbatches, [kind for kind, _ in self.problem.ops]
+        never = [-math.inf] * self.problem.num_ranks
+        rules = []
+        for period, sign in ((2 * self.trip, 1), (0.0, -1)):
+            far = 4 * (m + 1) * self.trip
+            at = {Kind.F: 0.0, Kind.I: -far, Kind.B: -far, Kind.W: far}
+            offsets = [
+                at[kind] + (sign if kind is Kind.F else 1) * h
+                for h, kind in zip(self.head, kinds, strict=True)
+            ]
+            rules.append(Rule(offsets, period, self.windows[0], never, 1.0))
+        return rules
 
     def replanned(self, orders: Orders, ends: Sequence[float]) -> Rule:
         """Makes a rule whose plan repeats the middle of a table, as a building block."""

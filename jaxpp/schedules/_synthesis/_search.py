@@ -18,6 +18,13 @@ _MUCH_WORSE = 1.1
 #: The tasks that local search runs at most, over all tables that it evaluates.
 _MOST_WORK = 12_000_000
 
+#: The evaluations of the first local searches; all later ones have as many as the last of these.
+#: They do not depend on the number that is allowed, so a larger one goes on where a smaller ended.
+_LENGTHS = (100, 100, 200, 200, 400, 500)
+
+#: The evaluations of local search for each list schedule by a rule that is near another one.
+_PER_RULE = 50
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
@@ -78,10 +85,19 @@ class Search:
             return
         choose = random.Random(seed)
         rules = Rules(self.problem, self.bound)
-        self._list_schedules(rules, known[:3], max(evaluations // 50, 1), choose)
+        self._list_schedules(rules, known[:3])
         self._justify([found for found in self.found if found.rule])
         # Many tasks take their time, and by now little is left to gain.
-        self._local_searches(min(evaluations, _MOST_WORK // len(self.problem.time) + 1), choose)
+        left = min(evaluations, _MOST_WORK // len(self.problem.time) + 1)
+        number = 0
+        while left > 0 and not self.over:
+            length = _LENGTHS[min(number, len(_LENGTHS) - 1)]
+            first = len(self.found)
+            self._near_rules(rules, length // _PER_RULE, choose)
+            self._justify(self.found[first:])
+            self._local_search(number, length, min(left, length), choose)
+            left -= length
+            number += 1
 
     def _justify(self, starts: Sequence[Found], most: int = 3) -> None:
         """Justifies the best orders of a few different values."""
@@ -94,9 +110,7 @@ class Search:
             orders = self.justifier.improve(found.orders, Times(found.value, found.ends))
             self.add("justified " + found.source, orders)
 
-    def _list_schedules(
-        self, rules: Rules, known: Sequence[Found], most: int, choose: random.Random
-    ) -> None:
+    def _list_schedules(self, rules: Rules, known: Sequence[Found]) -> None:
         grid = [(f"list schedule, rule {n}", rule) for n, rule in enumerate(rules.grid())]
         for start in known:
             replanned = rules.replanned(start.orders, start.ends)
@@ -105,7 +119,10 @@ class Search:
             if self.over:
                 return
             self.add(source, self._list_schedule(rule), rule)
-        for n in range(most):
+
+    def _near_rules(self, rules: Rules, most: int, choose: random.Random) -> None:
+        """Schedules by rules that are near the best ones."""
+        for _ in range(most):
             ruled = sorted((f for f in self.found if f.rule), key=lambda found: found.value)[:3]
             if self.over or not ruled:
                 return
@@ -115,29 +132,33 @@ class Search:
                 rule = rules.replanned(start.orders, start.ends)
             else:
                 rule = rules.near(start.rule, choose)
-            self.add(f"list schedule, near rule {n}", self._list_schedule(rule), rule)
+            self.add("list schedule, near another rule", self._list_schedule(rule), rule)
 
     def _list_schedule(self, rule: Rule) -> list[list[int]] | None:
         """Schedules by a rule; gives up where that is much worse than the best."""
         return list_schedule(self.problem, rule, _MUCH_WORSE * self.best.value)
 
-    def _local_searches(self, evaluations: int, choose: random.Random, rounds: int = 4) -> None:
-        """Improves orders in rounds: half from the best of different values, half from the best."""
+    def _local_search(
+        self, number: int, length: int, evaluations: int, choose: random.Random
+    ) -> None:
+        """Improves orders: in turns the best, and those of the next two values.
+
+        A search that is cut short has found what the whole one would have found by then. Its result
+        is not justified: that of the whole one may be better, and still be worse once justified.
+        """
         values: dict[float, Found] = {}
         for found in sorted(self.found, key=lambda found: found.value):
             values.setdefault(found.value, found)
-        starts = list(values.values())[: rounds // 2]
-        for n in range(rounds):
-            if self.over:
-                return
-            start = starts[n] if n < len(starts) else self.best
-            _, orders = improve(
-                self.problem,
-                start.orders,
-                evaluations // rounds,
-                self.target,
-                seed=choose.randrange(2**32),
-                deadline=self.deadline,
-            )
-            self.add("local search from " + start.source.removeprefix("local search from "), orders)
+        start = list(values.values())[: 1 + number % 3][-1]
+        _, orders = improve(
+            self.problem,
+            start.orders,
+            evaluations,
+            self.target,
+            seed=choose.randrange(2**32),
+            deadline=self.deadline,
+            length=length,
+        )
+        self.add("local search from " + start.source.removeprefix("local search from "), orders)
+        if evaluations == length:
             self._justify(self.found[-1:])

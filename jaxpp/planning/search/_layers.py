@@ -1,0 +1,103 @@
+"""`Layers`: the costs of a chain of layers."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """The costs of a chain of layers, for one microbatch, in any one unit of time and of bytes.
+
+    Args:
+        forward: the time of each layer's forward.
+        input_grad: the time of each input gradient; none where a backward is not to be split.
+        weight_grad: the time of each weight gradient; the same.
+        backward: the time of each whole backward; by default that of its two halves.
+        activation_bytes: what each layer keeps from its forward until its weight gradient.
+        parameter_bytes: what each layer has of parameters.
+        crossing: the bytes that cross from each layer, but the last, to the next one.
+        names: a name for each layer, as `split_stages(at=)` takes it.
+
+    Raises:
+        ValueError: a list has another length, a number is negative or not finite, or there are
+            neither halves nor whole backwards.
+
+    Example:
+        >>> layers = Layers(forward=(1.0, 2.0), backward=(2.0, 4.0))
+        >>> layers.count, layers.work(halves=False)
+        (2, (3.0, 6.0))
+    """
+
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...] = ()
+    weight_grad: tuple[float, ...] = ()
+    backward: tuple[float, ...] = ()
+    activation_bytes: tuple[float, ...] = ()
+    parameter_bytes: tuple[float, ...] = ()
+    crossing: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.forward)
+        for field in dataclasses.fields(self):
+            values = tuple(getattr(self, field.name))
+            object.__setattr__(self, field.name, values)
+            wanted = count - 1 if field.name == "crossing" else count
+            if len(values) != wanted and (values or field.name == "forward"):
+                raise ValueError(
+                    f"Layers: {field.name} has {len(values)} values for {count} layers; give "
+                    f"{wanted}, or none."
+                )
+            for n, value in enumerate(values if field.name != "names" else ()):
+                if not 0 <= value < math.inf:
+                    raise ValueError(
+                        f"Layers: {field.name} of layer {n} is {value}; times and bytes are finite "
+                        f"and not negative."
+                    )
+        if not count:
+            raise ValueError("Layers: there is no layer; give the time of at least one forward.")
+        if bool(self.input_grad) != bool(self.weight_grad) or not (
+            self.input_grad or self.backward
+        ):
+            raise ValueError(
+                "Layers: a backward is given whole, as backward=, or by both halves, input_grad= "
+                "and weight_grad=."
+            )
+
+    @property
+    def count(self) -> int:
+        """The number of layers."""
+        return len(self.forward)
+
+    @property
+    def forms(self) -> tuple[bool, ...]:
+        """The forms of a backward that are worth a try: in halves (True), whole (False).
+
+        The whole one is left out where it takes no less than its halves. What takes less is first.
+        """
+        if not self.input_grad:
+            return (False,)
+        sums = zip(self.backward, self.input_grad, self.weight_grad, strict=False)
+        if not any(whole < i + w for whole, i, w in sums):
+            return (True,)
+        return tuple(sorted((True, False), key=lambda halves: sum(self.work(halves))))
+
+    def parts(self, halves: bool) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+        """Gives the times of forwards, of what the layer before waits for, and of the rest."""
+        if halves:
+            return self.forward, self.input_grad, self.weight_grad
+        whole = self.backward or tuple(
+            i + w for i, w in zip(self.input_grad, self.weight_grad, strict=True)
+        )
+        return self.forward, whole, (0.0,) * self.count
+
+    def work(self, halves: bool) -> tuple[float, ...]:
+        """Gives all the time of each layer."""
+        return tuple(map(sum, zip(*self.parts(halves), strict=True)))
+
+
+def sums(values: Sequence[float]) -> list[float]:
+    """Gives the sum of the first `n` values, for each `n` from 0."""
+    return [0.0, *itertools.accumulate(values)]
