@@ -63,7 +63,7 @@ def check(
       rank 0 |  F0.0  F0.1  B0.0 [B0.1?]
       rank 1 |  F1.0  B1.0  F1.1  B1.1
     """
-    allowed = frozenset(tuple(Kind) if kinds is None else kinds)
+    allowed = frozenset(Kind if kinds is None else kinds)
     _check_placement(table)
     rows = _check_each_task(table, allowed)
     _check_directions(table)

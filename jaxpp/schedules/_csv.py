@@ -109,7 +109,7 @@ def _cell(words: list[str]) -> str:
 def _read(action: str, where: str) -> list[Task]:
     """Reads one of torch's actions: gives one task, or none."""
     match = _ACTION.fullmatch(action)
-    if match and match[2] in tuple(Kind) and match[3]:
+    if match and match[2] in Kind and match[3]:
         return [Task(Kind(match[2]), int(match[1]), int(match[3]))]
     if not action or (match and _IMPLIED.fullmatch(match[2])):
         return []

@@ -5,10 +5,18 @@ from typing import Any, ClassVar
 
 
 class _Kinds(type):
-    """Makes the class of kinds iterable: over all that there are."""
+    """Makes the class of kinds a collection: of all that there are."""
 
-    def __iter__(cls) -> Iterator[Any]:
-        return iter(tuple(cls._known.values()))  # pyright: ignore[reportAttributeAccessIssue]
+    _known: "dict[str, Kind]"
+
+    def __iter__(cls) -> "Iterator[Kind]":
+        return iter(tuple(cls._known.values()))
+
+    def __len__(cls) -> int:
+        return len(cls._known)
+
+    def __contains__(cls, letter: object) -> bool:
+        return letter in cls._known
 
 
 class Kind(str, metaclass=_Kinds):

@@ -34,7 +34,7 @@ class Task:
         (Task(kind=Kind('F'), stage=2, microbatch=5), None)
         """
         match = _TASK.fullmatch(text)
-        if match is None or match[1] not in tuple(Kind):
+        if match is None or match[1] not in Kind:
             return None
         return Task(Kind(match[1]), int(match[2]), int(match[3]))
 

@@ -8,7 +8,7 @@ import jaxpp
 from jaxpp.extend import Kind, edit_loops
 from tests.certification import steps
 
-Q = Kind("Q", "quiet", after="F", holds=0)
+K = Kind("K", "quiet", after="F", holds=0)
 
 
 def same(*arrays):
@@ -20,9 +20,9 @@ def every_edit(loop):
     for stage in range(loop.table.num_stages):
         for value in loop.values:
             is_key = jnp.issubdtype(value.aval.dtype, jax.dtypes.extended)
-            own = [key for key in value.readers if key.stage == stage and key.kind != Q]
+            own = [key for key in value.readers if key.stage == stage and key.kind != K]
             if value.maker == ("F", stage) and own and not is_key:
-                loop, new = loop.insert(Q, stage, same, [value])
+                loop, new = loop.insert(K, stage, same, [value])
                 for key in own:
                     loop = loop.read(key, new[0], of=value)
                 break

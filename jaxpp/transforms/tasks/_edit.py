@@ -218,7 +218,7 @@ class Loop:
             The loop, and the new values, which no task reads yet.
         """
         name = f"{kind}{stage}"
-        if kind not in tuple(Kind) or kind in "FBIWR" or (kind, stage) in self.tasks:
+        if kind not in Kind or kind in "FBIWR" or (kind, stage) in self.tasks:
             why = "is there already" if (kind, stage) in self.tasks else "is not of a new kind"
             raise self._error(
                 f"inserts {name}, which {why}; make a kind of your own by "

@@ -25,7 +25,7 @@ from jaxpp.schedules import (
 from tests.helpers import assert_close, assert_same, mesh_of
 
 M, WIDTH = 4, 4
-Q = Kind("Q", "quiet", after="F", holds=0)
+K = Kind("K", "quiet", after="F", holds=0)
 KEYS = jax.random.split(jax.random.key(0), 5)
 WS = [jax.random.normal(key, (WIDTH, WIDTH)) / 2 for key in KEYS[:2]]
 X = jax.random.normal(KEYS[4], (2 * M, WIDTH))
@@ -71,7 +71,7 @@ def test_a_loop_with_tasks_of_a_new_kind_gives_the_same_bits_under_each_schedule
     def rule(loop):
         for stage in range(stages):
             for value in [v for v in loop.values if v.maker == ("F", stage)][:1]:
-                loop, made = loop.insert(Q, stage, lambda a: a + 0, [value])
+                loop, made = loop.insert(K, stage, lambda a: a + 0, [value])
                 for key in value.readers:
                     if key.stage == stage:
                         loop = loop.read(key, made[0], of=value)
@@ -87,7 +87,7 @@ def test_a_loop_with_tasks_of_a_new_kind_gives_the_same_bits_under_each_schedule
     want, got = (jax.device_get(step(ws, x)) for step in steps)
     assert_same(got, want)
     runs = [i for p in steps[1].programs for i in p.instructions if isinstance(i, Run)]
-    assert any(run.label.startswith("Q") for run in runs)
+    assert any(run.label.startswith("K") for run in runs)
 
 
 def test_a_value_is_replaced_for_those_who_read_it():
@@ -153,7 +153,7 @@ def test_values_and_constants_that_a_task_reads_already_are_read_once():
         sent = value_between(loop, ("F", 0), ("F", 1))
         for _ in range(2):  # each closes over the same array
             loop, (new,) = loop.after(("F", 0), lambda h: h + shift, [sent])
-        loop, (both,) = loop.insert(Q, 0, lambda a, b: a + b, [new, new])
+        loop, (both,) = loop.insert(K, 0, lambda a, b: a + b, [new, new])
         loop = loop.read(("F", 1), both, of=sent)
         # Now the task reads `both`; so it does for another value.
         loop, (more,) = loop.after(("F", 0), lambda h: 3 * h, [sent])
@@ -219,14 +219,14 @@ def test_a_new_task_comes_between_no_two_that_run_together():
     def rule(loop):
         for stage, before in ((0, None), (1, ("B", 1))):
             kept = [v for v in loop.values if v.maker == ("F", stage)][:1]
-            loop, _ = loop.insert(Q, stage, lambda h: h, kept, before=before)
+            loop, _ = loop.insert(K, stage, lambda h: h, kept, before=before)
         tables.append(loop.table)
         return loop
 
     grad_fn = edit_loops(grad_of(FromTable(table), 3), rule)
     assert_close(grad_fn(WS, X[:6]), grad_of(FromTable(table), 3)(WS, X[:6]))
     assert " ".join(map(str, tables[0].ranks[1])) == (
-        "F1.0 Q1.0 F1.1 B1.0 Q1.1 F1.2 B1.1 Q1.2 B1.2"
+        "F1.0 K1.0 F1.1 B1.0 K1.1 F1.2 B1.1 K1.2 B1.2"
     )
     assert tables[0].overlaps == table.overlaps
 
@@ -314,20 +314,20 @@ def of_an_old_kind(loop):
 
 def inserted_twice(loop):
     for _ in range(2):
-        loop, _ = loop.insert(Q, 0, jnp.sin, [loop.values[0]])
+        loop, _ = loop.insert(K, 0, jnp.sin, [loop.values[0]])
     return loop
 
 
 def no_such_stage(loop):
-    return loop.insert(Q, 5, jnp.sin, [loop.values[0]])[0]
+    return loop.insert(K, 5, jnp.sin, [loop.values[0]])[0]
 
 
 def before_no_task(loop):
-    return loop.insert(Q, 0, jnp.sin, [loop.values[0]], before=("I", 0))[0]
+    return loop.insert(K, 0, jnp.sin, [loop.values[0]], before=("I", 0))[0]
 
 
 def reads_a_gradient(loop):
-    return loop.insert(Q, 1, jnp.sin, list(loop.gradients(("B", 1))))[0]
+    return loop.insert(K, 1, jnp.sin, list(loop.gradients(("B", 1))))[0]
 
 
 def named_twice(loop):
@@ -352,9 +352,9 @@ def gives_nothing(loop):
         (not_its_own, "replaces in F1 a value that F0 makes"),
         (in_a_circle, "makes a circle: F1 and .* read values of each other"),
         (of_an_old_kind, "inserts W0, which is not of a new kind; make a kind of your own"),
-        (inserted_twice, "inserts Q0, which is there already"),
-        (no_such_stage, "inserts Q5: .* the loop has 2 stages"),
-        (before_no_task, "inserts Q0 before I0, which the table does not have"),
+        (inserted_twice, "inserts K0, which is there already"),
+        (no_such_stage, "inserts K5: .* the loop has 2 stages"),
+        (before_no_task, "inserts K0 before I0, which the table does not have"),
         (reads_a_gradient, "lets a task read a gradient of B1, .* by Loop.after"),
         (named_twice, "adds two results named 'same'"),
         (gives_nothing, "gave None; a rule gives the loop"),
@@ -388,7 +388,7 @@ def test_an_error_in_a_function_of_a_rule_names_the_rule_the_task_and_the_line()
         (lambda tasks: tasks[::-1], "leaves a loop that cannot run: .*comes before"),
         (lambda tasks: sorted(tasks, key=str), "leaves a loop that cannot run: .*"),
         (lambda tasks: [*tasks, tasks[0]], "cannot run: F.stage 0.* is repeated"),
-        (lambda tasks: [*tasks, Task(Q, 9, 0)], "cannot run: Q.stage 9.* is out of range"),
+        (lambda tasks: [*tasks, Task(K, 9, 0)], "cannot run: K.stage 9.* is out of range"),
     ],
 )
 def test_an_edited_table_is_checked_as_that_of_a_schedule(change, words):
@@ -405,10 +405,10 @@ def test_a_function_without_a_scheduled_loop_is_refused():
 
 
 def test_a_table_with_tasks_that_no_edit_gives_work_is_refused():
-    table = from_tasks([["F0.0", "Q0.0", "B0.0"], ["F1.0", "B1.0"]])
+    table = from_tasks([["F0.0", "K0.0", "B0.0"], ["F1.0", "B1.0"]])
     grad_fn = grad_of(FromTable(table), 1)
     with pytest.raises(
-        ValueError, match="place: the table has tasks of the kind Q .quiet., .*edit"
+        ValueError, match="place: the table has tasks of the kind K .quiet., .*edit"
     ):
         jaxpp.place(grad_fn, mesh_of(2)).lower(WS, X)
 
