@@ -196,10 +196,10 @@ def _combined(how, rows, avals, dtypes, count: int) -> list[Any]:
         match op:
             case "max":
                 start = _start(_lowest(aval.dtype), aval, aval.dtype)
-                folds[n] = jnp.maximum, start, y
+                folds[n] = jnp.maximum, start, y, aval.dtype
             case "mean" | "sum":
                 dtype, _ = _sum_dtypes(dtypes[n], aval.dtype)
-                folds[n] = jnp.add, _start(0, aval, dtype), _as(y, dtype)
+                folds[n] = jnp.add, _start(0, aval, dtype), y, dtype
             case "concat":
                 y = y.reshape(count * y.shape[1], *y.shape[2:])
             case "last":
@@ -218,14 +218,18 @@ def _combined(how, rows, avals, dtypes, count: int) -> list[Any]:
     return results
 
 
-def _folded(folds: Mapping[int, tuple[Callable, Any, Any]]) -> dict[int, Any]:
-    """Combines a value with rows, from the first to the last."""
-    first = {n: combine(start, rows[0]) for n, (combine, start, rows) in folds.items()}
-    others = {n: rows[1:] for n, (_, _, rows) in folds.items()}
+def _folded(folds: Mapping[int, tuple[Callable, Any, Any, Any]]) -> dict[int, Any]:
+    """Combines a value with rows, each in a dtype, from the first to the last."""
+    others = {n: rows[1:] for n, (_, _, rows, _) in folds.items()}
+
+    def combined(n, acc, row):
+        combine, _, _, dtype = folds[n]
+        return combine(acc, _as(row, dtype))
 
     def body(acc, row):
-        return {n: folds[n][0](acc[n], row[n]) for n in acc}, None
+        return {n: combined(n, acc[n], row[n]) for n in acc}, None
 
+    first = {n: combined(n, start, rows[0]) for n, (_, start, rows, _) in folds.items()}
     return jax.lax.scan(body, first, others)[0] if folds else {}
 
 
