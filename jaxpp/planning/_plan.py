@@ -113,9 +113,10 @@ class Plan(Candidate):
         }
         links, count = dataclasses.replace(self.problem.links, **changed), self.microbatches
         profiles = {count: self.problem.profiles[count]}
-        return solve(
-            dataclasses.replace(self.problem, profiles=profiles, links=links, speed=tuple(speed))
+        problem = dataclasses.replace(
+            self.problem, profiles=profiles, links=links, speed=tuple(speed)
         )
+        return solve(problem, self)
 
     def __str__(self) -> str:
         lines = [
@@ -244,13 +245,17 @@ def plan(
     return solve(dataclasses.replace(problem, profiles=profiles))
 
 
-def solve(problem: Problem) -> Plan:
-    """Makes a plan of the fastest candidate of a problem.
+def solve(problem: Problem, known: Candidate | None = None) -> Plan:
+    """Makes a plan of the fastest candidate of a problem, or of a table that is known and as fast.
 
     Raises:
         ValueError: nothing fits, or no schedule can be made.
     """
     best, *others = problem.candidates()
+    if known is not None and known.table:
+        kept = problem.timed(known)
+        if kept.seconds <= best.seconds:
+            best = kept
     reasons = [
         c.reason or f"{c.seconds / best.seconds - 1:.1%} slower, bubble {c.bubble:.1%}"
         for c in others

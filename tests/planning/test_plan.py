@@ -227,7 +227,7 @@ def test_a_searched_plan_is_taken_where_it_is_faster(tmp_path, limit):
     table = loaded.order.table_for_ranks(4, 8)
     check(table)
     assert simulate(table, loaded.costs, overlap="none").makespan == pytest.approx(plan.seconds)
-    assert plan.again(plan.costs).seconds == pytest.approx(plan.seconds)
+    assert plan.again(plan.costs).seconds <= plan.seconds * (1 + 1e-9)
 
 
 def test_a_synthesized_table_recomputes_within_a_limit():

@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthesis_cases import best_of_catalogue, published_row, v_row
-from jaxpp.planning.search import Choice, Layers, Setting
-from jaxpp.planning.search._judge import judge
 from jaxpp.schedules import Costs, Kind, Memory, OneFOneB, ZeroBubbleV, check, simulate, synthesize
 from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._justify import Justifier
@@ -119,15 +117,14 @@ def test_more_evaluations_never_give_a_worse_table(seed):
 
 
 def test_a_table_of_eager_ranks_is_found_where_stages_lie_irregularly():
-    """Waiting costs more there than it gains: backwards first, older microbatches first."""
-    choose = random.Random(7)
+    """Backwards first, older microbatches first: no rank that waits gets as far at once."""
+    choose = random.Random(4)
     forward, inputs, weights = (
-        tuple(float(choose.randint(1, 9)) for _ in range(22)) for _ in range(3)
+        tuple(float(choose.randint(1, 30)) for _ in range(9)) for _ in range(3)
     )
-    placement = (2, 1, 1, 0, 3, 1, 0, 2, 3, 0, 2, 0, 0, 1, 2, 3, 3, 0, 2, 1, 0, 3)
-    layers, cuts = Layers(forward, inputs, weights), tuple(range(23))
-    eager = judge(Setting(layers, 4, 8), Choice(cuts, (placement,)))
-    assert synthesize(Costs(forward, inputs, weights), placement, 8, evaluations=1).value <= eager
+    costs = Costs(forward, inputs, weights, latency=3.0)
+    found = synthesize(costs, (0, 2, 1, 1, 0, 2, 2, 1, 0), 8, evaluations=1)
+    assert found.gap == 0
 
 
 @given(instances(most_ranks=3, most_microbatches=4), st.sampled_from(["wall", "span"]))

@@ -46,9 +46,9 @@ def lower_bound(setting: Setting, directions: int = 1) -> float:
     speeds = sorted(setting.speed, reverse=True)
     # Where a backward has two forms, each layer counts by the form that takes less.
     work = [min(own) for own in zip(*map(layers.work, layers.forms), strict=True)]
-    waiting = sum(speed * head for speed, head in zip(speeds, heads, strict=True))
+    waiting = math.fsum(speed * head for speed, head in zip(speeds, heads, strict=True))
     best = max(
-        (m * sum(work) + waiting) / sum(speeds),
+        (m * math.fsum(work) + waiting) / sum(speeds),
         m * max(work) / sum(speeds[:directions]),
     )
     if setting.memory_limit == math.inf or not any(layers.activation_bytes):

@@ -82,7 +82,7 @@ class Layers:
         sums = zip(self.backward, self.input_grad, self.weight_grad, strict=False)
         if not any(whole < i + w for whole, i, w in sums):
             return (True,)
-        return tuple(sorted((True, False), key=lambda halves: sum(self.work(halves))))
+        return tuple(sorted((True, False), key=lambda halves: math.fsum(self.work(halves))))
 
     def parts(self, halves: bool) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
         """Gives the times of forwards, of what the layer before waits for, and of the rest."""
@@ -95,7 +95,7 @@ class Layers:
 
     def work(self, halves: bool) -> tuple[float, ...]:
         """Gives all the time of each layer."""
-        return tuple(map(sum, zip(*self.parts(halves), strict=True)))
+        return tuple(map(math.fsum, zip(*self.parts(halves), strict=True)))
 
 
 def sums(values: Sequence[float]) -> list[float]:

@@ -1,6 +1,7 @@
 """The moves of a search: a choice becomes another one."""
 
 import itertools
+import math
 import random
 
 from jaxpp.planning.search._setting import Choice, Setting
@@ -15,7 +16,7 @@ def start(setting: Setting, directions: int, number: int, halves: bool) -> Choic
     place, stages_per_rank = STARTS[number % len(STARTS)]
     layers, ranks = setting.layers, setting.ranks
     stages = min(ranks * stages_per_rank, layers.count)
-    share = sum(layers.work(halves)) / stages
+    share = math.fsum(layers.work(halves)) / stages
     cuts, done = [0], 0.0
     for n, own in enumerate(layers.work(halves)):
         done += own

@@ -198,12 +198,8 @@ class Rules:
             for window in range(1, len(self.windows))
             for plan in (3, 4, 0)
         ]
-        return (
-            ample
-            + self._eager()
-            + tight
-            + [self.rule(plan, 0, 4.0, 1.0) for plan in range(1, len(self.plans))]
-        )
+        ample += self._eager()
+        return ample + tight + [self.rule(plan, 0, 4.0, 1.0) for plan in range(1, len(self.plans))]
 
     def _eager(self) -> list[Rule]:
         """Gives rules by which no rank ever waits: backwards first, weight gradients last.
