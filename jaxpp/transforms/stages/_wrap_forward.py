@@ -78,7 +78,7 @@ def wrap_forward(
             return stage(*inputs)
         first = stages.like[k]
         if stages.like.count(first) > 1:
-            key = first, own
+            key = first, id(own)
             if key not in stages.calls:
                 stages.calls[key] = _marks.record_stage(stage, inputs)
             if stages.calls[key] is not None:
