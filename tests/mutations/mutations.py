@@ -410,8 +410,8 @@ MUTATIONS = (
     Mutation(
         "stacked results are in the first row",
         "jaxpp/transforms/place/_build_graph.py",
-        "jax.lax.dynamic_update_index_in_dim(next(buffers), y, index, 0)",
-        "jax.lax.dynamic_update_index_in_dim(next(buffers), y, 0 * index, 0)",
+        "return jax.lax.dynamic_update_index_in_dim(buffer, y, index, 0)",
+        "return jax.lax.dynamic_update_index_in_dim(buffer, y, 0 * index, 0)",
         ("directions::other_outputs_of_the_loop_are_combined_too", "place::results_of_all_kinds"),
     ),
     Mutation(
