@@ -137,6 +137,7 @@ def test_the_way_out_is_as_the_plain_step():
     chex.assert_trees_all_close(got, want, atol=1e-3)
 
 
+@pytest.mark.more
 def test_under_nnx_jit_a_placed_step_is_the_plain_one_and_changes_its_objects():
     (net, optimizer), (other, its_own) = make(), make()
     placed = two_layers.place(functools.partial(optimize, scheduled()))

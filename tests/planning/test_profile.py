@@ -98,6 +98,7 @@ def test_an_update_moves_bytes_as_fast_as_was_measured_or_published(model, found
     assert jaxpp.profile(loss_fn, model, tokens(), device=device).memory_bandwidth == 2e9
 
 
+@pytest.mark.more
 def test_the_cut_is_balanced_by_what_was_measured(model, found):
     even = dataclasses.replace(found, costs=(1.0,) * len(found.costs))
     assert stages_of(model, 2, even)[0] == [

@@ -141,6 +141,7 @@ def test_tables_and_timelines_are_short_in_a_notebook():
     )
 
 
+@pytest.mark.more
 def test_matplotlib_is_imported_by_who_draws_and_never_pyplot(tmp_path):
     program = (
         "import sys; from jaxpp.schedules import *; assert 'matplotlib' not in sys.modules;"

@@ -77,6 +77,7 @@ def instances(draw, most_ranks=4, most_microbatches=7):
     )
 
 
+@pytest.mark.more
 @given(instances(), st.sampled_from(["wall", "span"]), st.integers(0, 3))
 @settings(max_examples=25)
 def test_the_table_is_sound_and_between_the_bound_and_the_catalogue(case, objective, seed):
@@ -127,6 +128,7 @@ def test_a_table_of_eager_ranks_is_found_where_stages_lie_irregularly():
     assert found.gap == 0
 
 
+@pytest.mark.more
 @given(instances(most_ranks=3, most_microbatches=4), st.sampled_from(["wall", "span"]))
 @settings(max_examples=8)
 def test_the_bound_is_not_above_what_is_proved_optimal(case, objective):

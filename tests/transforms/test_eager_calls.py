@@ -212,6 +212,7 @@ def test_a_reduction_may_change_between_calls():
     assert float(fun(jnp.ones(()), jnp.ones(8))) == 16.0
 
 
+@pytest.mark.more
 def test_a_call_follows_the_settings_of_jax():
     fun = FUNCTIONS["schedule"]
     fun(WEIGHTS, X)

@@ -111,6 +111,7 @@ def kill_at_random(directory, saver, seed):
     return latest
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kills", [15, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_loop_killed_at_random_goes_on_from_its_last_checkpoint(tmp_path, saver, kills):
     latest = [kill_at_random(tmp_path, saver, seed) for seed in range(kills)][-1]

@@ -79,6 +79,7 @@ def parts_and_whole(init_fn, key):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("init_fn", "make_key"),
     [

@@ -78,12 +78,14 @@ def test_a_split_step_gives_what_the_step_gives(shape, zero1, wanted):
     assert_close(train(step), wanted, rtol=2e-5)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("shape", [(2, 2, 1), (2, 2, 2)])
 def test_schedules_of_one_kind_agree_to_the_bit(shape):
     gpipe = make_step(jaxpp.schedules.GPipe())
     assert_same(train(place(gpipe, shape)), train(place(make_step(), shape)))
 
 
+@pytest.mark.more
 def test_a_mesh_of_ranks_of_one_device_each_gives_the_same_bits():
     step = make_step()
     plain = jaxpp.place(step, jaxpp.MpmdMesh((2,)))
@@ -148,6 +150,7 @@ def reductions_over_data(num_microbatches, zero1):
     ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("zero1", "wanted"),
     [((), [(1, 0), (1, 0)]), ("data", [(0, 6), (1, 6)])],  # the second rank reduces the loss, too
@@ -157,6 +160,7 @@ def test_reductions_do_not_depend_on_the_number_of_microbatches(zero1, wanted):
         assert reductions_over_data(num_microbatches, zero1) == wanted
 
 
+@pytest.mark.more
 def test_gradients_are_reduced_once_where_examples_are_the_second_axis():
     def loss_fn(w, x):
         h = jaxpp.pipeline_enter_stage(jnp.tanh(x.T @ w[0]))

@@ -73,6 +73,7 @@ def run(make, schedule: str | None, in_axes, reduce, args, *, after=lambda resul
 # ---- penalties ----------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @schedules
 def test_a_penalty_on_a_parameter_of_two_stages(schedule):
     """Its gradient has three terms: one of each stage, and that of the penalty."""
@@ -262,6 +263,7 @@ def with_auxiliary_losses(num_stages: int):
     return loss
 
 
+@pytest.mark.more
 @schedules
 def test_auxiliary_losses_of_several_stages(schedule):
     args, axes = (make_params(), X, Y), (None, 0, 0)

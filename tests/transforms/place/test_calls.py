@@ -124,6 +124,7 @@ def test_another_setting_traces_anew_and_an_earlier_one_does_not(name, by_update
         assert [y[2].dtype for y in seen] == ["float64", "float32", "float64"]
 
 
+@pytest.mark.more
 def test_the_precision_of_a_product_is_that_of_the_call():
     def precision_of(w, x):
         (eqn,) = jax.make_jaxpr(jnp.dot)(x, w[0]).eqns
@@ -137,6 +138,7 @@ def test_the_precision_of_a_product_is_that_of_the_call():
     assert "HIGHEST" in seen[0] and "HIGHEST" not in seen[1]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("transformed", ["microbatch", "schedule"])
 def test_a_loop_that_is_not_placed_knows_its_setting_too(transformed):
     def loss(w, x):

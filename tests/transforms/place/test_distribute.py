@@ -198,6 +198,7 @@ def half_layer(h, p):
     return jnp.tanh(y).astype(jnp.float32), None
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("loss", "policy"),
     [
@@ -212,6 +213,7 @@ def test_layers_may_be_checkpointed_and_cast(loss, policy):
     check(loss, optax.sgd(0.1, momentum=0.9), policy=policy, rtol=1e-5)
 
 
+@pytest.mark.more
 def test_a_penalty_in_the_loss_is_summed_up_in_parts():
     plain = loss_of((0, 2, 6))
 
@@ -341,6 +343,7 @@ def test_a_stack_that_the_step_closes_over_is_sliced_too():
     assert (2, WIDTH, WIDTH) in shapes and (LAYERS, WIDTH, WIDTH) not in shapes
 
 
+@pytest.mark.more
 def test_an_equinox_model_of_stacked_layers():
     class Net(eqx.Module):
         layers: eqx.nn.Linear
@@ -455,6 +458,7 @@ def test_an_equation_gives_part_by_part_what_it_gives_as_a_whole(fun, pieces):
     chex.assert_trees_all_close(got, jax.tree.leaves(jax.jit(fun)(x)), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "update",
     [

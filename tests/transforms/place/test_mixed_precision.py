@@ -241,6 +241,7 @@ def test_a_step_is_that_of_the_single_device_on_the_whole_batch(policy):
     assert_close_sums(got, want, 2e-2)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("policy", ["inside", "outside-accumulated-in-float32"])
 def test_tied_parameters_differ_in_rounding_alone(policy):
     placed, plain, _ = policy_steps(policy, "1f1b")
@@ -258,6 +259,7 @@ class Net(eqx.Module):
         return x
 
 
+@pytest.mark.more
 def test_a_cast_equinox_model_is_cut_at_its_modules():
     keys = jax.random.split(jax.random.key(0), 4)
     model = Net([eqx.nn.Linear(WIDTH, WIDTH, key=k) for k in keys])
@@ -410,6 +412,7 @@ def test_the_accumulators_dtype_is_a_prefix_for_floats_that_are_added():
     assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(jnp.dtype, want)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", ["auto", None, F32])
 def test_gradients_outside_are_accumulated_so_too(dtype):
     loss, model = make_loss(1), precision.cast(make_model(), BF16)

@@ -192,6 +192,7 @@ def test_optimizer(name):
     check(with_optimizer(optimizer), start(optimizer))
 
 
+@pytest.mark.more
 def test_apply_if_finite_skips_a_step():
     optimizer = optax.apply_if_finite(optax.adam(1e-2), 3)
     data = batches(4)
@@ -200,6 +201,7 @@ def test_apply_if_finite_skips_a_step():
     assert int(state.total_notfinite) == 1
 
 
+@pytest.mark.more
 def test_the_same_bits_for_any_number_of_ranks():
     """Placement is by stage, so that it does not matter how many stages a rank has."""
     model = Tied((0, 1, 3), (0, 3))
@@ -340,6 +342,7 @@ def test_metrics():
     check(make, Net(), data)
 
 
+@pytest.mark.more
 def test_values_computed_before_the_loop_and_used_after_it():
     def make(how):
         grad_fn = how.value_and_grad(loss_fn)
@@ -359,6 +362,7 @@ def test_values_computed_before_the_loop_and_used_after_it():
     check(make, (Net(), jnp.int32(0)))
 
 
+@pytest.mark.more
 def test_gradient_of_a_regularised_loss():
     def make(how):
         def loss(model, x):
@@ -585,6 +589,7 @@ def test_frozen_stages(frozen, way, schedule):
     check(make, start(CLIP_ADAMW), piped=Piped(schedule))
 
 
+@pytest.mark.more
 def test_stages_without_parameters():
     def loss(model, x):
         x = jaxpp.pipeline_enter_stage(jnp.sin(x))

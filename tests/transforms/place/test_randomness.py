@@ -139,6 +139,7 @@ def test_dropout_is_the_same_for_every_schedule(style, keys, schedule):
     chex.assert_trees_all_equal(run(style, keys, schedule), plain(style, keys))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize(
     ("ranks", "cuts"),
@@ -164,6 +165,7 @@ def test_masks_are_those_drawn_by_hand(keys):
             np.testing.assert_array_equal(rows, jax.random.bernoulli(key, 1 - RATE, rows.shape))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("keys", KEYS)
 def test_with_a_key_for_each_example_masks_are_those_of_the_whole_batch(keys):
     draw, random, _ = per_example(KEYS[keys])

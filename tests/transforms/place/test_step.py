@@ -120,6 +120,7 @@ def test_a_guard_has_the_name_that_the_jaxpr_gives_it(update, guards):
         assert re.search(rf"\b{name}:i32\[\] = ", str(step.jaxpr))
 
 
+@pytest.mark.more
 def test_texts_are_the_same_in_every_process():
     """A text that shows an address, or the order of a set, is another one in another process."""
     code = (

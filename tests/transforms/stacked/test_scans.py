@@ -352,6 +352,7 @@ def model_loss(model, x):
     return jnp.mean(model(x) ** 2)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("at", "found"),
     [
@@ -398,6 +399,7 @@ def test_a_scope_with_an_index_names_a_layer_of_the_scan_under_it():
     chex.assert_trees_all_close(cut(PARAMS, X), loss(PARAMS, X), rtol=1e-6)
 
 
+@pytest.mark.more
 def test_a_layer_of_a_flax_scan_is_named_by_the_scan():
     class Layer(nn.Module):
         @nn.compact
@@ -548,6 +550,7 @@ def microbatched(loss, num=2):
     return jaxpp.microbatch(jax.value_and_grad(loss), num)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("scan", "schedule"),
     [

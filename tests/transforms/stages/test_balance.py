@@ -43,6 +43,7 @@ problems = st.integers(1, 9).flatmap(
 )
 
 
+@pytest.mark.more
 @settings(max_examples=400)
 @given(problems)
 def test_no_cut_has_a_faster_slowest_stage_then_a_busier_idlest_one_then_fewer_bytes(problem):

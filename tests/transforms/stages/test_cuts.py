@@ -223,6 +223,7 @@ def test_a_stage_reads_the_parameters_of_its_modules_only(arguments_of):
     assert shapes == [sorted([*linear * 2, (3, 8)]), sorted(linear * 2), sorted(linear + head)]
 
 
+@pytest.mark.more
 def test_a_subclass_that_calls_its_base_is_called_once(primitives_of, assert_same):
     model = Net(jax.random.key(2), Wide)
     split = jaxpp.split_stages(loss, at=CUTS)

@@ -158,6 +158,7 @@ def assert_gradient(split, fun, model):
     assert_close(got, want)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("layers", "stages"), [(5, 4), (7, 3)])
 def test_no_stage_is_without_a_layer_and_none_is_cut(name, layers, stages):

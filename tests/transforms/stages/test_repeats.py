@@ -149,6 +149,7 @@ def test_the_table_has_a_line_for_each_stage():
     assert lines[3].endswith("stage 1")
 
 
+@pytest.mark.more
 def test_equal_stages_are_differentiated_as_one():
     split = jaxpp.wrap_forward(jaxpp.split_stages(loss, 4))
     params = init(8)

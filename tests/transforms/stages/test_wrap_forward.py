@@ -189,6 +189,7 @@ def step_of_a_row(x, w):
     return jnp.where(x > 0, jnp.sin(x * w), jnp.cos(x) - 1)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("steps", "few"), [(20, True), (2, False)], ids=["long", "short"])
 def test_of_a_long_row_of_elementwise_operations_a_stage_keeps_what_the_row_reads(steps, few):
     def chain(ws, x):
@@ -367,6 +368,7 @@ def test_a_checkpoint_around_it_keeps_what_a_policy_for_each_stage_keeps(policy,
     assert sum(map(len, kept(loop_of(around)))) < sum(map(len, kept(loop_of(wrapped))))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["1f1b", "zb_h1"])
 def test_on_one_device_too_a_backward_computes_again_what_its_forward_does_not_keep(schedule):
     def flops(fun):

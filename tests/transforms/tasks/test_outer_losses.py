@@ -263,6 +263,7 @@ def test_all_forwards_come_before_the_loss_and_the_table_after_it():
     assert testing.count_sends(lowered) == testing.count_sends(lowered, "edge") == 3 * M
 
 
+@pytest.mark.more
 def test_it_may_be_vmapped():
     grad_fn = jaxpp.schedule(value_and_grad(LOSSES["hardest"], RANKS), OneFOneB())
     ws = jax.tree.map(lambda w: jnp.stack([w, -w]), WS)
@@ -275,6 +276,7 @@ def test_it_may_be_vmapped():
 # ---- loops of the same kind ----------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("times", [1, 2])
 def test_what_the_user_checkpoints_is_computed_again_in_its_backward(times):
     def checkpointed(fun):

@@ -263,6 +263,7 @@ def test_the_gradient_of_any_output_is_scheduled(of, loops, schedule):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()])
 @pytest.mark.parametrize(
     "gradient",
@@ -340,6 +341,7 @@ def test_the_sum_of_a_tied_gradient_is_accumulated_apart(schedule):
     assert all(r.source != "carry" or r.index in tasks.folds for b in first for r in b.inputs)
 
 
+@pytest.mark.more
 def test_a_weight_may_be_read_a_thousand_times():
     """Its gradient is a sum of as many terms, and accumulated once in each stage that reads it."""
 
@@ -731,6 +733,7 @@ def with_counters(ws, state, x):
     return jnp.mean((x - 1) ** 2), {"counts": tuple(counts), "seen": tuple(seen)}
 
 
+@pytest.mark.more
 def test_a_count_goes_up_in_the_stage_that_reads_it_and_what_is_never_read_needs_no_rank():
     state = {
         "counts": (jnp.zeros((), jnp.int32),) * STAGES,
@@ -751,6 +754,7 @@ def test_an_error_is_a_value_error_too():
     assert issubclass(schedules.ScheduleError, ValueError)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("reduce", ["stack", "last"])
 def test_what_no_task_makes_leaves_the_loop(reduce):
     def aux(ws, x):
@@ -764,6 +768,7 @@ def test_what_no_task_makes_leaves_the_loop(reduce):
     chex.assert_trees_all_close(placed(WS, X), jax.jit(plain)(WS, X), rtol=1e-6)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("split", [False, True])
 def test_a_carry_that_no_microbatch_changes_is_read_by_any_stage(split):
     """As the key is from which each layer folds one of its own, by a count that is carried, too."""
