@@ -18,7 +18,7 @@ def entered(x):
 
 
 def edged(x):
-    return jnp.tanh(_marks.edge(jnp.sin(x), stage=0, num_stages=2))
+    return jnp.tanh(_marks.edge(jnp.sin(x)))
 
 
 def plain(x):
