@@ -27,10 +27,10 @@ class Kind(str, metaclass=_Kinds):
     activations again that the backward reads: the `F` of its stage and microbatch drops them.
 
     A kind is its letter, a `str`, with a record of all that is known of it; a new kind is one
-    value. The letter alone gives a kind that there is: `Kind("F")`.
+    value: a capital letter, its title, and further fields by name. The letter alone gives a kind
+    that there is: `Kind("F")`.
 
-    Args:
-      letter: a capital letter.
+    Attributes:
       title: what it does, for legends.
       after: the kinds that come before it, of its stage and microbatch.
       makes: the kind whose results it makes, for the tasks of its stage that come after it: an `R`
