@@ -92,8 +92,8 @@ def test_a_path_of_a_module_opens_a_stage(fun, model, at, arguments_of):
 
 @BY_NAME
 def test_layers_are_whole_by_default(fun, model, arguments_of):
-    for options in ({}, {"whole": Block}):
-        found = arguments_of(jaxpp.split_stages(fun, 3, **options), model, X)
+    for split in (jaxpp.split_stages(fun, 3), jaxpp.split_stages(fun, 3, whole=Block)):
+        found = arguments_of(split, model, X)
         layers = [shapes.count((8, 16)) for shapes in found]
         assert [shapes.count((16, 8)) for shapes in found] == layers
         assert sorted(layers) == [1, 2, 2]
