@@ -193,7 +193,10 @@ def test_a_step_of_two_loops_has_the_tasks_of_both_with_stages_that_are_numbered
     keys = {(kind, s) for letters, stages in kinds for kind in letters for s in stages}
     keys -= {("I", 2)}  # nobody reads a gradient of the batch
     assert set(found.times) == keys and len(found.table.tasks) == MICROBATCHES * len(keys)
-    assert found.dependencies[Kind.F, 3] == (("F", 2),) and ("B", 0) not in found.dependencies[Kind.F, 2]
+    assert (
+        found.dependencies[Kind.F, 3] == (("F", 2),)
+        and ("B", 0) not in found.dependencies[Kind.F, 2]
+    )
     assert found.predict() > 0
     # The costs of a stage count for both loops.
     times = Costs(forward=[3.0, 1.0], input_grad=0.0, weight_grad=1.0)
