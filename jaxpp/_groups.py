@@ -112,7 +112,7 @@ class Cluster:
 
     @property
     def outputs(self) -> list[Any]:
-        """What others read, in the order in which it is made."""
+        """The variables that others read, in the order in which they are made."""
         read = {*self.sent, *self.left, *self.wanted}
         return [v for e in self.eqns for v in e.outvars if v in read]
 

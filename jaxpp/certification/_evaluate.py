@@ -105,7 +105,7 @@ class Evaluator:
         return made
 
     def once(self, key: tuple[Any, ...], run: Callable[[], Any], has_effects: bool) -> Any:
-        """What something gives, which is run once unless it has effects."""
+        """Runs something once for a key; each time if it has effects."""
         if has_effects:
             return run()
         found = self._results.get(key)
@@ -269,8 +269,8 @@ class _Code:
         self.has_effects = any(eqn.effects for _, eqn, _, _ in self.steps)
         self.slices = self._take_slices()
         given = {*self.inputs, *(i for step in self.slices for i in step[3])}
-        #: The slots of what the other steps are given.
         read = {*self.outputs, *(i for step in self.steps for i in step[2])}
+        #: The slots of what the other steps are given.
         self.operands = sorted(given & read)
         self._parted: dict[tuple[int, ...], Any] = {}
 

@@ -39,7 +39,7 @@ class Op:
 
 
 class Form(enum.IntEnum):
-    """How a term depends on the number of a microbatch."""
+    """The forms of a term, by its dependence on the number of a microbatch."""
 
     #: Not at all.
     WHOLE = 0
@@ -104,7 +104,7 @@ def number_of(terms: Iterable[Term]) -> int | None:
 
 
 def template_of(t: Term) -> Term:
-    """What a term is for any number of a microbatch."""
+    """The template of an instance; any other term itself."""
     return t.args[0] if t.form is Form.INSTANCE else t
 
 
@@ -169,7 +169,7 @@ class Table:
         return self.make(self.op(name, params, tuple(shape), dtype), args)
 
     def nothing(self, shape: Shape, dtype: str) -> Term:
-        """What is in memory that nothing has been put into."""
+        """The term of memory that nothing has been put into."""
         return self.term("nothing", (), (), shape, dtype)
 
     def literal(self, value: Any, dtype: str) -> Term:

@@ -265,7 +265,7 @@ class Terms(Table):
         return None
 
     def _unshaped(self, t: Term) -> Term:
-        """What is reshaped."""
+        """The operand of a reshape."""
         if t.form is Form.INSTANCE:
             return self.instance(t.args[0].args[0], t.op.params)
         return t.args[0]
