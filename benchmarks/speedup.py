@@ -244,7 +244,7 @@ def costs_of(runs: Sequence[Any]) -> tuple[Costs, float]:
             besides[r.rank] += r.end - r.start
 
     def of(task: Any) -> float:
-        return times[f"{task.kind.value}{task.stage}.{task.microbatch}"]
+        return times[str(task)]
 
     return Costs(forward=of, backward=of), max(besides)
 

@@ -39,7 +39,7 @@ class Value:
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
         >>> def loss(w, x):
-        ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        ...     h = jaxpp.pipeline_enter_stage(jnp.sin(x @ w))
         ...     return jnp.mean((h @ w) ** 2)
         >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
         >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
@@ -49,7 +49,7 @@ class Value:
         ...     return loop
         >>> edited = jaxpp.extend.edit_loops(grad, show)
         >>> shape = jax.eval_shape(edited, jnp.eye(2), jnp.ones((8, 2)))
-        F0 -> F1 B1 B0 float32[2,2] 16
+        F0 -> F1 B1 float32[2,2] 16
         F0 -> B0 float32[2,2] 16
         F1 -> B1 float32[2,2] 16
         B1 -> B0 float32[2,2] 16
