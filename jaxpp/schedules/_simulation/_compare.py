@@ -1,8 +1,8 @@
 """Compares schedules of one size: time, bubble and memory of each, side by side."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from jaxpp import _html
 from jaxpp.schedules._base import Schedule
@@ -60,7 +60,7 @@ def _text(value: str | float | None) -> str:
 
 
 def compare(
-    schedules: Mapping[str, Schedule],
+    schedules: Schedule | Iterable[Schedule] | Mapping[str, Schedule],
     num_ranks: int,
     num_microbatches: int,
     costs: Costs | None = None,
@@ -72,7 +72,8 @@ def compare(
     """Simulates schedules for one number of ranks and microbatches.
 
     Args:
-      schedules: the schedules, by name.
+      schedules: a schedule, a list of them, or schedules by name; without a name of yours
+        a schedule's own text is its name.
       num_ranks: the number of ranks.
       num_microbatches: the number of microbatches.
       costs: the time of a rank's whole work for a microbatch, whatever the number of its stages.
@@ -85,6 +86,7 @@ def compare(
       and a notebook shows the list as a table.
 
     Raises:
+      TypeError: something in `schedules` is not a schedule.
       ScheduleError: a table breaks a rule; a note names the schedule.
 
     >>> from jaxpp.schedules import Interleaved1F1B, OneFOneB
@@ -93,7 +95,7 @@ def compare(
     [('1f1b', 33.0, 4.0), ('interleaved', 28.5, 5.5)]
     """
     rows = Comparisons()
-    for name, schedule in schedules.items():
+    for name, schedule in _named(schedules):
         row = Comparison(name, num_ranks, num_microbatches)
         try:
             table = schedule.table_for_ranks(num_ranks, num_microbatches)
@@ -120,3 +122,21 @@ def compare(
             )
         )
     return rows
+
+
+def _named(schedules: Any) -> list[tuple[str, Schedule]]:
+    """Pairs each schedule with its name."""
+    pairs: list[tuple[str, Any]]
+    if isinstance(schedules, Mapping):
+        pairs = list(schedules.items())
+    elif isinstance(schedules, str | Schedule) or not isinstance(schedules, Iterable):
+        pairs = [(str(schedules), schedules)]
+    else:
+        pairs = [(str(own), own) for own in schedules]
+    for name, schedule in pairs:
+        if not isinstance(schedule, Schedule):
+            raise TypeError(
+                f"compare takes schedules, as a list or by name, got {schedule!r} for {name!r}; "
+                f"jaxpp.schedules.by_name makes a schedule of its name on a command line."
+            )
+    return pairs
