@@ -10,7 +10,7 @@ import jaxpp
 from jaxpp._program import Program, Receive, Run, Send
 from jaxpp.schedules import Kind, OneFOneB
 
-_LANES, _ROW, _UNIT, _LEFT = (74, 178), 34, 33.0, 56
+_LANES, _ROW, _UNIT, _LEFT = (58, 152), 34, 39.0, 56
 _TIMES = {"F": 1.0, "B": 1.7}
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 
     placed = jaxpp.place(step, jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2))
     programs = placed.lower([jnp.eye(4)] * 2, jnp.ones((6, 4))).programs
-    picture = Picture(752, 270)
+    picture = Picture(752, 238)
     picture.text(_LEFT, 16, "one step, as the two programs run it", bold=True)
     picture.text(
         _LEFT,
@@ -52,6 +52,13 @@ def main() -> None:
         picture.text(10, y + _ROW / 2, f"rank {n}")
         picture.box((_LEFT, y, 684, _ROW), fill=PALE, edge=PALE, round_by=0)
     _run(picture, [_Rank(program) for program in programs])
+    y = 212
+    for n, (kind, text) in enumerate([(Kind.F, "an activation"), (Kind.B, "its gradient")]):
+        picture.arrow((_LEFT + 120 * n, y), (_LEFT + 120 * n + 26, y), ink=kind.colours[0])
+        picture.text(_LEFT + 120 * n + 32, y, text, size=8.5)
+    picture.box((_LEFT + 240, y - 7, 26, 14), round_by=2)
+    around = "around the loop: slices of the batch, zeros to add to, the optimizer"
+    picture.text(_LEFT + 273, y, around, size=8.5)
     picture.save(beside(__file__, "flow.svg"))
 
 
