@@ -105,10 +105,9 @@ def _draw_wrap_forward(before: Any, after: Any, grad: Any) -> None:
         picture.box((x, y, 126, 96), fill=STAGES[stage], edge=EDGES[stage])
         box = (x + 8, y + 8, 110, 20)
         picture.task(box, kind, f"{'backward' if backward else 'forward'} of {stage}")
-        picture.text(x + 63, y + 46, f"{len(eqns)} equations", align="center", size=8.5)
         names = dict.fromkeys(_name(e) for e in eqns if e.primitive.name != "transpose")
         shown = [n for n in names if n in ("x @ w", "tanh", "square", "mul")]
-        picture.text(x + 63, y + 64, ", ".join(shown), align="center", ink=GREY, size=8)
+        picture.text(x + 63, y + 70, ", ".join(shown), align="center", size=8)
         tops[stage, backward], heights[stage, backward] = (x, y), 96
     first, last = tops[0, False], tops[1, False]
     back_last, back_first = tops[1, True], tops[0, True]
