@@ -46,13 +46,29 @@ class Comparison:
 
 
 class Comparisons(list[Comparison]):
-    """The rows of a comparison; a notebook shows them as a table."""
+    """The rows of a comparison; they show themselves as a table, in a terminal and a notebook."""
+
+    def __repr__(self) -> str:
+        header, cells = self._table()
+        widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+        lines = []
+        for row in (header, *cells):
+            first, *rest = zip(row, widths, strict=True)
+            text = "  ".join([first[0].ljust(first[1]), *(c.rjust(width) for c, width in rest)])
+            lines.append(text.rstrip())
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
+        return _html.table(*self._table())
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        """Gives the names of the figures that a row has, and the figures as text."""
         names = [field.name for field in dataclasses.fields(Comparison)]
-        names = [name for name in names if any(getattr(row, name) for row in self)]
+        names = [
+            name for name in names if name == "schedule" or any(getattr(r, name) for r in self)
+        ]
         cells = [[_text(getattr(row, name)) for name in names] for row in self]
-        return _html.table([name.replace("_", " ") for name in names], cells)
+        return [name.replace("_", " ") for name in names], cells
 
 
 def _text(value: str | float | None) -> str:
@@ -83,7 +99,7 @@ def compare(
 
     Returns:
       A list with a row for each schedule, in order. `dataclasses.asdict` makes a dictionary of one,
-      and a notebook shows the list as a table.
+      and the list shows itself as a table.
 
     Raises:
       TypeError: something in `schedules` is not a schedule.
