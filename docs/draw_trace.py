@@ -12,11 +12,12 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from drawing import beside, save
+from matplotlib.figure import Figure
 
 import jaxpp
 from jaxpp.schedules import Kind, Table, Task, Timeline, ZeroBubbleH1, plot
 
-_RANKS, _MICROBATCHES, _WIDTH, _CALLS = 2, 6, 384, 60
+_RANKS, _MICROBATCHES, _WIDTH, _CALLS = 2, 6, 256, 60
 _FILE = beside(__file__, "trace.csv")
 _FIELDS = ("timeline", "rank", "kind", "stage", "microbatch", "start", "end")
 
@@ -25,7 +26,16 @@ def main() -> None:
     """Draws the recorded step; with `--measure` records it first."""
     if "--measure" in sys.argv:
         _write(_measure())
-    figure = plot(_read(), unit="ms")
+    timelines = _read()
+    figure = Figure(figsize=(752 / 72, 270 / 72), layout="constrained")
+    for axes, (title, timeline) in zip(
+        figure.subplots(len(timelines), 1, sharex=True), timelines.items(), strict=True
+    ):
+        plot({title: timeline}, ax=axes, unit="ms")
+        axes.set_xlim(0, max(own.makespan for own in timelines.values()))
+        axes.tick_params(labelsize=8)
+        for text in axes.texts:
+            text.set_fontsize(8)
     save(figure, beside(__file__, "trace.svg"))
 
 
