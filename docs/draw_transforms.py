@@ -65,7 +65,7 @@ def _heading(picture: Picture, x: float, width: float, title: str, below: str) -
 
 
 def _draw_split_stages(before: Any, after: Any) -> None:
-    picture = Picture(520, 290)
+    picture = Picture(520, 270)
     _heading(picture, 40, _WIDTH, "f", "equations")
     _chain(picture, 40, _TOP, before.eqns)
     picture.arrow((225, 150), (295, 150), width=2, head=10)
