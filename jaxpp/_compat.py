@@ -199,6 +199,12 @@ def at_source_line(eqn) -> str:
     return f" at {line}" if line else ""
 
 
+def at_line_of(eqn, other):
+    """Lets an equation come from the source line of another."""
+    source = eqn.source_info.replace(traceback=other.source_info.traceback)
+    return eqn.replace(source_info=source)
+
+
 def in_scope(eqn, name: str):
     """Puts one more name before an equation's name stack."""
     source = eqn.source_info

@@ -10,9 +10,10 @@ import jax.tree_util as jtu
 from jaxpp import _compat, _jaxprs
 from jaxpp._ambient import without_mesh
 from jaxpp._program import PROVIDED, Bundle, LoadedStep, Mesh, Program
+from jaxpp.transforms._changes import changes
 from jaxpp.transforms._keywords import as_positional
 from jaxpp.transforms._signature import Signature
-from jaxpp.transforms._step import Step, changes
+from jaxpp.transforms._step import Step
 from jaxpp.transforms.initialize import (
     check_initializer,
     first_arguments,
@@ -59,7 +60,7 @@ class Lowered:
 
     def passes_as_text(self) -> str:
         """Writes the traced step as text, then the lines that each pass changed, as a diff."""
-        return changes(self.passes)
+        return changes({name: step.as_text() for name, step in self.passes.items()})
 
     def certify(self, *, passes: bool = True) -> Any:
         """Proves that the programs compute the step's function, as `jaxpp.certify` does.
