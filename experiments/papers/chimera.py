@@ -52,7 +52,7 @@ PAPER = Paper(
     "units. Microbatches that go up the ranks are lighter.",
     leaves_open=[
         "A backward that takes twice as long as a forward. Our closed form of the bubble is "
-        "(D-2)(min(F, B) + |B-F| N/D): it grows with N, and from N = D(2D-1)/(D-2) on 1F1B's is "
+        "(D-2)(min(F, B) + |B-F| N/D): it grows with N, and beyond N = D(2D-1)/(D-2) 1F1B's is "
         "smaller. With D = 4 and B = 2F that is 14 microbatches.",
         "More than D microbatches. The paper concatenates units of D directly, as here. Where B = "
         "2F, each further unit then adds bubbles between its forwards and its backwards. Forward "

@@ -13,9 +13,9 @@ from experiments.papers.laboratory import Paper, Row, peak, run
 from jaxpp.schedules import Costs, DualPipe, DualPipeV, OneFOneB, ZeroBubbleH1, check, simulate
 
 _UNEQUAL = (
-    "The form holds where F = I >= W. In our simulations the bubble is (PP/2-1)(F + I + max(F-W, "
-    "0)) where F >= I and a pair takes the time of both; for F = I >= W that is the form. Where I "
-    "is longer than F, it is at most one task less than the form, whatever PP."
+    "The form holds where F = I >= W. In our simulations, where a pair takes the time of its "
+    "tasks, the bubble is (PP/2-1)(2F + max(I-W, 0)) for F >= I. For I > F and I >= W it is less "
+    "than the form, by no more than one F for any PP."
 )
 
 
@@ -62,6 +62,7 @@ def rows():
     copies = len(DualPipe().table_for_ranks(8, 20).directions)
     yield Row("parameters, DualPipe", "Table 2", 2, copies, 0)
     half = simulate(DualPipeV().table_for_ranks(4, 10), Costs())
+    yield Row("most activations, DualPipeV", "README", 9, max(half.peak_memory), 0)
     yield Row("bubble, DualPipeV, 8 stages on 4 ranks", "README", 3 * (3 + 2 - 3), idle(half), 1)
 
 
@@ -82,8 +83,8 @@ PAPER = Paper(
     leaves_open=[
         "How long a pair takes. It depends on what a model sends inside a layer; F&B is an "
         "argument of our simulator (`Costs(overlapped=...)`), and `measure` finds it for a model.",
-        "Which rank the bubble is of. The ranks in the middle run one pair fewer than those at the "
-        "ends; where pairs save time, the bubble is theirs, and the ends idle less.",
+        "Which rank the bubble is of. The ranks in the middle run more pairs than those at the "
+        "ends. Where pairs save time, the ends work longer, and the form is that of the middle.",
         "Other times than F = I >= W, and other numbers of microbatches than even ones of at "
         "least 2 PP.",
         "The second copy of the parameters. DualPipeV has none (the last row of the bubbles).",
