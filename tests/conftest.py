@@ -10,6 +10,7 @@ import collections
 import gc
 import os
 import pathlib
+import zlib
 
 import hypothesis
 import jax
@@ -70,13 +71,19 @@ EVERY_RUN = ("runtime/remote/test_smoke.py",)
 ALL_CASES = ("schedules",)
 
 
+#: Of the further cases of each test a run takes one half, `0` or `1`, where this says so: CI runs
+#: the first cases on each Python, and one half of the others on each.
+HALF = os.environ.get("JAXPP_HALF")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks as `more` what a plain `pytest` leaves out: `MORE`, and further cases of each test.
 
     A module may ask for several cases of each of its tests: `pytestmark = pytest.mark.cases(3)`.
     """
     tests, cases = pathlib.Path(__file__).parent, collections.Counter()
+    other_half = []
     for item in items:
         if not item.path.is_relative_to(tests) or item.get_closest_marker("slow"):
             continue
@@ -86,6 +93,11 @@ def pytest_collection_modifyitems(items):
         further = cases[test] > (wanted.args[0] if wanted else 1) and not path.startswith(ALL_CASES)
         if (further or path.startswith(MORE)) and not path.startswith(EVERY_RUN):
             item.add_marker(pytest.mark.more)
+        if further and HALF and zlib.crc32(item.nodeid.encode()) % 2 != int(HALF):
+            other_half.append(item)
+    if other_half:
+        config.hook.pytest_deselected(items=other_half)
+        items[:] = [item for item in items if item not in set(other_half)]
     gpu_tests = [item for item in items if "gpu" in item.keywords]
     if gpu_tests and not any(d.platform == "gpu" for d in jax.devices()):
         for item in gpu_tests:
