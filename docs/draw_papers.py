@@ -20,7 +20,7 @@ and compared with the plain function. Where figures differ, the page says why.
 
 ```sh
 python -m experiments.papers                 # the list
-python -m experiments.papers --paper=gpipe   # a paper's figures, its picture, and placed steps
+python -m experiments.papers --paper=gpipe   # figures, picture, placed steps
 ```
 
 | paper | year | figures | as published | what differs |
@@ -39,7 +39,7 @@ _PAGE = """\
 
 {body}
 
-![{about}]({name}.png)
+[![{about}]({name}.png)]({name}.png)
 
 *{caption}*
 

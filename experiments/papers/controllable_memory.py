@@ -3,10 +3,10 @@
 Sources: Qi et al., arXiv 2405.15362, Table 1 and section 3, and arXiv 2401.10241, section 6, for
 ZB-V (V-ZB). Each rank has two stages, on the way down the ranks and up again. A schedule repeats
 one block of a microbatch's tasks; the time for which a block holds activations gives the peak. The
-authors sum it up (at huggingface.co/spaces/sail/pipeline-parallelism-with-controllable-memory) for
-F = I = W: with p ranks and m microbatches, the bubble rate is about p/m for 1F1B, 2p/(3m) for
-V-Min, p/(2m) for V-Half, and 0 for ZB-V; the activations are those of p, (p+4)//3, (p+2)//2 and p
-microbatches.
+authors sum it up on the page of their scheduler
+(sail/pipeline-parallelism-with-controllable-memory) for F = I = W: with p ranks and m microbatches,
+the bubble rate is about p/m for 1F1B, 2p/(3m) for V-Min, p/(2m) for V-Half, and 0 for ZB-V; the
+activations are those of p, (p+4)//3, (p+2)//2 and p microbatches.
 
 The rate is 1 - m(F+I+W)/cost, where the cost is the longest time of a rank from its first start to
 its last end.
