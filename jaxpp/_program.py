@@ -42,6 +42,9 @@ class Computation:
     out_specs: tuple[Spec, ...] = ()
     whole: tuple[str, ...] = ()
 
+    def __repr__(self):
+        return f"Computation({self.name!r}, {counted(len(self.jaxpr.eqns), 'equation')})"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
@@ -143,6 +146,11 @@ class Program:
     outputs: tuple[tuple[int, int], ...]
     constants: tuple[tuple[int, Any], ...]
 
+    def __repr__(self):
+        stages = ", ".join(map(str, self.stages))
+        instructions = counted(len(self.instructions), "instruction")
+        return f"Program(rank {self.rank}, stages {stages}: {instructions})"
+
     @property
     def sends(self) -> tuple[Send, ...]:
         """The sends of the program, in order."""
@@ -237,6 +245,18 @@ class Bundle:
     results: tuple[Result, ...]
     inside: AbstractMesh | None = None
 
+    def __repr__(self):
+        return f"{type(self).__name__}({self.summary})"
+
+    @property
+    def summary(self) -> str:
+        """The numbers of ranks, instructions and computations, as a line."""
+        instructions = sum(len(p.instructions) for p in self.programs)
+        return (
+            f"{counted(len(self.programs), 'rank')}: {counted(instructions, 'instruction')}, "
+            f"{counted(len(self.computations), 'computation')}"
+        )
+
     @functools.cached_property
     def donated(self) -> tuple[int, ...]:
         """The numbers of the arguments that the step consumes."""
@@ -268,6 +288,16 @@ class Bundle:
                 return f"free {_join(slots)}"
             case Wait(slots):
                 return f"wait for {_join(slots)}"
+
+
+def counted(number: int, what: str) -> str:
+    """Counts things.
+
+    Example:
+        >>> counted(1, "rank"), counted(2, "rank")
+        ('1 rank', '2 ranks')
+    """
+    return f"{number} {what}{'s'[: number != 1]}"
 
 
 def _join(slots: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -19,6 +20,8 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
 #: Pages whose code another test runs: that of several hosts, and that whose output JAX words.
 ELSEWHERE = {"how_a_step_flows.md", "multi_node.md", "coming_from_jaxpp.md"}
+#: Pages whose code starts worker processes.
+MARKS = {"worker_processes.md": pytest.mark.slow, "end_to_end.md": pytest.mark.more}
 #: A block of Python, with the block of text that shows what it prints, if one follows.
 BLOCK = re.compile(
     r"^```python\n(.*?)^```\n(?:\s*[^\n`]*\n)?(?:\n?```text\n(.*?)^```\n)?",
@@ -57,7 +60,7 @@ def printed(arguments, folder):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(p, marks=[pytest.mark.slow] if p.name == "worker_processes.md" else [])
+        pytest.param(p, marks=MARKS.get(p.name, ()))
         for p in PAGES
         if p.name not in ELSEWHERE and "```python" in p.read_text()
     ],
@@ -115,6 +118,19 @@ def test_the_list_of_schedules_has_the_catalogue():
     for row in rows:
         docstring = kinds[re.findall(r"`(\w+)`", row)[0]].__doc__ or ""
         assert all(paper in docstring for paper in re.findall(r"\d{4}\.\d{5}", row)), row
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "docs").glob("draw_*.py")), ids=lambda p: p.stem)
+def test_a_picture_is_what_its_script_draws(script, tmp_path):
+    for file in (script, ROOT / "docs" / "drawing.py", ROOT / "docs" / "trace.csv"):
+        shutil.copy(file, tmp_path)
+    printed([tmp_path / script.name], tmp_path)
+    pictures = [p for p in tmp_path.iterdir() if p.suffix in (".svg", ".png")]
+    assert pictures and all(p.stat().st_size < 200_000 for p in pictures)
+    pages = "".join(page.read_text() for page in PAGES)
+    for picture in pictures:
+        assert picture.read_bytes() == (ROOT / "docs" / picture.name).read_bytes(), picture.name
+        assert f"{picture.name})" in pages, f"no page shows {picture.name}"
 
 
 def test_the_notebook_keeps_no_outputs():

@@ -6,6 +6,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import sparse
 
 from jaxpp import _compat, _jaxprs, _primitives
 from tests.helpers import assert_close
@@ -232,6 +233,10 @@ PROGRAMS = {
     "twice": (lambda x: (jnp.sin(x), jnp.sin(x)), X),
     "same-twice": (lambda x: (lambda y: (y, y))(jnp.sin(x)), X),
     "jit": (lambda x: jax.jit(jnp.sin)(x), X),
+    "sparse": (
+        lambda x: sparse.BCOO.fromdense(x, nse=2).todense(),
+        X,
+    ),  # with np.int32 as parameter
     "constant": (lambda x: x * np.ones((3, 4), np.float32), X),
     "constant-2": (lambda x: x * (2 * np.ones((3, 4), np.float32)), X),
 }

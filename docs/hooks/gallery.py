@@ -1,5 +1,6 @@
 """Makes a page for each schedule of the catalogue, and links them from the list of schedules."""
 
+import collections
 import inspect
 import pathlib
 import re
@@ -11,12 +12,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from jaxpp.schedules import CATALOGUE, Schedule, compare, plot, simulate
+from jaxpp.schedules import CATALOGUE, Schedule, Timeline, compare, plot, simulate
+from jaxpp.schedules._drawing._styles import lay_out, num_slots, shade
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _REFERENCES = _ROOT / "docs" / "references.bib"
 _SIZES = ((4, 8), (4, 32), (8, 16), (16, 32))
 _PICTURED = (4, 8)
+#: The time that a thumbnail shows, and its points for a unit of it.
+_LONGEST, _SCALE = 33, 6
 _PAGE = """\
 # {title}
 
@@ -64,10 +68,13 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for name in CATALOGUE:
         files.append(File.generated(config, f"schedules/{name}.md", content=_page(name)))
         files.append(File.generated(config, f"schedules/{name}.svg", content=_picture(name)))
+        files.append(
+            File.generated(config, f"schedules/{name}_small.svg", content=_thumbnail(name))
+        )
 
 
 def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
-    """Makes links of the names and the papers in the tables of schedules."""
+    """Makes links of the names in the tables of schedules, and shows their pictures."""
     if page.file.src_uri not in ("schedules.md", "choosing_a_schedule.md"):
         return markdown
     pages = {_title(name): name for name in CATALOGUE}
@@ -80,7 +87,10 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
         papers = re.sub(r"\b\d{4}\.\d{5}\b", r"[\g<0>](https://arxiv.org/abs/\g<0>)", found[0])
         return re.sub(r"`(\w+)(\(\))?`", link, papers)
 
-    return re.sub(r"^\| .*$", row, markdown, flags=re.M)
+    markdown = re.sub(r"^\| .*$", row, markdown, flags=re.M)
+    if page.file.src_uri == "schedules.md":
+        markdown = re.sub(r"\n(?=\| class )", f"\n{_thumbnails()}\n", markdown, count=1)
+    return markdown
 
 
 def _title(name: str) -> str:
@@ -117,8 +127,47 @@ def _page(name: str) -> str:
 def _picture(name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "picture.svg")
-        plot(simulate(CATALOGUE[name]().table_for_ranks(*_PICTURED), per="rank"), path)
+        plot(_timeline(name), path)
         return path.read_text()
+
+
+def _thumbnails() -> str:
+    """Writes a small picture of each schedule, which leads to its page."""
+    ranks, microbatches = _PICTURED
+    pictures = "\n".join(
+        f"[![Timeline of {_title(name)}](schedules/{name}_small.svg){{loading=lazy}}"
+        f" {_title(name)}](schedules/{name}.md)"
+        for name in CATALOGUE
+    )
+    return (
+        f'<div class="gallery" markdown>\n{pictures}\n</div>\n\n*{ranks} ranks, {microbatches} '
+        f"microbatches, all on one scale of time. Blue is a forward, green a backward, red and "
+        f"yellow its halves; a later stage of a rank is lighter. A picture leads to the page of "
+        f"its schedule.*\n"
+    )
+
+
+def _thumbnail(name: str) -> str:
+    """Draws the timeline of a schedule as blocks of colour, with no text."""
+    rows, height = lay_out(_timeline(name)), 8
+    slots, paths = num_slots(rows), collections.defaultdict(list)
+    for rank, cells in enumerate(rows):
+        for cell in cells:
+            own, high = cell.span, (height - 1) / cell.num_lanes
+            x, width = _SCALE * own.start, _SCALE * (own.end - own.start) - 0.3
+            y = height * rank + high * cell.lane
+            colour = "".join(
+                f"{round(255 * c):02x}" for c in shade(own.task.kind, cell.slot, slots)
+            )
+            paths[colour].append(f"M{x:.2f} {y:.2f}h{width:.2f}v{high - 0.2:.2f}h{-width:.2f}z")
+    size = f"{_SCALE * _LONGEST} {height * _PICTURED[0]}"
+    drawn = "".join(f'<path fill="#{c}" d="{"".join(own)}"/>' for c, own in paths.items())
+    idle = '<rect width="100%" height="100%" fill="#f1f1f1"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}">{idle}{drawn}</svg>'
+
+
+def _timeline(name: str) -> Timeline:
+    return simulate(CATALOGUE[name]().table_for_ranks(*_PICTURED), per="rank")
 
 
 def _figures(schedule: Schedule, num_ranks: int, num_microbatches: int) -> str:

@@ -41,7 +41,8 @@ def make_mesh(config: Config) -> contextlib.AbstractContextManager[Mesh]:
 def profiling(config: Config, mesh: Mesh, step: int) -> Iterator[None]:
     """Traces a step, from 1, if it is the one that `config.profile` asks for.
 
-    The timeline goes to `profile` in the output folder, the JAX profile of rank r to `profile-r`.
+    The timeline goes to `profile` in the output folder, and the JAX profile of rank r to
+    `profile-r` in it.
     """
     if not config.profile or step != PROFILED_STEP:
         yield

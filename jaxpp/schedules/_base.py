@@ -100,10 +100,14 @@ class Schedule(abc.ABC):
         ranks, remainder = divmod(num_stages, self.stages_per_rank)
         if remainder:
             below, above = num_stages - remainder, num_stages - remainder + self.stages_per_rank
-            near = f"{below} or {above}" if below else f"{above}"
+            near = " or ".join(
+                f"{stages} stages on {ranks + n} rank{'s'[: ranks + n != 1]}"
+                for n, stages in enumerate((below, above))
+                if stages
+            )
             raise ValueError(
                 f"{self} needs num_stages divisible by its {self.stages_per_rank} stages_per_rank, "
-                f"got {num_stages} stages; use {near} stages, or another schedule."
+                f"got {num_stages} stages; use {near}, or another schedule."
             )
         return ranks
 

@@ -13,7 +13,7 @@ import jax.extend.core as jex
 from jax.sharding import AbstractMesh
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._program import Argument, Result, Role
+from jaxpp._program import Argument, Result, Role, counted
 from jaxpp._specs import axis_sizes
 
 #: When an equation runs: if each of these variables has its number.
@@ -85,6 +85,13 @@ class Step:
     results: tuple[Result, ...]
     facts: Mapping[Any, Fact] = dataclasses.field(default_factory=dict)
     inside: Inside | None = None
+
+    def __repr__(self):
+        arguments, results = len(self.arguments), len(self.results)
+        return (
+            f"Step({counted(arguments, 'argument')}, {counted(results, 'result')}, "
+            f"{counted(len(self.jaxpr.eqns), 'equation')})"
+        )
 
     def fact(self, var: Any) -> Fact:
         """Gives the fact of a variable."""

@@ -228,12 +228,21 @@ def test_the_slices_go_backward_in_the_reverse_order():
         (lambda: DualPipe().table(4, 2), "got 4 ranks and 2 microbatches; use 8 microbatches"),
         (lambda: DualPipe().table(64, 1), "got 64 ranks and 1 microbatches; use 128 microbatches"),
         (lambda: DualPipeV().table(8, 7), "at least twice the ranks, .* use 8 microbatches"),
-        (lambda: DualPipeV().table(7, 14), "its 2 stages_per_rank, got 7 stages; use 6 or 8"),
+        (
+            lambda: DualPipeV().table(7, 14),
+            "its 2 stages_per_rank, got 7 stages; use 6 stages on 3 ranks or 8 stages",
+        ),
         (lambda: Chimera().table(5, 4), "num_ranks to be even, got 5 ranks .* use 4 or 6 ranks"),
         (lambda: Hanayo(0), "num_waves to be an integer of at least 1, got 0"),
-        (lambda: Hanayo(2).table(6, 4), "its 4 stages_per_rank, got 6 stages; use 4 or 8 stages"),
+        (
+            lambda: Hanayo(2).table(6, 4),
+            "its 4 stages_per_rank, got 6 stages; use 4 stages on 1 rank or 8 stages on 2 ranks",
+        ),
         (lambda: Seq1F1B(True), "slices to be an integer of at least 1, got True"),
-        (lambda: Seq1F1B(4).table(6, 4), "its 4 stages_per_rank, got 6 stages; use 4 or 8 stages"),
+        (
+            lambda: Seq1F1B(4).table(6, 4),
+            "its 4 stages_per_rank, got 6 stages; use 4 stages on 1 rank or 8 stages on 2 ranks",
+        ),
     ],
 )
 def test_errors_name_the_value_the_rule_and_the_way_out(make, message):

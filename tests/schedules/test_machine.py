@@ -145,6 +145,19 @@ class Backwards(Schedule):
         return [[Task(kind, r, 0) for kind in (Kind.B, Kind.F)] for r in range(num_ranks)]
 
 
+def test_schedules_are_compared_as_a_list_by_name_or_alone():
+    listed = compare([OneFOneB(), GPipe()], 2, 4)
+    header, first, second = repr(listed).splitlines()
+    assert header.startswith("schedule") and header.endswith("peak memory")
+    assert first.startswith("OneFOneB() ") and second.startswith("GPipe(stages_per_rank=1) ")
+    assert len(first) == len(second) == len(header) and repr(compare([], 2, 4)) == "schedule"
+    assert listed == compare({str(own): own for own in (OneFOneB(), GPipe())}, 2, 4)
+    assert listed[:1] == compare(OneFOneB(), 2, 4) == compare(iter([OneFOneB()]), 2, 4)
+    for wrong in (["1f1b"], {"1f1b": OneFOneB}, "1f1b", 3):
+        with pytest.raises(TypeError, match="as a list or by name, got .*by_name makes a schedule"):
+            compare(wrong, 2, 4)
+
+
 def test_a_comparison_names_the_schedule_whose_table_is_wrong():
     with pytest.raises(ScheduleError) as found:
         compare({"gpipe": GPipe(), "wrong": Backwards()}, 2, 1)

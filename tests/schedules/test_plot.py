@@ -19,6 +19,7 @@ from jaxpp.schedules import (
     ZeroBubbleH1,
     plot,
     simulate,
+    to_trace,
 )
 from jaxpp.schedules._drawing._styles import lay_out, num_slots, shade
 
@@ -150,3 +151,11 @@ def test_matplotlib_is_imported_by_who_draws_and_never_pyplot(tmp_path):
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_timelines_come_alone_or_by_title(tmp_path):
+    timeline = simulate(OneFOneB().table(2, 2))
+    for wrong in ([timeline], {"1F1B": timeline.table}, timeline.table):
+        for draw in (plot, lambda given: to_trace(given, tmp_path / "timeline.json")):
+            with pytest.raises(TypeError, match=r"several by title: .*simulate\(table\) makes"):
+                draw(wrong)

@@ -178,7 +178,7 @@ def test_a_schedule_of_ones_own_has_a_name_on_a_command_line(monkeypatch):
         (
             lambda: Interleaved1F1B(2).table(7, 4),
             r"Interleaved1F1B\(stages_per_rank=2.*\) needs num_stages divisible by its 2 "
-            "stages_per_rank, got 7 stages; use 6 or 8 stages",
+            "stages_per_rank, got 7 stages; use 6 stages on 3 ranks or 8 stages on 4 ranks",
         ),
         (lambda: Interleaved1F1B(4).num_ranks(3), "got 3 stages; use 4 stages"),
         (lambda: OneFOneB().table(0, 4), r"OneFOneB\(\) needs num_stages .* got 0; use 1"),

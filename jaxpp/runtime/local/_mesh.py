@@ -141,8 +141,8 @@ class MpmdMesh:
 
         Args:
             directory: where `stop_trace` writes its files; those of an earlier trace are replaced.
-            profiler: whether JAX's profiler records, too, into `<directory>-0`: what each task
-                consists of. It costs more than the rest.
+            profiler: whether JAX's profiler records, too, into `<directory>/profile-0`: what each
+                task consists of. It costs more than the rest.
 
         Raises:
             RuntimeError: the mesh is traced already, or JAX's profiler runs.
@@ -168,8 +168,8 @@ class MpmdMesh:
         """Ends the trace once all calls have been computed, and writes its files.
 
         The files are, in the directory: `timeline.json`, which ui.perfetto.dev opens, and
-        `timeline.png`, a typical call beside its simulation. JAX's profile, in `<directory>-0`, is
-        what TensorBoard opens; each task is an annotation there.
+        `timeline.png`, a typical call beside its simulation. JAX's profile, in
+        `<directory>/profile-0`, is what TensorBoard opens; each task is an annotation there.
 
         Returns:
             When each task and each message was, and the paths of the files.

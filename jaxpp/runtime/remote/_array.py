@@ -143,7 +143,8 @@ class RemoteArray(ArrayHandle):
 
     def __repr__(self):
         ranks = ", ".join(map(str, self._ranks))
-        where = f"deleted: {self._gone}" if self._gone else f"on rank {ranks}"
+        where = self._arrays.why_lost(self) or f"on rank {ranks}"
+        where = f"deleted: {self._gone}" if self._gone else where
         return f"RemoteArray({self.dtype.name}[{','.join(map(str, self.shape))}] {where})"
 
     __str__ = __repr__
@@ -202,7 +203,7 @@ class RemoteArray(ArrayHandle):
         """Lets its ranks drop the array."""
         if not self._gone:
             self._arrays.release(self)
-            self._gone = "by delete()"
+            self._gone = "dropped by delete()"
 
     def consume(self, why: str) -> None:
         """Notes that a call has taken the array's memory."""

@@ -116,10 +116,9 @@ class Arrays:
         """Checks that an array exists, and that no rank has failed.
 
         Raises:
-            ValueError: it was donated or deleted, or it was lost when the mesh was restarted.
+            ValueError: it was donated or deleted, or lost when the mesh was restarted or shut down.
             RankError: a rank has failed.
         """
-        self._group.check_open()
         self.check_exists(array)
         self._group.check()
 
@@ -127,10 +126,23 @@ class Arrays:
         """Raises the `ValueError` of `check`."""
         if array.is_deleted():
             raise ValueError(f"The array was {array.why_deleted}; use what that call returned.")
-        if array.incarnation != self.incarnation:
+        if lost := self.why_lost(array):
+            way_out = "load the last checkpoint"
+            if self._group.stopped:
+                way_out = (
+                    "fetch what you keep (jaxpp.gather, float) or save it (jaxpp.save_state) "
+                    "before mesh.shutdown(), or the end of `with`"
+                )
             raise ValueError(
-                f"{array!r} was lost when the mesh was restarted; load the last checkpoint."
+                f"This RemoteArray of {array.dtype.name}{list(array.shape)} was {lost}; {way_out}."
             )
+
+    def why_lost(self, array: RemoteArray) -> str:
+        """Says why its ranks have lost an array, as the end of a sentence; else empty."""
+        if self._group.stopped:
+            return "lost when its RemoteMpmdMesh was shut down"
+        restarted = array.incarnation != self.incarnation
+        return "lost when the mesh was restarted" if restarted else ""
 
     def want(self, array: RemoteArray) -> None:
         """Notes that an array is going to be fetched; the next fetch asks for all of these."""

@@ -212,8 +212,9 @@ class RemoteMpmdMesh:
         Args:
             directory: where `stop_trace` writes its files, on this host; those of an earlier trace
                 are replaced.
-            profiler: whether JAX's profiler records in each worker, too, into `<directory>-<rank>`
-                on the rank's host: what each task consists of. It costs more than the rest.
+            profiler: whether JAX's profiler records in each worker, too, into
+                `<directory>/profile-<rank>` on the rank's host: what each task consists of. It
+                costs more than the rest.
 
         Raises:
             RuntimeError: the mesh is traced already.

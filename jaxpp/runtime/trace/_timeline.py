@@ -147,10 +147,10 @@ def merge_traces(paths: Sequence[str | os.PathLike[str]], path: str | os.PathLik
         ...     gradient = step(jnp.eye(2), jnp.ones((4, 2)))
         ...     trace = mesh.stop_trace()
         ...     merged = pathlib.Path(folder, "all.json")
-        ...     jaxpp.merge_traces([f"{folder}/run", f"{folder}/run-0"], merged)
+        ...     jaxpp.merge_traces([f"{folder}/run", f"{folder}/run/profile-0"], merged)
         ...     events = json.loads(merged.read_text())["traceEvents"]
         >>> print(*[e["args"]["name"] for e in events if e["name"] == "process_name"], sep="; ")
-        run/timeline.json, rank 0; run-0, /host:CPU
+        run/timeline.json, rank 0; profile-0, /host:CPU
     """
     files = [(file, title) for given in paths for file, title in _files(pathlib.Path(given))]
     if not files:

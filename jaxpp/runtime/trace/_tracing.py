@@ -45,7 +45,7 @@ def start_trace(
 
     Args:
         processes: those of the mesh.
-        directory: where the files of the trace go; the processes' profiles go beside it.
+        directory: where the files of the trace go, the processes' profiles among them.
         profiler: whether JAX's profiler records, too.
         running: the trace of the mesh that goes on, if any.
 
@@ -99,9 +99,14 @@ def stop_trace(processes: Processes, tracing: Tracing | None, device_of: Sequenc
     offsets = {n: Offset((tracing.clocks[n], _clock.measure_offset(processes, n))) for n in numbers}
     trace = assemble(records, offsets, tracing.started.monotonic_ns, tracing.steps, device_of)
     if tracing.profiler:
-        folders = tuple(pathlib.Path(f"{tracing.directory}-{n}") for n in numbers)
+        folders = tuple(pathlib.Path(_profile_of(tracing.directory, n)) for n in numbers)
         trace = dataclasses.replace(trace, profile_paths=folders)
     return _timeline.write_trace(trace, tracing.directory, tracing.started)
+
+
+def _profile_of(directory: str | os.PathLike[str], number: int) -> str:
+    """Names the folder for JAX's profile of a process, in that of the trace."""
+    return os.path.join(directory, f"profile-{number}")
 
 
 # ---- in a process, which `apply` gives to each function ------------------------------------------
@@ -111,7 +116,7 @@ def _check(process: Any, directory: str | None) -> str:
     """Gives the reason why a process cannot be traced; empty where it can."""
     if process.recorder is not None:
         return f"rank {process.rank} is traced already"
-    return "" if directory is None else _unwritable(f"{directory}-{process.rank}")
+    return "" if directory is None else _unwritable(_profile_of(directory, process.rank))
 
 
 def _start(process: Any, directory: str | None, offset_ns: int, host: str) -> None:
@@ -122,7 +127,8 @@ def _start(process: Any, directory: str | None, offset_ns: int, host: str) -> No
     if directory is not None:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # each call of a Python function would be an event
-        jax.profiler.start_trace(f"{directory}-{process.rank}", profiler_options=options)
+        profile = _profile_of(directory, process.rank)
+        jax.profiler.start_trace(profile, profiler_options=options)
         # The profile's own times count from its start, which it does not record otherwise.
         with jax.profiler.TraceAnnotation(
             CLOCK_EVENT,

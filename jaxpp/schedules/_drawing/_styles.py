@@ -125,5 +125,17 @@ def measures(timeline: Timeline) -> str:
 
 
 def by_title(timelines: Timeline | Mapping[str, Timeline]) -> Mapping[str, Timeline]:
-    """Gives timelines by title; a single one gets an empty title."""
-    return timelines if isinstance(timelines, Mapping) else {"": timelines}
+    """Gives timelines by title; a single one gets an empty title.
+
+    Raises:
+      TypeError: it is neither a timeline nor timelines by title.
+    """
+    titled = timelines if isinstance(timelines, Mapping) else {"": timelines}
+    for title, timeline in titled.items():
+        if not isinstance(timeline, Timeline):
+            raise TypeError(
+                f"Timelines to draw are one, or several by title: {{'1F1B': timeline}}; got "
+                f"{type(timeline).__name__} {title and f'for {title!r}'}".rstrip()
+                + ". simulate(table) makes a timeline."
+            )
+    return titled

@@ -1,8 +1,8 @@
 """Compares schedules of one size: time, bubble and memory of each, side by side."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from jaxpp import _html
 from jaxpp.schedules._base import Schedule
@@ -46,13 +46,29 @@ class Comparison:
 
 
 class Comparisons(list[Comparison]):
-    """The rows of a comparison; a notebook shows them as a table."""
+    """The rows of a comparison; they show themselves as a table, in a terminal and a notebook."""
+
+    def __repr__(self) -> str:
+        header, cells = self._table()
+        widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+        lines = []
+        for row in (header, *cells):
+            first, *rest = zip(row, widths, strict=True)
+            text = "  ".join([first[0].ljust(first[1]), *(c.rjust(width) for c, width in rest)])
+            lines.append(text.rstrip())
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
+        return _html.table(*self._table())
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        """Gives the names of the figures that a row has, and the figures as text."""
         names = [field.name for field in dataclasses.fields(Comparison)]
-        names = [name for name in names if any(getattr(row, name) for row in self)]
+        names = [
+            name for name in names if name == "schedule" or any(getattr(r, name) for r in self)
+        ]
         cells = [[_text(getattr(row, name)) for name in names] for row in self]
-        return _html.table([name.replace("_", " ") for name in names], cells)
+        return [name.replace("_", " ") for name in names], cells
 
 
 def _text(value: str | float | None) -> str:
@@ -60,7 +76,7 @@ def _text(value: str | float | None) -> str:
 
 
 def compare(
-    schedules: Mapping[str, Schedule],
+    schedules: Schedule | Iterable[Schedule] | Mapping[str, Schedule],
     num_ranks: int,
     num_microbatches: int,
     costs: Costs | None = None,
@@ -72,7 +88,8 @@ def compare(
     """Simulates schedules for one number of ranks and microbatches.
 
     Args:
-      schedules: the schedules, by name.
+      schedules: a schedule, a list of them, or schedules by name; without a name of yours
+        a schedule's own text is its name.
       num_ranks: the number of ranks.
       num_microbatches: the number of microbatches.
       costs: the time of a rank's whole work for a microbatch, whatever the number of its stages.
@@ -82,9 +99,10 @@ def compare(
 
     Returns:
       A list with a row for each schedule, in order. `dataclasses.asdict` makes a dictionary of one,
-      and a notebook shows the list as a table.
+      and the list shows itself as a table.
 
     Raises:
+      TypeError: something in `schedules` is not a schedule.
       ScheduleError: a table breaks a rule; a note names the schedule.
 
     >>> from jaxpp.schedules import Interleaved1F1B, OneFOneB
@@ -93,7 +111,7 @@ def compare(
     [('1f1b', 33.0, 4.0), ('interleaved', 28.5, 5.5)]
     """
     rows = Comparisons()
-    for name, schedule in schedules.items():
+    for name, schedule in _named(schedules):
         row = Comparison(name, num_ranks, num_microbatches)
         try:
             table = schedule.table_for_ranks(num_ranks, num_microbatches)
@@ -120,3 +138,21 @@ def compare(
             )
         )
     return rows
+
+
+def _named(schedules: Any) -> list[tuple[str, Schedule]]:
+    """Pairs each schedule with its name."""
+    pairs: list[tuple[str, Any]]
+    if isinstance(schedules, Mapping):
+        pairs = list(schedules.items())
+    elif isinstance(schedules, str | Schedule) or not isinstance(schedules, Iterable):
+        pairs = [(str(schedules), schedules)]
+    else:
+        pairs = [(str(own), own) for own in schedules]
+    for name, schedule in pairs:
+        if not isinstance(schedule, Schedule):
+            raise TypeError(
+                f"compare takes schedules, as a list or by name, got {schedule!r} for {name!r}; "
+                f"jaxpp.schedules.by_name makes a schedule of its name on a command line."
+            )
+    return pairs

@@ -87,11 +87,11 @@ def check_sizes(leaves, entries: Sequence[Entry], paths, count: int) -> None:
         )
     for path, size in sizes.items():
         if size % count:
-            near = max(size // count * count, count)
+            below = size // count * count
+            near = f"{below} or {below + count}" if below else f"{count}"
             raise ValueError(
                 f"microbatch: args{path} has {size} examples, which {count} microbatches do not "
-                f"divide; use {near} or {(size // count + 1) * count} examples, or another number "
-                f"of microbatches."
+                f"divide; use {near} examples, or another number of microbatches."
             )
     # An array with an entry for each microbatch (random keys, numbers) has M, whatever the batch.
     if len(set(sizes.values()) - {count}) > 1:

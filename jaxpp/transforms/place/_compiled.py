@@ -49,6 +49,9 @@ class Lowered:
     #: JAX's settings when it was lowered.
     context: Any = None
 
+    def __repr__(self):
+        return f"Lowered({self.bundle.summary}; as_text() shows them)"
+
     @property
     def programs(self) -> tuple[Program, ...]:
         """The program of each rank."""
@@ -104,6 +107,9 @@ class Compiled:
     _keys: _compat.KeyUse
     #: JAX's settings under which a placed function has compiled the step.
     context: Any = None
+
+    def __repr__(self):
+        return f"Compiled({self.bundle.summary}; as_text() shows them)"
 
     @property
     def programs(self) -> tuple[Program, ...]:

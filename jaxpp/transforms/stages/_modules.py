@@ -113,7 +113,7 @@ def listed(names: Sequence[str] | Mapping[str, Any], wanted: str = "") -> str:
 def nearest(wanted: str, names: Iterable[str]) -> str:
     """Suggests the name nearest to `wanted`, as the end of a sentence; empty if none is near."""
     found = difflib.get_close_matches(wanted, names, 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    return f"; the nearest is {found[0]!r}" if found else ""
 
 
 def repeated_classes(model: Any) -> set[type]:

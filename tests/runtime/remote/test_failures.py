@@ -450,7 +450,7 @@ def test_a_mesh_is_shut_down_with_steps_under_way(shared_mesh):
     mesh.shutdown()
     assert time.monotonic() - began < 5
     assert wait_until(lambda: all(map(is_gone, own.values())), 5)
-    with pytest.raises(ValueError, match="has been shut down"):
+    with pytest.raises(ValueError, match="was shut down; fetch what you keep"):
         float(state[3])
 
 

@@ -431,8 +431,18 @@ def test_a_mesh_that_was_shut_down_says_so(ray_session):
     mesh.shutdown()
     with pytest.raises(ValueError, match="has been shut down"):
         step(jnp.ones(2))
-    with pytest.raises(ValueError, match="has been shut down"):
+    assert "lost when its RemoteMpmdMesh was shut down" in repr(result)
+    for use in (np.asarray, float, jaxpp.gather, step, lambda x: x.block_until_ready()):
+        with pytest.raises(ValueError, match="shut down; fetch what you keep .*gather|new one"):
+            use(result)
+    with pytest.raises(
+        ValueError, match=r"This RemoteArray of float32\[2\] was lost when its Remote"
+    ):
         np.asarray(result)
+    result.delete()
+    other = jaxpp.MpmdMesh((1,))
+    with pytest.raises(ValueError, match=r"args\[0\] was dropped by delete\(\)"):
+        jaxpp.place(lambda x: x + 1, other)(result)
 
 
 def test_a_fork_of_the_driver_leaves_the_mesh_alone(mesh):

@@ -100,12 +100,12 @@ def test_the_picture_is_there(made):
 
 def test_a_profile_has_the_same_clock(tmp_path):
     trace, _ = steps.traced(tmp_path / "run", profiler=True)
-    assert trace.profile_paths == (tmp_path / "run-0",)
-    jaxpp.merge_traces([tmp_path / "run", tmp_path / "run-0"], tmp_path / "all.json")
+    assert trace.profile_paths == (tmp_path / "run" / "profile-0",)
+    jaxpp.merge_traces([tmp_path / "run", *trace.profile_paths], tmp_path / "all.json")
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     ranks = [f"run/timeline.json, rank {n}" for n in range(3)]
-    assert list(names.values()) == [*ranks, "run-0, /host:CPU"]
+    assert list(names.values()) == [*ranks, "profile-0, /host:CPU"]
     slices = [e for e in events if e["ph"] == "X"]
     runs = [e for e in slices if e.get("tid") == _timeline.TASKS and e["name"][0] in "FB"]
     first, last = min(e["ts"] for e in runs), max(e["ts"] + e["dur"] for e in runs)

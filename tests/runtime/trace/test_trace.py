@@ -290,8 +290,9 @@ def test_a_trace_is_started_and_stopped_once(tmp_path):
         mesh.stop_trace()
 
 
-@pytest.mark.parametrize("taken", ["run", "run-0"])
+@pytest.mark.parametrize("taken", ["run", "run/profile-0"])
 def test_nothing_starts_where_nothing_can_be_written(tmp_path, taken):
+    (tmp_path / taken).parent.mkdir(exist_ok=True)
     (tmp_path / taken).write_text("a file")
     mesh = mesh_of(1)
     with pytest.raises(OSError, match=f"cannot write to '.*{taken}': .* Give a folder"):

@@ -801,7 +801,7 @@ def test_a_state_that_its_gradient_overwrites_is_not_averaged_in_silence(step, m
         (
             {"num": 24},
             (W, X),
-            "args[1] has 12 examples, which 24 microbatches do not divide; use 24",
+            "args[1] has 12 examples, which 24 microbatches do not divide; use 24 examples, or",
         ),
         (
             {"in_axes": (0, 0)},

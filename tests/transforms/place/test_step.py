@@ -48,6 +48,11 @@ def test_rows_of_a_stack_and_what_becomes_of_them_are_in_the_records():
     mesh = jaxpp.MpmdMesh((2,), devices=[jax.devices()[0]] * 2)
     step = jaxpp.place(lambda w, x: w - grad(w, x), mesh, donate_argnums=0)
     lowered = step.lower(jnp.ones((4, 3, 3)), jnp.ones((4, 3)))
+    # What is shown without being asked for is a line, whatever the step's size.
+    shown = [lowered, lowered.bundle, lowered.compile(), step, *lowered.programs]
+    shown += [*lowered.bundle.computations, *lowered.passes.values()]
+    assert all(len(repr(own)) < 120 and "\n" not in repr(own) for own in shown), shown
+    assert repr(lowered).startswith("Lowered(2 ranks: ") and "as_text()" in repr(lowered)
     before, after = (lowered.passes[name] for name in ("trace", "distribute"))
     assert [a.rows for a in before.arguments] == [None, None]
     assert [(a.array, a.rows, a.donated) for a in after.arguments] == [

@@ -297,10 +297,12 @@ def test_a_name_with_dots_or_slashes_is_the_same(primitives_of):
 )
 def test_the_error_for_an_unknown_scope_names_the_nearest(wrong, right):
     fun, model = linen(4)
-    with pytest.raises(ValueError, match=rf"did you mean '{right}'\?"):
+    with pytest.raises(ValueError, match=rf"the nearest is '{right}'"):
         jaxpp.split_stages(fun, at=[wrong])(model, X)
 
 
 def test_the_error_for_an_unknown_module_names_the_nearest():
-    with pytest.raises(ValueError, match=r"did you mean 'blocks.1'\?"):
+    with pytest.raises(ValueError, match=r"the nearest is 'blocks.1'\)"):
         jaxpp.split_stages(loss, at=["block.1"])(Net(3), X)
+    with pytest.raises(ValueError, match=r"'block.2': .*; the nearest is 'blocks.2'\.$"):
+        jaxpp.split_stages(loss, at=["blocks.1", "block.2"])(Net(3), X)

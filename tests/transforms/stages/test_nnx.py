@@ -105,7 +105,7 @@ def test_a_module_inside_a_module_has_a_path_too(primitives_of):
 
 
 def test_an_unknown_path_is_an_error_that_names_the_nearest():
-    with pytest.raises(ValueError, match=r"'layer.2'\) .*did you mean 'layers.2'\?"):
+    with pytest.raises(ValueError, match=r"'layer.2'\) .*the nearest is 'layers.2'"):
         jaxpp.split_stages(of_a_state, at=["layer.2"])(STATE, X)
 
 
