@@ -45,7 +45,7 @@ class Kind(enum.IntEnum):
     RAISED = 1
     #: The worker has failed; the message has its `Failure`.
     FAILED = 2
-    #: No answer, but something that the worker tells.
+    #: No answer, but a text that was printed on the worker.
     TOLD = 3
     #: No message: the connection has ended, and the call gets no answer.
     LOST = 4
