@@ -16,3 +16,4 @@ from jaxpp.runtime.executor._executor import interleave as interleave
 from jaxpp.runtime.executor._memory import format_bytes as format_bytes
 from jaxpp.runtime.executor._memory import held_bytes as held_bytes
 from jaxpp.runtime.executor._memory import over_time as over_time
+from jaxpp.runtime.executor._operations import find_invalid as find_invalid

@@ -16,8 +16,10 @@ from jaxpp._program import Computation
 from jaxpp.runtime.arrays import Home, devices_of
 from jaxpp.runtime.executor import lower
 
-#: JAX's settings under which a computation is lowered: those that it was traced under.
+#: JAX's settings under which a computation is lowered: those that it was traced under. With
+#: `debug_nans` JAX donates nothing, so that the arguments of what failed are still there.
 SETTINGS = (
+    "debug_nans",
     "enable_x64",
     "default_matmul_precision",
     "default_prng_impl",

@@ -16,7 +16,7 @@ from jaxpp import _compat
 from jaxpp._program import Message, Program, Receive, Run, Send
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, Home, from_host, own_share, spans, to_host
-from jaxpp.runtime.executor import Executor
+from jaxpp.runtime.executor import Executor, find_invalid
 from jaxpp.runtime.remote.calls import (
     FED,
     MOVED,
@@ -153,7 +153,13 @@ class Process:
         donated = {n: own.pickled.donated for n, own in enumerate(known) if own is not None}
         late = sent_before_donated(program, donated)
         transport = CopyingTransport(self.transport, late) if late else self.transport
-        arguments = program, executables, transport
+
+        def find(computation: int, args: Sequence[Any]) -> str | None:
+            own = known[computation]
+            assert own is not None
+            return find_invalid(own.pickled.computation(), self.home, args)
+
+        arguments = program, executables, transport, find
         executor = NotingExecutor(self._box, *arguments) if self._box else Executor(*arguments)
         for slot, array_type, value in constants:
             executor.slots[slot] = from_host(value.copy(), array_type, self.home)
