@@ -5,6 +5,7 @@ import io
 import queue
 import signal
 import socket
+import struct
 import threading
 import time
 import types
@@ -232,7 +233,9 @@ def test_an_altered_message_between_hosts_ends_the_connection(connect, process):
     *message, code = client._outbox[0]
     for altered in (
         [*message, code[:-1] + bytes([code[-1] ^ 1])],
-        [message[0], message[1].replace(b"second", b"other!"), code],
+        [*message[:2], message[2].replace(b"second", b"other!"), code],
+        [message[0][:24] + struct.pack("<q", 1 << 60), *message[1:], code],  # no memory is taken
+        [message[0][:16] + struct.pack("<q", 1 << 40), *message[1:], code],
         message,  # and the code of a later one
     ):
         client = connect(len(process.epochs) + 1, unix=False)
