@@ -3,12 +3,16 @@
 This is the only module that tests versions, or that uses names which JAX does not export.
 """
 
+import _thread
 import contextlib
 import functools
+import importlib
 import io
 import logging
 import os
 import re
+import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -164,20 +168,6 @@ def is_debug_callback(eqn) -> bool:
     return eqn.primitive.name in ("debug_callback", "debug_print")
 
 
-def call_debug_callback(eqn, operands: Sequence[Any], prefix: str) -> None:
-    """Calls the function of a debug callback as a computation would, on CPU arrays of JAX.
-
-    Args:
-        eqn: the equation.
-        operands: the values of its operands.
-        prefix: of what a `jax.debug.print` writes.
-    """
-    params = eqn.params
-    if eqn.primitive.name == "debug_print":
-        params = {**params, "fmt": prefix + params["fmt"]}
-    eqn.primitive.impl(*operands, **params)
-
-
 def source_line(eqn) -> str:
     """Gives the user's file and line that an equation came from, or an empty string.
 
@@ -197,6 +187,12 @@ def at_source_line(eqn) -> str:
     """Says where an equation came from, to end a clause: ` at file:line`, or an empty string."""
     line = source_line(eqn)
     return f" at {line}" if line else ""
+
+
+def at_line_of(eqn, other):
+    """Lets an equation come from the source line of another."""
+    source = eqn.source_info.replace(traceback=other.source_info.traceback)
+    return eqn.replace(source_info=source)
 
 
 def in_scope(eqn, name: str):
@@ -484,6 +480,11 @@ def raising_once():
         logger.removeFilter(refuse)
 
 
+def forget_effects() -> None:
+    """Forgets what JAX keeps of effects, and so the errors of callbacks; all must have ended."""
+    dispatch.runtime_tokens.clear()
+
+
 def refuse_as_argument(cls: type, refuse: Callable[[Any], Any]) -> None:
     """Lets `refuse` raise the error where JAX is asked to compute with an instance of a class.
 
@@ -577,3 +578,118 @@ class KeyUse:
 def forget_with(cls: type) -> None:
     """Lets JAX drop what it has cached for an equation once a parameter of this class is gone."""
     util.weakref_cache_key_types.add(cls)
+
+
+# ---- jaxprs in another process ------------------------------------------------------------------
+
+
+def reduced(value: Any) -> Any:
+    """Says how pickle makes an object of JAX anew, in the form of `__reduce__`.
+
+    Returns `NotImplemented` for an object that pickle knows how to make. The other process has to
+    run the same version of JAX.
+
+    Raises:
+        ValueError: no module has a primitive under a name of its own.
+    """
+    if isinstance(value, core.Primitive | effects.Effect):
+        name = _name_in_module(value)
+        if name is None and isinstance(value, core.Primitive):
+            raise ValueError(
+                f"the primitive `{value}` has no name in a module that another process can import; "
+                f"assign it to a global variable of a module other than the script that is run"
+            )
+        return NotImplemented if name is None else (_find_in_module, name)
+    if isinstance(value, literals.TypedNdArray):  # of JAX 0.10.2, which loses the aval
+        return literals.TypedNdArray, (np.asarray(value), value.aval)
+    if isinstance(value, core.JaxprEqnContext):  # JAX would make that of the other process
+        return _make_context, tuple(getattr(value, name) for name in _CONTEXT_FIELDS)
+    if isinstance(value, _jax.Traceback):
+        frames = source_info_util.user_frames(value)
+        return _make_traceback, (tuple(map(tuple, frames)),)
+    return NotImplemented
+
+
+def _name_in_module(value: Any) -> tuple[str, str] | None:
+    """Gives the module and the name there of a primitive or an effect; None where it has none."""
+    found = _names_in_modules(len(sys.modules)).get(id(value))
+    return found[:2] if found else None
+
+
+@functools.lru_cache(maxsize=1)
+def _names_in_modules(count: int) -> dict[int, tuple[str, str, Any]]:
+    """Finds primitives and effects by their ids, in all modules; there are so many modules."""
+    del count
+    found: dict[int, tuple[str, str, Any]] = {}
+    for name, module in sorted(sys.modules.items()):
+        if name in ("__main__", "__mp_main__"):  # another process has another one
+            continue
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if isinstance(value, core.Primitive | effects.Effect):
+                found.setdefault(id(value), (name, key, value))
+    return found
+
+
+def _find_in_module(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+_CONTEXT_FIELDS = [n for n in core.JaxprEqnContext.__slots__ if n not in ("configs", "__weakref__")]
+
+
+def _make_context(*fields: Any) -> Any:
+    create: Any = core.JaxprEqnContext._create
+    *others, metadata = fields
+    return create(*others, metadata and tuple(sorted(metadata.items())))
+
+
+@functools.lru_cache(maxsize=4096)
+def _make_traceback(frames: tuple[tuple[Any, ...], ...]) -> Any:
+    """Makes a traceback of the frames of another process, the innermost first."""
+    call: Callable[[], Any] = _jax.Traceback.get_traceback
+    for frame in frames:
+        call = functools.partial(types.FunctionType(_code_at(*frame), {}), call)
+    if not frames:
+        return None
+    found, done = [], _thread.allocate_lock()
+
+    def make() -> None:
+        found.append(call())
+        done.release()
+
+    done.acquire()
+    _thread.start_new_thread(make, ())  # which has no frames of this process
+    with done:
+        return found[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_at(
+    file: str, name: str, line: int, column: int, end_line: int, end_column: int
+) -> types.CodeType:
+    """Makes the code of a function `f(call)` that calls `call`, all of it at a place in a file.
+
+    The table of places is that of CPython 3.11 and later, with entries of the long form:
+    https://github.com/python/cpython/blob/3.13/InternalDocs/code_objects.md
+    """
+    code = (lambda call: call()).__code__
+    place = bytes([0, *_varint(end_line - line), *_varint(column + 1), *_varint(end_column + 1)])
+    units = len(code.co_code) // 2
+    sizes = [min(8, units - i) for i in range(0, units, 8)]
+    table = b"".join(bytes([0x80 | 14 << 3 | size - 1]) + place for size in sizes)
+    return code.replace(
+        co_filename=file,
+        co_name=name.rpartition(".")[2],
+        co_qualname=name,
+        co_firstlineno=line,
+        co_linetable=table,
+    )
+
+
+def _varint(number: int) -> list[int]:
+    """Encodes a number in bytes of six bits each, the lowest first."""
+    digits = [number & 63]
+    while number := number >> 6:
+        digits[-1] |= 64
+        digits.append(number & 63)
+    return digits

@@ -9,6 +9,7 @@ each group. An equation without a group is repeated in each group that reads its
 import dataclasses
 import functools
 import operator
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -184,3 +185,15 @@ def in_levels(
 def union(groups: Iterable[frozenset]) -> frozenset:
     """Joins groups that are sets."""
     return functools.reduce(operator.or_, groups, frozenset())
+
+
+def as_text(jaxpr: Any, groups: Sequence[str]) -> str:
+    """Writes a jaxpr, with a name in front of each of its equations."""
+    lines = str(jaxpr).splitlines()
+    # JAX begins an equation four columns in, and what belongs to it further in, or by a bracket.
+    first = [n for n, line in enumerate(lines) if re.match(r"    [a-zA-Z_]", line)]
+    if len(first) == len(groups):
+        names = dict(zip(first, groups, strict=True))
+        width = 1 + max(map(len, groups), default=0)
+        lines = [names.get(n, "").ljust(width) + line for n, line in enumerate(lines)]
+    return "\n".join(line.rstrip() for line in lines)

@@ -23,7 +23,6 @@ MODULES = {"absl-py": "absl", "dm-haiku": "haiku", "orbax-checkpoint": "orbax"}
 FOR_OTHERS = {
     "absl",  # the flags of the scripts that users copy
     "chex",  # the assertions of the tests that users copy
-    "flatbuffers",  # `jax.export` imports it
 }
 
 

@@ -6,7 +6,6 @@ to a step. All that is known of an argument or a result is in its record, and of
 """
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -139,18 +138,6 @@ def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Any]) -> dict[Any, str]
     text = str(_compat.with_equations(jaxpr, opened.eqns, [*named, *opened.outvars]))
     names = map(str.strip, text.rpartition(" in (")[2].partition(")")[0].split(","))
     return dict.fromkeys(variables, "_") | dict(zip(named, names, strict=False))
-
-
-def changes(passes: Mapping[str, Step]) -> str:
-    """Writes the first of some steps as text, and of each further step the lines that changed."""
-    texts = {name: step.as_text().splitlines() for name, step in passes.items()}
-    (first, *lines), *rest = ([name, *text] for name, text in texts.items())
-    said = [f"==== {first}", *lines]
-    for name, *text in rest:
-        # Without the names of files, and the numbers of lines, of a diff.
-        said += [f"==== {name}", *[*difflib.unified_diff(lines, text, n=0, lineterm="")][2:]]
-        lines = text
-    return "\n".join(line for line in said if not line.startswith("@@"))
 
 
 def _line(record: Argument | Result) -> str:

@@ -199,7 +199,13 @@ def decode(content: bytes, path: str) -> Manifest:
     body = document.get("body", {})
     if version != VERSION or document.get("crc32") != _checksum(body):
         raise damaged(path, "the checksum of its manifest is another one")
-    return Manifest(body["data"], tuple(_leaf_from_json(leaf) for leaf in body["leaves"]))
+    leaves = tuple(_leaf_from_json(leaf) for leaf in body["leaves"])
+    arrays = [leaf for leaf in leaves if isinstance(leaf, ArrayLeaf)]
+    folders = {body["data"], *(piece.writer for leaf in arrays for piece in leaf.pieces)}
+    for name in folders:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise damaged(path, f"its manifest names {name!r}, which is no folder inside it")
+    return Manifest(body["data"], leaves)
 
 
 def damaged(path: str, why: str) -> ValueError:

@@ -6,6 +6,7 @@ from jaxpp.runtime.executor._analysis import inspect as inspect
 from jaxpp.runtime.executor._compile import compile_all as compile_all
 from jaxpp.runtime.executor._compile import current_settings as current_settings
 from jaxpp.runtime.executor._compile import key_of as key_of
+from jaxpp.runtime.executor._compile import lower as lower
 from jaxpp.runtime.executor._describe import Description as Description
 from jaxpp.runtime.executor._describe import RankDescription as RankDescription
 from jaxpp.runtime.executor._describe import describe as describe
@@ -15,3 +16,4 @@ from jaxpp.runtime.executor._executor import interleave as interleave
 from jaxpp.runtime.executor._memory import format_bytes as format_bytes
 from jaxpp.runtime.executor._memory import held_bytes as held_bytes
 from jaxpp.runtime.executor._memory import over_time as over_time
+from jaxpp.runtime.executor._operations import find_invalid as find_invalid

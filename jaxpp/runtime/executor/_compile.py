@@ -65,7 +65,7 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
         for target in by_size:
             lowered = None
             if not known[target]:
-                lowered = _lower(bundle.computations[target[0]], targets[target][0])
+                lowered = lower(bundle.computations[target[0]], targets[target][0])
             futures[target] = pool.submit(build, target, known[target], lowered)
     built = {target: future.result() for target, future in futures.items()}
     return [
@@ -93,7 +93,7 @@ class _Executables:
         if home not in self._by_home:
             self._by_home[home] = (
                 _compat.load_on_devices(self._compiled, devices_of(home))
-                or _lower(self._computation, home).compile()
+                or lower(self._computation, home).compile()
             )
         return self._by_home[home]
 
@@ -153,7 +153,8 @@ def _constrains_layout(eqn: Any) -> bool:
     return eqn.primitive.name == "layout_constraint"
 
 
-def _lower(computation: Computation, home: Home) -> jax.stages.Lowered:
+def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
+    """Lowers a computation for devices of this process."""
     invars = computation.jaxpr.jaxpr.invars
     in_specs = computation.in_specs or ((),) * len(invars)
     avals = [

@@ -1,6 +1,6 @@
 """The executor: runs one rank's program, instruction by instruction."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -27,14 +27,28 @@ class Executor:
     """The executor of one rank: its slots, its executables, and the loop over its instructions.
 
     It is the same for every mesh; only the transport differs.
+
+    Args:
+        program: what the rank runs.
+        executables: for each computation its executable, or None where the rank does not run it.
+        transport: its way to other ranks.
+        find_invalid: says more of an invalid value that a computation, by its number, has given for
+            some arguments, or gives None; see `find_invalid`.
     """
 
-    def __init__(self, program: Program, executables: Sequence[Any], transport: Transport):
+    def __init__(
+        self,
+        program: Program,
+        executables: Sequence[Any],
+        transport: Transport,
+        find_invalid: Callable[[int, Sequence[Any]], str | None] = lambda number, args: None,
+    ):
         self.program = program
         self.executables = executables
         self.slots: list[Any] = [None] * program.num_slots
         self._rank = program.rank
         self._transport = transport
+        self._find_invalid = find_invalid
         #: The instruction that runs, or ran last.
         self.at: Instruction | None = None
 
@@ -49,7 +63,7 @@ class Executor:
                         *[slots[i] for i in instruction.inputs]
                     )
                 except Exception as error:
-                    public = _compat.public_error(error)
+                    public = self._public(error, instruction)
                     public.add_note(f"in {instruction.label} on rank {self._rank}")
                     raise public from (error.__cause__ if public is error else None)
                 for slot, value in zip(instruction.outputs, outputs):  # noqa: B905  hot loop
@@ -66,6 +80,14 @@ class Executor:
                 arrays = self._transport.receive(instruction.message)
                 for slot, value in zip(instruction.slots, arrays, strict=True):
                     slots[slot] = value
+
+    def _public(self, error: Exception, run: Run) -> Exception:
+        """Gives the error that JAX raises for that of an executable."""
+        public = _compat.public_error(error)
+        if not isinstance(public, FloatingPointError):
+            return public
+        found = self._find_invalid(run.computation, [self.slots[i] for i in run.inputs])
+        return FloatingPointError(found) if found else public
 
 
 def chunks(program: Program) -> list[Chunk]:

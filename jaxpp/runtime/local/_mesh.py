@@ -38,6 +38,7 @@ from jaxpp.runtime.executor import (
     Inspected,
     compile_all,
     describe,
+    find_invalid,
     inspect,
     interleave,
 )
@@ -259,7 +260,7 @@ class LocalStep:
         self.executors: list[Executor] = []
         for program, own, home in zip(bundle.programs, executables, homes, strict=True):
             calls = [own.get(n) for n in range(len(bundle.computations))]
-            executor = Executor(program, calls, transport)
+            executor = Executor(program, calls, transport, self._finder(home))
             for slot, value in program.constants:
                 executor.slots[slot] = from_host(to_host(value), ArrayType.of(value), home)
             self.executors.append(executor)
@@ -279,6 +280,9 @@ class LocalStep:
         self._fetches = [
             Fetch(places, own) for places, own in zip(outputs, bundle.results, strict=True)
         ]
+
+    def _finder(self, home: Home) -> Callable[[int, Sequence[Any]], str | None]:
+        return lambda number, args: find_invalid(self.bundle.computations[number], home, args)
 
     def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:
         """Gives for each argument or result the executor, home and slot of its ranks."""

@@ -13,7 +13,6 @@ from jaxpp import _compat
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, default_device, from_host, host_array, join_shares
 from jaxpp.runtime.remote._array import RemoteArray
-from jaxpp.runtime.remote._callbacks import Callbacks
 from jaxpp.runtime.remote.calls import Lane, uninterrupted
 
 if TYPE_CHECKING:
@@ -38,12 +37,10 @@ class Arrays:
     Args:
         mesh: the mesh whose ranks hold the arrays.
         group: the workers.
-        callbacks: the debug callbacks; those of a call are made before it gives a value.
     """
 
-    def __init__(self, mesh: "RemoteMpmdMesh", group: Any, callbacks: Callbacks):
+    def __init__(self, mesh: "RemoteMpmdMesh", group: Any):
         self.mesh = mesh
-        self.callbacks = callbacks
         #: How often the mesh has been restarted; arrays from before are lost.
         self.incarnation = 0
         self._group = group
@@ -167,7 +164,6 @@ class Arrays:
             del kept
         self._group.flush()
         call.values()
-        self.callbacks.settle()
 
     def fetch(self, array: RemoteArray) -> np.ndarray:
         """Fetches the value of an array; asks for all that are wanted, in one call a worker."""
@@ -182,7 +178,6 @@ class Arrays:
                 self._group.flush(wait=False)
         self._group.flush()
         parts = [call.value(worker)[place] for call, worker, place in asked]
-        self.callbacks.settle()
         if self._processes > 1:
             return join_shares(ArrayType.of(array), parts)
         return host_array(parts[0], ArrayType.of(array))

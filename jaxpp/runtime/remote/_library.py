@@ -3,15 +3,15 @@
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxpp import _compat
+from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Program, Run
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, to_host
 from jaxpp.runtime.executor import current_settings, key_of
-from jaxpp.runtime.remote.calls import Exported, Hoisted, export, hoist
+from jaxpp.runtime.remote.calls import Pickled
 from jaxpp.runtime.transport import transfer_order
 
 
@@ -52,25 +52,18 @@ class Library:
     """A program cache: all steps of a mesh, and their computations, each kept once.
 
     Args:
-        platform: that the workers' computations are lowered for, as `export` takes it.
         kinds: for each rank something that is equal where ranks can share executables.
         all_messages: whether each rank has to know the messages of all.
     """
 
-    def __init__(
-        self,
-        platform: str,
-        kinds: Sequence[Any],
-        all_messages: bool,
-    ):
+    def __init__(self, kinds: Sequence[Any], all_messages: bool):
         self._own = not all_messages
-        self._platform = platform
         self._kinds = kinds
         self._numbers = itertools.count()
         self._steps: dict[int, _Step] = {}
-        self._exported: dict[int, Exported] = {}
-        #: The computations that have debug callbacks, without them.
-        self.hoisted: dict[int, Hoisted] = {}
+        self._pickled: dict[int, Pickled] = {}
+        #: Whether a computation has had effects, such as a print.
+        self.has_effects = False
         #: Computations by their keys, which name objects by their ids; so each is kept alive.
         self._known: dict[Any, tuple[int, Any]] = {}
         self._has: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)
@@ -79,7 +72,7 @@ class Library:
         self._removed: list[int] = []
 
     def add(self, bundle: Bundle) -> int:
-        """Adds a step, and lowers its computations that no other step has; returns its number."""
+        """Adds a step, and pickles its computations that no other has; returns its number."""
         computations = tuple(self._numbers_of(program, bundle) for program in bundle.programs)
         number = next(self._numbers)
         inputs = tuple((ArrayType.of(a.aval), a.spec) for a in bundle.arguments)
@@ -87,7 +80,7 @@ class Library:
         return number
 
     def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
-        """Gives the number of each computation that a rank runs; lowers those that no rank had."""
+        """Gives the number of each computation that a rank runs; pickles those that no rank had."""
         settings = current_settings(), bundle.inside
         numbers: list[int | None] = [None] * len(bundle.computations)
         for n in {i.computation for i in program.instructions if isinstance(i, Run)}:
@@ -95,10 +88,8 @@ class Library:
             key = key_of(computation, settings)
             if key not in self._known:
                 self._known[key] = number, _ = next(self._numbers), computation
-                hoisted = hoist(computation.jaxpr)
-                self._exported[number] = export(computation, self._platform, bundle.inside, hoisted)
-                if hoisted.replays:
-                    self.hoisted[number] = hoisted
+                self._pickled[number] = Pickled.of(computation)
+                self.has_effects |= bool(computation.jaxpr.effects)
             numbers[n] = self._known[key][0]
         return tuple(numbers)
 
@@ -134,7 +125,7 @@ class Library:
 
     def _weight(self, computations: Iterable[int]) -> int:
         """Estimates how long computations take to compile, by their bytes."""
-        return sum(len(self._exported[n].payload) for n in computations)
+        return sum(len(self._pickled[n].payload) for n in computations)
 
     def _lacks(self, step: _Step, program: Program) -> list[int]:
         """Finds the computations that a rank runs in a step and does not have, largest first."""
@@ -158,13 +149,13 @@ class Library:
         slots = tuple((slot, None) for slot, _ in program.constants)
         bare = dataclasses.replace(program, constants=slots)
         inputs = [step.inputs[n] for n, _ in program.inputs]
-        others = {n: self._exported[n] for n in lacks if n not in compiles}
+        others = {n: self._pickled[n] for n in lacks if n not in compiles}
         # In the order that transfers between devices need; sockets need only the rank's messages.
         order = transfer_order(step.programs)
         messages = [m for m in order if not self._own or program.rank in (m.source, m.target)]
         return Loading(
             program.rank,
-            ({n: self._exported[n] for n in compiles}, shared),
+            ({n: self._pickled[n] for n in compiles}, shared),
             (number, bare, messages, inputs, numbers, others, constants),
             others,
         )
@@ -195,15 +186,8 @@ class Library:
                 self._has[program.rank] -= {("step", number), *(("computation", n) for n in own)}
                 found.append((program.rank, number, own))
             self._known = {k: v for k, v in self._known.items() if v[0] not in unused}
-            self._exported = {n: e for n, e in self._exported.items() if n not in unused}
+            self._pickled = {n: e for n, e in self._pickled.items() if n not in unused}
         return found
-
-    def forget_callbacks(self, settle: Callable[[], None]) -> None:
-        """Forgets the callbacks of removed computations, once `settle` has waited for the last."""
-        if unused := self.hoisted.keys() - self._exported.keys():
-            settle()
-            for number in unused:
-                del self.hoisted[number]
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Notes that these ranks have new workers, which have nothing yet."""
@@ -231,9 +215,18 @@ def _lines_of(bundle: Bundle) -> dict[str, str]:
         for run in program.instructions:
             if isinstance(run, Run) and run.label not in found:
                 if run.computation not in line_of:
-                    eqns = bundle.computations[run.computation].jaxpr.eqns
-                    lines = (line for e in eqns if (line := _compat.source_line(e)))
+                    lines = _source_lines(bundle.computations[run.computation].jaxpr)
                     line_of[run.computation] = next(lines, "")
                 stage = f"stage {run.task.stage}" if run.task else ""
                 found[run.label] = ", ".join(filter(None, (stage, line_of[run.computation])))
     return found
+
+
+def _source_lines(jaxpr: Any) -> Iterator[str]:
+    """Yields the user's lines of a jaxpr's equations; where one has none, those inside it."""
+    for eqn in jaxpr.eqns:
+        if line := _compat.source_line(eqn):
+            yield line
+        else:
+            for inner in _jaxprs.sub_jaxprs(eqn):
+                yield from _source_lines(inner)

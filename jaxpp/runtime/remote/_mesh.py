@@ -18,7 +18,6 @@ from jaxpp.runtime.arrays import (
 )
 from jaxpp.runtime.remote._array import RemoteArray
 from jaxpp.runtime.remote._arrays import Arrays
-from jaxpp.runtime.remote._callbacks import Callbacks
 from jaxpp.runtime.remote._library import Library
 from jaxpp.runtime.remote._step import Steps
 from jaxpp.runtime.remote.calls import Feeds, Lane, describe_batch
@@ -125,15 +124,13 @@ class RemoteMpmdMesh:
         self.axis_names, self.inside = axes.names, axes.inside
         self.num_ranks = axes.num_ranks
         self.processes_per_rank = settings.processes_per_rank
-        callbacks = Callbacks(lambda number: library.hoisted[number], self.processes_per_rank)
-        group = WorkerGroup(settings, lambda *task: library.describe(*task), callbacks.heard)
+        group = WorkerGroup(settings, lambda *task: library.describe(*task))
         joined = group.between_devices or self.processes_per_rank > 1
         # Executables name devices by numbers. These may differ between ranks where
         # `jax.distributed` joins processes; then ranks do not share executables.
         kinds = range(self.num_ranks) if joined else [(h.node, h.device) for h in group.hellos]
-        platform = group.hellos[0].platform
-        library = Library(platform, kinds, group.between_devices)
-        self._group, self._arrays = group, Arrays(self, group, callbacks)
+        library = Library(kinds, group.between_devices)
+        self._group, self._arrays = group, Arrays(self, group)
         feeds = Feeds(
             lambda load, value: self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
         )
@@ -160,17 +157,16 @@ class RemoteMpmdMesh:
     def shutdown(self) -> None:
         """Ends the workers, and a Ray session that was started for this mesh; may be repeated.
 
-        First it waits for the debug callbacks that are left, if steps have some.
+        First it waits for the callbacks that are left, if steps have some.
 
         It does nothing in a process that is a fork of the driver.
         """
         if os.getpid() != self._driver or self._group.stopped:
             return
         try:
-            if self._steps.library.hoisted and self._group.is_well:
+            if self._steps.library.has_effects and self._group.is_well:
                 with contextlib.suppress(RuntimeError):  # a rank fails now
                     self._steps.settle()
-            self._arrays.callbacks.close()
         finally:
             atexit.unregister(self.shutdown)
             self._group.stop()

@@ -72,7 +72,6 @@ class Steps:
             for rank, *unused in self.library.removals():
                 args = dict.fromkeys(group.workers(rank), tuple(unused))
                 group.post(group.posts(Lane.ORDERED, "unload", args))
-        self.library.forget_callbacks(self.settle)
         loadings = self.library.missing(step)
         if not loadings:  # as in every call but the first
             return
@@ -84,7 +83,7 @@ class Steps:
         self.library.installed(step)
 
     def settle(self) -> None:
-        """Waits until the ranks have told all that debug callbacks read."""
+        """Waits until the callbacks of all calls have been made."""
         every = dict.fromkeys(range(len(self.group.members)), ())
         self.group.call(Lane.ORDERED, "settle", every).values()
 
@@ -175,7 +174,6 @@ class RemoteStep:
 
     def _check(self, args: Sequence[Any]) -> None:
         self._steps.group.check()
-        self._steps.arrays.callbacks.check()
         for arg in args:
             if isinstance(arg, RemoteArray):
                 if arg.mesh is not self._mesh:

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import os
 import queue
 import socket
 import threading
@@ -29,6 +30,8 @@ from jaxpp.runtime.transport._link import Link
 Key = tuple[int, int, int]
 #: Seconds for which the thread of a link leaves it to a thread that waits for messages.
 PAUSE = 0.01
+#: The memory of this host; no message has more bytes.
+MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclasses.dataclass(slots=True)
@@ -357,6 +360,11 @@ class Epoch:
 
     def _begin(self, rank: int, header: Header) -> Any:
         """Checks the header of a message from a rank; gives the memory for a large one."""
+        if not 0 <= header.nbytes <= MOST_BYTES:
+            raise TransportError(
+                f"Rank {rank} announced a message of {header.nbytes} bytes to rank {self.rank}, "
+                f"which this host cannot hold; what came is no message of a rank."
+            )
         unpack = self._expected.get((header.program, header.tag))
         if unpack is not None and unpack.nbytes != header.nbytes:
             raise TransportError(

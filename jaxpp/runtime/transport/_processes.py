@@ -17,15 +17,25 @@ LEAVE_TIMEOUT = 1
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Finds a port of this host that nothing listens on.
+    """Finds a port of this host that nothing listens on, and keeps it for this process.
+
+    The process has a socket at the port that never listens. JAX's own sockets may share the port
+    with it (both have the options for that); those of other programs may not.
 
     Example:
         >>> 0 < free_port() < 65536
         True
     """
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return found.getsockname()[1]
+    kept = socket.socket()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        kept.setsockopt(socket.SOL_SOCKET, option, 1)
+    kept.bind((host, 0))
+    _kept_ports.append(kept)
+    return kept.getsockname()[1]
+
+
+#: The sockets that keep ports, as long as the process lives.
+_kept_ports: list[socket.socket] = []
 
 
 def join_processes(coordinator: str, num_processes: int, process_id: int, *, host: str) -> None:

@@ -64,6 +64,9 @@ class _Builder:
             if e.outvars and (why := step.fact(e.outvars[0]).gathered)
             for v in _jaxprs.variables(e.invars)
         }
+        inside = step.jaxpr.jaxpr
+        #: For each result that becomes an argument of the next call, the variable of that argument.
+        self.before = {inside.outvars[n]: inside.invars[i] for n, i in step.pairs.items()}
         self.values: dict[Any, Value] = {}
         for v, own in zip(step.jaxpr.jaxpr.invars, step.arguments, strict=True):
             value = self._add(v, "argument", f"args{own.name}")
@@ -138,8 +141,7 @@ class _Builder:
             kind = "gathered" if call is None else "edge"
             self._add(v, kind, f"{label} {_origin(maker.get(v))}")
         _check_memory(eqn.params["jaxpr"])
-        whole = _jaxprs.Part(eqn.params["jaxpr"], tuple(eqn.invars), tuple(eqn.outvars))
-        part, constants = _jaxprs.lift_arrays(whole)
+        part, constants = _jaxprs.lift_arrays(self._in_pairs(eqn))
         inputs = tuple(map(self._operand, [*part.inputs, *constants]))
         outputs = tuple(map(self._operand, part.outputs))
         name = f"{label}_{'_'.join(map(str, stages))}"
@@ -149,6 +151,24 @@ class _Builder:
         body = self.bodies[key]
         for rank in self.ranks(stages):
             self.tasks.append(GraphTask(rank, body, inputs, outputs, label))
+
+    def _in_pairs(self, eqn: Any) -> _jaxprs.Part:
+        """A segment's jaxpr, in which new values, and the old ones they replace, come first.
+
+        JAX gives the memory of donated inputs to outputs of the same type in their order: so each
+        new value takes the place of its own old one, and XLA has nothing to copy.
+        """
+        inside = _jaxprs.opened(eqn.params["jaxpr"])
+        new = [n for n, v in enumerate(eqn.outvars) if self.before.get(v) in eqn.invars]
+        old = list(dict.fromkeys(eqn.invars.index(self.before[eqn.outvars[n]]) for n in new))
+        outputs = [*new, *(n for n in range(len(eqn.outvars)) if n not in new)]
+        inputs = [*old, *(n for n in range(len(eqn.invars)) if n not in old)]
+        jaxpr = _compat.make_closed_jaxpr(
+            [inside.invars[n] for n in inputs], [inside.outvars[n] for n in outputs], inside.eqns
+        )
+        return _jaxprs.Part(
+            jaxpr, tuple(eqn.invars[n] for n in inputs), tuple(eqn.outvars[n] for n in outputs)
+        )
 
     # ---- loops ----------------------------------------------------------------------------------
 

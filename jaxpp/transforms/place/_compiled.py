@@ -9,10 +9,11 @@ import jax.tree_util as jtu
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._ambient import without_mesh
-from jaxpp._program import PROVIDED, Bundle, LoadedStep, Mesh, Program
+from jaxpp._program import PROVIDED, Bundle, LoadedStep, Mesh, Program, Run
+from jaxpp.transforms._changes import changes
 from jaxpp.transforms._keywords import as_positional
 from jaxpp.transforms._signature import Signature
-from jaxpp.transforms._step import Step, changes
+from jaxpp.transforms._step import Step
 from jaxpp.transforms.initialize import (
     check_initializer,
     first_arguments,
@@ -62,7 +63,7 @@ class Lowered:
 
     def passes_as_text(self) -> str:
         """Writes the traced step as text, then the lines that each pass changed, as a diff."""
-        return changes(self.passes)
+        return changes({name: step.as_text() for name, step in self.passes.items()})
 
     def certify(self, *, passes: bool = True) -> Any:
         """Proves that the programs compute the step's function, as `jaxpp.certify` does.
@@ -138,6 +139,29 @@ class Compiled:
     def inspect(self) -> Any:
         """Gives for each rank its devices, its axes, and XLA's analysis of what it runs."""
         return self._run.inspect()
+
+    def memory_analysis(self) -> list[dict[str, int]]:
+        """Gives for each rank the bytes of one device: temporary ones of XLA, and all at once.
+
+        The keys are names of `jax.stages.Compiled.memory_analysis`; `describe` tells more.
+        """
+        return [
+            {"temp_size_in_bytes": own.temporary_bytes, "peak_memory_in_bytes": own.peak_bytes}
+            for own in self.describe().ranks
+        ]
+
+    def cost_analysis(self) -> list[dict[str, float]]:
+        """Gives for each rank what one device computes and reads in a step, as XLA counts it.
+
+        The keys are those of `jax.stages.Compiled.cost_analysis`: "flops", "bytes accessed".
+        """
+        found = []
+        for program, rank in zip(self.programs, self.inspect(), strict=True):
+            runs = [i for i in program.instructions if isinstance(i, Run)]
+            own = [rank.analyses[run.computation] for run in runs]
+            flops, accessed = sum(a.flops for a in own), sum(a.accessed_bytes for a in own)
+            found.append({"flops": flops, "bytes accessed": accessed})
+        return found
 
     @without_mesh
     def initialize(self, init_fn: Callable, *args: Any) -> Any:

@@ -9,18 +9,18 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpp import _jaxprs, _primitives, _specs
-from jaxpp.transforms.tasks._body import WHOLE, Body
+from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 #: The primitives that a sum may go through before its accumulator: casts, and moves of data.
 _PASSED = _primitives.REORDERS | {"convert_element_type"}
 
 
-def hand_through_zeros(body: Body) -> Body:
+def hand_through_zeros(loop: MicrobatchLoop) -> MicrobatchLoop:
     """Hands a carry on unchanged if only zeros are added to it: then no task has to make it.
 
     An example is the gradient of a parameter behind `stop_gradient`.
     """
-    maker = {v: e for e in body.eqns for v in e.outvars}
+    maker = {v: e for e in loop.eqns for v in e.outvars}
 
     def update(carry, out):
         if _jaxprs.is_literal(out) or out not in maker:
@@ -30,10 +30,10 @@ def hand_through_zeros(body: Body) -> Body:
         zeros = all(v is carry or _primitives.is_zero(v, maker) for v in eqn.invars)
         return carry if adds and zeros else out
 
-    outs = tuple(map(update, body.carries, body.carry_outs))
-    keep = _jaxprs.ancestors(body.eqns, (*outs, *body.ys))
-    kept = [p for p, k in zip(body.placed(), keep, strict=True) if k]
-    return body.with_equations(kept, carry_outs=outs)
+    outs = tuple(map(update, loop.carries, loop.carry_outs))
+    keep = _jaxprs.ancestors(loop.eqns, (*outs, *loop.ys))
+    kept = [p for p, k in zip(loop.placed(), keep, strict=True) if k]
+    return loop.with_equations(kept, carry_outs=outs)
 
 
 def folded(fold: Any) -> Callable[..., Any]:
@@ -41,22 +41,28 @@ def folded(fold: Any) -> Callable[..., Any]:
     return lambda *parts: functools.reduce(fold.bind, parts)
 
 
-def neutral(fold: Any, carry: Any) -> Any:
-    """Gives the start of a further accumulator of a carry: zeros for a sum, else the carry's."""
-    return _specs.filled(carry, 0) if fold and fold.name in _primitives.ADDS else carry
+def neutral(fold: Any, first: Any) -> tuple[list[Any], Any]:
+    """The start of a further accumulator beside one that starts with `first`.
+
+    It is zeros for a sum, which the equations make, else the same.
+    """
+    if not fold or fold.name not in _primitives.ADDS:
+        return [], first
+    eqns, (zeros,) = _jaxprs.record(lambda: [_specs.filled(first.aval, 0)], [])
+    return eqns, zeros
 
 
-def split_shared_sums(body: Body) -> Body:
+def split_shared_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
     """Gives a sum over contributions of several tasks one accumulator for each task.
 
     Differentiation gives the gradient of a parameter that several stages read as one sum in each
     microbatch. With several accumulators each task accumulates its own contribution, and the
     accumulators are summed once a step. Also finds how each carry combines its microbatches.
     """
-    sums = _Sums(body)
-    carries, outs, joins = [], [], []
-    folds, values = {}, {}
-    for carry, out in zip(body.carries, body.carry_outs, strict=True):
+    sums = _Sums(loop)
+    parts, outs, joins = [], [], []
+    folds, operands, before = {}, dict(loop.operands), list(loop.before)
+    for carry, out in zip(loop.carries, loop.carry_outs, strict=True):
         fold = sums.fold(carry, out)
         own, own_outs = [carry], [out]
         if fold is not None:
@@ -66,12 +72,14 @@ def split_shared_sums(body: Body) -> Body:
             if len(groups) > 1:
                 sums.accumulate(fold, groups, own, own_outs)
             folds.update(dict.fromkeys(own, fold.eqn.primitive))
-            values.update((v, neutral(fold.eqn.primitive, v.aval)) for v in own[1:])
-        carries += own
+            for v in own[1:]:
+                eqns, operands[v] = neutral(fold.eqn.primitive, v)
+                before += eqns
+        parts.append(own)
         outs += own_outs
-        joins.append((len(own), folded(folds[carry])) if len(own) > 1 else WHOLE)
-    changes = {"carries": tuple(carries), "carry_outs": tuple(outs), "folds": folds}
-    return body.divided(sums.placed(), joins, values, **changes)
+        joins.append(folded(folds[carry]) if len(own) > 1 else None)
+    loop = loop.divided(parts, joins, operands=operands, before=tuple(before), folds=folds)
+    return loop.with_equations(sums.placed(), carry_outs=tuple(outs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +102,10 @@ class _Term:
 class _Sums:
     """The equations of a body, among which sums over several tasks give way to sums of each."""
 
-    def __init__(self, body: Body):
-        self.body = body
-        self.maker, self.at = body.maker(), body.last_position()
-        atoms = [v for e in body.eqns for v in e.invars] + list(body.outputs)
+    def __init__(self, loop: MicrobatchLoop):
+        self.loop = loop
+        self.maker, self.at = loop.maker(), loop.last_position()
+        atoms = [v for e in loop.eqns for v in e.invars] + list(loop.outputs)
         self.readers = collections.Counter(v for v in atoms if not _jaxprs.is_literal(v))
         self.opened = self._sums_of_several()
         self.dropped: set[int] = set()
@@ -105,14 +113,14 @@ class _Sums:
 
     def placed(self) -> list[tuple[Any, int | None]]:
         """Gives the equations with their positions; new ones have none."""
-        kept = [p for i, p in enumerate(self.body.placed()) if i not in self.dropped]
+        kept = [p for i, p in enumerate(self.loop.placed()) if i not in self.dropped]
         return [*kept, *((e, None) for e in self.added)]
 
     def fold(self, carry, out) -> _Fold | None:
         """Finds how a carry combines its microbatches; None if their order counts."""
         if _jaxprs.is_literal(out) or out not in self.maker or self.readers[carry] != 1:
             return None
-        eqn = self.body.eqns[self.maker[out]]
+        eqn = self.loop.eqns[self.maker[out]]
         if eqn.primitive.name not in _primitives.ADDS | _primitives.EXTREMES:
             return None
         left, right = eqn.invars
@@ -123,7 +131,7 @@ class _Sums:
     def _uncast(self, v) -> Any:
         """Looks through a cast of weak type alone: a carry that began as a number has one."""
         eqn = (
-            None if _jaxprs.is_literal(v) or v not in self.maker else self.body.eqns[self.maker[v]]
+            None if _jaxprs.is_literal(v) or v not in self.maker else self.loop.eqns[self.maker[v]]
         )
         if eqn is None or eqn.primitive.name != "convert_element_type" or self.readers[v] != 1:
             return v
@@ -136,9 +144,9 @@ class _Sums:
         """
         tasks: dict[Any, set[int | None]] = {}
         found: dict[Any, int] = {}
-        for i, (eqn, position) in enumerate(self.body.placed()):
+        for i, (eqn, position) in enumerate(self.loop.placed()):
             name = eqn.primitive.name
-            forward = position is not None and position < self.body.num_stages
+            forward = position is not None and position < self.loop.num_stages
             if name not in _primitives.ADDS | _PASSED or forward:
                 continue
             (v,) = eqn.outvars
@@ -177,7 +185,7 @@ class _Sums:
                 found.append(term)
                 continue
             numbers.append(i)
-            eqn = self.body.eqns[i]
+            eqn = self.loop.eqns[i]
             linear = () if eqn.primitive.name in _primitives.ADDS else (eqn,)
             rest += [_Term(o, (*linear, *term.linear)) for o in reversed(eqn.invars)]
         return found, numbers

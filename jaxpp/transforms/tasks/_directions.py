@@ -12,24 +12,24 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import schedules
+from jaxpp import _jaxprs, schedules
 from jaxpp.transforms.tasks import _loop
 from jaxpp.transforms.tasks._accumulators import folded, neutral
-from jaxpp.transforms.tasks._body import Join
+from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 
 def separate(
-    tasks: _loop.LoopTasks, carries: Sequence[Any], direction_of: Sequence[int]
-) -> tuple[_loop.LoopTasks, list[Any], list[Join]]:
+    tasks: _loop.LoopTasks, loop: MicrobatchLoop, direction_of: Sequence[int]
+) -> tuple[_loop.LoopTasks, MicrobatchLoop]:
     """Copies the tasks of a loop for each direction, with accumulators of its own.
 
     Args:
         tasks: the tasks of one direction.
-        carries: the loop's first accumulators.
+        loop: the loop that they are the tasks of.
         direction_of: the direction of each slice of the loop.
 
     Returns:
-        The tasks, the first accumulators, and how each result of the loop is joined.
+        The tasks, and the loop with a carry and a result of each direction in place of each.
 
     Raises:
         jaxpp.schedules.ScheduleError: if a value is carried through all microbatches in order,
@@ -37,7 +37,7 @@ def separate(
     """
     count = max(direction_of) + 1
     if count == 1:
-        return tasks, list(carries), []
+        return tasks, loop
     for (kind, stage), line in _loop.ordered_carries(tasks).items():
         raise schedules.ScheduleError(
             f"the schedule sends microbatches through the ranks in {count} directions, but "
@@ -46,12 +46,18 @@ def separate(
             f"schedule of one direction."
         )
     folds = [tasks.folds.get(j) for j in range(tasks.num_carry)]
-    firsts = []
-    for fold, carry in zip(folds, carries, strict=True):
-        firsts += [carry, *(neutral(fold, carry) for _ in range(count - 1))]
-    joins: list[Join] = [(count, folded(fold) if fold else _first) for fold in folds]
-    joins += [(count, rows_of(direction_of))] * tasks.num_ys
-    return copied(tasks, count), firsts, joins
+    operands, before, parts = dict(loop.operands), list(loop.before), []
+    for fold, carry in zip(folds, loop.carries, strict=True):
+        own = [carry, *(_jaxprs.fresh_var(carry) for _ in range(count - 1))]
+        for v in own[1:]:
+            eqns, operands[v] = neutral(fold, operands[carry])
+            before += eqns
+        parts.append(own)
+    joins = [folded(fold) if fold else _first for fold in folds]
+    joins += [rows_of(direction_of)] * tasks.num_ys
+    parts += [[v] * count for v in loop.results[len(parts) :]]
+    loop = loop.divided(parts, joins, operands=operands, before=tuple(before))
+    return copied(tasks, count), loop
 
 
 def copied(tasks: _loop.LoopTasks, count: int) -> _loop.LoopTasks:

@@ -11,42 +11,44 @@ from typing import Any
 import jax.extend.core as jex
 
 from jaxpp import _compat, _flops, _jaxprs, _primitives
-from jaxpp.transforms.tasks._body import Body
+from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 
-def hoist(body: Body) -> Body:
+def hoist(loop: MicrobatchLoop) -> MicrobatchLoop:
     """Computes the equations that depend on constants alone, and cost something, before the loop.
 
     Their results are further constants of the loop.
     """
-    body = _Opener(body).opened()
-    find = _Invariance(body)
+    loop = _Opener(loop).opened()
+    find = _Invariance(loop)
     out = []
-    for e in body.eqns:
+    for e in loop.eqns:
         find.note(e)
         out.append(find.is_worth_hoisting(e))
-    rest = body.with_equations([p for p, o in zip(body.placed(), out, strict=True) if not o])
+    rest = loop.with_equations([p for p, o in zip(loop.placed(), out, strict=True) if not o])
     read = rest.read()
-    outputs = [v for e, o in zip(body.eqns, out, strict=True) if o for v in e.outvars if v in read]
-    made = _jaxprs.needed([e for e in body.eqns if not e.effects], outputs)
+    outputs = [v for e, o in zip(loop.eqns, out, strict=True) if o for v in e.outvars if v in read]
+    made = _jaxprs.needed([e for e in loop.eqns if not e.effects], outputs)
     made, known = _merge_equal(made)
     outputs = list(dict.fromkeys(map(known, outputs)))
     hoisted = _jaxprs.part(made, outputs)
-    results = _jaxprs.run(hoisted.jaxpr, *(body.values[v] for v in hoisted.inputs))
+    operands = [loop.operands[v] for v in hoisted.inputs]
+    before, results = _jaxprs.inline_body(hoisted.jaxpr, operands)
     return rest.renamed(
         [(known.rename(e), p) for e, p in rest.placed()],
         known,
-        consts=(*body.consts, *outputs),
-        values={**body.values, **dict(zip(outputs, results, strict=True))},
+        consts=(*loop.consts, *outputs),
+        operands={**loop.operands, **dict(zip(outputs, results, strict=True))},
+        before=(*loop.before, *before),
     )
 
 
 class _Invariance:
     """The variables that change from microbatch to microbatch, and those made of constants."""
 
-    def __init__(self, body: Body):
-        self.varying = {*body.carries, *body.xs}
-        self.constant = set(body.consts)
+    def __init__(self, loop: MicrobatchLoop):
+        self.varying = {*loop.carries, *loop.xs}
+        self.constant = set(loop.consts)
 
     def note(self, eqn) -> None:
         """Notes the results of an equation; the equations come in order."""
@@ -61,16 +63,16 @@ class _Invariance:
 
 
 class _Opener:
-    """Brings equations that depend on constants alone out of the calls and scans of a body."""
+    """Brings equations that depend on constants alone out of the calls and scans of a loop."""
 
-    def __init__(self, body: Body):
-        self.body = body
-        self.find = _Invariance(body)
+    def __init__(self, loop: MicrobatchLoop):
+        self.loop = loop
+        self.find = _Invariance(loop)
         self.known = _jaxprs.Substitution()
 
-    def opened(self) -> Body:
-        placed = [(e, p) for eqn, p in self.body.placed() for e in self._open(eqn)]
-        return self.body.renamed(placed, self.known)
+    def opened(self) -> MicrobatchLoop:
+        placed = [(e, p) for eqn, p in self.loop.placed() for e in self._open(eqn)]
+        return self.loop.renamed(placed, self.known)
 
     def _open(self, eqn) -> list[Any]:
         """Gives the equations that take the place of one."""

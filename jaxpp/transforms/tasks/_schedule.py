@@ -1,21 +1,25 @@
 """`schedule`: partitions the microbatch loops of a function into tasks, and orders the tasks."""
 
 import functools
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic
 
 import jax
+import jax.extend.core as jex
 
 from jaxpp import _compat, _in_place, _jaxprs, schedules
 from jaxpp._definitions import definition_of
 from jaxpp._typing import P, R
 from jaxpp.schedules import Kind, Table
+from jaxpp.transforms._changes import changes
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
-from jaxpp.transforms.tasks import _directions, _loop, _partition
-from jaxpp.transforms.tasks._body import joined, read_body
+from jaxpp.transforms.tasks import _directions, _loop
+from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop, read_loop
+from jaxpp.transforms.tasks._partition import PASSES, partition
 
 
-def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> Callable[P, R]:
+def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> "Scheduled[P, R]":
     """Partitions the body of each microbatch loop in `fun` into tasks, ordered by `schedule`.
 
     A loop is a `lax.scan`, as `microbatch` makes it, whose body calls the stages of a function made
@@ -31,7 +35,8 @@ def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> Callable[P, R
             `table(num_stages, num_microbatches)`.
 
     Returns:
-        A function with the same arguments and results.
+        A function with the same arguments and results; its `passes_as_text(*args)` shows how the
+        loops become tasks.
 
     Raises:
         ValueError: if there is no loop over stages, or it is not one forward and one backward pass.
@@ -55,18 +60,59 @@ def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> Callable[P, R
         hint = f"; make one: {make[kind]}" if kind else ""
         raise ValueError(f"schedule: {name} is not a schedule with a table(){hint}.")
 
-    @functools.wraps(fun)
-    def scheduled(*args: P.args, **kwargs: P.kwargs) -> R:
-        if define := definition_of("schedule"):
-            return define(fun)(*args, **kwargs)
-        if _compat.is_jit_disabled():  # stages are calls of jitted functions
-            return fun(*args, **kwargs)
-        _in_place.warn_of_shared("schedule", args, stacklevel=2)
-        traced = _jaxprs.trace(fun, args, kwargs)
-        with jax.debug_key_reuse(False):  # tasks may share an array of keys
-            return traced.rebuild(_run(traced.jaxpr, schedule, traced.inputs))
+    return Scheduled(fun, schedule)
 
-    return scheduled
+
+class Scheduled(Generic[P, R]):
+    """A function whose microbatch loops are scheduled; see `schedule`."""
+
+    def __init__(self, fun: Callable[P, R], schedule: schedules.Schedule):
+        functools.update_wrapper(self, fun)
+        self._fun, self._schedule = fun, schedule
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if define := definition_of("schedule"):
+            return define(self._fun)(*args, **kwargs)
+        if _compat.is_jit_disabled():  # stages are calls of jitted functions
+            return self._fun(*args, **kwargs)
+        _in_place.warn_of_shared("schedule", args, stacklevel=2)
+        traced = _jaxprs.trace(self._fun, args, kwargs)
+        with jax.debug_key_reuse(False):  # tasks may share an array of keys
+            jaxpr = _scheduled(traced.jaxpr, self._schedule)
+            return traced.rebuild(_jaxprs.run(jaxpr, *traced.inputs))
+
+    def passes_as_text(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        """Writes each microbatch loop as it was traced, and what each pass changes of it.
+
+        Args:
+            *args: the arguments, or `jax.ShapeDtypeStruct`s in place of their arrays.
+            **kwargs: those by keyword.
+
+        Returns:
+            For each loop the body as a jaxpr, the task in front of each equation, and the equations
+            before and after the loop; then the lines that each pass changes.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpp
+            >>> def loss(w, x):
+            ...     h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+            ...     return jnp.mean((h @ w) ** 2)
+            >>> grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+            >>> grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+            >>> text = grad.passes_as_text(jnp.eye(2), jnp.ones((8, 2)))
+            >>> first, length, inputs, *_ = text.splitlines()
+            >>> inputs
+            'constants: 1, carries: 1, slices: 1'
+        """
+        traced = _jaxprs.trace(self._fun, args, kwargs)
+        texts: dict[str, str] = {}
+
+        def note(number: int, name: str, loop: MicrobatchLoop) -> None:
+            texts[f"{name} (loop {number})"] = loop.as_text()
+
+        with jax.debug_key_reuse(False):
+            _scheduled(traced.jaxpr, self._schedule, note)
+        return changes(texts)
 
 
 def is_microbatch_loop(eqn) -> bool:
@@ -117,8 +163,15 @@ def _check_loops(flat) -> None:
         )
 
 
-def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
-    """Evaluates a program with its microbatch loops scheduled."""
+def _scheduled(
+    jaxpr: jex.ClosedJaxpr,
+    schedule: Any,
+    note: Callable[[int, str, MicrobatchLoop], None] = lambda number, name, loop: None,
+) -> jex.ClosedJaxpr:
+    """Puts scheduled loops in place of the microbatch loops of a program.
+
+    `note` is called with the number of each loop, the name of each pass, and the loop after it.
+    """
     flat = _jaxprs.inline(jaxpr, lambda e: _jaxprs.contains(e, is_microbatch_loop))
     _check_loops(flat)
     # No task accumulates a gradient that is not read. If all loops are unread, they stay.
@@ -126,43 +179,37 @@ def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
     if any(map(is_microbatch_loop, live.eqns)):
         flat = live
     trains = any(is_microbatch_loop(e) and _has_backward(e) for e in flat.eqns)
-    values = dict(zip(flat.jaxpr.invars, inputs, strict=True))
-    plain: list[Any] = []
-
-    def run_plain():
-        part = _jaxprs.part(plain, [v for e in plain for v in e.outvars])
-        outputs = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
-        values.update(zip(part.outputs, outputs, strict=True))
-        plain.clear()
-
+    eqns: list[Any] = []
+    numbers = itertools.count()
     for eqn in flat.eqns:
         if not is_microbatch_loop(eqn):
-            plain.append(eqn)
+            eqns.append(eqn)
             continue
-        run_plain()
         own = _forwards(schedule, eqn) if trains and not _has_backward(eqn) else schedule
-        operands = _jaxprs.read(eqn.invars, values)
-        values.update(zip(eqn.outvars, _bind_loop(eqn, own, operands), strict=True))
-    run_plain()
-    return _jaxprs.read(flat.jaxpr.outvars, values)
+        eqns += _scheduled_loop(eqn, own, functools.partial(note, next(numbers)))
+    return _compat.with_equations(flat, eqns, flat.jaxpr.outvars)
 
 
-def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
-    num_consts, num_carry = _compat.scan_parts(eqn)
-    body, values = _jaxprs.without_constants(eqn.params["jaxpr"])
-    body = _compat.eliminate_dead_code(body, [True] * len(body.jaxpr.outvars))
-    length, reverse = eqn.params["length"], eqn.params["reverse"]
-    table = _table(schedule, body, length)
-    constants = num_consts + len(values)
-    opened = read_body(body, constants, num_carry, [*values, *operands], length, reverse)
-    tasks, own = _partition.partition(opened, table)
+def _scheduled_loop(
+    eqn: Any, schedule: Any, note: Callable[[str, MicrobatchLoop], None]
+) -> list[Any]:
+    """Makes the equations in place of a microbatch loop: the scheduled one, and those around it."""
+    table = _table(schedule, eqn)
+    loop = read_loop(eqn, table.splits_backward)
+    note("traced", loop)
+    for run in PASSES:
+        loop = run(loop)
+        note(run.__name__, loop)
+    tasks, loop = partition(loop, table)
     check(repr(schedule), table, tasks)
-    taken = table.direction_of[::-1] if reverse else table.direction_of
-    firsts = [own.values[v] for v in own.carries]
-    tasks, carries, joins = _directions.separate(tasks, firsts, taken)
-    consts, xs = ([own.values[v] for v in part] for part in (own.consts, own.xs))
-    results = _loop.loop_p.bind(*consts, *carries, *xs, reverse=reverse, tasks=tasks)
-    return list(own.finish(joined(results, joins)))
+    taken = table.direction_of[::-1] if loop.reverse else table.direction_of
+    tasks, loop = _directions.separate(tasks, loop, taken)
+    bind = functools.partial(_loop.loop_p.bind, reverse=loop.reverse, tasks=tasks)
+    operands = [loop.operands[v] for v in (*loop.consts, *loop.carries, *loop.xs)]
+    # JAX keeps few frames of a call: a line of the scan is one of jaxpp, a stage's is the user's.
+    first = next((e for e, p in loop.placed() if p is not None and _compat.source_line(e)), eqn)
+    eqn = _compat.at_line_of(eqn, first)
+    return [*loop.before, *_jaxprs.splice(bind, operands, loop.results, eqn), *loop.after]
 
 
 def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:
@@ -173,9 +220,9 @@ def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:
     return schedules.ForwardOnly(like=schedule)
 
 
-def _table(schedule: Any, body, length: int) -> Table:
+def _table(schedule: Any, eqn: Any) -> Table:
     """Makes the schedule's table for a loop; if it splits one backward, it splits all."""
-    num_stages = next(s for e in body.eqns for s in _stage_counts(e))
+    num_stages, length = next(_stage_counts(eqn)), eqn.params["length"]
     table = schedule.table(num_stages, length)
     if table.num_stages != num_stages or table.num_microbatches != length:
         raise schedules.ScheduleError(

@@ -8,6 +8,7 @@ weight gradients. (JAX had the same split as `lax.scan(..., _split_transpose=Tru
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,50 @@ import jax
 import jax.extend.core as jex
 
 from jaxpp import _compat, _flops, _jaxprs
+from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
+
+
+def split_backwards(loop: MicrobatchLoop) -> MicrobatchLoop:
+    """Gives the second half of each backward a position of its own, if the schedule has those.
+
+    The first half also makes the carries that it reads: its next microbatch may come before this
+    one's second half.
+    """
+    if not loop.splits_backward:
+        return loop
+    num_stages, opened = loop.num_stages, []
+    for eqn, position in loop.placed():
+        backward = position is not None and position >= num_stages
+        opened += [(e, position) for e in (inline_all([eqn]) if backward else [eqn])]
+    loop = loop.with_equations(opened)
+    readers, becomes = loop.readers(), dict(zip(loop.carries, loop.carry_outs, strict=True))
+    placed = [[pair] for pair in opened]
+    for position in range(num_stages, 2 * num_stages):
+        numbers = [i for i, (_, p) in enumerate(opened) if p == position]
+        own = [opened[i][0] for i in numbers]
+        wanted = [v for e in own for v in e.outvars if readers.get(v, set()) - {position}]
+        made = {v for e in own for v in e.outvars}
+        while True:
+            halves = _halves(own, wanted)
+            first = (e for each in halves for e, late in each if not late)
+            read = {v for e in first for v in _jaxprs.variables(e.invars)}
+            outs = [becomes[v] for v in loop.carries if v in read]
+            more = [v for v in _jaxprs.variables(outs) if v in made and v not in wanted]
+            if not more:
+                break
+            wanted += more
+        for i, each in zip(numbers, halves, strict=True):
+            placed[i] = [(e, position + num_stages * late) for e, late in each]
+    return _without_constants(loop.with_equations(itertools.chain(*placed)))
+
+
+def _without_constants(loop: MicrobatchLoop) -> MicrobatchLoop:
+    """Lets each task repeat what depends on no microbatch: what costs something is hoisted."""
+    varying = _jaxprs.descendants(loop.eqns, [*loop.carries, *loop.xs])
+    return loop.with_equations(
+        (e, p if e.effects or any(v in varying for v in e.outvars) else None)
+        for e, p in loop.placed()
+    )
 
 
 def split_backward(eqns: Sequence[Any], wanted: Iterable[Any]) -> tuple[list[Any], list[Any]]:
@@ -27,22 +72,23 @@ def split_backward(eqns: Sequence[Any], wanted: Iterable[Any]) -> tuple[list[Any
     Returns:
         The equations of both halves, in order; the second may read variables of the first.
     """
-    eqns = inline_all(eqns)
+    halves = list(itertools.chain(*_halves(inline_all(eqns), wanted)))
+    first, second = ([e for e, late in halves if late is half] for half in (False, True))
+    return first, second
+
+
+def _halves(eqns: Sequence[Any], wanted: Iterable[Any]) -> list[list[tuple[Any, bool]]]:
+    """Finds for each equation those in its place, and whether they are in the second half."""
     needed = set(_jaxprs.variables(wanted))
-    first: list[Any] = []
-    second: list[Any] = []
+    found: list[list[tuple[Any, bool]]] = []
     for eqn in reversed(eqns):
         wants = [v in needed for v in eqn.outvars]
-        if not any(wants):
-            second.append(eqn)
-            continue
-        mine, rest = [eqn], []
-        if eqn.primitive.name == "scan" and not all(wants):
+        mine, rest = ([eqn], []) if any(wants) else ([], [eqn])
+        if eqn.primitive.name == "scan" and any(wants) and not all(wants):
             mine, rest = _split_scan(eqn, wants)
-        first.extend(reversed(mine))
-        second.extend(reversed(rest))
+        found.append([*((e, False) for e in mine), *((e, True) for e in rest)])
         needed.update(v for e in mine for v in _jaxprs.variables(e.invars))
-    return first[::-1], second[::-1]
+    return found[::-1]
 
 
 def inline_all(eqns: Sequence[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ zeros, and adds the padded gradients up. With one accumulator for each part, eac
 its own rows, and nothing else.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -19,56 +20,51 @@ from jaxpp.transforms.stacked import (
     pad_interval,
     takes_some_rows,
 )
-from jaxpp.transforms.tasks._body import WHOLE, Body
+from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 
-def split_stacked_sums(body: Body) -> Body:
+def split_stacked_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
     """Divides a sum over rows that several stages make: the rows of each get an accumulator."""
-    body = _open_calls(body)
-    bounds = _bounds(body)
-    cuts = [bounds.get(v) for v in body.carries]
+    loop = _open_calls(loop)
+    bounds = _bounds(loop)
+    cuts = [bounds.get(v) for v in loop.carries]
     if not any(cuts):
-        return body
-    splitter = Splitter(bounds, body.carries)
-    splitter.rewrite(body.eqns)
-    joins, values = [], {}
-    for carry, parts, cut in zip(body.carries, splitter.inputs, cuts, strict=True):
-        joins.append(WHOLE)
-        if cut is not None:
-            joins[-1] = len(parts), lambda *rows: jax.lax.concatenate(rows, 0)
-            for part, rows in zip(parts, itertools.pairwise(cut), strict=True):
-                values[part] = jax.lax.slice_in_dim(body.values[carry], *rows)
-    carry_outs = splitter.outputs(body.carry_outs, cuts)
-    ys = splitter.outputs(body.ys, [None] * len(body.ys))
+        return loop
+    splitter = Splitter(bounds, loop.carries)
+    splitter.rewrite(loop.eqns)
+    joins = [None if cut is None else lambda *rows: jax.lax.concatenate(rows, 0) for cut in cuts]
+    operands, before = dict(loop.operands), list(loop.before)
+    for carry, parts, cut in zip(loop.carries, splitter.inputs, cuts, strict=True):
+        for part, rows in zip(parts, itertools.pairwise(cut or ()), strict=False):
+            take = functools.partial(jax.lax.slice_in_dim, start_index=rows[0], limit_index=rows[1])
+            eqns, (operands[part],) = _jaxprs.record(take, [loop.operands[carry]])
+            before += eqns
+    carry_outs = splitter.outputs(loop.carry_outs, cuts)
+    ys = splitter.outputs(loop.ys, [None] * len(loop.ys))
     # New equations have no position: they join a task by dependence later.
-    placed = [(e, None if n is None else body.position[n]) for e, n in splitter.eqns]
+    placed = [(e, None if n is None else loop.position[n]) for e, n in splitter.eqns]
     keep = _jaxprs.ancestors([e for e, _ in placed], (*carry_outs, *ys))
-    return body.divided(
-        itertools.compress(placed, keep),
-        joins,
-        values,
-        carries=tuple(itertools.chain(*splitter.inputs)),
-        carry_outs=tuple(carry_outs),
-        ys=tuple(ys),
-    )
+    loop = loop.divided(splitter.inputs, joins, operands=operands, before=tuple(before))
+    placed = itertools.compress(placed, keep)
+    return loop.with_equations(placed, carry_outs=tuple(carry_outs), ys=tuple(ys))
 
 
-def _bounds(body: Body) -> dict[Any, Bounds]:
+def _bounds(loop: MicrobatchLoop) -> dict[Any, Bounds]:
     """Finds where carries, and the values added to them, are cut: by what stages pad with zeros."""
-    classes = Classes(body.eqns, zip(body.carries, body.carry_outs, strict=True))
+    classes = Classes(loop.eqns, zip(loop.carries, loop.carry_outs, strict=True))
     used = [
-        (eqn.outvars[0], interval, frozenset({body.stage(position)}))
-        for eqn, position in body.placed()
+        (eqn.outvars[0], interval, frozenset({loop.stage(position)}))
+        for eqn, position in loop.placed()
         if position is not None and (interval := pad_interval(eqn))
         if interval != (0, num_rows(eqn.outvars[0]))
     ]
-    carried = {classes.of(v) for v in body.carries}
-    made = (v for e in body.eqns for v in e.outvars)
-    variables = [*body.consts, *body.carries, *body.xs, *made]
+    carried = {classes.of(v) for v in loop.carries}
+    made = (v for e in loop.eqns for v in e.outvars)
+    variables = [*loop.consts, *loop.carries, *loop.xs, *made]
     return classes.bounds(used, [v for v in variables if classes.of(v) in carried])
 
 
-def _open_calls(body: Body) -> Body:
+def _open_calls(loop: MicrobatchLoop) -> MicrobatchLoop:
     """Opens calls that take rows of an array, or pad rows with zeros.
 
     A stage that is rematerialised is such a call. Its backward is a program of its own, so that XLA
@@ -85,7 +81,7 @@ def _open_calls(body: Body) -> Body:
 
     known = _jaxprs.Substitution()
     placed: list[tuple[Any, int | None]] = []
-    for eqn, position in body.placed():
+    for eqn, position in loop.placed():
         eqn = known.rename(eqn)
         if not touches_rows(eqn):
             placed.append((eqn, position))
@@ -93,4 +89,4 @@ def _open_calls(body: Body) -> Body:
         opened = _jaxprs.inline(_jaxprs.part([eqn], eqn.outvars).jaxpr, touches_rows)
         placed.extend((e, position) for e in opened.eqns)
         known.of.update(zip(eqn.outvars, opened.jaxpr.outvars, strict=True))
-    return body.renamed(placed, known)
+    return loop.renamed(placed, known)

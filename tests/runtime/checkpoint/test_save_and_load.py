@@ -357,6 +357,19 @@ def test_a_newer_format_is_named_as_such(tmp_path):
         load_state(tmp_path / "a", [0])
 
 
+@pytest.mark.parametrize("name", ["..", "../other", "/tmp", ""])
+@pytest.mark.parametrize("what", ["data", "writer"])
+def test_a_manifest_cannot_name_a_folder_outside(tmp_path, what, name):
+    save_state(tmp_path / "a", [jnp.ones(3)])
+    file = tmp_path / "a" / "manifest.json"
+    document = json.loads(file.read_text())
+    body = document["body"]
+    (body if what == "data" else body["leaves"][0]["pieces"][0])[what] = name
+    file.write_text(json.dumps({**document, "crc32": _manifest._checksum(body)}))
+    with pytest.raises(ValueError, match=f"damaged: its manifest names {name!r}"):
+        load_state(tmp_path / "a", [jnp.ones(3)])
+
+
 def test_a_checkpoint_of_another_model_names_the_leaves(tmp_path):
     saved = {"a": jnp.ones(3), "b": jnp.ones((2, 2)), "c": 1, "f": jax.nn.relu, "k": jnp.ones(2)}
     save_state(tmp_path / "a", saved)

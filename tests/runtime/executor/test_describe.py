@@ -102,6 +102,17 @@ def test_collectives_once_a_step_are_apart_from_those_of_tasks():
     assert second.task_collectives == {}
 
 
+def test_the_analyses_of_the_executables_by_rank():
+    compiled = place(loss_fn, GPIPE, jaxpp.MpmdMesh((2,))).lower(*arguments()).compile()
+    first, second = compiled.cost_analysis()
+    products = 2 * EXAMPLES * WIDTH * WIDTH  # of the forward, and as many for each gradient
+    assert first["flops"] > 2 * products and second["flops"] > 3 * products
+    assert first["bytes accessed"] > EXAMPLES * WIDTH * BYTES
+    for own, rank in zip(compiled.memory_analysis(), compiled.describe().ranks, strict=True):
+        assert own["peak_memory_in_bytes"] == rank.peak_bytes > rank.parameter_bytes
+        assert own["temp_size_in_bytes"] == rank.temporary_bytes
+
+
 def test_ranks_of_one_device_have_no_collectives():
     step = place(loss_fn, ONE_F_ONE_B, jaxpp.MpmdMesh((2,)))
     for rank in step.lower(*arguments()).compile().describe().ranks:

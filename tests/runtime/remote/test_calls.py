@@ -1,9 +1,11 @@
 """The connection of the driver and a worker: calls arrive whole and in order, nothing hangs."""
 
 import dataclasses
+import io
 import queue
 import signal
 import socket
+import struct
 import threading
 import time
 import types
@@ -11,7 +13,8 @@ import types
 import numpy as np
 import pytest
 
-from jaxpp.runtime.remote.calls import Client, Failure, Kind, Lane, pack, uninterrupted, unpack
+from jaxpp.runtime.remote.calls import Client, Failure, Kind, Lane, uninterrupted, unpack
+from jaxpp.runtime.remote.worker._output import Output
 from jaxpp.runtime.remote.worker._server import Server
 from jaxpp.runtime.transport import TransportError, _connections
 
@@ -70,7 +73,7 @@ def connect(server):
     clients = []
 
     def connect(
-        epoch=0, ended=lambda: None, told=lambda *_: None, secret=SECRET, source=-1, unix=True
+        epoch=0, ended=lambda why: None, told=lambda text: None, secret=SECRET, source=-1, unix=True
     ):
         hello = _connections.Hello(epoch, source, 0)
         addresses = server.addresses if unix else dataclasses.replace(server.addresses, unix=None)
@@ -182,14 +185,45 @@ def test_functions_go_by_their_code(connect, process):
     assert result(call(connect(), Lane.ASIDE, "apply", lambda n: n + 1, 4)) == 5
 
 
-def test_a_worker_tells_the_driver_what_it_did_not_ask_for(connect, process):
+def test_what_is_printed_on_a_worker_reaches_the_driver_line_by_line(connect, server):
+    before = io.StringIO()
+    output = Output(server.tell, before)
+    print("nobody is there", file=output)
     told = queue.SimpleQueue()
-    client = connect(told=lambda number, pieces: told.put((number, unpack(pieces))))
+    client = connect(told=told.put)
     result(call(client, Lane.ORDERED, "run"))
-    for number in range(3):
-        process.tell(number, pack(np.arange(number)))
-    found = [told.get(timeout=10) for _ in range(3)]
-    assert [(n, list(a)) for n, a in found] == [(0, []), (1, [0]), (2, [0, 1])]
+    print("one", 2, "\nthree", file=output)
+    print("no end", end="", file=output)
+    other = threading.Thread(target=print, args=("of another thread",), kwargs={"file": output})
+    other.start()
+    other.join()
+    output.flush()
+    output.writelines(["a", "b\n"])
+    found = [told.get(timeout=10) for _ in range(5)]
+    assert found == ["one 2 ", "three", "of another thread", "no end", "ab"] and told.empty()
+    client.close()
+    for _ in range(1000):  # the server notices the end soon
+        print("gone", file=output)
+        if before.getvalue().endswith("gone\n"):
+            break
+        time.sleep(0.01)
+    assert before.getvalue().startswith("nobody is there\n") and "gone" in before.getvalue()
+
+
+def test_a_client_that_can_take_no_more_says_why(connect, process, server):
+    def fail(text):
+        raise MemoryError("too large")
+
+    why = queue.SimpleQueue()
+    client = connect(told=fail, ended=why.put)
+    result(call(client, Lane.ORDERED, "run"))
+    process.went_on.clear()
+    waiting = call(client, Lane.ORDERED, "run")
+    server.tell("a line")
+    assert "MemoryError: too large" in why.get(timeout=10)
+    assert (
+        waiting.result(10)[0] == call(client, Lane.FETCH, "fetch", [1]).result(10)[0] == Kind.LOST
+    )
 
 
 def test_an_altered_message_between_hosts_ends_the_connection(connect, process):
@@ -199,7 +233,9 @@ def test_an_altered_message_between_hosts_ends_the_connection(connect, process):
     *message, code = client._outbox[0]
     for altered in (
         [*message, code[:-1] + bytes([code[-1] ^ 1])],
-        [message[0], message[1].replace(b"second", b"other!"), code],
+        [*message[:2], message[2].replace(b"second", b"other!"), code],
+        [message[0][:24] + struct.pack("<q", 1 << 60), *message[1:], code],  # no memory is taken
+        [message[0][:16] + struct.pack("<q", 1 << 40), *message[1:], code],
         message,  # and the code of a later one
     ):
         client = connect(len(process.epochs) + 1, unix=False)
@@ -287,7 +323,7 @@ def test_a_new_connection_begins_an_epoch_when_all_is_quiet(connect, process):
 
 def test_the_end_of_a_worker_is_told_and_calls_are_lost(connect, process, server):
     ended = threading.Event()
-    client = connect(ended=ended.set)
+    client = connect(ended=lambda why: ended.set())
     process.went_on.clear()
     waiting = call(client, Lane.FETCH, "run", b"waits")
     process.began.wait(10)
@@ -313,7 +349,7 @@ def test_a_worker_without_its_driver_ends_its_work(connect, process):
 
 def test_the_driver_closes_a_connection_without_a_word(connect):
     ended = threading.Event()
-    client = connect(ended=ended.set)
+    client = connect(ended=lambda why: ended.set())
     client.close()
     assert not ended.is_set() and not client._thread.is_alive()
 

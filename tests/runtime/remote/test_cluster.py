@@ -364,6 +364,15 @@ sys.stdin.read()
 """
 
 
+def test_a_name_that_another_process_holds_is_an_error(monkeypatch):
+    monkeypatch.setattr(_environment, "CHOICE_TIMEOUT", 0.05)
+    name = f"test-held-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as held:
+        held.bind(f"\0{name}")
+        with pytest.raises(RuntimeError, match=f"held the socket name @{name} .* without cores="):
+            _environment.take_cores(1, name)
+
+
 def test_workers_of_all_meshes_of_a_host_take_the_cores_that_fewest_have():
     available, name = sorted(os.sched_getaffinity(0)), f"test-{os.getpid()}"
     started = []

@@ -169,6 +169,10 @@ def test_the_line_is_one_of_the_step_that_fails(mesh):
     with jax.debug_nans(True), pytest.raises(RankError, match=r"\(stage 1, .*\.py:\d+\)") as caught:
         jax.device_get(broken(jnp.eye(4), jnp.ones((4, 4))))
     assert f"{__file__}:{first + 2}" in str(caught.value)
+    found = f"invalid value (nan) encountered in log at {__file__}:{first + 2}"
+    assert str(caught.value.__cause__) == found and isinstance(
+        caught.value.__cause__, FloatingPointError
+    )
 
 
 @pytest.mark.parametrize(

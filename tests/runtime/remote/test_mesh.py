@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import export as jax_export
 
 import jaxpp
 from experiments.models import gpt
 from jaxpp._program import Run
-from jaxpp.runtime.remote.calls import export
 from tests.runtime.local.test_mesh import batch, init_params, loss_fn, start, step_of, tied_loss
 
 
@@ -319,27 +317,26 @@ def test_a_trace_has_all_that_the_ranks_ran_and_sent(mesh, tmp_path):
 
 def test_what_several_ranks_run_is_compiled_by_one_of_them():
     from jaxpp.runtime.remote import _library
-    from jaxpp.runtime.remote.calls import _export
+    from jaxpp.runtime.remote.calls import Pickled, load_serialized, serialize
 
     deep = jaxpp.place(step_of(lambda params, x: loss_fn([*params, params[1]], x)), local(4))
     bundle = deep.lower(*start(), batch()).bundle
-    library = _library.Library("cpu", ["host"] * 4, False)
+    library = _library.Library(["host"] * 4, False)
     loadings = library.missing(library.add(bundle))
     compiled = [n for loading in loadings for n in loading.compile[0]]
     assert len(compiled) == len(set(compiled))
     assert any(loading.load[5] for loading in loadings), "some rank gets what another compiles"
-    apart = _library.Library("cpu", range(4), False)
+    apart = _library.Library(range(4), False)
     assert not any(loading.load[5] for loading in apart.missing(apart.add(bundle)))
 
-    exported = _export.export(bundle.computations[0], "cpu")
-    payload = _export.serialize(_export.compile_exported(exported, jax.devices()[0]))
-    assert payload and _export.load_serialized(payload, jax.devices()[0])
+    payload = serialize(Pickled.of(bundle.computations[0]).compile(jax.devices()[0]))
+    assert payload and load_serialized(payload, jax.devices()[0])
 
 
 def kept(mesh):
     """The numbers of steps and of executables that each rank keeps, and the driver's numbers."""
     library = mesh._steps.library
-    own = len(library._steps), len(library._known), len(library._exported)
+    own = len(library._steps), len(library._known), len(library._pickled)
     return mesh.apply(number_of_executables, {r: () for r in range(mesh.num_ranks)}), own
 
 
@@ -383,13 +380,6 @@ def test_memory_that_tasks_free_stays_with_a_worker_on_cpu(mesh, ray_session):
         assert other.apply(faults_of_tasks, {0: ()})[0] >= 20 * 1024
 
 
-def test_a_step_is_lowered_for_the_platform_of_the_workers(mesh):
-    lowered = jaxpp.place(step_of(), local(2)).lower(*start(init_params(2)), batch())
-    exported = export(lowered.bundle.computations[0], "cuda")  # needs no GPU
-    assert jax_export.deserialize(bytearray(exported.payload)).platforms == ("cuda",)
-    assert mesh._group.hellos[0].platform == jax_export.default_export_platform()
-
-
 def test_transfers_between_devices_give_the_same(ray_session):
     """Over JAX's own transfers between processes, which on GPU need no memory of the hosts."""
     expected = train(local(2), SCHEDULES["zb_h1"], 2)
@@ -400,16 +390,6 @@ def test_transfers_between_devices_give_the_same(ray_session):
 
 
 # ---- bad input ----------------------------------------------------------------------------------
-
-
-def test_a_callback_names_the_users_line(mesh):
-    def noisy(*args):
-        *state, loss = step_of()(*args)
-        return *state, jax.pure_callback(np.sqrt, jax.ShapeDtypeStruct((), loss.dtype), loss)
-
-    assert float(jaxpp.place(noisy, local(3))(*start(), batch())[-1]) > 0
-    with pytest.raises(ValueError, match=r"calls back into Python .*test_mesh.py:\d+.*MpmdMesh"):
-        jaxpp.place(noisy, mesh)(*start(), batch())
 
 
 def test_a_mesh_of_another_size_is_refused(mesh):

@@ -23,7 +23,7 @@ import jaxpp
 from jaxpp._program import Message, Run
 from jaxpp.runtime.arrays._types import to_host
 from jaxpp.runtime.executor import Executor
-from jaxpp.runtime.remote.calls import _export
+from jaxpp.runtime.remote.calls import Pickled
 from jaxpp.runtime.transport._device import DeviceTransport
 from jaxpp.runtime.transport._errors import Aborted, PeerLost
 from jaxpp.runtime.transport._order import transfer_order
@@ -93,7 +93,7 @@ def train(transport, program_number, schedule, num_ranks, num_stages, calls):
     program = bundle.programs[transport.rank]
     used = {i.computation for i in program.instructions if isinstance(i, Run)}
     executables = [
-        _export.compile_exported(_export.export(c, "cpu"), device) if n in used else None
+        Pickled.of(c).compile(device) if n in used else None
         for n, c in enumerate(bundle.computations)
     ]
     executor = Executor(program, executables, transport)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from jaxpp import schedules
 from jaxpp._program import Message, Program, Receive, Run, Send
 from jaxpp.runtime.arrays import sharding_in
 from jaxpp.runtime.executor import Executor, interleave
-from jaxpp.runtime.transport import _device
+from jaxpp.runtime.transport import _device, _processes
 from jaxpp.runtime.transport._choice import RankDevices, choose_transport
 from jaxpp.runtime.transport._device import DeviceTransport
 from jaxpp.runtime.transport._errors import Aborted
@@ -374,6 +375,21 @@ print(jax.process_count())
 """
 
 
+@pytest.fixture
+def kept_ports():
+    """Gives up the ports that a test has found."""
+    yield _processes._kept_ports
+    while _processes._kept_ports:
+        _processes._kept_ports.pop().close()
+
+
+def test_a_free_port_is_kept_for_this_process(kept_ports):
+    """JAX listens there (as above, and in all tests of joined processes), and no other program."""
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+
+
 def test_a_launcher_does_not_choose_among_the_devices_that_a_worker_sees():
     """Under Slurm JAX would take the GPU of the number of the process that has started Ray."""
     slurm = {"JOB_ID": 7, "STEP_NODELIST": "a", "NTASKS": 8, "PROCID": 3, "LOCALID": 3}
@@ -389,6 +405,7 @@ def test_a_launcher_does_not_choose_among_the_devices_that_a_worker_sees():
 def run_ranks(scenario, num_ranks, alive=lambda rank: True):
     """Starts the processes of a scenario, and gives what those that live to tell have printed."""
     coordinator = f"127.0.0.1:{free_port()}"
+    _processes._kept_ports.pop().close()  # another process is going to listen there
     environment = dict(os.environ, JAX_PLATFORMS="cpu", NPROC="1", PYTHONPATH=str(ROOT))
     command = [sys.executable, device_rank.__file__, scenario]
     processes = [

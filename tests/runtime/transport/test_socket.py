@@ -257,6 +257,18 @@ def test_ranks_that_run_different_programs(pair, expected):
         blocked(pair[1].receive, wanted)()
 
 
+@pytest.mark.parametrize("nbytes", [-64, 1 << 60])
+def test_a_size_that_no_host_holds_is_refused_before_memory_is_taken(pair, monkeypatch, nbytes):
+    sent = [jnp.arange(3)]
+    pair[1].expect([])
+    send = _epoch.send_frame
+    altered = lambda link, header, arrays: send(link, header._replace(nbytes=nbytes), arrays)  # noqa: E731
+    monkeypatch.setattr(_epoch, "send_frame", altered)
+    pair[0].send(sent, message(sent))
+    with pytest.raises(TransportError, match=f"announced a message of {nbytes} bytes"):
+        blocked(pair[1].receive, message(sent))()
+
+
 def test_arrays_that_are_not_what_the_message_says(pair):
     pair[0].send([jnp.arange(300)], message([jnp.arange(3)]))
     with pytest.raises(Aborted, match="64 bytes.*1216"):

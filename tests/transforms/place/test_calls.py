@@ -20,6 +20,7 @@ import pytest
 
 import jaxpp
 from jaxpp import _jaxprs
+from jaxpp.runtime.executor import _compile
 from jaxpp.transforms.place import _flat_step, _place, _roles
 from tests.helpers import assert_close
 
@@ -514,3 +515,33 @@ def test_results_are_paired_with_the_arguments_that_they_update(rule, pairs):
     args = ({"y": jnp.ones((3, 3))}, {"y": jnp.zeros((3, 3))}, jnp.ones((2, 3)))
     traced = _jaxprs.trace(step, args)
     assert _roles.pair_state(args, (), traced, _flat_step.flatten(traced.jaxpr)) == pairs
+
+
+def test_a_new_value_takes_the_memory_of_its_own_old_value():
+    """Else XLA copies: gradients, moments and parameters are donated, and have the same types."""
+
+    def loss(ws, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ ws[0]))
+        return jnp.mean((h @ ws[1]) ** 2)
+
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+    grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
+    optimizer = optax.adam(0.1)
+
+    def step(ws, state, x):
+        updates, state = optimizer.update(grad(ws, x), state)
+        return optax.apply_updates(ws, updates), state
+
+    ws = [jnp.eye(8), jnp.eye(8)]
+    placed = jaxpp.place(step, mesh(), donate_argnums=(0, 1))
+    lowered = placed.lower(ws, optimizer.init(ws), jnp.ones((8, 8)))
+    updates = [
+        c
+        for c in lowered.bundle.computations
+        if len([v for v in c.jaxpr.jaxpr.outvars if v.aval.shape]) == 3
+    ]
+    assert updates  # of both moments and the parameter
+    for computation in updates:
+        assert len(computation.donated) >= 3
+        text = _compile._lower(computation, jax.devices()[0]).compile().as_text()
+        assert "f32[8,8]{1,0} copy(" not in text

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from jaxpp import schedules
 from jaxpp._program import Run
 from jaxpp.schedules import ForwardOnly, Kind, OneFOneB, ScheduleError, Table, Task, ZeroBubbleH1
 from jaxpp.transforms.tasks import _loop
+from jaxpp.transforms.tasks._partition import PASSES
 from tests.transforms import two_layers
 
 M = 3
@@ -803,3 +805,23 @@ def test_a_carry_that_no_microbatch_changes_is_read_by_any_stage(split):
     (value, (key, count)), grads = jax.jit(plain)(*args)
     assert got[0][1][0] == key and got[0][1][1] == count
     chex.assert_trees_all_close((got[0][0], got[1]), (value, grads), rtol=1e-4, atol=1e-6)
+
+
+def test_the_passes_of_a_loop_are_shown_with_the_task_of_each_equation():
+    """What is hoisted moves before the loop; a backward's halves get names of their own."""
+
+    def loss(ws, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ jnp.exp(ws[0])))
+        return jnp.mean((h @ ws[1]) ** 2)
+
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), 4)
+    args = [jnp.eye(4), jnp.eye(4)], jax.ShapeDtypeStruct((8, 4), "float32")
+    text = jaxpp.schedule(grad, ZeroBubbleH1()).passes_as_text(*args)
+    names = ["traced", *(run.__name__ for run in PASSES)]
+    assert re.findall(r"==== (\w+) \(loop 0\)", text) == names
+    parts = dict(zip(names, re.split("==== .*", text)[1:], strict=True))
+    assert "F0 " in parts["traced"] and "I1 " in parts["traced"] and "W1 " not in parts["traced"]
+    assert "before the loop" not in parts["traced"]
+    assert re.search(r"\+before the loop:(\n.*)*?= exp ", parts["hoist"])
+    assert re.search(r"\+W0 .*dot_general", parts["split_backwards"])
+    assert not parts["split_stacked_sums"].strip()

@@ -10,11 +10,6 @@ from jaxpp.runtime.remote.calls._call import Input as Input
 from jaxpp.runtime.remote.calls._call import Move as Move
 from jaxpp.runtime.remote.calls._client import Answer as Answer
 from jaxpp.runtime.remote.calls._client import Client as Client
-from jaxpp.runtime.remote.calls._export import Exported as Exported
-from jaxpp.runtime.remote.calls._export import compile_exported as compile_exported
-from jaxpp.runtime.remote.calls._export import export as export
-from jaxpp.runtime.remote.calls._export import load_serialized as load_serialized
-from jaxpp.runtime.remote.calls._export import serialize as serialize
 from jaxpp.runtime.remote.calls._failure import Failure as Failure
 from jaxpp.runtime.remote.calls._failure import Lost as Lost
 from jaxpp.runtime.remote.calls._failure import RankError as RankError
@@ -22,8 +17,6 @@ from jaxpp.runtime.remote.calls._feed import Batch as Batch
 from jaxpp.runtime.remote.calls._feed import Feeds as Feeds
 from jaxpp.runtime.remote.calls._feed import Loader as Loader
 from jaxpp.runtime.remote.calls._feed import describe_batch as describe_batch
-from jaxpp.runtime.remote.calls._hoist import Hoisted as Hoisted
-from jaxpp.runtime.remote.calls._hoist import hoist as hoist
 from jaxpp.runtime.remote.calls._interrupts import uninterrupted as uninterrupted
 from jaxpp.runtime.remote.calls._messages import DRIVER as DRIVER
 from jaxpp.runtime.remote.calls._messages import Kind as Kind
@@ -34,3 +27,6 @@ from jaxpp.runtime.remote.calls._messages import listen as listen
 from jaxpp.runtime.remote.calls._messages import pack as pack
 from jaxpp.runtime.remote.calls._messages import pack_code as pack_code
 from jaxpp.runtime.remote.calls._messages import unpack as unpack
+from jaxpp.runtime.remote.calls._pickled import Pickled as Pickled
+from jaxpp.runtime.remote.calls._pickled import load_serialized as load_serialized
+from jaxpp.runtime.remote.calls._pickled import serialize as serialize

@@ -80,8 +80,9 @@ class Client:
         hello: says who connects to whom, in which epoch of the mesh.
         addresses: where the worker listens for the driver.
         secret: what both ends know.
-        told: called with what the worker tells, on the client's thread.
-        ended: called on that thread when the other end is gone, and `close` was not called.
+        told: called with a text that was printed on the worker, on the client's thread.
+        ended: called on that thread with the reason when there will be no more answers, and `close`
+            was not called.
 
     Raises:
         TransportError: there is no way to the worker.
@@ -92,8 +93,8 @@ class Client:
         hello: Hello,
         addresses: Addresses,
         secret: bytes,
-        told: Callable[[int, Sequence[Bytes]], None],
-        ended: Callable[[], None],
+        told: Callable[[str], None],
+        ended: Callable[[str], None],
     ):
         self._told, self._on_end = told, ended
         self._numbers = itertools.count()
@@ -166,13 +167,11 @@ class Client:
     # ---- answers --------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        with stream_of(self._connection) as stream:
-            while (message := listen(stream, self._heard)) is not None:
-                if message.what == Kind.TOLD:
-                    self._told(message.number, message.pieces)
-                else:
-                    self._calls.pop(message.number)(Kind(message.what), message.pieces)
-                del message  # it would keep arrays alive until the next one
+        why = "it has closed its connection to the driver"
+        try:
+            self._take_all()
+        except BaseException as error:  # noqa: B036  nobody would hear of the thread's end
+            why = f"the driver could not take what it sent: {type(error).__name__}: {error}"
         with self._writing, self._posting:
             self._ended = True
             self._outbox.clear()
@@ -180,7 +179,17 @@ class Client:
         for done in calls.values():
             done(Kind.LOST, ())
         if not self._closed:
-            self._on_end()
+            self._on_end(why)
+
+    def _take_all(self) -> None:
+        """Takes what the worker sends until the connection ends."""
+        with stream_of(self._connection) as stream:
+            while (message := listen(stream, self._heard)) is not None:
+                if message.what == Kind.TOLD:
+                    self._told(bytes(message.pieces[0]).decode(errors="replace"))
+                else:
+                    self._calls.pop(message.number)(Kind(message.what), message.pieces)
+                del message  # it would keep arrays alive until the next one
 
     def close(self) -> None:
         """Ends the connection; calls without an answer get `Kind.LOST`."""

@@ -1,10 +1,14 @@
 """Failures of a rank: the worker's description, and the error that the driver raises."""
 
+import copyreg
 import dataclasses
 import pickle
 import traceback
 from typing import Any
 
+import equinox as eqx
+
+from jaxpp import _compat
 from jaxpp.runtime.transport import TransportError
 
 
@@ -46,6 +50,17 @@ def _rank_error(message: str, named: dict[str, Any]) -> RankError:
     return RankError(message, **named)
 
 
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+def _equinox_error(*args: Any) -> eqx.EquinoxRuntimeError:
+    return eqx.EquinoxRuntimeError(*args)
+
+
+# The class is in no module under its name.
+copyreg.pickle(eqx.EquinoxRuntimeError, lambda error: (_equinox_error, error.args))
+
+
 class Lost(RuntimeError):
     """A call came to nothing: its array is not there, or its turn has passed."""
 
@@ -79,6 +94,7 @@ class Failure:
         error: BaseException, rank: int, call: int, task: str, waited_for: int | None = None
     ) -> "Failure":
         """Describes an exception."""
+        error = _compat.public_error(error)
         follows = isinstance(error, TransportError | Lost)
         try:
             pickled = pickle.dumps(error)
@@ -86,6 +102,9 @@ class Failure:
         except Exception:  # a user's exception class may raise anything
             pickled = b""
         line = traceback.format_exception_only(error)[0].strip()
+        if _TRACEBACK in line:  # of a callback; what it has raised is the last line
+            kind, *_, line = line.split("\n")
+            line = f"{kind.partition(_TRACEBACK)[0]}{line}"
         details = "".join(traceback.format_exception(error))
         return Failure(rank, call, task, waited_for, follows, line, details, pickled)
 

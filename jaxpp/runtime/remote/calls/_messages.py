@@ -19,6 +19,8 @@ from jaxpp.runtime.transport import Bytes
 DRIVER = -1
 
 _HEAD = struct.Struct("<qqq")
+#: A message has no more pieces; a larger number was altered on its way.
+MOST_PIECES = 1 << 20
 
 
 class Lane(enum.IntEnum):
@@ -45,7 +47,7 @@ class Kind(enum.IntEnum):
     RAISED = 1
     #: The worker has failed; the message has its `Failure`.
     FAILED = 2
-    #: No answer, but something that the worker tells.
+    #: No answer, but a text that was printed on the worker.
     TOLD = 3
     #: No message: the connection has ended, and the call gets no answer.
     LOST = 4
@@ -54,8 +56,9 @@ class Kind(enum.IntEnum):
 class Seal:
     """Codes for the messages of a connection in one direction, so that none is altered or replayed.
 
-    Connections within a host need none. Calls contain Python code; so between hosts each message
-    ends with a keyed hash (HMAC, RFC 2104, with SHA-256) of its number and its bytes.
+    Connections within a host need none. Calls contain Python code; so between hosts the sizes in a
+    message, and then its pieces, are followed by a keyed hash (HMAC, RFC 2104, with SHA-256) of
+    their bytes and of how many came before.
 
     Args:
         secret: what both ends know.
@@ -71,7 +74,7 @@ class Seal:
         self.size = 0 if connection.family == socket.AF_UNIX else 32
 
     def code(self, pieces: Sequence[Bytes]) -> bytes:
-        """Makes the code of the next message."""
+        """Makes the code of the bytes that come next."""
         if not self.size:
             return b""
         code = hmac.new(self._key, struct.pack("<q", next(self._numbers)), "sha256")
@@ -97,7 +100,8 @@ class Message(NamedTuple):
         """Gives the bytes of the message, in the pieces that go over a connection."""
         head = _HEAD.pack(self.what, self.number, len(self.pieces))
         head += struct.pack(f"<{len(self.pieces)}q", *map(len, self.pieces))
-        return [p for p in (head, *self.pieces, seal.code([head, *self.pieces])) if len(p)]
+        sent = head, seal.code([head]), *self.pieces, seal.code(self.pieces)
+        return [piece for piece in sent if len(piece)]
 
 
 def listen(stream: io.BufferedReader, seal: Seal) -> Message | None:
@@ -109,15 +113,18 @@ def listen(stream: io.BufferedReader, seal: Seal) -> Message | None:
     """
     with contextlib.suppress(OSError, struct.error):
         head = stream.read(_HEAD.size)
-        if len(head) == _HEAD.size:
-            what, number, count = _HEAD.unpack(head)
-            head += stream.read(8 * count)
-            sizes = struct.unpack_from(f"<{count}q", head, _HEAD.size)
-            pieces = [np.empty(size, np.uint8).data for size in sizes]
-            whole = all(stream.readinto(piece) == len(piece) for piece in pieces)
-            code = stream.read(seal.size)
-            if whole and hmac.compare_digest(code, seal.code([head, *pieces])):
-                return Message(what, number, pieces)
+        what, number, count = _HEAD.unpack(head)
+        if not 0 <= count <= MOST_PIECES:
+            return None
+        head += stream.read(8 * count)
+        sizes = struct.unpack_from(f"<{count}q", head, _HEAD.size)
+        # The sizes are known to be the sender's before memory is taken.
+        if not hmac.compare_digest(stream.read(seal.size), seal.code([head])):
+            return None
+        pieces = [np.empty(size, np.uint8).data for size in sizes]
+        whole = all(stream.readinto(piece) == len(piece) for piece in pieces)
+        if whole and hmac.compare_digest(stream.read(seal.size), seal.code(pieces)):
+            return Message(what, number, pieces)
     return None
 
 

@@ -142,6 +142,9 @@ def take_cores(count: int, name: str = "jaxpp-core") -> set[int]:
 
     A process has an abstract Unix socket for each of its cores, which is in no folder and which
     the system closes with the process. They are counted by one process at a time.
+
+    Raises:
+        RuntimeError: another process holds the name by which processes take turns.
     """
     end = time.monotonic() + CHOICE_TIMEOUT
     with socket.socket(socket.AF_UNIX) as choosing:
@@ -150,6 +153,13 @@ def take_cores(count: int, name: str = "jaxpp-core") -> set[int]:
                 choosing.bind(f"\0{name}")
                 break
             time.sleep(0.01)
+        else:
+            raise RuntimeError(
+                f"RemoteMpmdMesh: another process of this host has held the socket name @{name} "
+                f"for {CHOICE_TIMEOUT:g} s, by which workers with cores= choose their cores one "
+                f"after the other: a worker that was stopped, or a program of another user (`ss "
+                f"-xlp` as root names it). End it, or make the mesh without cores=."
+            )
         found = Path("/proc/net/unix").read_text().split()
         users = Counter(int(n.split(":")[1]) for n in found if n.startswith(f"@{name}:"))
         own = sorted(os.sched_getaffinity(0), key=lambda core: (users[core], core))[:count]

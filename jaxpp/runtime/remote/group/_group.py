@@ -5,6 +5,7 @@ import functools
 import itertools
 import queue
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -70,23 +71,17 @@ class WorkerGroup:
     Args:
         settings: how they are started.
         describe: gives the stage and source line of a task, from its call's number and its label.
-        told: called with what a worker tells: its number, a number, and pieces.
 
     Raises:
         ValueError: the cluster cannot hold them, or they differ from the driver in a version.
         RuntimeError: one did not start, or cannot be reached.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        describe: Callable[[int, str], str],
-        told: Callable[[int, int, Sequence[Any]], None],
-    ):
+    def __init__(self, settings: Settings, describe: Callable[[int, str], str]):
         #: Held where calls have to have one order on all workers.
         self.order = threading.RLock()
         self.stopped = False
-        self._settings, self._describe, self._told = settings, describe, told
+        self._settings, self._describe = settings, describe
         config: Any = jax.config
         self._x64 = bool(config.jax_enable_x64)
         self._secret = secrets.token_bytes(32)
@@ -361,9 +356,12 @@ class WorkerGroup:
             Greeting(self._epoch, DRIVER, member.rank),
             member.hello.server,
             self._secret,
-            functools.partial(self._told, worker),
-            lambda: self._health.connection_ended(worker),
+            functools.partial(_print, member.rank),
+            functools.partial(self._ended, worker),
         )
+
+    def _ended(self, worker: int, why: str) -> None:
+        self._health.connection_ended(worker, why)
 
     def _meet(self) -> None:
         """Settles which workers `jax.distributed` joins.
@@ -469,6 +467,12 @@ class WorkerGroup:
                 f"RemoteMpmdMesh: the worker of rank {member.rank} on {hello.host} has "
                 f"{', '.join(apart)}; install the same versions on every host."
             )
+
+
+def _print(rank: int, text: str) -> None:
+    """Prints what has been printed on a rank, with the rank's name before each line."""
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        sys.stdout.write("".join(f"rank {rank}: {line}\n" for line in text.splitlines()))
 
 
 class Pending:

@@ -115,14 +115,16 @@ class HealthMonitor:
         elif kind != Kind.RETURNED:
             self.report(worker, unpack(pieces))
 
-    def connection_ended(self, worker: int) -> None:
-        """Reports a worker that has closed its connection, unless Ray soon reports its death."""
+    def connection_ended(
+        self, worker: int, why: str = "it has closed its connection to the driver"
+    ) -> None:
+        """Reports a worker whose connection has ended, unless Ray soon reports its death."""
         if worker not in self._reports:
             with self._changed:
                 known = lambda: worker in self._reports or self._closed.is_set()  # noqa: E731
                 self._changed.wait_for(known, DYING)
         if worker not in self._reports:
-            self.report(worker, "it has closed its connection to the driver")
+            self.report(worker, why)
 
     def _hear_of_death(self, worker: int, living: Any) -> None:
         error = living.exception()

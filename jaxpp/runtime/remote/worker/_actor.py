@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 import ray
-from jax import export as jax_export
 
 from jaxpp.runtime.arrays import Home, devices_of, home_over
 from jaxpp.runtime.remote.cluster import prepare_process
 from jaxpp.runtime.remote.worker._black_box import BlackBox
+from jaxpp.runtime.remote.worker._output import Output
 from jaxpp.runtime.remote.worker._process import Process
 from jaxpp.runtime.remote.worker._server import Server
 from jaxpp.runtime.transport import (
@@ -188,13 +188,14 @@ class Actor:
         box = BlackBox.open(setup.box) if setup.box else None
         own = setup.rank, setup.num_ranks, home, transport, box, setup.process
         self._server = Server(Process(*own), setup.secret, setup.address)
+        sys.stdout = Output(self._server.tell, sys.stdout)
         return Hello(
             versions(),
             socket.gethostname(),
             ray.util.get_node_ip_address(),
             os.getpid(),
             ray.get_runtime_context().get_node_id(),
-            jax_export.default_export_platform(),  # "cuda", where the device says "gpu"
+            device.platform,
             device.device_kind,
             transport.addresses,
             self._server.addresses,

@@ -12,30 +12,28 @@ from typing import Any
 
 import jax
 
+from jaxpp import _compat
 from jaxpp._program import Message, Program, Receive, Run, Send
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, Home, from_host, own_share, spans, to_host
-from jaxpp.runtime.executor import Executor
+from jaxpp.runtime.executor import Executor, find_invalid
 from jaxpp.runtime.remote.calls import (
     FED,
     MOVED,
     VALUE,
     Batch,
     Call,
-    Exported,
     Failure,
     Input,
     Loader,
     Lost,
-    compile_exported,
+    Pickled,
     load_serialized,
     serialize,
 )
 from jaxpp.runtime.remote.worker._black_box import BlackBox, NotingExecutor, doing
-from jaxpp.runtime.remote.worker._teller import Teller, Telling
 from jaxpp.runtime.transport import (
     Aborted,
-    Bytes,
     DeviceTransport,
     NotComputed,
     PeerLost,
@@ -49,11 +47,10 @@ GRACE = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Executable:
-    """A compiled computation, and facts of it; see `Exported`."""
+    """A compiled computation, and what it was compiled from."""
 
     call: Callable[..., Any]
-    donated: tuple[int, ...]
-    told: int | None
+    pickled: Pickled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,9 +91,6 @@ class Process:
         self.loader = Loader()
         self.arrays: dict[int, jax.Array] = {}
         self.lock = threading.Condition()
-        #: Sends the driver a number and pieces that it did not ask for.
-        self.tell: Callable[[int, Sequence[Bytes]], None] = lambda number, pieces: None
-        self._teller = Teller(lambda *what: self.tell(*what), self._fail_later)
         self.failure: Failure | None = None
         self._box = box
         self._executables: dict[int, _Executable] = {}
@@ -109,22 +103,20 @@ class Process:
 
     # ---- steps ----------------------------------------------------------------------------------
 
-    def compile(
-        self, exported: Mapping[int, Exported], shared: Collection[int]
-    ) -> dict[int, bytes]:
+    def compile(self, pickled: Mapping[int, Pickled], shared: Collection[int]) -> dict[int, bytes]:
         """Compiles computations, and keeps them by number.
 
         Args:
-            exported: the computations.
+            pickled: the computations.
             shared: those of them that others want, too.
 
         Returns:
             The shared ones, for `load` of others, where the backend can share them.
         """
         found = {}
-        for number, computation in exported.items():
-            call = compile_exported(computation, self.home)
-            self._executables[number] = _Executable(call, computation.donated, computation.told)
+        for number, own in pickled.items():
+            call = own.compile(self.home)
+            self._executables[number] = _Executable(call, own)
             if number in shared and (payload := serialize(call)) is not None:
                 found[number] = payload
         return found
@@ -136,7 +128,7 @@ class Process:
         messages: Sequence[Message],
         inputs: Sequence[tuple[ArrayType, Spec]],
         computations: Sequence[int | None],
-        exported: Mapping[int, Exported],
+        pickled: Mapping[int, Pickled],
         constants: Sequence[tuple[int, ArrayType, Any]],
         payloads: Mapping[int, bytes],
     ) -> None:
@@ -149,21 +141,25 @@ class Process:
             inputs: for each of the program's inputs its type, and how it is split.
             computations: for each computation of the program the number by which the mesh knows
                 it; None for one that this rank does not run.
-            exported: the computations that others compile for this process, by those numbers.
+            pickled: the computations that others compile for this process, by those numbers.
             constants: slots, types and bytes of the program's constants.
             payloads: those of them that others could share, as `compile` gave them.
         """
-        for number, computation in exported.items():
+        for number, own in pickled.items():
             call = number in payloads and load_serialized(payloads[number], self.home)
-            call = call or compile_exported(computation, self.home)
-            self._executables[number] = _Executable(call, computation.donated, computation.told)
-        executables = [n if n is None else self._executable(n) for n in computations]
-        donated = {
-            n: self._executables[k].donated for n, k in enumerate(computations) if k is not None
-        }
+            self._executables[number] = _Executable(call or own.compile(self.home), own)
+        known = [n if n is None else self._executables[n] for n in computations]
+        executables = [own and own.call for own in known]
+        donated = {n: own.pickled.donated for n, own in enumerate(known) if own is not None}
         late = sent_before_donated(program, donated)
         transport = CopyingTransport(self.transport, late) if late else self.transport
-        arguments = program, executables, transport
+
+        def find(computation: int, args: Sequence[Any]) -> str | None:
+            own = known[computation]
+            assert own is not None
+            return find_invalid(own.pickled.computation(), self.home, args)
+
+        arguments = program, executables, transport, find
         executor = NotingExecutor(self._box, *arguments) if self._box else Executor(*arguments)
         for slot, array_type, value in constants:
             executor.slots[slot] = from_host(value.copy(), array_type, self.home)
@@ -177,14 +173,6 @@ class Process:
             for make in made:
                 make.compile()
         self._steps[step] = _Loaded(program, executor, made)
-
-    def _executable(self, number: int) -> Callable[..., Any]:
-        found = self._executables[number]
-        if found.told is None:
-            return found.call
-        # All processes of a rank have the same values.
-        tell = self._teller.tell if self.number_in_rank == 0 else lambda *_: None
-        return Telling(found.call, number, found.told, tell)
 
     def executables(self, step: int) -> Sequence[Any]:
         """Gives the executables of a step's computations; None for one that is not run here."""
@@ -213,7 +201,6 @@ class Process:
         try:
             self.transport.begin(call.number, call.step, [m.message for m in call.moves])
             self._feed(call, loaded)
-            self._teller.begin(call.results)
             with contextlib.ExitStack() as settings:
                 for name in call.checks:
                     settings.enter_context(getattr(jax, name)(True))
@@ -294,14 +281,16 @@ class Process:
             return [self.arrays[n] for n in numbers]
 
     def _computed(self, numbers: Sequence[int]) -> list[jax.Array]:
-        """Waits until arrays are computed, and all is told that their calls and earlier tell."""
-        arrays = jax.block_until_ready(self.wait_for(numbers))
-        self._teller.wait(max(numbers))
-        return arrays
+        """Waits until arrays are computed."""
+        return jax.block_until_ready(self.wait_for(numbers))
 
-    def settle(self) -> None:
-        """Waits until all is told that the calls tell."""
-        self._teller.wait()
+    def settle(self) -> Failure | None:
+        """Waits until the callbacks of all calls have been made."""
+        try:
+            jax.effects_barrier()
+        except Exception as error:
+            return self._fail_later(error)
+        return None
 
     def fetch(self, numbers: Sequence[int]) -> list[Any] | Failure:
         """Gives the bytes of arrays; its shares, where the rank has several processes."""
@@ -382,6 +371,7 @@ class Process:
             executor.slots[:] = [x if i in kept else None for i, x in enumerate(executor.slots)]
         self.loader.reset()
         self.recorder = self.transport.recorder = None
+        _compat.forget_effects()
         self.transport.reset(epoch)
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import queue
 import socket
 import threading
-from collections.abc import Sequence
 
 from jaxpp.runtime.remote.calls import (
     DRIVER,
@@ -19,7 +18,7 @@ from jaxpp.runtime.remote.calls import (
     unpack,
 )
 from jaxpp.runtime.remote.worker._process import Process
-from jaxpp.runtime.transport import Addresses, Bytes, Hello, Listener, send_pieces, stream_of
+from jaxpp.runtime.transport import Addresses, Hello, Listener, send_pieces, stream_of
 
 #: The threads of each lane. A fetch waits for its arrays, and more fetches wait for a thread.
 THREADS = {Lane.ORDERED: 1, Lane.FETCH: 4, Lane.FEED: 1, Lane.ASIDE: 2, Lane.CONTROL: 1}
@@ -43,7 +42,6 @@ class Server:
         self._connected = threading.Lock()
         self._channel: _Channel | None = None
         self._listener = Listener(process.rank, secret, address, self._admit, self._serve)
-        process.tell = self._tell
 
     @property
     def addresses(self) -> Addresses:
@@ -70,9 +68,10 @@ class Server:
             if channel is self._channel:
                 self._process.abort("The driver has closed its connection.")
 
-    def _tell(self, number: int, pieces: Sequence[Bytes]) -> None:
-        if self._channel is not None:
-            self._channel.send(Message(Kind.TOLD, number, pieces))
+    def tell(self, text: str) -> bool:
+        """Sends the driver a text that was printed here; returns whether the driver is there."""
+        channel = self._channel
+        return channel is not None and channel.send(Message(Kind.TOLD, 0, [text.encode()]))
 
     def close(self) -> None:
         """Listens no more, and ends the connection."""
@@ -132,10 +131,12 @@ class _Channel:
             kind, found = Kind.RAISED, Failure.of(error, process.rank, -1, "")
         return Message(kind, call.number, pack(found))
 
-    def send(self, message: Message) -> None:
-        """Sends a message to the driver, if it is still there."""
+    def send(self, message: Message) -> bool:
+        """Sends a message to the driver; returns whether the driver is still there."""
         with self._sending, contextlib.suppress(OSError):
             send_pieces(self._connection, message.to_send(self._seal))
+            return not self._ended
+        return False
 
     def end(self) -> None:
         """Ends the connection, and waits for the call in order that runs; later ones never run."""

@@ -1,7 +1,8 @@
-"""The body of a microbatch loop, its stage calls opened and each equation's task known.
+"""A microbatch loop on its way to tasks: its stage calls opened, and each equation's task known.
 
-A task has a position: 0..S-1 are the forwards of stages 0..S-1, and S..2S-1 the backwards of stages
-S-1..0, so that values flow from lower positions to higher ones.
+A task has a position: 0..S-1 are the forwards of stages 0..S-1, S..2S-1 the backwards of stages
+S-1..0, and 2S..3S-1 their second halves, where the schedule has those. So values flow from lower
+positions to higher ones.
 """
 
 import dataclasses
@@ -13,31 +14,40 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp._groups import as_text
+from jaxpp.schedules import Kind
 from jaxpp.transforms.stages import dissolve_marks, is_backward_call, is_stage_call, stage_of_call
 
-#: How a result of the loop is made from those that it was divided into: their number, and the
-#: function that joins them.
-Join = tuple[int, Callable[..., Any]]
-
-WHOLE: Join = (1, lambda result: result)
-
-
-def joined(results: Sequence[Any], joins: Sequence[Join]) -> list[Any]:
-    """Joins the results of a loop, which were divided; those after the last join stay."""
-    rest = iter(results)
-    return [join(*itertools.islice(rest, number)) for number, join in joins] + list(rest)
+#: Makes the result of a carry from those of its parts; None for one that stays as it is.
+Join = Callable[..., Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Body:
-    """A loop body, with the loop's operands.
+class MicrobatchLoop:
+    """A microbatch loop on its way to tasks: its body, and the equations before and after it.
 
-    `position` has the position of each equation's task, None for an equation outside of all calls
-    of stages. Carry i becomes `carry_outs[i]`; `ys` are the results of each iteration. The tasks at
-    the positions `recomputing` compute a part of a forward again. `values` has the operand of the
-    loop for each of its inputs; the loop takes `length` slices, in reverse or not. For each carry
-    that takes its microbatches in any order, `folds` has the primitive that combines them. `finish`
-    makes the results of the loop as it was traced from those of a loop of this body.
+    Args:
+        consts: the body's inputs that are the same for all microbatches.
+        carries: its inputs that are handed from a microbatch to the next: `carry_outs[i]` is what
+            carry i becomes.
+        xs: its inputs that are slices of a microbatch.
+        eqns: its equations.
+        position: of each equation the position of its task; None if it is outside of all calls of
+            stages, or if each task that reads it repeats it.
+        carry_outs: what the carries become.
+        ys: the results of each microbatch.
+        num_stages: the number of stages.
+        recomputing: the positions whose tasks compute a part of a forward again.
+        operands: for each input of the body the atom outside of the loop.
+        results: the variables outside of the loop that have its results: the last carries, then the
+            stacked `ys`.
+        length: the number of microbatches.
+        reverse: whether the loop takes the last slices first.
+        splits_backward: whether the schedule has the tasks I and W in place of B.
+        before: equations that run before the loop.
+        after: equations that run after it.
+        folds: for each carry that takes its microbatches in any order, the primitive that combines
+            them.
     """
 
     consts: tuple[Any, ...]
@@ -49,11 +59,14 @@ class Body:
     ys: tuple[Any, ...]
     num_stages: int
     recomputing: frozenset[int]
-    values: Mapping[Any, Any]
+    operands: Mapping[Any, Any]
+    results: tuple[Any, ...]
     length: int
     reverse: bool
+    splits_backward: bool
+    before: tuple[Any, ...] = ()
+    after: tuple[Any, ...] = ()
     folds: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
-    finish: Callable[[Sequence[Any]], Sequence[Any]] = lambda results: results
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -63,28 +76,40 @@ class Body:
         """Pairs each equation with its position."""
         return zip(self.eqns, self.position, strict=True)
 
-    def with_equations(self, placed, **changes: Any) -> "Body":
+    def with_equations(self, placed, **changes: Any) -> "MicrobatchLoop":
         """Replaces the equations by others, which are given with their positions."""
         placed = list(placed)
         return dataclasses.replace(
             self, eqns=tuple(e for e, _ in placed), position=tuple(p for _, p in placed), **changes
         )
 
-    def renamed(self, placed, known: _jaxprs.Substitution, **changes: Any) -> "Body":
+    def renamed(self, placed, known: _jaxprs.Substitution, **changes: Any) -> "MicrobatchLoop":
         """Replaces the equations by others, and its results by what is known of them."""
         outs = tuple(map(known, self.carry_outs))
         return self.with_equations(
             placed, carry_outs=outs, ys=tuple(map(known, self.ys)), **changes
         )
 
-    def divided(self, placed, joins: Sequence[Join], values: Mapping[Any, Any], **changes: Any):
-        """Divides carries; `joins` says how the loop's last carries are made from the new ones."""
+    def divided(
+        self, parts: Sequence[Sequence[Any]], joins: Sequence[Join], **changes: Any
+    ) -> "MicrobatchLoop":
+        """Puts several carries, its `parts`, in the place of each; further parts are of results.
 
-        def finish(results):
-            return self.finish(joined(results, joins))
-
-        values = {**self.values, **values}
-        return self.with_equations(placed, values=values, finish=finish, **changes)
+        `joins` has for each the function that makes its result from those of its parts; None where
+        it stays as it is, or where the carry goes and its result is made before the loop.
+        """
+        results, after = [], []
+        for old, own, join in zip(self.results, parts, joins, strict=False):
+            new = [old] * len(own) if join is None else list(map(_jaxprs.fresh_var, own))
+            after += [] if join is None else _jaxprs.splice(join, new, [old])
+            results += new
+        return dataclasses.replace(
+            self,
+            carries=tuple(itertools.chain(*parts[: len(self.carries)])),
+            results=(*results, *self.results[len(parts) :]),
+            after=(*after, *self.after),
+            **changes,
+        )
 
     def read(self) -> set[Any]:
         """Finds the variables that equations or results read."""
@@ -126,35 +151,51 @@ class Body:
         return at
 
     def stage(self, position: int) -> int:
-        """Gives the stage of the task at a position."""
-        return 2 * self.num_stages - 1 - position if position >= self.num_stages else position
+        """The stage of the task at a position."""
+        sweep, at = divmod(position, self.num_stages)
+        return self.num_stages - 1 - at if sweep else at
+
+    def kind(self, position: int) -> Kind:
+        """The kind of the task at a position."""
+        return (Kind.F, Kind.I if self.splits_backward else Kind.B, Kind.W)[
+            position // self.num_stages
+        ]
 
     def task_name(self, position: int) -> str:
         """Names the task at a position for an error message."""
         return f"{'B' if position >= self.num_stages else 'F'} of stage {self.stage(position)}"
 
+    def as_text(self) -> str:
+        """Writes the body as a jaxpr, the task in front of each equation, and what is around it."""
+        inputs = {"constants": self.consts, "carries": self.carries, "slices": self.xs}
+        lines = [f"{self.length} microbatches{', the last first' if self.reverse else ''}"]
+        lines += [", ".join(f"{name}: {len(own)}" for name, own in inputs.items())]
+        for where, eqns in (("before", self.before), ("after", self.after)):
+            if eqns:
+                outputs = [v for e in eqns for v in e.outvars]
+                lines += [f"{where} the loop:", str(_jaxprs.part(eqns, outputs).jaxpr)]
+        invars = [v for own in inputs.values() for v in own]
+        body = _compat.make_closed_jaxpr(invars, self.outputs, self.eqns)
+        names = ["" if p is None else f"{self.kind(p)}{self.stage(p)}" for p in self.position]
+        return "\n".join([*lines, "the body:", as_text(body, names)])
 
-def read_body(
-    jaxpr: jex.ClosedJaxpr,
-    num_consts: int,
-    num_carry: int,
-    operands: Sequence[Any],
-    length: int,
-    reverse: bool,
-) -> Body:
-    """Opens the stage calls in the jaxpr of a loop's body.
+
+def read_loop(eqn: Any, splits_backward: bool) -> MicrobatchLoop:
+    """Reads a scan over microbatches, and opens the stage calls in its body.
 
     Args:
-        jaxpr: one iteration; it takes constants, carries and slices, and gives carries and results.
-        num_consts: the number of its inputs that are constants.
-        num_carry: the number of its inputs, and of its outputs, that are carries.
-        operands: the operands of the loop.
-        length: the number of slices.
-        reverse: whether the loop takes the last slice first.
+        eqn: the scan.
+        splits_backward: whether the schedule has the tasks I and W in place of B.
 
     Raises:
         ValueError: if stages are called inside a loop or conditional, or differ in their number.
     """
+    num_consts, num_carry = _compat.scan_parts(eqn)
+    jaxpr, values = _jaxprs.without_constants(eqn.params["jaxpr"])
+    jaxpr = _compat.eliminate_dead_code(jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    num_consts += len(values)
+    closed = zip(values, jaxpr.jaxpr.invars, strict=False)
+    operands = [*(_jaxprs.literal(value, v.aval) for value, v in closed), *eqn.invars]
     flat, again = _inline_to_calls(jaxpr)
     sizes = sorted({call[1] for e in flat.eqns if (call := stage_of_call(e))})
     if len(sizes) > 1:
@@ -168,29 +209,26 @@ def read_body(
     placed: list[tuple[Any, int | None]] = []
     edges: set[Any] = set()
     recomputing: set[int] = set()
-    for eqn, computed_again in zip(flat.eqns, again, strict=True):
-        eqn = known.rename(eqn)
-        call = stage_of_call(eqn)
+    for e, computed_again in zip(map(known.rename, flat.eqns), again, strict=True):
+        call = stage_of_call(e)
         if call is None:
-            if _rounds_nothing(eqn) and eqn.invars[0] in edges:
-                known.of[eqn.outvars[0]] = eqn.invars[0]
+            if _rounds_nothing(e) and e.invars[0] in edges:
+                known.of[e.outvars[0]] = e.invars[0]
             else:
-                placed.append((eqn, None))
+                placed.append((e, None))
             continue
-        backward = computed_again or is_backward_call(eqn)
+        backward = computed_again or is_backward_call(e)
         position = 2 * num_stages - 1 - call[0] if backward else call[0]
-        opened = _jaxprs.part(*_jaxprs.inline_call(eqn, eqn.invars))
+        opened = _jaxprs.part(*_jaxprs.inline_call(e, e.invars))
         clean, _ = dissolve_marks(opened.jaxpr)
-        if computed_again or _jaxprs.contains(eqn, _recomputes):
+        if computed_again or _jaxprs.contains(e, _recomputes):
             recomputing.add(position)
-        placed.extend((e, position) for e in clean.eqns)
-        known.of.update(
-            (o, known(r)) for o, r in zip(eqn.outvars, clean.jaxpr.outvars, strict=True)
-        )
+        placed.extend((inner, position) for inner in clean.eqns)
+        known.of.update((o, known(r)) for o, r in zip(e.outvars, clean.jaxpr.outvars, strict=True))
         edges.update(_jaxprs.variables(clean.jaxpr.outvars))
     invars = tuple(flat.jaxpr.invars)
     outvars = tuple(known(v) for v in flat.jaxpr.outvars)
-    return Body(
+    return MicrobatchLoop(
         invars[:num_consts],
         invars[num_consts : num_consts + num_carry],
         invars[num_consts + num_carry :],
@@ -201,8 +239,10 @@ def read_body(
         num_stages,
         frozenset(recomputing),
         dict(zip(invars, operands, strict=True)),
-        length,
-        reverse,
+        tuple(eqn.outvars),
+        eqn.params["length"],
+        eqn.params["reverse"],
+        splits_backward,
     )
 
 

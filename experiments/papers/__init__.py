@@ -1,0 +1,1 @@
+"""Papers on schedules, regenerated: `python -m experiments.papers --paper=gpipe`."""

@@ -1,0 +1,149 @@
+"""Computations as bytes: pickled jaxprs, which the processes that run them lower and compile."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import pickle
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.experimental import serialize_executable
+
+from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp._program import Computation
+from jaxpp.runtime.arrays import Home, devices_of
+from jaxpp.runtime.executor import lower
+
+#: JAX's settings under which a computation is lowered: those that it was traced under. With
+#: `debug_nans` JAX donates nothing, so that the arguments of what failed are still there.
+SETTINGS = (
+    "debug_nans",
+    "enable_x64",
+    "default_matmul_precision",
+    "default_prng_impl",
+    "numpy_dtype_promotion",
+    "threefry_partitionable",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pickled:
+    """A computation as bytes.
+
+    Args:
+        name: of the computation.
+        donated: the positions of the arguments whose memory it may take.
+        payload: the pickled computation, and JAX's settings.
+    """
+
+    name: str
+    donated: tuple[int, ...]
+    payload: bytes
+
+    @staticmethod
+    def of(computation: Computation) -> "Pickled":
+        """Pickles a computation.
+
+        Raises:
+            ValueError: an equation has a parameter that cannot be pickled.
+        """
+        config: Any = jax.config
+        settings = {name: getattr(config, f"jax_{name}") for name in SETTINGS}
+        own = dataclasses.replace(computation, jaxpr=_without_rules(computation.jaxpr))
+        try:
+            payload = _pickle((own, settings))
+        except Exception as error:
+            raise _refusal(own, error) from error
+        return Pickled(computation.name, computation.donated, payload)
+
+    def compile(self, home: Home) -> Any:
+        """Lowers and compiles the computation for devices of this process."""
+        computation, settings = pickle.loads(self.payload)
+        with contextlib.ExitStack() as stack:
+            for name, value in settings.items():
+                stack.enter_context(getattr(jax, name)(value))
+            return lower(computation, home).compile()
+
+    def computation(self) -> Computation:
+        """Unpickles the computation."""
+        return pickle.loads(self.payload)[0]
+
+
+@functools.cache
+def _pickler() -> Any:
+    import ray.cloudpickle  # Ray takes long to import
+
+    class Pickler(ray.cloudpickle.Pickler):  # pyright: ignore
+        """Also pickles what a jaxpr consists of, and functions by their code where need be."""
+
+        def reducer_override(self, value: Any) -> Any:
+            found = _compat.reduced(value)
+            return super().reducer_override(value) if found is NotImplemented else found
+
+    return Pickler
+
+
+def _pickle(value: Any) -> bytes:
+    file = io.BytesIO()
+    _pickler()(file).dump(value)
+    return file.getvalue()
+
+
+def _refusal(computation: Computation, error: Exception) -> Exception:
+    """Makes the error for a computation that cannot be pickled; it names the equation."""
+    for eqn in computation.jaxpr.eqns:
+        try:
+            _pickle(eqn)
+        except Exception as own:
+            return ValueError(
+                f"RemoteMpmdMesh: {computation.name} cannot go to a worker process: its equation "
+                f"`{eqn.primitive.name}`{_compat.at_source_line(eqn)} cannot be pickled: {own}. "
+                f"Callbacks and other functions in it must not hold files, locks or the like."
+            )
+    return error
+
+
+def _has_rule(eqn: Any) -> bool:
+    return eqn.primitive.name in _primitives.CUSTOM_RULES
+
+
+def _without_rules(jaxpr: jex.ClosedJaxpr) -> Any:
+    """Opens the calls of functions with derivative rules, which nothing differentiates any more.
+
+    The rules hold what they were traced with, which cannot be pickled.
+    """
+    if not any(_jaxprs.contains(eqn, _has_rule) for eqn in jaxpr.eqns):
+        return jaxpr
+    opened, constants = _jaxprs.without_constants(jaxpr)
+    flat = _jaxprs.inline(_jaxprs.bind_constants(opened, constants), _has_rule)
+    eqns = [_jaxprs.map_jaxprs(eqn, _without_rules) for eqn in flat.eqns]
+    if constants:
+        return _compat.make_closed_jaxpr(flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
+    return _compat.with_equations(jaxpr, eqns, flat.jaxpr.outvars)
+
+
+def serialize(compiled: Any) -> bytes | None:
+    """Gives a compiled computation as bytes, for processes of the same host and kind of device.
+
+    None where the backend cannot serialise it, or where JAX's persistent cache is on: on CPU an
+    executable from that cache, serialised again, loads but fails when it is called.
+    """
+    config: Any = jax.config
+    if config.jax_enable_compilation_cache and config.jax_compilation_cache_dir:
+        return None
+    try:
+        return pickle.dumps(serialize_executable.serialize(compiled))
+    except (ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
+        return None
+
+
+def load_serialized(payload: bytes, home: Home) -> Any | None:
+    """Loads bytes from `serialize` on devices of this process; None where the backend cannot."""
+    try:
+        return serialize_executable.deserialize_and_load(
+            *pickle.loads(payload), execution_devices=list(devices_of(home))
+        )
+    except (ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
+        return None
