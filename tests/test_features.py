@@ -1,5 +1,6 @@
 """Features of JAX in a placed step: each row of the page `features.md` is a case here."""
 
+import logging
 import pathlib
 import re
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import ray
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify, io_callback, sparse
 from jax.experimental import pallas as pl
@@ -361,6 +363,23 @@ def test_features_compute_in_stages_what_they_do_in_plain_jax(group):
     assert float(want[0]) > 0 and all(np.any(g) for g in want[1])
     got = jaxpp.place(pipeline(loss), mesh_of(2))(WEIGHTS, BATCH)
     assert_close(got, want, *((0.1, 0.1) if group == "Narrow types" else (1e-4,)))
+
+
+@pytest.fixture(scope="module")
+def workers():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.WARNING)
+    with jaxpp.RemoteMpmdMesh((2,), gpus_per_rank=0) as mesh:
+        yield mesh
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["Kernels and foreign code", "Effects", "Flax NNX"])
+def test_features_compute_in_worker_processes_what_they_do_in_plain_jax(workers, group):
+    loss = loss_of([*BLOCKS[group].values()])
+    want = jax.jit(jax.value_and_grad(loss))(WEIGHTS, BATCH)
+    got = jax.device_get(jaxpp.place(pipeline(loss), workers)(WEIGHTS, BATCH))
+    assert_close(got, want, 1e-4)
 
 
 # ---- inside a rank, and around the loop ----------------------------------------------------------
