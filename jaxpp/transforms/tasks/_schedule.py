@@ -1,17 +1,19 @@
 """`schedule`: partitions the microbatch loops of a function into tasks, and orders the tasks."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpp import _compat, _in_place, _jaxprs, schedules
 from jaxpp._definitions import definition_of
 from jaxpp._typing import P, R
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
-from jaxpp.transforms.tasks import _directions, _loop, _partition
+from jaxpp.transforms.tasks import _directions, _loop, _partition, _replicas
 from jaxpp.transforms.tasks._body import joined, read_body
 
 
@@ -80,6 +82,8 @@ def _has_backward(eqn) -> bool:
 
 def holds_microbatch_loop(eqn) -> bool:
     """Tells whether a microbatch loop is inside an equation."""
+    if _replicas.is_replicas(eqn):
+        return False
     bodies = _jaxprs.sub_jaxprs(eqn)
     return any(_jaxprs.contains(e, is_microbatch_loop) for body in bodies for e in body.eqns)
 
@@ -137,17 +141,38 @@ def _run(jaxpr, schedule: Any, inputs: list[Any]) -> list[Any]:
 
     for eqn in flat.eqns:
         if not is_microbatch_loop(eqn):
-            plain.append(eqn)
+            # How rows of replicas are combined is known already.
+            if not all(v in values for v in eqn.outvars):
+                plain.append(eqn)
             continue
         run_plain()
         own = _forwards(schedule, eqn) if trains and not _has_backward(eqn) else schedule
         operands = _jaxprs.read(eqn.invars, values)
-        values.update(zip(eqn.outvars, _bind_loop(eqn, own, operands), strict=True))
+        if _replicas.is_replicas(eqn):
+            bind = functools.partial(_bind_loop, schedule=own)
+            values.update(_replicas.bind_replicas(eqn, flat.eqns, operands, bind))
+        else:
+            results, finish = _bind_loop(eqn, operands, schedule=own)
+            values.update(zip(eqn.outvars, finish(results), strict=True))
     run_plain()
     return _jaxprs.read(flat.jaxpr.outvars, values)
 
 
-def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
+def _bind_loop(
+    eqn, operands: list[Any], schedule: Any, replicas: int = 1
+) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Schedules a loop.
+
+    Args:
+        eqn: the loop.
+        operands: its operands. Slices have a row for each of the replicas, if there are several.
+        schedule: the schedule.
+        replicas: their number.
+
+    Returns:
+        The results of the scheduled loop, which have a row for each of several replicas, and the
+        function that makes of these, or of their rows, the results of the loop as it was traced.
+    """
     num_consts, num_carry = _compat.scan_parts(eqn)
     body, values = _jaxprs.without_constants(eqn.params["jaxpr"])
     body = _compat.eliminate_dead_code(body, [True] * len(body.jaxpr.outvars))
@@ -161,8 +186,18 @@ def _bind_loop(eqn, schedule: Any, operands: list[Any]) -> list[Any]:
     firsts = [own.values[v] for v in own.carries]
     tasks, carries, joins = _directions.separate(tasks, firsts, taken)
     consts, xs = ([own.values[v] for v in part] for part in (own.consts, own.xs))
+    if replicas > 1:
+        tasks = dataclasses.replace(tasks, replicas=replicas)
+        carries = [_replicas.repeated(x, replicas) for x in carries]
+        xs = [
+            x if jnp.ndim(x) > v.aval.ndim + 1 else _replicas.repeated(x, replicas)
+            for x, v in zip(xs, own.xs, strict=True)
+        ]
     results = _loop.loop_p.bind(*consts, *carries, *xs, reverse=reverse, tasks=tasks)
-    return list(own.finish(joined(results, joins)))
+    together = functools.partial(joined, joins=joins)
+    if replicas > 1 and joins:
+        return jax.vmap(together)(results), lambda results: list(own.finish(results))
+    return together(results), lambda results: list(own.finish(results))
 
 
 def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:

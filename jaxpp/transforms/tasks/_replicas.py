@@ -1,0 +1,127 @@
+"""The loops of replicas as one scheduled loop, whose values have a row for each replica.
+
+`microbatch(..., replicas=D)` makes a scan over replicas, whose body calls the loop of one, and then
+calls that combine the rows of its results. The loops of all replicas have the same tasks. So they
+are one scheduled loop over arrays of rows, of which `place` gives each replica its own.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp.transforms.stages import call_merge, is_replica_call, is_stage_call, merge_of_call
+
+#: Takes a loop's equation, its operands and the number of replicas; gives the results, with a row
+#: for each, and the function that makes of them, or of a row, those of the loop as it was traced.
+Bind = Callable[..., tuple[Sequence[Any], Callable[[Sequence[Any]], list[Any]]]]
+
+#: How rows are combined number by number, so that it is the same for the parts of an array.
+_ROW_BY_ROW: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda rows: functools.reduce(jnp.add, list(rows)),
+    "last": lambda rows: rows[-1],
+}
+#: What makes of the parts of a sum over microbatches the sum.
+_LINEAR = _primitives.ADDS | {"concatenate"}
+
+
+def is_replicas(eqn) -> bool:
+    """Tells whether an equation is a scan over the loops of replicas."""
+    if eqn.primitive.name != "scan":
+        return False
+    return any(map(is_replica_call, _jaxprs.opened(eqn.params["jaxpr"]).eqns))
+
+
+def repeated(x: Any, replicas: int) -> Any:
+    """Gives each replica the same row."""
+    return jnp.broadcast_to(x, (replicas, *jnp.shape(x)))
+
+
+def bind_replicas(
+    eqn: Any, after: Sequence[Any], operands: Sequence[Any], bind: Bind
+) -> dict[Any, Any]:
+    """Schedules the loops of replicas.
+
+    Args:
+        eqn: the scan over them.
+        after: equations, among which are those that combine rows of its results.
+        operands: its operands.
+        bind: schedules the loop of all replicas.
+
+    Returns:
+        The values of its results, and of the results of those equations that add their rows up, or
+        take the last: where stages make a result in parts, it is these that are combined.
+
+    Raises:
+        ValueError: the scan was differentiated, and has no loop of tasks any more.
+    """
+    replicas = eqn.params["length"]
+    num_consts, num_carry = _compat.scan_parts(eqn)
+    body, constants = _jaxprs.without_constants(eqn.params["jaxpr"])
+    flat = _jaxprs.inline(body, lambda e: _jaxprs.contains(e, is_stage_call) and not is_stage_call(e))
+    holds = [n for n, e in enumerate(flat.eqns) if _jaxprs.contains(e, is_stage_call)]
+    rows = set(flat.jaxpr.invars[len(constants) + num_consts :])
+    varying = _jaxprs.descendants(flat.eqns, rows)
+    if num_carry or len(holds) != 1 or _whole_operands(flat.eqns[holds[0]]) & varying:
+        raise ValueError(
+            f"schedule: the microbatch loop{_compat.at_source_line(eqn)} over replicas was "
+            f"differentiated with what it carries, so that the gradients of all replicas are one "
+            f"sum. Differentiate first: microbatch(jax.value_and_grad(f), M, replicas=...)."
+        )
+    values = dict(zip(flat.jaxpr.invars, [*constants, *operands], strict=True))
+    before, loop, rest = flat.eqns[: holds[0]], flat.eqns[holds[0]], flat.eqns[holds[0] + 1 :]
+    _run(before, values, varying)
+    results, finish = bind(loop, _jaxprs.read(loop.invars, values), replicas=replicas)
+    values.update(zip(loop.outvars, jax.vmap(finish)(results), strict=True))
+    _run(rest, values, varying)
+    outs = [
+        values[v] if v in varying else repeated(_jaxprs.read([v], values)[0], replicas)
+        for v in flat.jaxpr.outvars
+    ]
+    found = dict(zip(eqn.outvars, outs, strict=True))
+    made = dict(zip(eqn.outvars, flat.jaxpr.outvars, strict=True))
+    number = {v: k for k, v in enumerate(loop.outvars)}
+    for merge in after:
+        how = merge_of_call(merge)
+        if how in _ROW_BY_ROW and merge.invars[0] in made:
+            k = number.get(made[merge.invars[0]])
+            if k is not None:
+                found |= _merged_in_parts(merge, how, k, results, finish)
+    return found
+
+
+def _whole_operands(loop: Any) -> set[Any]:
+    """The variables that a loop reads as constants, or begins with."""
+    return set(_jaxprs.variables(loop.invars[: sum(_compat.scan_parts(loop))]))
+
+
+def _run(eqns: Sequence[Any], values: dict[Any, Any], varying: set[Any]) -> None:
+    """Runs equations of one replica: for all rows where they depend on one, else once."""
+    for depends, group in itertools.groupby(eqns, lambda e: not varying.isdisjoint(e.outvars)):
+        part = _jaxprs.part(own := list(group), [v for e in own for v in e.outvars])
+        run = functools.partial(_jaxprs.run, part.jaxpr)
+        if depends:
+            run = jax.vmap(run, [0 if v in varying else None for v in part.inputs])
+        values.update(zip(part.outputs, run(*(values[v] for v in part.inputs)), strict=True))
+
+
+def _merged_in_parts(
+    merge: Any, how: str, k: int, results: Sequence[Any], finish: Callable
+) -> Mapping[Any, Any]:
+    """Combines the rows of what result k is made of, and makes it of these.
+
+    Gives nothing where that is another value.
+    """
+    types = [jax.eval_shape(lambda x: x[0], x) for x in results]
+    finished = jax.make_jaxpr(finish)(*[types])
+    needed = _jaxprs.needed(finished.eqns, [finished.jaxpr.outvars[k]])
+    if any(e.primitive.name not in _LINEAR for e in needed):
+        return {}
+    part = _jaxprs.part(needed, [finished.jaxpr.outvars[k]])
+    given = dict(zip(finished.jaxpr.invars, results, strict=True))
+    rows = [call_merge(_ROW_BY_ROW[how], how, (given[v],)) for v in part.inputs]
+    return dict(zip(merge.outvars, _jaxprs.run(part.jaxpr, *rows), strict=True))
