@@ -194,10 +194,7 @@ def _bind_loop(
             for x, v in zip(xs, own.xs, strict=True)
         ]
     results = _loop.loop_p.bind(*consts, *carries, *xs, reverse=reverse, tasks=tasks)
-    together = functools.partial(joined, joins=joins)
-    if replicas > 1 and joins:
-        return jax.vmap(together)(results), lambda results: list(own.finish(results))
-    return together(results), lambda results: list(own.finish(results))
+    return results, lambda results: list(own.finish(joined(results, joins)))
 
 
 def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:
