@@ -248,18 +248,22 @@ def _combined(how, rows, avals, dtypes, count: int, replicas: int) -> list[Any]:
             case "carry" | "stack":
                 pass
             case _:
-                groups = []
-                for start in range(0, count, size):
-                    acc = op.init(_type(aval))
-                    for i in range(start, start + size):
-                        acc = op.combine(acc, y[i])
-                    groups.append(acc)
-                y = op.finish(functools.reduce(op.merge, groups) if groups[1:] else acc, count)
+                starts = range(0, count, size)
+                accs = [_by_operator(op, aval, y[start : start + size]) for start in starts]
+                acc = functools.reduce(op.merge, accs) if accs[1:] else accs[0]
+                y = op.finish(acc, count)
         results.append(y)
     for n, total in _in_groups(folds, size, replicas).items():
         total = total / count if how[n] == "mean" else total
         results[n] = _as(total, _sum_dtypes(dtypes[n], avals[n].dtype)[1])
     return results
+
+
+def _by_operator(op: Any, aval: Any, rows: Any) -> Any:
+    acc = op.init(_type(aval))
+    for row in rows:
+        acc = op.combine(acc, row)
+    return acc
 
 
 def _in_groups(

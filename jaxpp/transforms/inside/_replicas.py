@@ -112,9 +112,6 @@ def _over_others(jaxpr: Any, axis: str) -> Any:
     """
     opened = _jaxprs.opened(jaxpr)
     known = _jaxprs.Substitution((v, _retyped(v, axis)) for v in opened.invars)
-    known.of.update((v, _retyped(v, axis)) for v in opened.constvars)
-    if opened.constvars:
-        raise AssertionError("constants are inputs")
     change, eqns = _manual_along(axis), []
     for eqn in map(known.rename, opened.eqns):
         if eqn.primitive.name == "shard_map" and axis in _manual_axes(eqn):
@@ -195,11 +192,11 @@ def reduce_replicas(step: Step) -> Step:
         known = propagation.propagate(step.jaxpr, specs, inside.sizes)
     eqns: list[Any] = []
     for eqn in step.jaxpr.eqns:
-        if not is_reduction(eqn) or num_devices(inside, eqn.invars[0].aval.shape[0]) == 1:
+        how = merge_of_call(eqn)
+        if how not in _COMBINE or num_devices(inside, eqn.invars[0].aval.shape[0]) == 1:
             eqns.append(eqn)
             continue
         rows, total = eqn.invars[0], eqn.outvars[0]
-        how = merge_of_call(eqn)
         dimension = _scattered_dimension(how, rows, total, known, inside)
         reduce = _reduction(how, inside.replicas, dimension)
         (new,) = jax.make_jaxpr(functools.partial(_call, reduce, how))(rows.aval).eqns
@@ -227,19 +224,18 @@ def _scattered_dimension(
 
 def _reduction(how: str, axis: str, dimension: int | None) -> Callable[[jax.Array], jax.Array]:
     """Makes the function that combines rows, which are split over the axis of the replicas."""
-    combine, collective = _COMBINE[how]
-    scatter = dimension is not None
+    (combine, collective), whole = _COMBINE[how], PartitionSpec()
 
     def part(rows):
         own = functools.reduce(combine, list(rows))
-        if scatter:
+        if dimension is not None:
             return jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)
         return collective(own, axis)
 
     return jax.shard_map(
         part,
         in_specs=PartitionSpec(axis),
-        out_specs=PartitionSpec(*[None] * dimension, axis) if scatter else PartitionSpec(),
+        out_specs=whole if dimension is None else PartitionSpec(*[None] * dimension, axis),
         axis_names={axis},
         check_vma=False,
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpp import _specs
 from jaxpp.transforms.microbatch import _reductions
@@ -49,26 +50,21 @@ def merged(operator: Any, rows: Any) -> Any:
         operator: the operator that made the values.
         rows: a pytree of arrays; the first axis has a row for each replica.
     """
-    name, fold = operator.name, getattr(operator, "merge", None)
-    if isinstance(operator, _reductions.Carry):
-        name, fold = fold, None
-    if callable(name):
-        return call_merge(name, "other", (rows,))
-    if name == "last":
-        return call_merge(lambda rows: rows[-1], "last", (rows,))
     if isinstance(operator, _reductions.Custom):
-        return call_merge(functools.partial(_folded, fold), "other", (rows,))
-    sums = _reductions.REDUCTIONS[name].sums
-    total = call_merge(
-        functools.partial(_folded, _reductions.REDUCTIONS[name].combine),
-        "sum" if sums else "max",
-        (rows,),
-    )
-    is_mean = isinstance(operator, _reductions.Carry) and name == "mean"
-    return (total / rows.shape[0]).astype(rows.dtype) if is_mean else total
+        return call_merge(functools.partial(_folded, operator.merge), "other", (rows,))
+    how = operator.merge if isinstance(operator, _reductions.Carry) else operator.name
+    if callable(how):
+        return call_merge(how, "other", (rows,))
+    if how == "last":
+        return call_merge(lambda rows: rows[-1], "last", (rows,))
+    if how == "max":
+        return call_merge(functools.partial(_folded, jnp.maximum), "max", (rows,))
+    total = call_merge(functools.partial(_folded, jnp.add), "sum", (rows,))
+    is_carried = isinstance(operator, _reductions.Carry)
+    return (total / rows.shape[0]).astype(rows.dtype) if is_carried and how == "mean" else total
 
 
-def _folded(combine: Callable[[Any, Any], Any], rows: Any) -> Any:
+def _folded(combine: Any, rows: Any) -> Any:
     """Combines rows, the second with the first, the third with both, and so on."""
     count = jax.tree.leaves(rows)[0].shape[0]
     each = (jax.tree.map(lambda x, d=d: x[d], rows) for d in range(count))

@@ -285,7 +285,6 @@ class _Builder:
         self.bodies[key] = Body(body.name, _jaxprs.with_kept_constants(whole), donated)
         return self.bodies[key]
 
-
     def _on_rows(
         self, jaxpr: jex.ClosedJaxpr, has_rows: Sequence[bool], replicas: int
     ) -> jex.ClosedJaxpr:

@@ -126,7 +126,9 @@ def place(
     parameter_axes = _axes_inside("zero3", zero3, inside)
     optimizer_axes = parameter_axes or _axes_inside("zero1", zero1, inside)
     zero = {Role.PARAMETER: parameter_axes, Role.OPTIMIZER: optimizer_axes}
-    request = Request(positional(fun), mesh, donated, static, in_specs, out_specs, zero, replica_axis)
+    request = Request(
+        positional(fun), mesh, donated, static, in_specs, out_specs, zero, replica_axis
+    )
     return Placed(request, dict(feed or {}))
 
 

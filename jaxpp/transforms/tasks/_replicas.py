@@ -36,9 +36,29 @@ def is_replicas(eqn) -> bool:
     return any(map(is_replica_call, _jaxprs.opened(eqn.params["jaxpr"]).eqns))
 
 
+def check_differentiated(eqn: Any) -> None:
+    """Checks that no gradient of all replicas is one sum, to which each adds.
+
+    Raises:
+        ValueError: so it is where a loop was differentiated that carries a value.
+    """
+    if is_replicas(eqn) and _compat.scan_parts(eqn)[1]:
+        raise ValueError(
+            f"schedule: the microbatch loop of replicas{_compat.at_source_line(eqn)} carries a "
+            f"value, and was differentiated, so that the gradients of all replicas are one sum. "
+            f"Differentiate first: microbatch(jax.value_and_grad(f), M, replicas=...)."
+        )
+
+
 def repeated(x: Any, replicas: int) -> Any:
     """Gives each replica the same row."""
     return jnp.broadcast_to(x, (replicas, *jnp.shape(x)))
+
+
+def in_one_row(join: Callable[..., Any], results: Sequence[Any]) -> Any:
+    """Joins the results of directions, whose microbatches of all replicas follow each other."""
+    replicas, length, *rest = results[0].shape
+    return join(*(r.reshape(replicas * length, *rest) for r in results)).reshape(results[0].shape)
 
 
 def bind_replicas(
@@ -55,23 +75,20 @@ def bind_replicas(
     Returns:
         The values of its results, and of the results of those equations that add their rows up, or
         take the last: where stages make a result in parts, it is these that are combined.
-
-    Raises:
-        ValueError: the scan was differentiated, and has no loop of tasks any more.
     """
     replicas = eqn.params["length"]
     num_consts, num_carry = _compat.scan_parts(eqn)
     body, constants = _jaxprs.without_constants(eqn.params["jaxpr"])
-    flat = _jaxprs.inline(body, lambda e: _jaxprs.contains(e, is_stage_call) and not is_stage_call(e))
-    holds = [n for n, e in enumerate(flat.eqns) if _jaxprs.contains(e, is_stage_call)]
+
+    def holds_calls(e) -> bool:
+        return not is_stage_call(e) and _jaxprs.contains(e, is_stage_call)
+
+    flat = _jaxprs.inline(body, holds_calls)
+    holds = [n for n, e in enumerate(flat.eqns) if holds_calls(e)]
     rows = set(flat.jaxpr.invars[len(constants) + num_consts :])
     varying = _jaxprs.descendants(flat.eqns, rows)
-    if num_carry or len(holds) != 1 or _whole_operands(flat.eqns[holds[0]]) & varying:
-        raise ValueError(
-            f"schedule: the microbatch loop{_compat.at_source_line(eqn)} over replicas was "
-            f"differentiated with what it carries, so that the gradients of all replicas are one "
-            f"sum. Differentiate first: microbatch(jax.value_and_grad(f), M, replicas=...)."
-        )
+    assert len(holds) == 1 and not num_carry, "a replica runs one loop"
+    assert not _whole_operands(flat.eqns[holds[0]]) & varying, "constants are those of all replicas"
     values = dict(zip(flat.jaxpr.invars, [*constants, *operands], strict=True))
     before, loop, rest = flat.eqns[: holds[0]], flat.eqns[holds[0]], flat.eqns[holds[0] + 1 :]
     _run(before, values, varying)

@@ -99,6 +99,7 @@ def _uses_of_refs(eqn):
 def _check_loops(flat) -> None:
     """Checks that a flat program has microbatch loops, where a pipeline can start."""
     for eqn in flat.eqns:
+        _replicas.check_differentiated(eqn)
         if holds_microbatch_loop(eqn):
             raise _loop.error_inside("schedule", "the microbatch loop", eqn)
         if is_microbatch_loop(eqn) and any(map(_compat.is_ref, eqn.invars)):
@@ -194,6 +195,13 @@ def _bind_loop(
             for x, v in zip(xs, own.xs, strict=True)
         ]
     results = _loop.loop_p.bind(*consts, *carries, *xs, reverse=reverse, tasks=tasks)
+    count = tasks.num_directions
+    if replicas > 1 and count > 1:
+        carried, ys = results[: tasks.num_carry], results[tasks.num_carry :]
+        join = _directions.rows_of(taken * replicas)
+        groups = (ys[n : n + count] for n in range(0, len(ys), count))
+        results = [*carried, *(_replicas.in_one_row(join, own) for own in groups)]
+        joins = joins[: len(joins) - len(ys) // count]
     return results, lambda results: list(own.finish(joined(results, joins)))
 
 
