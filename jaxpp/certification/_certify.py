@@ -255,7 +255,7 @@ def _num_microbatches(lowered: Lowered) -> int:
     """The number of microbatches; of loops of several numbers the greatest."""
     step = next(iter(lowered.passes.values()))
     loops = [e.params["tasks"] for e in step.jaxpr.eqns if e.primitive.name == "pipeline_loop"]
-    return max((tasks.table.num_microbatches for tasks in loops), default=1)
+    return max((tasks.table.num_microbatches * tasks.replicas for tasks in loops), default=1)
 
 
 class _Proof:

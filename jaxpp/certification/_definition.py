@@ -30,6 +30,8 @@ def _microbatch(
     in_axes: Any,
     reduce: Callable[[Callable[[], _jaxprs.Traced]], Any],
     accumulator_dtype: Any,
+    replicas: int,
+    merge: Any,
 ) -> Callable:
     """A loop that keeps the outputs of each slice, and combines them after the last one.
 
@@ -39,6 +41,9 @@ def _microbatch(
         in_axes: as the user gave it, and so is `accumulator_dtype`.
         reduce: gives `reduce`; it may ask for `fun`, traced on a slice.
         accumulator_dtype: the dtypes of sums.
+        replicas: the number of groups of slices that are combined each for itself, and then with
+            one another; what is carried begins anew in each.
+        merge: as the user gave it: how what is carried out of the groups becomes one.
     """
 
     def own(given):
@@ -66,9 +71,10 @@ def _microbatch(
         dtypes = _of_arrays(accumulator_dtype, outputs)
         roles = ["whole"] * traced.num_closed_over + roles
         inputs = [*traced.inputs[: traced.num_closed_over], *inputs]
-        rows = _run(traced.jaxpr, inputs, roles, how, dtypes, count)
+        merges = _of_arrays(merge, outputs)
+        rows = _run(traced.jaxpr, inputs, roles, how, dtypes, count, replicas, merges)
         avals = [v.aval for v in traced.jaxpr.jaxpr.outvars]
-        return traced.rebuild(_combined(how, rows, avals, dtypes, count))
+        return traced.rebuild(_combined(how, rows, avals, dtypes, count, replicas))
 
     return looped
 
@@ -150,7 +156,16 @@ def _sum_dtypes(asked: Any, own: Any) -> tuple[Any, Any]:
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-def _run(jaxpr: Any, inputs: Sequence[Any], roles: Sequence[str], how, dtypes, count: int):
+def _run(
+    jaxpr: Any,
+    inputs: Sequence[Any],
+    roles: Sequence[str],
+    how,
+    dtypes,
+    count: int,
+    replicas: int,
+    merges: Sequence[Any],
+):
     """The outputs of all slices, each along a new first axis, and the last of what is carried."""
 
     def wide(x):
@@ -173,25 +188,51 @@ def _run(jaxpr: Any, inputs: Sequence[Any], roles: Sequence[str], how, dtypes, c
         outputs = _jaxprs.run(jaxpr, *map(_as, own, types))
         return [y for y, op in zip(outputs, how, strict=True) if op == "carry"], outputs
 
-    if jaxpr.effects:  # the derivative of a scan would drop some
+    def of_group(slices):
+        if not jaxpr.effects:  # the derivative of a scan would drop some
+            return jax.lax.scan(body, first, slices, length=count // replicas)
         last, made = first, []
-        for i in range(count):
+        for i in range(count // replicas):
             last, outputs = body(last, [x[i] for x in slices])
             made.append(outputs)
-        outputs = [jnp.stack(rows) for rows in zip(*made, strict=True)]
+        return last, [jnp.stack(rows) for rows in zip(*made, strict=True)]
+
+    if replicas == 1:
+        last, outputs = of_group(slices)
     else:
-        last, outputs = jax.lax.scan(body, first, slices, length=count)
+        size = count // replicas
+        starts = range(0, count, size)
+        groups = [of_group([x[start : start + size] for x in slices]) for start in starts]
+        asked = [merge for merge, op in zip(merges, how, strict=True) if op == "carry"]
+        ends = zip(*(last for last, _ in groups), strict=True)
+        last = [_merged(ask, rows) for ask, rows in zip(asked, ends, strict=True)]
+        outputs = [jnp.concatenate(ys) for ys in zip(*(ys for _, ys in groups), strict=True)]
     carry = iter(last)
     return [next(carry) if op == "carry" else y for y, op in zip(outputs, how, strict=True)]
+
+
+def _merged(asked: Any, ends: Sequence[Any]) -> Any:
+    """The value that stands for those at the ends of groups: their mean, if nothing is asked."""
+    match asked or "mean":
+        case "last":
+            return ends[-1]
+        case "max":
+            return functools.reduce(jnp.maximum, ends)
+        case "sum":
+            return functools.reduce(jnp.add, ends)
+        case "mean":
+            return _as(functools.reduce(jnp.add, ends) / len(ends), ends[0].dtype)
+        case own:
+            return own(jnp.stack(ends))
 
 
 def _as(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def _combined(how, rows, avals, dtypes, count: int) -> list[Any]:
+def _combined(how, rows, avals, dtypes, count: int, replicas: int) -> list[Any]:
     """Combines the outputs of all slices, each of which is stacked along a new first axis."""
-    results, folds = [], {}
+    results, folds, size = [], {}, count // replicas
     for n, (op, y, aval) in enumerate(zip(how, rows, avals, strict=True)):
         match op:
             case "max":
@@ -207,15 +248,33 @@ def _combined(how, rows, avals, dtypes, count: int) -> list[Any]:
             case "carry" | "stack":
                 pass
             case _:
-                acc = op.init(_type(aval))
-                for i in range(count):
-                    acc = op.combine(acc, y[i])
+                starts = range(0, count, size)
+                accs = [_by_operator(op, aval, y[start : start + size]) for start in starts]
+                acc = functools.reduce(op.merge, accs) if accs[1:] else accs[0]
                 y = op.finish(acc, count)
         results.append(y)
-    for n, total in _folded(folds).items():
+    for n, total in _in_groups(folds, size, replicas).items():
         total = total / count if how[n] == "mean" else total
         results[n] = _as(total, _sum_dtypes(dtypes[n], avals[n].dtype)[1])
     return results
+
+
+def _by_operator(op: Any, aval: Any, rows: Any) -> Any:
+    acc = op.init(_type(aval))
+    for row in rows:
+        acc = op.combine(acc, row)
+    return acc
+
+
+def _in_groups(
+    folds: Mapping[int, tuple[Callable, Any, Any, Any]], size: int, replicas: int
+) -> dict[int, Any]:
+    """Combines the rows of each group, and then what has come of the groups, in order."""
+    groups = []
+    for start in range(0, size * replicas, size):
+        own = {n: (f, x, y[start : start + size], d) for n, (f, x, y, d) in folds.items()}
+        groups.append(_folded(own))
+    return {n: functools.reduce(f, [g[n] for g in groups]) for n, (f, *_) in folds.items()}
 
 
 def _folded(folds: Mapping[int, tuple[Callable, Any, Any, Any]]) -> dict[int, Any]:

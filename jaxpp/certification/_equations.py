@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.extend.core as jex
 
-from jaxpp import _compat
+from jaxpp import _compat, _jaxprs
 from jaxpp.certification._definition import SLICES
 from jaxpp.certification._table import Term, full_of, name_of
 from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS
@@ -343,4 +343,97 @@ def _while(evaluator, eqn, args) -> list[Term]:
     return [terms.term("while", k, args, c.shape, c.dtype) for k, c in enumerate(carry)]
 
 
-_CONTROL = {"cond": _cond, "scan": _scan, "while": _while}
+def _shard_map(evaluator, eqn, args) -> Sequence[Term]:
+    """A computation on several devices, equation by equation, if it is over one axis."""
+    axes = [axis for specs in eqn.params["in_specs"] for e in specs for axis in _axes_of(e)]
+    axes += [axis for spec in eqn.params["out_specs"] for e in spec for axis in _axes_of(e)]
+    body = eqn.params["jaxpr"]
+    inner = [e for e in _jaxprs.opened(body).eqns if e.primitive.name in _COLLECTIVES]
+    names = {a for e in inner for a in e.params.get("axes") or _axes_of(e.params["axis_name"])}
+    if len({*axes, *names}) != 1 or _compat.constants_of(body):
+        return _operation(evaluator, eqn)(args)
+    (axis,) = {*axes, *names}
+    mesh = eqn.params["mesh"]
+    count = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))[axis]
+    given = zip(args, eqn.params["in_specs"], strict=True)
+    parts = list(zip(*(_parts(evaluator, t, spec, count) for t, spec in given), strict=True))
+    made, wholes = _in_lockstep(evaluator, _jaxprs.opened(body), parts)
+    evaluator.terms.eqn = eqn
+    results = zip(zip(*made, strict=True), eqn.params["out_specs"], strict=True)
+    return [_put_together(evaluator, own, spec, wholes) for own, spec in results]
+
+
+def _axes_of(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def _split_dimension(spec: Any) -> int | None:
+    return next((d for d, entry in enumerate(spec) if _axes_of(entry)), None)
+
+
+def _parts(evaluator, t: Term, spec: Any, count: int) -> list[Term]:
+    """What each device has of an array."""
+    dimension = _split_dimension(spec)
+    return [t] * count if dimension is None else _cut(evaluator, t, dimension, count)
+
+
+def _cut(evaluator, t: Term, dimension: int, count: int) -> list[Term]:
+    terms, size = evaluator.terms, t.shape[dimension] // count
+    first, back = _to_front(dimension, len(t.shape))
+    moved = terms.transpose(t, first)
+    rows = [terms.rows(moved, d * size, (d + 1) * size) for d in range(count)]
+    return [terms.transpose(own, back) for own in rows]
+
+
+def _put_together(evaluator, parts: Sequence[Term], spec: Any, wholes: Any) -> Term:
+    terms, dimension = evaluator.terms, _split_dimension(spec)
+    if dimension is None:
+        return parts[0]
+    if (whole := wholes.get((dimension, parts))) is not None:
+        return whole
+    first, back = _to_front(dimension, len(parts[0].shape))
+    return terms.transpose(terms.join_rows([terms.transpose(t, first) for t in parts]), back)
+
+
+#: The collectives between the devices, each with the operation that combines their values.
+_COLLECTIVES = {"psum": "add", "psum_invariant": "add", "reduce_scatter": "add", "pmax": "max"}
+
+
+def _in_lockstep(evaluator, body: Any, parts: Sequence[Sequence[Term]]):
+    """The results of a body on each device, of what each has of its inputs.
+
+    Also, by the dimension and the parts, what was scattered over the devices.
+    """
+    terms, wholes = evaluator.terms, {}
+    known = [dict(zip(body.invars, own, strict=True)) for own in parts]
+
+    def read(values, atom):
+        return terms.of_literal(atom) if _jaxprs.is_literal(atom) else values[atom]
+
+    for eqn in body.eqns:
+        operands = [[read(values, v) for v in eqn.invars] for values in known]
+        terms.eqn, how = eqn, _COLLECTIVES.get(eqn.primitive.name)
+        if how is None:
+            rule = rule_of(evaluator, eqn)
+            made = [rule(own) for own in operands]
+        else:
+            each = zip(*operands, strict=True)
+            totals = [_combined(evaluator, how, own) for own in each]
+            made = [totals] * len(known)
+            if eqn.primitive.name == "reduce_scatter":
+                dimension = eqn.params["scatter_dimension"]
+                cut = [tuple(_cut(evaluator, t, dimension, len(known))) for t in totals]
+                wholes |= zip(((dimension, own) for own in cut), totals, strict=True)
+                made = list(zip(*cut, strict=True))
+        for values, own in zip(known, made, strict=True):
+            values.update(zip(eqn.outvars, own, strict=True))
+    return [[read(values, v) for v in body.outvars] for values in known], wholes
+
+
+def _combined(evaluator, how: str, parts: Sequence[Term]) -> Term:
+    terms, (shape, dtype) = evaluator.terms, (parts[0].shape, parts[0].dtype)
+    op = terms.op(how, (), shape, dtype, terms.eqn, 0)
+    return functools.reduce(lambda a, b: terms.elementwise(op, [a, b]), parts)
+
+
+_CONTROL = {"shard_map": _shard_map, "cond": _cond, "scan": _scan, "while": _while}

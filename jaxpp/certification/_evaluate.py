@@ -168,6 +168,8 @@ class Evaluator:
             return tuple((k, self.frozen(v)) for k, v in sorted(value.items()))
         if isinstance(value, jax.Array | np.ndarray):
             return ("array", self.terms.constant(value))
+        if isinstance(value, jax.sharding.AbstractMesh):  # the types of its axes are of places
+            return ("mesh", value.axis_names, value.axis_sizes)
         if isinstance(value, functools.partial):
             return ("partial", *map(self.frozen, (value.func, value.args, value.keywords)))
         if isinstance(value, types.MethodType):

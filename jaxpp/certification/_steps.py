@@ -44,6 +44,28 @@ def _run_loop(
 ) -> list[Term]:
     """The results of a scheduled loop: microbatch after microbatch, the tasks of each in order."""
     terms, tasks = evaluator.terms, eqn.params["tasks"]
+    if tasks.replicas == 1:
+        results = [(v.aval.shape, name_of(v.aval.dtype)) for v in eqn.outvars]
+        return _run_tasks(evaluator, eqn, args, with_buffers, results)
+    made, outer = [], terms.where
+    results = [(v.aval.shape[1:], name_of(v.aval.dtype)) for v in eqn.outvars]
+    for d in range(tasks.replicas):
+        terms.where = f"replica {d} in {outer}"
+        own = [t if n < tasks.num_consts else terms.row(t, d) for n, t in enumerate(args)]
+        made.append(_run_tasks(evaluator, eqn, own, with_buffers, results))
+    terms.where, terms.eqn = outer, eqn
+    return [terms.stack(rows) for rows in zip(*made, strict=True)]
+
+
+def _run_tasks(
+    evaluator: Evaluator,
+    eqn: Any,
+    args: Sequence[Term],
+    with_buffers: bool,
+    types: Sequence[tuple[tuple[int, ...], str]],
+) -> list[Term]:
+    """The results, of the given types, of the loop of one replica."""
+    terms, tasks = evaluator.terms, eqn.params["tasks"]
     length = tasks.table.num_microbatches
     operands = tasks.operands(len(args) - (tasks.num_ys if with_buffers else 0))
     known = dict(zip(operands, args, strict=False))
@@ -69,12 +91,12 @@ def _run_loop(
                     ys[ref.index][row] = term
     terms.where, terms.eqn = outer, eqn
     results = []
-    for ref, v in zip(tasks.results(), eqn.outvars, strict=True):
+    for ref, (shape, dtype) in zip(tasks.results(), types, strict=True):
         if ref.source == "carry":
             results.append(known[ref])
             continue
         # The rows of the other direction are anything: nothing may read them.
-        shape, dtype = v.aval.shape[1:], name_of(v.aval.dtype)
+        shape = shape[1:]
         rows = [terms.nothing(shape, dtype) if y is None else y for y in ys[ref.index]]
         results.append(terms.stack(rows))
     return results

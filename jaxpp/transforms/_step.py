@@ -56,11 +56,13 @@ class Inside:
         zero: for each role, such as optimizer state, the axes over which its arguments are split
             further.
         examples: the axes that the examples of a microbatch are split over.
+        replicas: the axis whose devices have replicas of their own.
     """
 
     mesh: AbstractMesh
     zero: Mapping[Role, tuple[str, ...]]
     examples: tuple[str, ...] = ()
+    replicas: str = "data"
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -72,12 +72,21 @@ def dense(own, x, split):
     return h @ own["down"] + own["bias"]
 
 
-def placed(mesh, layer=dense, schedule=jaxpp.schedules.OneFOneB(), microbatches=2, **options):  # noqa: B008
+def placed(
+    mesh,
+    layer=dense,
+    schedule=jaxpp.schedules.OneFOneB(),  # noqa: B008
+    microbatches=2,
+    replicas=1,
+    **options,
+):
     """The step on a mesh, whose layers are split over the axes inside a rank if it has any."""
     split = mesh.inside is not None
     stages = mesh.num_ranks * getattr(schedule, "stages_per_rank", 1)
     loss = jaxpp.wrap_forward(loss_of(stages, split, layer))
-    grad = jaxpp.microbatch(jax.value_and_grad(loss), microbatches, in_axes=(None, 0, 0))
+    grad = jaxpp.microbatch(
+        jax.value_and_grad(loss), microbatches, in_axes=(None, 0, 0), replicas=replicas
+    )
     step = train_step_of(OPTIMIZER, jaxpp.schedule(grad, schedule))
     specs = (RULES, RULES, P("data"), P("data")) if split else None
     options = {"donate_argnums": (0, 1), "in_specs": specs} | options

@@ -29,7 +29,7 @@ def split_examples(step: Step) -> Step:
     eqns = []
     for eqn in jaxpr.eqns:
         wanted = {}
-        for n, spec in _slices(eqn, known).items() if is_loop(eqn) else ():
+        for n, spec in _slices(eqn, known).items() if _shares_examples(eqn) else ():
             v = eqn.invars[n]
             dimension, over = _examples(v, maker, known)
             new = _split(spec, v.aval.shape, dimension, over, sizes)
@@ -40,6 +40,11 @@ def split_examples(step: Step) -> Step:
     jaxpr = _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
     inside = dataclasses.replace(step.inside, examples=tuple(axes))
     return dataclasses.replace(step, jaxpr=jaxpr, inside=inside)
+
+
+def _shares_examples(eqn: Any) -> bool:
+    """Tells whether an equation is a loop whose devices share the examples of a microbatch."""
+    return is_loop(eqn) and eqn.params["tasks"].replicas == 1
 
 
 def _slices(eqn: Any, known: Mapping[Any, Spec | None]) -> dict[int, Spec]:

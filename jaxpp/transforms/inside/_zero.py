@@ -106,7 +106,9 @@ def gather_in_tasks(step: Step) -> Step:
     split, read = (propagation.propagate(step.jaxpr, s, step.inside.sizes) for s in (specs, whole))
     eqns: list[Any] = []
     for eqn in step.jaxpr.eqns:
-        eqns += _gather_in_loop(eqn, split, read) if is_loop(eqn) else [eqn]
+        # Replicas gather by themselves: a task reads its constants whole.
+        shared = is_loop(eqn) and eqn.params["tasks"].replicas == 1
+        eqns += _gather_in_loop(eqn, split, read) if shared else [eqn]
     jaxpr = _compat.with_equations(step.jaxpr, eqns, step.jaxpr.jaxpr.outvars)
     return dataclasses.replace(step, jaxpr=jaxpr)
 

@@ -70,8 +70,20 @@ def broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool])
     return result
 
 
-def check_sizes(leaves, entries: Sequence[Entry], paths, count: int) -> None:
+def check_sizes(leaves, entries: Sequence[Entry], paths, count: int, replicas: int = 1) -> None:
+    """Checks the arrays to slice.
+
+    Args:
+        leaves: the leaves of the arguments, with their `entries` and `paths`.
+        entries: the entries of `in_axes`.
+        paths: the paths.
+        count: the number of slices, of all replicas.
+        replicas: the number of replicas.
+    """
     sizes = {}
+    slices = f"{count} microbatches"
+    if replicas > 1:
+        slices = f"{count} slices ({count // replicas} microbatches on each of {replicas} replicas)"
     for leaf, entry, path in zip(leaves, entries, paths, strict=True):
         axis = entry.axis
         if not isinstance(axis, int):
@@ -90,21 +102,23 @@ def check_sizes(leaves, entries: Sequence[Entry], paths, count: int) -> None:
             below = size // count * count
             near = f"{below} or {below + count}" if below else f"{count}"
             raise ValueError(
-                f"microbatch: args{path} has {size} examples, which {count} microbatches do not "
-                f"divide; use {near} examples, or another number of microbatches."
+                f"microbatch: args{path} has {size} examples, which {slices} do not divide; use "
+                f"{near} examples, or another number of microbatches."
             )
     # An array with an entry for each microbatch (random keys, numbers) has M, whatever the batch.
     if len(set(sizes.values()) - {count}) > 1:
         raise ValueError(
             f"microbatch: the sliced arguments differ in their number of examples: "
             f"{', '.join(f'args{p}: {n}' for p, n in sizes.items())}; give each as many, or one "
-            f"entry for each of the {count} microbatches."
+            f"entry for each of the {slices}."
         )
     if count > 1:  # one microbatch takes either whole
-        _check_entries(leaves, entries, paths, sizes, count)
+        _check_entries(leaves, entries, paths, sizes, count, slices)
 
 
-def _check_entries(leaves, entries: Sequence[Entry], paths, sizes: dict, count: int) -> None:
+def _check_entries(
+    leaves, entries: Sequence[Entry], paths, sizes: dict, count: int, slices: str
+) -> None:
     """Checks that no entry of `in_axes` covers examples and an array of as many as microbatches."""
     sliced = [(x, e, p) for x, e, p in zip(leaves, entries, paths, strict=True) if p in sizes]
     examples = {e.number for _, e, p in sliced if sizes[p] != count}
@@ -114,7 +128,7 @@ def _check_entries(leaves, entries: Sequence[Entry], paths, sizes: dict, count: 
             raise ValueError(
                 f"microbatch: args{path} has {count} entries where others have "
                 f"{max(sizes.values())} examples, and no axis of its own in in_axes: it may have "
-                f"an entry for each of the {count} microbatches, or be meant for all as it is. "
+                f"an entry for each of the {slices}, or be meant for all as it is. "
                 f"Give it an entry of its own in in_axes: {entry.axis} for the first, None for "
                 f"the second."
             )

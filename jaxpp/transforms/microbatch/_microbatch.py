@@ -33,6 +33,8 @@ def microbatch(
     in_axes: PyTree[int | str | None] = (None, 0),
     reduce: PyTree[str | _reductions.Operator] = _BY_DEFAULT,
     accumulator_dtype: PyTree[DTypeLike | None] = _reductions.AUTO,
+    replicas: int = 1,
+    merge: PyTree[str | Callable | None] = None,
 ) -> Callable[P, R]:
     """Runs `fun` on slices of its arguments and combines the results, in the memory of one slice.
 
@@ -56,9 +58,18 @@ def microbatch(
     no gradient to average: differentiate inside of the loop, and give it `"max"`. What is named
     `"_overwrite_with_gradient"`, as by Flax, and is added up all the same, is warned of.
 
+    With `replicas`, the batch has D replicas of M slices: replica d's m-th slice is number
+    d * M + m. Each replica adds up its own, and after the loop the sums of the replicas are added
+    up once, in their order. That is data parallelism: on a mesh, `place` gives each replica devices
+    of its own, and nothing goes between them in the loop. Like `jax.pmap`, and unlike a sharded
+    batch, it shows `fun` the examples of one replica: the statistics of a BatchNorm, a balance loss
+    and a masked mean are those of its slice, so return sums and counts for what is meant of the
+    whole batch. A `"sum"` has D * M slices. A function with replicas cannot be differentiated in
+    forward mode.
+
     Args:
         fun: a function of pytrees.
-        num_microbatches: the number of slices, M.
+        num_microbatches: the number of slices of a replica, M.
         in_axes: as in `jax.vmap`, an int or None for each argument, or a prefix of its pytree: the
             axis to slice; None passes the whole. Slice i holds the i-th run of `size / M` indices.
             The sizes are the same, or M for an array with an entry for each slice. Such an array,
@@ -81,15 +92,23 @@ def microbatch(
             float32, which takes the memory of float32, and come back in their own dtype. None
             accumulates in each output's own dtype. With float32 the gradients by bfloat16
             parameters come back as float32, too.
+        replicas: the number of replicas, D. All that is said of M slices here is then said of
+            D * M: an array with an entry for each slice has D * M entries, `"stack"` and
+            `"concat"` keep the order of the examples, and `"last"` is that of the last replica. A
+            `"carry"` begins as it is given in each replica.
+        merge: with replicas, how the last values of a `"carry"` become one; a prefix of the
+            result's pytree. A name (`"mean"`, which floats have by default, `"sum"`, `"max"` or
+            `"last"`), or a function of the values stacked along a new first axis.
 
     Returns:
         A function with the same arguments and results.
 
     Raises:
-        ValueError: if the size of a sliced axis is not a multiple of M, or differs between
-            arguments; if an array in the batch has M entries, which may be one for each slice; if
-            an output has no such reduction; if `accumulator_dtype` holds no floating dtype; or if
-            what is carried out of a slice does not fit what is carried in.
+        ValueError: if the size of a sliced axis is not a multiple of D * M, or differs between
+            arguments; if an array in the batch has as many entries, which may be one for each
+            slice; if an output has no such reduction, or it is not known how to merge it over
+            replicas; if `accumulator_dtype` holds no floating dtype; or if what is carried out of
+            a slice does not fit what is carried in.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -106,8 +125,13 @@ def microbatch(
         >>> error, state = follow(jnp.zeros(()), jnp.arange(4.0))
         >>> error.tolist(), float(state)
         ([0.5, 2.25], 1.375)
+        >>> apart = jaxpp.microbatch(jnp.sum, 2, in_axes=0, reduce="stack", replicas=2)
+        >>> apart(jnp.arange(8.0)).tolist()
+        [1.0, 5.0, 9.0, 13.0]
     """
-    return microbatch_by(fun, num_microbatches, in_axes, lambda trace: reduce, accumulator_dtype)
+    return microbatch_by(
+        fun, num_microbatches, in_axes, lambda trace: reduce, accumulator_dtype, replicas, merge
+    )
 
 
 def microbatch_by(
@@ -116,19 +140,26 @@ def microbatch_by(
     in_axes: PyTree[int | str | None],
     reduce: Callable[[Callable[[], _jaxprs.Traced]], PyTree[str | _reductions.Operator]],
     accumulator_dtype: PyTree[DTypeLike | None] = _reductions.AUTO,
+    replicas: int = 1,
+    merge: PyTree[str | Callable | None] = None,
 ) -> Callable[P, R]:
     """Does as `microbatch`, with a `reduce` that may ask for `fun`, traced on a slice."""
-    is_number = isinstance(num_microbatches, int | np.integer) and num_microbatches is not True
-    if not is_number or num_microbatches < 1:
+    for name, number in (("num_microbatches", num_microbatches), ("replicas", replicas)):
+        if not isinstance(number, int | np.integer) or number is True or number < 1:
+            raise ValueError(f"microbatch: {name} must be an int and at least 1, got {number!r}.")
+    if merge is not None and replicas == 1:
         raise ValueError(
-            f"microbatch: num_microbatches must be an int and at least 1, got {num_microbatches!r}."
+            "microbatch: merge says how the values of several replicas become one; give replicas, "
+            "or leave it out."
         )
-    count = int(num_microbatches)
+    replicas = int(replicas)
+    count = int(num_microbatches) * replicas
 
     @functools.wraps(fun)
     def microbatched(*args: P.args, **kwargs: P.kwargs) -> R:
         if define := definition_of("microbatch"):
-            return define(fun, count, in_axes, reduce, accumulator_dtype)(*args, **kwargs)
+            own = (count, in_axes, reduce, accumulator_dtype, replicas, merge)
+            return define(fun, *own)(*args, **kwargs)
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
         given = _keywords.as_positional(fun, args, kwargs, most)
         _jaxprs.refuse_array_likes(given)
@@ -144,7 +175,7 @@ def microbatch_by(
         entries = [e if _jaxprs.is_array(x) else _arguments.WHOLE for e, x in pairs]
         axes = [e.axis for e in entries]
         paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(given)[0]]
-        _arguments.check_sizes(leaves, entries, paths, count)
+        _arguments.check_sizes(leaves, entries, paths, count, replicas)
         small = [
             leaf if axis is None else _arguments.slice_type(leaf, axis, count)
             for leaf, axis in zip(leaves, axes, strict=True)
@@ -153,7 +184,7 @@ def microbatch_by(
         chosen = reduce(lambda: traced)
         if chosen is _BY_DEFAULT:
             _warnings.warn_of_averages(traced, small, axes, count)
-        operators = _outputs.resolve_outputs(chosen, accumulator_dtype, traced)
+        operators = _outputs.resolve_outputs(chosen, accumulator_dtype, traced, replicas, merge)
         _warnings.warn_of_overwritten(traced, operators)
         carried = [(p, x) for p, a, x in zip(paths, axes, small, strict=True) if a == CARRY]
         _outputs.check_carried(carried, operators, traced)
@@ -170,7 +201,7 @@ def microbatch_by(
             else:
                 inputs.append(_warnings.watched(leaves[i], paths[i]))
                 roles.append("whole" if axis is None else CARRY)
-        loop = _slices.loop_over_slices(traced.jaxpr, roles, operators, count)
+        loop = _slices.loop_over_slices(traced.jaxpr, roles, operators, count, replicas)
         return traced.rebuild(loop(*inputs))
 
     return microbatched

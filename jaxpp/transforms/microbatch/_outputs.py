@@ -13,8 +13,13 @@ from jaxpp.transforms.microbatch._arguments import broadcast, is_none
 from jaxpp.transforms.microbatch._slices import CARRY
 
 
-def resolve_outputs(reduce: Any, dtype: Any, traced: _jaxprs.Traced) -> list[Any]:
-    """Finds the operator of each array in the result, of its reduction and accumulator's dtype."""
+def resolve_outputs(
+    reduce: Any, dtype: Any, traced: _jaxprs.Traced, replicas: int = 1, merge: Any = None
+) -> list[Any]:
+    """Finds the operator of each array in the result, of its reduction and accumulator's dtype.
+
+    With more than one of `replicas`, also how it merges their values.
+    """
     paths = traced.output_paths()
     avals = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
@@ -31,10 +36,14 @@ def resolve_outputs(reduce: Any, dtype: Any, traced: _jaxprs.Traced) -> list[Any
 
     named = of_arrays(reduce, "reduce", _is_reduction)
     dtypes = of_arrays(dtype, "accumulator_dtype", is_none)
-    return [
+    operators = [
         _reductions.accumulate_in(_reductions.resolve(r, p, x), d, x)
         for r, d, p, x in zip(named, dtypes, paths, avals, strict=True)
     ]
+    if replicas == 1:
+        return operators
+    merges = of_arrays(merge, "merge", is_none)
+    return list(map(_reductions.with_merge, operators, merges, paths, avals))
 
 
 def _is_reduction(x: Any) -> bool:

@@ -19,7 +19,8 @@ class Operator(Protocol):
 
     `init(x)` makes the first accumulator from the output's shape and dtype
     (`jax.ShapeDtypeStruct`), `combine(acc, x)` folds one microbatch's value in, and
-    `finish(acc, num_microbatches)` makes the result. Accumulators are pytrees of arrays.
+    `finish(acc, num_microbatches)` makes the result. Accumulators are pytrees of arrays. With
+    `replicas` it also has `merge(acc, other)`, which combines the accumulators of two replicas.
 
     Example:
         >>> import jax.numpy as jnp, jaxpp
@@ -67,6 +68,8 @@ class Custom:
     combine: Callable[[Any, Any], Any]
     finish: Callable[[Any, int], Any]
     dtype: Any = AUTO
+    merge: Callable[[Any, Any], Any] | None = None
+    name: str = "custom"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +83,14 @@ class Collect:
 
 @dataclasses.dataclass(frozen=True)
 class Carry:
-    """Hands each microbatch's value to the next one; the last value is the result."""
+    """Hands each microbatch's value to the next one; the last value is the result.
+
+    With replicas, `merge` combines their last values: a name, or a function of their rows.
+    """
 
     name: str
     dtype: Any = AUTO
+    merge: Any = None
 
 
 def _filled(x, value):
@@ -253,8 +260,46 @@ def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
             raise ValueError(f"{where} is a scalar and has no axis to concatenate; use 'stack'.")
         return operator
     if isinstance(reduce, Operator):
-        return Custom(reduce.init, reduce.combine, reduce.finish)
+        merge = getattr(reduce, "merge", None)
+        return Custom(reduce.init, reduce.combine, reduce.finish, merge=merge)
     raise ValueError(
         f"{where}: {reduce!r} is no reduction; give one of {', '.join(map(repr, REDUCTIONS))}, or "
         f"an object with init, combine and finish."
     )
+
+
+def with_merge(operator: Any, merge: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
+    """Finds how the values of replicas are combined, for an output of one slice like `x`.
+
+    Args:
+        operator: the operator of the output.
+        merge: what the user gave for it; None for the default.
+        path: the path of the output.
+        x: the type of the output.
+
+    Raises:
+        ValueError: if it is not known, or no such output is merged.
+    """
+    where = f"microbatch: output{path or ''} ({x.dtype}{list(x.shape)})"
+    if isinstance(operator, Custom) and operator.merge is None:
+        raise ValueError(
+            f"{where} is combined by an object without merge(acc, other), so that it is not known "
+            f"how the accumulators of two replicas become one; give it that method."
+        )
+    if not isinstance(operator, Carry):
+        return operator
+    own = "mean" if merge is None and _is_inexact(x.dtype) else merge
+    names = [n for n, o in REDUCTIONS.items() if isinstance(o, Fold) and o.accepts(x.dtype)]
+    if own not in names and not callable(own):
+        is_given = "" if merge is None else f"has no merge {merge!r}: it "
+        raise ValueError(
+            f"{where} {is_given}is carried, in each replica for itself, and is no float, of which "
+            f"the mean over the replicas would be taken. Say what the result is: merge= one of "
+            f"{', '.join(map(repr, names))}, or a function of the values of all replicas, stacked "
+            f"along a new first axis."
+        )
+    return dataclasses.replace(operator, merge=own)
+
+
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)

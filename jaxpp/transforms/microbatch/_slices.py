@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from jaxpp import _compat, _jaxprs, _specs
-from jaxpp.transforms.microbatch import _reductions
+from jaxpp.transforms.microbatch import _reductions, _replicas
 from jaxpp.transforms.stages import keep_nothing
 
 #: The role of an argument that is the value that the microbatch before gave back.
@@ -21,7 +21,11 @@ CARRY = "carry"
 
 
 def loop_over_slices(
-    jaxpr: jex.ClosedJaxpr, roles: Sequence[str], operators: Sequence[Any], count: int
+    jaxpr: jex.ClosedJaxpr,
+    roles: Sequence[str],
+    operators: Sequence[Any],
+    count: int,
+    replicas: int = 1,
 ) -> Callable:
     """Makes the loop over slices, as a function of the jaxpr's inputs, with its derivative.
 
@@ -34,10 +38,11 @@ def loop_over_slices(
         roles: the role of each input, `"whole"`, `"slice"` or `"carry"`.
         operators: the operator of each output.
         count: the number of slices.
+        replicas: the number of replicas, each of which runs a loop over as many slices.
     """
-    loop = _Loop(jaxpr, roles, operators, count)
+    loop = _Loop(jaxpr, roles, operators, count, replicas)
     # The gradient of a value that a slice carries to the next is known only after the last slice.
-    if CARRY in roles or not loop.scalars:
+    if CARRY in roles or (not loop.scalars and replicas == 1):
         return functools.partial(_jaxprs.run_compiled, loop.recomputed)
 
     def forward(*primals):
@@ -45,18 +50,17 @@ def loop_over_slices(
         active = [i for i, p in enumerate(primals) if p.perturbed and _is_inexact(p.value)]
         run = functools.partial(loop.with_gradients, active=active)
         outputs, gradients, values = _jaxprs.run_compiled(run, inputs)
-        return outputs, (inputs, gradients, values)
+        return outputs, (inputs, gradients, values, dict.fromkeys(active, ()))
 
     def backward(residuals, cotangents):
         given = {k: ct for k, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)}
         return _jaxprs.run_compiled(pull_back, *residuals, given)
 
-    def pull_back(inputs, gradients, values, given):
+    def pull_back(inputs, gradients, values, active, given):
         result: list[Any] = [None] * len(inputs)
         parts = [(i, given[k] * g) for (k, i), g in gradients.items() if k in given]
-        if gradients and not given.keys() <= set(loop.scalars):
-            active = list(dict.fromkeys(i for _, i in gradients))
-            parts = loop.gradients(inputs, active, values, given)
+        if active and not given.keys() <= set(loop.scalars):
+            parts = loop.gradients(inputs, list(active), values, given)
         for i, part in parts:
             result[i] = part if result[i] is None else result[i] + part
         pairs = zip(result, inputs, strict=True)
@@ -92,6 +96,10 @@ class _Loop:
     roles: Sequence[str]
     operators: Sequence[Any]
     count: int
+    replicas: int = 1
+
+    def _run(self, body: Callable, roles, operators, *inputs: Any) -> list[Any]:
+        return _run_loop(body, roles, operators, self.count, self.replicas, *inputs)
 
     @functools.cached_property
     def scalars(self) -> list[int]:
@@ -107,7 +115,7 @@ class _Loop:
 
     def plain(self, *inputs):
         """Computes the outputs."""
-        return _run_loop(self._body, self.roles, self.operators, self.count, *inputs)
+        return self._run(self._body, self.roles, self.operators, *inputs)
 
     def recomputed(self, *inputs):
         """Computes the outputs; for its backward, it keeps the inputs of each slice alone."""
@@ -147,7 +155,7 @@ class _Loop:
             return body(*_replaced(own, apart, joined))
 
         roles = [*self.roles, *("whole" for _ in apart)]
-        return _run_loop(of_slice, roles, self.operators, self.count, *inputs, *carriers)
+        return self._run(of_slice, roles, self.operators, *inputs, *carriers)
 
     @functools.cached_property
     def chained(self) -> list[int]:
@@ -168,7 +176,7 @@ class _Loop:
         of each of the outputs `chained`.
         """
         pairs = [(k, i) for k in self.scalars for i in active]
-        if not pairs:
+        if not active or not (pairs or self.chained):
             return self.plain(*inputs), {}, {}
 
         def of_slice(*inputs):
@@ -199,7 +207,7 @@ class _Loop:
 
         stacks = [_reductions.REDUCTIONS["stack"]] * len(self.chained)
         operators = [*self.operators, *stacks, *(operator(k, i) for k, i in pairs)]
-        results = iter(_run_loop(of_slice, self.roles, operators, self.count, *inputs))
+        results = iter(self._run(of_slice, self.roles, operators, *inputs))
         outputs = list(itertools.islice(results, len(self.operators)))
         values = dict(zip(self.chained, itertools.islice(results, len(stacks)), strict=True))
         return outputs, dict(zip(pairs, results, strict=True)), values
@@ -232,7 +240,7 @@ class _Loop:
             _reductions.of_gradient(name, own, inputs[i])
             for i, name in zip(active, names, strict=True)
         ]
-        results = _run_loop(of_slice, roles, operators, self.count, *operands)
+        results = self._run(of_slice, roles, operators, *operands)
         return list(zip(active, results, strict=True))
 
     def _shares(self, k: int, ct: Any, values: dict[int, Any]) -> tuple[str, Any]:
@@ -242,7 +250,7 @@ class _Loop:
             return _reductions.cotangent_of_slices(operator, ct, self.count)
 
         def combined(values):
-            return _run_loop(lambda one: [one], ["slice"], [operator], self.count, values)[0]
+            return self._run(lambda one: [one], ["slice"], [operator], values)[0]
 
         (slices,) = jax.vjp(combined, values[k])[1](ct)
         return "slice", slices
@@ -270,8 +278,13 @@ def _replaced(values: Sequence[Any], numbers: Sequence[int], by: Iterable[Any]) 
     return result
 
 
-def _run_loop(body: Callable, roles, operators, count: int, *inputs: Any) -> list[Any]:
-    """Scans `body` over the slices, folding, collecting or handing on each of its outputs."""
+def _run_loop(
+    body: Callable, roles, operators, count: int, replicas: int, *inputs: Any
+) -> list[Any]:
+    """Scans `body` over the slices, folding, collecting or handing on each of its outputs.
+
+    Each of the replicas does so for its own slices; then their results are combined.
+    """
     whole, first, slices = (
         [x for x, r in zip(inputs, roles, strict=True) if r == role]
         for role in ("whole", CARRY, "slice")
@@ -297,7 +310,19 @@ def _run_loop(body: Callable, roles, operators, count: int, *inputs: Any) -> lis
         return (accs, those(_reductions.Carry, outputs)), those(_reductions.Collect, outputs)
 
     init = [operators[i].init(shapes[i]) for i in folds]
-    (accs, carried), stacked = jax.lax.scan(step, (init, first), slices, length=count)
+
+    def loop(*slices):
+        length = count // replicas
+        (accs, carried), stacked = jax.lax.scan(step, (init, first), list(slices), length=length)
+        return accs, carried, stacked
+
+    if replicas == 1:
+        accs, carried, stacked = loop(*slices)
+    else:
+        accs, carried, stacked = _replicas.run_each(loop, slices, replicas)
+        accs = [_replicas.merged(operators[i], x) for i, x in zip(folds, accs, strict=True)]
+        carried = list(map(_replicas.merged, those(_reductions.Carry, operators), carried))
+        stacked = list(map(_replicas.in_order, stacked))
     accs, carried, stacked = iter(accs), iter(carried), iter(stacked)
 
     def result(op):

@@ -14,9 +14,10 @@ from jaxpp._specs import replicated
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value
+from jaxpp.transforms.inside import on_rows
 from jaxpp.transforms.place._segments import is_segment
 from jaxpp.transforms.stages import stage_of_call
-from jaxpp.transforms.tasks import Ref, TaskBody, is_loop
+from jaxpp.transforms.tasks import LoopTasks, Ref, TaskBody, is_loop, row_type, with_rows
 
 
 def build(step: Step) -> TaskGraph:
@@ -183,7 +184,7 @@ class _Builder:
         for body in each:
             _check_memory(body.jaxpr)
         lifted = {body: _jaxprs.lift_arrays(_whole(body.jaxpr)) for body in each}
-        bodies = {body: self._body_of(body, lifted[body][0], known, length) for body in each}
+        bodies = {body: self._body_of(body, lifted[body][0], known, tasks) for body in each}
         several = tasks.num_directions > 1
         taken = table.direction_of if several else (0,) * length
         between: dict[tuple[int, int], Value] = {}
@@ -204,7 +205,8 @@ class _Builder:
             outputs = []
             for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
                 if ref.source in ("value", "unread"):
-                    value = Value(v.aval, "edge", str(task))
+                    aval = with_rows(v.aval, tasks.replicas) if tasks.replicas > 1 else v.aval
+                    value = Value(aval, "edge", str(task))
                     if ref.source == "value" and task.kind is Kind.R:
                         again[mb, ref.index, body.stage] = value
                     elif ref.source == "value":
@@ -242,16 +244,17 @@ class _Builder:
         return known
 
     def _body_of(
-        self, body: TaskBody, part: _jaxprs.Part, known: Mapping[Ref, Value], length: int
+        self, body: TaskBody, part: _jaxprs.Part, known: Mapping[Ref, Value], tasks: LoopTasks
     ) -> Body:
         """Makes the body of a loop's task: it slices its microbatch, and updates buffers in place.
 
         `part` takes the arrays that it closes over after its other inputs.
         """
-        jaxpr = part.jaxpr
-        xs = [known[r].aval if r.source == "x" else None for r in body.inputs]
+        jaxpr, length, replicas = part.jaxpr, tasks.table.num_microbatches, tasks.replicas
+        own = row_type if replicas > 1 else lambda aval: aval
+        xs = [own(known[r].aval) if r.source == "x" else None for r in body.inputs]
         xs += [None] * (len(jaxpr.in_avals) - len(xs))
-        y_avals = [known[r].aval for r in body.outputs if r.source == "y"]
+        y_avals = [own(known[r].aval) for r in body.outputs if r.source == "y"]
         indexed = _is_indexed(body)
         taken = "" if body.kind is Kind.R else "carry"
         carries = tuple(i for i, r in enumerate(body.inputs) if r.source == taken)
@@ -261,6 +264,8 @@ class _Builder:
             tuple(r.source == "y" for r in body.outputs),
             tuple(str(a) for a in y_avals),
             length if indexed else None,
+            replicas,
+            tuple(r.source == "const" for r in body.inputs) if replicas > 1 else (),
         )
         key = _jaxprs.structure(jaxpr), pattern
         if key in self.bodies:
@@ -293,8 +298,25 @@ class _Builder:
             [*invars, *[index] * indexed, *buffers], outvars, [*before, *jaxpr.eqns, *after]
         )
         donated = (*carries, *range(first, first + len(y_avals)))
+        if replicas > 1:
+            has_rows = [r.source != "const" for r in body.inputs]
+            has_rows += [False] * (first - len(has_rows)) + [True] * len(y_avals)
+            whole = self._on_rows(whole, has_rows, replicas)
         self.bodies[key] = Body(body.name, _jaxprs.with_kept_constants(whole), donated)
         return self.bodies[key]
+
+    def _on_rows(
+        self, jaxpr: jex.ClosedJaxpr, has_rows: Sequence[bool], replicas: int
+    ) -> jex.ClosedJaxpr:
+        """Makes the computation of all replicas of that of one."""
+        run = on_rows(jaxpr, has_rows, replicas, self.step.inside)
+        avals = [
+            with_rows(v.aval, replicas) if own else v.aval
+            for v, own in zip(jaxpr.jaxpr.invars, has_rows, strict=True)
+        ]
+        made, constants = _jaxprs.without_constants(jax.make_jaxpr(run)(*avals))
+        assert not constants
+        return made
 
 
 def _check_kinds(table: Table, bodies: Sequence[TaskBody]) -> None:

@@ -16,6 +16,7 @@ import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp.transforms._step import Fact, Guard, Step
+from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _conditionals
 from jaxpp.transforms.stacked import (
     Bounds,
@@ -138,6 +139,8 @@ def _makers(eqns) -> dict[Any, frozenset[int]]:
         read = _jaxprs.variables(eqn.invars)
         if is_loop(eqn):
             makers.update(zip(eqn.outvars, result_stages(eqn), strict=True))
+        elif is_reduction(eqn) and eqn.invars[0] in makers:
+            makers[eqn.outvars[0]] = makers[eqn.invars[0]]
         elif eqn.primitive.name in _primitives.ADDS and all(v in makers for v in read):
             makers[eqn.outvars[0]] = frozenset().union(*(makers[v] for v in read))
     return makers

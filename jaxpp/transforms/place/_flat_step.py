@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms._step import Step
+from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.stages import is_backward_call, is_enter, is_stage_call
 from jaxpp.transforms.tasks import (
     error_inside,
@@ -19,8 +20,8 @@ from jaxpp.transforms.tasks import (
 
 
 def flatten(jaxpr):
-    """Inlines all calls of a step, but for the calls of stages outside of loops."""
-    flat = _jaxprs.inline(jaxpr, lambda e: not is_stage_call(e))
+    """Inlines all calls of a step, but for those of stages outside of loops, and of reductions."""
+    flat = _jaxprs.inline(jaxpr, lambda e: not (is_stage_call(e) or is_reduction(e)))
     for eqn in flat.eqns:
         if holds_microbatch_loop(eqn):
             raise error_inside("place", "a microbatch loop", eqn)

@@ -21,6 +21,7 @@ from jaxpp.transforms.inside import (
     automatic,
     defer_sums,
     gather_in_tasks,
+    reduce_replicas,
     specs_of_leaves,
     split_examples,
     split_state,
@@ -51,6 +52,7 @@ class Request:
         in_specs: a prefix of the arguments.
         out_specs: a prefix of the results.
         zero: for each role, the axes over which arguments of that role are split further.
+        replica_axis: the axis whose devices have replicas of their own.
         edits: what `edit_tasks` does to the tasks, in order.
     """
 
@@ -61,6 +63,7 @@ class Request:
     in_specs: Any
     out_specs: Any
     zero: Mapping[Role, tuple[str, ...]]
+    replica_axis: str
     edits: tuple[Callable[[TaskGraph], TaskGraph], ...] = ()
 
 
@@ -73,6 +76,7 @@ PASSES: tuple[Callable[[Step], Step], ...] = (
     split_examples,
     gather_in_tasks,
     defer_sums,
+    reduce_replicas,
     _conditionals.open_spanning,
     _flat_step.skip_carries,
     _placement.place_equations,
@@ -175,6 +179,7 @@ def _make_step(
         and Inside(
             automatic(inside),
             request.zero,
+            replicas=request.replica_axis,
         ),
     )
 

@@ -39,6 +39,7 @@ def place(
     out_specs: Specs | None = None,
     zero1: str | Sequence[str] = (),
     zero3: str | Sequence[str] = (),
+    replica_axis: str = "data",
     feed: Mapping[int, Callable[..., PyTree]] | None = None,
 ) -> "Placed[R]":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
@@ -74,6 +75,10 @@ def place(
         zero3: the axis, or axes, over which parameters are split as well as optimizer state. Each
             task gathers the parameters that it reads, and drops them when it ends; gradients are
             accumulated whole, and scattered once a step.
+        replica_axis: the axis inside a rank whose n devices have the D replicas of
+            `microbatch(..., replicas=D)` to themselves, D / n each: a task has no collective over
+            it, and their sums are reduced once a step. A mesh without that axis, or with one device
+            along it, runs the replicas of a rank one after the other.
         feed: for the positions of some arguments a function that loads the argument: the step is
             then called with the function's own argument, such as the number of the batch. On a
             `jaxpp.RemoteMpmdMesh` each rank that reads the argument calls the function itself, and
@@ -116,10 +121,14 @@ def place(
                 f"place: {name} splits arrays inside a rank, but each rank of the mesh is one "
                 f"device. Give the mesh further axes: jaxpp.MpmdMesh((2, 2), ('mpmd', 'data'))."
             )
+    if replica_axis != "data":
+        _axes_inside("replica_axis", replica_axis, inside)
     parameter_axes = _axes_inside("zero3", zero3, inside)
     optimizer_axes = parameter_axes or _axes_inside("zero1", zero1, inside)
     zero = {Role.PARAMETER: parameter_axes, Role.OPTIMIZER: optimizer_axes}
-    request = Request(positional(fun), mesh, donated, static, in_specs, out_specs, zero)
+    request = Request(
+        positional(fun), mesh, donated, static, in_specs, out_specs, zero, replica_axis
+    )
     return Placed(request, dict(feed or {}))
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxpp import _compat, _jaxprs
 from jaxpp._groups import Flow, in_levels, outline
 from jaxpp.transforms._step import Step
+from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _alike, _conditionals
 from jaxpp.transforms.tasks import LoopTasks, is_loop, operand_stages
 
@@ -80,8 +81,9 @@ def outline_segments(step: Step, flow: Phases, place_of: Mapping[int, Place]) ->
     )
     by_phase = {phase: list(own) for phase, own in clusters}
     for phase in range(len(flow.loops) + 1):
-        label = "prepare" if phase < len(flow.loops) else "update"
         for cluster in by_phase.get(phase, ()):
+            label = "prepare" if phase < len(flow.loops) else "update"
+            label = "reduce" if all(map(is_reduction, cluster.eqns)) else label
             outliner.add(frozenset(cluster.group[2]), cluster.eqns, cluster.outputs, label)
         if phase < len(flow.loops):
             outliner.loop(flow.loops[phase])
@@ -107,13 +109,19 @@ class _Outliner:
             own = {i: place for i, place in self.place_of.items() if phase[i] == n}
             sources = {i: self._sources(own, i) for i in own}
             levels = in_levels(self.flow, own, sources.__getitem__)
-            members: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+            members: dict[tuple[int, bool, tuple[int, ...]], list[int]] = {}
             for i in sorted(own):
-                members.setdefault((levels[i], tuple(sorted(own[i]))), []).append(i)
-            segments = [(place, numbers) for (_, place), numbers in sorted(members.items())]
+                key = (levels[i], not self._reduces(i), tuple(sorted(own[i])))
+                members.setdefault(key, []).append(i)
+            segments = [(place, numbers) for (*_, place), numbers in sorted(members.items())]
             for k, (place, numbers) in enumerate(self._divided(segments, own, sources)):
                 found |= dict.fromkeys(numbers, (n, k, place))
         return found
+
+    def _reduces(self, i: int) -> bool:
+        """Tells whether an equation combines what replicas made in a loop: a segment of its own."""
+        eqn = self.flow.eqns[i]
+        return is_reduction(eqn) and self.flow.maker.get(eqn.invars[0]) in self.flow.loops
 
     def _divided(
         self,

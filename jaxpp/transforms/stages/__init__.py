@@ -5,12 +5,16 @@ from jaxpp.transforms.stages._finest import Finest as Finest
 from jaxpp.transforms.stages._finest import UnitCosts as UnitCosts
 from jaxpp.transforms.stages._finest import UnitCuts as UnitCuts
 from jaxpp.transforms.stages._finest import Units as Units
+from jaxpp.transforms.stages._marks import call_merge as call_merge
+from jaxpp.transforms.stages._marks import call_replica as call_replica
 from jaxpp.transforms.stages._marks import call_task as call_task
 from jaxpp.transforms.stages._marks import is_backward_call as is_backward_call
 from jaxpp.transforms.stages._marks import is_enter as is_enter
+from jaxpp.transforms.stages._marks import is_replica_call as is_replica_call
 from jaxpp.transforms.stages._marks import is_stage_call as is_stage_call
 from jaxpp.transforms.stages._marks import is_task_call as is_task_call
 from jaxpp.transforms.stages._marks import keep_nothing as keep_nothing
+from jaxpp.transforms.stages._marks import merge_of_call as merge_of_call
 from jaxpp.transforms.stages._marks import pipeline_enter_stage as pipeline_enter_stage
 from jaxpp.transforms.stages._marks import stage_of_call as stage_of_call
 from jaxpp.transforms.stages._split_stages import split_stages as split_stages

@@ -135,9 +135,11 @@ def is_edge(eqn) -> bool:
 # (another output of the function is differentiated), the call stays, but its body has no edges.
 _STAGE_CALL = re.compile(r"pipeline_stage_(\d+)_of_(\d+)")
 _TASK_CALL = re.compile(r"pipeline_task_\w+")
+_REPLICA_CALL = re.compile(r"pipeline_replica")
+_MERGE_CALL = re.compile(r"pipeline_merge_(\w+)")
 
 
-def _call(fun, name: str, args: Sequence[Any]) -> list[Any]:
+def _call(fun, name: str, args: Sequence[Any]) -> Any:
     def named(*args):
         return fun(*args)
 
@@ -174,6 +176,27 @@ def record_stage(fun, args: Sequence[Any]) -> Any | None:
 def call_task(fun, name: str, args: Sequence[Any]) -> list[Any]:
     """Calls `fun` as a task of a loop that may lose its schedule: a `jax.jit` of its own."""
     return _call(fun, f"pipeline_task_{name}", args)
+
+
+def call_replica(fun, args: Sequence[Any]) -> Any:
+    """Calls `fun` as the loop of one replica: a `jax.jit` of its own."""
+    return _call(fun, "pipeline_replica", args)
+
+
+def call_merge(fun, how: str, args: Sequence[Any]) -> Any:
+    """Calls `fun`, which combines rows of replicas, as what is named `how`."""
+    return _call(fun, f"pipeline_merge_{how}", args)
+
+
+def is_replica_call(eqn) -> bool:
+    """Tells whether an equation is a call made by `call_replica`."""
+    return _matched(eqn, _REPLICA_CALL) is not None
+
+
+def merge_of_call(eqn) -> str | None:
+    """Reads off a call made by `call_merge` how it combines rows; None for another equation."""
+    match = _matched(eqn, _MERGE_CALL)
+    return match[1] if match else None
 
 
 def _matched(eqn, pattern: re.Pattern[str]) -> re.Match[str] | None:

@@ -10,7 +10,9 @@ from jaxpp.transforms.tasks._loop import error_inside as error_inside
 from jaxpp.transforms.tasks._loop import is_loop as is_loop
 from jaxpp.transforms.tasks._loop import operand_stages as operand_stages
 from jaxpp.transforms.tasks._loop import result_stages as result_stages
+from jaxpp.transforms.tasks._loop import row_type as row_type
 from jaxpp.transforms.tasks._loop import was_loop as was_loop
+from jaxpp.transforms.tasks._loop import with_rows as with_rows
 from jaxpp.transforms.tasks._schedule import holds_microbatch_loop as holds_microbatch_loop
 from jaxpp.transforms.tasks._schedule import is_microbatch_loop as is_microbatch_loop
 from jaxpp.transforms.tasks._schedule import schedule as schedule

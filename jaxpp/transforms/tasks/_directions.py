@@ -19,7 +19,10 @@ from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 
 def separate(
-    tasks: _loop.LoopTasks, loop: MicrobatchLoop, direction_of: Sequence[int]
+    tasks: _loop.LoopTasks,
+    loop: MicrobatchLoop,
+    direction_of: Sequence[int],
+    join_rows: Callable[..., Any] | None = None,
 ) -> tuple[_loop.LoopTasks, MicrobatchLoop]:
     """Copies the tasks of a loop for each direction, with accumulators of its own.
 
@@ -27,6 +30,8 @@ def separate(
         tasks: the tasks of one direction.
         loop: the loop that they are the tasks of.
         direction_of: the direction of each slice of the loop.
+        join_rows: makes a result with a row for each slice from those of the directions; None for
+            what takes each row from its slice's direction.
 
     Returns:
         The tasks, and the loop with a carry and a result of each direction in place of each.
@@ -53,8 +58,8 @@ def separate(
             eqns, operands[v] = neutral(fold, operands[carry])
             before += eqns
         parts.append(own)
-    joins = [folded(fold) if fold else _first for fold in folds]
-    joins += [rows_of(direction_of)] * tasks.num_ys
+    joins = [folded(fold) if fold else first_of for fold in folds]
+    joins += [join_rows or rows_of(direction_of)] * tasks.num_ys
     parts += [[v] * count for v in loop.results[len(parts) :]]
     loop = loop.divided(parts, joins, operands=operands, before=tuple(before))
     return copied(tasks, count), loop
@@ -118,8 +123,8 @@ def _moved(
     )
 
 
-def _first(first, *_):
-    """Joins what the tasks of no direction change."""
+def first_of(first, *_):
+    """Joins what is the same in all directions, as what no task changes is."""
     return first
 
 

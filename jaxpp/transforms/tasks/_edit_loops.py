@@ -145,13 +145,25 @@ def _bound(eqn: Any, loop: Loop, consts: Sequence[Any]) -> tuple[list[Any], list
     outvars = [*eqn.outvars, *new.outvars[len(eqn.outvars) :]]
     eqns = [eqn.replace(invars=invars, outvars=outvars, params=new.params, effects=new.effects)]
     added = outvars[len(eqn.outvars) :]
-    if count == 1:
+    if count == 1 and old.replicas == 1:
         return eqns, added
     taken = loop.table.direction_of
     join = _directions.rows_of(taken[::-1] if eqn.params["reverse"] else taken)
+    if old.replicas > 1:
+        join = _of_replicas(join)
     joined = []
     for n in range(0, len(added), count):
         more, (result,) = _jaxprs.record(join, added[n : n + count], eqn)
         eqns += more
         joined.append(result)
     return eqns, joined
+
+
+def _of_replicas(join: Callable[..., Any]) -> Callable[..., Any]:
+    """Joins the results of directions for each replica, and puts those of replicas in a row."""
+
+    def joined(*results: Any) -> Any:
+        rows = jax.vmap(join)(*results)
+        return rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
+
+    return joined

@@ -61,7 +61,9 @@ class LoopTasks:
 
     `table` says which rank runs the tasks, and in which order; it splits the backward as the tasks
     do. For each carry that takes its microbatches in any order, `folds` has the primitive that
-    combines them. `is_batched` tells whether the loop is under `jax.vmap`.
+    combines them. `is_batched` tells whether the loop is under `jax.vmap`. Where there are several
+    `replicas`, all operands but constants, and all results, have a first axis with a row for each,
+    which runs by itself.
     """
 
     bodies: tuple[TaskBody, ...]
@@ -72,6 +74,7 @@ class LoopTasks:
     folds: dict[int, Any]
     num_directions: int = 1
     is_batched: bool = False
+    replicas: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -140,6 +143,10 @@ class LoopTasks:
         counts = {"carry": self.num_carry, "y": self.num_ys}
         return [Ref(source, i) for source, count in counts.items() for i in range(count)]
 
+    def of_replica(self) -> "LoopTasks":
+        """Gives the tasks of the loop that one replica runs."""
+        return dataclasses.replace(self, replicas=1)
+
     def of_direction(self, direction: int) -> list[TaskBody]:
         """Gives the bodies of the tasks of one direction."""
         return [b for b in self.bodies if b.stage // self.num_stages == direction]
@@ -179,9 +186,18 @@ def _recomputation(forward: TaskBody, others: Sequence[TaskBody]) -> TaskBody | 
 def run_as_scan(*operands: Any, tasks: LoopTasks, reverse: bool):
     """Computes the loop's results, microbatch after microbatch, all tasks of each in order.
 
-    Each direction of the table is a scan over its own microbatches.
+    Each direction of the table is a scan over its own microbatches. Replicas run one after the
+    other.
     """
     consts = operands[: tasks.num_consts]
+    if tasks.replicas > 1:
+        one = functools.partial(run_as_scan, tasks=tasks.of_replica(), reverse=reverse)
+
+        def replica(_, rows):
+            return None, one(*consts, *rows)
+
+        rows = list(operands[tasks.num_consts :])
+        return jax.lax.scan(replica, None, rows, length=tasks.replicas)[1]
     carry = list(operands[tasks.num_consts : tasks.num_consts + tasks.num_carry])
     xs = list(operands[tasks.num_consts + tasks.num_carry :])
     length = tasks.table.num_microbatches
@@ -234,6 +250,10 @@ def _plain(*avals, **params):
 
 
 def _abstract(*avals, tasks: LoopTasks, **params):
+    if tasks.replicas > 1:
+        own = [a if n < tasks.num_consts else row_type(a) for n, a in enumerate(avals)]
+        made, effects = _abstract(*own, tasks=tasks.of_replica(), **params)
+        return [with_rows(y, tasks.replicas) for y in made], effects
     carries = list(avals[tasks.num_consts : tasks.num_consts + tasks.num_carry])
     ys: list[Any] = [None] * tasks.num_ys
     for body in tasks.bodies:
@@ -250,6 +270,20 @@ def _abstract(*avals, tasks: LoopTasks, **params):
     stacked = [y.update(shape=(length, *y.shape)) for y in ys]
     effects = set().union(*(body.jaxpr.effects for body in tasks.bodies))
     return [*carries, *stacked], effects
+
+
+def row_type(aval: Any) -> Any:
+    """Gives the type of a row of an array that has one for each replica."""
+    sharding = aval.sharding
+    spec = jax.sharding.PartitionSpec(*tuple(sharding.spec)[1:])
+    return aval.update(shape=aval.shape[1:], sharding=sharding.update(spec=spec))
+
+
+def with_rows(aval: Any, replicas: int) -> Any:
+    """Gives the type of an array that has a row of a type for each replica."""
+    sharding = aval.sharding
+    spec = jax.sharding.PartitionSpec(None, *tuple(sharding.spec))
+    return aval.update(shape=(replicas, *aval.shape), sharding=sharding.update(spec=spec))
 
 
 loop_p.def_impl(
@@ -276,11 +310,18 @@ def _batch(args, dims, *, tasks: LoopTasks, **params):
     refs = tasks.operands(len(args))
     batched = _reached(tasks, {r for r, d in zip(refs, dims, strict=True) if d is not None})
 
+    def axis_of(ref: Ref) -> int:
+        """The axis of the batch: after those of the replicas and of the microbatches."""
+        of_replicas = tasks.replicas > 1 and ref.source != "const"
+        return of_replicas + (ref.source in ("x", "y"))
+
     def operand(ref: Ref, x, dim):
         if dim is not None:
-            return jnp.moveaxis(x, dim, _batch_axis(ref))
+            return jnp.moveaxis(x, dim, axis_of(ref))
         # A carry that begins equal for the whole batch may become different.
-        return jnp.broadcast_to(x, (size, *x.shape)) if ref in batched else x
+        if ref not in batched:
+            return x
+        return jnp.moveaxis(jnp.broadcast_to(x, (size, *x.shape)), 0, axis_of(ref))
 
     def batch(body: TaskBody) -> TaskBody:
         axes, out_axes = (
@@ -300,12 +341,7 @@ def _batch(args, dims, *, tasks: LoopTasks, **params):
         **params,
     )
     results = tasks.results()
-    return outputs, [_batch_axis(r) if r in batched else None for r in results]
-
-
-def _batch_axis(ref: Ref) -> int:
-    """Gives the axis of the batch in an operand or a result: after the axis of the microbatches."""
-    return 1 if ref.source in ("x", "y") else 0
+    return outputs, [axis_of(r) if r in batched else None for r in results]
 
 
 def _reached(tasks: LoopTasks, sources: set[Ref]) -> set[Ref]:

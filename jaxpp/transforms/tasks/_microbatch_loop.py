@@ -72,6 +72,11 @@ class MicrobatchLoop:
     def outputs(self) -> tuple[Any, ...]:
         return (*self.carry_outs, *self.ys)
 
+    @property
+    def inputs(self) -> list[Any]:
+        """The operands of the scheduled loop: atoms outside of it."""
+        return [self.operands[v] for v in (*self.consts, *self.carries, *self.xs)]
+
     def placed(self) -> Iterator[tuple[Any, int | None]]:
         """Pairs each equation with its position."""
         return zip(self.eqns, self.position, strict=True)

@@ -14,7 +14,7 @@ from jaxpp._typing import P, R
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms._changes import changes
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
-from jaxpp.transforms.tasks import _directions, _loop
+from jaxpp.transforms.tasks import _directions, _loop, _replicas
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop, read_loop
 from jaxpp.transforms.tasks._partition import PASSES, partition
 
@@ -126,6 +126,8 @@ def _has_backward(eqn) -> bool:
 
 def holds_microbatch_loop(eqn) -> bool:
     """Tells whether a microbatch loop is inside an equation."""
+    if _replicas.is_replicas(eqn):
+        return False
     bodies = _jaxprs.sub_jaxprs(eqn)
     return any(_jaxprs.contains(e, is_microbatch_loop) for body in bodies for e in body.eqns)
 
@@ -141,6 +143,7 @@ def _uses_of_refs(eqn):
 def _check_loops(flat) -> None:
     """Checks that a flat program has microbatch loops, where a pipeline can start."""
     for eqn in flat.eqns:
+        _replicas.check_differentiated(eqn)
         if holds_microbatch_loop(eqn):
             raise _loop.error_inside("schedule", "the microbatch loop", eqn)
         if is_microbatch_loop(eqn) and any(map(_compat.is_ref, eqn.invars)):
@@ -180,20 +183,28 @@ def _scheduled(
         flat = live
     trains = any(is_microbatch_loop(e) and _has_backward(e) for e in flat.eqns)
     eqns: list[Any] = []
+    made: set[Any] = set()
     numbers = itertools.count()
     for eqn in flat.eqns:
         if not is_microbatch_loop(eqn):
-            eqns.append(eqn)
+            if made.isdisjoint(eqn.outvars):  # else it combined rows of replicas
+                eqns.append(eqn)
             continue
         own = _forwards(schedule, eqn) if trains and not _has_backward(eqn) else schedule
-        eqns += _scheduled_loop(eqn, own, functools.partial(note, next(numbers)))
+        noted = functools.partial(note, next(numbers))
+        tasks_of = functools.partial(_tasks_of, schedule=own, note=noted)
+        if _replicas.is_replicas(eqn):
+            eqns += _replicas.scheduled(eqn, flat.eqns, tasks_of)
+            made.update(v for e in eqns for v in e.outvars)
+        else:
+            eqns += _loop_equations(eqn, *tasks_of(eqn))
     return _compat.with_equations(flat, eqns, flat.jaxpr.outvars)
 
 
-def _scheduled_loop(
-    eqn: Any, schedule: Any, note: Callable[[str, MicrobatchLoop], None]
-) -> list[Any]:
-    """Makes the equations in place of a microbatch loop: the scheduled one, and those around it."""
+def _tasks_of(
+    eqn: Any, schedule: Any, note: Callable[[str, MicrobatchLoop], None], join_rows: Any = None
+) -> tuple[_loop.LoopTasks, MicrobatchLoop]:
+    """Makes the tasks of a microbatch loop; also gives what is around them."""
     table = _table(schedule, eqn)
     loop = read_loop(eqn, table.splits_backward)
     note("traced", loop)
@@ -203,13 +214,17 @@ def _scheduled_loop(
     tasks, loop = partition(loop, table)
     check(repr(schedule), table, tasks)
     taken = table.direction_of[::-1] if loop.reverse else table.direction_of
-    tasks, loop = _directions.separate(tasks, loop, taken)
+    return _directions.separate(tasks, loop, taken, join_rows)
+
+
+def _loop_equations(eqn: Any, tasks: _loop.LoopTasks, loop: MicrobatchLoop) -> list[Any]:
+    """The equations in place of a microbatch loop: the scheduled one, and those around it."""
     bind = functools.partial(_loop.loop_p.bind, reverse=loop.reverse, tasks=tasks)
-    operands = [loop.operands[v] for v in (*loop.consts, *loop.carries, *loop.xs)]
     # JAX keeps few frames of a call: a line of the scan is one of jaxpp, a stage's is the user's.
     first = next((e for e, p in loop.placed() if p is not None and _compat.source_line(e)), eqn)
     eqn = _compat.at_line_of(eqn, first)
-    return [*loop.before, *_jaxprs.splice(bind, operands, loop.results, eqn), *loop.after]
+    middle = _jaxprs.splice(bind, loop.inputs, loop.results, eqn)
+    return [*loop.before, *middle, *loop.after]
 
 
 def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:

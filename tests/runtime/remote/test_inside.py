@@ -52,6 +52,17 @@ def test_three_steps_are_bitwise_those_of_the_local_mesh(mesh):
         assert_same(state, other)
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("zero", [{}, {"zero1": "data"}])
+def test_replicas_in_worker_processes_are_bitwise_those_of_the_local_mesh(mesh, zero):
+    step, other = (placed(m, replicas=2, **zero) for m in (mesh, local((2, 2, 2))))
+    state, losses = train(step, start(), range(3))
+    expected, expected_losses = train(other, start(), range(3))
+    assert losses == expected_losses
+    assert_same(state, expected)
+    assert_same_descriptions(step.describe(), other.describe())
+
+
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

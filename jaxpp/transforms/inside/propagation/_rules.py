@@ -138,6 +138,8 @@ def _scan(eqn, specs, outputs, sizes) -> list[MaybeSpec]:
 
 def _pipeline_loop(eqn, specs, outputs, sizes) -> list[MaybeSpec]:
     tasks: LoopTasks = eqn.params["tasks"]
+    if tasks.replicas > 1:
+        return _loop_of_replicas(eqn, tasks, specs, outputs, sizes)
     operands = zip(tasks.operands(len(specs)), specs, strict=True)
     known = {r: _row(spec) if r.source == "x" else spec for r, spec in operands}
     carries = [r for r in known if r.source == "carry"]
@@ -153,6 +155,21 @@ def _pipeline_loop(eqn, specs, outputs, sizes) -> list[MaybeSpec]:
     carry, made = _fixpoint(body, [known[r] for r in carries])
     made.update(zip(carries, carry, strict=True))
     return [_stacked(made[r]) if r.source == "y" else made[r] for r in tasks.results()]
+
+
+def _loop_of_replicas(eqn, tasks: LoopTasks, specs, outputs, sizes) -> list[MaybeSpec]:
+    """Gives the rows of replicas the axes that some of the operands' rows have."""
+    refs = tasks.operands(len(specs))
+    rows = [s[0] for s, r in zip(specs, refs, strict=True) if s and r.source != "const"]
+    axes = next(filter(None, rows), ())
+    others = [a for a in sizes if a not in axes]
+    own = [
+        s and only(s if r.source == "const" else s[1:], others)
+        for s, r in zip(specs, refs, strict=True)
+    ]
+    one = eqn.replace(params={**eqn.params, "tasks": tasks.of_replica()})
+    made = _pipeline_loop(one, own, outputs, sizes)
+    return [None if s is None else (axes, *s) for s in made]
 
 
 def _fixpoint(body: Callable, carry: Sequence[MaybeSpec]) -> tuple[list[MaybeSpec], Any]:

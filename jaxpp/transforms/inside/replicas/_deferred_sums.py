@@ -97,7 +97,7 @@ def with_deferred_sums(
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
         new = [eqn]
-        if is_loop(eqn):
+        if is_loop(eqn) and eqn.params["tasks"].replicas == 1:
             new = _defer_in_loop(eqn, known, maker, replicas, scatter)
         maker.update((v, e) for e in new for v in e.outvars)
         eqns.extend(new)
