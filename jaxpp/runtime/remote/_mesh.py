@@ -194,6 +194,7 @@ class RemoteMpmdMesh:
 
     def load(self, bundle: Bundle) -> Any:
         """Compiles a step on the workers; returns the function that calls the step."""
+        self._group.warn_of_platform()
         return with_stacked(self._steps.load(bundle), bundle)
 
     def feed(self, load: Callable[[Any], Any], value: Any) -> Any:

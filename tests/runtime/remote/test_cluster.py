@@ -364,6 +364,18 @@ sys.stdin.read()
 """
 
 
+def test_a_driver_on_another_platform_is_warned_once(recwarn):
+    group = object.__new__(_group.WorkerGroup)
+    group._warned, group.members = False, [SimpleNamespace(hello=SimpleNamespace(platform="gpu"))]
+    for _ in range(2):
+        group.warn_of_platform()
+    (warning,) = recwarn
+    for part in ("on cpu in this process", "on gpu in the workers", "cudnn", "PREALLOCATE=false"):
+        assert part in str(warning.message)
+    _environment.warn_of_platform("gpu", "gpu")
+    assert len(recwarn) == 1
+
+
 def test_a_name_that_another_process_holds_is_an_error(monkeypatch):
     monkeypatch.setattr(_environment, "CHOICE_TIMEOUT", 0.05)
     name = f"test-held-{os.getpid()}"

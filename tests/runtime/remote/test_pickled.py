@@ -136,6 +136,7 @@ def attended(q):
 #: A function, its argument, and the platform that it is lowered for.
 CASES = {
     "shard_map": (manual, X, "cpu"),
+    "pallas": (pallas, X, "cuda"),
     "pallas_triton": (
         lambda x: pallas(x, compiler_params=triton.CompilerParams(num_warps=4)),
         X,

@@ -6,6 +6,7 @@ from jaxpp.runtime.remote.cluster._cluster import renew_places as renew_places
 from jaxpp.runtime.remote.cluster._cluster import reserve_places as reserve_places
 from jaxpp.runtime.remote.cluster._environment import prepare_process as prepare_process
 from jaxpp.runtime.remote.cluster._environment import warn_of_driver as warn_of_driver
+from jaxpp.runtime.remote.cluster._environment import warn_of_platform as warn_of_platform
 from jaxpp.runtime.remote.cluster._environment import worker_options as worker_options
 from jaxpp.runtime.remote.cluster._session import join_session as join_session
 from jaxpp.runtime.remote.cluster._session import leave_session as leave_session

@@ -110,6 +110,25 @@ def warn_of_driver(reservation: Reservation) -> None:
         )
 
 
+def warn_of_platform(here: str, there: str) -> None:
+    """Warns where a step is traced on another platform than the workers run it on.
+
+    Args:
+        here: the platform of this process, as `jax.default_backend` names it.
+        there: that of the workers.
+    """
+    if here != there:
+        warnings.warn(
+            f"JAX runs on {here} in this process, which traces the steps, and on {there} in the "
+            f"workers. What a step asks while it is traced has the answer for {here}: "
+            f"jax.default_backend(), whether cuDNN is there (`jax.nn.dot_product_attention` with "
+            f"implementation='cudnn' is an error), the kind of GPU. A step whose code asks such "
+            f"things needs this process on a host with a GPU as the workers have, with "
+            f"XLA_PYTHON_CLIENT_PREALLOCATE=false; jax.lax.platform_dependent needs nothing.",
+            stacklevel=4,
+        )
+
+
 def prepare_process(cores: int | None = None) -> None:
     """Binds this worker's process to some of its host's cores; call it before JAX starts.
 

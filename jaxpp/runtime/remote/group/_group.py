@@ -34,6 +34,7 @@ from jaxpp.runtime.remote.cluster import (
     renew_places,
     reserve_places,
     warn_of_driver,
+    warn_of_platform,
     worker_options,
 )
 from jaxpp.runtime.remote.group._health import HealthMonitor
@@ -80,7 +81,7 @@ class WorkerGroup:
     def __init__(self, settings: Settings, describe: Callable[[int, str], str]):
         #: Held where calls have to have one order on all workers.
         self.order = threading.RLock()
-        self.stopped = False
+        self.stopped = self._warned = False
         self._settings, self._describe = settings, describe
         config: Any = jax.config
         self._x64 = bool(config.jax_enable_x64)
@@ -143,6 +144,12 @@ class WorkerGroup:
     def is_well(self) -> bool:
         """Tells whether no worker has failed."""
         return self._health.error is None
+
+    def warn_of_platform(self) -> None:
+        """Warns once where the workers' platform is not this process's; it starts JAX here."""
+        if not self._warned:
+            self._warned = True
+            warn_of_platform(jax.default_backend(), self.hellos[0].platform)
 
     # ---- calls ----------------------------------------------------------------------------------
 
