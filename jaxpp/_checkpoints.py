@@ -19,11 +19,13 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 
 def open_calls(
-    jaxpr: jex.ClosedJaxpr, wanted: Callable[[Any], bool]
+    jaxpr: jex.ClosedJaxpr,
+    wanted: Callable[[Any], bool],
+    change: Callable[[Any, list[Any]], list[Any]] = lambda call, inner: inner,
 ) -> tuple[jex.ClosedJaxpr, Checkpoints]:
     """Replaces calls and checkpoints that are `wanted`, nested ones too, by their equations.
 
-    Custom derivative rules stay closed.
+    Custom derivative rules stay closed. `change(call, inner)` may change the equations of a body.
     """
     checkpoints: Checkpoints = {}
 
@@ -31,6 +33,7 @@ def open_calls(
         return eqn.primitive.name not in _primitives.CUSTOM_RULES and wanted(eqn)
 
     def in_scope(call, inner: list[Any]) -> list[Any]:
+        inner = change(call, inner)
         if not is_checkpoint(call):
             return inner
         scope = f"{_SCOPE}{len(checkpoints)}"

@@ -207,6 +207,12 @@ def scope_names(eqn) -> list[str]:
     return [entry.name for entry in eqn.source_info.name_stack.stack]
 
 
+def is_transposed(eqn) -> bool:
+    """Tells whether an equation is of the backward of a gradient that was taken."""
+    stack = eqn.source_info.name_stack.stack
+    return any(type(e) is source_info_util.Transform and e.name == "transpose" for e in stack)
+
+
 def rename_scopes(eqn, names: Mapping[str, str | None]):
     """Replaces names on an equation's name stack; removes those that become None."""
     source = eqn.source_info

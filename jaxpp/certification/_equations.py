@@ -34,7 +34,6 @@ CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",
     "jit": "jaxpr",
-    "module_call": "jaxpr",
     "pjit": "jaxpr",
     "remat2": "jaxpr",
     "segment": "jaxpr",

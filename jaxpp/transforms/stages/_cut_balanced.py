@@ -33,7 +33,7 @@ def cut_balanced(
     checkpoints: _checkpoints.Checkpoints,
     num_stages: int,
     balance: Balance,
-    calls: Mapping[str, type | None],
+    calls: Mapping[str, str | None],
     scopes: Sequence[str] | None,
     states: Sequence[_states.State],
     tolerance: float,
@@ -69,9 +69,6 @@ def cut_balanced(
     except ValueError as error:
         loop = stacked.loop_that_is_one_unit(jaxpr, arrays)
         raise ValueError(f"split_stages: {error}{loop}") from None
-    names = {name: name.removeprefix(_modules.WHOLE) for name in calls}
-    renamed = [_compat.rename_scopes(e, names) for e in jaxpr.eqns]
-    jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, renamed)
     starts = [costed.heads[cut].outvars[0] for cut in cuts]
     places = [divided.places.get(v) for v in starts]
     divided = stacked.divide_scans(jaxpr, arrays, [p for p in places if p is not None])
@@ -123,7 +120,7 @@ def _best_cuts(
 def _whole_units(
     eqns: Sequence[Any],
     costed: "_Costs",
-    calls: Mapping[str, type | None],
+    calls: Mapping[str, str | None],
     scopes: Sequence[str] | None,
     places: Mapping[Any, stacked.Iteration],
     checkpoints: _checkpoints.Checkpoints,
@@ -140,11 +137,11 @@ def _whole_units(
         return (name for name in scopes or () if inside(eqn, name))
 
     def called(eqn) -> Iterator[str]:
-        names = _compat.scope_names(eqn)
+        own = () if _compat.is_transposed(eqn) else _modules.scopes(eqn)
+        yield from (scope for scope in own if scope in calls)
         if iteration(eqn):
-            stacks = {n for n, cls in calls.items() if cls is None}
-            names = [*names, *(n for n in stacks if _cuts.contains_scope(eqn, n))]
-        return (name for name in names if name in calls)
+            inside = _modules.scopes_inside(eqn)
+            yield from (scope for scope in inside if calls.get(scope, scope) is None)
 
     units = [
         _units.Unit(i, i, place, place[0])

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -20,13 +20,14 @@ def cut_at(
     model: Any,
     names: Sequence[str],
     modules: Sequence[tuple[str, Any]] | None,
+    calls: Mapping[str, _modules.Call],
 ) -> jex.ClosedJaxpr:
     """Marks the cuts that a user names: `modules`, or scopes where these are None."""
     arrays = _modules.model_arrays(traced, model)
     if modules is None:
         return _cut_at_scopes(traced.jaxpr, list(names), model, arrays)
     modules = [(p, _stacked(traced.jaxpr, model, p, m, arrays)) for p, m in modules]
-    return _mark_layers(_modules.mark_calls(traced, model, modules), modules, arrays)
+    return _mark_layers(_modules.mark_calls(traced.jaxpr, modules, calls), modules, arrays)
 
 
 # ---- named scopes -------------------------------------------------------------------------------
@@ -128,7 +129,11 @@ def no_scope(name: str, eqns: Sequence[Any], model: Any) -> str:
 
 def open_program(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _checkpoints.Checkpoints]:
     """Opens all calls and checkpoints of a program but for outlined stages."""
-    return _checkpoints.open_calls(jaxpr, lambda e: not _marks.is_stage_call(e))
+    jaxpr, checkpoints = _checkpoints.open_calls(
+        jaxpr, lambda e: not _marks.is_stage_call(e), _modules.apart
+    )
+    eqns = [e for eqn in jaxpr.eqns for e in _modules.apart(eqn, [eqn])]
+    return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars), checkpoints
 
 
 @dataclasses.dataclass(frozen=True)

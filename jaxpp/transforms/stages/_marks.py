@@ -5,7 +5,7 @@ of an edge says whether it was transposed: it tells a stage's backward call from
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -117,6 +117,22 @@ partial_eval.partial_eval_jaxpr_custom_rules[edge_p] = _keep_edge
 ad.primitive_jvps[edge_p] = _edge_jvp
 ad.primitive_transposes[edge_p] = _edge_transpose
 _compat.hand_on_keys(edge_p)
+
+
+def replace_marks(jaxpr: jex.ClosedJaxpr, new: Callable[[Any], Any]) -> jex.ClosedJaxpr:
+    """Replaces the marks in a jaxpr, at any depth; removes those for which `new` gives None."""
+    known, eqns = _jaxprs.Substitution(), []
+    for eqn in map(known.rename, jaxpr.eqns):
+        if not is_enter(eqn):
+            is_inside = _jaxprs.contains(eqn, is_enter)
+            eqns.append(
+                _jaxprs.map_jaxprs(eqn, lambda j: replace_marks(j, new)) if is_inside else eqn
+            )
+        elif (put := new(eqn)) is not None:
+            eqns.append(put)
+        else:
+            known.of.update(zip(eqn.outvars, eqn.invars, strict=True))
+    return _compat.with_equations(jaxpr, eqns, [known(v) for v in jaxpr.jaxpr.outvars])
 
 
 def is_enter(eqn) -> bool:

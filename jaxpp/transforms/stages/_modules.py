@@ -1,30 +1,29 @@
 """Finds the submodules of an Equinox model, and their calls in a traced function.
 
-While the function is traced, each call of a module of the wanted classes leaves an announcement: an
-identity on the call's arrays that also reads the module's own arrays. The model keeps its types and
-structure, so that a user's `isinstance`, `jax.tree.map` or `eqx.combine` see no change. The object
-tells which module was called. If the object was rebuilt on the way (by a cast, `eqx.combine`,
-`eqx.filter_checkpoint`), the arguments that its arrays were computed from tell it.
+While the function is traced, each call of a module of the wanted classes is under a
+`jax.named_scope` of its own. The model keeps its types and structure, so that a user's
+`isinstance`, `jax.tree.map` or `eqx.combine` see no change. The object tells which module was
+called. If the object was rebuilt on the way (by a cast, `eqx.combine`, `eqx.filter_checkpoint`),
+the model's arrays that the equations under the scope read tell it.
 """
 
 import collections
 import contextlib
 import contextvars
-import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import operator
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.extend.core as jex
 import jax.tree_util as jtu
-from jax.interpreters import ad, batching, mlir
 
 from jaxpp import _compat, _jaxprs
 from jaxpp.transforms.stages import _layers, _marks
@@ -139,23 +138,33 @@ def subclasses(cls: type) -> set[type]:
 
 #: Runs at a call of a module: `handler(module, call, *args, **kwargs)` gives the call's result.
 Handler = Callable[..., Any]
-#: Classes, and a function that makes the handler of their calls from a function's first argument.
-Watcher = tuple[frozenset[type], Callable[[Any], Handler]]
+
+
+class Watcher(NamedTuple):
+    """Classes, and what makes the handler of their calls from a function's first argument.
+
+    `effect` tells handlers apart that leave other things in a trace.
+    """
+
+    classes: frozenset[type]
+    make: Callable[[Any], Handler]
+    effect: Hashable = None
 
 
 def watched(fun: Callable, watchers: Sequence[Watcher]) -> Callable:
     """Wraps `fun` so that, while it runs, handlers take each call of a module of their classes."""
-    classes = frozenset().union(*(classes for classes, _ in watchers))
+    classes = frozenset().union(*(w.classes for w in watchers))
+    key = tuple((w.classes, w.effect) for w in watchers)
     if not classes:
         return fun
 
     @functools.wraps(fun)
     def watching(*args, **kwargs):
         model = args[0] if args else None
-        made = [(own, make(model)) for own, make in watchers]
+        made = [(w.classes, w.make(model)) for w in watchers]
         token = _handlers.set({cls: [h for own, h in made if cls in own] for cls in classes})
         try:
-            with _intercepted(classes), _cache_key(tuple(own for own, _ in watchers)):
+            with _intercepted(classes), _cache_key(key):
                 return fun(*args, **kwargs)
         finally:
             _handlers.reset(token)
@@ -206,61 +215,228 @@ def _intercept(cls: type) -> Callable[[], None]:
     return functools.partial(setattr, cls, "__call__", original)
 
 
-# ---- announcing calls ---------------------------------------------------------------------------
+# ---- the scopes of calls ------------------------------------------------------------------------
 
 
-def announcing(modules: Sequence[tuple[str, Any]], classes: Collection[type]) -> Watcher:
-    """Announces in the jaxpr the calls of modules of some classes, and of classes of `modules`."""
+class Call(NamedTuple):
+    """A call of a module: its class by name, and its path in the model, if that is known."""
+
+    module: str
+    path: str | None
+
+    def new_scope(self) -> str:
+        """Makes a name for a scope that no other call has."""
+        return f"{CALL}{next(_numbers)}:{self.module}:{self.path or ''}"
+
+    @classmethod
+    def of(cls, scope: str) -> "Call":
+        """Reads the name of a scope."""
+        _, module, path = scope.split(":", 2)
+        return cls(module, path or None)
+
+
+#: Begins the names of the scopes of calls; the name of the marks on their arguments.
+CALL = "jaxpp_call_"
+_numbers = itertools.count()
+
+
+def scoping(
+    modules: Sequence[tuple[str, Any]], classes: Collection[type], *, marks: bool = False
+) -> Watcher:
+    """Puts each call of modules of some classes, and of classes of `modules`, under a scope.
+
+    With `marks`, the arguments of each call are marked, as by `pipeline_enter_stage`; `mark_calls`
+    keeps those of the calls that open stages.
+    """
     classes = {c for cls in classes for c in subclasses(cls)}
     classes |= {type(module) for _, module in modules if not isinstance(module, _layers.Layer)}
 
     def make(model: Any) -> Handler:
         paths = {id(module): path for path, module in module_paths(model).items()}
 
-        def announce(module: Any, call: Callable, *args, **kwargs) -> Any:
-            path = paths.get(id(module))
-            args, kwargs = _announce(module, path, (args, kwargs), begins=True)
-            return _announce(module, path, call(*args, **kwargs), begins=False)
+        def call_in_scope(module: Any, call: Callable, *args, **kwargs) -> Any:
+            known = Call(class_name(type(module)), paths.get(id(module)))
+            with jax.named_scope(known.new_scope()):
+                if marks:
+                    args, kwargs = _marks.pipeline_enter_stage((args, kwargs), CALL)
+                return call(*args, **kwargs)
 
-        return announce
+        return call_in_scope
 
-    return frozenset(classes), make
-
-
-def _announce(module: Any, path: str | None, values: Any, *, begins: bool) -> Any:
-    own = [leaf for leaf in jtu.tree_leaves(module) if _jaxprs.is_array(leaf)]
-    leaves, tree = jtu.tree_flatten(values)
-    arrays = [leaf for leaf in leaves if _jaxprs.is_array(leaf)]
-    if not arrays:
-        return values
-    passed = iter(
-        call_p.bind(*own, *arrays, own=len(own), module=type(module), path=path, begins=begins)
-    )
-    return tree.unflatten(next(passed) if _jaxprs.is_array(leaf) else leaf for leaf in leaves)
+    return Watcher(frozenset(classes), make, marks)
 
 
-call_p = jex.Primitive("module_call")
-call_p.multiple_results = True
-call_p.def_impl(lambda *xs, own, **_: list(xs[own:]))
-call_p.def_abstract_eval(lambda *avals, own, **_: list(avals[own:]))
-mlir.register_lowering(call_p, lambda _, *xs, own, **__: xs[own:])
-batching.primitive_batchers[call_p] = lambda xs, dims, own, **params: (
-    call_p.bind(*xs, own=own, **params),
-    dims[own:],
-)
-ad.primitive_jvps[call_p] = lambda xs, ts, own, **params: (
-    call_p.bind(*xs, own=own, **params),
-    list(ts[own:]),
-)
+def class_name(cls: type) -> str:
+    """Names a class, so that it is told from others."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# ---- reading announcements ----------------------------------------------------------------------
+def scopes(eqn) -> list[str]:
+    """Gives the scopes of the calls of modules that an equation is in, the outermost first."""
+    return [name for name in _compat.scope_names(eqn) if name.startswith(CALL)]
+
+
+def scopes_inside(eqn) -> list[str]:
+    """Gives the scopes of the calls of modules inside an equation."""
+    inner = [e for sub in _jaxprs.sub_jaxprs(eqn) for e in sub.eqns]
+    return [scope for e in inner for scope in [*scopes(e), *scopes_inside(e)]]
+
+
+def calls_class(eqn, cls: type) -> bool:
+    """Tells whether a module of a class is called inside an equation."""
+    return any(Call.of(scope).module == class_name(cls) for scope in scopes_inside(eqn))
+
+
+def apart(call, inner: Iterable[Any]) -> list[Any]:
+    """Gives the calls of modules inside an equation `call` scopes of their own.
+
+    JAX traces a function once that several equations call.
+    """
+    outer, new = scopes(call), {}
+
+    def own(scope: str) -> str:
+        if scope in outer:
+            return scope
+        if scope not in new:
+            new[scope] = Call.of(scope).new_scope()
+        return new[scope]
+
+    return _renamed(inner, own)
+
+
+def named(jaxpr: jex.ClosedJaxpr, calls: Mapping[str, Call] | None = None) -> jex.ClosedJaxpr:
+    """Renames the scopes of calls to the paths of their modules, or else to the classes."""
+
+    def name(scope: str) -> str:
+        call = (calls or {}).get(scope) or Call.of(scope)
+        return call.path or call.module.rpartition(".")[2]
+
+    return _compat.with_equations(jaxpr, _renamed(jaxpr.eqns, name), jaxpr.jaxpr.outvars)
+
+
+def _renamed(eqns: Iterable[Any], name: Callable[[str], str]) -> list[Any]:
+    """Renames the scopes of calls that equations are in, and those inside them."""
+
+    @functools.cache  # so that equations which share a body still do
+    def inside(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        return _compat.with_equations(jaxpr, map(renamed, jaxpr.eqns), jaxpr.jaxpr.outvars)
+
+    def renamed(eqn) -> Any:
+        if not _jaxprs.contains(eqn, lambda e: bool(scopes(e))):
+            return eqn
+        names = {scope: name(scope) for scope in scopes(eqn)}
+        return _jaxprs.map_jaxprs(_compat.rename_scopes(eqn, names), inside)
+
+    return list(map(renamed, eqns))
+
+
+# ---- which module a call is of ------------------------------------------------------------------
+
+
+def model_arrays(traced: _jaxprs.Traced, model: Any) -> list[Any]:
+    """Gives the inputs that are arrays of the first argument, then those closed over."""
+    invars, first = traced.jaxpr.jaxpr.invars, traced.num_closed_over
+    count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
+    return [*invars[first : first + count], *invars[:first]]
+
+
+def find_calls(traced: _jaxprs.Traced, model: Any, wanted: Collection[str]) -> dict[str, Call]:
+    """Finds the calls of modules by their scopes, with the path of each that can be told.
+
+    Raises:
+        ValueError: a module that was rebuilt may be a `wanted` one, and cannot be told from others.
+    """
+    reads = _reads(traced, model)
+    arrays_of: dict[str, dict[str, int]] = {}
+    for path, module in module_paths(_layers.numbered(model)).items() if reads else ():
+        arrays_of.setdefault(class_name(type(module)), {})[path] = _layers.arrays_of(module)
+    found = {}
+    for scope, (eqn, read) in reads.items():
+        call = Call.of(scope)
+        nearest = [call.path] if call.path else _nearest(read, arrays_of.get(call.module, {}))
+        chosen = next((path for path in nearest if path in wanted), None)
+        if chosen and len(nearest) > 1:
+            raise ValueError(
+                f"The call{_compat.at_source_line(eqn)} of {chosen!r} cannot be told from that of "
+                f"{next(p for p in nearest if p != chosen)!r}: the function rebuilds them from the "
+                f"same arrays, or they have none. Mark the call with pipeline_enter_stage."
+            )
+        found[scope] = call._replace(path=nearest[0] if len(nearest) == 1 else None)
+    return found
+
+
+#: The arrays of the model that a value was computed from, a bit each; the bit of other sources.
+_OTHER = 1
+
+
+def _nearest(read: Collection[int], arrays_of: Mapping[str, int]) -> list[str]:
+    """Finds the modules whose arrays are most of those that a call has read.
+
+    What was computed from arrays of a model alone counts most, then what was computed from arrays
+    of one module and other sources (an average with another model). Of modules whose arrays are
+    read alike, the smallest is nearest; one without arrays is if there is no other.
+    """
+    from_model = _union(arrays for arrays in read if not arrays & _OTHER)
+
+    def nearness(own: int) -> tuple[int, int, int]:
+        from_own = _union(arrays for arrays in read if not arrays & ~(own | _OTHER))
+        missing = own & ~(from_model | from_own)
+        counts = (own & from_model).bit_count(), (own & from_own).bit_count()
+        return (*counts, -missing.bit_count())
+
+    every = _union(read)
+    near = {p: nearness(own << 1) for p, own in arrays_of.items() if own << 1 & every or not own}
+    near = {path: n for path, n in near.items() if any(n[:2]) or not arrays_of[path]}
+    return [path for path, n in near.items() if n == max(near.values())]
+
+
+def _reads(traced: _jaxprs.Traced, model: Any) -> dict[str, tuple[Any, set[int]]]:
+    """Finds by scope the first equation of each call, and what arrays its operands were made from.
+
+    A result of another call is no array of a module, and does not count.
+    """
+    number: dict[str, int] = {}
+    reads: dict[str, tuple[Any, set[int]]] = {}
+
+    def visit(jaxpr, given: Sequence[tuple[int, int]], around: list[str]) -> list[tuple[int, int]]:
+        # Of each variable the sources, and the calls that it was made in, as bits.
+        facts = dict(zip(jaxpr.invars, given, strict=True))
+
+        def of(atom) -> tuple[int, int]:
+            return (0, 0) if _jaxprs.is_literal(atom) else facts.get(atom, (0, 0))
+
+        for eqn in jaxpr.eqns:
+            own, inside = list(map(of, eqn.invars)), 0
+            for scope in [*around, *scopes(eqn)]:
+                inside |= number.setdefault(scope, 1 << len(number))
+                _, read = reads.setdefault(scope, (eqn, set()))
+                read.update(arrays for arrays, made in own if not made & ~inside)
+            every = _union(a for a, _ in own), _union(made for _, made in own) | inside
+            results = [every] * len(eqn.outvars)
+            for body in _jaxprs.sub_jaxprs(eqn):  # it takes some of the last operands
+                taken = [*([every] * len(body.invars)), *own][len(own) :]
+                made = visit(body, taken, [*around, *scopes(eqn)])
+                results = results if _jaxprs.called_jaxpr(eqn) is None else made
+            facts.update(zip(eqn.outvars, results, strict=True))
+        return list(map(of, jaxpr.outvars))
+
+    arrays = model_arrays(traced, model)
+    bits = {v: 2 << i for i, v in enumerate(arrays[: len(arrays) - traced.num_closed_over])}
+    visit(traced.jaxpr.jaxpr, [(bits.get(v, _OTHER), 0) for v in traced.jaxpr.jaxpr.invars], [])
+    return reads
+
+
+def _union(bits: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, bits, 0)
+
+
+# ---- what calls are to the stages ---------------------------------------------------------------
 
 
 def mark_calls(
-    traced: _jaxprs.Traced, model: Any, modules: Sequence[tuple[str, Any]]
+    jaxpr: jex.ClosedJaxpr, modules: Sequence[tuple[str, Any]], calls: Mapping[str, Call]
 ) -> jex.ClosedJaxpr:
-    """Turns the announcement of the i-th module's call into a mark that opens stage i + 1.
+    """Lets the mark on the arguments of the i-th module open stage i + 1; removes other marks.
 
     Raises:
         ValueError: where a module is not called, or the modules not in their order. Where a model
@@ -271,14 +447,14 @@ def mark_calls(
     }
     entered: list[str] = []
 
-    def mark(eqn, path, passed):
+    def number(mark) -> Any:
+        path = calls[scopes(mark)[-1]].path if mark.params["name"] == CALL else None
         if path not in stages:
             return None
         entered.append(path)
-        enter = _marks.enter_equation(passed, eqn.outvars, stages[path], path)
-        return enter.replace(source_info=eqn.source_info)
+        return mark.replace(params={"stage": stages[path], "name": path})
 
-    jaxpr = read_announcements(traced, model, stages, mark=mark)
+    jaxpr = _marks.replace_marks(jaxpr, number)
     for path in stages:
         if path not in entered:
             raise ValueError(
@@ -298,177 +474,21 @@ def mark_calls(
     return jaxpr
 
 
-def calls_class(eqn, cls: type) -> bool:
-    """Tells whether a call of a module of a class is announced inside an equation."""
-    return _jaxprs.contains(eqn, lambda e: e.primitive is call_p and e.params["module"] is cls)
+def whole_calls(
+    model: Any, paths: Sequence[str], classes: Collection[type], calls: Mapping[str, Call]
+) -> dict[str, str | None]:
+    """Gives the scopes of the calls that stay whole, each with the class of its module.
 
-
-WHOLE = "jaxpp_whole_"
-
-
-def scope_calls(
-    traced: _jaxprs.Traced, model: Any, paths: Sequence[str], classes: Collection[type]
-) -> tuple[_jaxprs.Traced, dict[str, type | None]]:
-    """Puts the equations of each call of some modules under a scope of its own.
-
-    Returns:
-        The program, and the scopes, each with the class of its module; None if `paths` names it.
+    There is none in place of the class if `paths` names the module.
     """
-    scopes: dict[str, type | None] = {}
-    named: set[str] = set()
-
-    def scope(eqn, path: str | None) -> str | None:
-        if path is None and eqn.params["module"] not in classes:
-            return None
-        named.add(path or "")
-        name = f"{WHOLE}{eqn.params['path'] or path or eqn.params['module'].__name__}"
-        name += f"#{len(scopes)}" if name in scopes else ""
-        scopes[name] = eqn.params["module"] if path is None else None
-        return name
-
-    jaxpr = read_announcements(traced, model, paths, scope=scope)
+    called = {call.path for call in calls.values()}
+    arrays_of = {p: _layers.arrays_of(m) for p, m in module_paths(_layers.numbered(model)).items()}
     for path in paths:
-        if path not in named:
+        if path not in called and arrays_of[path]:  # one without arrays may compute nothing
             raise ValueError(f"{path!r} cannot stay whole: the function never calls it.")
-    return dataclasses.replace(traced, jaxpr=jaxpr), scopes
-
-
-def read_announcements(
-    traced: _jaxprs.Traced,
-    model: Any,
-    wanted: Collection[str] = (),
-    *,
-    mark: Callable | None = None,
-    scope: Callable | None = None,
-) -> jex.ClosedJaxpr:
-    """Removes all announcements from the jaxpr of a traced function.
-
-    `mark(eqn, path, passed)` may give an equation to put in place of an announcement; with `mark`,
-    marks that were there before are removed. `scope(eqn, path)` may name a scope for the equations
-    between the beginning of a call and its end. A path that is not `wanted` is given as None.
-    """
-    invars, given = traced.jaxpr.jaxpr.invars, model_arrays(traced, model)
-    bits = {v: 1 << i for i, v in enumerate(given[: len(given) - traced.num_closed_over])}
-    find = _finder(model, wanted) if wanted else lambda *_: None
-    reader = _Reader(find, mark, scope)
-    return reader.read(traced.jaxpr, [bits.get(v, 0) for v in invars])[0]
-
-
-def model_arrays(traced: _jaxprs.Traced, model: Any) -> list[Any]:
-    """Gives the inputs that are arrays of the first argument, then those closed over."""
-    invars, first = traced.jaxpr.jaxpr.invars, traced.num_closed_over
-    count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
-    return [*invars[first : first + count], *invars[:first]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    find: Callable
-    mark: Callable | None
-    scope: Callable | None
-
-    def read(
-        self, jaxpr: jex.ClosedJaxpr, sources: Sequence[int]
-    ) -> tuple[jex.ClosedJaxpr, list[int]]:
-        """Removes announcements from a jaxpr; also gives the arguments (as bits) of each output."""
-        opened = jaxpr.jaxpr
-        source_of = dict(zip(opened.invars, sources, strict=True))
-        known = _jaxprs.Substitution()
-        calls: list[tuple[type, str | None]] = []  # calls that have begun, with their scopes
-        eqns = []
-
-        def sources_of(atoms):
-            return [0 if _jaxprs.is_literal(v) else source_of.get(v, 0) for v in atoms]
-
-        for old in opened.eqns:
-            eqn = known.rename(old) if known.of else old
-            given = sources_of(eqn.invars)
-            put, passed = None, eqn.invars
-            if eqn.primitive is call_p:
-                own = eqn.params["own"]
-                passed, made = eqn.invars[own:], given[own:]
-                put = self._announced(eqn, passed, _union(given[:own]), calls)
-            elif self.mark is not None and _marks.is_enter(eqn):
-                made = given
-            else:
-                put, made = self._inside(eqn, given)
-                for _, scope in calls:
-                    put = put if scope is None else _compat.in_scope(put, scope)
-            source_of.update(zip(eqn.outvars, made, strict=True))
-            if put is None:
-                known.of.update(zip(eqn.outvars, passed, strict=True))
-            else:
-                eqns.append(put)
-        outvars = [known(v) for v in opened.outvars]
-        if len(eqns) < len(opened.eqns) or any(map(operator.is_not, eqns, opened.eqns)):
-            jaxpr = _compat.with_equations(jaxpr, eqns, outvars)
-        return jaxpr, sources_of(outvars)
-
-    def _announced(self, eqn, passed, sources: int, calls: list) -> Any:
-        """Gives the equation in place of an announcement, or None, and updates the open `calls`."""
-        module = eqn.params["module"]
-        if eqn.params["begins"]:
-            path = self.find(eqn, sources)
-            if self.mark is not None:
-                return self.mark(eqn, path, passed)
-            calls.append((module, None if self.scope is None else self.scope(eqn, path)))
-        elif any(begun is module for begun, _ in calls):
-            while calls.pop()[0] is not module:
-                pass
-        return None
-
-    def _inside(self, eqn, given: Sequence[int]):
-        """Reads the jaxprs in an equation, each of which takes some of its last inputs."""
-        made = [_union(given)] * len(eqn.outvars)
-        is_call = _jaxprs.called_jaxpr(eqn) is not None
-
-        def read(jaxpr):
-            nonlocal made
-            num = len(jaxpr.in_avals)
-            padded = [*([_union(given)] * num), *given]
-            jaxpr, results = self.read(jaxpr, padded[len(padded) - num :])
-            made = results if is_call else made
-            return jaxpr
-
-        new = _jaxprs.map_jaxprs(eqn, read)
-        changed = any(new.params[name] is not value for name, value in eqn.params.items())
-        return (new if changed else eqn), made
-
-
-def _union(bits: Sequence[int]) -> int:
-    return functools.reduce(operator.or_, bits, 0)
-
-
-def _finder(model: Any, wanted) -> Callable[[Any, int], str | None]:
-    """Makes a function that gives the path of an announced module, if the path is wanted."""
-    arrays_of = {
-        path: (type(module), _layers.arrays_of(module))
-        for path, module in module_paths(_layers.numbered(model)).items()
+    layers = set(map(class_name, classes))
+    return {
+        scope: None if call.path in paths else call.module
+        for scope, call in calls.items()
+        if call.path in paths or call.module in layers
     }
-
-    def find(eqn, sources: int) -> str | None:
-        if eqn.params["path"] is not None:
-            return eqn.params["path"] if eqn.params["path"] in wanted else None
-        # Candidates are the modules of this class whose arrays are all among the sources. One whose
-        # arrays are only a part of another candidate's, or that has none, gives way to that one.
-        held = {
-            path: bits
-            for path, (cls, bits) in arrays_of.items()
-            if cls is eqn.params["module"] and not bits & ~sources
-        }
-        largest = [
-            path
-            for path, bits in held.items()
-            if not any(other != bits and other & bits == bits for other in held.values())
-        ]
-        chosen = [path for path in largest if path in wanted]
-        if chosen and len(largest) > 1:
-            raise ValueError(
-                f"The call{_compat.at_source_line(eqn)} of {chosen[0]!r} cannot be told from that "
-                f"of {next(p for p in largest if p != chosen[0])!r}: the function rebuilds them "
-                f"from the same arrays, or they have none. Mark the call with "
-                f"pipeline_enter_stage."
-            )
-        return chosen[0] if chosen else None
-
-    return find

@@ -22,7 +22,8 @@ def scoping() -> _modules.Watcher:
     """Puts each call of a module of Flax NNX under a scope."""
     nnx = sys.modules.get("flax.nnx")  # a user with such a module has imported it
     classes = set() if nnx is None else _modules.subclasses(nnx.Module)
-    return frozenset(c for c in classes if any("__call__" in vars(b) for b in c.__mro__)), _scoper
+    called = (c for c in classes if any("__call__" in vars(b) for b in c.__mro__))
+    return _modules.Watcher(frozenset(called), _scoper)
 
 
 def _scoper(model: Any) -> _modules.Handler:

@@ -116,23 +116,24 @@ def split_stages(
         if cuts is None and num_stages is not None:
             units = _modules.resolve_modules(model, names) if names else None
             layers = _modules.repeated_classes(model) if whole is None else classes
-        watchers = [_nnx.scoping(), _modules.announcing(modules or units or (), layers)]
+        named = modules or units or ()
+        watchers = [_nnx.scoping(), _modules.scoping(named, layers, marks=modules is not None)]
         traced = _jaxprs.trace(_modules.watched(fun, watchers), args, kwargs)
         if cuts is None and (num_stages == 1 or _stages.has_marks(traced.jaxpr)):
-            stages = _stages.read_stages(_modules.read_announcements(traced, model))
+            stages = _stages.read_stages(_modules.named(traced.jaxpr))
         else:
             jaxpr, checkpoints = _cuts.open_program(traced.jaxpr)
             opened = dataclasses.replace(traced, jaxpr=jaxpr)
+            paths = [path for path, _ in named]
+            calls = _modules.find_calls(opened, model, paths)
             if cuts is not None:
-                jaxpr = _cuts.cut_at(opened, model, cuts, modules)
+                jaxpr = _cuts.cut_at(opened, model, cuts, modules, calls)
             elif num_stages is None:
                 raise ValueError(
                     "split_stages: nothing says where to cut: give num_stages or at=, or mark the "
                     "stages in the function with pipeline_enter_stage."
                 )
             else:
-                paths = [path for path, _ in units or ()]
-                opened, calls = _modules.scope_calls(opened, model, paths, layers)
                 scopes = None if whole is None else () if units else names
                 states = _states.states(opened, args, kwargs)
                 jaxpr = _cut_balanced.cut_balanced(
@@ -141,12 +142,12 @@ def split_stages(
                     checkpoints,
                     num_stages,
                     balance,
-                    calls,
+                    _modules.whole_calls(model, paths, layers, calls),
                     scopes,
                     states,
                     tolerance,
                 )
-            stages = _stages.read_stages(jaxpr, checkpoints)
+            stages = _stages.read_stages(_modules.named(jaxpr, calls), checkpoints)
         if cuts is None and num_stages is not None:
             _describe.warn_of_shared(traced, stages, model)
         expected = None if isinstance(balance, _finest.Finest) else num_stages

@@ -241,6 +241,29 @@ def test_modules_that_run_stacked_layers_are_cut_between_these_where_they_are_to
     assert sorted(layers_of(jaxpp.split_stages(loss, 4), model)) == [1, 1, 2, 2]
 
 
+def test_stacks_that_one_function_scans_over_are_told_apart():
+    run: Any = Run  # its constructor is that of its base
+    model = eqx.nn.Sequential([run(4), run(4)])
+    static = eqx.filter(Stacked(4).blocks, eqx.is_array, inverse=True)
+
+    def step(h, own):
+        return eqx.combine(own, static)(h), None
+
+    def fun(model, x):
+        for run in model.layers:
+            x, _ = jax.lax.scan(step, x, eqx.filter(run.blocks, eqx.is_array))
+        return jnp.mean(x**2)
+
+    split = jaxpp.split_stages(
+        lambda model, x: jnp.mean(jax.vmap(lambda x: fun(model, x))(x)),
+        2,
+        whole=["layers.0.blocks", "layers.1.blocks"],
+    )
+    assert layers_of(split, model) == [4, 4]
+    text = jax.jit(lambda x: split(model, x)).lower(X).as_text(debug_info=True)
+    assert "layers.0.blocks" in text and "jaxpp_call" not in text
+
+
 class Deep(eqx.Module):
     """A layer that has a list of small modules of one class, too."""
 

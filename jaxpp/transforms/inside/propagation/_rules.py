@@ -210,7 +210,7 @@ def _shard_map(eqn, specs, outputs, sizes) -> list[MaybeSpec]:
 
 #: These hand on their operands, or combine those of several devices.
 EACH = """
-    all_gather all_gather_invariant module_call optimization_barrier pcast pipeline_enter_stage
+    all_gather all_gather_invariant optimization_barrier pcast pipeline_enter_stage
     pmax pmin ppermute psum psum_invariant pvary reduce_scatter
 """.split()
 
