@@ -7,7 +7,7 @@ are one scheduled loop over arrays of rows, of which `place` gives each replica 
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp.transforms.stages import call_merge, is_replica_call, is_stage_call, merge_of_call
+from jaxpp.transforms.tasks._loop import row_type
 
 #: Takes a loop's equation, its operands and the number of replicas; gives the results, with a row
 #: for each, and the function that makes of them, or of a row, those of the loop as it was traced.
@@ -101,13 +102,18 @@ def bind_replicas(
     ]
     found = dict(zip(eqn.outvars, outs, strict=True))
     made = dict(zip(eqn.outvars, flat.jaxpr.outvars, strict=True))
-    number = {v: k for k, v in enumerate(loop.outvars)}
+    finished = jax.make_jaxpr(finish)([row_type(jax.typeof(x)) for x in results])
+    known = dict(zip(finished.jaxpr.invars, results, strict=True))
+    wanted = dict(zip(loop.outvars, finished.jaxpr.outvars, strict=True))
     for merge in after:
         how = merge_of_call(merge)
-        if how in _ROW_BY_ROW and merge.invars[0] in made:
-            k = number.get(made[merge.invars[0]])
-            if k is not None:
-                found |= _merged_in_parts(merge, how, k, results, finish)
+        if how in _ROW_BY_ROW and made.get(merge.invars[0]) in wanted:
+            result = wanted[made[merge.invars[0]]]
+            needed = _jaxprs.needed(finished.eqns, [result])
+            if all(e.primitive.name in _LINEAR for e in needed):
+                part = _jaxprs.part(needed, [result])
+                rows = [call_merge(_ROW_BY_ROW[how], how, (known[v],)) for v in part.inputs]
+                found |= zip(merge.outvars, _jaxprs.run(part.jaxpr, *rows), strict=True)
     return found
 
 
@@ -124,21 +130,3 @@ def _run(eqns: Sequence[Any], values: dict[Any, Any], varying: set[Any]) -> None
         if depends:
             run = jax.vmap(run, [0 if v in varying else None for v in part.inputs])
         values.update(zip(part.outputs, run(*(values[v] for v in part.inputs)), strict=True))
-
-
-def _merged_in_parts(
-    merge: Any, how: str, k: int, results: Sequence[Any], finish: Callable
-) -> Mapping[Any, Any]:
-    """Combines the rows of what result k is made of, and makes it of these.
-
-    Gives nothing where that is another value.
-    """
-    types = [jax.eval_shape(lambda x: x[0], x) for x in results]
-    finished = jax.make_jaxpr(finish)(*[types])
-    needed = _jaxprs.needed(finished.eqns, [finished.jaxpr.outvars[k]])
-    if any(e.primitive.name not in _LINEAR for e in needed):
-        return {}
-    part = _jaxprs.part(needed, [finished.jaxpr.outvars[k]])
-    given = dict(zip(finished.jaxpr.invars, results, strict=True))
-    rows = [call_merge(_ROW_BY_ROW[how], how, (given[v],)) for v in part.inputs]
-    return dict(zip(merge.outvars, _jaxprs.run(part.jaxpr, *rows), strict=True))
