@@ -20,7 +20,7 @@ def split_examples(step: Step) -> Step:
     split along the microbatches; a loop over microbatches needs each of them split. The pass also
     notes the axes that examples are split over in `Inside.examples`.
     """
-    if step.inside is None:
+    if step.inside is None or not any(map(_shares_examples, step.jaxpr.eqns)):
         return step
     jaxpr, sizes = step.jaxpr, step.inside.sizes
     known = propagation.propagate(jaxpr, [a.spec for a in step.arguments], sizes)
