@@ -104,7 +104,7 @@ MADE = [
     lambda: trace(loop(), WEIGHTS, 1.0),
     lambda: trace(loop(reduce="avg")),
     lambda: trace(jaxpp.schedule(jax.grad(loss), OneFOneB())),
-    lambda: jaxpp.schedule(loop(), "1f1b"),
+    lambda: jaxpp.schedule(loop(), "1f1b"),  # pyright: ignore
     lambda: by_name("1f1bb"),
     lambda: trace(jaxpp.schedule(jaxpp.microbatch(jaxpp.wrap_forward(marked), 4), OneFOneB())),
     lambda: Interleaved1F1B(2).table(5, 8),

@@ -1,6 +1,7 @@
 """The machine of a simulation: speeds, links that are shared, sends that block, and the update."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -153,7 +154,8 @@ def test_schedules_are_compared_as_a_list_by_name_or_alone():
     assert len(first) == len(second) == len(header) and repr(compare([], 2, 4)) == "schedule"
     assert listed == compare({str(own): own for own in (OneFOneB(), GPipe())}, 2, 4)
     assert listed[:1] == compare(OneFOneB(), 2, 4) == compare(iter([OneFOneB()]), 2, 4)
-    for wrong in (["1f1b"], {"1f1b": OneFOneB}, "1f1b", 3):
+    mistakes: list[Any] = [["1f1b"], {"1f1b": OneFOneB}, "1f1b", 3]
+    for wrong in mistakes:
         with pytest.raises(TypeError, match="as a list or by name, got .*by_name makes a schedule"):
             compare(wrong, 2, 4)
 

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from typing import Any
 
 import matplotlib.image
 import pytest
@@ -155,7 +156,8 @@ def test_matplotlib_is_imported_by_who_draws_and_never_pyplot(tmp_path):
 
 def test_timelines_come_alone_or_by_title(tmp_path):
     timeline = simulate(OneFOneB().table(2, 2))
-    for wrong in ([timeline], {"1F1B": timeline.table}, timeline.table):
+    mistakes: list[Any] = [[timeline], {"1F1B": timeline.table}, timeline.table]
+    for wrong in mistakes:
         for draw in (plot, lambda given: to_trace(given, tmp_path / "timeline.json")):
             with pytest.raises(TypeError, match=r"several by title: .*simulate\(table\) makes"):
                 draw(wrong)

@@ -145,7 +145,7 @@ CASES = {
     "pallas_rule": (lambda x: pallas(x, rectified, interpret=True), X, "cpu"),
     "pallas_attention": (attended, Q, "cuda"),
     "pallas_attention_grad": (
-        jax.grad(lambda q: attended(q).astype(jnp.float32).sum()),
+        jax.grad(lambda q: jnp.sum(attended(q), dtype=jnp.float32)),
         Q,
         "cuda",
     ),

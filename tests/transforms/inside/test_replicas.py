@@ -1,5 +1,7 @@
 """Replicas on devices of their own: the bits of one device, and one reduction a step."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from jaxpp._program import Run
 from jaxpp.runtime.checkpoint import load_state, save_state
 from tests.helpers import assert_close, assert_close_sums, assert_same, mesh_of, train_step_of
 
@@ -148,7 +151,12 @@ def test_the_compiled_tasks_have_no_collective_over_the_replicas(options, once, 
     step = place(step_of(2), **options)
     train(step, range(1))
     assert collectives(step) == (once, in_tasks)
-    runs = [i for p in step.programs for i in p.instructions if getattr(i, "label", "") == "reduce"]
+    runs = [
+        i
+        for p in step.programs
+        for i in p.instructions
+        if isinstance(i, Run) and i.label == "reduce"
+    ]
     assert {step.bundle.computations[i.computation].name for i in runs} == {"reduce_0", "reduce_1"}
 
 
@@ -251,7 +259,7 @@ def test_what_does_not_fit_is_an_error():
 
     def summed(params, x, y):
         h = jaxpp.pipeline_enter_stage(x @ params["into"])
-        spread = dict(in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        spread: Any = dict(in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
         h = jax.shard_map(lambda h: h - jax.lax.pmean(h, "data"), **spread)(h)
         made = h @ params["out"]
         return jnp.mean((made - y) ** 2), made

@@ -543,5 +543,5 @@ def test_a_new_value_takes_the_memory_of_its_own_old_value():
     assert updates  # of both moments and the parameter
     for computation in updates:
         assert len(computation.donated) >= 3
-        text = _compile._lower(computation, jax.devices()[0]).compile().as_text()
+        text = _compile.lower(computation, jax.devices()[0]).compile().as_text()
         assert "f32[8,8]{1,0} copy(" not in text

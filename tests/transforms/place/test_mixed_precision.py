@@ -416,7 +416,7 @@ def test_the_accumulators_dtype_is_a_prefix_for_floats_that_are_added():
 @pytest.mark.parametrize("dtype", ["auto", None, F32])
 def test_gradients_outside_are_accumulated_so_too(dtype):
     loss, model = make_loss(1), precision.cast(make_model(), BF16)
-    options = dict(in_axes=(None, 0, 0), accumulator_dtype=dtype)
+    options: Any = dict(in_axes=(None, 0, 0), accumulator_dtype=dtype)
     inside = jaxpp.microbatch(jax.value_and_grad(loss), MICROBATCHES, **options)(model, *data(0))
     outside = jax.value_and_grad(jaxpp.microbatch(loss, MICROBATCHES, **options))(model, *data(0))
     # By JAX's own rule a cotangent has the dtype of what it is for.

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import chex
 import jax
@@ -99,7 +100,7 @@ REDUCE = (("mean", "concat"), "mean")
 def run(style: str, keys: str, schedule: str | None = None, ranks: int = 2, cuts=None):
     """Loss, masks and gradients: of the plain loop, or scheduled and placed."""
     draw, random, axes = STYLES[style](KEYS[keys])
-    options = dict(in_axes=(None, 0, *axes), reduce=REDUCE)
+    options: Any = dict(in_axes=(None, 0, *axes), reduce=REDUCE)
     if schedule is None:
         fun = jax.value_and_grad(make_loss(draw, style), has_aux=True)
         return jax.jit(jaxpp.microbatch(fun, MICROBATCHES, **options))(make_params(), X, *random)
