@@ -71,9 +71,9 @@ EVERY_RUN = ("runtime/remote/test_smoke.py",)
 ALL_CASES = ("schedules",)
 
 
-#: Of the further cases of each test a run takes one half, `0` or `1`, where this says so: CI runs
-#: the first cases on each Python, and one half of the others on each.
-HALF = os.environ.get("JAXPP_HALF")
+#: Of the further cases of each test a run takes one part, `0/4` to `3/4`, where this says so, or
+#: none, `none/1`: CI runs the first cases on each Python, and another part of the others on each.
+NUMBER, _, PARTS = os.environ.get("JAXPP_PART", "0/1").partition("/")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config, items):
     A module may ask for several cases of each of its tests: `pytestmark = pytest.mark.cases(3)`.
     """
     tests, cases = pathlib.Path(__file__).parent, collections.Counter()
-    other_half = []
+    other_parts = set()
     for item in items:
         if not item.path.is_relative_to(tests) or item.get_closest_marker("slow"):
             continue
@@ -93,11 +93,11 @@ def pytest_collection_modifyitems(config, items):
         further = cases[test] > (wanted.args[0] if wanted else 1) and not path.startswith(ALL_CASES)
         if (further or path.startswith(MORE)) and not path.startswith(EVERY_RUN):
             item.add_marker(pytest.mark.more)
-        if further and HALF and zlib.crc32(item.nodeid.encode()) % 2 != int(HALF):
-            other_half.append(item)
-    if other_half:
-        config.hook.pytest_deselected(items=other_half)
-        items[:] = [item for item in items if item not in set(other_half)]
+        if further and str(zlib.crc32(item.nodeid.encode()) % int(PARTS)) != NUMBER:
+            other_parts.add(item)
+    if other_parts:
+        config.hook.pytest_deselected(items=list(other_parts))
+        items[:] = [item for item in items if item not in other_parts]
     gpu_tests = [item for item in items if "gpu" in item.keywords]
     if gpu_tests and not any(d.platform == "gpu" for d in jax.devices()):
         for item in gpu_tests:

@@ -293,7 +293,9 @@ def stale_weight(bundle: Bundle) -> Bundle:
     own = [x for x in bundle.programs[2].instructions if isinstance(x, Run)][-1]
     computation = bundle.computations[own.computation]
     jaxpr = computation.jaxpr.jaxpr
-    new = _with_jaxpr(computation, [*jaxpr.outvars[:-1], jaxpr.invars[-1]], jaxpr.eqns)
+    new = _with_jaxpr(
+        computation, [jaxpr.outvars[0], jaxpr.invars[1], *jaxpr.outvars[2:]], jaxpr.eqns
+    )
     return _with_computation(bundle, own.computation, new)
 
 
