@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
 import jax
@@ -79,7 +79,7 @@ class Scheduled(Generic[P, R]):
         traced = _jaxprs.trace(self._fun, args, kwargs)
         with jax.debug_key_reuse(False):  # tasks may share an array of keys
             jaxpr = _scheduled(traced.jaxpr, self._schedule)
-            return traced.rebuild(_jaxprs.run(jaxpr, *traced.inputs))
+            return traced.rebuild(_run(jaxpr, traced.inputs))
 
     def passes_as_text(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """Writes each microbatch loop as it was traced, and what each pass changes of it.
@@ -164,6 +164,26 @@ def _check_loops(flat) -> None:
             f"{missing} first: "
             f"schedule(microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M), ...)."
         )
+
+
+def _run(jaxpr: jex.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    """Evaluates a program. Where no jaxpr records it, loops look for NaNs if `jax.debug_nans` says.
+
+    JAX evaluates a jaxpr without it.
+    """
+    if _compat.writes_jaxpr():
+        return _jaxprs.run(jaxpr, *inputs)
+    values = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+    for loop, group in itertools.groupby(jaxpr.eqns, _loop.is_loop):
+        if loop:
+            for eqn in group:
+                results = _loop.loop_p.bind(*_jaxprs.read(eqn.invars, values), **eqn.params)
+                values.update(zip(eqn.outvars, results, strict=True))
+            continue
+        part = _jaxprs.part(own := list(group), [v for e in own for v in e.outvars])
+        results = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
+        values.update(zip(part.outputs, results, strict=True))
+    return _jaxprs.read(jaxpr.jaxpr.outvars, values)
 
 
 def _scheduled(
