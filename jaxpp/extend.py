@@ -1,4 +1,4 @@
-"""What an author of transforms needs, between `schedule` and `place`: edits of loops and of tasks.
+"""Edits loops and tasks between `schedule` and `place`: for those who write transforms.
 
 `edit_loops` edits the tasks of a scheduled loop, by a rule of yours; `Kind` makes a new kind of
 task.

@@ -214,8 +214,9 @@ def _scheduled(
         noted = functools.partial(note, next(numbers))
         tasks_of = functools.partial(_tasks_of, schedule=own, note=noted)
         if _replicas.is_replicas(eqn):
-            eqns += _replicas.scheduled(eqn, flat.eqns, tasks_of)
-            made.update(v for e in eqns for v in e.outvars)
+            rows = _replicas.scheduled(eqn, flat.eqns, tasks_of)
+            made.update(v for e in rows for v in e.outvars)
+            eqns += rows
         else:
             eqns += _loop_equations(eqn, *tasks_of(eqn))
     return _compat.with_equations(flat, eqns, flat.jaxpr.outvars)

@@ -1,4 +1,4 @@
-"""What is printed on a worker, on its way to the driver."""
+"""Brings what a worker prints to the driver."""
 
 import threading
 from collections.abc import Callable, Iterable
