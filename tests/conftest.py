@@ -10,6 +10,7 @@ import collections
 import gc
 import os
 import pathlib
+import time
 import zlib
 
 import hypothesis
@@ -71,9 +72,11 @@ EVERY_RUN = ("runtime/remote/test_smoke.py",)
 ALL_CASES = ("schedules",)
 
 
-#: Of the further cases of each test a run takes one part, `0/4` to `3/4`, where this says so, or
-#: none, `none/1`: CI runs the first cases on each Python, and another part of the others on each.
+#: Of what a plain `pytest` leaves out, a run takes one part where this says so, `0/2` or `1/2`: of
+#: the further cases some of each test, of the rest some of the files, whose tests share meshes.
 NUMBER, _, PARTS = os.environ.get("JAXPP_PART", "0/1").partition("/")
+#: When a run is to end, in seconds since 1970: what has not begun by then is skipped.
+UNTIL = float(os.environ.get("JAXPP_UNTIL", "inf"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -91,9 +94,12 @@ def pytest_collection_modifyitems(config, items):
         cases[test] += 1
         wanted = item.get_closest_marker("cases")
         further = cases[test] > (wanted.args[0] if wanted else 1) and not path.startswith(ALL_CASES)
+        if further:
+            item.add_marker(pytest.mark.further)
         if (further or path.startswith(MORE)) and not path.startswith(EVERY_RUN):
             item.add_marker(pytest.mark.more)
-        if further and str(zlib.crc32(item.nodeid.encode()) % int(PARTS)) != NUMBER:
+        part = zlib.crc32((item.nodeid if further else path).encode()) % int(PARTS)
+        if item.get_closest_marker("more") and str(part) != NUMBER:
             other_parts.add(item)
     if other_parts:
         config.hook.pytest_deselected(items=list(other_parts))
@@ -102,6 +108,18 @@ def pytest_collection_modifyitems(config, items):
     if gpu_tests and not any(d.platform == "gpu" for d in jax.devices()):
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+
+
+def pytest_collection_finish():
+    """A collection of garbage need not look at modules and tests, which stay."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_setup():
+    """Skips what is left when the time of the run is over."""
+    if time.time() > UNTIL:
+        pytest.skip("the time of this run was over")
 
 
 @pytest.fixture(scope="module", autouse=True)
