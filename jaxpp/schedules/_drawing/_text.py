@@ -240,7 +240,7 @@ def _painted(text: str, colour: Colour) -> str:
 
 
 def _escape(front: Colour | None = None, back: Colour | None = None) -> str:
-    """Gives the code that switches colours, of the 256 that nearly all terminals have."""
+    """Returns the code that switches colours, of the 256 that nearly all terminals have."""
     codes = [
         f"{which};5;{_terminal_colour(c)}"
         for which, c in ((38, front), (48, back))

@@ -62,7 +62,7 @@ class Comparisons(list[Comparison]):
         return _html.table(*self._table())
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        """Gives the names of the figures that a row has, and the figures as text."""
+        """Returns the names of the figures that a row has, and the figures as text."""
         names = [field.name for field in dataclasses.fields(Comparison)]
         names = [
             name for name in names if name == "schedule" or any(getattr(r, name) for r in self)
