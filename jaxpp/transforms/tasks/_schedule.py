@@ -71,6 +71,10 @@ class Scheduled(Generic[P, R]):
         functools.update_wrapper(self, fun)
         self._fun, self._schedule = fun, schedule
 
+    def __repr__(self):
+        name = getattr(self._fun, "__name__", self._fun)
+        return f"<{name} scheduled by {self._schedule}>"
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if define := definition_of("schedule"):
             return define(self._fun)(*args, **kwargs)
