@@ -59,7 +59,7 @@ class VBuildingBlock(Schedule):
 
     @abc.abstractmethod
     def offsets(self, num_ranks: int) -> list[tuple[int, int, int, int]]:
-        """Gives, for each rank, the slots in which a block's tasks begin.
+        """Returns for each rank the slots in which a block's tasks begin.
 
         The tasks are the forward of the rank's stage on the way down, the forward of its stage on
         the way up, the backward of the second of these stages, and the backward of the first. On
