@@ -48,7 +48,11 @@ def main() -> None:
     for n, (ink, text) in enumerate(said):
         picture.text(290, below + 42 + 16 * n, text, size=8.5, ink=ink)
     picture.text(
-        290, below + 92, "Code of the model names no axis: specs of place do.", size=8.5, ink=GREY
+        290,
+        below + 92,
+        "The code of the model names no axis; the specs of place do.",
+        size=8.5,
+        ink=GREY,
     )
     picture.save(beside(__file__, "axes.svg"))
 

@@ -77,7 +77,7 @@ def _explain(figure: Figure) -> None:
     styles = [
         ("backward in halves", _SPLIT, _SPLIT),
         ("whole backward", _WHOLE, _WHOLE),
-        ("parameters are there twice", GREY, "white"),
+        ("each parameter is on two ranks", GREY, "white"),
     ]
     handles = [
         Line2D([], [], color=edge, marker="o", markerfacecolor=fill, linestyle="", label=label)

@@ -50,6 +50,7 @@ def test_a_figure_that_differs_has_a_reason_and_no_other():
         assert len({row.what for row in rows}) == len(rows) > 4, name
         for row in rows:
             assert bool(row.why) == (row.shown[-1] != "0"), (name, row)
+            assert not row.why or row.why.endswith("."), row.why
         assert (laboratory.load(name).differs == "nothing") == (not any(row.why for row in rows))
 
 

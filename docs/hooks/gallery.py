@@ -94,7 +94,7 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
 
 
 def _title(name: str) -> str:
-    """Gives the name of the class, or that of the catalogue where it has other defaults."""
+    """Returns the name of the class, or that of the catalogue where it has other defaults."""
     make = CATALOGUE[name]
     return make.__name__ if isinstance(make, type) else name
 
@@ -192,7 +192,7 @@ def _stages(schedule: Schedule) -> str:
 
 
 def _references(kind: type[Schedule]) -> str:
-    """Gives the BibTeX entries of the papers that a docstring names."""
+    """Returns the BibTeX entries of the papers that a docstring names."""
     papers = re.findall(r"arXiv\s+(\d{4}\.\d{5})", kind.__doc__ or "")
     entries = re.findall(r"^@.*?^\}$", _REFERENCES.read_text(), re.M | re.S)
     cited = [entry for entry in entries if any(f"{{{paper}}}" in entry for paper in papers)]

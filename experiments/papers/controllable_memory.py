@@ -18,12 +18,14 @@ from experiments.papers.laboratory import Paper, Row, peak, run
 from jaxpp.schedules import OneFOneB, OneFOneBV, VHalf, VMin, ZeroBubbleV
 
 _ROUGH = (
-    "The authors' are rough, for many ranks and many more microbatches. In forwards of a rank our "
-    "bubbles are 3(p-1) for 1F1B, (4p-5)/2 or (4p-7)/2 for V-Min, and (3p-7)/2 for V-Half, where "
-    "theirs come to 3p, 2p and 3p/2; and theirs are divided by the work in place of the whole time."
+    "The authors' figures are rough, for many ranks and many more microbatches. In forwards of a "
+    "rank our bubbles are 3(p-1) for 1F1B, (4p-5)/2 or (4p-7)/2 for V-Min, and (3p-7)/2 for "
+    "V-Half. Theirs are 3p, 2p and 3p/2, and are divided by the work, not by the whole time."
 )
-_MANY = "The paper's shares are for many ranks: those of (p+4)//3, (p+2)//2 and, for 1F1B-V, our "
-"(2p+3)//3 microbatches."
+_MANY = (
+    "The paper's shares are for many ranks. Ours are those of (p+4)//3 and (p+2)//2 microbatches "
+    "and, for 1F1B-V, of (2p+3)//3."
+)
 #: Schedules, the factor of p/m in their bubbles, and their peaks.
 _SHAPES = {
     "1F1B": (OneFOneB(), Fraction(1), lambda p: p),

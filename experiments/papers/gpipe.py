@@ -2,7 +2,7 @@
 
 Source: Huang et al., arXiv 1811.06965, section 2.3 and Table 2. A model is cut into K partitions,
 and a batch into M microbatches. All forwards run, then all backwards. The bubble is (K-1)/(M+K-1)
-of the time; the paper finds it negligible from M = 4K on. Each partition keeps its inputs alone and
+of the time; the paper finds it negligible from M = 4K on. Each partition keeps only its inputs, and
 recomputes the rest in the backward. The recomputation needs no gradient, so that a partition can
 run it while it waits.
 

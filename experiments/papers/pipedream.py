@@ -26,9 +26,9 @@ _BACKWARD = (
 )  # fmt: skip
 _PUBLISHED = (3, 3, 6, 8)
 _TRANSFERS = (
-    "Alone by its time, the first convolution is best cut off from all else. But 198 MB of "
-    "activations leave it for each microbatch, and 48 MB leave the pooling two layers later, where "
-    "the paper cuts: its planner counts transfers."
+    "By times alone the best cut is after the first convolution. But 198 MB of activations leave "
+    "it for each microbatch, and only 48 MB leave the pooling two layers later. The paper cuts "
+    "there, because its planner counts transfers."
 )
 
 

@@ -1,7 +1,7 @@
 """PipeOffload: interleaved schedules with less memory.
 
 Source: Wan et al., arXiv 2503.01328, sections 3.1 and 3.2, Table 1. Before it offloads anything,
-the paper mends interleaved 1F1B: with the backward split and one fewer forward of warm-up a hop
+the paper mends interleaved 1F1B: with the backward split and one warm-up forward less for each hop
 (GIS), the first of d ranks with v stages each holds dv stage activations in place of dv+d-1. With
 groups of g microbatches, d/2 <= g < d, it holds g(v-1)+d, and the bubble grows by (d-g)(v-1); at g
 = d/2 this is GIS-H, with about half the activations of interleaved 1F1B.

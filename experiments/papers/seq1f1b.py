@@ -1,7 +1,7 @@
 """Seq1F1B: slices of the sequence.
 
-Source: Sun et al., arXiv 2406.03488, section 3. What is scheduled is a slice of a microbatch's
-sequence; each slice attends to those before it, so that the slices go forward in order, and
+Source: Sun et al., arXiv 2406.03488, section 3. The schedule runs slices of a microbatch's
+sequence. Each slice attends to those before it, so that the slices go forward in order, and
 backward in the reverse order. With p ranks and s slices that take equal times, the bubble is
 (p-1)(F+B)/s, and the first rank holds s+p-1 slices, (s+p-1)/s microbatches; the documentation of an
 implementation (MindSpeed, "Seq1F1B") states these forms. The paper's abstract has the result of a
@@ -18,8 +18,8 @@ from experiments.papers.laboratory import Paper, Row, peak, run
 from jaxpp.schedules import Costs, OneFOneB, Seq1F1B, simulate
 
 _TRAINED = (
-    "The abstract does not say of which training. Ours are of 8 ranks, 16 microbatches and four "
-    "slices, of activations alone: parameters, gradients and the optimizer's state do not shrink."
+    "The abstract does not describe the training. Ours has 8 ranks, 16 microbatches and four "
+    "slices, and activations alone: parameters, gradients and optimizer state do not shrink."
 )
 
 

@@ -33,8 +33,8 @@ _WRAP = (
 )
 _FOUND = "The search of `synthesize` finds a table with less bubble in the same memory."
 _MEASURED = (
-    "The paper's are measured; ours follow from the bubble rate and the times of Table 9 alone. "
-    "The optimizer, the embedding and the loss are not in them."
+    "The paper's figures are measured. Ours follow from the bubble rate and the times of Table 9, "
+    "without the optimizer, the embedding and the loss."
 )
 
 

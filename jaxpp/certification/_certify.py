@@ -47,9 +47,9 @@ class Certificate:
             types: sums are in another order.
         regrouped: how many results are equal over the real numbers alone.
         rounded: how many results of the scheduled function are rounded at other places than by the
-            definitions. A gradient is where it is taken of a loop whose loss has a narrow type.
+            definitions, such as a gradient that is taken of a loop whose loss has a narrow type.
         transforms: the transforms that are proven.
-        undecided: why those before `schedule` are not, if they are not.
+        undecided: why those before `schedule` are not proven, if they are not.
         edits: the rules of `jaxpp.extend.edit_loops` that change values, or add some: the edited
             loops are then what the programs compute, and the transforms before are not decided.
         passes: the passes of `place` after each of which the step was compared.
@@ -126,24 +126,24 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
     """Proves that the programs of a placed step compute what its function does, effects included.
 
     Nothing is compiled, and no array is read: the function and the programs of all ranks run on
-    symbols, and the symbols of their results are compared. It is a proof for these shapes, for all
-    values. The function is traced with each transform by its definition: `split_stages`,
+    symbols, and the symbols of their results are compared. It is a proof for these shapes and for
+    all values. First the function runs with each transform by its definition: `split_stages`,
     `wrap_forward` and `schedule` are the identity, and `microbatch` is a loop that keeps each
-    output, and combines them after the last slice. So is `jaxpp.extend.edit_loops` the identity; if
-    an edit changes values or adds results, the edited function is what the programs have to
-    compute. Then follow the scheduled function, the step after each pass of `place`, and the
-    programs. These run on a machine that also refutes a deadlock, a message that is lost or mixed
-    up, a value that is read after it was freed or given away, and an effect that happens too often,
-    not at all, or out of its order.
+    output, and combines them after the last slice. `jaxpp.extend.edit_loops` is the identity, too;
+    if an edit changes values or adds results, the programs have to compute the edited function.
+    Then follow the scheduled function, the step after each pass of `place`, and the programs. They
+    run on a machine that also refutes a deadlock, a message that is lost or mixed up, a value that
+    is read after it was freed or its memory reused, and an effect that happens too often, not at
+    all, or in the wrong order.
 
     Programs that do the same operations in the same order are equal bit by bit. Where sums are in
-    another order, as for a parameter that several stages read, they are equal over the real
-    numbers: both have the same value in a model of random numbers, which different values have with
-    a chance below one in a million million.
+    another order, such as those of a parameter that several stages read, the programs are equal
+    over the real numbers: they have the same value in a model of random numbers. Different values
+    are equal in the model with a chance below one in a million million.
 
-    It does not see what comes after: XLA, which may round otherwise, and transfers. It takes an
-    operation that it has no rule for, such as a custom call or a kernel, for the same operation
-    wherever it stands.
+    It does not see what comes after: XLA, which may round in another way, and transfers. If it has
+    no rule for an operation, such as a custom call or a kernel, it takes the operation for the same
+    function wherever it is.
 
     Args:
         step: a placed step.

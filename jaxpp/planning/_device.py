@@ -39,7 +39,7 @@ class Device:
                 )
 
     def seconds(self, flops: float, nbytes: float) -> float:
-        """Gives the time of a computation of so many operations, and so many bytes."""
+        """Returns the time of a computation of so many operations, and so many bytes."""
         return self.overhead + max(flops / self.flops, nbytes / self.bandwidth)
 
 
@@ -57,7 +57,7 @@ DEVICES = {
 
 
 def device_of(device: Device | str) -> Device:
-    """Gives a device by its name, or as it is.
+    """Returns a device by its name, or as it is.
 
     Raises:
         ValueError: there is no device of that name.

@@ -88,7 +88,7 @@ class Profile(UnitCosts):
                     )
 
     def costs_of(self, units: Sequence[int]) -> Costs:
-        """Gives the costs of stages that have so many units each, for `predict` or `simulate`.
+        """Returns the costs of stages that have so many units each, for `predict` or `simulate`.
 
         Args:
             units: the number of units of each stage.
@@ -112,7 +112,7 @@ class Profile(UnitCosts):
         schedule: str = "1f1b",
         state_bytes: float = 4.0,
     ) -> LimitedCuts:
-        """Gives cuts by these times that fit into the memory of each rank, for `split_stages`.
+        """Returns cuts by these times that fit into the memory of each rank, for `split_stages`.
 
         Args:
             memory_limit: the bytes that a device of a rank has.
@@ -320,7 +320,7 @@ def costs_of_stages(
 
 
 def _times(bundle: Bundle, runs: Sequence[Clocked]) -> dict[Key, float]:
-    """Gives the median time of each task; those that run the same computation have one time."""
+    """Returns the median time of each task; those that run the same computation have one time."""
     (program,) = bundle.programs
     own = [i for i in program.instructions if isinstance(i, Run)]
     computations = {run.task: run.computation for run in own if run.task}
@@ -335,7 +335,7 @@ def _times(bundle: Bundle, runs: Sequence[Clocked]) -> dict[Key, float]:
 
 
 def _times_on(device: Device, step: LocalStep) -> dict[Key, float]:
-    """Gives the time of each task by the figures of a device."""
+    """Returns the time of each task by the figures of a device."""
     (rank,) = step.inspect()
     times = {}
     for run in step.bundle.programs[0].instructions:

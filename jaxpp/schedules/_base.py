@@ -12,10 +12,10 @@ from jaxpp.schedules._table import Table, Task
 class Schedule(abc.ABC):
     """A rule that orders the tasks of a pipeline: a value, compared and hashed by its fields.
 
-    A new schedule is a frozen dataclass with one method, `orders`. It has the field
-    `stages_per_rank` too where a rank runs several stages, and the method `placement` where stage
-    `s` is not on rank `s % p`. Where microbatches go in several directions, it has the method
-    `direction_of`. Where not all sizes are possible, it has the method `broken_rule`.
+    A new schedule is a frozen dataclass with one method, `orders`. If a rank runs several stages,
+    it has the field `stages_per_rank`, too. If stage `s` is not on rank `s % p`, it has the method
+    `placement`. If microbatches go in several directions, it has the method `direction_of`. If
+    some sizes are not possible, it has the method `broken_rule`.
 
     >>> import dataclasses
     >>> from jaxpp.schedules import Kind
@@ -41,7 +41,7 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterable[Iterable[Task]]:
-        """Gives the tasks of each rank, in the order it runs them.
+        """Returns the tasks of each rank, in the order it runs them.
 
         Args:
           num_ranks: the number of ranks, at least 1.
@@ -53,7 +53,7 @@ class Schedule(abc.ABC):
         """
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Gives the rank of each stage, for each direction in which microbatches go.
+        """Returns the rank of each stage, for each direction in which microbatches go.
 
         By default there is one direction, and stage `s` is on rank `s % num_ranks`.
 
@@ -64,15 +64,15 @@ class Schedule(abc.ABC):
         return (building_blocks.loop(num_ranks, self.stages_per_rank),)
 
     def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
-        """Gives the stages that each stage reads from; by default the one before it."""
+        """Returns the stages that each stage reads from; by default the one before it."""
         return None
 
     def overlaps(self, num_ranks: int, num_microbatches: int) -> Iterable[Task]:
-        """Gives the tasks that run together with the one after them; by default none."""
+        """Returns the tasks that run together with the one after them; by default none."""
         return ()
 
     def direction_of(self, num_ranks: int, num_microbatches: int) -> Iterable[int]:
-        """Gives for each microbatch the number of its direction, where there are several."""
+        """Returns for each microbatch the number of its direction, where there are several."""
         return ()
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
@@ -80,7 +80,7 @@ class Schedule(abc.ABC):
         return None
 
     def num_ranks(self, num_stages: int) -> int:
-        """Gives the number of ranks that this schedule puts a number of stages on.
+        """Returns the number of ranks that this schedule puts a number of stages on.
 
         Args:
           num_stages: the number of stages; a multiple of `stages_per_rank`.
@@ -112,7 +112,7 @@ class Schedule(abc.ABC):
         return ranks
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """Gives the table for a number of stages and microbatches.
+        """Returns the table for a number of stages and microbatches.
 
         Args:
           num_stages: the number of stages; a multiple of `stages_per_rank`.
@@ -151,7 +151,7 @@ class Schedule(abc.ABC):
         )
 
     def table_for_ranks(self, num_ranks: int, num_microbatches: int) -> Table:
-        """Gives the table for a number of ranks, each with all of its `stages_per_rank`.
+        """Returns the table for a number of ranks, each with all of its `stages_per_rank`.
 
         Args:
           num_ranks: the number of ranks.

@@ -35,10 +35,10 @@ def check(
 
     Each stage has a forward of each microbatch, and a backward, whole (`B`) or in halves (`I` and
     `W`), unless the table is forward only; it may have a recomputation (`R`) between the two. All
-    tasks of a stage are on one rank, or on one for each direction. Each task is there once, after
+    tasks of a stage are on one rank, or on one for each direction. Each task appears once, after
     the tasks that it depends on. A task that overlaps is followed by one of another stage or
-    microbatch, which does not wait for it. Deadlocks are found by running the ranks' orders against
-    each other.
+    microbatch, which does not wait for it. To find deadlocks, `check` runs the orders of all ranks
+    against each other.
 
     Args:
       table: the table.
@@ -79,7 +79,7 @@ def check(
 def execution_order(
     table: Table, dependencies: Dependencies | None = None
 ) -> tuple[tuple[int, Task], ...]:
-    """Gives one order of all tasks that respects each rank's order and every dependency.
+    """Returns one order of all tasks that respects each rank's order and every dependency.
 
     The ranks advance together, as they would at unit costs: F, I and W take 1, B, which has two
     parts, takes 2.

@@ -80,7 +80,7 @@ class Costs:
         return Costs(**named, other=each, **links)  # pyright: ignore
 
     def of(self, task: Task) -> float:
-        """Gives the time of a task.
+        """Returns the time of a task.
 
         Raises:
           ValueError: the cost is negative, not finite, or has no number for the task's stage.
@@ -88,7 +88,7 @@ class Costs:
         return _of(self, task)
 
     def together(self, first: Task, second: Task) -> float:
-        """Gives the time of two tasks that run together.
+        """Returns the time of two tasks that run together.
 
         >>> Costs().together(Task(Kind.F, 0, 1), Task(Kind.B, 0, 0))
         3.0
@@ -104,11 +104,11 @@ class Costs:
         return value
 
     def transfer(self, task: Task, source: int, target: int) -> float:
-        """Gives the time that a task's result takes to reach another rank."""
+        """Returns the time that a task's result takes to reach another rank."""
         return sum(self.link(task, source, target))
 
     def link(self, task: Task, source: int, target: int) -> tuple[float, float]:
-        """Gives the two parts of `transfer`: the latency, and the time for which the link is busy.
+        """Finds the two parts of `transfer`: the latency, and the time for which the link is busy.
 
         >>> Costs(latency=0.5, bandwidth=100.0, edge_bytes=200.0).link(Task(Kind.F, 0, 0), 0, 1)
         (0.5, 2.0)
@@ -130,7 +130,7 @@ class Costs:
         return self.latency == 0.0 and (self.bandwidth == math.inf or self.edge_bytes == 0.0)
 
     def divided(self, stages_per_rank: int) -> "Costs":
-        """Gives the costs of one stage, from the costs of a rank with several equal stages.
+        """Returns the costs of one stage, from the costs of a rank with several equal stages.
 
         >>> Costs(forward=3.0).divided(2).forward
         1.5
@@ -172,11 +172,11 @@ class Memory:
     other: Mapping[Kind, Cost] = dataclasses.field(default_factory=dict, hash=False)
 
     def of(self, task: Task) -> float:
-        """Gives the change by a task."""
+        """Returns the change by a task."""
         return _of(self, task)
 
     def divided(self, stages_per_rank: int) -> "Memory":
-        """Gives the memory of one stage, from that of a rank with several equal stages.
+        """Returns the memory of one stage, from that of a rank with several equal stages.
 
         >>> Memory().divided(2).forward
         0.5
@@ -184,7 +184,7 @@ class Memory:
         return _divided(self, stages_per_rank)
 
     def peaks(self, table: Table) -> tuple[float, ...]:
-        """Gives the most that each rank holds at once, from its order alone, without a clock.
+        """Returns the most that each rank holds at once, from its order alone, without a clock.
 
         A table that is forward only drops the result of each task at the task's end.
 
@@ -195,7 +195,7 @@ class Memory:
         return tuple(max(self.held(table, rank), default=0.0) for rank in range(table.num_ranks))
 
     def held(self, table: Table, rank: int) -> list[float]:
-        """Gives the memory that a rank holds while each of its tasks runs, in order.
+        """Returns the memory that a rank holds while each of its tasks runs, in order.
 
         While two tasks overlap, the rank holds what both add.
         """
@@ -214,7 +214,7 @@ class Memory:
         return held
 
     def changes(self, table: Table, rank: int) -> list[tuple[float, float]]:
-        """Gives what each task of a rank adds at its start, and what it changes at its end.
+        """Returns what each task of a rank adds at its start, and what it changes at its end.
 
         >>> tasks = (Task(Kind.F, 0, 0), Task(Kind.R, 0, 0), Task(Kind.B, 0, 0))
         >>> Memory(forward=3.0, recompute=2.0).changes(Table((tasks,), 1, 1), 0)
@@ -247,7 +247,7 @@ def _divided(model: _Model, count: int) -> _Model:
 
 
 def of_each(model: Costs | Memory, tasks: Sequence[Task]) -> list[float]:
-    """Gives the value of a model for each task; asks once where all microbatches have the same.
+    """Returns the value of a model for each task; asks once where all microbatches have the same.
 
     >>> of_each(Memory(), [Task(Kind.F, 0, 0), Task(Kind.B, 0, 0)])
     [1.0, -1.0]
@@ -276,7 +276,7 @@ def _of(model: Costs | Memory, task: Task) -> float:
 
 
 def _given(model: Costs | Memory, kind: Kind) -> Cost | None:
-    """Gives what a model has of a kind; None where the parts of the kind count."""
+    """Returns what a model has of a kind; None where the parts of the kind count."""
     if kind.field:
         return getattr(model, kind.field)
     default = kind.cost if isinstance(model, Costs) else kind.holds

@@ -43,7 +43,7 @@ class FromTable(Schedule):
         )
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """Gives the table, which must be of this size.
+        """Returns the table, which must be of this size.
 
         Args:
           num_stages: the number of stages of the table.
@@ -62,26 +62,26 @@ class FromTable(Schedule):
         return given
 
     def num_ranks(self, num_stages: int) -> int:
-        """Gives the number of ranks of the table."""
+        """Returns the number of ranks of the table."""
         return self.given.num_ranks
 
     def table_for_ranks(self, num_ranks: int, num_microbatches: int) -> Table:
-        """Gives the table, which must be of this size."""
+        """Returns the table, which must be of this size."""
         given = self.given
         if num_ranks != given.num_ranks:
             raise ValueError(f"{self} is for {given.num_ranks} ranks, got {num_ranks}; use those.")
         return self.table(given.num_stages, num_microbatches)
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Gives the rank of each stage, for each direction of the table."""
+        """Returns the rank of each stage, for each direction of the table."""
         return self.given.directions
 
     def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
-        """Gives the stages that each stage of the table reads from."""
+        """Returns the stages that each stage of the table reads from."""
         return self.given.stage_inputs
 
     def orders(self, num_ranks: int, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
-        """Gives the tasks of each rank of the table."""
+        """Returns the tasks of each rank of the table."""
         return self.given.ranks
 
 

@@ -22,7 +22,7 @@ class Block:
 def stage_dependencies(
     table: Table, edges: Iterable[tuple[int, int]] | None = None
 ) -> Dependencies:
-    """Gives the dependencies of a table's tasks from the graph of its stages.
+    """Returns the dependencies of a table's tasks from the graph of its stages.
 
     Each task needs the kinds of its own stage that come `before` its own: `B` and `I` need the `F`,
     or its `R`, which needs that `F`, and `W` needs the `I`. `F` also needs the `F` of each stage
@@ -116,7 +116,7 @@ def number(table: Table, dependencies: Dependencies | None = None, join: bool = 
 
 
 def _rows(tasks: Sequence[Task], num_microbatches: int) -> dict[tuple[Kind, int], list[int]]:
-    """Gives for each kind and stage the number of each microbatch's task; -1 if there is none."""
+    """Returns for each kind and stage the number of each microbatch's task; -1 if there is none."""
     rows: dict[tuple[Kind, int], list[int]] = {}
     for n, task in enumerate(tasks):
         key = (task.kind, task.stage)
@@ -146,7 +146,7 @@ def _choices(needs: Sequence[tuple[Kind, int]]) -> list[list[tuple[Kind, int]]]:
 def _made(
     choice: Sequence[tuple[Kind, int]], rows: Mapping[tuple[Kind, int], list[int]], count: int
 ) -> list[int]:
-    """Gives for each microbatch the number of the task that makes an input; -1 if none does."""
+    """Returns for each microbatch the number of the task that makes an input; -1 if none does."""
     made = [rows[form] for form in choice if form in rows] or [[-1] * count]
     return made[0] if len(made) == 1 else [max(forms) for forms in zip(*made, strict=True)]
 
@@ -228,7 +228,7 @@ def run(
     send = None if sends is None else _sender(numbered, sends, ends, arrivals)
 
     def earliest(n: int, rank: int, start: float, gate: int) -> tuple[float, int]:
-        """Gives the start and the gate of a task; or -1, and an input that is not there yet."""
+        """Returns the start and the gate of a task; or -1, and an input that is not there yet."""
         for need in needs[n]:
             ready = ends[need]
             if ready < 0:

@@ -14,13 +14,13 @@ class Recompute(Schedule):
 
     Source: Chen et al., arXiv 1604.06174, section 4, with a stage as the segment. Each `R` stands
     right before its backward, as `Table.with_recomputation` puts it: a rank that waits for a
-    gradient recomputes meanwhile. The rank then holds the activations of a single microbatch, and
-    of the others the inputs of its stages.
+    gradient recomputes meanwhile. The rank then holds the activations of one microbatch, and the
+    stages' inputs of the others.
 
     Args:
       schedule: the schedule, or its name for `by_name`.
       stages: the stages whose activations are computed again; by default all.
-      microbatches: the microbatches of which they are; by default all.
+      microbatches: the microbatches whose activations these are; by default all.
 
     Raises:
       ValueError: there is no such schedule.
@@ -52,23 +52,23 @@ class Recompute(Schedule):
         return self.schedule
 
     def num_ranks(self, num_stages: int) -> int:
-        """Gives the number of ranks: see `Schedule.num_ranks`."""
+        """Returns the number of ranks: see `Schedule.num_ranks`."""
         return self._plain.num_ranks(num_stages)
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Gives the rank of each stage: see `Schedule.placement`."""
+        """Returns the rank of each stage: see `Schedule.placement`."""
         return self._plain.placement(num_ranks)
 
     def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
-        """Gives the stages that each stage reads from: see `Schedule.stage_inputs`."""
+        """Returns the stages that each stage reads from: see `Schedule.stage_inputs`."""
         return self._plain.stage_inputs(num_ranks)
 
     def orders(self, num_ranks: int, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         return self.table_for_ranks(num_ranks, num_microbatches).ranks
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """Gives the table: see `Schedule.table`.
+        """Returns the table: see `Schedule.table`.
 
         Raises:
           ValueError: there is no such table, or it has no such stage or microbatch, or no backward.

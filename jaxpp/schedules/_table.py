@@ -146,7 +146,7 @@ class Table:
         return not self.kinds.isdisjoint((Kind.I, Kind.W))
 
     def with_halves(self) -> "Table":
-        """Gives the same table with every `B` written as `I`, then `W`.
+        """Returns the same table with every `B` written as `I`, then `W`.
 
         A table that splits some of its backwards is run so: the halves are computations of their
         own, and a `B` is one after the other.
@@ -167,7 +167,7 @@ class Table:
         return dataclasses.replace(self, ranks=ranks, overlaps=frozenset())
 
     def with_recomputation(self, which: Callable[[Task], bool]) -> "Table":
-        """Gives the same table with an `R` right before the backward of some forwards.
+        """Returns the same table with an `R` right before the backward of some forwards.
 
         Of two tasks that overlap, the `R` of the second comes before both.
 

@@ -105,7 +105,7 @@ def split_in_groups(num_microbatches: int, least: int) -> list[range]:
 def interleave(
     rank: int, num_ranks: int, stages_per_rank: int, groups: Sequence[range]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Gives the (stage, microbatch) pairs of a rank's forwards and of its backwards, in order.
+    """Returns the (stage, microbatch) pairs of a rank's forwards and of its backwards, in order.
 
     Each group of microbatches goes through all stages of the rank before the next one begins.
 
@@ -159,7 +159,7 @@ def merge_pipelines(placement: Sequence[Sequence[int]], num_microbatches: int) -
 def turns(
     num_directions: int, num_ranks: int, num_microbatches: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Gives for each microbatch its direction, its unit, and its place: see `merge_pipelines`.
+    """Returns for each microbatch its direction, its unit, and its place: see `merge_pipelines`.
 
     >>> list(turns(2, num_ranks=4, num_microbatches=3))
     [(0, 0, 0), (0, 0, 1), (1, 0, 0)]

@@ -154,9 +154,16 @@ def test_schedules_are_compared_as_a_list_by_name_or_alone():
     assert len(first) == len(second) == len(header) and repr(compare([], 2, 4)) == "schedule"
     assert listed == compare({str(own): own for own in (OneFOneB(), GPipe())}, 2, 4)
     assert listed[:1] == compare(OneFOneB(), 2, 4) == compare(iter([OneFOneB()]), 2, 4)
-    mistakes: list[Any] = [["1f1b"], {"1f1b": OneFOneB}, "1f1b", 3]
-    for wrong in mistakes:
-        with pytest.raises(TypeError, match="as a list or by name, got .*by_name makes a schedule"):
+    by_name = r"Write by_name\('1f1b'\)\.$"
+    mistakes: list[tuple[Any, str]] = [
+        (["1f1b"], by_name),
+        ("1f1b", by_name),
+        ({"1f1b": OneFOneB}, r"Write OneFOneB\(\)\.$"),
+        ([OneFOneB().table(2, 4)], r"Write FromTable\(table\)\.$"),
+        (3, r"3 for '3'\.$"),
+    ]
+    for wrong, way_out in mistakes:
+        with pytest.raises(TypeError, match=f"as a list or by name; got .*{way_out}"):
             compare(wrong, 2, 4)
 
 

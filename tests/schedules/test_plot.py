@@ -20,6 +20,7 @@ from jaxpp.schedules import (
     ZeroBubbleH1,
     plot,
     simulate,
+    to_text,
     to_trace,
 )
 from jaxpp.schedules._drawing._styles import lay_out, num_slots, shade
@@ -161,3 +162,5 @@ def test_timelines_come_alone_or_by_title(tmp_path):
         for draw in (plot, lambda given: to_trace(given, tmp_path / "timeline.json")):
             with pytest.raises(TypeError, match=r"several by title: .*simulate\(table\) makes"):
                 draw(wrong)
+    with pytest.raises(TypeError, match=r"several by title: .*got list"):  # it takes tables, too
+        to_text(mistakes[0])

@@ -27,7 +27,7 @@ from jaxpp.planning.search._setting import Setting
 
 
 def lower_bound(setting: Setting, directions: int = 1) -> float:
-    """Gives a time that no plan with at most so many directions beats.
+    """Returns a time that no plan with at most so many directions beats.
 
     Args:
         setting: the layers and the machine.

@@ -85,7 +85,7 @@ class Layers:
         return tuple(sorted((True, False), key=lambda halves: math.fsum(self.work(halves))))
 
     def parts(self, halves: bool) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
-        """Gives the times of forwards, of what the layer before waits for, and of the rest."""
+        """Returns the times of forwards, of what the layer before waits for, and of the rest."""
         if halves:
             return self.forward, self.input_grad, self.weight_grad
         whole = self.backward or tuple(
@@ -94,10 +94,10 @@ class Layers:
         return self.forward, whole, (0.0,) * self.count
 
     def work(self, halves: bool) -> tuple[float, ...]:
-        """Gives all the time of each layer."""
+        """Returns all the time of each layer."""
         return tuple(map(math.fsum, zip(*self.parts(halves), strict=True)))
 
 
 def sums(values: Sequence[float]) -> list[float]:
-    """Gives the sum of the first `n` values, for each `n` from 0."""
+    """Returns the sum of the first `n` values, for each `n` from 0."""
     return [0.0, *itertools.accumulate(values)]

@@ -99,20 +99,20 @@ class Setting:
         return sums(self.layers.parameter_bytes or (0.0,) * self.layers.count)
 
     def of_stages(self, totals: Sequence[float], choice: Choice) -> list[float]:
-        """Gives for each stage what its layers have together, from the sums of the first ones."""
+        """Returns for each stage what its layers have together, from the sums of the first ones."""
         return [totals[b] - totals[a] for a, b in itertools.pairwise(choice.cuts)]
 
     def edges(self, choice: Choice) -> list[float]:
-        """Gives the bytes that go from each stage, but the last, to the next one."""
+        """Returns the bytes that go from each stage, but the last, to the next one."""
         crossing = self.layers.crossing
         return [crossing[cut - 1] if crossing else 0.0 for cut in choice.cuts[1:-1]]
 
     def delays(self, choice: Choice) -> list[float]:
-        """Gives the time of a message from each stage, but the last, to the next one."""
+        """Returns the time of a message from each stage, but the last, to the next one."""
         return [self.latency + edge / self.bandwidth for edge in self.edges(choice)]
 
     def resident(self, choice: Choice) -> list[float]:
-        """Gives what each rank holds all the time."""
+        """Returns what each rank holds all the time."""
         parameters = self.of_stages(self.parameters, choice)
         held = [0.0] * self.ranks
         for stages in choice.placement:
@@ -121,7 +121,7 @@ class Setting:
         return held
 
     def update(self, choice: Choice) -> list[float]:
-        """Gives the time in which each rank sums the gradients of stages that two ranks have."""
+        """Returns the time in which each rank sums the gradients of stages that two ranks have."""
         times = [0.0] * self.ranks
         if len(choice.placement) > 1 and self.layers.parameter_bytes:
             parameters = self.of_stages(self.parameters, choice)
@@ -131,7 +131,7 @@ class Setting:
         return times
 
     def costs(self, choice: Choice) -> Costs:
-        """Gives the costs of the stages, for `simulate`."""
+        """Returns the costs of the stages, for `simulate`."""
         forward, first, rest = (self.of_stages(own, choice) for own in self.sums[choice.halves])
         edges = [*self.edges(choice), 0.0]
 
@@ -144,12 +144,12 @@ class Setting:
         )  # fmt: skip
 
     def memory(self, choice: Choice) -> Memory:
-        """Gives what the tasks hold, for `simulate`."""
+        """Returns what the tasks hold, for `simulate`."""
         kept = self.of_stages(self.activations, choice)
         return Memory(tuple(kept), 0.0, tuple(-own for own in kept))
 
     def machine(self, choice: Choice) -> Machine:
-        """Gives the ranks, for `simulate`."""
+        """Returns the ranks, for `simulate`."""
         return Machine(
             speed=self.speed,
             resident=tuple(self.resident(choice)),

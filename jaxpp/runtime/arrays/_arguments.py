@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jaxpp._program import Argument, Bundle
+from jaxpp.runtime.arrays._handle import ArrayHandle
 
 
 def check_arguments(bundle: Bundle, args: Sequence[Any]) -> None:
@@ -61,11 +62,16 @@ def check_there(arg: Any, name: str) -> None:
 
 
 def check_memory(arg: jax.Array, name: str) -> None:
-    """Checks that an argument is in the memory of its devices.
+    """Checks that an argument is in the memory of devices of this process.
 
     Raises:
-        ValueError: it is in another memory kind.
+        ValueError: it is in another memory kind, or in other processes.
     """
+    if isinstance(arg, ArrayHandle) and not arg.is_fully_addressable:
+        raise ValueError(
+            f"args{name} is {arg!r}, and the step runs on a mesh of this process: pass "
+            f"jaxpp.gather(x), which fetches it while its own mesh runs."
+        )
     kind = arg.sharding.memory_kind
     if kind is None or not arg.sharding.device_set:
         return

@@ -120,7 +120,7 @@ class StackedArray(ArrayHandle):
         return False
 
     def devices(self) -> set[Any]:
-        """Gives the devices of this process that hold a part."""
+        """Returns the devices of this process that hold a part."""
         return self.sharding.device_set
 
     def is_deleted(self) -> bool:
@@ -174,7 +174,7 @@ class StackedArray(ArrayHandle):
         return StackedArray([jnp.copy(p) for p in self._parts])
 
     def tolist(self) -> Any:
-        """Gives the values as nested lists."""
+        """Returns the values as nested lists."""
         return np.asarray(self).tolist()
 
     def delete(self) -> None:
@@ -218,7 +218,7 @@ class StackedStep:
         ]
 
     def flat(self, args: Sequence[Any]) -> list[Any]:
-        """Gives the arguments of the step over parts.
+        """Returns the arguments of the step over parts.
 
         Raises:
             ValueError: an array has been deleted.
@@ -244,7 +244,7 @@ class StackedStep:
         return self.step.describe()
 
     def input_shardings(self) -> list[Any]:
-        """Gives the sharding of each argument that the step reads; stacked if in parts."""
+        """Returns the sharding of each argument that the step reads; stacked if in parts."""
         cuts = self._in_cuts
         return [
             own[0] if cut is None else StackedSharding(cut, tuple(own))
@@ -279,7 +279,7 @@ def _whole(array: StackedArray) -> Any:
 
 
 def parts_of(array: Any, bounds: Bounds) -> list[Any]:
-    """Gives the rows of an array from bound to bound: its own parts where they fit, else slices."""
+    """Finds the rows of an array from bound to bound: its own parts where they fit, else slices."""
     if not isinstance(array, StackedArray):
         array = array if isinstance(array, jax.Array) else np.asarray(array)
         if isinstance(array, jax.Array) and not array.is_fully_addressable:

@@ -90,7 +90,7 @@ class Checkpointer:
         return self._steps()
 
     def latest(self) -> int | None:
-        """Gives the last step whose checkpoint is whole; None where there is none."""
+        """Returns the last step whose checkpoint is whole; None where there is none."""
         return max(self.steps(), default=None)
 
     def restore(self, like: Any, step: int | None = None, shardings: Any = None) -> Any:

@@ -74,7 +74,7 @@ class Description:
     ranks: tuple[RankDescription, ...]
 
     def as_json(self) -> str:
-        """Gives the description as JSON: an object with a list `ranks`, with fields as here."""
+        """Returns the description as JSON: an object with a list `ranks`, with fields as here."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def _repr_html_(self) -> str:

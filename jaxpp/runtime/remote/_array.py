@@ -190,11 +190,11 @@ class RemoteArray(ArrayHandle):
         return np.asarray(self).__index__()
 
     def item(self, *args: Any) -> Any:
-        """Gives the value of an element as a Python number."""
+        """Returns the value of an element as a Python number."""
         return np.asarray(self).item(*args)
 
     def tolist(self) -> Any:
-        """Gives the values as nested lists."""
+        """Returns the values as nested lists."""
         return np.asarray(self).tolist()
 
     # ---- its end --------------------------------------------------------------------------------

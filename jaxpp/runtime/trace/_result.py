@@ -132,7 +132,7 @@ class Trace:
         return sorted(whole, key=lambda call: self.timeline(call).makespan)[(len(whole) - 1) // 2]
 
     def timeline(self, call: int | None = None) -> Timeline:
-        """Gives the times of each task of a call; the first task starts at 0.
+        """Returns the times of each task of a call; the first task starts at 0.
 
         The rows of the timeline are devices: a rank, or the ranks that share a device.
 
@@ -165,7 +165,7 @@ class Trace:
         return simulate(self.timeline(call).table, self.costs(call), dependencies=needs)
 
     def costs(self, call: int | None = None) -> Costs:
-        """Gives the costs of tasks and transfers, of all calls of the step.
+        """Returns the costs of tasks and transfers, of all calls of the step.
 
         A task's time lasts until its device is free for the next one, where that one's messages are
         there; else a message's time lasts from the end of the task that made it until the task that
@@ -211,7 +211,7 @@ class Trace:
         )
 
     def _until_the_next(self, call: int) -> tuple[list[_figures.Clocked], dict[int, float]]:
-        """Gives the runs of a call, and by their tags the times of messages that runs waited for.
+        """Returns the runs of a call, and by their tags the times of messages that runs waited for.
 
         A run lasts until its device goes on, where the next one waits for no message.
         """
@@ -257,7 +257,7 @@ class Trace:
         return call
 
     def _tasks(self, call: int) -> frozenset[Task]:
-        """Gives the tasks of a call's step."""
+        """Returns the tasks of a call's step."""
         bundle, known = self.steps[call], self._known_tasks
         if id(bundle) not in known:
             known[id(bundle)] = _figures.tasks_of(bundle)

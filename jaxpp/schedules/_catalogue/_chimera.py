@@ -34,7 +34,7 @@ class Chimera(Schedule):
     """
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Gives the rank of each stage for each direction: see `Schedule.placement`."""
+        """Returns the rank of each stage for each direction: see `Schedule.placement`."""
         down = building_blocks.loop(num_ranks)
         return down, down[::-1]
 
@@ -43,9 +43,9 @@ class Chimera(Schedule):
         return "num_ranks to be even" if num_ranks % 2 else None
 
     def direction_of(self, num_ranks: int, num_microbatches: int) -> list[int]:
-        """Gives for each microbatch its direction: see `Schedule.direction_of`."""
+        """Returns for each microbatch its direction: see `Schedule.direction_of`."""
         return [taken for taken, _, _ in building_blocks.turns(2, num_ranks, num_microbatches)]
 
     def orders(self, num_ranks: int, num_microbatches: int) -> list[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         return building_blocks.merge_pipelines(self.placement(num_ranks), num_microbatches)

@@ -16,12 +16,12 @@ class _EightSteps(Schedule):
     """The common part of both forms: `_ranks` gives each rank's tasks, and those that overlap."""
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         for order, _ in self._ranks(num_ranks, num_microbatches):
             yield order
 
     def overlaps(self, num_ranks: int, num_microbatches: int) -> Iterator[Task]:
-        """Gives the forwards that run together with a backward: see `Schedule.overlaps`."""
+        """Returns the forwards that run together with a backward: see `Schedule.overlaps`."""
         for _, overlaps in self._ranks(num_ranks, num_microbatches):
             yield from overlaps
 
@@ -57,7 +57,7 @@ class DualPipe(_EightSteps):
     """
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Gives the rank of each stage for each direction: see `Schedule.placement`."""
+        """Returns the rank of each stage for each direction: see `Schedule.placement`."""
         down = building_blocks.loop(num_ranks)
         return down, down[::-1]
 
@@ -70,7 +70,7 @@ class DualPipe(_EightSteps):
         return None
 
     def direction_of(self, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
-        """Gives for each microbatch its direction: see `Schedule.direction_of`."""
+        """Returns for each microbatch its direction: see `Schedule.direction_of`."""
         half = num_microbatches // 2
         return (0,) * half + (1,) * half
 
@@ -106,7 +106,7 @@ class DualPipeV(_EightSteps):
     stages_per_rank: int = dataclasses.field(default=2, init=False, repr=False)
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Gives the rank of each stage: see `Schedule.placement`."""
+        """Returns the rank of each stage: see `Schedule.placement`."""
         return (building_blocks.waves(num_ranks),)
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
@@ -122,7 +122,7 @@ class DualPipeV(_EightSteps):
 
 
 def _steps(rank: int, depth: int, count: int) -> list[str]:
-    """Gives the eight steps of a rank: kind and phase of each task, `&` where two overlap.
+    """Returns the eight steps of a rank: kind and phase of each task, `&` where two overlap.
 
     Args:
       rank: the place of the rank in its half of the ranks, 0 for the one that is nearest the end.
@@ -150,7 +150,7 @@ def _steps(rank: int, depth: int, count: int) -> list[str]:
 def _tasks(
     steps: list[str], stages: tuple[int, int], firsts: tuple[int, int]
 ) -> tuple[list[Task], list[Task]]:
-    """Gives the tasks of a rank, and those that overlap with the next one.
+    """Returns the tasks of a rank, and those that overlap with the next one.
 
     Args:
       steps: the steps of the rank.

@@ -48,23 +48,23 @@ class ForwardOnly(Schedule):
         super().__post_init__()
 
     def num_ranks(self, num_stages: int) -> int:
-        """Gives the number of ranks for a number of stages: see `Schedule.num_ranks`."""
+        """Returns the number of ranks for a number of stages: see `Schedule.num_ranks`."""
         if self.like is None:
             return super().num_ranks(num_stages)
         return self.like.num_ranks(num_stages)
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Gives the rank of each stage: see `Schedule.placement`."""
+        """Returns the rank of each stage: see `Schedule.placement`."""
         if self.like is None:
             return (building_blocks.loop(num_ranks, self.stages_per_rank),)
         return self.like.placement(num_ranks)[:1]
 
     def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
-        """Gives the stages that each stage reads from: see `Schedule.stage_inputs`."""
+        """Returns the stages that each stage reads from: see `Schedule.stage_inputs`."""
         return None if self.like is None else self.like.stage_inputs(num_ranks)
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         (ranks,) = self.placement(num_ranks)
         for rank in range(num_ranks):
             stages = [stage for stage, home in enumerate(ranks) if home == rank]

@@ -32,7 +32,7 @@ class GPipe(Schedule):
     stages_per_rank: int = 1
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         microbatches = range(num_microbatches)
         for rank in range(num_ranks):
             stages = range(rank, num_ranks * self.stages_per_rank, num_ranks)

@@ -42,9 +42,9 @@ class Hanayo(Schedule):
         object.__setattr__(self, "stages_per_rank", 2 * self.num_waves)
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Gives the rank of each stage: see `Schedule.placement`."""
+        """Returns the rank of each stage: see `Schedule.placement`."""
         return (building_blocks.waves(num_ranks, self.stages_per_rank),)
 
     def orders(self, num_ranks: int, num_microbatches: int) -> list[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         return building_blocks.merge_pipelines(self.placement(num_ranks), num_microbatches)

@@ -61,7 +61,7 @@ class Interleaved1F1B(Schedule):
         return None
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         v = self.stages_per_rank
         groups = building_blocks.split_in_groups(num_microbatches, self.group_size or num_ranks)
         for rank in range(num_ranks):

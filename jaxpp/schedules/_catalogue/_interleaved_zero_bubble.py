@@ -45,7 +45,7 @@ class InterleavedZeroBubble(Schedule):
             )
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         v = self.stages_per_rank
         groups = building_blocks.split_in_groups(num_microbatches, num_ranks)
         for rank in range(num_ranks):

@@ -25,7 +25,7 @@ class OneFOneB(Schedule):
     """
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         for rank in range(num_ranks):
             yield _stage_order(rank, num_microbatches, warmup=num_ranks - 1 - rank)
 
@@ -47,7 +47,7 @@ class Eager1F1B(Schedule):
     """
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         for rank in range(num_ranks):
             yield _stage_order(rank, num_microbatches, warmup=2 * (num_ranks - 1 - rank))
 

@@ -33,6 +33,6 @@ class GIS(Schedule):
     stages_per_rank: int = 2
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         same = InterleavedZeroBubble(self.stages_per_rank, weight_lag=0)
         return same.orders(num_ranks, num_microbatches)

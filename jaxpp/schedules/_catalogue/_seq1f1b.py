@@ -46,7 +46,7 @@ class Seq1F1B(Schedule):
         object.__setattr__(self, "stages_per_rank", self.slices)
 
     def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Gives the stages that each stage reads from: see `Schedule.stage_inputs`."""
+        """Returns the stages that each stage reads from: see `Schedule.stage_inputs`."""
         return tuple(
             (*([stage - 1] if stage % num_ranks else []), *([stage - num_ranks] if j else []))
             for j in range(self.slices)
@@ -54,7 +54,7 @@ class Seq1F1B(Schedule):
         )
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         for rank in range(num_ranks):
             stages = range(rank, num_ranks * self.slices, num_ranks)
             microbatches = range(num_microbatches)

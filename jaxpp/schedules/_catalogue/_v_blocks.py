@@ -59,7 +59,7 @@ class VBuildingBlock(Schedule):
 
     @abc.abstractmethod
     def offsets(self, num_ranks: int) -> list[tuple[int, int, int, int]]:
-        """Gives, for each rank, the slots in which a block's tasks begin.
+        """Returns for each rank the slots in which a block's tasks begin.
 
         The tasks are the forward of the rank's stage on the way down, the forward of its stage on
         the way up, the backward of the second of these stages, and the backward of the first. On
@@ -67,11 +67,11 @@ class VBuildingBlock(Schedule):
         """
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Gives the rank of each stage: see `Schedule.placement`."""
+        """Returns the rank of each stage: see `Schedule.placement`."""
         return (building_blocks.waves(num_ranks),)
 
     def orders(self, num_ranks: int, num_microbatches: int) -> list[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         slots = _repeat(self.offsets(num_ranks), num_microbatches, self.backward)
         _add_weight_gradients(slots)
         steady = _steady_phase(slots[0], num_microbatches, self.backward)
@@ -106,7 +106,7 @@ class VHalf(VBuildingBlock):
     """
 
     def offsets(self, num_ranks: int) -> list[tuple[int, int, int, int]]:
-        """Gives the slots of a block: see `VBuildingBlock.offsets`."""
+        """Returns the slots of a block: see `VBuildingBlock.offsets`."""
         p, delay = num_ranks, 0 if num_ranks % 2 else 3  # apart from the forwards, modulo 6
         return [
             (2 * r, 3 * p - 2 - r, 3 * p - 1 + delay + 2 * r, 6 * p - 2 + delay - r)
@@ -137,7 +137,7 @@ class VMin(VBuildingBlock):
     """
 
     def offsets(self, num_ranks: int) -> list[tuple[int, int, int, int]]:
-        """Gives the slots of a block: see `VBuildingBlock.offsets`."""
+        """Returns the slots of a block: see `VBuildingBlock.offsets`."""
         p, delay = num_ranks, 0 if num_ranks % 3 else 2  # apart from the forwards, modulo 6
         return [(r, 2 * p - 1 - r, 2 * p + delay + r, 4 * p - 1 + delay - r) for r in range(p)]
 
@@ -169,7 +169,7 @@ class OneFOneBV(VBuildingBlock):
         return Kind.B
 
     def offsets(self, num_ranks: int) -> list[tuple[int, int, int, int]]:
-        """Gives the slots of a block: see `VBuildingBlock.offsets`."""
+        """Returns the slots of a block: see `VBuildingBlock.offsets`."""
         p = num_ranks
         first = 2 * p + (0 if p % 3 else 3)
 
@@ -206,7 +206,7 @@ def _repeat(
 
 
 def _steady_phase(first_rank: dict[Task, int], num_microbatches: int, backward: Kind) -> range:
-    """Gives the slots from the first microbatch's last backward to the last one's first forward."""
+    """Finds the slots from the first microbatch's last backward to the last one's first forward."""
     end_of_first = first_rank[Task(backward, 0, 0)]
     return range(end_of_first, first_rank[Task(Kind.F, 0, num_microbatches - 1)] + 1)
 
@@ -289,7 +289,7 @@ def _mark(busy: bytearray, slot: int, task: Task, value: int) -> None:
 
 
 def _inputs(task: Task, last_stage: int) -> Iterator[Task]:
-    """Gives the tasks before a task: its inputs, and its like of the microbatch before."""
+    """Returns the tasks before a task: its inputs, and its like of the microbatch before."""
     kind, stage, i = task.kind, task.stage, task.microbatch
     if i > 0:
         yield Task(kind, stage, i - 1)

@@ -26,7 +26,7 @@ class ZeroBubbleH1(Schedule):
     """
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         return _orders(num_ranks, num_microbatches, multiplier=1)
 
 
@@ -50,12 +50,12 @@ class ZeroBubbleH2(Schedule):
     """
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         return _orders(num_ranks, num_microbatches, multiplier=2)
 
 
 def _orders(num_ranks: int, num_microbatches: int, multiplier: int) -> Iterator[list[Task]]:
-    """Gives orders for a multiplier c: warm-up (p-1-r)c, lag rc, (p-1)c+1 activations."""
+    """Returns orders for a multiplier c: warm-up (p-1-r)c, lag rc, (p-1)c+1 activations."""
     for rank in range(num_ranks):
         passes = [(rank, i) for i in range(num_microbatches)]
         warmup, lag = (num_ranks - 1 - rank) * multiplier, rank * multiplier

@@ -32,18 +32,18 @@ class ZeroBubbleV(Schedule):
     stages_per_rank: int = dataclasses.field(default=2, init=False, repr=False)
 
     def placement(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Gives the rank of each stage: see `Schedule.placement`."""
+        """Returns the rank of each stage: see `Schedule.placement`."""
         return (building_blocks.waves(num_ranks),)
 
     def orders(self, num_ranks: int, num_microbatches: int) -> Iterator[list[Task]]:
-        """Gives the tasks of each rank: see `Schedule.orders`."""
+        """Returns the tasks of each rank: see `Schedule.orders`."""
         for rank in range(num_ranks):
             order = _rank_order(rank, num_ranks, max(num_microbatches, 2 * num_ranks - 1))
             yield [task for task in order if task.microbatch < num_microbatches]
 
 
 def _rank_order(rank: int, num_ranks: int, num_microbatches: int) -> list[Task]:
-    """Gives the order of a rank, for at least 2p-1 microbatches."""
+    """Returns the order of a rank, for at least 2p-1 microbatches."""
     above, below = rank, num_ranks - rank
     # The microbatches that are not yet under way when the steady phase begins.
     fresh = num_microbatches - (2 * below - 1) - above

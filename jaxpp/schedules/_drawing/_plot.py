@@ -236,7 +236,7 @@ def _draw_ranks(axes: "Axes", chart: _Chart, page: _Page) -> None:
 
 
 def _bar(cell: Cell, rank: int) -> tuple[float, float, float, float]:
-    """Gives the left, top, width and height of a cell."""
+    """Returns the left, top, width and height of a cell."""
     height = 0.9 / cell.num_lanes
     span = cell.span
     return span.start, rank - 0.45 + cell.lane * height, span.end - span.start, height
@@ -373,7 +373,7 @@ def _draw_legend(figure: "Figure", charts: Sequence[_Chart], memory: bool, page:
 
 
 def _legend_columns(labels: Sequence[str], room: float) -> int:
-    """Gives the number of columns of a legend that fit; `room` is in multiples of the font size.
+    """Returns the number of columns of a legend that fit; `room` is in multiples of the font size.
 
     In these multiples a character is about 0.55 wide, and a colour with the gaps around it 5. A
     legend fills its columns one after the other.

@@ -32,7 +32,7 @@ class Cell:
 
 
 def lay_out(timeline: Timeline) -> tuple[tuple[Cell, ...], ...]:
-    """Gives each rank's tasks with their places, by start.
+    """Returns each rank's tasks with their places, by start.
 
     Tasks that run at the same time share the height of their row.
 
@@ -63,7 +63,7 @@ def lay_out(timeline: Timeline) -> tuple[tuple[Cell, ...], ...]:
 
 
 def _lanes(spans: list[Span], tolerance: float) -> list[tuple[int, int]]:
-    """Gives each span, sorted by start, the first free lane, and the number of lanes in its group.
+    """Finds each span, sorted by start, the first free lane, and the number of lanes in its group.
 
     A group is a run of spans without an idle moment between them.
     """
@@ -83,12 +83,12 @@ def _lanes(spans: list[Span], tolerance: float) -> list[tuple[int, int]]:
 
 
 def num_slots(rows: tuple[tuple[Cell, ...], ...]) -> int:
-    """Gives the most stages of a rank; those of each direction count by themselves."""
+    """Returns the most stages of a rank; those of each direction count by themselves."""
     return 1 + max((cell.slot for cells in rows for cell in cells), default=0)
 
 
 def shade(kind: Kind, slot: int, slots: int) -> Colour:
-    """Gives the colour of a kind in a slot: the later the slot, the lighter.
+    """Returns the colour of a kind in a slot: the later the slot, the lighter.
 
     >>> shade(Kind.F, 0, 1) == shade(Kind.F, 0, 4)
     True
@@ -125,7 +125,7 @@ def measures(timeline: Timeline) -> str:
 
 
 def by_title(timelines: Timeline | Mapping[str, Timeline]) -> Mapping[str, Timeline]:
-    """Gives timelines by title; a single one gets an empty title.
+    """Returns timelines by title; a single one gets an empty title.
 
     Raises:
       TypeError: it is neither a timeline nor timelines by title.

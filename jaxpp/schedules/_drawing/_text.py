@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from jaxpp.schedules._drawing._styles import (
     Cell,
     Colour,
+    by_title,
     explain_shades,
     is_dark,
     lay_out,
@@ -53,6 +54,7 @@ def to_text(
 
     Raises:
       ScheduleError: a table deadlocks.
+      TypeError: it is neither a table nor a timeline, nor these by title.
 
     >>> from jaxpp.schedules import Costs, OneFOneB
     >>> table = OneFOneB().table(num_stages=3, num_microbatches=3)
@@ -68,9 +70,9 @@ def to_text(
     F forward, B backward, = goes on, . idle
     """
     titled = drawn if isinstance(drawn, Mapping) else {"": drawn}
-    timelines = {
-        title: simulate(one) if isinstance(one, Table) else one for title, one in titled.items()
-    }
+    timelines = by_title(
+        {title: simulate(one) if isinstance(one, Table) else one for title, one in titled.items()}
+    )
     colour = _stdout_shows_colour() if colour is None else colour
     width = shutil.get_terminal_size((_WIDTH_OF_A_FILE, 24)).columns if width is None else width
     charts = {title: lay_out(timeline) for title, timeline in timelines.items()}
@@ -240,7 +242,7 @@ def _painted(text: str, colour: Colour) -> str:
 
 
 def _escape(front: Colour | None = None, back: Colour | None = None) -> str:
-    """Gives the code that switches colours, of the 256 that nearly all terminals have."""
+    """Returns the code that switches colours, of the 256 that nearly all terminals have."""
     codes = [
         f"{which};5;{_terminal_colour(c)}"
         for which, c in ((38, front), (48, back))

@@ -10,6 +10,7 @@ from jaxpp.schedules._check import ScheduleError, check
 from jaxpp.schedules._costs import Costs, Memory
 from jaxpp.schedules._simulation._machine import Machine
 from jaxpp.schedules._simulation._simulate import simulate, stages_of_each_rank
+from jaxpp.schedules._table import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Comparisons(list[Comparison]):
         return _html.table(*self._table())
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        """Gives the names of the figures that a row has, and the figures as text."""
+        """Returns the names of the figures that a row has, and the figures as text."""
         names = [field.name for field in dataclasses.fields(Comparison)]
         names = [
             name for name in names if name == "schedule" or any(getattr(r, name) for r in self)
@@ -151,8 +152,15 @@ def _named(schedules: Any) -> list[tuple[str, Schedule]]:
         pairs = [(str(own), own) for own in schedules]
     for name, schedule in pairs:
         if not isinstance(schedule, Schedule):
+            way_out = ""
+            if isinstance(schedule, str):
+                way_out = f" Write by_name({schedule!r})."
+            elif isinstance(schedule, type):
+                way_out = f" Write {schedule.__name__}()."
+            elif isinstance(schedule, Table):
+                way_out = " Write FromTable(table)."
             raise TypeError(
-                f"compare takes schedules, as a list or by name, got {schedule!r} for {name!r}; "
-                f"jaxpp.schedules.by_name makes a schedule of its name on a command line."
+                "compare takes schedules, such as OneFOneB(), as a list or by name; got "
+                f"{schedule!r} for {name!r}.{way_out}"
             )
     return pairs

@@ -48,11 +48,11 @@ class Machine:
             values(num_ranks)
 
     def speeds(self, num_ranks: int) -> tuple[float, ...]:
-        """Gives the speed of each rank."""
+        """Returns the speed of each rank."""
         return _each("speed", self.speed, num_ranks, above=True)
 
     def update(self, num_ranks: int) -> tuple[float, ...]:
-        """Gives for each rank the time from its last task to the end of its step.
+        """Returns for each rank the time from its last task to the end of its step.
 
         >>> Machine(gradient_bytes=10.0, reduction_bandwidth=5.0, optimizer=(1.0, 3.0)).update(2)
         (3.0, 5.0)
@@ -66,7 +66,7 @@ class Machine:
         )
 
     def held(self, num_ranks: int) -> tuple[float, ...]:
-        """Gives what each rank holds all the time."""
+        """Returns what each rank holds all the time."""
         return _each("resident", self.resident, num_ranks)
 
 

@@ -1,4 +1,4 @@
-"""Gives a table a clock: a start and an end for each task."""
+"""Returns a table a clock: a start and an end for each task."""
 
 import dataclasses
 import functools
@@ -33,9 +33,9 @@ class Span:
 class Timeline:
     """The times of a table's tasks, in the units of the cost model.
 
-    It is made by `simulate`, or from measured times. It has for each rank a start and an end for
-    each task in its order. `gates` has for each task the rank and the index of the task that it
-    waited for last, or None. `machine` says what each rank does after its last task.
+    `simulate` makes it, or measured times do. For each rank it has the start and the end of each
+    task, in order. `gates` has for each task the rank and the index of the task that it waited
+    for last, or None. `machine` says what each rank does after its last task.
 
     >>> from jaxpp.schedules import GPipe
     >>> timeline = simulate(GPipe().table(num_stages=4, num_microbatches=8))
@@ -126,7 +126,7 @@ class Timeline:
         return tuple(map(sum, zip(peaks, resident, strict=True)))
 
     def memory_over_time(self, rank: int) -> list[tuple[float, float]]:
-        """Gives the memory that a rank holds over time: (time, held) pairs where it changes."""
+        """Returns the memory that a rank holds over time: (time, held) pairs where it changes."""
         changes: dict[float, list[float]] = {}
         each = self.memory.changes(self.table, rank)
         for own, *times in zip(each, self.starts[rank], self.ends[rank], strict=True):
@@ -165,7 +165,7 @@ class Timeline:
 
 
 def _covered(starts: Sequence[float], ends: Sequence[float]) -> float:
-    """Gives the time that intervals cover; time that two cover counts once."""
+    """Returns the time that intervals cover; time that two cover counts once."""
     total, until = 0.0, -math.inf
     for start, end in sorted(zip(starts, ends, strict=True)):
         if end > until:
@@ -267,7 +267,7 @@ def simulate(
 
 
 def stages_of_each_rank(table: Table) -> int:
-    """Gives the number of stages on each rank.
+    """Returns the number of stages on each rank.
 
     Raises:
       ValueError: the ranks have different numbers of stages.

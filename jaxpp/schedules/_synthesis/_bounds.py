@@ -96,7 +96,7 @@ class _Direction:
 
 
 def lower_bound(problem: Problem) -> float:
-    """Gives a value that no table beats; the proofs are above.
+    """Returns a value that no table beats; the proofs are above.
 
     Args:
       problem: the tasks, with the backward in halves, or whole.
@@ -120,7 +120,7 @@ def _telling(problem: Problem, ops: _Ops, most: int = 6) -> list[int]:
 
 
 def _bound(problem: Problem, ops: _Ops, ways: Sequence[_Direction], rank: int | None) -> float:
-    """Gives a bound on the makespan, or on the span of a rank."""
+    """Returns a bound on the makespan, or on the span of a rank."""
     m = problem.num_microbatches
     heads, tails = (_earliest(problem, ops, way, rank) for way in ways)
     best = 0.0
@@ -205,7 +205,7 @@ def _excess(
     freeing: Sequence[Sequence[int]],
     sign: int,
 ) -> list[list[tuple[float, float]]]:
-    """Gives for each op and microbatch two times of tasks that run before it, for its memory.
+    """Returns for each op and microbatch two times of tasks that run before it, for its memory.
 
     The least time of freeing tasks that `sets` lack, and the least time of all tasks that cannot
     start before the rank's first freeing task; 0 where there need not be one.
@@ -241,7 +241,7 @@ def _excess(
 def _ways(
     ops: _Ops, chain: Sequence[int], freeing: Sequence[int], change: dict[int, float]
 ) -> list[list[tuple[float, float]]]:
-    """Gives for a microbatch after each op of a chain the ways to free: (freed, time) each.
+    """Returns for a microbatch after each op of a chain the ways to free: (freed, time) each.
 
     They are the segments of the concave hull of what the next ops free over their times: each way
     comes after the one before it, and frees less in its time.
@@ -269,7 +269,7 @@ def _options(
     counts: dict[int, int],
     sign: int,
 ) -> list[tuple[float, float, int]]:
-    """Gives the ways to free, as (freed, time, number), of the microbatches that `counts` has."""
+    """Returns the ways to free, as (freed, time, number), of the microbatches that `counts` has."""
     options = []
     for chain, own in zip(chains, ways, strict=True):
         done = 0
@@ -282,7 +282,7 @@ def _options(
 
 
 def _least_time(options: Sequence[tuple[float, float, int]], amount: float) -> float:
-    """Gives the least time for an amount by divisible options: (amount, time, number) each."""
+    """Returns the least time for an amount by divisible options: (amount, time, number) each."""
     least = 0.0
     for own, time, count in sorted(options, key=lambda option: option[1] / option[0]):
         if amount <= 0:
@@ -327,7 +327,7 @@ def _topological(inputs: Sequence, readers: Sequence) -> list[int]:
 def _earliest(
     problem: Problem, ops: _Ops, direction: _Direction, rank: int | None
 ) -> list[list[float]]:
-    """Gives for each op and microbatch the earliest start, from 0 or a rank's first start.
+    """Returns for each op and microbatch the earliest start, from 0 or a rank's first start.
 
     Against time: the least time from its end to the end of all or of the rank, the last
     microbatch first.
@@ -410,7 +410,7 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
 
 
 def _residence(problem: Problem, ops: _Ops, rank: int) -> float:
-    """Gives the area of memory and time that a rank's tasks take up, over the rank's limit."""
+    """Returns the area of memory and time that a rank's tasks take up, over the rank's limit."""
     m, limit = problem.num_microbatches, problem.limits[rank]
     if limit == math.inf:
         return 0.0
@@ -430,7 +430,7 @@ def _residence(problem: Problem, ops: _Ops, rank: int) -> float:
 
 
 def _longest(ops: _Ops, first: int, last: int) -> float:
-    """Gives the time from the start of an op to the end of another, for one microbatch."""
+    """Returns the time from the start of an op to the end of another, for one microbatch."""
     ends = {first: ops.time[first]}
     for op in ops.sorted:
         arrivals = [ends[need] + delay for need, delay in ops.inputs[op] if need in ends]

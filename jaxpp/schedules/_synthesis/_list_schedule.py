@@ -134,7 +134,7 @@ def list_schedule(problem: Problem, rule: Rule, most: float = math.inf) -> list[
 
 
 def _views(problem: Problem, rule: Rule) -> list[list[tuple[int, float, list[int], float, int]]]:
-    """Gives for each rank, by op, the data of its decisions; last, a forward's backward or -1."""
+    """Returns for each rank, by op, the data of its decisions; last, a forward's backward or -1."""
     ends = {s: op for op, (kind, s) in enumerate(problem.ops) if kind in (Kind.I, Kind.B)}
     views = []
     for own in problem.rank_ops:
@@ -150,7 +150,7 @@ def _views(problem: Problem, rule: Rule) -> list[list[tuple[int, float, list[int
 
 
 def _forwards(problem: Problem, rank: int) -> list[tuple[int, float]]:
-    """Gives the forwards of a rank, and the most that a microbatch of each holds."""
+    """Returns the forwards of a rank, and the most that a microbatch of each holds."""
     m = problem.num_microbatches
     own = [op for op in problem.rank_ops[rank] if problem.ops[op][0] is Kind.F]
     return [(op, max(problem.change[op * m : op * m + m])) for op in own]

@@ -74,7 +74,7 @@ def improve(
 def _stretches(
     problem: Problem, orders: Sequence[Sequence[int]], ends: list[float]
 ) -> Iterator[tuple[int, int, int]]:
-    """Gives the stretches of the critical path, from its end: a rank, its first and last place."""
+    """Finds the stretches of the critical path, from its end: a rank, its first and last place."""
     time, remote = problem.time, problem.remote
     m = problem.num_microbatches
 

@@ -20,7 +20,7 @@ def catalogue_tables(
     num_microbatches: int,
     stage_inputs: tuple[tuple[int, ...], ...] | None,
 ) -> Iterator[tuple[str, Table]]:
-    """Gives the catalogue's tables with this placement and this graph of stages, by name.
+    """Returns the catalogue's tables with this placement and this graph of stages, by name.
 
     A schedule's knobs that are integers or booleans are varied one at a time, from the defaults and
     from those variants that have this placement.
@@ -70,7 +70,7 @@ def _knobs(schedule: Schedule) -> dict[str, object]:
 def _variants(
     make: Callable[..., Schedule], knobs: dict[str, object], values: Sequence[int]
 ) -> Iterator[Schedule]:
-    """Gives the schedule with these knobs, and each with one more knob set or changed."""
+    """Returns the schedule with these knobs, and each with one more knob set or changed."""
     options: list[dict[str, object]] = [knobs]
     made = make.func if isinstance(make, functools.partial) else make
     if isinstance(made, type):
@@ -89,7 +89,7 @@ def _variants(
 
 
 def split(problem: Problem, table: Table) -> list[list[int]]:
-    """Gives the orders of a table; splits whole backwards where the problem has halves."""
+    """Returns the orders of a table; splits whole backwards where the problem has halves."""
     if problem.splits:
         ranks = []
         for order in table.ranks:
@@ -105,7 +105,7 @@ def split(problem: Problem, table: Table) -> list[list[int]]:
 
 
 def one_at_a_time(problem: Problem) -> list[list[int]]:
-    """Gives orders that end each microbatch before the next one: no others hold less."""
+    """Returns orders that end each microbatch before the next one: no others hold less."""
     m = problem.num_microbatches
     count = len(problem.ops)
     sequence: list[int] = []
@@ -172,7 +172,7 @@ class Rules:
         ]
 
     def _windows(self) -> list[list[float]]:
-        """Gives choices of `in_flight`: no limit, or forwards for the trip there and back."""
+        """Returns choices of `in_flight`: no limit, or forwards for the trip there and back."""
         at = {key: op for op, key in enumerate(self.problem.ops)}
         half = Kind.I if self.problem.splits else Kind.B
         stages = range(self.problem.table.num_stages)
@@ -189,7 +189,7 @@ class Rules:
         return Rule(self.plans[plan], self.period, self.windows[window], idle, patience)
 
     def grid(self) -> list[Rule]:
-        """Gives the grid of rules, the most promising first."""
+        """Returns the grid of rules, the most promising first."""
         slacks = (0.0, 0.08, 0.17, 0.25, 0.33, 0.42, 0.5, 0.75, 1.0, 2.0)
         ample = [self.rule(0, 0, slack, math.inf) for slack in slacks]
         tight = [
@@ -202,7 +202,7 @@ class Rules:
         return ample + tight + [self.rule(plan, 0, 4.0, 1.0) for plan in range(1, len(self.plans))]
 
     def _eager(self) -> list[Rule]:
-        """Gives rules by which no rank ever waits: backwards first, weight gradients last.
+        """Returns rules by which no rank ever waits: backwards first, weight gradients last.
 
         Between tasks of a kind, that of the older microbatch comes first, or that of the later
         stage.
@@ -259,7 +259,7 @@ class Rules:
 
 
 def _alone(problem: Problem, time: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Gives for each op the earliest start and the time to the end, for one microbatch alone."""
+    """Returns for each op the earliest start and the time to the end, for one microbatch alone."""
     count = len(problem.ops)
     inputs = [_inputs(problem, op) for op in range(count)]
     head, tail = [0.0] * count, [0.0] * count
@@ -279,7 +279,7 @@ def _alone(problem: Problem, time: Sequence[float]) -> tuple[list[float], list[f
 
 
 def _inputs(problem: Problem, op: int) -> list[tuple[int, float]]:
-    """Gives the ops that an op waits for, with transfer times, for the first microbatch."""
+    """Returns the ops that an op waits for, with transfer times, for the first microbatch."""
     m = problem.num_microbatches
     remote = [(n // m, delay) for n, delay in problem.remote[op * m]]
     return remote + [(need, 0.0) for need in problem.local[op]]

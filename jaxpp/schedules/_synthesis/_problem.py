@@ -64,7 +64,7 @@ class Problem:
         return any(kind is Kind.W for kind, _ in self.ops)
 
     def task(self, n: int) -> Task:
-        """Gives the task of a number."""
+        """Returns the task of a number."""
         op, microbatch = divmod(n, self.num_microbatches)
         return Task(*self.ops[op], microbatch)
 
@@ -74,7 +74,7 @@ class Problem:
         return dataclasses.replace(self.table, ranks=ranks)
 
     def to_orders(self, table: Table) -> list[list[int]]:
-        """Gives the numbers of a table's tasks."""
+        """Returns the numbers of a table's tasks."""
         at = {op: n for n, op in enumerate(self.ops)}
         m = self.num_microbatches
         return [[at[t.kind, t.stage] * m + t.microbatch for t in order] for order in table.ranks]
@@ -84,7 +84,7 @@ class Problem:
         return all(p <= limit for p, limit in zip(self.peaks(orders), self.limits, strict=True))
 
     def peaks(self, orders: Orders) -> list[float]:
-        """Gives the most that each rank holds at once."""
+        """Returns the most that each rank holds at once."""
         change = self.change
         peaks = []
         for order in orders:
@@ -209,7 +209,7 @@ def evaluate(
 
 
 def value_of(problem: Problem, orders: Orders, ends: list[float]) -> float:
-    """Gives the value of the objective for orders whose tasks end at these times."""
+    """Returns the value of the objective for orders whose tasks end at these times."""
     if problem.objective == "wall":
         return max(ends[order[-1]] for order in orders)
     return max(ends[order[-1]] - (ends[order[0]] - problem.time[order[0]]) for order in orders)

@@ -29,7 +29,7 @@ class Synthesis:
       table: the best table.
       timeline: when its tasks run.
       objective: what was minimised: `"wall"`, the makespan, or `"span"`, a rank's longest span.
-      value: the table's.
+      value: the value of the table.
       lower_bound: a value that no table for this problem beats.
       source: which of the portfolio made the table.
 

@@ -38,10 +38,10 @@ def microbatch(
 ) -> Callable[P, R]:
     """Runs `fun` on slices of its arguments and combines the results, in the memory of one slice.
 
-    It is one `lax.scan` over the slices. `microbatch(jax.value_and_grad(f), M)` and
+    It makes one `lax.scan` over the slices. `microbatch(jax.value_and_grad(f), M)` and
     `jax.value_and_grad(microbatch(f, M))` do the same work: the second accumulates the gradient of
     each scalar mean or sum slice by slice, in the forward pass; `jax.jit` leaves out gradients that
-    are not read. If another output is differentiated, as by a loss over the whole batch of "concat"
+    are not read. If you differentiate another output, as in a loss over the whole batch of "concat"
     outputs, all gradients take a second pass over the slices, forwards and backwards. A function
     with a scalar mean or sum cannot be differentiated in forward mode; its gradient can.
 
@@ -50,13 +50,13 @@ def microbatch(
     arrays carried out of one slice go, in the order of their leaves, into the next one. The result
     is that of a loop over the slices in order; a schedule with another order is an error.
 
-    The mean of the slices is that of the batch where `fun` is a mean over examples that all count
-    alike. A mean over the tokens that count is the quotient of two sums: return the sum and the
-    count, give `reduce="sum"`, and divide after the loop. The gradient of a sum is a `"sum"`, too.
+    If `fun` is a mean over examples that all count alike, the mean of the slices is that of the
+    batch. A mean over the tokens that a mask keeps is the quotient of two sums: return the sum and
+    the count, give `reduce="sum"`, and divide after the loop. The gradient of a sum is a `"sum"`.
 
-    A state that its "gradient" overwrites (the scales and largest magnitudes of float8 layers) is
-    no gradient to average: differentiate inside of the loop, and give it `"max"`. What is named
-    `"_overwrite_with_gradient"`, as by Flax, and is added up all the same, is warned of.
+    The "gradient" of some states is their new value (the scales and largest magnitudes of float8
+    layers). It cannot be averaged: differentiate inside of the loop, and give it `"max"`. There is
+    a warning if an output of the name `"_overwrite_with_gradient"`, as in Flax, is added up.
 
     With `replicas`, the batch has D replicas of M slices: replica d's m-th slice is number
     d * M + m. Each replica adds up its own, and after the loop the sums of the replicas are added

@@ -137,11 +137,11 @@ class Compiled:
         return self._run.describe()
 
     def inspect(self) -> Any:
-        """Gives for each rank its devices, its axes, and XLA's analysis of what it runs."""
+        """Returns for each rank its devices, its axes, and XLA's analysis of what it runs."""
         return self._run.inspect()
 
     def memory_analysis(self) -> list[dict[str, int]]:
-        """Gives for each rank the bytes of one device: temporary ones of XLA, and all at once.
+        """Returns for each rank the bytes of one device: temporary ones of XLA, and all at once.
 
         The keys are names of `jax.stages.Compiled.memory_analysis`; `describe` tells more.
         """
@@ -151,7 +151,7 @@ class Compiled:
         ]
 
     def cost_analysis(self) -> list[dict[str, float]]:
-        """Gives for each rank what one device computes and reads in a step, as XLA counts it.
+        """Returns for each rank what one device computes and reads in a step, as XLA counts it.
 
         The keys are those of `jax.stages.Compiled.cost_analysis`: "flops", "bytes accessed".
         """

@@ -44,10 +44,10 @@ def place(
 ) -> "Placed[R]":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
 
-    The outermost transform, as `jax.jit` is: around a train step whose loops `schedule` has
-    partitioned. The stages' tasks run where the schedule's table puts them, and everything around
-    the loops where its largest operand lives. Parameters and optimizer state stay on the ranks that
-    use them: results are left where the next call needs them.
+    It is the outermost transform, like `jax.jit`, around a train step whose loops `schedule` has
+    partitioned. The tasks of stages run where the schedule's table puts them. An operation around
+    the loops runs where its largest operand is. Parameters and optimizer state stay on the ranks
+    that use them, and results stay where the next call needs them.
 
     Args:
         fun: a function of pytrees. JAX and NumPy arrays, of any shape and dtype, are traced, and

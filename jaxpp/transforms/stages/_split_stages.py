@@ -33,23 +33,23 @@ def split_stages(
     whole: Whole | None = None,
     tolerance: float = 0.05,
 ) -> Callable[P, R]:
-    """Cuts `fun` into stages, each equation in exactly one, and leaves each cut as a mark.
+    """Cuts `fun` into stages, and marks each cut; each equation is in exactly one stage.
 
-    The cuts are, in this order of preference: those that `at` names; the marks that
-    `pipeline_enter_stage` left in `fun`; or, with `num_stages` alone, a balanced cut: the slowest
-    stage as fast as can be, and the idlest as busy, up to the share `tolerance`; of these cuts
-    those at borders of layers, then those that the fewest bytes cross, then those that let several
-    stages read the fewest bytes of parameters, then those of the most equal stages.
+    If `at` is given, it names the cuts. Otherwise the marks of `pipeline_enter_stage` in `fun` are
+    the cuts. Without marks, `num_stages` makes a balanced cut: the slowest stage is as fast, and
+    the idlest as busy, as can be, up to the share `tolerance`. Among such cuts it prefers those
+    between layers, then those that the fewest bytes cross, then those that let several stages read
+    the fewest bytes of parameters, then those of the most equal stages.
 
     A balanced cut is made between the layers of a model, and each stage gets a layer where there
     are enough. Layers are repeated blocks that do most of the work: calls of modules of one class
     that are in a list of an Equinox model; equations under scopes such as `layer_0`, `layer_1`
     (Flax and haiku make them); iterations of a `lax.scan` over arrays of the first argument, which
     becomes several scans, each over a slice of the layers; and checkpoints of one structure. The
-    body of a `jax.checkpoint` is cut like all else, and each stage has a checkpoint of its own. An
+    body of a `jax.checkpoint` may be cut, too, and each stage then has a checkpoint of its own. An
     argument and the result that is its next value (the same pytree, such as the statistics of a
-    BatchNorm) are read and made in one stage. Without layers, the blocks of equations that repeat
-    have borders: a cut leaves them only where that makes the slowest stage faster by more than
+    BatchNorm) are read and made in one stage. Without layers, blocks of equations that repeat have
+    borders: a cut is elsewhere only if that makes the slowest stage faster by more than
     `tolerance`.
 
     Args:
@@ -64,9 +64,9 @@ def split_stages(
             layer of stacked modules `blocks`, or of the scan under the scope `blocks`. Or the cuts
             of a plan, `jaxpp.plan(...).cuts`.
         balance: the cost of an equation for a balanced cut: `"flops"` or a function of a
-            `jax.extend.core.JaxprEqn`. With `"layers"` each stage gets as many layers, and the last
-            stages have the remainder: 6 layers in 4 stages are 1, 1, 2 and 2. With what
-            `jaxpp.profile` measured, or `within` a memory limit of it, units are not cut inside.
+            `jax.extend.core.JaxprEqn`. With `"layers"` each stage gets the same number of layers,
+            and the last stages the remainder: 6 layers in 4 stages are 1, 1, 2 and 2. A result of
+            `jaxpp.profile`, or its `within` a memory limit, does not cut units inside.
         whole: the units that a balanced cut does not divide: modules or scopes, named as in `at`,
             or classes of modules of any library, whose calls are then the layers. By default these
             are the layers that it finds; `()` allows cuts inside layers.

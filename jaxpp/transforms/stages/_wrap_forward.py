@@ -21,8 +21,8 @@ def wrap_forward(
 ) -> Callable[P, R]:
     """Outlines each stage of `fun`, so that differentiation gives a backward call per stage.
 
-    The stages are those that the marks in `fun` open (see `split_stages`). Unless they are
-    outlined, differentiation interleaves the stages of the backward pass.
+    The marks in `fun` open the stages (see `split_stages`). Without `wrap_forward`, differentiation
+    would interleave the stages in the backward pass.
 
     Args:
         fun: a function of pytrees, with marks; its arrays may have any shape and dtype.
@@ -30,16 +30,16 @@ def wrap_forward(
             instead of computing them again (`jax.checkpoint_policies.nothing_saveable` keeps its
             inputs only). `jax.checkpoint(wrap_forward(fun), policy=...)` does the same: values that
             go from stage to stage are kept under any policy. None keeps the values that JAX keeps,
-            with one exception: of more than 48 elementwise operations in a row only the inputs are
-            kept, as XLA would compute all of them anew for each value that is kept. A mapping from
-            numbers of stages to policies gives each its own; a stage that it leaves out has None.
+            with one exception: of more than 48 elementwise operations in a row it keeps only the
+            inputs, because XLA would compute all of them again for each value that is kept. A
+            mapping from numbers of stages to policies gives each its own; others have None.
 
     Returns:
         A function with the same arguments and results, in whose jaxpr each stage is one call.
 
     Raises:
         ValueError: if the marks are repeated, out of order, or inside a loop, or `policy` has a
-            number that is no stage's.
+            number that no stage has.
         TypeError: if `policy` is none of these.
 
     Example:

@@ -24,10 +24,11 @@ def schedule(fun: Callable[P, R], schedule: schedules.Schedule) -> "Scheduled[P,
 
     A loop is a `lax.scan`, as `microbatch` makes it, whose body calls the stages of a function made
     by `wrap_forward`. On one device the result runs as before, with the same values; `place` runs
-    it in the order of the schedule's table. Under `vmap` a loop keeps its schedule. Differentiated,
-    it is a plain loop again, which `place` refuses: differentiate first, then schedule. Where one
-    loop has a backward pass and another has none, the other runs by `ForwardOnly(like=schedule)`:
-    so do the forwards before a loss over the whole batch, which is outside of `microbatch`.
+    it in the order of the schedule's table. Under `vmap` a loop keeps its schedule. The derivative
+    of a scheduled loop is a plain loop, which is an error in `place`: differentiate first, then
+    schedule. If one loop has a backward pass and another has none, the other one runs by
+    `ForwardOnly(like=schedule)`. The forwards before a loss over the whole batch, which is outside
+    of `microbatch`, are such a loop.
 
     Args:
         fun: a function of pytrees, e.g. `microbatch(jax.value_and_grad(wrap_forward(...)), M)`.
@@ -69,6 +70,10 @@ class Scheduled(Generic[P, R]):
     def __init__(self, fun: Callable[P, R], schedule: schedules.Schedule):
         functools.update_wrapper(self, fun)
         self._fun, self._schedule = fun, schedule
+
+    def __repr__(self):
+        name = getattr(self._fun, "__name__", self._fun)
+        return f"<{name} scheduled by {self._schedule}>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if define := definition_of("schedule"):

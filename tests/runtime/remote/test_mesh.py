@@ -407,10 +407,16 @@ def test_a_mesh_that_was_shut_down_says_so(ray_session):
     mesh = jaxpp.RemoteMpmdMesh((1,))
     step = jaxpp.place(lambda x: x + 1, mesh)
     result = step(jnp.ones(2))
+    here = jaxpp.place(lambda x: x + 1, jaxpp.MpmdMesh((1,)))
+    assert np.asarray(here(jaxpp.gather(result))).tolist() == [3, 3]
+    with pytest.raises(ValueError, match=r"args\[0\] is .* on rank 0\), .* pass jaxpp.gather"):
+        here(result)
     mesh.shutdown()
     mesh.shutdown()
     with pytest.raises(ValueError, match="has been shut down"):
         step(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"args\[0\] is .*lost when its RemoteMpmdMesh was shut"):
+        here(result)
     assert "lost when its RemoteMpmdMesh was shut down" in repr(result)
     for use in (np.asarray, float, jaxpp.gather, step, lambda x: x.block_until_ready()):
         with pytest.raises(ValueError, match="shut down; fetch what you keep .*gather|new one"):
@@ -420,9 +426,8 @@ def test_a_mesh_that_was_shut_down_says_so(ray_session):
     ):
         np.asarray(result)
     result.delete()
-    other = jaxpp.MpmdMesh((1,))
     with pytest.raises(ValueError, match=r"args\[0\] was dropped by delete\(\)"):
-        jaxpp.place(lambda x: x + 1, other)(result)
+        here(result)
 
 
 def test_a_fork_of_the_driver_leaves_the_mesh_alone(mesh):
