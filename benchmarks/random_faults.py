@@ -1,6 +1,7 @@
 """Runs of a training with a random fault each: does each end with the right error, and go on?
 
     python -m benchmarks.random_faults --count=300
+    python -m benchmarks.random_faults --count=300 --transport=jax
 
 Trains on worker processes while a fault of one of ten kinds befalls the run at a random moment (see
 `faults.py`). In each run the error has to come in time and name the rank; then the mesh is
@@ -36,6 +37,7 @@ _COUNT = flags.DEFINE_integer("count", 300, "Runs; the ten kinds come in turn.",
 _FIRST = flags.DEFINE_integer("first", 0, "The number of the first run.", 0)
 _KINDS = flags.DEFINE_multi_enum("kinds", faults.KINDS, faults.KINDS, "Only these kinds.")
 _RANKS = flags.DEFINE_integer("ranks", 3, "Worker processes.", 2)
+_TRANSPORT = flags.DEFINE_string("transport", "auto", "That of the mesh.")
 _LIMIT = flags.DEFINE_float("limit", 60.0, "Seconds after which a run counts as a hang.", 1.0)
 _JSON = flags.DEFINE_string("json", None, "A file to write all runs to.")
 
@@ -61,7 +63,9 @@ def fresh_bench(stack: contextlib.ExitStack) -> faults.Bench:
     """Makes a mesh with the step, instead of the one there was."""
     with contextlib.suppress(Exception):  # what a failed run has left may not shut down well
         stack.close()
-    return faults.Bench.on(stack.enter_context(jaxpp.RemoteMpmdMesh((_RANKS.value,), ("mpmd",))))
+    how = {"transport": _TRANSPORT.value, "start_timeout": 300.0}
+    mesh = jaxpp.RemoteMpmdMesh((_RANKS.value,), ("mpmd",), **how)
+    return faults.Bench.on(stack.enter_context(mesh))
 
 
 def runs() -> list[dict[str, Any]]:

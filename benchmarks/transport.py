@@ -4,7 +4,7 @@ Two processes send a message to and fro; half the time of a round trip is what o
 a `jax.Array` is there. Beside it is the time of a copy of as many bytes within a process: where
 machines differ, or others use them too, the ratio says more than the time.
 
-    python -m benchmarks.transport --kinds=unix,tcp
+    python -m benchmarks.transport --kinds=unix,tcp,jax
 """
 
 import dataclasses
@@ -12,11 +12,12 @@ import multiprocessing
 import os
 import statistics
 import time
+from typing import Any
 
 from absl import app, flags
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("kinds", ["unix", "tcp"], "The sorts of connection to measure.")
+flags.DEFINE_list("kinds", ["unix", "tcp", "jax"], "The sorts of connection to measure.")
 flags.DEFINE_list("kib", ["1", "1024", "16384", "65536"], "The sizes of the messages, in KiB.")
 flags.DEFINE_integer("arrays", 1, "How many arrays a message has.")
 flags.DEFINE_integer("repeats", 5, "How often to measure each; the median counts.")
@@ -27,7 +28,7 @@ flags.DEFINE_bool("pin", True, "Keep each process on a core of its own, where th
 class Case:
     """Messages of some size over some sort of connection."""
 
-    kind: str
+    kind: Any
     nbytes: int
     arrays: int
     repeats: int
@@ -75,13 +76,16 @@ def one_way(rank, pipe, case):
     import numpy as np
 
     from jaxpp._program import Message
-    from jaxpp.runtime.transport import SocketTransport
+    from jaxpp.runtime.transport import Pulls, SocketTransport
 
     length = case.nbytes // 4 // case.arrays
     values = [jnp.arange(length, dtype=jnp.int32) + n for n in range(case.arrays)]
     avals, names = tuple(v.aval for v in values), ("x",) * case.arrays
     there, back = [Message(r, r, 1 - r, names, names, avals) for r in (0, 1)]
-    transport = SocketTransport(rank, jax.devices()[0], b"of the benchmark", kind=case.kind)
+    home, secret = jax.devices()[0], b"of the benchmark"
+    pulls = Pulls(home) if case.kind == "jax" else None
+    kind = "auto" if pulls else case.kind
+    transport = SocketTransport(rank, home, secret, kind=kind, pulls=pulls)
     try:
         pipe.send(transport.addresses)
         transport.connect({1 - rank: pipe.recv()})

@@ -35,4 +35,5 @@ from jaxpp.runtime.arrays._types import Copier as Copier
 from jaxpp.runtime.arrays._types import from_host as from_host
 from jaxpp.runtime.arrays._types import host_array as host_array
 from jaxpp.runtime.arrays._types import is_ready as is_ready
+from jaxpp.runtime.arrays._types import start_copies as start_copies
 from jaxpp.runtime.arrays._types import to_host as to_host

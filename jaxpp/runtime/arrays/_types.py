@@ -136,11 +136,20 @@ def is_ready(array: Any) -> bool:
     return isinstance(array.dtype, np.dtype) and array.is_ready()
 
 
+def start_copies(arrays: Sequence[Any]) -> None:
+    """Starts to copy arrays to the host, each as soon as it has been computed; does not wait.
+
+    `to_host` then finds the copy. Of an array that several devices have whole, one is copied.
+    """
+    for array in arrays:
+        if isinstance(array, jax.Array) and isinstance(array.dtype, np.dtype):  # no keys
+            array.copy_to_host_async()
+
+
 def _put_together(array: jax.Array) -> np.ndarray:
     """Joins an array's shards on the host; unlike `np.asarray`, leaves no copy with the array."""
     shards = [s for s in array.addressable_shards if s.replica_id == 0]
-    for shard in shards:
-        shard.data.copy_to_host_async()
+    start_copies([shard.data for shard in shards])
     host = np.empty(array.shape, array.dtype)
     for shard in shards:
         host[shard.index] = np.asarray(shard.data)

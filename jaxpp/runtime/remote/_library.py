@@ -12,7 +12,6 @@ from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, to_host
 from jaxpp.runtime.executor import current_settings, key_of
 from jaxpp.runtime.remote.calls import Pickled
-from jaxpp.runtime.transport import transfer_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +52,9 @@ class Library:
 
     Args:
         kinds: for each rank something that is equal where ranks can share executables.
-        all_messages: whether each rank has to know the messages of all.
     """
 
-    def __init__(self, kinds: Sequence[Any], all_messages: bool):
-        self._own = not all_messages
+    def __init__(self, kinds: Sequence[Any]):
         self._kinds = kinds
         self._numbers = itertools.count()
         self._steps: dict[int, _Step] = {}
@@ -150,13 +147,10 @@ class Library:
         bare = dataclasses.replace(program, constants=slots)
         inputs = [step.inputs[n] for n, _ in program.inputs]
         others = {n: self._pickled[n] for n in lacks if n not in compiles}
-        # In the order that transfers between devices need; sockets need only the rank's messages.
-        order = transfer_order(step.programs)
-        messages = [m for m in order if not self._own or program.rank in (m.source, m.target)]
         return Loading(
             program.rank,
             ({n: self._pickled[n] for n in compiles}, shared),
-            (number, bare, messages, inputs, numbers, others, constants),
+            (number, bare, inputs, numbers, others, constants),
             others,
         )
 

@@ -4,7 +4,7 @@ import atexit
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.sharding import AxisType
 
@@ -21,9 +21,6 @@ from jaxpp.runtime.remote._arrays import Arrays
 from jaxpp.runtime.remote._library import Library
 from jaxpp.runtime.remote._step import Steps
 from jaxpp.runtime.remote.calls import Feeds, Lane, describe_batch
-
-if TYPE_CHECKING:
-    pass
 
 
 class RemoteMpmdMesh:
@@ -46,8 +43,8 @@ class RemoteMpmdMesh:
         axis_names: a name for each axis, one of them `"mpmd"`.
         axis_types: the type of each axis, as in `jax.make_mesh`; by default all are `Auto`.
         processes_per_rank: how many processes a rank has, each with as many of its devices: 2 of 4
-            devices each, for a rank of 8 devices on two hosts. Arrays go over sockets then, and a
-            function that feeds the step has to give the same in all of them.
+            devices each, for a rank of 8 devices on two hosts. A function that feeds the step has
+            to give the same in all of them.
         gpus_per_rank: of each rank, for each entry of the axes inside a rank: a rank of 2 x 2
             devices takes 4 GPUs with 1; a fraction where ranks of one device share a GPU. With 0
             they run on CPU, each with as many CPU devices as its axes need.
@@ -59,9 +56,9 @@ class RemoteMpmdMesh:
             `XLA_PYTHON_CLIENT_MEM_FRACTION`.
         address: `"auto"` where workers and the driver reach a worker of another host at the address
             that Ray knows of it; by default only processes of the same host can connect to it.
-        transport: how arrays go between ranks: `"device"`, from device to device, as JAX does it
-            between processes, which has not been run between GPUs yet; `"auto"` and `"socket"`,
-            through the memory of the hosts (`"unix"` and `"tcp"` say which).
+        transport: how arrays go between ranks: `"auto"`, over sockets (`"unix"` and `"tcp"` say
+            which); `"jax"`, by `jax.experimental.transfer` where they are large, which is slower
+            than sockets on CPU, and has not been run between GPUs.
         heartbeat_timeout: seconds without a sign of life after which a worker counts as lost whose
             process has been stopped, or whose host does not answer. One that runs is never lost for
             being slow; it has a hundred times as long (5 minutes) to answer, since C code may hold
@@ -125,11 +122,10 @@ class RemoteMpmdMesh:
         self.num_ranks = axes.num_ranks
         self.processes_per_rank = settings.processes_per_rank
         group = WorkerGroup(settings, lambda *task: library.describe(*task))
-        joined = group.between_devices or self.processes_per_rank > 1
         # Executables name devices by numbers. These may differ between ranks where
         # `jax.distributed` joins processes; then ranks do not share executables.
-        kinds = range(self.num_ranks) if joined else [(h.node, h.device) for h in group.hellos]
-        library = Library(kinds, group.between_devices)
+        kinds = [(h.node, h.device) for h in group.hellos]
+        library = Library(range(self.num_ranks) if self.processes_per_rank > 1 else kinds)
         self._group, self._arrays = group, Arrays(self, group)
         feeds = Feeds(
             lambda load, value: self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
@@ -175,8 +171,8 @@ class RemoteMpmdMesh:
         """Makes the mesh fit for work after a failure, without its arrays.
 
         Workers that are well keep their compiled programs; the others are replaced. All workers are
-        replaced where ranks have several processes, or send from device to device. `RemoteArray`s
-        from before are lost: load a checkpoint.
+        replaced where ranks have several processes, or transfers go by JAX. `RemoteArray`s from
+        before are lost: load a checkpoint.
         """
         with self._group.order:
             self._group.check_open()

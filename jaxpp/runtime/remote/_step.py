@@ -63,10 +63,7 @@ class Steps:
         return step
 
     def install(self, step: int) -> None:
-        """Brings a step to the workers that do not have it, before any of them begins to run it.
-
-        A rank that still compiled could not take part in transfers that others have begun.
-        """
+        """Brings a step to the workers that do not have it, before any of them begins to run it."""
         group = self.group
         with uninterrupted():
             for rank, *unused in self.library.removals():
@@ -202,11 +199,7 @@ class RemoteStep:
                 tuple(_source(args[n], rank) for n in numbers),
                 results,
                 (*released[rank], *dropped[rank]),
-                tuple(
-                    m
-                    for m in moves
-                    if group.between_devices or rank in (m.message.source, m.message.target)
-                ),
+                tuple(m for m in moves if rank in (m.message.source, m.message.target)),
                 tuple((leaf.batch.number, leaf.index) for leaf in fed),
                 checks,
                 tuple(v if v.nbytes > LARGE else v.tobytes() for v in own),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxpp._program import Message
-from jaxpp.runtime.arrays import is_ready, to_host
+from jaxpp.runtime.arrays import is_ready
 from jaxpp.runtime.transport._buffers import BufferPool
 from jaxpp.runtime.transport._errors import Aborted, NotComputed, PeerLost, TransportError
 from jaxpp.runtime.transport._frames import (
@@ -25,6 +25,7 @@ from jaxpp.runtime.transport._frames import (
     send_frame,
 )
 from jaxpp.runtime.transport._link import Link
+from jaxpp.runtime.transport._pull import Puller
 
 #: A message by its program, call and tag.
 Key = tuple[int, int, int]
@@ -64,6 +65,7 @@ class Outgoing(NamedTuple):
     header: Header
     arrays: list[Any]
     message: Message
+    unpack: Unpacker | Puller
 
 
 @dataclasses.dataclass(slots=True)
@@ -110,7 +112,7 @@ class Epoch:
         rank: int,
         number: int,
         pool: BufferPool,
-        expected: Mapping[tuple[int, int], Unpacker],
+        expected: Mapping[tuple[int, int], Unpacker | Puller],
         open_to: Callable[[int, int], socket.socket],
         on_failure: Callable[[BaseException], None],
         observe_sent: Callable[[int, Message, int, int], None],
@@ -144,11 +146,13 @@ class Epoch:
 
     # ---- sending --------------------------------------------------------------------------------
 
-    def send(self, header: Header, arrays: list[Any], message: Message) -> None:
+    def send(
+        self, header: Header, arrays: list[Any], message: Message, unpack: Unpacker | Puller
+    ) -> None:
         """Starts to send a message; writes a small one at once if it is ready."""
         rank = message.target
-        channel, item = self._channel(rank), Outgoing(header, arrays, message)
-        if header.nbytes <= SMALL and self._can_write(channel) and all(map(is_ready, arrays)):
+        channel, item = self._channel(rank), Outgoing(header, arrays, message, unpack)
+        if not unpack.at_once and self._can_write(channel) and all(map(is_ready, arrays)):
             self._attempt(rank, lambda: self._write(rank, item, self._values(item)))
             return
         with self._lock:
@@ -218,7 +222,7 @@ class Epoch:
         """Waits for the values of a message; returns their bytes."""
         rank, names = item.message.target, item.message.names
         try:
-            values = [to_host(array).data for array in item.arrays]
+            values = item.unpack.values(item.arrays)
         except Exception as error:
             error.add_note(
                 f"in what rank {self.rank} was to send to rank {rank}: {', '.join(names)}"
@@ -342,7 +346,8 @@ class Epoch:
             return False
         header, data, start = found
         key, arrays = (header.program, header.call, header.tag), None
-        if header.nbytes > SMALL and (unpack := self._expected.get((key[0], key[2]))) is not None:
+        unpack = self._expected.get((key[0], key[2]))
+        if unpack is not None and unpack.at_once:
             arrays, data = unpack(data), None
         arrived = Arrived(rank, header.nbytes, arrays, data, start, time.monotonic_ns())
         traffic = self._channel(rank).traffic

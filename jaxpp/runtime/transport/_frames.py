@@ -15,7 +15,18 @@ from typing import Any, NamedTuple, cast
 
 from jaxpp._program import Message
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays import ArrayType, Copier, Home, boxes_here, from_host, resplit, spans
+from jaxpp.runtime.arrays import (
+    ArrayType,
+    Copier,
+    Home,
+    boxes_here,
+    devices_of,
+    from_host,
+    resplit,
+    spans,
+    start_copies,
+    to_host,
+)
 
 #: The alignment of memory that JAX uses without a copy.
 ALIGNMENT = 64
@@ -62,6 +73,7 @@ class Unpacker:
     def __init__(self, types: Sequence[ArrayType], specs: Sequence[Spec], home: Home):
         self._home, self._specs = home, tuple(specs) or ((),) * len(types)
         self._shared, makes, sent = spans(home), [], list(types)
+        self._device_memory = devices_of(home)[0].platform != "cpu"
         for n, (type_, spec) in enumerate(zip(types, self._specs, strict=True)):
             boxes = boxes_here(type_.shape, home, spec) if self._shared else None
             sent[n] = type_ if boxes is None else type_.share(boxes)
@@ -72,6 +84,8 @@ class Unpacker:
         starts = [0, *itertools.accumulate(padded(t.nbytes) for t in sent)]
         #: The number of bytes of a message.
         self.nbytes = starts.pop()
+        #: Whether the thread that reads a message makes its arrays.
+        self.at_once = self.nbytes > SMALL
         self._places = [slice(at, at + t.nbytes) for at, t in zip(starts, sent, strict=True)]
         small = not self._shared and self.nbytes <= SMALL
         self._copier = Copier(types, starts, home, specs) if small else None
@@ -82,10 +96,16 @@ class Unpacker:
         return _unpacker(tuple(map(ArrayType.of, message.avals)), message.specs, home)
 
     def prepared(self, arrays: list[Any]) -> list[Any]:
-        """Gives arrays as they are sent: with shares, split by the specs."""
-        if not self._shared:
-            return arrays
-        return [resplit(a, self._home, s) for a, s in zip(arrays, self._specs, strict=True)]
+        """Gives arrays as they are sent: with shares, split by the specs; starts their copies."""
+        if self._shared:
+            arrays = [resplit(a, self._home, s) for a, s in zip(arrays, self._specs, strict=True)]
+        if self._device_memory:  # the copy to the host follows the task, before anyone asks for it
+            start_copies(arrays)
+        return arrays
+
+    def values(self, arrays: list[Any]) -> list[Bytes]:
+        """Waits for prepared arrays; gives the bytes of each."""
+        return [to_host(array).data for array in arrays]
 
     def __call__(self, buffer: Any) -> list[Any]:
         """Makes the arrays of a message; those of a large one read the buffer, and keep it."""

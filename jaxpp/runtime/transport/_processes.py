@@ -1,4 +1,4 @@
-"""Joins processes by `jax.distributed`: all, to transfer between devices, or those of a rank."""
+"""Joins the processes of a rank by `jax.distributed`."""
 
 import collections
 import contextlib
@@ -39,7 +39,7 @@ _kept_ports: list[socket.socket] = []
 
 
 def join_processes(coordinator: str, num_processes: int, process_id: int, *, host: str) -> None:
-    """Joins this process with others: with those of its rank, or with those of all other ranks.
+    """Joins this process with the others of its rank.
 
     JAX must not have been used before. It computes on all devices that this process sees: on the
     GPUs that Ray has given it. Slurm and other launchers, which JAX would ask, know only of the
@@ -55,9 +55,6 @@ def join_processes(coordinator: str, num_processes: int, process_id: int, *, hos
         host: the address of this host at which the others reach it.
     """
     _compat.serve_collectives_at(host)
-    # On CPU, without NCCL, JAX serves transfers at a socket. With port 0 it hangs.
-    jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{free_port(host)}")
-    jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is to end the process
     jax.distributed.initialize(
         coordinator,
@@ -96,42 +93,11 @@ def rank_home(sizes: Mapping[str, int], rank: int) -> Home:
     Raises:
         ValueError: a process has too few devices.
     """
-    processes = _devices_of_processes()
-    each = [first_devices(own, sizes, rank, len(processes)) for own in processes]
-    return home_over([device for own in each for device in own], sizes)
-
-
-def rank_homes(sizes: Mapping[str, int] | None = None) -> tuple[Home, ...]:
-    """Makes the home of each rank: the first devices of each process that has been joined.
-
-    Args:
-        sizes: the axes inside a rank, and their sizes; by default it is one device.
-
-    Raises:
-        ValueError: a process has fewer devices than these axes need, or others than another.
-
-    Example:
-        >>> import jax
-        >>> rank_homes() == (jax.devices()[0],)
-        True
-    """
-    sizes = sizes or {}
-    found = [first_devices(own, sizes, n) for n, own in enumerate(_devices_of_processes())]
-    kinds = [sorted({device.device_kind for device in own}) for own in found]
-    if any(kind != kinds[0] for kind in kinds):
-        by = ", ".join(f"rank {n} on {' and '.join(kind)}" for n, kind in enumerate(kinds))
-        raise ValueError(
-            f"transport='device' cannot be had: JAX transfers between devices of one kind, and the "
-            f"ranks differ ({by}). Use transport='auto', which goes over sockets."
-        )
-    return tuple(home_over(own, sizes) for own in found)
-
-
-def _devices_of_processes() -> list[list[Any]]:
     found: dict[int, list[Any]] = collections.defaultdict(list)
     for device in jax.devices():
         found[device.process_index].append(device)
-    return [found[n] for n in sorted(found)]
+    each = [first_devices(found[n], sizes, rank, len(found)) for n in sorted(found)]
+    return home_over([device for own in each for device in own], sizes)
 
 
 def first_devices(

@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jaxpp._program import Message
 from jaxpp.runtime.arrays import Home
@@ -13,6 +13,10 @@ from jaxpp.runtime.transport._connections import Addresses, Hello, Kind
 from jaxpp.runtime.transport._epoch import Epoch, Traffic
 from jaxpp.runtime.transport._errors import TransportError
 from jaxpp.runtime.transport._frames import Header, Unpacker
+from jaxpp.runtime.transport._pull import Puller, Pulls
+
+#: The ways of arrays between ranks: over connections of some kind, or by JAX's transfers.
+Transport = Literal["auto", "unix", "tcp", "jax"]
 
 
 class Recorder(Protocol):
@@ -44,6 +48,8 @@ class SocketTransport:
             of this host can connect.
         kind: the sort of connections that this rank opens; `"auto"` takes Unix sockets where
             it can.
+        pulls: this process's part in JAX's transfers; with it the receiver pulls the arrays of each
+            large message that is registered, and only what says so goes over the connection.
         run_ahead: how many messages may be unsent when the next is received, so that dispatch
             does not run ahead of the device, and take memory, without bound.
 
@@ -71,6 +77,7 @@ class SocketTransport:
         *,
         address: str | None = None,
         kind: Kind = "auto",
+        pulls: Pulls | None = None,
         run_ahead: int = 2,
     ):
         self.rank = rank
@@ -79,12 +86,12 @@ class SocketTransport:
         self.recorder: Recorder | None = None
         #: Called, on some thread, with the error when a rank is lost or the transport aborts.
         self.on_failure: Callable[[BaseException], None] | None = None
-        self._home, self._secret = home, secret
+        self._home, self._secret, self._pulls = home, secret, pulls
         self._run_ahead = run_ahead
         self._pool = BufferPool()
         self._peers: dict[int, Addresses] = {}
         #: What makes the arrays of messages, by their program and tag.
-        self._unpackers: dict[tuple[int, int], Unpacker] = {}
+        self._unpackers: dict[tuple[int, int], Unpacker | Puller] = {}
         self._call, self._program = 0, 0
         self._closed = False
         self._begins = threading.Condition()
@@ -145,22 +152,22 @@ class SocketTransport:
         made on the thread that receives them.
         """
         for message in messages:
-            self._unpackers[program, message.tag] = Unpacker.of(message, self._home)
+            unpack = Unpacker.of(message, self._home)
+            if self._pulls is not None and unpack.at_once:
+                unpack = Puller(message, self._home, self._pulls)
+            self._unpackers[program, message.tag] = unpack
 
     def forget(self, program: int) -> None:
         """Forgets the messages of a program."""
         for key in [k for k in self._unpackers if k[0] == program]:
             del self._unpackers[key]
 
-    def _unpacker(self, message: Message) -> Unpacker:
+    def _unpacker(self, message: Message) -> Unpacker | Puller:
         known = self._unpackers.get((self._program, message.tag))
         return known or Unpacker.of(message, self._home)
 
-    def begin(self, call: int, program: int = 0, before: Iterable[Message] = ()) -> None:
-        """Sets the call and the program of the next messages; ignores `before`.
-
-        Other transports need `before`, the messages that go ahead of the program's own.
-        """
+    def begin(self, call: int, program: int = 0) -> None:
+        """Sets the call and the program of the next messages."""
         self._call, self._program = call, program
 
     def send(self, arrays: list[Any], message: Message) -> None:
@@ -172,7 +179,7 @@ class SocketTransport:
         """
         unpack = self._unpacker(message)
         header = Header(self._program, self._call, message.tag, unpack.nbytes)
-        self._epoch.send(header, unpack.prepared(arrays), message)
+        self._epoch.send(header, unpack.prepared(arrays), message, unpack)
 
     def receive(self, message: Message) -> list[Any]:
         """Waits for a message; returns its arrays.
@@ -185,8 +192,10 @@ class SocketTransport:
         epoch, call = self._epoch, self._call
         epoch.wait_for_sends(self._run_ahead)
         key = self._program, call, message.tag
-        arrived = epoch.receive(key, message.source, reads=self.recorder is None)
         unpack = self._unpacker(message)
+        # What pulls waits in JAX, where nothing wakes it; so a thread of the epoch does.
+        reads = self.recorder is None and self._pulls is None
+        arrived = epoch.receive(key, message.source, reads=reads)
         nbytes = unpack.nbytes
         if (arrived.source, arrived.nbytes) != (message.source, nbytes):
             raise TransportError(

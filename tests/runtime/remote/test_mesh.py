@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import jaxpp
+from benchmarks import faults
 from experiments.models import gpt
 from jaxpp._program import Run
 from tests.runtime.local.test_mesh import batch, init_params, loss_fn, start, step_of, tied_loss
@@ -321,13 +322,13 @@ def test_what_several_ranks_run_is_compiled_by_one_of_them():
 
     deep = jaxpp.place(step_of(lambda params, x: loss_fn([*params, params[1]], x)), local(4))
     bundle = deep.lower(*start(), batch()).bundle
-    library = _library.Library(["host"] * 4, False)
+    library = _library.Library(["host"] * 4)
     loadings = library.missing(library.add(bundle))
     compiled = [n for loading in loadings for n in loading.compile[0]]
     assert len(compiled) == len(set(compiled))
-    assert any(loading.load[5] for loading in loadings), "some rank gets what another compiles"
-    apart = _library.Library(range(4), False)
-    assert not any(loading.load[5] for loading in apart.missing(apart.add(bundle)))
+    assert any(loading.load[4] for loading in loadings), "some rank gets what another compiles"
+    apart = _library.Library(range(4))
+    assert not any(loading.load[4] for loading in apart.missing(apart.add(bundle)))
 
     payload = serialize(Pickled.of(bundle.computations[0]).compile(jax.devices()[0]))
     assert payload and load_serialized(payload, jax.devices()[0])
@@ -380,13 +381,16 @@ def test_memory_that_tasks_free_stays_with_a_worker_on_cpu(mesh, ray_session):
         assert other.apply(faults_of_tasks, {0: ()})[0] >= 20 * 1024
 
 
-def test_transfers_between_devices_give_the_same(ray_session):
-    """Over JAX's own transfers between processes, which on GPU need no memory of the hosts."""
-    expected = train(local(2), SCHEDULES["zb_h1"], 2)
-    with jaxpp.RemoteMpmdMesh((2,), transport="device") as mesh:
-        chex.assert_trees_all_equal(train(mesh, SCHEDULES["zb_h1"], 2), expected, strict=True)
+@pytest.mark.more
+def test_transfers_by_jax_give_the_same_and_restart_replaces_all_workers(ray_session):
+    """Its messages are large enough to be pulled."""
+    ranks = dict.fromkeys(range(2), ())
+    with jaxpp.RemoteMpmdMesh((2,), transport="jax") as mesh:
+        bench = faults.Bench.on(mesh)  # it trains, and compares with a local mesh
+        before = mesh.apply(faults.pid_of, ranks)
         mesh.restart()
-        chex.assert_trees_all_equal(train(mesh, SCHEDULES["zb_h1"], 2), expected, strict=True)
+        bench.train_once()
+        assert not before.items() & mesh.apply(faults.pid_of, ranks).items()
 
 
 # ---- bad input ----------------------------------------------------------------------------------

@@ -373,5 +373,5 @@ def test_processes_are_checked_before_anything_starts():
         jaxpp.RemoteMpmdMesh((2,), processes_per_rank=2)
     with pytest.raises(ValueError, match=r"cannot have processes_per_rank=0"):
         jaxpp.RemoteMpmdMesh((2, 2), AXES, processes_per_rank=0)
-    with pytest.raises(ValueError, match=r"over sockets .* transport='device'"):
-        jaxpp.RemoteMpmdMesh((2, 2), AXES, processes_per_rank=2, transport="device")
+    with pytest.raises(ValueError, match=r"transport='nccl' is not known; it is one of auto, unix"):
+        jaxpp.RemoteMpmdMesh((2,), transport="nccl")

@@ -29,7 +29,7 @@ class Call(NamedTuple):
             the rank loads itself.
         results: the id of the step's first result; those of the others follow.
         dropped: ids of arrays that this call consumes, or that nobody wants any more.
-        moves: what is sent and received before the step, in one order for all ranks.
+        moves: what the rank sends and receives before the step.
         fed: of each array that the rank loads itself, the number of its batch, and its own there.
         checks: JAX's settings under which results are checked, such as `"debug_nans"`.
         values: the bytes of arrays that come with the call.
@@ -74,11 +74,6 @@ class Input:
         if self.array_type.nbytes <= LARGE:
             return self._copier(data)[0]
         return from_host(data, self.array_type, self._home, self.spec)
-
-    def compile(self) -> None:
-        """Compiles what makes the input from bytes, which the first call would do else."""
-        if self.array_type.nbytes <= LARGE:
-            self._copier(bytes(self.array_type.nbytes))
 
     def resplit(self, array: Any) -> Any:
         """Makes the input from an array of this rank; the array itself where its split is right."""

@@ -40,14 +40,12 @@ from jaxpp.runtime.remote.cluster import (
 from jaxpp.runtime.remote.group._health import HealthMonitor
 from jaxpp.runtime.remote.group._member import Member
 from jaxpp.runtime.remote.group._settings import Settings
-from jaxpp.runtime.remote.worker import LOOPBACK, Actor, BlackBox, Hello, Join, Setup, versions
+from jaxpp.runtime.remote.worker import LOOPBACK, Actor, BlackBox, Hello, Setup, versions
 from jaxpp.runtime.transport import (
     Hello as Greeting,
 )
 from jaxpp.runtime.transport import (
-    RankDevices,
     TransportError,
-    choose_transport,
     warn_of_open_ports,
 )
 
@@ -87,9 +85,8 @@ class WorkerGroup:
         self._x64 = bool(config.jax_enable_x64)
         self._secret = secrets.token_bytes(32)
         self._epoch = 0
-        self._join: Join | None = None
-        #: For each rank the way that its processes are joined; None where it has but one.
-        self._spans: list[Join | None] = []
+        #: For each rank where its processes are joined; None where it has but one.
+        self._coordinators: list[str | None] = [None] * settings.num_ranks
         #: The calls of steps that some rank has not dispatched yet; each puts an item when it has.
         self._flying: set[object] = set()
         self._landed: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -119,11 +116,6 @@ class WorkerGroup:
     def hellos(self) -> list[Hello]:
         """The workers' descriptions of themselves."""
         return [member.hello for member in self.members if member.hello is not None]
-
-    @property
-    def between_devices(self) -> bool:
-        """Tells whether arrays go from device to device, and not over sockets."""
-        return self._join is not None
 
     def workers(self, rank: int) -> range:
         """Gives the numbers of a rank's processes, among the processes of all ranks."""
@@ -243,8 +235,9 @@ class WorkerGroup:
     def restart(self) -> set[int]:
         """Makes all workers fit for work: replaces the dead ones, and empties the others of arrays.
 
-        All workers are replaced where `jax.distributed` has joined some: running processes cannot
-        be joined again, and their collectives may wait for ever.
+        All workers are replaced where `jax.distributed` has joined some (running processes cannot
+        be joined again, and their collectives may wait for ever), and where JAX's transfers are
+        used, whose servers keep what nobody has pulled.
 
         Returns:
             The ranks that have new workers.
@@ -256,7 +249,7 @@ class WorkerGroup:
         self._epoch += 1
         room = renew_places(self._session, self._reservation)
         lost, self._reservation = room is not self._reservation, room
-        joined = self._join is not None or self._settings.processes_per_rank > 1
+        joined = self._settings.processes_per_rank > 1 or self._settings.transport == "jax"
         for member in reversed(self.members):  # without a rank's first process its others end
             if member.dead or joined or lost:
                 member.kill()
@@ -371,25 +364,14 @@ class WorkerGroup:
         self._health.connection_ended(worker, why)
 
     def _meet(self) -> None:
-        """Settles which workers `jax.distributed` joins.
-
-        All are joined for transfers between devices; else the processes of each rank, where it has
-        several; else none.
-        """
-        gpus, processes = self._settings.gpus_per_rank, self._settings.processes_per_rank
-        found = self._ask_actors(
-            "identify", self.members, lambda m: (self._address(m) or LOOPBACK,)
-        )
-        ports = [
-            f"{self._address(member) or LOOPBACK}:{own.free_port}"
-            for member, own in zip(self.members, found, strict=True)
-        ]
-        self._join, self._spans = None, [None] * self._settings.num_ranks
+        """Settles where `jax.distributed` joins the processes of each rank, if it has several."""
+        processes = self._settings.processes_per_rank
         if processes > 1:
-            self._spans = [Join(port, processes) for port in ports[::processes]]
-        workers = [RankDevices("gpu" if gpus else "cpu", own.node, own.gpus) for own in found]
-        if choose_transport(workers, self._settings.transport) == "device":
-            self._join = Join(ports[0], len(workers))
+            first = self.members[::processes]
+            hosts = [self._address(member) or LOOPBACK for member in first]
+            ports = self._ask_actors("free_port", first, lambda m: (self._address(m) or LOOPBACK,))
+            pairs = zip(hosts, ports, strict=True)
+            self._coordinators = [f"{host}:{port}" for host, port in pairs]
 
     def _check_nodes(self) -> None:
         here = ray.get_runtime_context().get_node_id()
@@ -425,9 +407,8 @@ class WorkerGroup:
             self._address(member),
             settings.cores,
             settings.inside,
-            "auto" if settings.transport == "socket" else settings.transport,
-            self._join,
-            self._spans[member.rank],
+            settings.transport,
+            self._coordinators[member.rank],
             self._x64,
             self._epoch,
             member.box.path if member.box else None,

@@ -3,7 +3,9 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
+
+from jaxpp.runtime.transport import Transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Settings:
 
         Raises:
             ValueError: the devices of a rank cannot be divided among so many processes, or have no
-                GPU each, or the transport is for single processes.
+                GPU each, or the transport is not known.
         """
         devices, processes = self.devices_per_rank, self.processes_per_rank
         if devices > 1 and self.gpus_per_rank != int(self.gpus_per_rank):
@@ -50,8 +52,8 @@ class Settings:
                 f"of {devices} cannot have processes_per_rank={processes}; take a divisor of "
                 f"{devices}."
             )
-        if processes > 1 and self.transport == "device":
+        if self.transport not in get_args(Transport):
             raise ValueError(
-                f"RemoteMpmdMesh sends arrays over sockets where a rank has several processes, got "
-                f"transport='device' and processes_per_rank={processes}; use transport='socket'."
+                f"transport={self.transport!r} is not known; it is one of "
+                f"{', '.join(get_args(Transport))}."
             )

@@ -3,7 +3,6 @@
 from jaxpp.runtime.remote.worker._actor import LOOPBACK as LOOPBACK
 from jaxpp.runtime.remote.worker._actor import Actor as Actor
 from jaxpp.runtime.remote.worker._actor import Hello as Hello
-from jaxpp.runtime.remote.worker._actor import Join as Join
 from jaxpp.runtime.remote.worker._actor import Setup as Setup
 from jaxpp.runtime.remote.worker._actor import versions as versions
 from jaxpp.runtime.remote.worker._black_box import BlackBox as BlackBox

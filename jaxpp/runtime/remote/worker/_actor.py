@@ -22,13 +22,13 @@ from jaxpp.runtime.remote.worker._process import Process
 from jaxpp.runtime.remote.worker._server import Server
 from jaxpp.runtime.transport import (
     Addresses,
-    DeviceTransport,
+    Pulls,
     SocketTransport,
+    Transport,
     first_devices,
     free_port,
     join_processes,
     rank_home,
-    rank_homes,
 )
 
 #: Seconds after which a Python thread of a worker yields to one that waits.
@@ -42,23 +42,6 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclasses.dataclass(frozen=True)
-class Identity:
-    """Facts of a worker before JAX starts: its node, its GPUs, and a port that is free there."""
-
-    node: str
-    gpus: tuple[str, ...]
-    free_port: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Join:
-    """The address where `jax.distributed` joins processes, and their number: all, or a rank's."""
-
-    coordinator: str
-    num_processes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Setup:
     """All that a worker needs to start.
 
@@ -69,9 +52,9 @@ class Setup:
         address: the address of its host that other hosts reach it by; None for loopback only.
         cores: how many CPU cores it may use; None for all.
         sizes_inside: the axes inside a rank, and their sizes.
-        kind: of the connections: `"auto"`, `"unix"` or `"tcp"`.
-        join: how the ranks are joined for transfers between devices; None where they use sockets.
-        span: how the processes of the rank are joined; None where it has but one.
+        transport: the way of arrays between ranks.
+        coordinator: where `jax.distributed` joins the processes of the rank; None where it has but
+            one.
         x64: whether 64-bit types are on, as they are in the driver.
         epoch: how often the mesh has been restarted.
         box: the path of its flight recorder; None on another host than the driver's.
@@ -85,9 +68,8 @@ class Setup:
     address: str | None
     cores: int | None
     sizes_inside: Mapping[str, int]
-    kind: Any
-    join: Join | None
-    span: Join | None
+    transport: Transport
+    coordinator: str | None
     x64: bool
     epoch: int
     box: str | None
@@ -118,52 +100,33 @@ def versions() -> dict[str, str]:
 _remote: Any = ray.remote
 
 
-def _start_jax(setup: Setup) -> tuple[Home, SocketTransport | DeviceTransport]:
+def _start_jax(setup: Setup) -> tuple[Home, SocketTransport]:
     """Starts JAX with the devices of this rank; returns the rank's home and its transport."""
-    sizes = setup.sizes_inside
-    devices = math.prod(sizes.values()) // setup.processes_per_rank
+    sizes, processes = setup.sizes_inside, setup.processes_per_rank
+    devices = math.prod(sizes.values()) // processes
     jax.config.update("jax_enable_x64", setup.x64)
     # JAX rejects the option together with the flag, which the driver's environment may have.
     if devices > 1 and DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", devices)
-    if setup.cores == 1 and setup.join is None and math.prod(sizes.values()) == 1:
+    if setup.cores == 1 and math.prod(sizes.values()) == 1:
         # On one core a second thread that computes costs time: tasks of 1 ms took 8% longer
-        # with asynchronous dispatch. (Transfers between devices need it.)
+        # with asynchronous dispatch.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-    if setup.join is not None:
-        transport = _device_transport(setup)
-        return transport.home, transport
-    if setup.span is not None:
-        where = setup.span.coordinator, setup.span.num_processes, setup.process
+    if setup.coordinator is not None:
+        where = setup.coordinator, processes, setup.process
         join_processes(*where, host=setup.address or LOOPBACK)
         home = rank_home(sizes, setup.rank)
-        return home, _socket_transport(setup, home)
-    home = home_over(first_devices(jax.local_devices(), sizes, setup.rank), sizes)
-    return home, _socket_transport(setup, home)
-
-
-def _socket_transport(setup: Setup, home: Home) -> SocketTransport:
+    else:
+        home = home_over(first_devices(jax.local_devices(), sizes, setup.rank), sizes)
+    kind, pulls = setup.transport, None
+    if kind == "jax":
+        kind, pulls = "auto", Pulls(home, setup.address)
     transport = SocketTransport(
-        setup.rank,
-        home,
-        setup.secret,
-        address=setup.address,
-        kind=setup.kind,
+        setup.rank, home, setup.secret, address=setup.address, kind=kind, pulls=pulls
     )
     if setup.epoch:
         transport.reset(setup.epoch)
-    return transport
-
-
-def _device_transport(setup: Setup) -> DeviceTransport:
-    assert setup.join is not None
-    join_processes(
-        setup.join.coordinator,
-        setup.join.num_processes,
-        setup.rank,
-        host=setup.address or LOOPBACK,
-    )
-    return DeviceTransport(setup.rank, rank_homes(setup.sizes_inside))
+    return home, transport
 
 
 @_remote(concurrency_groups={"life": 1})
@@ -173,10 +136,9 @@ class Actor:
     def __init__(self):
         self._server: Any = None
 
-    def identify(self, host: str) -> Identity:
-        """Gives the facts known before JAX starts; `host` is this host's own address."""
-        node = ray.get_runtime_context().get_node_id()
-        return Identity(node, tuple(map(str, ray.get_gpu_ids())), free_port(host))
+    def free_port(self, host: str) -> int:
+        """Finds a port that is free here; `host` is this host's own address."""
+        return free_port(host)
 
     def start(self, setup: Setup) -> Hello:
         """Starts JAX, the transport and the RPC server; describes the worker."""

@@ -34,7 +34,6 @@ from jaxpp.runtime.remote.calls import (
 from jaxpp.runtime.remote.worker._black_box import BlackBox, NotingExecutor, doing
 from jaxpp.runtime.transport import (
     Aborted,
-    DeviceTransport,
     NotComputed,
     PeerLost,
     leave_processes,
@@ -125,7 +124,6 @@ class Process:
         self,
         step: int,
         program: Program,
-        messages: Sequence[Message],
         inputs: Sequence[tuple[ArrayType, Spec]],
         computations: Sequence[int | None],
         pickled: Mapping[int, Pickled],
@@ -137,7 +135,6 @@ class Process:
         Args:
             step: its number.
             program: what this rank runs, without the values of constants.
-            messages: of the program, or of all ranks in one order for all, as the transport wants.
             inputs: for each of the program's inputs its type, and how it is split.
             computations: for each computation of the program the number by which the mesh knows
                 it; None for one that this rank does not run.
@@ -163,15 +160,9 @@ class Process:
         executor = NotingExecutor(self._box, *arguments) if self._box else Executor(*arguments)
         for slot, array_type, value in constants:
             executor.slots[slot] = from_host(value.copy(), array_type, self.home)
-        # The transport knows messages by their identity; the messages that came here are copies.
-        own = {
-            i.message.tag: i.message for i in program.instructions if isinstance(i, Send | Receive)
-        }
-        self.transport.expect([own.get(m.tag, m) for m in messages], step)
+        moved = (i.message for i in program.instructions if isinstance(i, Send | Receive))
+        self.transport.expect(moved, step)
         made = tuple(Input(type_, self.home, spec) for type_, spec in inputs)
-        if isinstance(self.transport, DeviceTransport):  # it says why calls must not compile
-            for make in made:
-                make.compile()
         self._steps[step] = _Loaded(program, executor, made)
 
     def executables(self, step: int) -> Sequence[Any]:
@@ -199,7 +190,7 @@ class Process:
         if self._box:
             self._box.begin(call.number)
         try:
-            self.transport.begin(call.number, call.step, [m.message for m in call.moves])
+            self.transport.begin(call.number, call.step)
             self._feed(call, loaded)
             with contextlib.ExitStack() as settings:
                 for name in call.checks:
@@ -436,6 +427,6 @@ class CopyingTransport:
 
     def send(self, arrays: list[Any], message: Message) -> None:
         """Starts to send a message; does not wait."""
-        if message.tag in self._tags:  # without a computation, which would be compiled here
+        if message.tag in self._tags:
             arrays = jax.device_put(arrays, may_alias=False)
         self._transport.send(arrays, message)

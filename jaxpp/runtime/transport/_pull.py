@@ -1,0 +1,160 @@
+"""Messages whose arrays the receiver pulls from JAX's own server for transfers between processes.
+
+On the connection between two ranks goes a ticket alone: where the sender's server is, and by which
+number it has the arrays. Order, authentication and the end of a rank are those of the connection.
+"""
+
+import contextlib
+import secrets
+from collections import defaultdict
+from typing import Any
+
+import jax
+from jax.experimental import transfer
+
+from jaxpp._jaxprs import WIDE
+from jaxpp._program import Message
+from jaxpp.runtime.arrays import (
+    ArrayType,
+    Box,
+    Home,
+    box_of,
+    devices_of,
+    from_host,
+    resplit,
+    sharding_in,
+)
+from jaxpp.runtime.transport._errors import PeerLost
+
+#: The bytes of a ticket.
+TICKET = 128
+
+
+class Pulls:
+    """This process's part in JAX's transfers: its server, and its connections to other servers.
+
+    What has been offered stays in memory until it is pulled, or the process ends: a server does not
+    forget it. Anyone who reaches the server and guesses a number of 62 random bits may pull.
+
+    Args:
+        home: of the rank.
+        address: the address of this host at which other hosts reach it; None for this host alone.
+
+    References:
+        `jax.experimental.transfer`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> one, other = [Pulls(jax.local_devices()[0]) for _ in range(2)]
+        >>> x = jnp.arange(3)
+        >>> other.pull(one.offer([x]), [jax.ShapeDtypeStruct((3,), x.dtype, sharding=x.sharding)])
+        [Array([0, 1, 2], dtype=int32)]
+    """
+
+    def __init__(self, home: Home, address: str | None = None):
+        device = next(d for d in devices_of(home) if d.process_index == jax.process_index())
+        host = address or "127.0.0.1"
+        at = f"[{host}]:0" if ":" in host else f"{host}:0"
+        pinned = device.platform != "cpu"  # of GPUs, arrays go through pinned memory of the host
+        self._server = transfer.start_transfer_server(
+            device.client, at, [at], supports_pinned_allocator=pinned
+        )
+        self._connections: dict[str, Any] = {}
+
+    def offer(self, arrays: list[jax.Array]) -> bytes:
+        """Offers arrays, none of them empty, which nobody donates; gives the ticket for them."""
+        number = secrets.randbits(62)
+        self._server.await_pull(number, arrays)
+        return f"{self._server.address()} {number}".encode().ljust(TICKET)
+
+    def pull(self, ticket: bytes, types: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        """Waits for the arrays of a ticket."""
+        where, number = ticket.decode().split()
+        if (connection := self._connections.get(where)) is None:
+            connection = self._connections[where] = self._server.connect(where)
+        return jax.block_until_ready(connection.pull(int(number), types))
+
+
+class Puller:
+    """Offers the arrays of a message, and pulls them; it stands in the place of an `Unpacker`.
+
+    Each box of an array, as the rank's devices hold it, goes once. Devices that hold the same box
+    have it from the first of them.
+
+    Args:
+        message: a registered one.
+        home: of the rank that it comes to, or goes from.
+        pulls: of this process.
+    """
+
+    at_once, nbytes = True, TICKET
+
+    def __init__(self, message: Message, home: Home, pulls: Pulls):
+        self._source, self._home, self._pulls = message.source, home, pulls
+        types = tuple(map(ArrayType.of, message.avals))
+        specs = message.specs or ((),) * len(types)
+        self._arrays = list(zip(types, specs, strict=True))
+        #: For each array its boxes, and the devices of this process that hold them.
+        self._held = [_devices_by_box(t, home, s) if t.nbytes else {} for t, s in self._arrays]
+        self._wanted = [
+            jax.ShapeDtypeStruct(
+                tuple(stop - start for start, stop in box),
+                type_.host_dtype,
+                sharding=sharding_in(devices[0]),
+            )
+            for (type_, _), held in zip(self._arrays, self._held, strict=True)
+            for box, devices in held.items()
+        ]
+        self._wide = any(type_.dtype in WIDE for type_ in types)
+
+    def prepared(self, arrays: list[Any]) -> list[Any]:
+        """Gives arrays split as they are sent."""
+        return [
+            resplit(a if t.key is None else jax.random.key_data(a), self._home, spec)
+            for a, (t, spec) in zip(arrays, self._arrays, strict=True)
+        ]
+
+    def values(self, arrays: list[Any]) -> list[bytes]:
+        """Waits for prepared arrays; offers copies of them, and gives the ticket.
+
+        The arrays themselves may be donated as soon as it returns.
+        """
+        own = []
+        for array, (type_, _), held in zip(arrays, self._arrays, self._held, strict=True):
+            if held:
+                shards = {box_of(s.index, type_.host_shape): s for s in array.addressable_shards}
+                own += [jax.device_put(shards[box].data, may_alias=False) for box in held]
+        return [self._pulls.offer(jax.block_until_ready(own))]
+
+    def __call__(self, ticket: bytes) -> list[Any]:
+        """Pulls the arrays of a message.
+
+        Raises:
+            PeerLost: they do not come.
+        """
+        try:
+            arrived = iter(self._pulls.pull(ticket, self._wanted))
+            with jax.enable_x64(True) if self._wide else contextlib.nullcontext():
+                found = list(zip(self._arrays, self._held, strict=True))
+                return [self._join(*own, held, arrived) for own, held in found]
+        except (RuntimeError, ValueError) as error:
+            raise PeerLost(self._source, f"arrays could not be pulled from it ({error})") from error
+
+    def _join(self, type_: ArrayType, spec: Any, held: dict[Box, list[Any]], arrived: Any) -> Any:
+        if not held:
+            return from_host(b"", type_, self._home, spec)
+        shards = []
+        for devices in held.values():
+            first = next(arrived)
+            shards += [first, *(jax.device_put(first, device) for device in devices[1:])]
+        sharding = sharding_in(self._home, spec)
+        array = jax.make_array_from_single_device_arrays(type_.host_shape, sharding, shards)
+        return array if type_.key is None else jax.random.wrap_key_data(array, impl=type_.key)
+
+
+def _devices_by_box(type_: ArrayType, home: Home, spec: Any) -> dict[Box, list[Any]]:
+    found: dict[Box, list[Any]] = defaultdict(list)
+    held = sharding_in(home, spec).addressable_devices_indices_map(type_.host_shape)
+    for device, index in held.items():
+        found[box_of(index, type_.host_shape)].append(device)
+    return dict(found)
