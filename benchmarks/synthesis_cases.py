@@ -189,7 +189,7 @@ def best_of_catalogue(costs: Costs, placement: tuple[int, ...], m: int, limit: f
     """The shortest makespan of the catalogue's schedules that fit; infinite where none does."""
     fits = [
         simulate(table, costs).makespan
-        for _, table in catalogue_tables(placement, m, None)
+        for _, table in catalogue_tables((placement,), m, None)
         if max(Memory().peaks(table)) <= limit
     ]
     return min(fits, default=math.inf)

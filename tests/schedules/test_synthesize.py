@@ -14,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthesis_cases import best_of_catalogue, published_row, v_row
-from jaxpp.schedules import Costs, Kind, Memory, OneFOneB, ZeroBubbleV, check, simulate, synthesize
+from jaxpp.schedules import (
+    Costs,
+    Kind,
+    Memory,
+    OneFOneB,
+    ZeroBubbleV,
+    by_name,
+    check,
+    simulate,
+    synthesize,
+)
 from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._justify import Justifier
 from jaxpp.schedules._synthesis._list_schedule import list_schedule
@@ -42,7 +52,7 @@ class Instance:
         limits = [self.limit] * (max(self.placement) + 1)
         return make_problem(
             self.costs,
-            self.placement,
+            (self.placement,),
             self.microbatches,
             self.memory,
             limits,
@@ -255,6 +265,27 @@ def test_a_result_is_a_schedule_of_its_size():
     assert isinstance(hash(found.schedule), int)
 
 
+def test_two_directions_are_no_worse_than_dualpipe_and_chimera():
+    """With what each direction costs; and the table fits, and is one of two directions."""
+    choose = random.Random(0)
+    there, p, m = tuple(range(4)), 4, 8
+    placement = (there, there[::-1])
+    scale = [choose.uniform(0.8, 1.2) for _ in there]
+    memory, limit = Memory(7, -4, -3), 42.0
+    for costs in (Costs(), Costs(scale, scale, scale, latency=0.1)):
+        found = synthesize(costs, placement, m, memory=memory, memory_limit=limit, evaluations=200)
+        check(found.table)
+        assert found.table.directions == placement
+        assert found.table.direction_of == (0, 1) * (m // 2)
+        assert max(memory.peaks(found.table)) <= limit
+        assert found.lower_bound <= found.value == simulate(found.table, costs).makespan
+        for name in ("dualpipe", "chimera"):
+            table = by_name(name).table(p, m)
+            assert found.value <= simulate(table, costs, overlap="none").makespan
+    # One direction is the case of one: the same table, however its placement is given.
+    assert synthesize(Costs(), (there,), m) == synthesize(Costs(), there, m)
+
+
 def test_a_whole_backward_that_costs_less_than_its_halves_stays_whole():
     costs = Costs(backward=1.25)
     found = synthesize(costs, loop(4), 8)
@@ -294,7 +325,8 @@ def test_a_limit_that_one_microbatch_breaks_is_an_error():
     ("arguments", "message"),
     [
         ({"placement": (0, 2)}, "without gaps"),
-        ({"placement": ((0, 1), (1, 0))}, "one direction"),
+        ({"placement": ((0, 1), (1, 0)), "num_microbatches": 3}, "3 microbatches .* use 4"),
+        ({"placement": ((0, 1), (1, 0, 1))}, "in each direction, got 2, 3 stages"),
         ({"memory_limit": [1.0]}, "1 numbers, but the placement has 2 ranks"),
         ({"num_microbatches": 0}, "at least 1"),
         ({"objective": "bubble"}, "'wall' or 'span'"),

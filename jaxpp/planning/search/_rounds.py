@@ -10,11 +10,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxpp.planning.search._judge import EAGER, RULES, judge, table_of
 from jaxpp.planning.search._moves import move, start
 from jaxpp.planning.search._setting import Choice, Setting
-from jaxpp.schedules import Table, simulate, synthesize
+from jaxpp.schedules import Table, Task, simulate, synthesize
 
 #: The tries of the first rounds; all later ones have as many as the last of these.
 LENGTHS = (50, 250, 500, 1000, 3000)
@@ -168,24 +169,26 @@ def _finished(setting: Setting, choice: Choice) -> Found:
     """Orders the tasks of a choice as well as it can: by all rules, and by `synthesize`."""
     tables = [table_of(setting, choice, rule) for rule in RULES if
               judge(setting, choice, rule=rule) < math.inf]  # fmt: skip
-    if len(choice.placement) == 1:
-        tables += _synthesized(setting, choice)
+    tables += _synthesized(setting, choice)
     return min((timed(setting, choice, table) for table in tables), key=_time)
 
 
 def _synthesized(setting: Setting, choice: Choice) -> list[Table]:
-    placement = choice.placement[0]
-    costs = setting.costs(choice)
-    speeds = [setting.speed[rank] for rank in placement]
+    placement, speed = choice.placement, setting.speed
 
-    def slower(values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(value / speed for value, speed in zip(values, speeds, strict=True))
+    def on_its_rank(values: Sequence[float]) -> Callable[[Task], float]:
+        def cost(task: Task) -> float:
+            own = placement[task.microbatch % len(placement)]
+            return values[task.stage] / speed[own[task.stage]]
 
+        return cost
+
+    costs: Any = setting.costs(choice)
     costs = dataclasses.replace(
         costs,
-        forward=slower(costs.forward),  # pyright: ignore
-        input_grad=slower(costs.input_grad),  # pyright: ignore
-        weight_grad=slower(costs.weight_grad),  # pyright: ignore
+        forward=on_its_rank(costs.forward),
+        input_grad=on_its_rank(costs.input_grad),
+        weight_grad=on_its_rank(costs.weight_grad),
     )
     limits = [setting.memory_limit - own for own in setting.resident(choice)]
     try:

@@ -16,29 +16,31 @@ from jaxpp.schedules._table import Table, Task
 
 
 def catalogue_tables(
-    placement: tuple[int, ...],
+    placement: tuple[tuple[int, ...], ...],
     num_microbatches: int,
     stage_inputs: tuple[tuple[int, ...], ...] | None,
 ) -> Iterator[tuple[str, Table]]:
     """Returns the catalogue's tables with this placement and this graph of stages, by name.
 
+    Where there are several directions, as many microbatches take each of them.
     A schedule's knobs that are integers or booleans are varied one at a time, from the defaults and
     from those variants that have this placement.
     """
-    num_ranks = max(placement) + 1
+    num_ranks, num_stages = max(map(max, placement)) + 1, len(placement[0])
     values = (*range(5), num_ranks // 2, num_ranks, 2 * num_ranks)
 
     def table(schedule: Schedule) -> Table | None:
         try:
-            if schedule.num_ranks(len(placement)) != num_ranks:
+            if schedule.num_ranks(num_stages) != num_ranks:
                 return None
-            if schedule.placement(num_ranks) != (placement,):
+            if schedule.placement(num_ranks) != placement:
                 return None
             if as_graph(schedule.stage_inputs(num_ranks)) != stage_inputs:
                 return None
-            return schedule.table(len(placement), num_microbatches)
+            made = schedule.table(num_stages, num_microbatches)
         except ValueError:
             return None
+        return made if len({*map(made.direction_of.count, made.direction_of)}) == 1 else None
 
     for name, make in CATALOGUE.items():
         known = dict.fromkeys(_variants(make, {}, values))
@@ -175,7 +177,7 @@ class Rules:
         """Returns choices of `in_flight`: no limit, or forwards for the trip there and back."""
         at = {key: op for op, key in enumerate(self.problem.ops)}
         half = Kind.I if self.problem.splits else Kind.B
-        stages = range(self.problem.table.num_stages)
+        stages = [s for kind, s in self.problem.ops if kind is Kind.F]
         trip = [self.head[at[half, s]] - self.head[at[Kind.F, s]] for s in stages]
         windows = [[math.inf for _ in stages]]
         for extra in (1, 2, 3, 5):

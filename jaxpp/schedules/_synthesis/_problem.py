@@ -19,8 +19,9 @@ Orders = Sequence[Sequence[int]]
 class Problem:
     """All tasks of a pipeline, numbered: task `op * num_microbatches + microbatch`.
 
-    An op is a kind of task of a stage. The numbers are in plain lists, for speed; nothing changes
-    them.
+    An op is a kind of task of a stage. Where there are several directions, each has its own stages,
+    numbered on from those of the one before it, and its own microbatches: so the directions are
+    parts of one graph of stages. The numbers are in plain lists, for speed; nothing changes them.
 
     Args:
       table: the table with no order: sizes, placement, and the graph of its stages.
@@ -50,8 +51,8 @@ class Problem:
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches."""
-        return self.table.num_microbatches
+        """The number of microbatches of each direction."""
+        return self.table.num_microbatches // len(self.table.placement)
 
     @property
     def num_ranks(self) -> int:
@@ -65,8 +66,7 @@ class Problem:
 
     def task(self, n: int) -> Task:
         """Returns the task of a number."""
-        op, microbatch = divmod(n, self.num_microbatches)
-        return Task(*self.ops[op], microbatch)
+        return _task(self.table, *self.ops[n // self.num_microbatches], n % self.num_microbatches)
 
     def to_table(self, orders: Orders) -> Table:
         """Makes the table in which the ranks have these orders."""
@@ -76,8 +76,16 @@ class Problem:
     def to_orders(self, table: Table) -> list[list[int]]:
         """Returns the numbers of a table's tasks."""
         at = {op: n for n, op in enumerate(self.ops)}
-        m = self.num_microbatches
-        return [[at[t.kind, t.stage] * m + t.microbatch for t in order] for order in table.ranks]
+        m, directions = self.num_microbatches, table.direction_of
+        which = [directions[:i].count(own) for i, own in enumerate(directions)]
+        return [
+            [
+                at[t.kind, directions[t.microbatch] * table.num_stages + t.stage] * m
+                + which[t.microbatch]
+                for t in order
+            ]
+            for order in table.ranks
+        ]
 
     def fits(self, orders: Orders) -> bool:
         """Tells whether no rank holds more than its limit."""
@@ -97,9 +105,15 @@ class Problem:
         return peaks
 
 
+def _task(table: Table, kind: Kind, stage: int, microbatch: int) -> Task:
+    """Gives a task, from a stage and a microbatch of its direction: these take turns."""
+    direction, own = divmod(stage, table.num_stages)
+    return Task(kind, own, microbatch * len(table.placement) + direction)
+
+
 def make_problem(
     costs: Costs,
-    placement: Sequence[int],
+    placement: Sequence[Sequence[int]],
     num_microbatches: int,
     memory: Memory,
     limits: Sequence[float],
@@ -107,19 +121,30 @@ def make_problem(
     stage_inputs: tuple[tuple[int, ...], ...] | None,
     split: bool,
 ) -> Problem:
-    """Numbers the tasks of a pipeline, with the backward whole or split."""
-    m, num_stages = num_microbatches, len(placement)
+    """Numbers the tasks of a pipeline, with the backward whole or split.
+
+    The placement has the rank of each stage, for each direction; microbatches take turns.
+    """
+    count, num_stages = len(placement), len(placement[0])
+    m, ranks = num_microbatches // count, [rank for own in placement for rank in own]
     halves = (Kind.I, Kind.W) if split else (Kind.B,)
-    ops = [(Kind.F, s) for s in range(num_stages)]
-    ops += [(kind, s) for kind in halves for s in reversed(range(num_stages))]
+    ops = [(Kind.F, s) for s in range(len(ranks))]
+    ops += [(kind, s) for kind in halves for s in reversed(range(len(ranks)))]
     at = {op: n for n, op in enumerate(ops)}
-    tasks = [Task(*op, i) for op in ops for i in range(m)]
-    op_rank = [placement[stage] for _, stage in ops]
-    sample = tuple(
-        tuple(t for t in tasks if placement[t.stage] == r) for r in range(max(placement) + 1)
+    table = Table(
+        (), num_stages, num_microbatches, tuple(map(tuple, placement)), stage_inputs,
+        direction_of=tuple(i % count for i in range(num_microbatches)),
+    )  # fmt: skip
+    tasks = [_task(table, *op, i) for op in ops for i in range(m)]
+    op_rank = [ranks[stage] for _, stage in ops]
+    graph = stage_inputs or tuple((s - 1,) if s else () for s in range(num_stages))
+    whole = tuple(
+        tuple(first + need for need in own)
+        for first in range(0, len(ranks), num_stages)
+        for own in graph
     )
-    table = Table(sample, num_stages, m, (tuple(placement),), stage_inputs)
-    needs = stage_dependencies(table)
+    sample = (tuple(Task(*op, 0) for op in ops),)
+    needs = stage_dependencies(Table(sample, len(ranks), 1, stage_inputs=whole))
     local: list[list[int]] = [[] for _ in ops]
     remote: list[list[tuple[int, float]]] = [[] for _ in tasks]
     readers: list[list[tuple[int, float]]] = [[] for _ in tasks]
@@ -133,10 +158,10 @@ def make_problem(
                 remote[op * m + i].append((need * m + i, delay))
                 readers[need * m + i].append((op * m + i, delay))
     return Problem(
-        dataclasses.replace(table, ranks=()),
+        table,
         objective,
         ops,
-        [[op for op in range(len(ops)) if op_rank[op] == r] for r in range(len(sample))],
+        [[op for op in range(len(ops)) if op_rank[op] == r] for r in range(max(ranks) + 1)],
         op_rank,
         [costs.of(task) for task in tasks],
         [memory.of(task) for task in tasks],

@@ -68,7 +68,7 @@ class Synthesis:
 
 def synthesize(
     costs: Costs,
-    placement: Sequence[int],
+    placement: Sequence[int] | Sequence[Sequence[int]],
     num_microbatches: int,
     *,
     memory: Memory | None = None,
@@ -96,8 +96,9 @@ def synthesize(
 
     Args:
       costs: the time of tasks and transfers: those of a stage, see `Costs.divided`.
-      placement: the rank of each stage, in one direction.
-      num_microbatches: the number of microbatches.
+      placement: the rank of each stage; or that for each direction, as in `Table.placement`.
+        Microbatches then take the directions in turns.
+      num_microbatches: the number of microbatches; each direction has as many.
       memory: what tasks hold; by default activations.
       memory_limit: the most that a rank may hold, or that each rank may.
       objective: what to minimise: `"wall"` the makespan, `"span"` the longest span of a rank.
@@ -117,18 +118,21 @@ def synthesize(
       The best table, what it is worth, where it came from, and a lower bound.
 
     Raises:
-      ValueError: the placement is not one, or not even one microbatch fits the memory limit.
+      ValueError: the placement is not one, the directions do not divide the microbatches, or not
+        even one microbatch fits the memory limit.
       ImportError: `exact` is asked for, and OR-tools is not installed.
 
     >>> from jaxpp.schedules import Costs, Memory
     >>> found = synthesize(Costs(latency=0.25), (0, 1, 2, 3), 8, memory_limit=4)
     >>> found.value, found.lower_bound, max(Memory().peaks(found.table))
     (30.0, 30.0, 4.0)
+    >>> synthesize(Costs(), [(0, 1), (1, 0)], 4)  # In two directions, each stage on both ranks.
+    Synthesis(objective='wall', value=12.0, lower_bound=12.0, source='dualpipe')
     """
     memory = memory or Memory()
-    placement = _one_direction(placement)
-    limits = _limits(memory_limit, max(placement) + 1)
-    _check_arguments(num_microbatches, objective)
+    placement = _directions(placement)
+    limits = _limits(memory_limit, max(map(max, placement)) + 1)
+    _check_arguments(num_microbatches, len(placement), objective)
     graph = as_graph(stage_inputs)
     sizes = (placement, num_microbatches)
     # The two forms of a backward are two problems, where the sum of the halves is not the whole.
@@ -195,20 +199,22 @@ def _best(
     return best
 
 
-def _one_direction(placement: Sequence[int] | Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Checks a placement; takes one in the form of `Schedule.placement` out of its outer tuple."""
+def _directions(
+    placement: Sequence[int] | Sequence[Sequence[int]],
+) -> tuple[tuple[int, ...], ...]:
+    """Checks a placement; gives it for each direction."""
     given: typing.Any = tuple(placement)
-    if given and not isinstance(given[0], int):
-        if len(given) > 1:
-            raise ValueError(
-                f"synthesize places stages in one direction, got {len(given)} directions; use one "
-                f"of them, or a schedule of the catalogue that has two."
-            )
-        given = tuple(given[0])
-    if not given or set(given) != set(range(max(given) + 1)):
+    given = (given,) if given and isinstance(given[0], int) else tuple(map(tuple, given))
+    ranks = {rank for own in given for rank in own}
+    if not ranks or ranks != set(range(max(ranks) + 1)):
         raise ValueError(
             f"placement has the rank of each stage, and ranks are numbered from 0 without gaps, "
             f"got {given}; renumber the ranks."
+        )
+    if len({*map(len, given)}) > 1:
+        raise ValueError(
+            f"placement has the rank of each stage in each direction, got "
+            f"{', '.join(map(str, map(len, given)))} stages; give all directions all stages."
         )
     return given
 
@@ -224,11 +230,16 @@ def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> list[float
     return [float(limit) for limit in memory_limit]
 
 
-def _check_arguments(num_microbatches: int, objective: str) -> None:
+def _check_arguments(num_microbatches: int, directions: int, objective: str) -> None:
     if not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ValueError(
             f"num_microbatches is an integer of at least 1, got {num_microbatches!r}; use 1 to "
             f"run the batch whole."
+        )
+    if num_microbatches % directions:
+        raise ValueError(
+            f"{num_microbatches} microbatches do not go in {directions} directions, as many in "
+            f"each; use {num_microbatches + -num_microbatches % directions}."
         )
     if objective not in typing.get_args(Objective):
         raise ValueError(f"objective is 'wall' or 'span', got {objective!r}.")
