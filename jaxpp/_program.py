@@ -46,6 +46,10 @@ class Computation:
         return f"Computation({self.name!r}, {counted(len(self.jaxpr.eqns), 'equation')})"
 
 
+#: The label of a run that combines what replicas have, once a step.
+REDUCTION = "reduce"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
     """Runs computation number `computation`; `label` names the task or the part of the step.
