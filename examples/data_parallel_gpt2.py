@@ -25,7 +25,7 @@ from experiments.models import gpt2, language, parallel
 from experiments.training import data
 
 _PP = flags.DEFINE_integer("pp", 2, "Ranks of the pipeline.", lower_bound=1)
-_DP = flags.DEFINE_integer("dp", 2, "Devices of a rank that share a microbatch.", lower_bound=1)
+_DP = flags.DEFINE_integer("dp", 2, "Replicas, each with devices of its own.", lower_bound=1)
 _MP = flags.DEFINE_integer("mp", 2, "Devices of a rank that share its layers.", lower_bound=1)
 _ZERO1 = flags.DEFINE_bool("zero1", False, "Whether the --dp devices share the optimizer state.")
 _LAYERS = flags.DEFINE_integer("layers", 4, "Transformer blocks.", lower_bound=1)
@@ -34,7 +34,7 @@ _HEADS = flags.DEFINE_integer("heads", 4, "Attention heads of a block.", lower_b
 _DROPOUT = flags.DEFINE_float("dropout", 0.1, "Probability of dropping a feature.", 0.0, 1.0)
 _SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 32, "In bytes.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 32, "Sequences in a step.", lower_bound=1)
-_MICROBATCHES = flags.DEFINE_integer("microbatches", 4, "Slices of the batch.", lower_bound=1)
+_MICROBATCHES = flags.DEFINE_integer("microbatches", 4, "Slices of each replica.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 10, "Optimizer steps.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the parameters, the batches and the dropout.")
 _DATA = flags.DEFINE_string("data", None, "A file or folder of text; by default Python's library.")
@@ -107,9 +107,15 @@ def loss_fn(
 
 
 def train_step_of(loss_fn: Callable[..., Any], optimizer: Any, schedule: Any = None) -> Step:
-    """The train step, which accumulates its gradients over microbatches, in an order if given."""
+    """The train step: microbatches of replicas, whose gradients are added up once at the end.
+
+    Without a schedule, it is for one device, which runs one replica after the other.
+    """
     grad_fn = jaxpp.microbatch(
-        eqx.filter_value_and_grad(loss_fn, has_aux=True), _MICROBATCHES.value, in_axes=(None, 0, 0)
+        eqx.filter_value_and_grad(loss_fn, has_aux=True),
+        _MICROBATCHES.value,
+        in_axes=(None, 0, 0),
+        replicas=_DP.value,
     )
     if schedule is not None:
         grad_fn = jaxpp.schedule(grad_fn, schedule)

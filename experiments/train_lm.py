@@ -11,7 +11,8 @@
 By default the model is a byte-level GPT; `--model` takes others (see `training/models.py`), which
 read the same bytes. The ranks of the pipeline are devices of this process: CPU devices, made for
 the run, or the accelerators that JAX finds (shared between ranks where there are fewer). Inside a
-rank `--dp` devices share each microbatch, and `--mp` devices the heads and features of its layers.
+rank there are `--dp` replicas, each with sequences of its own, and `--mp` devices of each share the
+heads and features of its layers.
 With `--mesh=ray` they are processes of a Ray session: of the one that is there, or of one made for
 the run. The output folder gets `metrics.jsonl`, checkpoints, pictures of the losses and of the
 schedule, a trace (`--profile`), and a sample of generated text.
@@ -107,7 +108,9 @@ def make_pipeline(config: Config, mesh: Mesh) -> tuple[Any, Callable[[Any, Any],
     staged = jaxpp.wrap_forward(split(config), policy=REMAT_POLICIES[config.remat])
 
     grad_fn = eqx.filter_value_and_grad(staged)
-    grad_fn = jaxpp.microbatch(grad_fn, config.microbatches, in_axes=(None, 0, 0))
+    grad_fn = jaxpp.microbatch(
+        grad_fn, config.microbatches, in_axes=(None, 0, 0), replicas=config.dp
+    )
     grad_fn = jaxpp.schedule(grad_fn, config.order)
     train_step = jaxpp.place(
         make_train_step(config, grad_fn),
@@ -117,7 +120,7 @@ def make_pipeline(config: Config, mesh: Mesh) -> tuple[Any, Callable[[Any, Any],
         zero1="data" if config.zero1 else (),
     )
 
-    loss_fn = jaxpp.microbatch(staged, config.microbatches, in_axes=(None, 0))
+    loss_fn = jaxpp.microbatch(staged, config.microbatches, in_axes=(None, 0), replicas=config.dp)
     loss_fn = jaxpp.schedule(loss_fn, jaxpp.schedules.ForwardOnly(like=config.order))
     evaluation = jaxpp.place(loss_fn, mesh, in_specs=in_specs(config, states=1, batches=1))
     return train_step, evaluation
@@ -328,7 +331,8 @@ def verify(config: Config, corpus: data.Corpus, model: Any, metrics: list[Row]) 
     Raises:
         SystemExit: when the trainings differ by more than `compare.TOLERANCES`.
     """
-    grad_fn = accumulated(eqx.filter_value_and_grad(models.loss_fn), config.microbatches)
+    slices = config.microbatches * config.dp
+    grad_fn = accumulated(eqx.filter_value_and_grad(models.loss_fn), slices)
     step_fn = eqx.filter_jit(make_train_step(config, grad_fn))
     expected_model, expected_metrics = train(
         config, step_fn, initial_state(config), corpus, title="one device"

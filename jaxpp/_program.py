@@ -46,6 +46,10 @@ class Computation:
         return f"Computation({self.name!r}, {counted(len(self.jaxpr.eqns), 'equation')})"
 
 
+#: The label of a run that combines what replicas have, once a step.
+REDUCTION = "reduce"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
     """Runs computation number `computation`; `label` names the task or the part of the step.
@@ -170,7 +174,6 @@ class Argument:
         donated: whether the step consumes it.
         fed: whether the ranks that read it load it themselves.
         spec: how it is split inside a rank.
-        in_tasks: how tasks read it: less split than `spec` if each task gathers it for itself.
         stages: the stages that read it.
     """
 
@@ -182,7 +185,6 @@ class Argument:
     donated: bool = False
     fed: bool = False
     spec: Spec = ()
-    in_tasks: Spec = ()
     stages: frozenset[int] = frozenset()
 
     @property
@@ -236,7 +238,7 @@ class Bundle:
     """All programs of a step, their computations, and the step's arguments and results.
 
     Where a rank is a mesh of its own, `inside` is that mesh without its devices; constants are
-    whole on it.
+    whole on it. `notes` are what a reader of the programs should know, a line each.
     """
 
     programs: tuple[Program, ...]
@@ -244,6 +246,7 @@ class Bundle:
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
     inside: AbstractMesh | None = None
+    notes: tuple[str, ...] = ()
 
     def __repr__(self):
         return f"{type(self).__name__}({self.summary})"
@@ -264,7 +267,7 @@ class Bundle:
 
     def as_text(self) -> str:
         """Writes the programs as text, one instruction a line."""
-        lines = []
+        lines = [f"note: {note}" for note in self.notes]
         for program in self.programs:
             stages = ", ".join(map(str, program.stages))
             lines.append(f"rank {program.rank} (stages {stages}):")

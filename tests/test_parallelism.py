@@ -87,9 +87,10 @@ def init(zoo, layers):
     return model, OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
 
 
-def microbatched(zoo, loss_fn, microbatches=MICROBATCHES):
+def microbatched(zoo, loss_fn, microbatches=MICROBATCHES, replicas=1):
     in_axes = (None, *(0 for _ in zoo.data(0)))
-    return jaxpp.microbatch(eqx.filter_value_and_grad(loss_fn), microbatches, in_axes=in_axes)
+    grad_fn = eqx.filter_value_and_grad(loss_fn)
+    return jaxpp.microbatch(grad_fn, microbatches, in_axes=in_axes, replicas=replicas)
 
 
 def trained(step, zoo, layers):
@@ -102,10 +103,16 @@ def trained(step, zoo, layers):
 
 
 @functools.cache
-def on_one_device(name, layers):
+def on_one_device(name, layers, replicas=1):
     zoo = ZOO[name]
-    step = eqx.filter_jit(train_step_of(OPTIMIZER, microbatched(zoo, zoo.loss_fn)))
+    grad_fn = microbatched(zoo, zoo.loss_fn, replicas=replicas)
+    step = eqx.filter_jit(train_step_of(OPTIMIZER, grad_fn))
     return trained(step, zoo, layers)
+
+
+def reference(name, shape):
+    """The training on one device, of as many replicas as there are devices along `data`."""
+    return on_one_device(name, layers_on(shape), shape[AXES.index("data")])
 
 
 def layers_on(shape):
@@ -114,12 +121,13 @@ def layers_on(shape):
 
 
 def placed(name, shape, schedule=OneFOneB(), zero1=(), experts=None, microbatches=MICROBATCHES):  # noqa: B008
-    """The step on a mesh."""
+    """The step on a mesh; experts over `data` are for devices that share each microbatch."""
+    replicas = 1 if experts == "data" else shape[AXES.index("data")]
     zoo, ranks, layers = ZOO[name], shape[AXES.index("mpmd")], layers_on(shape)
     at = [f"blocks.{layers * n // ranks}" for n in range(1, ranks)]
     staged = jaxpp.wrap_forward(jaxpp.split_stages(zoo.loss_fn, ranks, at=at or None))
     rules = parallel.rules("model", experts=experts)
-    grad_fn = jaxpp.schedule(microbatched(zoo, staged, microbatches), schedule)
+    grad_fn = jaxpp.schedule(microbatched(zoo, staged, microbatches, replicas), schedule)
     return jaxpp.place(
         train_step_of(OPTIMIZER, grad_fn),
         jaxpp.MpmdMesh(shape, AXES),
@@ -179,7 +187,7 @@ def cases(chosen, names=tuple(ZOO), shapes=MESHES):
 def test_a_training_is_that_of_one_device(case):
     # GPT-2 has dropout: which features are dropped does not depend on the mesh either.
     name, shape = case
-    assert_same_training(on_mesh(name, shape), on_one_device(name, layers_on(shape)))
+    assert_same_training(on_mesh(name, shape), reference(name, shape))
 
 
 def test_dropout_takes_part():
@@ -244,7 +252,9 @@ def sums_over_data(collectives):
 )
 def test_experts_over_an_axis_of_choice(shape, axis):
     got = on_mesh("mixtral", shape, experts=axis)
-    assert_same_training(got, on_one_device("mixtral", 2))
+    shared = axis == "data"
+    want = on_one_device("mixtral", 2) if shared else reference("mixtral", shape)
+    assert_same_training(got, want)
     weight = got[0][0].blocks[0].mixture.experts.up.weight
     parts = shape[AXES.index(axis)]
     assert {s.data.shape[0] for s in weight.addressable_shards} == {weight.shape[0] // parts}
@@ -267,7 +277,7 @@ def test_zero1_divides_the_optimizer_state(case):
     name, shape = case
     (model, opt_state), _ = split = on_mesh(name, shape, zero1="data")
     (whole_model, whole_opt_state), _ = on_mesh(name, shape)
-    assert_same_training(split, on_one_device(name, layers_on(shape)))
+    assert_same_training(split, reference(name, shape))
     assert bytes_by_device(model) == bytes_by_device(whole_model)
     replicas = shape[AXES.index("data")]
     whole = bytes_by_device(whole_opt_state)

@@ -65,7 +65,7 @@ class Config:
 
     # ---- the pipeline
     ranks: int = option(4, "Ranks of the pipeline.", lower=1)
-    microbatches: int = option(8, "Slices of the batch.", lower=1)
+    microbatches: int = option(8, "Slices of a replica's part of the batch.", lower=1)
     schedule: str = option(
         "1f1b",
         "Order in which a rank runs its tasks, and so the number of stages on each rank: a name of "
@@ -82,7 +82,7 @@ class Config:
         "What the backward pass computes again: nothing, everything, or all but matrix products.",
         choices=("none", "full", "dots"),
     )
-    dp: int = option(1, "Devices of a rank that share a microbatch.", lower=1)
+    dp: int = option(1, "Replicas, whose gradients are added up once a step.", lower=1)
     mp: int = option(1, "Devices of a rank that share its layers.", lower=1)
     zero1: bool = option(
         False, "Whether the dp devices share the optimizer state instead of each having it."
@@ -225,11 +225,10 @@ class Config:
                 f"batch_size must be a multiple of microbatches, got {self.batch_size} and "
                 f"{self.microbatches}."
             )
-        sequences = self.batch_size // self.microbatches
-        if sequences % self.dp:
+        if self.batch_size % (self.microbatches * self.dp):
             raise ValueError(
-                f"dp={self.dp} shares the sequences of each microbatch, and does not divide their "
-                f"number, {sequences}; use a larger batch_size, or fewer microbatches."
+                f"dp={self.dp} replicas of {self.microbatches} microbatches do not divide "
+                f"batch_size={self.batch_size}; use a larger batch_size, or fewer microbatches."
             )
         if self.profile and self.steps < PROFILED_STEP:
             raise ValueError(

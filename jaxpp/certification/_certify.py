@@ -157,8 +157,8 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
     Raises:
         Refuted: the step does not compute its function; it has the pass, the result, the rank, the
             task and the user's line.
-        Undecided: sums over an axis inside a rank are deferred to the end of the step, of which
-            there is no proof yet; or JAX's settings are not those under which it was lowered.
+        Undecided: JAX's settings are not those under which it was lowered, or a loop over devices
+            that share a microbatch is not proven yet.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -239,15 +239,6 @@ def _check_decidable(lowered: Lowered) -> None:
         raise Undecided(
             "certify: the step was lowered under other settings of JAX (such as jax.enable_x64 or "
             "jax.set_mesh), under which its function is another one. Certify it under the same."
-        )
-    names = list(lowered.passes)
-    number = names.index("defer_sums")
-    before, after = (lowered.passes[name].jaxpr for name in names[number - 1 : number + 1])
-    if before is not after:
-        raise Undecided(
-            "certify: the examples of a microbatch are split over an axis inside a rank, and the "
-            "sums over it are deferred to the end of the step. There is no proof of that yet: "
-            "certify the step on a mesh without that axis, and compare the results on both."
         )
 
 

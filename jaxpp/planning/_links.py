@@ -4,6 +4,19 @@ import dataclasses
 import math
 
 
+def ring_bytes(nbytes: float, devices: int) -> float:
+    """Gives the bytes that a device sends where so many add up arrays of so many bytes, in a ring.
+
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009: each sends its
+    parts while they are summed, and once more while the sums go round.
+
+    Example:
+        >>> ring_bytes(100, 1), ring_bytes(100, 2), ring_bytes(100, 4)
+        (0.0, 100.0, 150.0)
+    """
+    return 2 * nbytes * (devices - 1) / devices
+
+
 @dataclasses.dataclass(frozen=True)
 class Links:
     """The cost of a message from one rank to another, as `plan` is told.

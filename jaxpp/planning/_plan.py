@@ -159,11 +159,13 @@ def plan(
     *args: Any,
     ranks: int,
     microbatches: int | Sequence[int],
+    replicas: int = 1,
     memory_limit: float | None = None,
     state_bytes: float = 4.0,
     latency: float = 0.0,
     bandwidth: float = math.inf,
     overhead: float = 0.0,
+    reduction_bandwidth: float = math.inf,
     speed: float | Sequence[float] = 1.0,
     schedules: Sequence[str] = SCHEDULES,
     tries: int = 2000,
@@ -179,7 +181,8 @@ def plan(
         fun: the loss function, before `split_stages`. Its first argument has the parameters.
         *args: its arguments, with a whole batch.
         ranks: the number of ranks.
-        microbatches: the number of microbatches, or those to choose from.
+        microbatches: the number of microbatches of a replica, or those to choose from.
+        replicas: the number of replicas, each with devices of its own.
         memory_limit: the bytes that a device of a rank has; by default no limit.
         state_bytes: the bytes that a rank holds for each byte of parameters: the parameters, their
             gradients and the optimizer's state. Adam has 4, or 5 for bfloat16 parameters, whose
@@ -189,6 +192,8 @@ def plan(
         overhead: the share of a message's time for which it keeps the rank that sends it from its
             tasks; the rank that receives it is kept as long. It is 0 where links work beside
             devices, and up to 0.5 where the cores that run tasks move messages, too.
+        reduction_bandwidth: the bytes of gradients that a device exchanges with its replicas in a
+            second, once a step.
         speed: the speed of a rank, or of each rank, over that of the device where `fun` is
             profiled.
         schedules: those to choose from, as `jaxpp.schedules.by_name` takes them; `"synthesized"` is
@@ -229,7 +234,7 @@ def plan(
     speeds = (float(speed),) * ranks if isinstance(speed, int | float) else tuple(speed)
     problem = Problem(
         {}, ranks, memory_limit, state_bytes, Links(latency, bandwidth, overhead), speeds,
-        tuple(schedules), tries, seed,
+        tuple(schedules), tries, seed, replicas, reduction_bandwidth,
     )  # fmt: skip
     counts = [microbatches] if isinstance(microbatches, int) else list(microbatches)
     if not counts or not set(schedules) - {*MADE}:
@@ -238,7 +243,7 @@ def plan(
         )
     profiles: dict[int, Profile] = {}
     for count in counts:
-        own = _one_microbatch(args, count, in_axes)
+        own = _one_microbatch(args, count, replicas, in_axes)
         profiles[count] = profile(
             fun, *own, at_least=at_least, in_axes=in_axes, device=device, repeats=repeats
         )
@@ -285,18 +290,21 @@ def _factors_of_ranks(
     }
 
 
-def _one_microbatch(args: Sequence[Any], count: int, in_axes: Any) -> list[Any]:
+def _one_microbatch(args: Sequence[Any], number: int, replicas: int, in_axes: Any) -> list[Any]:
     """Takes the first microbatch of the arguments."""
     axes = (None, *(0 for _ in args[1:])) if in_axes is None else in_axes
-    if count < 1:
-        raise ValueError(f"plan: a number of microbatches is at least 1, got {count}.")
+    for name, own in (("microbatches", number), ("replicas", replicas)):
+        if own < 1:
+            raise ValueError(f"plan: a number of {name} is at least 1, got {own}.")
+    count, each = number * replicas, f" of {replicas} replicas each" if replicas > 1 else ""
 
     def part(axis, arg):
         def cut(x):
             size = x.shape[axis]
             if size % count:
                 raise ValueError(
-                    f"plan: {count} microbatches do not divide the {size} examples of a batch."
+                    f"plan: {number} microbatches{each} do not divide the {size} examples of a "
+                    f"batch."
                 )
             return jax.lax.slice_in_dim(x, 0, size // count, axis=axis)
 

@@ -9,10 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxpp import _html
-from jaxpp._program import Bundle, Program, Run, Send
+from jaxpp._program import REDUCTION, Bundle, Program, Run, Send
 from jaxpp.planning._device import Device, device_of
+from jaxpp.planning._links import ring_bytes
 from jaxpp.planning._measure import Measurement
-from jaxpp.runtime.executor import Analysis, Inspected, format_bytes, held_bytes, over_time
+from jaxpp.runtime.executor import (
+    Analysis,
+    Inspected,
+    array_bytes,
+    format_bytes,
+    held_bytes,
+    over_time,
+)
 from jaxpp.runtime.trace import Key, Trace, dependencies_of, table_of, tasks_of
 from jaxpp.schedules import Costs, Kind, Task, Timeline, plot, simulate
 from jaxpp.transforms.place import Compiled, Placed
@@ -160,6 +168,7 @@ def predict(
     costs: Costs | Measurement | Trace | Device | str,
     latency: float = 0.0,
     bandwidth: float = math.inf,
+    reduction_bandwidth: float = math.inf,
     memory_limit: float | Sequence[float] | None = None,
 ) -> Prediction:
     """Predicts the time and the memory of a placed step; compiles it, and runs nothing.
@@ -174,6 +183,8 @@ def predict(
         latency: the seconds that a message takes, whatever its size; a measurement and `Costs`
             have their own.
         bandwidth: the bytes of messages that go from one rank to another in a second; the same.
+        reduction_bandwidth: the bytes of gradients that a device exchanges with its replicas in a
+            second, after the tasks; a measurement has the time of that.
         memory_limit: the bytes that a device of each rank has, or of all ranks; by default those of
             the `Device`.
 
@@ -215,7 +226,7 @@ def predict(
         model = _costs_on(device, bundle, analyses, latency, bandwidth)
     table = table_of([[run.task for run in _runs(p) if run.task] for p in bundle.programs])
     timeline = simulate(table, model, dependencies=dependencies_of(bundle))
-    around = _Around(bundle, analyses, device or _times_around(costs))
+    around = _Around(bundle, ranks, device or _times_around(costs), reduction_bandwidth)
     start = max(around.before)
     spans = {span.task: (start + span.start, start + span.end) for span in timeline.spans}
     runs: list[list[tuple[float, str]]] = [[] for _ in bundle.programs]
@@ -360,10 +371,12 @@ class _Around:
     def __init__(
         self,
         bundle: Bundle,
-        analyses: Sequence[Mapping[int, Analysis]],
+        ranks: Sequence[Inspected],
         source: Device | Sequence[tuple[float, float]],
+        reduction_bandwidth: float,
     ):
-        self._analyses, self._device = analyses, source if isinstance(source, Device) else None
+        self._ranks, self._device = ranks, source if isinstance(source, Device) else None
+        self._bundle, self._bandwidth = bundle, reduction_bandwidth
         self._shares: dict[tuple[int, int], float] = {}  # by rank and the identity of a run
         self.before: list[float] = []
         for program in bundle.programs:
@@ -378,10 +391,27 @@ class _Around:
 
     def seconds(self, rank: int, run: Run) -> float:
         """Gives the time of a run that is no task."""
-        if self._device is None:
-            return self._shares.get((rank, id(run)), 0.0)
-        found = self._analyses[rank][run.computation]
-        return self._device.seconds(found.flops, found.accessed_bytes)
+        if (rank, id(run)) in self._shares:
+            return self._shares[rank, id(run)]
+        seconds = self._reduced_bytes(rank, run) / self._bandwidth
+        if self._device is not None:
+            found = self._ranks[rank].analyses[run.computation]
+            seconds += self._device.seconds(found.flops, found.accessed_bytes)
+        return seconds
+
+    def _reduced_bytes(self, rank: int, run: Run) -> float:
+        """Gives the bytes that a device sends to its replicas in a run: none but in reductions."""
+        own, axes = self._bundle.computations[run.computation], self._ranks[rank].axes
+        if run.label != REDUCTION or not own.in_specs:
+            return 0.0
+        over = next((spec[0] for spec in own.in_specs if spec), ())
+        devices, sent = math.prod(axes[a] for a in over), 0.0
+        for v, spec in zip(own.jaxpr.jaxpr.outvars, own.out_specs, strict=True):
+            whole = tuple(tuple(a for a in entry if a not in over) for entry in spec)
+            # A sum that is scattered goes round once.
+            turns = 1 if whole == spec else 0.5
+            sent += turns * ring_bytes(array_bytes(v.aval, whole, axes), devices)
+        return sent
 
 
 def _moments(held: Sequence[Any], runs: Sequence[tuple[float, str]]) -> list[Moment]:

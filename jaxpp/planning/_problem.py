@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxpp.planning._links import Links
+from jaxpp.planning._links import Links, ring_bytes
 from jaxpp.planning._profile import Profile, costs_of_stages, of_stages
 from jaxpp.planning.search import Layers, Setting, find, lower_bound
 from jaxpp.runtime.executor import format_bytes
@@ -115,6 +115,8 @@ class Problem:
             `"synthesized"` and `"searched"`.
         tries: how many cuts and placements the search judges for each number of microbatches.
         seed: of its random choices.
+        replicas: the number of replicas, each with its own microbatches.
+        reduction_bandwidth: the bytes that a device exchanges with replicas in a second.
     """
 
     profiles: Mapping[int, Profile]
@@ -126,10 +128,13 @@ class Problem:
     schedules: tuple[str, ...]
     tries: int = 2000
     seed: int = 0
+    replicas: int = 1
+    reduction_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         limits = {
-            "memory_limit": self.memory_limit, "ranks": self.ranks,
+            "memory_limit": self.memory_limit, "ranks": self.ranks, "replicas": self.replicas,
+            "reduction_bandwidth": self.reduction_bandwidth,
             **{f"speed of rank {rank}": own for rank, own in enumerate(self.speed)},
         }  # fmt: skip
         for name, value in limits.items():
@@ -181,7 +186,9 @@ class Problem:
         own = self.profiles[microbatches]
         halves = np.add(own.input_grad, own.weight_grad)
         costs = np.add(own.forward, np.minimum(own.backward, halves)).tolist()
-        update = self.update_seconds(own, sum(own.parameter_bytes)) / microbatches
+        total = sum(own.parameter_bytes)
+        update = self.update_seconds(own, total)
+        update = (update + min(self.speed) * self.reduction_seconds(total)) / microbatches
         shared = (sum(costs) + update) / sum(self.speed)
         # Where microbatches go in two directions, two ranks share the slowest unit.
         copies = max(
@@ -234,6 +241,10 @@ class Problem:
         """Gives the time of an update: it reads all of the state, and writes all but gradients."""
         moved = max(0.0, 2 * self.state_bytes - 1) * parameter_bytes
         return moved / found.memory_bandwidth
+
+    def reduction_seconds(self, nbytes: float) -> float:
+        """Gives the time in which replicas add up gradients of so many bytes."""
+        return ring_bytes(nbytes, self.replicas) / self.reduction_bandwidth
 
     def timeline(self, candidate: Candidate) -> Timeline:
         """Simulates the tasks of a candidate, with the bytes that ranks hold."""
@@ -371,12 +382,13 @@ class _Search:
             needed = max(max(found.temporary_bytes[at[s] : at[s + 1]]) for s in stages)
             resident.append(problem.state_bytes * own + needed)
             shared = [parameters[s] for s in stages if copies[s] > 1]
-            gradients.append(sum(shared))
+            copied = sum(shared) / problem.links.bandwidth
+            gradients.append(copied + problem.reduction_seconds(own))
             latencies = problem.links.latency * len(shared)
             updates.append(latencies + problem.update_seconds(found, own) / speed)
         machine = Machine(
             speed=problem.speed, resident=tuple(resident), optimizer=tuple(updates),
-            gradient_bytes=tuple(gradients), reduction_bandwidth=problem.links.bandwidth,
+            gradient_bytes=tuple(gradients), reduction_bandwidth=1.0,  # two kinds of links: seconds
         )  # fmt: skip
         # The executor runs the tasks of a pair one after the other.
         return simulate(table, costs, memory=memory, machine=machine, overlap="none")

@@ -55,7 +55,7 @@ class Inside:
         mesh: the mesh of a rank, without its devices.
         zero: for each role, such as optimizer state, the axes over which its arguments are split
             further.
-        examples: the axes that the examples of a microbatch are split over.
+        examples: the axes whose devices share the examples of a microbatch, for want of replicas.
         replicas: the axis whose devices have replicas of their own.
     """
 
@@ -156,6 +156,4 @@ def _line(record: Argument | Result) -> str:
         said.append(f"becomes argument {record.becomes}")
     if record.spec and any(record.spec):
         said.append(f"split {record.spec}")
-    if isinstance(record, Argument) and record.in_tasks != record.spec:
-        said.append(f"in tasks {record.in_tasks}")
     return " ".join(said)

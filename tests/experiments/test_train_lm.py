@@ -176,7 +176,7 @@ def test_lost_rows_are_an_error(uninterrupted, train, tmp_path):
         (dict(mesh="ray", restarts=1, checkpoint_every=0), "restarts needs checkpoint_every"),
         (dict(mesh="ray", dp=2, processes_per_rank=4), "=4 divides the 2 devices of a rank"),
         (dict(dp=2, processes_per_rank=2), "processes_per_rank is for mesh=ray"),
-        (dict(dp=4), "dp=4 shares the sequences of each microbatch, .* number, 2;"),
+        (dict(dp=4), "dp=4 replicas of 2 microbatches do not divide batch_size=4;"),
         (dict(mp=4), "mp=4 shares the heads of attention, .* number, 2;"),
         (dict(zero1=True), "zero1 shares optimizer state between the dp devices"),
         (dict(batch_size=3), "batch_size must be a multiple of microbatches, got 3 and 2"),
@@ -241,7 +241,7 @@ def test_an_error_of_the_flags_is_shown_alone():
     command = [sys.executable, "-m", "experiments.train_lm", "--dp=4", "--batch_size=8"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and not done.stdout
-    assert done.stderr.startswith("train_lm: dp=4 shares the sequences of each microbatch")
+    assert done.stderr.startswith("train_lm: dp=4 replicas of 8 microbatches")
     assert done.stderr.count("\n") == 1
 
 

@@ -46,6 +46,7 @@ PLACES = {
     "executor": "tests/runtime/executor/test_executor.py",
     "primitives": "tests/test_primitives.py",
     "programs": "tests/programs",
+    "replicas": "tests/transforms/inside/test_replicas.py",
     "transforms": "tests/transforms",
 }
 #: For each mutation that its own tests do not catch.

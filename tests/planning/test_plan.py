@@ -258,7 +258,12 @@ def test_what_follows_the_tasks_is_part_of_a_plans_time():
     assert slow.timeline(two).update[3] == pytest.approx(2 * each[0][0] + each[0][1])
     assert bare.schedule in ("dualpipe", "chimera")  # which win, but for what follows
     assert planned(found, links=links).schedule not in ("dualpipe", "chimera")
-    for plan in (one, two):
+    three = planned(found, schedules=["1f1b"], links=links, replicas=4, reduction_bandwidth=30.0)
+    reduced = tuple(1.5 * n / 30 for n in (10, 20, 30, 40))
+    assert three.timeline.machine.reduction(4) == pytest.approx(reduced)
+    assert three.timeline.update == pytest.approx(np.add(reduced, one.timeline.update))
+    assert three.lower_bound > one.lower_bound
+    for plan in (one, two, three):
         assert plan.lower_bound <= plan.seconds == plan.timeline.makespan
 
 
@@ -365,3 +370,5 @@ def test_a_plan_is_applied_with_the_transforms():
         jaxpp.plan(loss_fn, weights, x, **published)
     with pytest.raises(ValueError, match="3 microbatches do not divide the 16 examples"):
         jaxpp.plan(loss_fn, weights, x, microbatches=3, **options)
+    with pytest.raises(ValueError, match="4 microbatches of 3 replicas each do not divide the 16"):
+        jaxpp.plan(loss_fn, weights, x, microbatches=4, replicas=3, **options)

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxpp
 from jaxpp.planning import DEVICES
@@ -188,6 +189,30 @@ def test_a_device_bounds_the_times_of_what_xla_counts():
     assert slow.seconds == pytest.approx(1000 * fast.seconds)
     later = jaxpp.predict(step, *arguments(), costs=device, latency=1.0)
     assert later.seconds >= slow.seconds + 2 * (STAGES - 1)
+
+
+@pytest.mark.parametrize("zero1", [(), pytest.param("data", marks=pytest.mark.more)])
+def test_the_reduction_over_replicas_takes_its_time(zero1):
+    """A device of two sends as many bytes as gradients have, half as many where they scatter."""
+    loop = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
+    grad_fn = jaxpp.schedule(jaxpp.microbatch(loop, 2, replicas=2), jaxpp.schedules.OneFOneB())
+
+    def step(params, momentum, x):
+        loss, grads = grad_fn(params, x)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return jax.tree.map(jnp.subtract, params, momentum), momentum, loss
+
+    mesh = jaxpp.MpmdMesh((STAGES, 2), ("mpmd", "data"))
+    params, x = arguments()
+    args = params, jax.tree.map(jnp.zeros_like, params), x
+    placed = jaxpp.place(step, mesh, in_specs=(None, None, P("data")), zero1=zero1)
+    compiled = placed.lower(*args).compile()
+    free = jaxpp.predict(compiled, *args, costs=Costs())
+    found = jaxpp.predict(compiled, *args, costs=Costs(), reduction_bandwidth=100.0)
+    gradient = 4 * WIDTH**2 * (0.5 if zero1 else 1)
+    assert found.seconds == pytest.approx(free.seconds + gradient / 100)
+    for rank in found.memory:
+        assert "reduce" in {moment.running for moment in rank}
 
 
 # ---- bad input ----------------------------------------------------------------------------------

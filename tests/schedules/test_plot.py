@@ -129,6 +129,13 @@ def test_plot_returns_its_figure_and_draws_into_axes_of_ones_own(tmp_path):
     plot(updated, ax=left)
     assert [bar.get_x() for bar in left.patches] == [ends[-1] for ends in updated.ends]
     assert {bar.get_width() for bar in left.patches} == {2.0}
+    machine = Machine(gradient_bytes=6.0, reduction_bandwidth=2.0, optimizer=2.0)
+    reduced = plot(simulate(OneFOneB().table(2, 4), machine=machine))
+    bars: list[Any] = list(reduced.axes[0].patches)
+    assert [bar.get_width() for bar in bars] == [3.0, 3.0, 2.0, 2.0]
+    assert [bar.get_x() for bar in bars[2:]] == [bar.get_x() + 3.0 for bar in bars[:2]]
+    (legend,) = reduced.legends
+    assert {"reduction", "optimizer"} <= {text.get_text() for text in legend.texts}
     with pytest.raises(ValueError, match="one timeline without its memory into ax=, got 2"):
         plot({"a": timeline, "b": timeline}, ax=left)
     with pytest.raises(ValueError, match="got 1 and memory=True"):

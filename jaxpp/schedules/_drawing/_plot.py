@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.path import Path
 
 _IDLE = "#f1f1f1"
-_UPDATE = "#7a9e7e"
+#: What a rank does after its last task.
+_AFTER = (("reduction", "#5b7f95"), ("optimizer", "#7a9e7e"))
 _MARGIN_INCHES = 0.8
 _WIDEST_INCHES = 28.0
 _ROW_INCHES = 0.25
@@ -225,14 +226,23 @@ def _draw_ranks(axes: "Axes", chart: _Chart, page: _Page) -> None:
         rooms = [(page.points_per_unit * width - 1.0) / digits for _, _, width, _ in bars]
         _draw_numbers(axes, numbers, rooms, bars, colours)
     ranks = range(len(chart.rows))
-    if any(update := chart.timeline.update):
-        last = [max(ends, default=0.0) for ends in chart.timeline.ends]
-        axes.barh(ranks, update, 0.9, last, color=_UPDATE, edgecolor="white", linewidth=edge)
+    begin = [max(ends, default=0.0) for ends in chart.timeline.ends]
+    for times, (_, colour) in zip(_after(chart), _AFTER, strict=True):
+        if any(times):
+            axes.barh(ranks, times, 0.9, begin, color=colour, edgecolor="white", linewidth=edge)
+            begin = [a + b for a, b in zip(begin, times, strict=True)]
     axes.set_ylim(len(ranks) - 0.4, -0.6)  # rank 0 at the top
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.tick_params(axis="y", labelsize=min(0.8 * page.font, 11), length=0)
     axes.set_facecolor(_IDLE)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _after(chart: _Chart) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Gives for each rank the times of its reduction and its optimizer, after its last task."""
+    update = chart.timeline.update
+    reduction = chart.timeline.machine.reduction(len(update))
+    return reduction, tuple(a - b for a, b in zip(update, reduction, strict=True))
 
 
 def _bar(cell: Cell, rank: int) -> tuple[float, float, float, float]:
@@ -348,8 +358,9 @@ def _draw_legend(figure: "Figure", charts: Sequence[_Chart], memory: bool, page:
         for kind in Kind
         if kind in kinds
     ]
-    if any(any(chart.timeline.update) for chart in charts):
-        entries.append(((Patch(facecolor=_UPDATE),), "reduction and optimizer"))
+    for n, (name, colour) in enumerate(_AFTER):
+        if any(any(_after(chart)[n]) for chart in charts):
+            entries.append(((Patch(facecolor=colour),), name))
     entries.append(((Patch(facecolor=_IDLE, edgecolor="#c0c0c0"),), "idle"))
     if meaning := explain_shades((chart.timeline for chart in charts), each):
         greys = (Patch(facecolor=str(0.3 + 0.5 * n / (slots - 1))) for n in range(slots))

@@ -57,13 +57,15 @@ class Machine:
         >>> Machine(gradient_bytes=10.0, reduction_bandwidth=5.0, optimizer=(1.0, 3.0)).update(2)
         (3.0, 5.0)
         """
+        times = _each("optimizer", self.optimizer, num_ranks)
+        return tuple(map(sum, zip(self.reduction(num_ranks), times, strict=True)))
+
+    def reduction(self, num_ranks: int) -> tuple[float, ...]:
+        """Gives for each rank the time in which it reduces its gradients, before its optimizer."""
         if not self.reduction_bandwidth > 0:
             raise ValueError(f"reduction_bandwidth is above 0, got {self.reduction_bandwidth}.")
         sizes = _each("gradient_bytes", self.gradient_bytes, num_ranks)
-        times = _each("optimizer", self.optimizer, num_ranks)
-        return tuple(
-            size / self.reduction_bandwidth + time for size, time in zip(sizes, times, strict=True)
-        )
+        return tuple(size / self.reduction_bandwidth for size in sizes)
 
     def held(self, num_ranks: int) -> tuple[float, ...]:
         """Returns what each rank holds all the time."""

@@ -1,12 +1,17 @@
-"""Splits the slices of a microbatch loop over the axes that the batch is split over."""
+"""Splits the examples of each microbatch over the axes that the batch is split over.
+
+So it is where a loop has no replicas: each task is then an SPMD program whose devices share the
+examples, and sums over them, such as gradients, are made by a collective in the task.
+"""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, axes_of
+from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import propagation
 from jaxpp.transforms.inside._constraints import split_operands
@@ -14,73 +19,80 @@ from jaxpp.transforms.tasks import LoopTasks, is_loop
 
 
 def split_examples(step: Step) -> Step:
-    """Splits each microbatch over all replicas, rather than giving each replica some microbatches.
+    """Splits each microbatch over all devices, rather than giving each some microbatches.
 
     A batch that is split along its examples becomes, by a reshape to microbatches, an array that is
     split along the microbatches; a loop over microbatches needs each of them split. The pass also
-    notes the axes that examples are split over in `Inside.examples`.
+    notes the axes of the examples in `Inside.examples`.
     """
-    if step.inside is None or not any(map(_shares_examples, step.jaxpr.eqns)):
+    inside, jaxpr = step.inside, step.jaxpr
+    if inside is None or not any(map(_shares_examples, jaxpr.eqns)):
         return step
-    jaxpr, sizes = step.jaxpr, step.inside.sizes
-    known = propagation.propagate(jaxpr, [a.spec for a in step.arguments], sizes)
+    known = propagation.propagate(jaxpr, [a.spec for a in step.arguments], inside.sizes)
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     axes: dict[str, None] = {}
     eqns = []
     for eqn in jaxpr.eqns:
+        tasks: LoopTasks = eqn.params.get("tasks")
+        first = tasks.num_consts + tasks.num_carry if _shares_examples(eqn) else len(eqn.invars)
         wanted = {}
-        for n, spec in _slices(eqn, known).items() if _shares_examples(eqn) else ():
-            v = eqn.invars[n]
-            dimension, over = _examples(v, maker, known)
-            new = _split(spec, v.aval.shape, dimension, over, sizes)
-            axes.update(dict.fromkeys(new[dimension]))
-            if new != spec:
-                wanted[n] = new
+        for n, v in list(enumerate(eqn.invars))[first:]:
+            spec = None if _jaxprs.is_literal(v) else known[v]
+            if spec is not None and len(spec) > 1:
+                dimension, new = _split(v, spec, maker, known, inside.sizes)
+                axes |= dict.fromkeys(new[dimension])
+                if new != spec:
+                    wanted[n] = new
         eqns += split_operands(eqn, wanted)
+    examples = tuple(a for a in axes if inside.sizes[a] > 1)
+    inside = dataclasses.replace(inside, examples=examples)
     jaxpr = _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
-    inside = dataclasses.replace(step.inside, examples=tuple(axes))
     return dataclasses.replace(step, jaxpr=jaxpr, inside=inside)
 
 
+def cost_of_sharing(step: Step) -> str:
+    """Says what it costs that devices share the examples of a microbatch; empty if it is little.
+
+    Args:
+        step: the step, after `split_examples`.
+    """
+    if step.inside is None or not (axes := step.inside.examples):
+        return ""
+    for eqn in filter(_shares_examples, step.jaxpr.eqns):
+        if any(body.kind in (Kind.B, Kind.W) for body in eqn.params["tasks"].bodies):
+            count = math.prod(step.inside.sizes[a] for a in axes)
+            return (
+                f"the microbatches{_compat.at_source_line(eqn)} are split over {', '.join(axes)}: "
+                f"each backward task has an all-reduce of its gradients over {count} devices. "
+                f"microbatch(..., replicas={count}) has one a step; without it, means and "
+                f"statistics are those of the examples of all these devices."
+            )
+    return ""
+
+
 def _shares_examples(eqn: Any) -> bool:
-    """Tells whether an equation is a loop whose devices share the examples of a microbatch."""
     return is_loop(eqn) and eqn.params["tasks"].replicas == 1
 
 
-def _slices(eqn: Any, known: Mapping[Any, Spec | None]) -> dict[int, Spec]:
-    """Finds the operands of a loop that it slices, and that have examples to split; their specs."""
-    tasks: LoopTasks = eqn.params["tasks"]
-    sliced = list(enumerate(eqn.invars))[tasks.num_consts + tasks.num_carry :]
-    specs = {n: known[v] for n, v in sliced if not _jaxprs.is_literal(v)}
-    return {n: spec for n, spec in specs.items() if spec is not None and len(spec) > 1}
-
-
-def _examples(v: Any, maker: Mapping[Any, Any], known) -> tuple[int, tuple[str, ...]]:
-    """Finds the dimension of the examples in the slices of a loop, and the axes to split it over.
+def _split(
+    v: Any, spec: Spec, maker: Mapping[Any, Any], known: Mapping[Any, Spec | None], sizes
+) -> tuple[int, Spec]:
+    """Finds the dimension of the examples in slices, and their spec, whole along microbatches.
 
     The slices are a batch whose dimension of examples was reshaped to microbatches and examples,
     and whose dimension of microbatches was then moved to the front.
     """
-    eqn, axis = maker.get(v), 0
+    eqn, axis, over = maker.get(v), 0, spec[0]
     if eqn is not None and eqn.primitive.name == "transpose":
         axis = eqn.params["permutation"][0]
         eqn = maker.get(eqn.invars[0])
-    over = known[v][0]
-    if eqn is not None and eqn.primitive.name == "reshape":
-        batch, shape = eqn.invars[0], eqn.outvars[0].aval.shape
-        merged = (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
-        if batch.aval.shape == merged and known.get(batch) is not None:
-            return axis + 1, known[batch][axis]
-    return 1, over
-
-
-def _split(
-    spec: Spec, shape: Sequence[int], dimension: int, over: Sequence[str], sizes: Mapping[str, int]
-) -> Spec:
-    """Splits a dimension over some axes, as far as they divide it; the first one becomes whole."""
-    entries = [(), *spec[1:]]
-    for axis in over:
-        parts = sizes[axis] * math.prod(sizes[a] for a in entries[dimension])
-        if axis not in axes_of(tuple(entries)) and shape[dimension] % parts == 0:
-            entries[dimension] = (*entries[dimension], axis)
-    return tuple(entries)
+    if eqn is None or eqn.primitive.name != "reshape":
+        axis = 0
+    elif (batch := known.get(eqn.invars[0])) and len(batch) == len(spec) - 1:
+        over = batch[axis]
+    entries, dimension = [(), *spec[1:]], axis + 1
+    for name in over:
+        parts = sizes[name] * math.prod(sizes[a] for a in entries[dimension])
+        if name not in axes_of(tuple(entries)) and v.aval.shape[dimension] % parts == 0:
+            entries[dimension] = (*entries[dimension], name)
+    return dimension, tuple(entries)

@@ -11,14 +11,9 @@ reduced once a step.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from jaxpp import _compat, _jaxprs
-from jaxpp._specs import Spec, axes_of, partition_spec, replicated
+from jaxpp._specs import Spec, axes_of
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.inside import propagation
-from jaxpp.transforms.inside._constraints import constraint, split_operands
-from jaxpp.transforms.tasks import LoopTasks, TaskBody, is_loop
 
 
 def scattered(
@@ -72,73 +67,3 @@ def split_state(step: Step) -> Step:
         for r in step.results
     )
     return dataclasses.replace(step, arguments=tuple(arguments), results=results)
-
-
-def gather_in_tasks(step: Step) -> Step:
-    """Lets tasks gather the parameters that are split further than the tasks read them.
-
-    Otherwise XLA would see parameters and examples split over the same axes, keep the parameters
-    split, and move the examples.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jaxpp
-        >>> from jaxpp._program import Argument
-        >>> from jaxpp.transforms._step import Inside
-        >>> loss = jaxpp.wrap_forward(lambda w, x: jnp.mean((x @ w) ** 2))
-        >>> grad = jaxpp.schedule(jaxpp.microbatch(jax.grad(loss), 2), jaxpp.schedules.OneFOneB())
-        >>> types = (jax.sharding.AxisType.Auto,)
-        >>> mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=types)
-        >>> split, whole = (("data",), ()), ((), ())
-        >>> with jax.sharding.use_abstract_mesh(mesh):
-        ...     jaxpr = jax.make_jaxpr(grad)(jnp.ones((4, 4)), jnp.ones((8, 4)))
-        ...     weight, batch = (Argument("", aval, 0, spec=split) for aval in jaxpr.in_avals)
-        ...     weight = dataclasses.replace(weight, in_tasks=whole)
-        ...     batch = dataclasses.replace(batch, in_tasks=split)
-        ...     step = Step(jaxpr, (weight, batch), (), inside=Inside(mesh, {}))
-        ...     own = gather_in_tasks(step)
-        >>> (loop,) = filter(is_loop, own.jaxpr.eqns)
-        >>> loop.params["tasks"].bodies[0].jaxpr.eqns[0].primitive.name
-        'sharding_constraint'
-    """
-    specs, whole = [a.spec for a in step.arguments], [a.in_tasks for a in step.arguments]
-    if step.inside is None or specs == whole:
-        return step
-    split, read = (propagation.propagate(step.jaxpr, s, step.inside.sizes) for s in (specs, whole))
-    eqns: list[Any] = []
-    for eqn in step.jaxpr.eqns:
-        # Replicas gather by themselves: a task reads its constants whole.
-        shared = is_loop(eqn) and eqn.params["tasks"].replicas == 1
-        eqns += _gather_in_loop(eqn, split, read) if shared else [eqn]
-    jaxpr = _compat.with_equations(step.jaxpr, eqns, step.jaxpr.jaxpr.outvars)
-    return dataclasses.replace(step, jaxpr=jaxpr)
-
-
-def _gather_in_loop(
-    eqn: Any, split: Mapping[Any, Spec | None], read: Mapping[Any, Spec | None]
-) -> list[Any]:
-    """Gathers what is split in another way than tasks read it; gives the loop after its carries."""
-    tasks: LoopTasks = eqn.params["tasks"]
-    specs = {
-        n: read[v] or replicated(v.aval.ndim)
-        for n, v in enumerate(eqn.invars[: tasks.num_consts + tasks.num_carry])
-        if not _jaxprs.is_literal(v) and split[v] is not None and split[v] != read[v]
-    }
-    bodies = tuple(_gather(body, specs) for body in tasks.bodies)
-    params = {**eqn.params, "tasks": dataclasses.replace(tasks, bodies=bodies)}
-    # A carry, which tasks write over, is gathered once: its spec stays the same.
-    carries = {n: spec for n, spec in specs.items() if n >= tasks.num_consts}
-    return split_operands(eqn.replace(params=params), carries)
-
-
-def _gather(body: TaskBody, specs: Mapping[int, Spec]) -> TaskBody:
-    """Makes a task gather constants first, to the given specs."""
-    known, gathers = _jaxprs.Substitution(), []
-    for ref, v in zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True):
-        if ref.source == "const" and ref.index in specs:
-            known.of[v] = _jaxprs.fresh_var(v)
-            gathers.append(constraint(v, partition_spec(specs[ref.index]), known.of[v]))
-    if not gathers:
-        return body
-    eqns = [*gathers, *(known.rename(eqn) for eqn in body.jaxpr.eqns)]
-    outvars = [known(v) for v in body.jaxpr.jaxpr.outvars]
-    return dataclasses.replace(body, jaxpr=_compat.with_equations(body.jaxpr, eqns, outvars))

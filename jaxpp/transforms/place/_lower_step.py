@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,7 @@ from jaxpp.transforms._step import Inside, Step
 from jaxpp.transforms.graph import TaskGraph, lower
 from jaxpp.transforms.inside import (
     automatic,
-    defer_sums,
-    gather_in_tasks,
+    cost_of_sharing,
     reduce_replicas,
     specs_of_leaves,
     split_examples,
@@ -74,8 +74,6 @@ PASSES: tuple[Callable[[Step], Step], ...] = (
     split_state,
     _flat_step.own_results,
     split_examples,
-    gather_in_tasks,
-    defer_sums,
     reduce_replicas,
     _conditionals.open_spanning,
     _flat_step.skip_carries,
@@ -116,6 +114,9 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
         for edit in request.edits:
             graph = edit(graph)
         bundle = lower(step, graph)
+    if note := cost_of_sharing(step):
+        warnings.warn(f"place: {note}", stacklevel=2)
+        bundle = dataclasses.replace(bundle, notes=(note,))
     mesh = _resolve_mesh(request.mesh, bundle.programs, traced, passes["trace"].jaxpr.eqns)
 
     rebuild = dataclasses.replace(traced, inputs=[]).rebuild  # without the arrays closed over
@@ -202,7 +203,6 @@ def _arguments(
                 donated=position.idx in request.donate_argnums,
                 fed=isinstance(leaf, Fed),
                 spec=spec,
-                in_tasks=spec,
             )
         )
     return tuple(found)

@@ -70,15 +70,18 @@ def place(
             makes them.
         zero1: the axis, or axes, inside a rank over which optimizer state is split, such as
             `"data"`. Optimizer state is all that the step hands on to the next one and no stage
-            reads. Gradients are then scattered to their state's devices, and parameters gathered,
-            once a step.
+            reads. Gradients of replicas along the axis are then scattered to their state's devices,
+            and parameters gathered, once a step.
         zero3: the axis, or axes, over which parameters are split as well as optimizer state. Each
             task gathers the parameters that it reads, and drops them when it ends; gradients are
-            accumulated whole, and scattered once a step.
+            accumulated whole, and scattered once a step. Without replicas along the axis, XLA
+            chooses the collectives.
         replica_axis: the axis inside a rank whose n devices have the D replicas of
             `microbatch(..., replicas=D)` to themselves, D / n each: a task has no collective over
             it, and their sums are reduced once a step. A mesh without that axis, or with one device
-            along it, runs the replicas of a rank one after the other.
+            along it, runs the replicas of a rank one after the other. A batch without replicas that
+            is split over an axis has an all-reduce of the gradients in each backward task; there is
+            a warning.
         feed: for the positions of some arguments a function that loads the argument: the step is
             then called with the function's own argument, such as the number of the batch. On a
             `jaxpp.RemoteMpmdMesh` each rank that reads the argument calls the function itself, and

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._groups import Flow, in_levels, outline
+from jaxpp._program import REDUCTION
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _alike, _conditionals
@@ -83,7 +84,7 @@ def outline_segments(step: Step, flow: Phases, place_of: Mapping[int, Place]) ->
     for phase in range(len(flow.loops) + 1):
         for cluster in by_phase.get(phase, ()):
             label = "prepare" if phase < len(flow.loops) else "update"
-            label = "reduce" if all(map(is_reduction, cluster.eqns)) else label
+            label = REDUCTION if all(map(is_reduction, cluster.eqns)) else label
             outliner.add(frozenset(cluster.group[2]), cluster.eqns, cluster.outputs, label)
         if phase < len(flow.loops):
             outliner.loop(flow.loops[phase])

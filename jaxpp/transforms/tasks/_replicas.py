@@ -184,21 +184,3 @@ def _run(eqns: Sequence[Any], values: dict[Any, Any], varying: set[Any]) -> None
         if depends:
             run = jax.vmap(run, [0 if v in varying else None for v in part.inputs])
         values.update(zip(part.outputs, run(*(values[v] for v in part.inputs)), strict=True))
-
-
-def _merged_in_parts(
-    merge: Any, how: str, k: int, results: Sequence[Any], finish: Callable
-) -> Mapping[Any, Any]:
-    """Combines the rows of what result k is made of, and makes it of these.
-
-    Gives nothing where that is another value.
-    """
-    types = [jax.eval_shape(lambda x: x[0], x) for x in results]
-    finished = jax.make_jaxpr(finish)(*[types])
-    needed = _jaxprs.needed(finished.eqns, [finished.jaxpr.outvars[k]])
-    if any(e.primitive.name not in _LINEAR for e in needed):
-        return {}
-    part = _jaxprs.part(needed, [finished.jaxpr.outvars[k]])
-    given = dict(zip(finished.jaxpr.invars, results, strict=True))
-    rows = [call_merge(_ROW_BY_ROW[how], how, (given[v],)) for v in part.inputs]
-    return dict(zip(merge.outvars, _jaxprs.run(part.jaxpr, *rows), strict=True))

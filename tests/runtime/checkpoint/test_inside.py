@@ -85,7 +85,7 @@ def id_of(place):
 
 @functools.cache
 def local_step(shape, zero1):
-    return placed(local(shape), zero1=zero1)
+    return placed(local(shape), replicas=shape[1] if len(shape) > 1 else 1, zero1=zero1)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Steps whose ranks are meshes of their own: what is split, and what is wrong with a split."""
 
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -33,7 +34,9 @@ def keep(x):
     return x
 
 
-def make_step(schedule: Any = ONE_F_ONE_B, num_stages=2, constrain=keep, num_microbatches=4):
+def make_step(
+    schedule: Any = ONE_F_ONE_B, num_stages=2, constrain=keep, num_microbatches=4, replicas=1
+):
     def loss_fn(params, x, y):
         for n, layer in enumerate(params):
             if n and n % (4 // num_stages) == 0:
@@ -42,7 +45,8 @@ def make_step(schedule: Any = ONE_F_ONE_B, num_stages=2, constrain=keep, num_mic
         return jnp.mean((x - y) ** 2)
 
     grad_fn = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
-    grad_fn = jaxpp.microbatch(grad_fn, num_microbatches, in_axes=(None, 0, 0))
+    axes = (None, 0, 0)
+    grad_fn = jaxpp.microbatch(grad_fn, num_microbatches, in_axes=axes, replicas=replicas)
     if schedule is not None:
         grad_fn = jaxpp.schedule(grad_fn, schedule)
     return train_step_of(optimizer, grad_fn)
@@ -74,7 +78,7 @@ def wanted():
 @pytest.mark.parametrize("zero1", [(), "data"])
 @pytest.mark.parametrize("shape", [*SHAPES[:7], pytest.param(SHAPES[7], marks=pytest.mark.slow)])
 def test_a_split_step_gives_what_the_step_gives(shape, zero1, wanted):
-    step = place(make_step(num_stages=shape[0]), shape, zero1=zero1)
+    step = place(make_step(num_stages=shape[0], replicas=shape[1]), shape, zero1=zero1)
     assert_close(train(step), wanted, rtol=2e-5)
 
 
@@ -119,8 +123,8 @@ def test_out_specs_split_results():
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_zero1_divides_the_bytes_of_the_optimizer(size):
     shape = (2, size, 1)
-    split = train(place(make_step(), shape, zero1="data"))
-    whole = train(place(make_step(), shape))
+    split = train(place(make_step(replicas=size), shape, zero1="data"))
+    whole = train(place(make_step(replicas=size), shape))
     for device in jax.devices()[: 2 * size]:
         # What cannot be split is the count of steps.
         count = whole[1][0].count.nbytes
@@ -130,52 +134,66 @@ def test_zero1_divides_the_bytes_of_the_optimizer(size):
 
 
 def test_zero1_gathers_each_parameter_once_a_step():
-    step = place(make_step(), (2, 2, 1), zero1="data")
+    step = place(make_step(replicas=2), (2, 2, 1), zero1="data")
     train(step, 1)
     for rank in step.describe().ranks:
         assert rank.collectives["all-gather over data"] <= 6  # parameters of two layers
-    whole = place(make_step(), (2, 2, 1))
+    whole = place(make_step(replicas=2), (2, 2, 1))
     train(whole, 1)
     for rank in whole.describe().ranks:
         assert "all-gather over data" not in rank.collectives
 
 
-def reductions_over_data(num_microbatches, zero1):
-    """How many each rank runs in a step, in its compiled programs."""
-    step = make_step(num_microbatches=num_microbatches)
-    compiled = place(step, (2, 2, 1), zero1=zero1).lower(*ARGS).compile()
-    kinds = ("all-reduce over data", "reduce-scatter over data")
-    return [
-        tuple(rank.collectives.get(kind, 0) for kind in kinds) for rank in compiled.describe().ranks
-    ]
-
-
 @pytest.mark.more
-@pytest.mark.parametrize(
-    ("zero1", "wanted"),
-    [((), [(1, 0), (1, 0)]), ("data", [(0, 6), (1, 6)])],  # the second rank reduces the loss, too
-)
-def test_reductions_do_not_depend_on_the_number_of_microbatches(zero1, wanted):
-    for num_microbatches in (2, 4, 8):
-        assert reductions_over_data(num_microbatches, zero1) == wanted
+@pytest.mark.parametrize(("zero1", "reduced"), [((), "all-reduce"), ("data", "reduce-scatter")])
+def test_reductions_do_not_depend_on_the_number_of_microbatches(zero1, reduced):
+    counts = []
+    for number in (2, 8):
+        step = place(make_step(num_microbatches=number, replicas=2), (2, 2, 1), zero1=zero1)
+        ranks = step.lower(*ARGS).compile().describe().ranks
+        assert all(rank.task_collectives == {} for rank in ranks)
+        counts.append([rank.step_collectives for rank in ranks])
+        assert all(f"{reduced} over data" in own for own in counts[-1])
+    assert counts[0] == counts[1]
 
 
-@pytest.mark.more
-def test_gradients_are_reduced_once_where_examples_are_the_second_axis():
-    def loss_fn(w, x):
-        h = jaxpp.pipeline_enter_stage(jnp.tanh(x.T @ w[0]))
-        return jnp.mean((h @ w[1]) ** 2)
+def normalized(w, x):
+    """A loss that depends on which examples the statistics are of; `x` is [width, examples]."""
+    h = x.T @ w[0]
+    h = jaxpp.pipeline_enter_stage((h - jnp.mean(h, 0)) / jnp.std(h, 0))
+    return jnp.mean(jax.nn.gelu(h @ w[1]) ** 3)
 
-    grad_fn = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
-    grad_fn = jaxpp.microbatch(grad_fn, 3, in_axes=(None, 1))
-    mesh = jaxpp.MpmdMesh((2, 2), ("mpmd", "data"))
-    step = jaxpp.schedule(grad_fn, ONE_F_ONE_B)
-    step = jaxpp.place(step, mesh, in_specs=(None, P(None, "data")))
+
+def test_devices_share_the_examples_of_a_loop_without_replicas():
+    """Statistics are then of all of them, and each backward task sums its gradients."""
     w = [jax.random.normal(k, (WIDTH, WIDTH)) for k in jax.random.split(jax.random.key(1))]
     x = np.random.default_rng(3).normal(size=(WIDTH, 24)).astype(np.float32)
-    assert_close(step(w, x), jax.jit(grad_fn)(w, x), rtol=2e-5)
-    for rank in step.describe().ranks:
-        assert rank.collectives["all-reduce over data"] == 1
+    results = {}
+    for number, replicas in ((3, 1), (3, 2), (6, 1)):
+        grad_fn = jax.value_and_grad(jaxpp.wrap_forward(normalized))
+        grad_fn = jaxpp.microbatch(grad_fn, number, in_axes=(None, 1), replicas=replicas)
+        mesh = jaxpp.MpmdMesh((2, 2), ("mpmd", "data"))
+        step = jaxpp.schedule(grad_fn, ONE_F_ONE_B)
+        step = jaxpp.place(step, mesh, in_specs=(None, P(None, "data")))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lowered = step.lower(w, x)
+        own = [str(c.message) for c in caught if "place" in str(c.message)]
+        notes = [f"place: {note}" for note in lowered.bundle.notes]
+        assert own == notes and len(notes) == (replicas == 1)
+        for note in lowered.bundle.notes:
+            assert f"note: {note}" in lowered.as_text().splitlines()
+            assert re.search(r"test_in_specs.py:\d+ are split over data.*replicas=2", note)
+        results[number, replicas] = got = step(w, x)
+        assert_close(got, jax.jit(grad_fn)(w, x), rtol=2e-5)
+        in_tasks = [rank.task_collectives for rank in step.describe().ranks]
+        both = [{"F0", "B0"}, {"F1", "B1"}] if replicas == 1 else [set(), set()]
+        assert [set(tasks) for tasks in in_tasks] == both
+        for collectives in (c for tasks in in_tasks for c in tasks.values()):
+            assert collectives.keys() == {"all-reduce over data"}
+    assert_close(results[3, 2], results[6, 1])
+    with pytest.raises(AssertionError):
+        assert_close(results[3, 2][0], results[3, 1][0], rtol=1e-3)
 
 
 def test_a_constraint_is_one_of_the_rank_that_runs_it():

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
-from tests.helpers import assert_close, assert_close_sums, train_step_of
+from tests.helpers import assert_close_sums, train_step_of
 
 WIDTH, LAYERS, EXAMPLES = 8, 2, 16
 RULES = [(r"up$", P(None, "model")), (r"down$", P("model"))]
@@ -57,18 +57,19 @@ def narrow(params, x, y):
     return unrolled({**params, "layers": cast}, x, y).astype(jnp.float32)
 
 
-def make_step(loss_fn=unrolled, num_microbatches=4, schedule=None):
+def make_step(loss_fn=unrolled, num_microbatches=4, schedule=None, replicas=1):
     if loss_fn is scanned:
         loss_fn = jaxpp.split_stages(loss_fn, 2)
     grad_fn = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
-    grad_fn = jaxpp.microbatch(grad_fn, num_microbatches, in_axes=(None, 0, 0))
+    axes = (None, 0, 0)
+    grad_fn = jaxpp.microbatch(grad_fn, num_microbatches, in_axes=axes, replicas=replicas)
     if schedule is not None:
         grad_fn = jaxpp.schedule(grad_fn, schedule)
     return train_step_of(OPTIMIZER, grad_fn)
 
 
 def place(shape, loss_fn=unrolled, num_microbatches=4, **options):
-    step = make_step(loss_fn, num_microbatches, jaxpp.schedules.OneFOneB())
+    step = make_step(loss_fn, num_microbatches, jaxpp.schedules.OneFOneB(), shape[1])
     rules = RULES if len(shape) == 3 else None
     mesh = jaxpp.MpmdMesh(shape, AXES[: len(shape)])
     in_specs = (rules, rules, P("data"), P("data"))
@@ -162,33 +163,3 @@ def test_what_names_the_axis_itself_is_not_gathered():
     first, second = compiled.describe().ranks
     assert first.task_collectives == {}
     assert second.task_collectives["F1"] == {"all-gather over data": 1}
-
-
-def test_gradients_that_are_added_to_parameters_are_summed_once_a_step():
-    """What is accumulated begins as the parameters are, split over the replicas."""
-
-    def make(schedule):
-        grad_fn = jax.grad(jaxpp.wrap_forward(unrolled))
-
-        def add_up(params, xs, ys):
-            def add(total, xy):
-                return jax.tree.map(jnp.add, total, grad_fn(params, *xy)), None
-
-            begin = jax.tree.map(lambda p: 0.1 * p, params)
-            return jax.lax.scan(add, begin, (xs, ys))[0]
-
-        def step(params, x, y):
-            slices = (a.reshape(4, -1, WIDTH) for a in (x, y))
-            return schedule(add_up)(params, *slices)
-
-        return step
-
-    mesh = jaxpp.MpmdMesh((2, 2), AXES[:2])
-    step = make(lambda fun: jaxpp.schedule(fun, jaxpp.schedules.OneFOneB()))
-    placed = jaxpp.place(step, mesh, in_specs=(None, P("data"), P("data")), zero3="data")
-    args = by_layer(parameters()), *batch(0)
-    wanted = jax.jit(make(lambda fun: fun))(*args)
-    assert_close(placed(*args), wanted, atol=1e-5)
-    for rank in placed.lower(*args).compile().describe().ranks:
-        for collectives in rank.task_collectives.values():
-            assert collectives.keys() <= {"all-gather over data"}

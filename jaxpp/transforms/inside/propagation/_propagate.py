@@ -5,7 +5,7 @@ to.
 """
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -16,7 +16,6 @@ from jaxpp._specs import axes_of, replicated
 from jaxpp.transforms.inside.propagation import _rules
 from jaxpp.transforms.inside.propagation._rules import Outputs
 from jaxpp.transforms.inside.propagation._specs import MaybeSpec, Sizes, merge, of_type, reshaped
-from jaxpp.transforms.tasks import is_loop
 
 _ROUNDS = 2  # forward and back, after which the models of experiments/ change no more
 
@@ -98,26 +97,6 @@ def made_whole(jaxpr: jex.ClosedJaxpr, specs: Sequence[MaybeSpec], sizes: Sizes)
 
     outputs(jaxpr, specs)
     return list(found.values())
-
-
-def held(eqn, known: Mapping[Any, MaybeSpec], sizes: Sizes) -> list[tuple[Any, list[MaybeSpec]]]:
-    """Gives each jaxpr that an equation runs, with the specs that its inputs have at last.
-
-    Args:
-        eqn: a call, a conditional, or a loop: its carries may be split in another way after an
-            iteration than before the first.
-        known: the spec of each variable that it reads.
-        sizes: the number of devices along each axis.
-    """
-    runs: list[tuple[Any, list[MaybeSpec]]] = []
-
-    def outputs(jaxpr, specs):
-        runs.append((jaxpr, list(specs)))
-        return _made(jaxpr, specs, sizes)
-
-    _rules.results(eqn, _of_atoms(eqn.invars, known), outputs, sizes)
-    bodies = eqn.params["tasks"].bodies if is_loop(eqn) else [*_jaxprs.sub_jaxprs(eqn)]
-    return runs[-len(bodies) :]  # those of the last iteration
 
 
 def _made(jaxpr, specs, sizes: Sizes) -> list[MaybeSpec]:
