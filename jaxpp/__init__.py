@@ -47,30 +47,11 @@ Words:
     handle: a `RemoteArray`, which stands for an array that worker processes hold.
 """
 
-from jaxpp import extend as extend
-from jaxpp import precision as precision
-from jaxpp import schedules as schedules
-from jaxpp import testing as testing
-from jaxpp._conveniences import accumulate_grads as accumulate_grads
-from jaxpp._conveniences import pipelined as pipelined
-from jaxpp._spellings import __getattr__ as __getattr__
+from typing import TYPE_CHECKING as TYPE_CHECKING
+
+from jaxpp._late import __dir__ as __dir__
+from jaxpp._late import __getattr__ as __getattr__
 from jaxpp._version import __version__ as __version__
-from jaxpp.certification import Certificate as Certificate
-from jaxpp.certification import Refuted as Refuted
-from jaxpp.certification import Undecided as Undecided
-from jaxpp.certification import certify as certify
-from jaxpp.planning import Device as Device
-from jaxpp.planning import Layers as Layers
-from jaxpp.planning import LayersPlan as LayersPlan
-from jaxpp.planning import Measurement as Measurement
-from jaxpp.planning import Plan as Plan
-from jaxpp.planning import Prediction as Prediction
-from jaxpp.planning import Profile as Profile
-from jaxpp.planning import measure as measure
-from jaxpp.planning import plan as plan
-from jaxpp.planning import plan_layers as plan_layers
-from jaxpp.planning import predict as predict
-from jaxpp.planning import profile as profile
 from jaxpp.runtime import Checkpointer as Checkpointer
 from jaxpp.runtime import MpmdMesh as MpmdMesh
 from jaxpp.runtime import RankError as RankError
@@ -84,11 +65,6 @@ from jaxpp.runtime import gather as gather
 from jaxpp.runtime import load_state as load_state
 from jaxpp.runtime import merge_traces as merge_traces
 from jaxpp.runtime import save_state as save_state
-from jaxpp.transforms import Operator as Operator
-from jaxpp.transforms import microbatch as microbatch
-from jaxpp.transforms import pipeline_enter_stage as pipeline_enter_stage
-from jaxpp.transforms import place as place
-from jaxpp.transforms import schedule as schedule
-from jaxpp.transforms import split_stages as split_stages
-from jaxpp.transforms import stages_as_text as stages_as_text
-from jaxpp.transforms import wrap_forward as wrap_forward
+
+if TYPE_CHECKING:  # else `__getattr__` imports them, when a program first asks for one
+    from jaxpp._names import *  # noqa: F403

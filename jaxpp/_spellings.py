@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from jaxpp import schedules
 from jaxpp._typing import P, R
@@ -59,9 +58,8 @@ def names_ours(fun: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def __getattr__(name: str) -> Any:
-    ours = _OURS.get(name)
+def ours_for(name: str) -> str:
+    """Says what is used here for a name of another system; empty where it is not known."""
     if name in vars(schedules):
-        ours = f"jaxpp.schedules.{name}, whose number of stages is read off the function"
-    hint = f"; use {ours}." if ours else "."
-    raise AttributeError(f"module 'jaxpp' has no attribute {name!r}{hint}", name=name)
+        return f"jaxpp.schedules.{name}, whose number of stages is read off the function"
+    return _OURS.get(name, "")

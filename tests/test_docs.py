@@ -32,8 +32,9 @@ END = "==== end of a block ===="
 
 
 def public(module):
-    """The names that an `__init__.py` exports."""
-    source = pathlib.Path(module.__file__).read_text()
+    """The names that an `__init__.py` exports, and those that the package imports late."""
+    file = pathlib.Path(module.__file__)
+    source = file.read_text() + (file.with_name("_names.py").read_text() if module is jaxpp else "")
     return set(re.findall(r"import ([^\W_]\w*) as \1$", source, re.M))
 
 
@@ -98,7 +99,7 @@ def test_each_public_name_is_on_a_page_of_the_reference():
     shown = re.findall(r"^::: ([\w.]+)", "".join(p.read_text() for p in API), re.M)
     names = {path.rpartition(".")[2] for path in shown}
     catalogue = {getattr(make, "func", make) for make in CATALOGUE.values()}
-    assert public(jaxpp) - names == {"extend", "precision", "schedules"}
+    assert public(jaxpp) - names == {"extend", "precision", "schedules", "TYPE_CHECKING"}
     assert public(jaxpp.extend) <= names
     assert public(jaxpp.schedules) - names == {schedule.__name__ for schedule in catalogue}
 

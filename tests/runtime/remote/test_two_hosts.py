@@ -143,6 +143,7 @@ def test_a_rank_spans_the_two_hosts_and_survives_the_loss_of_a_process():
 def test_what_the_page_on_hosts_says_works_after_a_local_run(tmp_path):
     """A session of a program's own has left Ray's token file, which turns authentication on."""
     page = (Path(__file__).parents[3] / "docs" / "multi_node.md").read_text()
+    page = page[page.index("## Several hosts") :]
     blocks = re.findall(r"```(sh|python)\n(.*?)```", page, re.DOTALL)
     head, node, train, run = (textwrap.dedent(text) for _, text in blocks[:4])
     (tmp_path / "train.py").write_text(train)

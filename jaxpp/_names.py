@@ -1,0 +1,32 @@
+"""The names of the top level that a worker process does without: their import takes a second."""
+
+from jaxpp import extend as extend
+from jaxpp import precision as precision
+from jaxpp import schedules as schedules
+from jaxpp import testing as testing
+from jaxpp._conveniences import accumulate_grads as accumulate_grads
+from jaxpp._conveniences import pipelined as pipelined
+from jaxpp.certification import Certificate as Certificate
+from jaxpp.certification import Refuted as Refuted
+from jaxpp.certification import Undecided as Undecided
+from jaxpp.certification import certify as certify
+from jaxpp.planning import Device as Device
+from jaxpp.planning import Layers as Layers
+from jaxpp.planning import LayersPlan as LayersPlan
+from jaxpp.planning import Measurement as Measurement
+from jaxpp.planning import Plan as Plan
+from jaxpp.planning import Prediction as Prediction
+from jaxpp.planning import Profile as Profile
+from jaxpp.planning import measure as measure
+from jaxpp.planning import plan as plan
+from jaxpp.planning import plan_layers as plan_layers
+from jaxpp.planning import predict as predict
+from jaxpp.planning import profile as profile
+from jaxpp.transforms import Operator as Operator
+from jaxpp.transforms import microbatch as microbatch
+from jaxpp.transforms import pipeline_enter_stage as pipeline_enter_stage
+from jaxpp.transforms import place as place
+from jaxpp.transforms import schedule as schedule
+from jaxpp.transforms import split_stages as split_stages
+from jaxpp.transforms import stages_as_text as stages_as_text
+from jaxpp.transforms import wrap_forward as wrap_forward
