@@ -31,6 +31,7 @@ from jaxpp.schedules._synthesis._list_schedule import list_schedule
 from jaxpp.schedules._synthesis._local_search import improve
 from jaxpp.schedules._synthesis._portfolio import Rules, one_at_a_time
 from jaxpp.schedules._synthesis._problem import evaluate, make_problem
+from jaxpp.schedules._synthesis._tabu import escape
 from jaxpp.schedules.building_blocks import loop, waves
 
 TABLE5 = pathlib.Path(__file__).parent / "data" / "zero_bubble_table5.csv"
@@ -112,16 +113,16 @@ def test_the_same_seed_gives_the_same_result():
     assert any(result != results[0] for result in results)  # It does depend on chance.
 
 
-@pytest.mark.parametrize("seed", [2, 5, 6])
+@pytest.mark.parametrize("seed", [2, *(pytest.param(n, marks=pytest.mark.more) for n in (5, 6))])
 def test_more_evaluations_never_give_a_worse_table(seed):
-    """Also where a local search, or its justification, is cut short."""
+    """Also where annealing, tabu search, or what justifies their results is cut short."""
     choose = random.Random(seed)
     forward, inputs, weights = (
         tuple(float(choose.randint(1, 30)) for _ in range(9)) for _ in range(3)
     )
     costs = Costs(forward, inputs, weights, latency=3.0)
     case = Instance(costs, (0, 2, 1, 1, 0, 2, 2, 1, 0), 8, Memory(), 5.0)
-    numbers = (1, 30, 99, 100, 101, 150, 200, 201, 320, 400)
+    numbers = (1, 30, 99, 100, 101, 320, 1300, 1301, 1350)
     values = [case.synthesize(evaluations=n).value for n in numbers]
     assert values == sorted(values, reverse=True)
     assert values[0] > values[-1]
@@ -191,18 +192,38 @@ def test_justification_brings_scattered_idle_time_together():
     assert after is not None and after.value == lower_bound(problem) == 8 * 80 + 22
 
 
-@given(instances(), st.integers(0, 100))
-@settings(max_examples=30)
-def test_local_search_keeps_orders_sound_and_agrees_with_the_simulator(case, seed):
-    problem = case.problem()
+@pytest.mark.parametrize("search", [improve, escape])
+@given(case=instances(), objective=st.sampled_from(["wall", "span"]), seed=st.integers(0, 100))
+@settings(max_examples=20)
+def test_local_search_keeps_orders_sound_and_agrees_with_the_simulator(
+    search, case, objective, seed
+):
+    problem = case.problem(objective)
     start = one_at_a_time(problem)
-    value, orders = improve(problem, start, 100, target=0.0, seed=seed)
+    value, orders = search(problem, start, 60, target=0.0, seed=seed)
     table = problem.to_table(orders)
     check(table)
     assert problem.fits(orders)
-    assert value == simulate(table, case.costs).makespan
+    timeline = simulate(table, case.costs)
+    assert value == (timeline.makespan if objective == "wall" else timeline.longest_span)
     before = evaluate(problem, start)
     assert before is not None and value <= before.value
+
+
+def test_tabu_search_gets_further_where_stages_lie_irregularly(monkeypatch):
+    """Further than annealing in as much time, and than the same search that may go back at once."""
+    choose = random.Random(2)
+    forward, inputs, weights = (
+        tuple(float(choose.randint(1, 30)) for _ in range(12)) for _ in range(3)
+    )
+    placement = (0, 2, 1, 1, 0, 2, 2, 1, 0, 1, 2, 0)
+    problem = Instance(Costs(forward, inputs, weights), placement, 6, Memory(), math.inf).problem()
+    start = one_at_a_time(problem)
+    found = escape(problem, start, 400, 0.0, seed=0)[0]
+    assert found < escape(problem, start, 100, 0.0, seed=0)[0]
+    assert found < improve(problem, start, 1600, 0.0, seed=0)[0]
+    monkeypatch.setattr("jaxpp.schedules._synthesis._tabu._TENURE", (0, 0))
+    assert found < escape(problem, start, 400, 0.0, seed=0)[0]
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])

@@ -4,7 +4,7 @@ import math
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxpp.schedules._synthesis._problem import Problem, Times, evaluate
 
@@ -44,7 +44,7 @@ def improve(
     times = evaluate(problem, now)
     assert times is not None, "the orders deadlock"
     best, best_orders = times.value, [list(order) for order in now]
-    path = list(_stretches(problem, now, times.ends))
+    path = list(stretches(problem, now, times.ends))
     tries = 0
     for step in range(evaluations):
         if best <= target or (step % 32 == 0 and time.monotonic() > deadline):
@@ -65,13 +65,13 @@ def improve(
             now[rank] = old
             continue
         times = after
-        path = list(_stretches(problem, now, times.ends))
+        path = list(stretches(problem, now, times.ends))
         if times.value < best - 1e-9 * best:
             best, best_orders = times.value, [list(order) for order in now]
     return best, best_orders
 
 
-def _stretches(
+def stretches(
     problem: Problem, orders: Sequence[Sequence[int]], ends: list[float]
 ) -> Iterator[tuple[int, int, int]]:
     """Finds the stretches of the critical path, from its end: a rank, its first and last place."""
@@ -124,13 +124,29 @@ def _move(
     else:
         at, to = first, first + 1 + int(choose.random() * (last - first))
     to = min(max(to, 0), len(order) - 1)
-    return _shifted(problem, rank, order, at, to)
+    found = shifted(problem, rank, order, at, to)
+    if found is None:
+        return None
+    first, segment = found
+    return rank, first, [*order[:first], *segment, *order[first + len(segment) :]]
 
 
-def _shifted(
-    problem: Problem, rank: int, order: Sequence[int], at: int, to: int
-) -> tuple[int, int, list[int]] | None:
-    """Moves a task towards a place, as far as the rank's dependencies allow; None if impossible."""
+def shifted(
+    problem: Problem,
+    rank: int,
+    order: Sequence[int],
+    at: int,
+    to: int,
+    waits: Callable[[int, int], bool] = lambda first, second: False,
+) -> tuple[int, list[int]] | None:
+    """Moves a task towards a place, as far as the rank's dependencies allow, and `waits`.
+
+    `waits` tells whether, by way of other ranks, the second of two tasks is after the first.
+
+    Returns:
+      The first place that changes, and what is to be there and behind it; None where nothing may
+      change, or the rank would hold too much.
+    """
     m, local = problem.num_microbatches, problem.local
     n = order[at]
     op, i = divmod(n, m)
@@ -138,7 +154,7 @@ def _shifted(
         stop = at
         while stop > to:
             other, j = divmod(order[stop - 1], m)
-            if other == op or (j == i and other in local[op]):
+            if other == op or (j == i and other in local[op]) or waits(order[stop - 1], n):
                 break
             stop -= 1
         low, high = stop, at
@@ -147,7 +163,7 @@ def _shifted(
         stop = at
         while stop < to:
             other, j = divmod(order[stop + 1], m)
-            if other == op or (j == i and op in local[other]):
+            if other == op or (j == i and op in local[other]) or waits(n, order[stop + 1]):
                 break
             stop += 1
         low, high = at, stop
@@ -155,12 +171,13 @@ def _shifted(
     if low == high:
         return None
     change, limit = problem.change, problem.limits[rank]
-    held = math.fsum(change[k] for k in order[:low])
-    for k in segment:
-        held += change[k]
-        if held > limit:
-            return None
-    return rank, low, [*order[:low], *segment, *order[high + 1 :]]
+    if limit < math.inf:
+        held = math.fsum(change[k] for k in order[:low])
+        for k in segment:
+            held += change[k]
+            if held > limit:
+                return None
+    return low, segment
 
 
 def _resume(

@@ -174,10 +174,17 @@ def make_problem(
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """The end of each task, and the value of the objective."""
+    """The end of each task, and the value of the objective.
+
+    Args:
+      value: the objective's.
+      ends: the end of each task.
+      sequence: the tasks that were run, each after what it waits for.
+    """
 
     value: float
     ends: list[float]
+    sequence: list[int] = dataclasses.field(default_factory=list, repr=False)
 
 
 def evaluate(
@@ -205,6 +212,7 @@ def evaluate(
             ends[n] = known[n]
         at[rank], free[rank] = cursor, known[order[cursor - 1]] if cursor else 0.0
     waiting: dict[int, list[int]] = {}
+    sequence: list[int] = []
     runnable = list(range(len(orders)))
     while runnable:
         rank = runnable.pop()
@@ -222,6 +230,7 @@ def evaluate(
             else:
                 now += time[n]
                 ends[n] = now
+                sequence.append(n)
                 cursor += 1
                 if n in waiting:
                     runnable += waiting.pop(n)
@@ -230,7 +239,7 @@ def evaluate(
         free[rank], at[rank] = now, cursor
     if waiting:
         return None
-    return Times(value_of(problem, orders, ends), ends)
+    return Times(value_of(problem, orders, ends), ends, sequence)
 
 
 def value_of(problem: Problem, orders: Orders, ends: list[float]) -> float:

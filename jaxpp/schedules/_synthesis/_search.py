@@ -11,6 +11,7 @@ from jaxpp.schedules._synthesis._list_schedule import Rule, list_schedule
 from jaxpp.schedules._synthesis._local_search import improve
 from jaxpp.schedules._synthesis._portfolio import Rules, one_at_a_time
 from jaxpp.schedules._synthesis._problem import Problem, Times, evaluate
+from jaxpp.schedules._synthesis._tabu import escape
 
 #: How much worse than the best a list schedule may be; justified, it may still become the best.
 _MUCH_WORSE = 1.1
@@ -18,23 +19,31 @@ _MUCH_WORSE = 1.1
 #: The tasks that local search runs at most, over all tables that it evaluates.
 _MOST_WORK = 12_000_000
 
-#: The evaluations of the first local searches; all later ones have as many as the last of these.
+#: The evaluations of the first local searches; all later ones have as many as the last two.
 #: They do not depend on the number that is allowed, so a larger one goes on where a smaller ended.
-_LENGTHS = (100, 100, 200, 200, 400, 500)
+_LENGTHS = (100, 1200, 400, 4000, 500, 4000)
+
+#: What a step of tabu search counts, in evaluations of annealing: about as long does it take.
+_STEP = 4
 
 #: The evaluations of local search for each list schedule by a rule that is near another one.
 _PER_RULE = 50
+_MOST_RULES = 10
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
-    """Orders that fit and do not deadlock, their value, and the rule that made them."""
+    """Orders that fit and do not deadlock, their value, and the rule that made them.
+
+    The origin is the number of the first that was found of those that they were improved from.
+    """
 
     value: float
     source: str
     orders: list[list[int]]
     ends: list[float]
     rule: Rule | None
+    origin: int
 
 
 class Search:
@@ -63,14 +72,19 @@ class Search:
         return self.bound + 1e-9 * self.bound
 
     def add(
-        self, source: str, orders: Sequence[Sequence[int]] | None, rule: Rule | None = None
+        self,
+        source: str,
+        orders: Sequence[Sequence[int]] | None,
+        rule: Rule | None = None,
+        start: Found | None = None,
     ) -> None:
         """Adds orders to those found, if there are any, and they fit and do not deadlock."""
         if orders is None or not self.problem.fits(orders):
             return
         if (times := evaluate(self.problem, orders)) is not None:
             own = [list(order) for order in orders]
-            self.found.append(Found(times.value, source, own, times.ends, rule))
+            origin = len(self.found) if start is None else start.origin
+            self.found.append(Found(times.value, source, own, times.ends, rule, origin))
 
     def run(
         self, given: Sequence[tuple[str, list[list[int]]]], evaluations: int, seed: int
@@ -91,9 +105,9 @@ class Search:
         left = min(evaluations, _MOST_WORK // len(self.problem.time) + 1)
         number = 0
         while left > 0 and not self.over:
-            length = _LENGTHS[min(number, len(_LENGTHS) - 1)]
+            length = _LENGTHS[min(number, len(_LENGTHS) - 2 + number % 2)]
             first = len(self.found)
-            self._near_rules(rules, length // _PER_RULE, choose)
+            self._near_rules(rules, min(length // _PER_RULE, _MOST_RULES), choose)
             self._justify(self.found[first:])
             self._local_search(number, length, min(left, length), choose)
             left -= length
@@ -108,7 +122,7 @@ class Search:
             if self.over:
                 return
             orders = self.justifier.improve(found.orders, Times(found.value, found.ends))
-            self.add("justified " + found.source, orders)
+            self.add("justified " + found.source, orders, start=found)
 
     def _list_schedules(self, rules: Rules, known: Sequence[Found]) -> None:
         grid = [(f"list schedule, rule {n}", rule) for n, rule in enumerate(rules.grid())]
@@ -141,24 +155,24 @@ class Search:
     def _local_search(
         self, number: int, length: int, evaluations: int, choose: random.Random
     ) -> None:
-        """Improves orders: in turns the best, and those of the next two values.
+        """Improves orders, in turns by annealing and by tabu search.
+
+        Annealing gets further where all stages lie alike, and tabu search where they do not. The
+        one starts from the best orders, or those of the next two values; the other from the best
+        of three origins.
 
         A search that is cut short has found what the whole one would have found by then. Its result
         is not justified: that of the whole one may be better, and still be worse once justified.
         """
-        values: dict[float, Found] = {}
+        tabu, choices = number % 2 == 1, {}
         for found in sorted(self.found, key=lambda found: found.value):
-            values.setdefault(found.value, found)
-        start = list(values.values())[: 1 + number % 3][-1]
-        _, orders = improve(
-            self.problem,
-            start.orders,
-            evaluations,
-            self.target,
-            seed=choose.randrange(2**32),
-            deadline=self.deadline,
-            length=length,
-        )
-        self.add("local search from " + start.source.removeprefix("local search from "), orders)
+            choices.setdefault(found.origin if tabu else found.value, found)
+        start = list(choices.values())[: 1 + number // (4 if tabu else 2) % 3][-1]
+        seed = choose.randrange(2**32)
+        steps = evaluations // _STEP if tabu else evaluations
+        own = self.problem, start.orders, steps, self.target, seed, self.deadline
+        _, orders = escape(*own) if tabu else improve(*own, length=length)
+        source = "local search from " + start.source.removeprefix("local search from ")
+        self.add(source, orders, start=start)
         if evaluations == length:
             self._justify(self.found[-1:])

@@ -107,8 +107,9 @@ def synthesize(
       recompute: whether activations may be computed again: besides the tables that fit, those that
         are best without the limit then have an `R` for what they would hold longest.
       evaluations: how many tables local search evaluates, fewer where they have more than some 6000
-        tasks; of list schedules, which take about ten times as long each, there are a grid of some
-        forty and a fiftieth of this number. More evaluations never give a worse table.
+        tasks; a step of tabu search counts as four. Of list schedules, which take about ten times
+        as long each, there are a grid of some forty and up to a fiftieth of this number. More
+        evaluations never give a worse table.
       exact: for how long to run the exact solver at the end, in its deterministic seconds; it
         suits a few hundred tasks, and needs the extra `exact`. By default not at all.
       seed: of what the search chooses at random.
