@@ -55,6 +55,12 @@ def split(tree):
     return jax.tree.map(spec, tree)
 
 
+def merge_of(state):
+    """Running statistics are averaged over replicas; a count of steps is that of any."""
+    arrays = jax.tree.leaves(eqx.filter(state, eqx.is_array))
+    return "mean" if all(map(eqx.is_inexact_array, arrays)) else "last"
+
+
 @functools.cache
 def trained(name, mesh_shape):
     """Three steps on a mesh; None is for one device a rank."""
@@ -64,7 +70,10 @@ def trained(name, mesh_shape):
     axes = (None, *["carry"] * stateful, *(0 for _ in data(0)))
     combined = ("mean", "carry") if stateful else "mean"
     count = 2 if data(0)[0].shape[0] % 3 else 3
-    grad_fn = jaxpp.microbatch(grad_fn, count, in_axes=axes, reduce=(combined, "mean"), replicas=2)
+    options: dict[str, Any] = dict(in_axes=axes, reduce=(combined, "mean"), replicas=2)
+    if stateful:
+        options["merge"] = ((None, merge_of(start[1])), None)
+    grad_fn = jaxpp.microbatch(grad_fn, count, **options)
     grad_fn = jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())
     optimizer = architectures.OPTIMIZER
 
