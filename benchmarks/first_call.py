@@ -2,12 +2,14 @@
 
     python -m benchmarks.first_call
     python -m benchmarks.first_call --cases=4x16 --repeats=1 --parts
+    python -m benchmarks.first_call --cases=2x8 --microbatches=8 --replicas=2 --noreadme
 
 A case is a number of ranks and of layers of a transformer in plain functions (a list of dicts),
 with AdamW and clipping by the global norm; then comes the model of the README. Each step is traced,
 lowered and compiled, with empty caches, and the medians are printed: of the wall clock, and of the
 process's CPU time, which other processes disturb less. Nothing is run. `--parts` also prints, for
-the placed step, the time of each further transform, and of each pass of `place`.
+the placed step, the time of each further transform, and of each pass of `place`. `--replicas=2`
+gives each rank two devices, and also prints how much longer lowering takes than without replicas.
 """
 
 import dataclasses
@@ -22,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from absl import app, flags
+from jax.sharding import PartitionSpec
 
 import jaxpp
 from benchmarks.equal_blocks import train_step_of
@@ -33,6 +36,7 @@ from jaxpp.transforms.place import _build_graph, _lower_step
 _CASES = flags.DEFINE_list("cases", ["4x16", "8x32", "16x64"], "Ranks x layers.")
 _README = flags.DEFINE_bool("readme", True, "Whether to measure the README's model, too.")
 _MICROBATCHES = flags.DEFINE_integer("microbatches", 0, "Microbatches; 0 for two a rank.", 0)
+_REPLICAS = flags.DEFINE_integer("replicas", 1, "Replicas, with devices of their own.", 1)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Measurements, of which the median is printed.", 1)
 _WIDTH = flags.DEFINE_integer("width", 64, "Features of a position.")
 _PARTS = flags.DEFINE_bool("parts", False, "Whether to print the time of each transform and pass.")
@@ -105,6 +109,7 @@ class Case:
     ranks: int
     microbatches: int
     schedule: Any
+    replicas: int = 1
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -114,7 +119,7 @@ class Case:
         """The function under each further transform."""
         staged = jaxpp.wrap_forward(jaxpp.split_stages(self.loss_fn, self.ranks))
         differentiated = eqx.filter_value_and_grad(staged)
-        looped = jaxpp.microbatch(differentiated, self.microbatches)
+        looped = jaxpp.microbatch(differentiated, self.microbatches, replicas=self.replicas)
         return {
             "forward": self.loss_fn,
             "stages": staged,
@@ -124,18 +129,22 @@ class Case:
         }
 
     def placed(self) -> Any:
-        mesh = jaxpp.MpmdMesh((self.ranks,))
         step = train_step_of(self.transforms()["schedule"], self.optimizer)
-        return jaxpp.place(step, mesh, donate_argnums=(0, 1))
+        if self.replicas == 1:
+            return jaxpp.place(step, jaxpp.MpmdMesh((self.ranks,)), donate_argnums=(0, 1))
+        mesh = jaxpp.MpmdMesh((self.ranks, self.replicas), ("mpmd", "data"))
+        specs = (None, None, PartitionSpec("data"))
+        return jaxpp.place(step, mesh, donate_argnums=(0, 1), in_specs=specs)
 
 
 def transformer(ranks: int, layers: int, microbatches: int = 0) -> Case:
     microbatches = microbatches or 2 * ranks
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    tokens = jnp.zeros((2 * microbatches, _CONTEXT + 1), jnp.int32)
+    replicas = _REPLICAS.value
+    tokens = jnp.zeros((2 * microbatches * replicas, _CONTEXT + 1), jnp.int32)
     model = init(layers, _WIDTH.value)
     schedule = jaxpp.schedules.OneFOneB()
-    return Case(transformer_loss, model, tokens, optimizer, ranks, microbatches, schedule)
+    return Case(transformer_loss, model, tokens, optimizer, ranks, microbatches, schedule, replicas)
 
 
 def of_the_readme() -> Case:
@@ -178,6 +187,10 @@ def measure(case: Case) -> tuple[dict[str, tuple[float, float]], int]:
     forget()
     programs, seconds["placed, to lower"] = timed(lambda: case.placed().lower(*arguments))
     seconds["placed, to compile"] = timed(programs.compile)[1]
+    if case.replicas > 1:
+        alone = dataclasses.replace(case, replicas=1)
+        forget()
+        seconds["without replicas, to lower"] = timed(lambda: alone.placed().lower(*arguments))[1]
     return seconds, len(programs.bundle.computations)
 
 
@@ -208,6 +221,12 @@ def report(name: str, case: Case) -> str:
         "first call": ("to lower", "to compile"), "trace and lower": ("to lower",)
     }.items():  # fmt: skip
         lines.append(f"  {what} {ratio(0, *parts):.2f} ({ratio(1, *parts):.2f})")
+    if case.replicas > 1:
+        wall, cpu = (
+            seconds["placed, to lower"][clock] / seconds["without replicas, to lower"][clock]
+            for clock in (0, 1)
+        )
+        lines.append(f"  lowering with replicas over without {wall:.2f} ({cpu:.2f})")
     lines += [f"  {part} {wall:.2f} s ({cpu:.2f} s)" for part, (wall, cpu) in seconds.items()]
     return "\n".join(lines)
 
@@ -233,7 +252,8 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise SystemExit(f"unexpected arguments: {argv[1:]}")
     sizes = [tuple(map(int, case.split("x"))) for case in _CASES.value]
-    jax.config.update("jax_num_cpu_devices", max([4, *(ranks for ranks, _ in sizes)]))
+    devices = max([4, *(ranks * _REPLICAS.value for ranks, _ in sizes)])
+    jax.config.update("jax_num_cpu_devices", devices)
     measure(transformer(2, 2))  # JAX's own first uses
     cases: dict[str, Callable[[], Case]] = {
         f"{ranks} ranks, {layers} layers": functools.partial(

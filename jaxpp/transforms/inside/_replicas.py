@@ -190,6 +190,7 @@ def reduce_replicas(step: Step) -> Step:
     if inside.zero[Role.OPTIMIZER] == (inside.replicas,):
         specs = [a.spec for a in step.arguments]
         known = propagation.propagate(step.jaxpr, specs, inside.sizes)
+    made: dict[Any, Any] = {}  # those of equal arrays are one
     eqns: list[Any] = []
     for eqn in step.jaxpr.eqns:
         how = merge_of_call(eqn)
@@ -198,8 +199,11 @@ def reduce_replicas(step: Step) -> Step:
             continue
         rows, total = eqn.invars[0], eqn.outvars[0]
         dimension = _scattered_dimension(how, rows, total, known, inside)
-        reduce = _reduction(how, inside.replicas, dimension)
-        (new,) = jax.make_jaxpr(functools.partial(_call, reduce, how))(rows.aval).eqns
+        key = how, dimension, rows.aval
+        if key not in made:
+            reduce = _reduction(how, inside.replicas, dimension)
+            (made[key],) = jax.make_jaxpr(functools.partial(_call, reduce, how))(rows.aval).eqns
+        new = made[key]
         eqns.append(new.replace(invars=[rows], outvars=[total], source_info=eqn.source_info))
     jaxpr = _compat.with_equations(step.jaxpr, eqns, step.jaxpr.jaxpr.outvars)
     return dataclasses.replace(step, jaxpr=jaxpr)

@@ -56,10 +56,10 @@ def merged(operator: Any, rows: Any) -> Any:
     if callable(how):
         return call_merge(how, "other", (rows,))
     if how == "last":
-        return call_merge(lambda rows: rows[-1], "last", (rows,))
+        return call_merge(_last, "last", (rows,))
     if how == "max":
-        return call_merge(functools.partial(_folded, jnp.maximum), "max", (rows,))
-    total = call_merge(functools.partial(_folded, jnp.add), "sum", (rows,))
+        return call_merge(_maximum, "max", (rows,))
+    total = call_merge(_sum, "sum", (rows,))
     is_carried = isinstance(operator, _reductions.Carry)
     return (total / rows.shape[0]).astype(rows.dtype) if is_carried and how == "mean" else total
 
@@ -69,6 +69,13 @@ def _folded(combine: Any, rows: Any) -> Any:
     count = jax.tree.leaves(rows)[0].shape[0]
     each = (jax.tree.map(lambda x, d=d: x[d], rows) for d in range(count))
     return functools.reduce(combine, each)
+
+
+_sum, _maximum = (functools.partial(_folded, combine) for combine in (jnp.add, jnp.maximum))
+
+
+def _last(rows: Any) -> Any:
+    return rows[-1]
 
 
 def in_order(rows: Any) -> Any:

@@ -4,6 +4,7 @@
 of an edge says whether it was transposed: it tells a stage's backward call from its forward call.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -156,11 +157,19 @@ _MERGE_CALL = re.compile(r"pipeline_merge_(\w+)")
 
 
 def _call(fun, name: str, args: Sequence[Any]) -> Any:
+    return _named(fun, name)(*args)
+
+
+def _named(fun, name: str) -> Any:
     def named(*args):
         return fun(*args)
 
     named.__name__ = named.__qualname__ = name
-    return jax.jit(named)(*args)
+    return jax.jit(named)
+
+
+#: JAX traces a function once for arrays of the same types, as most parameters of layers are.
+_named_once = functools.lru_cache(maxsize=16)(_named)
 
 
 def call_stage(fun, stage: int, num_stages: int, args: Sequence[Any]) -> list[Any]:
@@ -200,8 +209,12 @@ def call_replica(fun, args: Sequence[Any]) -> Any:
 
 
 def call_merge(fun, how: str, args: Sequence[Any]) -> Any:
-    """Calls `fun`, which combines rows of replicas, as what is named `how`."""
-    return _call(fun, f"pipeline_merge_{how}", args)
+    """Calls `fun`, which combines rows of replicas, as what is named `how`.
+
+    If that is not `"other"`, the function is one of ours, and is kept with what it was traced to.
+    """
+    make = _named if how == "other" else _named_once
+    return make(fun, f"pipeline_merge_{how}")(*args)
 
 
 def is_replica_call(eqn) -> bool:

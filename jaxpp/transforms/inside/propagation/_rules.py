@@ -199,7 +199,9 @@ def _shard_map(eqn, specs, outputs, sizes) -> list[MaybeSpec]:
     params = eqn.params
     manual = params.get("newly_manual_axes", params.get("manual_axes", params["mesh"].axis_names))
     others = [axis for axis in sizes if axis not in manual]
-    inside = outputs(params["jaxpr"], [s and only(s, others) for s in specs])
+    inside: list[MaybeSpec] = [None] * len(eqn.outvars)
+    if any(sizes[axis] > 1 for axis in others):  # else there is nothing to find
+        inside = outputs(params["jaxpr"], [s and only(s, others) for s in specs])
 
     def both(var, outer, inner: MaybeSpec) -> Spec:
         own = spec_of(outer, len(shape_of(var)))
