@@ -49,7 +49,7 @@ def is_checkpoint(eqn) -> bool:
 
 
 def scopes(eqn) -> list[str]:
-    """Gives the scopes of the open checkpoints that an equation is in, the outermost first."""
+    """Returns the scopes of the open checkpoints that an equation is in, the outermost first."""
     return [n for n in reversed(_compat.scope_names(eqn)) if n.startswith(_SCOPE)]
 
 

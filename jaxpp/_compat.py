@@ -82,12 +82,12 @@ def with_equations(jaxpr, eqns, outvars, invars=None):
 
 
 def constants_of(jaxpr) -> Sequence[Any]:
-    """Gives the constants of an open or closed jaxpr (none of an open one)."""
+    """Returns the constants of an open or closed jaxpr (none of an open one)."""
     return getattr(jaxpr, "consts", ())
 
 
 def params_of_hi_primitive(value: Any) -> dict[str, Any] | None:
-    """Gives what a primitive of JAX 0.12 that is an object of its own was made of; None of others.
+    """What a primitive of JAX 0.12 that is an object of its own was made of; None of others.
 
     Such an object is a parameter of `call_hi_primitive`, and is made anew by each trace.
     """
@@ -96,7 +96,7 @@ def params_of_hi_primitive(value: Any) -> dict[str, Any] | None:
 
 
 def traced_function(jaxpr) -> str:
-    """Gives the name, the file and the line of the function that a jaxpr was traced from."""
+    """Returns the name, the file and the line of the function that a jaxpr was traced from."""
     return getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_src_info
 
 
@@ -169,7 +169,7 @@ def is_debug_callback(eqn) -> bool:
 
 
 def source_line(eqn) -> str:
-    """Gives the user's file and line that an equation came from, or an empty string.
+    """Returns the user's file and line that an equation came from, or an empty string.
 
     For an equation of a library of layers, it is the line that calls the library.
     """
@@ -203,7 +203,7 @@ def in_scope(eqn, name: str):
 
 
 def scope_names(eqn) -> list[str]:
-    """Gives the names on an equation's name stack, the outermost first."""
+    """Returns the names on an equation's name stack, the outermost first."""
     return [entry.name for entry in eqn.source_info.name_stack.stack]
 
 
@@ -228,7 +228,7 @@ def is_split(aval: Any) -> bool:
 
 
 def derivative_rule(rule: Any) -> Any:
-    """Gives what tells the rule of a `jax.custom_jvp` from others; else the object itself.
+    """Returns what tells the rule of a `jax.custom_jvp` from others; else the object itself.
 
     Each call of such a function has an object of its own for the rule, made of the user's function
     and of how its arguments are flattened.
@@ -325,7 +325,7 @@ def load_on_devices(
 
 
 def copier_to(device: Any) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Gives a function that copies arrays to a device, as `jax.device_put` does.
+    """Returns a function that copies arrays to a device, as `jax.device_put` does.
 
     Committed arrays of one device take the call that `jax.device_put` ends in, and so a fraction of
     its time. That call does not check for deleted arrays, and leaves uncommitted ones so.
@@ -383,7 +383,7 @@ def serve_collectives_at(host: str) -> None:
 
 
 def started_platform() -> str | None:
-    """Gives the platform that JAX computes on by default; None if JAX has not been used yet."""
+    """Returns the platform that JAX computes on by default; None if JAX has not been used yet."""
     return jax.default_backend() if xla_bridge.backends_are_initialized() else None
 
 
@@ -424,7 +424,7 @@ def is_jit_disabled() -> bool:
 
 
 def trace_context() -> Any:
-    """Gives JAX's current settings: `jax.jit` traces anew where they differ."""
+    """Returns JAX's current settings: `jax.jit` traces anew where they differ."""
     return config.trace_context()
 
 
@@ -453,7 +453,7 @@ def is_error_if(eqn) -> bool:
 
 
 def public_error(error: Any) -> Any:
-    """Gives the error that `jax.jit` or `eqx.filter_jit` raises in place of an executable's."""
+    """Returns the error that `jax.jit` or `eqx.filter_jit` raises in place of an executable's."""
     if isinstance(error, api_util.InternalFloatingPointError):
         return FloatingPointError(f"invalid value ({error.ty}) encountered")
     if isinstance(error, jax.errors.JaxRuntimeError) and _ERROR_IF in str(error):
@@ -515,7 +515,7 @@ def refuse_as_place(cls: Any, refuse: Callable[[Any], Any]) -> None:
 def custom_vjp(
     fun: Callable, forward: Callable, backward: Callable, **options: Any
 ) -> Callable[..., Any]:
-    """Gives a `jax.custom_vjp` that stands in a jaxpr as a call of `fun`, under any settings.
+    """Returns a `jax.custom_vjp` that stands in a jaxpr as a call of `fun`, under any settings.
 
     Under `jax_custom_vjp3` it would be a primitive of its own.
     """
@@ -617,7 +617,7 @@ def reduced(value: Any) -> Any:
 
 
 def _name_in_module(value: Any) -> tuple[str, str] | None:
-    """Gives the module and the name there of a primitive or an effect; None where it has none."""
+    """Returns the module and the name there of a primitive or an effect; None where it has none."""
     found = _names_in_modules(len(sys.modules)).get(id(value))
     return found[:2] if found else None
 

@@ -37,7 +37,7 @@ def found_again(eqn) -> Found | None:
 
 
 def shape_of(atom) -> tuple[int, ...]:
-    """Gives the shape of an atom's value; `()` for one that is not an array."""
+    """Returns the shape of an atom's value; `()` for one that is not an array."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 

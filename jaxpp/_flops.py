@@ -67,7 +67,7 @@ def nbytes(var) -> int:
 
 
 def resolve(balance: str | Cost) -> Cost:
-    """Gives the cost function that `balance` names, or is itself; layers are balanced by flops."""
+    """The cost function that `balance` names, or is itself; layers are balanced by flops."""
     if balance in ("flops", "layers"):
         return flops
     if callable(balance):

@@ -47,7 +47,7 @@ class Traced:
         return jtu.tree_unflatten(self.out_tree, leaves)
 
     def output_paths(self) -> list[str]:
-        """Gives the path of each array in the function's result, as `keystr` of JAX writes it."""
+        """Returns the path of each array in the function's result, as `keystr` of JAX writes it."""
         # JAX asks user-defined pytrees to accept an `object()` for a leaf.
         tree = jtu.tree_unflatten(self.out_tree, [object() for _ in self.out_static])
         leaves = jtu.tree_flatten_with_path(tree)[0]
@@ -143,7 +143,7 @@ def _without_writes(
     maker = {v: e for e in inside.eqns for v in e.outvars}
 
     def origin(atom):
-        """Gives the variable that calls have only handed through."""
+        """Returns the variable that calls have only handed through."""
         if is_literal(atom) or atom not in maker or called_jaxpr(maker[atom]) is None:
             return atom
         eqn = maker[atom]
@@ -196,7 +196,7 @@ def without_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _fixed_if_empty(leaf: Any) -> Any:
-    """Gives the leaf; a new array for a gradient by an integer, which has no bits."""
+    """Returns the leaf; a new array for a gradient by an integer, which has no bits."""
     if getattr(leaf, "dtype", None) != jax.dtypes.float0:
         return leaf
     return np.zeros(leaf.shape, jax.dtypes.float0)
@@ -221,7 +221,7 @@ def run_compiled(fun: Callable[..., Any], *args: Any) -> Any:
 
 
 def compiled(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Gives a function for arguments of these types; equal programs share an executable.
+    """Returns a function for arguments of these types; equal programs share an executable.
 
     What is differentiated or batched eagerly shares those of its derivatives, too.
     """
@@ -267,12 +267,12 @@ def with_its_types(jaxpr: jex.ClosedJaxpr) -> contextlib.AbstractContextManager:
 
 
 def read(atoms: Iterable[Any], values: Mapping[Any, Any]) -> list[Any]:
-    """Gives the values of atoms: arrays for literals, and those in `values` for variables."""
+    """Returns the values of atoms: arrays for literals, and those in `values` for variables."""
     return [literal_array(a) if is_literal(a) else values[a] for a in atoms]
 
 
 def literal_array(literal) -> Any:
-    """Gives a literal's value as an array of its type; in a jaxpr it may be a Python scalar."""
+    """Returns a literal's value as an array of its type; in a jaxpr it may be a Python scalar."""
     aval = literal.aval
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return literal.val
@@ -336,18 +336,18 @@ def bind_constants(jaxpr: jex.ClosedJaxpr, values: Sequence[Any]) -> jex.ClosedJ
 
 
 def called_jaxpr(eqn) -> Any | None:
-    """Gives the body of an equation that calls it once (a jit, a checkpoint ...), or None."""
+    """Returns the body of an equation that calls it once (a jit, a checkpoint ...), or None."""
     body = _primitives.CALLS.get(eqn.primitive.name)
     return None if body is None else eqn.params[body]
 
 
 def opened(jaxpr) -> Any:
-    """Gives a jaxpr without its constants, whether it is open or closed."""
+    """Returns a jaxpr without its constants, whether it is open or closed."""
     return jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
 
 
 def shardings_of(eqn) -> list[Any]:
-    """Gives the shardings that a `jax.jit` call has for its arguments and results."""
+    """Returns the shardings that a `jax.jit` call has for its arguments and results."""
     given = [eqn.params.get(name) or () for name in ("in_shardings", "out_shardings")]
     return [s for own in given for s in own if isinstance(s, jax.sharding.Sharding)]
 
@@ -406,7 +406,7 @@ def literal(value: Any, aval: Any) -> jex.Literal:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Gives the atoms that are variables."""
+    """Returns the atoms that are variables."""
     return [a for a in atoms if not isinstance(a, jex.Literal)]
 
 
@@ -425,7 +425,7 @@ class Substitution:
 
 
 def inline_call(eqn, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Gives the equations of a called jaxpr with new variables, and its result atoms."""
+    """Returns the equations of a called jaxpr with new variables, and its result atoms."""
     return inline_body(called_jaxpr(eqn), args, eqn)
 
 
@@ -589,7 +589,7 @@ def ancestors(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[bool]:
 
 
 def needed(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
-    """Gives the equations that the outputs depend on, and those with effects."""
+    """Returns the equations that the outputs depend on, and those with effects."""
     return [e for e, keep in zip(eqns, ancestors(eqns, outputs), strict=True) if keep]
 
 

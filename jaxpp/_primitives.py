@@ -115,7 +115,7 @@ ADDITIVE: Mapping[str, slice] = {
 
 
 def additive_operands(eqn: Any, apart: Sequence[bool]) -> range:
-    """Gives the operands in which an equation is additive, all together.
+    """Returns the operands in which an equation is additive, all together.
 
     `f` is additive in `a` and `b` if `f(a, b) + f(c, d) = f(a + c, b + d)`. So a sum over replicas
     that goes through such equations alone can be finished later. The equations are those of the

@@ -322,11 +322,11 @@ class LoadedStep(Protocol):
         ...
 
     def input_shardings(self) -> list[Any]:
-        """Gives the sharding with which it reads each argument; None for one it does not read."""
+        """Returns the sharding with which it reads each argument; None for one it does not read."""
         ...
 
     def inspect(self) -> Sequence[Any]:
-        """Gives for each rank its devices, its axes, and XLA's analysis of what it runs."""
+        """Returns for each rank its devices, its axes, and XLA's analysis of what it runs."""
         ...
 
     def describe(self) -> Any:

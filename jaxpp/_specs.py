@@ -39,22 +39,22 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 
 
 def replicated(ndim: int) -> Spec:
-    """Gives the spec of an array that each device has whole."""
+    """Returns the spec of an array that each device has whole."""
     return ((),) * ndim
 
 
 def axes_of(spec: Spec) -> tuple[str, ...]:
-    """Gives all axes that an array is split over, in the order of its dimensions."""
+    """Returns all axes that an array is split over, in the order of its dimensions."""
     return tuple(axis for entry in spec for axis in entry)
 
 
 def axis_sizes(mesh: AbstractMesh | None) -> dict[str, int]:
-    """Gives the size of each axis of a mesh; None, where a rank is one device, has no axes."""
+    """Returns the size of each axis of a mesh; None, where a rank is one device, has no axes."""
     return {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
 def explicit_axes(mesh: AbstractMesh | Mesh) -> tuple[str, ...]:
-    """Gives the explicit axes of a mesh: the types of arrays say how these split them."""
+    """Returns the explicit axes of a mesh: the types of arrays say how these split them."""
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
 

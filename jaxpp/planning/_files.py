@@ -36,7 +36,7 @@ def read(path: Path, kind: str, version: int) -> dict[str, Any]:
 
 
 def tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives the same fields with tuples for lists, and for lists in them."""
+    """Returns the same fields with tuples for lists, and for lists in them."""
 
     def made(x: Any) -> Any:
         return tuple(map(made, x)) if isinstance(x, list) else x

@@ -5,7 +5,7 @@ import math
 
 
 def ring_bytes(nbytes: float, devices: int) -> float:
-    """Gives the bytes that a device sends where so many add up arrays of so many bytes, in a ring.
+    """The bytes that a device sends where so many add up arrays of so many bytes, in a ring.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009: each sends its
     parts while they are summed, and once more while the sums go round.
@@ -44,5 +44,5 @@ class Links:
             raise ValueError(f"plan: overhead is a share from 0 to 0.5, got {self.overhead!r}.")
 
     def seconds(self, nbytes: float) -> float:
-        """Gives the time of a message of so many bytes."""
+        """Returns the time of a message of so many bytes."""
         return self.latency + nbytes / self.bandwidth

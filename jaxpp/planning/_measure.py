@@ -235,7 +235,7 @@ def _placed_copies(local: LocalStep, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _device_of(local: LocalStep) -> tuple[int, ...]:
-    """Gives for each rank the number of its home among those of the mesh."""
+    """Returns for each rank the number of its home among those of the mesh."""
     homes = list(dict.fromkeys(local.homes))
     return tuple(homes.index(home) for home in local.homes)
 
@@ -348,7 +348,7 @@ def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
 def _around(
     calls: Sequence[Sequence[Clocked]], num_devices: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Gives for each device the time of runs that are no task, before its first task and after."""
+    """For each device the time of runs that are no task, before its first task and after."""
     sums = []
     for runs in calls:
         for device in range(num_devices):

@@ -154,7 +154,7 @@ class Beside:
 
 
 def _medians(timeline: Timeline) -> dict[Key, float]:
-    """Gives the median time of each kind of task of each stage."""
+    """Returns the median time of each kind of task of each stage."""
     times: dict[Key, list[float]] = {}
     for span in timeline.spans:
         key = span.task.kind, span.task.stage
@@ -257,7 +257,7 @@ def predict(
 
 
 def costs_found(found: Costs | Measurement | Trace) -> tuple[Costs, Timeline | None]:
-    """Gives the costs that are known of a step, and its timeline where it was measured."""
+    """Returns the costs that are known of a step, and its timeline where it was measured."""
     if isinstance(found, Measurement):
         return found.costs, found.timeline
     if isinstance(found, Trace):
@@ -347,7 +347,7 @@ def _check_tasks(measured: Costs, tasks: Iterable[Task]) -> None:
 
 
 def _times_around(source: Any) -> Sequence[tuple[float, float]]:
-    """Gives for each rank the time of what it ran before its first task, and after it."""
+    """Returns for each rank the time of what it ran before its first task, and after it."""
     if isinstance(source, Measurement):
         return list(zip(source.before, source.after, strict=True))
     if not isinstance(source, Trace):
@@ -390,7 +390,7 @@ class _Around:
             self.before.append(sum(self.seconds(rank, run) for run in parts[0]))
 
     def seconds(self, rank: int, run: Run) -> float:
-        """Gives the time of a run that is no task."""
+        """Returns the time of a run that is no task."""
         if (rank, id(run)) in self._shares:
             return self._shares[rank, id(run)]
         seconds = self._reduced_bytes(rank, run) / self._bandwidth
@@ -400,7 +400,7 @@ class _Around:
         return seconds
 
     def _reduced_bytes(self, rank: int, run: Run) -> float:
-        """Gives the bytes that a device sends to its replicas in a run: none but in reductions."""
+        """The bytes that a device sends to its replicas in a run: none but in reductions."""
         own, axes = self._bundle.computations[run.computation], self._ranks[rank].axes
         if run.label != REDUCTION or not own.in_specs:
             return 0.0
@@ -415,7 +415,7 @@ class _Around:
 
 
 def _moments(held: Sequence[Any], runs: Sequence[tuple[float, str]]) -> list[Moment]:
-    """Gives the moments of a rank; each has the name of the run that began last."""
+    """Returns the moments of a rank; each has the name of the run that began last."""
     moments, n = [], 0
     for seconds, now in over_time(held):
         while n + 1 < len(runs) and runs[n + 1][0] <= seconds:

@@ -151,7 +151,7 @@ class Problem:
             )
 
     def candidates(self) -> list[Candidate]:
-        """Gives the best candidate of each schedule and number of microbatches, fastest first.
+        """Returns the best candidate of each schedule and number of microbatches, fastest first.
 
         Raises:
             ValueError: nothing fits, or no schedule can be made.
@@ -182,7 +182,7 @@ class Problem:
         return sorted(found, key=_rank_of)
 
     def lower_bound(self, microbatches: int) -> float:
-        """Gives a time that no cut and no order of tasks beats, with so many microbatches."""
+        """Returns a time that no cut and no order of tasks beats, with so many microbatches."""
         own = self.profiles[microbatches]
         halves = np.add(own.input_grad, own.weight_grad)
         costs = np.add(own.forward, np.minimum(own.backward, halves)).tolist()
@@ -204,7 +204,7 @@ class Problem:
         return max(microbatches * max(shared, alone), lower_bound(free, copies))
 
     def _setting(self, microbatches: int) -> Setting:
-        """Gives the problem of the search; a rank has room for what its largest task needs."""
+        """Returns the problem of the search; a rank has room for what its largest task needs."""
         own = self.profiles[microbatches]
         layers = Layers(
             own.forward, own.input_grad, own.weight_grad, own.backward, own.activation_bytes,
@@ -238,12 +238,12 @@ class Problem:
         return made
 
     def update_seconds(self, found: Profile, parameter_bytes: float) -> float:
-        """Gives the time of an update: it reads all of the state, and writes all but gradients."""
+        """The time of an update: it reads all of the state, and writes all but gradients."""
         moved = max(0.0, 2 * self.state_bytes - 1) * parameter_bytes
         return moved / found.memory_bandwidth
 
     def reduction_seconds(self, nbytes: float) -> float:
-        """Gives the time in which replicas add up gradients of so many bytes."""
+        """Returns the time in which replicas add up gradients of so many bytes."""
         return ring_bytes(nbytes, self.replicas) / self.reduction_bandwidth
 
     def timeline(self, candidate: Candidate) -> Timeline:
@@ -253,7 +253,7 @@ class Problem:
         return search.timeline((at, (False,) * len(candidate.units)))
 
     def timed(self, candidate: Candidate) -> Candidate:
-        """Gives a candidate that has a table of its own, as fast as it is in this problem."""
+        """Returns a candidate that has a table of its own, as fast as it is in this problem."""
         search = _Search(self, candidate.microbatches, candidate.schedule, candidate.order)
         at = (0, *itertools.accumulate(candidate.units))
         own = search.candidate((at, (False,) * len(candidate.units)))
@@ -313,7 +313,7 @@ class _Search:
         return self._schedule.table_for_ranks(self._problem.ranks, self._microbatches)
 
     def _table(self, recompute: tuple[bool, ...]) -> Table:
-        """Gives the table in which some stages compute their activations again."""
+        """Returns the table in which some stages compute their activations again."""
         if not any(recompute):
             return self._plain
         if recompute not in self._tables:
@@ -335,7 +335,7 @@ class _Search:
         return dataclasses.replace(empty, reason=reason)
 
     def start(self) -> Choice:
-        """Gives the better of an even cut and one that balances the stages."""
+        """Returns the better of an even cut and one that balances the stages."""
         stages, units = self._plain.num_stages, len(self._profile.costs)
         keep = (False,) * stages
         balanced = (0, *self._profile.choose(stages), units)
@@ -347,7 +347,7 @@ class _Search:
         return tuple(round(units * n / stages) for n in range(stages + 1))
 
     def even_if_as_fast(self, choice: Choice) -> Choice:
-        """Gives an even cut where that fits, too, and another one gains next to nothing."""
+        """Returns an even cut where that fits, too, and another one gains next to nothing."""
         even = self._even, choice[1]
         over, seconds, _ = self.value(even)
         return even if not over and seconds <= (1 + EXACT) * self.value(choice)[1] else choice
@@ -430,7 +430,7 @@ class _Search:
         return choice
 
     def value(self, choice: Choice) -> tuple[float, float, float]:
-        """Gives what is over the limit, the time, and the slowest stage: less is better."""
+        """Returns what is over the limit, the time, and the slowest stage: less is better."""
         if choice not in self._known:
             timeline = self.timeline(choice)
             over = max(0.0, max(timeline.peak_memory) - self._problem.memory_limit)
@@ -482,7 +482,7 @@ class _Search:
 
 
 def _moved(at: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Gives cuts that differ by a few units, in one cut or in a row of them."""
+    """Returns cuts that differ by a few units, in one cut or in a row of them."""
     for first, step in itertools.product(range(1, len(at) - 1), (1, -1, 2, -2)):
         for last in range(first + 1, len(at)):
             moved = (n + step for n in at[first:last])

@@ -62,7 +62,7 @@ def positional(fun: Callable) -> Callable:
 
 
 def without_keywords(args: Sequence[Any]) -> Sequence[Any]:
-    """Gives the arguments that have a position."""
+    """Returns the arguments that have a position."""
     return args[:-1] if args and isinstance(args[-1], Keywords) else args
 
 

@@ -121,7 +121,7 @@ def _is_module(node: Any) -> bool:
 
 
 def type_of(array: Any) -> jax.ShapeDtypeStruct:
-    """Gives an array's type without its sharding, which differs between a step's and a user's."""
+    """Returns an array's type without its sharding, which differs between a step's and a user's."""
     # JAX knows nothing of an array in another process, but the array has a type.
     aval = array.aval if isinstance(array, jax.Array | Fed) else jax.typeof(array)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

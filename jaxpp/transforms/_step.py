@@ -96,7 +96,7 @@ class Step:
         )
 
     def fact(self, var: Any) -> Fact:
-        """Gives the fact of a variable."""
+        """Returns the fact of a variable."""
         return self.facts.get(var, NOTHING)
 
     @property
@@ -130,7 +130,7 @@ class Step:
 
 
 def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Any]) -> dict[Any, str]:
-    """Gives the names that variables have in the text of a jaxpr; `_` for one that is not read."""
+    """The names that variables have in the text of a jaxpr; `_` for one that is not read."""
     if not variables:
         return {}
     opened = jaxpr.jaxpr

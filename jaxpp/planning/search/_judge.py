@@ -23,7 +23,7 @@ EAGER = 4
 
 @functools.lru_cache(maxsize=512)
 def _order(stages: int, directions: int, pairs: int, rule: int) -> tuple[list[int], list[int]]:
-    """Gives for each task its place in the order of a rule, and for each place its task.
+    """Returns for each task its place in the order of a rule, and for each place its task.
 
     A microbatch takes `2 * stages` steps along its direction: forwards, then backwards. Task
     `pair * steps + step` is a step of a microbatch; a pair has one microbatch of each direction.
@@ -115,7 +115,7 @@ def judge(
     rule: int = 0,
     orders: list[list[tuple[int, int]]] | None = None,
 ) -> float:
-    """Gives the time of a choice under the rule; infinite where it is more than `most`.
+    """Returns the time of a choice under the rule; infinite where it is more than `most`.
 
     Args:
         setting: the layers and the machine.
@@ -272,7 +272,7 @@ def _free(
 
 
 def table_of(setting: Setting, choice: Choice, rule: int) -> Table:
-    """Gives the table that `judge` has timed: microbatch `i` takes direction `i % directions`."""
+    """Returns the table that `judge` has timed: microbatch `i` takes direction `i % directions`."""
     orders: list[list[tuple[int, int]]] = [[] for _ in range(setting.ranks)]
     judge(setting, choice, rule=rule, orders=orders)
     directions, stages = len(choice.placement), choice.num_stages

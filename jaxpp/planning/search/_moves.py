@@ -12,7 +12,7 @@ STARTS = ((loop, 1), (waves, 2), (loop, 2))
 
 
 def start(setting: Setting, directions: int, number: int, halves: bool) -> Choice:
-    """Gives stages of about equal work, in loops or waves; a second direction is reversed."""
+    """Returns stages of about equal work, in loops or waves; a second direction is reversed."""
     place, stages_per_rank = STARTS[number % len(STARTS)]
     layers, ranks = setting.layers, setting.ranks
     stages = min(ranks * stages_per_rank, layers.count)

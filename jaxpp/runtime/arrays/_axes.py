@@ -90,6 +90,6 @@ def check_axes(
 def shape_of(
     axis_names: Sequence[str], inside: AbstractMesh | None, num_ranks: int
 ) -> tuple[int, ...]:
-    """Gives the size of each axis of a mesh of ranks."""
+    """Returns the size of each axis of a mesh of ranks."""
     sizes = axis_sizes(inside) | {PIPELINE_AXIS: num_ranks}
     return tuple(sizes[name] for name in axis_names)

@@ -15,7 +15,7 @@ Home = jax.Device | Mesh
 
 
 def homes_of(devices: np.ndarray, inside: AbstractMesh | None) -> tuple[Home, ...]:
-    """Gives the home of each rank.
+    """Returns the home of each rank.
 
     All axes of a home are automatic. Explicit axes matter only to tracing, and nothing is traced on
     a home.
@@ -30,7 +30,7 @@ def homes_of(devices: np.ndarray, inside: AbstractMesh | None) -> tuple[Home, ..
 
 
 def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
-    """Gives the home of a rank that has a process of its own.
+    """Returns the home of a rank that has a process of its own.
 
     A single device is the home itself, whatever the axes: arrays get there in the shortest time.
 
@@ -50,25 +50,25 @@ def home_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> Home:
 
 
 def default_device() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
-    """Gives the device that JAX computes on by default in this process."""
+    """Returns the device that JAX computes on by default in this process."""
     config: Any = jax.config
     chosen = config.jax_default_device  # a device, the name of a platform, or None
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
 def devices_of(home: Home) -> tuple[Any, ...]:
-    """Gives the devices of a home, in the order of its axes."""
+    """Returns the devices of a home, in the order of its axes."""
     return tuple(home.devices.flat) if isinstance(home, Mesh) else (home,)
 
 
 def sizes_of(home: Home) -> dict[str, int]:
-    """Gives the size of each axis of a home; a single device has no axes."""
+    """Returns the size of each axis of a home; a single device has no axes."""
     return dict(home.shape) if isinstance(home, Mesh) else {}
 
 
 @functools.cache
 def sharding_in(home: Home, spec: Spec = ()) -> Sharding:
-    """Gives the sharding of an array in a home: always the same object, known by identity."""
+    """Returns the sharding of an array in a home: always the same object, known by identity."""
     if isinstance(home, Mesh):
         return NamedSharding(home, partition_spec(spec))
     return SingleDeviceSharding(home)
@@ -76,7 +76,7 @@ def sharding_in(home: Home, spec: Spec = ()) -> Sharding:
 
 @functools.cache
 def sharding_across(homes: tuple[Home, ...], spec: Spec = ()) -> Sharding:
-    """Gives the sharding of an array that several homes have, all with the same split.
+    """Returns the sharding of an array that several homes have, all with the same split.
 
     Homes with a device in common cannot be one mesh. There, an array that each device has whole is
     replicated over these devices. An array in shards is on the first home alone, and the other
@@ -103,11 +103,11 @@ Box = tuple[tuple[int, int], ...]
 
 
 def box_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
-    """Gives the box of a sharding's index, for an array of some shape."""
+    """Returns the box of a sharding's index, for an array of some shape."""
     assert index is not None  # it is None only for devices of other processes
     return tuple(own.indices(size)[:2] for own, size in zip(index, shape, strict=True))
 
 
 def distinct(homes: Sequence[Home]) -> tuple[Home, ...]:
-    """Gives the homes, each once, in their order."""
+    """Returns the homes, each once, in their order."""
     return tuple(dict.fromkeys(homes))

@@ -49,7 +49,7 @@ def spans(home: Home) -> bool:
 
 
 def own_share(array: Any) -> tuple[Sequence[Box], np.ndarray]:
-    """Gives the boxes of an array that no earlier device of the rank holds, and their bytes."""
+    """Returns the boxes of an array that no earlier device of the rank holds, and their bytes."""
     if not isinstance(array, jax.Array):  # of dtype float0
         return (), np.empty(0, np.uint8)
     own = [shard for shard in array.addressable_shards if shard.replica_id == 0]
@@ -68,6 +68,6 @@ def resplit(array: Any, home: Home, spec: Spec) -> Any:
 
 @functools.lru_cache(4096)
 def boxes_here(shape: tuple[int, ...], home: Home, spec: Spec) -> tuple[Box, ...]:
-    """Gives the boxes of an array that the devices of this process hold, each once."""
+    """Returns the boxes of an array that the devices of this process hold, each once."""
     held = sharding_in(home, spec).addressable_devices_indices_map(shape)
     return tuple(dict.fromkeys(box_of(index, shape) for index in held.values()))

@@ -68,7 +68,7 @@ class ArrayType:
         return jax.dtypes.float0 if self.dtype == _FLOAT0 else np.dtype(self.dtype)
 
     def share(self, boxes: Sequence[Box]) -> "ArrayType":
-        """Gives the type of some boxes as one array on the host; its first axis counts them."""
+        """Returns the type of some boxes as one array on the host; its first axis counts them."""
         shape = tuple(stop - start for start, stop in boxes[0])
         return ArrayType((len(boxes), *shape), self.dtype, self.key)
 
@@ -93,7 +93,7 @@ def _key_shape(implementation: str) -> tuple[int, ...]:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Gives the bytes of an array, once it has been computed.
+    """Returns the bytes of an array, once it has been computed.
 
     Of an array that several processes hold, these are the bytes of the boxes that this one holds,
     each once, in the order of its devices.

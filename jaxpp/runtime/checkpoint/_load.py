@@ -116,7 +116,7 @@ def _leaf_of_rows(leaf: ArrayLeaf, start: int, stop: int) -> ArrayLeaf:
 
 
 def _places(like: Any, shardings: Any) -> list[Any]:
-    """Gives for each leaf its place by `shardings`, or None."""
+    """Returns for each leaf its place by `shardings`, or None."""
     places: list[Any] = []
 
     def note(place: Any, part: Any) -> None:
@@ -136,7 +136,7 @@ def _places(like: Any, shardings: Any) -> list[Any]:
 
 
 def _place_of(value: Any) -> Any:
-    """Gives the place of a leaf of `like`: a sharding, NumPy, or None for the default device."""
+    """Returns the place of a leaf of `like`: a sharding, NumPy, or None for the default device."""
     if isinstance(value, np.ndarray | np.generic):
         return np
     if isinstance(value, jax.Array) and not value.committed:
@@ -167,7 +167,7 @@ def _remote_reads(
 
 
 def _spec_of(leaf: ArrayLeaf, place: RemoteSharding) -> Spec:
-    """Gives the split of an array of the checkpoint in the ranks that hold it.
+    """Returns the split of an array of the checkpoint in the ranks that hold it.
 
     Raises:
         ValueError: it cannot be split so.

@@ -63,7 +63,7 @@ class NumberLeaf:
         return f"a Python {self.type}"
 
     def number(self) -> Any:
-        """Gives the number."""
+        """Returns the number."""
         return self.value == "True" if self.type == "bool" else _NUMBERS[self.type](self.value)
 
 

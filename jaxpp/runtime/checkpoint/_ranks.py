@@ -49,7 +49,7 @@ def attempt(process: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def results(found: Mapping[int, Sequence[Any]]) -> Mapping[int, Sequence[Any]]:
-    """Gives the results of attempts in all processes of all ranks; raises the first exception."""
+    """Returns the results of attempts in all processes of all ranks; raises the first exception."""
     for result in itertools.chain(*found.values()):
         if isinstance(result, Exception):
             raise result
@@ -107,7 +107,7 @@ def _arrays(process: Any, items: Sequence[tuple[int, int]]) -> list[tuple[int, A
 
 
 def to_pieces(arrays: Iterable[tuple[int, Any]], copy: bool = False) -> list[HostPiece]:
-    """Gives the boxes of arrays that are in this process, each once, on the host.
+    """Returns the boxes of arrays that are in this process, each once, on the host.
 
     Args:
         arrays: pairs of the number of a leaf and its value, of any dtype and sharding.
@@ -212,7 +212,7 @@ def read_arrays(data: str, path: str, items: Sequence[tuple[ArrayLeaf, Place]]) 
 
 
 def _layout(kind: ArrayType, where: Any) -> dict[Any, _store.Box]:
-    """Gives the box of the host array that each device of this process holds."""
+    """Returns the box of the host array that each device of this process holds."""
     whole = _store.whole(kind.host_shape)
     if not isinstance(where, Sharding):
         return {None: whole}

@@ -139,7 +139,7 @@ def read(directory: Path, requests: Sequence[Request], path: str) -> list[list[n
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Gives the box of a whole array."""
+    """Returns the box of a whole array."""
     return tuple((0, n) for n in shape)
 
 
@@ -174,7 +174,7 @@ def _start_to_read(leaf: ArrayLeaf, box: Box, stores: Mapping[Piece, Any]):
 
 
 def _common(piece: Piece, box: Box) -> Box | None:
-    """Gives the box that a piece and a box have in common; None where there is none."""
+    """Returns the box that a piece and a box have in common; None where there is none."""
     common = tuple(
         (max(start, offset), min(stop, offset + n))
         for (start, stop), offset, n in zip(box, piece.offset, piece.shape, strict=True)
@@ -225,7 +225,7 @@ def chunk_shape(shape: Sequence[int], itemsize: int) -> list[int]:
 
 
 def _stored_dtype(dtype: np.dtype) -> tuple[str, bool]:
-    """Gives the name of the dtype in the file, and tells whether it is the array's own dtype.
+    """Returns the name of the dtype in the file, and tells whether it is the array's own dtype.
 
     TensorStore lacks some dtypes of one byte, such as uint4; these are stored as `uint8`.
     """
@@ -250,7 +250,7 @@ def _restored(stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _os_error(error: Exception, directory: Path) -> OSError | None:
-    """Gives the error of the operating system that TensorStore reports, or None."""
+    """Returns the error of the operating system that TensorStore reports, or None."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     if found is None or int(found[1]) == errno.ENOENT:
         return None

@@ -75,7 +75,7 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
 
 
 def _shape_of(home: Home) -> Any:
-    """Gives a home's mesh without its devices; None where the home is one device."""
+    """Returns a home's mesh without its devices; None where the home is one device."""
     return home.abstract_mesh if isinstance(home, Mesh) else None
 
 
@@ -89,7 +89,7 @@ class _Executables:
         self._by_home = {home: compiled}
 
     def on(self, home: Home) -> Any:
-        """Gives the executable for a home."""
+        """Returns the executable for a home."""
         if home not in self._by_home:
             self._by_home[home] = (
                 _compat.load_on_devices(self._compiled, devices_of(home))
@@ -107,7 +107,7 @@ class _Kept:
         self._entries: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
 
     def get(self, key: Hashable) -> Any:
-        """Gives the executables of a key, or None."""
+        """Returns the executables of a key, or None."""
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
@@ -145,7 +145,7 @@ def key_of(computation: Computation, configuration: Hashable) -> Hashable:
 
 
 def current_settings() -> tuple[tuple[str, str], ...]:
-    """Gives JAX's settings, which compilation may depend on."""
+    """Returns JAX's settings, which compilation may depend on."""
     return tuple((name, str(getattr(jax.config, name, None))) for name in sorted(jax.config.values))
 
 

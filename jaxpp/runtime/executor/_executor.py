@@ -19,7 +19,7 @@ class Transport(Protocol):
         ...
 
     def receive(self, message: Message) -> Sequence[Any]:
-        """Gives the arrays of a message."""
+        """Returns the arrays of a message."""
         ...
 
 
@@ -82,7 +82,7 @@ class Executor:
                     slots[slot] = value
 
     def _public(self, error: Exception, run: Run) -> Exception:
-        """Gives the error that JAX raises for that of an executable."""
+        """Returns the error that JAX raises for that of an executable."""
         public = _compat.public_error(error)
         if not isinstance(public, FloatingPointError):
             return public

@@ -85,7 +85,7 @@ def held_bytes(bundle: Bundle, ranks: Sequence[Inspected], when: When | None = N
 
 
 def over_time(held: Iterable[Held]) -> Iterator[tuple[float, Counter[str]]]:
-    """Gives the bytes of each kind, at each time at which they change, in order.
+    """Returns the bytes of each kind, at each time at which they change, in order.
 
     What is dropped at a time makes room for what comes at that time.
     """
@@ -198,7 +198,7 @@ class _Ledger:
 
 
 def array_bytes(aval: Any, spec: Spec, sizes: Mapping[str, int]) -> int:
-    """Gives the bytes of an array on one device."""
+    """Returns the bytes of an array on one device."""
     parts = math.prod(sizes[axis] for entry in spec for axis in entry)
     return aval.size * getattr(aval.dtype, "itemsize", 4) // parts
 
@@ -213,5 +213,5 @@ def format_bytes(nbytes: float) -> str:
 
 
 def spec_of(specs: Sequence[Spec], n: int) -> Spec:
-    """Gives the spec of an input or output; computations without specs have none."""
+    """Returns the spec of an input or output; computations without specs have none."""
     return specs[n] if specs else ()

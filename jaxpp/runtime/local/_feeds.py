@@ -55,7 +55,7 @@ class Feed:
             executor.slots[slot] = value
 
     def sharding(self) -> Any:
-        """Gives the sharding of an argument that needs no copy; None where nothing reads it."""
+        """Returns the sharding of an argument that needs no copy; None where nothing reads it."""
         homes = distinct([home for _, home, _ in self._places])
         return sharding_across(homes, self._spec) if homes else None
 

@@ -215,7 +215,7 @@ class _LocalTransport:
         self._mail[message.tag] = arrays
 
     def arrays_of(self, message: Message) -> list[Any]:
-        """Gives the arrays of a message that has not been received, on the devices they go to."""
+        """Returns the arrays of a message that has not been received, on the devices they go to."""
         return self._mail[message.tag]
 
     def receive(self, message: Message) -> Any:
@@ -231,7 +231,7 @@ class _LocalTransport:
 
 @functools.cache
 def _mover(source: Home, target: Home, specs: tuple[Spec, ...]) -> Callable[[list[Any]], Any]:
-    """Gives the function that moves a message's arrays from one home to another."""
+    """Returns the function that moves a message's arrays from one home to another."""
     if not isinstance(source, Mesh) and not isinstance(target, Mesh):
         return _compat.copier_to(target)
     shardings = [sharding_in(target, spec) for spec in specs]
@@ -285,7 +285,7 @@ class LocalStep:
         return lambda number, args: find_invalid(self.bundle.computations[number], home, args)
 
     def _places(self, pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[list[Place]]:
-        """Gives for each argument or result the executor, home and slot of its ranks."""
+        """Returns for each argument or result the executor, home and slot of its ranks."""
         places: list[list[Place]] = [[] for _ in range(count)]
         for own, executor, home in zip(pairs, self.executors, self.homes, strict=True):
             for number, slot in own:
@@ -322,11 +322,11 @@ class LocalStep:
             return results
 
     def input_shardings(self) -> list[Any]:
-        """Gives the sharding of each argument that needs no copy; None if nothing reads it."""
+        """Returns the sharding of each argument that needs no copy; None if nothing reads it."""
         return [feed.sharding() for feed in self.feeds]
 
     def inspect(self) -> list[Inspected]:
-        """Gives each rank's devices and axes, and XLA's analysis of what it runs."""
+        """Returns each rank's devices and axes, and XLA's analysis of what it runs."""
         return [
             inspect(devices_of(home), sizes_of(home), executor.executables, RUN_AHEAD)
             for home, executor in zip(self.homes, self.executors, strict=True)

@@ -61,7 +61,7 @@ class Arrays:
         self.lock = threading.RLock()
 
     def new_ids(self, count: int) -> int:
-        """Gives the first of `count` successive ids that have not been used."""
+        """Returns the first of `count` successive ids that have not been used."""
         with self.lock:
             first = self._next
             self._next += count
@@ -90,7 +90,7 @@ class Arrays:
             self._dead.append(handle)
 
     def releases(self) -> list[tuple[int, ...]]:
-        """Gives, once only, the ids of arrays that each rank may drop."""
+        """Returns, once only, the ids of arrays that each rank may drop."""
         found: list[list[int]] = [[] for _ in range(self.mesh.num_ranks)]
         while self._dead:
             handle = self._dead.popleft()

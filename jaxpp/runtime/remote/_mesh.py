@@ -194,7 +194,7 @@ class RemoteMpmdMesh:
         return with_stacked(self._steps.load(bundle), bundle)
 
     def feed(self, load: Callable[[Any], Any], value: Any) -> Any:
-        """Gives placeholders of `load(value)` for the arguments of a call; the ranks load it."""
+        """Returns placeholders of `load(value)` for the arguments of a call; the ranks load it."""
         return self._steps.feeds(load, value)
 
     # ---- traces ---------------------------------------------------------------------------------

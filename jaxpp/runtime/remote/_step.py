@@ -125,14 +125,14 @@ class RemoteStep:
         ]
 
     def input_shardings(self) -> list[RemoteSharding]:
-        """Gives for each argument the ranks that read it, and its split in each rank."""
+        """Returns for each argument the ranks that read it, and its split in each rank."""
         return [
             RemoteSharding(self._mesh, ranks, partition_spec(own.spec))
             for ranks, own in zip(self._readers, self.bundle.arguments, strict=True)
         ]
 
     def inspect(self) -> list[Inspected]:
-        """Gives each rank's devices and axes, and XLA's analysis of what it runs there."""
+        """Returns each rank's devices and axes, and XLA's analysis of what it runs there."""
         ranks, axes = range(self._mesh.num_ranks), axis_sizes(self._mesh.inside)
         found = self._mesh.apply(look_at, {rank: (self.number, axes) for rank in ranks})
         return [found[rank] for rank in ranks]
@@ -265,7 +265,7 @@ def _source(arg: Any, rank: int) -> int:
 
 
 def _ranks_of(pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[tuple[int, ...]]:
-    """Gives for each argument or result the ranks whose programs have it."""
+    """Returns for each argument or result the ranks whose programs have it."""
     found: list[list[int]] = [[] for _ in range(count)]
     for rank, own in enumerate(pairs):
         for number, _ in own:

@@ -64,7 +64,7 @@ class Offset:
     points: tuple[tuple[int, int], ...]
 
     def to_driver(self, time: int) -> int:
-        """Gives the driver's time at a time of the other clock."""
+        """Returns the driver's time at a time of the other clock."""
         (t0, first), (t1, last) = self.points[0], self.points[-1]
         if t0 == t1:
             return time + first

@@ -56,7 +56,7 @@ def dependencies_of(bundle: Bundle) -> Dependencies:
 
 
 def typical_times(calls: Iterable[Sequence[Clocked]]) -> dict[Key, float]:
-    """Gives the time of each kind of task of each stage: its mean in a call, the median of calls.
+    """Returns the time of each kind of task of each stage: its mean in a call, the median of calls.
 
     A step takes as long as its tasks together, and so their mean counts. A call that something
     else disturbed does not.

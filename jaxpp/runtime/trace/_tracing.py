@@ -113,7 +113,7 @@ def _profile_of(directory: str | os.PathLike[str], number: int) -> str:
 
 
 def _check(process: Any, directory: str | None) -> str:
-    """Gives the reason why a process cannot be traced; empty where it can."""
+    """Returns the reason why a process cannot be traced; empty where it can."""
     if process.recorder is not None:
         return f"rank {process.rank} is traced already"
     return "" if directory is None else _unwritable(_profile_of(directory, process.rank))

@@ -37,7 +37,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Gives `nbytes` bytes of memory that nobody else uses, from a multiple of 64 on."""
+        """Returns `nbytes` bytes of memory that nobody else uses, from a multiple of 64 on."""
         if nbytes < REUSED_FROM:
             memory = np.empty(nbytes + ALIGNMENT, np.uint8)
             start = -memory.ctypes.data % ALIGNMENT

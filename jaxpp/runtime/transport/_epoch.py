@@ -382,7 +382,7 @@ class Epoch:
     # ---- connections ----------------------------------------------------------------------------
 
     def _link(self, rank: int) -> Link | None:
-        """Gives a connection to a rank, opens one if need be; None where it is too late."""
+        """Returns a connection to a rank, opens one if need be; None where it is too late."""
         channel = self._channel(rank)
         with self._lock:
             if self._ended or self._error is not None or channel.lost:

@@ -54,7 +54,7 @@ class Header(NamedTuple):
     nbytes: int
 
     def pack(self) -> bytes:
-        """Gives the bytes of the header."""
+        """Returns the bytes of the header."""
         return _HEADER.pack(*self)
 
 
@@ -92,11 +92,11 @@ class Unpacker:
 
     @staticmethod
     def of(message: Message, home: Home) -> "Unpacker":
-        """Gives the unpacker of a message for a home."""
+        """Returns the unpacker of a message for a home."""
         return _unpacker(tuple(map(ArrayType.of, message.avals)), message.specs, home)
 
     def prepared(self, arrays: list[Any]) -> list[Any]:
-        """Gives arrays as they are sent: with shares, split by the specs; starts their copies."""
+        """Returns arrays as they are sent: with shares, split by the specs; starts their copies."""
         if self._shared:
             arrays = [resplit(a, self._home, s) for a, s in zip(arrays, self._specs, strict=True)]
         if self._device_memory:  # the copy to the host follows the task, before anyone asks for it
@@ -118,7 +118,7 @@ _unpacker = functools.lru_cache(4096)(Unpacker)
 
 
 def padded(nbytes: int) -> int:
-    """Gives the bytes that an array takes in a message, for its own number of bytes."""
+    """Returns the bytes that an array takes in a message, for its own number of bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

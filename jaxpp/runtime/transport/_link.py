@@ -70,7 +70,7 @@ class Link:
         return found
 
     def _whole(self) -> Read | None:
-        """Gives the next message if all of it is there."""
+        """Returns the next message if all of it is there."""
         if self._header is None:
             header = header_in(self._ahead[self._at : self._end])
             if header is None:

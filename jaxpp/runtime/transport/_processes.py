@@ -103,7 +103,7 @@ def rank_home(sizes: Mapping[str, int], rank: int) -> Home:
 def first_devices(
     devices: Sequence[Any], sizes: Mapping[str, int], rank: int, processes: int = 1
 ) -> list[Any]:
-    """Gives the first devices of a process: as many as its rank needs of each of its `processes`.
+    """Returns the first devices of a process: as many as its rank needs of each of its `processes`.
 
     Raises:
         ValueError: there are fewer.

@@ -108,7 +108,7 @@ class Puller:
         self._wide = any(type_.dtype in WIDE for type_ in types)
 
     def prepared(self, arrays: list[Any]) -> list[Any]:
-        """Gives arrays split as they are sent."""
+        """Returns arrays split as they are sent."""
         return [
             resplit(a if t.key is None else jax.random.key_data(a), self._home, spec)
             for a, (t, spec) in zip(arrays, self._arrays, strict=True)

@@ -239,7 +239,7 @@ def _draw_ranks(axes: "Axes", chart: _Chart, page: _Page) -> None:
 
 
 def _after(chart: _Chart) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Gives for each rank the times of its reduction and its optimizer, after its last task."""
+    """Returns for each rank the times of its reduction and its optimizer, after its last task."""
     update = chart.timeline.update
     reduction = chart.timeline.machine.reduction(len(update))
     return reduction, tuple(a - b for a, b in zip(update, reduction, strict=True))

@@ -106,7 +106,7 @@ class Problem:
 
 
 def _task(table: Table, kind: Kind, stage: int, microbatch: int) -> Task:
-    """Gives a task, from a stage and a microbatch of its direction: these take turns."""
+    """Returns a task, from a stage and a microbatch of its direction: these take turns."""
     direction, own = divmod(stage, table.num_stages)
     return Task(kind, own, microbatch * len(table.placement) + direction)
 

@@ -75,7 +75,7 @@ def escape(
 def _moves(
     problem: Problem, orders: Sequence[list[int]], times: Times, choose: random.Random
 ) -> Iterator[_Move]:
-    """Gives the moves near the ends of some stretches of the critical path."""
+    """Returns the moves near the ends of some stretches of the critical path."""
     tails, last_tails = _tails(problem, orders, times)
     time, ends, readers = problem.time, times.ends, problem.readers
 
@@ -112,7 +112,7 @@ def _moves(
 def _tails(
     problem: Problem, orders: Sequence[Sequence[int]], times: Times
 ) -> tuple[list[float], list[float]]:
-    """Gives for each task the time from its start to the end of all, and what a rank ends with.
+    """Returns for each task the time from its start to the end of all, and what a rank ends with.
 
     That is nothing, or for spans less than nothing: the time from the start of all to the rank's.
     """
@@ -142,7 +142,7 @@ def _estimate(
     ends: Sequence[float],
     tails: Sequence[float],
 ) -> float:
-    """Gives the longest path through a segment of an order, from `now` on and to the `tail`."""
+    """Returns the longest path through a segment of an order, from `now` on and to the `tail`."""
     time, remote, readers = problem.time, problem.remote, problem.readers
     starts = []
     for n in segment:

@@ -211,7 +211,7 @@ class _ProgramWriter:
         self.ending: list[Value] = []
 
     def slot(self, value: Value) -> int:
-        """Gives the slot of a value, a new one if it has none; a constant keeps its own."""
+        """Returns the slot of a value, a new one if it has none; a constant keeps its own."""
         if value not in self.slots:
             if self.vacant and value.constant is None:
                 self.slots[value] = self.vacant.pop()

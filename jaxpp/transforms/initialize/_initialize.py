@@ -59,7 +59,7 @@ def trace_initializer(
 
 
 def first_arguments(traced: _jaxprs.Traced) -> tuple[Any, ...]:
-    """Gives the types of the arguments that an initialiser makes: one, or those of its tuple."""
+    """Returns the types of the arguments that an initialiser makes: one, or those of its tuple."""
     avals = [v.aval for v in traced.jaxpr.jaxpr.outvars]
     result = traced.rebuild(
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))

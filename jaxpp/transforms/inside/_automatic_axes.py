@@ -91,7 +91,7 @@ _WANTED = ("out_sharding", "sharding")
 
 
 def _rewritten(eqn: Any, known: _jaxprs.Substitution) -> list[Any]:
-    """Gives the equations that take the place of one, and notes its new results in `known`."""
+    """Returns the equations that take the place of one, and notes its new results in `known`."""
     for v in eqn.outvars:
         if "unreduced" in str(getattr(v.aval, "sharding", "")):
             raise ValueError(

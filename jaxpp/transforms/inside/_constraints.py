@@ -66,7 +66,7 @@ def check_constraints(jaxpr: jex.ClosedJaxpr, inside: AbstractMesh | None) -> No
 
 
 def _mesh_of(eqn: Any) -> Any | None:
-    """Gives the mesh that an equation names; None where it names none."""
+    """Returns the mesh that an equation names; None where it names none."""
     if eqn.primitive.name == "sharding_constraint":
         sharding = eqn.params["sharding"]
         return getattr(sharding, "mesh", sharding)

@@ -89,7 +89,7 @@ def on_rows(
 
 
 def num_devices(inside: Inside | None, replicas: int) -> int:
-    """Gives the number of devices of a rank that have replicas of their own.
+    """Returns the number of devices of a rank that have replicas of their own.
 
     Raises:
         ValueError: it does not divide the number of replicas.
@@ -136,7 +136,7 @@ def _manual_axes(eqn: Any) -> Any:
 
 @functools.cache
 def _manual_along(axis: str) -> Callable[[AbstractMesh], AbstractMesh]:
-    """Gives the function that makes an axis of a mesh manual."""
+    """Returns the function that makes an axis of a mesh manual."""
 
     def change(mesh: AbstractMesh) -> AbstractMesh:
         if mesh.empty or axis not in mesh.axis_names:

@@ -27,7 +27,7 @@ WHOLE = Entry(None)
 
 
 def broadcast_axes(in_axes: Any, args: tuple) -> list[Entry]:
-    """Gives the entry of `in_axes` for each leaf of the arguments."""
+    """Returns the entry of `in_axes` for each leaf of the arguments."""
     if isinstance(in_axes, list):
         in_axes = tuple(in_axes)
     count = len(_keywords.without_keywords(args))

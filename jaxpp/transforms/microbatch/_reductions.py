@@ -152,7 +152,7 @@ def is_chain(operator: Any) -> bool:
 
 
 def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[str, Any]:
-    """Gives the cotangent of each microbatch's output from that of the combined output.
+    """Returns the cotangent of each microbatch's output from that of the combined output.
 
     Args:
         operator: the operator that combined the outputs; not one that `is_chain`.
@@ -174,7 +174,7 @@ def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[
 
 
 def dtype_of_sum(dtype: Any, x: Any) -> Any:
-    """Gives the dtype in which values like `x` are added up, for an `accumulator_dtype`."""
+    """Returns the dtype in which values like `x` are added up, for an `accumulator_dtype`."""
     if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return x.dtype
     if not _is_auto(dtype):
@@ -183,13 +183,13 @@ def dtype_of_sum(dtype: Any, x: Any) -> Any:
 
 
 def dtype_of_gradient(operators: Sequence[Any], x: Any) -> Any:
-    """Gives the widest dtype in which the operators of outputs add up gradients by `x`."""
+    """Returns the widest dtype in which the operators of outputs add up gradients by `x`."""
     dtypes = [dtype_of_sum(op.dtype, x) for op in operators]
     return max(dtypes, key=lambda dtype: dtype.itemsize, default=x.dtype)
 
 
 def of_gradient(name: str, operators: Sequence[Any], x: Any) -> Any:
-    """Gives the built-in operator of a gradient by `x`, which comes in its accumulator's dtype."""
+    """The built-in operator of a gradient by `x`, which comes in its accumulator's dtype."""
     dtype = dtype_of_gradient(operators, x)
     return accumulate_in(REDUCTIONS[name], None if dtype == x.dtype else dtype, x)
 

@@ -244,7 +244,7 @@ class _Loop:
         return list(zip(active, results, strict=True))
 
     def _shares(self, k: int, ct: Any, values: dict[int, Any]) -> tuple[str, Any]:
-        """Gives the cotangents of output k in the slices, and their role in the loop."""
+        """Returns the cotangents of output k in the slices, and their role in the loop."""
         operator = self.operators[k]
         if not _reductions.is_chain(operator):
             return _reductions.cotangent_of_slices(operator, ct, self.count)

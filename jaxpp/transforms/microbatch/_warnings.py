@@ -63,14 +63,14 @@ _PASSED = _primitives.FREE | _primitives.ADDS | {"convert_element_type", "neg", 
 
 
 def _summed_axes(eqn: Any) -> Sequence[int]:
-    """Gives the axes of its first operand that an equation sums up, if its result is a number."""
+    """Returns the axes of its first operand that an equation sums up, if its result is a number."""
     if eqn.primitive.name == "dot_general":
         return () if eqn.outvars[0].aval.shape else eqn.params["dimension_numbers"][0][0]
     return eqn.params["axes"] if eqn.primitive.name == "reduce_sum" else ()
 
 
 def _factor(eqn: Any) -> tuple[Any, float] | None:
-    """Gives what an equation multiplies by a number, or divides by one, and the factor."""
+    """Returns what an equation multiplies by a number, or divides by one, and the factor."""
     if eqn.primitive.name not in ("mul", "div") or jnp.iscomplexobj(eqn.outvars[0].aval):
         return None
     a, b = eqn.invars
@@ -131,7 +131,7 @@ def warn_of_overwritten(traced: _jaxprs.Traced, operators: Sequence[Any]) -> Non
 
 
 def watched(x: Any, path: str) -> Any:
-    """Gives an argument; if it is overwritten by its gradient, a derivative by it is warned of."""
+    """An argument; if it is overwritten by its gradient, a derivative by it is warned of."""
     if _OVERWRITTEN not in path or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     same = jax.custom_jvp(lambda x: x)

@@ -79,7 +79,7 @@ class _Builder:
         self.stages_before = 0  # of the loops so far
 
     def ranks(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """Gives the ranks of some stages."""
+        """Returns the ranks of some stages."""
         return tuple(sorted({self.ranks_of[s] for s in stages}))
 
     def graph(self) -> TaskGraph:
@@ -114,11 +114,11 @@ class _Builder:
         return value
 
     def _operand(self, atom: Any) -> Value:
-        """Gives the value of an atom; that of a literal is a constant."""
+        """Returns the value of an atom; that of a literal is a constant."""
         return self._constant(atom) if _jaxprs.is_literal(atom) else self.values[atom]
 
     def _constant(self, literal: jex.Literal) -> Value:
-        """Gives the value of an array, which is known by its identity, or of a number."""
+        """Returns the value of an array, which is known by its identity, or of a number."""
         aval: Any = literal.aval
         if _jaxprs.is_array_literal(literal):
             key = id(literal.val)

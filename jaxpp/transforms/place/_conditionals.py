@@ -90,7 +90,7 @@ def open_conditionals(
 
 
 def _branch(branch: Any, operands: Sequence[Any], eqn: Any) -> tuple[list[Any], list[Any]]:
-    """Gives the equations of a branch, its calls inlined, and its result atoms."""
+    """Returns the equations of a branch, its calls inlined, and its result atoms."""
     opened, values = _jaxprs.without_constants(branch)
     flat = _jaxprs.inline(opened, lambda e: not is_stage_call(e))
     consts = zip(values, flat.jaxpr.invars, strict=False)

@@ -138,7 +138,7 @@ def place(
 def _axes_inside(
     name: str, given: str | Sequence[str], inside: AbstractMesh | None
 ) -> tuple[str, ...]:
-    """Gives the axes that an argument of `place` names, and checks that they are inside a rank."""
+    """The axes that an argument of `place` names, and checks that they are inside a rank."""
     axes = (given,) if isinstance(given, str) else tuple(given)
     known = tuple(axis_sizes(inside))
     for axis in axes:
@@ -194,7 +194,7 @@ class Placed(Generic[R]):
 
     @without_mesh
     def compiled_for(self, *args: Any, **kwargs: Any) -> tuple[Compiled, list[Any]]:
-        """Gives the step compiled for such arguments, and their leaves."""
+        """Returns the step compiled for such arguments, and their leaves."""
         args = self._arguments(args, kwargs)
         leaves, tree = jtu.tree_flatten(args)
         context = _compat.trace_context()
@@ -347,7 +347,7 @@ class Placed(Generic[R]):
         return self._cache[0].describe()
 
     def with_edit(self, edit: Callable[[TaskGraph], TaskGraph]) -> "Placed[R]":
-        """Gives the same placed function, whose tasks an edit changes: see `edit_tasks`."""
+        """Returns the same placed function, whose tasks an edit changes: see `edit_tasks`."""
         edits = (*self._request.edits, edit)
         return Placed(dataclasses.replace(self._request, edits=edits), self._feed)
 

@@ -93,7 +93,7 @@ class _Placer:
         return self.place_of.get(i) or (union(near) if near else None)
 
     def settled(self) -> Step:
-        """Gives the step with the stages of its arguments and results."""
+        """Returns the step with the stages of its arguments and results."""
         homes = {v: self._argument_place(v) or frozenset() for v in self.args}
         for v in self.outs:
             if v in homes and not homes[v]:  # an argument that is only handed back
@@ -173,7 +173,7 @@ class _Placer:
         self._pin(i, frozenset({min(place)}))
 
     def _home(self, var) -> Place | None:
-        """Gives the place of a pinned variable, or of one that a loop demands; None for others."""
+        """The place of a pinned variable, or of one that a loop demands; None for others."""
         return self.pinned.get(var) or self.demanded.get(var)
 
     def _want(self, places: Mapping[Any, Place]) -> None:

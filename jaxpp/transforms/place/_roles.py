@@ -140,7 +140,7 @@ class _Pairing:
 
 
 def _children(node: Any) -> list[Any]:
-    """Gives the children of a node of a pytree."""
+    """Returns the children of a node of a pytree."""
     children = jtu.tree_leaves(node, is_leaf=lambda x: x is not node)
     return [child for child in children if child is not node]
 

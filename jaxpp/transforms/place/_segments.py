@@ -187,7 +187,7 @@ class _Outliner:
         return i in self.place_of or i in self.flow.loops
 
     def _needed(self, variables: Sequence[Any]) -> list[Any]:
-        """Gives the equations of variables without a place, in order and under their guards."""
+        """Returns the equations of variables without a place, in order and under their guards."""
         behind = self.flow.behind(variables, self._is_fixed)
         numbers = sorted({i for _, i in behind if i is not None and not self._is_fixed(i)})
         eqns = [self.flow.eqns[i] for i in numbers]

@@ -28,7 +28,7 @@ class Classes:
                 self._above[other] = first
 
     def of(self, var) -> Any:
-        """Gives the variable that stands for the class of a variable."""
+        """Returns the variable that stands for the class of a variable."""
         path = []
         while var in self._above:
             path.append(var)

@@ -59,7 +59,7 @@ class Splitter:
                 self._add(self._known.rename(eqn), number)
 
     def outputs(self, atoms: Iterable[Any], cuts: Iterable[Bounds | None]) -> list[Any]:
-        """Gives atoms: the parts of each that is cut, and each other one as one array."""
+        """Returns atoms: the parts of each that is cut, and each other one as one array."""
         outs = []
         for v, bounds in zip(atoms, cuts, strict=True):
             outs += [self._whole(v)] if bounds is None else self._solid_parts(v, bounds)
@@ -94,7 +94,7 @@ class Splitter:
         return list(itertools.pairwise(self._bounds[var]))
 
     def _take(self, atom: Any, low: int, high: int) -> Part:
-        """Gives some rows of an atom."""
+        """Returns some rows of an atom."""
         if not _jaxprs.is_literal(atom) and atom in self._parts:
             operands = zip(self._intervals(atom), self._parts[atom], strict=True)
             return self._put_together(operands, atom, low, high)
@@ -107,7 +107,7 @@ class Splitter:
     def _put_together(
         self, operands: Iterable[tuple[tuple[int, int], Part]], var: Any, low: int, high: int
     ) -> Part:
-        """Gives some rows of a variable that consists of operands, and of zeros elsewhere."""
+        """Returns some rows of a variable that consists of operands, and of zeros elsewhere."""
         pieces = list(_rows.pieces(operands, low, high))
         parts = [None if v is None else self._take(v, *own) for v, *own in pieces]
         if all(part is None for part in parts):
@@ -116,13 +116,13 @@ class Splitter:
         return parts[0] if len(parts) == 1 else self._emit(_rows.join(self._at, parts, var))
 
     def _solid(self, part: Part, var: Any, rows: int) -> Any:
-        """Gives a part of a variable as an array, even if it is zeros."""
+        """Returns a part of a variable as an array, even if it is zeros."""
         if part is not None:
             return part
         return self._record(functools.partial(_rows.zeros, var.aval, rows))
 
     def _whole(self, atom: Any) -> Any:
-        """Gives an atom as one array, put together from its parts if it has parts."""
+        """Returns an atom as one array, put together from its parts if it has parts."""
         if _jaxprs.is_literal(atom) or atom not in self._parts or atom in self._known.of:
             return self._known(atom)
         rows = _rows.num_rows(atom)
@@ -131,7 +131,7 @@ class Splitter:
         return whole
 
     def _parts_of(self, atom: Any, bounds: Bounds) -> list[Part]:
-        """Gives the parts of an atom; slices of it, if it is whole."""
+        """Returns the parts of an atom; slices of it, if it is whole."""
         if not _jaxprs.is_literal(atom) and atom in self._parts:
             return self._parts[atom]
         parts = [self._take(atom, *rows) for rows in itertools.pairwise(bounds)]
@@ -142,7 +142,7 @@ class Splitter:
         return parts
 
     def _solid_parts(self, atom: Any, bounds: Bounds) -> list[Any]:
-        """Gives the parts of an atom, with arrays for zeros too."""
+        """Returns the parts of an atom, with arrays for zeros too."""
         return [
             self._solid(part, atom, high - low)
             for part, (low, high) in zip(

@@ -36,18 +36,18 @@ class Rows:
     combine: Callable[[Any, Any], Any] | None = None
 
     def members(self, eqn) -> list[Any]:
-        """Gives the variables of the equation that have the rows."""
+        """Returns the variables of the equation that have the rows."""
         results = eqn.outvars if self.combine is None else []
         return _jaxprs.variables([*itertools.compress(eqn.invars, self.operands), *results])
 
 
 def rows_of(eqn) -> Rows | None:
-    """Gives the rule of an equation; None where all rows have to be in one place."""
+    """Returns the rule of an equation; None where all rows have to be in one place."""
     return _scan(eqn) if eqn.primitive.name == "scan" else _rows_from_dimensions(eqn)
 
 
 def row_by_row(eqn) -> Rows | None:
-    """Gives the rule of an equation if no row's bits depend on the number of rows; else None."""
+    """Returns the rule of an equation if no row's bits depend on the number of rows; else None."""
     rule = None if eqn.primitive.name in _primitives.CONTRACTIONS else rows_of(eqn)
     return rule if rule is not None and rule.combine is None else None
 
@@ -61,7 +61,7 @@ def of_rows(eqn, rule: Rows, operands: Sequence[Any], rows: int) -> Any:
 
 
 def with_rows(aval: Any, rows: int) -> Any:
-    """Gives the type of an array with another number of rows."""
+    """Returns the type of an array with another number of rows."""
     return aval.update(shape=(rows, *aval.shape[1:]))
 
 
@@ -71,7 +71,7 @@ def rows_var(var: Any, rows: int) -> Any:
 
 
 def num_rows(atom) -> int:
-    """Gives the size of the first axis; -1 for a scalar."""
+    """Returns the size of the first axis; -1 for a scalar."""
     shape = getattr(atom.aval, "shape", ())
     return shape[0] if shape else -1
 
@@ -156,7 +156,7 @@ def _scan(eqn) -> Rows | None:
 
 
 def scanned(eqn) -> list[Any]:
-    """Gives the operands and results that a `scan` reads and makes row by row."""
+    """Returns the operands and results that a `scan` reads and makes row by row."""
     if eqn.primitive.name != "scan":
         return []
     num_consts, num_carry = _compat.scan_parts(eqn)
@@ -164,7 +164,7 @@ def scanned(eqn) -> list[Any]:
 
 
 def scan_params(eqn, length: int) -> dict[str, Any]:
-    """Gives the parameters of a `scan` for another number of iterations."""
+    """Returns the parameters of a `scan` for another number of iterations."""
     return {**eqn.params, "length": length, "unroll": min(eqn.params["unroll"], length)}
 
 
@@ -172,7 +172,7 @@ def scan_params(eqn, length: int) -> dict[str, Any]:
 
 
 def slice_interval(eqn) -> tuple[int, int] | None:
-    """Gives the rows that a `slice` takes; None for another equation, or one that skips rows."""
+    """Returns the rows that a `slice` takes; None for another equation, or one that skips rows."""
     if eqn.primitive.name != "slice" or num_rows(eqn.invars[0]) < 0:
         return None
     if eqn.params["strides"] and eqn.params["strides"][0] != 1:
@@ -201,7 +201,7 @@ def slice_columns(eqn, rows: Any) -> Any | None:
 
 
 def pad_interval(eqn) -> tuple[int, int] | None:
-    """Gives the rows of the result of a `pad` with zeros that hold its operand, or None."""
+    """Returns the rows of the result of a `pad` with zeros that hold its operand, or None."""
     if eqn.primitive.name != "pad":
         return None
     config, value = eqn.params["padding_config"], eqn.invars[1]
@@ -214,7 +214,7 @@ def pad_interval(eqn) -> tuple[int, int] | None:
 
 
 def concatenation_intervals(eqn) -> list[tuple[int, int]] | None:
-    """Gives the rows of each operand of a `concatenate` of rows; None for another equation."""
+    """Returns the rows of each operand of a `concatenate` of rows; None for another equation."""
     if eqn.primitive.name != "concatenate" or eqn.params["dimension"] != 0:
         return None
     stops = list(itertools.accumulate(map(num_rows, eqn.invars)))

@@ -41,7 +41,7 @@ class LayerScan:
         return self.eqn.params["length"]
 
     def place_of(self, layer: int, stack: str) -> Iteration:
-        """Gives the place before the iteration that runs a layer of the stack called `stack`.
+        """Returns the place before the iteration that runs a layer of the stack called `stack`.
 
         Raises:
             ValueError: if there is no such layer.
@@ -70,7 +70,7 @@ class Divided:
     joins: frozenset[Any]
 
     def start_of(self, place: Iteration) -> Any:
-        """Gives the first variable of the equation after a place."""
+        """Returns the first variable of the equation after a place."""
         return next(v for v, p in self.places.items() if p == place)
 
 

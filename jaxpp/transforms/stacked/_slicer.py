@@ -48,7 +48,7 @@ class Slicer:
         self._known: dict[tuple[Any, int, int], Any] = {}
 
     def rows(self, atom: Any, low: int, high: int) -> Any:
-        """Gives an atom for rows `low` to `high` of another, made of as few rows as can be."""
+        """Returns an atom for rows `low` to `high` of another, made of as few rows as can be."""
         if _jaxprs.is_literal(atom):
             return _rows.literal_rows(atom, low, high)
         if (atom, low, high) not in self._known:

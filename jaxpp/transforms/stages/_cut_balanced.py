@@ -79,7 +79,7 @@ def cut_balanced(
 
 
 def cost_of(balance: Balance) -> _flops.Cost:
-    """Gives the cost of an equation by which layers are found, and stages balanced.
+    """Returns the cost of an equation by which layers are found, and stages balanced.
 
     Raises:
         ValueError: nothing can be balanced by what is given.
@@ -227,7 +227,7 @@ class _Costs:
         )
 
     def _crossing_outside(self, units: Sequence[_units.Unit]) -> list[float]:
-        """Gives the bytes that cross at each position; infinite inside units."""
+        """Returns the bytes that cross at each position; infinite inside units."""
         crossing = list(self.crossing)
         for unit in _units.outermost(units):
             crossing[unit.first + 1 : unit.last + 1] = [float("inf")] * (unit.last - unit.first)
@@ -251,7 +251,7 @@ class _Costs:
         return max(self.shares(cuts)) > 1.5 * max(self.shares(others))
 
     def shares(self, cuts: Sequence[int]) -> list[float]:
-        """Gives each stage's share of the costs."""
+        """Returns each stage's share of the costs."""
         total = sum(self.costs) or 1.0
         bounds = itertools.pairwise([0, *cuts, len(self.costs)])
         return [sum(self.costs[a:b]) / total for a, b in bounds]

@@ -172,7 +172,7 @@ class Line:
         return not self.leads.isdisjoint(eqn.outvars[:1])
 
     def position_of(self, start: Any) -> int:
-        """Gives the position of the equation that makes a variable."""
+        """Returns the position of the equation that makes a variable."""
         return next(i for i, e in enumerate(self.eqns) if start in e.outvars)
 
     def marked(
@@ -203,7 +203,7 @@ class Line:
 def _stacked(
     jaxpr: jex.ClosedJaxpr, model: Any, path: str, module: Any, arrays: Sequence[Any]
 ) -> Any:
-    """Gives a `Layer` for a module whose layers a scan calls one by one; else the module itself."""
+    """A `Layer` for a module whose layers a scan calls one by one; else the module itself."""
     if isinstance(module, _layers.Layer):
         return module
     stack = _layers.stack_at(model, path)

@@ -74,7 +74,7 @@ class UnitCuts(Units):
     firsts: tuple[int, ...]
 
     def choose(self, num_stages: int) -> Sequence[int]:
-        """Gives the cuts."""
+        """Returns the cuts."""
         return self.firsts
 
 

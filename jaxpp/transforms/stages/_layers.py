@@ -54,12 +54,12 @@ def layer_at(model: eqx.Module, path: str) -> Layer | None:
 
 
 def stack_at(model: eqx.Module, path: str) -> Layer:
-    """Gives the module at a path as a stack of layers."""
+    """Returns the module at a path as a stack of layers."""
     return Layer(path, None, arrays_of(_node_at(model, path)))
 
 
 def _node_at(model: eqx.Module, path: str) -> Any:
-    """Gives the node at a path, with numbers in place of arrays; None if there is no node."""
+    """Returns the node at a path, with numbers in place of arrays; None if there is no node."""
     node = numbered(model)
     for name in path.split("."):
         if isinstance(node, eqx.Module):
@@ -80,5 +80,5 @@ def numbered(model: Any) -> Any:
 
 
 def arrays_of(node: Any) -> int:
-    """Gives the arrays of a node of a `numbered` model, a bit each."""
+    """Returns the arrays of a node of a `numbered` model, a bit each."""
     return functools.reduce(operator.or_, (1 << i for i in jtu.tree_leaves(node)), 0)

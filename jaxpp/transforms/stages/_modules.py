@@ -130,7 +130,7 @@ def repeated_classes(model: Any) -> set[type]:
 
 
 def subclasses(cls: type) -> set[type]:
-    """Gives a class and those derived from it."""
+    """Returns a class and those derived from it."""
     return {cls}.union(*map(subclasses, cls.__subclasses__()))
 
 
@@ -272,12 +272,12 @@ def class_name(cls: type) -> str:
 
 
 def scopes(eqn) -> list[str]:
-    """Gives the scopes of the calls of modules that an equation is in, the outermost first."""
+    """Returns the scopes of the calls of modules that an equation is in, the outermost first."""
     return [name for name in _compat.scope_names(eqn) if name.startswith(CALL)]
 
 
 def scopes_inside(eqn) -> list[str]:
-    """Gives the scopes of the calls of modules inside an equation."""
+    """Returns the scopes of the calls of modules inside an equation."""
     inner = [e for sub in _jaxprs.sub_jaxprs(eqn) for e in sub.eqns]
     return [scope for e in inner for scope in [*scopes(e), *scopes_inside(e)]]
 
@@ -334,7 +334,7 @@ def _renamed(eqns: Iterable[Any], name: Callable[[str], str]) -> list[Any]:
 
 
 def model_arrays(traced: _jaxprs.Traced, model: Any) -> list[Any]:
-    """Gives the inputs that are arrays of the first argument, then those closed over."""
+    """Returns the inputs that are arrays of the first argument, then those closed over."""
     invars, first = traced.jaxpr.jaxpr.invars, traced.num_closed_over
     count = sum(map(_jaxprs.is_array, jtu.tree_leaves(model)))
     return [*invars[first : first + count], *invars[:first]]
@@ -477,7 +477,7 @@ def mark_calls(
 def whole_calls(
     model: Any, paths: Sequence[str], classes: Collection[type], calls: Mapping[str, Call]
 ) -> dict[str, str | None]:
-    """Gives the scopes of the calls that stay whole, each with the class of its module.
+    """Returns the scopes of the calls that stay whole, each with the class of its module.
 
     There is none in place of the class if `paths` names the module.
     """

@@ -37,7 +37,7 @@ class Repeats:
         return cls(np.array(likes, int), before, crossing)
 
     def blocks(self) -> list[_units.Unit]:
-        """Gives the blocks of all regions that do a part of the work that counts, in order."""
+        """Returns the blocks of all regions that do a part of the work that counts, in order."""
         regions = self._regions(0, len(self.likes))
         return [
             _units.Unit(first, first + period - 1, (number, k), ("block", number))
@@ -96,6 +96,6 @@ class Repeats:
 
 
 def _like(eqn) -> Hashable:
-    """Gives what equations have in common that are alike."""
+    """Returns what equations have in common that are alike."""
     operands, results = (tuple(str(v.aval) for v in own) for own in (eqn.invars, eqn.outvars))
     return eqn.primitive.name, operands, results

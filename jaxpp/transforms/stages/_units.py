@@ -79,7 +79,7 @@ def repeated_scopes(eqns: Sequence[Any]) -> list[Unit]:
 
 
 def scope_path(eqn) -> tuple[str, ...]:
-    """Gives the names of the scopes of an equation, without those that jaxpp has made."""
+    """Returns the names of the scopes of an equation, without those that jaxpp has made."""
     return tuple(
         part
         for name in _compat.scope_names(eqn)
@@ -138,7 +138,7 @@ def _is_checkpoint(unit: Unit) -> bool:
 
 
 def outermost(units: Sequence[Unit]) -> list[Unit]:
-    """Gives the units that are in no other, in order."""
+    """Returns the units that are in no other, in order."""
     found: list[Unit] = []
     for unit in sorted(units, key=lambda u: (u.first, -u.last)):
         if not found or unit.last > found[-1].last:

@@ -37,7 +37,7 @@ def hand_through_zeros(loop: MicrobatchLoop) -> MicrobatchLoop:
 
 
 def folded(fold: Any) -> Callable[..., Any]:
-    """Gives the function that joins several accumulators by the primitive that fills them."""
+    """Returns the function that joins several accumulators by the primitive that fills them."""
     return lambda *parts: functools.reduce(fold.bind, parts)
 
 
@@ -112,7 +112,7 @@ class _Sums:
         self.added: list[Any] = []
 
     def placed(self) -> list[tuple[Any, int | None]]:
-        """Gives the equations with their positions; new ones have none."""
+        """Returns the equations with their positions; new ones have none."""
         kept = [p for i, p in enumerate(self.loop.placed()) if i not in self.dropped]
         return [*kept, *((e, None) for e in self.added)]
 

@@ -129,7 +129,7 @@ def first_of(first, *_):
 
 
 def rows_of(direction_of: Sequence[int]) -> Callable[..., Any]:
-    """Gives the function that takes each microbatch's row from its direction's result."""
+    """Returns the function that takes each microbatch's row from its direction's result."""
 
     def join(first, *others):
         for direction, rows in enumerate(others, 1):

@@ -75,7 +75,7 @@ class _Opener:
         return self.loop.renamed(placed, self.known)
 
     def _open(self, eqn) -> list[Any]:
-        """Gives the equations that take the place of one."""
+        """Returns the equations that take the place of one."""
         eqn = self.known.rename(eqn)
         name = eqn.primitive.name
         varies = any(v in self.find.varying for v in _jaxprs.variables(eqn.invars))

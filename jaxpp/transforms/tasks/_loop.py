@@ -87,7 +87,7 @@ class LoopTasks:
         )
 
     def body(self, task: Task, direction: int = 0) -> TaskBody | None:
-        """Gives the body of a task; None for a task without work (a stage without gradients)."""
+        """Returns the body of a task; None for a task without work (a stage without gradients)."""
         return self._by_kind.get((task.kind, direction * self.num_stages + task.stage))
 
     @functools.cached_property
@@ -133,22 +133,22 @@ class LoopTasks:
         }
 
     def operands(self, number: int) -> list[Ref]:
-        """Gives the `Ref` of each operand of the loop, which has `number` operands."""
+        """Returns the `Ref` of each operand of the loop, which has `number` operands."""
         counts = {"const": self.num_consts, "carry": self.num_carry}
         counts["x"] = number - sum(counts.values())
         return [Ref(source, i) for source, count in counts.items() for i in range(count)]
 
     def results(self) -> list[Ref]:
-        """Gives the `Ref` of each result of the loop."""
+        """Returns the `Ref` of each result of the loop."""
         counts = {"carry": self.num_carry, "y": self.num_ys}
         return [Ref(source, i) for source, count in counts.items() for i in range(count)]
 
     def of_replica(self) -> "LoopTasks":
-        """Gives the tasks of the loop that one replica runs."""
+        """Returns the tasks of the loop that one replica runs."""
         return dataclasses.replace(self, replicas=1)
 
     def of_direction(self, direction: int) -> list[TaskBody]:
-        """Gives the bodies of the tasks of one direction."""
+        """Returns the bodies of the tasks of one direction."""
         return [b for b in self.bodies if b.stage // self.num_stages == direction]
 
 
@@ -273,14 +273,14 @@ def _abstract(*avals, tasks: LoopTasks, **params):
 
 
 def row_type(aval: Any) -> Any:
-    """Gives the type of a row of an array that has one for each replica."""
+    """Returns the type of a row of an array that has one for each replica."""
     sharding = aval.sharding
     spec = jax.sharding.PartitionSpec(*tuple(sharding.spec)[1:])
     return aval.update(shape=aval.shape[1:], sharding=sharding.update(spec=spec))
 
 
 def with_rows(aval: Any, replicas: int) -> Any:
-    """Gives the type of an array that has a row of a type for each replica."""
+    """Returns the type of an array that has a row of a type for each replica."""
     sharding = aval.sharding
     spec = jax.sharding.PartitionSpec(None, *tuple(sharding.spec))
     return aval.update(shape=(replicas, *aval.shape), sharding=sharding.update(spec=spec))
@@ -363,7 +363,7 @@ batching.primitive_batchers[loop_p] = _batch
 
 
 def _flat(eqn) -> jex.ClosedJaxpr:
-    """Gives a loop as scans whose bodies are flat: tasks may share an array of keys."""
+    """Returns a loop as scans whose bodies are flat: tasks may share an array of keys."""
     plain = _plain(*(v.aval for v in eqn.invars), **eqn.params)
     opened = [
         _jaxprs.map_jaxprs(e, lambda body: _jaxprs.inline(body, is_task_call)) for e in plain.eqns

@@ -254,7 +254,7 @@ def _loop_equations(eqn: Any, tasks: _loop.LoopTasks, loop: MicrobatchLoop) -> l
 
 
 def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:
-    """Gives the schedule of a loop without a backward, beside one that has the given schedule."""
+    """Returns the schedule of a loop without a backward, beside one that has the given schedule."""
     if not isinstance(schedule, schedules.Schedule):  # any object with a table
         table = schedule.table(next(_stage_counts(eqn)), eqn.params["length"])
         schedule = schedules.FromTable(table)

@@ -109,7 +109,7 @@ class Failure:
         return Failure(rank, call, task, waited_for, follows, line, details, pickled)
 
     def cause(self) -> BaseException:
-        """Gives the exception, or a `RuntimeError` with its text."""
+        """Returns the exception, or a `RuntimeError` with its text."""
         error: Any = None
         if self.pickled:
             try:

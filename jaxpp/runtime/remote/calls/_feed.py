@@ -45,7 +45,7 @@ class Feeds:
         self._known: dict[int, set[int]] = {}
 
     def __call__(self, load: Callable[[Any], Any], value: Any) -> Any:
-        """Gives placeholders of `load(value)` for the arguments of a call."""
+        """Returns placeholders of `load(value)` for the arguments of a call."""
         index = next((i for i, own in enumerate(self._loads) if own[0] == load), None)
         if index is None:
             self._loads.append((load, self._describe(load, value)))
@@ -58,7 +58,7 @@ class Feeds:
         return jtu.tree_unflatten(tree, [Fed(batch, i, aval) for i, aval in enumerate(leaves)])
 
     def load_for(self, rank: int, batch: Batch) -> Callable[[Any], Any] | None:
-        """Gives the function that loads a batch; None where the rank has it already."""
+        """Returns the function that loads a batch; None where the rank has it already."""
         if batch.load in self._known.get(rank, ()):
             return None
         return self._loads[batch.load - self._first][0]
@@ -100,7 +100,7 @@ class Loader:
             self._there.notify_all()
 
     def take(self, number: int, leaf: int, expected: ArrayType, home: Home, spec: Spec = ()) -> Any:
-        """Gives an array of a batch; waits until the batch has been loaded.
+        """Returns an array of a batch; waits until the batch has been loaded.
 
         Args:
             number: of the batch.
@@ -158,7 +158,7 @@ class Loader:
 
 
 def describe_batch(process: Any, load: Callable[[Any], Any], value: Any) -> Any:
-    """Gives the types of the arrays that a function loads; runs on a rank."""
+    """Returns the types of the arrays that a function loads; runs on a rank."""
     del process
     return jax.tree.map(_type_of, load(value))
 

@@ -97,7 +97,7 @@ class Message(NamedTuple):
     pieces: Sequence[Bytes]
 
     def to_send(self, seal: Seal) -> list[Bytes]:
-        """Gives the bytes of the message, in the pieces that go over a connection."""
+        """Returns the bytes of the message, in the pieces that go over a connection."""
         head = _HEAD.pack(self.what, self.number, len(self.pieces))
         head += struct.pack(f"<{len(self.pieces)}q", *map(len, self.pieces))
         sent = head, seal.code([head]), *self.pieces, seal.code(self.pieces)

@@ -125,7 +125,7 @@ def _without_rules(jaxpr: jex.ClosedJaxpr) -> Any:
 
 
 def serialize(compiled: Any) -> bytes | None:
-    """Gives a compiled computation as bytes, for processes of the same host and kind of device.
+    """Returns a compiled computation as bytes, for processes of the same host and kind of device.
 
     None where the backend cannot serialise it, or where JAX's persistent cache is on: on CPU an
     executable from that cache, serialised again, loads but fails when it is called.

@@ -186,7 +186,7 @@ def renew_places(session: Session, reservation: Reservation) -> Reservation:
 
 
 def _nodes() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Gives the nodes of the session that answer, and those that only Ray believes to be there.
+    """Returns the nodes of the session that answer, and those that only Ray believes to be there.
 
     Ray takes up to a minute to see that a node has crashed or is cut off, and would place workers
     there meanwhile.
@@ -253,7 +253,7 @@ def _describe(resources: Mapping[str, float]) -> str:
 
 
 def _describe_nodes(nodes: Sequence[Mapping[str, Any]], silent: Sequence[Mapping[str, Any]]) -> str:
-    """Gives a line for each node: its resources, and the part that each placement group holds."""
+    """Returns a line for each node: its resources, and the part that each placement group holds."""
     held: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for group in placement_group_table().values():
         if group["state"] in ("CREATED", "RESCHEDULING"):

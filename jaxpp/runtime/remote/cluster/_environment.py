@@ -50,7 +50,7 @@ def worker_options(
     environment: Mapping[str, str] | None = None,
     cores: int | None = None,
 ) -> dict[str, Any]:
-    """Gives the options of the Ray actor for a worker.
+    """Returns the options of the Ray actor for a worker.
 
     Args:
         reservation: from `reserve_places`.
@@ -189,7 +189,7 @@ def take_cores(count: int, name: str = "jaxpp-core") -> set[int]:
 
 
 def _import_paths() -> list[str]:
-    """Gives the driver's `sys.path`, without the folders that any Python of its version has.
+    """Returns the driver's `sys.path`, without the folders that any Python of its version has.
 
     With these paths a worker on this machine (or on one with the same folders) imports what the
     driver imports, and nothing is uploaded.

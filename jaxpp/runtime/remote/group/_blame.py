@@ -140,7 +140,7 @@ def _cut_off(members: Sequence[Member], reports: Reports, worker: int) -> RankEr
 
 
 def why(error: BaseException) -> str:
-    """Gives Ray's reason for the death of a worker, in a line."""
+    """Returns Ray's reason for the death of a worker, in a line."""
     text = str(error)
     if isinstance(error, ray.exceptions.OutOfMemoryError) or "running low on memory" in text:
         return "Ray has killed it because its host ran out of memory"

@@ -118,7 +118,7 @@ class WorkerGroup:
         return [member.hello for member in self.members if member.hello is not None]
 
     def workers(self, rank: int) -> range:
-        """Gives the numbers of a rank's processes, among the processes of all ranks."""
+        """Returns the numbers of a rank's processes, among the processes of all ranks."""
         processes = self._settings.processes_per_rank
         return range(rank * processes, (rank + 1) * processes)
 
@@ -388,7 +388,7 @@ class WorkerGroup:
         return self._reservation.places[member.rank][member.process]
 
     def _address(self, member: Member) -> str | None:
-        """Gives the address at which other hosts reach a worker's host; None where they do not."""
+        """The address at which other hosts reach a worker's host; None where they do not."""
         wanted = self._settings.address
         return self._place(member).address if wanted == "auto" else wanted
 

@@ -80,7 +80,7 @@ class HealthMonitor:
             )
 
     def end(self) -> BaseException:
-        """Gives the error of the workers, once it is known; one of them must be reported."""
+        """Returns the error of the workers, once it is known; one of them must be reported."""
         self._wait()
         try:
             self.check()
@@ -242,5 +242,5 @@ class HealthMonitor:
 
 
 def told(state: str) -> str:
-    """Gives the state of a process as the end of a sentence about a worker."""
+    """Returns the state of a process as the end of a sentence about a worker."""
     return f"and its process is {state}" if state else "and its host does not answer"

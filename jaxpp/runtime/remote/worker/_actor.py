@@ -91,7 +91,7 @@ class Hello:
 
 
 def versions() -> dict[str, str]:
-    """Gives the versions that driver and workers must agree on."""
+    """Returns the versions that driver and workers must agree on."""
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jaxpp")}
     return {"python": ".".join(platform.python_version_tuple()[:2]), **found}
 

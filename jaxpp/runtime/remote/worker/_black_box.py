@@ -76,7 +76,7 @@ class BlackBox:
 
     @staticmethod
     def encode(text: str) -> bytes:
-        """Gives a text as the bytes that are written to `text`."""
+        """Returns a text as the bytes that are written to `text`."""
         return text.encode()[:_TEXT].ljust(_TEXT, b"\0")
 
     def begin(self, call: int) -> None:

@@ -166,7 +166,7 @@ class Process:
         self._steps[step] = _Loaded(program, executor, made)
 
     def executables(self, step: int) -> Sequence[Any]:
-        """Gives the executables of a step's computations; None for one that is not run here."""
+        """Returns the executables of a step's computations; None for one that is not run here."""
         return self._steps[step].executor.executables
 
     def unload(self, step: int, computations: Collection[int]) -> None:
@@ -284,7 +284,7 @@ class Process:
         return None
 
     def fetch(self, numbers: Sequence[int]) -> list[Any] | Failure:
-        """Gives the bytes of arrays; its shares, where the rank has several processes."""
+        """Returns the bytes of arrays; its shares, where the rank has several processes."""
         to_bytes = own_share if spans(self.home) else to_host
         try:
             return [to_bytes(x) for x in self._computed(numbers)]

@@ -143,7 +143,7 @@ def _backward(opened, known: dict[Any, MaybeSpec], sizes: Sizes, fixed: Collecti
 
 
 def _wanted(eqn, known, sizes: Sizes) -> Sequence[MaybeSpec]:
-    """Gives the specs that an equation's operands would have, were they made of its results."""
+    """Returns the specs that an equation's operands would have, were they made of its results."""
     results, nothing = [known[v] for v in eqn.outvars], [None] * len(eqn.invars)
     old, new = [[shape_of(v) for v in atoms] for atoms in (eqn.invars, eqn.outvars)]
     name = eqn.primitive.name

@@ -100,7 +100,7 @@ def _call(eqn, specs, outputs, sizes) -> list[MaybeSpec]:
 
 
 def _jit(eqn, specs, outputs, sizes) -> list[MaybeSpec]:
-    """Gives the specs of the results of a nested `jit`, which may have shardings of its own."""
+    """Returns the specs of the results of a nested `jit`, which may have shardings of its own."""
     pinned_in = eqn.params.get("in_shardings", (None,) * len(specs))
     specs = list(map(pinned, specs, pinned_in, eqn.invars))
     results = _call(eqn, specs, outputs, sizes)
@@ -185,12 +185,12 @@ def _fixpoint(body: Callable, carry: Sequence[MaybeSpec]) -> tuple[list[MaybeSpe
 
 
 def _row(spec: MaybeSpec) -> MaybeSpec:
-    """Gives the spec of a slice along the first dimension."""
+    """Returns the spec of a slice along the first dimension."""
     return None if spec is None else spec[1:]
 
 
 def _stacked(spec: MaybeSpec) -> MaybeSpec:
-    """Gives the spec of values stacked along a new first dimension."""
+    """Returns the spec of values stacked along a new first dimension."""
     return None if spec is None else ((), *spec)
 
 

@@ -68,7 +68,7 @@ def of_type(spec: MaybeSpec, var, sizes: Sizes) -> MaybeSpec:
 
 
 def pinned(spec: MaybeSpec, sharding, var) -> MaybeSpec:
-    """Gives the spec that a sharding names; `spec` where it names none, or leaves one open."""
+    """Returns the spec that a sharding names; `spec` where it names none, or leaves one open."""
     named = getattr(sharding, "spec", None)
     if named is None:
         return spec
