@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*vars(sys.modules["jaxpp"]), *_public()})
+    return sorted({*vars(sys.modules["jaxpp"]), *_public()} - {"TYPE_CHECKING"})
 
 
 def _public() -> dict[str, Any]:
