@@ -63,7 +63,7 @@ MORE = (
     "runtime/checkpoint/test_inside.py",
     "runtime/checkpoint/test_workers.py",
     "runtime/remote",
-    "runtime/transport/test_device.py",
+    "runtime/transport/test_pull.py",
     "test_catalogue.py",
     "test_parallelism.py",
 )

@@ -18,11 +18,11 @@ def look(process):
 
 
 @pytest.mark.more
-def test_the_runtime_env_of_a_session_holds_for_the_workers(ray_node, tmp_path):
+def test_the_runtime_env_of_a_session_holds_for_the_workers(tmp_path):
     (tmp_path / "only_in_the_working_dir.py").write_text("VALUE = 7\n")
     variables = {"OF_THE_SESSION": "1", "OF_BOTH": "1"}
     runtime_env = {"working_dir": str(tmp_path), "env_vars": variables}
-    ray.init(address=ray_node, runtime_env=runtime_env, logging_level=logging.WARNING)
+    ray.init(address="local", runtime_env=runtime_env, logging_level=logging.WARNING)
     try:
         environment = {"OF_BOTH": "2", "OF_THE_MESH": "2"}
         with jaxpp.RemoteMpmdMesh((1,), environment=environment, start_timeout=300) as mesh:
