@@ -84,7 +84,7 @@ def one_way(rank, pipe, case):
     there, back = [Message(r, r, 1 - r, names, names, avals) for r in (0, 1)]
     home, secret = jax.devices()[0], b"of the benchmark"
     pulls = Pulls(home) if case.kind == "jax" else None
-    kind = "auto" if pulls else case.kind
+    kind: Any = "auto" if pulls else case.kind
     transport = SocketTransport(rank, home, secret, kind=kind, pulls=pulls)
     try:
         pipe.send(transport.addresses)
