@@ -103,10 +103,10 @@ def trained(name, mesh_shape):
 def difference(got, want):
     """The largest difference of an element over the largest magnitude in its array.
 
-    That is at least 1e-3: GPT-2's biases of keys have no gradient but roundings.
+    That is at least 1e-2: GPT-2's biases of keys have no gradient but roundings.
     """
     pairs = [(a, b) for a, b in zip(got, want, strict=True) if a.size]
-    return max(np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) for a, b in pairs)
+    return max(np.abs(a - b).max() / max(np.abs(b).max(), 1e-2) for a, b in pairs)
 
 
 @pytest.mark.slow
