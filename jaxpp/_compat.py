@@ -87,7 +87,7 @@ def constants_of(jaxpr) -> Sequence[Any]:
 
 
 def params_of_hi_primitive(value: Any) -> dict[str, Any] | None:
-    """What a primitive of JAX 0.12 that is an object of its own was made of; None of others.
+    """Finds what a primitive of JAX 0.12 that is an object of its own was made of; None of others.
 
     Such an object is a parameter of `call_hi_primitive`, and is made anew by each trace.
     """

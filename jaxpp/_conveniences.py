@@ -111,7 +111,7 @@ def _gradients_summed(trace: Callable[[], _jaxprs.Traced]) -> Any:
 
 
 def _size(batch: Any, axis: int) -> int:
-    """The size of an axis, which is the same in all arrays; 1 where no array has the axis."""
+    """Finds the size of an axis, which is the same in all arrays; 1 where no array has the axis."""
     sizes = {
         jtu.keystr(path): x.shape[axis]
         for path, x in jtu.tree_leaves_with_path(batch)

@@ -67,7 +67,7 @@ def nbytes(var) -> int:
 
 
 def resolve(balance: str | Cost) -> Cost:
-    """The cost function that `balance` names, or is itself; layers are balanced by flops."""
+    """Finds the cost function that `balance` names, or is itself; layers are balanced by flops."""
     if balance in ("flops", "layers"):
         return flops
     if callable(balance):

@@ -5,7 +5,7 @@ import math
 
 
 def ring_bytes(nbytes: float, devices: int) -> float:
-    """The bytes that a device sends where so many add up arrays of so many bytes, in a ring.
+    """Finds the bytes that a device sends where so many add up arrays of so many bytes, in a ring.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009: each sends its
     parts while they are summed, and once more while the sums go round.

@@ -348,7 +348,7 @@ def _execute(local: LocalStep, rank: int, instruction: Instruction) -> None:
 def _around(
     calls: Sequence[Sequence[Clocked]], num_devices: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """For each device the time of runs that are no task, before its first task and after."""
+    """Finds for each device the time of runs that are no task, before its first task and after."""
     sums = []
     for runs in calls:
         for device in range(num_devices):

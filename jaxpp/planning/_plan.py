@@ -274,7 +274,7 @@ def solve(problem: Problem, known: Candidate | None = None) -> Plan:
 def _factors_of_ranks(
     timeline: Timeline | None, num_ranks: int
 ) -> Mapping[tuple[int, Kind, int], float]:
-    """By rank, kind and stage the time of tasks there over that on all ranks of the stage."""
+    """Finds by rank, kind and stage the time of tasks there over that on all ranks of the stage."""
     if timeline is None or timeline.num_ranks != num_ranks:
         return {}
     times: dict[tuple[int | None, Kind, int], list[float]] = {}

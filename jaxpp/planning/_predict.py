@@ -400,7 +400,7 @@ class _Around:
         return seconds
 
     def _reduced_bytes(self, rank: int, run: Run) -> float:
-        """The bytes that a device sends to its replicas in a run: none but in reductions."""
+        """Finds the bytes that a device sends to its replicas in a run: none but in reductions."""
         own, axes = self._bundle.computations[run.computation], self._ranks[rank].axes
         if run.label != REDUCTION or not own.in_specs:
             return 0.0

@@ -238,7 +238,7 @@ class Problem:
         return made
 
     def update_seconds(self, found: Profile, parameter_bytes: float) -> float:
-        """The time of an update: it reads all of the state, and writes all but gradients."""
+        """Finds the time of an update: it reads all of the state, and writes all but gradients."""
         moved = max(0.0, 2 * self.state_bytes - 1) * parameter_bytes
         return moved / found.memory_bandwidth
 

@@ -130,7 +130,7 @@ class Step:
 
 
 def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Any]) -> dict[Any, str]:
-    """The names that variables have in the text of a jaxpr; `_` for one that is not read."""
+    """Finds the names that variables have in the text of a jaxpr; `_` for one that is not read."""
     if not variables:
         return {}
     opened = jaxpr.jaxpr

@@ -142,7 +142,7 @@ def _anneal(
 
 
 def _quick(setting: Setting, choice: Choice) -> tuple[float, float]:
-    """A time that no order beats, of the slowest rank, and the mean time before ranks begin.
+    """Finds a time that no order beats, of the slowest rank, and the mean time before ranks begin.
 
     A rank begins after the forwards before its first stage, and then has all its work to do.
     """

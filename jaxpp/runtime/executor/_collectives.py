@@ -88,7 +88,7 @@ def _mesh_groups(axes: str, devices: str | None, moving: str) -> list[list[int]]
 
 
 def _order(devices: str | None, count: int) -> np.ndarray | None:
-    """The devices of a mesh of XLA's in the order of its axes: a list or transposed iota."""
+    """Finds the devices of a mesh of XLA's in the order of its axes: a list or transposed iota."""
     if devices is None:
         return np.arange(count)
     if transposed := _TRANSPOSED.match(devices):

@@ -77,7 +77,7 @@ class Library:
         return number
 
     def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
-        """The number of each computation that a rank runs; pickles those that no rank had."""
+        """Finds the number of each computation that a rank runs; pickles those that no rank had."""
         settings = current_settings(), bundle.inside
         numbers: list[int | None] = [None] * len(bundle.computations)
         for n in {i.computation for i in program.instructions if isinstance(i, Run)}:
@@ -196,7 +196,7 @@ class Library:
         self._lines.pop(call - REMEMBERED, None)
 
     def describe(self, call: int, label: str) -> str:
-        """The stage of a task, and the user's line that the task begins with, in brackets."""
+        """Finds the stage of a task, and the user's line that the task begins with, in brackets."""
         known = self._lines.get(call, {}).get(label, "")
         return f" ({known})" if known else ""
 

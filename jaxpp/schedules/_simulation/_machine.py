@@ -61,7 +61,7 @@ class Machine:
         return tuple(map(sum, zip(self.reduction(num_ranks), times, strict=True)))
 
     def reduction(self, num_ranks: int) -> tuple[float, ...]:
-        """For each rank the time in which it reduces its gradients, before its optimizer."""
+        """Finds for each rank the time in which it reduces its gradients, before its optimizer."""
         if not self.reduction_bandwidth > 0:
             raise ValueError(f"reduction_bandwidth is above 0, got {self.reduction_bandwidth}.")
         sizes = _each("gradient_bytes", self.gradient_bytes, num_ranks)

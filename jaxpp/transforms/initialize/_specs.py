@@ -63,7 +63,7 @@ def with_split_outputs(
 
 
 def _split_alike(eqn: Any, specs: Mapping[Any, Spec]) -> Spec:
-    """The spec of an equation's operands that have dimensions; `()` where they are whole."""
+    """Finds the spec of an equation's operands that have dimensions; `()` where they are whole."""
     shapes = {v.aval.shape for v in eqn.outvars}
     own = {specs[v] for v in eqn.outvars}
     if len(shapes) > 1 or len(own) > 1 or not _consists_of(eqn, _is_elementwise):

@@ -189,7 +189,7 @@ def dtype_of_gradient(operators: Sequence[Any], x: Any) -> Any:
 
 
 def of_gradient(name: str, operators: Sequence[Any], x: Any) -> Any:
-    """The built-in operator of a gradient by `x`, which comes in its accumulator's dtype."""
+    """Finds the built-in operator of a gradient by `x`, which comes in its accumulator's dtype."""
     dtype = dtype_of_gradient(operators, x)
     return accumulate_in(REDUCTIONS[name], None if dtype == x.dtype else dtype, x)
 

@@ -131,7 +131,7 @@ def warn_of_overwritten(traced: _jaxprs.Traced, operators: Sequence[Any]) -> Non
 
 
 def watched(x: Any, path: str) -> Any:
-    """An argument; if it is overwritten by its gradient, a derivative by it is warned of."""
+    """Finds an argument; if it is overwritten by its gradient, a derivative by it is warned of."""
     if _OVERWRITTEN not in path or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     same = jax.custom_jvp(lambda x: x)

@@ -138,7 +138,7 @@ def place(
 def _axes_inside(
     name: str, given: str | Sequence[str], inside: AbstractMesh | None
 ) -> tuple[str, ...]:
-    """The axes that an argument of `place` names, and checks that they are inside a rank."""
+    """Finds the axes that an argument of `place` names, and checks that they are inside a rank."""
     axes = (given,) if isinstance(given, str) else tuple(given)
     known = tuple(axis_sizes(inside))
     for axis in axes:

@@ -173,7 +173,7 @@ class _Placer:
         self._pin(i, frozenset({min(place)}))
 
     def _home(self, var) -> Place | None:
-        """The place of a pinned variable, or of one that a loop demands; None for others."""
+        """Finds the place of a pinned variable, or of one that a loop demands; None for others."""
         return self.pinned.get(var) or self.demanded.get(var)
 
     def _want(self, places: Mapping[Any, Place]) -> None:

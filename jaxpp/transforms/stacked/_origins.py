@@ -31,7 +31,7 @@ class Origins:
             self._maker[v] = eqn
 
     def model_arrays(self, atom: Any) -> int:
-        """The arrays of the model that an atom depends on; none if it has another source."""
+        """Finds the arrays of the model that an atom depends on; none if it has another source."""
         sources = 0 if _jaxprs.is_literal(atom) else self._sources.get(atom, 0)
         return sources if sources < self._other else 0
 

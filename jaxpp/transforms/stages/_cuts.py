@@ -203,7 +203,7 @@ class Line:
 def _stacked(
     jaxpr: jex.ClosedJaxpr, model: Any, path: str, module: Any, arrays: Sequence[Any]
 ) -> Any:
-    """A `Layer` for a module whose layers a scan calls one by one; else the module itself."""
+    """Finds a `Layer` for a module whose layers a scan calls one by one; else the module itself."""
     if isinstance(module, _layers.Layer):
         return module
     stack = _layers.stack_at(model, path)

@@ -106,7 +106,7 @@ def run_in_stages(fun: Callable[P, R], decide: Callable, run_stage: Callable) ->
 
 
 def decision_of(fun: Callable) -> Callable[..., tuple[_jaxprs.Traced, Stages]]:
-    """The function that decides the stages of `fun`: its own, or one that reads its marks."""
+    """Finds the function that decides the stages of `fun`: its own, or one that reads its marks."""
     owner, decide = getattr(fun, "_jaxpp_stages", (None, None))
     if decide is not None and owner is fun:
         return decide

@@ -388,7 +388,7 @@ class WorkerGroup:
         return self._reservation.places[member.rank][member.process]
 
     def _address(self, member: Member) -> str | None:
-        """The address at which other hosts reach a worker's host; None where they do not."""
+        """Finds the address at which other hosts reach a worker's host; None where they do not."""
         wanted = self._settings.address
         return self._place(member).address if wanted == "auto" else wanted
 
