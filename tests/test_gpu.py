@@ -90,4 +90,4 @@ def test_workers_that_share_a_gpu_send_through_host_memory():
 
 @pytest.mark.skipif("len(jax.devices()) < 2", reason="needs two GPUs")
 def test_workers_with_a_gpu_each_send_from_device_to_device():
-    _remote_steps("device", ranks=2, gpus_per_rank=1, memory="0.2")
+    _remote_steps("jax", ranks=2, gpus_per_rank=1, memory="0.2")

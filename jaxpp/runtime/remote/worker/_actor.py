@@ -1,7 +1,6 @@
 """The Ray actor of a worker: starts JAX, the transport and the RPC server."""
 
 import dataclasses
-import importlib.metadata
 import math
 import os
 import platform
@@ -12,8 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jaxlib
 import ray
 
+from jaxpp._version import __version__
 from jaxpp.runtime.arrays import Home, devices_of, home_over
 from jaxpp.runtime.remote.cluster import prepare_process
 from jaxpp.runtime.remote.worker._black_box import BlackBox
@@ -92,8 +93,9 @@ class Hello:
 
 def versions() -> dict[str, str]:
     """Returns the versions that driver and workers must agree on."""
-    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jaxpp")}
-    return {"python": ".".join(platform.python_version_tuple()[:2]), **found}
+    python = ".".join(platform.python_version_tuple()[:2])
+    jaxs = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return {"python": python, **jaxs, "jaxpp": __version__}
 
 
 #: Ray's decorator; its overloads do not know its options.
