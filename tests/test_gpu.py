@@ -1,10 +1,13 @@
 """The laws on GPUs, which the ranks share where there is only one."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 import jaxpp
 from tests.helpers import assert_close
@@ -84,10 +87,81 @@ def _remote_steps(transport, ranks, gpus_per_rank, memory):
     assert_close(params, expected, rtol=1e-4)
 
 
-def test_workers_that_share_a_gpu_send_through_host_memory():
-    _remote_steps("auto", ranks=2, gpus_per_rank=0.5, memory="0.08")
+@pytest.mark.parametrize("transport", ["auto", "jax"])
+def test_workers_share_a_gpu(transport):
+    _remote_steps(transport, ranks=2, gpus_per_rank=0.5, memory="0.08")
 
 
 @pytest.mark.skipif("len(jax.devices()) < 2", reason="needs two GPUs")
-def test_workers_with_a_gpu_each_send_from_device_to_device():
-    _remote_steps("jax", ranks=2, gpus_per_rank=1, memory="0.2")
+@pytest.mark.parametrize("transport", ["auto", "jax"])
+def test_workers_have_a_gpu_each(transport):
+    _remote_steps(transport, ranks=2, gpus_per_rank=1, memory="0.2")
+
+
+# ---- what is there on a GPU alone ----------------------------------------------------------------
+
+
+def _attention(w, x):
+    """Attention by cuDNN."""
+    q, k, v = ((x @ w[name]).reshape(*x.shape[:2], 2, 64) for name in "qkv")
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    return x + y.reshape(x.shape)
+
+
+@jax.custom_vjp
+def _gelu(x):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jax.nn.gelu(x_ref[...])
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+_gelu.defvjp(lambda x: (_gelu(x), x), lambda x, g: jax.vjp(jax.nn.gelu, x)[1](g))
+
+
+def _kernel(w, x):
+    """A kernel of Pallas."""
+    return _gelu((x @ w["q"]).reshape(-1, 128)).reshape(x.shape)
+
+
+def _callback(w, x):
+    """A callback with a value."""
+    doubled = jax.pure_callback(lambda a: 2 * np.asarray(a), x, jax.lax.stop_gradient(x))
+    return (x + doubled) @ w["v"]
+
+
+@pytest.mark.parametrize("layer", [_attention, _kernel, _callback])
+def test_code_for_gpus_runs_in_stages_here_and_on_workers(layer):
+    keys = jax.random.split(jax.random.key(4), 7)
+    params = [
+        {name: jax.random.normal(key, (128, 128), jnp.bfloat16) / 8 for name, key in own}
+        for own in (zip("qkv", keys[:3], strict=True), zip("qkv", keys[3:6], strict=True))
+    ]
+    x = jax.random.normal(keys[6], (8, 64, 128), jnp.bfloat16)
+
+    def loss(params, x):
+        x = jaxpp.pipeline_enter_stage(layer(params[0], x))
+        return jnp.mean(layer(params[1], x).astype(jnp.float32) ** 2)
+
+    def step_of(grad_fn):
+        def step(params, x):
+            value, grads = grad_fn(params, x)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+        return step
+
+    grad_fn = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 4)
+    step = step_of(jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB()))
+    want = jax.jit(step_of(jax.value_and_grad(loss)))(params, x)
+    close = functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.02)
+    gpu = jax.devices("gpu")[0]
+    here = jaxpp.place(step, jaxpp.MpmdMesh((2,), devices=[gpu] * 2))(params, x)
+    jax.tree.map(close, _wide(here), _wide(want))
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.08"}
+    with jaxpp.RemoteMpmdMesh((2,), gpus_per_rank=0.5, environment=memory) as mesh:
+        there = jax.device_get(jaxpp.place(step, mesh)(params, x))
+    jax.tree.map(close, _wide(there), _wide(want))
+
+
+def _wide(tree):
+    return jax.tree.map(lambda a: np.asarray(a, np.float32), tree)
