@@ -1,8 +1,8 @@
 """Arrays of ranks: where they are, their types, and the handles that stand for them."""
 
 from jaxpp.runtime.arrays._arguments import check_arguments as check_arguments
+from jaxpp.runtime.arrays._arguments import check_here as check_here
 from jaxpp.runtime.arrays._arguments import check_layouts as check_layouts
-from jaxpp.runtime.arrays._arguments import check_memory as check_memory
 from jaxpp.runtime.arrays._axes import check_axes as check_axes
 from jaxpp.runtime.arrays._axes import shape_of as shape_of
 from jaxpp.runtime.arrays._gather import gather as gather

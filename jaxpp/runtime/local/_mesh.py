@@ -1,7 +1,6 @@
 """`MpmdMesh`: all ranks in this process."""
 
 import contextlib
-import functools
 import math
 import os
 import threading
@@ -15,7 +14,6 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle, Message, Send
-from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
     ArrayType,
     Home,
@@ -199,6 +197,7 @@ class _LocalTransport:
 
     def __init__(self, homes: Sequence[Home]):
         self._homes = homes
+        self._movers: dict[int, Callable[[list[Any]], Any]] = {}  # by the tags of messages
         self._mail: dict[int, Any] = {}
         self._recent: list[deque[Any]] = [deque() for _ in homes]
 
@@ -211,7 +210,9 @@ class _LocalTransport:
     def send(self, arrays: list[Any], message: Message) -> None:
         source, target = self._homes[message.source], self._homes[message.target]
         if target is not source:
-            arrays = _mover(source, target, message.specs)(arrays)
+            if message.tag not in self._movers:
+                self._movers[message.tag] = _mover(source, target, message)
+            arrays = self._movers[message.tag](arrays)
         self._mail[message.tag] = arrays
 
     def arrays_of(self, message: Message) -> list[Any]:
@@ -229,12 +230,13 @@ class _LocalTransport:
         return arrays
 
 
-@functools.cache
-def _mover(source: Home, target: Home, specs: tuple[Spec, ...]) -> Callable[[list[Any]], Any]:
+def _mover(source: Home, target: Home, message: Message) -> Callable[[list[Any]], Any]:
     """Returns the function that moves a message's arrays from one home to another."""
-    if not isinstance(source, Mesh) and not isinstance(target, Mesh):
+    kinds = list(map(_compat.memory_kind, message.avals))
+    if not isinstance(source, Mesh) and not isinstance(target, Mesh) and not any(kinds):
         return _compat.copier_to(target)
-    shardings = [sharding_in(target, spec) for spec in specs]
+    specs = message.specs or ((),) * len(kinds)
+    shardings = [sharding_in(target, *own) for own in zip(specs, kinds, strict=True)]
     return lambda arrays: jax.device_put(arrays, shardings)
 
 
