@@ -16,6 +16,7 @@ from jaxpp.runtime.arrays._homes import devices_of as devices_of
 from jaxpp.runtime.arrays._homes import distinct as distinct
 from jaxpp.runtime.arrays._homes import home_over as home_over
 from jaxpp.runtime.arrays._homes import homes_of as homes_of
+from jaxpp.runtime.arrays._homes import joined as joined
 from jaxpp.runtime.arrays._homes import sharding_across as sharding_across
 from jaxpp.runtime.arrays._homes import sharding_in as sharding_in
 from jaxpp.runtime.arrays._homes import sizes_of as sizes_of

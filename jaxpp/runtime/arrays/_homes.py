@@ -84,6 +84,13 @@ def sharding_in(home: Home, spec: Spec = (), kind: str | None = None) -> Shardin
     return SingleDeviceSharding(home, memory_kind=kind)
 
 
+def joined(shape: tuple[int, ...], sharding: Sharding, shards: Sequence[Any]) -> Any:
+    """Makes an array of its shards; JAX's function for it loses the memory kind of one device."""
+    if isinstance(sharding, SingleDeviceSharding):
+        return shards[0]
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
+
+
 @functools.cache
 def sharding_across(homes: tuple[Home, ...], spec: Spec = (), kind: str | None = None) -> Sharding:
     """Returns the sharding of an array that several homes have, all with the same split.

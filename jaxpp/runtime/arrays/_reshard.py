@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Sharding
 
 from jaxpp import _compat
-from jaxpp.runtime.arrays._homes import Box, box_of, sharding_in
+from jaxpp.runtime.arrays._homes import Box, box_of, joined, sharding_in
 
 
 class Piece(NamedTuple):
@@ -54,7 +54,7 @@ def reshard(arrays: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[ja
             devices += [sharding_in(shard.device, (), kind)] * len(shard.pieces)
     moved = iter(jax.device_put(pieces, devices))
     return [
-        jax.make_array_from_single_device_arrays(
+        joined(
             x.shape,
             target,
             [_joined([next(moved) for _ in s.pieces], s.counts) for s in shards],

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxpp import _compat
 from jaxpp._jaxprs import WIDE
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays._homes import Box, Home, box_of, sharding_in
+from jaxpp.runtime.arrays._homes import Box, Home, box_of, joined, sharding_in
 
 _FLOAT0 = "float0"
 
@@ -209,7 +209,7 @@ def from_host(
                 jax.device_put(part(index), sharding_in(device, (), array_type.kind))
                 for device, index in sharding.addressable_devices_indices_map(shape).items()
             ]
-            array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+            array = joined(shape, sharding, shards)
     if array_type.key is None:
         return array
     return jax.random.wrap_key_data(array, impl=array_type.key)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxpp._compat import in_memory_of
-from jaxpp.runtime.arrays import ArrayType, box_of, sharding_in
+from jaxpp.runtime.arrays import ArrayType, box_of, joined, sharding_in
 from jaxpp.runtime.checkpoint import _store
 from jaxpp.runtime.checkpoint._manifest import ArrayLeaf, Piece
 from jaxpp.runtime.remote.calls import Lost
@@ -244,7 +244,7 @@ def _assemble(
             parts = [jax.random.wrap_key_data(part, impl=kind.key) for part in parts]
         array = parts[0]
         if place.where is not None:
-            array = jax.make_array_from_single_device_arrays(kind.shape, place.where, parts)
+            array = joined(kind.shape, place.where, parts)
     return _weaken(array) if place.weak_type else array
 
 
