@@ -108,7 +108,7 @@ def typed(array: Any, aval: Any) -> Any:
     return literals.TypedNdArray(array, aval) if isinstance(array, np.ndarray) else array
 
 
-def memory_space(aval: Any) -> jax.memory.Space:
+def memory_space(aval: Any) -> Any:
     """Returns the memory of a type; a `jax.ShapeDtypeStruct` says it by its sharding."""
     kind = getattr(getattr(aval, "sharding", None), "memory_kind", None)
     default = jax.memory.Space.Host if kind == PINNED_HOST else jax.memory.Space.Device

@@ -116,7 +116,7 @@ def filled(x: Any, value: Any, dtype: Any = None) -> jax.Array:
     dtype = x.dtype if dtype is None else dtype
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding) and explicit_axes(sharding.mesh):
-        sharding = sharding.with_memory_kind(None)
+        sharding = NamedSharding(sharding.mesh, sharding.spec)
         made = jax.lax.full(x.shape, value, dtype, sharding=sharding)
     else:
         made = jnp.full(x.shape, value, dtype) if value else jnp.zeros(x.shape, dtype)

@@ -1,5 +1,7 @@
 """Memory kinds: what `jax.jit` runs, a placed step runs, with results in the same memory."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -108,14 +110,14 @@ def by_sharding(grad_fn):
 
 def on_host(fun):
     """Computes in the memory of the host; JAX 0.12 changed how that is said."""
+    under: Any = compute_on.compute_on
     try:
-        compute_on.compute_on("device_host")
+        under("device_host")
     except TypeError:
-        options = {"compute_type": "device_host", "out_memory_spaces": HOST}
-        return compute_on.compute_on(fun, **options)
+        return under(fun, compute_type="device_host", out_memory_spaces=HOST)
 
     def run(*args):
-        with compute_on.compute_on("device_host"):
+        with under("device_host"):
             return fun(*args)
 
     return run
