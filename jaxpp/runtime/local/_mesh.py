@@ -1,6 +1,7 @@
 """`MpmdMesh`: all ranks in this process."""
 
 import contextlib
+import functools
 import math
 import os
 import threading
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import PIPELINE_AXIS, PROVIDED, Bundle, Message, Send
+from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
     ArrayType,
     Home,
@@ -197,7 +199,6 @@ class _LocalTransport:
 
     def __init__(self, homes: Sequence[Home]):
         self._homes = homes
-        self._movers: dict[int, Callable[[list[Any]], Any]] = {}  # by the tags of messages
         self._mail: dict[int, Any] = {}
         self._recent: list[deque[Any]] = [deque() for _ in homes]
 
@@ -210,9 +211,8 @@ class _LocalTransport:
     def send(self, arrays: list[Any], message: Message) -> None:
         source, target = self._homes[message.source], self._homes[message.target]
         if target is not source:
-            if message.tag not in self._movers:
-                self._movers[message.tag] = _mover(source, target, message)
-            arrays = self._movers[message.tag](arrays)
+            kinds = tuple(map(_compat.memory_kind, message.avals))
+            arrays = _mover(source, target, message.specs, kinds)(arrays)
         self._mail[message.tag] = arrays
 
     def arrays_of(self, message: Message) -> list[Any]:
@@ -230,13 +230,15 @@ class _LocalTransport:
         return arrays
 
 
-def _mover(source: Home, target: Home, message: Message) -> Callable[[list[Any]], Any]:
+@functools.cache
+def _mover(
+    source: Home, target: Home, specs: tuple[Spec, ...], kinds: tuple[str | None, ...]
+) -> Callable[[list[Any]], Any]:
     """Returns the function that moves a message's arrays from one home to another."""
-    kinds = list(map(_compat.memory_kind, message.avals))
     if not isinstance(source, Mesh) and not isinstance(target, Mesh) and not any(kinds):
         return _compat.copier_to(target)
-    specs = message.specs or ((),) * len(kinds)
-    shardings = [sharding_in(target, *own) for own in zip(specs, kinds, strict=True)]
+    split = specs or ((),) * len(kinds)
+    shardings = [sharding_in(target, *own) for own in zip(split, kinds, strict=True)]
     return lambda arrays: jax.device_put(arrays, shardings)
 
 
