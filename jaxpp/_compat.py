@@ -48,6 +48,9 @@ from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssu
 # This makes an equation's source line the user's, in error messages and in profiles.
 source_info_util.register_exclusion(os.path.join(os.path.dirname(__file__), ""))
 
+#: The memory kind of arrays in `jax.memory.Space.Host`.
+PINNED_HOST = "pinned_host"
+
 #: On JAX 0.12 a jaxpr and its constants are one class; before, they were two.
 JaxprTypes = (jex.Jaxpr, jex.ClosedJaxpr)
 
@@ -105,9 +108,30 @@ def typed(array: Any, aval: Any) -> Any:
     return literals.TypedNdArray(array, aval) if isinstance(array, np.ndarray) else array
 
 
-def in_host_memory(aval: Any) -> bool:
-    """Tells whether a type is of an array in the memory of the host, and not of the device."""
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+def memory_space(aval: Any) -> Any:
+    """Returns the memory of a type; a `jax.ShapeDtypeStruct` says it by its sharding."""
+    kind = getattr(getattr(aval, "sharding", None), "memory_kind", None)
+    default = jax.memory.Space.Host if kind == PINNED_HOST else jax.memory.Space.Device
+    return getattr(aval, "memory_space", default)
+
+
+def memory_kind(aval: Any) -> str | None:
+    """Returns the memory kind of a type: that of the host's memory, or None for the device's."""
+    return PINNED_HOST if memory_space(aval) == jax.memory.Space.Host else None
+
+
+def mesh_of(eqn) -> AbstractMesh:
+    """Returns the abstract mesh under which an equation was traced; it may be empty."""
+    return eqn.ctx.cur_abstract_mesh
+
+
+def in_memory_of(x: Any, aval: Any) -> Any:
+    """Moves an array to the memory of a type.
+
+    On one device JAX traces an argument of a `jax.ShapeDtypeStruct` as if it were in the memory of
+    the device, whatever its sharding says.
+    """
+    return x if memory_kind(aval) is None else jax.device_put(x, jax.memory.Space.Host)
 
 
 def scan_parts(eqn) -> tuple[int, int]:
@@ -360,7 +384,7 @@ def join_shards(aval: Any, sharding: Any, shards: Sequence[Any]) -> Any:
     """
     if not getattr(aval, "weak_type", False):
         return jax.make_array_from_single_device_arrays(aval.shape, sharding, list(shards))
-    weak = core.ShapedArray(aval.shape, aval.dtype, weak_type=True)
+    weak = core.ShapedArray(aval.shape, aval.dtype, weak_type=True, memory_space=memory_space(aval))
     return array.ArrayImpl(weak, sharding, list(shards), committed=True)
 
 

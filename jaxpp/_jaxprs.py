@@ -16,6 +16,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxpp import _compat, _in_place, _primitives
 from jaxpp._program import Fed
@@ -314,6 +315,31 @@ def with_kept_constants(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         return new.replace(consts=[copy(c, v.aval) for c, v in consts])
 
     return visit(jaxpr)
+
+
+def without_devices(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Lets each `jax.device_put` of a task name a memory, and no devices: these are its rank's.
+
+    A split over the axes of the rank stays.
+    """
+
+    def own(eqn):
+        eqn = map_jaxprs(eqn, without_devices)
+        if eqn.primitive.name != "device_put":
+            return eqn
+        mesh = _compat.mesh_of(eqn)
+
+        def place(given, var):
+            if isinstance(given, NamedSharding) and set(mesh.axis_names) >= set(given.mesh.shape):
+                return NamedSharding(mesh, given.spec, memory_kind=given.memory_kind)
+            return _compat.memory_space(var.aval)
+
+        devices = tuple(map(place, eqn.params["devices"], eqn.outvars))
+        return eqn.replace(
+            params={**eqn.params, "devices": devices, "srcs": (None,) * len(devices)}
+        )
+
+    return _compat.with_equations(jaxpr, map(own, jaxpr.eqns), jaxpr.jaxpr.outvars)
 
 
 def without_constants(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:

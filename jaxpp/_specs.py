@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxpp import _compat
+
 #: For each dimension the axes that it is split over, the outermost first; `()` for a whole one.
 Spec = tuple[tuple[str, ...], ...]
 
@@ -67,19 +69,44 @@ def in_type(x: Any) -> Spec | None:
     return spec_of(sharding.spec, x.ndim)
 
 
+#: Says in a type that an array is in the memory of the host, and nothing of its devices.
+_IN_HOST = NamedSharding(AbstractMesh((), ()), PartitionSpec(), memory_kind=_compat.PINNED_HOST)
+
+
+def type_of(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    """Returns a type without its devices: shape, dtype, weak type and memory kind.
+
+    Args:
+        aval: the type.
+        shape: another shape for it.
+
+    Example:
+        >>> in_host = jax.device_put(jnp.ones(3), jax.memory.Space.Host)
+        >>> jax.make_jaxpr(lambda x: x + 1)(type_of(in_host.aval, (2,))).out_avals
+        [ShapedArray(float32<host>[2])]
+    """
+    return jax.ShapeDtypeStruct(
+        aval.shape if shape is None else shape,
+        aval.dtype,
+        weak_type=bool(getattr(aval, "weak_type", False)),
+        sharding=_IN_HOST if _compat.memory_kind(aval) else None,
+    )
+
+
 def types_of(fun: Callable, *args: Any) -> Any:
     """Does as `jax.eval_shape`, with types that say how arrays are split over explicit axes."""
     jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    leaves, tree = jax.tree.flatten(shapes)
     typed = [
-        x.update(sharding=a.sharding) if explicit_axes(a.sharding.mesh) else x
-        for x, a in zip(leaves, jaxpr.out_avals, strict=True)
+        type_of(a).update(sharding=a.sharding.with_memory_kind(_compat.memory_kind(a)))
+        if explicit_axes(a.sharding.mesh)
+        else type_of(a)
+        for a in jaxpr.out_avals
     ]
-    return jax.tree.unflatten(tree, typed)
+    return jax.tree.unflatten(jax.tree.structure(shapes), typed)
 
 
 def filled(x: Any, value: Any, dtype: Any = None) -> jax.Array:
-    """Makes an array of one value, shaped like another, and split like it if its type says how.
+    """Makes an array of one value, shaped like another, split and in memory as its type says.
 
     Args:
         x: an array, or a `jax.ShapeDtypeStruct`.
@@ -88,9 +115,12 @@ def filled(x: Any, value: Any, dtype: Any = None) -> jax.Array:
     """
     dtype = x.dtype if dtype is None else dtype
     sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not explicit_axes(sharding.mesh):
-        return jnp.full(x.shape, value, dtype) if value else jnp.zeros(x.shape, dtype)
-    return jax.lax.full(x.shape, value, dtype, sharding=sharding)
+    if isinstance(sharding, NamedSharding) and explicit_axes(sharding.mesh):
+        sharding = NamedSharding(sharding.mesh, sharding.spec)
+        made = jax.lax.full(x.shape, value, dtype, sharding=sharding)
+    else:
+        made = jnp.full(x.shape, value, dtype) if value else jnp.zeros(x.shape, dtype)
+    return _compat.in_memory_of(made, x)
 
 
 def only(spec: Spec, axes: Collection[str]) -> Spec:

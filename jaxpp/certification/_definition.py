@@ -66,7 +66,7 @@ def _microbatch(
         traced = trace()
         with _definitions.by_definition({}):
             reduce_by = reduce(trace)
-        outputs = traced.rebuild(_type(v.aval) for v in traced.jaxpr.jaxpr.outvars)
+        outputs = traced.rebuild(_specs.type_of(v.aval) for v in traced.jaxpr.jaxpr.outvars)
         how = _of_arrays(reduce_by, outputs)
         dtypes = _of_arrays(accumulator_dtype, outputs)
         roles = ["whole"] * traced.num_closed_over + roles
@@ -118,10 +118,6 @@ def _of_arrays(prefix: Any, outputs: Any) -> list[Any]:
     leaves = jtu.tree_leaves(outputs)
     pairs = zip(_spread(prefix, outputs), leaves, strict=True)
     return [leaf for leaf, x in pairs if isinstance(x, jax.ShapeDtypeStruct)]
-
-
-def _type(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _with_arrays(tree: Any) -> Any:
@@ -260,7 +256,7 @@ def _combined(how, rows, avals, dtypes, count: int, replicas: int) -> list[Any]:
 
 
 def _by_operator(op: Any, aval: Any, rows: Any) -> Any:
-    acc = op.init(_type(aval))
+    acc = op.init(_specs.type_of(aval))
     for row in rows:
         acc = op.combine(acc, row)
     return acc

@@ -34,7 +34,8 @@ class Moment:
         seconds: the time since the start of the step.
         bytes: by what they are: `"parameters"`, `"optimizer"`, `"batch"`, `"other"` arguments and
             results, `"accumulators"`, `"activations"`, `"messages"` that nothing has read yet, and
-            what XLA needs beside arrays, `"temporary"`.
+            what XLA needs beside arrays, `"temporary"`; and all that is in the memory of the host
+            instead, `"host"`.
         running: the task, or the part of the step around the tasks, that runs then.
     """
 
@@ -44,8 +45,8 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All bytes."""
-        return sum(self.bytes.values())
+        """All bytes of the device: those of the host are no part of them."""
+        return sum(n for kind, n in self.bytes.items() if kind != "host")
 
 
 @dataclasses.dataclass(frozen=True)

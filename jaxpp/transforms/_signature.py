@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from jaxpp import _jaxprs
+from jaxpp import _compat, _jaxprs, _specs
 from jaxpp._program import Fed
 
 
@@ -62,6 +62,8 @@ class Signature:
                 if own.shape != aval.shape or own.dtype != aval.dtype:
                     return False
                 if own.weak_type != aval.weak_type:
+                    return False
+                if _compat.memory_kind(own) != _compat.memory_kind(aval):
                     return False
             elif not _is_traced(leaf, number) or type_of(leaf) != aval:
                 return False
@@ -124,7 +126,9 @@ def type_of(array: Any) -> jax.ShapeDtypeStruct:
     """Returns an array's type without its sharding, which differs between a step's and a user's."""
     # JAX knows nothing of an array in another process, but the array has a type.
     aval = array.aval if isinstance(array, jax.Array | Fed) else jax.typeof(array)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    if isinstance(array, jax.ShapeDtypeStruct):  # JAX drops the memory kind of one device
+        aval = aval.update(memory_space=_compat.memory_space(array))
+    return _specs.type_of(aval)
 
 
 def _describe(value: Any) -> str:
@@ -132,4 +136,5 @@ def _describe(value: Any) -> str:
     if not isinstance(value, jax.ShapeDtypeStruct):
         return repr(value)
     weak = ", weakly typed" if value.weak_type else ""
-    return f"{value.dtype.name}[{','.join(map(str, value.shape))}]{weak}"
+    kind = "<host>" if _compat.memory_kind(value) else ""
+    return f"{value.dtype.name}{kind}[{','.join(map(str, value.shape))}]{weak}"

@@ -1,8 +1,8 @@
 """Arrays of ranks: where they are, their types, and the handles that stand for them."""
 
 from jaxpp.runtime.arrays._arguments import check_arguments as check_arguments
+from jaxpp.runtime.arrays._arguments import check_here as check_here
 from jaxpp.runtime.arrays._arguments import check_layouts as check_layouts
-from jaxpp.runtime.arrays._arguments import check_memory as check_memory
 from jaxpp.runtime.arrays._axes import check_axes as check_axes
 from jaxpp.runtime.arrays._axes import shape_of as shape_of
 from jaxpp.runtime.arrays._gather import gather as gather
@@ -16,6 +16,7 @@ from jaxpp.runtime.arrays._homes import devices_of as devices_of
 from jaxpp.runtime.arrays._homes import distinct as distinct
 from jaxpp.runtime.arrays._homes import home_over as home_over
 from jaxpp.runtime.arrays._homes import homes_of as homes_of
+from jaxpp.runtime.arrays._homes import joined as joined
 from jaxpp.runtime.arrays._homes import sharding_across as sharding_across
 from jaxpp.runtime.arrays._homes import sharding_in as sharding_in
 from jaxpp.runtime.arrays._homes import sizes_of as sizes_of

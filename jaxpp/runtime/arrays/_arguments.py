@@ -61,23 +61,14 @@ def check_there(arg: Any, name: str) -> None:
         )
 
 
-def check_memory(arg: jax.Array, name: str) -> None:
-    """Checks that an argument is in the memory of devices of this process.
+def check_here(arg: jax.Array, name: str) -> None:
+    """Checks that an argument is on devices of this process.
 
     Raises:
-        ValueError: it is in another memory kind, or in other processes.
+        ValueError: it is in other processes.
     """
     if isinstance(arg, ArrayHandle) and not arg.is_fully_addressable:
         raise ValueError(
             f"args{name} is {arg!r}, and the step runs on a mesh of this process: pass "
             f"jaxpp.gather(x), which fetches it while its own mesh runs."
-        )
-    kind = arg.sharding.memory_kind
-    if kind is None or not arg.sharding.device_set:
-        return
-    own = next(iter(arg.sharding.device_set)).default_memory().kind
-    if kind != own:
-        raise ValueError(
-            f"args{name} is in memory kind {kind!r}, and a placed step reads its arguments in "
-            f"{own!r} only: pass jax.device_put(x, jax.memory.Space.Device)."
         )

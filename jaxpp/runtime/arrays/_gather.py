@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 from jaxpp import _compat
 from jaxpp._ambient import without_mesh
 from jaxpp.runtime.arrays._handle import ArrayHandle
-from jaxpp.runtime.arrays._homes import default_device
+from jaxpp.runtime.arrays._homes import default_device, on_device
 from jaxpp.runtime.arrays._stacked import StackedArray
 
 Tree = TypeVar("Tree")
@@ -21,7 +21,7 @@ def gather(tree: Tree, device: jax.Device | None = None) -> Tree:  # pyright: ig
 
     A placed step leaves its results with its ranks, and JAX computes with arrays of one device
     only. Gather what `jax.jit`, `optax.tree.norm` or a checkpointer is to take. A step may consume
-    the tree afterwards.
+    the tree afterwards. An array in the memory of the host stays there.
 
     Args:
         tree: a pytree of arrays that are on any devices, or on the ranks of any mesh.
@@ -48,10 +48,11 @@ def gather(tree: Tree, device: jax.Device | None = None) -> Tree:  # pyright: ig
         if isinstance(x, StackedArray):
             return jnp.concatenate([plain(part) for part in x.parts])
         if isinstance(x, ArrayHandle):
-            return jax.device_put(jnp.asarray(x), target)
+            x = jnp.asarray(x)
+            return jax.device_put(x, on_device(target, x.aval))
         if not isinstance(x, jax.Array) or _compat.is_tracer(x):
             return x
-        moved = jax.device_put(x, target)
+        moved = jax.device_put(x, on_device(target, x.aval))
         return jnp.copy(moved) if target in x.devices() else moved  # not the memory of the tree
 
     for x in jtu.tree_leaves(tree):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
+from jaxpp import _compat
 from jaxpp._specs import Spec, partition_spec
 
 #: A rank's device, or its mesh.
@@ -56,6 +57,12 @@ def default_device() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
+def on_device(device: Any, aval: Any) -> Any:
+    """Returns the place of an array of a type on a device: in the memory that the type names."""
+    kind = _compat.memory_kind(aval)
+    return device if kind is None else sharding_in(device, (), kind)
+
+
 def devices_of(home: Home) -> tuple[Any, ...]:
     """Returns the devices of a home, in the order of its axes."""
     return tuple(home.devices.flat) if isinstance(home, Mesh) else (home,)
@@ -67,15 +74,25 @@ def sizes_of(home: Home) -> dict[str, int]:
 
 
 @functools.cache
-def sharding_in(home: Home, spec: Spec = ()) -> Sharding:
-    """Returns the sharding of an array in a home: always the same object, known by identity."""
+def sharding_in(home: Home, spec: Spec = (), kind: str | None = None) -> Sharding:
+    """Returns the sharding of an array in a home: always the same object, known by identity.
+
+    `kind` is the memory kind of the array; None for that of the devices themselves.
+    """
     if isinstance(home, Mesh):
-        return NamedSharding(home, partition_spec(spec))
-    return SingleDeviceSharding(home)
+        return NamedSharding(home, partition_spec(spec), memory_kind=kind)
+    return SingleDeviceSharding(home, memory_kind=kind)
+
+
+def joined(shape: tuple[int, ...], sharding: Sharding, shards: Sequence[Any]) -> Any:
+    """Makes an array of its shards; JAX's function for it loses the memory kind of one device."""
+    if isinstance(sharding, SingleDeviceSharding):
+        return shards[0]
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
 
 
 @functools.cache
-def sharding_across(homes: tuple[Home, ...], spec: Spec = ()) -> Sharding:
+def sharding_across(homes: tuple[Home, ...], spec: Spec = (), kind: str | None = None) -> Sharding:
     """Returns the sharding of an array that several homes have, all with the same split.
 
     Homes with a device in common cannot be one mesh. There, an array that each device has whole is
@@ -84,18 +101,19 @@ def sharding_across(homes: tuple[Home, ...], spec: Spec = ()) -> Sharding:
     """
     first = homes[0]
     if len(homes) == 1:
-        return sharding_in(first, spec)
+        return sharding_in(first, spec, kind)
     devices = [device for home in homes for device in devices_of(home)]
     if len(set(devices)) < len(devices):
         if not all(sharding_in(home, spec).is_fully_replicated for home in homes):
-            return sharding_in(first, spec)
-        return NamedSharding(Mesh(list(dict.fromkeys(devices)), ("devices",)), partition_spec(()))
+            return sharding_in(first, spec, kind)
+        mesh = Mesh(list(dict.fromkeys(devices)), ("devices",))
+        return NamedSharding(mesh, partition_spec(()), memory_kind=kind)
     rows = np.array([devices_of(home) for home in homes], object)
     if not isinstance(first, Mesh):
-        return NamedSharding(Mesh(rows[:, 0], ("ranks",)), partition_spec(()))
+        return NamedSharding(Mesh(rows[:, 0], ("ranks",)), partition_spec(()), memory_kind=kind)
     grid = rows.reshape(len(homes), *first.devices.shape)
     mesh = Mesh(grid, ("ranks", *first.axis_names))
-    return NamedSharding(mesh, partition_spec(spec))
+    return NamedSharding(mesh, partition_spec(spec), memory_kind=kind)
 
 
 #: A part of an array: its start and its end along each dimension.

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Sharding
 
-from jaxpp.runtime.arrays._homes import Box, box_of
+from jaxpp import _compat
+from jaxpp.runtime.arrays._homes import Box, box_of, joined, sharding_in
 
 
 class Piece(NamedTuple):
@@ -35,7 +36,7 @@ def reshard(arrays: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[ja
 
     Args:
         arrays: arrays of this process.
-        targets: for each, where it goes, and how it is split there.
+        targets: for each, where it goes, and how it is split there; its memory kind is the array's.
 
     Example:
         >>> import jax.numpy as jnp
@@ -46,13 +47,14 @@ def reshard(arrays: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[ja
     plans = [plan(x.shape, x.sharding, t) for x, t in zip(arrays, targets, strict=True)]
     pieces, devices = [], []
     for x, shards in zip(arrays, plans, strict=True):
+        kind = _compat.memory_kind(x.aval)
         held = {shard.device: shard.data for shard in x.addressable_shards}
         for shard in shards:
             pieces += [_cut(held[piece.device], piece.box) for piece in shard.pieces]
-            devices += [shard.device] * len(shard.pieces)
+            devices += [sharding_in(shard.device, (), kind)] * len(shard.pieces)
     moved = iter(jax.device_put(pieces, devices))
     return [
-        jax.make_array_from_single_device_arrays(
+        joined(
             x.shape,
             target,
             [_joined([next(moved) for _ in s.pieces], s.counts) for s in shards],

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpp import _compat
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import _types
 from jaxpp.runtime.arrays._homes import Box, Home, box_of, sharding_in
@@ -60,8 +61,10 @@ def own_share(array: Any) -> tuple[Sequence[Box], np.ndarray]:
 
 def resplit(array: Any, home: Home, spec: Spec) -> Any:
     """Splits an array of the rank as a spec says; all processes of the rank have to call this."""
-    sharding = sharding_in(home, spec)
-    if not isinstance(array, jax.Array) or array.sharding.is_equivalent_to(sharding, array.ndim):
+    if not isinstance(array, jax.Array):
+        return array
+    sharding = sharding_in(home, spec, _compat.memory_kind(array.aval))
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
     return jax.device_put(array, sharding)
 

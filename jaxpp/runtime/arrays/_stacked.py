@@ -15,10 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpp._program import Bundle, Cut, cuts_of
-from jaxpp._specs import Spec
+from jaxpp._specs import Spec, type_of
 from jaxpp.runtime.arrays._arguments import check_there
 from jaxpp.runtime.arrays._handle import ArrayHandle, HandleSharding
-from jaxpp.runtime.arrays._homes import sharding_in
+from jaxpp.runtime.arrays._homes import on_device
 from jaxpp.runtime.arrays._shares import resplit
 
 #: The first row of each part of an array, and the number of all rows at the end: `(0, 2, 4)`.
@@ -87,7 +87,7 @@ class StackedArray(ArrayHandle):
         self._bounds = (0, *itertools.accumulate(p.shape[0] for p in self._parts))
         first: Any = self._parts[0]
         shape = (self._bounds[-1], *first.shape[1:])
-        self._aval = jax.ShapeDtypeStruct(shape, first.dtype, weak_type=first.aval.weak_type)
+        self._aval = type_of(first.aval, shape)
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -166,7 +166,7 @@ class StackedArray(ArrayHandle):
             parts = [jnp.asarray(p) for p in self._parts]
         else:
             (device, *_) = self._parts[0].devices()
-            parts = [jax.device_put(p, device) for p in self._parts]
+            parts = [jax.device_put(p, on_device(device, self._aval)) for p in self._parts]
         return jnp.concatenate(parts)
 
     def copy(self) -> "StackedArray":
@@ -309,7 +309,7 @@ def _remote_slices(array: Any, intervals: Sequence[tuple[int, int]]) -> list[Any
     spec = ((), *array.spec[1:]) if array.spec else ()
     parts = [
         mesh.new_array(
-            jax.ShapeDtypeStruct((b - a, *aval.shape[1:]), aval.dtype, weak_type=aval.weak_type),
+            type_of(aval, (b - a, *aval.shape[1:])),
             (rank,),
             spec,
         )
@@ -326,7 +326,7 @@ def slice_on_rank(
     """Makes arrays from rows of an array that a rank holds, split as `spec` says."""
     array = process.arrays[number]
     if isinstance(process.home, Mesh):
-        array = jax.device_put(array, sharding_in(process.home, spec))
+        array = resplit(array, process.home, spec)
     slices = [(new, jax.lax.slice_in_dim(array, a, b)) for new, a, b in items]
     if isinstance(process.home, Mesh):
         slices = [(new, resplit(part, process.home, spec)) for new, part in slices]

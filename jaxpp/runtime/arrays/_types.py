@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpp import _compat
 from jaxpp._jaxprs import WIDE
 from jaxpp._specs import Spec
-from jaxpp.runtime.arrays._homes import Box, Home, box_of, sharding_in
+from jaxpp.runtime.arrays._homes import Box, Home, box_of, joined, sharding_in
 
 _FLOAT0 = "float0"
 
@@ -31,11 +32,12 @@ class ArrayType:
         shape: the shape of the array.
         dtype: the name of the dtype; for keys that of the integers that they are made of.
         key: for keys the name of their implementation, such as `"threefry2x32"`.
+        kind: the memory kind, `"pinned_host"`; None for the memory of the device.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> ArrayType.of(jnp.ones((2, 3), "bfloat16"))
-        ArrayType(shape=(2, 3), dtype='bfloat16', key=None)
+        ArrayType(shape=(2, 3), dtype='bfloat16', key=None, kind=None)
         >>> ArrayType.of(jax.random.key(0)).nbytes
         8
     """
@@ -43,19 +45,20 @@ class ArrayType:
     shape: tuple[int, ...]
     dtype: str
     key: str | None = None
+    kind: str | None = None
 
     @classmethod
     def of(cls, array: Any) -> "ArrayType":
         """Makes the type of an array, or of anything that has a shape and a dtype."""
-        dtype = array.dtype
+        dtype, kind = array.dtype, _compat.memory_kind(getattr(array, "aval", array))
         if isinstance(dtype, np.dtype):
             name = _FLOAT0 if dtype == jax.dtypes.float0 else dtype.name
-            return cls(tuple(array.shape), name)
-        return cls(tuple(array.shape), "uint32", _key_implementation(dtype))
+            return cls(tuple(array.shape), name, kind=kind)
+        return cls(tuple(array.shape), "uint32", _key_implementation(dtype), kind)
 
     def __str__(self):
-        kind = self.dtype if self.key is None else f"key<{self.key}>"
-        return f"{kind}[{','.join(map(str, self.shape))}]"
+        name = self.dtype if self.key is None else f"key<{self.key}>"
+        return f"{name}{'<host>' * bool(self.kind)}[{','.join(map(str, self.shape))}]"
 
     @property
     def host_shape(self) -> tuple[int, ...]:
@@ -70,7 +73,7 @@ class ArrayType:
     def share(self, boxes: Sequence[Box]) -> "ArrayType":
         """Returns the type of some boxes as one array on the host; its first axis counts them."""
         shape = tuple(stop - start for start, stop in boxes[0])
-        return ArrayType((len(boxes), *shape), self.dtype, self.key)
+        return dataclasses.replace(self, shape=(len(boxes), *shape))
 
     @property
     def nbytes(self) -> int:
@@ -197,9 +200,16 @@ def from_host(
             return host[(*index, ...)] if isinstance(home, Mesh) else host
         return host[boxes.index(box_of(index[: len(array_type.shape)], array_type.shape)), ...]
 
-    # This makes the array in a third of the time of device_put.
+    sharding = sharding_in(home, spec, array_type.kind)
     with jax.enable_x64(True) if array_type.dtype in WIDE else contextlib.nullcontext():
-        array = jax.make_array_from_callback(shape, sharding_in(home, spec), part)
+        if array_type.kind is None:  # in a third of the time of device_put
+            array = jax.make_array_from_callback(shape, sharding, part)
+        else:  # which JAX's function for callbacks does not do
+            shards = [
+                jax.device_put(part(index), sharding_in(device, (), array_type.kind))
+                for device, index in sharding.addressable_devices_indices_map(shape).items()
+            ]
+            array = joined(shape, sharding, shards)
     if array_type.key is None:
         return array
     return jax.random.wrap_key_data(array, impl=array_type.key)
@@ -260,8 +270,10 @@ def _copy_function(
         return tuple(from_host(to_host(np.array(h)), t, home, spec) for h, t, spec in items)
 
     # A compiled identity is fastest on one device. On four CPU devices it takes 4 times as long.
-    # It would narrow wide dtypes, and does not take float0.
-    if isinstance(home, Mesh) or any(t.dtype in WIDE or t.nbytes == 0 for t in array_types):
+    # It would narrow wide dtypes, does not take float0, and leaves all in the device's memory.
+    if isinstance(home, Mesh) or any(
+        t.dtype in WIDE or t.nbytes == 0 or t.kind for t in array_types
+    ):
         return make
     return jax.jit(copy, out_shardings=sharding_in(home))
 

@@ -11,7 +11,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxpp._specs import Spec, axis_sizes, spec_of
+from jaxpp._compat import memory_kind
+from jaxpp._specs import Spec, axis_sizes, spec_of, type_of
 from jaxpp.runtime.arrays import StackedArray, StackedSharding
 from jaxpp.runtime.checkpoint import _directory, _manifest, _ranks
 from jaxpp.runtime.checkpoint._manifest import ArrayLeaf, NumberLeaf
@@ -102,8 +103,7 @@ def _rows_of(
             f"array with {place.bounds[-1]} rows; give it a sharding of its own."
         )
     shape = (rows[1] - rows[0], *like.shape[1:])
-    weak_type = bool(getattr(like, "weak_type", False))
-    return jax.ShapeDtypeStruct(shape, like.dtype, weak_type=weak_type)
+    return type_of(getattr(like, "aval", like), shape)
 
 
 def _leaf_of_rows(leaf: ArrayLeaf, start: int, stop: int) -> ArrayLeaf:
@@ -153,16 +153,15 @@ def _remote_reads(
         raise ValueError("load_state puts arrays on one remote mesh, got shardings of several.")
     mesh: Any = next(iter(meshes.values()), None)
     arrays: dict[int, RemoteArray] = {}
-    items: dict[int, list[tuple[int, ArrayLeaf, Spec, bool]]] = defaultdict(list)
+    items: dict[int, list[tuple[int, ArrayLeaf, Any, bool]]] = defaultdict(list)
     for number, (leaf, place) in remote.items():
         like = values[number]
-        weak_type = bool(getattr(like, "weak_type", False))
-        aval = jax.ShapeDtypeStruct(like.shape, like.dtype, weak_type=weak_type)
+        aval = type_of(getattr(like, "aval", like))
         ranks = place.ranks or (0,)  # the step does not read it on any rank: any rank may keep it
         spec = _spec_of(leaf, place)
         arrays[number] = array = mesh.new_array(aval, ranks, spec)
         for rank in ranks:
-            items[rank].append((array.id, leaf, spec, weak_type))
+            items[rank].append((array.id, leaf, (spec, memory_kind(aval)), aval.weak_type))
     return arrays, {r: (_ranks.read, data, path, found) for r, found in items.items()}, mesh
 
 

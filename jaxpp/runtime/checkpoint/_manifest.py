@@ -124,7 +124,8 @@ def _leaf_of(path: str, value: Any) -> Leaf:
                 f"The leaf {path} is an array of dtype {value.dtype}, which is no dtype of JAX; "
                 f"take it out of the tree, or save it by other means."
             )
-        return ArrayLeaf(path, ArrayType.of(value))
+        # Where it is loaded says in which memory: the checkpoint itself is the same for all.
+        return ArrayLeaf(path, dataclasses.replace(ArrayType.of(value), kind=None))
     if isinstance(value, str | bytes | enum.Enum):
         return StaticLeaf(path, repr(value))
     # By its name, not its `repr`, which may have an address of this process.

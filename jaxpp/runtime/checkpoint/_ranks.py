@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxpp._specs import Spec
-from jaxpp.runtime.arrays import ArrayType, box_of, sharding_in
+from jaxpp._compat import in_memory_of
+from jaxpp.runtime.arrays import ArrayType, box_of, joined, sharding_in
 from jaxpp.runtime.checkpoint import _store
 from jaxpp.runtime.checkpoint._manifest import ArrayLeaf, Piece
 from jaxpp.runtime.remote.calls import Lost
@@ -174,7 +174,7 @@ class Place:
 
 
 def read(
-    process: Any, data: str, path: str, items: Sequence[tuple[int, ArrayLeaf, Spec, bool]]
+    process: Any, data: str, path: str, items: Sequence[tuple[int, ArrayLeaf, Any, bool]]
 ) -> None:
     """Reads some arrays onto the devices of a rank.
 
@@ -182,13 +182,14 @@ def read(
         process: the rank's.
         data: the directory of the checkpoint's data.
         path: the checkpoint's, for errors.
-        items: for each array its new id, its leaf, its split, and whether it is weakly typed.
+        items: for each array its new id, its leaf, its split and memory kind, and whether it is
+            weakly typed.
     """
     _check_shared(data, f"the data of {path},")
     arrays = read_arrays(
         data,
         path,
-        [(leaf, Place(sharding_in(process.home, spec), weak)) for _, leaf, spec, weak in items],
+        [(leaf, Place(sharding_in(process.home, *split), weak)) for _, leaf, split, weak in items],
     )
     with process.lock:
         process.arrays.update((i[0], array) for i, array in zip(items, arrays, strict=True))
@@ -234,17 +235,21 @@ def _assemble(
     if kind.host_dtype == jax.dtypes.float0:
         return next(iter(blocks.values()))  # no device has this dtype
     with jax.enable_x64(True):  # else 64-bit dtypes are narrowed
-        parts: list[Any] = [jax.device_put(blocks[box], device) for device, box in layout.items()]
+        memory = getattr(place.where, "memory_kind", None)
+        parts: list[Any] = [
+            jax.device_put(blocks[box], device and sharding_in(device, (), memory))
+            for device, box in layout.items()
+        ]
         if kind.key is not None:
             parts = [jax.random.wrap_key_data(part, impl=kind.key) for part in parts]
         array = parts[0]
         if place.where is not None:
-            array = jax.make_array_from_single_device_arrays(kind.shape, place.where, parts)
+            array = joined(kind.shape, place.where, parts)
     return _weaken(array) if place.weak_type else array
 
 
 def _weaken(array: jax.Array) -> jax.Array:
     """Makes an array weakly typed, by a computation compiled for weak types: it takes any type."""
     aval = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding, weak_type=True)
-    same = jax.jit(lambda x: x, out_shardings=array.sharding)
+    same = jax.jit(lambda x: in_memory_of(x, array.aval), out_shardings=array.sharding)
     return same.lower(aval).compile()(array)

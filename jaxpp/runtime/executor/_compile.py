@@ -161,7 +161,7 @@ def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
         jax.ShapeDtypeStruct(
             v.aval.shape,
             v.aval.dtype,
-            sharding=sharding_in(home, spec),
+            sharding=sharding_in(home, spec, _compat.memory_kind(v.aval)),
             weak_type=getattr(v.aval, "weak_type", False),
         )
         for v, spec in zip(invars, in_specs, strict=True)
@@ -172,15 +172,20 @@ def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
     constrained = any(_jaxprs.contains(e, _constrains_layout) for e in jaxpr.eqns)
 
     def run(*args):
-        results = _jaxprs.run(jaxpr, *args)
+        own = map(_compat.in_memory_of, args, jaxpr.in_avals)
+        results = list(map(_compat.in_memory_of, _jaxprs.run(jaxpr, *own), jaxpr.out_avals))
         return list(map(jnp.copy, results)) if constrained else results
 
     run.__name__ = run.__qualname__ = computation.name
     wide = _jaxprs.with_its_types(jaxpr)
-    if not isinstance(home, Mesh):
-        with jax.default_device(home), wide:
-            return jax.jit(run, donate_argnums=computation.donated).lower(*avals)
-    out = [sharding_in(home, spec) for spec in computation.out_specs]
-    with jax.set_mesh(home), wide:
-        jitted = jax.jit(run, donate_argnums=computation.donated, out_shardings=out)
-        return jitted.lower(*avals)
+    specs = computation.out_specs or ((),) * len(jaxpr.out_avals)
+    kinds = list(map(_compat.memory_kind, jaxpr.out_avals))
+    # Without the memory kinds of results, JAX lets them take the memory of any donated argument.
+    out: Any = [sharding_in(home, *own) for own in zip(specs, kinds, strict=True)]
+    donated = computation.donated
+    if isinstance(home, Mesh):
+        with jax.set_mesh(home), wide:
+            return jax.jit(run, donate_argnums=donated, out_shardings=out).lower(*avals)
+    out = out if any(map(_compat.memory_kind, (*jaxpr.in_avals, *jaxpr.out_avals))) else None
+    with jax.default_device(home), wide:
+        return jax.jit(run, donate_argnums=donated, out_shardings=out).lower(*avals)

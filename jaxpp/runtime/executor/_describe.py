@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from jaxpp import _html
+from jaxpp._compat import memory_kind
 from jaxpp._program import Bundle, Program, Role, Run
 from jaxpp.runtime.executor._analysis import Analysis, Inspected
 from jaxpp.runtime.executor._memory import array_bytes, format_bytes, held_bytes, over_time
@@ -32,6 +33,8 @@ class RankDescription:
         peak_bytes: all that there is at once, at its most. Arguments count from the start to the
             end of the step, unless a computation takes their memory. On an `MpmdMesh` the two
             messages that came last count, too.
+        host_bytes: what arrays in the memory of the host take, at their most; they count nowhere
+            else.
         sent_bytes: by the rank that it sends to, the bytes of a step, from all devices together.
         collectives: by kind and axes, such as `"all-reduce over data"`, how many a step runs.
         step_collectives: those that it runs once, whatever the number of microbatches: the sums of
@@ -52,6 +55,7 @@ class RankDescription:
     activation_bytes: int
     temporary_bytes: int
     peak_bytes: int
+    host_bytes: int
     sent_bytes: Mapping[int, int]
     collectives: Mapping[str, int]
     step_collectives: Mapping[str, int]
@@ -66,7 +70,8 @@ class Description:
         ranks: a description of each.
 
     Example:
-        >>> one = RankDescription(0, (0,), ("cpu:0",), 4, 16, 32, 16, 8, 0, 72, {1: 64}, {}, {}, {})
+        >>> figures = 4, 16, 32, 16, 8, 0, 72, 0
+        >>> one = RankDescription(0, (0,), ("cpu:0",), *figures, {1: 64}, {}, {}, {})
         >>> print(str(Description((one,))).splitlines()[1])
         0     0       cpu:0    4           32 B       16 B          8 B          0 B        72 B ...
     """
@@ -100,7 +105,7 @@ class Description:
 
 _HEADER = (
     "rank", "stages", "devices", "parameters", "optimizer", "accumulators", "activations",
-    "temporary", "at once", "sent to", "collectives once a step", "in each task",
+    "temporary", "at once", "on the host", "sent to", "collectives once a step", "in each task",
 )  # fmt: skip
 _NOTE = (
     "Bytes are those of one device, at their most; those sent are of a rank's devices together, in "
@@ -119,6 +124,7 @@ def _row(rank: RankDescription) -> tuple[str, ...]:
         format_bytes(rank.activation_bytes),
         format_bytes(rank.temporary_bytes),
         format_bytes(rank.peak_bytes),
+        format_bytes(rank.host_bytes),
         "\n".join(f"{to}: {format_bytes(n)}" for to, n in rank.sent_bytes.items()) or "-",
         "\n".join(f"{n} {kind}" for kind, n in rank.step_collectives.items()) or "-",
         "\n".join(
@@ -136,7 +142,7 @@ def describe(bundle: Bundle, ranks: Sequence[Inspected]) -> Description:
     peaks = [Counter[str]() for _ in ranks]
     for rank, peak in enumerate(peaks):
         for _, now in over_time(h for h in held if h.rank == rank):
-            peak |= now | Counter({"all": now.total()})
+            peak |= now | Counter({"all": now.total() - now["host"]})
     each = zip(bundle.programs, ranks, peaks, strict=True)
     return Description(tuple(_describe_rank(bundle, *own) for own in each))
 
@@ -147,7 +153,8 @@ def _describe_rank(
     read = [bundle.arguments[n] for n, _ in program.inputs]
     held: Counter[Role] = Counter()
     for own in read:
-        held[own.role] += array_bytes(own.aval, own.spec, rank.axes)
+        if memory_kind(own.aval) is None:
+            held[own.role] += array_bytes(own.aval, own.spec, rank.axes)
     sent: Counter[int] = Counter()
     for send in program.sends:
         sent[send.message.target] += send.message.nbytes
@@ -163,6 +170,7 @@ def _describe_rank(
         peaks["activations"],
         peaks["temporary"],
         peaks["all"],
+        peaks["host"],
         dict(sorted(sent.items())),
         dict(sorted(counted.items())),
         dict(sorted(once.items())),

@@ -7,14 +7,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxpp import _compat
 from jaxpp._program import Bundle, Free, Program, Receive, Role, Run, Send
 from jaxpp._specs import Spec
 from jaxpp.runtime.executor._analysis import Inspected
 from jaxpp.runtime.executor._executor import interleave
 
-#: The kinds of bytes: arguments by their role, and what a step makes.
+#: The kinds of bytes: arguments by their role, what a step makes, and all in the host's memory.
 KINDS = ("parameters", "optimizer", "batch", "other", "accumulators", "activations", "messages",
-         "temporary")  # fmt: skip
+         "temporary", "host")  # fmt: skip
 _OF_ROLE = {
     Role.PARAMETER: "parameters",
     Role.OPTIMIZER: "optimizer",
@@ -117,8 +118,7 @@ class _Ledger:
         self._late: list[_Live] = []  # messages that are dropped before the next run
         for n, slot in program.inputs:
             own = bundle.arguments[n]
-            nbytes = array_bytes(own.aval, own.spec, rank.axes)
-            self._live[slot] = _Live(_OF_ROLE[own.role], nbytes, -math.inf)
+            self._live[slot] = self._new(_OF_ROLE[own.role], own.aval, own.spec, -math.inf)
         for slot, value in program.constants:
             self._live[slot] = _Live("other", array_bytes(value, (), rank.axes), -math.inf)
         # The caller holds the arguments, and the mesh its constants, whatever the program frees.
@@ -130,6 +130,11 @@ class _Ledger:
         runs = (i for i in program.instructions if isinstance(i, Run))
         #: The run that writes each slot last: if the slot has a result, it makes the result.
         self._last = {slot: run for run in runs for slot in run.outputs}
+
+    def _new(self, kind: str, aval: Any, spec: Spec, start: float, output: _Output = None) -> _Live:
+        """Takes an array; one in the memory of the host is of that kind, whatever it is for."""
+        nbytes = array_bytes(aval, spec, self._sizes)
+        return _Live("host" if _compat.memory_kind(aval) else kind, nbytes, start, output)
 
     def run(self, run: Run, start: float, end: float) -> None:
         """Takes and drops what a run takes and drops."""
@@ -149,8 +154,7 @@ class _Ledger:
             kind = "activations" if task else "other"
             if self._last[slot] is run:
                 kind = self._results.get(slot, kind)
-            nbytes = array_bytes(aval, spec, self._sizes)
-            self._live[slot] = _Live(kind, nbytes, start, (number, o))
+            self._live[slot] = self._new(kind, aval, spec, start, (number, o))
         if nbytes := self._analyses[number].temporary_bytes:
             self._dropped.append((_Live("temporary", nbytes, start), end))
         self.clock = end
@@ -162,9 +166,8 @@ class _Ledger:
         for slot, aval, spec in zip(
             slots, message.avals, message.specs or ((),) * len(slots), strict=True
         ):
-            nbytes = array_bytes(aval, spec, self._sizes)
-            self._dropped.append((_Live("messages", nbytes, sent), self.clock))
-            self._live[slot] = _Live("activations", nbytes, self.clock)
+            self._dropped.append((self._new("messages", aval, spec, sent), self.clock))
+            self._live[slot] = self._new("activations", aval, spec, self.clock)
         self._recent.append(self._live[slots[0]])
         if len(self._recent) > self._run_ahead:
             oldest = self._recent.popleft()
@@ -180,7 +183,8 @@ class _Ledger:
                 live = self._live[slot]
                 self._drop(slot, self.clock)
                 if live in self._recent:
-                    late = _Live("messages", live.nbytes, self.clock)
+                    kind = "host" if live.kind == "host" else "messages"
+                    late = _Live(kind, live.nbytes, self.clock)
                     self._recent[self._recent.index(live)] = late
 
     def _drop(self, slot: int, end: float) -> None:

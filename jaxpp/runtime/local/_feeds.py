@@ -8,10 +8,9 @@ import jax.numpy as jnp
 
 from jaxpp import _compat
 from jaxpp._program import Argument, Result
-from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import (
     Home,
-    check_memory,
+    check_here,
     devices_of,
     distinct,
     reshard,
@@ -31,7 +30,7 @@ class Feed:
         self._places = places
         self._name = own.name
         self._donated = own.donated
-        self._spec = own.spec
+        self._split = own.spec, _compat.memory_kind(own.aval)
         self._sharding: Any = None
         self._known: list[_Source] = []
 
@@ -42,9 +41,11 @@ class Feed:
             # A copy: the caller may write to a NumPy array while the step runs.
             arg = jnp.array(arg)
         if arg.sharding is not self._sharding:
-            check_memory(arg, self._name)
+            check_here(arg, self._name)
             self._sharding = arg.sharding
-            self._known = [_source(arg, home, self._spec) for _, home, _ in self._places]
+            self._known = [
+                _source(arg, sharding_in(home, *self._split)) for _, home, _ in self._places
+            ]
         taken: set[Any] = set()
         for (executor, home, slot), source in zip(self._places, self._known, strict=True):
             value = source(arg)
@@ -57,18 +58,19 @@ class Feed:
     def sharding(self) -> Any:
         """Returns the sharding of an argument that needs no copy; None where nothing reads it."""
         homes = distinct([home for _, home, _ in self._places])
-        return sharding_across(homes, self._spec) if homes else None
+        return sharding_across(homes, *self._split) if homes else None
 
 
 #: Gives a home's part of an array.
 _Source = Callable[[Any], Any]
 
 
-def _source(arg: jax.Array, home: Home, spec: Spec) -> _Source:
+def _source(arg: jax.Array, wanted: jax.sharding.Sharding) -> _Source:
     """Makes the function that gives a home's part of arrays of one sharding, copied if need be."""
-    wanted = sharding_in(home, spec)
     if arg.sharding.is_equivalent_to(wanted, arg.ndim):
         return lambda x: x
+    if arg.sharding.memory_kind != wanted.memory_kind:  # to JAX, unpinned memory is the device's
+        return lambda x: jax.device_put(x, wanted)
     needed = wanted.addressable_devices_indices_map(arg.shape)
     held = {s.device: (i, s.index) for i, s in enumerate(arg.addressable_shards)}
     if any(d not in held or held[d][1] != index for d, index in needed.items()):
@@ -99,8 +101,9 @@ class Fetch:
         self._places = places
         self._aval = own.aval
         self._sources = list(by_home.values())
-        across = sharding_across(tuple(by_home), spec)
-        alone = sharding_in(next(iter(by_home)), spec)
+        kind = _compat.memory_kind(own.aval)
+        across = sharding_across(tuple(by_home), spec, kind)
+        alone = sharding_in(next(iter(by_home)), spec, kind)
         self._sharding = None if across is alone else across
 
     def __call__(self) -> Any:

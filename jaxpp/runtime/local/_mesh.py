@@ -211,7 +211,8 @@ class _LocalTransport:
     def send(self, arrays: list[Any], message: Message) -> None:
         source, target = self._homes[message.source], self._homes[message.target]
         if target is not source:
-            arrays = _mover(source, target, message.specs)(arrays)
+            kinds = tuple(map(_compat.memory_kind, message.avals))
+            arrays = _mover(source, target, message.specs, kinds)(arrays)
         self._mail[message.tag] = arrays
 
     def arrays_of(self, message: Message) -> list[Any]:
@@ -230,11 +231,14 @@ class _LocalTransport:
 
 
 @functools.cache
-def _mover(source: Home, target: Home, specs: tuple[Spec, ...]) -> Callable[[list[Any]], Any]:
+def _mover(
+    source: Home, target: Home, specs: tuple[Spec, ...], kinds: tuple[str | None, ...]
+) -> Callable[[list[Any]], Any]:
     """Returns the function that moves a message's arrays from one home to another."""
-    if not isinstance(source, Mesh) and not isinstance(target, Mesh):
+    if not isinstance(source, Mesh) and not isinstance(target, Mesh) and not any(kinds):
         return _compat.copier_to(target)
-    shardings = [sharding_in(target, spec) for spec in specs]
+    split = specs or ((),) * len(kinds)
+    shardings = [sharding_in(target, *own) for own in zip(split, kinds, strict=True)]
     return lambda arrays: jax.device_put(arrays, shardings)
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxpp._program import Bundle, Fed, Message
-from jaxpp._specs import axis_sizes, partition_spec
+from jaxpp._specs import axis_sizes, partition_spec, type_of
 from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of, put_together, to_host
 from jaxpp.runtime.executor import Description, Inspected, describe, inspect
 from jaxpp.runtime.remote._array import RemoteArray, RemoteSharding
@@ -115,13 +115,8 @@ class RemoteStep:
         held = _ranks_of([p.outputs for p in bundle.programs], len(bundle.results))
         #: For each result its type, the ranks that hold it, and its split in each rank.
         self._held = [
-            (
-                jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)),
-                ranks,
-                result.spec or (),
-            )
+            (type_of(result.aval), ranks, result.spec or ())
             for result, ranks in zip(bundle.results, held, strict=True)
-            for a in [result.aval]
         ]
 
     def input_shardings(self) -> list[RemoteSharding]:

@@ -107,9 +107,13 @@ class Puller:
 
     def prepared(self, arrays: list[Any]) -> list[Any]:
         """Returns arrays split as they are sent."""
-        return [
+        own = [
             resplit(a if t.key is None else jax.random.key_data(a), self._home, spec)
             for a, (t, spec) in zip(arrays, self._arrays, strict=True)
+        ]
+        return [  # what is pulled comes from the memory of a device
+            a if t.kind is None else jax.device_put(a, sharding_in(self._home, spec))
+            for a, (t, spec) in zip(own, self._arrays, strict=True)
         ]
 
     def values(self, arrays: list[Any]) -> list[bytes]:
@@ -147,6 +151,8 @@ class Puller:
             shards += [first, *(jax.device_put(first, device) for device in devices[1:])]
         sharding = sharding_in(self._home, spec)
         array = jax.make_array_from_single_device_arrays(type_.host_shape, sharding, shards)
+        if type_.kind is not None:
+            array = jax.device_put(array, sharding_in(self._home, spec, type_.kind))
         return array if type_.key is None else jax.random.wrap_key_data(array, impl=type_.key)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from jaxpp import _compat, _jaxprs
 from jaxpp._program import (
     Bundle,
     Computation,
@@ -164,7 +165,8 @@ def _computations(
         key = task.body, donated, in_specs, out_specs
         if key not in found:
             found[key] = len(computations)
-            computation = Computation(task.body.name, task.body.jaxpr, donated)
+            jaxpr = _jaxprs.without_devices(task.body.jaxpr)
+            computation = Computation(task.body.name, jaxpr, donated)
             if step.inside is not None:
                 sizes = step.inside.sizes
                 computation = with_specs(computation, in_specs, out_specs, sizes)
@@ -177,11 +179,11 @@ def _unread(index: int, task: GraphTask, uses: _Uses) -> tuple[int, ...]:
     """Finds the inputs of a task that nothing reads later and whose memory an output can take."""
     wanted: dict[Any, int] = {}
     for value in task.outputs:
-        kind = value.aval.shape, value.aval.dtype
+        kind = value.aval.shape, value.aval.dtype, _compat.memory_kind(value.aval)
         wanted[kind] = wanted.get(kind, 0) + 1
     taken = []
     for i, value in enumerate(task.inputs):
-        kind = value.aval.shape, value.aval.dtype
+        kind = value.aval.shape, value.aval.dtype, _compat.memory_kind(value.aval)
         if (
             uses.last[task.rank, value] == index
             and (task.rank, value) not in uses.kept

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Argument, Bundle, Result, cuts_of
-from jaxpp._specs import Spec, replicated
+from jaxpp._specs import Spec, replicated, type_of
 from jaxpp.transforms._signature import with_arrays
 from jaxpp.transforms._step import Inside, Step
 from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value, lower
@@ -60,11 +60,7 @@ def trace_initializer(
 
 def first_arguments(traced: _jaxprs.Traced) -> tuple[Any, ...]:
     """Returns the types of the arguments that an initialiser makes: one, or those of its tuple."""
-    avals = [v.aval for v in traced.jaxpr.jaxpr.outvars]
-    result = traced.rebuild(
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
-        for a in avals
-    )
+    result = traced.rebuild(type_of(v.aval) for v in traced.jaxpr.jaxpr.outvars)
     return result if type(result) is tuple else (result,)
 
 

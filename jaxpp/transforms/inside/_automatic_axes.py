@@ -59,13 +59,15 @@ def _with_types(
     """Puts into the types of arguments how they are split over the explicit axes of a rank."""
     leaves, tree = jtu.tree_flatten(types)
     rest = iter(specs)
-    typed = [
-        x.update(sharding=NamedSharding(inside, partition_spec(only(next(rest) or (), explicit))))
-        if isinstance(x, jax.ShapeDtypeStruct)
-        else x
-        for x in leaves
-    ]
-    return jtu.tree_unflatten(tree, typed)
+
+    def typed(x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        own = partition_spec(only(next(rest) or (), explicit))
+        kind = _compat.memory_kind(x)
+        return x.update(sharding=NamedSharding(inside, own, memory_kind=kind))
+
+    return jtu.tree_unflatten(tree, map(typed, leaves))
 
 
 def with_automatic_axes(jaxpr: Any) -> Any:
@@ -135,7 +137,7 @@ def _value(value: Any) -> Any:
     if isinstance(value, AbstractMesh):
         return automatic(value)
     if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):
-        return NamedSharding(automatic(value.mesh), value.spec)
+        return NamedSharding(automatic(value.mesh), value.spec, memory_kind=value.memory_kind)
     if type(value) is tuple:  # not one with names
         return tuple(map(_value, value))
     return [_value(v) for v in value] if type(value) is list else value

@@ -8,6 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxpp import _jaxprs
+from jaxpp._specs import type_of
 from jaxpp.transforms.microbatch import _reductions
 from jaxpp.transforms.microbatch._arguments import broadcast, is_none
 from jaxpp.transforms.microbatch._slices import CARRY
@@ -21,10 +22,7 @@ def resolve_outputs(
     With more than one of `replicas`, also how it merges their values.
     """
     paths = traced.output_paths()
-    avals = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-        for v in traced.jaxpr.jaxpr.outvars
-    ]
+    avals = [type_of(v.aval) for v in traced.jaxpr.jaxpr.outvars]
     outputs = traced.rebuild(avals)
     leaves = jtu.tree_leaves(outputs)
 

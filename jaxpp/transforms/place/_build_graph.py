@@ -141,7 +141,6 @@ class _Builder:
             call = stage_of_call(maker[v]) if v in maker else None
             kind = "gathered" if call is None else "edge"
             self._add(v, kind, f"{label} {_origin(maker.get(v))}")
-        _check_memory(eqn.params["jaxpr"])
         part, constants = _jaxprs.lift_arrays(self._in_pairs(eqn))
         inputs = tuple(map(self._operand, [*part.inputs, *constants]))
         outputs = tuple(map(self._operand, part.outputs))
@@ -181,8 +180,6 @@ class _Builder:
         results = dict(zip(tasks.results(), eqn.outvars, strict=True))
         each = (*tasks.bodies, *tasks.recomputations)
         _check_kinds(table, each)
-        for body in each:
-            _check_memory(body.jaxpr)
         lifted = {body: _jaxprs.lift_arrays(_whole(body.jaxpr)) for body in each}
         bodies = {body: self._body_of(body, lifted[body][0], known, tasks) for body in each}
         several = tasks.num_directions > 1
@@ -331,25 +328,6 @@ def _check_kinds(table: Table, bodies: Sequence[TaskBody]) -> None:
                 f"place: the table has tasks of the kind {kind} ({kind.title}), but the loop has "
                 f"no work for them; give it some by Loop.insert in a rule of "
                 f"jaxpp.extend.edit_loops, or use a schedule without that kind."
-            )
-
-
-def _check_memory(jaxpr: jex.ClosedJaxpr) -> None:
-    """Checks that what a task gives to other tasks, or to the caller, is in device memory.
-
-    Raises:
-        ValueError: it is in another memory kind.
-    """
-    for v in jaxpr.jaxpr.outvars:
-        if not _jaxprs.is_literal(v) and _compat.in_host_memory(v.aval):
-            eqn = next((e for e in jaxpr.eqns if v in e.outvars), None)
-            made = f"the `{eqn.primitive.name}`{_compat.at_source_line(eqn)}" if eqn else "a task"
-            raise ValueError(
-                f"place: {made} leaves {v.aval.str_short()} in host memory, and the value leaves "
-                f"the task or the step there. Tasks hand on values in device memory only, whatever "
-                f"their memory kind inside: bring it back within the stage, by "
-                f"jax.device_put(x, jax.memory.Space.Device), leave out the transfer of a result, "
-                f"or use a checkpoint policy that does not offload."
             )
 
 

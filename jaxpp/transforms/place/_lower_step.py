@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import PROVIDED, Argument, Bundle, Fed, Mesh, Program, Result, Role
-from jaxpp._specs import Spec, axis_sizes, replicated
+from jaxpp._specs import Spec, axis_sizes, replicated, type_of
 from jaxpp.transforms import _keywords
 from jaxpp.transforms._signature import Signature
 from jaxpp.transforms._step import Inside, Step
@@ -166,7 +166,7 @@ def _make_step(
     closed_over = traced.inputs[: traced.num_closed_over]
     jaxpr = _jaxprs.bind_constants(_flat_step.flatten(traced.jaxpr), closed_over)
     outputs = [v.aval for v in jaxpr.jaxpr.outvars]
-    results = traced.rebuild([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outputs])
+    results = traced.rebuild(map(type_of, outputs))
     out_specs = _specs("out_specs", request.out_specs, results, inside)
     pairs = _roles.pair_state(types, request.donate_argnums, traced, jaxpr)
     return Step(

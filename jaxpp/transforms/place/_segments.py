@@ -12,9 +12,8 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _specs
 from jaxpp._groups import Flow, in_levels, outline
 from jaxpp._program import REDUCTION
 from jaxpp.transforms._step import Step
@@ -252,7 +251,7 @@ class _Outliner:
         extra = []
         for source, target in pairs:
             if source is None:
-                zeros = lambda a=target.aval: jnp.zeros(a.shape, a.dtype)  # noqa: E731
+                zeros = lambda a=target.aval: _specs.filled(a, 0)  # noqa: E731
                 extra += _jaxprs.splice(zeros, [], [target])
             elif _jaxprs.is_literal(source) or source not in local or source in rename.of:
                 extra += _jaxprs.splice(jax.lax.optimization_barrier, [source], [target])

@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp import _compat, _jaxprs, _primitives, _specs
 from jaxpp._dimensions import found_again
 
 #: Where the parts of an array begin along its first axis, and its size at the end: `(0, 2, 4)`.
@@ -281,4 +280,4 @@ def literal_rows(literal: Any, low: int, high: int) -> Any:
 
 def zeros(aval: Any, rows: int) -> Any:
     """Makes rows of zeros."""
-    return jnp.zeros((rows, *aval.shape[1:]), aval.dtype)
+    return _specs.filled(with_rows(aval, rows), 0)

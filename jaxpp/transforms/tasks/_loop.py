@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _specs
 from jaxpp.schedules import Dependencies, Kind, Table, Task
 from jaxpp.transforms.stages import call_task, is_task_call
 
@@ -329,7 +329,7 @@ def _batch(args, dims, *, tasks: LoopTasks, **params):
         )
         run = jax.vmap(functools.partial(_jaxprs.run, body.jaxpr), axes, out_axes, axis_size=size)
         avals = [
-            v.aval if axis is None else jax.ShapeDtypeStruct((size, *v.aval.shape), v.aval.dtype)
+            v.aval if axis is None else _specs.type_of(v.aval, (size, *v.aval.shape))
             for v, axis in zip(body.jaxpr.jaxpr.invars, axes, strict=True)
         ]
         jaxpr = _jaxprs.bind_constants(*_jaxprs.without_constants(jax.make_jaxpr(run)(*avals)))

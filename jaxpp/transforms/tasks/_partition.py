@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _specs
 from jaxpp._groups import Cluster, Flow, outline
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms.tasks import (
@@ -70,9 +70,7 @@ def start_with_zeros(loop: MicrobatchLoop) -> MicrobatchLoop:
     """
     read = loop.read()
     unread = [v for v in loop.carries if v not in read]
-    eqns, zeros = _jaxprs.record(
-        lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in unread], []
-    )
+    eqns, zeros = _jaxprs.record(lambda: [_specs.filled(v.aval, 0) for v in unread], [])
     operands = {**loop.operands, **dict(zip(unread, zeros, strict=True))}
     return dataclasses.replace(loop, operands=operands, before=(*loop.before, *eqns))
 

@@ -202,7 +202,7 @@ def test_no_call_moves_state(placed, monkeypatch):
 
     x = batch(2)  # on the first device, where the first stage is
     monkeypatch.setattr(jax, "device_put", counted)
-    monkeypatch.setattr(_mesh, "_mover", lambda source, target, specs: lambda x: counted(x, target))
+    monkeypatch.setattr(_mesh, "_mover", lambda source, target, *_: lambda x: counted(x, target))
     step(*state, x)
     shared = len(set(step.mesh.devices)) == 1
     sent = [(a.shape, a.dtype) for p in step.programs for s in p.sends for a in s.message.avals]

@@ -67,7 +67,7 @@ class Input:
         self._home = home
         self._copier = Copier((array_type,), (0,), home, (spec,))
         split = isinstance(home, Mesh) and array_type.host_dtype != jax.dtypes.float0
-        self._sharding = sharding_in(home, spec) if split else None
+        self._sharding = sharding_in(home, spec, array_type.kind) if split else None
 
     def __call__(self, data: Any) -> Any:
         """Makes the input from its bytes `data`, which are in memory that nobody else uses."""

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxpp._program import Fed
-from jaxpp._specs import Spec
+from jaxpp._specs import Spec, type_of
 from jaxpp.runtime.arrays import ArrayType, Home, from_host, sharding_in, spans, to_host
 
 
@@ -136,7 +136,7 @@ class Loader:
         if isinstance(value, jax.Array) and spans(home):  # `device_put` would compare the values
             return from_host(to_host(value), expected, home, spec)
         if isinstance(value, jax.Array):
-            return jax.device_put(value, sharding_in(home, spec))
+            return jax.device_put(value, sharding_in(home, spec, expected.kind))
         return from_host(to_host(np.array(value, expected.host_dtype)), expected, home, spec)
 
     def drop(self, numbers: Iterable[int]) -> None:
@@ -160,9 +160,4 @@ class Loader:
 def describe_batch(process: Any, load: Callable[[Any], Any], value: Any) -> Any:
     """Returns the types of the arrays that a function loads; runs on a rank."""
     del process
-    return jax.tree.map(_type_of, load(value))
-
-
-def _type_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return jax.tree.map(lambda leaf: type_of(jax.typeof(leaf)), load(value))
