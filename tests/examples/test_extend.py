@@ -151,21 +151,21 @@ def test_what_goes_between_stages_is_sent_in_fewer_bytes(examples, name):
 
 
 @EACH
-def test_new_kinds_of_task_move_what_is_kept_and_change_no_bit(examples, name):
+def test_new_kinds_of_task_pack_what_is_kept_and_change_no_bit(examples, name):
     schedule, ranks = SCHEDULES[name]
-    offload = examples["offload"].offload
+    pack = examples["pack"].pack
     if name == "recompute":
-        with pytest.raises(ValueError, match="computed again: there is nothing to offload"):
-            offload(grad_of(schedule), [0, 1])(WS, X)
+        with pytest.raises(ValueError, match="computed again: there is nothing to pack"):
+            pack(grad_of(schedule), [0, 1])(WS, X)
         return
     _, want = plain(name)
-    step, got = both(offload(grad_of(schedule), [0, 1]), ranks)
+    step, got = both(pack(grad_of(schedule), [0, 1]), ranks)
     assert_same(got, want)
     runs = [str(run) for run in order(step, 0).split()]
     for i in range(M):
-        if f"O0.{i}" in runs:  # of two directions, a rank has half of the microbatches
+        if f"P0.{i}" in runs:  # of two directions, a rank has half of the microbatches
             backward = next(r for r in runs if r[0] in "BIW" and r[1:] == f"0.{i}")
-            places = list(map(runs.index, [f"F0.{i}", f"O0.{i}", f"L0.{i}", backward]))
+            places = list(map(runs.index, [f"F0.{i}", f"P0.{i}", f"X0.{i}", backward]))
             assert places == sorted(places)
     certificate = jaxpp.certify(step, *shapes())
     assert certificate.exact and {"schedule", "edit_loops"} <= set(certificate.transforms)
@@ -178,13 +178,13 @@ def test_host_memory_is_refused_with_the_line_that_moves_an_array_there(examples
     def device(*arrays):
         return [jax.device_put(x, jax.memory.Space.Device) for x in arrays]
 
-    offload, grad_fn = examples["offload"].offload, grad_of(OneFOneB())
+    pack, grad_fn = examples["pack"].pack, grad_of(OneFOneB())
     line = host.__code__.co_firstlineno + 1
     with pytest.raises(ValueError, match=rf"test_extend.py:{line} leaves .* in host memory"):
-        step = step_of(offload(grad_fn, [0], host, device))
+        step = step_of(pack(grad_fn, [0], host, device))
         jaxpp.place(step, mesh_of(4)).lower(*shapes())
     with pytest.raises(ValueError, match=r"lets B0 read float32<host>.* in place of float32\["):
-        offload(grad_fn, [0], host)(WS, X)
+        pack(grad_fn, [0], host)(WS, X)
 
 
 # ---- (c) ----------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def all_of(examples, schedule):
     """The edits of all examples, one around the other."""
     grad_fn = examples["int8_edges"].int8_edges(grad_of(schedule))
     if not isinstance(schedule, Recompute):
-        grad_fn = examples["offload"].offload(grad_fn, [0, 1])
+        grad_fn = examples["pack"].pack(grad_fn, [0, 1])
     edited = examples["gradient_norms"].gradient_norms(grad_fn, clip=0.05)
     return examples["pipefisher"].curvature(edited)
 

@@ -326,7 +326,7 @@ def _check_kinds(table: Table, bodies: Sequence[TaskBody]) -> None:
         ValueError: those of one kind have none.
     """
     for kind in sorted(table.kinds - {body.kind for body in bodies}):
-        if kind not in "FBIWR":
+        if not kind.is_own:
             raise ValueError(
                 f"place: the table has tasks of the kind {kind} ({kind.title}), but the loop has "
                 f"no work for them; give it some by Loop.insert in a rule of "
