@@ -1,6 +1,7 @@
 """Offload in a table: where its tasks stand, when they run, and what they save."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,9 @@ from jaxpp.schedules import (
     to_text,
 )
 from tests.schedules.catalogue import SCHEDULES, valid_size
+
+
+CLASS: Any = OneFOneB
 
 
 def without_copies(order):
@@ -162,7 +166,7 @@ def test_a_table_that_reads_what_is_away_is_refused(order, message):
         (lambda: Offload(ahead=-1), "ahead of at least 0, got share=1.0 and ahead=-1"),
         (lambda: Offload(stages=[9]).table(4, 8), r"Offload names stages \[9\], but the table has"),
         (lambda: Offload(ForwardOnly()).table(4, 8), r"ForwardOnly\(.*\) has no backward, for whi"),
-        (lambda: Offload(OneFOneB), r"takes a schedule or its name, got .*; write OneFOneB\(\)"),
+        (lambda: Offload(CLASS), r"takes a schedule or its name, got .*; write OneFOneB\(\)"),
     ],
 )
 def test_errors_name_the_value_and_the_way_out(make, message):

@@ -33,8 +33,9 @@ def to_trace(
     """Writes timelines as a trace that ui.perfetto.dev and chrome://tracing open.
 
     A timeline is a process, and each of its ranks a thread, with a second thread for tasks that run
-    together with those of the first, and one for copies. Slices have the kind, the stage, the microbatch and, where
-    there are two, the direction of their tasks. Each rank has a counter of its memory.
+    together with those of the first, and one for copies. Slices have the kind, the stage, the
+    microbatch and, where there are two, the direction of their tasks. Each rank has a counter of
+    its memory.
 
     The format is the JSON of the Trace Event Format document of the Chromium project.
 
