@@ -28,7 +28,6 @@ from jaxpp.schedules import (
 )
 from tests.schedules.catalogue import SCHEDULES, valid_size
 
-
 CLASS: Any = OneFOneB
 
 
