@@ -48,6 +48,9 @@ from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssu
 # This makes an equation's source line the user's, in error messages and in profiles.
 source_info_util.register_exclusion(os.path.join(os.path.dirname(__file__), ""))
 
+#: The memory kind of arrays in `jax.memory.Space.Host`.
+PINNED_HOST = "pinned_host"
+
 #: On JAX 0.12 a jaxpr and its constants are one class; before, they were two.
 JaxprTypes = (jex.Jaxpr, jex.ClosedJaxpr)
 
@@ -105,9 +108,17 @@ def typed(array: Any, aval: Any) -> Any:
     return literals.TypedNdArray(array, aval) if isinstance(array, np.ndarray) else array
 
 
-def in_host_memory(aval: Any) -> bool:
-    """Tells whether a type is of an array in the memory of the host, and not of the device."""
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+def memory_kind(aval: Any) -> str | None:
+    """Returns the memory kind of a type: that of the host's memory, or None for the device's own.
+
+    A `jax.ShapeDtypeStruct` says it by its sharding.
+    """
+    space = getattr(aval, "memory_space", None)
+    if space is None:
+        in_host = getattr(getattr(aval, "sharding", None), "memory_kind", None) == PINNED_HOST
+    else:
+        in_host = space == jax.memory.Space.Host
+    return PINNED_HOST if in_host else None
 
 
 def scan_parts(eqn) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._links import ring_bytes
 from jaxpp.planning._measure import Measurement
 from jaxpp.runtime.executor import (
+    HOST,
     Analysis,
     Inspected,
     array_bytes,
@@ -33,8 +34,8 @@ class Moment:
     Args:
         seconds: the time since the start of the step.
         bytes: by what they are: `"parameters"`, `"optimizer"`, `"batch"`, `"other"` arguments and
-            results, `"accumulators"`, `"activations"`, `"messages"` that nothing has read yet, and
-            what XLA needs beside arrays, `"temporary"`.
+            results, `"accumulators"`, `"activations"`, `"messages"` that nothing has read yet,
+            what XLA needs beside arrays, `"temporary"`, and what is in host memory, `"host"`.
         running: the task, or the part of the step around the tasks, that runs then.
     """
 
@@ -44,8 +45,8 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All bytes."""
-        return sum(self.bytes.values())
+        """All bytes of the device."""
+        return sum(n for kind, n in self.bytes.items() if kind != HOST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +247,8 @@ def predict(
     held = held_bytes(bundle, ranks, when)
     ends = [h.end for h in held]
     memory = tuple(
-        tuple(_moments([h for h in held if h.rank == rank], own)) for rank, own in enumerate(runs)
+        tuple(_moments([h for h in held if h.rank == rank], sorted(own)))
+        for rank, own in enumerate(runs)
     )
     prediction = Prediction(timeline, start, max(ends), memory)
     if memory_limit is None and device is not None:

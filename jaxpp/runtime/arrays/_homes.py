@@ -67,11 +67,14 @@ def sizes_of(home: Home) -> dict[str, int]:
 
 
 @functools.cache
-def sharding_in(home: Home, spec: Spec = ()) -> Sharding:
-    """Returns the sharding of an array in a home: always the same object, known by identity."""
+def sharding_in(home: Home, spec: Spec = (), kind: str | None = None) -> Sharding:
+    """Returns the sharding of an array in a home: always the same object, known by identity.
+
+    `kind` is the memory kind of the array; None for that of the devices themselves.
+    """
     if isinstance(home, Mesh):
-        return NamedSharding(home, partition_spec(spec))
-    return SingleDeviceSharding(home)
+        return NamedSharding(home, partition_spec(spec), memory_kind=kind)
+    return SingleDeviceSharding(home, memory_kind=kind)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from jaxpp.runtime.executor._describe import describe as describe
 from jaxpp.runtime.executor._executor import Chunk as Chunk
 from jaxpp.runtime.executor._executor import Executor as Executor
 from jaxpp.runtime.executor._executor import interleave as interleave
+from jaxpp.runtime.executor._memory import HOST as HOST
 from jaxpp.runtime.executor._memory import array_bytes as array_bytes
 from jaxpp.runtime.executor._memory import format_bytes as format_bytes
 from jaxpp.runtime.executor._memory import held_bytes as held_bytes

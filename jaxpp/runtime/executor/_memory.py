@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxpp import _compat
 from jaxpp._program import Bundle, Free, Program, Receive, Role, Run, Send
 from jaxpp._specs import Spec
 from jaxpp.runtime.executor._analysis import Inspected
@@ -15,6 +16,8 @@ from jaxpp.runtime.executor._executor import interleave
 #: The kinds of bytes: arguments by their role, and what a step makes.
 KINDS = ("parameters", "optimizer", "batch", "other", "accumulators", "activations", "messages",
          "temporary")  # fmt: skip
+#: The kind of bytes that are in the memory of the host, and of no device.
+HOST = "host"
 _OF_ROLE = {
     Role.PARAMETER: "parameters",
     Role.OPTIMIZER: "optimizer",
@@ -115,6 +118,7 @@ class _Ledger:
         self._accumulators: set[_Output] = set()
         self._recent: deque[_Live] = deque()  # the first array of each message received last
         self._late: list[_Live] = []  # messages that are dropped before the next run
+        self._copied: dict[int, float] = {}  # for each slot, when the last copy of it has ended
         for n, slot in program.inputs:
             own = bundle.arguments[n]
             nbytes = array_bytes(own.aval, own.spec, rank.axes)
@@ -146,14 +150,17 @@ class _Ledger:
                 self._drop(run.inputs[i], start)
         for o, slot in enumerate(run.outputs):
             aval, spec = computation.jaxpr.out_avals[o], spec_of(computation.out_specs, o)
-            kind = "activations" if task else "other"
+            kind = HOST if _compat.memory_kind(aval) else "activations" if task else "other"
             if self._last[slot] is run:
                 kind = self._results.get(slot, kind)
             nbytes = array_bytes(aval, spec, self._sizes)
             self._live[slot] = _Live(kind, nbytes, start, (number, o))
         if nbytes := self._analyses[number].temporary_bytes:
             self._dropped.append((_Live("temporary", nbytes, start), end))
-        self.clock = end
+        if task and task.kind.lane == "copy":  # the rank goes on beside it
+            self._copied |= dict.fromkeys(run.inputs, end)
+        else:
+            self.clock = end
 
     def receive(self, receive: Receive, sent: float) -> None:
         """Takes a message from another rank, which has been here since `sent`."""
@@ -178,7 +185,7 @@ class _Ledger:
                 self._staying.append(self._live.pop(slot))
             elif slot in self._live:
                 live = self._live[slot]
-                self._drop(slot, self.clock)
+                self._drop(slot, max(self.clock, self._copied.pop(slot, self.clock)))
                 if live in self._recent:
                     late = _Live("messages", live.nbytes, self.clock)
                     self._recent[self._recent.index(live)] = late

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from jaxpp import _compat
 from jaxpp._program import (
     Bundle,
     Computation,
@@ -177,11 +178,11 @@ def _unread(index: int, task: GraphTask, uses: _Uses) -> tuple[int, ...]:
     """Finds the inputs of a task that nothing reads later and whose memory an output can take."""
     wanted: dict[Any, int] = {}
     for value in task.outputs:
-        kind = value.aval.shape, value.aval.dtype
+        kind = value.aval.shape, value.aval.dtype, _compat.memory_kind(value.aval)
         wanted[kind] = wanted.get(kind, 0) + 1
     taken = []
     for i, value in enumerate(task.inputs):
-        kind = value.aval.shape, value.aval.dtype
+        kind = value.aval.shape, value.aval.dtype, _compat.memory_kind(value.aval)
         if (
             uses.last[task.rank, value] == index
             and (task.rank, value) not in uses.kept

@@ -510,7 +510,7 @@ def _outputs(body: TaskBody) -> dict[Ref, Any]:
 
 
 def _type(aval: Any) -> tuple[Any, ...]:
-    return aval.shape, aval.dtype, _compat.in_host_memory(aval)
+    return aval.shape, aval.dtype, _compat.memory_kind(aval)
 
 
 def _folds(body: TaskBody, tasks: LoopTasks) -> list[_Fold]:
