@@ -185,9 +185,10 @@ class _Ledger:
                 self._staying.append(self._live.pop(slot))
             elif slot in self._live:
                 live = self._live[slot]
-                self._drop(slot, max(self.clock, self._copied.pop(slot, self.clock)))
+                end = max(self.clock, self._copied.pop(slot, self.clock))
+                self._drop(slot, end)
                 if live in self._recent:
-                    late = _Live("messages", live.nbytes, self.clock)
+                    late = _Live("messages", live.nbytes, end)
                     self._recent[self._recent.index(live)] = late
 
     def _drop(self, slot: int, end: float) -> None:
