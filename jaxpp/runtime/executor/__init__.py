@@ -7,6 +7,8 @@ from jaxpp.runtime.executor._compile import compile_all as compile_all
 from jaxpp.runtime.executor._compile import current_settings as current_settings
 from jaxpp.runtime.executor._compile import key_of as key_of
 from jaxpp.runtime.executor._compile import lower as lower
+from jaxpp.runtime.executor._copies import Copier as Copier
+from jaxpp.runtime.executor._copies import copies as copies
 from jaxpp.runtime.executor._describe import Description as Description
 from jaxpp.runtime.executor._describe import RankDescription as RankDescription
 from jaxpp.runtime.executor._describe import describe as describe
