@@ -67,13 +67,15 @@ def live_bytes(device: Any) -> int:
     for array in jax.live_arrays():
         parts = [array] if len(array.devices()) == 1 else [s.data for s in array.addressable_shards]
         for part in parts:
-            if not part.is_deleted() and part.nbytes and device in part.devices():
+            if part.is_deleted() or part.sharding.memory_kind == "pinned_host":
+                continue
+            if part.nbytes and device in part.devices():
                 buffers[part.unsafe_buffer_pointer()] = part.nbytes
     return sum(buffers.values())
 
 
-def memory_ratio(step: Any, args: Any) -> float:
-    """What is measured over what is predicted, of the rank where these are furthest apart."""
+def memory_peaks(step: Any, args: Any) -> tuple[list[int], list[int]]:
+    """The most bytes that each rank's device holds: those measured, and those predicted."""
     local, arrays = _loaded(step, args)
     devices = local.homes
     jax.block_until_ready(local(_placed_copies(local, arrays)))
@@ -88,12 +90,18 @@ def memory_ratio(step: Any, args: Any) -> float:
                     peaks[n] = max(peaks[n], live_bytes(device) - before[n])
 
     local(_placed_copies(local, arrays), one_by_one)
-    held = [h for h in held_bytes(local.bundle, local.inspect()) if h.kind != "temporary"]
+    held = held_bytes(local.bundle, local.inspect())
+    held = [h for h in held if h.kind not in ("temporary", "host")]
     predicted = [
         max(now.total() for _, now in over_time(h for h in held if h.rank == rank))
         for rank in range(len(devices))
     ]
-    ratios = [peak / own for peak, own in zip(peaks, predicted, strict=True)]
+    return peaks, predicted
+
+
+def memory_ratio(step: Any, args: Any) -> float:
+    """What is measured over what is predicted, of the rank where these are furthest apart."""
+    ratios = [peak / own for peak, own in zip(*memory_peaks(step, args), strict=True)]
     return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 

@@ -14,6 +14,7 @@ from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._links import ring_bytes
 from jaxpp.planning._measure import Measurement
 from jaxpp.runtime.executor import (
+    HOST,
     Analysis,
     Inspected,
     array_bytes,
@@ -46,7 +47,7 @@ class Moment:
     @property
     def total(self) -> int:
         """All bytes of the device: those of the host are no part of them."""
-        return sum(n for kind, n in self.bytes.items() if kind != "host")
+        return sum(n for kind, n in self.bytes.items() if kind != HOST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +248,8 @@ def predict(
     held = held_bytes(bundle, ranks, when)
     ends = [h.end for h in held]
     memory = tuple(
-        tuple(_moments([h for h in held if h.rank == rank], own)) for rank, own in enumerate(runs)
+        tuple(_moments([h for h in held if h.rank == rank], sorted(own)))
+        for rank, own in enumerate(runs)
     )
     prediction = Prediction(timeline, start, max(ends), memory)
     if memory_limit is None and device is not None:

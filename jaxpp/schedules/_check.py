@@ -35,8 +35,9 @@ def check(
 
     Each stage has a forward of each microbatch, and a backward, whole (`B`) or in halves (`I` and
     `W`), unless the table is forward only; it may have a recomputation (`R`) between the two. All
-    tasks of a stage are on one rank, or on one for each direction. Each task appears once, after
-    the tasks that it depends on. A task that overlaps is followed by one of another stage or
+    tasks of a stage are on one rank, or on one for each direction. What an `O` takes away, an `L`
+    brings back before anything reads it. Each task appears once, after the tasks that it depends
+    on. A task that overlaps is followed by one of another stage or
     microbatch, which does not wait for it. To find deadlocks, `check` runs the orders of all ranks
     against each other.
 
@@ -70,6 +71,7 @@ def check(
     backward = not table.forward_only if kinds is None else bool(allowed - {Kind.F})
     _check_complete(table, rows, allowed, backward)
     _check_rank_orders(table, rows)
+    _check_copies(table, rows)
     _check_overlaps(table, rows)
     _check_execution(table, dependencies)
     if memory_limit is not None:
@@ -292,7 +294,7 @@ def _check_rank_orders(table: Table, rows: _Rows) -> None:
         (row, rows[need, stage])
         for (kind, stage), row in rows.items()
         for need in kind.before
-        if (need, stage) in rows
+        if (need, stage) in rows and (need in kind.after or need is not Kind.L)
     ]
     for row, needs in pairs:
         for n, need in zip(row, needs, strict=True):
@@ -304,6 +306,33 @@ def _check_rank_orders(table: Table, rows: _Rows) -> None:
                     f"what that one makes; swap them in the rank's order."
                     + excerpt(table, {rank: [place, other]})
                 )
+
+
+def _check_copies(table: Table, rows: _Rows) -> None:
+    """Checks that what is offloaded is loaded again, and that nothing reads it meanwhile."""
+    none = [-1] * table.num_microbatches
+    for stage in {stage for kind, stage in rows if kind is Kind.O}:
+        each = [rows.get((kind, stage), none) for kind in map(Kind, "OLRBIW")]
+        for o, back, again, *readers in zip(*each, strict=True):
+            late = [n for n in readers if o < n]
+            if o < 0 or (again < 0 <= back <= max(late, default=-1) and back <= min(late)):
+                continue
+            rank, place = _locate(table, o)
+            away, places = table.ranks[rank][place], [place]
+            load = dataclasses.replace(away, kind=Kind.L).describe()
+            if again >= 0:
+                fault = "an R computes what it is to offload again; drop one of the two"
+            elif back < 0:
+                fault = f"nothing loads what it takes away; add {load} before that is read"
+            elif not late or max(late) < back:
+                fault = f"nothing reads what {load} brings back; drop both, or move them up"
+            else:
+                places.append(_locate(table, min(late))[1])
+                reader = table.ranks[rank][places[1]].describe()
+                fault = f"{reader} reads what is away until {load}; move that one up"
+            raise ScheduleError(
+                f"{away.describe()} of rank {rank}: {fault}." + excerpt(table, {rank: places})
+            )
 
 
 def _check_overlaps(table: Table, rows: _Rows) -> None:

@@ -35,6 +35,8 @@ class Costs:
       bandwidth: the bytes that a link moves in one unit of time.
       edge_bytes: the bytes that a task sends to each rank that reads its result.
       recompute: the time of an `R`; by default that of the `F`.
+      offload: the time of an `O`: its bytes over the bandwidth to the host.
+      load: the time of an `L`.
       other: the times of further kinds; by default their `Kind.cost`.
 
     >>> from jaxpp.schedules import Kind, Task
@@ -54,6 +56,8 @@ class Costs:
     bandwidth: Link = math.inf
     edge_bytes: Cost = 0.0
     recompute: Cost | None = None
+    offload: Cost = Kind.O.cost
+    load: Cost = Kind.L.cost
     other: Mapping[Kind, Cost] = dataclasses.field(default_factory=dict, hash=False)
 
     @staticmethod
@@ -157,6 +161,8 @@ class Memory:
       backward: the change by a `B`; by default that of its two halves.
       recompute: the change by an `R`; by default that of the `F`. Less leaves what the stage keeps
         of its inputs.
+      offload: the change by an `O`, below 0; by default all that the `F` adds.
+      load: the change by an `L`; by default all that the `F` adds.
       other: the changes by further kinds; by default their `Kind.holds`.
 
     >>> from jaxpp.schedules import Kind, Task
@@ -169,6 +175,8 @@ class Memory:
     weight_grad: Cost = Kind.W.holds
     backward: Cost | None = None
     recompute: Cost | None = None
+    offload: Cost | None = None
+    load: Cost | None = None
     other: Mapping[Kind, Cost] = dataclasses.field(default_factory=dict, hash=False)
 
     def of(self, task: Task) -> float:
@@ -272,6 +280,8 @@ def _of(model: Costs | Memory, task: Task) -> float:
     if cost is not None:
         name = kind.field or f"the cost of {kind.title}"
         return _evaluate(cost, task, name if isinstance(model, Costs) else "")
+    if not kind.parts:  # it moves what the forward keeps
+        return kind.holds * _of(model, dataclasses.replace(task, kind=Kind.F))
     return sum(_of(model, dataclasses.replace(task, kind=Kind(part))) for part in kind.parts)
 
 

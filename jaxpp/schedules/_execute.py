@@ -100,7 +100,7 @@ def number(table: Table, dependencies: Dependencies | None = None, join: bool = 
     absent: dict[int, Task] = {}
     for key, row in rows.items():
         choices = _choices(dependencies.get(key, ()))
-        columns = [_made(choice, rows, table.num_microbatches) for choice in choices]
+        columns = [_made(choice, rows, row) for choice in choices]
         for n, own in zip(row, zip(*columns, strict=True), strict=False):
             if n >= 0:
                 needs[n] = own
@@ -135,7 +135,7 @@ def _rows(tasks: Sequence[Task], num_microbatches: int) -> dict[tuple[Kind, int]
 def _choices(needs: Sequence[tuple[Kind, int]]) -> list[list[tuple[Kind, int]]]:
     """Groups the needs of a task by input: those that make the same are forms of one input.
 
-    Of a stage's `F` and `R` the later one counts where both are there.
+    Of a stage's `F`, `R` and `L` the last one before the reader counts.
     """
     choices: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
     for kind, stage in needs:
@@ -144,11 +144,21 @@ def _choices(needs: Sequence[tuple[Kind, int]]) -> list[list[tuple[Kind, int]]]:
 
 
 def _made(
-    choice: Sequence[tuple[Kind, int]], rows: Mapping[tuple[Kind, int], list[int]], count: int
+    choice: Sequence[tuple[Kind, int]],
+    rows: Mapping[tuple[Kind, int], list[int]],
+    readers: Sequence[int],
 ) -> list[int]:
-    """Returns for each microbatch the number of the task that makes an input; -1 if none does."""
-    made = [rows[form] for form in choice if form in rows] or [[-1] * count]
-    return made[0] if len(made) == 1 else [max(forms) for forms in zip(*made, strict=True)]
+    """Returns for each microbatch the number of the task that makes an input; -1 if none does.
+
+    Of several it is the last one before the reader, where one is.
+    """
+    made = [rows[form] for form in choice if form in rows] or [[-1] * len(readers)]
+    if len(made) == 1:
+        return made[0]
+    return [
+        max([n for n in forms if 0 <= n < reader] or forms)
+        for reader, *forms in zip(readers, *made, strict=True)
+    ]
 
 
 def _units(
@@ -204,8 +214,12 @@ def run(
     together: Callable[[int, int], float] | None = None,
     wait_for_both: bool = True,
     sends: Sends | None = None,
+    lanes: bool = False,
 ) -> Run:
     """Runs each rank's units in order, each as soon as the rank is free and its inputs are there.
+
+    With lanes, a copy starts once the computing task before it has ended, the copies before it have
+    ended, and its inputs are there; the rank goes on beside it.
 
     Args:
       numbered: the table.
@@ -214,6 +228,7 @@ def run(
       together: the time of two tasks that overlap; by default the sum.
       wait_for_both: whether of two such tasks neither starts before the inputs of both are there.
       sends: how ranks and links wait for transfers, in the place of `delay`.
+      lanes: whether tasks of the copy lane run beside those that compute.
 
     Returns:
       The times, and the ranks left stuck: none where the table is sound.
@@ -257,16 +272,21 @@ def run(
             decides[a] = decides[b] = late
         return ends[a]
 
-    cursors, free = [0] * len(numbered.ranks), [0.0] * len(numbered.ranks)
+    cursors = [0] * len(numbered.ranks)
+    # When the lanes of each rank are free: that of tasks that compute, and that of copies; and
+    # since what task.
+    free: list[tuple[float, int]] = [(0.0, -1)] * len(numbered.ranks)
+    copied = list(free)
     waiting: dict[int, list[tuple[int, int]]] = {}  # for a task, the ranks and tasks that need it
     runnable = list(range(len(numbered.ranks)))
     while runnable:
         rank = runnable.pop()
-        units, cursor, now = numbered.ranks[rank], cursors[rank], free[rank]
-        before = units[cursor - 1][-1] if cursor else -1
+        units, cursor, (now, before) = numbered.ranks[rank], cursors[rank], free[rank]
         while cursor < len(units):
             n, last = units[cursor][0], units[cursor][-1]
-            start, gate = first = earliest(n, rank, now, before)
+            copies = lanes and numbered.tasks[n].kind.lane == "copy"
+            since = max(copied[rank], (now, before)) if copies else (now, before)
+            start, gate = first = earliest(n, rank, *since)
             second = first if n == last else earliest(last, rank, now, before)
             if start < 0 or second[0] < 0:
                 stuck, need = (n, gate) if start < 0 else (last, second[1])
@@ -274,7 +294,11 @@ def run(
                 break
             if n == last:
                 starts[n], gates[n] = start, gate
-                ends[n] = now = start + costs[n]
+                ends[n] = start + costs[n]
+                if copies:
+                    copied[rank] = ends[n], n
+                else:
+                    now = ends[n]
             else:
                 now = run_both(n, last, first, second)
                 runnable += [rank for rank, _ in waiting.pop(n, ())]
@@ -282,9 +306,9 @@ def run(
                 now = send(units[cursor], now)
             if last in waiting:
                 runnable += [rank for rank, _ in waiting.pop(last)]
-            before = last
+            before = before if copies else last
             cursor += 1
-        cursors[rank], free[rank] = cursor, now
+        cursors[rank], free[rank] = cursor, (now, before)
     if decides:
         gates = [decides.get(gate, gate) for gate in gates]
     blocks = [

@@ -1,7 +1,7 @@
 """Kinds of tasks: one record each, which all that deals with tasks reads."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 
 class _Kinds(type):
@@ -20,11 +20,12 @@ class _Kinds(type):
 
 
 class Kind(str, metaclass=_Kinds):
-    """A kind of task: `F` forward, `B` backward, `I` and `W` its halves, `R` recompute, or yours.
+    """A kind of task: `F` forward, `B` backward and its halves, `R`, `O` and `L`, or yours.
 
     `I` gives the cotangents of a stage's inputs, which the stage before waits for; `W` gives the
     gradients of its weights, which nothing waits for. `B` is `I`, then `W`. `R` computes the
-    activations again that the backward reads: the `F` of its stage and microbatch drops them.
+    activations again that the backward reads: the `F` of its stage and microbatch drops them. `O`
+    offloads them to the memory of the host, and `L` loads them back.
 
     A kind is its letter, a `str`, with a record of all that is known of it; a new kind is one
     value: a capital letter, its title, and further fields by name. The letter alone gives a kind
@@ -38,6 +39,8 @@ class Kind(str, metaclass=_Kinds):
       parts: the kinds whose costs add up to its own, where it has none.
       cost: its time, where `Costs` has none.
       holds: the change of the activations that its rank holds.
+      lane: what of its rank it runs on: `"compute"`, or `"copy"`, beside the tasks that compute. A
+        rank starts its tasks in their order; those of one lane run one after the other.
       field: the field of `Costs` and `Memory` that it has; by default an entry of their `other`.
       colours: in drawings, of a rank's first stage and of its last.
 
@@ -57,6 +60,8 @@ class Kind(str, metaclass=_Kinds):
     I: ClassVar["Kind"]  # noqa: E741
     W: ClassVar["Kind"]
     R: ClassVar["Kind"]
+    O: ClassVar["Kind"]  # noqa: E741
+    L: ClassVar["Kind"]
 
     title: str  # pyright: ignore[reportIncompatibleMethodOverride]
     after: tuple[str, ...]
@@ -64,6 +69,7 @@ class Kind(str, metaclass=_Kinds):
     parts: tuple[str, ...]
     cost: float
     holds: float
+    lane: Literal["compute", "copy"]
     field: str
     colours: tuple[str, str]
 
@@ -77,6 +83,7 @@ class Kind(str, metaclass=_Kinds):
         parts: Iterable[str] = (),
         cost: float = 1.0,
         holds: float = 0.0,
+        lane: Literal["compute", "copy"] = "compute",
         field: str = "",
         colours: tuple[str, str] = ("#4d5663", "#c3c9d1"),
     ) -> "Kind":
@@ -93,7 +100,7 @@ class Kind(str, metaclass=_Kinds):
         self = super().__new__(cls, letter)
         self.title, self.field = title, field
         self.after, self.makes, self.parts = tuple(after), makes, tuple(parts)
-        self.cost, self.holds, self.colours = cost, holds, colours
+        self.cost, self.holds, self.lane, self.colours = cost, holds, lane, colours
         if known is None:
             for other in (*self.after, *filter(None, [makes])):
                 Kind(other)
@@ -112,11 +119,16 @@ class Kind(str, metaclass=_Kinds):
         return str.__str__(self)
 
     def __reduce__(self) -> Any:
-        if self in "FBIWR":
+        if self.is_own:
             return Kind, (str(self),)
         # With its record: another process need not have imported who made the kind.
         named = tuple(map(Kind, (*self.after, *filter(None, [self.makes]))))
         return _restored, (str(self), dict(vars(self)), named)
+
+    @property
+    def is_own(self) -> bool:
+        """Tells whether the kind is one of the library's own."""
+        return self in "FBIWROL"
 
     @property
     def before(self) -> "tuple[Kind, ...]":
@@ -125,8 +137,8 @@ class Kind(str, metaclass=_Kinds):
         These are the kinds of `after`, and those that stand in for one of them: which make its
         results, and do not come after this kind themselves.
 
-        >>> Kind.B.before, Kind.R.before
-        ((Kind('F'), Kind('R')), (Kind('F'),))
+        >>> Kind.B.before[:3], Kind.L.before
+        ((Kind('F'), Kind('R'), Kind('L')), (Kind('O'),))
         """
         found = []
         for need in map(Kind, self.after):
@@ -174,7 +186,7 @@ Kind.I = Kind(
 Kind.W = Kind(
     "W",
     "weight gradient",
-    after="I",
+    after="FI",
     holds=-1.0,
     field="weight_grad",
     colours=("#dba032", "#fae294"),
@@ -188,4 +200,23 @@ Kind.R = Kind(
     holds=1.0,
     field="recompute",
     colours=("#6b4fa0", "#cfc0ea"),
+)
+Kind.O = Kind(
+    "O",
+    "offload",
+    after="F",
+    holds=-1.0,
+    lane="copy",
+    field="offload",
+    colours=("#5f6b73", "#c4ccd1"),
+)
+Kind.L = Kind(
+    "L",
+    "load",
+    after="O",
+    makes="F",
+    holds=1.0,
+    lane="copy",
+    field="load",
+    colours=("#2a8c8c", "#a6dcdc"),
 )

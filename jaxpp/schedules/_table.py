@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -190,6 +191,54 @@ class Table:
                 tasks.append(task)
             ranks.append(tuple(tasks))
         return dataclasses.replace(self, ranks=tuple(ranks))
+
+    def with_offload(self, which: Callable[[Task], bool], ahead: int = 1) -> "Table":
+        """Returns the same table with an `O` and an `L` for the activations of some forwards.
+
+        They are away in the longest time in which nothing reads them: between the `F` and the `B`
+        or `I`, or between the `I` and the `W`. The `O` comes right after the first of these, the
+        `L` so many tasks before the second. Where that is no later than the `O`, or an `R` computes
+        the activations again, there is nothing to gain: neither is added. Nor do they come between
+        two tasks that overlap.
+
+        Args:
+          which: tells for an `F` whether its activations are offloaded.
+          ahead: the number of computing tasks that the rank runs between an `L` and its reader.
+
+        >>> tasks = [Task(Kind(kind), 0, i) for kind in "FB" for i in range(3)]
+        >>> table = Table((tuple(tasks),), num_stages=1, num_microbatches=3)
+        >>> print(*table.with_offload(lambda task: task.microbatch < 2).ranks[0])
+        F0.0 O0.0 F0.1 O0.1 L0.0 F0.2 L0.1 B0.0 B0.1 B0.2
+        """
+        ranks = []
+        for order in self.ranks:
+            # The places between computing tasks: before task n is place n.
+            computing = [task for task in order if task.kind.lane == "compute"]
+            place = {task: n for n, task in enumerate(computing)}
+            joined = [False, *(task in self.overlaps for task in computing)]
+            added: dict[int, list[Task]] = {}
+            for first in (task for task in computing if task.kind is Kind.F and which(task)):
+                own = {kind: dataclasses.replace(first, kind=kind) for kind in Kind}
+                uses = [place[own[kind]] for kind in map(Kind, "FBIW") if own[kind] in place]
+                _, start, end = max((b - a, a + 1, b - ahead) for a, b in itertools.pairwise(uses))
+                start, end = start + joined[start], end - joined[max(end, 0)]
+                if start < end and self.tasks.isdisjoint((own[Kind.R], own[Kind.O])):
+                    added.setdefault(start, []).append(own[Kind.O])
+                    added.setdefault(end, []).append(own[Kind.L])
+            tasks: list[Task] = []
+            n = 0
+            for task in (*order, None):
+                if task is None or task.kind.lane == "compute":
+                    tasks += sorted(added.get(n, ()), key=lambda own: own.kind is Kind.L)
+                    n += 1
+                tasks += [task] if task else []
+            ranks.append(tuple(tasks))
+        return dataclasses.replace(self, ranks=tuple(ranks))
+
+    @functools.cached_property
+    def copies(self) -> bool:
+        """Tells whether tasks run on a copy lane, beside those that compute."""
+        return any(kind.lane == "copy" for kind in self.kinds)
 
     @functools.cached_property
     def forward_only(self) -> bool:

@@ -151,21 +151,21 @@ def test_what_goes_between_stages_is_sent_in_fewer_bytes(examples, name):
 
 
 @EACH
-def test_new_kinds_of_task_move_what_is_kept_and_change_no_bit(examples, name):
+def test_new_kinds_of_task_pack_what_is_kept_and_change_no_bit(examples, name):
     schedule, ranks = SCHEDULES[name]
-    offload = examples["offload"].offload
+    pack = examples["pack"].pack
     if name == "recompute":
-        with pytest.raises(ValueError, match="computed again: there is nothing to offload"):
-            offload(grad_of(schedule), [0, 1])(WS, X)
+        with pytest.raises(ValueError, match="computed again: there is nothing to pack"):
+            pack(grad_of(schedule), [0, 1])(WS, X)
         return
     _, want = plain(name)
-    step, got = both(offload(grad_of(schedule), [0, 1]), ranks)
+    step, got = both(pack(grad_of(schedule), [0, 1]), ranks)
     assert_same(got, want)
     runs = [str(run) for run in order(step, 0).split()]
     for i in range(M):
-        if f"O0.{i}" in runs:  # of two directions, a rank has half of the microbatches
+        if f"P0.{i}" in runs:  # of two directions, a rank has half of the microbatches
             backward = next(r for r in runs if r[0] in "BIW" and r[1:] == f"0.{i}")
-            places = list(map(runs.index, [f"F0.{i}", f"O0.{i}", f"L0.{i}", backward]))
+            places = list(map(runs.index, [f"F0.{i}", f"P0.{i}", f"X0.{i}", backward]))
             assert places == sorted(places)
     certificate = jaxpp.certify(step, *shapes())
     assert certificate.exact and {"schedule", "edit_loops"} <= set(certificate.transforms)
@@ -178,12 +178,12 @@ def test_what_is_offloaded_may_be_in_host_memory_if_it_comes_back(examples):
     def device(*arrays):
         return [jax.device_put(x, jax.memory.Space.Device) for x in arrays]
 
-    offload, grad_fn = examples["offload"].offload, grad_of(OneFOneB())
+    pack, grad_fn = examples["pack"].pack, grad_of(OneFOneB())
     _, want = plain("1f1b")
-    _, got = both(offload(grad_fn, [0], host, device), 4)
+    _, got = both(pack(grad_fn, [0], host, device), 4)
     assert_same(got, want)
     with pytest.raises(ValueError, match=r"lets B0 read float32<host>.* in place of float32\["):
-        offload(grad_fn, [0], host)(WS, X)
+        pack(grad_fn, [0], host)(WS, X)
 
 
 # ---- (c) ----------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def all_of(examples, schedule):
     """The edits of all examples, one around the other."""
     grad_fn = examples["int8_edges"].int8_edges(grad_of(schedule))
     if not isinstance(schedule, Recompute):
-        grad_fn = examples["offload"].offload(grad_fn, [0, 1])
+        grad_fn = examples["pack"].pack(grad_fn, [0, 1])
     edited = examples["gradient_norms"].gradient_norms(grad_fn, clip=0.05)
     return examples["pipefisher"].curvature(edited)
 

@@ -115,12 +115,12 @@ def test_two_that_overlap_stay_together():
         (lambda: Recompute("2f2b"), "there is no schedule named '2f2b'; use one of"),
         (
             lambda: Recompute(stages=[1, 4, 7]).table(4, 8),
-            r"Recompute is to compute stages \[4, 7\] again, but the table has 4 stages, .* name "
+            r"Recompute names stages \[4, 7\], but the table has 4 stages, .* name "
             "some of these, or leave stages out for all",
         ),
         (
             lambda: Recompute(microbatches=[-1]).table(4, 8),
-            r"microbatches \[-1\] again, but the table has 8 microbatches, numbered from 0",
+            r"microbatches \[-1\], but the table has 8 microbatches, numbered from 0",
         ),
         (
             lambda: Recompute(ForwardOnly()).table(4, 8),

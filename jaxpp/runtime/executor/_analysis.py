@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpp.runtime.executor._collectives import collectives
+from jaxpp.runtime.executor._copies import Copier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,8 @@ def inspect(
 
 
 def _analyse(executable: Any, axes: Mapping[str, int]) -> Analysis:
+    if isinstance(executable, Copier):
+        return Analysis(0, 0.0, 0.0, Counter())
     memory, costs = executable.memory_analysis(), executable.cost_analysis() or {}
     if isinstance(costs, list):  # a dictionary for each program of an executable
         costs = costs[0] if costs else {}

@@ -19,6 +19,7 @@ from jaxpp import _compat, _jaxprs
 from jaxpp._program import Bundle, Computation, Run
 from jaxpp.runtime.arrays import Home, devices_of, sharding_in
 from jaxpp.runtime.executor import _progress
+from jaxpp.runtime.executor._copies import Copier, copies
 
 
 def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
@@ -48,8 +49,12 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
         (n, shape): key_of(bundle.computations[n], (own_settings, shape)) for n, shape in targets
     }
 
+    copying = {target for target in targets if copies(bundle.computations[target[0]])}
+
     def build(target: Any, known: "_Executables | None", lowered: Any) -> dict[Any, Any]:
         first, computation = targets[target][0], bundle.computations[target[0]]
+        if target in copying:
+            return {home: Copier(computation, home) for home in targets[target]}
         if not known:
             with progress.compiling(computation.name, len(computation.jaxpr.eqns)):
                 known = _Executables(computation, lowered.compile(), first)
@@ -59,12 +64,12 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
     # The largest computation first; each is compiled while the next is lowered.
     by_size = sorted(targets, key=lambda target: -len(bundle.computations[target[0]].jaxpr.eqns))
     known = {target: _kept.get(keys[target]) for target in by_size}
-    new = sum(found is None for found in known.values())
+    new = sum(found is None and target not in copying for target, found in known.items())
     with _progress.Progress(new) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {}
         for target in by_size:
             lowered = None
-            if not known[target]:
+            if not known[target] and target not in copying:
                 lowered = lower(bundle.computations[target[0]], targets[target][0])
             futures[target] = pool.submit(build, target, known[target], lowered)
     built = {target: future.result() for target, future in futures.items()}

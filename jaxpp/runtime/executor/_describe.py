@@ -9,7 +9,7 @@ from jaxpp import _html
 from jaxpp._compat import memory_kind
 from jaxpp._program import Bundle, Program, Role, Run
 from jaxpp.runtime.executor._analysis import Analysis, Inspected
-from jaxpp.runtime.executor._memory import array_bytes, format_bytes, held_bytes, over_time
+from jaxpp.runtime.executor._memory import HOST, array_bytes, format_bytes, held_bytes, over_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def describe(bundle: Bundle, ranks: Sequence[Inspected]) -> Description:
     peaks = [Counter[str]() for _ in ranks]
     for rank, peak in enumerate(peaks):
         for _, now in over_time(h for h in held if h.rank == rank):
-            peak |= now | Counter({"all": now.total() - now["host"]})
+            peak |= now | Counter({"all": now.total() - now[HOST]})
     each = zip(bundle.programs, ranks, peaks, strict=True)
     return Description(tuple(_describe_rank(bundle, *own) for own in each))
 
@@ -170,7 +170,7 @@ def _describe_rank(
         peaks["activations"],
         peaks["temporary"],
         peaks["all"],
-        peaks["host"],
+        peaks[HOST],
         dict(sorted(sent.items())),
         dict(sorted(counted.items())),
         dict(sorted(once.items())),

@@ -13,9 +13,11 @@ from jaxpp._specs import Spec
 from jaxpp.runtime.executor._analysis import Inspected
 from jaxpp.runtime.executor._executor import interleave
 
+#: The kind of bytes that are in the memory of the host, and of no device.
+HOST = "host"
 #: The kinds of bytes: arguments by their role, what a step makes, and all in the host's memory.
 KINDS = ("parameters", "optimizer", "batch", "other", "accumulators", "activations", "messages",
-         "temporary", "host")  # fmt: skip
+         "temporary", HOST)  # fmt: skip
 _OF_ROLE = {
     Role.PARAMETER: "parameters",
     Role.OPTIMIZER: "optimizer",
@@ -116,6 +118,7 @@ class _Ledger:
         self._accumulators: set[_Output] = set()
         self._recent: deque[_Live] = deque()  # the first array of each message received last
         self._late: list[_Live] = []  # messages that are dropped before the next run
+        self._copied: dict[int, float] = {}  # for each slot, when the last copy of it has ended
         for n, slot in program.inputs:
             own = bundle.arguments[n]
             self._live[slot] = self._new(_OF_ROLE[own.role], own.aval, own.spec, -math.inf)
@@ -134,7 +137,7 @@ class _Ledger:
     def _new(self, kind: str, aval: Any, spec: Spec, start: float, output: _Output = None) -> _Live:
         """Takes an array; one in the memory of the host is of that kind, whatever it is for."""
         nbytes = array_bytes(aval, spec, self._sizes)
-        return _Live("host" if _compat.memory_kind(aval) else kind, nbytes, start, output)
+        return _Live(HOST if _compat.memory_kind(aval) else kind, nbytes, start, output)
 
     def run(self, run: Run, start: float, end: float) -> None:
         """Takes and drops what a run takes and drops."""
@@ -157,7 +160,10 @@ class _Ledger:
             self._live[slot] = self._new(kind, aval, spec, start, (number, o))
         if nbytes := self._analyses[number].temporary_bytes:
             self._dropped.append((_Live("temporary", nbytes, start), end))
-        self.clock = end
+        if task and task.kind.lane == "copy":  # the rank goes on beside it
+            self._copied |= dict.fromkeys(run.inputs, end)
+        else:
+            self.clock = end
 
     def receive(self, receive: Receive, sent: float) -> None:
         """Takes a message from another rank, which has been here since `sent`."""
@@ -181,10 +187,11 @@ class _Ledger:
                 self._staying.append(self._live.pop(slot))
             elif slot in self._live:
                 live = self._live[slot]
-                self._drop(slot, self.clock)
+                end = max(self.clock, self._copied.pop(slot, self.clock))
+                self._drop(slot, end)
                 if live in self._recent:
-                    kind = "host" if live.kind == "host" else "messages"
-                    late = _Live(kind, live.nbytes, self.clock)
+                    kind = HOST if live.kind == HOST else "messages"
+                    late = _Live(kind, live.nbytes, end)
                     self._recent[self._recent.index(live)] = late
 
     def _drop(self, slot: int, end: float) -> None:

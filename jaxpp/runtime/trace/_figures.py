@@ -50,8 +50,12 @@ def dependencies_of(bundle: Bundle) -> Dependencies:
             while isinstance(maker, tuple):
                 maker = messages[maker[0]][maker[1]]
             own, task = run.task, maker and maker.task
+            if own and own.kind is Kind.O:
+                continue  # it comes after tasks of its rank that read the same
             if own and task and maker.loop == run.loop and task.microbatch == own.microbatch:
                 needs[own.kind, own.stage][task.kind, task.stage] = None
+                if task.kind is Kind.L:  # of another microbatch it may read what the forward made
+                    needs[own.kind, own.stage][Kind.F, task.stage] = None
     return {key: tuple(own) for key, own in needs.items()}
 
 

@@ -52,8 +52,8 @@ def plot(
 
     Cells have the number of their microbatch where it is legible. Where a rank has several stages,
     or microbatches go in two directions, later ones are lighter. Tasks that run together share the
-    height of their row. Several timelines are drawn on one time axis: a simulated and a measured
-    one, for instance.
+    height of their row; so do copies with those that compute. Several timelines are drawn on one
+    time axis: a simulated and a measured one, for instance.
 
     Args:
       timelines: a timeline, or several by title.

@@ -34,7 +34,8 @@ class Cell:
 def lay_out(timeline: Timeline) -> tuple[tuple[Cell, ...], ...]:
     """Returns each rank's tasks with their places, by start.
 
-    Tasks that run at the same time share the height of their row.
+    Tasks that run at the same time share the height of their row; copies are in a lane of their
+    own, the last.
 
     >>> from jaxpp.schedules import Interleaved1F1B, simulate
     >>> cells = lay_out(simulate(Interleaved1F1B(2).table(num_stages=4, num_microbatches=2)))
@@ -49,14 +50,20 @@ def lay_out(timeline: Timeline) -> tuple[tuple[Cell, ...], ...]:
     tolerance = 1e-9 * timeline.makespan  # the rounding error between one end and the next start
     placed = []
     for spans in rows:
+        lanes = _lanes([s for s in spans if s.task.kind.lane == "compute"], tolerance)
+        if table.copies:
+            most = max((lane for lane, _ in lanes), default=0) + 1
+            own = iter(lanes)
+            lanes = [
+                ((next(own)[0] if span.task.kind.lane == "compute" else most), most + 1)
+                for span in spans
+            ]
         homes = [(direction_of[span.task.microbatch], span.task.stage) for span in spans]
         slots = {home: slot for slot, home in enumerate(sorted(set(homes)))}
         placed.append(
             tuple(
                 Cell(span, slots[home], lane, num_lanes)
-                for span, home, (lane, num_lanes) in zip(
-                    spans, homes, _lanes(spans, tolerance), strict=True
-                )
+                for span, home, (lane, num_lanes) in zip(spans, homes, lanes, strict=True)
             )
         )
     return tuple(placed)

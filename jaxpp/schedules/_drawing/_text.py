@@ -41,7 +41,7 @@ def to_text(
     on, and a dot is a rank that runs no task. A drawing that does not fit the width, or has other
     costs, is scaled to the width: numbers are left out where they do not fit their tasks, and where
     tasks are shorter than a column, columns show kinds in the shares of their time. Of tasks that
-    run together, one is on a second line of the rank.
+    run together, one is on a second line of the rank; so are copies.
 
     Args:
       drawn: a table or a timeline, or several by title, drawn one above the other on one time axis.

@@ -33,8 +33,9 @@ def to_trace(
     """Writes timelines as a trace that ui.perfetto.dev and chrome://tracing open.
 
     A timeline is a process, and each of its ranks a thread, with a second thread for tasks that run
-    together with those of the first. Slices have the kind, the stage, the microbatch and, where
-    there are two, the direction of their tasks. Each rank has a counter of its memory.
+    together with those of the first, and one for copies. Slices have the kind, the stage, the
+    microbatch and, where there are two, the direction of their tasks. Each rank has a counter of
+    its memory.
 
     The format is the JSON of the Trace Event Format document of the Chromium project.
 
@@ -88,7 +89,8 @@ def _name_threads(process: int, rows: tuple[tuple[Cell, ...], ...]) -> Iterable[
     num_lanes = max((cell.num_lanes for cells in rows for cell in cells), default=1)
     for rank, cells in enumerate(rows):
         for lane in range(max((cell.num_lanes for cell in cells), default=1)):
-            name = f"rank {rank}" + ", at the same time" * (lane > 0)
+            copies = any(c.lane == lane and c.span.task.kind.lane == "copy" for c in cells)
+            name = f"rank {rank}" + (", copies" if copies else ", at the same time" * (lane > 0))
             thread = FIRST_THREAD + lane * len(rows) + rank
             yield from name_thread(process, thread, name, rank * num_lanes + lane)
 

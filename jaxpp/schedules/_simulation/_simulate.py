@@ -94,9 +94,13 @@ class Timeline:
 
     @functools.cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the time in which it does something; time with two tasks counts once."""
-        each = zip(self.starts, self.ends, self.update, strict=True)
-        return tuple(_covered(starts, ends) + update for starts, ends, update in each)
+        """For each rank, the time in which it computes; time with two tasks counts once."""
+        times = [0.0] * self.num_ranks
+        for rank, tasks in enumerate(self.table.ranks):
+            each = zip(tasks, self.starts[rank], self.ends[rank], strict=True)
+            spans = [(start, end) for task, start, end in each if task.kind.lane == "compute"]
+            times[rank] = _covered(spans) + self.update[rank]
+        return tuple(times)
 
     @property
     def utilisation(self) -> tuple[float, ...]:
@@ -121,7 +125,13 @@ class Timeline:
 
     @functools.cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """For each rank, the most that it holds at once, in the units of the memory model."""
+        """For each rank, the most that it holds at once, in the units of the memory model.
+
+        What is offloaded counts until its copy has ended.
+        """
+        if self.table.copies:
+            each = map(self.memory_over_time, range(self.num_ranks))
+            return tuple(max((held for _, held in own), default=0.0) for own in each)
         peaks, resident = self.memory.peaks(self.table), self.machine.held(self.num_ranks)
         return tuple(map(sum, zip(peaks, resident, strict=True)))
 
@@ -164,10 +174,10 @@ class Timeline:
         return tuple(reversed(path))
 
 
-def _covered(starts: Sequence[float], ends: Sequence[float]) -> float:
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
     """Returns the time that intervals cover; time that two cover counts once."""
     total, until = 0.0, -math.inf
-    for start, end in sorted(zip(starts, ends, strict=True)):
+    for start, end in sorted(spans):
         if end > until:
             total += end - max(start, until)
             until = end
@@ -185,6 +195,10 @@ def simulate(
     per: Literal["stage", "rank"] = "stage",
 ) -> Timeline:
     """Runs a table under a cost model: each task as early as its rank and its inputs allow.
+
+    A rank has two lanes, one that computes and one that copies. A copy, such as an `O`, starts once
+    the computing task before it in the rank's order has ended, the copies before it have ended, and
+    its inputs are there; tasks that do not read what it makes go on beside it.
 
     By default ranks are equal and do not wait until the results that they send have arrived, links
     take any number of transfers at once, and a step ends with its last task. `machine` says
@@ -247,6 +261,7 @@ def simulate(
         lambda a, b: costs.together(tasks[a], tasks[b]) / speeds[rank_of[a]],
         wait_for_both=overlap == "atomic",
         sends=sends,
+        lanes=table.copies,
     )
     if result.blocks:
         raise explain_blocks(table, result.blocks)

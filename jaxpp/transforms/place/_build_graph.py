@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpp import _compat, _jaxprs, _primitives, schedules
 from jaxpp._specs import replicated
-from jaxpp.schedules import Kind, Table
+from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value
 from jaxpp.transforms.inside import on_rows
@@ -185,12 +185,27 @@ class _Builder:
         several = tasks.num_directions > 1
         taken = table.direction_of if several else (0,) * length
         between: dict[tuple[int, int], Value] = {}
-        again: dict[tuple[int, int, int], Value] = {}  # what a stage computes again for itself
-        for _, task in schedules.execution_order(table, tasks.dependencies):
-            body = tasks.body(task, taken[task.microbatch])
+        away: dict[tuple[int, int], dict[int, Value]] = {}  # what a stage has offloaded, by number
+        again: dict[tuple[int, int, int], Value] = {}  # what a stage makes or moves for itself
+        order = [task for _, task in schedules.execution_order(table, tasks.dependencies)]
+        for n, task in enumerate(order):
+            direction = taken[task.microbatch]
+            body = tasks.body(task, direction)
+            stage = direction * table.num_stages + task.stage
+            own = dataclasses.replace(task, stage=self.stages_before + task.stage)
+            mb = length - 1 - task.microbatch if eqn.params["reverse"] else task.microbatch
+            if task.kind is Kind.O:
+                same = (t for t in order[n:] if t.microbatch == task.microbatch)
+                later = {t.kind for t in same if t.stage == task.stage}
+                for index in self._kept_alone(tasks, stage, later):
+                    if value := again.get((mb, index, stage)) or between.get((mb, index)):
+                        away.setdefault((mb, stage), {})[index] = value
+            if (moved := away.get((mb, stage))) and task.kind in (Kind.O, Kind.L):
+                inputs = [again.get((mb, n, stage), value) for n, value in moved.items()]
+                new = self._copy(inputs, task, own, self.ranks_of[stage], number)
+                again |= {(mb, n, stage): v for n, v in zip(moved, new, strict=True)}
             if body is None:
                 continue
-            mb = length - 1 - task.microbatch if eqn.params["reverse"] else task.microbatch
             inputs = [
                 again.get((mb, r.index, body.stage)) or between[mb, r.index]
                 if r.source == "value" else known[r]
@@ -215,12 +230,41 @@ class _Builder:
                     value = self._add(results[ref], kind, f"result of {task.kind}{task.stage}")
                     value.memory, known[ref] = (number, ref), value
                 outputs.append(value)
-            rank = self.ranks_of[body.stage]
-            own = dataclasses.replace(task, stage=self.stages_before + task.stage)
+            rank = self.ranks_of[stage]
             self.tasks.append(
                 GraphTask(rank, bodies[body], tuple(inputs), tuple(outputs), str(task), own, number)
             )
         self.stages_before += table.num_stages
+
+    def _kept_alone(self, tasks: LoopTasks, stage: int, kinds: Collection[Kind]) -> list[int]:
+        """Finds the values that later tasks of a stage read, and no other stage of its rank.
+
+        A number needs no copy: it has about no bytes.
+        """
+        rank, found = self.ranks_of[stage], {}
+        for body in tasks.bodies:
+            for ref, v in zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True):
+                if ref.source == "value" and v.aval.size > 1 and self.ranks_of[body.stage] == rank:
+                    alone, wanted = found.get(ref.index, (True, False))
+                    own = body.stage == stage
+                    found[ref.index] = alone and own, wanted or (own and body.kind in kinds)
+        return [index for index, (alone, wanted) in found.items() if alone and wanted]
+
+    def _copy(
+        self, inputs: Sequence[Value], task: Task, own: Task, rank: int, loop: int
+    ) -> list[Value]:
+        """Adds a task that copies values to the memory of the host, or of the device."""
+        space = jax.memory.Space.Host if task.kind is Kind.O else jax.memory.Space.Device
+        made = jax.make_jaxpr(lambda *xs: [jax.device_put(x, space) for x in xs])
+        jaxpr = made(*(value.aval for value in inputs))
+        body = self.bodies.setdefault(
+            ("copy", _jaxprs.structure(jaxpr)), Body(f"{task.kind}{task.stage}", jaxpr, ())
+        )
+        outputs = [Value(aval, "edge", str(task)) for aval in jaxpr.out_avals]
+        self.tasks.append(
+            GraphTask(rank, body, tuple(inputs), tuple(outputs), str(task), own, loop)
+        )
+        return outputs
 
     def _operands_of(self, eqn: Any, number: int) -> dict[Ref, Value]:
         """Finds the values of a loop's operands, and of the buffers of its results.
@@ -323,7 +367,7 @@ def _check_kinds(table: Table, bodies: Sequence[TaskBody]) -> None:
         ValueError: those of one kind have none.
     """
     for kind in sorted(table.kinds - {body.kind for body in bodies}):
-        if kind not in "FBIWR":
+        if not kind.is_own:
             raise ValueError(
                 f"place: the table has tasks of the kind {kind} ({kind.title}), but the loop has "
                 f"no work for them; give it some by Loop.insert in a rule of "

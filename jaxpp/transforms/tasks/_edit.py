@@ -208,7 +208,7 @@ class Loop:
         elsewhere.
 
         Args:
-            kind: the kind; it is not one of F, B, I, W and R.
+            kind: the kind; it is not one of the library's own.
             stage: the stage.
             fun: the function.
             values: its arguments.
@@ -218,7 +218,7 @@ class Loop:
             The loop, and the new values, which no task reads yet.
         """
         name = f"{kind}{stage}"
-        if kind not in Kind or kind in "FBIWR" or (kind, stage) in self.tasks:
+        if kind not in Kind or Kind(kind).is_own or (kind, stage) in self.tasks:
             why = "is there already" if (kind, stage) in self.tasks else "is not of a new kind"
             raise self._error(
                 f"inserts {name}, which {why}; make a kind of your own by "

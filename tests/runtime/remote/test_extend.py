@@ -20,7 +20,7 @@ def test_worker_processes_give_the_bits_of_this_process(examples, mesh, schedule
     ws = WS[: 2 * schedule.stages_per_rank]
     grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss_fn)), M)
     edited = examples["int8_edges"].int8_edges(jaxpp.schedule(grad, schedule))
-    edited = examples["offload"].offload(edited, [0])
+    edited = examples["pack"].pack(edited, [0])
     edited = examples["gradient_norms"].gradient_norms(edited)
     found = []
     for own in (mesh_of(2, shared=True), mesh):

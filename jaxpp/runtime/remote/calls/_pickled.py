@@ -14,7 +14,7 @@ from jax.experimental import serialize_executable
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._program import Computation
 from jaxpp.runtime.arrays import Home, devices_of
-from jaxpp.runtime.executor import lower
+from jaxpp.runtime.executor import Copier, copies, lower
 
 #: JAX's settings under which a computation is lowered: those that it was traced under. With
 #: `debug_nans` JAX donates nothing, so that the arguments of what failed are still there.
@@ -61,6 +61,8 @@ class Pickled:
     def compile(self, home: Home) -> Any:
         """Lowers and compiles the computation for devices of this process."""
         computation, settings = pickle.loads(self.payload)
+        if copies(computation):
+            return Copier(computation, home)
         with contextlib.ExitStack() as stack:
             for name, value in settings.items():
                 stack.enter_context(getattr(jax, name)(value))
@@ -131,6 +133,8 @@ def serialize(compiled: Any) -> bytes | None:
     executable from that cache, serialised again, loads but fails when it is called.
     """
     config: Any = jax.config
+    if isinstance(compiled, Copier):
+        return None
     if config.jax_enable_compilation_cache and config.jax_compilation_cache_dir:
         return None
     try:

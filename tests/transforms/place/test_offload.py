@@ -1,0 +1,59 @@
+"""A table with offload gives the same bits, with the bytes on the device that it says."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxpp
+from benchmarks.prediction import memory_peaks
+from jaxpp.schedules import Costs, FromTable, Offload, by_name
+from tests.helpers import assert_same, mesh_of
+from tests.transforms.tasks.test_recompute import OPTIMIZER, PARAMS, data, trained
+
+ARGUMENTS = PARAMS, OPTIMIZER.init(PARAMS), data(0)
+CASES = [("1f1b", 4), ("interleaved_1f1b", 2), ("zb_h1", 4), ("dualpipe", 4), ("zb_v", 2)]
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(("name", "ranks"), CASES)
+def test_offload_keeps_each_bit_and_the_peak_is_the_predicted_one(optimized, name, ranks):
+    mesh, table = mesh_of(ranks), by_name(name).table(4, 8)
+    plain, want = trained(FromTable(table), mesh)
+    step, got = trained(Offload(name), mesh)
+    assert_same(got, want)
+    # What is offloaded is sent nowhere, and the proof holds.
+    sends = jaxpp.testing.count_sends
+    assert sends(step) == sends(plain)
+    assert jaxpp.certify(step, *ARGUMENTS).exact
+    labels = {
+        label for own in step.lower(*ARGUMENTS).as_text().split("\n") for label in own.split()
+    }
+    assert any(label.startswith("O") for label in labels)
+    assert any(label.startswith("L") for label in labels)
+    measured, predicted = memory_peaks(step, ARGUMENTS)
+    np.testing.assert_allclose(measured, predicted, rtol=0.02)
+    free = Costs(offload=0, load=0)
+    held = [
+        [peak.bytes["activations"] for peak in jaxpp.predict(s, *ARGUMENTS, costs=free).peaks]
+        for s in (step, plain)
+    ]
+    assert max(held[0]) < max(held[1])
+
+
+def test_some_of_the_microbatches_may_be_offloaded(optimized):
+    mesh = mesh_of(4)
+    _, want = trained(by_name("1f1b"), mesh)
+    step, got = trained(Offload("1f1b", stages=[0, 1], share=0.5, ahead=0), mesh)
+    assert_same(got, want)
+    found = jaxpp.predict(step, *ARGUMENTS, costs=Costs(offload=0.5, load=0.5))
+    assert found.timeline.table.copies
+    assert any(moment.bytes.get("host") for moment in found.memory[0])
+    assert not any(moment.bytes.get("host") for moment in found.memory[3])
+
+
+def test_on_one_device_nothing_is_moved():
+    from tests.transforms.tasks.test_schedule import GRAD, WS, X
+
+    grads = [jaxpp.schedule(GRAD, s) for s in (by_name("1f1b"), Offload("1f1b"))]
+    texts = [jax.jit(grad).lower(WS, X).as_text() for grad in grads]
+    assert texts[0] == texts[1]
