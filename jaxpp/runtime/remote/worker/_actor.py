@@ -1,6 +1,7 @@
 """The Ray actor of a worker: starts JAX, the transport and the RPC server."""
 
 import dataclasses
+import importlib.metadata
 import math
 import os
 import platform
@@ -11,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jaxlib
 import ray
 
 from jaxpp._version import __version__
@@ -94,8 +94,8 @@ class Hello:
 def versions() -> dict[str, str]:
     """Returns the versions that driver and workers must agree on."""
     python = ".".join(platform.python_version_tuple()[:2])
-    jaxs = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    return {"python": python, **jaxs, "jaxpp": __version__}
+    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    return {"python": python, **found, "jaxpp": __version__}
 
 
 #: Ray's decorator; its overloads do not know its options.
