@@ -120,8 +120,9 @@ _gelu.defvjp(lambda x: (_gelu(x), x), lambda x, g: jax.vjp(jax.nn.gelu, x)[1](g)
 
 
 def _kernel(w, x):
-    """A kernel of Pallas."""
-    return _gelu((x @ w["q"]).reshape(-1, 128)).reshape(x.shape)
+    """A kernel of Pallas, in float32: Triton has no `tanh` of bfloat16."""
+    hidden = (x @ w["q"]).reshape(-1, 128).astype(jnp.float32)
+    return _gelu(hidden).reshape(x.shape).astype(x.dtype)
 
 
 def _callback(w, x):

@@ -91,12 +91,15 @@ class Executor:
 
 
 def chunks(program: Program) -> list[Chunk]:
-    """Cuts a program into pieces: each receives only at its start, and has one run at most."""
+    """Cuts a program into pieces: each receives and waits only at its start, and has one run.
+
+    So no rank waits before the others have got what they run until then.
+    """
     pieces: list[list[Instruction]] = [[]]
     for instruction in program.instructions:
         piece = pieces[-1]
-        waits = isinstance(instruction, Receive)
-        if (waits and any(not isinstance(i, Receive) for i in piece)) or (
+        waits = isinstance(instruction, Receive | Wait)
+        if (waits and any(not isinstance(i, Receive | Wait) for i in piece)) or (
             isinstance(instruction, Run) and any(isinstance(i, Run) for i in piece)
         ):
             pieces.append([])

@@ -211,6 +211,8 @@ class _ProgramWriter:
         self.num_slots = 0
         #: The values that nothing uses after the last run.
         self.ending: list[Value] = []
+        #: What the device computed last, if nothing has waited for it.
+        self.computed: tuple[Value, ...] = ()
 
     def slot(self, value: Value) -> int:
         """Returns the slot of a value, a new one if it has none; a constant keeps its own."""
@@ -225,6 +227,10 @@ class _ProgramWriter:
         return self.slots[value]
 
     def run(self, index: int, task: GraphTask, computation: int, donated: Sequence[int]) -> None:
+        if task.task and task.task.kind.lane == "copy":
+            self._wait_for_computed()
+        else:
+            self.computed = task.outputs
         inputs = tuple(map(self.slot, task.inputs))
         gone = [task.inputs[i] for i in donated]
         for value in gone:
@@ -240,6 +246,16 @@ class _ProgramWriter:
             and value not in gone
             and self.uses.last.get((self.rank, value), -2) <= index
         ]
+
+    def _wait_for_computed(self) -> None:
+        """Waits for what the device computes, before a copy.
+
+        A device takes the memory of what is dispatched at once, and gives that of a copied value
+        back when the copy ends. So tasks dispatched far ahead would hold what offload should free.
+        """
+        if slots := [self.slots[value] for value in self.computed if value in self.slots]:
+            self.instructions.append(Wait((slots[0],)))
+        self.computed = ()
 
     def free(self) -> None:
         """Frees the slots of the values that nothing uses after the last run and its sends."""

@@ -6,6 +6,8 @@ import pytest
 
 import jaxpp
 from benchmarks.prediction import memory_peaks
+from jaxpp._program import Run, Wait
+from jaxpp.runtime.executor import interleave
 from jaxpp.schedules import Costs, FromTable, Offload, by_name
 from tests.helpers import assert_same, mesh_of
 from tests.transforms.tasks.test_recompute import OPTIMIZER, PARAMS, data, trained
@@ -49,6 +51,26 @@ def test_some_of_the_microbatches_may_be_offloaded(optimized):
     assert found.timeline.table.copies
     assert any(moment.bytes.get("host") for moment in found.memory[0])
     assert not any(moment.bytes.get("host") for moment in found.memory[3])
+
+
+def test_a_copy_begins_when_what_the_device_computes_has_ended(optimized):
+    """Else a GPU, which takes memory at dispatch, holds the activations of all tasks ahead."""
+    step, _ = trained(Offload("1f1b"), mesh_of(4))
+    waited = 0
+    for program in step.programs:
+        computed: tuple[int, ...] = ()
+        for instruction in program.instructions:
+            if isinstance(instruction, Run):
+                copies = instruction.task and instruction.task.kind.lane == "copy"
+                assert not (copies and computed), instruction.label
+                computed = () if copies else instruction.outputs
+            elif isinstance(instruction, Wait) and set(instruction.slots) & set(computed):
+                computed, waited = (), waited + 1
+    assert waited
+    # No rank waits in a piece that has a run before: the others get theirs first.
+    for _, piece in interleave(step.programs):
+        kinds = [type(i) for i in piece]
+        assert Wait not in kinds[kinds.index(Run) :] if Run in kinds else True
 
 
 def test_on_one_device_nothing_is_moved():
