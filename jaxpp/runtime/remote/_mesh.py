@@ -58,7 +58,7 @@ class RemoteMpmdMesh:
             that Ray knows of it; by default only processes of the same host can connect to it.
         transport: how arrays go between ranks: `"auto"`, over sockets (`"unix"` and `"tcp"` say
             which); `"jax"`, by `jax.experimental.transfer` where they are large, which is slower
-            than sockets on CPU, and has not been run between GPUs.
+            than sockets on CPU, and faster between GPUs for arrays above 16 MiB.
         heartbeat_timeout: seconds without a sign of life after which a worker counts as lost whose
             process has been stopped, or whose host does not answer. One that runs is never lost for
             being slow; it has a hundred times as long (5 minutes) to answer, since C code may hold
