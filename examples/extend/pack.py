@@ -1,4 +1,4 @@
-"""Two kinds of task: `P` packs what a stage keeps for its backward, `X` unpacks it.
+"""Two kinds of task: `P` packs what a stage keeps for its backward, `Y` unpacks it.
 
     grad_fn = pack(jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB()), stages=[0, 1])
 
@@ -9,7 +9,7 @@ keep the arrays, and show when each task would pack them.
 from jaxpp import extend
 
 P = extend.Kind("P", "pack", after="F", holds=-1, colours=("#777777", "#bbbbbb"))
-X = extend.Kind("X", "unpack", after="P", makes="F", holds=1, colours=("#999999", "#dddddd"))
+Y = extend.Kind("Y", "unpack", after="P", makes="F", holds=1, colours=("#999999", "#dddddd"))
 BACKWARD = "BIW"
 
 
@@ -18,7 +18,7 @@ def same(*arrays):
 
 
 def pack(fun, stages, small=same, whole=same):
-    """Puts a `P` right after each forward of some stages, and an `X` right before its backward."""
+    """Puts a `P` right after each forward of some stages, and a `Y` right before its backward."""
 
     def rule(loop):
         recomputed = {task.stage for task in loop.table.dropped} & set(stages)
@@ -35,7 +35,7 @@ def pack(fun, stages, small=same, whole=same):
                 continue
             loop, there = loop.insert(P, stage, small, kept)
             first = "I" if loop.table.splits_backward else "B"
-            loop, again = loop.insert(X, stage, whole, there, before=(first, stage))
+            loop, again = loop.insert(Y, stage, whole, there, before=(first, stage))
             for old, new in zip(kept, again, strict=True):
                 for key in set(old.readers) & set(readers):
                     loop = loop.read(key, new, of=old)
