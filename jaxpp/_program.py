@@ -66,6 +66,11 @@ class Run:
     task: Task | None = None
     loop: int = 0
 
+    @property
+    def lane(self) -> str:
+        """The resource of its device that it takes: `"compute"`, or `"copy"`."""
+        return self.task.kind.lane if self.task else "compute"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:

@@ -160,7 +160,7 @@ class _Ledger:
             self._live[slot] = self._new(kind, aval, spec, start, (number, o))
         if nbytes := self._analyses[number].temporary_bytes:
             self._dropped.append((_Live("temporary", nbytes, start), end))
-        if task and task.kind.lane == "copy":  # the rank goes on beside it
+        if run.lane == "copy":  # the rank goes on beside it
             self._copied |= dict.fromkeys(run.inputs, end)
         else:
             self.clock = end

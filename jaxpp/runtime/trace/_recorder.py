@@ -75,8 +75,8 @@ class Recorder:
 
     Each run is an annotation of JAX's profile, too, where the profiler records.
 
-    Execution stays asynchronous: a thread for each device waits for the results of its runs, one
-    after the other, and notes the time.
+    Execution stays asynchronous: a thread for each lane of a device waits for the results of its
+    runs, one after the other, and notes the time.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,6 @@ class Recorder:
         that of the rank, where the process has several.
         """
         watches, rank = self.prepare(executor), executor.program.rank
-        watcher = self._watcher(device)
         for instruction in chunk:
             if not isinstance(instruction, Run):
                 executor.execute((instruction,))
@@ -105,6 +104,7 @@ class Recorder:
             watch = watches[id(instruction)]
             if watch.slot is None:
                 continue
+            watcher = self._watcher((device, instruction.lane))
             array = executor.slots[watch.slot]
             make = partial(RunRecord, call, step, rank, watch.position, dispatched)
             if watcher.idle and is_ready(array):  # computed before the call returned

@@ -213,7 +213,8 @@ class Trace:
     def _until_the_next(self, call: int) -> tuple[list[_figures.Clocked], dict[int, float]]:
         """Returns the runs of a call, and by their tags the times of messages that runs waited for.
 
-        A run lasts until its device goes on, where the next one waits for no message.
+        A run lasts until its device goes on, where the next one waits for no message; a copy, until
+        it has ended.
         """
         runs = self._by_call[call]
         ends: dict[tuple[int, int | None], float] = {
@@ -224,8 +225,12 @@ class Trace:
             last[sent.message.target, sent.reader] = sent
         clocked: list[_figures.Clocked] = []
         waited: dict[int, float] = {}
+        clocked += [
+            (r.rank, r.task, r.start, r.end) for r in runs if r.task and r.task.kind.lane == "copy"
+        ]
+        computed = [run for run in runs if not run.task or run.task.kind.lane == "compute"]
         for device in set(self.device_of):
-            own = [run for run in runs if self.device_of[run.rank] == device]
+            own = [run for run in computed if self.device_of[run.rank] == device]
             for run, after in zip(own, [*own[1:], None], strict=True):
                 end, sent = run.end, after and last.get((after.rank, after.position))
                 if sent and after and sent.end > end:
@@ -286,6 +291,15 @@ class Trace:
         return bool(tasks) and tasks <= {run.task for run in self._by_call[call]}
 
 
+def _run_at(where: Where, calls: Mapping[int, Bundle]) -> Run:
+    """Returns the instruction that a record is of."""
+    call, rank, position = where
+    assert position is not None
+    instruction = calls[call].programs[rank].instructions[position]
+    assert isinstance(instruction, Run)
+    return instruction
+
+
 def assemble(
     records: Mapping[int, Records],
     offsets: Mapping[int, Offset],
@@ -295,11 +309,11 @@ def assemble(
 ) -> Trace:
     """Puts the records of processes on one clock.
 
-    A run starts when it has been dispatched, the run before it on its device has ended, and its
-    messages are there, whichever comes last. The threads that note ends have to be woken, one a
-    little later than another, so ends are corrected: a run has ended before the message after it
-    has left, and before that message has come in, which the receiver may note first; a message has
-    come in before the run that reads it has ended.
+    A run starts when it has been dispatched, the run before it on its lane of its device has ended,
+    and its messages are there, whichever comes last. The threads that note ends have to be woken,
+    one a little later than another, so ends are corrected: a run has ended before the message after
+    it has left, and before that message has come in, which the receiver may note first; a message
+    has come in before the run that reads it has ended.
 
     Args:
         records: those of each process.
@@ -326,21 +340,21 @@ def assemble(
     for m in messages:
         if m.made_by in ended:
             ended[m.made_by] = min(ended[m.made_by], m.sent, m.end)
-    by_device: dict[int, list[Where]] = {}
+    by_lane: dict[tuple[int, str], list[Where]] = {}
     for where in sorted(ended, key=lambda where: (dispatched[where], ended[where])):
-        by_device.setdefault(device_of[where[1]], []).append(where)
-    _bring_forward(ended, list(by_device.values()), messages)
+        lane = _run_at(where, calls).lane
+        by_lane.setdefault((device_of[where[1]], lane), []).append(where)
+    _bring_forward(ended, list(by_lane.values()), messages)
     arrived: dict[Where, float] = {}
     for m in messages:
         arrived[m.read_by] = max(arrived.get(m.read_by, m.end), m.end)
     runs = []
-    for own in by_device.values():
+    for own in by_lane.values():
         before = float("-inf")
         for where in own:
             call, rank, position = where
             assert position is not None
-            instruction = calls[call].programs[rank].instructions[position]
-            assert isinstance(instruction, Run)
+            instruction = _run_at(where, calls)
             begun, end = dispatched[where], ended[where]
             start = min(max(begun, before, arrived.get(where, before)), end)
             label, task = instruction.label, instruction.task

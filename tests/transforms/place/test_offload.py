@@ -1,5 +1,7 @@
 """A table with offload gives the same bits, with the bytes on the device that it says."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,9 @@ import pytest
 import jaxpp
 from jaxpp._program import Run, Wait
 from jaxpp.runtime.executor import interleave
+from jaxpp.runtime.trace._clock import Offset
+from jaxpp.runtime.trace._recorder import Records, RunRecord
+from jaxpp.runtime.trace._result import assemble
 from jaxpp.schedules import Costs, FromTable, Offload, by_name
 from tests.helpers import assert_same, mesh_of
 from tests.scripts import load_script
@@ -72,6 +77,40 @@ def test_a_copy_begins_when_what_the_device_computes_has_ended(optimized):
     for _, piece in interleave(step.programs):
         kinds = [type(i) for i in piece]
         assert Wait not in kinds[kinds.index(Run) :] if Run in kinds else True
+
+
+def test_a_trace_has_copies_beside_what_the_device_computes(optimized, tmp_path):
+    mesh = mesh_of(4)
+    step, _ = trained(Offload("1f1b"), mesh)
+    mesh.start_trace(tmp_path, profiler=False)
+    for _ in range(3):
+        step(*ARGUMENTS)
+    trace = mesh.stop_trace()
+    found, costs = trace.timeline(), trace.costs()
+    copied = [span.task for span in found.spans if span.task.kind.lane == "copy"]
+    assert set(copied) == {t for t in Offload("1f1b").table(4, 8).tasks if t.kind in "OL"}
+    assert all(costs.of(task) > 0 for task in copied)
+    # Each lane has one task at a time.
+    for rank, lane in itertools.product(range(4), ("compute", "copy")):
+        own = [s for s in found.spans if s.rank == rank and s.task.kind.lane == lane]
+        own.sort(key=lambda span: span.start)
+        assert all(a.end <= b.start for a, b in itertools.pairwise(own))
+    assert trace.simulated().makespan > 0
+    # A copy that takes as long as twenty tasks delays none that is dispatched meanwhile.
+    bundle, records = trace.steps[trace.calls[0]], {}
+    for rank, program in enumerate(bundle.programs):
+        runs = [
+            RunRecord(
+                0, 0, rank, n, 10**6 * n, 10**6 * n + 10**5 * (200 if i.lane == "copy" else 1)
+            )
+            for n, i in enumerate(program.instructions)
+            if isinstance(i, Run)
+        ]
+        records[rank] = Records(tuple(runs), (), ())
+    offsets = dict.fromkeys(range(4), Offset(((0, 0), (1, 0))))
+    for run in assemble(records, offsets, 0, {0: bundle}, range(4)).runs:
+        if not run.task or run.task.kind.lane == "compute":
+            assert run.start == run.dispatched
 
 
 def test_on_one_device_nothing_is_moved():
