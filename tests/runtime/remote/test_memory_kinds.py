@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxpp
-from tests.helpers import assert_same
+from tests.helpers import assert_same, mesh_of
 from tests.transforms import two_layers
 from tests.transforms.place import test_memory_kinds as local
 
@@ -28,6 +28,20 @@ def state_of(place):
 )
 def test_workers_do_as_jit_with_results_in_the_same_memory(mesh, case):
     local.check(mesh, case)
+
+
+def test_workers_offload_and_load_to_the_same_bits(mesh):
+    """Two stages keep what their backward reads in host memory meanwhile."""
+    grads = [
+        local.loop_of(two_layers.loss, None, schedule)
+        for schedule in (jaxpp.schedules.GPipe(), jaxpp.schedules.Offload("gpipe"))
+    ]
+    args = local.WEIGHTS, local.X
+    want = jaxpp.place(grads[0], mesh_of(2))(*args)
+    step = jaxpp.place(grads[1], mesh)
+    assert_same(jaxpp.gather(step(*args)), want)
+    text = step.lower(*args).as_text()
+    assert "run O0.0" in text and "run L1.0" in text and "wait for" in text
 
 
 def test_state_is_made_saved_and_loaded_in_its_memory(mesh, tmp_path):
