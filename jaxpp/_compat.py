@@ -109,7 +109,9 @@ def typed(array: Any, aval: Any) -> Any:
 
 
 def memory_space(aval: Any) -> Any:
-    """Returns the memory of a type; a `jax.ShapeDtypeStruct` says it by its sharding."""
+    """Returns the memory of an array or a type; a `jax.ShapeDtypeStruct` has it in its sharding."""
+    if isinstance(aval, jax.Array):  # that of a tracer is an error from JAX 0.12 on
+        aval = jax.typeof(aval)
     kind = getattr(getattr(aval, "sharding", None), "memory_kind", None)
     default = jax.memory.Space.Host if kind == PINNED_HOST else jax.memory.Space.Device
     return getattr(aval, "memory_space", default)
