@@ -1,6 +1,7 @@
 """Builds the graph of a placed step: the tasks of its loops, and the segments around them."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -188,16 +189,16 @@ class _Builder:
         away: dict[tuple[int, int], dict[int, Value]] = {}  # what a stage has offloaded, by number
         again: dict[tuple[int, int, int], Value] = {}  # what a stage makes or moves for itself
         order = [task for _, task in schedules.execution_order(table, tasks.dependencies)]
-        for n, task in enumerate(order):
+        kept_alone = functools.cache(functools.partial(self._kept_alone, tasks))
+        later = _kinds_after_offload(order)
+        for task in order:
             direction = taken[task.microbatch]
             body = tasks.body(task, direction)
             stage = direction * table.num_stages + task.stage
             own = dataclasses.replace(task, stage=self.stages_before + task.stage)
             mb = length - 1 - task.microbatch if eqn.params["reverse"] else task.microbatch
             if task.kind is Kind.O:
-                same = (t for t in order[n:] if t.microbatch == task.microbatch)
-                later = {t.kind for t in same if t.stage == task.stage}
-                for index in self._kept_alone(tasks, stage, later):
+                for index in kept_alone(stage, later[task]):
                     if value := again.get((mb, index, stage)) or between.get((mb, index)):
                         away.setdefault((mb, stage), {})[index] = value
             if (moved := away.get((mb, stage))) and task.kind in (Kind.O, Kind.L):
@@ -254,13 +255,12 @@ class _Builder:
         self, inputs: Sequence[Value], task: Task, own: Task, rank: int, loop: int
     ) -> list[Value]:
         """Adds a task that copies values to the memory of the host, or of the device."""
-        space = jax.memory.Space.Host if task.kind is Kind.O else jax.memory.Space.Device
-        made = jax.make_jaxpr(lambda *xs: [jax.device_put(x, space) for x in xs])
-        jaxpr = made(*(value.aval for value in inputs))
-        body = self.bodies.setdefault(
-            ("copy", _jaxprs.structure(jaxpr)), Body(f"{task.kind}{task.stage}", jaxpr, ())
-        )
-        outputs = [Value(aval, "edge", str(task)) for aval in jaxpr.out_avals]
+        key = "copy", task.kind, tuple(value.aval for value in inputs)
+        if (body := self.bodies.get(key)) is None:
+            space = jax.memory.Space.Host if task.kind is Kind.O else jax.memory.Space.Device
+            made = jax.make_jaxpr(lambda *xs: [jax.device_put(x, space) for x in xs])
+            body = self.bodies[key] = Body(f"{task.kind}{task.stage}", made(*key[2]), ())
+        outputs = [Value(aval, "edge", str(task)) for aval in body.jaxpr.out_avals]
         self.tasks.append(
             GraphTask(rank, body, tuple(inputs), tuple(outputs), str(task), own, loop)
         )
@@ -373,6 +373,18 @@ def _check_kinds(table: Table, bodies: Sequence[TaskBody]) -> None:
                 f"no work for them; give it some by Loop.insert in a rule of "
                 f"jaxpp.extend.edit_loops, or use a schedule without that kind."
             )
+
+
+def _kinds_after_offload(order: Sequence[Task]) -> dict[Task, frozenset[Kind]]:
+    """Finds for each `O` the kinds of the later tasks of its stage and microbatch."""
+    found: dict[Task, frozenset[Kind]] = {}
+    later: dict[tuple[int, int], frozenset[Kind]] = {}
+    for task in reversed(order):
+        own = later.get((task.stage, task.microbatch), frozenset())
+        if task.kind is Kind.O:
+            found[task] = own
+        later[task.stage, task.microbatch] = own | {task.kind}
+    return found
 
 
 def _number(value: int) -> jex.Literal:
