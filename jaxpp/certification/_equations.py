@@ -161,6 +161,11 @@ def _slice(evaluator, eqn) -> Rule:
 def _sliced(evaluator, t: Term, starts, limits, strides=None) -> Term:
     terms = evaluator.terms
     strides = strides or (1,) * len(starts)
+    sizes = [high - low for low, high in zip(starts, limits, strict=True)]
+    if (axis := _only_cut(sizes, t.shape)) is not None and strides[axis] == 1:
+        first, back = _to_front(axis, len(sizes))
+        rows = terms.rows(terms.transpose(t, first), int(starts[axis]), int(limits[axis]))
+        return terms.transpose(rows, back)
     if starts and strides[0] == 1:
         t = terms.rows(t, int(starts[0]), int(limits[0]))
         starts, limits = (0, *starts[1:]), (t.shape[0], *limits[1:])
@@ -214,17 +219,12 @@ def _to_front(axis: int, count: int) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _dynamic_slice(evaluator, eqn) -> Rule:
-    terms, sizes, plain = evaluator.terms, eqn.params["slice_sizes"], _operation(evaluator, eqn)
+    sizes, plain = eqn.params["slice_sizes"], _operation(evaluator, eqn)
 
     def run(args):
         at = _clamped(args[1:], sizes, args[0].shape)
         if at is None:
             return plain(args)
-        if (axis := _only_cut(sizes, args[0].shape)) is not None:
-            first, back = _to_front(axis, len(at))
-            moved = terms.transpose(args[0], first)
-            rows = terms.rows(moved, at[axis], at[axis] + sizes[axis])
-            return (terms.transpose(rows, back),)
         return (_sliced(evaluator, args[0], at, [a + n for a, n in zip(at, sizes, strict=True)]),)
 
     return run

@@ -10,7 +10,7 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
-from jaxpp import _compat, _jaxprs, _primitives, schedules
+from jaxpp import _compat, _jaxprs, _numbers, _primitives, schedules
 from jaxpp._specs import replicated
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms._step import Step
@@ -181,7 +181,7 @@ class _Builder:
         results = dict(zip(tasks.results(), eqn.outvars, strict=True))
         each = (*tasks.bodies, *tasks.recomputations)
         _check_kinds(table, each)
-        lifted = {body: _jaxprs.lift_arrays(_whole(body.jaxpr)) for body in each}
+        lifted = dict(zip(each, _lifted(each), strict=True))
         bodies = {body: self._body_of(body, lifted[body][0], known, tasks) for body in each}
         several = tasks.num_directions > 1
         taken = table.direction_of if several else (0,) * length
@@ -384,6 +384,15 @@ def _kinds_after_offload(order: Sequence[Task]) -> dict[Task, frozenset[Kind]]:
         if task.kind is Kind.O:
             found[task] = own
         later[task.stage, task.microbatch] = own | {task.kind}
+    return found
+
+
+def _lifted(bodies: Sequence[TaskBody]) -> list[tuple[_jaxprs.Part, tuple[Any, ...]]]:
+    """Turns arrays in tasks, and numbers in which they differ, into inputs; also gives these."""
+    found = []
+    for part, numbers in _numbers.lift_differing([_whole(body.jaxpr) for body in bodies]):
+        part, arrays = _jaxprs.lift_arrays(part)
+        found.append((part, (*numbers, *arrays)))
     return found
 
 

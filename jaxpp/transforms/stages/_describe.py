@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from jaxpp import _flops, _jaxprs, _primitives
+from jaxpp import _flops, _jaxprs, _numbers, _primitives
 from jaxpp.transforms.stages import _stages
 
 
@@ -94,7 +94,7 @@ def describe(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -> tupl
     found = []
     for k, part in enumerate(stages.parts):
         own = [(v, _read_bytes(v, part)) for v in part.inputs if v in arrays]
-        equal_to = first.setdefault(_jaxprs.structure(part.jaxpr), k)
+        equal_to = first.setdefault(_numbers.without_numbers(part.jaxpr), k)
         shared = (n for v, n in own if len(readers[v]) > 1 and n == _flops.nbytes(v))
         sent = (v for v in _jaxprs.variables(part.outputs) if v in readers)
         found.append(
