@@ -65,10 +65,7 @@ def _refuse_checks(flat) -> None:
                 f"'mean'); `error.throw()` after the step. checkify.checkify(step) of the placed "
                 f"step runs the plain step, on one device."
             )
-        return is_loop(eqn) and any(map(look_inside, eqn.params["tasks"].bodies))
-
-    def look_inside(body) -> bool:
-        return any(_jaxprs.contains(e, look) for e in body.jaxpr.eqns)
+        return False
 
     for eqn in flat.eqns:
         _jaxprs.contains(eqn, look)
@@ -118,11 +115,10 @@ def skip_carries(step: Step) -> Step:
         eqn = known.rename(eqn)
         eqns.append(eqn)
         if is_loop(eqn):
-            first = eqn.params["tasks"].num_consts
-            made = result_stages(eqn)[: eqn.params["tasks"].num_carry]
+            carries = eqn.invars[eqn.params["num_consts"] :]
             known.of.update(
-                (out, eqn.invars[first + j])
-                for j, (out, place) in enumerate(zip(eqn.outvars, made, strict=False))
+                (out, carry)
+                for out, carry, place in zip(eqn.outvars, carries, result_stages(eqn), strict=False)
                 if not place
             )
     outvars = [known(v) for v in step.jaxpr.jaxpr.outvars]
