@@ -23,6 +23,8 @@ def flatten(jaxpr):
     """Inlines all calls of a step, but for those of stages outside of loops, and of reductions."""
     flat = _jaxprs.inline(jaxpr, lambda e: not (is_stage_call(e) or is_reduction(e)))
     for eqn in flat.eqns:
+        if is_loop(eqn):
+            continue
         if holds_microbatch_loop(eqn):
             raise error_inside("place", "a microbatch loop", eqn)
         if is_microbatch_loop(eqn):
@@ -38,7 +40,7 @@ def flatten(jaxpr):
                 f"checkified, and has no schedule any more; do so first, then schedule: "
                 f"schedule(jax.grad(microbatch(wrap_forward(f), M)), ...)."
             )
-        if not is_loop(eqn) and _jaxprs.contains(eqn, is_loop):
+        if _jaxprs.contains(eqn, is_loop):
             raise error_inside("place", "a scheduled loop", eqn)
     _refuse_checks(flat)
     live = _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
