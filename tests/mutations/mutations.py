@@ -713,15 +713,16 @@ MUTATIONS = (
     Mutation(
         "a backward reads what the forward has kept though it is computed again",
         "jaxpp/transforms/place/_build_graph.py",
-        "again.get((mb, v, stage)) or between",
-        "between",
+        "again.get((mb, v, stage)) or between.get((mb, v)) or known",
+        "between.get((mb, v)) or known",
         ("recompute::what_is_computed_again_is_dropped",),
     ),
     Mutation(
         "other stages read what a stage computes again",
         "jaxpp/transforms/place/_build_graph.py",
-        "again.get((mb, r.index, body.stage)) or",
-        "next((v for (m, n, _), v in again.items() if (m, n) == (mb, r.index)), None) or",
+        "again.get((mb, v, stage)) or between.get((mb, v)) or known",
+        "next((x for (m, n, _), x in again.items() if (m, n) == (mb, v)), None) or "
+        "between.get((mb, v)) or known",
         ("recompute::gradients_are_the_same_bits",),
     ),
 )

@@ -33,6 +33,8 @@ class Key(NamedTuple):
 #: of its stage's forward again.
 task_p = jex.Primitive("pipeline_task")
 task_p.multiple_results = True
+task_p.def_impl(lambda *xs, jaxpr, **_: _jaxprs.run(jaxpr, *xs))
+task_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
 
 
 def make_task(

@@ -10,12 +10,13 @@ from typing import Any
 
 import chex
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
 
 import jaxpp
 import jaxpp.testing
-from jaxpp import schedules
+from jaxpp import _jaxprs, schedules
 from jaxpp._program import Run
 from jaxpp.schedules import ForwardOnly, Kind, OneFOneB, ScheduleError, Table, Task, ZeroBubbleH1
 from jaxpp.transforms.tasks import _loop
@@ -335,6 +336,32 @@ def test_what_is_computed_before_a_loop_stays_before_it():
 
 
 # ---- shared and frozen parameters ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [None, (None, 0), (0, 0)], ids=["plain", "slices", "all"])
+def test_a_loop_is_a_scan_over_its_tasks(axes):
+    """Each variable is made once, with the type that tasks give and take; a scan is the loop."""
+    fun, args = jaxpp.schedule(GRAD, ZeroBubbleH1()), (WS, X)
+    if axes is not None:
+        fun = jax.vmap(fun, axes)
+        args = [jax.tree.map(lambda a: jnp.stack([a, 2 * a]), x) if axis == 0 else x
+                for x, axis in zip(args, axes, strict=True)]  # fmt: skip
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    (eqn,) = (e for e in jaxpr.eqns if _loop.is_loop(e))
+    loop = _loop.ScheduledLoop.of(eqn)
+    jex.check_jaxpr(loop.body.jaxpr)
+    for task in loop.tasks:
+        assert [v.aval for v in task.invars] == task.params["jaxpr"].in_avals
+    known = {v: jnp.sin(jnp.arange(v.aval.size, dtype=v.aval.dtype)).reshape(v.aval.shape)
+             for v in _jaxprs.variables(eqn.invars)}  # fmt: skip
+    operands = _jaxprs.read(eqn.invars, known)
+    n, k = loop.num_consts, loop.num_consts + loop.num_carry
+    results = operands[n:k]
+    for i in range(M):
+        slices = [x[i] for x in operands[k:]]
+        results = jex.jaxpr_as_fun(loop.body)(*operands[:n], *results, *slices)
+    assert len(results) == loop.num_carry  # a loss and its gradients have no rows
+    chex.assert_trees_all_close(results, _loop.loop_p.bind(*operands, **eqn.params), rtol=1e-6)
 
 
 def tied_loss(ws, x):
