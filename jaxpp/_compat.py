@@ -32,7 +32,6 @@ from jax._src import (
     effects,
     literals,
     source_info_util,
-    util,
     xla_bridge,
 )
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
@@ -605,11 +604,6 @@ class KeyUse:
             results = run(args)
         self._signature.update_consumption(inputs, results)
         return results
-
-
-def forget_with(cls: type) -> None:
-    """Lets JAX drop what it has cached for an equation once a parameter of this class is gone."""
-    util.weakref_cache_key_types.add(cls)
 
 
 # ---- jaxprs in another process ------------------------------------------------------------------

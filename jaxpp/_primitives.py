@@ -21,8 +21,14 @@ PLAIN_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_
 CHECKPOINTS = {"remat2": "jaxpr"}
 #: They have a derivative that is not that of their body.
 CUSTOM_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
-#: All that run a body once.
-CALLS = {**PLAIN_CALLS, **CHECKPOINTS, **CUSTOM_RULES, "custom_lin": "call_jaxpr"}
+#: All that run a body once; a task is one of a loop's body.
+CALLS = {
+    **PLAIN_CALLS,
+    **CHECKPOINTS,
+    **CUSTOM_RULES,
+    "custom_lin": "call_jaxpr",
+    "pipeline_task": "jaxpr",
+}
 
 # ---- elements -----------------------------------------------------------------------------------
 

@@ -245,8 +245,8 @@ def _check_decidable(lowered: Lowered) -> None:
 def _num_microbatches(lowered: Lowered) -> int:
     """The number of microbatches; of loops of several numbers the greatest."""
     step = next(iter(lowered.passes.values()))
-    loops = [e.params["tasks"] for e in step.jaxpr.eqns if e.primitive.name == "pipeline_loop"]
-    return max((tasks.table.num_microbatches * tasks.replicas for tasks in loops), default=1)
+    loops = [e.params for e in step.jaxpr.eqns if e.primitive.name == "pipeline_loop"]
+    return max((p["table"].num_microbatches * p["replicas"] for p in loops), default=1)
 
 
 class _Proof:
@@ -333,7 +333,7 @@ class _Proof:
     def _is_batched(self) -> bool:
         step = next(iter(self.lowered.passes.values()))
         loops = [e for e in step.jaxpr.eqns if e.primitive.name == "pipeline_loop"]
-        return any(e.params["tasks"].is_batched for e in loops)
+        return any(e.params["is_batched"] for e in loops)
 
     def of_programs(self, passes: bool) -> None:
         """Compares the step after each pass, and the programs."""

@@ -25,11 +25,9 @@ def argument_term(terms: Terms, path: str, aval: Any, cut: tuple[int, ...] | Non
 def run_step(evaluator: Evaluator, step: Any, arrays: Sequence[Term]) -> Sequence[Term]:
     """The results of a step; `arrays` has the arrays of the caller."""
     terms = evaluator.terms
-    # Once equations have places, a loop also reads the buffers of its results.
-    with_buffers = any(e.primitive.name == "segment" for e in step.jaxpr.eqns)
     evaluator.run_loop = lambda eqn, args: evaluator.once(
-        (id(eqn.params["tasks"]), with_buffers, *args),
-        lambda: _run_loop(evaluator, eqn, args, with_buffers),
+        (id(eqn.params["body"]), *args),
+        lambda: _run_loop(evaluator, eqn, args),
         bool(eqn.effects),
     )
     arguments = [
@@ -39,20 +37,18 @@ def run_step(evaluator: Evaluator, step: Any, arrays: Sequence[Term]) -> Sequenc
     return evaluator.run(step.jaxpr, arguments)
 
 
-def _run_loop(
-    evaluator: Evaluator, eqn: Any, args: Sequence[Term], with_buffers: bool
-) -> list[Term]:
+def _run_loop(evaluator: Evaluator, eqn: Any, args: Sequence[Term]) -> list[Term]:
     """The results of a scheduled loop: microbatch after microbatch, the tasks of each in order."""
-    terms, tasks = evaluator.terms, eqn.params["tasks"]
-    if tasks.replicas == 1:
+    terms, replicas = evaluator.terms, eqn.params["replicas"]
+    if replicas == 1:
         results = [(v.aval.shape, name_of(v.aval.dtype)) for v in eqn.outvars]
-        return _run_tasks(evaluator, eqn, args, with_buffers, results)
+        return _run_tasks(evaluator, eqn, args, results)
     made, outer = [], terms.where
     results = [(v.aval.shape[1:], name_of(v.aval.dtype)) for v in eqn.outvars]
-    for d in range(tasks.replicas):
+    for d in range(replicas):
         terms.where = f"replica {d} in {outer}"
-        own = [t if n < tasks.num_consts else terms.row(t, d) for n, t in enumerate(args)]
-        made.append(_run_tasks(evaluator, eqn, own, with_buffers, results))
+        own = [t if n < eqn.params["num_consts"] else terms.row(t, d) for n, t in enumerate(args)]
+        made.append(_run_tasks(evaluator, eqn, own, results))
     terms.where, terms.eqn = outer, eqn
     return [terms.stack(rows) for rows in zip(*made, strict=True)]
 
@@ -61,42 +57,40 @@ def _run_tasks(
     evaluator: Evaluator,
     eqn: Any,
     args: Sequence[Term],
-    with_buffers: bool,
     types: Sequence[tuple[tuple[int, ...], str]],
 ) -> list[Term]:
     """The results, of the given types, of the loop of one replica."""
-    terms, tasks = evaluator.terms, eqn.params["tasks"]
-    length = tasks.table.num_microbatches
-    operands = tasks.operands(len(args) - (tasks.num_ys if with_buffers else 0))
-    known = dict(zip(operands, args, strict=False))
-    ys: list[list[Term | None]] = [[None] * length for _ in range(tasks.num_ys)]
+    terms, params = evaluator.terms, eqn.params
+    body, table, num_carry = params["body"].jaxpr, params["table"], len(params["folds"])
+    length, directions = table.num_microbatches, 1 + max(table.direction_of)
+    consts, rest = args[: params["num_consts"]], args[params["num_consts"] :]
+    # Each direction has carries and results of its own, side by side; buffers are not read.
+    carries = [list(rest[d : directions * num_carry : directions]) for d in range(directions)]
+    num_xs = len(body.invars) - len(consts) - num_carry
+    xs = rest[directions * num_carry :][:num_xs]
+    num_ys = len(body.outvars) - num_carry
+    ys: list[list[list[Term | None]]] = [
+        [[None] * length for _ in range(directions)] for _ in range(num_ys)
+    ]
     outer = terms.where
     for i in range(length):
-        row = length - 1 - i if eqn.params["reverse"] else i
-        own = {}
-        for body in tasks.of_direction(tasks.table.direction_of[i] % tasks.num_directions):
-            terms.where = f"{body.name} of microbatch {row} in {outer}"
-            read = {**known, **own}
-            inputs = [
-                terms.row(known[ref], row) if ref.source == "x" else read[ref]
-                for ref in body.inputs
-            ]
-            made = evaluator.run(body.jaxpr, inputs)
-            for ref, term in zip(body.outputs, made, strict=True):
-                if ref.source == "value":
-                    own[ref] = term
-                elif ref.source == "carry":
-                    known[ref] = term
-                elif ref.source == "y":
-                    ys[ref.index][row] = term
+        row, d = length - 1 - i if params["reverse"] else i, table.direction_of[i]
+        slices = [terms.row(x, row) for x in xs]
+        values = dict(zip(body.invars, [*consts, *carries[d], *slices], strict=True))
+        for task in body.eqns:
+            terms.where = f"{task.params['key']} of microbatch {row} in {outer}"
+            made = evaluator.run(task.params["jaxpr"], [values[v] for v in task.invars])
+            values.update(zip(task.outvars, made, strict=True))
+        results = [values[v] for v in body.outvars]
+        carries[d] = results[:num_carry]
+        for own, term in zip(ys, results[num_carry:], strict=True):
+            own[d][row] = term
     terms.where, terms.eqn = outer, eqn
-    results = []
-    for ref, (shape, dtype) in zip(tasks.results(), types, strict=True):
-        if ref.source == "carry":
-            results.append(known[ref])
-            continue
+    stacked = []
+    for rows, (shape, dtype) in zip(
+        itertools.chain(*ys), types[directions * num_carry :], strict=True
+    ):
         # The rows of the other direction are anything: nothing may read them.
-        shape = shape[1:]
-        rows = [terms.nothing(shape, dtype) if y is None else y for y in ys[ref.index]]
-        results.append(terms.stack(rows))
-    return results
+        whole = [terms.nothing(shape[1:], dtype) if y is None else y for y in rows]
+        stacked.append(terms.stack(whole))
+    return [*itertools.chain(*zip(*carries, strict=True)), *stacked]

@@ -126,7 +126,18 @@ class Step:
             for eqn in self.jaxpr.eqns
             if (said := [text for v in eqn.outvars if (text := self.fact(v).as_text(name))])
         ]
-        return "\n".join([*lines, str(self.jaxpr)])
+        return "\n".join([*lines, str(_with_bodies_as_text(self.jaxpr))])
+
+
+def _with_bodies_as_text(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Lets the body of a loop have names of its own in a text: they stay from pass to pass."""
+    eqns = [
+        e.replace(params={**e.params, "body": f"\n{e.params['body']}"})
+        if e.primitive.name == "pipeline_loop"
+        else e
+        for e in jaxpr.eqns
+    ]
+    return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
 
 
 def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Any]) -> dict[Any, str]:
@@ -137,7 +148,8 @@ def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Any]) -> dict[Any, str]
     read = set(_jaxprs.variables([*opened.outvars, *(v for e in opened.eqns for v in e.invars)]))
     named = [v for v in variables if v in read]
     # A variable has its name from where the text has it first; the results come last.
-    text = str(_compat.with_equations(jaxpr, opened.eqns, [*named, *opened.outvars]))
+    own = _compat.with_equations(jaxpr, opened.eqns, [*named, *opened.outvars])
+    text = str(_with_bodies_as_text(own))
     names = map(str.strip, text.rpartition(" in (")[2].partition(")")[0].split(","))
     return dict.fromkeys(variables, "_") | dict(zip(named, names, strict=False))
 

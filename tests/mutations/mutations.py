@@ -256,15 +256,15 @@ MUTATIONS = (
     Mutation(
         "a result that nothing makes does not leave",
         "jaxpp/transforms/tasks/_partition.py",
-        "outputs += loose if cluster.group == last_forward else []",
+        "numbers += loose if cluster.group == loop.num_stages - 1 else []",
         "pass",
         ("schedule::what_no_task_makes_leaves_the_loop",),
     ),
     Mutation(
         "an accumulator is the carry before it",
         "jaxpp/transforms/tasks/_partition.py",
-        'if source == "carry" and v is loop.carries[i]:',
-        'if source == "carry":',
+        "if n < len(loop.carries) and v is loop.carries[n]:",
+        "if n < len(loop.carries):",
         ("schedule::the_gradient_of_the_mean_loss_is_scheduled_too",),
     ),
     Mutation(
@@ -315,14 +315,14 @@ MUTATIONS = (
     Mutation(
         "a reversed loop takes its slices forwards",
         "jaxpp/transforms/place/_build_graph.py",
-        'length - 1 - task.microbatch if eqn.params["reverse"] else task.microbatch',
+        "length - 1 - task.microbatch if loop.reverse else task.microbatch",
         "task.microbatch",
         ("laws::a_loop_that_runs_backwards_hands_its_state_backwards",),
     ),
     Mutation(
         "tasks that read slices are those that read constants",
         "jaxpp/transforms/place/_build_graph.py",
-        '            tuple(r.source == "x" for r in body.inputs),\n',
+        "            tuple(v in slices for v in task.invars),\n",
         "",
         ("place::closing_over_arrays", "randomness", "losses"),
     ),
@@ -344,7 +344,7 @@ MUTATIONS = (
         "tasks of one kind are one",
         "jaxpp/transforms/place/_build_graph.py",
         "key = _jaxprs.structure(jaxpr), pattern",
-        "key = body.kind, len(jaxpr.eqns), pattern",
+        "key = len(jaxpr.eqns), pattern",
         ("LAW7",),
     ),
     Mutation(
@@ -620,8 +620,8 @@ MUTATIONS = (
     Mutation(
         "a reversed loop runs forwards",
         "jaxpp/transforms/tasks/_loop.py",
-        "jax.lax.scan(step, carry, xs, length=length, reverse=reverse)",
-        "jax.lax.scan(step, carry, xs, length=length)",
+        "jax.lax.scan(step, carries, xs, length=length, reverse=reverse)",
+        "jax.lax.scan(step, carries, xs, length=length)",
         ("laws::a_loop_that_runs_backwards_hands_its_state_backwards",),
     ),
     Mutation(
@@ -634,7 +634,7 @@ MUTATIONS = (
     Mutation(
         "what a checkpoint computes again is kept",
         "jaxpp/transforms/tasks/_loop.py",
-        "if body.recomputes:",
+        'if task.params["recomputes"]:',
         "if False:",
         (
             "wrap_forward::on_one_device_too_a_backward_computes_again_what_its_forward_does_not_keep",
@@ -699,8 +699,8 @@ MUTATIONS = (
     Mutation(
         "what a forward reads from a carry is computed again",
         "jaxpp/transforms/tasks/_loop.py",
-        'again = ref.source == "value" and (_jaxprs.is_literal(v) or v not in stale)',
-        'again = ref.source == "value"',
+        "again = made not in results and (_jaxprs.is_literal(v) or v not in stale)",
+        "again = made not in results",
         ("recompute::what_a_stage_carries_is_handed_on_once",),
     ),
     Mutation(
@@ -713,15 +713,16 @@ MUTATIONS = (
     Mutation(
         "a backward reads what the forward has kept though it is computed again",
         "jaxpp/transforms/place/_build_graph.py",
-        "again.get((mb, r.index, body.stage)) or between",
-        "between",
+        "again.get((mb, v, stage)) or between.get((mb, v)) or known",
+        "between.get((mb, v)) or known",
         ("recompute::what_is_computed_again_is_dropped",),
     ),
     Mutation(
         "other stages read what a stage computes again",
         "jaxpp/transforms/place/_build_graph.py",
-        "again.get((mb, r.index, body.stage)) or",
-        "next((v for (m, n, _), v in again.items() if (m, n) == (mb, r.index)), None) or",
+        "again.get((mb, v, stage)) or between.get((mb, v)) or known",
+        "next((x for (m, n, _), x in again.items() if (m, n) == (mb, v)), None) or "
+        "between.get((mb, v)) or known",
         ("recompute::gradients_are_the_same_bits",),
     ),
 )

@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, axes_of, explicit_axes, only, partition_spec, spec_of
 from jaxpp.transforms.inside._constraints import check_constraints, constraint
-from jaxpp.transforms.tasks import LoopTasks
 
 
 def automatic(mesh: AbstractMesh) -> AbstractMesh:
@@ -131,9 +130,6 @@ def _value(value: Any) -> Any:
     """Makes all axes in a parameter automatic."""
     if isinstance(value, _compat.JaxprTypes):
         return with_automatic_axes(value)
-    if isinstance(value, LoopTasks):
-        bodies = [dataclasses.replace(b, jaxpr=_value(b.jaxpr)) for b in value.bodies]
-        return dataclasses.replace(value, bodies=tuple(bodies))
     if isinstance(value, AbstractMesh):
         return automatic(value)
     if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):

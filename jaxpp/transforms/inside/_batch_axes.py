@@ -15,7 +15,7 @@ from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import propagation
 from jaxpp.transforms.inside._constraints import split_operands
-from jaxpp.transforms.tasks import LoopTasks, is_loop
+from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
 
 def split_examples(step: Step) -> Step:
@@ -33,10 +33,9 @@ def split_examples(step: Step) -> Step:
     axes: dict[str, None] = {}
     eqns = []
     for eqn in jaxpr.eqns:
-        tasks: LoopTasks = eqn.params.get("tasks")
-        first = tasks.num_consts + tasks.num_carry if _shares_examples(eqn) else len(eqn.invars)
+        sliced = len(ScheduledLoop.of(eqn).xs) if _shares_examples(eqn) else 0
         wanted = {}
-        for n, v in list(enumerate(eqn.invars))[first:]:
+        for n, v in list(enumerate(eqn.invars))[len(eqn.invars) - sliced :]:
             spec = None if _jaxprs.is_literal(v) else known[v]
             if spec is not None and len(spec) > 1:
                 dimension, new = _split(v, spec, maker, known, inside.sizes)
@@ -59,7 +58,8 @@ def cost_of_sharing(step: Step) -> str:
     if step.inside is None or not (axes := step.inside.examples):
         return ""
     for eqn in filter(_shares_examples, step.jaxpr.eqns):
-        if any(body.kind in (Kind.B, Kind.W) for body in eqn.params["tasks"].bodies):
+        keys = (task.params["key"] for task in ScheduledLoop.of(eqn).tasks)
+        if any(key.kind in (Kind.B, Kind.W) for key in keys):
             count = math.prod(step.inside.sizes[a] for a in axes)
             return (
                 f"the microbatches{_compat.at_source_line(eqn)} are split over {', '.join(axes)}: "
@@ -71,7 +71,7 @@ def cost_of_sharing(step: Step) -> str:
 
 
 def _shares_examples(eqn: Any) -> bool:
-    return is_loop(eqn) and eqn.params["tasks"].replicas == 1
+    return is_loop(eqn) and eqn.params["replicas"] == 1
 
 
 def _split(

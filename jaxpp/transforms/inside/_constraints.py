@@ -9,7 +9,6 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, partition_spec
-from jaxpp.transforms.tasks import is_loop
 
 
 def constraint(var: Any, spec: PartitionSpec, result: Any) -> Any:
@@ -60,8 +59,7 @@ def check_constraints(jaxpr: jex.ClosedJaxpr, inside: AbstractMesh | None) -> No
                 f"mesh): they are those of the rank that runs it. The mesh has these axes inside a "
                 f"rank: {axes}."
             )
-        tasks = [b.jaxpr for b in eqn.params["tasks"].bodies] if is_loop(eqn) else []
-        for inner in (*_jaxprs.sub_jaxprs(eqn), *tasks):
+        for inner in _jaxprs.sub_jaxprs(eqn):
             check_constraints(inner, inside)
 
 

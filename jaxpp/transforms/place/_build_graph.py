@@ -18,7 +18,7 @@ from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value
 from jaxpp.transforms.inside import on_rows
 from jaxpp.transforms.place._segments import is_segment
 from jaxpp.transforms.stages import stage_of_call
-from jaxpp.transforms.tasks import LoopTasks, Ref, TaskBody, is_loop, row_type, with_rows
+from jaxpp.transforms.tasks import ScheduledLoop, is_loop, row_type, with_rows
 
 
 def build(step: Step) -> TaskGraph:
@@ -35,7 +35,7 @@ def build(step: Step) -> TaskGraph:
 
 def _directions(eqns: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
     """Finds for each direction the ranks of the stages; a loop may have only the first ones."""
-    found = sorted({e.params["tasks"].table.directions for e in eqns if is_loop(e)}, key=len)
+    found = sorted({e.params["table"].directions for e in eqns if is_loop(e)}, key=len)
     for own in found[:-1]:
         if own != found[-1][: len(own)]:
             raise ValueError(
@@ -175,81 +175,84 @@ class _Builder:
 
     def loop(self, eqn: Any) -> None:
         """Adds the tasks of a loop in an order in which the ranks can run them."""
-        number, tasks = next(self.loop_number), eqn.params["tasks"]
-        table, length = tasks.table, tasks.table.num_microbatches
-        known = self._operands_of(eqn, number)
-        results = dict(zip(tasks.results(), eqn.outvars, strict=True))
-        each = (*tasks.bodies, *tasks.recomputations)
-        _check_kinds(table, each)
-        lifted = dict(zip(each, _lifted(each), strict=True))
-        bodies = {body: self._body_of(body, lifted[body][0], known, tasks) for body in each}
-        several = tasks.num_directions > 1
-        taken = table.direction_of if several else (0,) * length
-        between: dict[tuple[int, int], Value] = {}
-        away: dict[tuple[int, int], dict[int, Value]] = {}  # what a stage has offloaded, by number
-        again: dict[tuple[int, int, int], Value] = {}  # what a stage makes or moves for itself
-        order = [task for _, task in schedules.execution_order(table, tasks.dependencies)]
-        kept_alone = functools.cache(functools.partial(self._kept_alone, tasks))
+        number, loop = next(self.loop_number), ScheduledLoop.of(eqn)
+        table, length = loop.table, loop.table.num_microbatches
+        known = self._operands_of(eqn, loop, number)
+        results = dict(zip(loop.results, eqn.outvars, strict=True))
+        #: What keeps a result of the body: its carry, or a buffer of its own.
+        kept_in = dict(zip(loop.carry_outs, loop.carries, strict=True)) | {v: v for v in loop.ys}
+        tasks = {t.params["key"]: t for t in (*loop.tasks, *loop.recomputations)}
+        _check_kinds(table, [kind for kind, _ in tasks])
+        lifted = zip(tasks.items(), _lifted(list(tasks.values())), strict=True)
+        bodies = {key: self._body_of(task, *own, known, loop) for (key, task), own in lifted}
+        between: dict[tuple[int, Any], Value] = {}
+        away: dict[tuple[int, int], dict[Any, Value]] = {}  # what a stage has offloaded
+        again: dict[tuple[int, Any, int], Value] = {}  # what a stage makes or moves for itself
+        order = [task for _, task in schedules.execution_order(table, loop.dependencies)]
+        kept_alone = functools.cache(functools.partial(self._kept_alone, loop))
         later = _kinds_after_offload(order)
         for task in order:
-            direction = taken[task.microbatch]
-            body = tasks.body(task, direction)
-            stage = direction * table.num_stages + task.stage
-            own = dataclasses.replace(task, stage=self.stages_before + task.stage)
-            mb = length - 1 - task.microbatch if eqn.params["reverse"] else task.microbatch
+            direction, stage = table.direction_of[task.microbatch], task.stage
+            rank = self.ranks_of[loop.stage_number(stage, direction)]
+            own = dataclasses.replace(task, stage=self.stages_before + stage)
+            mb = length - 1 - task.microbatch if loop.reverse else task.microbatch
             if task.kind is Kind.O:
-                for index in kept_alone(stage, later[task]):
-                    if value := again.get((mb, index, stage)) or between.get((mb, index)):
-                        away.setdefault((mb, stage), {})[index] = value
+                for v in kept_alone(stage, direction, later[task]):
+                    if value := again.get((mb, v, stage)) or between.get((mb, v)):
+                        away.setdefault((mb, stage), {})[v] = value
             if (moved := away.get((mb, stage))) and task.kind in (Kind.O, Kind.L):
-                inputs = [again.get((mb, n, stage), value) for n, value in moved.items()]
-                new = self._copy(inputs, task, own, self.ranks_of[stage], number)
-                again |= {(mb, n, stage): v for n, v in zip(moved, new, strict=True)}
-            if body is None:
+                inputs = [again.get((mb, v, stage), value) for v, value in moved.items()]
+                new = self._copy(inputs, task, own, rank, number)
+                again |= {(mb, v, stage): value for v, value in zip(moved, new, strict=True)}
+            if (key := (task.kind, stage)) not in tasks:
                 continue
+            body, constants, is_indexed = bodies[key]
             inputs = [
-                again.get((mb, r.index, body.stage)) or between[mb, r.index]
-                if r.source == "value" else known[r]
-                for r in body.inputs
-            ]  # fmt: skip
-            inputs += map(self._operand, lifted[body][1])
-            if _is_indexed(body):
+                again.get((mb, v, stage)) or between.get((mb, v)) or known[v, direction]
+                for v in tasks[key].invars
+            ]
+            inputs += constants
+            if is_indexed:
                 inputs.append(self._constant(_number(mb)))
             outputs = []
-            for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
-                if ref.source in ("value", "unread"):
-                    aval = with_rows(v.aval, tasks.replicas) if tasks.replicas > 1 else v.aval
+            for v in tasks[key].outvars:
+                if (kept := kept_in.get(v)) is None:
+                    aval = with_rows(v.aval, loop.replicas) if loop.replicas > 1 else v.aval
                     value = Value(aval, "edge", str(task))
-                    if ref.source == "value" and task.kind is Kind.R:
-                        again[mb, ref.index, body.stage] = value
-                    elif ref.source == "value":
-                        between[mb, ref.index] = value
+                    if task.kind is Kind.R:
+                        again[mb, v, stage] = value
+                    else:
+                        between[mb, v] = value
                 else:
-                    if ref.source == "y":
-                        inputs.append(known[ref])
-                    kind = {"carry": "gradient", "y": "gathered"}[ref.source]
-                    value = self._add(results[ref], kind, f"result of {task.kind}{task.stage}")
-                    value.memory, known[ref] = (number, ref), value
+                    if kept is v:
+                        inputs.append(known[v, direction])
+                    kind = "gathered" if kept is v else "gradient"
+                    value = self._add(results[v, direction], kind, f"result of {task.kind}{stage}")
+                    value.memory, known[kept, direction] = (number, kept, direction), value
                 outputs.append(value)
-            rank = self.ranks_of[stage]
             self.tasks.append(
-                GraphTask(rank, bodies[body], tuple(inputs), tuple(outputs), str(task), own, number)
+                GraphTask(rank, body, tuple(inputs), tuple(outputs), str(task), own, number)
             )
         self.stages_before += table.num_stages
 
-    def _kept_alone(self, tasks: LoopTasks, stage: int, kinds: Collection[Kind]) -> list[int]:
+    def _kept_alone(
+        self, loop: ScheduledLoop, stage: int, direction: int, kinds: Collection[Kind]
+    ) -> list[Any]:
         """Finds the values that later tasks of a stage read, and no other stage of its rank.
 
         A number needs no copy: it has about no bytes.
         """
-        rank, found = self.ranks_of[stage], {}
-        for body in tasks.bodies:
-            for ref, v in zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True):
-                if ref.source == "value" and v.aval.size > 1 and self.ranks_of[body.stage] == rank:
-                    alone, wanted = found.get(ref.index, (True, False))
-                    own = body.stage == stage
-                    found[ref.index] = alone and own, wanted or (own and body.kind in kinds)
-        return [index for index, (alone, wanted) in found.items() if alone and wanted]
+        ranks = self.ranks_of[loop.stage_number(0, direction) :]
+        made = {v for task in loop.tasks for v in task.outvars}
+        found: dict[Any, tuple[bool, bool]] = {}
+        for task in loop.tasks:
+            key = task.params["key"]
+            for v in task.invars:
+                if v in made and v.aval.size > 1 and ranks[key.stage] == ranks[stage]:
+                    alone, wanted = found.get(v, (True, False))
+                    own = key.stage == stage
+                    found[v] = alone and own, wanted or (own and key.kind in kinds)
+        return [v for v, (alone, wanted) in found.items() if alone and wanted]
 
     def _copy(
         self, inputs: Sequence[Value], task: Task, own: Task, rank: int, loop: int
@@ -266,51 +269,60 @@ class _Builder:
         )
         return outputs
 
-    def _operands_of(self, eqn: Any, number: int) -> dict[Ref, Value]:
+    def _operands_of(
+        self, eqn: Any, loop: ScheduledLoop, number: int
+    ) -> dict[tuple[Any, int], Value]:
         """Finds the values of a loop's operands, and of the buffers of its results.
 
-        Tasks replace those of accumulators and results. Nothing reads the first value of a carry
-        that has none.
+        They are by their variable of the body and their direction. Tasks replace those of
+        accumulators and results. Nothing reads the first value of a carry that has none.
         """
-        tasks = eqn.params["tasks"]
-        buffers = [ref for ref in tasks.results() if ref.source == "y"]
-        refs = [*tasks.operands(len(eqn.invars) - len(buffers)), *buffers]
+        carries, buffers = {*loop.carries}, loop.results[loop.num_directions * loop.num_carry :]
         known = {}
-        for ref, v in zip(refs, eqn.invars, strict=True):
-            if ref.source == "carry" and (_jaxprs.is_literal(v) or v not in self.values):
+        for (v, d), atom in zip([*loop.operands, *buffers], eqn.invars, strict=True):
+            if v in carries and (_jaxprs.is_literal(atom) or atom not in self.values):
                 continue
-            known[ref] = value = self._operand(v)
-            if ref.source in ("carry", "y"):
-                value.memory, value.begins = (number, ref), True
+            value = self._operand(atom)
+            known |= {(v, n): value for n in (range(loop.num_directions) if d is None else [d])}
+            if d is not None:
+                value.memory, value.begins = (number, v, d), True
         return known
 
     def _body_of(
-        self, body: TaskBody, part: _jaxprs.Part, known: Mapping[Ref, Value], tasks: LoopTasks
-    ) -> Body:
+        self,
+        task: Any,
+        jaxpr: jex.ClosedJaxpr,
+        constants: Sequence[Any],
+        known: Mapping[tuple[Any, int], Value],
+        loop: ScheduledLoop,
+    ) -> tuple[Body, list[Value], bool]:
         """Makes the body of a loop's task: it slices its microbatch, and updates buffers in place.
 
-        `part` takes the arrays that it closes over after its other inputs.
+        `jaxpr` is that of the task, and takes `constants` after the task's inputs. Also gives their
+        values, and whether it takes the number of its microbatch next. The buffers come last.
         """
-        jaxpr, length, replicas = part.jaxpr, tasks.table.num_microbatches, tasks.replicas
+        further = list(map(self._operand, constants))
+        length, replicas = loop.table.num_microbatches, loop.replicas
         own = row_type if replicas > 1 else lambda aval: aval
-        xs = [own(known[r].aval) if r.source == "x" else None for r in body.inputs]
+        consts, slices, buffered = {*loop.consts}, {*loop.xs}, {*loop.ys}
+        xs = [own(known[v, 0].aval) if v in slices else None for v in task.invars]
         xs += [None] * (len(jaxpr.in_avals) - len(xs))
-        y_avals = [own(known[r].aval) for r in body.outputs if r.source == "y"]
-        indexed = _is_indexed(body)
-        taken = "" if body.kind is Kind.R else "carry"
-        carries = tuple(i for i, r in enumerate(body.inputs) if r.source == taken)
+        y_avals = [own(known[v, 0].aval) for v in task.outvars if v in buffered]
+        indexed = bool(y_avals) or not slices.isdisjoint(task.invars)
+        taken = set() if task.params["key"].kind is Kind.R else {*loop.carries}
+        carries = tuple(i for i, v in enumerate(task.invars) if v in taken)
         pattern = (
-            tuple(r.source == "x" for r in body.inputs),
+            tuple(v in slices for v in task.invars),
             carries,
-            tuple(r.source == "y" for r in body.outputs),
+            tuple(v in buffered for v in task.outvars),
             tuple(str(a) for a in y_avals),
             length if indexed else None,
             replicas,
-            tuple(r.source == "const" for r in body.inputs) if replicas > 1 else (),
+            tuple(v in consts for v in task.invars) if replicas > 1 else (),
         )
         key = _jaxprs.structure(jaxpr), pattern
         if key in self.bodies:
-            return self.bodies[key]
+            return self.bodies[key], further, indexed
 
         def read(x, index):
             return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
@@ -330,7 +342,7 @@ class _Builder:
         ]
         buffers = list(map(jex.Var, y_avals))
         outvars, after = list(jaxpr.jaxpr.outvars), []
-        made = [i for i, r in enumerate(body.outputs) if r.source == "y"]
+        made = [i for i, v in enumerate(task.outvars) if v in buffered]
         for i, buffer in zip(made, buffers, strict=True):
             y, outvars[i] = outvars[i], jex.Var(buffer.aval)
             after += _jaxprs.splice(write, [y, index, buffer], [outvars[i]])
@@ -340,11 +352,12 @@ class _Builder:
         )
         donated = (*carries, *range(first, first + len(y_avals)))
         if replicas > 1:
-            has_rows = [r.source != "const" for r in body.inputs]
+            has_rows = [v not in consts for v in task.invars]
             has_rows += [False] * (first - len(has_rows)) + [True] * len(y_avals)
             whole = self._on_rows(whole, has_rows, replicas)
-        self.bodies[key] = Body(body.name, _jaxprs.with_kept_constants(whole), donated)
-        return self.bodies[key]
+        name = str(task.params["key"])
+        self.bodies[key] = Body(name, _jaxprs.with_kept_constants(whole), donated)
+        return self.bodies[key], further, indexed
 
     def _on_rows(
         self, jaxpr: jex.ClosedJaxpr, has_rows: Sequence[bool], replicas: int
@@ -360,13 +373,13 @@ class _Builder:
         return made
 
 
-def _check_kinds(table: Table, bodies: Sequence[TaskBody]) -> None:
+def _check_kinds(table: Table, kinds: Iterable[Kind]) -> None:
     """Checks that the tasks of each kind of a user's have work in some stage.
 
     Raises:
         ValueError: those of one kind have none.
     """
-    for kind in sorted(table.kinds - {body.kind for body in bodies}):
+    for kind in sorted(table.kinds.difference(kinds)):
         if not kind.is_own:
             raise ValueError(
                 f"place: the table has tasks of the kind {kind} ({kind.title}), but the loop has "
@@ -387,12 +400,12 @@ def _kinds_after_offload(order: Sequence[Task]) -> dict[Task, frozenset[Kind]]:
     return found
 
 
-def _lifted(bodies: Sequence[TaskBody]) -> list[tuple[_jaxprs.Part, tuple[Any, ...]]]:
+def _lifted(tasks: Sequence[Any]) -> list[tuple[jex.ClosedJaxpr, tuple[Any, ...]]]:
     """Turns arrays in tasks, and numbers in which they differ, into inputs; also gives these."""
     found = []
-    for part, numbers in _numbers.lift_differing([_whole(body.jaxpr) for body in bodies]):
+    for part, numbers in _numbers.lift_differing([_whole(t.params["jaxpr"]) for t in tasks]):
         part, arrays = _jaxprs.lift_arrays(part)
-        found.append((part, (*numbers, *arrays)))
+        found.append((part.jaxpr, (*numbers, *arrays)))
     return found
 
 
@@ -427,8 +440,3 @@ def _origin(eqn) -> str:
     call = stage_of_call(eqn)
     name = eqn.primitive.name if call is None else f"stage {call[0]}"
     return name + _compat.at_source_line(eqn)
-
-
-def _is_indexed(body: TaskBody) -> bool:
-    """Tells whether a task needs the number of its microbatch: it reads a slice, or makes one."""
-    return any(r.source == "x" for r in body.inputs) or any(r.source == "y" for r in body.outputs)

@@ -23,6 +23,8 @@ def flatten(jaxpr):
     """Inlines all calls of a step, but for those of stages outside of loops, and of reductions."""
     flat = _jaxprs.inline(jaxpr, lambda e: not (is_stage_call(e) or is_reduction(e)))
     for eqn in flat.eqns:
+        if is_loop(eqn):
+            continue
         if holds_microbatch_loop(eqn):
             raise error_inside("place", "a microbatch loop", eqn)
         if is_microbatch_loop(eqn):
@@ -38,7 +40,7 @@ def flatten(jaxpr):
                 f"checkified, and has no schedule any more; do so first, then schedule: "
                 f"schedule(jax.grad(microbatch(wrap_forward(f), M)), ...)."
             )
-        if not is_loop(eqn) and _jaxprs.contains(eqn, is_loop):
+        if _jaxprs.contains(eqn, is_loop):
             raise error_inside("place", "a scheduled loop", eqn)
     _refuse_checks(flat)
     live = _compat.eliminate_dead_code(flat, [True] * len(flat.jaxpr.outvars))
@@ -65,10 +67,7 @@ def _refuse_checks(flat) -> None:
                 f"'mean'); `error.throw()` after the step. checkify.checkify(step) of the placed "
                 f"step runs the plain step, on one device."
             )
-        return is_loop(eqn) and any(map(look_inside, eqn.params["tasks"].bodies))
-
-    def look_inside(body) -> bool:
-        return any(_jaxprs.contains(e, look) for e in body.jaxpr.eqns)
+        return False
 
     for eqn in flat.eqns:
         _jaxprs.contains(eqn, look)
@@ -118,11 +117,10 @@ def skip_carries(step: Step) -> Step:
         eqn = known.rename(eqn)
         eqns.append(eqn)
         if is_loop(eqn):
-            first = eqn.params["tasks"].num_consts
-            made = result_stages(eqn)[: eqn.params["tasks"].num_carry]
+            carries = eqn.invars[eqn.params["num_consts"] :]
             known.of.update(
-                (out, eqn.invars[first + j])
-                for j, (out, place) in enumerate(zip(eqn.outvars, made, strict=False))
+                (out, carry)
+                for out, carry, place in zip(eqn.outvars, carries, result_stages(eqn), strict=False)
                 if not place
             )
     outvars = [known(v) for v in step.jaxpr.jaxpr.outvars]

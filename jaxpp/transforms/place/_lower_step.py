@@ -37,7 +37,7 @@ from jaxpp.transforms.place import (
 )
 from jaxpp.transforms.place._compiled import Compiled, Lowered, load
 from jaxpp.transforms.stages import is_backward_call, listed, stage_of_call
-from jaxpp.transforms.tasks import is_loop
+from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _resolve_mesh(
         )
     stages = len({stage for program in programs for stage in program.stages})
     each, rest = divmod(stages, mesh.num_ranks)
-    tables = [e.params["tasks"].table for e in eqns if is_loop(e)]
+    tables = [e.params["table"] for e in eqns if is_loop(e)]
     forward = all(t.forward_only for t in tables) and not any(map(is_backward_call, eqns))
     several = f"{'ForwardOnly' if forward else 'Interleaved1F1B'}({each})"
     lines = [line for _, line in sorted(begins.items()) if line]
@@ -268,7 +268,8 @@ def _first_lines(eqns: Sequence[Any]) -> dict[int, str]:
     for eqn in eqns:
         bodies: list[tuple[int, Any]] = []
         if is_loop(eqn):
-            bodies = [(b.stage, b.jaxpr) for b in eqn.params["tasks"].of_direction(0)]
+            tasks = [task.params for task in ScheduledLoop.of(eqn).tasks]
+            bodies = [(own["key"].stage, own["jaxpr"]) for own in tasks]
         elif call := stage_of_call(eqn):
             bodies = [(call[0], _jaxprs.called_jaxpr(eqn))]
         for stage, body in bodies:

@@ -10,6 +10,7 @@ effects of a step are on one rank, in their order.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxpp._groups import union
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.place._segments import Phases, Place, outline_segments
 from jaxpp.transforms.stages import is_stage_call, stage_of_call
-from jaxpp.transforms.tasks import is_loop, operand_stages, result_stages
+from jaxpp.transforms.tasks import ScheduledLoop, is_loop, operand_stages, result_stages
 
 
 def place_equations(step: Step) -> Step:
@@ -244,12 +245,13 @@ def _ordered_place(flow: Phases) -> Place | None:
         if (call := stage_of_call(eqn)) is not None:
             note(f"stage {call[0]}", call[0], eqn, ())
         elif is_loop(eqn):
-            tasks = eqn.params["tasks"]
-            for body in tasks.bodies:
-                for e in filter(_compat.is_ordered, body.jaxpr.eqns):
-                    for rank in tasks.table.ranks:
-                        own = [t for t in rank if (t.kind, t.stage) == (body.kind, body.stage)]
-                        note(body.name, body.stage, e, [t.microbatch for t in own])
+            loop = ScheduledLoop.of(eqn)
+            for task, d in itertools.product(loop.tasks, range(loop.num_directions)):
+                key, stage = task.params["key"], loop.stage_number(task.params["key"].stage, d)
+                for e in filter(_compat.is_ordered, task.params["jaxpr"].eqns):
+                    for rank in loop.table.ranks:
+                        own = [t.microbatch for t in rank if (t.kind, t.stage) == key]
+                        note(f"{key.kind}{stage}", stage, e, own)
     return frozenset(found.values()) or None
 
 

@@ -16,7 +16,7 @@ from jaxpp import _jaxprs
 from jaxpp._program import Role
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.stages import is_stage_call
-from jaxpp.transforms.tasks import is_loop
+from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
 
 def find_roles(step: Step) -> Step:
@@ -25,8 +25,7 @@ def find_roles(step: Step) -> Step:
     for_all, sliced = [], []
     for eqn in jaxpr.eqns:
         if is_loop(eqn):
-            tasks = eqn.params["tasks"]
-            first = tasks.num_consts + tasks.num_carry
+            first = len(eqn.invars) - len(ScheduledLoop.of(eqn).xs)
             for_all += eqn.invars[:first]
             sliced += eqn.invars[first:]
         elif is_stage_call(eqn):

@@ -19,7 +19,7 @@ from jaxpp._program import REDUCTION
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _alike, _conditionals
-from jaxpp.transforms.tasks import LoopTasks, is_loop, operand_stages
+from jaxpp.transforms.tasks import ScheduledLoop, is_loop, operand_stages
 
 #: The primitive of a segment; its parameters are its jaxpr, its stages and its label.
 segment_p = jex.Primitive("segment")
@@ -201,30 +201,24 @@ class _Outliner:
     def loop(self, i: int) -> None:
         """Adds a loop, after the segments that make its operands where the loop reads them."""
         eqn = self.flow.eqns[i]
-        tasks: LoopTasks = eqn.params["tasks"]
-        carries = slice(tasks.num_consts, tasks.num_consts + tasks.num_carry)
-        known = self._make_operands(eqn, carries)
-        invars = list(map(known, eqn.invars))
-        invars[carries] = eqn.invars[carries]
-        buffers: list[Any] = [None] * tasks.num_ys
-        # Literal operands, and the first accumulators, are made anew by each stage.
-        starts: dict[int, list[tuple[Any, Any]]] = {}
-        for body in tasks.bodies:
-            for ref in body.outputs:
-                source = None
-                if ref.source == "carry":
-                    n = carries.start + ref.index
-                    source, invars[n] = invars[n], _jaxprs.fresh_var(eqn.outvars[ref.index])
-                    target = invars[n]
-                elif ref.source == "y":
-                    target = _jaxprs.fresh_var(eqn.outvars[tasks.num_carry + ref.index])
-                    buffers[ref.index] = target
-                else:
-                    continue
-                starts.setdefault(body.stage, []).append((source, target))
-        for stage in sorted(starts):
+        loop = ScheduledLoop.of(eqn)
+        count = loop.num_carry * loop.num_directions
+        carries = slice(loop.num_consts, loop.num_consts + count)
+        # Literal operands, and the first accumulators, are made anew by each stage; so are the
+        # buffers of results, for which there are no operands yet.
+        known, starts = self._make_operands(eqn, carries), dict[int, list[tuple[Any, Any]]]()
+        first: list[Any] = [*eqn.invars[carries], *[None] * (len(eqn.outvars) - count)]
+        number = {result: n for n, result in enumerate(loop.results)}
+        for direction, task in itertools.product(range(loop.num_directions), loop.tasks):
+            own = starts.setdefault(loop.stage_number(task.params["key"].stage, direction), [])
+            for n in (number[v, direction] for v in task.outvars if (v, direction) in number):
+                source, first[n] = first[n], _jaxprs.fresh_var(eqn.outvars[n])
+                own.append((source, first[n]))
+        for stage in sorted(filter(starts.get, starts)):
             self._start(frozenset({stage}), starts[stage])
-        self.eqns.append(eqn.replace(invars=[*invars, *buffers]))
+        invars = list(map(known, eqn.invars))
+        invars[carries] = first[:count]
+        self.eqns.append(eqn.replace(invars=[*invars, *first[count:]]))
 
     def _make_operands(self, eqn: Any, carries: slice) -> _jaxprs.Substitution:
         """Computes the operands of a loop that have no place where the loop reads them."""

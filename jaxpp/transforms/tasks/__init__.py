@@ -3,9 +3,7 @@
 from jaxpp.transforms.tasks._edit import Loop as Loop
 from jaxpp.transforms.tasks._edit import Value as Value
 from jaxpp.transforms.tasks._edit_loops import edit_loops as edit_loops
-from jaxpp.transforms.tasks._loop import LoopTasks as LoopTasks
-from jaxpp.transforms.tasks._loop import Ref as Ref
-from jaxpp.transforms.tasks._loop import TaskBody as TaskBody
+from jaxpp.transforms.tasks._loop import ScheduledLoop as ScheduledLoop
 from jaxpp.transforms.tasks._loop import error_inside as error_inside
 from jaxpp.transforms.tasks._loop import is_loop as is_loop
 from jaxpp.transforms.tasks._loop import operand_stages as operand_stages

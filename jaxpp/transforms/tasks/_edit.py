@@ -11,20 +11,10 @@ import jax.tree_util as jtu
 
 from jaxpp import _compat, _jaxprs, _primitives, schedules
 from jaxpp.schedules import Kind, Table, Task
-from jaxpp.transforms.tasks._loop import LoopTasks, Ref, TaskBody
+from jaxpp.transforms.tasks._loop import Key, ScheduledLoop, make_task, remade
 from jaxpp.transforms.tasks._schedule import check
 
 _T = TypeVar("_T")
-
-
-class Key(NamedTuple):
-    """The tasks of one kind of a stage: a pair, as `("F", 0)`; there is one a microbatch."""
-
-    kind: Kind
-    stage: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.stage}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +48,9 @@ class Value:
     aval: Any
     maker: Key
     readers: tuple[Key, ...]
-    _ref: Ref | None = dataclasses.field(repr=False)
-    _var: Any = dataclasses.field(default=None, repr=False, compare=False)
+    #: Its variable: of the loop's body, or of the task that makes it if it is a gradient.
+    _var: Any = dataclasses.field(repr=False)
+    _is_gradient: bool = dataclasses.field(default=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +59,10 @@ class Value:
 
 
 class _Result(NamedTuple):
-    """A result that a rule adds to a loop: the structure of its arrays, and the number of each."""
+    """A result that a rule adds to a loop, and the structure of its arrays."""
 
     name: str
     tree: Any
-    ys: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,16 +92,16 @@ class Loop:
         F0 F1 I1 W1 W0 Table(2 ranks, 2 stages, 4 microbatches)
     """
 
-    _tasks: LoopTasks = dataclasses.field(repr=False)
+    _loop: ScheduledLoop = dataclasses.field(repr=False)
     _who: str = dataclasses.field(repr=False)
     _results: tuple[_Result, ...] = dataclasses.field(default=(), repr=False)
-    #: What functions of the rule close over: further constants of the loop.
-    _consts: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
+    #: What functions of the rule close over, each with its variable: the loop's last constants.
+    _consts: tuple[tuple[Any, Any], ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def table(self) -> Table:
         """For each rank, its tasks in order."""
-        return self._tasks.table
+        return self._loop.table
 
     @property
     def tasks(self) -> tuple[Key, ...]:
@@ -120,20 +110,21 @@ class Loop:
         A backward without work has no task: that of the first stage's inputs, for instance. Nor
         are there those of the kind `R`, which do again what an `F` does, edits included.
         """
-        return tuple(map(_key, self._tasks.bodies))
+        return tuple(map(_key, self._loop.tasks))
 
     @property
     def values(self) -> tuple[Value, ...]:
         """The values that tasks make for others of their microbatch, in the order of making."""
-        readers: dict[Ref, list[Key]] = {}
-        for body in self._tasks.bodies:
-            for ref in dict.fromkeys(body.inputs):
-                readers.setdefault(ref, []).append(_key(body))
+        readers: dict[Any, list[Key]] = {}
+        for task in self._loop.tasks:
+            for v in task.invars:
+                readers.setdefault(v, []).append(_key(task))
+        results = {*self._loop.body.jaxpr.outvars}
         return tuple(
-            Value(v.aval, _key(body), tuple(readers.get(ref, ())), ref)
-            for body in self._tasks.bodies
-            for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True)
-            if ref.source == "value"
+            Value(v.aval, _key(task), tuple(readers.get(v, ())), v)
+            for task in self._loop.tasks
+            for v in task.outvars
+            if v not in results
         )
 
     def gradients(self, key: tuple[str, int]) -> tuple[Value, ...]:
@@ -142,12 +133,12 @@ class Loop:
         Each is that of one microbatch. A parameter that several stages read has a part of its
         gradient in each.
         """
-        body = self._body(key)
-        if body.kind == "F":
+        task = self._task(key)
+        if _key(task).kind == "F":
             return ()
-        found = (fold.value for fold in _folds(body, self._tasks))
+        found = (fold.value for fold in _folds(task, self._loop))
         variables = dict.fromkeys(v for v in found if not _jaxprs.is_literal(v))
-        return tuple(Value(v.aval, _key(body), (), None, v) for v in variables)
+        return tuple(Value(v.aval, _key(task), (), v, True) for v in variables)
 
     # ---- edits ----------------------------------------------------------------------------------
 
@@ -164,11 +155,11 @@ class Loop:
         Returns:
             The loop, and the new values, which no task reads yet.
         """
-        body = self._body(key)
-        made = self._record_in(body, fun, values)
-        refs = self._new_refs(len(made.atoms))
-        loop = made.loop._with(_extended(body, made, refs))
-        return loop, loop._values_of(refs)
+        task = self._task(key)
+        made = self._record_in(task, fun, values)
+        new = [jex.Var(atom.aval) for atom in made.atoms]
+        loop = made.loop._with(_extended(task, made, new))
+        return loop, loop._values_of(new)
 
     def before(
         self, key: tuple[str, int], fun: Callable[..., Any], values: Sequence[Value], of: Value
@@ -181,16 +172,17 @@ class Loop:
             values: its arguments, which the task need not have read so far.
             of: the value that the task has read so far.
         """
-        body = self._body(key)
-        old, known = self._input(body, of), _inputs(body)
-        read = {self._ref(v): known.get(self._ref(v)) or jex.Var(v.aval) for v in values}
-        given = [read[self._ref(v)] for v in values]
-        made = self._record(fun, given, f"at the start of {body.name}", known, [of.aval])
-        del known[self._ref(of)]
+        task = self._task(key)
+        old, known = self._input(task, of), _inputs(task)
+        sent = list(map(self._sent, values))
+        read = {v: known.get(v) or _jaxprs.fresh_var(v) for v in sent}
+        given = [read[v] for v in sent]
+        made = self._record(fun, given, f"at the start of {_key(task)}", known, [of.aval])
+        del known[self._sent(of)]
         new = _jaxprs.Substitution([(old, made.atoms[0])])
-        eqns = [*made.eqns, *map(new.rename, body.jaxpr.eqns)]
-        outvars = list(map(new, body.jaxpr.jaxpr.outvars))
-        return made.loop._with(_body_of(body, {**known, **read, **made.consts}, eqns, outvars))
+        eqns = [*made.eqns, *map(new.rename, task.params["jaxpr"].eqns)]
+        outputs = {v: new(own) for v, own in _outputs(task).items()}
+        return made.loop._with(_with_parts(task, {**known, **read, **made.consts}, eqns, outputs))
 
     def insert(
         self,
@@ -230,30 +222,31 @@ class Loop:
         if before and tuple(before) not in [(t.kind, t.stage) for t in self.table.tasks]:
             other = "".join(map(str, before))
             raise self._error(f"inserts {name} before {other}, which the table does not have.")
-        read = {self._ref(v): jex.Var(v.aval) for v in values}
-        made = self._record(fun, [read[self._ref(v)] for v in values], f"as {name}", {})
-        refs = self._new_refs(len(made.atoms))
-        empty = TaskBody(Kind(kind), stage, _compat.make_closed_jaxpr([], [], []), (), (), False)
-        body = _body_of(empty, {**read, **made.consts}, made.eqns, made.atoms)
-        body = dataclasses.replace(body, outputs=tuple(refs))
+        sent = list(map(self._sent, values))
+        read = {v: _jaxprs.fresh_var(v) for v in sent}
+        made = self._record(fun, [read[v] for v in sent], f"as {name}", {})
+        outputs = {jex.Var(atom.aval): atom for atom in made.atoms}
+        empty = make_task(Key(Kind(kind), stage), _compat.make_closed_jaxpr([], [], []), (), ())
+        task = _with_parts(empty, {**read, **made.consts}, made.eqns, outputs)
         makers = {v.maker for v in values}
         table = _with_tasks(self.table, Kind(kind), stage, makers, before)
-        loop = made.loop._replace(bodies=(*self._tasks.bodies, body), table=table)
-        return loop, loop._values_of(refs)
+        loop = made.loop._with_equations([*self._loop.tasks, task])._replace(table=table)
+        return loop, loop._values_of(outputs)
 
     def read(self, key: tuple[str, int], new: Value, of: Value) -> "Loop":
         """Lets a task read one value in place of another, which has the same type."""
-        body = self._body(key)
-        old, known, ref = self._input(body, of), _inputs(body), self._ref(new)
+        task = self._task(key)
+        old, known, var = self._input(task, of), _inputs(task), self._sent(new)
         if _type(new.aval) != _type(of.aval):
             raise self._error(
-                f"lets {body.name} read {new.aval.str_short()} in place of "
+                f"lets {_key(task)} read {new.aval.str_short()} in place of "
                 f"{of.aval.str_short()}; convert it by Loop.before."
             )
-        del known[self._ref(of)]
-        same = _jaxprs.Substitution([(old, known.setdefault(ref, old))])
-        eqns, outvars = map(same.rename, body.jaxpr.eqns), map(same, body.jaxpr.jaxpr.outvars)
-        return self._with(_body_of(body, known, list(eqns), list(outvars)))
+        del known[self._sent(of)]
+        same = _jaxprs.Substitution([(old, known.setdefault(var, old))])
+        eqns = list(map(same.rename, task.params["jaxpr"].eqns))
+        outputs = {v: same(own) for v, own in _outputs(task).items()}
+        return self._with(_with_parts(task, known, eqns, outputs))
 
     def replace(
         self, key: tuple[str, int], values: Sequence[Value], fun: Callable[..., Any]
@@ -265,25 +258,27 @@ class Loop:
             values: the values, for whoever reads them; the task itself goes on with the old ones.
             fun: a function of them, which gives as many of the same types.
         """
-        body = self._body(key)
-        if stranger := next((v for v in values if v.maker != _key(body)), None):
-            raise self._error(f"replaces in {body.name} a value that {stranger.maker} makes.")
-        made = self._record_in(body, fun, values, [v.aval for v in values])
-        of = {v._ref: new for v, new in zip(values, made.atoms, strict=True) if v._ref}
-        sums = {v._var: new for v, new in zip(values, made.atoms, strict=True) if not v._ref}
-        adding = {id(f.eqn) for f in _folds(body, self._tasks) if f.value in sums}
-        added = [e for e in body.jaxpr.eqns if id(e) in adding]
-        late = _jaxprs.descendants(body.jaxpr.eqns, [v for e in added for v in e.outvars])
+        task = self._task(key)
+        if stranger := next((v for v in values if v.maker != _key(task)), None):
+            raise self._error(f"replaces in {_key(task)} a value that {stranger.maker} makes.")
+        made = self._record_in(task, fun, values, [v.aval for v in values])
+        pairs = list(zip(values, made.atoms, strict=True))
+        of = {v._var: new for v, new in pairs if not v._is_gradient}
+        sums = {v._var: new for v, new in pairs if v._is_gradient}
+        inside = task.params["jaxpr"].eqns
+        adding = {id(f.eqn) for f in _folds(task, self._loop) if f.value in sums}
+        added = [e for e in inside if id(e) in adding]
+        late = _jaxprs.descendants(inside, [v for e in added for v in e.outvars])
         new = _jaxprs.Substitution(sums.items())
-        first = [e for e in body.jaxpr.eqns if late.isdisjoint(e.outvars)]
+        first = [e for e in inside if late.isdisjoint(e.outvars)]
         second = [
             new.rename(e) if id(e) in adding else e
-            for e in body.jaxpr.eqns
+            for e in inside
             if not late.isdisjoint(e.outvars)
         ]
-        eqns, outputs = [*first, *made.eqns, *second], _outputs(body).items()
-        outvars = [of.get(ref, v) for ref, v in outputs]
-        return made.loop._with(_body_of(body, {**_inputs(body), **made.consts}, eqns, outvars))
+        eqns = [*first, *made.eqns, *second]
+        outputs = {v: of.get(v, own) for v, own in _outputs(task).items()}
+        return made.loop._with(_with_parts(task, {**_inputs(task), **made.consts}, eqns, outputs))
 
     def result(
         self, name: str, key: tuple[str, int], fun: Callable[..., Any], values: Sequence[Value]
@@ -298,13 +293,11 @@ class Loop:
         """
         if name in [result.name for result in self._results]:
             raise self._error(f"adds two results named {name!r}.")
-        body = self._body(key)
-        made = self._record_in(body, fun, values)
-        first = self._tasks.num_ys
-        ys = tuple(range(first, first + len(made.atoms)))
-        new = _extended(body, made, [Ref("y", n) for n in ys])
-        loop = made.loop._with(new)._replace(num_ys=first + len(ys))
-        return dataclasses.replace(loop, _results=(*self._results, _Result(name, made.tree, ys)))
+        task = self._task(key)
+        made = self._record_in(task, fun, values)
+        new = [jex.Var(atom.aval) for atom in made.atoms]
+        loop = made.loop._with(_extended(task, made, new), new)
+        return dataclasses.replace(loop, _results=(*self._results, _Result(name, made.tree)))
 
     def order(self, change: Callable[[tuple[Task, ...]], Iterable[Task]]) -> "Loop":
         """Changes the order of each rank's tasks.
@@ -325,75 +318,71 @@ class Loop:
     def _error(self, what: str) -> ValueError:
         return ValueError(f"{self._who} {what}")
 
-    def _body(self, key: tuple[str, int]) -> TaskBody:
-        found = next((b for b in self._tasks.bodies if _key(b) == tuple(key)), None)
+    def _task(self, key: tuple[str, int]) -> Any:
+        """The equation of a task."""
+        found = next((t for t in self._loop.tasks if _key(t) == tuple(key)), None)
         if found is None:
             name = "".join(map(str, key))
             has = " ".join(map(str, self.tasks))
             raise self._error(f"edits {name}, which the loop does not have; its tasks are {has}.")
         return found
 
-    def _input(self, body: TaskBody, value: Value) -> Any:
-        """The variable of a value that a task reads."""
-        known = _inputs(body)
-        if value._ref not in known:
-            makers = " and ".join(str(v.maker) for v in self.values if v._ref in known)
+    def _input(self, task: Any, value: Value) -> Any:
+        """The variable in a task of a value that it reads."""
+        known = _inputs(task)
+        if value._is_gradient or value._var not in known:
+            makers = " and ".join(str(v.maker) for v in self.values if v._var in known)
             raise self._error(
-                f"names a value of {value.maker}, which {body.name} does not read; it reads values "
-                f"of {makers or 'no task'}."
+                f"names a value of {value.maker}, which {_key(task)} does not read; it reads "
+                f"values of {makers or 'no task'}."
             )
-        return known[value._ref]
+        return known[value._var]
 
-    def _atoms(self, body: TaskBody, values: Sequence[Value]) -> list[Any]:
+    def _atoms(self, task: Any, values: Sequence[Value]) -> list[Any]:
         """The atoms in a task of values that it makes or reads."""
-        known = {**_inputs(body), **_outputs(body)}
-        own = {*body.jaxpr.jaxpr.invars, *(v for e in body.jaxpr.eqns for v in e.outvars)}
+        known, inside = {**_inputs(task), **_outputs(task)}, task.params["jaxpr"]
+        own = {*inside.jaxpr.invars, *(v for e in inside.eqns for v in e.outvars)}
         atoms = []
         for value in values:
-            atom = known.get(value._ref) if value._ref else value._var
-            if atom is None or (value._ref is None and atom not in own):
+            atom = value._var if value._is_gradient else known.get(value._var)
+            if atom is None or (value._is_gradient and atom not in own):
                 raise self._error(
-                    f"names a value of {value.maker} at the end of {body.name}, which neither "
+                    f"names a value of {value.maker} at the end of {_key(task)}, which neither "
                     f"makes nor reads it; let it read the value, or take another task."
                 )
             atoms.append(atom)
         return atoms
 
-    def _new_refs(self, count: int) -> list[Ref]:
-        """References for new values, which have numbers that no value has."""
-        refs = (r for b in self._tasks.bodies for r in (*b.inputs, *b.outputs))
-        first = 1 + max((r.index for r in refs if r.source == "value"), default=-1)
-        return [Ref("value", first + n) for n in range(count)]
+    def _values_of(self, variables: Iterable[Any]) -> list[Value]:
+        found = {v._var: v for v in self.values}
+        return [found[v] for v in variables]
 
-    def _values_of(self, refs: Sequence[Ref]) -> list[Value]:
-        found = {v._ref: v for v in self.values}
-        return [found[ref] for ref in refs]
-
-    def _ref(self, value: Value) -> Ref:
-        if value._ref is None:
+    def _sent(self, value: Value) -> Any:
+        """The variable of a value between tasks."""
+        if value._is_gradient:
             raise self._error(
                 f"lets a task read a gradient of {value.maker}, which is no value between tasks; "
                 f"make one of it by Loop.after."
             )
-        return value._ref
+        return value._var
 
     def _record_in(
         self,
-        body: TaskBody,
+        task: Any,
         fun: Callable,
         values: Sequence[Value],
         types: Sequence[Any] | None = None,
     ) -> "_Made":
         """Traces a function of values at the end of a task."""
-        where = f"at the end of {body.name}"
-        return self._record(fun, self._atoms(body, values), where, _inputs(body), types)
+        where = f"at the end of {_key(task)}"
+        return self._record(fun, self._atoms(task, values), where, _inputs(task), types)
 
     def _record(
         self,
         fun: Callable,
         atoms: Sequence[Any],
         where: str,
-        inputs: Mapping[Ref, Any],
+        inputs: Mapping[Any, Any],
         types: Sequence[Any] | None = None,
     ) -> "_Made":
         """Traces a function of atoms in a task with some inputs.
@@ -416,47 +405,49 @@ class Loop:
                 f"runs {_jaxprs.described(fun)} {where}, which gives {given}, but is to give "
                 f"{wanted}; convert what it returns."
             )
-        consts, refs = list(self._consts), []
-        for array in arrays:
-            same = [n for n, known in enumerate(consts) if known is array]
-            consts += [] if same else [array]
-            refs.append(Ref("const", self._first_const + (same or [len(consts) - 1])[0]))
-        variables = zip(refs, jaxpr.jaxpr.invars, strict=False)
-        own = [inputs.get(ref) or jex.Var(v.aval) for ref, v in variables]
-        eqns, made = _jaxprs.inline_body(jaxpr, [*own, *atoms])
+        consts, read = list(self._consts), []
+        for array, v in zip(arrays, jaxpr.jaxpr.invars, strict=False):
+            same = next((var for var, known in consts if known is array), None)
+            if same is None:
+                consts.append((same := _jaxprs.fresh_var(v), array))
+            read.append(same)
+        own = {v: inputs.get(v) or _jaxprs.fresh_var(v) for v in read}
+        eqns, made = _jaxprs.inline_body(jaxpr, [*own.values(), *atoms])
         loop = dataclasses.replace(self, _consts=tuple(consts))
-        loop = loop._replace(num_consts=self._first_const + len(consts))
-        return _Made(loop, eqns, made, dict(zip(refs, own, strict=True)), jtu.tree_structure(tree))
+        old, new = self._loop, [v for v, _ in consts[len(self._consts) :]]
+        invars = [*old.consts, *new, *old.carries, *old.xs]
+        body = _compat.make_closed_jaxpr(invars, old.body.jaxpr.outvars, old.tasks)
+        loop = loop._replace(body=body, num_consts=old.num_consts + len(new))
+        return _Made(loop, eqns, made, own, jtu.tree_structure(tree))
 
-    @property
-    def _first_const(self) -> int:
-        return self._tasks.num_consts - len(self._consts)
+    def _with(self, task: Any, results: Sequence[Any] = ()) -> "Loop":
+        """The loop with another equation of a task, and with further results."""
+        tasks = [task if _key(t) == _key(task) else t for t in self._loop.tasks]
+        return self._with_equations(self._sorted(tasks), results)
 
-    def _with(self, body: TaskBody) -> "Loop":
-        """The loop with another body of a task."""
-        bodies = [body if _key(b) == _key(body) else b for b in self._tasks.bodies]
-        return self._replace(bodies=self._sorted(bodies))
+    def _with_equations(self, tasks: Sequence[Any], results: Sequence[Any] = ()) -> "Loop":
+        jaxpr = self._loop.body.jaxpr
+        outvars = [*jaxpr.outvars, *results]
+        return self._replace(body=_compat.make_closed_jaxpr(jaxpr.invars, outvars, tasks))
 
     def _replace(self, **changes: Any) -> "Loop":
-        return dataclasses.replace(self, _tasks=dataclasses.replace(self._tasks, **changes))
+        return dataclasses.replace(self, _loop=dataclasses.replace(self._loop, **changes))
 
-    def _sorted(self, bodies: Iterable[TaskBody]) -> tuple[TaskBody, ...]:
+    def _sorted(self, tasks: Iterable[Any]) -> list[Any]:
         """Puts tasks in an order in which they can run, and else as they are."""
-        left, order, made = list(bodies), [], set()
+        left, order, made = list(tasks), [], {*self._loop.body.jaxpr.invars}
         while left:
-            ready = next(
-                (b for b in left if all(r in made for r in b.inputs if r.source == "value")), None
-            )
+            ready = next((t for t in left if made.issuperset(t.invars)), None)
             if ready is None:
-                names = " and ".join(b.name for b in left)
+                names = " and ".join(str(_key(t)) for t in left)
                 raise self._error(
                     f"makes a circle: {names} read values of each other, and none can run first; "
                     f"let a task read values of tasks before it alone."
                 )
             left.remove(ready)
             order.append(ready)
-            made.update(ready.outputs)
-        return tuple(order)
+            made.update(ready.outvars)
+        return order
 
     def _checked(self) -> "Loop":
         """Checks the loop as `schedule` checks its own."""
@@ -472,7 +463,7 @@ class Loop:
                 f"every microbatch."
             )
         try:
-            check("the schedule", self.table, self._tasks)
+            check("the schedule", self._loop)
         except schedules.ScheduleError as error:
             raise schedules.ScheduleError(
                 f"{self._who} leaves a loop that cannot run: {error}"
@@ -486,7 +477,7 @@ class _Made(NamedTuple):
     loop: Loop
     eqns: list[Any]
     atoms: list[Any]
-    consts: dict[Ref, Any]
+    consts: dict[Any, Any]
     tree: Any
 
 
@@ -497,47 +488,55 @@ class _Fold(NamedTuple):
     value: Any
 
 
-def _key(body: TaskBody) -> Key:
-    return Key(body.kind, body.stage)
+def _key(task: Any) -> Key:
+    return task.params["key"]
 
 
-def _inputs(body: TaskBody) -> dict[Ref, Any]:
-    return dict(zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True))
+def _inputs(task: Any) -> dict[Any, Any]:
+    """The variables in a task of those that it reads."""
+    return dict(zip(task.invars, task.params["jaxpr"].jaxpr.invars, strict=True))
 
 
-def _outputs(body: TaskBody) -> dict[Ref, Any]:
-    return dict(zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True))
+def _outputs(task: Any) -> dict[Any, Any]:
+    """The atoms in a task of the variables that it makes."""
+    return dict(zip(task.outvars, task.params["jaxpr"].jaxpr.outvars, strict=True))
 
 
 def _type(aval: Any) -> tuple[Any, ...]:
     return aval.shape, aval.dtype, _compat.memory_kind(aval)
 
 
-def _folds(body: TaskBody, tasks: LoopTasks) -> list[_Fold]:
+def _folds(task: Any, loop: ScheduledLoop) -> list[_Fold]:
     """Finds how a task adds to the loop's sums."""
-    maker, taken = {v: e for e in body.jaxpr.eqns for v in e.outvars}, _inputs(body)
+    eqns, taken, made = task.params["jaxpr"].eqns, _inputs(task), _outputs(task)
+    maker = {v: e for e in eqns for v in e.outvars}
+    sums = dict(zip(loop.carry_outs, zip(loop.carries, loop.folds, strict=True), strict=True))
     found = []
-    for ref, v in _outputs(body).items():
-        fold = tasks.folds.get(ref.index) if ref.source == "carry" else None
+    for out, v in made.items():
+        carry, fold = sums.get(out, (None, None))
         if fold is None or fold.name not in _primitives.ADDS or v not in maker:
             continue
-        own = _jaxprs.descendants(body.jaxpr.eqns, [taken[ref]])  # the accumulator, perhaps cast
+        own = _jaxprs.descendants(eqns, [taken[carry]])  # the accumulator, perhaps cast
         found += [
             _Fold(maker[v], o) for o in maker[v].invars if _jaxprs.is_literal(o) or o not in own
         ]
     return found
 
 
-def _body_of(body: TaskBody, inputs: Mapping[Ref, Any], eqns, outvars) -> TaskBody:
-    jaxpr = _compat.make_closed_jaxpr(list(inputs.values()), outvars, eqns, body.name)
-    return dataclasses.replace(body, jaxpr=jaxpr, inputs=tuple(inputs))
+def _with_parts(
+    task: Any, inputs: Mapping[Any, Any], eqns: Sequence[Any], outputs: Mapping[Any, Any]
+) -> Any:
+    """A task with other equations; inputs and outputs are those in it of the loop's variables."""
+    atoms = list(inputs.values()), list(outputs.values())
+    jaxpr = _compat.make_closed_jaxpr(*atoms, eqns, str(_key(task)))
+    return remade(task, jaxpr, inputs, outputs)
 
 
-def _extended(body: TaskBody, made: _Made, refs: Sequence[Ref]) -> TaskBody:
+def _extended(task: Any, made: _Made, new: Sequence[Any]) -> Any:
     """A task with further equations at its end, whose results are further outputs."""
-    inputs, eqns = {**_inputs(body), **made.consts}, [*body.jaxpr.eqns, *made.eqns]
-    new = _body_of(body, inputs, eqns, [*body.jaxpr.jaxpr.outvars, *made.atoms])
-    return dataclasses.replace(new, outputs=(*body.outputs, *refs))
+    inputs, eqns = {**_inputs(task), **made.consts}, [*task.params["jaxpr"].eqns, *made.eqns]
+    outputs = {**_outputs(task), **dict(zip(new, made.atoms, strict=True))}
+    return _with_parts(task, inputs, eqns, outputs)
 
 
 def _with_tasks(

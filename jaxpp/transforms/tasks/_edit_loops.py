@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -110,13 +110,11 @@ def _edited(
                 raise _loop.error_inside("edit_loops", "a scheduled loop", eqn)
             eqns.append(eqn)
             continue
-        tasks = eqn.params["tasks"]
-        loop = rule(Loop(_directions.together(tasks), who))
+        loop = rule(Loop(_loop.ScheduledLoop.of(eqn), who))
         if not isinstance(loop, Loop):
             raise ValueError(f"{who} gave {loop!r}; a rule gives the loop, edited or not.")
-        own = [jex.Var(jax.typeof(c)) for c in loop._consts]
-        consts |= zip(own, loop._consts, strict=True)
-        more, added = _bound(eqn, loop._checked(), own)
+        consts |= loop._consts
+        more, added = _bound(eqn, loop._checked())
         eqns += more
         results += added
         for result in loop._results:
@@ -133,23 +131,20 @@ def _edited(
     return _compat.make_closed_jaxpr(invars, outvars, eqns), list(consts.values()), trees
 
 
-def _bound(eqn: Any, loop: Loop, consts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _bound(eqn: Any, loop: Loop) -> tuple[list[Any], list[Any]]:
     """The equations of a loop in place of the one it was, and its further results."""
-    old: _loop.LoopTasks = eqn.params["tasks"]
-    count = old.num_directions
-    tasks = _directions.copied(loop._tasks, count)
-    invars = list(eqn.invars)
-    invars[old.num_consts : old.num_consts] = consts
-    run = functools.partial(_loop.loop_p.bind, **{**eqn.params, "tasks": tasks})
+    edited, first = loop._loop, eqn.params["num_consts"]
+    invars = [*eqn.invars[:first], *(v for v, _ in loop._consts), *eqn.invars[first:]]
+    run = functools.partial(_loop.loop_p.bind, **edited.params)
     (new,) = jax.make_jaxpr(run)(*(v.aval for v in invars)).eqns
-    outvars = [*eqn.outvars, *new.outvars[len(eqn.outvars) :]]
+    added = new.outvars[len(eqn.outvars) :]
+    outvars = [*eqn.outvars, *added]
     eqns = [eqn.replace(invars=invars, outvars=outvars, params=new.params, effects=new.effects)]
-    added = outvars[len(eqn.outvars) :]
-    if count == 1 and old.replicas == 1:
+    count = edited.num_directions
+    if count == 1 and edited.replicas == 1:
         return eqns, added
-    taken = loop.table.direction_of
-    join = _directions.rows_of(taken[::-1] if eqn.params["reverse"] else taken)
-    if old.replicas > 1:
+    join = _directions.rows_of(edited)
+    if edited.replicas > 1:
         join = _of_replicas(join)
     joined = []
     for n in range(0, len(added), count):

@@ -1,12 +1,12 @@
-"""The scheduled loop: a primitive that holds the tasks of one microbatch and their schedule.
+"""The scheduled loop: a scan whose body is task equations, with the table by which they run.
 
-On one device it runs as the scan it came from; `place` runs it as the schedule's table says.
+On one device it runs as the scan that it is; `place` runs it as the schedule's table says.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -15,231 +15,245 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from jaxpp import _compat, _jaxprs, _specs
-from jaxpp.schedules import Dependencies, Kind, Table, Task
+from jaxpp.schedules import Dependencies, Kind, Table
 from jaxpp.transforms.stages import call_task, is_task_call
 
 
-@dataclasses.dataclass(frozen=True)
-class Ref:
-    """The source of a task's input, or the target of its output.
-
-    `source` is `"const"` (the same for all microbatches), `"x"` (sliced by microbatch), `"carry"`
-    (handed from a microbatch to the next), `"y"` (a result of each microbatch), `"value"` (between
-    tasks of the same microbatch) or `"unread"` (by no task); `index` is the number among those.
-    """
-
-    source: str
-    index: int
-
-    def __repr__(self):
-        return f"{self.source}{self.index}"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TaskBody:
-    """The computation of one kind of task of a stage, for every microbatch of a direction.
-
-    `stage` tells directions apart: with S stages, S + s is stage s in the second direction.
-    `recomputes` says that the task computes a part of the stage's forward again.
-    """
+class Key(NamedTuple):
+    """The tasks of one kind of a stage: a pair, as `("F", 0)`; there is one a microbatch."""
 
     kind: Kind
     stage: int
-    jaxpr: jex.ClosedJaxpr
-    inputs: tuple[Ref, ...]
-    outputs: tuple[Ref, ...]
-    recomputes: bool
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         return f"{self.kind}{self.stage}"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LoopTasks:
-    """The tasks of one microbatch, in an order that respects their dependence.
+#: A task of a loop's body. Its parameters are its jaxpr, its `Key`, and whether it computes a part
+#: of its stage's forward again.
+task_p = jex.Primitive("pipeline_task")
+task_p.multiple_results = True
+task_p.def_impl(lambda *xs, jaxpr, **_: _jaxprs.run(jaxpr, *xs))
+task_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
 
-    `table` says which rank runs the tasks, and in which order; it splits the backward as the tasks
-    do. For each carry that takes its microbatches in any order, `folds` has the primitive that
-    combines them. `is_batched` tells whether the loop is under `jax.vmap`. Where there are several
-    `replicas`, all operands but constants, and all results, have a first axis with a row for each,
-    which runs by itself.
+
+def make_task(
+    key: Key,
+    jaxpr: jex.ClosedJaxpr,
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    recomputes: bool = False,
+) -> Any:
+    """Makes the equation of a task."""
+    params = {"key": key, "jaxpr": jaxpr, "recomputes": recomputes}
+    return jex.new_jaxpr_eqn(list(invars), list(outvars), task_p, params, jaxpr.effects)
+
+
+def remade(task: Any, jaxpr: jex.ClosedJaxpr, invars: Iterable[Any], outvars: Iterable[Any]) -> Any:
+    """Makes the equation of a task anew, with another jaxpr."""
+    return make_task(task.params["key"], jaxpr, [*invars], [*outvars], task.params["recomputes"])
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledLoop:
+    """A scan over microbatches whose body is task equations: the parameters of a `loop_p` equation.
+
+    The inputs of the body are constants, carries and slices; its results are the carries for the
+    next microbatch, and the results of each. What else its variables are is between its tasks.
+
+    Args:
+        body: the tasks of one microbatch, in an order that respects their dependence. A variable
+            that a task makes is read by other tasks, or it is one result of the body. A result that
+            no task makes is a carry that passes through.
+        num_consts: the number of the inputs that are the same for all microbatches.
+        folds: for each carry the primitive that combines it with what each microbatch adds, in any
+            order; None where the order counts.
+        table: which rank runs the tasks, in which order; it splits the backward as the tasks do.
+            Each of its directions has carries and results of its own: the loop has as many of each
+            of the body's, side by side.
+        reverse: whether the loop takes the last slices first.
+        replicas: their number. Where there are several, all operands but constants, and all
+            results, have a first axis with a row for each, which runs by itself.
+        is_batched: whether the loop is under `jax.vmap`.
     """
 
-    bodies: tuple[TaskBody, ...]
-    table: Table
+    body: jex.ClosedJaxpr
     num_consts: int
-    num_carry: int
-    num_ys: int
-    folds: dict[int, Any]
-    num_directions: int = 1
-    is_batched: bool = False
+    folds: tuple[Any, ...]
+    table: Table
+    reverse: bool = False
     replicas: int = 1
+    is_batched: bool = False
+
+    @classmethod
+    def of(cls, eqn: Any) -> "ScheduledLoop":
+        """Reads the loop of an equation."""
+        return cls(**eqn.params)
 
     @property
-    def num_stages(self) -> int:
-        """The number of stages in each direction."""
-        return self.table.num_stages
+    def params(self) -> dict[str, Any]:
+        """The parameters of the loop's equation."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
-    def __repr__(self):
-        return "\n".join(
-            ["", *(f"{b.name} {b.inputs} -> {b.outputs} {b.jaxpr}" for b in self.bodies)]
-        )
+    @property
+    def tasks(self) -> Sequence[Any]:
+        """The equations of the tasks."""
+        return self.body.eqns
 
-    def body(self, task: Task, direction: int = 0) -> TaskBody | None:
-        """Returns the body of a task; None for a task without work (a stage without gradients)."""
-        return self._by_kind.get((task.kind, direction * self.num_stages + task.stage))
+    @property
+    def num_carry(self) -> int:
+        return len(self.folds)
+
+    @property
+    def consts(self) -> Sequence[Any]:
+        return self.body.jaxpr.invars[: self.num_consts]
+
+    @property
+    def carries(self) -> Sequence[Any]:
+        return self.body.jaxpr.invars[self.num_consts :][: self.num_carry]
+
+    @property
+    def xs(self) -> Sequence[Any]:
+        return self.body.jaxpr.invars[self.num_consts + self.num_carry :]
+
+    @property
+    def carry_outs(self) -> Sequence[Any]:
+        return self.body.jaxpr.outvars[: self.num_carry]
+
+    @property
+    def ys(self) -> Sequence[Any]:
+        return self.body.jaxpr.outvars[self.num_carry :]
 
     @functools.cached_property
-    def _by_kind(self) -> dict[tuple[Kind, int], TaskBody]:
-        return {(b.kind, b.stage): b for b in (*self.bodies, *self.recomputations)}
+    def num_directions(self) -> int:
+        return 1 + max(self.table.direction_of)
+
+    @property
+    def operands(self) -> list[tuple[Any, int | None]]:
+        """The variable of each operand, and its direction; None where it is that of all."""
+        carries = [(v, d) for v in self.carries for d in range(self.num_directions)]
+        return [*((v, None) for v in self.consts), *carries, *((v, None) for v in self.xs)]
+
+    @property
+    def results(self) -> list[tuple[Any, int]]:
+        """The variable of each result, and its direction."""
+        return [(v, d) for v in self.body.jaxpr.outvars for d in range(self.num_directions)]
+
+    def stage_number(self, stage: int, direction: int) -> int:
+        """The number of a stage in a direction, among those of all directions."""
+        return direction * self.table.num_stages + stage
 
     @functools.cached_property
-    def recomputations(self) -> tuple[TaskBody, ...]:
-        """The bodies of the tasks `R`, for the stages for which the table has some.
+    def recomputations(self) -> tuple[Any, ...]:
+        """The tasks `R`, for the stages for which the table has some.
 
-        They are no part of `bodies`, which are all tasks of a microbatch without a schedule.
+        They are not in the body, which has all tasks of a microbatch without a schedule. They make
+        variables that the forwards of their stages make, too.
         """
         stages = {task.stage for task in self.table.tasks if task.kind is Kind.R}
-        again = [
-            _recomputation(body, [b for b in self.bodies if b.stage == body.stage])
-            for body in self.bodies
-            if body.kind is Kind.F and body.stage % self.num_stages in stages
-        ]
-        return tuple(body for body in again if body is not None)
+        forwards = [t for t in self.tasks if t.params["key"].kind is Kind.F]
+        again = [_recomputation(self, t) for t in forwards if t.params["key"].stage in stages]
+        return tuple(task for task in again if task is not None)
 
     @functools.cached_property
     def dependencies(self) -> Dependencies:
         """For each kind and stage, the tasks of the same microbatch whose values it reads."""
-        bodies = [
-            body for body in (*self.bodies, *self.recomputations) if body.stage < self.num_stages
-        ]
-        makers: dict[int, list[TaskBody]] = {}
-        for body in bodies:
-            for ref in body.outputs:
-                if ref.source == "value":
-                    makers.setdefault(ref.index, []).append(body)
+        tasks = (*self.tasks, *self.recomputations)
+        makers: dict[Any, list[Key]] = {}
+        for task in tasks:
+            for v in task.outvars:
+                makers.setdefault(v, []).append(task.params["key"])
         return {
-            (body.kind, body.stage): tuple(
+            (key := task.params["key"]): tuple(
                 dict.fromkeys(
-                    (maker.kind, maker.stage)
-                    for ref in body.inputs
-                    if ref.source == "value"
-                    for maker in makers[ref.index]
-                    if maker.kind is not Kind.R or maker.stage == body.stage
+                    maker
+                    for v in task.invars
+                    for maker in makers.get(v, ())
+                    if maker.kind is not Kind.R or maker.stage == key.stage
                 )
             )
-            for body in bodies
+            for task in tasks
         }
 
-    def operands(self, number: int) -> list[Ref]:
-        """Returns the `Ref` of each operand of the loop, which has `number` operands."""
-        counts = {"const": self.num_consts, "carry": self.num_carry}
-        counts["x"] = number - sum(counts.values())
-        return [Ref(source, i) for source, count in counts.items() for i in range(count)]
 
-    def results(self) -> list[Ref]:
-        """Returns the `Ref` of each result of the loop."""
-        counts = {"carry": self.num_carry, "y": self.num_ys}
-        return [Ref(source, i) for source, count in counts.items() for i in range(count)]
-
-    def of_replica(self) -> "LoopTasks":
-        """Returns the tasks of the loop that one replica runs."""
-        return dataclasses.replace(self, replicas=1)
-
-    def of_direction(self, direction: int) -> list[TaskBody]:
-        """Returns the bodies of the tasks of one direction."""
-        return [b for b in self.bodies if b.stage // self.num_stages == direction]
-
-
-def _recomputation(forward: TaskBody, others: Sequence[TaskBody]) -> TaskBody | None:
+def _recomputation(loop: ScheduledLoop, forward: Any) -> Any | None:
     """Makes the `R` of an `F`; None if the stage's other tasks read nothing that it can make again.
 
     It is the same program, so that it makes the same bits; but it has no effect. What depends on a
     carry, or comes from an effect, the `F` alone makes: of the `R` nothing reads it.
     """
-    eqns, inputs = forward.jaxpr.eqns, forward.jaxpr.jaxpr.invars
-    source = dict(zip(inputs, forward.inputs, strict=True))
+    key, jaxpr = Key(Kind.R, forward.params["key"].stage), forward.params["jaxpr"]
+    eqns, inputs = jaxpr.eqns, jaxpr.jaxpr.invars
+    source = dict(zip(inputs, forward.invars, strict=True))
+    carries, results = {*loop.carries}, {*loop.body.jaxpr.outvars}
     lost = _jaxprs.descendants(eqns, [v for e in eqns if e.effects for v in e.outvars])
-    stale = _jaxprs.descendants(eqns, [v for v, ref in source.items() if ref.source == "carry"])
+    stale = _jaxprs.descendants(eqns, [v for v, own in source.items() if own in carries])
     outputs = []
-    for n, (v, ref) in enumerate(zip(forward.jaxpr.jaxpr.outvars, forward.outputs, strict=True)):
+    for v, made in zip(jaxpr.jaxpr.outvars, forward.outvars, strict=True):
         if _jaxprs.is_literal(v) or v not in lost:
-            again = ref.source == "value" and (_jaxprs.is_literal(v) or v not in stale)
-            outputs.append((v, ref if again else Ref("unread", n)))
-    if not {ref for _, ref in outputs} & {ref for body in others for ref in body.inputs}:
+            again = made not in results and (_jaxprs.is_literal(v) or v not in stale)
+            outputs.append((v, made if again else _jaxprs.fresh_var(made)))
+    others = (t for t in loop.tasks if t.params["key"].stage == key.stage)
+    if not {made for _, made in outputs} & {v for t in others for v in t.invars}:
         return None
-    jaxpr = forward.jaxpr
     if any(e.effects for e in eqns):
         own = [e for e in eqns if not (e.effects or lost & set(_jaxprs.variables(e.invars)))]
-        part = _jaxprs.part(own, [v for v, _ in outputs], f"R{forward.stage}")
-        jaxpr, inputs = part.jaxpr, part.inputs
-    return dataclasses.replace(
-        forward,
-        kind=Kind.R,
-        jaxpr=jaxpr,
-        inputs=tuple(source[v] for v in inputs),
-        outputs=tuple(ref for _, ref in outputs),
-    )
+        jaxpr, inputs, _ = _jaxprs.part(own, [v for v, _ in outputs], str(key))
+    again = [made for _, made in outputs]
+    return make_task(key, jaxpr, [source[v] for v in inputs], again, forward.params["recomputes"])
 
 
-def run_as_scan(*operands: Any, tasks: LoopTasks, reverse: bool):
+def run_as_scan(*operands: Any, **params: Any):
     """Computes the loop's results, microbatch after microbatch, all tasks of each in order.
 
     Each direction of the table is a scan over its own microbatches. Replicas run one after the
     other.
     """
-    consts = operands[: tasks.num_consts]
-    if tasks.replicas > 1:
-        one = functools.partial(run_as_scan, tasks=tasks.of_replica(), reverse=reverse)
+    loop = ScheduledLoop(**params)
+    consts = operands[: loop.num_consts]
+    if loop.replicas > 1:
+        one = functools.partial(run_as_scan, **{**params, "replicas": 1})
 
         def replica(_, rows):
             return None, one(*consts, *rows)
 
-        rows = list(operands[tasks.num_consts :])
-        return jax.lax.scan(replica, None, rows, length=tasks.replicas)[1]
-    carry = list(operands[tasks.num_consts : tasks.num_consts + tasks.num_carry])
-    xs = list(operands[tasks.num_consts + tasks.num_carry :])
-    length = tasks.table.num_microbatches
-    if tasks.num_directions == 1:
-        step = functools.partial(_step, tasks, tasks.bodies, consts)
-        carry, made = jax.lax.scan(step, carry, xs, length=length, reverse=reverse)
-        return [*carry, *(made[i] for i in range(tasks.num_ys))]
-    ys: list[Any] = [None] * tasks.num_ys
-    taken = tasks.table.direction_of
-    for direction in range(tasks.num_directions):
-        own = [i for i, d in enumerate(taken) if d == direction]
+        rows = list(operands[loop.num_consts :])
+        return jax.lax.scan(replica, None, rows, length=loop.replicas)[1]
+    count, length, reverse = loop.num_directions, loop.table.num_microbatches, loop.reverse
+    step = functools.partial(_step, loop, consts)
+    rest = list(operands[loop.num_consts :])
+    carries, xs = rest[: count * loop.num_carry], rest[count * loop.num_carry :]
+    if count == 1:
+        carry, ys = jax.lax.scan(step, carries, xs, length=length, reverse=reverse)
+        return [*carry, *ys]
+    made = []
+    for direction in range(count):
+        own = [i for i, d in enumerate(loop.table.direction_of) if d == direction]
         at = np.array([length - 1 - i for i in own] if reverse else own, np.int32)
-        bodies = tasks.of_direction(direction)
-        step = functools.partial(_step, tasks, bodies, consts)
-        carry, made = jax.lax.scan(step, carry, [x[at] for x in xs], length=len(own))
-        for i, rows in made.items():
-            ys[i] = jnp.zeros((length, *rows.shape[1:]), rows.dtype).at[at].set(rows)
-    return [*carry, *ys]
+        start = carries[direction::count]
+        carry, ys = jax.lax.scan(step, start, [x[at] for x in xs], length=len(own))
+        ys = [jnp.zeros((length, *y.shape[1:]), y.dtype).at[at].set(y) for y in ys]
+        made.append([*carry, *ys])
+    return [result for own in zip(*made, strict=True) for result in own]
 
 
-def _step(tasks: LoopTasks, bodies: Sequence[TaskBody], consts, carry, slices):
-    """Runs all tasks of one microbatch in order; gives the new carries, and results by number."""
-    known = {"const": consts, "carry": carry, "x": slices}
-    values: dict[int, Any] = {}
-    new, ys = list(carry), {}
-    targets = {"value": values, "carry": new, "y": ys}
-    for body in bodies:
-        inputs = [
-            values[r.index] if r.source == "value" else known[r.source][r.index]
-            for r in body.inputs
-        ]
-        if body.recomputes:  # else XLA keeps the forward's values, and computes nothing again
+def _step(loop: ScheduledLoop, consts, carry, slices):
+    """Runs all tasks of one microbatch in order; gives the new carries, and its results."""
+    values = dict(zip(loop.body.jaxpr.invars, [*consts, *carry, *slices], strict=True))
+    for task in loop.tasks:
+        inputs = [values[v] for v in task.invars]
+        # Else XLA keeps the forward's values, and computes nothing again.
+        if task.params["recomputes"]:
             inputs = jax.lax.optimization_barrier(_jaxprs.with_cloned_keys(inputs))
             inputs = _jaxprs.with_cloned_keys(inputs)
         # The names of these calls outlive differentiation, so that `was_loop` can find the loop.
-        run = functools.partial(_jaxprs.run, body.jaxpr)
-        for ref, y in zip(body.outputs, call_task(run, body.name, inputs), strict=True):
-            targets[ref.source][ref.index] = y
-    return new, ys
+        run = functools.partial(_jaxprs.run, task.params["jaxpr"])
+        made = call_task(run, str(task.params["key"]), inputs)
+        values.update(zip(task.outvars, made, strict=True))
+    results = [values[v] for v in loop.body.jaxpr.outvars]
+    return results[: loop.num_carry], results[loop.num_carry :]
 
 
-_compat.forget_with(LoopTasks)
 loop_p = jex.Primitive("pipeline_loop")
 loop_p.multiple_results = True
 
@@ -249,27 +263,26 @@ def _plain(*avals, **params):
     return jax.make_jaxpr(lambda *xs: run_as_scan(*xs, **params))(*avals)
 
 
-def _abstract(*avals, tasks: LoopTasks, **params):
-    if tasks.replicas > 1:
-        own = [a if n < tasks.num_consts else row_type(a) for n, a in enumerate(avals)]
-        made, effects = _abstract(*own, tasks=tasks.of_replica(), **params)
-        return [with_rows(y, tasks.replicas) for y in made], effects
-    carries = list(avals[tasks.num_consts : tasks.num_consts + tasks.num_carry])
-    ys: list[Any] = [None] * tasks.num_ys
-    for body in tasks.bodies:
-        for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
-            if ref.source == "carry":
-                weak = carries[ref.index].weak_type and v.aval.weak_type
-                carries[ref.index] = carries[ref.index].update(weak_type=weak)
-            elif ref.source == "y":
-                ys[ref.index] = v.aval
-    if any(y is None or _compat.is_split(y) for y in ys) or any(map(_compat.is_split, carries)):
-        jaxpr = _plain(*avals, tasks=tasks, **params)
+def _abstract(*avals, **params):
+    loop = ScheduledLoop(**params)
+    if loop.replicas > 1:
+        own = [a if n < loop.num_consts else row_type(a) for n, a in enumerate(avals)]
+        made, effects = _abstract(*own, **{**params, "replicas": 1})
+        return [with_rows(y, loop.replicas) for y in made], effects
+    given = dict(zip(loop.operands, avals, strict=True))
+    became = dict(zip(loop.carry_outs, loop.carries, strict=True))
+    made = []
+    for v, direction in loop.results:
+        if (carry := became.get(v)) is None:
+            made.append(v.aval.update(shape=(loop.table.num_microbatches, *v.aval.shape)))
+        else:
+            aval = given[carry, direction]
+            weak = aval.weak_type and (v is carry or v.aval.weak_type)
+            made.append(aval.update(weak_type=weak))
+    if any(map(_compat.is_split, [*made, *(v.aval for v in loop.ys)])):
+        jaxpr = _plain(*avals, **params)
         return jaxpr.out_avals, jaxpr.jaxpr.effects
-    length = tasks.table.num_microbatches
-    stacked = [y.update(shape=(length, *y.shape)) for y in ys]
-    effects = set().union(*(body.jaxpr.effects for body in tasks.bodies))
-    return [*carries, *stacked], effects
+    return made, loop.body.effects
 
 
 def row_type(aval: Any) -> Any:
@@ -304,56 +317,66 @@ def _jvp(primals, tangents, **params):
     return jax.jvp(run, tuple(primals), tangents)
 
 
-def _batch(args, dims, *, tasks: LoopTasks, **params):
+def _batch(args, dims, **params):
     """Batches the tasks of a loop; the loop keeps its schedule."""
+    loop = ScheduledLoop(**params)
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    refs = tasks.operands(len(args))
-    batched = _reached(tasks, {r for r, d in zip(refs, dims, strict=True) if d is not None})
+    operands = [v for v, _ in loop.operands]
+    batched = _reached(loop, {v for v, d in zip(operands, dims, strict=True) if d is not None})
+    consts, stacked = {*loop.consts}, {*loop.xs, *loop.ys}
 
-    def axis_of(ref: Ref) -> int:
+    def axis_of(v: Any) -> int:
         """The axis of the batch: after those of the replicas and of the microbatches."""
-        of_replicas = tasks.replicas > 1 and ref.source != "const"
-        return of_replicas + (ref.source in ("x", "y"))
+        return (loop.replicas > 1 and v not in consts) + (v in stacked)
 
-    def operand(ref: Ref, x, dim):
+    def operand(v: Any, x, dim):
         if dim is not None:
-            return jnp.moveaxis(x, dim, axis_of(ref))
+            return jnp.moveaxis(x, dim, axis_of(v))
         # A carry that begins equal for the whole batch may become different.
-        if ref not in batched:
+        if v not in batched:
             return x
-        return jnp.moveaxis(jnp.broadcast_to(x, (size, *x.shape)), 0, axis_of(ref))
+        return jnp.moveaxis(jnp.broadcast_to(x, (size, *x.shape)), 0, axis_of(v))
 
-    def batch(body: TaskBody) -> TaskBody:
+    new = _jaxprs.Substitution(
+        (v, jex.Var(with_rows(v.aval, size))) for v in loop.body.jaxpr.invars if v in batched
+    )
+
+    def batch(task):
+        jaxpr = task.params["jaxpr"]
         axes, out_axes = (
-            [0 if r in batched else None for r in own] for own in (body.inputs, body.outputs)
+            [0 if v in batched else None for v in own] for own in (task.invars, task.outvars)
         )
-        run = jax.vmap(functools.partial(_jaxprs.run, body.jaxpr), axes, out_axes, axis_size=size)
+        run = jax.vmap(functools.partial(_jaxprs.run, jaxpr), axes, out_axes, axis_size=size)
         avals = [
             v.aval if axis is None else _specs.type_of(v.aval, (size, *v.aval.shape))
-            for v, axis in zip(body.jaxpr.jaxpr.invars, axes, strict=True)
+            for v, axis in zip(jaxpr.jaxpr.invars, axes, strict=True)
         ]
-        jaxpr = _jaxprs.bind_constants(*_jaxprs.without_constants(jax.make_jaxpr(run)(*avals)))
-        return dataclasses.replace(body, jaxpr=jaxpr)
+        made = _jaxprs.bind_constants(*_jaxprs.without_constants(jax.make_jaxpr(run)(*avals)))
+        new.of.update(zip(task.outvars, map(_jaxprs.fresh_var, made.jaxpr.outvars), strict=True))
+        return remade(task, made, map(new, task.invars), map(new, task.outvars))
 
+    tasks = list(map(batch, loop.tasks))
+    invars, outvars = map(new, loop.body.jaxpr.invars), map(new, loop.body.jaxpr.outvars)
+    body = _compat.make_closed_jaxpr([*invars], [*outvars], tasks)
     outputs = loop_p.bind(
-        *map(operand, refs, args, dims),
-        tasks=dataclasses.replace(tasks, bodies=tuple(map(batch, tasks.bodies)), is_batched=True),
-        **params,
+        *map(operand, operands, args, dims), **{**params, "body": body, "is_batched": True}
     )
-    results = tasks.results()
-    return outputs, [axis_of(r) if r in batched else None for r in results]
+    return outputs, [axis_of(v) if v in batched else None for v, _ in loop.results]
 
 
-def _reached(tasks: LoopTasks, sources: set[Ref]) -> set[Ref]:
-    """Finds all that depends on the sources in any microbatch, with the sources."""
+def _reached(loop: ScheduledLoop, sources: set[Any]) -> set[Any]:
+    """Finds all variables that depend on the sources in any microbatch, with the sources."""
     reached, before = set(sources), 0
     while before < len(reached):
         before = len(reached)
-        for body in tasks.bodies:
-            invars = zip(body.jaxpr.jaxpr.invars, body.inputs, strict=True)
-            variables = _jaxprs.descendants(body.jaxpr.eqns, [v for v, r in invars if r in reached])
-            outvars = zip(body.jaxpr.jaxpr.outvars, body.outputs, strict=True)
-            reached.update(r for v, r in outvars if not _jaxprs.is_literal(v) and v in variables)
+        for task in loop.tasks:
+            inside = task.params["jaxpr"].jaxpr
+            invars = zip(inside.invars, task.invars, strict=True)
+            made = _jaxprs.descendants(inside.eqns, [v for v, own in invars if own in reached])
+            outvars = zip(inside.outvars, task.outvars, strict=True)
+            reached.update(o for v, o in outvars if not _jaxprs.is_literal(v) and v in made)
+        for pair in zip(loop.carries, loop.carry_outs, strict=True):
+            reached.update(pair if not reached.isdisjoint(pair) else ())
     return reached
 
 
@@ -407,42 +430,41 @@ def error_inside(who: str, what: str, eqn) -> ValueError:
 
 def operand_stages(eqn) -> dict[Any, frozenset[int]]:
     """Finds the stages that read each operand of a loop."""
-    tasks: LoopTasks = eqn.params["tasks"]
-    offset = {"const": 0, "carry": tasks.num_consts, "x": tasks.num_consts + tasks.num_carry}
+    loop = ScheduledLoop.of(eqn)
+    readers: dict[Any, set[int]] = {}
+    for task in loop.tasks:
+        for v in task.invars:
+            readers.setdefault(v, set()).add(task.params["key"].stage)
     stages: dict[Any, frozenset[int]] = {}
-    for body in tasks.bodies:
-        for ref in body.inputs:
-            if ref.source in offset:
-                var = eqn.invars[offset[ref.source] + ref.index]
-                if not _jaxprs.is_literal(var):
-                    stages[var] = stages.get(var, frozenset()) | {body.stage}
+    for atom, (v, d) in zip(eqn.invars, loop.operands, strict=False):
+        if v in readers and not _jaxprs.is_literal(atom):
+            directions = range(loop.num_directions) if d is None else [d]
+            own = {loop.stage_number(stage, d) for stage in readers[v] for d in directions}
+            stages[atom] = stages.get(atom, frozenset()) | own
     return stages
 
 
 def result_stages(eqn) -> list[frozenset[int]]:
     """Finds the stage that makes each result of a loop (none for a carry that passes through)."""
-    tasks: LoopTasks = eqn.params["tasks"]
-    made: list[frozenset[int]] = [frozenset()] * len(eqn.outvars)
-    for body in tasks.bodies:
-        for ref in body.outputs:
-            if ref.source == "carry":
-                made[ref.index] = frozenset({body.stage})
-            elif ref.source == "y":
-                made[tasks.num_carry + ref.index] = frozenset({body.stage})
-    return made
+    loop = ScheduledLoop.of(eqn)
+    maker = {v: task.params["key"].stage for task in loop.tasks for v in task.outvars}
+    numbers = ([loop.stage_number(maker[v], d)] if v in maker else [] for v, d in loop.results)
+    return list(map(frozenset, numbers))
 
 
-def ordered_carries(tasks: LoopTasks) -> dict[tuple[Kind, int], str]:
+def ordered_carries(loop: ScheduledLoop) -> dict[Key, str]:
     """Finds the tasks whose microbatches must keep their order, for the sake of a carry.
 
     Gives for each the place in the user's code that makes the carry, ` at file:line`.
     """
-    found: dict[tuple[Kind, int], str] = {}
-    for body in tasks.bodies:
-        maker = {v: e for e in body.jaxpr.eqns for v in e.outvars}
-        for ref, v in zip(body.outputs, body.jaxpr.jaxpr.outvars, strict=True):
-            if ref.source == "carry" and ref.index not in tasks.folds:
+    ordered = {v for v, fold in zip(loop.carry_outs, loop.folds, strict=True) if fold is None}
+    found: dict[Key, str] = {}
+    for task in loop.tasks:
+        key, jaxpr = task.params["key"], task.params["jaxpr"]
+        maker = {v: e for e in jaxpr.eqns for v in e.outvars}
+        for made, v in zip(task.outvars, jaxpr.jaxpr.outvars, strict=True):
+            if made in ordered:
                 eqn = None if _jaxprs.is_literal(v) else maker.get(v)
                 line = "" if eqn is None else _compat.at_source_line(eqn)
-                found[body.kind, body.stage] = found.get((body.kind, body.stage)) or line
+                found[key] = found.get(key) or line
     return found

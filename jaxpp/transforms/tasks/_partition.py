@@ -8,7 +8,6 @@ task that reads it.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,17 +27,20 @@ from jaxpp.transforms.tasks import (
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 
-def partition(loop: MicrobatchLoop, table: Table) -> tuple[_loop.LoopTasks, MicrobatchLoop]:
+def partition(loop: MicrobatchLoop, table: Table) -> tuple[_loop.ScheduledLoop, MicrobatchLoop]:
     """Makes the tasks of a loop that has been through all `PASSES`; also gives the loop of them.
 
     Raises:
         ValueError: if the body is not a forward and a backward pass over the stages.
     """
-    bodies, consts = _write(loop)
-    loop = dataclasses.replace(loop, consts=tuple(consts))
-    folds = {i: loop.folds[v] for i, v in enumerate(loop.carries) if v in loop.folds}
-    sizes = len(loop.consts), len(loop.carries), len(loop.ys)
-    return _loop.LoopTasks(tuple(bodies), table, *sizes, folds), loop
+    tasks, results = _write(loop)
+    known = {*loop.carries, *loop.xs, *(v for task in tasks for v in task.outvars)}
+    read = dict.fromkeys(v for task in tasks for v in task.invars if v not in known)
+    loop = dataclasses.replace(loop, consts=tuple(read))
+    invars = [*loop.consts, *loop.carries, *loop.xs]
+    body = _compat.make_closed_jaxpr(invars, results, tasks)
+    folds = tuple(map(loop.folds.get, loop.carries))
+    return _loop.ScheduledLoop(body, len(read), folds, table, loop.reverse), loop
 
 
 # ---- equations in no task, or in several --------------------------------------------------------
@@ -202,23 +204,21 @@ def _clusters(loop: MicrobatchLoop) -> list[Cluster]:
     return clusters
 
 
-def _write(loop: MicrobatchLoop) -> tuple[list[_loop.TaskBody], list[Any]]:
-    """Makes the jaxprs of the tasks, and finds the constants that they read."""
-    last_forward, made = loop.num_stages - 1, {v for e in loop.eqns for v in e.outvars}
-    refs = {v: _loop.Ref("carry", i) for i, v in enumerate(loop.carries)}
-    refs.update((v, _loop.Ref("x", i)) for i, v in enumerate(loop.xs))
-    #: The refs of the loop's results; those that no equation makes leave with the last forward.
-    given: dict[Any, list[_loop.Ref]] = {}
-    loose: list[tuple[Any, _loop.Ref]] = []
-    for source, variables in (("carry", loop.carry_outs), ("y", loop.ys)):
-        for i, v in enumerate(variables):
-            if source == "carry" and v is loop.carries[i]:
-                continue
-            if _jaxprs.is_literal(v) or v not in made:
-                loose.append((v, _loop.Ref(source, i)))
-            else:
-                given.setdefault(v, []).append(_loop.Ref(source, i))
-    numbers, consts, bodies = itertools.count(), [], []
+def _write(loop: MicrobatchLoop) -> tuple[list[Any], list[Any]]:
+    """Makes the equations of the tasks, and the variables of the results of a microbatch."""
+    made = {v for e in loop.eqns for v in e.outvars}
+    results = list(loop.outputs)
+    #: The numbers of the results that are a variable; those that no equation makes leave with the
+    #: last forward.
+    given: dict[Any, list[int]] = {}
+    loose: list[int] = []
+    for n, v in enumerate(results):
+        if n < len(loop.carries) and v is loop.carries[n]:
+            continue
+        if _jaxprs.is_literal(v) or v not in made:
+            loose.append(n)
+        else:
+            given.setdefault(v, []).append(n)
     recomputing = {loop.stage(p) for p in loop.recomputing}
 
     def on_one_device(cluster: Cluster) -> tuple[int, int]:
@@ -226,31 +226,19 @@ def _write(loop: MicrobatchLoop) -> tuple[list[_loop.TaskBody], list[Any]]:
         p = cluster.group
         return p if p < 2 * loop.num_stages else p - loop.num_stages, p
 
+    tasks = []
     for cluster in sorted(_clusters(loop), key=on_one_device):
-        kind, stage = loop.kind(cluster.group), loop.stage(cluster.group)
-        for v in cluster.sent:
-            if v not in refs:
-                refs[v] = _loop.Ref("value", next(numbers))
-        outputs = [(v, refs[v]) for v in cluster.sent]
-        outputs += [(v, ref) for v in [*cluster.wanted, *cluster.left] for ref in given[v]]
-        outputs += loose if cluster.group == last_forward else []
-        atoms = [v for v, _ in outputs]
+        key = _loop.Key(loop.kind(cluster.group), loop.stage(cluster.group))
+        numbers = [n for v in [*cluster.wanted, *cluster.left] for n in given[v]]
+        numbers += loose if cluster.group == loop.num_stages - 1 else []
+        atoms = [*cluster.sent, *(loop.outputs[n] for n in numbers)]
         kept = _jaxprs.needed(cluster.eqns, atoms)
-        if not outputs and not kept:
+        if not atoms and not kept:
             continue
-        part = _jaxprs.part(kept, atoms, f"{kind}{stage}")
-        for v in part.inputs:
-            if v not in refs:
-                refs[v] = _loop.Ref("const", len(consts))
-                consts.append(v)
-        bodies.append(
-            _loop.TaskBody(
-                kind,
-                stage,
-                part.jaxpr,
-                tuple(refs[v] for v in part.inputs),
-                tuple(ref for _, ref in outputs),
-                kind is not Kind.F and stage in recomputing,
-            )
-        )
-    return bodies, consts
+        part = _jaxprs.part(kept, atoms, str(key))
+        for n in numbers:
+            results[n] = _jaxprs.fresh_var(results[n])
+        outvars = [*cluster.sent, *(results[n] for n in numbers)]
+        recomputes = key.kind is not Kind.F and key.stage in recomputing
+        tasks.append(_loop.make_task(key, part.jaxpr, part.inputs, outvars, recomputes))
+    return tasks, results

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp.transforms.stages import call_merge, is_replica_call, is_stage_call, merge_of_call
 from jaxpp.transforms.tasks import _directions
-from jaxpp.transforms.tasks._loop import LoopTasks, loop_p, row_type
+from jaxpp.transforms.tasks._loop import ScheduledLoop, loop_p, row_type
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 #: Makes the tasks of the loop of a replica, and what is around them.
-TasksOf = Callable[..., tuple[LoopTasks, MicrobatchLoop]]
+TasksOf = Callable[..., tuple[ScheduledLoop, MicrobatchLoop]]
 
 #: How rows are combined number by number, so that it is the same for the parts of an array.
 _ROW_BY_ROW: dict[str, Callable[[Any], Any]] = {
@@ -140,8 +140,8 @@ def _run_loop(
 
     Also gives the function that makes of a row of the results those of the loop as it was traced.
     """
-    tasks, loop = tasks_of(eqn, join_rows=_directions.first_of)
-    tasks = dataclasses.replace(tasks, replicas=replicas)
+    scheduled, loop = tasks_of(eqn, join_rows=_directions.first_of)
+    scheduled = dataclasses.replace(scheduled, replicas=replicas)
     values = dict(known)
     part = _jaxprs.part(loop.before, [v for e in loop.before for v in e.outvars])
     run = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
@@ -153,12 +153,11 @@ def _run_loop(
         x if jnp.ndim(x) > ndim else repeated(x, replicas)
         for x, ndim in zip(operands[first:], own, strict=True)
     ]
-    results = loop_p.bind(*operands[:first], *rows, reverse=loop.reverse, tasks=tasks)
-    count = tasks.num_directions
+    results = loop_p.bind(*operands[:first], *rows, **scheduled.params)
+    count = scheduled.num_directions
     if count > 1:
-        taken = tasks.table.direction_of[::-1] if loop.reverse else tasks.table.direction_of
-        join = _directions.rows_of(taken * replicas)
-        for n in range(tasks.num_carry, len(results), count):
+        join = _directions.rows_of(scheduled, replicas)
+        for n in range(count * scheduled.num_carry, len(results), count):
             results[n : n + count] = [in_one_row(join, results[n : n + count])] * count
 
     def finish(results: Sequence[Any]) -> list[Any]:

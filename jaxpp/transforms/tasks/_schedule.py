@@ -229,7 +229,7 @@ def _scheduled(
 
 def _tasks_of(
     eqn: Any, schedule: Any, note: Callable[[str, MicrobatchLoop], None], join_rows: Any = None
-) -> tuple[_loop.LoopTasks, MicrobatchLoop]:
+) -> tuple[_loop.ScheduledLoop, MicrobatchLoop]:
     """Makes the tasks of a microbatch loop; also gives what is around them."""
     table = _table(schedule, eqn)
     loop = read_loop(eqn, table.splits_backward)
@@ -237,15 +237,14 @@ def _tasks_of(
     for run in PASSES:
         loop = run(loop)
         note(run.__name__, loop)
-    tasks, loop = partition(loop, table)
-    check(repr(schedule), table, tasks)
-    taken = table.direction_of[::-1] if loop.reverse else table.direction_of
-    return _directions.separate(tasks, loop, taken, join_rows)
+    scheduled, loop = partition(loop, table)
+    check(repr(schedule), scheduled)
+    return scheduled, _directions.separate(loop, scheduled, join_rows)
 
 
-def _loop_equations(eqn: Any, tasks: _loop.LoopTasks, loop: MicrobatchLoop) -> list[Any]:
+def _loop_equations(eqn: Any, scheduled: _loop.ScheduledLoop, loop: MicrobatchLoop) -> list[Any]:
     """The equations in place of a microbatch loop: the scheduled one, and those around it."""
-    bind = functools.partial(_loop.loop_p.bind, reverse=loop.reverse, tasks=tasks)
+    bind = functools.partial(_loop.loop_p.bind, **scheduled.params)
     # JAX keeps few frames of a call: a line of the scan is one of jaxpp, a stage's is the user's.
     first = next((e for e, p in loop.placed() if p is not None and _compat.source_line(e)), eqn)
     eqn = _compat.at_line_of(eqn, first)
@@ -282,9 +281,10 @@ def _stage_counts(eqn):
             yield from _stage_counts(inner)
 
 
-def check(schedule: str, table: Table, tasks: _loop.LoopTasks) -> None:
-    """Checks a table, which a schedule gave, against the tasks that were traced."""
-    backward = any(b.kind in (Kind.B, Kind.I, Kind.W) for b in tasks.bodies)
+def check(schedule: str, loop: _loop.ScheduledLoop) -> None:
+    """Checks the table of a loop, which a schedule gave, against the tasks that were traced."""
+    table = loop.table
+    backward = any(t.params["key"].kind in (Kind.B, Kind.I, Kind.W) for t in loop.tasks)
     if not backward and not table.forward_only:
         raise schedules.ScheduleError(
             f"{schedule} runs backward tasks, but the loop has only a forward pass; use "
@@ -295,12 +295,12 @@ def check(schedule: str, table: Table, tasks: _loop.LoopTasks) -> None:
             f"{schedule} has no backward tasks, but the loop is differentiated; use a schedule "
             f"for training, e.g. OneFOneB()."
         )
-    schedules.check(table, dependencies=tasks.dependencies)
-    ordered = _loop.ordered_carries(tasks)
+    schedules.check(table, dependencies=loop.dependencies)
+    ordered = _loop.ordered_carries(loop)
     for rank in table.ranks:
-        last: dict[tuple[Kind, int], int] = {}
+        last: dict[_loop.Key, int] = {}
         for task in rank:
-            key = (task.kind, task.stage)
+            key = _loop.Key(task.kind, task.stage)
             if key in ordered and task.microbatch < last.get(key, -1):
                 raise schedules.ScheduleError(
                     f"{schedule} runs {task.describe()} after microbatch {last[key]}, but the "

@@ -539,11 +539,11 @@ def test_more_stages_than_layers_are_refused():
 
 
 def tasks_of(loss, schedule):
-    """The bodies of the tasks, by kind and stage."""
+    """The jaxprs of the tasks, by kind and stage."""
     fun = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(jaxpp.split_stages(loss, 3))), 2)
     jaxpr = jax.make_jaxpr(jaxpp.schedule(fun, schedule))(PARAMS, X)
     (loop,) = (e for e in jaxpr.eqns if _loop.is_loop(e))
-    return {(b.kind, b.stage): b for b in loop.params["tasks"].bodies}
+    return {t.params["key"]: t.params["jaxpr"] for t in loop.params["body"].eqns}
 
 
 def microbatched(loss, num=2):
@@ -573,8 +573,8 @@ def test_a_scheduled_cut_gives_the_gradient(scan, schedule):
 @pytest.mark.parametrize("scan", [plain, checkpointed_layer])
 def test_the_backward_of_layers_is_a_scan_of_input_gradients_and_one_without_carry(scan):
     tasks = tasks_of(with_scan(scan), ZeroBubbleH1())
-    (inputs,) = (e for e in tasks[Kind.I, 1].jaxpr.eqns if e.primitive.name == "scan")
-    (weights,) = (e for e in tasks[Kind.W, 1].jaxpr.eqns if e.primitive.name == "scan")
+    (inputs,) = (e for e in tasks[Kind.I, 1].eqns if e.primitive.name == "scan")
+    (weights,) = (e for e in tasks[Kind.W, 1].eqns if e.primitive.name == "scan")
     body = inputs.params["jaxpr"].jaxpr
     carries = sum(
         o.aval.ndim == i.aval.ndim for o, i in zip(inputs.outvars, body.outvars, strict=True)
@@ -589,7 +589,7 @@ def test_the_backward_of_layers_is_a_scan_of_input_gradients_and_one_without_car
 def test_the_kept_for_weight_gradients_is_two_activations_a_layer():
     """The input of each layer, and the cotangent of what its weights were multiplied with."""
     tasks = tasks_of(with_scan(plain), ZeroBubbleH1())
-    (weights,) = (e for e in tasks[Kind.W, 1].jaxpr.eqns if e.primitive.name == "scan")
+    (weights,) = (e for e in tasks[Kind.W, 1].eqns if e.primitive.name == "scan")
     length = weights.params["length"]
     assert [v.aval.shape for v in weights.invars] == [(length, 2, *X.shape[1:])] * 2
 
@@ -604,7 +604,7 @@ def test_a_product_is_kept_and_not_its_factors():
         return jax.lax.scan(jax.checkpoint(step), h, params["blocks"])[0], 0.0
 
     tasks = tasks_of(with_scan(gated), ZeroBubbleH1())
-    (weights,) = (e for e in tasks[Kind.W, 1].jaxpr.eqns if e.primitive.name == "scan")
+    (weights,) = (e for e in tasks[Kind.W, 1].eqns if e.primitive.name == "scan")
     assert len(weights.invars) == 2  # and the cotangent of what the weights are multiplied with
 
 

@@ -358,8 +358,8 @@ def test_a_checkpoint_around_it_keeps_what_a_policy_for_each_stage_keeps(policy,
         return next(e for e in jax.make_jaxpr(scheduled(fun, schedule))(WS, X).eqns if is_loop(e))
 
     def kept(loop):
-        forwards = [b for b in loop.params["tasks"].bodies if b.kind is Kind.F]
-        return [sorted(v.aval.shape for v in b.jaxpr.jaxpr.outvars) for b in forwards]
+        forwards = [t for t in loop.params["body"].eqns if t.params["key"].kind is Kind.F]
+        return [sorted(v.aval.shape for v in task.outvars) for task in forwards]
 
     wrapped = jaxpp.wrap_forward(skipping)
     around = jax.checkpoint(wrapped, policy=policy)

@@ -10,12 +10,13 @@ from typing import Any
 
 import chex
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
 
 import jaxpp
 import jaxpp.testing
-from jaxpp import schedules
+from jaxpp import _jaxprs, schedules
 from jaxpp._program import Run
 from jaxpp.schedules import ForwardOnly, Kind, OneFOneB, ScheduleError, Table, Task, ZeroBubbleH1
 from jaxpp.transforms.tasks import _loop
@@ -44,9 +45,20 @@ def loops_of(fun, *args):
     return [e for e in jax.make_jaxpr(fun)(*args).eqns if _loop.is_loop(e)]
 
 
-def tasks_of(fun, *args):
+def loop_of(fun, *args):
     (loop,) = loops_of(fun, *args)
-    return loop.params["tasks"]
+    return _loop.ScheduledLoop.of(loop)
+
+
+def keys_of(loop):
+    """The kinds and stages of a loop's tasks."""
+    return [task.params["key"] for task in loop.tasks]
+
+
+def accumulating(loop):
+    """The kind and stage of the task that makes each carry, of those that do not pass through."""
+    maker = {v: task.params["key"] for task in loop.tasks for v in task.outvars}
+    return sorted(maker[v] for v in loop.carry_outs if v in maker)
 
 
 def assert_same(fun, plain, *args, rtol=1e-6):
@@ -63,9 +75,9 @@ def test_a_scheduled_function_shows_its_name_and_its_schedule():
 
 
 def test_the_tasks_of_a_function_that_is_gone_are_gone():
-    tasks = weakref.ref(tasks_of(jaxpp.schedule(GRAD, OneFOneB()), WS, X))
+    body = weakref.ref(loop_of(jaxpp.schedule(GRAD, OneFOneB()), WS, X).body)
     gc.collect()
-    assert tasks() is None
+    assert body() is None
 
 
 def test_a_step_is_lowered_and_run_by_the_table_of_its_trace():
@@ -88,8 +100,7 @@ def test_a_step_is_lowered_and_run_by_the_table_of_its_trace():
 )
 def test_each_stage_has_a_task_of_each_kind(schedule, kinds):
     fun = LOSS if kinds == "F" else GRAD
-    tasks = tasks_of(jaxpp.schedule(fun, schedule), WS, X)
-    found = {(b.kind, b.stage) for b in tasks.bodies}
+    found = set(keys_of(loop_of(jaxpp.schedule(fun, schedule), WS, X)))
     wanted = {(Kind(k), s) for k in kinds for s in range(STAGES)}
     # The first stage has no input to differentiate, and so no I; its W does it all.
     assert wanted - {(Kind.I, 0)} <= found <= wanted
@@ -97,10 +108,10 @@ def test_each_stage_has_a_task_of_each_kind(schedule, kinds):
 
 @pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()])
 def test_a_task_depends_on_its_neighbours(schedule):
-    tasks = tasks_of(jaxpp.schedule(GRAD, schedule), WS, X)
+    loop = loop_of(jaxpp.schedule(GRAD, schedule), WS, X)
     back = Kind.I if schedule == ZeroBubbleH1() else Kind.B
-    assert set(tasks.dependencies[Kind.F, 1]) == {(Kind.F, 0)}
-    assert set(tasks.dependencies[back, 1]) >= {(Kind.F, 1), (back, 2)}
+    assert set(loop.dependencies[Kind.F, 1]) == {(Kind.F, 0)}
+    assert set(loop.dependencies[back, 1]) >= {(Kind.F, 1), (back, 2)}
 
 
 def test_a_scheduled_function_can_be_differentiated_and_vmapped():
@@ -162,7 +173,7 @@ def test_a_vmapped_scheduled_function_keeps_its_schedule(args, in_axes, schedule
 def test_what_is_the_same_for_a_whole_batch_is_not_repeated_in_its_schedule():
     xs = jnp.stack([X, 2 * X])
     (loop,) = loops_of(jax.vmap(jaxpp.schedule(GRAD, OneFOneB()), (None, 0)), WS, xs)
-    consts = loop.invars[: loop.params["tasks"].num_consts]
+    consts = loop.invars[: loop.params["num_consts"]]
     assert [v.aval.shape for v in consts] == [w.shape for w in WS]
 
 
@@ -224,7 +235,7 @@ def test_a_print_in_a_loop_of_which_nothing_is_read_is_printed(capfd):
 def test_the_gradient_of_the_mean_loss_is_scheduled_too():
     fun = jax.value_and_grad(jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), M))
     scheduled = jaxpp.schedule(fun, OneFOneB())
-    assert {b.kind for b in tasks_of(scheduled, WS, X).bodies} == {Kind.F, Kind.B}
+    assert {kind for kind, _ in keys_of(loop_of(scheduled, WS, X))} == {Kind.F, Kind.B}
     assert_same(scheduled, jax.value_and_grad(loss_fn), WS, X)
 
 
@@ -262,7 +273,7 @@ def test_the_gradient_of_any_output_is_scheduled(of, loops, schedule):
     )
     found = loops_of(scheduled, WS, X)
     assert len(found) == loops
-    *before, last = [[b.kind for b in e.params["tasks"].bodies] for e in found]
+    *before, last = [[kind for kind, _ in keys_of(_loop.ScheduledLoop.of(e))] for e in found]
     assert before == [[Kind.F] * STAGES] * (loops - 1) and last.count(Kind.F) == STAGES
     assert_same(scheduled, step(with_outputs), WS, X, rtol=1e-5)
     placed = jaxpp.place(scheduled, jaxpp.MpmdMesh((STAGES,)))
@@ -327,6 +338,32 @@ def test_what_is_computed_before_a_loop_stays_before_it():
 # ---- shared and frozen parameters ---------------------------------------------------------------
 
 
+@pytest.mark.parametrize("axes", [None, (None, 0), (0, 0)], ids=["plain", "slices", "all"])
+def test_a_loop_is_a_scan_over_its_tasks(axes):
+    """Each variable is made once, with the type that tasks give and take; a scan is the loop."""
+    fun, args = jaxpp.schedule(GRAD, ZeroBubbleH1()), (WS, X)
+    if axes is not None:
+        fun = jax.vmap(fun, axes)
+        args = [jax.tree.map(lambda a: jnp.stack([a, 2 * a]), x) if axis == 0 else x
+                for x, axis in zip(args, axes, strict=True)]  # fmt: skip
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    (eqn,) = (e for e in jaxpr.eqns if _loop.is_loop(e))
+    loop = _loop.ScheduledLoop.of(eqn)
+    jex.check_jaxpr(loop.body.jaxpr)
+    for task in loop.tasks:
+        assert [v.aval for v in task.invars] == task.params["jaxpr"].in_avals
+    known = {v: jnp.sin(jnp.arange(v.aval.size, dtype=v.aval.dtype)).reshape(v.aval.shape)
+             for v in _jaxprs.variables(eqn.invars)}  # fmt: skip
+    operands = _jaxprs.read(eqn.invars, known)
+    n, k = loop.num_consts, loop.num_consts + loop.num_carry
+    results = operands[n:k]
+    for i in range(M):
+        slices = [x[i] for x in operands[k:]]
+        results = jex.jaxpr_as_fun(loop.body)(*operands[:n], *results, *slices)
+    assert len(results) == loop.num_carry  # a loss and its gradients have no rows
+    chex.assert_trees_all_close(results, _loop.loop_p.bind(*operands, **eqn.params), rtol=1e-6)
+
+
 def tied_loss(ws, x):
     """Three stages; the last one reads the first one's weight, transposed."""
     return loss_fn((ws[0], ws[1], ws[0].T), x)
@@ -336,17 +373,12 @@ def tied_loss(ws, x):
 def test_the_sum_of_a_tied_gradient_is_accumulated_apart(schedule):
     grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(tied_loss)), M)
     scheduled = jaxpp.schedule(grad, schedule)
-    tasks = tasks_of(scheduled, WS[:2], X)
+    loop = loop_of(scheduled, WS[:2], X)
     last = Kind.W if schedule == ZeroBubbleH1() else Kind.B
-    makers = sorted(
-        (b.kind, b.stage) for b in tasks.bodies for r in b.outputs if r.source == "carry"
-    )
-    assert makers == [(last, 0), (last, 1), (last, 2)]
-    assert set(tasks.folds) == set(range(3))
-    # No task waits for the other end's gradient.
-    first = [b for b in tasks.bodies if b.stage == 0 and b.kind is last]
+    # No task waits for the other end's gradient: each carry is a sum, of one task.
+    assert accumulating(loop) == [(last, 0), (last, 1), (last, 2)]
+    assert len(loop.folds) == 3 and all(loop.folds)
     assert_same(scheduled, jax.grad(tied_loss), WS[:2], X)
-    assert all(r.source != "carry" or r.index in tasks.folds for b in first for r in b.inputs)
 
 
 @pytest.mark.more
@@ -361,8 +393,8 @@ def test_a_weight_may_be_read_a_thousand_times():
         return jnp.sum(x)
 
     fun = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss)), M)
-    tasks = tasks_of(jaxpp.schedule(fun, OneFOneB()), jnp.ones(4), jnp.ones(4 * M))
-    assert tasks.num_carry == 2
+    loop = loop_of(jaxpp.schedule(fun, OneFOneB()), jnp.ones(4), jnp.ones(4 * M))
+    assert loop.num_carry == 2
 
 
 def test_a_sum_that_began_as_a_number_is_a_sum():
@@ -378,8 +410,7 @@ def test_a_sum_that_began_as_a_number_is_a_sum():
         return jax.lax.scan(body, (0.0, zeros), x.reshape(M, -1, 4))[0]
 
     scheduled = jaxpp.schedule(total, OneFOneB())
-    tasks = tasks_of(scheduled, WS[:2], X)
-    assert set(tasks.folds) == set(range(tasks.num_carry))
+    assert all(loop_of(scheduled, WS[:2], X).folds)
     assert_same(scheduled, total, WS[:2], X)
 
 
@@ -393,12 +424,11 @@ def test_frozen_stages_have_no_gradient_to_make(schedule, frozen):
     grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), M)
     scheduled = jaxpp.schedule(grad, schedule)
     assert_same(scheduled, jax.value_and_grad(loss), WS, X)
-    tasks = tasks_of(scheduled, WS, X)
-    accumulating = {b.stage for b in tasks.bodies if b.kind in (Kind.B, Kind.W)
-                    for r in b.outputs if r.source == "carry"}  # fmt: skip
-    assert accumulating == set(range(STAGES)) - set(frozen)
+    loop = loop_of(scheduled, WS, X)
+    adding = {stage for kind, stage in accumulating(loop) if kind in (Kind.B, Kind.W)}
+    assert adding == set(range(STAGES)) - set(frozen)
     if frozen == (0, 1):  # nothing before the last stage waits for a cotangent
-        assert {b.stage for b in tasks.bodies if b.kind is not Kind.F} == {2}
+        assert {stage for kind, stage in keys_of(loop) if kind is not Kind.F} == {2}
 
 
 @pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubbleH1()])

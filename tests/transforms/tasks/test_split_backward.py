@@ -202,11 +202,15 @@ def with_middle(middle):
 
 
 def tasks_of(loss, schedule, ws, policy=None):
-    """The bodies of the tasks, by kind and stage."""
+    """The jaxprs of the tasks, by kind and stage."""
+    return {t.params["key"]: t.params["jaxpr"] for t in loop_of(loss, schedule, ws, policy).tasks}
+
+
+def loop_of(loss, schedule, ws, policy=None):
     fun = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(loss, policy=policy)), 3)
     jaxpr = jax.make_jaxpr(jaxpp.schedule(fun, schedule))(ws, X)
     (loop,) = (e for e in jaxpr.eqns if _loop.is_loop(e))
-    return {(b.kind, b.stage): b for b in loop.params["tasks"].bodies}
+    return _loop.ScheduledLoop.of(loop)
 
 
 POLICIES = [None, jax.checkpoint_policies.nothing_saveable]
@@ -224,20 +228,22 @@ def test_a_split_backward_gives_the_gradient(middle, policy):
 
 @pytest.mark.parametrize("middle", MIDDLES)
 def test_every_equation_of_i_makes_what_another_stage_reads(middle):
-    tasks = tasks_of(with_middle(middle), ZeroBubbleH1(), WS)
-    elsewhere = {r for b in tasks.values() if b.stage != 1 for r in b.inputs}
+    tasks = {t.params["key"]: t for t in loop_of(with_middle(middle), ZeroBubbleH1(), WS).tasks}
+    elsewhere = {v for (_, stage), t in tasks.items() if stage != 1 for v in t.invars}
     first = tasks[Kind.I, 1]
-    outs = zip(first.outputs, first.jaxpr.jaxpr.outvars, strict=True)
-    sent = [v for ref, v in outs if ref in elsewhere]
+    inside = first.params["jaxpr"]
+    outs = zip(first.outvars, inside.jaxpr.outvars, strict=True)
+    sent = [v for made, v in outs if made in elsewhere]
     assert sent
-    assert all(_jaxprs.ancestors(first.jaxpr.eqns, sent))
+    assert all(_jaxprs.ancestors(inside.eqns, sent))
 
 
 @pytest.mark.parametrize("middle", MIDDLES)
 def test_weight_gradients_leave_with_w(middle):
-    for (kind, _), body in tasks_of(with_middle(middle), ZeroBubbleH1(), WS).items():
-        sources = {r.source for r in body.outputs}
-        assert sources == ({"carry"} if kind is Kind.W else {"value"}) or kind is Kind.F
+    loop = loop_of(with_middle(middle), ZeroBubbleH1(), WS)
+    for task in loop.tasks:
+        kind, carries = task.params["key"].kind, {*loop.carry_outs}.intersection(task.outvars)
+        assert carries == ({*task.outvars} if kind is Kind.W else set()) or kind is Kind.F
 
 
 @pytest.mark.parametrize("middle", [plain, scanned, custom])
@@ -246,24 +252,24 @@ def test_i_has_the_dots_of_the_inputs_and_w_those_of_the_weights(middle):
     split = tasks_of(with_middle(middle), ZeroBubbleH1(), WS)
     layers = 1 if middle is scanned else 2  # the dots of a scan's body count once
     assert count(whole.jaxpr.eqns, "dot_general") == 2 * layers
-    assert count(split[Kind.I, 1].jaxpr.eqns, "dot_general") == layers
-    assert count(split[Kind.W, 1].jaxpr.eqns, "dot_general") == layers
+    assert count(split[Kind.I, 1].eqns, "dot_general") == layers
+    assert count(split[Kind.W, 1].eqns, "dot_general") == layers
 
 
 @pytest.mark.parametrize("middle", [recomputed, scanned_and_recomputed])
 def test_w_reads_what_i_has_recomputed(middle):
     split = tasks_of(with_middle(middle), ZeroBubbleH1(), WS)
     layers = 1 if middle is scanned_and_recomputed else 2
-    recomputed_tanh = count(split[Kind.I, 1].jaxpr.eqns, "tanh")
+    recomputed_tanh = count(split[Kind.I, 1].eqns, "tanh")
     assert recomputed_tanh >= 1
-    assert count(split[Kind.W, 1].jaxpr.eqns, "tanh") == 0
-    assert count(split[Kind.W, 1].jaxpr.eqns, "dot_general") == layers
+    assert count(split[Kind.W, 1].eqns, "tanh") == 0
+    assert count(split[Kind.W, 1].eqns, "dot_general") == layers
 
 
 def test_a_scan_over_layers_is_two_scans():
     split = tasks_of(with_middle(scanned), ZeroBubbleH1(), WS)
-    assert count(split[Kind.I, 1].jaxpr.eqns, "scan") == 1
-    assert count(split[Kind.W, 1].jaxpr.eqns, "scan") == 1
+    assert count(split[Kind.I, 1].eqns, "scan") == 1
+    assert count(split[Kind.W, 1].eqns, "scan") == 1
 
 
 def test_the_first_stage_has_no_i_and_a_stage_without_parameters_no_w():
@@ -287,4 +293,4 @@ def test_a_stage_whose_input_needs_no_gradient_is_all_w():
         (Kind.W, 1), (Kind.I, 2), (Kind.W, 2)
     }  # fmt: skip
     # Between its two layers the cotangent is still computed.
-    assert count(tasks[Kind.W, 1].jaxpr.eqns, "dot_general") == 3
+    assert count(tasks[Kind.W, 1].eqns, "dot_general") == 3

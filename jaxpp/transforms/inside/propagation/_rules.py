@@ -23,7 +23,7 @@ from jaxpp.transforms.inside.propagation._specs import (
     pinned,
     reshaped,
 )
-from jaxpp.transforms.tasks import LoopTasks
+from jaxpp.transforms.tasks import ScheduledLoop
 
 Outputs = Callable[[Any, Sequence[MaybeSpec]], list[MaybeSpec]]
 
@@ -125,51 +125,37 @@ def _while(eqn, specs, outputs, sizes) -> list[MaybeSpec]:
 
 def _scan(eqn, specs, outputs, sizes) -> list[MaybeSpec]:
     num_consts, num_carry = _compat.scan_parts(eqn)
-    consts, xs = specs[:num_consts], specs[num_consts + num_carry :]
+    carry, xs = specs[num_consts:][:num_carry], specs[num_consts + num_carry :]
+    return _iterated(eqn.params["jaxpr"], specs[:num_consts], carry, xs, outputs)
+
+
+def _iterated(jaxpr, consts, carry, xs, outputs) -> list[MaybeSpec]:
     rows = [_row(s) for s in xs]
 
     def body(carry):
-        results = outputs(eqn.params["jaxpr"], [*consts, *carry, *rows])
-        return results[:num_carry], results[num_carry:]
+        results = outputs(jaxpr, [*consts, *carry, *rows])
+        return results[: len(carry)], results[len(carry) :]
 
-    carry, ys = _fixpoint(body, specs[num_consts : num_consts + num_carry])
+    carry, ys = _fixpoint(body, carry)
     return [*carry, *map(_stacked, ys)]
 
 
 def _pipeline_loop(eqn, specs, outputs, sizes) -> list[MaybeSpec]:
-    tasks: LoopTasks = eqn.params["tasks"]
-    if tasks.replicas > 1:
-        return _loop_of_replicas(eqn, tasks, specs, outputs, sizes)
-    operands = zip(tasks.operands(len(specs)), specs, strict=True)
-    known = {r: _row(spec) if r.source == "x" else spec for r, spec in operands}
-    carries = [r for r in known if r.source == "carry"]
-
-    def body(carry):
-        start = dict(zip(carries, carry, strict=True))
-        made = {**known, **start}
-        for task in tasks.bodies:
-            own = outputs(task.jaxpr, [start.get(r, made[r]) for r in task.inputs])
-            made.update(zip(task.outputs, own, strict=True))
-        return [made[r] for r in carries], made
-
-    carry, made = _fixpoint(body, [known[r] for r in carries])
-    made.update(zip(carries, carry, strict=True))
-    return [_stacked(made[r]) if r.source == "y" else made[r] for r in tasks.results()]
-
-
-def _loop_of_replicas(eqn, tasks: LoopTasks, specs, outputs, sizes) -> list[MaybeSpec]:
-    """Gives the rows of replicas the axes that some of the operands' rows have."""
-    refs = tasks.operands(len(specs))
-    rows = [s[0] for s, r in zip(specs, refs, strict=True) if s and r.source != "const"]
-    axes = next(filter(None, rows), ())
-    others = [a for a in sizes if a not in axes]
-    own = [
-        s and only(s if r.source == "const" else s[1:], others)
-        for s, r in zip(specs, refs, strict=True)
-    ]
-    one = eqn.replace(params={**eqn.params, "tasks": tasks.of_replica()})
-    made = _pipeline_loop(one, own, outputs, sizes)
-    return [None if s is None else (axes, *s) for s in made]
+    """Does as `_scan` for each direction; replicas are rows, which keep the axes that some have."""
+    loop = ScheduledLoop.of(eqn)
+    axes, num_consts = (), loop.num_consts
+    if loop.replicas > 1:
+        axes = next((s[0] for s in specs[num_consts:] if s and s[0]), ())
+        own = [*specs[:num_consts], *(s and s[1:] for s in specs[num_consts:])]
+        specs = [s and only(s, [a for a in sizes if a not in axes]) for s in own]
+    given = dict(zip(loop.operands, specs, strict=True))
+    consts, xs = ([given[v, None] for v in own] for own in (loop.consts, loop.xs))
+    each = []
+    for direction in range(loop.num_directions):
+        carry = [given[v, direction] for v in loop.carries]
+        each.append(_iterated(loop.body, consts, carry, xs, outputs))
+    made = [s for own in zip(*each, strict=True) for s in own]
+    return made if loop.replicas == 1 else [None if s is None else (axes, *s) for s in made]
 
 
 def _fixpoint(body: Callable, carry: Sequence[MaybeSpec]) -> tuple[list[MaybeSpec], Any]:
