@@ -163,7 +163,6 @@ def _of_whole(opened, specs: Sequence[MaybeSpec]) -> list[MaybeSpec]:
 # ---- from results to operands -------------------------------------------------------------------
 
 
-
 def _backward(opened, known: dict[Any, MaybeSpec], sizes: Sizes, fixed: Collection) -> None:
     """Splits variables as their uses split them, but for those that are fixed or constrained."""
     constrained = (v for e in opened.eqns if e.primitive.name in _CONSTRAINTS for v in e.outvars)
