@@ -149,9 +149,10 @@ def collectives(step):
 def test_the_compiled_tasks_have_no_collective_over_the_replicas(options, once, in_tasks, tmp_path):
     """Optimizer state that is split has gradients scattered; a trace has the reduction."""
     step = place(step_of(2), **options)
-    step.mesh.start_trace(tmp_path, profiler=False)
+    mesh: Any = step.mesh
+    mesh.start_trace(tmp_path, profiler=False)
     train(step, range(1))
-    assert {run.rank for run in step.mesh.stop_trace().runs if run.label == "reduce"} == {0, 1}
+    assert {run.rank for run in mesh.stop_trace().runs if run.label == "reduce"} == {0, 1}
     assert collectives(step) == (once, in_tasks)
     runs = [
         i
