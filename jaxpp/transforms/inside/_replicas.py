@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Role
-from jaxpp._specs import Spec, axes_of, only, partition_spec, replicated
+from jaxpp._specs import Spec, only, replicated
 from jaxpp.transforms._step import Inside, Step
 from jaxpp.transforms.inside import propagation
 from jaxpp.transforms.inside._zero import scattered
@@ -198,10 +198,10 @@ def reduce_replicas(step: Step) -> Step:
             eqns.append(eqn)
             continue
         rows, total = eqn.invars[0], eqn.outvars[0]
-        specs = _specs_of_scatter(how, rows, total, known, inside)
-        key = how, specs, rows.aval
+        dimension = _scattered_dimension(how, rows, total, known, inside)
+        key = how, dimension, rows.aval
         if key not in made:
-            reduce = _reduction(how, inside.replicas, specs)
+            reduce = _reduction(how, inside.replicas, dimension)
             (made[key],) = jax.make_jaxpr(functools.partial(_call, reduce, how))(rows.aval).eqns
         new = made[key]
         eqns.append(new.replace(invars=[rows], outvars=[total], source_info=eqn.source_info))
@@ -213,30 +213,22 @@ def _call(reduce: Callable[[jax.Array], jax.Array], how: str, rows: jax.Array) -
     return call_merge(reduce, how, (rows,))
 
 
-def _specs_of_scatter(
+def _scattered_dimension(
     how: str, rows: Any, total: Any, known: Mapping[Any, Spec | None], inside: Inside
-) -> tuple[Spec, Spec] | None:
-    """Finds how a row is split, and its sum that is scattered as its state is; None for none."""
+) -> int | None:
+    """Finds the dimension along which a sum is scattered, as its state is; None for none."""
     if how != "sum" or rows not in known:
         return None
     given = known[rows] or replicated(rows.aval.ndim)
     spec = only(given[1:], [a for a in inside.sizes if a != inside.replicas])
     target = scattered(spec, total.aval.shape, (inside.replicas,), inside.sizes)
-    return None if target is None else (spec, target)
+    pairs = enumerate(zip(target or (), spec, strict=False))
+    return next((n for n, (own, before) in pairs if own != before), None)
 
 
-def _reduction(
-    how: str, axis: str, specs: tuple[Spec, Spec] | None
-) -> Callable[[jax.Array], jax.Array]:
-    """Makes the function that combines rows, which are split over the axis of the replicas.
-
-    Where it scatters them, it is manual over the axes that a row is split over, too: XLA would make
-    each row whole first.
-    """
-    combine, collective = _COMBINE[how]
-    row, total = specs or ((), ())
-    pairs = enumerate(zip(row, total, strict=True))
-    dimension = next((n for n, (before, after) in pairs if before != after), None)
+def _reduction(how: str, axis: str, dimension: int | None) -> Callable[[jax.Array], jax.Array]:
+    """Makes the function that combines rows, which are split over the axis of the replicas."""
+    (combine, collective), whole = _COMBINE[how], PartitionSpec()
 
     def part(rows):
         own = functools.reduce(combine, list(rows))
@@ -246,8 +238,8 @@ def _reduction(
 
     return jax.shard_map(
         part,
-        in_specs=partition_spec(((axis,), *row)),
-        out_specs=partition_spec(total),
-        axis_names={axis, *axes_of(row)},
+        in_specs=PartitionSpec(axis),
+        out_specs=whole if dimension is None else PartitionSpec(*[None] * dimension, axis),
+        axis_names={axis},
         check_vma=False,
     )
