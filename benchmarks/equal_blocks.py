@@ -76,13 +76,20 @@ def placed_step(
     optimizer: optax.GradientTransformation,
     mesh: Any,
     blocks: int = 0,
+    replicas: int = 1,
+    **options: Any,
 ) -> Any:
-    """The train step of a model of `blocks` blocks, by default one a stage, on a mesh."""
+    """The train step of a model of `blocks` blocks, by default one a stage, on a mesh.
+
+    The options are those of `place`.
+    """
     at = [f"blocks.{(blocks or stages) * i // stages}" for i in range(1, stages)]
     staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, at=at))
-    grad_fn = jaxpp.microbatch(eqx.filter_value_and_grad(staged), microbatches)
+    grad_fn = eqx.filter_value_and_grad(staged)
+    grad_fn = jaxpp.microbatch(grad_fn, microbatches, replicas=replicas)
     grad_fn = jaxpp.schedule(grad_fn, schedule)
-    return jaxpp.place(train_step_of(grad_fn, optimizer), mesh, donate_argnums=(0, 1))
+    step = train_step_of(grad_fn, optimizer)
+    return jaxpp.place(step, mesh, donate_argnums=(0, 1), **options)
 
 
 def plain_step(

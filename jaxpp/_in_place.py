@@ -6,13 +6,13 @@ unless the function returns the new value.
 
 import dataclasses
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
 
 from jaxpp import _compat
+from jaxpp._warn import warn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +74,12 @@ def _keeps(node: Any) -> bool:
     return nnx is not None and isinstance(node, getattr(nnx, "Pytree", nnx.Module))
 
 
-def warn_of_shared(name: str, args: Any, stacklevel: int) -> None:
+def warn_of_shared(name: str, args: Any) -> None:
     """Warns of a parameter of Flax NNX that is at two places of the arguments, as in a tied layer.
 
     Args:
         name: the transform that traces them.
         args: the arguments, of which a trace makes copies that share nothing.
-        stacklevel: that of the warning.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -92,12 +91,11 @@ def warn_of_shared(name: str, args: Any, stacklevel: int) -> None:
             continue
         own, first = jtu.keystr(path), known.setdefault(id(node), jtu.keystr(path))
         if own != first:
-            warnings.warn(
+            warn(
                 f"{name}: args{first} and args{own} are one parameter of Flax NNX. As in jax.jit, "
                 f"they are two inside: each has a gradient of its own, and changes alone. Pass a "
                 f"state, which has it once: outside, `graphdef, state = nnx.split(model)`; inside, "
-                f"`nnx.merge(graphdef, state)`.",
-                stacklevel=stacklevel + 1,
+                f"`nnx.merge(graphdef, state)`."
             )
             return
 

@@ -683,6 +683,20 @@ MUTATIONS = (
         ("replicas::three_steps_are_bitwise_those_of_a_loop_over_replicas",),
     ),
     Mutation(
+        "sums of gradients are not scattered",
+        "jaxpp/transforms/inside/_replicas.py",
+        "return next((n for n, (own, before) in pairs if own != before), None)",
+        "return None",
+        ("replicas::the_compiled_tasks_have_no_collective_over_the_replicas",),
+    ),
+    Mutation(
+        "explicit axes move the examples of replicas",
+        "jaxpp/transforms/inside/_batch_axes.py",
+        "changed.update(found)",
+        "pass",
+        ("axis_types::replicas_have_their_own_examples_on_explicit_axes_too",),
+    ),
+    Mutation(
         "a device shares no microbatch with the others",
         "jaxpp/transforms/inside/_batch_axes.py",
         "entries[dimension] = (*entries[dimension], name)",

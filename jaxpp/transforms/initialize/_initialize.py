@@ -8,7 +8,6 @@ traces (`jnp.mean`) counts as the operations in it; and a jitted function of whi
 some results, or some rows of them, is compiled without the rest.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Argument, Bundle, Result, cuts_of
 from jaxpp._specs import Spec, replicated, type_of
+from jaxpp._warn import warn
 from jaxpp.transforms._signature import with_arrays
 from jaxpp.transforms._step import Inside, Step
 from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value, lower
@@ -127,12 +127,11 @@ def lower_initializer(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[
     jaxpr = _jaxprs.inline(traced.jaxpr, lambda e: e.primitive.name != "jit")
     jaxpr, blamed = _row_slices.with_parts(jaxpr, cuts_of(made))
     for n, eqn in blamed.items():
-        warnings.warn(
+        warn(
             f"initialize: each rank that has some of the layers of {traced.output_paths()[n]} "
             f"makes all of them first, because `{eqn.primitive.name}`"
             f"{_compat.at_source_line(eqn)} cannot be computed layer by layer. An initialiser of "
-            f"one layer under jax.vmap over keys can.",
-            stacklevel=4,
+            f"one layer under jax.vmap over keys can."
         )
     reads = [{n for n, _ in p.inputs if n < len(made)} for p in step.programs]
     reads[0] |= set(range(len(made))).difference(*reads)

@@ -9,12 +9,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax.extend.core as jex
+from jax.sharding import PartitionSpec
+
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, axes_of
 from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import propagation
-from jaxpp.transforms.inside._constraints import split_operands
+from jaxpp.transforms.inside._constraints import constraint, split_operands
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
 
@@ -23,11 +26,15 @@ def split_examples(step: Step) -> Step:
 
     A batch that is split along its examples becomes, by a reshape to microbatches, an array that is
     split along the microbatches; a loop over microbatches needs each of them split. The pass also
-    notes the axes of the examples in `Inside.examples`.
+    notes the axes of the examples in `Inside.examples`. Of the slices of replicas each device has
+    those of its replica, also where types say that an explicit axis splits the examples.
     """
-    inside, jaxpr = step.inside, step.jaxpr
-    if inside is None or not any(map(_shares_examples, jaxpr.eqns)):
+    inside = step.inside
+    if inside is None or not any(map(is_loop, step.jaxpr.eqns)):
         return step
+    jaxpr = _left_to_replicas(step.jaxpr, inside.replicas)
+    if not any(map(_shares_examples, jaxpr.eqns)):
+        return dataclasses.replace(step, jaxpr=jaxpr)
     known = propagation.propagate(jaxpr, [a.spec for a in step.arguments], inside.sizes)
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     axes: dict[str, None] = {}
@@ -68,6 +75,40 @@ def cost_of_sharing(step: Step) -> str:
                 f"statistics are those of the examples of all these devices."
             )
     return ""
+
+
+#: What lies between a batch and its slices.
+_SLICING = ("reshape", "transpose", "sharding_constraint")
+
+
+def _left_to_replicas(jaxpr: jex.ClosedJaxpr, axis: str) -> jex.ClosedJaxpr:
+    """Leaves the axis of the replicas out of the constraints of their slices."""
+    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    changed: dict[Any, Any] = {}
+    for loop in (e for e in jaxpr.eqns if is_loop(e) and e.params["replicas"] > 1):
+        own = ScheduledLoop.of(loop)
+        given = own.num_consts + own.num_carry * own.num_directions
+        for v in _jaxprs.variables(loop.invars[given:]):
+            found: list[Any] = []
+            while v in maker and maker[v].primitive.name in _SLICING:
+                eqn, (operand, *_) = maker[v], maker[v].invars
+                if eqn.primitive.name == "sharding_constraint":
+                    open_ = _open_over(axis, eqn.params["sharding"].spec)
+                    found.append((v, constraint(operand, open_, v)))
+                elif eqn.primitive.name == "reshape":  # what was found is no longer of the batch
+                    changed.update(found)
+                    found = []
+                v = operand
+    eqns = [changed.get(e.outvars[0], e) if e.outvars else e for e in jaxpr.eqns]
+    return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
+
+
+def _open_over(axis: str, spec: PartitionSpec) -> PartitionSpec:
+    """Leaves an axis out of a spec, and open what is whole then."""
+    entries = (e if isinstance(e, str | tuple) else () for e in spec)
+    axes = ((e,) if isinstance(e, str) else e for e in entries)
+    kept = (tuple(a for a in own if a != axis) for own in axes)
+    return PartitionSpec(*(own or PartitionSpec.UNCONSTRAINED for own in kept))
 
 
 def _shares_examples(eqn: Any) -> bool:

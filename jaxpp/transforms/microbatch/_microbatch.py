@@ -163,7 +163,7 @@ def microbatch_by(
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
         given = _keywords.as_positional(fun, args, kwargs, most)
         _jaxprs.refuse_array_likes(given)
-        _in_place.warn_of_shared("microbatch", given, stacklevel=2)
+        _in_place.warn_of_shared("microbatch", given)
         leaves, tree = jtu.tree_flatten(given)
         entries = _arguments.broadcast_axes(in_axes, given)
         if any(e.axis == CARRY for e in entries):

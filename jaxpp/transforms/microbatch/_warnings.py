@@ -1,7 +1,6 @@
 """Warnings of reductions that were hardly meant."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxpp import _jaxprs, _primitives
+from jaxpp._warn import warn
 from jaxpp.transforms.microbatch import _reductions
 
 #: Where flax and others keep what its "gradient" overwrites: the scales of float8, and maxima.
@@ -44,13 +44,13 @@ def warn_of_averages(
     for path, v in zip(traced.output_paths(), jaxpr.outvars, strict=True):
         where = f"microbatch: output{path} ({v.aval.dtype}{list(v.aval.shape)})"
         if of_examples(v):
-            _warn(
+            warn(
                 f"{where} seems to have an entry for each of the {v.aval.shape[0]} examples of a "
                 f"microbatch, and is averaged over the {count} microbatches. Give reduce= for it: "
                 f"'concat' keeps those of all examples, 'mean' says that the average is meant."
             )
         elif () not in parameters and any(map(sums_examples, _sums(v, jaxpr, keeps_sum))):
-            _warn(
+            warn(
                 f"{where} seems to be a sum over the examples of a microbatch, and is averaged "
                 f"over the {count} microbatches: it, and each gradient of it, is {count} times "
                 f"smaller than that of the batch. Give reduce='sum' for them; 'mean' says that the "
@@ -122,7 +122,7 @@ def warn_of_overwritten(traced: _jaxprs.Traced, operators: Sequence[Any]) -> Non
     """Warns of gradients that are added up, although they are the new values of a state."""
     for path, operator in zip(traced.output_paths(), operators, strict=True):
         if _OVERWRITTEN in path and isinstance(operator, _reductions.Fold) and operator.sums:
-            _warn(
+            warn(
                 f"microbatch: output{path} overwrites a state, as its name says, and has the "
                 f"reduction {operator.name!r}. Give reduce= for what is in "
                 f"{_OVERWRITTEN!r}: 'max' for the maxima and scales of float8."
@@ -138,7 +138,7 @@ def watched(x: Any, path: str) -> Any:
 
     def along(primals, tangents):
         if not isinstance(tangents[0], SymbolicZero):
-            _warn(
+            warn(
                 f"microbatch: the gradient by args{path} overwrites it, as its name says, but one "
                 f"that is taken of the loop is a sum over the microbatches. Differentiate first: "
                 f"microbatch(value_and_grad(f), M, reduce=...), with 'max' for it."
@@ -147,7 +147,3 @@ def watched(x: Any, path: str) -> Any:
 
     same.defjvp(along, symbolic_zeros=True)
     return same(x)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=4)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax.sharding import AbstractMesh
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import PROVIDED, Argument, Bundle, Fed, Mesh, Program, Result, Role
 from jaxpp._specs import Spec, axis_sizes, replicated, type_of
+from jaxpp._warn import warn
 from jaxpp.transforms import _keywords
 from jaxpp.transforms._signature import Signature
 from jaxpp.transforms._step import Inside, Step
@@ -115,7 +115,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
             graph = edit(graph)
         bundle = lower(step, graph)
     if note := cost_of_sharing(step):
-        warnings.warn(f"place: {note}", stacklevel=2)
+        warn(f"place: {note}")
         bundle = dataclasses.replace(bundle, notes=(note,))
     mesh = _resolve_mesh(request.mesh, bundle.programs, traced, passes["trace"].jaxpr.eqns)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
@@ -17,6 +16,7 @@ from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
 from jaxpp._typing import R
+from jaxpp._warn import warn
 from jaxpp.transforms._keywords import as_positional, positional
 from jaxpp.transforms._signature import Signature
 from jaxpp.transforms.graph import TaskGraph
@@ -212,7 +212,7 @@ class Placed(Generic[R]):
             return compiled, leaves
 
     def _lower(self, args: tuple[Any, ...]) -> Lowered:
-        _in_place.warn_of_shared("place", args, stacklevel=5)
+        _in_place.warn_of_shared("place", args)
         try:
             return lower_step(self._request, args)
         except TypeError as error:  # such as those of JAX about values that are not known
@@ -234,11 +234,10 @@ class Placed(Generic[R]):
             if known.context == compiled.context and known.signature.is_like(compiled.signature)
         ]
         if len(alike) + 1 == MANY:
-            warnings.warn(
+            warn(
                 f"{self!r} has been compiled for {MANY} values of what is static: "
                 f"{alike[0].difference(args)}, as it was before. An array (jnp.asarray) in its "
-                f"place is traced, and compiled once.",
-                stacklevel=4,
+                f"place is traced, and compiled once."
             )
 
     @without_mesh

@@ -4,13 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
 
 from jaxpp import _checkpoints, _compat, _flops, _jaxprs
+from jaxpp._warn import warn
 from jaxpp.transforms import stacked
 from jaxpp.transforms.stages import (
     _balance,
@@ -111,9 +111,7 @@ def _best_cuts(
             note = _states.note(together, costed.eqns)
     if note:
         shares = ", ".join(f"{share:.2f}" for share in costed.shares(cuts))
-        warnings.warn(
-            f"split_stages: {note}. The stages have these shares: {shares}.", stacklevel=3
-        )
+        warn(f"split_stages: {note}. The stages have these shares: {shares}.")
     return cuts
 
 

@@ -3,13 +3,13 @@
 import dataclasses
 import itertools
 import re
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
 
 from jaxpp import _flops, _jaxprs, _numbers, _primitives
+from jaxpp._warn import warn
 from jaxpp.transforms.stages import _stages
 
 
@@ -134,13 +134,12 @@ def warn_of_shared(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -
         count = sum(_flops.nbytes(v) * (len(own) - 1) for v, own in twice.items())
         which = ", ".join(map(str, sorted({k for own in twice.values() for k in own})))
         names = _joined(dict.fromkeys(_layer(arrays[v]) for v in twice))
-        warnings.warn(
+        warn(
             f"split_stages: stages {which} multiply by the same parameters ({', '.join(names)}): "
             f"each has a copy, which takes {count:,} bytes more, and their gradients are summed "
             f"once a step. Where the model is called several times, cut it with at= or marks, "
             f"which open one stage for all calls, or call it once on all inputs, joined along the "
-            f"batch.",
-            stacklevel=3,
+            f"batch."
         )
 
 

@@ -80,7 +80,7 @@ class Scheduled(Generic[P, R]):
             return define(self._fun)(*args, **kwargs)
         if _compat.is_jit_disabled():  # stages are calls of jitted functions
             return self._fun(*args, **kwargs)
-        _in_place.warn_of_shared("schedule", args, stacklevel=2)
+        _in_place.warn_of_shared("schedule", args)
         traced = _jaxprs.trace(self._fun, args, kwargs)
         with jax.debug_key_reuse(False):  # tasks may share an array of keys
             jaxpr = _scheduled(traced.jaxpr, self._schedule)

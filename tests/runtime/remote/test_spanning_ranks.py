@@ -62,9 +62,10 @@ def loss(params, x):
     return jnp.mean((h @ params["second"]) ** 2)
 
 
-def placed(mesh, **options: Any):
+def placed(mesh, replicas=1, **options: Any):
     """A step whose batch is split over the processes of a rank, and one of its two weights."""
-    grad = jaxpp.microbatch(jax.value_and_grad(jaxpp.wrap_forward(loss)), 2, in_axes=(None, 0))
+    grad = jax.value_and_grad(jaxpp.wrap_forward(loss))
+    grad = jaxpp.microbatch(grad, 2, in_axes=(None, 0), replicas=replicas)
     grad = jaxpp.schedule(grad, jaxpp.schedules.OneFOneB())
 
     def step(params, x):
@@ -98,6 +99,15 @@ def test_three_steps_are_bitwise_those_of_the_local_mesh(mesh, expected):
     assert_same(state, expected[0])
     assert state["second"].spec == (("data",), ())
     assert state["first"].is_fully_replicated
+
+
+@pytest.mark.more
+def test_replicas_in_processes_of_their_own_are_bitwise_those_of_the_local_mesh(mesh):
+    options = {"replicas": 2, "in_specs": (None, P("data"))}
+    state, losses = train(placed(mesh, **options), params(), range(3))
+    wanted, wanted_losses = train(placed(local(), **options), params(), range(3))
+    assert losses == wanted_losses
+    assert_same(state, wanted)
 
 
 @pytest.mark.slow

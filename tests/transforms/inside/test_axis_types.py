@@ -9,14 +9,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
-from tests.helpers import assert_close
+from tests.helpers import assert_close, assert_same
 from tests.transforms.residual import AXES, RULES, batch, parameters
 
 SHAPE = (2, 2, 2)
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
-def make_step(multiply, schedule=None, layer_of=None):
+def make_step(multiply, schedule=None, layer_of=None, replicas=1):
     def layer_fn(x, layer):
         h = jnp.tanh(multiply(x, layer["up"], P("data", "model")))
         return x + multiply(h, layer["down"], P("data", None)) + layer["bias"]
@@ -31,7 +31,7 @@ def make_step(multiply, schedule=None, layer_of=None):
         return jnp.mean((x - y) ** 2)
 
     grad_fn = jax.value_and_grad(jaxpp.wrap_forward(loss_fn))
-    grad_fn = jaxpp.microbatch(grad_fn, 4, in_axes=(None, 0, 0))
+    grad_fn = jaxpp.microbatch(grad_fn, 4, in_axes=(None, 0, 0), replicas=replicas)
     if schedule is not None:
         grad_fn = jaxpp.schedule(grad_fn, schedule)
 
@@ -92,6 +92,31 @@ def test_a_step_on_explicit_axes_gives_what_it_gives_on_automatic_ones(types, mu
     assert_close(got, on_one_device())
     assert_close(got, wanted)
     assert reductions(step) == counted
+
+
+@pytest.mark.parametrize(
+    ("types", "names"),
+    [
+        ((EXPLICIT, EXPLICIT), ("data", "model")),
+        pytest.param((EXPLICIT, EXPLICIT), ("model",), marks=pytest.mark.more),
+        pytest.param((EXPLICIT, AUTO), ("data",), marks=pytest.mark.more),
+        pytest.param((AUTO, EXPLICIT), ("model",), marks=pytest.mark.more),
+    ],
+)
+def test_replicas_have_their_own_examples_on_explicit_axes_too(types, names):
+    """What types say of the axis of the replicas moves no example, and no task reduces over it."""
+
+    def run(multiply, types):
+        step = place(make_step(multiply, jaxpp.schedules.OneFOneB(), replicas=2), types)
+        return step(parameters(), *batch()), step.describe().ranks
+
+    got, ranks = run(with_types(names), types)
+    wanted, counted = run(plain, (AUTO, AUTO))
+    assert_same(got, wanted)
+    for rank, other in zip(ranks, counted, strict=True):
+        assert rank.collectives == other.collectives
+        assert rank.step_collectives == {"all-reduce over data": 1}
+        assert all(kind.endswith("model") for own in rank.task_collectives.values() for kind in own)
 
 
 def test_the_types_in_a_stage_say_how_a_microbatch_is_split():

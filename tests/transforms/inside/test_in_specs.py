@@ -178,13 +178,14 @@ def test_devices_share_the_examples_of_a_loop_without_replicas():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             lowered = step.lower(w, x)
-        own = [str(c.message) for c in caught if "place" in str(c.message)]
+            results[number, replicas] = got = step(w, x)
+        own = [c for c in caught if "place" in str(c.message)]
         notes = [f"place: {note}" for note in lowered.bundle.notes]
-        assert own == notes and len(notes) == (replicas == 1)
+        assert [str(c.message) for c in own] == 2 * notes and len(notes) == (replicas == 1)
+        assert all(c.filename == __file__ for c in own)
         for note in lowered.bundle.notes:
             assert f"note: {note}" in lowered.as_text().splitlines()
             assert re.search(r"test_in_specs.py:\d+ are split over data.*replicas=2", note)
-        results[number, replicas] = got = step(w, x)
         assert_close(got, jax.jit(grad_fn)(w, x), rtol=2e-5)
         in_tasks = [rank.task_collectives for rank in step.describe().ranks]
         both = [{"F0", "B0"}, {"F1", "B1"}] if replicas == 1 else [set(), set()]

@@ -112,11 +112,14 @@ def test_three_steps_are_bitwise_those_of_a_loop_over_replicas(schedule, options
 
 @more
 def test_more_replicas_than_devices_run_one_after_the_other():
+    """Two meshes with as many devices along the axis give the same bits, as one without does."""
     step = step_of(4)
     want = on_one_device_a_rank(step)
     assert_same(train(place(step, (2, 4))), want)
     assert_close(train(place(step, (2, 2))), want, rtol=1e-5, atol=1e-6)
-    assert_same(train(place(step, (2, 2))), train(place(step, (2, 2))))
+    shared = jaxpp.MpmdMesh((2, 2), ("mpmd", "data"), devices=2 * jax.devices()[4:6])
+    specs = None, None, P("data"), P("data")
+    assert_same(train(place(step, (2, 2))), train(jaxpp.place(step, shared, in_specs=specs)))
 
 
 def collectives(step):
@@ -146,10 +149,13 @@ def collectives(step):
         ),
     ],
 )
-def test_the_compiled_tasks_have_no_collective_over_the_replicas(options, once, in_tasks):
-    """Optimizer state that is split is of gradients that are scattered."""
+def test_the_compiled_tasks_have_no_collective_over_the_replicas(options, once, in_tasks, tmp_path):
+    """Optimizer state that is split has gradients scattered; a trace has the reduction."""
     step = place(step_of(2), **options)
+    mesh: Any = step.mesh
+    mesh.start_trace(tmp_path, profiler=False)
     train(step, range(1))
+    assert {run.rank for run in mesh.stop_trace().runs if run.label == "reduce"} == {0, 1}
     assert collectives(step) == (once, in_tasks)
     runs = [
         i

@@ -306,8 +306,9 @@ def test_too_many_static_values_are_a_warning_and_are_not_all_kept(monkeypatch):
         warnings.simplefilter("error")
         for n in range(7):
             placed(jnp.ones(()), n)
-    with pytest.warns(UserWarning, match=r"compiled for 8 values .* args\[1\] is 7, not 6"):
+    with pytest.warns(UserWarning, match=r"compiled for 8 values .* args\[1\] is 7, not 6") as said:
         placed(jnp.ones(()), 7)
+    assert [w.filename for w in said] == [__file__]
     for n in range(20):
         assert float(placed(jnp.ones(()), n)) == n
     assert len(placed._cache) == 10

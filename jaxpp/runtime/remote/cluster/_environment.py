@@ -12,7 +12,6 @@ import socket
 import sys
 import sysconfig
 import time
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxpp import _compat
+from jaxpp._warn import warn
 from jaxpp.runtime.remote.cluster._cluster import Reservation
 
 #: The fraction of a GPU's memory that JAX takes by default; the workers on one GPU share it.
@@ -102,11 +102,10 @@ def warn_of_driver(reservation: Reservation) -> None:
         and os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") not in ("0", "false", "False")
         and os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() != "platform"
     ):
-        warnings.warn(
+        warn(
             f"JAX in this process {takes} most of the memory of the GPUs of this host, which ranks "
             f"{', '.join(map(str, ranks))} want for themselves. Run the driver with "
-            f"JAX_PLATFORMS=cpu, or with XLA_PYTHON_CLIENT_PREALLOCATE=false.",
-            stacklevel=2,
+            f"JAX_PLATFORMS=cpu, or with XLA_PYTHON_CLIENT_PREALLOCATE=false."
         )
 
 
@@ -118,14 +117,13 @@ def warn_of_platform(here: str, there: str) -> None:
         there: that of the workers.
     """
     if here != there:
-        warnings.warn(
+        warn(
             f"JAX runs on {here} in this process, which traces the steps, and on {there} in the "
             f"workers. What a step asks while it is traced has the answer for {here}: "
             f"jax.default_backend(), whether cuDNN is there (`jax.nn.dot_product_attention` with "
             f"implementation='cudnn' is an error), the kind of GPU. A step whose code asks such "
             f"things needs this process on a host with a GPU as the workers have, with "
-            f"XLA_PYTHON_CLIENT_PREALLOCATE=false; jax.lax.platform_dependent needs nothing.",
-            stacklevel=4,
+            f"XLA_PYTHON_CLIENT_PREALLOCATE=false; jax.lax.platform_dependent needs nothing."
         )
 
 

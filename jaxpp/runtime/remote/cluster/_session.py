@@ -15,6 +15,7 @@ from typing import Any
 import ray
 import ray.util.client
 
+from jaxpp._warn import warn
 from jaxpp.runtime.remote.calls import uninterrupted
 
 #: Seconds within which a Ray session has to accept a connection, before it counts as gone.
@@ -130,10 +131,9 @@ def _open(address: str | None) -> Session:
             "RAY_ADDRESS=local for one of the process's own."
         )
     if found is not None:
-        warnings.warn(
+        warn(
             f"The Ray session at {found}, started here with `ray start`, does not answer; "
-            f"starting one for this process. `ray stop` forgets the old one.",
-            stacklevel=3,
+            f"starting one for this process. `ray stop` forgets the old one."
         )
     return _start()
 

@@ -17,6 +17,8 @@ from jaxpp.transforms.inside.propagation import _rules
 from jaxpp.transforms.inside.propagation._rules import Outputs
 from jaxpp.transforms.inside.propagation._specs import MaybeSpec, Sizes, merge, of_type, reshaped
 
+_CONSTRAINTS = frozenset({"sharding_constraint", "shard_map"})
+_SPLITTERS = _CONSTRAINTS | {"pipeline_loop"}
 _ROUNDS = 2  # forward and back, after which the models of experiments/ change no more
 
 
@@ -68,6 +70,8 @@ def output_specs(
         [(('data',),), None]
     """
     opened = _jaxprs.opened(jaxpr)
+    if _is_whole(opened, specs):
+        return _of_whole(opened, specs)
     known: dict[Any, MaybeSpec] = {}
     for _ in range(_ROUNDS):
         _forward(opened, known, specs, functools.partial(output_specs, sizes=sizes), sizes)
@@ -88,6 +92,8 @@ def made_whole(jaxpr: jex.ClosedJaxpr, specs: Sequence[MaybeSpec], sizes: Sizes)
 
     def outputs(inner, specs):
         opened, known = _jaxprs.opened(inner), {}
+        if _is_whole(opened, specs):
+            return _of_whole(opened, specs)
         _forward(opened, known, specs, outputs, sizes)
         for eqn in opened.eqns:
             axes = [a for s in _of_atoms(eqn.invars, known) for a in axes_of(s or ())]
@@ -101,7 +107,10 @@ def made_whole(jaxpr: jex.ClosedJaxpr, specs: Sequence[MaybeSpec], sizes: Sizes)
 
 def _made(jaxpr, specs, sizes: Sizes) -> list[MaybeSpec]:
     """Finds the specs of a jaxpr's outputs, forward only."""
-    return _of_outputs(_jaxprs.opened(jaxpr), propagate(jaxpr, specs, sizes))
+    opened = _jaxprs.opened(jaxpr)
+    if _is_whole(opened, specs):
+        return _of_whole(opened, specs)
+    return _of_outputs(opened, propagate(opened, specs, sizes))
 
 
 def _of_atoms(atoms, known) -> list[MaybeSpec]:
@@ -127,9 +136,31 @@ def _forward(
             known[var] = of_type(merge([known.get(var), spec]), var, sizes)
 
 
-# ---- from results to operands -------------------------------------------------------------------
+# ---- where nothing is split ---------------------------------------------------------------------
 
-_CONSTRAINTS = frozenset({"sharding_constraint", "shard_map"})
+
+def _is_whole(opened, specs: Sequence[MaybeSpec]) -> bool:
+    """Tells whether no value of a jaxpr is split: no input is, and no equation splits one."""
+    if any(spec and any(spec) for spec in specs):
+        return False
+    return not any(_jaxprs.contains(eqn, _splits) for eqn in opened.eqns)
+
+
+def _splits(eqn) -> bool:
+    return eqn.primitive.name in _SPLITTERS or bool(_jaxprs.shardings_of(eqn))
+
+
+def _of_whole(opened, specs: Sequence[MaybeSpec]) -> list[MaybeSpec]:
+    """Finds the specs of the outputs of a jaxpr that splits nothing."""
+    given = [v for v, spec in zip(opened.invars, specs, strict=True) if spec]
+    whole = _jaxprs.descendants(opened.eqns, given)
+    return [
+        replicated(len(shape_of(v))) if _jaxprs.is_literal(v) or v in whole else None
+        for v in opened.outvars
+    ]
+
+
+# ---- from results to operands -------------------------------------------------------------------
 
 
 def _backward(opened, known: dict[Any, MaybeSpec], sizes: Sizes, fixed: Collection) -> None:
