@@ -12,8 +12,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
+from jaxpp._compat import PINNED_HOST
 from jaxpp._program import Bundle, Role, Run
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
@@ -28,6 +30,8 @@ from jaxpp.transforms.stages import Finest, UnitCosts
 
 #: The microbatches of a step that is profiled, so that there are sums of gradients, too.
 MICROBATCHES = 4
+#: The bytes of an array that goes to the memory of the host and back, so that its time is known.
+COPIED = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Profile(UnitCosts):
         temporary_bytes: what XLA needs beside arrays in a task of each unit.
         parameter_bytes: what each unit reads of the parameters.
         memory_bandwidth: the bytes that an update of the parameters reads or writes in a second.
+        host_bandwidth: the bytes that go to the memory of the host, or back, in a second; 0 where
+            the device has no such memory, or nobody knows.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -71,11 +77,17 @@ class Profile(UnitCosts):
     temporary_bytes: tuple[int, ...]
     parameter_bytes: tuple[int, ...]
     memory_bandwidth: float = math.inf
+    host_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.memory_bandwidth > 0:
             raise ValueError(
                 f"Profile: memory_bandwidth is a positive number, got {self.memory_bandwidth}. "
+                f"Profile the function anew."
+            )
+        if not 0 <= self.host_bandwidth < math.inf:
+            raise ValueError(
+                f"Profile: host_bandwidth is finite and not negative, got {self.host_bandwidth}. "
                 f"Profile the function anew."
             )
         for field in dataclasses.fields(self):
@@ -142,7 +154,7 @@ class Profile(UnitCosts):
         )  # fmt: skip
 
     #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
 
     def save(self, path: _files.Path) -> None:
         """Writes the profile as JSON."""
@@ -243,6 +255,7 @@ def profile(
             for stage in range(count)
         ),
         _memory_bandwidth(args[0], mesh, repeats) if figures is None else figures.bandwidth,
+        _host_bandwidth(mesh, repeats) if figures is None else figures.host_bandwidth,
     )  # fmt: skip
 
 
@@ -258,6 +271,21 @@ def _memory_bandwidth(parameters: Any, mesh: MpmdMesh, repeats: int) -> float:
         times.append(time.perf_counter() - start)
     moved = 3 * sum(x.nbytes for x in jax.tree.leaves(old))  # two are read, one is written
     return moved / statistics.median(times[1:])
+
+
+def _host_bandwidth(mesh: MpmdMesh, repeats: int) -> float:
+    """Measures how fast arrays go to the memory of the host and back; 0 if there is none."""
+    (device,) = mesh.devices
+    if PINNED_HOST not in {memory.kind for memory in device.addressable_memories()}:
+        return 0.0
+    there, back = (SingleDeviceSharding(device, memory_kind=k) for k in (PINNED_HOST, "device"))
+    array, times = jax.device_put(jnp.zeros(COPIED, jnp.uint8), back), []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        copied = jax.block_until_ready(jax.device_put(array, there))
+        array = jax.block_until_ready(jax.device_put(copied, back))
+        times.append(time.perf_counter() - start)
+    return 2 * array.nbytes / statistics.median(times[1:])
 
 
 def _repeated(arg: Any, axis: Any) -> Any:
@@ -296,15 +324,16 @@ def costs_of_stages(
 
     # The time that ranks are kept by the message between a stage and the one behind it.
     crossings = zip(edges[:-1], itertools.pairwise(placement), strict=True)
-    kept = [links.overhead * links.seconds(edge) if a != b else 0.0 for edge, (a, b) in crossings]
-    kept = [0.0, *kept, 0.0]
-    around = [before + behind for before, behind in itertools.pairwise(kept)]
+    sends = [links.overhead * links.seconds(edge) if a != b else 0.0 for edge, (a, b) in crossings]
+    around = [before + behind for before, behind in itertools.pairwise([0.0, *sends, 0.0])]
 
     def times(values: Sequence[float], messages: Sequence[float]) -> tuple[float, ...]:
         own = zip(of_stages(values, at), speed or (1.0,) * count, messages, strict=True)
         return tuple(t / s + extra for t, s, extra in own)
 
     nothing = [0.0] * count
+    kept = of_stages(found.activation_bytes, at)
+    copies = tuple(n / found.host_bandwidth if found.host_bandwidth else math.inf for n in kept)
     inputs, weights = times(found.input_grad, around), times(found.weight_grad, nothing)
     beside = 1 - 2 * links.overhead
     return Costs(
@@ -316,6 +345,8 @@ def costs_of_stages(
         latency=beside * links.latency,
         bandwidth=links.bandwidth / beside if beside else math.inf,
         edge_bytes=sent,
+        offload=copies,
+        load=copies,
     )
 
 

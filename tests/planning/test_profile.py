@@ -94,8 +94,10 @@ def test_layers_are_alike_and_every_task_takes_time(found):
 
 def test_an_update_moves_bytes_as_fast_as_was_measured_or_published(model, found):
     assert 1e6 < found.memory_bandwidth < math.inf
-    device = jaxpp.Device(flops=1e9, bandwidth=2e9)
-    assert jaxpp.profile(loss_fn, model, tokens(), device=device).memory_bandwidth == 2e9
+    assert 1e6 < found.host_bandwidth < math.inf
+    device = jaxpp.Device(flops=1e9, bandwidth=2e9, host_bandwidth=3e9)
+    published = jaxpp.profile(loss_fn, model, tokens(), device=device)
+    assert (published.memory_bandwidth, published.host_bandwidth) == (2e9, 3e9)
 
 
 @pytest.mark.more
