@@ -77,7 +77,7 @@ class Plan(Candidate):
         return self.problem.timeline(self)
 
     def again(self, costs: Costs | Measurement | Trace) -> "Plan":
-        """Plans again, with ranks and links as fast as they are.
+        """Plans again, with ranks, links and copies to the host as fast as they are.
 
         A rank's speed is the time that its tasks were planned to take over the time that they have
         taken. The number of microbatches stays, and the units are not profiled anew.
@@ -112,7 +112,13 @@ class Plan(Candidate):
             if not callable(link)
         }
         links, count = dataclasses.replace(self.problem.links, **changed), self.microbatches
-        profiles = {count: self.problem.profiles[count]}
+        found = self.problem.profiles[count]
+        copied = [task for order in table.ranks for task in order if task.kind.lane == "copy"]
+        before, after = (sum(map(own.of, copied)) for own in (planned, measured))
+        if before and after:
+            longer = tuple(after / before * own for own in found.copy)
+            found = dataclasses.replace(found, copy=longer)
+        profiles = {count: found}
         problem = dataclasses.replace(
             self.problem, profiles=profiles, links=links, speed=tuple(speed)
         )

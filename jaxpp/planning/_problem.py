@@ -333,8 +333,8 @@ class _Search:
         self._schedule = schedule or by_name(name)
         self._known: dict[Choice, tuple[float, float, float]] = {}
         self._tables: dict[tuple[tuple[str, ...], int], Table] = {}
-        # How a stage may have less: a device whose link to the host is not known does not offload.
-        self._ways = (Kind.R, Kind.O) if self._profile.host_bandwidth else (Kind.R,)
+        # How a stage may have less: nothing is offloaded where nobody knows how long that takes.
+        self._ways = (Kind.R, Kind.O) if self._profile.copy else (Kind.R,)
 
     @functools.cached_property
     def _plain(self) -> Table:
@@ -360,8 +360,8 @@ class _Search:
             return dataclasses.replace(empty, reason=str(error))
         if stages > units:
             reason = f"{stages} stages, but the function has {units} units"
-        elif self._plain.copies and not self._profile.host_bandwidth:
-            reason = "it offloads, and the host_bandwidth of the device is not known"
+        elif self._plain.copies and not self._profile.copy:
+            reason = "it offloads, and nobody knows the host_bandwidth of the device"
         else:
             return None
         return dataclasses.replace(empty, reason=reason)

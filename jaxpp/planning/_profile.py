@@ -30,8 +30,6 @@ from jaxpp.transforms.stages import Finest, UnitCosts
 
 #: The microbatches of a step that is profiled, so that there are sums of gradients, too.
 MICROBATCHES = 4
-#: The bytes of an array that goes to the memory of the host and back, so that its time is known.
-COPIED = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +51,8 @@ class Profile(UnitCosts):
         temporary_bytes: what XLA needs beside arrays in a task of each unit.
         parameter_bytes: what each unit reads of the parameters.
         memory_bandwidth: the bytes that an update of the parameters reads or writes in a second.
-        host_bandwidth: the bytes that go to the memory of the host, or back, in a second; 0 where
-            the device has no such memory, or nobody knows.
+        copy: the time in which what each unit keeps goes to the memory of the host, or back; empty
+            where the device has no such memory, or nobody knows.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -77,17 +75,12 @@ class Profile(UnitCosts):
     temporary_bytes: tuple[int, ...]
     parameter_bytes: tuple[int, ...]
     memory_bandwidth: float = math.inf
-    host_bandwidth: float = 0.0
+    copy: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.memory_bandwidth > 0:
             raise ValueError(
                 f"Profile: memory_bandwidth is a positive number, got {self.memory_bandwidth}. "
-                f"Profile the function anew."
-            )
-        if not 0 <= self.host_bandwidth < math.inf:
-            raise ValueError(
-                f"Profile: host_bandwidth is finite and not negative, got {self.host_bandwidth}. "
                 f"Profile the function anew."
             )
         for field in dataclasses.fields(self):
@@ -239,6 +232,7 @@ def profile(
         tuple(times.get((kind, stage), 0.0) for stage in range(count))
         for times, kind in ((whole, Kind.F), (whole, Kind.B), (halves, Kind.I), (halves, Kind.W))
     )
+    kept = _activations(step.bundle, count)
     return Profile(
         finest.crossing,
         at_least,
@@ -247,7 +241,7 @@ def profile(
         backward,
         inputs,
         weights,
-        _activations(step.bundle, count),
+        tuple(sum(map(_nbytes, own)) for own in kept),
         _temporaries(step, count),
         tuple(
             sum(a.aval.size * a.aval.dtype.itemsize for a in step.bundle.arguments
@@ -255,7 +249,7 @@ def profile(
             for stage in range(count)
         ),
         _memory_bandwidth(args[0], mesh, repeats) if figures is None else figures.bandwidth,
-        _host_bandwidth(mesh, repeats) if figures is None else figures.host_bandwidth,
+        _copies(kept, mesh, repeats, figures),
     )  # fmt: skip
 
 
@@ -273,19 +267,27 @@ def _memory_bandwidth(parameters: Any, mesh: MpmdMesh, repeats: int) -> float:
     return moved / statistics.median(times[1:])
 
 
-def _host_bandwidth(mesh: MpmdMesh, repeats: int) -> float:
-    """Measures how fast arrays go to the memory of the host and back; 0 if there is none."""
+def _copies(
+    kept: Sequence[Sequence[Any]], mesh: MpmdMesh, repeats: int, figures: Device | None
+) -> tuple[float, ...]:
+    """Finds how long what each unit keeps takes to host memory, or back; () if nobody knows."""
     (device,) = mesh.devices
+    if figures is not None:
+        each = (sum(map(_nbytes, own)) for own in kept)
+        return tuple(n / figures.host_bandwidth for n in each) if figures.host_bandwidth else ()
     if PINNED_HOST not in {memory.kind for memory in device.addressable_memories()}:
-        return 0.0
-    there, back = (SingleDeviceSharding(device, memory_kind=k) for k in (PINNED_HOST, "device"))
-    array, times = jax.device_put(jnp.zeros(COPIED, jnp.uint8), back), []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        copied = jax.block_until_ready(jax.device_put(array, there))
-        array = jax.block_until_ready(jax.device_put(copied, back))
-        times.append(time.perf_counter() - start)
-    return 2 * array.nbytes / statistics.median(times[1:])
+        return ()
+    here, there = (SingleDeviceSharding(device, memory_kind=k) for k in ("device", PINNED_HOST))
+    known: dict[tuple[Any, ...], float] = {}  # units that are alike have one time
+    for own in set(map(tuple, kept)):
+        arrays, times = jax.device_put([jnp.zeros(a.shape, a.dtype) for a in own], here), []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            arrays = jax.block_until_ready(jax.device_put(arrays, there))
+            arrays = jax.block_until_ready(jax.device_put(arrays, here))
+            times.append(time.perf_counter() - start)
+        known[own] = statistics.median(times[1:]) / 2
+    return tuple(known[tuple(own)] for own in kept)
 
 
 def _repeated(arg: Any, axis: Any) -> Any:
@@ -332,8 +334,7 @@ def costs_of_stages(
         return tuple(t / s + extra for t, s, extra in own)
 
     nothing = [0.0] * count
-    kept = of_stages(found.activation_bytes, at)
-    copies = tuple(n / found.host_bandwidth if found.host_bandwidth else math.inf for n in kept)
+    copies = of_stages(found.copy or (math.inf,) * at[-1], at)
     inputs, weights = times(found.input_grad, around), times(found.weight_grad, nothing)
     beside = 1 - 2 * links.overhead
     return Costs(
@@ -376,19 +377,23 @@ def _times_on(device: Device, step: LocalStep) -> dict[Key, float]:
     return times
 
 
-def _activations(bundle: Bundle, count: int) -> tuple[int, ...]:
-    """Counts the bytes that each stage's backward reads of what forwards have made."""
-    made: dict[int, int] = {}  # the bytes of what forwards have made, by slot
-    kept = [0] * count
+def _activations(bundle: Bundle, count: int) -> list[list[Any]]:
+    """Finds the types of what each stage's backward reads of what forwards have made."""
+    made: dict[int, Any] = {}  # the types of what forwards have made, by slot
+    kept: list[list[Any]] = [[] for _ in range(count)]
     for instruction in bundle.programs[0].instructions:
         if isinstance(instruction, Run) and (task := instruction.task):
-            avals = bundle.computations[instruction.computation].jaxpr.out_avals
             if task.kind is Kind.F:
-                sizes = [a.size * a.dtype.itemsize for a in avals]
-                made |= zip(instruction.outputs, sizes, strict=True)
+                avals = bundle.computations[instruction.computation].jaxpr.out_avals
+                made |= zip(instruction.outputs, avals, strict=True)
             else:  # the last stage comes first; what several read is the last one's
-                kept[task.stage] = sum(made.pop(slot, 0) for slot in instruction.inputs)
-    return tuple(kept)
+                read = [made.pop(slot) for slot in instruction.inputs if slot in made]
+                kept[task.stage] = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in read]
+    return kept
+
+
+def _nbytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
 
 
 def _temporaries(step: LocalStep, count: int) -> tuple[int, ...]:

@@ -111,7 +111,7 @@ def test_the_cheaper_of_recomputation_and_offload_is_chosen(tmp_path, forward, w
     found = profile_of((1.0,) * 8)
     room = planned(found, schedules=["1f1b"])
     limit = max(room.peak_bytes) * 0.8
-    found = dataclasses.replace(found, host_bandwidth=3 * MEBIBYTE / forward)
+    found = dataclasses.replace(found, copy=(forward / 3,) * 8)
     problem = problem_of(found, limit, schedules=["1f1b"])
     plan, search = solve(problem), _Search(problem, 8, "1f1b")
     over, least, _ = min(
@@ -128,20 +128,27 @@ def test_the_cheaper_of_recomputation_and_offload_is_chosen(tmp_path, forward, w
     table = jaxpp.Plan.load(tmp_path / "plan.json").order.table_for_ranks(4, 8)
     check(table)
     assert simulate(table, plan.costs).makespan == pytest.approx(plan.seconds)
-    assert plan.again(plan.costs).problem.speed == pytest.approx((1.0,) * 4)
+    again = plan.again(plan.costs)
+    assert again.problem.speed == pytest.approx((1.0,) * 4) and again.activations[0] == way
+    # Copies that took three times as long as planned are planned to do so.
+    slow = dataclasses.replace(plan.costs, offload=2 * forward, load=2 * forward)
+    again = plan.again(slow)
+    assert again.activations[0] == "R" and again.problem.speed == pytest.approx((1.0,) * 4)
+    if way == "O":
+        assert again.problem.profiles[8].copy == pytest.approx((forward,) * 8)
 
 
 def test_without_a_known_link_to_the_host_nothing_is_offloaded():
     found, names = profile_of((1.0,) * 8), ["1f1b", "jaxpp.schedules:Offload(schedule='1f1b')"]
     plan = planned(found, schedules=names)
-    assert plan.schedule == "1f1b" and "host_bandwidth of the device is" in plan.others[0].reason
-    known = planned(dataclasses.replace(found, host_bandwidth=1e9), schedules=names)
+    assert plan.schedule == "1f1b" and "nobody knows the host_bandwidth" in plan.others[0].reason
+    known = planned(dataclasses.replace(found, copy=(1e-3,) * 8), schedules=names)
     assert known.schedule == names[1] and known.seconds == pytest.approx(plan.seconds)
     assert max(known.peak_bytes) < max(plan.peak_bytes)
     with pytest.raises(ValueError, match="offload of .* is inf; a cost is a finite number"):
         simulate(by_name(names[1]).table(4, 8), found.costs_of((2,) * 4))
-    with pytest.raises(ValueError, match=r"host_bandwidth is finite and not negative, got -1\.0"):
-        dataclasses.replace(found, host_bandwidth=-1.0)
+    with pytest.raises(ValueError, match="copy of unit 0 is -1.0; times and bytes are finite"):
+        dataclasses.replace(found, copy=(-1.0,) * 8)
 
 
 def test_a_rank_needs_what_its_largest_task_needs_while_it_runs():
