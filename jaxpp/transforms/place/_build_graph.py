@@ -240,12 +240,13 @@ class _Builder:
     def _kept_alone(self, tasks: LoopTasks, stage: int, kinds: Collection[Kind]) -> list[int]:
         """Finds the values that later tasks of a stage read, and no other stage of its rank.
 
-        A number needs no copy: it has about no bytes.
+        A number needs no copy: it has about no bytes. Nor does what a policy has offloaded already.
         """
         rank, found = self.ranks_of[stage], {}
         for body in tasks.bodies:
             for ref, v in zip(body.inputs, body.jaxpr.jaxpr.invars, strict=True):
-                if ref.source == "value" and v.aval.size > 1 and self.ranks_of[body.stage] == rank:
+                moves = v.aval.size > 1 and _compat.memory_kind(v.aval) is None
+                if ref.source == "value" and moves and self.ranks_of[body.stage] == rank:
                     alone, wanted = found.get(ref.index, (True, False))
                     own = body.stage == stage
                     found[ref.index] = alone and own, wanted or (own and body.kind in kinds)
