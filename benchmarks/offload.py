@@ -2,22 +2,30 @@
 
     python -m benchmarks.offload
     python -m benchmarks.offload --schedules=1f1b --width=4096 --batch=8192
+    python -m benchmarks.offload --plan
 
 Four ranks share the devices that there are. For each schedule, and the schedule with `Offload`, it
 prints the time of a step, the most bytes of activations of a rank by `predict`, and the peak of
 the first device, where it tells that: the peak is that of the process so far, so the step with
 less comes first.
+
+`--plan` plans two models on two ranks, with too little memory for what the stages keep: one of
+products, which take long to compute again, and one of short operations that keep much. It prints
+what each plan chose, what the plan chose after a measurement, and the measured times of the two.
 """
 
+import dataclasses
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from absl import app, flags
 
 import jaxpp
-from jaxpp.schedules import Costs, Offload, by_name
+from jaxpp.planning._plan import solve
+from jaxpp.schedules import Costs, Offload, Recompute, by_name
 
 _SCHEDULES = flags.DEFINE_list("schedules", ["1f1b", "interleaved_1f1b", "zb_h1"], "Which.")
 _WIDTH = flags.DEFINE_integer("width", 64, "The width of a layer.", 1)
@@ -25,7 +33,9 @@ _BATCH = flags.DEFINE_integer("batch", 64, "The rows of a microbatch.", 1)
 _MICROBATCHES = flags.DEFINE_integer("microbatches", 16, "The microbatches of a step.", 1)
 _AHEAD = flags.DEFINE_integer("ahead", 1, "How many tasks a load is ahead of its backward.", 0)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "How often to measure; the median counts.", 1)
+_PLAN = flags.DEFINE_bool("plan", False, "Whether to plan, and to measure what plans choose from.")
 RANKS = 4
+MICROBATCHES = 8
 
 
 def loss_fn(weights, x):
@@ -67,7 +77,79 @@ def measured(schedule) -> tuple[float, int, int, float]:
     return statistics.median(times), held, peak, float(loss)
 
 
+def products(weights, x):
+    """Layers that take long to compute again."""
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return jnp.mean(x**2)
+
+
+def short(weights, x):
+    """Layers that keep much for what they compute."""
+    for weight in weights:
+        x = x * (weight - x)
+    return jnp.mean(x**2)
+
+
+def models():
+    """By name: a loss, its weights, and a batch."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    weights = [jax.random.normal(key, (512, 512)) / 22 for key in keys[1:]]
+    scales = [jnp.full((1024,), 1.9, jnp.float32)] * 4
+    return {
+        "products": (products, weights, jax.random.normal(keys[0], (MICROBATCHES * 512, 512))),
+        "short": (short, scales, jax.random.uniform(keys[0], (MICROBATCHES * 1024, 1024))),
+    }
+
+
+def step_of(plan, order, loss):
+    """A training step with the cuts of a plan, and another order."""
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss, at=plan.cuts))
+    grad = jaxpp.schedule(jaxpp.microbatch(jax.value_and_grad(staged), MICROBATCHES), order)
+
+    def train(weights, x):
+        loss, grads = grad(weights, x)
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, grads), loss
+
+    devices = [jax.devices()[rank % len(jax.devices())] for rank in range(2)]
+    return jaxpp.place(train, jaxpp.MpmdMesh((2,), devices=devices), donate_argnums=0)
+
+
+def planned(name, loss, weights, x) -> None:
+    """Plans with too little memory, and measures recomputation and offload in turns."""
+    options: Any = dict(schedules=["gpipe"], state_bytes=2.0, at_least=4, repeats=_REPEATS.value)
+    free = jaxpp.plan(loss, weights, x, ranks=2, microbatches=MICROBATCHES, **options)
+    limit = 0.7 * max(free.peak_bytes)
+    plan = solve(dataclasses.replace(free.problem, memory_limit=limit))
+    print(f"{name}: the limit is {limit / 1e6:.1f} MB of {max(free.peak_bytes) / 1e6:.1f} MB")
+    print(f"  the plan: {plan.activations}, {1e3 * plan.seconds:.1f} ms")
+    measured = jaxpp.measure(step_of(plan, plan.order, loss), weights, x, repeats=_REPEATS.value)
+    again = plan.again(measured)
+    print(f"  the plan after a measurement: {again.activations}, {1e3 * again.seconds:.1f} ms")
+    stages = [stage for stage, way in enumerate(plan.activations) if way]
+    orders = {
+        "offloaded": Offload("gpipe", stages=stages, ahead=plan.ahead),
+        "recomputed": Recompute("gpipe", stages=stages),
+    }
+    steps = {way: step_of(plan, order, loss) for way, order in orders.items()}
+    state = {way: step([jnp.copy(w) for w in weights], x)[0] for way, step in steps.items()}
+    times = {way: [] for way in orders}
+    for _ in range(5 * _REPEATS.value):
+        for way, step in steps.items():
+            start = time.perf_counter()
+            state[way], _ = jax.block_until_ready(step(state[way], x))
+            times[way].append(time.perf_counter() - start)
+    for way, own in times.items():
+        print(f"  {way}: {1e3 * statistics.median(own):.1f} ms, stages {stages}")
+    ratio = [a / b for a, b in zip(times["recomputed"], times["offloaded"], strict=True)]
+    print(f"  recomputed over offloaded: {statistics.median(ratio):.2f}")
+
+
 def main(_: list[str]) -> None:
+    if _PLAN.value:
+        for name, model in models().items():
+            planned(name, *model)
+        return
     print(f"{'schedule':20}{'':9}{'ms':>10}{'activations MB':>16}{'device peak MB':>16}  loss")
     for name in _SCHEDULES.value:
         for title, schedule in (

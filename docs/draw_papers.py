@@ -28,8 +28,8 @@ python -m experiments.papers --paper=gpipe   # figures, picture, placed steps
 {rows}
 
 A figure is as published where it is the same to each digit that the paper has, or to the digits
-shown where the paper has a formula. Each paper is a file of about a hundred lines in
-`experiments/papers/`. That of [PipeOffload](pipeoffload.md) writes a schedule that the catalogue
+shown where the paper has a formula. Each paper is a file of one or two hundred lines in
+`experiments/papers/`. That of [PipeOffload](pipeoffload.md) writes schedules that the catalogue
 does not have.
 """
 _PAGE = """\

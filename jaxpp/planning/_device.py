@@ -16,6 +16,8 @@ class Device:
         bandwidth: bytes that it reads or writes in a second.
         memory: bytes that it has; infinite by default.
         overhead: seconds that a computation takes in any case.
+        host_bandwidth: bytes that it copies to the memory of its host, or back, in a second; 0, the
+            default, where that is not known: then nothing is offloaded.
 
     Example:
         >>> device = Device(flops=1e12, bandwidth=1e11)
@@ -27,11 +29,12 @@ class Device:
     bandwidth: float
     memory: float = math.inf
     overhead: float = 0.0
+    host_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = 0 <= value if field.name == "overhead" else 0 < value
+            least = 0 <= value if field.name in ("overhead", "host_bandwidth") else 0 < value
             finite = value < math.inf or field.name == "memory"
             if not (least and finite):
                 raise ValueError(
@@ -44,11 +47,12 @@ class Device:
 
 
 #: Dense bfloat16 operations, memory bandwidth and size. From the data sheets of NVIDIA (A100 80GB
-#: SXM, H100 SXM, H200 SXM) and the pages of Google Cloud on TPUs (a chip each).
+#: SXM, H100 SXM, H200 SXM; PCIe in one direction) and the pages of Google Cloud on TPUs (a chip
+#: each), which do not say how fast the link to the host is.
 DEVICES = {
-    "a100": Device(312e12, 2.039e12, 80e9),
-    "h100": Device(989e12, 3.35e12, 80e9),
-    "h200": Device(989e12, 4.8e12, 141e9),
+    "a100": Device(312e12, 2.039e12, 80e9, host_bandwidth=32e9),
+    "h100": Device(989e12, 3.35e12, 80e9, host_bandwidth=64e9),
+    "h200": Device(989e12, 4.8e12, 141e9, host_bandwidth=64e9),
     "tpu_v4": Device(275e12, 1.228e12, 32 * 2**30),
     "tpu_v5e": Device(197e12, 0.819e12, 16 * 2**30),
     "tpu_v5p": Device(459e12, 2.765e12, 95 * 2**30),

@@ -97,5 +97,5 @@ class LimitedCuts(Units):
         return (
             f"no cut into {num_stages} stages fits into {format_bytes(self.memory_limit)} a rank "
             f"with {self.schedule} and {self.microbatches} microbatches: {reason}. Use more ranks "
-            f"or smaller microbatches, or let jaxpp.plan compute activations again."
+            f"or smaller microbatches, or let jaxpp.plan recompute or offload activations."
         )

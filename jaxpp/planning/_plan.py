@@ -1,4 +1,4 @@
-"""`plan`: chooses cuts, schedule, microbatches and recomputation together, by predicted time."""
+"""`plan`: chooses cuts, schedule, microbatches and what is kept together, by predicted time."""
 
 import dataclasses
 import itertools
@@ -50,7 +50,7 @@ class Plan(Candidate):
     others: tuple[Candidate, ...] = ()
 
     #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
 
     @property
     def cuts(self) -> UnitCuts:
@@ -77,7 +77,7 @@ class Plan(Candidate):
         return self.problem.timeline(self)
 
     def again(self, costs: Costs | Measurement | Trace) -> "Plan":
-        """Plans again, with ranks and links as fast as they are.
+        """Plans again, with ranks, links and copies to the host as fast as they are.
 
         A rank's speed is the time that its tasks were planned to take over the time that they have
         taken. The number of microbatches stays, and the units are not profiled anew.
@@ -96,8 +96,8 @@ class Plan(Candidate):
         planned, speed = self.costs, []
         measured, timeline = costs_found(costs)
         factors = _factors_of_ranks(timeline, table.num_ranks)
-        for rank, own in enumerate(table.ranks):
-            taken = 0.0
+        for rank, order in enumerate(table.ranks):
+            taken, own = 0.0, [task for task in order if task.kind.lane == "compute"]
             for task in own:
                 if planned.of(task) > 0 and not measured.of(task) > 0:
                     raise ValueError(
@@ -112,7 +112,13 @@ class Plan(Candidate):
             if not callable(link)
         }
         links, count = dataclasses.replace(self.problem.links, **changed), self.microbatches
-        profiles = {count: self.problem.profiles[count]}
+        found = self.problem.profiles[count]
+        copied = [task for order in table.ranks for task in order if task.kind.lane == "copy"]
+        before, after = (sum(map(own.of, copied)) for own in (planned, measured))
+        if before and after:
+            longer = tuple(after / before * own for own in found.copy)
+            found = dataclasses.replace(found, copy=longer)
+        profiles = {count: found}
         problem = dataclasses.replace(
             self.problem, profiles=profiles, links=links, speed=tuple(speed)
         )
@@ -125,9 +131,9 @@ class Plan(Candidate):
             f"a gap of {self.gap:.1%}",
             f"units of each stage: {', '.join(map(str, self.units))}",
         ]
-        if any(self.recompute):
-            again = [str(stage) for stage, own in enumerate(self.recompute) if own]
-            lines.append(f"computed again: the activations of stages {', '.join(again)}")
+        for name, way in (("computed again", Kind.R), ("offloaded", Kind.O)):
+            if chosen := self.stages_that(way):
+                lines.append(f"{name}: the activations of stages {', '.join(map(str, chosen))}")
         lines.append(f"most bytes of each rank: {', '.join(map(format_bytes, self.peak_bytes))}")
         for c in self.others:
             most = f", at most {format_bytes(max(c.peak_bytes))} a rank" if c.peak_bytes else ""
@@ -175,7 +181,10 @@ def plan(
     device: Any = None,
     repeats: int = 3,
 ) -> Plan:
-    """Chooses cuts, schedule, number of microbatches and recomputation for a step.
+    """Chooses cuts, schedule, number of microbatches, and which activations are kept, for a step.
+
+    Where a rank cannot hold its stages' activations, some are computed again, or are in the memory
+    of the host meanwhile (`Recompute` and `Offload` of `jaxpp.schedules`), whichever takes less.
 
     Args:
         fun: the loss function, before `split_stages`. Its first argument has the parameters.

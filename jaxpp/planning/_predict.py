@@ -15,7 +15,6 @@ from jaxpp.planning._links import ring_bytes
 from jaxpp.planning._measure import Measurement
 from jaxpp.runtime.executor import (
     HOST,
-    Analysis,
     Inspected,
     array_bytes,
     format_bytes,
@@ -215,7 +214,6 @@ def predict(
             "its loop: jaxpp.schedule(grad_fn, jaxpp.schedules.OneFOneB())."
         )
     ranks: Sequence[Inspected] = compiled.inspect()
-    analyses = [own.analyses for own in ranks]
     device = None
     if isinstance(costs, Costs | Measurement | Trace):
         model, _ = costs_found(costs)
@@ -225,7 +223,7 @@ def predict(
             _check_tasks(model, tasks)
     else:
         device = device_of(costs)
-        model = _costs_on(device, bundle, analyses, latency, bandwidth)
+        model = _costs_on(device, bundle, ranks, latency, bandwidth)
     table = table_of([[run.task for run in _runs(p) if run.task] for p in bundle.programs])
     timeline = simulate(table, model, dependencies=dependencies_of(bundle))
     around = _Around(bundle, ranks, device or _times_around(costs), reduction_bandwidth)
@@ -307,21 +305,37 @@ def _for_each_loop(costs: Costs, bundle: Bundle) -> Costs:
 def _costs_on(
     device: Device,
     bundle: Bundle,
-    analyses: Sequence[Mapping[int, Analysis]],
+    ranks: Sequence[Inspected],
     latency: float,
     bandwidth: float,
 ) -> Costs:
-    """Makes the costs of tasks from what XLA counts in them, and of messages from their bytes."""
+    """Makes the costs of tasks from what XLA counts in them, and of what moves from its bytes.
+
+    Raises:
+        ValueError: the step offloads, and nobody knows how fast the device copies.
+    """
     times: dict[Key, float] = {}
     sent: dict[Key, int] = {}
-    for program, own in zip(bundle.programs, analyses, strict=True):
+    for program, own in zip(bundle.programs, ranks, strict=True):
         last: Key | None = None
         for instruction in program.instructions:
             if isinstance(instruction, Run):
                 task = instruction.task
                 last = (task.kind, task.stage) if task else None
-                if last:
-                    found = own[instruction.computation]
+                if task and last and task.kind.lane == "copy":
+                    if not device.host_bandwidth:
+                        raise ValueError(
+                            f"predict: {task.describe()} copies to host memory or back, and the "
+                            f"device has no host_bandwidth; give the bytes of a second: "
+                            f"dataclasses.replace(device, host_bandwidth=...)."
+                        )
+                    copied = bundle.computations[instruction.computation]
+                    specs = copied.out_specs or ((),) * len(copied.jaxpr.out_avals)
+                    each = zip(copied.jaxpr.out_avals, specs, strict=True)
+                    nbytes = sum(array_bytes(aval, spec, own.axes) for aval, spec in each)
+                    times[last] = nbytes / device.host_bandwidth
+                elif last:
+                    found = own.analyses[instruction.computation]
                     times[last] = device.seconds(found.flops, found.accessed_bytes)
             elif isinstance(instruction, Send) and last:
                 sent[last] = max(sent.get(last, 0), instruction.message.nbytes)

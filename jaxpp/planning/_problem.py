@@ -1,4 +1,4 @@
-"""The problem that a plan solves, and the search: cuts and recomputation for each schedule."""
+"""The problem that a plan solves, and the search: cuts, and what is kept, for each schedule."""
 
 import dataclasses
 import functools
@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,10 @@ from jaxpp.runtime.executor import format_bytes
 from jaxpp.schedules import (
     CATALOGUE,
     FromTable,
+    Kind,
     Machine,
     Memory,
+    Offload,
     Recompute,
     Schedule,
     Table,
@@ -61,7 +64,9 @@ class Candidate:
             `"searched"`.
         microbatches: their number.
         units: the number of units of each stage, in order.
-        recompute: for each stage, whether its backward computes the activations again.
+        activations: for each stage, what becomes of its activations before its backward: they are
+            kept, `""`, computed again, `"R"`, or in the memory of the host meanwhile, `"O"`.
+        ahead: how many tasks ahead they are loaded from there, as in `jaxpp.schedules.Offload`.
         seconds: the time of a step: its tasks, then the sums of gradients of stages that several
             ranks have, and the update of the parameters; infinite where it does not fit.
         bubble: the share of the ranks' time in which they do nothing.
@@ -75,7 +80,8 @@ class Candidate:
     schedule: str
     microbatches: int
     units: tuple[int, ...] = ()
-    recompute: tuple[bool, ...] = ()
+    activations: tuple[str, ...] = ()
+    ahead: int = 1
     seconds: float = math.inf
     bubble: float = 1.0
     peak_bytes: tuple[float, ...] = ()
@@ -92,12 +98,31 @@ class Candidate:
             own: Schedule = FromTable(table)
         else:
             own = by_name(self.schedule)
-        again = [stage for stage, chosen in enumerate(self.recompute) if chosen]
-        return Recompute(own, stages=again) if again else own
+        if again := self.stages_that(Kind.R):
+            own = Recompute(own, stages=again)
+        away = self.stages_that(Kind.O)
+        return Offload(own, stages=away, ahead=self.ahead) if away else own
+
+    def stages_that(self, way: str) -> list[int]:
+        """Returns the stages whose activations are computed again, `"R"`, or offloaded, `"O"`."""
+        return [stage for stage, own in enumerate(self.activations) if own == way]
 
 
-#: Cuts, as the first unit of each stage and the number of all, and the stages that compute again.
-Choice = tuple[tuple[int, ...], tuple[bool, ...]]
+class Choice(NamedTuple):
+    """What the search chooses for a schedule; `ways` and `ahead` are those of a `Candidate`.
+
+    Args:
+        at: the first unit of each stage, and the number of all units.
+        ways: what becomes of each stage's activations.
+        ahead: how many tasks ahead those are loaded that are offloaded.
+    """
+
+    at: tuple[int, ...]
+    ways: tuple[str, ...]
+    ahead: int = 1
+
+    def with_way(self, stage: int, way: str) -> "Choice":
+        return self._replace(ways=(*self.ways[:stage], way, *self.ways[stage + 1 :]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,9 +250,8 @@ class Problem:
             found = find(self._setting(count), tries=self.tries, seed=self.seed)
             if found is not None:
                 one = _Search(self, count, SEARCHED, FromTable(found.table))
-                keep = (False,) * found.choice.num_stages
                 candidate = dataclasses.replace(
-                    one.candidate((found.choice.cuts, keep)),
+                    one.candidate(_all_kept(found.choice.cuts)),
                     table=to_csv(found.table),
                     placement=found.choice.placement,
                     direction_of=found.table.direction_of,
@@ -249,16 +273,14 @@ class Problem:
     def timeline(self, candidate: Candidate) -> Timeline:
         """Simulates the tasks of a candidate, with the bytes that ranks hold."""
         search = _Search(self, candidate.microbatches, schedule=candidate.order)
-        at = (0, *itertools.accumulate(candidate.units))
-        return search.timeline((at, (False,) * len(candidate.units)))
+        return search.timeline(_all_kept((0, *itertools.accumulate(candidate.units))))
 
     def timed(self, candidate: Candidate) -> Candidate:
         """Returns a candidate that has a table of its own, as fast as it is in this problem."""
         search = _Search(self, candidate.microbatches, candidate.schedule, candidate.order)
-        at = (0, *itertools.accumulate(candidate.units))
-        own = search.candidate((at, (False,) * len(candidate.units)))
+        own = search.candidate(_all_kept((0, *itertools.accumulate(candidate.units))))
         return dataclasses.replace(
-            own, recompute=candidate.recompute, table=candidate.table,
+            own, activations=candidate.activations, ahead=candidate.ahead, table=candidate.table,
             placement=candidate.placement, direction_of=candidate.direction_of,
         )  # fmt: skip
 
@@ -296,8 +318,12 @@ def _rank_of(candidate: Candidate) -> tuple[float, float]:
     return candidate.seconds, max(candidate.peak_bytes, default=math.inf)
 
 
+def _all_kept(at: tuple[int, ...]) -> Choice:
+    return Choice(at, ("",) * (len(at) - 1))
+
+
 class _Search:
-    """The search for the best cut of a schedule, and for the stages that compute again."""
+    """The search for the best cut of a schedule, and for what becomes of activations."""
 
     def __init__(
         self, problem: Problem, microbatches: int, name: str = "", schedule: Schedule | None = None
@@ -306,20 +332,23 @@ class _Search:
         self._profile = problem.profiles[microbatches]
         self._schedule = schedule or by_name(name)
         self._known: dict[Choice, tuple[float, float, float]] = {}
-        self._tables: dict[tuple[bool, ...], Table] = {}
+        self._tables: dict[tuple[tuple[str, ...], int], Table] = {}
+        # How a stage may have less: nothing is offloaded where nobody knows how long that takes.
+        self._ways = (Kind.R, Kind.O) if self._profile.copy else (Kind.R,)
 
     @functools.cached_property
     def _plain(self) -> Table:
         return self._schedule.table_for_ranks(self._problem.ranks, self._microbatches)
 
-    def _table(self, recompute: tuple[bool, ...]) -> Table:
-        """Returns the table in which some stages compute their activations again."""
-        if not any(recompute):
+    def _table(self, ways: tuple[str, ...], ahead: int) -> Table:
+        """Returns the table in which some stages do not keep their activations."""
+        if not any(ways):
             return self._plain
-        if recompute not in self._tables:
-            table = self._plain.with_recomputation(lambda task: recompute[task.stage])
-            self._tables[recompute] = table
-        return self._tables[recompute]
+        if (ways, ahead) not in self._tables:
+            table = self._plain.with_recomputation(lambda task: ways[task.stage] == Kind.R)
+            table = table.with_offload(lambda task: ways[task.stage] == Kind.O, ahead)
+            self._tables[ways, ahead] = table
+        return self._tables[ways, ahead]
 
     @functools.cached_property
     def hopeless(self) -> Candidate | None:
@@ -329,17 +358,19 @@ class _Search:
             stages, units = self._plain.num_stages, len(self._profile.costs)
         except ValueError as error:
             return dataclasses.replace(empty, reason=str(error))
-        if stages <= units:
+        if stages > units:
+            reason = f"{stages} stages, but the function has {units} units"
+        elif self._plain.copies and not self._profile.copy:
+            reason = "it offloads, and nobody knows the host_bandwidth of the device"
+        else:
             return None
-        reason = f"{stages} stages, but the function has {units} units"
         return dataclasses.replace(empty, reason=reason)
 
     def start(self) -> Choice:
         """Returns the better of an even cut and one that balances the stages."""
         stages, units = self._plain.num_stages, len(self._profile.costs)
-        keep = (False,) * stages
         balanced = (0, *self._profile.choose(stages), units)
-        return min(((self._even, keep), (balanced, keep)), key=self.value)
+        return min(map(_all_kept, (self._even, balanced)), key=self.value)
 
     @property
     def _even(self) -> tuple[int, ...]:
@@ -348,21 +379,30 @@ class _Search:
 
     def even_if_as_fast(self, choice: Choice) -> Choice:
         """Returns an even cut where that fits, too, and another one gains next to nothing."""
-        even = self._even, choice[1]
+        even = choice._replace(at=self._even)
         over, seconds, _ = self.value(even)
         return even if not over and seconds <= (1 + EXACT) * self.value(choice)[1] else choice
 
     def improve(self, choice: Choice) -> Choice:
-        """Moves cuts, and lets as many stages compute again as the limit demands."""
-        choice = self._climb(choice)
-        while self.value(choice)[0] > 0 and not all(choice[1]):
-            choice = self._climb(self._compute_more(choice))
-        return choice if self.value(choice)[0] else self._compute_less(choice)
+        """Moves cuts, and lets as many stages recompute or offload as the limit demands."""
+        found = [self._climb(choice)]
+        if not self.value(choice)[0]:
+            return found[0]
+        for way in self._ways:
+            some = choice
+            while self.value(some)[0] > 0 and not all(some.ways):
+                some = self._keep_less(some, way)
+            every = choice._replace(ways=(way,) * len(choice.ways))
+            own = min(map(self._refine, (some, every)), key=self.value)
+            while (better := self._refine(self._climb(own))) != own:
+                own = better
+            found.append(own)
+        return min(found, key=self.value)
 
     def timeline(self, choice: Choice) -> Timeline:
         """Simulates the tasks, with the bytes that ranks hold."""
-        at, recompute = choice
-        problem, table, found = self._problem, self._table(recompute), self._profile
+        at, ways, ahead = choice
+        problem, table, found = self._problem, self._table(ways, ahead), self._profile
         costs = costs_of_stages(found, at, problem.links, table.directions[0])
         kept = of_stages(found.activation_bytes, at)
         # A stage that computes again keeps its input; the first one's is the batch.
@@ -396,36 +436,35 @@ class _Search:
     def synthesized(self, at: tuple[int, ...]) -> Candidate | None:
         """Makes a candidate with a table of its own at a cut; None where nothing fits."""
         placement, problem = self._plain.directions[0], self._problem
-        keep = (False,) * len(placement)
-        timeline = self.timeline((at, keep))
+        timeline = self.timeline(_all_kept(at))
+        limited = problem.memory_limit < math.inf
         speed = [problem.speed[rank] for rank in placement]
         costs = costs_of_stages(self._profile, at, problem.links, placement, speed)
         limits = [problem.memory_limit - held for held in timeline.machine.held(problem.ranks)]
         try:
             found = synthesize(
                 costs, placement, self._microbatches, memory=timeline.memory, memory_limit=limits,
-                stage_inputs=self._plain.stage_inputs, recompute=problem.memory_limit < math.inf,
-                evaluations=EVALUATIONS, time_limit=20.0,
+                stage_inputs=self._plain.stage_inputs, recompute=limited,
+                offload=limited and Kind.O in self._ways, evaluations=EVALUATIONS, time_limit=20.0,
             )  # fmt: skip
         except ValueError:  # not even one microbatch fits
             return None
         made = _Search(problem, self._microbatches, SYNTHESIZED, found.schedule)
-        return dataclasses.replace(made.candidate((at, keep)), table=to_csv(found.table))
+        return dataclasses.replace(made.candidate(_all_kept(at)), table=to_csv(found.table))
 
     def _climb(self, choice: Choice) -> Choice:
         """Moves cuts as long as that helps; tries all cuts where these are few."""
-        at, recompute = choice
-        stages, units = len(at) - 1, at[-1]
+        stages, units = len(choice.at) - 1, choice.at[-1]
         if math.comb(units - 1, stages - 1) <= EVALUATIONS:
             cuts = itertools.combinations(range(1, units), stages - 1)
-            return min((((0, *own, units), recompute) for own in cuts), key=self.value)
+            return min((choice._replace(at=(0, *own, units)) for own in cuts), key=self.value)
         best, tried, improved = self.value(choice), 0, True
         while improved and tried < EVALUATIONS:
             improved = False
-            for other in _moved(choice[0]):
+            for other in _moved(choice.at):
                 tried += 1
-                if (value := self.value((other, recompute))) < best:
-                    choice, best, improved = (other, recompute), value, True
+                if (value := self.value(moved := choice._replace(at=other))) < best:
+                    choice, best, improved = moved, value, True
                     break
         return choice
 
@@ -434,38 +473,38 @@ class _Search:
         if choice not in self._known:
             timeline = self.timeline(choice)
             over = max(0.0, max(timeline.peak_memory) - self._problem.memory_limit)
-            slowest = max(of_stages(self._profile.costs, choice[0]))
+            slowest = max(of_stages(self._profile.costs, choice.at))
             self._known[choice] = over, timeline.makespan, slowest
         return self._known[choice]
 
-    def _compute_more(self, choice: Choice) -> Choice:
-        """Lets the stage compute again that keeps most, on the rank that holds most."""
-        at, recompute = choice
-        peaks = self.timeline(choice).peak_memory
+    def _keep_less(self, choice: Choice, way: str) -> Choice:
+        """Lets the stage recompute or offload that keeps most, on the rank that holds most."""
+        peaks, ways = self.timeline(choice).peak_memory, choice.ways
         worst = max(range(len(peaks)), key=peaks.__getitem__)
         own = {task.stage for task in self._plain.ranks[worst]}
-        left = [s for s in sorted(own) if not recompute[s]]
-        left = left or [s for s, again in enumerate(recompute) if not again]
-        kept = of_stages(self._profile.activation_bytes, at)
-        chosen = max(left, key=kept.__getitem__)
-        return at, tuple(again or stage == chosen for stage, again in enumerate(recompute))
+        left = [s for s in sorted(own) if not ways[s]]
+        left = left or [s for s, other in enumerate(ways) if not other]
+        kept = of_stages(self._profile.activation_bytes, choice.at)
+        return choice.with_way(max(left, key=kept.__getitem__), way)
 
-    def _compute_less(self, choice: Choice) -> Choice:
-        """Lets stages keep their activations where there is room, those first that gain most."""
-        while True:
-            at, recompute = choice
-            fewer: Iterator[Choice] = (
-                (at, tuple(again and stage != n for stage, again in enumerate(recompute)))
-                for n in range(len(recompute))
-                if recompute[n]
-            )
-            best = min(fewer, key=self.value, default=choice)
-            if self.value(best) >= self.value(choice):
-                return choice
-            choice = best
+    def _refine(self, choice: Choice) -> Choice:
+        """Changes what stages do, and how far ahead loads are, those first that gain most."""
+        best = choice
+        changes = [
+            (stage, other)
+            for stage, way in enumerate(choice.ways)
+            for other in ("", *self._ways)
+            if way and other != way
+        ]
+        for change in sorted(changes, key=lambda own: self.value(choice.with_way(*own))):
+            best = min(best, best.with_way(*change), key=self.value)
+        if Kind.O in best.ways:
+            near = (best._replace(ahead=best.ahead + step) for step in (0, -1, 1))
+            best = min((own for own in near if own.ahead >= 0), key=self.value)
+        return choice if best == choice else self._refine(best)
 
     def candidate(self, choice: Choice) -> Candidate:
-        timeline, (at, recompute) = self.timeline(choice), choice
+        timeline, (at, ways, ahead) = self.timeline(choice), choice
         peaks = timeline.peak_memory
         over = max(peaks) - self._problem.memory_limit
         worst = max(range(len(peaks)), key=peaks.__getitem__)
@@ -473,7 +512,8 @@ class _Search:
             self._name,
             self._microbatches,
             tuple(b - a for a, b in itertools.pairwise(at)),
-            recompute,
+            tuple(map(str, ways)),
+            ahead,
             timeline.makespan if over <= 0 else math.inf,
             timeline.bubble_fraction,
             tuple(peaks),

@@ -12,8 +12,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
+from jaxpp._compat import PINNED_HOST
 from jaxpp._program import Bundle, Role, Run
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
@@ -49,6 +51,8 @@ class Profile(UnitCosts):
         temporary_bytes: what XLA needs beside arrays in a task of each unit.
         parameter_bytes: what each unit reads of the parameters.
         memory_bandwidth: the bytes that an update of the parameters reads or writes in a second.
+        copy: the time in which what each unit keeps goes to the memory of the host, or back; empty
+            where the device has no such memory, or nobody knows.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -71,6 +75,7 @@ class Profile(UnitCosts):
     temporary_bytes: tuple[int, ...]
     parameter_bytes: tuple[int, ...]
     memory_bandwidth: float = math.inf
+    copy: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.memory_bandwidth > 0:
@@ -142,7 +147,7 @@ class Profile(UnitCosts):
         )  # fmt: skip
 
     #: The version of the file; other versions are refused.
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
 
     def save(self, path: _files.Path) -> None:
         """Writes the profile as JSON."""
@@ -227,6 +232,7 @@ def profile(
         tuple(times.get((kind, stage), 0.0) for stage in range(count))
         for times, kind in ((whole, Kind.F), (whole, Kind.B), (halves, Kind.I), (halves, Kind.W))
     )
+    kept = _activations(step.bundle, count)
     return Profile(
         finest.crossing,
         at_least,
@@ -235,7 +241,7 @@ def profile(
         backward,
         inputs,
         weights,
-        _activations(step.bundle, count),
+        tuple(sum(map(_nbytes, own)) for own in kept),
         _temporaries(step, count),
         tuple(
             sum(a.aval.size * a.aval.dtype.itemsize for a in step.bundle.arguments
@@ -243,6 +249,7 @@ def profile(
             for stage in range(count)
         ),
         _memory_bandwidth(args[0], mesh, repeats) if figures is None else figures.bandwidth,
+        _copies(kept, mesh, repeats, figures),
     )  # fmt: skip
 
 
@@ -258,6 +265,29 @@ def _memory_bandwidth(parameters: Any, mesh: MpmdMesh, repeats: int) -> float:
         times.append(time.perf_counter() - start)
     moved = 3 * sum(x.nbytes for x in jax.tree.leaves(old))  # two are read, one is written
     return moved / statistics.median(times[1:])
+
+
+def _copies(
+    kept: Sequence[Sequence[Any]], mesh: MpmdMesh, repeats: int, figures: Device | None
+) -> tuple[float, ...]:
+    """Finds how long what each unit keeps takes to host memory, or back; () if nobody knows."""
+    (device,) = mesh.devices
+    if figures is not None:
+        each = (sum(map(_nbytes, own)) for own in kept)
+        return tuple(n / figures.host_bandwidth for n in each) if figures.host_bandwidth else ()
+    if PINNED_HOST not in {memory.kind for memory in device.addressable_memories()}:
+        return ()
+    here, there = (SingleDeviceSharding(device, memory_kind=k) for k in ("device", PINNED_HOST))
+    known: dict[tuple[Any, ...], float] = {}  # units that are alike have one time
+    for own in set(map(tuple, kept)):
+        arrays, times = jax.device_put([jnp.zeros(a.shape, a.dtype) for a in own], here), []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            arrays = jax.block_until_ready(jax.device_put(arrays, there))
+            arrays = jax.block_until_ready(jax.device_put(arrays, here))
+            times.append(time.perf_counter() - start)
+        known[own] = statistics.median(times[1:]) / 2
+    return tuple(known[tuple(own)] for own in kept)
 
 
 def _repeated(arg: Any, axis: Any) -> Any:
@@ -296,15 +326,15 @@ def costs_of_stages(
 
     # The time that ranks are kept by the message between a stage and the one behind it.
     crossings = zip(edges[:-1], itertools.pairwise(placement), strict=True)
-    kept = [links.overhead * links.seconds(edge) if a != b else 0.0 for edge, (a, b) in crossings]
-    kept = [0.0, *kept, 0.0]
-    around = [before + behind for before, behind in itertools.pairwise(kept)]
+    sends = [links.overhead * links.seconds(edge) if a != b else 0.0 for edge, (a, b) in crossings]
+    around = [before + behind for before, behind in itertools.pairwise([0.0, *sends, 0.0])]
 
     def times(values: Sequence[float], messages: Sequence[float]) -> tuple[float, ...]:
         own = zip(of_stages(values, at), speed or (1.0,) * count, messages, strict=True)
         return tuple(t / s + extra for t, s, extra in own)
 
     nothing = [0.0] * count
+    copies = of_stages(found.copy or (math.inf,) * at[-1], at)
     inputs, weights = times(found.input_grad, around), times(found.weight_grad, nothing)
     beside = 1 - 2 * links.overhead
     return Costs(
@@ -316,6 +346,8 @@ def costs_of_stages(
         latency=beside * links.latency,
         bandwidth=links.bandwidth / beside if beside else math.inf,
         edge_bytes=sent,
+        offload=copies,
+        load=copies,
     )
 
 
@@ -345,19 +377,23 @@ def _times_on(device: Device, step: LocalStep) -> dict[Key, float]:
     return times
 
 
-def _activations(bundle: Bundle, count: int) -> tuple[int, ...]:
-    """Counts the bytes that each stage's backward reads of what forwards have made."""
-    made: dict[int, int] = {}  # the bytes of what forwards have made, by slot
-    kept = [0] * count
+def _activations(bundle: Bundle, count: int) -> list[list[Any]]:
+    """Finds the types of what each stage's backward reads of what forwards have made."""
+    made: dict[int, Any] = {}  # the types of what forwards have made, by slot
+    kept: list[list[Any]] = [[] for _ in range(count)]
     for instruction in bundle.programs[0].instructions:
         if isinstance(instruction, Run) and (task := instruction.task):
-            avals = bundle.computations[instruction.computation].jaxpr.out_avals
             if task.kind is Kind.F:
-                sizes = [a.size * a.dtype.itemsize for a in avals]
-                made |= zip(instruction.outputs, sizes, strict=True)
+                avals = bundle.computations[instruction.computation].jaxpr.out_avals
+                made |= zip(instruction.outputs, avals, strict=True)
             else:  # the last stage comes first; what several read is the last one's
-                kept[task.stage] = sum(made.pop(slot, 0) for slot in instruction.inputs)
-    return tuple(kept)
+                read = [made.pop(slot) for slot in instruction.inputs if slot in made]
+                kept[task.stage] = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in read]
+    return kept
+
+
+def _nbytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
 
 
 def _temporaries(step: LocalStep, count: int) -> tuple[int, ...]:

@@ -165,58 +165,15 @@ def listed(kinds: Iterable[Kind], word: str = "and") -> str:
 
 # The colours are near to those of terminals, so that a kind looks the same there.
 Kind.F = Kind("F", "forward", holds=1.0, field="forward", colours=("#2b66ad", "#a9cdf0"))
-Kind.B = Kind(
-    "B",
-    "backward",
-    after="F",
-    parts="IW",
-    cost=2.0,
-    holds=-1.0,
-    field="backward",
-    colours=("#2e8b4b", "#addcb0"),
-)
-Kind.I = Kind(
-    "I",
-    "input gradient",
-    after="F",
-    makes="B",
-    field="input_grad",
-    colours=("#a82e5e", "#f0b4c0"),
-)
-Kind.W = Kind(
-    "W",
-    "weight gradient",
-    after="FI",
-    holds=-1.0,
-    field="weight_grad",
-    colours=("#dba032", "#fae294"),
-)
-Kind.R = Kind(
-    "R",
-    "recompute",
-    after="F",
-    makes="F",
-    parts="F",
-    holds=1.0,
-    field="recompute",
-    colours=("#6b4fa0", "#cfc0ea"),
-)
-Kind.O = Kind(
-    "O",
-    "offload",
-    after="F",
-    holds=-1.0,
-    lane="copy",
-    field="offload",
-    colours=("#5f6b73", "#c4ccd1"),
-)
-Kind.L = Kind(
-    "L",
-    "load",
-    after="O",
-    makes="F",
-    holds=1.0,
-    lane="copy",
-    field="load",
-    colours=("#2a8c8c", "#a6dcdc"),
-)
+Kind.B = Kind("B", "backward", after="F", parts="IW", cost=2.0, holds=-1.0, field="backward",
+              colours=("#2e8b4b", "#addcb0"))  # fmt: skip
+Kind.I = Kind("I", "input gradient", after="F", makes="B", field="input_grad",
+              colours=("#a82e5e", "#f0b4c0"))  # fmt: skip
+Kind.W = Kind("W", "weight gradient", after="FI", holds=-1.0, field="weight_grad",
+              colours=("#dba032", "#fae294"))  # fmt: skip
+Kind.R = Kind("R", "recompute", after="F", makes="F", parts="F", holds=1.0, field="recompute",
+              colours=("#6b4fa0", "#cfc0ea"))  # fmt: skip
+Kind.O = Kind("O", "offload", after="F", holds=-1.0, lane="copy", field="offload",
+              colours=("#5f6b73", "#c4ccd1"))  # fmt: skip
+Kind.L = Kind("L", "load", after="O", makes="F", holds=1.0, lane="copy", field="load",
+              colours=("#2a8c8c", "#a6dcdc"))  # fmt: skip

@@ -184,10 +184,11 @@ class Table:
         for order in self.ranks:
             tasks: list[Task] = []
             for task in order:
-                first, again = (dataclasses.replace(task, kind=kind) for kind in (Kind.F, Kind.R))
-                if task.kind in (Kind.B, Kind.I) and again not in self.tasks and which(first):
-                    joined = bool(tasks) and tasks[-1] in self.overlaps
-                    tasks.insert(len(tasks) - joined, again)
+                if task.kind in (Kind.B, Kind.I):
+                    first, again = (Task(k, task.stage, task.microbatch) for k in (Kind.F, Kind.R))
+                    if again not in self.tasks and which(first):
+                        joined = bool(tasks) and tasks[-1] in self.overlaps
+                        tasks.insert(len(tasks) - joined, again)
                 tasks.append(task)
             ranks.append(tuple(tasks))
         return dataclasses.replace(self, ranks=tuple(ranks))
@@ -218,7 +219,7 @@ class Table:
             joined = [False, *(task in self.overlaps for task in computing)]
             added: dict[int, list[Task]] = {}
             for first in (task for task in computing if task.kind is Kind.F and which(task)):
-                own = {kind: dataclasses.replace(first, kind=kind) for kind in Kind}
+                own = {k: Task(k, first.stage, first.microbatch) for k in map(Kind, "FBIWROL")}
                 uses = [place[own[kind]] for kind in map(Kind, "FBIW") if own[kind] in place]
                 _, start, end = max((b - a, a + 1, b - ahead) for a, b in itertools.pairwise(uses))
                 start, end = start + joined[start], end - joined[max(end, 0)]

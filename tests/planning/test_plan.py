@@ -14,7 +14,7 @@ import pytest
 import jaxpp
 from jaxpp.planning._links import Links
 from jaxpp.planning._plan import solve
-from jaxpp.planning._problem import SCHEDULES, Problem, _Search
+from jaxpp.planning._problem import SCHEDULES, Choice, Problem, _all_kept, _Search
 from jaxpp.planning._profile import Profile
 from jaxpp.schedules import Costs, Kind, Machine, OneFOneB, Task, by_name, check, simulate
 from tests.helpers import assert_close
@@ -81,12 +81,12 @@ def test_an_even_cut_is_taken_where_another_gains_next_to_nothing():
     problem = problem_of(profile_of((*(1.0,) * 7, 1.01)), schedules=["1f1b"], ranks=2)
     search = _Search(problem, 8, "1f1b")
     for units, seconds in (((3, 5), 1.0), ((4, 4), 1.009)):
-        search._known[(0, units[0], 8), (False, False)] = 0.0, seconds, 1.0
-    assert search.even_if_as_fast(((0, 3, 8), (False, False)))[0] == (0, 4, 8)
-    search._known[(0, 4, 8), (False, False)] = 0.0, 1.011, 1.0
-    assert search.even_if_as_fast(((0, 3, 8), (False, False)))[0] == (0, 3, 8)
-    search._known[(0, 4, 8), (False, False)] = 1.0, 1.0, 1.0  # it does not fit
-    assert search.even_if_as_fast(((0, 3, 8), (False, False)))[0] == (0, 3, 8)
+        search._known[_all_kept((0, units[0], 8))] = 0.0, seconds, 1.0
+    assert search.even_if_as_fast(_all_kept((0, 3, 8))).at == (0, 4, 8)
+    search._known[_all_kept((0, 4, 8))] = 0.0, 1.011, 1.0
+    assert search.even_if_as_fast(_all_kept((0, 3, 8))).at == (0, 3, 8)
+    search._known[_all_kept((0, 4, 8))] = 1.0, 1.0, 1.0  # it does not fit
+    assert search.even_if_as_fast(_all_kept((0, 3, 8))).at == (0, 3, 8)
     for middle, units in ((0.02, (4, 5)), (0.2, (5, 4))):
         found = profile_of((*(1.0,) * 4, middle, *(1.0 + middle / 2,) * 4))
         assert planned(found, schedules=["1f1b"], ranks=2).units == units
@@ -95,12 +95,60 @@ def test_an_even_cut_is_taken_where_another_gains_next_to_nothing():
 def test_stages_compute_again_where_activations_do_not_fit_and_only_there():
     found = profile_of((1.0,) * 16)
     room = planned(found, schedules=["1f1b"])
-    assert not any(room.recompute)
+    assert not any(room.activations)
     limit = max(room.peak_bytes) / 2
     tight = planned(found, limit, schedules=["1f1b"])
-    assert tight.recompute[0] and not tight.recompute[-1]
+    assert tight.activations[0] == "R" and not tight.activations[-1]
     assert max(tight.peak_bytes) <= limit
     assert tight.seconds > room.seconds
+
+
+@pytest.mark.parametrize(
+    ("forward", "way", "ahead"), [(1, "O", 1), (1.5, "O", 2), (2, "O", 2), (3, "R", 1)]
+)
+def test_the_cheaper_of_recomputation_and_offload_is_chosen(tmp_path, forward, way, ahead):
+    """A copy takes as many times a forward; all choices at an even cut are tried."""
+    found = profile_of((1.0,) * 8)
+    room = planned(found, schedules=["1f1b"])
+    limit = max(room.peak_bytes) * 0.8
+    found = dataclasses.replace(found, copy=(forward / 3,) * 8)
+    problem = problem_of(found, limit, schedules=["1f1b"])
+    plan, search = solve(problem), _Search(problem, 8, "1f1b")
+    over, least, _ = min(
+        search.value(Choice((0, 2, 4, 6, 8), ways, ahead))
+        for ways in itertools.product(("", "R", "O"), repeat=4)
+        for ahead in range(5)
+    )
+    assert (over, least) >= (0, plan.seconds) and max(plan.peak_bytes) <= limit
+    # A round trip of up to three forwards is hidden by the tasks of a microbatch.
+    assert plan.activations == (way, "", "", "") and plan.ahead == ahead
+    assert (plan.seconds == pytest.approx(room.seconds)) == (forward < 2)
+    assert ("offloaded: the activations of stages 0" in str(plan)) == (way == "O")
+    plan.save(tmp_path / "plan.json")
+    table = jaxpp.Plan.load(tmp_path / "plan.json").order.table_for_ranks(4, 8)
+    check(table)
+    assert simulate(table, plan.costs).makespan == pytest.approx(plan.seconds)
+    again = plan.again(plan.costs)
+    assert again.problem.speed == pytest.approx((1.0,) * 4) and again.activations[0] == way
+    # Copies that took three times as long as planned are planned to do so.
+    slow = dataclasses.replace(plan.costs, offload=2 * forward, load=2 * forward)
+    again = plan.again(slow)
+    assert again.activations[0] == "R" and again.problem.speed == pytest.approx((1.0,) * 4)
+    if way == "O":
+        assert again.problem.profiles[8].copy == pytest.approx((forward,) * 8)
+
+
+def test_without_a_known_link_to_the_host_nothing_is_offloaded():
+    found, names = profile_of((1.0,) * 8), ["1f1b", "jaxpp.schedules:Offload(schedule='1f1b')"]
+    plan = planned(found, schedules=names)
+    assert plan.schedule == "1f1b" and "nobody knows the host_bandwidth" in plan.others[0].reason
+    known = planned(dataclasses.replace(found, copy=(1e-3,) * 8), schedules=names)
+    assert known.schedule == names[1] and known.seconds == pytest.approx(plan.seconds)
+    assert max(known.peak_bytes) < max(plan.peak_bytes)
+    with pytest.raises(ValueError, match="offload of .* is inf; a cost is a finite number"):
+        simulate(by_name(names[1]).table(4, 8), found.costs_of((2,) * 4))
+    with pytest.raises(ValueError, match="copy of unit 0 is -1.0; times and bytes are finite"):
+        dataclasses.replace(found, copy=(-1.0,) * 8)
 
 
 def test_a_rank_needs_what_its_largest_task_needs_while_it_runs():
@@ -125,11 +173,11 @@ def test_a_stage_keeps_its_activations_where_the_recomputation_of_others_is_enou
     found = profile_of(times, kept=tuple(n * MEBIBYTE // 4 for n in quarters))
     problem = problem_of(found, 17.5e6, ["1f1b"], ranks=3, microbatches=3)
     plan, search = solve(problem), _Search(problem, 3, "1f1b")
-    assert plan.recompute == (True, True, False)
+    assert plan.activations == ("R", "R", "")
     over, least, _ = min(
-        search.value(((0, *cuts, 15), recompute))
+        search.value(Choice((0, *cuts, 15), ways))
         for cuts in itertools.combinations(range(1, 15), 2)
-        for recompute in itertools.product((False, True), repeat=3)
+        for ways in itertools.product(("", "R"), repeat=3)
     )
     assert (over, least) == (0, plan.seconds)
 
@@ -154,7 +202,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path):
     plan.save(path)
     assert jaxpp.Plan.load(path) == plan
     path.write_text(json.dumps(json.loads(path.read_text()) | {"jaxpp_plan": 9}))
-    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 4"):
+    with pytest.raises(ValueError, match="is a plan of version 9, and this jaxpp reads version 5"):
         jaxpp.Plan.load(path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no plan; make one: jaxpp.plan"):
@@ -302,7 +350,7 @@ def test_what_a_plan_predicts_is_what_predict_makes_of_it():
     assert plan.timeline.makespan == plan.seconds
     assert tuple(plan.timeline.peak_memory) == plan.peak_bytes
     kept = plan.problem.profiles[8]
-    if not any(plan.recompute):
+    if not any(plan.activations):
         assert kept.costs_of(plan.units).forward == plan.costs.forward
 
 

@@ -191,6 +191,19 @@ def test_a_device_bounds_the_times_of_what_xla_counts():
     assert later.seconds >= slow.seconds + 2 * (STAGES - 1)
 
 
+def test_copies_take_the_time_of_their_bytes_over_the_link_to_the_host():
+    step = step_on(mesh_of(STAGES), jaxpp.schedules.Offload("gpipe", stages=[1]))
+    device = jaxpp.Device(flops=1e9, bandwidth=1e30, host_bandwidth=1e6)
+    found = jaxpp.predict(step, *arguments(), costs=device)
+    copied = [s.end - s.start for s in found.timeline.spans if s.task.kind.lane == "copy"]
+    held = [moment.bytes.get("host", 0) for moment in found.memory[1]]
+    one = min(filter(None, held))
+    assert one >= 4 * WIDTH * BATCH // MICROBATCHES and {n % one for n in held} == {0}
+    assert copied == pytest.approx([one / 1e6] * 2 * MICROBATCHES)
+    with pytest.raises(ValueError, match=r"O\[stage 1, .* has no host_bandwidth; give the bytes"):
+        jaxpp.predict(step, *arguments(), costs=dataclasses.replace(device, host_bandwidth=0.0))
+
+
 @pytest.mark.parametrize("zero1", [(), pytest.param("data", marks=pytest.mark.more)])
 def test_the_reduction_over_replicas_takes_its_time(zero1):
     """A device of two sends as many bytes as gradients have, half as many where they scatter."""
@@ -254,7 +267,14 @@ def test_what_place_did_not_make_is_not_predicted():
 
 
 @pytest.mark.parametrize(
-    "figures", [dict(flops=0), dict(bandwidth=-1), dict(memory=math.nan), dict(overhead=-1e-6)]
+    "figures",
+    [
+        dict(flops=0),
+        dict(bandwidth=-1),
+        dict(memory=math.nan),
+        dict(overhead=-1e-6),
+        dict(host_bandwidth=math.inf),
+    ],
 )
 def test_a_device_has_finite_positive_figures(figures):
     with pytest.raises(ValueError, match=f"Device: {next(iter(figures))} is"):

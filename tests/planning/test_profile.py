@@ -95,7 +95,16 @@ def test_layers_are_alike_and_every_task_takes_time(found):
 def test_an_update_moves_bytes_as_fast_as_was_measured_or_published(model, found):
     assert 1e6 < found.memory_bandwidth < math.inf
     device = jaxpp.Device(flops=1e9, bandwidth=2e9)
-    assert jaxpp.profile(loss_fn, model, tokens(), device=device).memory_bandwidth == 2e9
+    published = jaxpp.profile(loss_fn, model, tokens(), device=device)
+    assert published.memory_bandwidth == 2e9 and not published.copy
+    device = dataclasses.replace(device, host_bandwidth=4e9)
+    published = jaxpp.profile(loss_fn, model, tokens(), device=device)
+    assert published.copy == tuple(n / 4e9 for n in found.activation_bytes)
+
+
+def test_what_units_keep_takes_its_time_to_the_host(found):
+    assert all(0 < time < 10 for time in found.copy) and len(found.copy) == len(found.costs)
+    assert len(set(found.copy[1:-1])) == 1  # layers are alike
 
 
 @pytest.mark.more

@@ -24,6 +24,7 @@ from jaxpp.schedules import (
     check,
     from_tasks,
     simulate,
+    synthesize,
     to_text,
 )
 from tests.schedules.catalogue import SCHEDULES, valid_size
@@ -108,6 +109,25 @@ def test_at_the_time_of_a_forward_copies_cost_nothing(name):
     assert max(own.peak_memory) == 2 <= max(base.peak_memory) / 2
     slow = [simulate(moved, Costs(offload=t, load=t)).makespan for t in (0, 1, 2, 4)]
     assert slow == sorted(slow) and slow[-1] > base.makespan
+
+
+@pytest.mark.parametrize(("copy", "how"), [(0.5, "offloaded"), (8.0, "recomputed")])
+def test_synthesis_offloads_or_recomputes_within_a_limit_whichever_takes_less(copy, how):
+    costs = Costs(offload=copy, load=copy)
+    found = {
+        ways: synthesize(
+            costs, (0, 1, 2, 3), 8, memory_limit=2, evaluations=50,
+            recompute="r" in ways, offload="o" in ways,
+        )
+        for ways in ("", "r", "o", "ro")
+    }  # fmt: skip
+    both = found.pop("ro")
+    assert both.value == min(own.value for own in found.values()) < found[""].value
+    assert both.source.endswith(how) and both.lower_bound <= both.value
+    check(both.table)
+    assert max(simulate(both.table, costs).peak_memory) <= 2
+    with_room = synthesize(costs, (0, 1, 2, 3), 8, evaluations=50, offload=True)
+    assert not with_room.table.copies
 
 
 def test_late_weight_gradients_are_offloaded_where_the_time_is_longest():

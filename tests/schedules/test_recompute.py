@@ -17,6 +17,7 @@ from jaxpp.schedules import (
     OneFOneB,
     Recompute,
     Schedule,
+    Table,
     Task,
     ZeroBubbleH1,
     by_name,
@@ -25,7 +26,7 @@ from jaxpp.schedules import (
     stage_dependencies,
     synthesize,
 )
-from jaxpp.schedules._synthesis._recomputation import recompute_to_fit
+from jaxpp.schedules._synthesis._fitting import fitted
 from tests.schedules.catalogue import SCHEDULES, valid_size
 
 
@@ -159,7 +160,7 @@ def test_what_is_recomputed_to_fit_fits(schedule, limit, kept):
     p, m = valid_size(schedule, 3, 6)
     table = schedule.table(p * schedule.stages_per_rank, m)
     memory = Memory(forward=1, weight_grad=-1, recompute=1 - kept)
-    fitting = recompute_to_fit(table, memory, [limit] * p)
+    fitting = fitted(table, memory, [limit] * p, Table.with_recomputation)
     if fitting is None:
         again = Recompute(schedule).table(table.num_stages, m) if Kind.B in table.kinds else table
         assert table.forward_only or max(memory.peaks(again)) > limit

@@ -14,9 +14,9 @@ from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._simulation import Timeline, simulate
 from jaxpp.schedules._synthesis._bounds import lower_bound
 from jaxpp.schedules._synthesis._exact import solve
+from jaxpp.schedules._synthesis._fitting import fitted, offloads_to_fit
 from jaxpp.schedules._synthesis._portfolio import as_graph, catalogue_tables, one_at_a_time, split
 from jaxpp.schedules._synthesis._problem import Objective, Problem, make_problem
-from jaxpp.schedules._synthesis._recomputation import recompute_to_fit
 from jaxpp.schedules._synthesis._search import Search
 from jaxpp.schedules._table import Table, Task
 
@@ -77,6 +77,7 @@ def synthesize(
     stage_inputs: Sequence[Sequence[int]] | None = None,
     split_backward: bool = True,
     recompute: bool = False,
+    offload: bool = False,
     evaluations: int = 2000,
     exact: float = 0.0,
     seed: int = 0,
@@ -106,6 +107,7 @@ def synthesize(
       split_backward: whether backwards may be run as their halves.
       recompute: whether activations may be computed again: besides the tables that fit, those that
         are best without the limit then have an `R` for what they would hold longest.
+      offload: the same with an `O` and an `L`, at the costs of these.
       evaluations: how many tables local search evaluates, fewer where they have more than some 6000
         tasks; a step of tabu search counts as four. Of list schedules, which take about ten times
         as long each, there are a grid of some forty and up to a fiftieth of this number. More
@@ -164,8 +166,8 @@ def synthesize(
         results.append((best.source, problem.to_table(best.orders)))
     if both:
         results += [(name, dataclasses.replace(table, overlaps=frozenset()))
-                    for name, table in tables if _fits(memory, table, limits)]  # fmt: skip
-    if recompute and min(limits) < math.inf:
+                    for name, table in tables if _fits(memory.peaks(table), limits)]  # fmt: skip
+    if (recompute or offload) and min(limits) < math.inf:
         free = synthesize(
             costs, placement, num_microbatches, memory=memory, objective=objective,
             stage_inputs=stage_inputs, split_backward=split_backward, evaluations=evaluations,
@@ -174,10 +176,14 @@ def synthesize(
         bound = min(bound, free.lower_bound)
         for name, table in [(free.source, free.table), *tables]:
             alone = dataclasses.replace(table, overlaps=frozenset())
-            if (split_backward or not table.splits_backward) and (
-                fitting := recompute_to_fit(alone, memory, limits)
-            ):
-                results.append((f"{name}, recomputed", fitting))
+            if split_backward or not table.splits_backward:
+                again = fitted(alone, memory, limits, Table.with_recomputation)
+                results += [(f"{name}, recomputed", again)] if recompute and again else []
+                results += [
+                    (f"{name}, offloaded", away)
+                    for away in (offloads_to_fit(alone, memory, limits) if offload else ())
+                    if _fits(simulate(away, costs, memory=memory).peak_memory, limits)
+                ]
     return _best(results, costs, memory, objective, bound)
 
 
@@ -258,8 +264,7 @@ def _check_feasible(problems: Sequence[Problem], limits: Sequence[float]) -> Non
             )
 
 
-def _fits(memory: Memory, table: Table, limits: Sequence[float]) -> bool:
-    peaks = memory.peaks(table)
+def _fits(peaks: Sequence[float], limits: Sequence[float]) -> bool:
     return all(peak <= limit + 1e-9 * abs(limit) for peak, limit in zip(peaks, limits, strict=True))
 
 

@@ -240,7 +240,7 @@ class _Builder:
     ) -> list[Any]:
         """Finds the values that later tasks of a stage read, and no other stage of its rank.
 
-        A number needs no copy: it has about no bytes.
+        A number needs no copy: it has about no bytes. Nor does what a policy has offloaded already.
         """
         ranks = self.ranks_of[loop.stage_number(0, direction) :]
         made = {v for task in loop.tasks for v in task.outvars}
@@ -248,7 +248,8 @@ class _Builder:
         for task in loop.tasks:
             key = task.params["key"]
             for v in task.invars:
-                if v in made and v.aval.size > 1 and ranks[key.stage] == ranks[stage]:
+                moves = v in made and v.aval.size > 1 and _compat.memory_kind(v.aval) is None
+                if moves and ranks[key.stage] == ranks[stage]:
                     alone, wanted = found.get(v, (True, False))
                     own = key.stage == stage
                     found[v] = alone and own, wanted or (own and key.kind in kinds)

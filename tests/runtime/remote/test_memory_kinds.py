@@ -8,6 +8,7 @@ import jaxpp
 from tests.helpers import assert_same, mesh_of
 from tests.transforms import two_layers
 from tests.transforms.place import test_memory_kinds as local
+from tests.transforms.place import test_offload as offload
 
 
 @pytest.fixture(scope="module", params=["auto", pytest.param("jax", marks=pytest.mark.slow)])
@@ -42,6 +43,16 @@ def test_workers_offload_and_load_to_the_same_bits(mesh):
     assert_same(jaxpp.gather(step(*args)), want)
     text = step.lower(*args).as_text()
     assert "run O0.0" in text and "run L1.0" in text and "wait for" in text
+
+
+@pytest.mark.more
+def test_workers_offload_a_stack_beside_a_policy(mesh):
+    own = offload.placed_stack(jaxpp.schedules.Offload("gpipe"), mesh, names=["h"])
+    plain = offload.placed_stack(jaxpp.schedules.GPipe(), names=["h"])
+    assert_same(jaxpp.gather(own(*offload.STACK)), plain(*offload.STACK))
+    # The first rank keeps nothing but the batch and what the policy offloads.
+    away, before = ([r.host_bytes for r in step.describe().ranks] for step in (own, plain))
+    assert away[0] == before[0] > 0 and away[1] > before[1] > 0
 
 
 def test_state_is_made_saved_and_loaded_in_its_memory(mesh, tmp_path):

@@ -1,10 +1,15 @@
 """A table with offload gives the same bits, with the bytes on the device that it says."""
 
 import itertools
+import warnings
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 import jaxpp
 from jaxpp._program import Run, Wait
@@ -13,7 +18,7 @@ from jaxpp.runtime.trace._clock import Offset
 from jaxpp.runtime.trace._recorder import Records, RunRecord
 from jaxpp.runtime.trace._result import assemble
 from jaxpp.schedules import Costs, FromTable, Offload, by_name
-from tests.helpers import assert_same, mesh_of
+from tests.helpers import assert_close, assert_same, mesh_of
 from tests.scripts import load_script
 from tests.transforms.tasks.test_recompute import OPTIMIZER, PARAMS, data, trained
 
@@ -119,3 +124,77 @@ def test_on_one_device_nothing_is_moved():
     grads = [jaxpp.schedule(GRAD, s) for s in (by_name("1f1b"), Offload("1f1b"))]
     texts = [jax.jit(grad).lower(WS, X).as_text() for grad in grads]
     assert texts[0] == texts[1]
+
+
+# ---- with what else a step may have -------------------------------------------------------------
+
+
+def stack(weights, x):
+    """Four layers, stacked; each keeps two values that a policy may offload, by name."""
+
+    def layer(h, w):
+        g = checkpoint_name(jnp.tanh(h @ w), "g")
+        return h + checkpoint_name(jnp.sin(g), "h") ** 2, None
+
+    return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+
+STACK = jax.random.normal(jax.random.key(0), (4, 6, 6)) / 3, data(1)[:, 0, :1] * jnp.ones((1, 6))
+
+
+def placed_stack(schedule, mesh=None, names=None, replicas=1, **options):
+    policy = names and jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=names,
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(stack, num_stages=2), policy=policy)
+    grad = jaxpp.microbatch(jax.value_and_grad(staged), 4, replicas=replicas)
+    return jaxpp.place(jaxpp.schedule(grad, schedule), mesh or mesh_of(2), **options)
+
+
+def test_a_stack_with_a_policy_is_offloaded_too(optimized):
+    """The host holds what the policy offloads of each layer, and the rest while that is away."""
+    want = jax.jit(jax.value_and_grad(stack))(*STACK)
+    held = {}
+    for names in (None, ["h"], ["g", "h"]):
+        steps = [placed_stack(s, names=names) for s in (by_name("gpipe"), Offload("gpipe"))]
+        plain, moved = (jax.device_get(jaxpp.gather(step(*STACK))) for step in steps)
+        assert_same(moved, plain)
+        assert_close(moved, jax.device_get(want))
+        assert jaxpp.certify(steps[1], *STACK).exact
+        held[len(names or ())] = [
+            [getattr(rank, f"{kind}_bytes") for kind in ("host", "activation")]
+            for step in steps
+            for rank in step.describe().ranks
+        ]
+    # The last rank's layers: nothing by a policy, one value of each of two layers, and two values.
+    layers = 2 * STACK[1].nbytes
+    assert [held[count][1][0] for count in (0, 1, 2)] == [0, layers, 2 * layers]
+    for plain, moved in ((own[1], own[3]) for own in held.values()):
+        assert moved[0] > plain[0] and moved[1] < plain[1]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_offload_with_axes_inside_a_rank_keeps_each_bit(optimized, replicas):
+    mesh = jaxpp.MpmdMesh((2, 2), ("mpmd", "data"))
+    options: Any = dict(in_specs=(P(), P("data")), replicas=replicas)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an all-reduce in each backward, without replicas
+        steps = [placed_stack(s, mesh, **options) for s in (by_name("gpipe"), Offload("gpipe"))]
+        plain, moved = (jax.device_get(jaxpp.gather(step(*STACK))) for step in steps)
+        assert_same(moved, plain)
+        assert jaxpp.certify(steps[1], *STACK).exact
+        ranks = steps[1].describe().ranks
+    assert all(rank.host_bytes > 0 for rank in ranks)
+
+
+@pytest.mark.more
+def test_a_batch_of_steps_is_offloaded(optimized):
+    from tests.transforms.tasks.test_schedule import GRAD, STAGES, WS, X
+
+    args = WS, jnp.stack([X, 2 * X])
+    grads = [jax.vmap(jaxpp.schedule(GRAD, s), (None, 0)) for s in (by_name("1f1b"), Offload())]
+    plain, moved = (jaxpp.place(grad, mesh_of(STAGES)) for grad in grads)
+    assert_same(jax.device_get(moved(*args)), jax.device_get(plain(*args)))
+    assert any(rank.host_bytes for rank in moved.describe().ranks)
