@@ -61,7 +61,7 @@ def worker_options(
         cores: the number of cores that it may use, by default all; see `prepare_process`.
     """
     variables = {"PYTHONPATH": os.pathsep.join(_import_paths())}
-    gpus = reservation.gpus[rank]
+    gpus = reservation.gpus
     # On a GPU it is empty, so that a driver or a session that is held to CPU does not hold it.
     variables["JAX_PLATFORMS"] = "" if gpus else "cpu"
     if 0 < gpus < 1:
@@ -88,8 +88,8 @@ def worker_options(
 def warn_of_driver(reservation: Reservation) -> None:
     """Warns where JAX in this process takes memory of GPUs that ranks of its node want."""
     here = ray.get_runtime_context().get_node_id()
-    gpus = zip(reservation.places, reservation.gpus, strict=True)
-    ranks = [n for n, (own, gpu) in enumerate(gpus) if gpu and any(p.node_id == here for p in own)]
+    near = [any(place.node_id == here for place in own) for own in reservation.places]
+    ranks = [rank for rank, is_here in enumerate(near) if is_here and reservation.gpus]
     platform = _compat.started_platform()
     takes = "has taken" if platform else "takes, as soon as it is used,"
     if platform is None:

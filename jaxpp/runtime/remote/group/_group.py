@@ -98,10 +98,10 @@ class WorkerGroup:
             undo.callback(leave_session, self._session)
             self._reservation = reserve_places(
                 self._session,
-                processes_per_rank=settings.processes_per_rank,
+                settings.num_ranks,
+                gpus_per_rank=settings.devices_per_rank * settings.gpus_per_rank,
                 cpus_per_rank=settings.cpus_per_rank,
-                gpus_per_rank=[settings.devices_per_rank * settings.gpus_per_rank]
-                * settings.num_ranks,
+                processes_per_rank=settings.processes_per_rank,
             )
             undo.callback(release_places, self._reservation)
             undo.callback(self._kill)
