@@ -3,7 +3,7 @@
 import pickle
 import threading
 import types
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -19,7 +19,14 @@ class Calls:
         self.futures = futures
 
     def results(self):
-        return {rank: [pickle.loads(future.result())] for rank, future in self.futures.items()}
+        wait(self.futures.values())
+        found = {}
+        for rank, future in self.futures.items():
+            if error := future.exception():
+                error.add_note(f"on rank {rank}")
+                raise error
+            found[rank] = [pickle.loads(future.result())]
+        return found
 
 
 class ThreadMesh:

@@ -85,11 +85,11 @@ def reserve_places(
 
     Args:
         session: the session, from `join_session`.
-        num_ranks: how many ranks there are.
-        gpus_per_rank: GPUs of a rank; below 1, it shares one.
-        cpus_per_rank: CPUs to count for a rank. By default one for each of its workers, but next to
-            nothing in a session of our own, so that ranks may be more than a laptop's cores.
-        processes_per_rank: the number of workers of a rank, which share its CPUs and GPUs evenly.
+        num_ranks: as for `RemoteMpmdMesh`, as the next three are.
+        gpus_per_rank: of a whole rank.
+        cpus_per_rank: next to nothing by default in a session of our own, so that ranks may be more
+            than a laptop's cores.
+        processes_per_rank: workers of a rank, which share its CPUs and GPUs evenly.
         timeout: seconds to wait for what others hold.
         lost: descriptions of nodes that the ranks were on before, for errors.
 
@@ -148,12 +148,8 @@ def release_places(reservation: Reservation) -> None:
 def renew_places(session: Session, reservation: Reservation) -> Reservation:
     """Replaces a reservation that has lost a node; returns one that is whole unchanged.
 
-    A session of our own that has lost its only node is started anew.
-
-    Args:
-        session: the session, from `join_session`.
-        reservation: from `reserve_places`. If it is not whole it is released, which ends its
-            workers.
+    One that is not whole is released, which ends its workers. A session of our own that has lost
+    its only node is started anew.
 
     Raises:
         ValueError, TimeoutError: as `reserve_places`; then the reservation can be renewed later.
