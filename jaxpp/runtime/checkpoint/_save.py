@@ -177,10 +177,8 @@ def ranks_at_work(
     calls = mesh.apply_everywhere(function, arguments, ordered=ordered)
     try:
         yield of_ranks
-    except BaseException:
-        with contextlib.suppress(Exception):
-            calls.results()
-        raise
+    finally:
+        calls.wait()  # what has failed is removed when nobody writes there any more
     of_ranks.update(calls.results())
 
 

@@ -18,8 +18,10 @@ class Calls:
     def __init__(self, futures):
         self.futures = futures
 
-    def results(self):
+    def wait(self):
         wait(self.futures.values())
+
+    def results(self):
         found = {}
         for rank, future in self.futures.items():
             if error := future.exception():

@@ -476,6 +476,14 @@ def test_a_worker_with_a_gpu_that_runs_on_cpu_is_refused():
     group._check(member, hello)
 
 
+def test_what_an_interrupted_restart_has_left_is_shut_down():
+    group = object.__new__(_group.WorkerGroup)
+    connected, without = unittest.mock.Mock(), unittest.mock.Mock(client=None)
+    group.members = [without, connected]
+    group.flush()
+    connected.client.flush.assert_called_once_with(True)
+
+
 def test_only_one_variable_gives_the_fraction_of_a_gpus_memory(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.375")
     _environment.prepare_process()

@@ -462,6 +462,17 @@ def time_passes(process, seconds):
     time.sleep(seconds)
 
 
+def test_who_waits_for_room_is_told_of_a_failure_while_a_rank_is_busy(mesh, step):
+    state, own = step(*begin(), batch()), pids(mesh)
+    mesh.apply_everywhere(time_passes, {0: (8,)})
+    threading.Timer(0.5, os.kill, [own[1], signal.SIGKILL]).start()
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1"):
+        for n in range(20):
+            state = step(*state[:3], batch(n))
+    assert time.monotonic() - began < 6
+
+
 def test_a_mesh_is_restarted_with_steps_under_way(mesh, step):
     before = pids(mesh)
     state = step(*begin(), batch())

@@ -308,7 +308,7 @@ def test_a_receive_bounds_how_far_dispatch_runs_ahead():
             a.flush()
 
 
-def test_traffic_and_recorder(pair):
+def test_a_recorder_hears_of_both_ends(pair):
     class Recorder:
         def __init__(self):
             self.lines = []

@@ -56,6 +56,8 @@ RESET_TIMEOUT = 5.0
 IN_FLIGHT = 4
 #: Seconds that a worker has to close its connections when the mesh is shut down.
 CLOSING = 2.0
+#: Seconds between two checks of the workers in a wait.
+POLL = 0.2
 #: What a call is posted with: the worker, the lane, the pieces, and who gets the answer.
 Post = tuple[int, Lane, Sequence[Any], Callable[..., None]]
 
@@ -154,8 +156,8 @@ class WorkerGroup:
 
     def flush(self, wait: bool = True) -> None:
         """Sends what has been posted, or what the connections take now if it is not to `wait`."""
-        for member in self.members:
-            member.client.flush(wait)
+        for client in filter(None, [member.client for member in self.members]):
+            client.flush(wait)  # a restart that was interrupted has left some without one
 
     def call(self, lane: Lane, method: str, args: Mapping[int, tuple], **how: Any) -> "Pending":
         """Calls a method of some workers, as `begin` does, and sends the calls."""
@@ -213,8 +215,8 @@ class WorkerGroup:
         """Waits until one more call of a step may be under way."""
         self.check()
         while len(self._flying) >= IN_FLIGHT:
-            self._flying[0].wait()
-            self._flying.popleft()
+            if self._flying[0].wait(POLL):
+                self._flying.popleft()
             self.check()
 
     def steps(self, calls: Mapping[int, Sequence[Any]]) -> list[Post]:
@@ -454,15 +456,15 @@ class Pending:
         self._answers, self._health = answers, health
         self._values: dict[int, Any] = {}
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits until all have answered, `timeout` seconds at most."""
-        end = time.monotonic() + (timeout or 0)
+    def wait(self, timeout: float = -1) -> bool:
+        """Waits until all have answered, `timeout` seconds at most; tells whether they have."""
+        end = time.monotonic() + timeout
         for answer in self._answers.values():
-            answer.result(-1 if timeout is None else max(0, end - time.monotonic()))
+            answer.result(timeout if timeout < 0 else max(0, end - time.monotonic()))
+        return all(answer.done() for answer in self._answers.values())
 
     def values(self) -> dict[int, Any]:
         """Waits for all workers; gives their results by worker, or raises as `value` does."""
-        self.wait()
         return {worker: self.value(worker) for worker in self._answers}
 
     def results(self) -> dict[int, list[Any]]:
