@@ -63,7 +63,8 @@ def fresh_bench(stack: contextlib.ExitStack) -> faults.Bench:
     """Makes a mesh with the step, instead of the one there was."""
     with contextlib.suppress(Exception):  # what a failed run has left may not shut down well
         stack.close()
-    how = {"transport": _TRANSPORT.value, "start_timeout": 300.0}
+    # Workers that start too slowly, on a busy host, are the mesh's own error, and no hang.
+    how = {"transport": _TRANSPORT.value, "start_timeout": 0.8 * _LIMIT.value}
     mesh = jaxpp.RemoteMpmdMesh((_RANKS.value,), ("mpmd",), **how)
     return faults.Bench.on(stack.enter_context(mesh))
 

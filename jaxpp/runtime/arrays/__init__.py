@@ -4,7 +4,6 @@ from jaxpp.runtime.arrays._arguments import check_arguments as check_arguments
 from jaxpp.runtime.arrays._arguments import check_here as check_here
 from jaxpp.runtime.arrays._arguments import check_layouts as check_layouts
 from jaxpp.runtime.arrays._axes import check_axes as check_axes
-from jaxpp.runtime.arrays._axes import shape_of as shape_of
 from jaxpp.runtime.arrays._gather import gather as gather
 from jaxpp.runtime.arrays._handle import ArrayHandle as ArrayHandle
 from jaxpp.runtime.arrays._handle import HandleSharding as HandleSharding

@@ -1,13 +1,11 @@
 """The axes of a mesh: the pipeline axis, and the axes inside a rank."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpp._program import PIPELINE_AXIS
-from jaxpp._specs import axis_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +38,6 @@ class Axes:
             tuple(self.names[i] for i in own),
             axis_types=tuple(self.types[i] for i in own),
         )
-
-    @property
-    def devices_per_rank(self) -> int:
-        """The product of the sizes of the axes inside a rank."""
-        return math.prod(self.shape) // self.num_ranks
 
 
 def check_axes(
@@ -85,11 +78,3 @@ def check_axes(
         sizes = dict(zip(names, shape, strict=True))
         raise ValueError(f"{kind} needs axes of size 1 at least, got {sizes}.")
     return Axes(shape, names, types)
-
-
-def shape_of(
-    axis_names: Sequence[str], inside: AbstractMesh | None, num_ranks: int
-) -> tuple[int, ...]:
-    """Returns the size of each axis of a mesh of ranks."""
-    sizes = axis_sizes(inside) | {PIPELINE_AXIS: num_ranks}
-    return tuple(sizes[name] for name in axis_names)

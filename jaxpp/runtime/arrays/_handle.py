@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpp import _compat
 
@@ -20,6 +21,8 @@ class ArrayHandle(jax.Array):
     """
 
     _aval: Any
+    #: Tells whether the array is bound to its devices.
+    committed = True  # pyright: ignore
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -61,14 +64,14 @@ class ArrayHandle(jax.Array):
         """The bytes of all elements."""
         return self.size * self.itemsize
 
-    @property
-    def committed(self) -> bool:
-        """Tells whether the array is bound to its devices; always true."""
-        return True
-
     def how_to_use(self, what: str) -> str:
         """Makes the text of an error: why the handle cannot be used so, and what can be done."""
         return _how_to_use(what, repr(self), self.is_fully_addressable)
+
+    def __len__(self):
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
+        return self.shape[0]
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.copy()
@@ -113,6 +116,16 @@ def _delegate(name: str, method: bool) -> Any:
     return call if method else property(lambda self: getattr(fetched(self), name))
 
 
+def _of_value(name: str) -> Any:
+    """Makes a method that fetches the value to this process, and calls that of the NumPy array."""
+
+    def call(self: ArrayHandle, *args: Any) -> Any:
+        return getattr(np.asarray(self), name)(*args)
+
+    call.__name__ = name
+    return call
+
+
 def _refused(name: str) -> property:
     """Makes an attribute that a fetched array would answer wrongly, and that a handle has not."""
 
@@ -136,6 +149,8 @@ for _name, _member in list(vars(jax.Array).items()):
         setattr(ArrayHandle, _name, _delegate(_name, isinstance(_member, Callable)))
 for _name in (f"__{name}__" for name in _OPERATORS):
     setattr(ArrayHandle, _name, _delegate(_name, method=True))
+for _name in "__float__ __int__ __complex__ __bool__ __index__ item tolist".split():
+    setattr(ArrayHandle, _name, _of_value(_name))
 ArrayHandle.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 

@@ -82,6 +82,9 @@ class StackedArray(ArrayHandle):
         ((3, 3), (0, 2, 3), Array([0., 0., 1.], dtype=float32))
     """
 
+    #: Tells whether each device holds the whole array.
+    is_fully_replicated = False  # pyright: ignore
+
     def __init__(self, parts: Sequence[jax.Array]):
         self._parts = tuple(parts)
         self._bounds = (0, *itertools.accumulate(p.shape[0] for p in self._parts))
@@ -114,11 +117,6 @@ class StackedArray(ArrayHandle):
         """Tells whether this process holds the whole array."""
         return not self.is_remote
 
-    @property
-    def is_fully_replicated(self) -> bool:
-        """Tells whether each device holds the whole array; always false."""
-        return False
-
     def devices(self) -> set[Any]:
         """Returns the devices of this process that hold a part."""
         return self.sharding.device_set
@@ -131,9 +129,6 @@ class StackedArray(ArrayHandle):
     def why_deleted(self) -> str:
         """The reason why a part is gone, as the end of a sentence; empty if not known."""
         return next((why for p in self._parts if (why := getattr(p, "why_deleted", ""))), "")
-
-    def __len__(self):
-        return self.shape[0]
 
     def __repr__(self):
         rows = ", ".join(f"{a}:{b}" for a, b in itertools.pairwise(self._bounds))
@@ -172,10 +167,6 @@ class StackedArray(ArrayHandle):
     def copy(self) -> "StackedArray":
         """Makes a copy, each part on its own devices; the parts must be in this process."""
         return StackedArray([jnp.copy(p) for p in self._parts])
-
-    def tolist(self) -> Any:
-        """Returns the values as nested lists."""
-        return np.asarray(self).tolist()
 
     def delete(self) -> None:
         """Drops the array from all devices and ranks."""
@@ -316,7 +307,7 @@ def _remote_slices(array: Any, intervals: Sequence[tuple[int, int]]) -> list[Any
         for a, b in intervals
     ]
     items = [(part.id, a, b) for part, (a, b) in zip(parts, intervals, strict=True)]
-    mesh.apply_everywhere(slice_on_rank, {rank: (array.id, items, spec)}).result()
+    mesh.apply_everywhere(slice_on_rank, {rank: (array.id, items, spec)}).results()
     return parts
 
 

@@ -83,7 +83,7 @@ def load_state(path: str | os.PathLike[str], like: Any, shardings: Any = None) -
             elif isinstance(there, ArrayLeaf):
                 note(number, there, _place_of(value) if place is None else place)
         arrays, arguments, mesh = _remote_reads(remote, values, str(data), str(path))
-        with ranks_at_work(mesh, arguments, ordered=True):
+        with ranks_at_work(mesh, _ranks.read, arguments):
             read = _ranks.read_arrays(str(data), str(path), list(local.values()))
     for number, array in [*arrays.items(), *zip(local, read, strict=True)]:
         scalar = number < len(leaves) and isinstance(leaves[number][1], np.generic)
@@ -162,7 +162,7 @@ def _remote_reads(
         arrays[number] = array = mesh.new_array(aval, ranks, spec)
         for rank in ranks:
             items[rank].append((array.id, leaf, (spec, memory_kind(aval)), aval.weak_type))
-    return arrays, {r: (_ranks.read, data, path, found) for r, found in items.items()}, mesh
+    return arrays, {rank: (data, path, found) for rank, found in items.items()}, mesh
 
 
 def _spec_of(leaf: ArrayLeaf, place: RemoteSharding) -> Spec:

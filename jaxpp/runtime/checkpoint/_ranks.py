@@ -5,11 +5,10 @@ process that saves calls the others for its own arrays.
 """
 
 import dataclasses
-import itertools
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +31,6 @@ HostPiece = tuple[int, tuple[int, ...], np.ndarray]
 #: Snapshots that have been taken in this process and not yet been written, by owner and rank. An
 #: owner has one at a time, so that the next snapshot replaces one that a failure has left.
 _snapshots: dict[tuple[str, int], list[HostPiece]] = {}
-
-
-def attempt(process: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Runs a function of this module on a process; an exception is the result, and fails nothing.
-
-    See `results`. A rank whose step has failed before raises the mesh's own error, which says more.
-    """
-    try:
-        return function(process, *args)
-    except Lost:
-        raise
-    except Exception as error:
-        error.add_note(f"On rank {process.rank}, host {socket.gethostname()}.")
-        return error
-
-
-def results(found: Mapping[int, Sequence[Any]]) -> Mapping[int, Sequence[Any]]:
-    """Returns the results of attempts in all processes of all ranks; raises the first exception."""
-    for result in itertools.chain(*found.values()):
-        if isinstance(result, Exception):
-            raise result
-    return found
 
 
 # ---- writing ------------------------------------------------------------------------------------

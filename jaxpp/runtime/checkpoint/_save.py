@@ -124,18 +124,16 @@ class Plan:
 
         The plan that it returns writes the copies, while the ranks go on.
         """
-        arguments = {r: (_ranks.snapshot, owner, items) for r, items in self.remote.items()}
-        with ranks_at_work(self.mesh, arguments, ordered=True):
+        arguments = {rank: (owner, items) for rank, items in self.remote.items()}
+        with ranks_at_work(self.mesh, _ranks.snapshot, arguments):
             own = _ranks.to_pieces(self.local, copy=True)
         return dataclasses.replace(self, local=(), held=(), owner=owner, copied=own)
 
     def write(self, data: Path) -> tuple[Leaf, ...]:
         """Writes the arrays, or their copies; returns the leaves with their pieces."""
-        arguments = {
-            rank: (_ranks.write, str(data), items, self.owner)
-            for rank, items in self.remote.items()
-        }
-        with ranks_at_work(self.mesh, arguments, ordered=not self.owner) as of_ranks:
+        arguments = {r: (str(data), items, self.owner) for r, items in self.remote.items()}
+        ordered = not self.owner
+        with ranks_at_work(self.mesh, _ranks.write, arguments, ordered=ordered) as of_ranks:
             own = self.copied or _ranks.to_pieces(self.local)
             of_driver = _ranks.write_pieces(str(data), _ranks.DRIVER, own)
         pieces: dict[int, list[Piece]] = defaultdict(list)
@@ -152,18 +150,21 @@ class Plan:
 
     def drop(self) -> None:
         """Forgets the copies."""
-        arguments = {rank: (_ranks.drop_snapshot, self.owner) for rank in self.remote}
-        with ranks_at_work(self.mesh, arguments, ordered=False):
+        arguments = dict.fromkeys(self.remote, (self.owner,))
+        with ranks_at_work(self.mesh, _ranks.drop_snapshot, arguments, ordered=False):
             pass
 
 
 @contextlib.contextmanager
-def ranks_at_work(mesh: Any, arguments: Mapping[int, tuple[Any, ...]], *, ordered: bool):
-    """Runs functions of `_ranks` on ranks, beside the block; waits for them at the block's end.
+def ranks_at_work(
+    mesh: Any, function: Any, arguments: Mapping[int, tuple[Any, ...]], *, ordered: bool = True
+):
+    """Runs a function of `_ranks` on ranks, beside the block; waits for all at the block's end.
 
     Args:
         mesh: the remote mesh.
-        arguments: for each rank the function and its arguments.
+        function: what runs there; its exception fails no rank.
+        arguments: for each rank the arguments.
         ordered: whether they run between the steps called before and those called after.
 
     Yields:
@@ -173,14 +174,12 @@ def ranks_at_work(mesh: Any, arguments: Mapping[int, tuple[Any, ...]], *, ordere
     if not arguments:
         yield of_ranks
         return
-    calls = mesh.apply_everywhere(_ranks.attempt, arguments, ordered=ordered)
+    calls = mesh.apply_everywhere(function, arguments, ordered=ordered)
     try:
         yield of_ranks
-    except BaseException:
-        with contextlib.suppress(Exception):
-            calls.results()
-        raise
-    of_ranks.update(_ranks.results(calls.results()))
+    finally:
+        calls.wait()  # what has failed is removed when nobody writes there any more
+    of_ranks.update(calls.results())
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:

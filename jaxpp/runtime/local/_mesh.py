@@ -26,7 +26,6 @@ from jaxpp.runtime.arrays import (
     from_host,
     homes_of,
     put_together,
-    shape_of,
     sharding_in,
     sizes_of,
     to_host,
@@ -105,7 +104,8 @@ class MpmdMesh:
                     f"devices, but those of one rank must differ."
                 )
         self.homes = homes_of(by_rank, axes.inside)
-        self.axis_names, self.inside = axes.names, axes.inside
+        self.shape, self.axis_names, self.inside = axes.shape, axes.names, axes.inside
+        self.num_ranks = axes.num_ranks
         self._tracing = LocalTracing()
         self._lock = threading.RLock()
 
@@ -119,19 +119,9 @@ class MpmdMesh:
         pass
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each axis."""
-        return shape_of(self.axis_names, self.inside, self.num_ranks)
-
-    @property
     def devices(self) -> tuple[Any, ...]:
         """The devices, rank after rank."""
         return tuple(device for home in self.homes for device in devices_of(home))
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of pipeline ranks."""
-        return len(self.homes)
 
     def load(self, bundle: Bundle) -> Any:
         """Compiles a step; returns the function that runs the step on its arguments."""

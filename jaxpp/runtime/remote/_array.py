@@ -39,14 +39,11 @@ class RemoteSharding(HandleSharding):
     ranks: tuple[int, ...]
     spec: PartitionSpec = PartitionSpec()
 
+    is_fully_addressable = False  # pyright: ignore
+
     def __repr__(self):
         split = f", spec={self.spec!r}" if self.spec else ""
         return f"RemoteSharding(ranks={self.ranks}{split})"
-
-    @property
-    def is_fully_addressable(self) -> bool:
-        """Tells whether this process holds the array; always false."""
-        return False
 
     @property
     def array(self) -> str:
@@ -61,7 +58,8 @@ class RemoteArray(ArrayHandle):
     and ranks are known in this process. `jaxpp.gather`, `jax.device_get`, `np.asarray`, `float` and
     their like fetch its value. Functions of JAX, methods and operators refuse it. It may be passed
     to any placed function of its mesh, and is gone once it has been donated. The ranks drop the
-    array when the last reference to this handle goes.
+    array when the last reference to this handle goes. Of the `mesh`, each of its `ranks` has the
+    whole array, split over the rank's devices as `spec` says, dimension by dimension.
 
     Example:
         >>> import jax.numpy as jnp, jaxpp
@@ -80,71 +78,36 @@ class RemoteArray(ArrayHandle):
         ranks: tuple[int, ...],
         spec: Spec = (),
     ):
-        self._arrays = arrays
-        self._id = number
-        self._aval = aval
-        self._ranks = ranks
-        self._spec = spec
+        self._arrays, self._aval = arrays, aval
+        #: The number by which the ranks know the array.
+        self.id = number
+        self.mesh, self.ranks, self.spec = arrays.mesh, ranks, spec
         #: The number of restarts of the mesh before the array was made.
         self.incarnation = arrays.incarnation
-        self._gone = ""
+        #: The reason why the array is gone, as the end of a sentence; empty while it is there.
+        self.why_deleted = ""
         arrays.note(self)
 
-    # ---- its type and place ---------------------------------------------------------------------
-
-    @property
-    def mesh(self) -> "RemoteMpmdMesh":
-        """The mesh whose ranks hold the array."""
-        return self._arrays.mesh
-
-    @property
-    def id(self) -> int:
-        """The number by which the ranks know the array."""
-        return self._id
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold the array; each has the whole array, on one device or several."""
-        return self._ranks
-
-    @property
-    def spec(self) -> Spec:
-        """The split of the array over the devices of each rank, dimension by dimension."""
-        return self._spec
+    is_fully_addressable = False  # pyright: ignore
 
     @property
     def sharding(self) -> Any:
         """The place of the array, as a `RemoteSharding`."""
-        return RemoteSharding(self.mesh, self._ranks, partition_spec(self._spec))
-
-    @property
-    def is_fully_addressable(self) -> bool:
-        """Tells whether this process holds the array; always false."""
-        return False
+        return RemoteSharding(self.mesh, self.ranks, partition_spec(self.spec))
 
     @property
     def is_fully_replicated(self) -> bool:
         """Tells whether each device of its ranks holds the whole array."""
-        return not any(self._spec)
+        return not any(self.spec)
 
     def is_deleted(self) -> bool:
         """Tells whether a call has consumed the array, or `delete` has been called."""
-        return bool(self._gone)
-
-    @property
-    def why_deleted(self) -> str:
-        """The reason why the array is gone, as the end of a sentence; empty while it is there."""
-        return self._gone
-
-    def __len__(self):
-        if not self.shape:
-            raise TypeError("len() of an array without axes")
-        return self.shape[0]
+        return bool(self.why_deleted)
 
     def __repr__(self):
-        ranks = ", ".join(map(str, self._ranks))
+        ranks = ", ".join(map(str, self.ranks))
         where = self._arrays.why_lost(self) or f"on rank {ranks}"
-        where = f"deleted: {self._gone}" if self._gone else where
+        where = f"deleted: {self.why_deleted}" if self.why_deleted else where
         return f"RemoteArray({self.dtype.name}[{','.join(map(str, self.shape))}] {where})"
 
     __str__ = __repr__
@@ -174,40 +137,17 @@ class RemoteArray(ArrayHandle):
     def __jax_array__(self) -> jax.Array:
         return self._arrays.fetch_jax(self)
 
-    def __float__(self):
-        return float(np.asarray(self))
-
-    def __int__(self):
-        return int(np.asarray(self))
-
-    def __complex__(self):
-        return complex(np.asarray(self))
-
-    def __bool__(self):
-        return bool(np.asarray(self))
-
-    def __index__(self):
-        return np.asarray(self).__index__()
-
-    def item(self, *args: Any) -> Any:
-        """Returns the value of an element as a Python number."""
-        return np.asarray(self).item(*args)
-
-    def tolist(self) -> Any:
-        """Returns the values as nested lists."""
-        return np.asarray(self).tolist()
-
     # ---- its end --------------------------------------------------------------------------------
 
     def delete(self) -> None:
         """Lets its ranks drop the array."""
-        if not self._gone:
+        if not self.why_deleted:
             self._arrays.release(self)
-            self._gone = "dropped by delete()"
+            self.why_deleted = "dropped by delete()"
 
     def consume(self, why: str) -> None:
         """Notes that a call has taken the array's memory."""
-        self._gone = why
+        self.why_deleted = why
         self._arrays.forget(self)
 
     def __reduce__(self):

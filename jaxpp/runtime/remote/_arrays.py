@@ -160,7 +160,7 @@ class Arrays:
         with self.lock, uninterrupted():
             self.check_exists(array)
             kept = self._reading[array.id] = _Kept([array])
-            call = self._group.begin(Lane.FETCH, "ready", {worker: ([array.id],)}, kept=kept)
+            call = self._group.begin(Lane.FETCH, "fetch", {worker: ([array.id], False)}, kept=kept)
             del kept
         self._group.flush()
         call.values()

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpp import _compat, _jaxprs
@@ -52,10 +52,11 @@ class Library:
 
     Args:
         kinds: for each rank something that is equal where ranks can share executables.
+        has: gives the set of what a rank's workers have, which is changed here.
     """
 
-    def __init__(self, kinds: Sequence[Any]):
-        self._kinds = kinds
+    def __init__(self, kinds: Sequence[Any], has: Callable[[int], set[Any]]):
+        self._kinds, self._has = kinds, has
         self._numbers = itertools.count()
         self._steps: dict[int, _Step] = {}
         self._pickled: dict[int, Pickled] = {}
@@ -63,7 +64,6 @@ class Library:
         self.has_effects = False
         #: Computations by their keys, which name objects by their ids; so each is kept alive.
         self._known: dict[Any, tuple[int, Any]] = {}
-        self._has: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)
         #: For each of the last calls the lines of its step.
         self._lines: dict[int, Mapping[str, str]] = {}
         self._removed: list[int] = []
@@ -93,12 +93,16 @@ class Library:
     def missing(self, step: int) -> list["Loading"]:
         """Makes the loadings for the ranks that do not have a step."""
         found = self._steps[step]
-        lacking = [p for p in found.programs if ("step", step) not in self._has[p.rank]]
+        lacking = [p for p in found.programs if ("step", step) not in self._has(p.rank)]
         wanted = {p.rank: self._lacks(found, p) for p in lacking}
         compiles: dict[int, list[int]] = {rank: [] for rank in wanted}
         shared = set()
         for number in dict.fromkeys(n for own in wanted.values() for n in own):
-            for ranks in self._alike(r for r, own in wanted.items() if number in own):
+            alike: dict[Any, list[int]] = defaultdict(list)  # that can share executables
+            for rank, own in wanted.items():
+                if number in own:
+                    alike[self._kinds[rank]].append(rank)
+            for ranks in alike.values():
                 compiles[min(ranks, key=lambda r: self._weight(compiles[r]))].append(number)
                 shared |= {number} if len(ranks) > 1 else set()
         return [
@@ -109,13 +113,7 @@ class Library:
     def shared(
         self, loading: "Loading", others: Mapping[int, "Loading"], compiled: Mapping[int, Any]
     ) -> dict[int, bytes]:
-        """Finds the executables that other ranks have compiled for this one.
-
-        Args:
-            loading: of the rank.
-            others: the loadings by worker.
-            compiled: what `Process.compile` gave each worker.
-        """
+        """Finds the executables for a rank's loading that others, by worker, have compiled."""
         kind = self._kinds[loading.rank]
         own = [found for w, found in compiled.items() if self._kinds[others[w].rank] == kind]
         return {n: found[n] for found in own for n in loading.lacks if n in found}
@@ -127,15 +125,8 @@ class Library:
     def _lacks(self, step: _Step, program: Program) -> list[int]:
         """Finds the computations that a rank runs in a step and does not have, largest first."""
         numbers = {n for n in step.computations[program.rank] if n is not None}
-        lacks = [n for n in numbers if ("computation", n) not in self._has[program.rank]]
+        lacks = [n for n in numbers if ("computation", n) not in self._has(program.rank)]
         return sorted(lacks, key=lambda n: (-self._weight([n]), n))
-
-    def _alike(self, ranks: Iterable[int]) -> list[list[int]]:
-        """Groups ranks that can share executables: those of one host and kind of device."""
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for rank in ranks:
-            groups[self._kinds[rank]].append(rank)
-        return list(groups.values())
 
     def _loading(
         self, number: int, program: Program, compiles: list[int], lacks: list[int], shared: set[int]
@@ -159,9 +150,8 @@ class Library:
         found = self._steps[step]
         for program in found.programs:
             own = found.computations[program.rank]
-            has = self._has[program.rank]
-            has.add(("step", step))
-            has.update(("computation", n) for n in own if n is not None)
+            numbers = (("computation", n) for n in own if n is not None)
+            self._has(program.rank).update([("step", step), *numbers])
 
     def remove(self, step: int) -> None:
         """Notes that a step is not called any more; `removals` tells the ranks."""
@@ -177,16 +167,12 @@ class Library:
             unused = {n for own in step.computations for n in own} - used - {None}
             for program in step.programs:
                 own = unused.intersection(step.computations[program.rank])
-                self._has[program.rank] -= {("step", number), *(("computation", n) for n in own)}
+                gone = [("step", number), *(("computation", n) for n in own)]
+                self._has(program.rank).difference_update(gone)
                 found.append((program.rank, number, own))
             self._known = {k: v for k, v in self._known.items() if v[0] not in unused}
             self._pickled = {n: e for n, e in self._pickled.items() if n not in unused}
         return found
-
-    def forget(self, ranks: Iterable[int]) -> None:
-        """Notes that these ranks have new workers, which have nothing yet."""
-        for rank in ranks:
-            self._has.pop(rank, None)
 
     # ---- names in the user's words --------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from jaxpp._specs import Spec, axis_sizes
 from jaxpp.runtime import trace
 from jaxpp.runtime.arrays import (
     check_axes,
-    shape_of,
     with_stacked,
 )
 from jaxpp.runtime.remote._array import RemoteArray
@@ -102,7 +101,8 @@ class RemoteMpmdMesh:
     ):
         axes = check_axes("RemoteMpmdMesh", shape, axis_names, axis_types)
         # The group brings Ray, which takes long to import.
-        from jaxpp.runtime.remote.group import Settings, WorkerGroup
+        from jaxpp.runtime.remote.group import WorkerGroup
+        from jaxpp.runtime.remote.worker import Settings
 
         settings = Settings(
             axes.num_ranks,
@@ -117,15 +117,14 @@ class RemoteMpmdMesh:
             heartbeat_timeout,
             start_timeout,
         )
-        settings.check()
-        self.axis_names, self.inside = axes.names, axes.inside
-        self.num_ranks = axes.num_ranks
-        self.processes_per_rank = settings.processes_per_rank
+        self.shape, self.axis_names, self.inside = axes.shape, axes.names, axes.inside
+        self.num_ranks, self.processes_per_rank = axes.num_ranks, processes_per_rank
         group = WorkerGroup(settings, lambda *task: library.describe(*task))
         # Executables name devices by numbers. These may differ between ranks where
         # `jax.distributed` joins processes; then ranks do not share executables.
         kinds = [(h.node, h.device) for h in group.hellos]
-        library = Library(range(self.num_ranks) if self.processes_per_rank > 1 else kinds)
+        kinds = range(self.num_ranks) if processes_per_rank > 1 else kinds
+        library = Library(kinds, group.has)
         self._group, self._arrays = group, Arrays(self, group)
         feeds = Feeds(
             lambda load, value: self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
@@ -142,11 +141,6 @@ class RemoteMpmdMesh:
 
     def __exit__(self, *_):
         self.shutdown()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each axis."""
-        return shape_of(self.axis_names, self.inside, self.num_ranks)
 
     # ---- life -----------------------------------------------------------------------------------
 
@@ -178,13 +172,8 @@ class RemoteMpmdMesh:
             self._group.check_open()
             # This comes before the new workers, which will never make the arrays from before.
             self._arrays.restart()
-            steps, fresh = self._steps, set(range(self.num_ranks))
-            steps.tracing = None
-            try:
-                fresh = self._group.restart()
-            finally:
-                steps.library.forget(fresh)
-                steps.feeds.forget(fresh)
+            self._steps.tracing = None
+            self._group.restart()
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -200,29 +189,16 @@ class RemoteMpmdMesh:
     # ---- traces ---------------------------------------------------------------------------------
 
     def start_trace(self, directory: str | os.PathLike[str], *, profiler: bool = True) -> None:
-        """Starts to record the tasks and messages of the ranks, in the first process of each rank.
+        """Starts to record, as `MpmdMesh.start_trace`, in the first process of each rank.
 
-        Args:
-            directory: where `stop_trace` writes its files, on this host; those of an earlier trace
-                are replaced.
-            profiler: whether JAX's profiler records in each worker, too, into
-                `<directory>/profile-<rank>` on the rank's host: what each task consists of. It
-                costs more than the rest.
-
-        Raises:
-            RuntimeError: the mesh is traced already.
-            OSError: the directory cannot be written to.
+        The files are written on this host; JAX's profile of each worker, into
+        `<directory>/profile-<rank>` on the rank's host.
         """
         steps = self._steps
         steps.tracing = trace.start_trace(self, directory, profiler, steps.tracing)
 
     def stop_trace(self) -> trace.Trace:
-        """Ends the trace once all calls have been computed, and writes its files.
-
-        The files are those of `MpmdMesh.stop_trace`.
-
-        Returns:
-            When each task and each message was, on one clock, and the paths of the files.
+        """Ends the trace, and writes its files, as `MpmdMesh.stop_trace`; all is on one clock.
 
         Raises:
             RuntimeError: the mesh is not traced.
@@ -268,54 +244,24 @@ class RemoteMpmdMesh:
             Exception: what the function raised on a rank.
             RankError: a rank has failed.
         """
-        return self.apply_async(function, args, ordered=ordered).result()
-
-    def apply_async(
-        self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
-    ) -> "Applied":
-        """Starts a function as `apply` does, and does not wait; `.result()` waits."""
-        return self._start(function, args, everywhere=False, ordered=ordered)
+        first = {self._group.workers(rank)[0]: own for rank, own in args.items()}
+        found = self._start(function, first, ordered).results()
+        return {rank: own for rank, (own,) in found.items()}
 
     def apply_everywhere(
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
-    ) -> "Applied":
-        """Starts a function as `apply_async` does, but in all processes of each rank."""
-        return self._start(function, args, everywhere=True, ordered=ordered)
+    ) -> Any:
+        """Starts a function as `apply` does, in all processes of each rank, and does not wait.
 
-    def _start(
-        self,
-        function: Callable[..., Any],
-        args: Mapping[int, tuple],
-        *,
-        everywhere: bool,
-        ordered: bool,
-    ) -> "Applied":
-        group = self._group
-        own = {
-            worker: (function, *args[rank])
-            for rank in args
-            for worker in (group.workers(rank) if everywhere else group.workers(rank)[:1])
-        }
-        with group.order:
-            group.check()
+        `.results()` waits; it returns, by rank, a list of what each process gave.
+        """
+        every = {w: own for rank, own in args.items() for w in self._group.workers(rank)}
+        return self._start(function, every, ordered)
+
+    def _start(self, function: Callable[..., Any], args: Mapping[int, tuple], ordered: bool) -> Any:
+        with self._group.order:
+            self._group.check()
             self.flush()
             lane = Lane.ORDERED if ordered else Lane.ASIDE
-            return Applied(group.call(lane, "apply", own, code=True), self.processes_per_rank)
-
-
-class Applied:
-    """A function that runs on some ranks."""
-
-    def __init__(self, call: Any, processes: int):
-        self._call, self._processes = call, processes
-
-    def result(self) -> dict[int, Any]:
-        """Waits for all ranks; returns by rank the result of its first process, or raises."""
-        return {rank: found[0] for rank, found in self.results().items()}
-
-    def results(self) -> dict[int, list[Any]]:
-        """Waits for all ranks; returns by rank the results of its processes."""
-        found: dict[int, list[Any]] = {}
-        for worker, value in self._call.values().items():
-            found.setdefault(worker // self._processes, []).append(value)
-        return found
+            own = {worker: (function, *given) for worker, given in args.items()}
+            return self._group.call(lane, "apply", own, code=True)

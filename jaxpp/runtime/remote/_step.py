@@ -67,8 +67,7 @@ class Steps:
         group = self.group
         with uninterrupted():
             for rank, *unused in self.library.removals():
-                args = dict.fromkeys(group.workers(rank), tuple(unused))
-                group.post(group.posts(Lane.ORDERED, "unload", args))
+                group.post(group.posts(Lane.ORDERED, "unload", rank, *unused))
         loadings = self.library.missing(step)
         if not loadings:  # as in every call but the first
             return
@@ -88,18 +87,18 @@ class Steps:
         """Tells the ranks at once which arrays they may drop; else the next call tells them."""
         with self.group.order, uninterrupted():
             for rank, released in enumerate(self.arrays.releases()):
-                args = dict.fromkeys(self.group.workers(rank) if released else (), (released,))
-                self.group.post(self.group.posts(Lane.ORDERED, "drop", args))
+                if released:
+                    self.group.post(self.group.posts(Lane.ORDERED, "drop", rank, released))
         self.group.flush()
 
     def loads(self, rank: int, batches: Iterable[Batch]) -> list[Any]:
         """Makes the posts that let a rank load the batches that its next call reads."""
         posts = []
         for batch in batches:
-            args = batch, self.feeds.load_for(rank, batch)
-            workers = self.group.workers(rank)
-            posts += self.group.posts(Lane.FEED, "feed", dict.fromkeys(workers, args))
-            self.feeds.note(rank, batch)
+            known, has = ("load", batch.load), self.group.has(rank)
+            load = None if known in has else self.feeds.load_of(batch)
+            posts += self.group.posts(Lane.FEED, "loader.load", rank, batch, load)
+            has.add(known)
         return posts
 
 

@@ -4,8 +4,7 @@ import dataclasses
 import pathlib
 import platform
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from jaxpp.runtime.trace._recorder import clock
 
@@ -13,24 +12,6 @@ from jaxpp.runtime.trace._recorder import clock
 CLOCK_EVENT = "jaxpp clock"
 #: The number of times that a clock is asked; the shortest of so many round trips has little delay.
 ROUND_TRIPS = 10
-
-
-class Processes(Protocol):
-    """The processes of a mesh, each with a number from 0."""
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of processes."""
-        ...
-
-    def apply(
-        self, function: Any, args: Mapping[int, tuple], *, ordered: bool = True
-    ) -> dict[int, Any]:
-        """Runs `function(process, *args)` in the processes of `args`, and waits for the results.
-
-        If `ordered`, it runs after the steps called before and before those called after.
-        """
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +52,8 @@ class Offset:
         return time + first + round((last - first) * (time - t0) / (t1 - t0))
 
 
-def measure_offset(processes: Processes, number: int) -> tuple[int, int]:
-    """Measures how far the clock of a process is behind that of the driver, which is this process.
+def measure_offset(mesh: Any, number: int) -> tuple[int, int]:
+    """Measures how far the clock of a process is behind that of this one, the driver's.
 
     The process is taken to read its clock in the middle of a round trip. This is wrong by half a
     round trip at most, so the shortest one counts: the clock filter of NTP (D. Mills et al., RFC
@@ -84,7 +65,7 @@ def measure_offset(processes: Processes, number: int) -> tuple[int, int]:
     readings = []
     for _ in range(ROUND_TRIPS):
         before = clock()
-        reading: Reading = processes.apply(read_clock, {number: ()}, ordered=False)[number]
+        reading: Reading = mesh.apply(read_clock, {number: ()}, ordered=False)[number]
         after = clock()
         if reading.host == _host():
             return reading.monotonic_ns, 0

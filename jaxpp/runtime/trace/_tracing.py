@@ -11,7 +11,7 @@ import jax
 
 from jaxpp._program import Bundle
 from jaxpp.runtime.trace import _clock, _timeline
-from jaxpp.runtime.trace._clock import CLOCK_EVENT, Offset, Processes, Reading
+from jaxpp.runtime.trace._clock import CLOCK_EVENT, Offset, Reading
 from jaxpp.runtime.trace._recorder import Recorder, Records, clock
 from jaxpp.runtime.trace._result import Trace, assemble
 
@@ -36,7 +36,7 @@ class Tracing:
 
 
 def start_trace(
-    processes: Processes,
+    mesh: Any,
     directory: str | os.PathLike[str],
     profiler: bool,
     running: Tracing | None,
@@ -44,7 +44,7 @@ def start_trace(
     """Starts to trace the processes of a mesh: all of them, or none where anything is wrong.
 
     Args:
-        processes: those of the mesh.
+        mesh: its `num_ranks` processes, in which `apply` runs functions.
         directory: where the files of the trace go, the processes' profiles among them.
         profiler: whether JAX's profiler records, too.
         running: the trace of the mesh that goes on, if any.
@@ -60,28 +60,28 @@ def start_trace(
         )
     folder = pathlib.Path(directory).absolute()
     profiles = str(folder) if profiler else None
-    numbers = range(processes.num_ranks)
+    numbers = range(mesh.num_ranks)
     found = [_unwritable(folder)]
-    found += processes.apply(_check, {n: (profiles,) for n in numbers}).values()
+    found += mesh.apply(_check, {n: (profiles,) for n in numbers}).values()
     if problem := next(filter(None, found), None):
         raise OSError(f"start_trace: {problem}. Give a folder that all ranks can write to.")
-    clocks = {n: _clock.measure_offset(processes, n) for n in numbers}
+    clocks = {n: _clock.measure_offset(mesh, n) for n in numbers}
     started = _clock.read_clock()
     args = {n: (profiles, offset, started.host) for n, (_, offset) in clocks.items()}
     try:
-        processes.apply(_start, args)
+        mesh.apply(_start, args)
     except Exception:
         # Some may have started, and one not, for instance because a profile runs there already.
-        processes.apply(_stop, {n: (False,) for n in numbers})
+        mesh.apply(_stop, {n: (False,) for n in numbers})
         raise
     return Tracing(folder, profiler, started, clocks)
 
 
-def stop_trace(processes: Processes, tracing: Tracing | None, device_of: Sequence[int]) -> Trace:
+def stop_trace(mesh: Any, tracing: Tracing | None, device_of: Sequence[int]) -> Trace:
     """Ends a trace, and writes its files.
 
     Args:
-        processes: those of the mesh.
+        mesh: its `num_ranks` processes, in which `apply` runs functions.
         tracing: the trace that goes on; whatever happens, it has ended after this.
         device_of: for each rank, the number of its device.
 
@@ -92,11 +92,11 @@ def stop_trace(processes: Processes, tracing: Tracing | None, device_of: Sequenc
         raise RuntimeError(
             "stop_trace: the mesh is not traced; call start_trace(directory) first, on this mesh."
         )
-    numbers = range(processes.num_ranks)
+    numbers = range(mesh.num_ranks)
     # Once the work of all has ended, no message is under way.
-    processes.apply(_settle, {n: () for n in numbers})
-    records = processes.apply(_stop, {n: (tracing.profiler,) for n in numbers})
-    offsets = {n: Offset((tracing.clocks[n], _clock.measure_offset(processes, n))) for n in numbers}
+    mesh.apply(_settle, {n: () for n in numbers})
+    records = mesh.apply(_stop, {n: (tracing.profiler,) for n in numbers})
+    offsets = {n: Offset((tracing.clocks[n], _clock.measure_offset(mesh, n))) for n in numbers}
     trace = assemble(records, offsets, tracing.started.monotonic_ns, tracing.steps, device_of)
     if tracing.profiler:
         folders = tuple(pathlib.Path(_profile_of(tracing.directory, n)) for n in numbers)

@@ -5,6 +5,7 @@ from jaxpp.runtime.transport._connections import Hello as Hello
 from jaxpp.runtime.transport._connections import Listener as Listener
 from jaxpp.runtime.transport._connections import connect as connect
 from jaxpp.runtime.transport._connections import warn_of_open_ports as warn_of_open_ports
+from jaxpp.runtime.transport._epoch import MOST_BYTES as MOST_BYTES
 from jaxpp.runtime.transport._errors import Aborted as Aborted
 from jaxpp.runtime.transport._errors import NotComputed as NotComputed
 from jaxpp.runtime.transport._errors import PeerLost as PeerLost

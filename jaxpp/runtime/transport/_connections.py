@@ -6,6 +6,7 @@ by a keyed hash (HMAC, RFC 2104, with SHA-256) of fresh random numbers; the secr
 sent. The hash also covers the rank that connects, the rank that it connects to, and the epoch.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import errno
@@ -13,14 +14,13 @@ import hmac
 import logging
 import os
 import secrets
-import selectors
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Literal
 
 from jaxpp.runtime.transport._errors import PeerLost, TransportError
 
@@ -150,35 +150,30 @@ def _introduce(connection: socket.socket, hello: Hello, secret: bytes) -> bytes:
     return _exactly(connection, 1, deadline + HANDSHAKE_TIMEOUT)
 
 
-def _answer(
-    connection: socket.socket, rank: int, secret: bytes
-) -> Generator[None, None, Hello | None]:
-    """Makes the handshake at the end that accepts; None where the other end is not a rank.
-
-    Yields whenever it needs the connection to be readable.
-    """
-    said = yield from _receive(connection, _HELLO.size)
+async def _answer(connection: socket.socket, rank: int, secret: bytes) -> Hello | None:
+    """Makes the handshake at the end that accepts; None where the other end is not a rank."""
+    loop = asyncio.get_running_loop()
+    said = await _receive(connection, _HELLO.size)
     magic, epoch, source, target, _ = _HELLO.unpack(said)
     if magic != _MAGIC or target != rank:
         return None
     nonce = secrets.token_bytes(32)
     said += nonce
-    connection.sendall(nonce + _proof(secret, b"accepts", said))
-    heard = yield from _receive(connection, 32)
+    await loop.sock_sendall(connection, nonce + _proof(secret, b"accepts", said))
+    heard = await _receive(connection, 32)
     if not hmac.compare_digest(heard, _proof(secret, b"connects", said)):
         return None
     return Hello(epoch, source, target)
 
 
-def _receive(connection: socket.socket, count: int) -> Generator[None, None, bytes]:
+async def _receive(connection: socket.socket, count: int) -> bytes:
     received = b""
     while len(received) < count:
-        yield
-        with contextlib.suppress(BlockingIOError):
-            piece = connection.recv(count - len(received))
-            if not piece:
-                raise ConnectionError("the other end closed it")
-            received += piece
+        loop = asyncio.get_running_loop()
+        piece = await loop.sock_recv(connection, count - len(received))
+        if not piece:
+            raise ConnectionError("the other end closed it")
+        received += piece
     return received
 
 
@@ -215,8 +210,8 @@ def ready(connection: socket.socket) -> socket.socket:
 class Listener:
     """Accepts connections from other ranks.
 
-    One thread makes all handshakes, and never waits for a single connection. So those that say
-    nothing, or garbage, hold up nobody. Where there are too many of them the oldest is closed. Only
+    One thread makes all handshakes at once. So connections that say nothing, or garbage, hold up
+    nobody. Where there are too many of them the oldest is closed. Only
     a connection that has proved to be a rank's gets a thread.
 
     Args:
@@ -239,8 +234,8 @@ class Listener:
     ):
         self._rank, self._secret = rank, secret
         self._admit, self._serve = admit, serve
-        #: The handshakes that are not done, the oldest first, and the end of each one's time.
-        self._handshakes: dict[socket.socket, tuple[Iterator[None], float]] = {}
+        #: The handshakes that are not done, the oldest first.
+        self._handshakes: dict[asyncio.Task[None], None] = {}
         host = address or "127.0.0.1"
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         tcp = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -252,8 +247,9 @@ class Listener:
             self._sockets[-1].bind(unix)
             self._sockets[-1].listen(_BACKLOG)
         self.addresses = Addresses(host_identity(), unix, (host, tcp.getsockname()[1]))
-        self._end, self._ended = socket.socketpair()
-        self._thread = threading.Thread(target=self._accept_all, name=f"accept-{rank}", daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._accepting = self._loop.create_task(self._accept_all())
+        self._thread = threading.Thread(target=self._run, name=f"accept-{rank}", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -263,77 +259,53 @@ class Listener:
 
     def close(self) -> None:
         """Accepts no more connections, and closes those whose handshake is not done."""
-        self._end.close()
+        with contextlib.suppress(RuntimeError):  # its thread has ended
+            self._loop.call_soon_threadsafe(self._accepting.cancel)
         self._thread.join()
 
-    def _accept_all(self) -> None:
-        with selectors.DefaultSelector() as self._selector:
-            for listening in (*self._sockets, self._ended):
-                listening.setblocking(False)
-                self._selector.register(listening, selectors.EVENT_READ)
-            while self._ended not in (readable := self._readable()):
-                for each in readable:
-                    if each in self._sockets:
-                        self._accept(each)
-                    elif each in self._handshakes:
-                        self._go_on(each)
-        for each in (*self._sockets, self._ended, *self._handshakes):
-            each.close()
+    def _run(self) -> None:
+        with contextlib.closing(self._loop), contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._accepting)
+        for listening in self._sockets:
+            listening.close()
 
-    def _readable(self) -> list[Any]:
-        """Waits for sockets that can be read; closes those whose handshake takes too long."""
-        wait = None
-        while wait is None and self._handshakes:
-            _, deadline = next(iter(self._handshakes.values()))
-            if deadline <= time.monotonic():
+    async def _accept_all(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for listening in self._sockets:
+                listening.setblocking(False)
+                tasks.create_task(self._accept(listening, tasks))
+
+    async def _accept(self, listening: socket.socket, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(listening)
+            except OSError as error:  # the other end has closed it already
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # else it is tried again at once
+                    self._close_oldest()
+                    await asyncio.sleep(0.01)
+                continue
+            if len(self._handshakes) >= _MOST_HANDSHAKES:
                 self._close_oldest()
-            else:
-                wait = deadline - time.monotonic()
-        return [key.fileobj for key, _ in self._selector.select(wait)]
+            handshake = tasks.create_task(self._open(connection))
+            self._handshakes[handshake] = None
+            handshake.add_done_callback(lambda done: self._handshakes.pop(done, None))
 
     def _close_oldest(self) -> None:
-        self._take(next(iter(self._handshakes))).close()
+        for oldest in list(self._handshakes)[:1]:
+            del self._handshakes[oldest]
+            oldest.cancel()
 
-    def _take(self, connection: socket.socket) -> socket.socket:
-        """Forgets a handshake that is done, or has failed; gives its connection."""
-        self._selector.unregister(connection)
-        del self._handshakes[connection]
-        return connection
-
-    def _accept(self, listening: socket.socket) -> None:
-        try:
-            connection, _ = listening.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # it would be tried again at once
-                self._close_oldest() if self._handshakes else time.sleep(0.01)
-            return  # else the other end has closed it already
-        if len(self._handshakes) >= _MOST_HANDSHAKES:
-            self._close_oldest()
-        connection.setblocking(False)
-        steps = _answer(connection, self._rank, self._secret)
-        self._handshakes[connection] = steps, time.monotonic() + HANDSHAKE_TIMEOUT
-        self._selector.register(connection, selectors.EVENT_READ)
-        next(steps)
-
-    def _go_on(self, connection: socket.socket) -> None:
-        """Makes the next step of a handshake; after the last one the connection gets a thread."""
-        hello = None
-        try:
-            next(self._handshakes[connection][0])
-            return
-        except StopIteration as done:
-            hello = done.value
-        except OSError:  # the other end has closed it
-            pass
-        self._take(connection)
-        name, args = f"receive-{self._rank}", (hello, connection)
-        try:
+    async def _open(self, connection: socket.socket) -> None:
+        """Makes a handshake; after it the connection gets a thread."""
+        # The other end has closed it, or takes too long; or this process can have no more threads.
+        with contextlib.suppress(OSError, RuntimeError), contextlib.ExitStack() as undo:
+            undo.callback(connection.close)
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+                hello = await _answer(connection, self._rank, self._secret)
             if hello is not None:
+                name, args = f"receive-{self._rank}", (hello, connection)
                 threading.Thread(target=self._welcome, args=args, name=name, daemon=True).start()
-                return
-        except RuntimeError:  # this process can have no more threads
-            pass
-        connection.close()
+                undo.pop_all()
 
     def _welcome(self, hello: Hello, connection: socket.socket) -> None:
         with connection:

@@ -35,16 +35,6 @@ PAUSE = 0.01
 MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclasses.dataclass(slots=True)
-class Traffic:
-    """Counts of the messages and bytes that went to a rank, and that came from it."""
-
-    messages_sent: int = 0
-    bytes_sent: int = 0
-    messages_received: int = 0
-    bytes_received: int = 0
-
-
 class Arrived(NamedTuple):
     """A message that has come in: its arrays, or its bytes if it is small or its types unknown.
 
@@ -78,14 +68,12 @@ class Channel:
         unsent: the number of messages that the thread has not written.
         links: the connections that are open, of either end.
         lost: the reason why the rank cannot be reached any more; empty while it can.
-        traffic: counts of what has gone over it.
     """
 
     queue: "queue.SimpleQueue[Outgoing | str | None] | None" = None
     unsent: int = 0
     links: list[Link] = dataclasses.field(default_factory=list)
     lost: str = ""
-    traffic: Traffic = dataclasses.field(default_factory=Traffic)
 
 
 class Epoch:
@@ -138,11 +126,6 @@ class Epoch:
 
     def _channel(self, rank: int) -> Channel:
         return self._channels.get(rank) or self._channels.setdefault(rank, Channel())
-
-    @property
-    def traffic(self) -> dict[int, Traffic]:
-        """The traffic to and from each rank."""
-        return {rank: channel.traffic for rank, channel in list(self._channels.items())}
 
     # ---- sending --------------------------------------------------------------------------------
 
@@ -242,9 +225,6 @@ class Epoch:
         start = time.monotonic_ns()
         send_frame(link.connection, item.header, values)
         self._observe_sent(item.header.call, item.message, start, time.monotonic_ns())
-        traffic = self._channel(rank).traffic
-        traffic.messages_sent += 1
-        traffic.bytes_sent += item.header.nbytes
 
     def wait_for_values(self, arrays: list[Any]) -> None:
         """Waits until the values of arrays have been read, or the epoch aborts."""
@@ -350,9 +330,6 @@ class Epoch:
         if unpack is not None and unpack.at_once:
             arrays, data = unpack(data), None
         arrived = Arrived(rank, header.nbytes, arrays, data, start, time.monotonic_ns())
-        traffic = self._channel(rank).traffic
-        traffic.messages_received += 1
-        traffic.bytes_received += header.nbytes
         if self._error is None:
             self._mail[key] = arrived
             # A thread that waits notes its key before it looks into the mail. So either this thread

@@ -6,6 +6,7 @@ number it has the arrays. Order, authentication and the end of a rank are those 
 
 import contextlib
 import secrets
+import socket
 from collections import defaultdict
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxpp.runtime.arrays import (
     resplit,
     sharding_in,
 )
+from jaxpp.runtime.transport._connections import HANDSHAKE_TIMEOUT
 from jaxpp.runtime.transport._errors import PeerLost
 
 #: The bytes of a ticket.
@@ -66,9 +68,17 @@ class Pulls:
         return f"{self._server.address()} {number}".encode().ljust(TICKET)
 
     def pull(self, ticket: bytes, types: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """Waits for the arrays of a ticket."""
+        """Waits for the arrays of a ticket.
+
+        Raises:
+            OSError: their server does not answer.
+            RuntimeError: it has gone, or refuses them.
+        """
         where, number = ticket.decode().split()
         if (connection := self._connections.get(where)) is None:
+            host, _, port = where.rpartition(":")
+            # JAX would try for ever where nobody answers, or a firewall drops what is sent.
+            socket.create_connection((host.strip("[]"), int(port)), HANDSHAKE_TIMEOUT).close()
             connection = self._connections[where] = self._server.connect(where)
         return jax.block_until_ready(connection.pull(int(number), types))
 
@@ -139,7 +149,7 @@ class Puller:
             with jax.enable_x64(True) if self._wide else contextlib.nullcontext():
                 found = list(zip(self._arrays, self._held, strict=True))
                 return [self._join(*own, held, arrived) for own, held in found]
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             raise PeerLost(self._source, f"arrays could not be pulled from it ({error})") from error
 
     def _join(self, type_: ArrayType, spec: Any, held: dict[Box, list[Any]], arrived: Any) -> Any:

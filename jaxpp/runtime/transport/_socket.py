@@ -3,32 +3,22 @@
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
+
+import jax
 
 from jaxpp._program import Message
 from jaxpp.runtime.arrays import Home
 from jaxpp.runtime.transport import _connections
 from jaxpp.runtime.transport._buffers import BufferPool
 from jaxpp.runtime.transport._connections import Addresses, Hello, Kind
-from jaxpp.runtime.transport._epoch import Epoch, Traffic
+from jaxpp.runtime.transport._epoch import Epoch
 from jaxpp.runtime.transport._errors import TransportError
 from jaxpp.runtime.transport._frames import Header, Unpacker
 from jaxpp.runtime.transport._pull import Puller, Pulls
 
 #: The ways of arrays between ranks: over connections of some kind, or by JAX's transfers.
 Transport = Literal["auto", "unix", "tcp", "jax"]
-
-
-class Recorder(Protocol):
-    """Records the times of sent and received messages, in nanoseconds of `time.monotonic_ns`."""
-
-    def sent(self, call: int, message: Message, start_ns: int, end_ns: int) -> None:
-        """Records that a message was written from `start_ns` to `end_ns`."""
-        ...
-
-    def received(self, call: int, message: Message, start_ns: int, end_ns: int) -> None:
-        """Records that a message came in from `start_ns` to `end_ns`."""
-        ...
 
 
 class SocketTransport:
@@ -82,8 +72,8 @@ class SocketTransport:
     ):
         self.rank = rank
         self.kind: Kind = kind
-        #: Records the times of messages, where it is not None.
-        self.recorder: Recorder | None = None
+        #: Records the times of messages, where it is not None: see `trace.Recorder`.
+        self.recorder: Any = None
         #: Called, on some thread, with the error when a rank is lost or the transport aborts.
         self.on_failure: Callable[[BaseException], None] | None = None
         self._home, self._secret, self._pulls = home, secret, pulls
@@ -92,6 +82,7 @@ class SocketTransport:
         self._peers: dict[int, Addresses] = {}
         #: What makes the arrays of messages, by their program and tag.
         self._unpackers: dict[tuple[int, int], Unpacker | Puller] = {}
+        self._late: set[tuple[int, int]] = set()
         self._call, self._program = 0, 0
         self._closed = False
         self._begins = threading.Condition()
@@ -145,12 +136,16 @@ class SocketTransport:
 
     # ---- messages -------------------------------------------------------------------------------
 
-    def expect(self, messages: Iterable[Message], program: int = 0) -> None:
+    def expect(
+        self, messages: Iterable[Message], program: int = 0, late: Iterable[int] = ()
+    ) -> None:
         """Registers the messages that this rank sends and receives in a program.
 
         Arrays of large registered messages are made as they come in. Those of other messages are
-        made on the thread that receives them.
+        made on the thread that receives them. What is sent under a `late` tag is copied first: a
+        computation may take its memory before it has left.
         """
+        self._late |= {(program, tag) for tag in late}
         for message in messages:
             unpack = Unpacker.of(message, self._home)
             if self._pulls is not None and unpack.at_once:
@@ -161,6 +156,7 @@ class SocketTransport:
         """Forgets the messages of a program."""
         for key in [k for k in self._unpackers if k[0] == program]:
             del self._unpackers[key]
+        self._late = {key for key in self._late if key[0] != program}
 
     def _unpacker(self, message: Message) -> Unpacker | Puller:
         known = self._unpackers.get((self._program, message.tag))
@@ -178,6 +174,8 @@ class SocketTransport:
             Aborted: if the transport was aborted, or an earlier value could not be computed.
         """
         unpack = self._unpacker(message)
+        if (self._program, message.tag) in self._late:
+            arrays = jax.device_put(arrays, may_alias=False)
         header = Header(self._program, self._call, message.tag, unpack.nbytes)
         self._epoch.send(header, unpack.prepared(arrays), message, unpack)
 
@@ -227,11 +225,6 @@ class SocketTransport:
     def _observe_sent(self, call: int, message: Message, start_ns: int, end_ns: int) -> None:
         if self.recorder is not None:
             self.recorder.sent(call, message, start_ns, end_ns)
-
-    @property
-    def traffic(self) -> Mapping[int, Traffic]:
-        """The traffic to and from each rank since the last reset."""
-        return self._epoch.traffic
 
     # ---- failure, and the end -------------------------------------------------------------------
 

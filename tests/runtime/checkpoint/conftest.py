@@ -3,7 +3,7 @@
 import pickle
 import threading
 import types
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -18,8 +18,17 @@ class Calls:
     def __init__(self, futures):
         self.futures = futures
 
+    def wait(self):
+        wait(self.futures.values())
+
     def results(self):
-        return {rank: [pickle.loads(future.result())] for rank, future in self.futures.items()}
+        found = {}
+        for rank, future in self.futures.items():
+            if error := future.exception():
+                error.add_note(f"on rank {rank}")
+                raise error
+            found[rank] = [pickle.loads(future.result())]
+        return found
 
 
 class ThreadMesh:

@@ -17,6 +17,7 @@ from jaxpp.runtime.remote.calls import Client, Failure, Kind, Lane, uninterrupte
 from jaxpp.runtime.remote.worker._output import Output
 from jaxpp.runtime.remote.worker._server import Server
 from jaxpp.runtime.transport import TransportError, _connections
+from tests.helpers import wait_until
 
 SECRET = b"secret"
 
@@ -100,8 +101,8 @@ def result(future, kind=Kind.RETURNED):
 def delay_reading(server, lane, until):
     """Lets the server read no more once it has read a call of a lane."""
     own = server._channel._lanes[lane]
-    put = lambda call: (until.wait(20), own.put(call))  # noqa: E731
-    server._channel._lanes[lane] = types.SimpleNamespace(put=put, get=own.get)
+    submit = lambda *call: (until.wait(20), own.submit(*call))  # noqa: E731
+    server._channel._lanes[lane] = types.SimpleNamespace(submit=submit, shutdown=own.shutdown)
 
 
 def ran(process):
@@ -244,6 +245,17 @@ def test_an_altered_message_between_hosts_ends_the_connection(connect, process):
         client._connection.shutdown(socket.SHUT_WR)
         assert client.call(Lane.ORDERED, "run").result(10)[0] == Kind.LOST
     assert ran(process) == [b"first"] and process.ran.empty()
+
+
+@pytest.mark.parametrize("size", [1 << 60, -1])
+def test_a_size_that_cannot_be_is_found_before_memory_is_taken(connect, process, size):
+    client = connect()
+    client.call(Lane.ORDERED, "run", b"first")
+    head, *rest = client._outbox[0]
+    client._outbox[0] = [head[:24] + struct.pack("<q", size), *rest]
+    client.flush()
+    assert client.call(Lane.ORDERED, "run").result(10)[0] == Kind.LOST
+    assert wait_until(lambda: process.aborts == ["The driver has closed its connection."], 5)
 
 
 def test_a_message_is_not_taken_twice(connect, process):

@@ -166,7 +166,7 @@ def test_an_interrupt_while_ray_starts_leaves_no_process_behind():
 
 def test_a_session_of_our_own_holds_more_ranks_than_cores(session):
     ranks = 3 * (os.cpu_count() or 1) + 5
-    reservation = _cluster.reserve_places(session, gpus_per_rank=[0] * ranks)
+    reservation = _cluster.reserve_places(session, ranks)
     places = [place for own in reservation.places for place in own]
     assert len(reservation.places) == ranks
     assert len({place.bundle for place in places}) == ranks
@@ -176,9 +176,7 @@ def test_a_session_of_our_own_holds_more_ranks_than_cores(session):
 
 
 def test_the_processes_of_a_rank_are_together(session):
-    reservation = _cluster.reserve_places(
-        session, gpus_per_rank=[0, 0], processes_per_rank=3, cpus_per_rank=0.6
-    )
+    reservation = _cluster.reserve_places(session, 2, processes_per_rank=3, cpus_per_rank=0.6)
     bundles = [[place.bundle for place in own] for own in reservation.places]
     assert bundles == [[0, 0, 0], [1, 1, 1]]
     assert reservation.cpus == pytest.approx(0.2)
@@ -187,7 +185,7 @@ def test_the_processes_of_a_rank_are_together(session):
 
 def test_a_mesh_larger_than_the_session_is_an_error_that_says_what_is_there(session):
     with pytest.raises(ValueError) as error:
-        _cluster.reserve_places(session, gpus_per_rank=[0] * 4, cpus_per_rank=100)
+        _cluster.reserve_places(session, 4, cpus_per_rank=100)
     node = ray.nodes()[0]
     cpus = node["Resources"]["CPU"]
     assert "4 ranks with 100 CPU each" in str(error.value)
@@ -195,21 +193,21 @@ def test_a_mesh_larger_than_the_session_is_an_error_that_says_what_is_there(sess
         error.value
     )
     with pytest.raises(ValueError, match="2 ranks with .* and 64 GPU each"):
-        _cluster.reserve_places(session, gpus_per_rank=[64, 64])
+        _cluster.reserve_places(session, 2, gpus_per_rank=64)
     assert not groups()
 
 
 def test_two_meshes_on_one_set_of_resources_is_an_error_that_names_the_holder(session):
     cpus = ray.nodes()[0]["Resources"]["CPU"]
-    first = _cluster.reserve_places(session, gpus_per_rank=[0], cpus_per_rank=cpus)
+    first = _cluster.reserve_places(session, 1, cpus_per_rank=cpus)
     (name,) = groups()
     assert f"-{os.getpid()}-" in name
     with pytest.raises(TimeoutError, match=f"{cpus:g} CPU held by the placement group {name}"):
-        _cluster.reserve_places(session, gpus_per_rank=[0], cpus_per_rank=cpus, timeout=0.5)
+        _cluster.reserve_places(session, 1, cpus_per_rank=cpus, timeout=0.5)
     assert groups() == [name]
     _cluster.release_places(first)
     # This waits for the first's end.
-    _cluster.release_places(_cluster.reserve_places(session, gpus_per_rank=[0], cpus_per_rank=cpus))
+    _cluster.release_places(_cluster.reserve_places(session, 1, cpus_per_rank=cpus))
     assert wait_until(lambda: not groups(), 5)
 
 
@@ -219,22 +217,22 @@ def test_an_interrupted_reservation_holds_nothing(session, monkeypatch):
 
     monkeypatch.setattr(_cluster.PlacementGroup, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        _cluster.reserve_places(session, gpus_per_rank=[0])
+        _cluster.reserve_places(session, 1)
     assert wait_until(lambda: not groups(), 5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"gpus_per_rank": [0], "cpus_per_rank": 0}, "some CPU"),
-        ({"gpus_per_rank": [-1]}, "no less than no GPU"),
-        ({"gpus_per_rank": [0, 1.5]}, "use 1 or 2"),
-        ({"gpus_per_rank": [3], "processes_per_rank": 2}, "use 2 or 4"),
+        ({"cpus_per_rank": 0}, "some CPU"),
+        ({"gpus_per_rank": -1}, "no less than no GPU"),
+        ({"gpus_per_rank": 1.5}, "use 1 or 2"),
+        ({"gpus_per_rank": 3, "processes_per_rank": 2}, "use 2 or 4"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_an_error(session, arguments, words):
     with pytest.raises(ValueError, match=words):
-        _cluster.reserve_places(session, **arguments)
+        _cluster.reserve_places(session, 2, **arguments)
 
 
 NODE_LOST = """
@@ -254,7 +252,7 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
 second = cluster.add_node(num_cpus=2)
 ray.init(address=cluster.address)
 session = _session.join_session()
-reservation = _cluster.reserve_places(session, gpus_per_rank=[0, 0, 0])
+reservation = _cluster.reserve_places(session, 3)
 assert renew(reservation) is reservation
 cluster.remove_node(second, allow_graceful=False)  # Ray takes some seconds to see it
 assert renew(reservation) is None
@@ -335,7 +333,7 @@ class Worker:
 
 def test_a_worker_has_its_cores_its_environment_and_the_imports_of_the_driver(session, monkeypatch):
     monkeypatch.syspath_prepend("/some/folder/of/the/driver")
-    reservation = _cluster.reserve_places(session, gpus_per_rank=[0, 0])
+    reservation = _cluster.reserve_places(session, 2)
     worker = ray.remote(Worker)
     actors = [
         worker.options(
@@ -448,7 +446,7 @@ def test_a_driver_that_takes_the_memory_of_a_ranks_gpu_is_warned(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     places = tuple((_cluster.Place(n, where, "", ""),) for n, where in enumerate(["there", node]))
-    _environment.warn_of_driver(_cluster.Reservation(NO_GROUP, places, 1.0, (1.0, gpus)))
+    _environment.warn_of_driver(_cluster.Reservation(NO_GROUP, places, 1.0, gpus))
     told = [str(warning.message) for warning in recwarn]
     assert len(told) == (warns is not None)
     if warns:
@@ -459,7 +457,7 @@ def test_a_driver_that_takes_the_memory_of_a_ranks_gpu_is_warned(
 def test_workers_that_share_a_gpu_share_its_memory():
     def variables(gpus):
         place = _cluster.Place(0, "", "", "")
-        reservation = _cluster.Reservation(NO_GROUP, ((place,),), 1.0, (gpus,))
+        reservation = _cluster.Reservation(NO_GROUP, ((place,),), 1.0, gpus)
         return _environment.worker_options(reservation, 0)["runtime_env"]["env_vars"]
 
     class_name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -476,6 +474,14 @@ def test_a_worker_with_a_gpu_that_runs_on_cpu_is_refused():
         group._check(member, unittest.mock.Mock(platform="cpu", host="b"))
     hello = unittest.mock.Mock(platform="cuda", versions=_group.versions())
     group._check(member, hello)
+
+
+def test_what_an_interrupted_restart_has_left_is_shut_down():
+    group = object.__new__(_group.WorkerGroup)
+    connected, without = unittest.mock.Mock(), unittest.mock.Mock(client=None)
+    group.members = [without, connected]
+    group.flush()
+    connected.client.flush.assert_called_once_with(True)
 
 
 def test_only_one_variable_gives_the_fraction_of_a_gpus_memory(monkeypatch):
@@ -497,23 +503,19 @@ def nodes_with(*amounts):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "there", "fits"),
+    ("gpus", "there", "room"),
     [
-        ((4, 2, 2), ((8, 4), (8, 4)), True),
-        ((2, 4, 2), ((8, 4), (8, 4)), True),  # the largest first, else none is left for it
-        ((4, 2, 4), ((8, 4), (8, 4)), False),
-        ((2, 2, 2), ((2, 8),), False),  # for want of CPUs
-        ((0.5, 0.5, 0.25), ((8, 1),), False),
-        ((0.5, 0.25, 0.25), ((8, 1),), True),
+        (4, ((8, 4), (8, 8)), 3),
+        (2, ((2, 8),), 2),  # for want of CPUs
+        (0.5, ((8, 1), (8, 0)), 2),
+        (3, ((8, 4), (8, 4)), 2),  # no bundle is on two nodes
     ],
 )
-def test_ranks_that_differ_in_their_gpus_fit(gpus, there, fits):
-    bundles = [_cluster._resources(1, own) for own in gpus]
-    assert _cluster._all_fit(bundles, nodes_with(*there)) == fits
+def test_room_is_counted_node_by_node(gpus, there, room):
+    assert _cluster._room(_cluster._resources(1, gpus), nodes_with(*there)) == room
 
 
-def test_ranks_that_differ_in_their_gpus_get_what_they_need(session, monkeypatch):
-    """Bundles are where Ray has put them, and ranks have those of their own size."""
+def test_ranks_fill_the_nodes_where_ray_has_put_their_bundles(session, monkeypatch):
     asked, nodes = [], nodes_with((8, 4), (8, 4))
     monkeypatch.setattr(_cluster, "_nodes", lambda: (nodes, []))
     monkeypatch.setattr(_cluster.ray, "nodes", lambda: nodes)
@@ -529,21 +531,17 @@ def test_ranks_that_differ_in_their_gpus_get_what_they_need(session, monkeypatch
     where = {0: "node 1", 1: "node 0", 2: "node 0", 3: "node 1"}
     monkeypatch.setattr(_cluster, "placement_group", placement_group)
     monkeypatch.setattr(_cluster, "placement_group_table", lambda _: {"bundles_to_node_id": where})
-    reservation = _cluster.reserve_places(session, cpus_per_rank=1, gpus_per_rank=[2, 2, 1, 1])
-    assert [bundle["GPU"] for bundle in asked] == [2, 2, 1, 1]
-    bundles = [place.bundle for (place,) in reservation.places]
-    # Ranks follow nodes, from that of the first bundle; none has the GPUs of ranks of another size.
-    assert bundles == [0, 1, 3, 2]
-    assert reservation.gpus == (2, 2, 1, 1)
-    options = [_environment.worker_options(reservation, rank) for rank in range(4)]
-    assert [own["num_gpus"] for own in options] == [2, 2, 1, 1]
-
-
-def test_what_ranks_that_differ_need_is_said(session):
-    with pytest.raises(
-        ValueError, match="2 ranks with 1 CPU and 64 GPU each and 1 rank with .* 32"
-    ):
-        _cluster.reserve_places(session, cpus_per_rank=1, gpus_per_rank=[64, 32, 64])
+    reservation = _cluster.reserve_places(session, 4, cpus_per_rank=1, gpus_per_rank=2)
+    assert [bundle["GPU"] for bundle in asked] == [2, 2, 2, 2]
+    # Ranks follow nodes, from that of the first bundle.
+    assert [place.bundle for (place,) in reservation.places] == [0, 3, 1, 2]
+    assert _environment.worker_options(reservation, 3)["num_gpus"] == 2
+    asked.clear()
+    # No node has room for a whole rank: its processes are apart, with a half of its GPUs each.
+    reservation = _cluster.reserve_places(
+        session, 1, cpus_per_rank=1, gpus_per_rank=8, processes_per_rank=2
+    )
+    assert [bundle["GPU"] for bundle in asked] == [4, 4] and reservation.gpus == 4
 
 
 # Ends.
@@ -570,7 +568,7 @@ class Worker:
     def compute(self):
         while True: pass
 
-reservation = _cluster.reserve_places(session, gpus_per_rank=[0, 0])
+reservation = _cluster.reserve_places(session, 2)
 options = [_environment.worker_options(reservation, rank) for rank in range(2)]
 actors = [ray.remote(Worker).options(**o).remote() for o in options]
 pids = ray.get([actor.ready.remote() for actor in actors])

@@ -351,7 +351,7 @@ class Unmade:
 @pytest.mark.parametrize("sent", [True, False])
 def test_an_error_that_is_met_in_a_fetch_is_of_the_task_that_a_sender_names(sent):
     transport = unittest.mock.Mock()
-    process = _process.Process(1, 2, jax.devices()[0], transport)
+    process = _process.Process(1, jax.devices()[0], transport)
     unmade: Any = Unmade()
     process.arrays[7] = unmade
     named = NotComputed("B1.0")
@@ -363,7 +363,7 @@ def test_an_error_that_is_met_in_a_fetch_is_of_the_task_that_a_sender_names(sent
     assert isinstance(failure, Failure)
     assert (failure.rank, failure.task) == (1, "B1.0" if sent else "")
     assert "out of memory" in failure.exception
-    assert process.ready([7]) is failure
+    assert process.fetch([7], False) is failure
 
 
 def of_actor(message):
@@ -447,7 +447,7 @@ def test_a_mesh_is_shut_down_with_steps_under_way(shared_mesh):
     step = jaxpp.place(step_of(), mesh)
     state = step(*begin(), batch())
     own = pids(mesh)
-    mesh.apply_async(time_passes, {0: (30,)})
+    mesh.apply_everywhere(time_passes, {0: (30,)})
     for n in range(3):
         state = step(*state[:3], batch(n))
     began = time.monotonic()
@@ -462,6 +462,17 @@ def time_passes(process, seconds):
     time.sleep(seconds)
 
 
+def test_who_waits_for_room_is_told_of_a_failure_while_a_rank_is_busy(mesh, step):
+    state, own = step(*begin(), batch()), pids(mesh)
+    mesh.apply_everywhere(time_passes, {0: (8,)})
+    threading.Timer(0.5, os.kill, [own[1], signal.SIGKILL]).start()
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1"):
+        for n in range(20):
+            state = step(*state[:3], batch(n))
+    assert time.monotonic() - began < 6
+
+
 def test_a_mesh_is_restarted_with_steps_under_way(mesh, step):
     before = pids(mesh)
     state = step(*begin(), batch())
@@ -474,7 +485,7 @@ def test_a_mesh_is_restarted_with_steps_under_way(mesh, step):
 
 
 def test_who_waits_while_the_mesh_is_restarted_is_told(mesh, step):
-    mesh.apply_async(time_passes, {0: (2,)})
+    mesh.apply_everywhere(time_passes, {0: (2,)})
     loss = step(*begin(), batch())[3]
     errors = []
 
@@ -571,7 +582,7 @@ def test_an_interrupt_of_a_step_that_waits_for_room_leaves_nothing(mesh, step, e
     state = fed(*begin(), 0)
     jax.device_get(state)
     before = arrays_left(mesh)
-    waiting = mesh.apply_async(time_passes, {0: (1.5,)})
+    waiting = mesh.apply_everywhere(time_passes, {0: (1.5,)})
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     calls = 0
@@ -581,7 +592,7 @@ def test_an_interrupt_of_a_step_that_waits_for_room_leaves_nothing(mesh, step, e
             calls += 1
     assert 0 < calls < 10  # the next one waited
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    waiting.result()
+    waiting.results()
     jax.device_get(fed(*state[:3], 0))
     found = jax.device_get(step(*begin(), batch()))
     assert_same(found, expected)

@@ -69,6 +69,6 @@ def test_an_interrupt_in_a_first_load_is_described(kind):
     def load(number):
         raise kind("no such batch")
 
-    process = Process(0, 1, jax.devices()[0], unittest.mock.Mock())
+    process = Process(0, jax.devices()[0], unittest.mock.Mock())
     failure = process.apply(describe_batch, load, 7)
     assert isinstance(failure.cause(), kind) and "no such batch" in failure.exception

@@ -322,12 +322,12 @@ def test_what_several_ranks_run_is_compiled_by_one_of_them():
 
     deep = jaxpp.place(step_of(lambda params, x: loss_fn([*params, params[1]], x)), local(4))
     bundle = deep.lower(*start(), batch()).bundle
-    library = _library.Library(["host"] * 4)
+    library = _library.Library(["host"] * 4, lambda rank: set())
     loadings = library.missing(library.add(bundle))
     compiled = [n for loading in loadings for n in loading.compile[0]]
     assert len(compiled) == len(set(compiled))
     assert any(loading.load[4] for loading in loadings), "some rank gets what another compiles"
-    apart = _library.Library(range(4))
+    apart = _library.Library(range(4), lambda rank: set())
     assert not any(loading.load[4] for loading in apart.missing(apart.add(bundle)))
 
     payload = serialize(Pickled.of(bundle.computations[0]).compile(jax.devices()[0]))

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpp._specs import partition_spec
 from jaxpp.runtime.transport import Aborted, PeerLost, Pulls, SocketTransport
 from jaxpp.runtime.transport._errors import NotComputed
+from jaxpp.runtime.transport._pull import TICKET
 from tests.helpers import assert_same
 from tests.runtime.transport.ranks import SECRET, blocked, failing_array, message
 
@@ -68,7 +70,7 @@ def test_a_large_message_is_pulled_and_its_arrays_may_be_donated():
         a.settle(arrays)
         arrays[0].delete()  # as a computation does that takes its memory
         found = b.receive(what)
-        assert b.traffic[0].bytes_received < 1 << 10, "the connection has the ticket alone"
+        assert b._unpackers[0, what.tag].nbytes == TICKET, "the connection has the ticket alone"
         expected = large_message()
         assert_same(found, expected)
         assert all(x.devices() == {jax.devices()[1]} for x in found[:5])
@@ -196,6 +198,22 @@ def test_a_process_is_killed_while_it_is_pulled_from(peer, monkeypatch):
     with pytest.raises(PeerLost) as caught:
         receiving()
     assert caught.value.rank == 1 and len(tickets) == 1 and time.monotonic() - start < 2
+
+
+def test_a_server_that_is_gone_before_the_first_pull_is_a_lost_peer(monkeypatch):
+    arrays = [jnp.arange(LARGE)]
+    what = message(arrays)
+    with socket.socket() as unused, pulling(jax.devices()[:2]) as (a, b):
+        unused.bind(("127.0.0.1", 0))  # nobody listens there; JAX would try for ever
+        gone = f"127.0.0.1:{unused.getsockname()[1]} 5".encode().ljust(TICKET)
+        monkeypatch.setattr(Pulls, "offer", lambda self, arrays: gone)
+        for transport in (a, b):
+            transport.expect([what])
+        receiving = blocked(b.receive, what)
+        a.send(arrays, what)
+        with pytest.raises(PeerLost, match="could not be pulled from it .*refused") as caught:
+            receiving()
+    assert caught.value.rank == 0
 
 
 def test_a_pull_is_abandoned_and_one_of_nothing_is(peer, monkeypatch):

@@ -308,7 +308,7 @@ def test_a_receive_bounds_how_far_dispatch_runs_ahead():
             a.flush()
 
 
-def test_traffic_and_recorder(pair):
+def test_a_recorder_hears_of_both_ends(pair):
     class Recorder:
         def __init__(self):
             self.lines = []
@@ -332,8 +332,6 @@ def test_traffic_and_recorder(pair):
         ((name, call, found, start, end),) = transport.recorder.lines
         assert (name, call) == (kind, 42) and found is what
         assert before < start < end < after
-    assert (pair[0].traffic[1].messages_sent, pair[0].traffic[1].bytes_sent) == (1, 4032)
-    assert (pair[1].traffic[0].messages_received, pair[1].traffic[0].bytes_received) == (1, 4032)
 
 
 def test_a_recorder_hears_when_a_message_came(pair, monkeypatch):

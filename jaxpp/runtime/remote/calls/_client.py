@@ -28,8 +28,8 @@ from jaxpp.runtime.transport import Addresses, Bytes, Hello, connect, send_some,
 #: Called with the answer to a call, as its kind and pieces, on a thread of the client.
 Done = Callable[[Kind, Sequence[Bytes]], None]
 
-#: Seconds between two looks at an answer that is waited for with a timeout.
-POLL = 0.01
+#: Seconds between two looks at an answer that is waited for.
+POLL = 0.2
 
 
 class Answer:
@@ -60,13 +60,11 @@ class Answer:
 
     def result(self, timeout: float = -1) -> tuple[Kind, Sequence[Bytes]]:
         """Waits for the answer; `Kind.LOST` where it has not come within `timeout` seconds."""
-        if timeout >= 0:
-            end = time.monotonic() + timeout
-            while self._found is None and time.monotonic() < end:
-                time.sleep(POLL)
-        else:
-            with self._coming:
-                pass
+        end = time.monotonic() + timeout
+        while self._found is None and (timeout < 0 or time.monotonic() < end):
+            # Nobody waits for the lock alone: a Ctrl-C may leave it locked.
+            if self._coming.acquire(timeout=POLL if timeout < 0 else min(POLL, timeout)):
+                self._coming.release()
         return self._found or (Kind.LOST, ())
 
 

@@ -37,40 +37,25 @@ class Feeds:
 
     def __init__(self, describe: Callable[[Callable[[Any], Any], Any], Any]):
         self._describe = describe
-        #: The functions that are kept, with their types; the first one's number is `_first`.
-        self._loads: list[tuple[Callable[[Any], Any], Any]] = []
-        self._first = 0
-        self._numbers = itertools.count()
-        #: The numbers of the functions that each rank has.
-        self._known: dict[int, set[int]] = {}
+        #: The functions that are kept, by number, with their types.
+        self._loads: dict[int, tuple[Callable[[Any], Any], Any]] = {}
+        self._numbers, self._batches = itertools.count(), itertools.count()
 
     def __call__(self, load: Callable[[Any], Any], value: Any) -> Any:
         """Returns placeholders of `load(value)` for the arguments of a call."""
-        index = next((i for i, own in enumerate(self._loads) if own[0] == load), None)
-        if index is None:
-            self._loads.append((load, self._describe(load, value)))
-            if len(self._loads) > KEPT:
-                del self._loads[0]
-                self._first += 1
-            index = len(self._loads) - 1
-        batch = Batch(next(self._numbers), self._first + index, value)
-        leaves, tree = jtu.tree_flatten(self._loads[index][1])
+        number = next((n for n, (own, _) in self._loads.items() if own == load), None)
+        if number is None:
+            types = self._describe(load, value)
+            number = next(self._numbers)
+            self._loads[number] = load, types
+            self._loads.pop(number - KEPT, None)
+        batch = Batch(next(self._batches), number, value)
+        leaves, tree = jtu.tree_flatten(self._loads[number][1])
         return jtu.tree_unflatten(tree, [Fed(batch, i, aval) for i, aval in enumerate(leaves)])
 
-    def load_for(self, rank: int, batch: Batch) -> Callable[[Any], Any] | None:
-        """Returns the function that loads a batch; None where the rank has it already."""
-        if batch.load in self._known.get(rank, ()):
-            return None
-        return self._loads[batch.load - self._first][0]
-
-    def note(self, rank: int, batch: Batch) -> None:
-        """Notes that a rank has the function that loads a batch."""
-        self._known.setdefault(rank, set()).add(batch.load)
-
-    def forget(self, ranks: Iterable[int]) -> None:
-        """Notes that these ranks have new workers, which have no functions yet."""
-        for rank in ranks:
-            self._known.pop(rank, None)
+    def load_of(self, batch: Batch) -> Callable[[Any], Any]:
+        """Returns the function that loads a batch."""
+        return self._loads[batch.load][0]
 
 
 class Loader:

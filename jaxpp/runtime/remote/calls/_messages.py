@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpp.runtime.transport import Bytes
+from jaxpp.runtime.transport import MOST_BYTES, Bytes
 
 #: The number that stands for the driver where connections name ranks.
 DRIVER = -1
@@ -118,8 +118,9 @@ def listen(stream: io.BufferedReader, seal: Seal) -> Message | None:
             return None
         head += stream.read(8 * count)
         sizes = struct.unpack_from(f"<{count}q", head, _HEAD.size)
-        # The sizes are known to be the sender's before memory is taken.
-        if not hmac.compare_digest(stream.read(seal.size), seal.code([head])):
+        # The sizes are known to be the sender's, and possible, before memory is taken.
+        known = hmac.compare_digest(stream.read(seal.size), seal.code([head]))
+        if not known or min(sizes, default=0) < 0 or sum(sizes) > MOST_BYTES:
             return None
         pieces = [np.empty(size, np.uint8).data for size in sizes]
         whole = all(stream.readinto(piece) == len(piece) for piece in pieces)

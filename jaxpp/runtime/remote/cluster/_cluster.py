@@ -56,13 +56,13 @@ class Reservation:
         group: the placement group.
         places: for each rank, the place of each of its workers. Ranks fill node after node.
         cpus: CPUs of a worker.
-        gpus: for each rank the GPUs of a worker, or the part of one that it has.
+        gpus: GPUs of a worker, or the part of one that it has.
     """
 
     group: PlacementGroup
     places: tuple[tuple[Place, ...], ...]
     cpus: float
-    gpus: tuple[float, ...]
+    gpus: float
 
 
 _numbers = itertools.count()
@@ -70,8 +70,9 @@ _numbers = itertools.count()
 
 def reserve_places(
     session: Session,
+    num_ranks: int,
     *,
-    gpus_per_rank: Sequence[float],
+    gpus_per_rank: float = 0,
     cpus_per_rank: float | None = None,
     processes_per_rank: int = 1,
     timeout: float = RESERVE_TIMEOUT,
@@ -84,10 +85,11 @@ def reserve_places(
 
     Args:
         session: the session, from `join_session`.
-        gpus_per_rank: for each rank its GPUs; below 1, it shares one.
-        cpus_per_rank: CPUs to count for a rank. By default one for each of its workers, but next to
-            nothing in a session of our own, so that ranks may be more than a laptop's cores.
-        processes_per_rank: the number of workers of a rank, which share its CPUs and GPUs evenly.
+        num_ranks: as for `RemoteMpmdMesh`, as the next three are.
+        gpus_per_rank: of a whole rank.
+        cpus_per_rank: next to nothing by default in a session of our own, so that ranks may be more
+            than a laptop's cores.
+        processes_per_rank: workers of a rank, which share its CPUs and GPUs evenly.
         timeout: seconds to wait for what others hold.
         lost: descriptions of nodes that the ranks were on before, for errors.
 
@@ -95,24 +97,19 @@ def reserve_places(
         ValueError: if the session is too small, says what was asked for and what is there.
         TimeoutError: if it is large enough, but others hold too much of it for `timeout` seconds.
     """
-    processes = processes_per_rank
-    if cpus_per_rank is None:
-        cpus_per_rank = processes * (UNCOUNTED_CPU if session.started else 1)
-    for gpus in gpus_per_rank:
-        _check_request(processes, cpus_per_rank, gpus)
+    processes, gpus = processes_per_rank, gpus_per_rank
+    cpus = processes * (UNCOUNTED_CPU if session.started else 1)
+    cpus = cpus if cpus_per_rank is None else cpus_per_rank
+    _check_request(processes, cpus, gpus)
     nodes, silent = _nodes()
     # Ray does not tell at once that bundles do not fit together, nor which of two ways does.
-    whole = [_resources(cpus_per_rank, gpus) for gpus in gpus_per_rank]
-    parts = 1 if _all_fit(whole, nodes) else processes
-    split = [_resources(cpus_per_rank / parts, gpus / parts) for gpus in gpus_per_rank]
-    bundles = [bundle for bundle in split for _ in range(parts)]
-    size = f" of {processes} processes" if processes > 1 else ""
-    asked = " and ".join(
-        f"{count} rank{'s' * (count > 1)}{size} with {resources} each"
-        for resources, count in Counter(map(_describe, whole)).items()
-    )
+    whole = _resources(cpus, gpus)
+    parts = 1 if _room(whole, nodes) >= num_ranks else processes
+    bundles = [_resources(cpus / parts, gpus / parts)] * (parts * num_ranks)
+    asked = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+    asked += f" of {processes} processes" * (processes > 1) + f" with {_describe(whole)} each"
     there = f"The Ray session at {session.address}"
-    if not _all_fit(bundles, nodes):
+    if _room(bundles[0], nodes) < len(bundles):
         start = f"with `ray start --address={session.address}`"
         what, way = "is", f"Add a node {start}, or ask for less (several ranks share a GPU with "
         way += "gpus_per_rank=0.5, a core with cpus_per_rank=0.5)."
@@ -134,12 +131,12 @@ def reserve_places(
                 f"{_describe_nodes(nodes, silent)}\n"
                 f"Shut down the mesh that holds it (mesh.shutdown()), or ask for less."
             )
-        places = _places(group, bundles, parts, processes)
+        workers = _workers(group, processes // parts)
     except BaseException:
         remove_placement_group(group)
         raise
-    gpus = tuple(own / processes for own in gpus_per_rank)
-    return Reservation(group, places, cpus_per_rank / processes, gpus)
+    places = tuple(workers[n : n + processes] for n in range(0, len(workers), processes))
+    return Reservation(group, places, cpus / processes, gpus / processes)
 
 
 def release_places(reservation: Reservation) -> None:
@@ -151,12 +148,8 @@ def release_places(reservation: Reservation) -> None:
 def renew_places(session: Session, reservation: Reservation) -> Reservation:
     """Replaces a reservation that has lost a node; returns one that is whole unchanged.
 
-    A session of our own that has lost its only node is started anew.
-
-    Args:
-        session: the session, from `join_session`.
-        reservation: from `reserve_places`. If it is not whole it is released, which ends its
-            workers.
+    One that is not whole is released, which ends its workers. A session of our own that has lost
+    its only node is started anew.
 
     Raises:
         ValueError, TimeoutError: as `reserve_places`; then the reservation can be renewed later.
@@ -178,7 +171,8 @@ def renew_places(session: Session, reservation: Reservation) -> Reservation:
     processes = len(reservation.places[0])
     return reserve_places(
         session,
-        gpus_per_rank=[gpus * processes for gpus in reservation.gpus],
+        len(reservation.places),
+        gpus_per_rank=reservation.gpus * processes,
         cpus_per_rank=reservation.cpus * processes,
         processes_per_rank=processes,
         lost=lost,
@@ -214,38 +208,27 @@ def _resources(cpus: float, gpus: float) -> dict[str, float]:
     return {"CPU": float(cpus), "GPU": float(gpus)} if gpus else {"CPU": float(cpus)}
 
 
-def _all_fit(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, Any]]) -> bool:
-    """Tells whether nodes that nothing else uses have room; places the largest first."""
-    left = [{n: node["Resources"].get(n, 0) + 1e-6 for n in ("CPU", "GPU")} for node in nodes]
-    for bundle in sorted(bundles, key=lambda b: (-b.get("GPU", 0), -b["CPU"])):
-        room = next((n for n in left if all(n[x] >= a for x, a in bundle.items())), None)
-        if room is None:
-            return False
-        for name, amount in bundle.items():
-            room[name] -= amount
-    return True
+def _room(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]) -> int:
+    """Returns how many such bundles fit on nodes that nothing else uses."""
+    there = [node["Resources"] for node in nodes]
+    return sum(min(int((own.get(n, 0) + 1e-6) / a) for n, a in bundle.items()) for own in there)
 
 
-def _places(
-    group: PlacementGroup, bundles: Sequence[Mapping[str, float]], parts: int, processes: int
-) -> tuple[tuple[Place, ...], ...]:
-    """Gives each rank the places of its workers: ranks fill node after node, this process's first.
+def _workers(group: PlacementGroup, each: int) -> tuple[Place, ...]:
+    """Returns the places of all workers, `each` in a bundle: node after node, this process's first.
 
-    Each rank has `parts` bundles for its `processes`. Ranks of different needs fill the nodes
-    separately, each kind by itself.
+    So the workers of a rank, and neighbouring ranks, are together.
     """
     node_of = {int(b): n for b, n in placement_group_table(group)["bundles_to_node_id"].items()}
     here = ray.get_runtime_context().get_node_id()
     order = sorted(dict.fromkeys(node_of[b] for b in sorted(node_of)), key=lambda n: n != here)
     nodes = {node["NodeID"]: node for node in ray.nodes()}
-    left: defaultdict[str, list[Place]] = defaultdict(list)
+    places: list[Place] = []
     for number in sorted(node_of, key=lambda b: (order.index(node_of[b]), b)):
         node = nodes[node_of[number]]
         where = node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"]
-        left[str(bundles[number])] += [Place(number, *where)] * (processes // parts)
-    workers = {kind: iter(places) for kind, places in left.items()}
-    ranks = bundles[::parts]
-    return tuple(tuple(itertools.islice(workers[str(rank)], processes)) for rank in ranks)
+        places += [Place(number, *where)] * each
+    return tuple(places)
 
 
 def _describe(resources: Mapping[str, float]) -> str:

@@ -50,18 +50,13 @@ def worker_options(
     environment: Mapping[str, str] | None = None,
     cores: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the options of the Ray actor for a worker.
+    """Returns the options of the Ray actor for a worker: a rank's `process` of that number.
 
-    Args:
-        reservation: from `reserve_places`.
-        rank: the worker's rank.
-        process: its number within the rank.
-        environment: environment variables for it, above those that are set here: the driver's
-            `sys.path`, the platform of JAX, and the share of the GPU's memory.
-        cores: the number of cores that it may use, by default all; see `prepare_process`.
+    The variables of `environment` go above those that are set here: the driver's `sys.path`, the
+    platform of JAX, the share of the GPU's memory, and the number of `cores`.
     """
     variables = {"PYTHONPATH": os.pathsep.join(_import_paths())}
-    gpus = reservation.gpus[rank]
+    gpus = reservation.gpus
     # On a GPU it is empty, so that a driver or a session that is held to CPU does not hold it.
     variables["JAX_PLATFORMS"] = "" if gpus else "cpu"
     if 0 < gpus < 1:
@@ -88,8 +83,8 @@ def worker_options(
 def warn_of_driver(reservation: Reservation) -> None:
     """Warns where JAX in this process takes memory of GPUs that ranks of its node want."""
     here = ray.get_runtime_context().get_node_id()
-    gpus = zip(reservation.places, reservation.gpus, strict=True)
-    ranks = [n for n, (own, gpu) in enumerate(gpus) if gpu and any(p.node_id == here for p in own)]
+    near = [any(place.node_id == here for place in own) for own in reservation.places]
+    ranks = [rank for rank, is_here in enumerate(near) if is_here and reservation.gpus]
     platform = _compat.started_platform()
     takes = "has taken" if platform else "takes, as soon as it is used,"
     if platform is None:
@@ -110,20 +105,16 @@ def warn_of_driver(reservation: Reservation) -> None:
 
 
 def warn_of_platform(here: str, there: str) -> None:
-    """Warns where a step is traced on another platform than the workers run it on.
-
-    Args:
-        here: the platform of this process, as `jax.default_backend` names it.
-        there: that of the workers.
-    """
+    """Warns where a step is traced on another platform than the workers run it on."""
     if here != there:
         warn(
             f"JAX runs on {here} in this process, which traces the steps, and on {there} in the "
             f"workers. What a step asks while it is traced has the answer for {here}: "
-            f"jax.default_backend(), whether cuDNN is there (`jax.nn.dot_product_attention` with "
-            f"implementation='cudnn' is an error), the kind of GPU. A step whose code asks such "
-            f"things needs this process on a host with a GPU as the workers have, with "
-            f"XLA_PYTHON_CLIENT_PREALLOCATE=false; jax.lax.platform_dependent needs nothing."
+            f"jax.default_backend(), the kind of GPU. A step whose code asks such things needs JAX "
+            f"here on {there}, with XLA_PYTHON_CLIENT_PREALLOCATE=false, but for "
+            f"jax.lax.platform_dependent. `jax.nn.dot_product_attention` with "
+            f"implementation='cudnn' is traced on a host with a GPU alone, there also with "
+            f"JAX_PLATFORMS=cpu."
         )
 
 
@@ -136,9 +127,6 @@ def prepare_process(cores: int | None = None) -> None:
 
     Where the environment has both variables for the fraction of a GPU's memory, which JAX refuses,
     the old one goes: it is the one that `worker_options` sets.
-
-    Args:
-        cores: the number of cores; None for all.
     """
     if "XLA_CLIENT_MEM_FRACTION" in os.environ:
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)

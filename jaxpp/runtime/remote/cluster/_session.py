@@ -147,6 +147,8 @@ def _not_on_a_node(what: str) -> ValueError:
 
 
 def _start() -> Session:
+    # Ray's own 15 lets the workers starve while anything else computes on this host.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     cpus = (os.cpu_count() or 1) + 1
     return _init(started=True, address="local", include_dashboard=False, num_cpus=cpus)
 

@@ -30,12 +30,7 @@ _STATES = {
 
 
 def process_state(pid: int, node: str = "") -> str:
-    """Finds the state of a process, in a word; empty where its host does not answer.
-
-    Args:
-        pid: its number.
-        node: Ray's id of its node; by default this one.
-    """
+    """Finds the state of a process on a node of Ray, in a word; empty where it does not answer."""
     if _is_here(node):
         return _state(pid)
     with contextlib.suppress(ray.exceptions.RayError):

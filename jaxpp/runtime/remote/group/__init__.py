@@ -2,4 +2,3 @@
 
 from jaxpp.runtime.remote.group._group import Pending as Pending
 from jaxpp.runtime.remote.group._group import WorkerGroup as WorkerGroup
-from jaxpp.runtime.remote.group._settings import Settings as Settings

@@ -14,6 +14,10 @@ from jaxpp.runtime.remote.calls import Failure, RankError
 from jaxpp.runtime.remote.group._member import Member
 from jaxpp.runtime.transport import PeerLost
 
+_END = (
+    "All ranks have ended the step; arrays on the mesh are lost. Call mesh.restart() and load the "
+    "last checkpoint to go on."
+)
 #: The reports of workers, by their numbers, in the order in which they came.
 Reports = Mapping[int, Failure | BaseException | str]
 
@@ -96,17 +100,9 @@ def explain(
     of_call = f" of call {call}" if call >= 0 else ""
     doing = f" in {task}{describe(call, task)}{of_call}" if task else ""
     waited = f" Waiting for it: {', '.join(waiting)}." if waiting else ""
-    error = RankError(
-        f"{member} has failed{doing}: {reason}.{waited} All ranks have ended the step; arrays "
-        f"on the mesh are lost. Call mesh.restart() and load the last checkpoint to go on.",
-        rank=member.rank,
-        host=member.host,
-        task=task,
-        reason=reason,
-        process=member.process,
+    return member.error(
+        f"{member} has failed{doing}: {reason}.{waited} {_END}", reason, task, cause
     )
-    error.__cause__ = cause
-    return error
 
 
 def _cut_off(members: Sequence[Member], reports: Reports, worker: int) -> RankError | None:
@@ -123,19 +119,14 @@ def _cut_off(members: Sequence[Member], reports: Reports, worker: int) -> RankEr
         peer = cause.rank * members[other].processes + members[other].process
         pair = members[other], members[peer]
         if isinstance(reports.get(peer), Failure):
-            error = RankError(
+            return pair[1].error(
                 f"The connection between {pair[0]} and {pair[1]} broke, but both processes live: "
                 f"in {what.task}, rank {pair[0].rank} found that {cause.reason}. Look at the "
-                f"network between them. All ranks have ended the step; arrays on the mesh are "
-                f"lost. Call mesh.restart() and load the last checkpoint to go on.",
-                rank=pair[1].rank,
-                host=pair[1].host,
-                task=what.task,
-                reason=f"its connection to rank {pair[0].rank} broke",
-                process=pair[1].process,
+                f"network between them. {_END}",
+                f"its connection to rank {pair[0].rank} broke",
+                what.task,
+                cause,
             )
-            error.__cause__ = cause
-            return error
     return None
 
 

@@ -1,9 +1,8 @@
 """The worker group of a mesh: starts the workers, calls them in one order, and replaces them."""
 
+import collections
 import contextlib
 import functools
-import itertools
-import queue
 import secrets
 import sys
 import threading
@@ -39,15 +38,17 @@ from jaxpp.runtime.remote.cluster import (
 )
 from jaxpp.runtime.remote.group._health import HealthMonitor
 from jaxpp.runtime.remote.group._member import Member
-from jaxpp.runtime.remote.group._settings import Settings
-from jaxpp.runtime.remote.worker import LOOPBACK, Actor, BlackBox, Hello, Setup, versions
-from jaxpp.runtime.transport import (
-    Hello as Greeting,
+from jaxpp.runtime.remote.worker import (
+    LOOPBACK,
+    Actor,
+    BlackBox,
+    Hello,
+    Settings,
+    Setup,
+    versions,
 )
-from jaxpp.runtime.transport import (
-    TransportError,
-    warn_of_open_ports,
-)
+from jaxpp.runtime.transport import Hello as Greeting
+from jaxpp.runtime.transport import TransportError, warn_of_open_ports
 
 #: Seconds that a worker has to end its current work when the mesh is restarted.
 RESET_TIMEOUT = 5.0
@@ -57,7 +58,6 @@ IN_FLIGHT = 4
 CLOSING = 2.0
 #: Seconds between two checks of the workers in a wait.
 POLL = 0.2
-
 #: What a call is posted with: the worker, the lane, the pieces, and who gets the answer.
 Post = tuple[int, Lane, Sequence[Any], Callable[..., None]]
 
@@ -87,9 +87,8 @@ class WorkerGroup:
         self._epoch = 0
         #: For each rank where its processes are joined; None where it has but one.
         self._coordinators: list[str | None] = [None] * settings.num_ranks
-        #: The calls of steps that some rank has not dispatched yet; each puts an item when it has.
-        self._flying: set[object] = set()
-        self._landed: queue.SimpleQueue[None] = queue.SimpleQueue()
+        #: The calls of steps that some rank may not have dispatched yet, the oldest first.
+        self._flying: collections.deque[Pending] = collections.deque()
         every = range(settings.processes_per_rank)
         numbers = [(rank, process) for rank in range(settings.num_ranks) for process in every]
         self.members = [Member(n, *own, len(every)) for n, own in enumerate(numbers)]
@@ -98,10 +97,10 @@ class WorkerGroup:
             undo.callback(leave_session, self._session)
             self._reservation = reserve_places(
                 self._session,
-                processes_per_rank=settings.processes_per_rank,
+                settings.num_ranks,
+                gpus_per_rank=settings.devices_per_rank * settings.gpus_per_rank,
                 cpus_per_rank=settings.cpus_per_rank,
-                gpus_per_rank=[settings.devices_per_rank * settings.gpus_per_rank]
-                * settings.num_ranks,
+                processes_per_rank=settings.processes_per_rank,
             )
             undo.callback(release_places, self._reservation)
             undo.callback(self._kill)
@@ -121,6 +120,10 @@ class WorkerGroup:
         """Returns the numbers of a rank's processes, among the processes of all ranks."""
         processes = self._settings.processes_per_rank
         return range(rank * processes, (rank + 1) * processes)
+
+    def has(self, rank: int) -> set[Any]:
+        """Returns the set of what the processes of a rank have been given to keep."""
+        return self.members[self.workers(rank)[0]].has
 
     def check_open(self) -> None:
         """Raises a `ValueError` where the workers have been stopped."""
@@ -153,8 +156,8 @@ class WorkerGroup:
 
     def flush(self, wait: bool = True) -> None:
         """Sends what has been posted, or what the connections take now if it is not to `wait`."""
-        for member in self.members:
-            member.client.flush(wait)
+        for client in filter(None, [member.client for member in self.members]):
+            client.flush(wait)  # a restart that was interrupted has left some without one
 
     def call(self, lane: Lane, method: str, args: Mapping[int, tuple], **how: Any) -> "Pending":
         """Calls a method of some workers, as `begin` does, and sends the calls."""
@@ -175,7 +178,7 @@ class WorkerGroup:
 
         Args:
             lane: where the workers run it.
-            method: of `Process`.
+            method: of `Process`, or of a part: `"transport.connect"`.
             args: the arguments by worker.
             code: whether functions may be among them.
             kept: what must live until all have answered.
@@ -183,33 +186,37 @@ class WorkerGroup:
         Raises:
             Exception: an argument cannot be pickled; then no worker has the call.
         """
-        answers, health = {worker: Answer(kept) for worker in args}, self._health
         packed = {w: (pack_code if code else pack)((method, own)) for w, own in args.items()}
+        pending, posts = self._posts(lane, packed, kept)
+        with self.order if lane == Lane.ORDERED else contextlib.nullcontext():
+            self.post(posts)
+        return pending
+
+    def _posts(
+        self, lane: Lane, packed: Mapping[int, Sequence[Any]], kept: Any = None, fatal: bool = False
+    ) -> tuple["Pending", list[Post]]:
+        """Makes the posts of a call; reports workers that fail, and where `fatal` any error."""
+        answers, health = {worker: Answer(kept) for worker in packed}, self._health
 
         def answered(worker: int, kind: Kind, pieces: Sequence[Any]) -> None:
             answers[worker].set(kind, pieces)
-            if kind != Kind.RAISED:
+            if fatal or kind != Kind.RAISED:
                 health.note(worker, kind, pieces)
 
-        posts = [(w, lane, packed[w], functools.partial(answered, w)) for w in args]
-        with self.order if lane == Lane.ORDERED else contextlib.nullcontext():
-            self.post(posts)
-        return Pending(answers, self._health)
+        posts = [(w, lane, p, functools.partial(answered, w)) for w, p in packed.items()]
+        return Pending(answers, health), posts
 
-    def posts(self, lane: Lane, method: str, args: Mapping[int, tuple]) -> list[Post]:
-        """Makes posts of a method that has no result and must not fail."""
-        note = self._health.note
-        return [
-            (worker, lane, pack_code((method, own)), functools.partial(note, worker))
-            for worker, own in args.items()
-        ]
+    def posts(self, lane: Lane, method: str, rank: int, *args: Any) -> list[Post]:
+        """Makes posts of a method, to a rank, that has no result and must not fail."""
+        packed = dict.fromkeys(self.workers(rank), pack_code((method, args)))
+        return self._posts(lane, packed, fatal=True)[1]
 
     def wait_for_room(self) -> None:
         """Waits until one more call of a step may be under way."""
         self.check()
         while len(self._flying) >= IN_FLIGHT:
-            with contextlib.suppress(queue.Empty):
-                self._landed.get(timeout=POLL)
+            if self._flying[0].wait(POLL):
+                self._flying.popleft()
             self.check()
 
     def steps(self, calls: Mapping[int, Sequence[Any]]) -> list[Post]:
@@ -218,29 +225,19 @@ class WorkerGroup:
         Args:
             calls: what `pack` gave for each rank.
         """
-        workers = [(w, pieces) for rank, pieces in calls.items() for w in self.workers(rank)]
-        call, left, health = object(), itertools.count(1 - len(workers)), self._health
-        self._flying.add(call)
-
-        def landed(worker: int, kind: Kind, pieces: Sequence[Any]) -> None:
-            health.note(worker, kind, pieces)
-            if next(left) == 0:
-                self._flying.discard(call)
-                self._landed.put(None)
-
-        return [(w, Lane.ORDERED, p, functools.partial(landed, w)) for w, p in workers]
+        packed = {w: pieces for rank, pieces in calls.items() for w in self.workers(rank)}
+        pending, posts = self._posts(Lane.ORDERED, packed, fatal=True)
+        self._flying.append(pending)
+        return posts
 
     # ---- life -----------------------------------------------------------------------------------
 
-    def restart(self) -> set[int]:
+    def restart(self) -> None:
         """Makes all workers fit for work: replaces the dead ones, and empties the others of arrays.
 
         All workers are replaced where `jax.distributed` has joined some (running processes cannot
         be joined again, and their collectives may wait for ever), and where JAX's transfers are
         used, whose servers keep what nobody has pulled.
-
-        Returns:
-            The ranks that have new workers.
 
         Raises:
             RuntimeError: a new one did not start; then all have ended, and it may be tried again.
@@ -258,12 +255,10 @@ class WorkerGroup:
             for member in self._unfit():
                 member.kill()
             self.members = [member.renewed() if member.dead else member for member in self.members]
-            fresh = {member.rank for member in self.members if member.actor is None}
             self._start()
         except BaseException:
             self._kill()
             raise
-        return fresh
 
     def _unfit(self) -> list[Member]:
         """Connects to the workers that live; gives those that are not fit for work soon."""
@@ -346,22 +341,18 @@ class WorkerGroup:
         addresses, every = [h.addresses for h in self.hellos], self._settings.processes_per_rank
         peers = [dict(enumerate(addresses[process::every])) for process in range(every)]
         args = {m.worker: (peers[m.process],) for m in self.members}
-        self.call(Lane.CONTROL, "connect", args).values()
+        self.call(Lane.CONTROL, "transport.connect", args).values()
 
     def _open(self, member: Member) -> None:
         """Connects to a worker; this begins an epoch there."""
         assert member.hello is not None
-        worker = member.worker
         member.client = Client(
             Greeting(self._epoch, DRIVER, member.rank),
             member.hello.server,
             self._secret,
             functools.partial(_print, member.rank),
-            functools.partial(self._ended, worker),
+            lambda why: self._health.connection_ended(member.worker, why),
         )
-
-    def _ended(self, worker: int, why: str) -> None:
-        self._health.connection_ended(worker, why)
 
     def _meet(self) -> None:
         """Settles where `jax.distributed` joins the processes of each rank, if it has several."""
@@ -397,17 +388,12 @@ class WorkerGroup:
         return BlackBox(BlackBox.create()) if self._place(member).node_id == here else None
 
     def _setup(self, member: Member) -> Setup:
-        settings = self._settings
         return Setup(
+            self._settings,
             member.rank,
-            settings.num_ranks,
             member.process,
-            member.processes,
             self._secret,
             self._address(member),
-            settings.cores,
-            settings.inside,
-            settings.transport,
             self._coordinators[member.rank],
             self._x64,
             self._epoch,
@@ -470,15 +456,23 @@ class Pending:
         self._answers, self._health = answers, health
         self._values: dict[int, Any] = {}
 
-    def wait(self, timeout: float) -> None:
-        """Waits until all have answered, `timeout` seconds at most."""
+    def wait(self, timeout: float = -1) -> bool:
+        """Waits until all have answered, `timeout` seconds at most; tells whether they have."""
         end = time.monotonic() + timeout
         for answer in self._answers.values():
-            answer.result(max(0, end - time.monotonic()))
+            answer.result(timeout if timeout < 0 else max(0, end - time.monotonic()))
+        return all(answer.done() for answer in self._answers.values())
 
     def values(self) -> dict[int, Any]:
         """Waits for all workers; gives their results by worker, or raises as `value` does."""
         return {worker: self.value(worker) for worker in self._answers}
+
+    def results(self) -> dict[int, list[Any]]:
+        """Waits as `values` does; gives by rank the results of its processes."""
+        found: dict[int, list[Any]] = {}
+        for worker, value in self.values().items():
+            found.setdefault(self._health.members[worker].rank, []).append(value)
+        return found
 
     def value(self, worker: int) -> Any:
         """Waits for the result of a worker.
@@ -494,6 +488,6 @@ class Pending:
                 error.add_note(f"on {self._health.members[worker]}")
                 raise error
             if kind != Kind.RETURNED:
-                raise self._health.end()
+                self._health.end()
             self._values[worker] = unpack(pieces)
         return self._values[worker]

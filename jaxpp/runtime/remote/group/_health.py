@@ -5,13 +5,13 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 import ray.exceptions
 
 from jaxpp.runtime.remote.calls import Failure, Kind, Lane, RankError, pack, unpack
-from jaxpp.runtime.remote.cluster import RUNS, process_state
+from jaxpp.runtime.remote.cluster import RUNS
 from jaxpp.runtime.remote.group._blame import culprit, explain, suspect
 from jaxpp.runtime.remote.group._member import Member
 
@@ -68,7 +68,7 @@ class HealthMonitor:
     def check(self) -> None:
         """Raises the error of the workers, if one has failed."""
         if not ray.is_initialized():
-            self.report(0, ray.exceptions.RaySystemError("the Ray session has been shut down"))
+            self.report(0, _no_session())
         if self._first is not None:
             self._wait()
         if self.error is not None:
@@ -79,13 +79,10 @@ class HealthMonitor:
                 "call mesh.restart() and load the last checkpoint to go on."
             )
 
-    def end(self) -> BaseException:
-        """Returns the error of the workers, once it is known; one of them must be reported."""
+    def end(self) -> NoReturn:
+        """Raises the error of the workers, once it is known; one of them must be reported."""
         self._wait()
-        try:
-            self.check()
-        except BaseException as error:
-            return error
+        self.check()
         raise AssertionError("no worker has failed")
 
     def _wait(self) -> None:
@@ -150,7 +147,7 @@ class HealthMonitor:
         now = time.monotonic()
         while not self._closed.wait(HEARTBEAT) and self._first is None:
             if not ray.is_initialized():
-                self.report(0, ray.exceptions.RaySystemError("the Ray session has been shut down"))
+                self.report(0, _no_session())
                 return
             # If this process was stopped itself, that was no silence of the workers.
             before, now = now, time.monotonic()
@@ -175,14 +172,9 @@ class HealthMonitor:
         """Reports a worker that is silent for too long."""
         if silence < self._timeout - ANSWER:
             return
-        state = self._state(member)
+        state = member.state()
         if silence > (PATIENCE if state in RUNS else 1) * self._timeout:
             self.report(member.worker, f"no sign of life for {silence:.1f} s, {told(state)}")
-
-    def _state(self, member: Member) -> str:
-        hello = member.hello
-        assert hello is not None
-        return process_state(hello.pid, hello.node)
 
     # ---- the end --------------------------------------------------------------------------------
 
@@ -193,13 +185,10 @@ class HealthMonitor:
         except BaseException as error:  # noqa: B036  `check` waits for an error
             member = self.members[self._first or 0]
             reason = f"{type(error).__name__}: {error}"
-            self.error = RankError(
+            self.error = member.error(
                 f"{member} has failed, and the Ray session does not say why: {reason}. Shut the "
                 f"mesh down, make a new one, and load the last checkpoint.",
-                rank=member.rank,
-                host=member.host,
-                reason=reason,
-                process=member.process,
+                reason,
             )
         self._settled.set()
         for member in self.members:
@@ -209,7 +198,7 @@ class HealthMonitor:
     def _find_culprit(self) -> int:
         """Aborts all workers; returns the one whose failure does not follow from another's."""
         if not ray.is_initialized():
-            raise ray.exceptions.RaySystemError("the Ray session has been shut down")
+            raise _no_session()
         first = self.members[self._first or 0]
         left = {member.worker for member in self.members} - self._reports.keys()
 
@@ -228,7 +217,7 @@ class HealthMonitor:
             self._changed.wait_for(lambda: left <= self._reports.keys(), ANSWER)
         silent = left - self._reports.keys()
         for worker in silent:
-            state = self._state(self.members[worker])
+            state = self.members[worker].state()
             if state not in RUNS:
                 self.report(worker, f"it does not answer, {told(state)}")
         for member in self.members:
@@ -239,6 +228,10 @@ class HealthMonitor:
         found = culprit(self.members, self._reports, settled=True)
         found = suspect(self.members, self._reports) if found is None else found
         return self._first or 0 if found is None else found
+
+
+def _no_session() -> Exception:
+    return ray.exceptions.RaySystemError("the Ray session has been shut down")
 
 
 def told(state: str) -> str:

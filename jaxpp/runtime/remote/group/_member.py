@@ -6,7 +6,8 @@ from typing import Any
 
 import ray
 
-from jaxpp.runtime.remote.cluster import end_stopped
+from jaxpp.runtime.remote.calls import RankError
+from jaxpp.runtime.remote.cluster import end_stopped, process_state
 from jaxpp.runtime.remote.worker import BlackBox, Hello
 
 
@@ -17,7 +18,8 @@ class Member:
     `worker` is its number among all workers of the mesh, and `process` its number in its `rank`,
     which has `processes`. `actor` is Ray's, `hello` the worker's description of itself, `client`
     the driver's connection to it, and `box` its flight recorder, if it is on this host. `at` is the
-    call and the task of its last heartbeat. A `dead` worker cannot be used again.
+    call and the task of its last heartbeat, and `has` all programs and functions that it keeps. A
+    `dead` worker cannot be used again.
     """
 
     worker: int
@@ -29,6 +31,7 @@ class Member:
     client: Any = None
     box: BlackBox | None = None
     at: tuple[int, str] = (-1, "")
+    has: set[Any] = dataclasses.field(default_factory=set)
     dead: bool = False
 
     def __str__(self):
@@ -58,6 +61,20 @@ class Member:
                 ray.kill(self.actor)
         if self.client is not None:
             self.client.close()
+
+    def state(self) -> str:
+        """Finds the state of the worker's process, in a word; empty where its host is silent."""
+        assert self.hello is not None
+        return process_state(self.hello.pid, self.hello.node)
+
+    def error(
+        self, message: str, reason: str, task: str = "", cause: BaseException | None = None
+    ) -> RankError:
+        """Makes the error that tells of the worker's failure."""
+        where = {"rank": self.rank, "host": self.host, "process": self.process}
+        error = RankError(message, **where, task=task, reason=reason)
+        error.__cause__ = cause
+        return error
 
     def renewed(self) -> "Member":
         """Makes the record for the time after a restart; that of a dead worker has no actor."""

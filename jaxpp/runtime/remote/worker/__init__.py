@@ -6,3 +6,4 @@ from jaxpp.runtime.remote.worker._actor import Hello as Hello
 from jaxpp.runtime.remote.worker._actor import Setup as Setup
 from jaxpp.runtime.remote.worker._actor import versions as versions
 from jaxpp.runtime.remote.worker._black_box import BlackBox as BlackBox
+from jaxpp.runtime.remote.worker._settings import Settings as Settings

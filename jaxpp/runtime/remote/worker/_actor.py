@@ -2,13 +2,11 @@
 
 import dataclasses
 import importlib.metadata
-import math
 import os
 import platform
 import socket
 import sys
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,11 +19,11 @@ from jaxpp.runtime.remote.worker._black_box import BlackBox
 from jaxpp.runtime.remote.worker._output import Output
 from jaxpp.runtime.remote.worker._process import Process
 from jaxpp.runtime.remote.worker._server import Server
+from jaxpp.runtime.remote.worker._settings import Settings
 from jaxpp.runtime.transport import (
     Addresses,
     Pulls,
     SocketTransport,
-    Transport,
     first_devices,
     free_port,
     join_processes,
@@ -47,13 +45,11 @@ class Setup:
     """All that a worker needs to start.
 
     Args:
-        rank: its rank, of `num_ranks`.
-        process: its number in the rank, of `processes_per_rank`.
+        settings: of the mesh.
+        rank: its rank.
+        process: its number in the rank.
         secret: what the connections between workers are authenticated with.
         address: the address of its host that other hosts reach it by; None for loopback only.
-        cores: how many CPU cores it may use; None for all.
-        sizes_inside: the axes inside a rank, and their sizes.
-        transport: the way of arrays between ranks.
         coordinator: where `jax.distributed` joins the processes of the rank; None where it has but
             one.
         x64: whether 64-bit types are on, as they are in the driver.
@@ -61,15 +57,11 @@ class Setup:
         box: the path of its flight recorder; None on another host than the driver's.
     """
 
+    settings: Settings
     rank: int
-    num_ranks: int
     process: int
-    processes_per_rank: int
     secret: bytes
     address: str | None
-    cores: int | None
-    sizes_inside: Mapping[str, int]
-    transport: Transport
     coordinator: str | None
     x64: bool
     epoch: int
@@ -104,23 +96,23 @@ _remote: Any = ray.remote
 
 def _start_jax(setup: Setup) -> tuple[Home, SocketTransport]:
     """Starts JAX with the devices of this rank; returns the rank's home and its transport."""
-    sizes, processes = setup.sizes_inside, setup.processes_per_rank
-    devices = math.prod(sizes.values()) // processes
+    settings, sizes = setup.settings, setup.settings.inside
+    devices = settings.devices_per_rank // settings.processes_per_rank
     jax.config.update("jax_enable_x64", setup.x64)
     # JAX rejects the option together with the flag, which the driver's environment may have.
     if devices > 1 and DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", devices)
-    if setup.cores == 1 and math.prod(sizes.values()) == 1:
+    if settings.cores == 1 and settings.devices_per_rank == 1:
         # On one core a second thread that computes costs time: tasks of 1 ms took 8% longer
         # with asynchronous dispatch.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     if setup.coordinator is not None:
-        where = setup.coordinator, processes, setup.process
+        where = setup.coordinator, settings.processes_per_rank, setup.process
         join_processes(*where, host=setup.address or LOOPBACK)
         home = rank_home(sizes, setup.rank)
     else:
         home = home_over(first_devices(jax.local_devices(), sizes, setup.rank), sizes)
-    kind, pulls = setup.transport, None
+    kind, pulls = settings.transport, None
     if kind == "jax":
         kind, pulls = "auto", Pulls(home, setup.address)
     transport = SocketTransport(
@@ -144,14 +136,14 @@ class Actor:
 
     def start(self, setup: Setup) -> Hello:
         """Starts JAX, the transport and the RPC server; describes the worker."""
-        prepare_process(setup.cores)
+        prepare_process(setup.settings.cores)
         # The transport's threads must not wait for the end of Python's time slice of 5 ms.
         sys.setswitchinterval(SWITCH_INTERVAL)
         home, transport = _start_jax(setup)
         device = next(d for d in devices_of(home) if d.process_index == jax.process_index())
         box = BlackBox.open(setup.box) if setup.box else None
-        own = setup.rank, setup.num_ranks, home, transport, box, setup.process
-        self._server = Server(Process(*own), setup.secret, setup.address)
+        process = Process(setup.rank, home, transport, box, setup.process)
+        self._server = Server(process, setup.secret, setup.address)
         sys.stdout = Output(self._server.tell, sys.stdout)
         return Hello(
             versions(),

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxpp import _compat
-from jaxpp._program import Message, Program, Receive, Run, Send
+from jaxpp._program import Program, Receive, Run, Send
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, Home, from_host, own_share, spans, to_host
 from jaxpp.runtime.executor import Executor, find_invalid
@@ -21,7 +21,6 @@ from jaxpp.runtime.remote.calls import (
     FED,
     MOVED,
     VALUE,
-    Batch,
     Call,
     Failure,
     Input,
@@ -52,16 +51,6 @@ class _Executable:
     pickled: Pickled
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A step that a rank has loaded."""
-
-    program: Program
-    executor: Executor
-    #: For each input of the program the function that makes it from bytes that come with a call.
-    inputs: tuple[Input, ...]
-
-
 class Process:
     """A worker process: its arrays by id, its steps by number, its transport.
 
@@ -74,14 +63,12 @@ class Process:
     def __init__(
         self,
         rank: int,
-        num_ranks: int,
         home: Home,
         transport: Any,
         box: BlackBox | None = None,
         number_in_rank: int = 0,
     ):
         self.rank = rank
-        self.num_ranks = num_ranks
         self.number_in_rank = number_in_rank
         self.home = home
         self.transport = transport
@@ -93,7 +80,9 @@ class Process:
         self.failure: Failure | None = None
         self._box = box
         self._executables: dict[int, _Executable] = {}
-        self._steps: dict[int, _Loaded] = {}
+        #: For each step its executor, and for each input of the program the function that makes the
+        #: input from bytes that come with a call.
+        self._steps: dict[int, tuple[Executor, tuple[Input, ...]]] = {}
         self._epoch = 0
         self._call = -1
         self._executor: Executor | None = None
@@ -148,26 +137,24 @@ class Process:
         known = [n if n is None else self._executables[n] for n in computations]
         executables = [own and own.call for own in known]
         donated = {n: own.pickled.donated for n, own in enumerate(known) if own is not None}
-        late = sent_before_donated(program, donated)
-        transport = CopyingTransport(self.transport, late) if late else self.transport
 
         def find(computation: int, args: Sequence[Any]) -> str | None:
             own = known[computation]
             assert own is not None
             return find_invalid(own.pickled.computation(), self.home, args)
 
-        arguments = program, executables, transport, find
+        arguments = program, executables, self.transport, find
         executor = NotingExecutor(self._box, *arguments) if self._box else Executor(*arguments)
         for slot, array_type, value in constants:
             executor.slots[slot] = from_host(value.copy(), array_type, self.home)
         moved = (i.message for i in program.instructions if isinstance(i, Send | Receive))
-        self.transport.expect(moved, step)
+        self.transport.expect(moved, step, sent_before_donated(program, donated))
         made = tuple(Input(type_, self.home, spec) for type_, spec in inputs)
-        self._steps[step] = _Loaded(program, executor, made)
+        self._steps[step] = executor, made
 
     def executables(self, step: int) -> Sequence[Any]:
         """Returns the executables of a step's computations; None for one that is not run here."""
-        return self._steps[step].executor.executables
+        return self._steps[step][0].executables
 
     def unload(self, step: int, computations: Collection[int]) -> None:
         """Forgets a step, and computations that no other step has."""
@@ -183,15 +170,15 @@ class Process:
             *fields: those of a `Call`.
         """
         call = Call(*fields)
-        loaded = self._steps[call.step]
-        program, executor = loaded.program, loaded.executor
+        executor, makes = self._steps[call.step]
+        program = executor.program
         executor.at, self._feeding = None, False
         self._call, self._executor = call.number, executor
         if self._box:
             self._box.begin(call.number)
         try:
             self.transport.begin(call.number, call.step)
-            self._feed(call, loaded)
+            self._feed(call, executor, makes)
             with contextlib.ExitStack() as settings:
                 for name in call.checks:
                     settings.enter_context(getattr(jax, name)(True))
@@ -210,9 +197,8 @@ class Process:
             self.lock.notify_all()
         return None
 
-    def _feed(self, call: Call, loaded: "_Loaded") -> None:
-        program, executor = loaded.program, loaded.executor
-        moved = []
+    def _feed(self, call: Call, executor: Executor, makes: Sequence[Input]) -> None:
+        inputs, moved = executor.program.inputs, []
         for move in call.moves:
             if move.message.source == self.rank:
                 self.transport.send([self.arrays[move.array]], move.message)
@@ -220,8 +206,7 @@ class Process:
                 moved.append(move.message)
         arrivals = (self.transport.receive(message)[0] for message in moved)
         fed, batches = iter(call.values), iter(call.fed)
-        pairs = zip(program.inputs, loaded.inputs, call.arrays, strict=True)
-        for (_, slot), make, number in pairs:
+        for (_, slot), make, number in zip(inputs, makes, call.arrays, strict=True):
             if number == VALUE:
                 executor.slots[slot] = make(next(fed))
             elif number == MOVED:
@@ -234,14 +219,10 @@ class Process:
             else:
                 executor.slots[slot] = make.resplit(self.arrays[number])
         # An array that the transport has yet to send must not be donated.
-        self.transport.settle([executor.slots[slot] for _, slot in program.inputs])
+        self.transport.settle([executor.slots[slot] for _, slot in inputs])
         for number in call.dropped:
             self.arrays.pop(number, None)
         self.loader.drop(number for number, _ in call.fed)
-
-    def feed(self, batch: Batch, load: Callable[[Any], Any] | None) -> None:
-        """Loads a batch; see `Loader.load`."""
-        self.loader.load(batch, load)
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs a function on this process: `function(process, *args)`."""
@@ -271,37 +252,36 @@ class Process:
                 raise Lost("The step that was to make it has failed.")
             return [self.arrays[n] for n in numbers]
 
-    def _computed(self, numbers: Sequence[int]) -> list[jax.Array]:
-        """Waits until arrays are computed."""
-        return jax.block_until_ready(self.wait_for(numbers))
-
     def settle(self) -> Failure | None:
         """Waits until the callbacks of all calls have been made."""
-        try:
-            jax.effects_barrier()
-        except Exception as error:
-            return self._fail_later(error)
-        return None
+        return self._noting(jax.effects_barrier)
 
-    def fetch(self, numbers: Sequence[int]) -> list[Any] | Failure:
-        """Returns the bytes of arrays; its shares, where the rank has several processes."""
+    def fetch(self, numbers: Sequence[int], bring: bool = True) -> list[Any] | Failure:
+        """Waits until arrays have been computed.
+
+        Returns:
+            Their bytes, or its shares where the rank has several processes; nothing if it is not to
+            `bring` them.
+        """
         to_bytes = own_share if spans(self.home) else to_host
-        try:
-            return [to_bytes(x) for x in self._computed(numbers)]
-        except Lost as error:
-            return self.failure or Failure.of(error, self.rank, -1, "")
-        except Exception as error:
-            return self._fail_later(error)
 
-    def ready(self, numbers: Sequence[int]) -> Failure | None:
-        """Waits until arrays have been computed; returns the failure if there is one."""
+        def computed() -> list[Any]:
+            arrays = jax.block_until_ready(self.wait_for(numbers))
+            return list(map(to_bytes, arrays)) if bring else []
+
+        return self._noting(computed)
+
+    def _noting(self, wait: Callable[[], Any]) -> Any:
+        """Waits for what earlier tasks make; returns the failure if there is one."""
         try:
-            self._computed(numbers)
+            return wait()
         except Lost as error:
             return self.failure or Failure.of(error, self.rank, -1, "")
         except Exception as error:
-            return self._fail_later(error)
-        return None
+            # The rank meets the same error where it dispatches or sends, and knows the task there.
+            with self.lock:
+                self.lock.wait_for(lambda: self.failure is not None, GRACE)
+            return self.fail(error)
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Forgets arrays."""
@@ -309,10 +289,6 @@ class Process:
             self.arrays.pop(number, None)
 
     # ---- life and death -------------------------------------------------------------------------
-
-    def connect(self, peers: Mapping[int, Any]) -> None:
-        """Tells the transport where the other ranks are."""
-        self.transport.connect(peers)
 
     def pulse(self) -> tuple[int, str] | Failure:
         """Answers a heartbeat: with the last call and its instruction, or with the failure."""
@@ -336,15 +312,6 @@ class Process:
         self.loader.stop(Aborted("Another rank has failed."))
         return self.failure
 
-    def _fail_later(self, error: Exception) -> Failure:
-        """Notes an error that was found late, in an array that an earlier task was to make.
-
-        The rank meets the same error where it dispatches or sends, and knows the task there.
-        """
-        with self.lock:
-            self.lock.wait_for(lambda: self.failure is not None, GRACE)
-        return self.fail(error)
-
     def abort(self, reason: str) -> Failure:
         """Ends all work here, because another rank has failed; returns this process's failure."""
         return self.fail(Aborted(reason))
@@ -356,9 +323,8 @@ class Process:
             self.failure = None
             self._call, self._executor, self._epoch = -1, None, epoch
             self.lock.notify_all()
-        for loaded in self._steps.values():
-            kept = {slot for slot, _ in loaded.program.constants}
-            executor = loaded.executor
+        for executor, _ in self._steps.values():
+            kept = {slot for slot, _ in executor.program.constants}
             executor.slots[:] = [x if i in kept else None for i, x in enumerate(executor.slots)]
         self.loader.reset()
         self.recorder = self.transport.recorder = None
@@ -409,24 +375,3 @@ def sent_before_donated(program: Program, donated: Mapping[int, Sequence[int]]) 
                 for slot in slots:
                     sent.pop(slot, None)
     return frozenset(found)
-
-
-class CopyingTransport:
-    """A transport that copies the arrays of some messages before it sends them.
-
-    The arrays leave some time after `send` returns; a computation may take their memory before.
-
-    Args:
-        transport: what sends and receives.
-        tags: of the messages whose arrays do not live until they have left.
-    """
-
-    def __init__(self, transport: Any, tags: frozenset[int]):
-        self._transport, self._tags = transport, tags
-        self.receive = transport.receive
-
-    def send(self, arrays: list[Any], message: Message) -> None:
-        """Starts to send a message; does not wait."""
-        if message.tag in self._tags:
-            arrays = jax.device_put(arrays, may_alias=False)
-        self._transport.send(arrays, message)

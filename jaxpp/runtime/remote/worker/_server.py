@@ -1,9 +1,10 @@
 """The RPC server: the worker's end of its connection to the driver."""
 
 import contextlib
-import queue
+import operator
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from jaxpp.runtime.remote.calls import (
     DRIVER,
@@ -25,7 +26,7 @@ THREADS = {Lane.ORDERED: 1, Lane.FETCH: 4, Lane.FEED: 1, Lane.ASIDE: 2, Lane.CON
 
 
 class Server:
-    """An RPC server: runs the methods of a process that the driver calls over a connection.
+    """An RPC server: runs what the driver calls, methods of a process or of a part of it.
 
     A new connection of the driver begins a new epoch: what came over the old one ends, and the
     process is made fit for work again. Without the driver the process ends its work.
@@ -88,30 +89,21 @@ class _Channel:
         self._heard, self._seal = heard, seal
         self._sending = threading.Lock()
         self._ended = False
-        self._lanes = {lane: queue.SimpleQueue[Message | None]() for lane in Lane}
-        self._threads = {
-            lane: [
-                threading.Thread(target=self._work, args=(lane,), name=f"jaxpp-{lane.name.lower()}")
-                for _ in range(THREADS[lane])
-            ]
-            for lane in Lane
+        self._lanes = {
+            lane: ThreadPoolExecutor(count, f"jaxpp-{lane.name.lower()}")
+            for lane, count in THREADS.items()
         }
-        for threads in self._threads.values():
-            for thread in threads:
-                thread.daemon = True
-                thread.start()
 
     def read(self) -> None:
         """Takes in the driver's calls at once, so that the driver need not wait."""
         with stream_of(self._connection) as stream:
             while (call := listen(stream, self._heard)) is not None:
-                self._lanes[Lane(call.what)].put(call)
+                with contextlib.suppress(RuntimeError):  # the connection ends at this moment
+                    self._lanes[Lane(call.what)].submit(self._run, Lane(call.what), call)
                 del call  # it would keep a batch alive until the next call
 
-    def _work(self, lane: Lane) -> None:
-        while (call := self._lanes[lane].get()) is not None and not self._ended:
-            self.send(self._answer(lane, call))
-            del call
+    def _run(self, lane: Lane, call: Message) -> None:
+        self.send(self._answer(lane, call))
 
     def _answer(self, lane: Lane, call: Message) -> Message:
         process = self._process
@@ -120,7 +112,7 @@ class _Channel:
                 found = process.failure
             else:
                 method, args = unpack(call.pieces)
-                found = getattr(process, method)(*args)
+                found = operator.attrgetter(method)(process)(*args)
             if not isinstance(found, Failure):
                 users = lane in (Lane.ORDERED, Lane.ASIDE) and found is not None
                 return Message(
@@ -143,8 +135,5 @@ class _Channel:
         self._ended = True
         with contextlib.suppress(OSError):  # the driver may have closed its end first
             self._connection.shutdown(socket.SHUT_RDWR)
-        for lane, threads in self._threads.items():
-            for _ in threads:
-                self._lanes[lane].put(None)
-        for thread in self._threads[Lane.ORDERED]:
-            thread.join()
+        for lane, pool in self._lanes.items():
+            pool.shutdown(wait=lane == Lane.ORDERED, cancel_futures=True)

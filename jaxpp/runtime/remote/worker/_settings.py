@@ -14,6 +14,10 @@ class Settings:
 
     `inside` has the axes inside a rank, and their sizes. `gpus_per_rank` counts the GPUs for each
     entry of these axes.
+
+    Raises:
+        ValueError: the devices of a rank cannot be divided among so many processes, or have no GPU
+            each, or the transport is not known.
     """
 
     num_ranks: int
@@ -33,13 +37,7 @@ class Settings:
         """The number of devices of a rank."""
         return math.prod(self.inside.values())
 
-    def check(self) -> None:
-        """Checks all that does not depend on the cluster.
-
-        Raises:
-            ValueError: the devices of a rank cannot be divided among so many processes, or have no
-                GPU each, or the transport is not known.
-        """
+    def __post_init__(self):
         devices, processes = self.devices_per_rank, self.processes_per_rank
         if devices > 1 and self.gpus_per_rank != int(self.gpus_per_rank):
             raise ValueError(
