@@ -2,8 +2,8 @@
 
 GPU tests skip themselves where there is no GPU.
 
-XLA optimizes little here, and its old emitters of kernels take a quarter of the time of the new ones
-where there are such: most of the time of the tests goes into that. To test what users run, set
+XLA optimizes little here, and uses its old emitters of kernels where it has them, which take a
+quarter of the time: most of the time of the tests goes into that. To test what users run, set
 `JAX_DISABLE_MOST_OPTIMIZATIONS=0`.
 """
 
