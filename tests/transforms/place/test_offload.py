@@ -26,7 +26,6 @@ ARGUMENTS = PARAMS, OPTIMIZER.init(PARAMS), data(0)
 CASES = [("1f1b", 4), ("interleaved_1f1b", 2), ("zb_h1", 4), ("dualpipe", 4), ("zb_v", 2)]
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_offload_keeps_each_bit_and_the_peak_is_the_predicted_one(optimized, name, ranks):
     mesh, table = mesh_of(ranks), by_name(name).table(4, 8)

@@ -87,7 +87,6 @@ CASES = [("1f1b", 4), ("zb_h1", 4), ("interleaved_1f1b", 2), ("dualpipe", 4), ("
          ("gpipe(stages_per_rank=4)", 1), ("zb_v", 2)]  # fmt: skip
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_gradients_are_the_same_bits(optimized, name, ranks):
     mesh, table = mesh_of(ranks), by_name(name).table(LAYERS, M)
