@@ -64,7 +64,9 @@ def _numbers(jaxpr: jex.ClosedJaxpr) -> dict[_Place, jex.Literal]:
 
 def _is_whole(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)  # a token has none
-    return dtype is not None and (jnp.issubdtype(dtype, jnp.integer) or _jaxprs.is_key(aval))
+    if dtype is None or getattr(dtype, "kind", "") == "f":
+        return False
+    return jnp.issubdtype(dtype, jnp.integer) or _jaxprs.is_key(aval)
 
 
 def _index(value: int) -> jex.Literal:
