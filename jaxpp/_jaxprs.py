@@ -598,6 +598,11 @@ def lift_arrays(part: Part) -> tuple[Part, tuple[Any, ...]]:
     return part._replace(jaxpr=_compat.make_closed_jaxpr(invars, outvars, eqns)), literals
 
 
+def literal_of(number: np.generic) -> jex.Literal:
+    """Makes the literal of a number of NumPy."""
+    return jex.Literal(number, jax.typeof(number))
+
+
 def is_array_literal(literal) -> bool:
     """Tells whether a literal is an array, or a random key, and not a number."""
     return bool(literal.aval.shape) or jnp.issubdtype(literal.aval.dtype, jax.dtypes.extended)

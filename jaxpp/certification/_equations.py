@@ -371,7 +371,7 @@ def _split_dimension(spec: Any) -> int | None:
 
 
 def _parts(evaluator, t: Term, spec: Any, count: int) -> list[Term]:
-    """What each device has of an array."""
+    """Returns the part of an array that each device has."""
     dimension = _split_dimension(spec)
     return [t] * count if dimension is None else _cut(evaluator, t, dimension, count)
 

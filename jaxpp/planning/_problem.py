@@ -109,7 +109,7 @@ class Candidate:
 
 
 class Choice(NamedTuple):
-    """What the search chooses for a schedule; `ways` and `ahead` are those of a `Candidate`.
+    """A choice of the search for a schedule; `ways` and `ahead` are those of a `Candidate`.
 
     Args:
         at: the first unit of each stage, and the number of all units.

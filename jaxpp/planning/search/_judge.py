@@ -50,7 +50,7 @@ def _order(stages: int, directions: int, pairs: int, rule: int) -> tuple[list[in
 
 @dataclasses.dataclass
 class _Ranks:
-    """What the ranks hold, by microbatch, and may hold."""
+    """The bytes that the ranks hold, by microbatch, and their limits."""
 
     held: list[float]
     limits: list[float]

@@ -1,4 +1,4 @@
-"""What all ranks run: a graph of tasks over typed values, and its lowering to programs."""
+"""The graph of tasks over typed values that all ranks run, and its lowering to programs."""
 
 from jaxpp.transforms.graph._lower import lower as lower
 from jaxpp.transforms.graph._task_graph import Body as Body

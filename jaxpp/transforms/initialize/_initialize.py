@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _numbers
 from jaxpp._program import Argument, Bundle, Result, cuts_of
 from jaxpp._specs import Spec, replicated, type_of
 from jaxpp._warn import warn
@@ -188,7 +188,8 @@ class _Builder:
         if self.specs is not None:
             wanted = zip(slim.jaxpr.outvars, (self.specs[n] for n in owned), strict=True)
             slim, split = _specs.with_split_outputs(slim, dict(wanted))
-        eqns = [_with_start_operands(eqn) for eqn in _output_by_output(slim)]
+        # So one computation takes the keys of any layer.
+        eqns = list(map(_numbers.with_start_operands, _output_by_output(slim)))
         read = {v for eqn in eqns for v in _jaxprs.variables(eqn.invars)}
         outputs = {v: self.made[n] for n, v in zip(owned, slim.jaxpr.outvars, strict=True)}
         values = dict(zip(slim.jaxpr.invars, self.given, strict=True))
@@ -249,22 +250,6 @@ class _Builder:
         jaxpr = _compat.make_closed_jaxpr(inputs, results, [alone], "initialize")
         name = f"initialize_{eqn.params.get('name', eqn.primitive.name)}"
         return self.bodies.setdefault(_jaxprs.structure(jaxpr), Body(name, jaxpr, ()))
-
-
-def _with_start_operands(eqn: Any) -> Any:
-    """Makes a slice's start operands, so that one computation takes the keys of any layer."""
-    if eqn.primitive.name != "slice" or set(eqn.params["strides"] or (1,)) != {1}:
-        return eqn
-    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-    sizes = [limit - start for start, limit in zip(starts, limits, strict=True)]
-    literals = [jex.Literal(start, jax.typeof(start)) for start in map(np.uint32, starts)]
-    (dynamic,) = _jaxprs.splice(
-        lambda x, *at: jax.lax.dynamic_slice(x, at, sizes),
-        [eqn.invars[0], *literals],
-        eqn.outvars,
-        eqn,
-    )
-    return dynamic
 
 
 def _with_own_outputs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:

@@ -213,7 +213,7 @@ class _Builder:
             ]
             inputs += constants
             if is_indexed:
-                inputs.append(self._constant(_number(mb)))
+                inputs.append(self._constant(_jaxprs.literal_of(np.int32(mb))))
             outputs = []
             for v in tasks[key].outvars:
                 if (kept := kept_in.get(v)) is None:
@@ -408,10 +408,6 @@ def _lifted(tasks: Sequence[Any]) -> list[tuple[jex.ClosedJaxpr, tuple[Any, ...]
         part, arrays = _jaxprs.lift_arrays(part)
         found.append((part.jaxpr, (*numbers, *arrays)))
     return found
-
-
-def _number(value: int) -> jex.Literal:
-    return jex.Literal(np.int32(value), jax.typeof(np.int32(value)))
 
 
 def _whole(jaxpr: jex.ClosedJaxpr) -> _jaxprs.Part:

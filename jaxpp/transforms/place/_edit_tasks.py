@@ -87,5 +87,5 @@ def _is_ordered(task: GraphTask) -> bool:
 
 
 def _identity(task: GraphTask) -> tuple[int, Sequence[Value], Sequence[Value]]:
-    """What a task is, whatever it is called."""
+    """Returns the rank, inputs and outputs of a task, which stay when it is renamed."""
     return task.rank, task.inputs, task.outputs

@@ -66,7 +66,7 @@ def stages_as_text(fun: Callable, *args: Any, **kwargs: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class StageFacts:
-    """What a stage has.
+    """The facts of a stage: its layers, operations and bytes.
 
     `layers` are the parts of the first argument that it reads. `shared_bytes` are those of its
     parameters that other stages read, too. `equal_to` is the first stage of the same computation,

@@ -472,7 +472,7 @@ class Loop:
 
 
 class _Made(NamedTuple):
-    """What a function of atoms does: equations, results, and the constants that it closes over."""
+    """A recorded function of atoms: its equations, results, and constants that it closes over."""
 
     loop: Loop
     eqns: list[Any]
