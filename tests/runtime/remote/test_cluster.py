@@ -1,10 +1,12 @@
 """Joining a Ray session, holding room in it, and leaving nothing behind."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import unittest.mock
@@ -57,13 +59,24 @@ def groups() -> list[str]:
     return [g["name"] for g in placement_group_table().values() if g["state"] != "REMOVED"]
 
 
+SAY = """
+def say(what):
+    import json, sys
+    with open(sys.argv[1], "a") as told:
+        told.write(json.dumps(str(what)) + "\\n")
+"""
+
+
 def said(script: str, *, within: float = 120) -> list[str]:
-    """What a driver of its own says, a line each."""
+    """What a driver of its own says: into a file, as Ray writes between what is printed."""
     environment = os.environ | {"RAY_ADDRESS": "local"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=within)
-    assert done.returncode == 0, done.stderr
-    return [line.removeprefix("said: ") for line in done.stdout.splitlines() if "said:" in line]
+    with tempfile.NamedTemporaryFile("r") as told:
+        command = [sys.executable, "-c", SAY + script, told.name]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=within
+        )
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in told]
 
 
 # Joining.
@@ -139,8 +152,6 @@ def interrupt(processes):  # as soon as Ray has started so many
     while len(me.children()) < processes:
         time.sleep(0.01)
     os.kill(me.pid, signal.SIGINT)
-
-def say(what): print("said:", what, flush=True)
 
 for processes in (1, 3):
     threading.Thread(target=interrupt, args=[processes], daemon=True).start()
@@ -240,8 +251,6 @@ import ray
 from ray.cluster_utils import Cluster
 from jaxpp.runtime.remote.cluster import _cluster, _session
 
-def say(what): print("said:", str(what).replace("\\n", " "), flush=True)
-
 def renew(reservation):
     try:
         return _cluster.renew_places(session, reservation)
@@ -283,8 +292,6 @@ import os, psutil, ray
 import jaxpp
 
 def pids(mesh): return mesh.apply(lambda process: os.getpid(), {0: (), 1: ()})
-def say(what): print("said:", what, flush=True)
-
 meshes = [jaxpp.RemoteMpmdMesh((2,)) for _ in range(2)]
 before = [pids(mesh) for mesh in meshes]
 (raylet,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
