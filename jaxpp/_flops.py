@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax.extend.core as jex
-
 from jaxpp import _jaxprs, _primitives
+from jaxpp._typing import Eqn
 
-Cost = Callable[[jex.JaxprEqn], float]
+Cost = Callable[[Eqn], float]
 
 
-def flops(eqn: jex.JaxprEqn) -> float:
+def flops(eqn: Eqn) -> float:
     """Counts the floating-point operations of an equation, run forward and once.
 
     A matrix product of an m x k by a k x n array counts 2mkn, a convolution 2 per output element

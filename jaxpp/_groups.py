@@ -11,12 +11,25 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
+
+import jax.extend.core as jex
 
 from jaxpp import _jaxprs
+from jaxpp._typing import Atom, Eqn, Var
+
+
+class Ordered(Protocol):
+    """Whatever can be compared."""
+
+    def __lt__(self, other: Any, /) -> bool: ...
+
 
 #: Anything by which equations are grouped; groups can be compared.
-Group = Any
+Group = TypeVar("Group", bound=Ordered)
+
+#: What a sweep knows of a variable.
+Fact = TypeVar("Fact")
 
 
 class Flow:
@@ -30,21 +43,28 @@ class Flow:
 
     def __init__(
         self,
-        eqns: Sequence[Any],
-        outputs: Iterable[Any] = (),
-        more: Callable[[Any], Iterable[Any]] = lambda eqn: (),
+        eqns: Sequence[Eqn],
+        outputs: Iterable[Atom] = (),
+        more: Callable[[Eqn], Iterable[Var]] = lambda eqn: (),
     ):
         self.eqns = eqns
         self.reads = [[*_jaxprs.variables(e.invars), *dict.fromkeys(more(e))] for e in eqns]
         self.maker = {v: i for i, e in enumerate(eqns) for v in e.outvars}
-        self.readers: dict[Any, set[int | None]] = {}
+        self.readers: dict[Var, set[int | None]] = {}
         for i, read in [*enumerate(self.reads), (None, _jaxprs.variables(outputs))]:
             for v in read:
                 self.readers.setdefault(v, set()).add(i)
 
+    def maker_of(self, atom: Atom) -> int | None:
+        """Returns the number of the equation that makes an atom; None where none does."""
+        return None if _jaxprs.is_literal(atom) else self.maker.get(atom)
+
     def down(
-        self, start: Mapping[Any, Any], rule: Callable[[int, list[Any]], Any], order=None
-    ) -> dict[Any, Any]:
+        self,
+        start: Mapping[Var, Fact],
+        rule: Callable[[int, list[Fact]], Fact | None],
+        order: Iterable[int] | None = None,
+    ) -> dict[Var, Fact]:
         """Hands facts of variables on from operands to results.
 
         `rule(i, near)` gives the fact of equation i's results, from those of its operands; None
@@ -59,10 +79,10 @@ class Flow:
 
     def up(
         self,
-        start: Mapping[Any, Any],
-        rule: Callable[[int, list[Any]], Any],
-        join: Callable[[Any, Any], Any] = operator.or_,
-    ) -> dict[Any, Any]:
+        start: Mapping[Var, Fact],
+        rule: Callable[[int, list[Fact]], Fact | Mapping[Var, Fact] | None],
+        join: Callable[[Fact, Fact], Fact] = operator.or_,
+    ) -> dict[Var, Fact]:
         """Hands facts of variables on from results to operands.
 
         `rule(i, near)` gives the fact of equation i's operands, from those of its results: one for
@@ -70,7 +90,7 @@ class Flow:
         """
         facts = dict(start)
         for i in reversed(range(len(self.eqns))):
-            fact = rule(i, [facts[v] for v in self.eqns[i].outvars if v in facts])
+            fact: Any = rule(i, [facts[v] for v in self.eqns[i].outvars if v in facts])
             if fact is None:
                 continue
             for v in fact if isinstance(fact, Mapping) else self.reads[i]:
@@ -79,8 +99,8 @@ class Flow:
         return facts
 
     def behind(
-        self, variables: Iterable[Any], ends: Callable[[int], bool] = lambda i: False
-    ) -> Iterator[tuple[Any, int | None]]:
+        self, variables: Iterable[Var], ends: Callable[[int], bool] = lambda i: False
+    ) -> Iterator[tuple[Var, int | None]]:
         """Walks back from variables, each with the number of its equation, if one makes it.
 
         `ends` tells which equations the walk does not go behind.
@@ -98,21 +118,21 @@ class Flow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cluster:
+class Cluster(Generic[Group]):
     """The equations of a group in order, with the ungrouped ones that they need.
 
     Of the variables that its own equations make, `sent` are those that equations outside read, and
     `left` those that the caller reads; `wanted` are further ones, which ungrouped equations make.
     """
 
-    group: Any
-    eqns: list[Any]
-    sent: list[Any]
-    left: list[Any]
-    wanted: list[Any]
+    group: Group
+    eqns: list[Eqn]
+    sent: list[Var]
+    left: list[Var]
+    wanted: list[Var]
 
     @property
-    def outputs(self) -> list[Any]:
+    def outputs(self) -> list[Var]:
         """The variables that others read, in the order in which they are made."""
         read = {*self.sent, *self.left, *self.wanted}
         return [v for e in self.eqns for v in e.outvars if v in read]
@@ -121,9 +141,9 @@ class Cluster:
 def outline(
     flow: Flow,
     group_of: Mapping[int, Group],
-    wanted: Mapping[Any, Sequence[Any]] | None = None,
+    wanted: Mapping[Group, Sequence[Var]] | None = None,
     fixed: Collection[int] = (),
-) -> list[Cluster]:
+) -> list[Cluster[Group]]:
     """Makes a cluster of each group, in the order of the groups.
 
     Args:
@@ -133,7 +153,7 @@ def outline(
         fixed: the numbers of equations that are in no group, and not repeated either.
     """
     wanted, fixed = wanted or {}, {*fixed, *group_of}
-    members: dict[Any, list[int]] = {group: [] for group in sorted({*group_of.values(), *wanted})}
+    members: dict[Group, list[int]] = {group: [] for group in sorted({*group_of.values(), *wanted})}
     for i in sorted(group_of):
         members[group_of[i]].append(i)
     clusters = []
@@ -156,7 +176,7 @@ def outline(
 
 
 def in_levels(
-    flow: Flow, group_of: Mapping[int, Any], sources: Callable[[int], Iterable[int]]
+    flow: Flow, group_of: Mapping[int, Group], sources: Callable[[int], Iterable[int]]
 ) -> dict[int, int]:
     """Divides groups whose equations need each other's results into levels.
 
@@ -171,7 +191,7 @@ def in_levels(
         for j in sources(i):
             level[i] = max(level[i], level[j] + (group_of[j] != group_of[i]))
             consumers.setdefault(j, []).append(i)
-    last: dict[Any, int] = {}
+    last: dict[Group, int] = {}
     for i, n in level.items():
         last[group_of[i]] = max(last.get(group_of[i], 0), n)
     for i in reversed(order):
@@ -187,7 +207,7 @@ def union(groups: Iterable[frozenset]) -> frozenset:
     return functools.reduce(operator.or_, groups, frozenset())
 
 
-def as_text(jaxpr: Any, groups: Sequence[str]) -> str:
+def as_text(jaxpr: jex.ClosedJaxpr, groups: Sequence[str]) -> str:
     """Writes a jaxpr, with a name in front of each of its equations."""
     lines = str(jaxpr).splitlines()
     # JAX begins an equation four columns in, and what belongs to it further in, or by a bracket.

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -20,6 +20,10 @@ from jax.sharding import NamedSharding
 
 from jaxpp import _compat, _in_place, _primitives
 from jaxpp._program import Fed
+from jaxpp._typing import Atom, Aval, Eqn, Jaxpr, Literal, Var
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 _STATIC_OUTPUT = object()
 
@@ -267,12 +271,12 @@ def with_its_types(jaxpr: jex.ClosedJaxpr) -> contextlib.AbstractContextManager:
     return jax.enable_x64(True) if wide else contextlib.nullcontext()
 
 
-def read(atoms: Iterable[Any], values: Mapping[Any, Any]) -> list[Any]:
+def read(atoms: Iterable[Atom], values: Mapping[Var, Any]) -> list[Any]:
     """Returns the values of atoms: arrays for literals, and those in `values` for variables."""
     return [literal_array(a) if is_literal(a) else values[a] for a in atoms]
 
 
-def literal_array(literal) -> Any:
+def literal_array(literal: Literal) -> Any:
     """Returns a literal's value as an array of its type; in a jaxpr it may be a Python scalar."""
     aval = literal.aval
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
@@ -280,7 +284,7 @@ def literal_array(literal) -> Any:
     return jnp.asarray(literal.val, None if aval.weak_type else aval.dtype)
 
 
-def kept(value: Any, aval: Any) -> Any:
+def kept(value: Any, aval: Aval) -> Any:
     """Copies a constant of a trace to the host: whoever has the array may write to it or delete it.
 
     `jax.jit` has such a copy, too, in its executable.
@@ -302,7 +306,7 @@ def with_kept_constants(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
     def visit_atom(a):
         is_array = is_literal(a) and is_array_literal(a) and not _compat.is_tracer(a.val)
-        return jex.Literal(copy(a.val, a.aval), a.aval) if is_array else a
+        return Literal(copy(a.val, a.aval), a.aval) if is_array else a
 
     def visit(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         inside = closed.jaxpr
@@ -361,31 +365,31 @@ def bind_constants(jaxpr: jex.ClosedJaxpr, values: Sequence[Any]) -> jex.ClosedJ
     )
 
 
-def called_jaxpr(eqn) -> Any | None:
+def called_jaxpr(eqn: Eqn) -> Any | None:
     """Returns the body of an equation that calls it once (a jit, a checkpoint ...), or None."""
     body = _primitives.CALLS.get(eqn.primitive.name)
     return None if body is None else eqn.params[body]
 
 
-def opened(jaxpr) -> Any:
+def opened(jaxpr: Any) -> Jaxpr:
     """Returns a jaxpr without its constants, whether it is open or closed."""
     return jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
 
 
-def shardings_of(eqn) -> list[Any]:
+def shardings_of(eqn: Eqn) -> list[jax.sharding.Sharding]:
     """Returns the shardings that a `jax.jit` call has for its arguments and results."""
     given = [eqn.params.get(name) or () for name in ("in_shardings", "out_shardings")]
     return [s for own in given for s in own if isinstance(s, jax.sharding.Sharding)]
 
 
-def contains(eqn, wanted: Callable[[Any], bool]) -> bool:
+def contains(eqn: Eqn, wanted: Callable[[Eqn], bool]) -> bool:
     """Tells whether an equation, or one anywhere inside it, is wanted."""
     return wanted(eqn) or any(
         contains(inner, wanted) for sub in sub_jaxprs(eqn) for inner in sub.eqns
     )
 
 
-def sub_jaxprs(eqn) -> Iterator[Any]:
+def sub_jaxprs(eqn: Eqn) -> Iterator[Jaxpr]:
     """Yields the jaxprs among an equation's parameters, opened."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -393,7 +397,7 @@ def sub_jaxprs(eqn) -> Iterator[Any]:
                 yield opened(item)
 
 
-def map_jaxprs(eqn, fun: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]):
+def map_jaxprs(eqn: Eqn, fun: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]) -> Eqn:
     """Applies a function of closed jaxprs to each jaxpr among an equation's parameters."""
 
     def new(value):
@@ -418,44 +422,51 @@ def described(fun: Any) -> str:
     return f"`{name}`" + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
 
 
-def is_literal(atom) -> bool:
+def is_literal(atom: Atom) -> "TypeIs[Literal]":
     """Tells whether an atom is a literal and not a variable."""
-    return isinstance(atom, jex.Literal)
+    return isinstance(atom, Literal)
 
 
-def literal(value: Any, aval: Any) -> jex.Literal:
+def literal(value: Any, aval: Aval) -> Literal:
     """Makes a literal, of a number of Python or NumPy: JAX takes its own arrays for constants."""
     is_number = not aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if is_number and not _compat.is_tracer(value):
         value = _compat.typed(np.array(value, aval.dtype), aval)
-    return jex.Literal(value, aval)
+    return Literal(value, aval)
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
+def variables(atoms: Iterable[Atom]) -> list[Var]:
     """Returns the atoms that are variables."""
-    return [a for a in atoms if not isinstance(a, jex.Literal)]
+    return [a for a in atoms if not isinstance(a, Literal)]
 
 
 class Substitution:
     """The atoms that stand for variables; a variable that is not in it stands for itself."""
 
-    def __init__(self, pairs: Iterable[tuple[Any, Any]] = ()):
+    def __init__(self, pairs: Iterable[tuple[Var, Atom]] = ()):
         self.of = dict(pairs)
 
-    def __call__(self, atom):
+    def __call__(self, atom: Atom) -> Atom:
         return atom if is_literal(atom) else self.of.get(atom, atom)
 
-    def rename(self, eqn):
+    def rename(self, eqn: Eqn) -> Eqn:
         """Replaces the inputs of an equation."""
         return eqn.replace(invars=[self(v) for v in eqn.invars])
 
+    def rename_all(self, eqn: Eqn) -> Eqn:
+        """Replaces what an equation reads and makes."""
+        outvars: list[Any] = list(map(self, eqn.outvars))
+        return self.rename(eqn).replace(outvars=outvars)
 
-def inline_call(eqn, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+
+def inline_call(eqn: Eqn, args: Sequence[Atom]) -> tuple[list[Eqn], list[Atom]]:
     """Returns the equations of a called jaxpr with new variables, and its result atoms."""
     return inline_body(called_jaxpr(eqn), args, eqn)
 
 
-def inline_body(body: Any, args: Sequence[Any], eqn: Any = None) -> tuple[list[Any], list[Any]]:
+def inline_body(
+    body: Any, args: Sequence[Atom], eqn: Eqn | None = None
+) -> tuple[list[Eqn], list[Atom]]:
     """Does as `inline_call`, with any jaxpr; if given, it is among the parameters of `eqn`."""
     inside = opened(body)
     fresh = Substitution(zip(inside.invars, args, strict=True))
@@ -472,8 +483,8 @@ def inline_body(body: Any, args: Sequence[Any], eqn: Any = None) -> tuple[list[A
 
 
 def record(
-    fun: Callable, operands: Sequence[Any], source: Any = None
-) -> tuple[list[Any], list[Any]]:
+    fun: Callable, operands: Sequence[Atom], source: Eqn | None = None
+) -> tuple[list[Eqn], list[Atom]]:
     """Traces a function of atoms; gives its equations, calls inlined, and the atoms it returns.
 
     With an equation `source`, the new equations have its names and source line.
@@ -487,13 +498,13 @@ def record(
 
 
 def splice(
-    fun: Callable, operands: Sequence[Any], results: Sequence[Any], source: Any = None
-) -> list[Any]:
+    fun: Callable, operands: Sequence[Atom], results: Sequence[Var], source: Eqn | None = None
+) -> list[Eqn]:
     """Records a function of atoms, whose results are the given variables."""
     return with_results(*record(fun, operands, source), results)
 
 
-def with_results(eqns: Iterable[Any], made: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+def with_results(eqns: Iterable[Eqn], made: Sequence[Atom], results: Sequence[Var]) -> list[Eqn]:
     """Renames the results of equations to the given variables.
 
     Where a result is an input, a literal, or there twice, adds a copy.
@@ -506,22 +517,22 @@ def with_results(eqns: Iterable[Any], made: Sequence[Any], results: Sequence[Any
             copies.append((atom, wanted))
         else:
             rename.of[atom] = wanted
-    eqns = [rename.rename(e).replace(outvars=[rename(v) for v in e.outvars]) for e in eqns]
+    eqns = list(map(rename.rename_all, eqns))
     for atom, wanted in copies:
         if atom is not wanted:
             eqns += splice(jax.lax.optimization_barrier, [rename(atom)], [wanted])
     return eqns
 
 
-def fresh_var(var):
+def fresh_var(var: Atom) -> Var:
     """Makes a new variable of the same type."""
-    return jex.Var(var.aval)
+    return Var(var.aval)
 
 
 def inline(
     jaxpr: jex.ClosedJaxpr,
-    wanted: Callable[[Any], bool],
-    change: Callable[[Any, list[Any]], list[Any]] = lambda call, inner: inner,
+    wanted: Callable[[Eqn], bool],
+    change: Callable[[Eqn, list[Eqn]], list[Eqn]] = lambda call, inner: inner,
 ) -> jex.ClosedJaxpr:
     """Replaces each call that is `wanted` by the equations of its body, inside such calls too.
 
@@ -547,11 +558,11 @@ class Part(NamedTuple):
     """Equations as a jaxpr: `inputs` are the variables it reads, `outputs` the atoms it gives."""
 
     jaxpr: jex.ClosedJaxpr
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Atom, ...]
 
 
-def part(eqns: Sequence[Any], outputs: Sequence[Any], name: str = "part") -> Part:
+def part(eqns: Sequence[Eqn], outputs: Sequence[Atom], name: str = "part") -> Part:
     """Makes a jaxpr of equations; its inputs are the variables that none of them makes."""
     made, inputs = set(), {}
     for eqn in eqns:
@@ -567,7 +578,7 @@ def part(eqns: Sequence[Any], outputs: Sequence[Any], name: str = "part") -> Par
     )
 
 
-def lift_arrays(part: Part) -> tuple[Part, tuple[Any, ...]]:
+def lift_arrays(part: Part) -> tuple[Part, tuple[Literal, ...]]:
     """Turns the arrays among a part's literals into its last inputs; also gives these literals.
 
     So an array that a function closes over is in no executable, nor in the key of one.
@@ -575,7 +586,7 @@ def lift_arrays(part: Part) -> tuple[Part, tuple[Any, ...]]:
     Raises:
         ValueError: a derivative rule closes over a value that was traced with the function.
     """
-    lifted: dict[int, tuple[Any, Any]] = {}
+    lifted: dict[int, tuple[Var, Literal]] = {}
 
     def lift(atom, eqn=None):
         if is_literal(atom) and _compat.is_tracer(atom.val):
@@ -598,17 +609,17 @@ def lift_arrays(part: Part) -> tuple[Part, tuple[Any, ...]]:
     return part._replace(jaxpr=_compat.make_closed_jaxpr(invars, outvars, eqns)), literals
 
 
-def literal_of(number: np.generic) -> jex.Literal:
+def literal_of(number: np.generic) -> Literal:
     """Makes the literal of a number of NumPy."""
-    return jex.Literal(number, jax.typeof(number))
+    return Literal(number, jax.typeof(number))
 
 
-def is_array_literal(literal) -> bool:
+def is_array_literal(literal: Literal) -> bool:
     """Tells whether a literal is an array, or a random key, and not a number."""
     return bool(literal.aval.shape) or jnp.issubdtype(literal.aval.dtype, jax.dtypes.extended)
 
 
-def ancestors(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[bool]:
+def ancestors(eqns: Sequence[Eqn], outputs: Iterable[Atom]) -> list[bool]:
     """Tells for each equation whether the outputs depend on it; those with effects are needed."""
     needed = {v for v in outputs if not is_literal(v)}
     keep = [False] * len(eqns)
@@ -619,12 +630,12 @@ def ancestors(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[bool]:
     return keep
 
 
-def needed(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
+def needed(eqns: Sequence[Eqn], outputs: Iterable[Atom]) -> list[Eqn]:
     """Returns the equations that the outputs depend on, and those with effects."""
     return [e for e, keep in zip(eqns, ancestors(eqns, outputs), strict=True) if keep]
 
 
-def descendants(eqns: Sequence[Any], sources: Iterable[Any]) -> set[Any]:
+def descendants(eqns: Sequence[Eqn], sources: Iterable[Var]) -> set[Var]:
     """Finds all variables that depend on the sources, with the sources."""
     reached = set(sources)
     for eqn in eqns:

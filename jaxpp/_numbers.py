@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp import _compat, _jaxprs
+from jaxpp._typing import Literal
 
 #: The place of a number: its equation, and its operand.
 _Place = tuple[int, int]
@@ -71,7 +72,7 @@ def _with_start_operands(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
 
 
-def _numbers(jaxpr: jex.ClosedJaxpr) -> dict[_Place, jex.Literal]:
+def _numbers(jaxpr: jex.ClosedJaxpr) -> dict[_Place, Literal]:
     """Finds the numbers among the operands of equations of whole numbers and keys."""
     return {
         (i, n): v
@@ -94,7 +95,7 @@ def _is_whole(eqn: Any) -> bool:
     return all(is_number(v.aval) for v in (*eqn.outvars, *eqn.invars))
 
 
-def _lift(jaxpr: jex.ClosedJaxpr, numbers: Mapping[_Place, jex.Literal]) -> jex.ClosedJaxpr:
+def _lift(jaxpr: jex.ClosedJaxpr, numbers: Mapping[_Place, Literal]) -> jex.ClosedJaxpr:
     """Turns some numbers, by their places, into the last inputs of a jaxpr."""
     variables = {place: _jaxprs.fresh_var(literal) for place, literal in numbers.items()}
     eqns = [

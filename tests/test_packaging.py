@@ -44,10 +44,12 @@ def required():
 
 
 def imported(folder):
-    """The top-level modules that the files of a folder import."""
+    """The top-level modules that the files of a folder import, but for types alone."""
     found = set()
     for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if TYPE_")]
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

@@ -5,9 +5,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax.extend.core as jex
-
 from jaxpp import _compat, _jaxprs
+from jaxpp._typing import Eqn
 from jaxpp.certification._definition import SLICES
 from jaxpp.certification._table import Term, full_of, name_of
 from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS
@@ -44,7 +43,7 @@ _OF_PLACES = frozenset("in_layouts operand_sharding out_sharding sharding".split
 _RANDOM = frozenset("random_bits random_fold_in random_seed random_split threefry2x32".split())
 
 
-def rule_of(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Rule:
+def rule_of(evaluator: "Evaluator", eqn: Eqn) -> Rule:
     """The function of terms that an equation is."""
     name = eqn.primitive.name
     if name == "name" and eqn.params["name"] == SLICES:
@@ -63,12 +62,12 @@ def rule_of(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Rule:
     return _MOVES.get(name, _operation)(evaluator, eqn)
 
 
-def body_of(eqn: jex.JaxprEqn) -> Any:
+def body_of(eqn: Eqn) -> Any:
     """The jaxpr that a call runs."""
     return eqn.params[CALLS[eqn.primitive.name]]
 
 
-def params_of(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Any:
+def params_of(evaluator: "Evaluator", eqn: Eqn) -> Any:
     """The parameters of an equation, hashable; equal for two traces of one function."""
     return tuple(
         (k, evaluator.frozen(v)) for k, v in sorted(eqn.params.items()) if k not in _OF_PLACES
@@ -79,7 +78,7 @@ def _types(eqn: Any) -> list[tuple[tuple[int, ...], str]]:
     return [(v.aval.shape, name_of(v.aval.dtype)) for v in eqn.outvars]
 
 
-def _operation(evaluator: "Evaluator", eqn: jex.JaxprEqn) -> Rule:
+def _operation(evaluator: "Evaluator", eqn: Eqn) -> Rule:
     terms, name = evaluator.terms, eqn.primitive.name
     if name == "convert_element_type":
         params: Any = ()

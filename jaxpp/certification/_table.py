@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+
+from jaxpp._typing import Literal
 
 Shape = tuple[int, ...]
 
@@ -195,7 +196,7 @@ class Table:
         self._constants[id(value)] = value, term
         return term
 
-    def of_literal(self, atom: jex.Literal) -> Term:
+    def of_literal(self, atom: Literal) -> Term:
         """The term of a literal of a jaxpr."""
         aval: Any = atom.aval
         if aval.shape or jnp.issubdtype(aval.dtype, jax.dtypes.extended):

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, partition_spec
+from jaxpp._typing import Jaxpr
 
 
 def constraint(var: Any, spec: PartitionSpec, result: Any) -> Any:
@@ -37,7 +38,7 @@ def split_operands(eqn: Any, specs: Mapping[int, Spec]) -> list[Any]:
     return [*eqns, eqn.replace(invars=operands)]
 
 
-def check_constraints(jaxpr: jex.ClosedJaxpr, inside: AbstractMesh | None) -> None:
+def check_constraints(jaxpr: jex.ClosedJaxpr | Jaxpr, inside: AbstractMesh | None) -> None:
     """Checks that constraints name axes alone, and no devices.
 
     Args:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpp import _compat, _jaxprs, _numbers, _primitives, schedules
 from jaxpp._specs import replicated
+from jaxpp._typing import Literal, Var
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value
@@ -118,7 +119,7 @@ class _Builder:
         """Returns the value of an atom; that of a literal is a constant."""
         return self._constant(atom) if _jaxprs.is_literal(atom) else self.values[atom]
 
-    def _constant(self, literal: jex.Literal) -> Value:
+    def _constant(self, literal: Literal) -> Value:
         """Returns the value of an array, which is known by its identity, or of a number."""
         aval: Any = literal.aval
         if _jaxprs.is_array_literal(literal):
@@ -331,21 +332,19 @@ class _Builder:
         def write(y, index, buffer):
             return jax.lax.dynamic_update_index_in_dim(buffer, y, index, 0)
 
-        invars = [
-            v if a is None else jex.Var(a) for v, a in zip(jaxpr.jaxpr.invars, xs, strict=True)
-        ]
-        index = jex.Var(jax.typeof(np.int32(0)))
+        invars = [v if a is None else Var(a) for v, a in zip(jaxpr.jaxpr.invars, xs, strict=True)]
+        index = Var(jax.typeof(np.int32(0)))
         before = [
             e
             for x, v, a in zip(invars, jaxpr.jaxpr.invars, xs, strict=True)
             if a is not None
             for e in _jaxprs.splice(read, [x, index], [v])
         ]
-        buffers = list(map(jex.Var, y_avals))
+        buffers = list(map(Var, y_avals))
         outvars, after = list(jaxpr.jaxpr.outvars), []
         made = [i for i, v in enumerate(task.outvars) if v in buffered]
         for i, buffer in zip(made, buffers, strict=True):
-            y, outvars[i] = outvars[i], jex.Var(buffer.aval)
+            y, outvars[i] = outvars[i], Var(buffer.aval)
             after += _jaxprs.splice(write, [y, index, buffer], [outvars[i]])
         first = len(invars) + indexed
         whole = _compat.make_closed_jaxpr(

@@ -7,7 +7,7 @@ Equations that have no place are repeated in each segment that needs them.
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -121,7 +121,7 @@ class _Outliner:
     def _reduces(self, i: int) -> bool:
         """Tells whether an equation combines what replicas made in a loop: a segment of its own."""
         eqn = self.flow.eqns[i]
-        return is_reduction(eqn) and self.flow.maker.get(eqn.invars[0]) in self.flow.loops
+        return is_reduction(eqn) and self.flow.maker_of(eqn.invars[0]) in self.flow.loops
 
     def _divided(
         self,
@@ -233,7 +233,9 @@ class _Outliner:
             eqns = self._needed(variables)
             made = _jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in variables)
             known.of.update(made.of)
-            self._add(place, _renamed(eqns, made), list(map(made, variables)), "prepare")
+            self._add(
+                place, list(map(made.rename_all, eqns)), list(map(made, variables)), "prepare"
+            )
         return known
 
     def _start(self, place: Place, pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -251,9 +253,6 @@ class _Outliner:
                 extra += _jaxprs.splice(jax.lax.optimization_barrier, [source], [target])
             else:
                 rename.of[source] = target
-        self._add(place, _renamed([*eqns, *extra], rename), [t for _, t in pairs], "start")
-
-
-def _renamed(eqns: Iterable[Any], known: _jaxprs.Substitution) -> list[Any]:
-    """Renames what equations read and make."""
-    return [known.rename(e).replace(outvars=[known(v) for v in e.outvars]) for e in eqns]
+        self._add(
+            place, list(map(rename.rename_all, [*eqns, *extra])), [t for _, t in pairs], "start"
+        )

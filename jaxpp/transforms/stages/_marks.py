@@ -104,7 +104,7 @@ def keep_nothing(*_, **__) -> bool:
     return False
 
 
-def _keep_edge(policy, unknown, instantiated, eqn):
+def _keep_edge(policy, unknown, instantiated, eqn) -> Any:
     """Keeps an edge, but under `keep_nothing`: a stage is computed again from its edges."""
     new = [v for v, i in zip(eqn.invars, instantiated, strict=True) if not i]
     if any(unknown):

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.extend.core as jex
 import jax.tree_util as jtu
 
 from jaxpp import _compat, _jaxprs, _primitives, schedules
+from jaxpp._typing import Var
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms.tasks._loop import Key, ScheduledLoop, make_task, remade
 from jaxpp.transforms.tasks._schedule import check
@@ -157,7 +157,7 @@ class Loop:
         """
         task = self._task(key)
         made = self._record_in(task, fun, values)
-        new = [jex.Var(atom.aval) for atom in made.atoms]
+        new = [Var(atom.aval) for atom in made.atoms]
         loop = made.loop._with(_extended(task, made, new))
         return loop, loop._values_of(new)
 
@@ -225,7 +225,7 @@ class Loop:
         sent = list(map(self._sent, values))
         read = {v: _jaxprs.fresh_var(v) for v in sent}
         made = self._record(fun, [read[v] for v in sent], f"as {name}", {})
-        outputs = {jex.Var(atom.aval): atom for atom in made.atoms}
+        outputs = {Var(atom.aval): atom for atom in made.atoms}
         empty = make_task(Key(Kind(kind), stage), _compat.make_closed_jaxpr([], [], []), (), ())
         task = _with_parts(empty, {**read, **made.consts}, made.eqns, outputs)
         makers = {v.maker for v in values}
@@ -295,7 +295,7 @@ class Loop:
             raise self._error(f"adds two results named {name!r}.")
         task = self._task(key)
         made = self._record_in(task, fun, values)
-        new = [jex.Var(atom.aval) for atom in made.atoms]
+        new = [Var(atom.aval) for atom in made.atoms]
         loop = made.loop._with(_extended(task, made, new), new)
         return dataclasses.replace(loop, _results=(*self._results, _Result(name, made.tree)))
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 
 from jaxpp import _jaxprs
+from jaxpp._typing import Var
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 
@@ -30,13 +30,13 @@ def carry_before(loop: MicrobatchLoop) -> MicrobatchLoop:
     read = _read(_jaxprs.needed(loop.eqns, rest), rest)
     while new := [v for v in free if v in read and v not in carries]:
         carries += new
-        chain = _jaxprs.needed([e for e in loop.eqns if not e.effects], map(outs.get, carries))
+        chain = _jaxprs.needed([e for e in loop.eqns if not e.effects], [outs[v] for v in carries])
         read = _read(chain, [])
     if not carries:
         return loop
     carries = [v for v in loop.carries if v in carries]
     rows = [v.aval.update(shape=(loop.length, *v.aval.shape)) for v in carries]
-    stacked = list(map(jex.Var, rows))
+    stacked = list(map(Var, rows))
     run, operands = _chain(loop, chain, carries, [outs[v] for v in carries])
     last = [v for c, v in zip(loop.carries, loop.results, strict=False) if c in carries]
     before = _jaxprs.splice(run, operands, [*last, *stacked])

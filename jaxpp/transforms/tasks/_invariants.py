@@ -8,9 +8,8 @@ layers that casts each slice.
 from collections.abc import Sequence
 from typing import Any
 
-import jax.extend.core as jex
-
 from jaxpp import _compat, _flops, _jaxprs, _primitives
+from jaxpp._typing import Var
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 
@@ -132,7 +131,7 @@ class _Opener:
             if cast.primitive.name != "convert_element_type":
                 continue
             whole = operand.aval.update(dtype=cast.outvars[0].aval.dtype, weak_type=False)
-            operands[i], inputs[i] = jex.Var(whole), cast.outvars[0]
+            operands[i], inputs[i] = Var(whole), cast.outvars[0]
             before.append(cast.replace(invars=[operand], outvars=[operands[i]]))
             body = [e for e in body if e is not cast]
         if before:

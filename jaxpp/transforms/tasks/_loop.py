@@ -15,6 +15,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from jaxpp import _compat, _jaxprs, _specs
+from jaxpp._typing import Var
 from jaxpp.schedules import Dependencies, Kind, Table
 from jaxpp.transforms.stages import call_task, is_task_call
 
@@ -338,7 +339,7 @@ def _batch(args, dims, **params):
         return jnp.moveaxis(jnp.broadcast_to(x, (size, *x.shape)), 0, axis_of(v))
 
     new = _jaxprs.Substitution(
-        (v, jex.Var(with_rows(v.aval, size))) for v in loop.body.jaxpr.invars if v in batched
+        (v, Var(with_rows(v.aval, size))) for v in loop.body.jaxpr.invars if v in batched
     )
 
     def batch(task):

@@ -192,9 +192,10 @@ def _clusters(loop: MicrobatchLoop) -> list[Cluster]:
             readers.setdefault(v, []).append(cluster.group)
     for carry, out in zip(loop.carries, loop.carry_outs, strict=True):
         reading = readers.get(carry, [])
-        writer = None if _jaxprs.is_literal(out) else position.get(flow.maker.get(out, -1))
+        maker = flow.maker_of(out)
+        writer = None if maker is None else position.get(maker)
         if reading and reading != [writer]:
-            line = "" if writer is None else _compat.at_source_line(loop.eqns[flow.maker[out]])
+            line = "" if maker is None else _compat.at_source_line(loop.eqns[maker])
             raise ValueError(
                 f"schedule: a value carried from one microbatch to the next is read by "
                 f"{' and '.join(map(loop.task_name, reading))}, but made by "

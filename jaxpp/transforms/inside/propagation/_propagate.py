@@ -13,6 +13,7 @@ import jax.extend.core as jex
 from jaxpp import _jaxprs
 from jaxpp._dimensions import found_again, shape_of
 from jaxpp._specs import axes_of, replicated
+from jaxpp._typing import Jaxpr
 from jaxpp.transforms.inside.propagation import _rules
 from jaxpp.transforms.inside.propagation._rules import Outputs
 from jaxpp.transforms.inside.propagation._specs import MaybeSpec, Sizes, merge, of_type, reshaped
@@ -23,7 +24,7 @@ _ROUNDS = 2  # forward and back, after which the models of experiments/ change n
 
 
 def propagate(
-    jaxpr: jex.ClosedJaxpr, specs: Sequence[MaybeSpec], sizes: Sizes
+    jaxpr: jex.ClosedJaxpr | Jaxpr, specs: Sequence[MaybeSpec], sizes: Sizes
 ) -> dict[Any, MaybeSpec]:
     """Finds the spec of each variable of a jaxpr, forward from the specs of its inputs.
 
@@ -53,7 +54,7 @@ def propagate(
 
 
 def output_specs(
-    jaxpr: jex.ClosedJaxpr, specs: Sequence[MaybeSpec], sizes: Sizes
+    jaxpr: jex.ClosedJaxpr | Jaxpr, specs: Sequence[MaybeSpec], sizes: Sizes
 ) -> list[MaybeSpec]:
     """Finds the specs of a jaxpr's outputs: as `propagate` finds them, then by their uses.
 
