@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxpp import _jaxprs
+from jaxpp import _jaxprs, _next
 from jaxpp._program import Bundle, Message
 
 #: The kinds of arrays that ranks send each other: see `count_sends`.
@@ -311,32 +311,19 @@ def _replacements(
     args: Sequence[Any], result: Any, bundle: Bundle | None, num_state: int | None, where: str
 ) -> dict[int, Any]:
     """Finds the parts of a result that are the next step's arguments, by argument's position."""
-    waiting = {j: _signature(arg) for j, arg in enumerate(args)}
-    if num_state is None:
-        donated = _donated(args, bundle)
-        waiting = {
-            j: s for j, s in waiting.items()
-            if s[1] and (j in donated or not jtu.treedef_is_leaf(s[0]))
-        }  # fmt: skip
-    else:
-        waiting = {j: s for j, s in waiting.items() if j < num_state}
-    found: dict[int, Any] = {}
-
-    def match(node):
-        own = _signature(node)
-        for j, signature in waiting.items():
-            if signature == own:
-                del waiting[j]
-                found[j] = node
-                return
-        for child in jtu.tree_leaves(node, is_leaf=lambda x: x is not node):
-            if child is not node:
-                match(child)
-
-    match(result)
-    if num_state is not None and waiting:
+    donated, arguments = _donated(args, bundle), {}
+    for j, tree in enumerate(_next.numbered(tuple(args))):
+        may_be = _next.numbers(tree) and (j in donated or not isinstance(tree, _next.Leaf))
+        if may_be if num_state is None else j < num_state:
+            arguments[j] = tree
+    arrays = list(filter(_jaxprs.is_array, jtu.tree_leaves(result)))
+    found = {
+        j: jtu.tree_map(lambda x: arrays[x.number] if isinstance(x, _next.Leaf) else x, part)
+        for j, part in _next.next_values(arguments, _next.numbered(result)).items()
+    }
+    if num_state is not None and (others := arguments.keys() - found):
         raise ValueError(
-            f"num_state={num_state}, but no part of the result is like argument {min(waiting)}; "
+            f"num_state={num_state}, but no part of the result is like argument {min(others)}; "
             f"count only the arguments that the result replaces."
         )
     for j, node in found.items():
@@ -348,11 +335,6 @@ def _replacements(
                     f"further steps show nothing; give data= that the function takes."
                 )
     return found
-
-
-def _signature(tree: Any) -> tuple[Any, list[Any]]:
-    leaves, structure = jtu.tree_flatten(tree)
-    return structure, [_type(x) for x in leaves if _jaxprs.is_array(x)]
 
 
 def _donated(args: Sequence[Any], bundle: Bundle | None) -> set[int]:

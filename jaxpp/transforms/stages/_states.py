@@ -5,14 +5,12 @@ reads it. `split_stages` does not see the loop: it takes a part of the result th
 structure, the shapes and the dtypes of an argument for the argument's next value.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.extend.core as jex
-import jax.tree_util as jtu
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _next
 from jaxpp.transforms.stages import _stages, _units
 
 
@@ -26,43 +24,24 @@ class State(NamedTuple):
 def states(traced: _jaxprs.Traced, args: Sequence[Any], kwargs: dict[str, Any]) -> list[State]:
     """Finds the states among the arguments of a traced function.
 
-    The first argument, and an argument that is a bare array, are never taken for a state.
+    The first argument, and an argument that is a bare array, are never taken for a state. A next
+    value is found as `place` finds those of its arguments.
     """
-    jaxpr = traced.jaxpr.jaxpr
-    inputs = iter(jaxpr.invars[traced.num_closed_over :])
-    leaves, tree = jtu.tree_flatten((tuple(args), kwargs))
-    args, kwargs = tree.unflatten(next(inputs) if _jaxprs.is_array(v) else v for v in leaves)
-    structs = [jax.ShapeDtypeStruct(*_type(v)) for v in jaxpr.outvars]
-    number = {id(struct): i for i, struct in enumerate(structs)}
-    result = traced.rebuild(structs)
-    found = []
-    for argument in [*args[1:], *kwargs.values()]:
-        own, structure = jtu.tree_flatten(argument)
-        if jtu.treedef_is_leaf(structure) or not own:
-            continue
-        for part in _parts(result, structure):
-            pairs = [
-                (v, number[id(s)])
-                for v, s in zip(own, jtu.tree_leaves(part), strict=True)
-                if isinstance(v, jex.Var) and id(s) in number
-            ]
-            types = [(_type(v), _type(jaxpr.outvars[i])) for v, i in pairs]
-            if all(one == other for one, other in types):
-                found += [State(v, i) for v, i in pairs]
-    return found
-
-
-def _type(atom: Any) -> tuple[Any, Any]:
-    return atom.aval.shape, atom.aval.dtype
-
-
-def _parts(tree: Any, structure: Any) -> Iterable[Any]:
-    """Finds the parts of a tree that have a given structure."""
-
-    def fits(node: Any) -> bool:
-        return jtu.tree_structure(node) == structure
-
-    return [part for part in jtu.tree_leaves(tree, is_leaf=fits) if fits(part)]
+    inside = traced.jaxpr.jaxpr
+    inputs = inside.invars[traced.num_closed_over :]
+    args, kwargs = _next.numbered((tuple(args), kwargs), (v.aval for v in inputs))
+    arguments = {
+        n: tree
+        for n, tree in enumerate([*args[1:], *kwargs.values()])
+        if _next.numbers(tree) and not isinstance(tree, _next.Leaf)
+    }
+    result = traced.rebuild(_next.leaves(v.aval for v in inside.outvars))
+    found = _next.next_values(arguments, result, lambda: _next.origins(traced.jaxpr, inputs))
+    return [
+        State(inputs[old], new)
+        for n, part in sorted(found.items())
+        for old, new in zip(_next.numbers(arguments[n]), _next.numbers(part), strict=True)
+    ]
 
 
 def units(

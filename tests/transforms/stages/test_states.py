@@ -113,6 +113,26 @@ def test_a_result_that_is_no_more_than_an_array_is_no_state(primitives_of):
     assert [n.count("dot_general") for n in names] == [3, 3]
 
 
+def test_of_two_states_that_are_alike_each_has_its_own_next_value(primitives_of):
+    """The last layer's is the first result: neither spans the layers between the two."""
+
+    def fun(ws, first, last, x):
+        for i, w in enumerate(ws):
+            if i in (0, 5):
+                state = first if i == 0 else last
+                x = x - state["mean"]
+                new = {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0)}
+                first, last = (new, last) if i == 0 else (first, new)
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2), (last, first)
+
+    state = {"mean": jnp.zeros(8)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        names = primitives_of(jaxpp.split_stages(fun, 3), WS, state, state, X)
+    assert [n.count("dot_general") for n in names] == [2, 2, 2]
+
+
 def counted(ws, state, x):
     """Each layer reads the count and raises it, as the dropouts of NNX do."""
     count = state["count"]
