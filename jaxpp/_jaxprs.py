@@ -197,7 +197,7 @@ def without_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     if not _compat.makes_refs(jaxpr):
         return jaxpr
     eqns = list(map(open_inner, jaxpr.eqns))
-    return _compat.discharge_refs(_compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars))
+    return _compat.discharge_refs(_compat.with_equations(jaxpr, eqns))
 
 
 def _fixed_if_empty(leaf: Any) -> Any:
@@ -214,6 +214,12 @@ def run(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
         literal_array(v) if is_literal(v) else x
         for v, x in zip(jaxpr.jaxpr.outvars, results, strict=True)
     ]
+
+
+def run_equations(eqns: Sequence[Eqn], values: dict[Any, Any]) -> None:
+    """Evaluates equations of which `values` has the operands; puts the results there, too."""
+    own = part(eqns, results_of(eqns))
+    values.update(zip(own.outputs, run(own.jaxpr, *read(own.inputs, values)), strict=True))
 
 
 def run_compiled(fun: Callable[..., Any], *args: Any) -> Any:
@@ -343,7 +349,7 @@ def without_devices(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
             params={**eqn.params, "devices": devices, "srcs": (None,) * len(devices)}
         )
 
-    return _compat.with_equations(jaxpr, map(own, jaxpr.eqns), jaxpr.jaxpr.outvars)
+    return _compat.with_equations(jaxpr, map(own, jaxpr.eqns))
 
 
 def without_constants(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
@@ -542,7 +548,7 @@ def with_results(eqns: Iterable[Eqn], made: Sequence[Atom], results: Sequence[Va
     Where a result is an input, a literal, or there twice, adds a copy.
     """
     eqns = list(eqns)
-    own = {v for e in eqns for v in e.outvars}
+    own = set(results_of(eqns))
     rename, copies = Substitution(), []
     for atom, wanted in zip(made, results, strict=True):
         if is_literal(atom) or atom not in own or atom in rename.of:
@@ -554,6 +560,22 @@ def with_results(eqns: Iterable[Eqn], made: Sequence[Atom], results: Sequence[Va
         if atom is not wanted:
             eqns += splice(jax.lax.optimization_barrier, [rename(atom)], [wanted])
     return eqns
+
+
+def own_outputs(jaxpr: jex.ClosedJaxpr, taken: Iterable[Var]) -> jex.ClosedJaxpr:
+    """Copies an output that is a literal, another output, or among the variables that are `taken`.
+
+    Then each of them has memory of its own.
+    """
+    eqns, outvars, taken = list(jaxpr.eqns), [], set(taken)
+    for v in jaxpr.jaxpr.outvars:
+        if is_literal(v) or v in taken:
+            own = fresh_var(v)
+            eqns += splice(jnp.copy, [v], [own])
+            v = own
+        outvars.append(v)
+        taken.add(v)
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
 
 
 def fresh_var(var: Atom) -> Var:
@@ -652,6 +674,16 @@ def literal_of(number: np.generic) -> Literal:
 def is_array_literal(literal: Literal) -> bool:
     """Tells whether a literal is an array, or a random key, and not a number."""
     return bool(literal.aval.shape) or jnp.issubdtype(literal.aval.dtype, jax.dtypes.extended)
+
+
+def operands_of(eqns: Iterable[Eqn], outputs: Iterable[Atom] = ()) -> set[Var]:
+    """Finds the variables that equations read, with those among some outputs."""
+    return {v for e in eqns for v in variables(e.invars)}.union(variables(outputs))
+
+
+def results_of(eqns: Iterable[Eqn]) -> list[Var]:
+    """Returns the variables that equations make, in order."""
+    return [v for e in eqns for v in e.outvars]
 
 
 def ancestors(eqns: Sequence[Eqn], outputs: Iterable[Atom]) -> list[bool]:

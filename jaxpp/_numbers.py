@@ -69,7 +69,7 @@ def with_start_operands(eqn: Any) -> Any:
 
 def _with_start_operands(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     eqns = [with_start_operands(e) if _is_whole(e) else e for e in jaxpr.eqns]
-    return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
+    return _compat.with_equations(jaxpr, eqns)
 
 
 def _numbers(jaxpr: jex.ClosedJaxpr) -> dict[_Place, Literal]:

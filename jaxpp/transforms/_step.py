@@ -137,7 +137,7 @@ def _with_bodies_as_text(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         else e
         for e in jaxpr.eqns
     ]
-    return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
+    return _compat.with_equations(jaxpr, eqns)
 
 
 def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Any]) -> dict[Any, str]:

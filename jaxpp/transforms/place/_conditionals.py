@@ -122,9 +122,9 @@ def close_conditionals(
     closed: list[Any] = []
     read = set(_jaxprs.variables(outputs))
     for guard, run in reversed(runs):
-        made = [v for e in run for v in e.outvars if v in read]
+        made = [v for v in _jaxprs.results_of(run) if v in read]
         closed[:0] = under(guard, run, made) if guard else run
-        read.update(v for e in run for v in _jaxprs.variables(e.invars))
+        read |= _jaxprs.operands_of(run)
         read.update(v for v, _ in guard)
     return closed
 

@@ -110,7 +110,7 @@ def _bounds(
     tied = [(outvars[o], invars[i]) for o, i in pairs.items()]
     classes = Classes(eqns, tied)
     stay = {classes.of(invars[n]) for n in whole}
-    variables = [*invars, *(v for e in eqns for v in e.outvars)]
+    variables = [*invars, *_jaxprs.results_of(eqns)]
     return classes.bounds(_used(eqns), [v for v in variables if classes.of(v) not in stay])
 
 

@@ -27,14 +27,7 @@ from jaxpp.transforms.inside import (
     split_state,
     trace,
 )
-from jaxpp.transforms.place import (
-    _build_graph,
-    _conditionals,
-    _distribute,
-    _flat_step,
-    _placement,
-    _roles,
-)
+from jaxpp.transforms.place import _build_graph, _conditionals, _distribute, _flat_step, _placement
 from jaxpp.transforms.place._compiled import Compiled, Lowered, load
 from jaxpp.transforms.stages import is_backward_call, listed, stage_of_call
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop
@@ -70,7 +63,7 @@ class Request:
 #: The passes that a step goes through before its tasks become a graph, in order.
 PASSES: tuple[Callable[[Step], Step], ...] = (
     _distribute.distribute,
-    _roles.find_roles,
+    _flat_step.find_roles,
     split_state,
     _flat_step.own_results,
     split_examples,
@@ -168,7 +161,7 @@ def _make_step(
     outputs = [v.aval for v in jaxpr.jaxpr.outvars]
     results = traced.rebuild(map(type_of, outputs))
     out_specs = _specs("out_specs", request.out_specs, results, inside)
-    pairs = _roles.pair_state(types, request.donate_argnums, traced, jaxpr)
+    pairs = _flat_step.pair_state(types, request.donate_argnums, traced, jaxpr)
     return Step(
         jaxpr,
         _arguments(request, args, signature, jaxpr, in_specs, inside),

@@ -5,9 +5,10 @@ The phase is the loop that the segment comes before; the level counts the transf
 Equations that have no place are repeated in each segment that needs them.
 """
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jaxpp._groups import Flow, in_levels, outline
 from jaxpp._program import REDUCTION
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import is_reduction
-from jaxpp.transforms.place import _alike, _conditionals
+from jaxpp.transforms.place import _conditionals
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop, operand_stages
 
 #: The primitive of a segment; its parameters are its jaxpr, its stages and its label.
@@ -141,7 +142,7 @@ class _Outliner:
         parts = [
             (place, part) for place, all_ in segments for part in self._early(all_, own, sources)
         ]
-        return _alike.divide(parts, sources.__getitem__, like)
+        return divide(parts, sources.__getitem__, like)
 
     def _early(
         self, numbers: Sequence[int], own: Mapping[int, Place], sources: Mapping[int, set[int]]
@@ -154,7 +155,7 @@ class _Outliner:
                 early.add(i)
                 early |= inside & sources[i]
         late = [i for i in numbers if i not in early]
-        if not early or len(late) < _alike.WORTH:
+        if not early or len(late) < WORTH:
             return [numbers]
         return [sorted(early), late]
 
@@ -242,7 +243,7 @@ class _Outliner:
         """Makes the first accumulators of a stage; each has memory of its own."""
         needed = [v for v, _ in pairs if v is not None and not _jaxprs.is_literal(v)]
         eqns = self._needed([v for v in needed if self._is_free(v)])
-        local = {v for e in eqns for v in e.outvars}
+        local = set(_jaxprs.results_of(eqns))
         rename = _jaxprs.Substitution()
         extra = []
         for source, target in pairs:
@@ -256,3 +257,82 @@ class _Outliner:
         self._add(
             place, list(map(rename.rename_all, [*eqns, *extra])), [t for _, t in pairs], "start"
         )
+
+
+# ---- segments that share computations ------------------------------------------------------------
+
+
+#: Fewer equations than these are compiled again: a further segment takes time in each step.
+WORTH = 100
+
+#: The equations of a component, by number.
+_Component = list[int]
+
+
+def divide(
+    segments: Sequence[tuple[Any, Sequence[int]]],
+    sources: Callable[[int], Iterable[int]],
+    like: Callable[[Sequence[int]], Hashable],
+) -> list[tuple[Any, Sequence[int]]]:
+    """Divides those segments of a phase that contain another one; gives all parts in order.
+
+    Args:
+        segments: the numbers of the equations of each segment, with anything that tells its place.
+        sources: gives the equations that an equation depends on.
+        like: gives a key of some equations, which is equal where their computations may be.
+    """
+    large = {n: own for n, (_, own) in enumerate(segments) if len(own) >= WORTH}
+    if len(large) < 2:
+        return list(segments)
+    parts = {n: _components(own, sources) for n, own in large.items()}
+    keys = {n: tuple(map(like, own)) for n, own in parts.items()}
+    counts = collections.Counter(keys.values())
+    divided: list[tuple[Any, Sequence[int]]] = []
+    for n, (place, numbers) in enumerate(segments):
+        shared: list[int] = []
+        if n in large and counts[keys[n]] == 1:
+            for common in counts:
+                found = [i for k in _taken(common, keys[n]) for i in parts[n][k]]
+                if len(shared) < len(found) < len(numbers):
+                    shared = found
+        if len(shared) < WORTH:
+            divided.append((place, numbers))
+        else:
+            rest = sorted(set(numbers).difference(shared))
+            divided += [(place, sorted(shared)), (place, rest)]
+    return divided
+
+
+def _taken(common: Sequence[Hashable], keys: Sequence[Hashable]) -> list[int]:
+    """Finds where the common components stand among others, in order; none if one is missing."""
+    found, start = [], 0
+    for wanted in common:
+        position = next((n for n in range(start, len(keys)) if keys[n] == wanted), None)
+        if position is None:
+            return []
+        found.append(position)
+        start = position + 1
+    return found
+
+
+def _components(
+    numbers: Sequence[int], sources: Callable[[int], Iterable[int]]
+) -> list[_Component]:
+    """Groups equations that depend on each other, in the order of their first ones."""
+    parent = {i: i for i in numbers}
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for i in numbers:
+        for j in sources(i):
+            if j in parent:
+                first, second = sorted((root(i), root(j)))
+                parent[second] = first
+    groups: dict[int, _Component] = {}
+    for i in numbers:
+        groups.setdefault(root(i), []).append(i)
+    return list(groups.values())

@@ -268,7 +268,7 @@ class Loop:
         inside = task.params["jaxpr"].eqns
         adding = {id(f.eqn) for f in _folds(task, self._loop) if f.value in sums}
         added = [e for e in inside if id(e) in adding]
-        late = _jaxprs.descendants(inside, [v for e in added for v in e.outvars])
+        late = _jaxprs.descendants(inside, _jaxprs.results_of(added))
         new = _jaxprs.Substitution(sums.items())
         first = [e for e in inside if late.isdisjoint(e.outvars)]
         second = [
@@ -341,7 +341,7 @@ class Loop:
     def _atoms(self, task: Any, values: Sequence[Value]) -> list[Any]:
         """The atoms in a task of values that it makes or reads."""
         known, inside = {**_inputs(task), **_outputs(task)}, task.params["jaxpr"]
-        own = {*inside.jaxpr.invars, *(v for e in inside.eqns for v in e.outvars)}
+        own = {*inside.jaxpr.invars, *_jaxprs.results_of(inside.eqns)}
         atoms = []
         for value in values:
             atom = value._var if value._is_gradient else known.get(value._var)

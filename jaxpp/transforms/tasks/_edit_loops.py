@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jaxpp import _compat, _jaxprs
 from jaxpp._definitions import definition_of
 from jaxpp._typing import P, R
-from jaxpp.transforms.tasks import _directions, _loop
+from jaxpp.transforms.tasks import _accumulators, _loop
 from jaxpp.transforms.tasks._edit import Loop
 
 
@@ -143,7 +143,7 @@ def _bound(eqn: Any, loop: Loop) -> tuple[list[Any], list[Any]]:
     count = edited.num_directions
     if count == 1 and edited.replicas == 1:
         return eqns, added
-    join = _directions.rows_of(edited)
+    join = _accumulators.rows_of(edited)
     if edited.replicas > 1:
         join = _of_replicas(join)
     joined = []

@@ -187,7 +187,7 @@ def _recomputation(loop: ScheduledLoop, forward: Any) -> Any | None:
     eqns, inputs = jaxpr.eqns, jaxpr.jaxpr.invars
     source = dict(zip(inputs, forward.invars, strict=True))
     carries, results = {*loop.carries}, {*loop.body.jaxpr.outvars}
-    lost = _jaxprs.descendants(eqns, [v for e in eqns if e.effects for v in e.outvars])
+    lost = _jaxprs.descendants(eqns, _jaxprs.results_of(e for e in eqns if e.effects))
     stale = _jaxprs.descendants(eqns, [v for v, own in source.items() if own in carries])
     outputs = []
     for v, made in zip(jaxpr.jaxpr.outvars, forward.outvars, strict=True):
@@ -392,7 +392,7 @@ def _flat(eqn) -> jex.ClosedJaxpr:
     opened = [
         _jaxprs.map_jaxprs(e, lambda body: _jaxprs.inline(body, is_task_call)) for e in plain.eqns
     ]
-    return _compat.with_equations(plain, opened, plain.jaxpr.outvars)
+    return _compat.with_equations(plain, opened)
 
 
 _compat.use_keys_as(loop_p, _flat)

@@ -125,8 +125,7 @@ class MicrobatchLoop:
 
     def read(self) -> set[Any]:
         """Finds the variables that equations or results read."""
-        read = {v for e in self.eqns for v in _jaxprs.variables(e.invars)}
-        return read.union(_jaxprs.variables(self.outputs))
+        return _jaxprs.operands_of(self.eqns, self.outputs)
 
     def maker(self) -> dict[Any, int]:
         """Finds for each variable the number of the equation that makes it."""
@@ -184,8 +183,10 @@ class MicrobatchLoop:
         lines += [", ".join(f"{name}: {len(own)}" for name, own in inputs.items())]
         for where, eqns in (("before", self.before), ("after", self.after)):
             if eqns:
-                outputs = [v for e in eqns for v in e.outvars]
-                lines += [f"{where} the loop:", str(_jaxprs.part(eqns, outputs).jaxpr)]
+                lines += [
+                    f"{where} the loop:",
+                    str(_jaxprs.part(eqns, _jaxprs.results_of(eqns)).jaxpr),
+                ]
         invars = [v for own in inputs.values() for v in own]
         body = _compat.make_closed_jaxpr(invars, self.outputs, self.eqns)
         names = ["" if p is None else f"{self.kind(p)}{self.stage(p)}" for p in self.position]

@@ -16,14 +16,7 @@ import jax.numpy as jnp
 from jaxpp import _compat, _jaxprs, _specs
 from jaxpp._groups import Cluster, Flow, outline
 from jaxpp.schedules import Kind, Table
-from jaxpp.transforms.tasks import (
-    _accumulators,
-    _free_carries,
-    _invariants,
-    _loop,
-    _split_backward,
-    _stacked_sums,
-)
+from jaxpp.transforms.tasks import _accumulators, _hoisting, _loop, _split_backward
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 
@@ -79,9 +72,7 @@ def start_with_zeros(loop: MicrobatchLoop) -> MicrobatchLoop:
 
 def keep_constants(loop: MicrobatchLoop) -> MicrobatchLoop:
     """Makes the carries that each microbatch hands on unchanged (a random key) constants."""
-    read = {v for e in loop.eqns for v in _jaxprs.variables(e.invars)}.union(
-        _jaxprs.variables(loop.ys)
-    )
+    read = _jaxprs.operands_of(loop.eqns, loop.ys)
     pairs = zip(loop.carries, loop.carry_outs, strict=True)
     kept = [carry for carry, out in pairs if out is carry and carry in read]
     known = _jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in kept)
@@ -164,11 +155,11 @@ def keep_carries(loop: MicrobatchLoop) -> MicrobatchLoop:
 #: The passes that a loop goes through before its tasks are made, in order.
 PASSES: tuple[Callable[[MicrobatchLoop], MicrobatchLoop], ...] = (
     start_with_zeros,
-    _stacked_sums.split_stacked_sums,
+    _accumulators.split_stacked_sums,
     _accumulators.hand_through_zeros,
     keep_constants,
-    _invariants.hoist,
-    _free_carries.carry_before,
+    _hoisting.hoist,
+    _hoisting.carry_before,
     _accumulators.split_shared_sums,
     place_glue,
     _split_backward.split_backwards,
@@ -207,7 +198,7 @@ def _clusters(loop: MicrobatchLoop) -> list[Cluster]:
 
 def _write(loop: MicrobatchLoop) -> tuple[list[Any], list[Any]]:
     """Makes the equations of the tasks, and the variables of the results of a microbatch."""
-    made = {v for e in loop.eqns for v in e.outvars}
+    made = set(_jaxprs.results_of(loop.eqns))
     results = list(loop.outputs)
     #: The numbers of the results that are a variable; those that no equation makes leave with the
     #: last forward.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp.transforms.stages import call_merge, is_replica_call, is_stage_call, merge_of_call
-from jaxpp.transforms.tasks import _directions
+from jaxpp.transforms.tasks import _accumulators
 from jaxpp.transforms.tasks._loop import ScheduledLoop, loop_p, row_type
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
@@ -140,12 +140,10 @@ def _run_loop(
 
     Also gives the function that makes of a row of the results those of the loop as it was traced.
     """
-    scheduled, loop = tasks_of(eqn, join_rows=_directions.first_of)
+    scheduled, loop = tasks_of(eqn, join_rows=_accumulators.first_of)
     scheduled = dataclasses.replace(scheduled, replicas=replicas)
     values = dict(known)
-    part = _jaxprs.part(loop.before, [v for e in loop.before for v in e.outvars])
-    run = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
-    values.update(zip(part.outputs, run, strict=True))
+    _jaxprs.run_equations(loop.before, values)
     operands = _jaxprs.read(loop.inputs, values)
     first = len(loop.consts)
     own = [v.aval.ndim for v in loop.carries] + [v.aval.ndim + 1 for v in loop.xs]
@@ -156,15 +154,13 @@ def _run_loop(
     results = loop_p.bind(*operands[:first], *rows, **scheduled.params)
     count = scheduled.num_directions
     if count > 1:
-        join = _directions.rows_of(scheduled, replicas)
+        join = _accumulators.rows_of(scheduled, replicas)
         for n in range(count * scheduled.num_carry, len(results), count):
             results[n : n + count] = [in_one_row(join, results[n : n + count])] * count
 
     def finish(results: Sequence[Any]) -> list[Any]:
         finished = values | dict(zip(loop.results, results, strict=True))
-        part = _jaxprs.part(loop.after, [v for e in loop.after for v in e.outvars])
-        made = _jaxprs.run(part.jaxpr, *(finished[v] for v in part.inputs))
-        finished.update(zip(part.outputs, made, strict=True))
+        _jaxprs.run_equations(loop.after, finished)
         return _jaxprs.read(eqn.outvars, finished)
 
     return results, finish
@@ -178,7 +174,7 @@ def _whole_operands(loop: Any) -> set[Any]:
 def _run(eqns: Sequence[Any], values: dict[Any, Any], varying: set[Any]) -> None:
     """Runs equations of one replica: for all rows where they depend on one, else once."""
     for depends, group in itertools.groupby(eqns, lambda e: not varying.isdisjoint(e.outvars)):
-        part = _jaxprs.part(own := list(group), [v for e in own for v in e.outvars])
+        part = _jaxprs.part(own := list(group), _jaxprs.results_of(own))
         run = functools.partial(_jaxprs.run, part.jaxpr)
         if depends:
             run = jax.vmap(run, [0 if v in varying else None for v in part.inputs])

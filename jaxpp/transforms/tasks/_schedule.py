@@ -14,7 +14,7 @@ from jaxpp._typing import P, R
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms._changes import changes
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
-from jaxpp.transforms.tasks import _directions, _loop, _replicas
+from jaxpp.transforms.tasks import _accumulators, _loop, _replicas
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop, read_loop
 from jaxpp.transforms.tasks._partition import PASSES, partition
 
@@ -185,9 +185,7 @@ def _run(jaxpr: jex.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
                 results = _loop.loop_p.bind(*_jaxprs.read(eqn.invars, values), **eqn.params)
                 values.update(zip(eqn.outvars, results, strict=True))
             continue
-        part = _jaxprs.part(own := list(group), [v for e in own for v in e.outvars])
-        results = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
-        values.update(zip(part.outputs, results, strict=True))
+        _jaxprs.run_equations(list(group), values)
     return _jaxprs.read(jaxpr.jaxpr.outvars, values)
 
 
@@ -220,11 +218,11 @@ def _scheduled(
         tasks_of = functools.partial(_tasks_of, schedule=own, note=noted)
         if _replicas.is_replicas(eqn):
             rows = _replicas.scheduled(eqn, flat.eqns, tasks_of)
-            made.update(v for e in rows for v in e.outvars)
+            made.update(_jaxprs.results_of(rows))
             eqns += rows
         else:
             eqns += _loop_equations(eqn, *tasks_of(eqn))
-    return _compat.with_equations(flat, eqns, flat.jaxpr.outvars)
+    return _compat.with_equations(flat, eqns)
 
 
 def _tasks_of(
@@ -239,7 +237,7 @@ def _tasks_of(
         note(run.__name__, loop)
     scheduled, loop = partition(loop, table)
     check(repr(schedule), scheduled)
-    return scheduled, _directions.separate(loop, scheduled, join_rows)
+    return scheduled, _accumulators.separate_directions(loop, scheduled, join_rows)
 
 
 def _loop_equations(eqn: Any, scheduled: _loop.ScheduledLoop, loop: MicrobatchLoop) -> list[Any]:

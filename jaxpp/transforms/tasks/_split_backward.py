@@ -9,13 +9,14 @@ weight gradients. (JAX had the same split as `lax.scan(..., _split_transpose=Tru
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 
 from jaxpp import _compat, _flops, _jaxprs
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 
@@ -38,11 +39,11 @@ def split_backwards(loop: MicrobatchLoop) -> MicrobatchLoop:
         numbers = [i for i, (_, p) in enumerate(opened) if p == position]
         own = [opened[i][0] for i in numbers]
         wanted = [v for e in own for v in e.outvars if readers.get(v, set()) - {position}]
-        made = {v for e in own for v in e.outvars}
+        made = set(_jaxprs.results_of(own))
         while True:
             halves = _halves(own, wanted)
             first = (e for each in halves for e, late in each if not late)
-            read = {v for e in first for v in _jaxprs.variables(e.invars)}
+            read = _jaxprs.operands_of(first)
             outs = [becomes[v] for v in loop.carries if v in read]
             more = [v for v in _jaxprs.variables(outs) if v in made and v not in wanted]
             if not more:
@@ -87,7 +88,7 @@ def _halves(eqns: Sequence[Any], wanted: Iterable[Any]) -> list[list[tuple[Any, 
         if eqn.primitive.name == "scan" and any(wants) and not all(wants):
             mine, rest = _split_scan(eqn, wants)
         found.append([*((e, False) for e in mine), *((e, True) for e in rest)])
-        needed.update(v for e in mine for v in _jaxprs.variables(e.invars))
+        needed.update(_jaxprs.operands_of(mine))
     return found[::-1]
 
 
@@ -148,14 +149,16 @@ def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
         return [*(eqn.outvars[j] for j in carried), *(v for v, w in ys if w == wanted)]
 
     outer = dict(zip([*scan.consts, *scan.carries, *scan.xs], eqn.invars, strict=True))
-    run, operands = _part_of_scan(scan, first, mine, scan.xs, [*my_ys, *crossing], outer)
-    mine_eqns, made = _jaxprs.record(run, operands)
+    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    becomes = [(scan.carries[j], scan.carry_outs[j]) for j in mine]
+    run, inputs = scan_of(first, dict(becomes), scan.xs, [*my_ys, *crossing], **params)
+    mine_eqns, made = _jaxprs.record(run, [outer[v] for v in inputs])
     named = results(mine, True)
     outer.update(zip(crossing, made[len(named) :], strict=True))
     mine_eqns = _jaxprs.with_results(mine_eqns, made[: len(named)], named)
-    slices = [*scan.xs, *crossing]
-    run, operands = _part_of_scan(scan, second, others, slices, other_ys, outer)
-    return mine_eqns, _jaxprs.splice(run, operands, results(others, False))
+    becomes = [(scan.carries[j], scan.carry_outs[j]) for j in others]
+    run, inputs = scan_of(second, dict(becomes), [*scan.xs, *crossing], other_ys, **params)
+    return mine_eqns, _jaxprs.splice(run, [outer[v] for v in inputs], results(others, False))
 
 
 def _wanted_carries(
@@ -169,7 +172,7 @@ def _wanted_carries(
     while True:
         wanted = _jaxprs.variables([*(scan.carry_outs[j] for j in mine), *ys])
         first, second = split_backward(scan.eqns, wanted)
-        read = {v for e in first for v in _jaxprs.variables(e.invars)}.union(wanted)
+        read = _jaxprs.operands_of(first, wanted)
         grown = [j for j, v in enumerate(scan.carries) if j in mine or v in read]
         if grown == mine:
             return mine, first, second
@@ -178,8 +181,8 @@ def _wanted_carries(
 
 def _crossing(first, second, wanted: Sequence[Any], carries: Sequence[Any]) -> list[Any]:
     """Finds the values of the first half that the second reads, stacked over the iterations."""
-    read = {v for e in second for v in _jaxprs.variables(e.invars)}.union(wanted)
-    return [v for v in [*carries, *(v for e in first for v in e.outvars)] if v in read]
+    read = _jaxprs.operands_of(second, wanted)
+    return [v for v in [*carries, *_jaxprs.results_of(first)] if v in read]
 
 
 def _keep_less(
@@ -202,7 +205,7 @@ def _keep_less(
         lacking: the carries of the second, which the first cannot read.
     """
     first, second = list(first), list(second)
-    absent = set(lacking).union(v for e in second for v in e.outvars)
+    absent = set(lacking).union(_jaxprs.results_of(second))
     later: list[Any] = []
     for i, eqn in enumerate(second):
         rest = [*later, *second[i + 1 :]]
@@ -230,31 +233,29 @@ def _is_light(eqn) -> bool:
     return not eqn.effects and not loops and _flops.flops(eqn) <= size
 
 
-def _part_of_scan(
-    scan: _Scan,
-    eqns: Sequence[Any],
-    carried: Sequence[int],
-    slices: Sequence[Any],
-    ys: Sequence[Any],
-    outer: Mapping[Any, Any],
-) -> tuple[Callable, list[Any]]:
+def scan_of(
+    eqns: Sequence[Eqn],
+    carries: Mapping[Var, Atom],
+    slices: Collection[Var],
+    ys: Sequence[Var],
+    **params: Any,
+) -> tuple[Callable[..., list[Any]], list[Var]]:
     """Makes a scan of some equations of a body, as a function to run on atoms.
 
     Args:
-        scan: the whole scan.
         eqns: the equations.
-        carried: the numbers of the carries that the equations make.
+        carries: the variables that the scan carries, each with what the equations make of it.
         slices: the variables of the body that are read slice by slice.
         ys: the variables to be stacked.
-        outer: the atom outside for each variable that the body reads.
+        **params: those of `jax.lax.scan`.
 
     Returns:
-        The function, whose results are the carries, then the stacks; and its operands.
+        The function, whose results are the last carries, then the stacks; and the variables of the
+        body whose atoms outside of it are its operands.
     """
-    part = _jaxprs.part(eqns, [*(scan.carry_outs[j] for j in carried), *ys])
-    carries = [scan.carries[j] for j in carried]
-    whole = [v for v in part.inputs if v in scan.consts]
+    part = _jaxprs.part(eqns, [*carries.values(), *ys])
     sliced = [v for v in part.inputs if v in slices]
+    whole = [v for v in part.inputs if v not in slices and v not in carries]
 
     def run(*operands):
         known = dict(zip(whole, operands, strict=False))
@@ -263,11 +264,10 @@ def _part_of_scan(
         def step(carry, one):
             values = known | dict(zip([*carries, *sliced], [*carry, *one], strict=True))
             outputs = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
-            return outputs[: len(carried)], outputs[len(carried) :]
+            return outputs[: len(carries)], outputs[len(carries) :]
 
-        params = {name: scan.eqn.params[name] for name in ("length", "reverse", "unroll")}
         init = operands[len(whole) + len(sliced) :]
         carry, stacked = jax.lax.scan(step, list(init), list(stacks), **params)
         return [*carry, *stacked]
 
-    return run, [outer[v] for v in [*whole, *sliced, *carries]]
+    return run, [*whole, *sliced, *carries]

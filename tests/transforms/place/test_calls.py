@@ -21,7 +21,7 @@ import pytest
 import jaxpp
 from jaxpp import _jaxprs
 from jaxpp.runtime.executor import _compile
-from jaxpp.transforms.place import _flat_step, _place, _roles
+from jaxpp.transforms.place import _flat_step, _place
 from tests.helpers import assert_close
 
 WIDTH, BATCH, MICROBATCHES = 4, 8, 2
@@ -515,7 +515,7 @@ def test_results_are_paired_with_the_arguments_that_they_update(rule, pairs):
 
     args = ({"y": jnp.ones((3, 3))}, {"y": jnp.zeros((3, 3))}, jnp.ones((2, 3)))
     traced = _jaxprs.trace(step, args)
-    assert _roles.pair_state(args, (), traced, _flat_step.flatten(traced.jaxpr)) == pairs
+    assert _flat_step.pair_state(args, (), traced, _flat_step.flatten(traced.jaxpr)) == pairs
 
 
 def test_a_new_value_takes_the_memory_of_its_own_old_value():
