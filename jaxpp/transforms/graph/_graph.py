@@ -27,6 +27,7 @@ from jaxpp._program import (
     Wait,
 )
 from jaxpp._specs import Spec
+from jaxpp._typing import Aval
 from jaxpp.schedules import Task
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import assign, with_specs
@@ -47,7 +48,7 @@ class Value:
         spec: its spec inside a rank, where one is given.
     """
 
-    aval: Any
+    aval: Aval
     kind: str
     name: str
     argument: Argument | None = None

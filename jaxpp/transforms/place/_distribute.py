@@ -15,6 +15,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms._step import Fact, Guard, Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _conditionals
@@ -62,7 +63,7 @@ def distribute(step: Step) -> Step:
     return done.with_guards(split, splitter.guards)
 
 
-def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequence[Any]) -> list:
+def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequence[Atom]) -> list:
     """Makes a record for each part of arguments, or of results."""
     rest = iter(parts)
     found = []
@@ -84,7 +85,7 @@ def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return _jaxprs.rewrite(jaxpr, rule)
 
 
-def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Any, Bounds], dict[Any, Guard]]:
+def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Var, Bounds], dict[Var, Guard]]:
     """Chooses where variables are cut, and opens the conditionals over such variables."""
     jaxpr, guards = _slice_literals(step.jaxpr), step.guards
     # An argument that ranks load themselves is loaded whole.
@@ -105,7 +106,7 @@ def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Any, Bounds], dict[Any, G
 
 def _bounds(
     jaxpr: jex.ClosedJaxpr, pairs: Mapping[int, int], whole: Sequence[int]
-) -> dict[Any, Bounds]:
+) -> dict[Var, Bounds]:
     eqns, invars, outvars = jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
     tied = [(outvars[o], invars[i]) for o, i in pairs.items()]
     classes = Classes(eqns, tied)
@@ -114,7 +115,7 @@ def _bounds(
     return classes.bounds(_used(eqns), [v for v in variables if classes.of(v) not in stay])
 
 
-def _used(eqns: Sequence[Any]) -> Iterator[tuple[Any, tuple[int, int], frozenset[int]]]:
+def _used(eqns: Sequence[Eqn]) -> Iterator[tuple[Var, tuple[int, int], frozenset[int]]]:
     """Yields variables, rows of them that stages of loops read or make, and these stages."""
     readers = _readers(eqns)
     makers = _makers(eqns)
@@ -129,9 +130,9 @@ def _used(eqns: Sequence[Any]) -> Iterator[tuple[Any, tuple[int, int], frozenset
                 yield eqn.outvars[0], own, frozenset() if _jaxprs.is_literal(v) else makers[v]
 
 
-def _makers(eqns) -> dict[Any, frozenset[int]]:
+def _makers(eqns) -> dict[Var, frozenset[int]]:
     """Finds for each variable the stages of loops that make it, or that make its terms if a sum."""
-    makers: dict[Any, frozenset[int]] = {}
+    makers: dict[Var, frozenset[int]] = {}
     for eqn in eqns:
         read = _jaxprs.variables(eqn.invars)
         if is_loop(eqn):
@@ -143,9 +144,9 @@ def _makers(eqns) -> dict[Any, frozenset[int]]:
     return makers
 
 
-def _readers(eqns) -> dict[Any, frozenset[int]]:
+def _readers(eqns) -> dict[Var, frozenset[int]]:
     """Finds for each variable the stages of loops that read it, or what is computed from it."""
-    readers: dict[Any, frozenset[int]] = {}
+    readers: dict[Var, frozenset[int]] = {}
     for eqn in reversed(eqns):
         if is_loop(eqn):
             for v, stages in operand_stages(eqn).items():

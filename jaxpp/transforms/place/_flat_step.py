@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _next
 from jaxpp._program import Role
+from jaxpp._typing import Eqn, Var
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.stages import is_backward_call, is_enter, is_stage_call
@@ -27,7 +28,7 @@ from jaxpp.transforms.tasks import (
 )
 
 
-def flatten(jaxpr):
+def flatten(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """Inlines all calls of a step, but for those of stages outside of loops, and of reductions."""
     flat = _jaxprs.inline(jaxpr, lambda e: not (is_stage_call(e) or is_reduction(e)))
     for eqn in flat.eqns:
@@ -81,7 +82,7 @@ def _refuse_checks(flat) -> None:
         _jaxprs.contains(eqn, look)
 
 
-def unused_mark(jaxpr) -> Any | None:
+def unused_mark(jaxpr: jex.ClosedJaxpr) -> Eqn | None:
     """Finds a mark in a step that has neither stages nor loops; None where there is none."""
     marks, used = [], []
 
@@ -122,7 +123,9 @@ def skip_carries(step: Step) -> Step:
 
     known = _jaxprs.Substitution()
     jaxpr = _jaxprs.rewrite(step.jaxpr, rule, known)
-    guards = {v: tuple((known(w), k) for w, k in guard) for v, guard in step.guards.items()}
+    guards: dict[Var, Any] = {
+        v: tuple((known(w), k) for w, k in guard) for v, guard in step.guards.items()
+    }
     # An operand may be a number, or an argument.
     return own_results(step.with_guards(jaxpr, guards))
 
@@ -141,7 +144,7 @@ def find_roles(step: Step) -> Step:
     read, batch = _behind(jaxpr, for_all), _behind(jaxpr, sliced)
     state = frozenset(step.pairs.values())
 
-    def role(n: int, v: Any) -> Role:
+    def role(n: int, v: Var) -> Role:
         if v in batch:
             return Role.BATCH
         if v in read:

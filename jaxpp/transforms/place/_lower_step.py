@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import PROVIDED, Argument, Bundle, Fed, Mesh, Program, Result, Role
 from jaxpp._specs import Spec, axis_sizes, replicated, type_of
+from jaxpp._typing import Eqn
 from jaxpp._warn import warn
 from jaxpp.transforms import _keywords
 from jaxpp.transforms._signature import Signature
@@ -212,7 +213,7 @@ def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> li
 
 
 def _resolve_mesh(
-    given: Mesh | None, programs: Sequence[Program], traced: _jaxprs.Traced, eqns: Sequence[Any]
+    given: Mesh | None, programs: Sequence[Program], traced: _jaxprs.Traced, eqns: Sequence[Eqn]
 ) -> Mesh:
     count = len(programs)
     mesh = PROVIDED["mesh"](count) if given is None else given
@@ -255,7 +256,7 @@ def _resolve_mesh(
     )
 
 
-def _first_lines(eqns: Sequence[Any]) -> dict[int, str]:
+def _first_lines(eqns: Sequence[Eqn]) -> dict[int, str]:
     """Finds the user's line that each stage begins with; an empty string where it has none."""
     found: dict[int, str] = {}
     for eqn in eqns:

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpp import _jaxprs, _primitives, _specs, schedules
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms.stacked import (
     Bounds,
     Classes,
@@ -57,12 +59,12 @@ def hand_through_zeros(loop: MicrobatchLoop) -> MicrobatchLoop:
     return loop.with_equations(kept, carry_outs=outs)
 
 
-def folded(fold: Any) -> Callable[..., Any]:
+def folded(fold: jex.Primitive) -> Callable[..., Any]:
     """Returns the function that joins several accumulators by the primitive that fills them."""
     return lambda *parts: functools.reduce(fold.bind, parts)
 
 
-def neutral(fold: Any, first: Any) -> tuple[list[Any], Any]:
+def neutral(fold: jex.Primitive | None, first: Atom) -> tuple[list[Eqn], Atom]:
     """The start of a further accumulator beside one that starts with `first`.
 
     It is zeros for a sum, which the equations make, else the same.
@@ -107,17 +109,17 @@ def split_shared_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
 class _Fold:
     """The equation that combines a carry with a value of each microbatch, in any order."""
 
-    eqn: Any
-    carry: Any
-    value: Any
+    eqn: Eqn
+    carry: Var
+    value: Atom
 
 
 @dataclasses.dataclass(frozen=True)
 class _Term:
     """A term of a sum; `linear` are the equations between it and the sum, applied to it alone."""
 
-    value: Any
-    linear: tuple[Any, ...] = ()
+    value: Atom
+    linear: tuple[Eqn, ...] = ()
 
 
 class _Sums:
@@ -130,14 +132,14 @@ class _Sums:
         self.readers = collections.Counter(v for v in atoms if not _jaxprs.is_literal(v))
         self.opened = self._sums_of_several()
         self.dropped: set[int] = set()
-        self.added: list[Any] = []
+        self.added: list[Eqn] = []
 
-    def placed(self) -> list[tuple[Any, int | None]]:
+    def placed(self) -> list[tuple[Eqn, int | None]]:
         """Returns the equations with their positions; new ones have none."""
         kept = [p for i, p in enumerate(self.loop.placed()) if i not in self.dropped]
         return [*kept, *((e, None) for e in self.added)]
 
-    def fold(self, carry, out) -> _Fold | None:
+    def fold(self, carry: Var, out: Atom) -> _Fold | None:
         """Finds how a carry combines its microbatches; None if their order counts."""
         if _jaxprs.is_literal(out) or out not in self.maker or self.readers[carry] != 1:
             return None
@@ -145,26 +147,25 @@ class _Sums:
         if eqn.primitive.name not in _primitives.ADDS | _primitives.EXTREMES:
             return None
         left, right = eqn.invars
-        if self._uncast(left) is carry:
-            return _Fold(eqn, left, right)
-        return _Fold(eqn, right, left) if self._uncast(right) is carry else None
+        for own, value in ((left, right), (right, left)):
+            if not _jaxprs.is_literal(own) and self._uncast(own) is carry:
+                return _Fold(eqn, own, value)
+        return None
 
-    def _uncast(self, v) -> Any:
+    def _uncast(self, v: Var) -> Atom:
         """Looks through a cast of weak type alone: a carry that began as a number has one."""
-        eqn = (
-            None if _jaxprs.is_literal(v) or v not in self.maker else self.loop.eqns[self.maker[v]]
-        )
+        eqn = self.loop.eqns[self.maker[v]] if v in self.maker else None
         if eqn is None or eqn.primitive.name != "convert_element_type" or self.readers[v] != 1:
             return v
         return eqn.invars[0] if eqn.invars[0].aval.dtype == v.aval.dtype else v
 
-    def _sums_of_several(self) -> dict[Any, int]:
+    def _sums_of_several(self) -> dict[Var, int]:
         """Finds the sums of values of several tasks, each with the number of its equation.
 
         Sums of values of a single task, and sums in a forward pass, are left out.
         """
-        tasks: dict[Any, set[int | None]] = {}
-        found: dict[Any, int] = {}
+        tasks: dict[Var, set[int | None]] = {}
+        found: dict[Var, int] = {}
         for i, (eqn, position) in enumerate(self.loop.placed()):
             name = eqn.primitive.name
             forward = position is not None and position < self.loop.num_stages
@@ -196,7 +197,7 @@ class _Sums:
             groups.setdefault(first if p is None else p, []).append(t)
         return list(groups.values())
 
-    def _terms(self, v) -> tuple[list[_Term], list[int]]:
+    def _terms(self, v: Atom) -> tuple[list[_Term], list[int]]:
         """Finds the terms of a sum, and the numbers of the equations that add them up."""
         found, numbers, rest = [], [], [_Term(v)]
         while rest:
@@ -225,7 +226,7 @@ class _Sums:
                 value = partial
             self.added.append(fold.eqn.replace(invars=[carry, value], outvars=[out]))
 
-    def _finished(self, term: _Term) -> Any:
+    def _finished(self, term: _Term) -> Atom:
         """Applies a term's linear equations to its value."""
         value = term.value
         for eqn in term.linear:
@@ -264,7 +265,7 @@ def split_stacked_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
     return loop.with_equations(placed, carry_outs=tuple(carry_outs), ys=tuple(ys))
 
 
-def _bounds(loop: MicrobatchLoop) -> dict[Any, Bounds]:
+def _bounds(loop: MicrobatchLoop) -> dict[Var, Bounds]:
     """Finds where carries, and the values added to them, are cut: by what stages pad with zeros."""
     classes = Classes(loop.eqns, zip(loop.carries, loop.carry_outs, strict=True))
     used = [

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._definitions import definition_of
-from jaxpp._typing import P, R
+from jaxpp._typing import Eqn, P, R, Var
 from jaxpp.transforms.tasks import _accumulators, _loop
 from jaxpp.transforms.tasks._edit import Loop
 
@@ -131,7 +131,7 @@ def _edited(
     return _compat.make_closed_jaxpr(invars, outvars, eqns), list(consts.values()), trees
 
 
-def _bound(eqn: Any, loop: Loop) -> tuple[list[Any], list[Any]]:
+def _bound(eqn: Eqn, loop: Loop) -> tuple[list[Eqn], list[Var]]:
     """The equations of a loop in place of the one it was, and its further results."""
     edited, first = loop._loop, eqn.params["num_consts"]
     invars = [*eqn.invars[:first], *(v for v, _ in loop._consts), *eqn.invars[first:]]

@@ -144,7 +144,7 @@ class _Opener:
         return [*before, eqn], eqn.outvars
 
 
-def _merge_equal(eqns: Sequence[Any]) -> tuple[list[Any], _jaxprs.Substitution]:
+def _merge_equal(eqns: Sequence[Eqn]) -> tuple[list[Eqn], _jaxprs.Substitution]:
     """Drops repeated equations: a forward and a backward pass may cast the same weight."""
     first: dict[Any, Eqn] = {}
 
@@ -171,8 +171,8 @@ def carry_before(loop: MicrobatchLoop) -> MicrobatchLoop:
     pairs = list(zip(loop.carries, loop.carry_outs, strict=True))
     outs = dict(pairs)
     rest = (*(out for carry, out in pairs if carry not in free), *loop.ys)
-    carries: list[Any] = []
-    chain: list[Any] = []
+    carries: list[Var] = []
+    chain: list[Eqn] = []
     read = _jaxprs.operands_of(_jaxprs.needed(loop.eqns, rest), rest)
     while new := [v for v in free if v in read and v not in carries]:
         carries += new
@@ -203,7 +203,7 @@ def carry_before(loop: MicrobatchLoop) -> MicrobatchLoop:
     return loop.with_equations(placed, carry_outs=tuple(out for _, out in kept))
 
 
-def _free(loop: MicrobatchLoop) -> list[Any]:
+def _free(loop: MicrobatchLoop) -> list[Var]:
     """Finds the carries whose next values depend on no stage, effect, or carry that does."""
     effects = _jaxprs.results_of(e for e in loop.eqns if e.effects)
     free, before = list(loop.carries), None

@@ -10,7 +10,7 @@ import jax.extend.core as jex
 
 from jaxpp import _compat, _in_place, _jaxprs, schedules
 from jaxpp._definitions import definition_of
-from jaxpp._typing import P, R
+from jaxpp._typing import Eqn, P, R, Var
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms._changes import changes
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
@@ -205,8 +205,8 @@ def _scheduled(
     if any(map(is_microbatch_loop, live.eqns)):
         flat = live
     trains = any(is_microbatch_loop(e) and _has_backward(e) for e in flat.eqns)
-    eqns: list[Any] = []
-    made: set[Any] = set()
+    eqns: list[Eqn] = []
+    made: set[Var] = set()
     numbers = itertools.count()
     for eqn in flat.eqns:
         if not is_microbatch_loop(eqn):
@@ -226,7 +226,7 @@ def _scheduled(
 
 
 def _tasks_of(
-    eqn: Any, schedule: Any, note: Callable[[str, MicrobatchLoop], None], join_rows: Any = None
+    eqn: Eqn, schedule: Any, note: Callable[[str, MicrobatchLoop], None], join_rows: Any = None
 ) -> tuple[_loop.ScheduledLoop, MicrobatchLoop]:
     """Makes the tasks of a microbatch loop; also gives what is around them."""
     table = _table(schedule, eqn)
@@ -240,7 +240,7 @@ def _tasks_of(
     return scheduled, _accumulators.separate_directions(loop, scheduled, join_rows)
 
 
-def _loop_equations(eqn: Any, scheduled: _loop.ScheduledLoop, loop: MicrobatchLoop) -> list[Any]:
+def _loop_equations(eqn: Eqn, scheduled: _loop.ScheduledLoop, loop: MicrobatchLoop) -> list[Eqn]:
     """The equations in place of a microbatch loop: the scheduled one, and those around it."""
     bind = functools.partial(_loop.loop_p.bind, **scheduled.params)
     # JAX keeps few frames of a call: a line of the scan is one of jaxpp, a stage's is the user's.
@@ -258,7 +258,7 @@ def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:
     return schedules.ForwardOnly(like=schedule)
 
 
-def _table(schedule: Any, eqn: Any) -> Table:
+def _table(schedule: Any, eqn: Eqn) -> Table:
     """Makes the schedule's table for a loop; if it splits one backward, it splits all."""
     num_stages, length = next(_stage_counts(eqn)), eqn.params["length"]
     table = schedule.table(num_stages, length)

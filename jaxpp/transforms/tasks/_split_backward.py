@@ -63,7 +63,7 @@ def _without_constants(loop: MicrobatchLoop) -> MicrobatchLoop:
     )
 
 
-def split_backward(eqns: Sequence[Any], wanted: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+def split_backward(eqns: Sequence[Eqn], wanted: Iterable[Atom]) -> tuple[list[Eqn], list[Eqn]]:
     """Splits equations into those that the wanted variables need, and the others.
 
     Args:
@@ -78,10 +78,10 @@ def split_backward(eqns: Sequence[Any], wanted: Iterable[Any]) -> tuple[list[Any
     return first, second
 
 
-def _halves(eqns: Sequence[Any], wanted: Iterable[Any]) -> list[list[tuple[Any, bool]]]:
+def _halves(eqns: Sequence[Eqn], wanted: Iterable[Atom]) -> list[list[tuple[Eqn, bool]]]:
     """Finds for each equation those in its place, and whether they are in the second half."""
     needed = set(_jaxprs.variables(wanted))
-    found: list[list[tuple[Any, bool]]] = []
+    found: list[list[tuple[Eqn, bool]]] = []
     for eqn in reversed(eqns):
         wants = [v in needed for v in eqn.outvars]
         mine, rest = ([eqn], []) if any(wants) else ([], [eqn])
@@ -92,7 +92,7 @@ def _halves(eqns: Sequence[Any], wanted: Iterable[Any]) -> list[list[tuple[Any, 
     return found[::-1]
 
 
-def inline_all(eqns: Sequence[Any]) -> list[Any]:
+def inline_all(eqns: Sequence[Eqn]) -> list[Eqn]:
     """Inlines every call of some equations; the variables that they make stay the same."""
     outputs = [v for e in eqns for v in e.outvars if not isinstance(v, jex.DropVar)]
     part = _jaxprs.part(list(eqns), outputs)
@@ -104,13 +104,13 @@ def inline_all(eqns: Sequence[Any]) -> list[Any]:
 class _Scan:
     """A scan equation with its body opened: the body's inputs and outputs by their kind."""
 
-    eqn: Any
-    consts: Sequence[Any]
-    carries: Sequence[Any]
-    xs: Sequence[Any]
-    eqns: Sequence[Any]
-    carry_outs: Sequence[Any]
-    ys: Sequence[Any]
+    eqn: Eqn
+    consts: Sequence[Var]
+    carries: Sequence[Var]
+    xs: Sequence[Var]
+    eqns: Sequence[Eqn]
+    carry_outs: Sequence[Atom]
+    ys: Sequence[Atom]
 
 
 def _open_scan(eqn) -> _Scan:
@@ -128,7 +128,7 @@ def _open_scan(eqn) -> _Scan:
     )
 
 
-def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Eqn], list[Eqn]]:
     """Splits a scan in two: one for the wanted results, and one for the others that reads it."""
     scan = _open_scan(eqn)
     num_carry = len(scan.carries)
@@ -144,7 +144,7 @@ def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
     first, second = _keep_less(first, second, wanted, kept, lacking)
     crossing = _crossing(first, second, wanted, kept)
 
-    def results(carried: Sequence[int], wanted: bool) -> list[Any]:
+    def results(carried: Sequence[int], wanted: bool) -> list[Var]:
         ys = zip(eqn.outvars[num_carry:], wants[num_carry:], strict=True)
         return [*(eqn.outvars[j] for j in carried), *(v for v, w in ys if w == wanted)]
 
@@ -162,8 +162,8 @@ def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
 
 
 def _wanted_carries(
-    scan: _Scan, wants: Sequence[bool], ys: Sequence[Any]
-) -> tuple[list[int], list[Any], list[Any]]:
+    scan: _Scan, wants: Sequence[bool], ys: Sequence[Atom]
+) -> tuple[list[int], list[Eqn], list[Eqn]]:
     """Finds the carries that wanted results depend on, over any number of iterations.
 
     Also gives the body in two halves, the first of which makes these carries and the wanted `ys`.
@@ -179,19 +179,19 @@ def _wanted_carries(
         mine = grown
 
 
-def _crossing(first, second, wanted: Sequence[Any], carries: Sequence[Any]) -> list[Any]:
+def _crossing(first, second, wanted: Sequence[Var], carries: Sequence[Var]) -> list[Var]:
     """Finds the values of the first half that the second reads, stacked over the iterations."""
     read = _jaxprs.operands_of(second, wanted)
     return [v for v in [*carries, *_jaxprs.results_of(first)] if v in read]
 
 
 def _keep_less(
-    first: Sequence[Any],
-    second: Sequence[Any],
-    wanted: Sequence[Any],
-    carries: Sequence[Any],
-    lacking: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
+    first: Sequence[Eqn],
+    second: Sequence[Eqn],
+    wanted: Sequence[Var],
+    carries: Sequence[Var],
+    lacking: Sequence[Var],
+) -> tuple[list[Eqn], list[Eqn]]:
     """Moves equations between the halves of a body, so that less is stacked between them.
 
     A light equation of the second half moves to the first where its results are smaller than the
@@ -206,7 +206,7 @@ def _keep_less(
     """
     first, second = list(first), list(second)
     absent = set(lacking).union(_jaxprs.results_of(second))
-    later: list[Any] = []
+    later: list[Eqn] = []
     for i, eqn in enumerate(second):
         rest = [*later, *second[i + 1 :]]
         movable = (
@@ -237,7 +237,7 @@ def scan_of(
     eqns: Sequence[Eqn],
     carries: Mapping[Var, Atom],
     slices: Collection[Var],
-    ys: Sequence[Var],
+    ys: Sequence[Atom],
     **params: Any,
 ) -> tuple[Callable[..., list[Any]], list[Var]]:
     """Makes a scan of some equations of a body, as a function to run on atoms.
