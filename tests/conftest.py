@@ -53,9 +53,20 @@ def optimized():
     What compares to the bit a loop with the same tasks compiled one by one needs it.
     """
     before = jax.config.read("jax_disable_most_optimizations")
+    forget()  # what others have compiled
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+    forget()
+
+
+def forget():
+    """Drops all that has been compiled."""
+    gc.unfreeze()
+    _compile.clear_cache()
+    jax.clear_caches()
+    gc.collect()
+    gc.freeze()
 
 
 #: The folders and files that a plain `pytest` leaves out: trainings of models, products of many
@@ -139,8 +150,6 @@ def what_a_module_compiles_is_kept_for_others():
     """
     yield
     if psutil.Process().memory_info().rss > MUCH_MEMORY:
-        gc.unfreeze()
-        _compile.clear_cache()
-        jax.clear_caches()
+        forget()
     gc.collect()
     gc.freeze()
