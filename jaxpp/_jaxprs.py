@@ -774,7 +774,7 @@ def _hashable(value, differentiable: bool):
         return tuple((k, _hashable(v, differentiable)) for k, v in sorted(value.items()))
     # A class of NumPy, such as np.float32, has these methods, too.
     if hasattr(value, "tobytes") and hasattr(value, "dtype") and not isinstance(value, type):
-        return (str(value.dtype), value.shape, value.tobytes())
+        return (value.dtype, value.shape, value.tobytes())
     if isinstance(value, int | float | complex):  # 0.0 is not -0.0, nor 1 True
         return (type(value), repr(value))
     try:

@@ -174,6 +174,7 @@ class Loop:
         """
         task = self._task(key)
         old, known = self._input(task, of), _inputs(task)
+        self._check_known(values)
         sent = list(map(self._sent, values))
         read = {v: known.get(v) or _jaxprs.fresh_var(v) for v in sent}
         given = [read[v] for v in sent]
@@ -204,7 +205,8 @@ class Loop:
             stage: the stage.
             fun: the function.
             values: its arguments.
-            before: a task of the table that it comes right before, in place of after what it reads.
+            before: a task of its rank that it comes right before, in place of after what it reads.
+                It is needed if the new task reads from another rank.
 
         Returns:
             The loop, and the new values, which no task reads yet.
@@ -222,6 +224,12 @@ class Loop:
         if before and tuple(before) not in [(t.kind, t.stage) for t in self.table.tasks]:
             other = "".join(map(str, before))
             raise self._error(f"inserts {name} before {other}, which the table does not have.")
+        if before and (ranks := self._ranks_of(*before)) != (own := self._ranks_of("F", stage)):
+            raise self._error(
+                f"inserts {name} before {''.join(map(str, before))}, which {_named(ranks)} runs; "
+                f"{name} is a task of {_named(own)}: name a task of that rank."
+            )
+        self._check_known(values)
         sent = list(map(self._sent, values))
         read = {v: _jaxprs.fresh_var(v) for v in sent}
         made = self._record(fun, [read[v] for v in sent], f"as {name}", {})
@@ -259,8 +267,16 @@ class Loop:
             fun: a function of them, which gives as many of the same types.
         """
         task = self._task(key)
+        self._check_known(values)
+        if not values:
+            has = " ".join(str(k) for k in self.tasks if self.gradients(k)) or "no task"
+            raise self._error(
+                f"replaces no value in {_key(task)}; gradients are added up by {has}."
+            )
         if stranger := next((v for v in values if v.maker != _key(task)), None):
-            raise self._error(f"replaces in {_key(task)} a value that {stranger.maker} makes.")
+            raise self._error(
+                f"replaces in {_key(task)} a value that {stranger.maker} makes; replace it there."
+            )
         made = self._record_in(task, fun, values, [v.aval for v in values])
         pairs = list(zip(values, made.atoms, strict=True))
         of = {v._var: new for v, new in pairs if not v._is_gradient}
@@ -292,7 +308,7 @@ class Loop:
             values: its arguments: what the task makes or reads, gradients included.
         """
         if name in [result.name for result in self._results]:
-            raise self._error(f"adds two results named {name!r}.")
+            raise self._error(f"adds two results named {name!r}; put the stage in the name.")
         task = self._task(key)
         made = self._record_in(task, fun, values)
         new = [Var(atom.aval) for atom in made.atoms]
@@ -315,6 +331,25 @@ class Loop:
 
     # ---- inside ---------------------------------------------------------------------------------
 
+    def _ranks_of(self, kind: str, stage: int) -> list[int]:
+        """The ranks that run a task of the table."""
+        orders = enumerate(self.table.ranks)
+        return [n for n, own in orders if any((t.kind, t.stage) == (kind, stage) for t in own)]
+
+    def _check_known(self, values: Any) -> None:
+        """Refuses what is no list of values, and a value that no task of this loop makes."""
+        if not isinstance(values, list | tuple):
+            raise self._error(f"gives {values!r} where a list of values is due.")
+        made = {v for t in self._loop.tasks for v in t.outvars}
+        for value in values:
+            if value._is_gradient or value._var in made:
+                continue
+            raise self._error(
+                f"names a value of {value.maker} that this loop does not make. An edit returns a "
+                f"new loop, with the values that it makes: write `loop, new = loop.after(...)`, "
+                f"and go on with that loop."
+            )
+
     def _error(self, what: str) -> ValueError:
         return ValueError(f"{self._who} {what}")
 
@@ -329,6 +364,7 @@ class Loop:
 
     def _input(self, task: Eqn, value: Value) -> Var:
         """The variable in a task of a value that it reads."""
+        self._check_known([value])
         known = _inputs(task)
         if value._is_gradient or value._var not in known:
             makers = " and ".join(str(v.maker) for v in self.values if v._var in known)
@@ -340,6 +376,7 @@ class Loop:
 
     def _atoms(self, task: Eqn, values: Sequence[Value]) -> list[Atom]:
         """The atoms in a task of values that it makes or reads."""
+        self._check_known(values)
         known, inside = {**_inputs(task), **_outputs(task)}, task.params["jaxpr"]
         own = {*inside.jaxpr.invars, *_jaxprs.results_of(inside.eqns)}
         atoms = []
@@ -359,6 +396,7 @@ class Loop:
 
     def _sent(self, value: Value) -> Var:
         """The variable of a value between tasks."""
+        self._check_known([value])
         if value._is_gradient:
             raise self._error(
                 f"lets a task read a gradient of {value.maker}, which is no value between tasks; "
@@ -466,7 +504,8 @@ class Loop:
             check("the schedule", self._loop)
         except schedules.ScheduleError as error:
             raise schedules.ScheduleError(
-                f"{self._who} leaves a loop that cannot run: {error}"
+                f"{self._who} leaves a loop that cannot run: {error} Loop.insert(before=) and "
+                f"Loop.order say where a new task is."
             ) from None
         return self
 
@@ -486,6 +525,10 @@ class _Fold(NamedTuple):
 
     eqn: Eqn
     value: Atom
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
 
 
 def _key(task: Eqn) -> Key:

@@ -118,6 +118,7 @@ def dropped(fold, ws, x, keys):
     return jnp.mean(jax.vmap(run)(x, keys) ** 2)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("fold", [False, True], ids=["an array of keys", "folded keys"])
 @pytest.mark.parametrize("kind", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
 def test_stages_with_dropout_are_one_computation(fold, kind, optimized):

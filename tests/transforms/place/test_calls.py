@@ -97,6 +97,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("by_update", [False, True], ids=["context", "update"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_another_setting_traces_anew_and_an_earlier_one_does_not(name, by_update):
@@ -401,6 +402,7 @@ def test_specs_of_positions_leave_keywords_whole():
     assert_close(got, jax.jit(plain_step)(weights(), batch(), 0.2))
 
 
+@pytest.mark.more
 def test_without_jit_a_placed_function_is_the_function():
     placed = jaxpp.place(train_step, mesh())
     with jax.disable_jit():
