@@ -477,9 +477,11 @@ def rewritten(
     """
     found = []
     for eqn in map(known.rename, eqns):
-        new, results = rule(eqn) or ([eqn], eqn.outvars)
-        found += new
-        pairs = zip(eqn.outvars, results, strict=True)
+        if (new := rule(eqn)) is None:
+            found.append(eqn)
+            continue
+        found += new[0]
+        pairs = zip(eqn.outvars, new[1], strict=True)
         known.of.update((v, atom) for v, atom in pairs if atom is not v)
     return found
 

@@ -5,13 +5,14 @@ old value of a result.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _next
+from jaxpp._groups import Flow
 from jaxpp._program import Role
 from jaxpp._typing import Eqn, Var
 from jaxpp.transforms._step import Step
@@ -141,7 +142,8 @@ def find_roles(step: Step) -> Step:
             sliced += eqn.invars[first:]
         elif is_stage_call(eqn):
             for_all += eqn.invars
-    read, batch = _behind(jaxpr, for_all), _behind(jaxpr, sliced)
+    flow = Flow(jaxpr.eqns)
+    read, batch = ({v for v, _ in flow.behind(_jaxprs.variables(a))} for a in (for_all, sliced))
     state = frozenset(step.pairs.values())
 
     def role(n: int, v: Var) -> Role:
@@ -157,15 +159,6 @@ def find_roles(step: Step) -> Step:
         for n, (a, v) in enumerate(zip(step.arguments, jaxpr.jaxpr.invars, strict=True))
     )
     return dataclasses.replace(step, arguments=arguments)
-
-
-def _behind(jaxpr: jex.ClosedJaxpr, atoms: Iterable) -> set:
-    """Finds the variables that some atoms are computed from, with the variables among the atoms."""
-    found = set(_jaxprs.variables(atoms))
-    for eqn, keep in zip(jaxpr.eqns, _jaxprs.ancestors(jaxpr.eqns, found), strict=True):
-        if keep:
-            found.update(_jaxprs.variables(eqn.invars))
-    return found
 
 
 def pair_state(
