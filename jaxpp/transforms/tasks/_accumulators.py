@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp import _jaxprs, _primitives, _specs, schedules
+from jaxpp._groups import Flow
 from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms.stacked import (
     Bounds,
@@ -127,7 +128,15 @@ class _Sums:
 
     def __init__(self, loop: MicrobatchLoop):
         self.loop = loop
-        self.maker, self.at = loop.maker(), loop.last_position()
+        flow = Flow(loop.eqns)
+
+        def last(i: int, near: list[int]) -> int | None:
+            own = loop.position[i]
+            return max(near, default=None) if own is None else own
+
+        self.maker = flow.maker
+        #: The position of the last task that each variable depends on, if it does on any.
+        self.at = flow.down({}, last)
         atoms = [v for e in loop.eqns for v in e.invars] + list(loop.outputs)
         self.readers = collections.Counter(v for v in atoms if not _jaxprs.is_literal(v))
         self.opened = self._sums_of_several()

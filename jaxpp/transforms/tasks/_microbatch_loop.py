@@ -127,10 +127,6 @@ class MicrobatchLoop:
         """Finds the variables that equations or results read."""
         return _jaxprs.operands_of(self.eqns, self.outputs)
 
-    def maker(self) -> dict[Var, int]:
-        """Finds for each variable the number of the equation that makes it."""
-        return {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
-
     def owner(self) -> dict[Var, int]:
         """Finds for each variable the position of the task that makes it, if one task does."""
         return {v: p for e, p in self.placed() if p is not None for v in e.outvars}
@@ -149,17 +145,6 @@ class MicrobatchLoop:
         varying = _jaxprs.descendants(self.eqns, [*self.carries, *self.xs])
         staged = [v for e, p in self.placed() if p is not None for v in e.outvars if v in varying]
         return _jaxprs.descendants(self.eqns, [*staged, *more])
-
-    def last_position(self) -> dict[Var, int]:
-        """Finds the position of the last task that each variable depends on, if it does on any."""
-        at: dict[Var, int] = {}
-        for eqn, position in self.placed():
-            if position is None:
-                found = [at[v] for v in _jaxprs.variables(eqn.invars) if v in at]
-                position = max(found, default=None)
-            if position is not None:
-                at.update(dict.fromkeys(eqn.outvars, position))
-        return at
 
     def stage(self, position: int) -> int:
         """The stage of the task at a position."""

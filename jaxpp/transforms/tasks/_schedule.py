@@ -205,24 +205,22 @@ def _scheduled(
     if any(map(is_microbatch_loop, live.eqns)):
         flat = live
     trains = any(is_microbatch_loop(e) and _has_backward(e) for e in flat.eqns)
-    eqns: list[Eqn] = []
     made: set[Var] = set()
     numbers = itertools.count()
-    for eqn in flat.eqns:
-        if not is_microbatch_loop(eqn):
-            if made.isdisjoint(eqn.outvars):  # else it combined rows of replicas
-                eqns.append(eqn)
-            continue
+
+    def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
+        if not is_microbatch_loop(eqn):  # what combined rows of replicas is made already
+            return None if made.isdisjoint(eqn.outvars) else ([], eqn.outvars)
         own = _forwards(schedule, eqn) if trains and not _has_backward(eqn) else schedule
         noted = functools.partial(note, next(numbers))
         tasks_of = functools.partial(_tasks_of, schedule=own, note=noted)
         if _replicas.is_replicas(eqn):
             rows = _replicas.scheduled(eqn, flat.eqns, tasks_of)
             made.update(_jaxprs.results_of(rows))
-            eqns += rows
-        else:
-            eqns += _loop_equations(eqn, *tasks_of(eqn))
-    return _compat.with_equations(flat, eqns)
+            return rows, eqn.outvars
+        return _loop_equations(eqn, *tasks_of(eqn)), eqn.outvars
+
+    return _jaxprs.rewrite(flat, rule)
 
 
 def _tasks_of(
