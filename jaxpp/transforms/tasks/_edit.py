@@ -503,8 +503,8 @@ class Loop:
             check("the schedule", self._loop)
         except schedules.ScheduleError as error:
             raise schedules.ScheduleError(
-                f"{self._who} leaves a loop that cannot run: {error} Loop.insert(before=) and "
-                f"Loop.order say where a new task is."
+                f"{self._who} leaves a loop that cannot run: {error}\n"
+                f"Loop.insert(before=) and Loop.order say where a new task is."
             ) from None
         return self
 
