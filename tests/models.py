@@ -246,9 +246,9 @@ def control_flow(dtype=jnp.float32) -> Case:
 
 CASES = {
     "mlp": mlp,
+    "tied": tied,
     "gpt": gpt,
     "encoder_decoder": encoder_decoder,
-    "tied": tied,
     "mixture_of_experts": mixture_of_experts,
     "control_flow": control_flow,
 }

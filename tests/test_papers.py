@@ -45,6 +45,7 @@ def test_each_paper_is_one_file_a_page_and_a_picture_in_the_navigation():
         assert laboratory.load(name).arxiv in laboratory.about(name)[1]
 
 
+@pytest.mark.more
 def test_a_figure_that_differs_has_a_reason_and_no_other():
     for name in laboratory.NAMES:
         rows = laboratory.figures(name)

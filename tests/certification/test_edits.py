@@ -111,6 +111,7 @@ def judge(name, number, seed, most_run=None):
     return counts
 
 
+@pytest.mark.more
 def test_an_edit_that_is_accepted_gives_the_same_numbers():
     counts = judge("tied, 1F1B", 40, seed=0, most_run=3)
     verdicts = collections.Counter()

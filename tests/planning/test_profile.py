@@ -92,6 +92,7 @@ def test_layers_are_alike_and_every_task_takes_time(found):
     )
 
 
+@pytest.mark.more
 def test_an_update_moves_bytes_as_fast_as_was_measured_or_published(model, found):
     assert 1e6 < found.memory_bandwidth < math.inf
     device = jaxpp.Device(flops=1e9, bandwidth=2e9)

@@ -116,6 +116,7 @@ def test_backwards_stay_whole_where_that_takes_less_or_halves_are_not_known():
         assert plan.time < 4 * 18 / 2 * 1.3
 
 
+@pytest.mark.more
 def test_the_same_tries_give_the_same_plan_and_more_never_a_worse_one(tmp_path):
     options: dict[str, Any] = dict(ranks=3, microbatches=4, latency=0.5, memory_limit=60.0)
     tries = (30, 70, 110, 200, 260, 300, 400, 500, 700)

@@ -123,6 +123,7 @@ def test_a_loop_killed_at_random_goes_on_from_its_last_checkpoint(tmp_path, save
         assert len(list(path.iterdir())) == 2, "what the kills have left is still there"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_save_killed_before_any_change_to_a_file(tmp_path, saver, overwrite):
     """Each time the checkpoint is the one before or the new one, and the next save goes well."""

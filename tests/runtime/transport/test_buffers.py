@@ -109,6 +109,7 @@ def stress(count, size):
         return b._pool.kept
 
 
+@pytest.mark.more
 def test_computations_read_what_was_sent():
     assert stress(150, REUSED_FROM // 8) > 0
 

@@ -138,6 +138,7 @@ def test_stages_with_dropout_are_one_computation(fold, kind, optimized):
     assert "   stage " in jaxpp.stages_as_text(staged, *args).splitlines()[3]
 
 
+@pytest.mark.more
 def test_only_whole_numbers_in_which_computations_differ_become_inputs():
     def part(fun):
         jaxpr = jax.make_jaxpr(fun)(jnp.ones(4), jnp.arange(4))

@@ -520,6 +520,7 @@ def test_results_are_paired_with_the_arguments_that_they_update(rule, pairs):
     assert _flat_step.pair_state(args, (), traced, _flat_step.flatten(traced.jaxpr)) == pairs
 
 
+@pytest.mark.more
 def test_a_new_value_takes_the_memory_of_its_own_old_value():
     """Else XLA copies: gradients, moments and parameters are donated, and have the same types."""
 

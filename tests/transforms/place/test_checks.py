@@ -134,6 +134,7 @@ def test_error_if_raises_as_in_filter_jit(stage, devices, caplog):
     chex.assert_trees_all_close(placed(WEIGHTS, X), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.more
 def test_an_error_of_a_long_computation_is_raised_by_the_call_itself():
     """It is dispatched ahead; the error shows when the call waits for its results."""
     step = two_layers.place(two_layers.scheduled(guarded(1, 0.0)))

@@ -185,6 +185,7 @@ def test_a_step_may_be_given_and_donated_an_array_that_it_closes_over():
     chex.assert_trees_all_close(placed(WEIGHTS, X, state)[0], want[0], rtol=1e-4)
 
 
+@pytest.mark.more
 def test_an_array_of_numpy_is_kept_once_in_each_rank_that_reads_it():
     table = closed_over.aligned()
 

@@ -400,6 +400,7 @@ def keys(n):
     return jax.random.split(jax.random.key(3), n)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("fun", "pieces"),
     [

@@ -239,6 +239,7 @@ def with_noisy_backward(note):
     return fun
 
 
+@pytest.mark.more
 def test_an_effect_of_a_backward_pass_happens_once_or_is_refused():
     """The loop does not know which of several scalars is differentiated."""
     seen = []

@@ -31,6 +31,7 @@ def test_functions_with_other_derivative_rules_are_not_one(make):
     chex.assert_trees_all_close(jax.grad(forward)(w, X), want, rtol=1e-5)
 
 
+@pytest.mark.more
 def test_a_step_under_another_implementation_of_random_bits_is_another():
     """One function in two loops of a step, each under its own."""
 

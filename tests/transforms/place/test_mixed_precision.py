@@ -534,6 +534,7 @@ def test_steps_that_overflow_are_skipped_on_all_ranks(schedule, way):
     assert False in seen[seen.index(True) :]  # it has grown, and overflowed again
 
 
+@pytest.mark.more
 def test_the_check_is_one_reduction_of_scalars():
     make, opt_state = scaling("ours", 2.0**15, period=2000)
     step = make(by_microbatches(scaled_loss_fn(2), SCHEDULES["1f1b"][1]))

@@ -84,6 +84,7 @@ def test_a_copy_begins_when_what_the_device_computes_has_ended(optimized):
         assert Wait not in kinds[kinds.index(Run) :] if Run in kinds else True
 
 
+@pytest.mark.more
 def test_a_trace_has_copies_beside_what_the_device_computes(optimized, tmp_path):
     mesh = mesh_of(4)
     step, _ = trained(Offload("1f1b"), mesh)
@@ -118,6 +119,7 @@ def test_a_trace_has_copies_beside_what_the_device_computes(optimized, tmp_path)
             assert run.start == run.dispatched
 
 
+@pytest.mark.more
 def test_on_one_device_nothing_is_moved():
     from tests.transforms.tasks.test_schedule import GRAD, WS, X
 

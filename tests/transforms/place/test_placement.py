@@ -217,6 +217,7 @@ def test_the_same_bits_for_any_number_of_ranks():
 # ---- state and metrics around the loop ----------------------------------------------------------
 
 
+@pytest.mark.more
 def test_average_of_parameters_by_hand():
     def make(how):
         grad_fn = how.value_and_grad(loss_fn)
@@ -234,6 +235,7 @@ def test_average_of_parameters_by_hand():
     check(make, (Net(), copy(Net()), jnp.int32(0)))
 
 
+@pytest.mark.more
 def test_dynamic_loss_scale():
     def make(how):
         def scaled(model_and_scale, x):
@@ -300,6 +302,7 @@ def test_cond_around_the_update():
     check(make, Net())
 
 
+@pytest.mark.more
 def test_metrics():
     def make(how):
         def loss(model, batch):

@@ -177,6 +177,7 @@ def test_with_a_key_for_each_example_masks_are_those_of_the_whole_batch(keys):
     chex.assert_trees_all_close((got, got_gradients), (loss, gradients), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.more
 def test_another_key_would_be_seen():
     (_, masks), _ = plain("folded", "typed")
     (_, others), _ = plain("per_layer", "typed")

@@ -83,7 +83,7 @@ def some(table, seed):
     )  # fmt: skip
 
 
-CASES = [("1f1b", 4), ("zb_h1", 4), ("interleaved_1f1b", 2), ("dualpipe", 4), ("chimera", 4),
+CASES = [("interleaved_1f1b", 2), ("1f1b", 4), ("zb_h1", 4), ("dualpipe", 4), ("chimera", 4),
          ("gpipe(stages_per_rank=4)", 1), ("zb_v", 2)]  # fmt: skip
 
 
