@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpp import _specs
 from jaxpp.transforms import _keywords
-from jaxpp.transforms.microbatch._slices import CARRY
+from jaxpp.transforms.microbatch._reductions import CARRY
 
 
 @dataclasses.dataclass(frozen=True)

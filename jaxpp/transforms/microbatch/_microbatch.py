@@ -17,9 +17,8 @@ from jaxpp.transforms.microbatch import (
     _outputs,
     _reductions,
     _slices,
-    _warnings,
 )
-from jaxpp.transforms.microbatch._slices import CARRY
+from jaxpp.transforms.microbatch._reductions import CARRY
 
 #: The reduction of all outputs where the user gives none; a string of the user is another object.
 _BY_DEFAULT = "".join(("me", "an"))
@@ -183,9 +182,9 @@ def microbatch_by(
         traced = _jaxprs.trace(_with_arrays(fun), jtu.tree_unflatten(tree, small))
         chosen = reduce(lambda: traced)
         if chosen is _BY_DEFAULT:
-            _warnings.warn_of_averages(traced, small, axes, count)
+            _outputs.warn_of_averages(traced, small, axes, count)
         operators = _outputs.resolve_outputs(chosen, accumulator_dtype, traced, replicas, merge)
-        _warnings.warn_of_overwritten(traced, operators)
+        _outputs.warn_of_overwritten(traced, operators)
         carried = [(p, x) for p, a, x in zip(paths, axes, small, strict=True) if a == CARRY]
         _outputs.check_carried(carried, operators, traced)
         _outputs.check_static(chosen, handed_on, traced)
@@ -199,7 +198,7 @@ def microbatch_by(
                 inputs.append(_arguments.stack_slices(leaves[i], axis, count))
                 roles.append("slice")
             else:
-                inputs.append(_warnings.watched(leaves[i], paths[i]))
+                inputs.append(_outputs.watched(leaves[i], paths[i]))
                 roles.append("whole" if axis is None else CARRY)
         loop = _slices.loop_over_slices(traced.jaxpr, roles, operators, count, replicas)
         return traced.rebuild(loop(*inputs))
