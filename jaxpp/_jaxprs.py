@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.extend.core as jex
@@ -355,14 +355,9 @@ def without_constants(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any
 
 def bind_constants(jaxpr: jex.ClosedJaxpr, values: Sequence[Any]) -> jex.ClosedJaxpr:
     """Replaces a jaxpr's first inputs by literals of the given values."""
-    known = Substitution(
-        (v, literal(value, v.aval)) for v, value in zip(jaxpr.jaxpr.invars, values, strict=False)
-    )
-    return _compat.make_closed_jaxpr(
-        jaxpr.jaxpr.invars[len(values) :],
-        [known(v) for v in jaxpr.jaxpr.outvars],
-        [known.rename(e) for e in jaxpr.eqns],
-    )
+    pairs = zip(jaxpr.jaxpr.invars, values, strict=False)
+    known = Substitution((v, literal(value, v.aval)) for v, value in pairs)
+    return rewrite(jaxpr, lambda eqn: None, known)
 
 
 def called_jaxpr(eqn: Eqn) -> Any | None:
@@ -459,6 +454,43 @@ class Substitution:
         return self.rename(eqn).replace(outvars=outvars)
 
 
+#: What takes the place of an equation: equations, and the atoms that stand for its results.
+Replacement: TypeAlias = tuple[Iterable[Eqn], Iterable[Atom]]
+
+
+def rewritten(
+    eqns: Iterable[Eqn], rule: Callable[[Eqn], Replacement | None], known: Substitution
+) -> list[Eqn]:
+    """Replaces equations by a rule.
+
+    Args:
+        eqns: equations in order.
+        rule: gives what takes the place of an equation, whose operands are renamed already; None
+            for one that stays.
+        known: what stands for the operands; gets what stands for results.
+    """
+    found = []
+    for eqn in map(known.rename, eqns):
+        new, results = rule(eqn) or ([eqn], eqn.outvars)
+        found += new
+        pairs = zip(eqn.outvars, results, strict=True)
+        known.of.update((v, atom) for v, atom in pairs if atom is not v)
+    return found
+
+
+def rewrite(
+    jaxpr: jex.ClosedJaxpr,
+    rule: Callable[[Eqn], Replacement | None],
+    known: Substitution | None = None,
+) -> jex.ClosedJaxpr:
+    """Does as `rewritten` with the equations of a jaxpr; an input that `known` names goes."""
+    known = Substitution() if known is None else known
+    eqns = rewritten(jaxpr.eqns, rule, known)
+    inside = jaxpr.jaxpr
+    invars = [v for v in inside.invars if v not in known.of]
+    return _compat.make_closed_jaxpr(invars, list(map(known, inside.outvars)), eqns)
+
+
 def inline_call(eqn: Eqn, args: Sequence[Atom]) -> tuple[list[Eqn], list[Atom]]:
     """Returns the equations of a called jaxpr with new variables, and its result atoms."""
     return inline_body(called_jaxpr(eqn), args, eqn)
@@ -491,7 +523,7 @@ def record(
     """
     known = Substitution()
     eqns, results = inline_body(jax.make_jaxpr(fun)(*(v.aval for v in operands)), operands)
-    eqns = list(_inlined(eqns, lambda e: True, known))
+    eqns = rewritten(eqns, inlining(lambda e: True), known)
     if source is not None:
         eqns = [e.replace(source_info=source.source_info) for e in eqns]
     return eqns, [known(v) for v in results]
@@ -538,20 +570,23 @@ def inline(
 
     `change(call, inner)` may change the equations of a body.
     """
-    known = Substitution()
-    eqns = list(_inlined(jaxpr.eqns, wanted, known, change))
-    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
+    return rewrite(jaxpr, inlining(wanted, change))
 
 
-def _inlined(eqns, wanted, known: Substitution, change=lambda call, inner: inner) -> Iterator[Any]:
-    for eqn in map(known.rename, eqns):
+def inlining(
+    wanted: Callable[[Eqn], bool],
+    change: Callable[[Eqn, list[Eqn]], list[Eqn]] = lambda call, inner: inner,
+) -> Callable[[Eqn], Replacement | None]:
+    """Makes the rule by which `inline` rewrites."""
+
+    def rule(eqn):
         if called_jaxpr(eqn) is None or not wanted(eqn):
-            yield eqn
-            continue
+            return None
+        known = Substitution()
         inner, results = inline_call(eqn, eqn.invars)
-        yield from _inlined(change(eqn, inner), wanted, known, change)
-        known.of.update((v, known(r)) for v, r in zip(eqn.outvars, results, strict=True))
+        return rewritten(change(eqn, inner), rule, known), map(known, results)
+
+    return rule
 
 
 class Part(NamedTuple):

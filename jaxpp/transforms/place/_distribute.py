@@ -74,17 +74,14 @@ def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequ
 
 def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """Slices arrays that the step closes over right away, so that no rank gets their other rows."""
-    known = _jaxprs.Substitution()
-    eqns = []
-    for eqn in map(known.rename, jaxpr.eqns):
-        if takes_some_rows(eqn) and _jaxprs.is_literal(eqn.invars[0]):
-            (result,) = eqn.outvars
-            value = eqn.primitive.bind(_jaxprs.literal_array(eqn.invars[0]), **eqn.params)
-            known.of[result] = _jaxprs.literal(value, result.aval)
-        else:
-            eqns.append(eqn)
-    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
+
+    def rule(eqn):
+        if not takes_some_rows(eqn) or not _jaxprs.is_literal(eqn.invars[0]):
+            return None
+        value = eqn.primitive.bind(_jaxprs.literal_array(eqn.invars[0]), **eqn.params)
+        return [], [_jaxprs.literal(value, eqn.outvars[0].aval)]
+
+    return _jaxprs.rewrite(jaxpr, rule)
 
 
 def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Any, Bounds], dict[Any, Guard]]:

@@ -111,20 +111,17 @@ def own_results(step: Step) -> Step:
 
 def skip_carries(step: Step) -> Step:
     """Replaces the result of each carry that a loop only hands through by the loop's operand."""
+
+    def rule(eqn):
+        if not is_loop(eqn):
+            return None
+        carries = eqn.invars[eqn.params["num_consts"] :]
+        cases = zip(eqn.outvars, carries, result_stages(eqn), strict=False)
+        same = {out: carry for out, carry, place in cases if not place}
+        return [eqn], [same.get(v, v) for v in eqn.outvars]
+
     known = _jaxprs.Substitution()
-    eqns = []
-    for eqn in step.jaxpr.eqns:
-        eqn = known.rename(eqn)
-        eqns.append(eqn)
-        if is_loop(eqn):
-            carries = eqn.invars[eqn.params["num_consts"] :]
-            known.of.update(
-                (out, carry)
-                for out, carry, place in zip(eqn.outvars, carries, result_stages(eqn), strict=False)
-                if not place
-            )
-    outvars = [known(v) for v in step.jaxpr.jaxpr.outvars]
-    jaxpr = _compat.make_closed_jaxpr(step.jaxpr.jaxpr.invars, outvars, eqns)
+    jaxpr = _jaxprs.rewrite(step.jaxpr, rule, known)
     guards = {v: tuple((known(w), k) for w, k in guard) for v, guard in step.guards.items()}
     # An operand may be a number, or an argument.
     return own_results(step.with_guards(jaxpr, guards))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpp import _compat, _flops, _jaxprs, _primitives
-from jaxpp._typing import Var
+from jaxpp._typing import Eqn, Var
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 
@@ -67,15 +67,12 @@ class _Opener:
     def __init__(self, loop: MicrobatchLoop):
         self.loop = loop
         self.find = _Invariance(loop)
-        self.known = _jaxprs.Substitution()
 
     def opened(self) -> MicrobatchLoop:
-        placed = [(e, p) for eqn, p in self.loop.placed() for e in self._open(eqn)]
-        return self.loop.renamed(placed, self.known)
+        return self.loop.rewritten(self._open)
 
-    def _open(self, eqn) -> list[Any]:
-        """Returns the equations that take the place of one."""
-        eqn = self.known.rename(eqn)
+    def _open(self, eqn: Eqn) -> _jaxprs.Replacement | None:
+        """Returns what takes the place of an equation."""
         name = eqn.primitive.name
         varies = any(v in self.find.varying for v in _jaxprs.variables(eqn.invars))
         if varies and not eqn.effects and not _jaxprs.shardings_of(eqn):
@@ -84,26 +81,23 @@ class _Opener:
             if name == "scan":
                 return self._open_scan(eqn)
         self.find.note(eqn)
-        return [eqn]
+        return None
 
-    def _open_call(self, eqn) -> list[Any]:
+    def _open_call(self, eqn: Eqn) -> _jaxprs.Replacement | None:
+        known = _jaxprs.Substitution()
         inner, results = _jaxprs.inline_call(eqn, eqn.invars)
-        inner = [e for each in inner for e in self._open(each)]
-        results = list(map(self.known, results))
+        inner, results = _jaxprs.rewritten(inner, self._open, known), list(map(known, results))
         worth = [v for e in inner if self.find.is_worth_hoisting(e) for v in e.outvars]
         if not worth:
             self.find.note(eqn)
-            return [eqn]
+            return None
         if eqn.primitive.name in _primitives.PLAIN_CALLS:
-            self.known.of.update(zip(eqn.outvars, results, strict=True))
-            return inner
+            return inner, results
         before = _jaxprs.needed([e for e in inner if not e.effects], worth)
         after = [e for e in inner if not any(e is b for b in before)]
         made = {v for e in after for v in e.outvars}
-        kept = [(v, r) for v, r in zip(eqn.outvars, results, strict=True) if r in made]
-        self.known.of.update(
-            (v, r) for v, r in zip(eqn.outvars, results, strict=True) if r not in made
-        )
+        pairs = list(zip(eqn.outvars, results, strict=True))
+        kept = [(v, r) for v, r in pairs if r in made]
         part = _jaxprs.part(after, [r for _, r in kept])
         jaxpr = _compat.with_closed_type(part.jaxpr, eqn.params["jaxpr"])
         checkpoint = eqn.replace(
@@ -112,9 +106,9 @@ class _Opener:
             params={**eqn.params, "jaxpr": jaxpr},
         )
         self.find.note(checkpoint)
-        return [*before, checkpoint]
+        return [*before, checkpoint], [v if r in made else r for v, r in pairs]
 
-    def _open_scan(self, eqn) -> list[Any]:
+    def _open_scan(self, eqn: Eqn) -> _jaxprs.Replacement:
         """Casts an operand of a scan before the scan, where the scan only reads it to cast it."""
         closed = eqn.params["jaxpr"]
         num_consts, num_carry = _compat.scan_parts(eqn)
@@ -139,18 +133,19 @@ class _Opener:
             eqn = eqn.replace(invars=operands, params={**eqn.params, "jaxpr": jaxpr})
         for e in (*before, eqn):
             self.find.note(e)
-        return [*before, eqn]
+        return [*before, eqn], eqn.outvars
 
 
 def _merge_equal(eqns: Sequence[Any]) -> tuple[list[Any], _jaxprs.Substitution]:
     """Drops repeated equations: a forward and a backward pass may cast the same weight."""
-    known = _jaxprs.Substitution()
-    first: dict[Any, Any] = {}
-    for eqn in map(known.rename, eqns):
+    first: dict[Any, Eqn] = {}
+
+    def rule(eqn):
         one = _jaxprs.part([eqn], eqn.outvars)
         # The loop may still be differentiated: calls with other derivative rules are not equal.
         key = _jaxprs.structure(one.jaxpr, differentiable=True), one.inputs
         same = first.setdefault(key, eqn)
-        if same is not eqn:
-            known.of.update(zip(eqn.outvars, same.outvars, strict=True))
-    return list(first.values()), known
+        return None if same is eqn else ([], same.outvars)
+
+    known = _jaxprs.Substitution()
+    return _jaxprs.rewritten(eqns, rule, known), known

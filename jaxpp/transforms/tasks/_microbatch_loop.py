@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._groups import as_text
+from jaxpp._typing import Eqn
 from jaxpp.schedules import Kind
 from jaxpp.transforms.stages import dissolve_marks, is_backward_call, is_stage_call, stage_of_call
 
@@ -94,6 +95,12 @@ class MicrobatchLoop:
         return self.with_equations(
             placed, carry_outs=outs, ys=tuple(map(known, self.ys)), **changes
         )
+
+    def rewritten(self, rule: Callable[[Eqn], _jaxprs.Replacement | None]) -> "MicrobatchLoop":
+        """Replaces equations by a rule; what takes the place of one is in its task."""
+        known = _jaxprs.Substitution()
+        placed = [(e, p) for eqn, p in self.placed() for e in _jaxprs.rewritten([eqn], rule, known)]
+        return self.renamed(placed, known)
 
     def divided(
         self, parts: Sequence[Sequence[Any]], joins: Sequence[Join], **changes: Any

@@ -79,14 +79,4 @@ def _open_calls(loop: MicrobatchLoop) -> MicrobatchLoop:
                 return True
         return False
 
-    known = _jaxprs.Substitution()
-    placed: list[tuple[Any, int | None]] = []
-    for eqn, position in loop.placed():
-        eqn = known.rename(eqn)
-        if not touches_rows(eqn):
-            placed.append((eqn, position))
-            continue
-        opened = _jaxprs.inline(_jaxprs.part([eqn], eqn.outvars).jaxpr, touches_rows)
-        placed.extend((e, position) for e in opened.eqns)
-        known.of.update(zip(eqn.outvars, opened.jaxpr.outvars, strict=True))
-    return loop.renamed(placed, known)
+    return loop.rewritten(_jaxprs.inlining(touches_rows))
