@@ -705,8 +705,8 @@ MUTATIONS = (
     ),
     Mutation(
         "what nothing is known of is not named",
-        "jaxpp/transforms/inside/propagation/_propagate.py",
-        "if any(sizes[a] > 1 for a in axes) and eqn.primitive.name not in _rules.RULES:",
+        "jaxpp/transforms/inside/_propagation.py",
+        "if any(sizes[a] > 1 for a in axes) and eqn.primitive.name not in RULES:",
         "if False:",
         ("in_specs::an_unknown_primitive_that_makes_an_array_whole_is_named",),
     ),

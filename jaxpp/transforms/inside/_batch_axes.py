@@ -7,17 +7,17 @@ examples, and sums over them, such as gradients, are made by a collective in the
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax.extend.core as jex
 from jax.sharding import PartitionSpec
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._specs import Spec, axes_of
+from jaxpp._specs import Spec, axes_of, partition_spec
+from jaxpp._typing import Eqn, Var
 from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Step
-from jaxpp.transforms.inside import propagation
-from jaxpp.transforms.inside._constraints import constraint, split_operands
+from jaxpp.transforms.inside import _propagation
+from jaxpp.transforms.inside._automatic_axes import constraint
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
 
@@ -35,21 +35,22 @@ def split_examples(step: Step) -> Step:
     jaxpr = _left_to_replicas(step.jaxpr, inside.replicas)
     if not any(map(_shares_examples, jaxpr.eqns)):
         return dataclasses.replace(step, jaxpr=jaxpr)
-    known = propagation.propagate(jaxpr, [a.spec for a in step.arguments], inside.sizes)
+    known = _propagation.propagate(jaxpr, [a.spec for a in step.arguments], inside.sizes)
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     axes: dict[str, None] = {}
     eqns = []
     for eqn in jaxpr.eqns:
+        operands = list(eqn.invars)
         sliced = len(ScheduledLoop.of(eqn).xs) if _shares_examples(eqn) else 0
-        wanted = {}
-        for n, v in list(enumerate(eqn.invars))[len(eqn.invars) - sliced :]:
-            spec = None if _jaxprs.is_literal(v) else known[v]
-            if spec is not None and len(spec) > 1:
-                dimension, new = _split(v, spec, maker, known, inside.sizes)
-                axes |= dict.fromkeys(new[dimension])
-                if new != spec:
-                    wanted[n] = new
-        eqns += split_operands(eqn, wanted)
+        for n, v in list(enumerate(operands))[len(operands) - sliced :]:
+            if _jaxprs.is_literal(v) or (spec := known[v]) is None or len(spec) < 2:
+                continue
+            dimension, new = _split(v, spec, maker, known, inside.sizes)
+            axes |= dict.fromkeys(new[dimension])
+            if new != spec:
+                operands[n] = own = _jaxprs.fresh_var(v)
+                eqns.append(constraint(v, partition_spec(new), own))
+        eqns.append(eqn.replace(invars=operands))
     examples = tuple(a for a in axes if inside.sizes[a] > 1)
     inside = dataclasses.replace(inside, examples=examples)
     jaxpr = _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
@@ -84,12 +85,12 @@ _SLICING = ("reshape", "transpose", "sharding_constraint")
 def _left_to_replicas(jaxpr: jex.ClosedJaxpr, axis: str) -> jex.ClosedJaxpr:
     """Leaves the axis of the replicas out of the constraints of their slices."""
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    changed: dict[Any, Any] = {}
+    changed: dict[Var, Eqn] = {}
     for loop in (e for e in jaxpr.eqns if is_loop(e) and e.params["replicas"] > 1):
         own = ScheduledLoop.of(loop)
         given = own.num_consts + own.num_carry * own.num_directions
         for v in _jaxprs.variables(loop.invars[given:]):
-            found: list[Any] = []
+            found: list[tuple[Var, Eqn]] = []
             while v in maker and maker[v].primitive.name in _SLICING:
                 eqn, (operand, *_) = maker[v], maker[v].invars
                 if eqn.primitive.name == "sharding_constraint":
@@ -111,12 +112,16 @@ def _open_over(axis: str, spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(own or PartitionSpec.UNCONSTRAINED for own in kept))
 
 
-def _shares_examples(eqn: Any) -> bool:
+def _shares_examples(eqn: Eqn) -> bool:
     return is_loop(eqn) and eqn.params["replicas"] == 1
 
 
 def _split(
-    v: Any, spec: Spec, maker: Mapping[Any, Any], known: Mapping[Any, Spec | None], sizes
+    v: Var,
+    spec: Spec,
+    maker: Mapping[Var, Eqn],
+    known: _propagation.Known,
+    sizes: Mapping[str, int],
 ) -> tuple[int, Spec]:
     """Finds the dimension of the examples in slices, and their spec, whole along microbatches.
 
@@ -126,11 +131,15 @@ def _split(
     eqn, axis, over = maker.get(v), 0, spec[0]
     if eqn is not None and eqn.primitive.name == "transpose":
         axis = eqn.params["permutation"][0]
-        eqn = maker.get(eqn.invars[0])
+        (moved,) = _jaxprs.variables(eqn.invars)
+        eqn = maker.get(moved)
     if eqn is None or eqn.primitive.name != "reshape":
         axis = 0
-    elif (batch := known.get(eqn.invars[0])) and len(batch) == len(spec) - 1:
-        over = batch[axis]
+    else:
+        (whole,) = _jaxprs.variables(eqn.invars)
+        batch = known.get(whole)
+        if batch and len(batch) == len(spec) - 1:
+            over = batch[axis]
     entries, dimension = [(), *spec[1:]], axis + 1
     for name in over:
         parts = sizes[name] * math.prod(sizes[a] for a in entries[dimension])

@@ -9,7 +9,7 @@ and PyTorch's DistributedDataParallel do (Li et al., VLDB 2020) with gradient ac
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +19,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Role
-from jaxpp._specs import Spec, only, replicated
+from jaxpp._specs import only, replicated
+from jaxpp._typing import Eqn, Var
 from jaxpp.transforms._step import Inside, Step
-from jaxpp.transforms.inside import propagation
-from jaxpp.transforms.inside._zero import scattered
+from jaxpp.transforms.inside import _propagation
+from jaxpp.transforms.inside._assign import scattered
+from jaxpp.transforms.inside._automatic_axes import mapped, retype
 from jaxpp.transforms.stages import call_merge, merge_of_call
 
 #: How the values of two replicas are combined, and those of several devices.
@@ -32,7 +34,7 @@ _COMBINE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def is_reduction(eqn: Any) -> bool:
+def is_reduction(eqn: Eqn) -> bool:
     """Tells whether an equation combines the values of replicas, number by number."""
     return merge_of_call(eqn) in _COMBINE
 
@@ -110,10 +112,8 @@ def _over_others(jaxpr: Any, axis: str) -> Any:
 
     What the jaxpr splits over the axis is whole in each replica: it has its own examples alone.
     """
-    opened = _jaxprs.opened(jaxpr)
-    known = _jaxprs.Substitution((v, _retyped(v, axis)) for v in opened.invars)
-    change, eqns = _manual_along(axis), []
-    for eqn in map(known.rename, opened.eqns):
+
+    def rule(eqn: Eqn) -> _jaxprs.Replacement:
         if eqn.primitive.name == "shard_map" and axis in _manual_axes(eqn):
             raise ValueError(
                 f"place: the shard_map{_compat.at_source_line(eqn)} is over {axis!r}, and so are "
@@ -121,15 +121,31 @@ def _over_others(jaxpr: Any, axis: str) -> Any:
                 f"along it. Leave the axis out of the shard_map, or leave out replicas: then the "
                 f"devices along {axis!r} share each microbatch."
             )
-        results = [_retyped(v, axis) for v in eqn.outvars]
-        known.of.update(zip(eqn.outvars, results, strict=True))
-        params = {k: _value(v, axis) for k, v in eqn.params.items()}
-        eqns.append(_compat.under_mesh(eqn.replace(params=params, outvars=results), change))
-    outvars = [known(v) for v in opened.outvars]
-    return _compat.with_equations(jaxpr, eqns, outvars, [known(v) for v in opened.invars])
+        results = list(map(retyped, eqn.outvars))
+        params = {k: mapped(v, without_axis) for k, v in eqn.params.items()}
+        own = eqn.replace(params=params, outvars=results)
+        return [_compat.under_mesh(own, _manual_along(axis))], results
+
+    def retyped(var: Var) -> Var:
+        sharding = getattr(var.aval, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+            return _jaxprs.fresh_var(var)
+        return Var(var.aval.update(sharding=without_axis(sharding)))
+
+    def without_axis(value: Any) -> Any:
+        if isinstance(value, AbstractMesh):
+            return _manual_along(axis)(value)
+        if not isinstance(value, NamedSharding):
+            return _over_others(value, axis)
+        if not isinstance(value.mesh, AbstractMesh):
+            return value
+        entries = [_entry_without(e, axis) for e in value.spec]
+        return NamedSharding(_manual_along(axis)(value.mesh), PartitionSpec(*entries))
+
+    return retype(jaxpr, retyped, rule)
 
 
-def _manual_axes(eqn: Any) -> Any:
+def _manual_axes(eqn: Eqn) -> Any:
     params = eqn.params
     return params.get("newly_manual_axes", params.get("manual_axes", params["mesh"].axis_names))
 
@@ -145,27 +161,6 @@ def _manual_along(axis: str) -> Callable[[AbstractMesh], AbstractMesh]:
         return mesh.update(axis_types=tuple(AxisType.Manual if n == axis else t for n, t in pairs))
 
     return change
-
-
-def _retyped(var: Any, axis: str) -> Any:
-    sharding = getattr(var.aval, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-        return _jaxprs.fresh_var(var)
-    return jex.Var(var.aval.update(sharding=_value(sharding, axis)))
-
-
-def _value(value: Any, axis: str) -> Any:
-    """Leaves an axis out of a parameter."""
-    if isinstance(value, _compat.JaxprTypes):
-        return _over_others(value, axis)
-    if isinstance(value, AbstractMesh):
-        return _manual_along(axis)(value)
-    if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):
-        entries = [_entry_without(e, axis) for e in value.spec]
-        return NamedSharding(_manual_along(axis)(value.mesh), PartitionSpec(*entries))
-    if type(value) is tuple:  # not one with names
-        return tuple(_value(v, axis) for v in value)
-    return [_value(v, axis) for v in value] if type(value) is list else value
 
 
 def _entry_without(entry: Any, axis: str) -> Any:
@@ -186,18 +181,18 @@ def reduce_replicas(step: Step) -> Step:
     inside = step.inside
     if inside is None or not any(map(is_reduction, step.jaxpr.eqns)):
         return step
-    known: Mapping[Any, Spec | None] = {}
+    known: _propagation.Known = {}
     if inside.zero[Role.OPTIMIZER] == (inside.replicas,):
         specs = [a.spec for a in step.arguments]
-        known = propagation.propagate(step.jaxpr, specs, inside.sizes)
-    made: dict[Any, Any] = {}  # those of equal arrays are one
-    eqns: list[Any] = []
+        known = _propagation.propagate(step.jaxpr, specs, inside.sizes)
+    made: dict[Hashable, Eqn] = {}  # those of equal arrays are one
+    eqns: list[Eqn] = []
     for eqn in step.jaxpr.eqns:
         how = merge_of_call(eqn)
         if how not in _COMBINE or num_devices(inside, eqn.invars[0].aval.shape[0]) == 1:
             eqns.append(eqn)
             continue
-        rows, total = eqn.invars[0], eqn.outvars[0]
+        (rows,), (total,) = _jaxprs.variables(eqn.invars), eqn.outvars
         dimension = _scattered_dimension(how, rows, total, known, inside)
         key = how, dimension, rows.aval
         if key not in made:
@@ -214,7 +209,7 @@ def _call(reduce: Callable[[jax.Array], jax.Array], how: str, rows: jax.Array) -
 
 
 def _scattered_dimension(
-    how: str, rows: Any, total: Any, known: Mapping[Any, Spec | None], inside: Inside
+    how: str, rows: Var, total: Var, known: _propagation.Known, inside: Inside
 ) -> int | None:
     """Finds the dimension along which a sum is scattered, as its state is; None for none."""
     if how != "sum" or rows not in known:
