@@ -6,6 +6,7 @@ to a step. All that is known of an argument or a result is in its record, and of
 """
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import AbstractMesh
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Argument, Result, Role, counted
 from jaxpp._specs import axis_sizes
+from jaxpp._typing import Var
 
 #: When an equation runs: if each of these variables has its number.
 Guard = tuple[tuple[Any, int], ...]
@@ -35,7 +37,7 @@ class Fact:
     gathered: str = ""
     guard: Guard = ()
 
-    def as_text(self, name: Callable[[Any], str]) -> str:
+    def as_text(self, name: Callable[[Var], str]) -> str:
         """Writes the fact; `name` gives the name that a variable has in the text of the jaxpr."""
         when = ", ".join(f"{name(v)} is {k}" for v, k in self.guard)
         said = ["made anywhere"] * self.anywhere
@@ -85,7 +87,7 @@ class Step:
     jaxpr: jex.ClosedJaxpr
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
-    facts: Mapping[Any, Fact] = dataclasses.field(default_factory=dict)
+    facts: Mapping[Var, Fact] = dataclasses.field(default_factory=dict)
     inside: Inside | None = None
 
     def __repr__(self):
@@ -95,7 +97,7 @@ class Step:
             f"{counted(len(self.jaxpr.eqns), 'equation')})"
         )
 
-    def fact(self, var: Any) -> Fact:
+    def fact(self, var: Var) -> Fact:
         """Returns the fact of a variable."""
         return self.facts.get(var, NOTHING)
 
@@ -105,11 +107,11 @@ class Step:
         return {n: r.becomes for n, r in enumerate(self.results) if r.becomes is not None}
 
     @property
-    def guards(self) -> dict[Any, Guard]:
+    def guards(self) -> dict[Var, Guard]:
         """The guards of variables whose equations run only at times."""
         return {v: fact.guard for v, fact in self.facts.items() if fact.guard}
 
-    def with_guards(self, jaxpr: jex.ClosedJaxpr, guards: Mapping[Any, Guard]) -> "Step":
+    def with_guards(self, jaxpr: jex.ClosedJaxpr, guards: Mapping[Var, Guard]) -> "Step":
         """Replaces the jaxpr of the step, and all guards by these."""
         facts = {v: dataclasses.replace(self.fact(v), guard=()) for v in self.facts}
         for v, guard in guards.items():
@@ -140,7 +142,7 @@ def _with_bodies_as_text(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
 
 
-def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Any]) -> dict[Any, str]:
+def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Var]) -> dict[Var, str]:
     """Finds the names that variables have in the text of a jaxpr; `_` for one that is not read."""
     if not variables:
         return {}
@@ -169,3 +171,18 @@ def _line(record: Argument | Result) -> str:
     if record.spec and any(record.spec):
         said.append(f"split {record.spec}")
     return " ".join(said)
+
+
+def changes(texts: Mapping[str, str]) -> str:
+    """Writes the first of some texts, and of each further one the lines that changed.
+
+    Args:
+        texts: the text after each pass, by the pass's name.
+    """
+    (first, *lines), *rest = ([name, *text.splitlines()] for name, text in texts.items())
+    said = [f"==== {first}", *lines]
+    for name, *text in rest:
+        # Without the names of files, and the numbers of lines, of a diff.
+        said += [f"==== {name}", *[*difflib.unified_diff(lines, text, n=0, lineterm="")][2:]]
+        lines = text
+    return "\n".join(line for line in said if not line.startswith("@@"))

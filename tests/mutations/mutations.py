@@ -103,7 +103,7 @@ MUTATIONS = (
         "a number is that of one slice",
         "jaxpp/transforms/microbatch/_microbatch.py",
         "_jaxprs.trace(_with_arrays(fun),",
-        "_jaxprs.trace(_keywords.positional(fun),",
+        "_jaxprs.trace(_signature.positional(fun),",
         ("microbatch::the_sum_of_a_count_is_that_of_the_whole_batch",),
     ),
     Mutation(

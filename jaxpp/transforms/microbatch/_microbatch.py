@@ -11,7 +11,7 @@ from jaxpp import _in_place, _jaxprs
 from jaxpp._definitions import definition_of
 from jaxpp._spellings import names_ours
 from jaxpp._typing import P, R
-from jaxpp.transforms import _keywords, _signature
+from jaxpp.transforms import _signature
 from jaxpp.transforms.microbatch import (
     _arguments,
     _outputs,
@@ -160,7 +160,7 @@ def microbatch_by(
             own = (count, in_axes, reduce, accumulator_dtype, replicas, merge)
             return define(fun, *own)(*args, **kwargs)
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
-        given = _keywords.as_positional(fun, args, kwargs, most)
+        given = _signature.as_positional(fun, args, kwargs, most)
         _jaxprs.refuse_array_likes(given)
         _in_place.warn_of_shared("microbatch", given)
         leaves, tree = jtu.tree_flatten(given)
@@ -211,5 +211,5 @@ def _with_arrays(fun: Callable) -> Callable:
 
     As in the arguments of `place`, a number in an Equinox module stays as it is.
     """
-    positional = _keywords.positional(fun)
+    positional = _signature.positional(fun)
     return lambda *args: _signature.with_arrays((positional(*args),), ())[0]
