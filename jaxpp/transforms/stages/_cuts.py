@@ -1,8 +1,6 @@
 """Cuts a program at named scopes or at layers of a stack, and inserts the marks of all cuts."""
 
 import dataclasses
-import functools
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +9,9 @@ import equinox as eqx
 import jax.extend.core as jex
 
 from jaxpp import _checkpoints, _compat, _jaxprs
+from jaxpp._typing import Eqn, Var
 from jaxpp.transforms import stacked
-from jaxpp.transforms.stages import _layers, _marks, _modules, _stages, _units
+from jaxpp.transforms.stages import _calls, _marks, _modules, _stages, _units
 
 
 def cut_at(
@@ -20,21 +19,21 @@ def cut_at(
     model: Any,
     names: Sequence[str],
     modules: Sequence[tuple[str, Any]] | None,
-    calls: Mapping[str, _modules.Call],
+    calls: Mapping[str, _calls.Call],
 ) -> jex.ClosedJaxpr:
     """Marks the cuts that a user names: `modules`, or scopes where these are None."""
     arrays = _modules.model_arrays(traced, model)
     if modules is None:
         return _cut_at_scopes(traced.jaxpr, list(names), model, arrays)
     modules = [(p, _stacked(traced.jaxpr, model, p, m, arrays)) for p, m in modules]
-    return _mark_layers(_modules.mark_calls(traced.jaxpr, modules, calls), modules, arrays)
+    return _mark_layers(_calls.mark_calls(traced.jaxpr, modules, calls), modules, arrays)
 
 
 # ---- named scopes -------------------------------------------------------------------------------
 
 
 def _cut_at_scopes(
-    jaxpr: jex.ClosedJaxpr, names: Sequence[str], model: Any, arrays: Sequence[Any]
+    jaxpr: jex.ClosedJaxpr, names: Sequence[str], model: Any, arrays: Sequence[Var]
 ) -> jex.ClosedJaxpr:
     """Marks the first equation under each `jax.named_scope` of `names`.
 
@@ -68,9 +67,11 @@ def _cut_at_scopes(
     return line.marked(positions, range(1, len(names) + 1), names)
 
 
-def _places_in_scopes(jaxpr, names: Sequence[str], arrays) -> dict[str, stacked.Iteration]:
+def _places_in_scopes(
+    jaxpr: jex.ClosedJaxpr, names: Sequence[str], arrays: Sequence[Var]
+) -> dict[str, stacked.Iteration]:
     """Finds the place of each name that names a layer of a scan under a scope."""
-    indexed = {name: m for name in names if (m := _layers.INDEXED.fullmatch(name))}
+    indexed = {name: m for name in names if (m := _modules.INDEXED.fullmatch(name))}
     places: dict[str, stacked.Iteration] = {}
     for name, match in indexed.items():
         if any(contains_scope(e, name) for e in jaxpr.eqns):
@@ -90,26 +91,22 @@ def _places_in_scopes(jaxpr, names: Sequence[str], arrays) -> dict[str, stacked.
     return places
 
 
-def _scope_path(eqn) -> str:
-    return str(eqn.source_info.name_stack)
-
-
-def in_scope(eqn, name: str) -> bool:
+def in_scope(eqn: Eqn, name: str) -> bool:
     """Tells whether an equation is under a scope; `layers.2`, `layers[2]`, `layers/2` are one."""
-    name = re.escape(_with_slashes(name))
-    return re.search(rf"(^|[/(]){name}($|[/)])", _with_slashes(_scope_path(eqn))) is not None
+    name, path = re.escape(_with_slashes(name)), _with_slashes(str(eqn.source_info.name_stack))
+    return re.search(rf"(^|[/(]){name}($|[/)])", path) is not None
 
 
 def _with_slashes(name: str) -> str:
     return re.sub(r"\[(\d+)\]", r"/\1", name).replace(".", "/")
 
 
-def contains_scope(eqn, name: str) -> bool:
+def contains_scope(eqn: Eqn, name: str) -> bool:
     """Tells whether an equation, or one inside it, is under a scope."""
     return _jaxprs.contains(eqn, lambda e: in_scope(e, name))
 
 
-def no_scope(name: str, eqns: Sequence[Any], model: Any) -> str:
+def no_scope(name: str, eqns: Sequence[Eqn], model: Any) -> str:
     """Says that no equation is under a scope, and what there is instead."""
     scopes = list(dict.fromkeys(".".join(p) for e in eqns if (p := _units.scope_path(e))))
     parts = [s.split(".") for s in scopes]
@@ -130,9 +127,9 @@ def no_scope(name: str, eqns: Sequence[Any], model: Any) -> str:
 def open_program(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _checkpoints.Checkpoints]:
     """Opens all calls and checkpoints of a program but for outlined stages."""
     jaxpr, checkpoints = _checkpoints.open_calls(
-        jaxpr, lambda e: not _marks.is_stage_call(e), _modules.apart
+        jaxpr, lambda e: not _marks.is_stage_call(e), _calls.apart
     )
-    eqns = [e for eqn in jaxpr.eqns for e in _modules.apart(eqn, [eqn])]
+    eqns = [e for eqn in jaxpr.eqns for e in _calls.apart(eqn, [eqn])]
     return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars), checkpoints
 
 
@@ -146,7 +143,7 @@ class Line:
     """
 
     jaxpr: jex.ClosedJaxpr
-    leads: frozenset[Any]
+    leads: frozenset[Var]
 
     @classmethod
     def of(cls, divided: stacked.Divided) -> "Line":
@@ -164,14 +161,14 @@ class Line:
         return cls(sorted_jaxpr, divided.slices | {eqns[i].outvars[0] for i in sunk.values()})
 
     @property
-    def eqns(self) -> Sequence[Any]:
+    def eqns(self) -> Sequence[Eqn]:
         return self.jaxpr.eqns
 
-    def is_lead(self, eqn: Any) -> bool:
+    def is_lead(self, eqn: Eqn) -> bool:
         """Tells whether an equation only prepares the one after it."""
         return not self.leads.isdisjoint(eqn.outvars[:1])
 
-    def position_of(self, start: Any) -> int:
+    def position_of(self, start: Var) -> int:
         """Returns the position of the equation that makes a variable."""
         return next(i for i, e in enumerate(self.eqns) if start in e.outvars)
 
@@ -201,24 +198,24 @@ class Line:
 
 
 def _stacked(
-    jaxpr: jex.ClosedJaxpr, model: Any, path: str, module: Any, arrays: Sequence[Any]
+    jaxpr: jex.ClosedJaxpr, model: Any, path: str, module: Any, arrays: Sequence[Var]
 ) -> Any:
     """Finds a `Layer` for a module whose layers a scan calls one by one; else the module itself."""
-    if isinstance(module, _layers.Layer):
+    if isinstance(module, _modules.Layer):
         return module
-    stack = _layers.stack_at(model, path)
+    stack = _modules.stack_at(model, path)
     for scan in stacked.layer_scans(jaxpr, arrays):
-        own = functools.reduce(operator.or_, (a for a in scan.arrays if not a & ~stack.arrays), 0)
-        if own and own == stack.arrays and _modules.calls_class(scan.eqn, type(module)):
+        own = _modules.union(a for a in scan.arrays if not a & ~stack.arrays)
+        if own and own == stack.arrays and _calls.calls_class(scan.eqn, type(module)):
             return stack
     return module
 
 
 def _mark_layers(
-    jaxpr: jex.ClosedJaxpr, modules: Sequence[tuple[str, Any]], arrays: Sequence[Any]
+    jaxpr: jex.ClosedJaxpr, modules: Sequence[tuple[str, Any]], arrays: Sequence[Var]
 ) -> jex.ClosedJaxpr:
     """Marks those cuts that are layers: cut i opens stage i + 1."""
-    layers = {i: m for i, (_, m) in enumerate(modules) if isinstance(m, _layers.Layer)}
+    layers = {i: m for i, (_, m) in enumerate(modules) if isinstance(m, _modules.Layer)}
     if not layers:
         return jaxpr
     places = []
@@ -233,14 +230,17 @@ def _mark_layers(
 
 
 def _insert_marks(
-    jaxpr, positions: Sequence[int], stages: Sequence[int], names: Sequence[str | None]
+    jaxpr: jex.ClosedJaxpr,
+    positions: Sequence[int],
+    stages: Sequence[int],
+    names: Sequence[str | None],
 ) -> jex.ClosedJaxpr:
     """Marks all values made before and read after each position as the entrance of a stage."""
     varying = _jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)
-    last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not _jaxprs.is_literal(v)}
+    last = {v: i for i, e in enumerate(jaxpr.eqns) for v in _jaxprs.variables(e.invars)}
     known = _jaxprs.Substitution()
-    made: list[Any] = []
-    eqns: list[Any] = []
+    made: list[Var] = []
+    eqns: list[Eqn] = []
     for i, eqn in enumerate(jaxpr.eqns):
         if i in positions:
             k = positions.index(i)
