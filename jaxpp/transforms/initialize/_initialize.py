@@ -248,7 +248,7 @@ class _Builder:
 
 
 def _with_own_outputs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Gives each output its own memory: copies one that is an input, a literal or another one."""
+    """Makes a variable for each output: copies one that is an input, a literal or another one."""
     eqns, outvars = list(jaxpr.eqns), []
     taken = set(jaxpr.jaxpr.invars)
     for atom in jaxpr.jaxpr.outvars:

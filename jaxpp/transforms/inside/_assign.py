@@ -286,7 +286,7 @@ def with_specs(
     out_specs: tuple[Spec, ...],
     sizes: Mapping[str, int],
 ) -> Computation:
-    """Gives a computation specs; an output takes the memory of an input only if split alike."""
+    """Adds specs to a computation; an output takes the memory of an input only if split alike."""
     jaxpr = computation.jaxpr.jaxpr
     vacant: dict[Any, int] = {}
     for v, spec in zip(jaxpr.outvars, out_specs, strict=True):

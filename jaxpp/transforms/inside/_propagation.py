@@ -25,10 +25,12 @@ from jaxpp.transforms.tasks import ScheduledLoop
 MaybeSpec = Spec | None
 Specs = Sequence[MaybeSpec]
 Sizes = Mapping[str, int]
+#: A jaxpr, open or closed.
+AnyJaxpr = jex.ClosedJaxpr | Jaxpr
 #: The specs of the variables of a jaxpr.
 Known = dict[Var, MaybeSpec]
 #: Finds the specs of the outputs of a jaxpr that an equation holds.
-Outputs = Callable[[Any, Specs], list[MaybeSpec]]
+Outputs = Callable[[AnyJaxpr, Specs], list[MaybeSpec]]
 
 _CONSTRAINTS = frozenset({"sharding_constraint", "shard_map"})
 _SPLITTERS = _CONSTRAINTS | {"pipeline_loop"}
@@ -36,7 +38,7 @@ _SWEEPS = 2  # forward and back, after which the models of experiments/ change n
 _ROUNDS = 3  # after which a loop's carries have the specs of its body's results
 
 
-def propagate(jaxpr: jex.ClosedJaxpr | Jaxpr, specs: Specs, sizes: Sizes) -> Known:
+def propagate(jaxpr: AnyJaxpr, specs: Specs, sizes: Sizes) -> Known:
     """Finds the spec of each variable of a jaxpr, forward from the specs of its inputs.
 
     A dimension that is split in one operand and whole in another is split in the result. If two
@@ -64,7 +66,7 @@ def propagate(jaxpr: jex.ClosedJaxpr | Jaxpr, specs: Specs, sizes: Sizes) -> Kno
     return known
 
 
-def output_specs(jaxpr: jex.ClosedJaxpr | Jaxpr, specs: Specs, sizes: Sizes) -> list[MaybeSpec]:
+def output_specs(jaxpr: AnyJaxpr, specs: Specs, sizes: Sizes) -> list[MaybeSpec]:
     """Finds the specs of a jaxpr's outputs: as `propagate` finds them, then by their uses.
 
     An output that is used as well (a residual) is split where its uses split it: a dropout's mask
@@ -99,7 +101,7 @@ def made_whole(jaxpr: jex.ClosedJaxpr, specs: Specs, sizes: Sizes) -> list[Eqn]:
     """
     found: dict[int, Eqn] = {}
 
-    def outputs(inner: Any, specs: Specs) -> list[MaybeSpec]:
+    def outputs(inner: AnyJaxpr, specs: Specs) -> list[MaybeSpec]:
         def look(opened: Jaxpr, known: Known) -> None:
             _forward(opened, known, specs, outputs, sizes)
             for eqn in opened.eqns:
@@ -113,12 +115,14 @@ def made_whole(jaxpr: jex.ClosedJaxpr, specs: Specs, sizes: Sizes) -> list[Eqn]:
     return list(found.values())
 
 
-def _made(jaxpr: Any, specs: Specs, sizes: Sizes) -> list[MaybeSpec]:
+def _made(jaxpr: AnyJaxpr, specs: Specs, sizes: Sizes) -> list[MaybeSpec]:
     """Finds the specs of a jaxpr's outputs, forward only."""
     return _outputs(jaxpr, specs, lambda j, known: known.update(propagate(j, specs, sizes)))
 
 
-def _outputs(jaxpr: Any, specs: Specs, sweep: Callable[[Jaxpr, Known], None]) -> list[MaybeSpec]:
+def _outputs(
+    jaxpr: AnyJaxpr, specs: Specs, sweep: Callable[[Jaxpr, Known], None]
+) -> list[MaybeSpec]:
     """Finds the specs of a jaxpr's outputs: those that `sweep` leaves, if any value is split."""
     opened, known = _jaxprs.opened(jaxpr), {}
     if not _splits_something(opened, specs):
@@ -252,7 +256,7 @@ def _sharding_constraint(eqn: Eqn, specs: Specs, *_) -> list[MaybeSpec]:
 
 
 def _each(eqn: Eqn, specs: Specs, *_) -> list[MaybeSpec]:
-    """Gives each result the spec of its operand, one of the last, in dimensions of the same size.
+    """Returns for each result the spec of its operand, one of the last, where dimensions agree.
 
     Under `vmap`, a collective that sums over devices also sums over dimensions.
     """
@@ -270,7 +274,7 @@ def _each(eqn: Eqn, specs: Specs, *_) -> list[MaybeSpec]:
 
 
 def _call(eqn: Eqn, specs: Specs, outputs: Outputs, sizes: Sizes) -> list[MaybeSpec]:
-    return outputs(_jaxprs.called_jaxpr(eqn), specs)
+    return outputs(_jaxprs.opened(_jaxprs.called_jaxpr(eqn)), specs)
 
 
 def _jit(eqn: Eqn, specs: Specs, outputs: Outputs, sizes: Sizes) -> list[MaybeSpec]:
@@ -304,7 +308,7 @@ def _scan(eqn: Eqn, specs: Specs, outputs: Outputs, sizes: Sizes) -> list[MaybeS
 
 
 def _iterated(
-    jaxpr: Any,
+    jaxpr: AnyJaxpr,
     consts: Specs,
     carry: Specs,
     xs: Specs,

@@ -88,31 +88,30 @@ def divide_scans(
         The program with the same inputs and results, and the places of its cuts.
     """
     scans, sources = _read(jaxpr, model)
-    scan_of = {id(scan.eqn): scan for scan in scans}
-    known = _jaxprs.Substitution()
+    scan_of = {scan.eqn.outvars[0]: scan for scan in scans}
     pieces: list[_Piece] = []
-    for old in jaxpr.eqns:
-        eqn, scan = known.rename(old), scan_of.get(id(old))
+
+    def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
+        scan = scan_of.get(eqn.outvars[0]) if eqn.outvars else None
         cuts = {i for number, i in places if scan is not None and number == scan.number}
         if scan is None or not cuts:
             sources.add(eqn)
-            pieces.append(_Piece(eqn))
-            continue
+            return None
         made, results = _cut(dataclasses.replace(scan, eqn=eqn), sorted(cuts), sources)
-        pieces += made
-        known.of.update(zip(eqn.outvars, results, strict=True))
-    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
+        pieces.extend(made)
+        return [piece.eqn for piece in made], results
+
+    divided = _jaxprs.rewrite(jaxpr, rule)
+    outvars = divided.jaxpr.outvars
     place_of = {p.eqn.outvars[0]: p.place for p in pieces if p.place is not None}
-    eqns = [p.eqn for p in pieces]
     if place_of:
         # An array that was made whole is not needed any more where only slices were read.
-        eqns = _jaxprs.needed(eqns, [*outvars, *place_of])
-    return Divided(
-        _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns),
-        place_of,
-        frozenset(p.eqn.outvars[0] for p in pieces if p.kind == "slice"),
-        frozenset(p.eqn.outvars[0] for p in pieces if p.kind == "join"),
+        eqns = _jaxprs.needed(divided.eqns, [*outvars, *place_of])
+        divided = _compat.with_equations(divided, eqns, outvars)
+    slices, joins = (
+        frozenset(p.eqn.outvars[0] for p in pieces if p.kind == kind) for kind in ("slice", "join")
     )
+    return Divided(divided, place_of, slices, joins)
 
 
 def layer_scans(jaxpr: jex.ClosedJaxpr, model: Sequence[Var]) -> list[LayerScan]:
@@ -245,10 +244,10 @@ class _Sources:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """An equation of the result: `"plain"`, `"slice"` or `"join"` (see `Divided`)."""
+    """An equation in place of a scan: `"scan"`, `"slice"` or `"join"` (see `Divided`)."""
 
     eqn: Eqn
-    kind: str = "plain"
+    kind: str = "scan"
     place: Iteration | None = None
 
 

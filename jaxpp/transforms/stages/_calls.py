@@ -133,7 +133,7 @@ _numbers = itertools.count()
 
 
 def scoping(
-    modules: Sequence[tuple[str, Any]], classes: Collection[type], *, marks: bool = False
+    modules: Sequence[_modules.Named], classes: Collection[type], *, marks: bool = False
 ) -> Watcher:
     """Puts each call of modules of some classes, and of classes of `modules`, under a scope.
 
@@ -185,7 +185,7 @@ def calls_class(eqn: Eqn, cls: type) -> bool:
 
 
 def apart(call: Eqn, inner: Iterable[Eqn]) -> list[Eqn]:
-    """Gives the calls of modules inside an equation `call` scopes of their own.
+    """Puts the calls of modules inside an equation `call` under scopes of their own.
 
     JAX traces a function once that several equations call.
     """
@@ -376,7 +376,7 @@ def _reads(traced: _jaxprs.Traced, model: Any) -> dict[str, tuple[Eqn, set[int]]
 
 
 def mark_calls(
-    jaxpr: jex.ClosedJaxpr, modules: Sequence[tuple[str, Any]], calls: Mapping[str, Call]
+    jaxpr: jex.ClosedJaxpr, modules: Sequence[_modules.Named], calls: Mapping[str, Call]
 ) -> jex.ClosedJaxpr:
     """Lets the mark on the arguments of the i-th module open stage i + 1; removes other marks.
 

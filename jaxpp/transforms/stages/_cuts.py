@@ -18,7 +18,7 @@ def cut_at(
     traced: _jaxprs.Traced,
     model: Any,
     names: Sequence[str],
-    modules: Sequence[tuple[str, Any]] | None,
+    modules: Sequence[_modules.Named] | None,
     calls: Mapping[str, _calls.Call],
 ) -> jex.ClosedJaxpr:
     """Marks the cuts that a user names: `modules`, or scopes where these are None."""
@@ -198,8 +198,12 @@ class Line:
 
 
 def _stacked(
-    jaxpr: jex.ClosedJaxpr, model: Any, path: str, module: Any, arrays: Sequence[Var]
-) -> Any:
+    jaxpr: jex.ClosedJaxpr,
+    model: Any,
+    path: str,
+    module: eqx.Module | _modules.Layer,
+    arrays: Sequence[Var],
+) -> eqx.Module | _modules.Layer:
     """Finds a `Layer` for a module whose layers a scan calls one by one; else the module itself."""
     if isinstance(module, _modules.Layer):
         return module
@@ -212,7 +216,7 @@ def _stacked(
 
 
 def _mark_layers(
-    jaxpr: jex.ClosedJaxpr, modules: Sequence[tuple[str, Any]], arrays: Sequence[Var]
+    jaxpr: jex.ClosedJaxpr, modules: Sequence[_modules.Named], arrays: Sequence[Var]
 ) -> jex.ClosedJaxpr:
     """Marks those cuts that are layers: cut i opens stage i + 1."""
     layers = {i: m for i, (_, m) in enumerate(modules) if isinstance(m, _modules.Layer)}

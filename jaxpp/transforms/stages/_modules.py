@@ -16,7 +16,7 @@ from jaxpp import _jaxprs
 from jaxpp._typing import Var
 
 
-def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
+def resolve_modules(model: Any, at: Any) -> "list[Named] | None":
     """Finds the submodules that `at` names, with their paths; None if `at` does not name modules.
 
     A path that ends with the index of a layer of stacked modules gives a `Layer`.
@@ -28,12 +28,12 @@ def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
                 "an Equinox model; name jax.named_scope scopes instead."
             )
         return None
+    found: list[Named] = []
     if callable(at):
         # In a copy, a module that stands in two places becomes two modules.
         model = jtu.tree_map(lambda leaf: leaf, model)
         paths = module_paths(model)
         chosen = at(model)
-        found = []
         for module in chosen if isinstance(chosen, list | tuple) else [chosen]:
             path = next((p for p, m in paths.items() if m is module), None)
             if path is None:
@@ -42,18 +42,19 @@ def resolve_modules(model: Any, at: Any) -> list[tuple[str, Any]] | None:
                     f"The function given for a cut returned {name}, which is not a submodule of "
                     f"{type(model).__name__}: {listed(paths)}."
                 )
-            found.append((path, module))
+            found.append((path, paths[path]))
     else:
         paths = module_paths(model)
         at = [re.sub(r"\[(\d+)\]", r".\1", name) for name in at]
-        found = [(n, paths[n] if n in paths else layer_at(model, n)) for n in at]
-        if all(module is None for _, module in found):
+        named = [(n, paths[n] if n in paths else layer_at(model, n)) for n in at]
+        if all(module is None for _, module in named):
             return None
-        for name, module in found:
+        for name, module in named:
             if module is None:
                 raise ValueError(
                     f"{type(model).__name__} has no submodule {name!r}: {listed(paths, name)}."
                 )
+            found.append((name, module))
     for path, module in found:
         if not isinstance(module, Layer) and not callable(module):
             raise ValueError(
@@ -134,6 +135,10 @@ class Layer:
     stack: str
     index: int | None
     arrays: int
+
+
+#: A module, or a layer of stacked modules, with its path.
+Named = tuple[str, eqx.Module | Layer]
 
 
 def layer_at(model: eqx.Module, path: str) -> Layer | None:
