@@ -4,14 +4,15 @@ The equations of an open checkpoint stand among the others, under a scope that n
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp._typing import Atom, Eqn, Var
 
 #: The open checkpoints of a program, by their scopes.
-Checkpoints = dict[str, Any]
+Checkpoints = dict[str, Eqn]
 
 _SCOPE = "jaxpp_checkpoint_"
 
@@ -20,8 +21,8 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 def open_calls(
     jaxpr: jex.ClosedJaxpr,
-    wanted: Callable[[Any], bool],
-    change: Callable[[Any, list[Any]], list[Any]] = lambda call, inner: inner,
+    wanted: Callable[[Eqn], bool],
+    change: Callable[[Eqn, list[Eqn]], list[Eqn]] = lambda call, inner: inner,
 ) -> tuple[jex.ClosedJaxpr, Checkpoints]:
     """Replaces calls and checkpoints that are `wanted`, nested ones too, by their equations.
 
@@ -32,7 +33,7 @@ def open_calls(
     def can_open(eqn) -> bool:
         return eqn.primitive.name not in _primitives.CUSTOM_RULES and wanted(eqn)
 
-    def in_scope(call, inner: list[Any]) -> list[Any]:
+    def in_scope(call, inner: list[Eqn]) -> list[Eqn]:
         inner = change(call, inner)
         if not is_checkpoint(call):
             return inner
@@ -53,19 +54,19 @@ def scopes(eqn) -> list[str]:
     return [n for n in reversed(_compat.scope_names(eqn)) if n.startswith(_SCOPE)]
 
 
-def outside(eqn, others: Sequence[str] = ()) -> Any:
+def outside(eqn: Eqn, others: Sequence[str] = ()) -> Eqn:
     """Takes an equation out of all open checkpoints but `others`."""
     out = set(scopes(eqn)).difference(others)
     return _compat.rename_scopes(eqn, dict.fromkeys(out)) if out else eqn
 
 
 def close(
-    eqns: Sequence[Any],
+    eqns: Sequence[Eqn],
     stages: Sequence[int | None],
     checkpoints: Checkpoints,
-    results: Sequence[Any],
+    results: Sequence[Atom],
     depth: int = 0,
-) -> list[tuple[Any, int | None]]:
+) -> list[tuple[Eqn, int | None]]:
     """Puts each stage's equations of an open checkpoint into a checkpoint of its own.
 
     Args:
@@ -89,7 +90,7 @@ def close(
         return [(outside(e), k) for e, k in zip(eqns, stages, strict=True)]
 
     groups: dict[Hashable, list[int]] = {}
-    maker: dict[Any, Hashable] = {}
+    maker: dict[Var, Hashable] = {}
     for i, group in enumerate(group_of):
         groups.setdefault(group, []).append(i)
         maker.update((v, group) for v in eqns[i].outvars)
@@ -101,22 +102,22 @@ def close(
                 read_from[group][maker[v]] = None
                 shared.add(v)
 
-    closed: list[tuple[Any, int | None]] = []
+    closed: list[tuple[Eqn, int | None]] = []
     for group in ordered(groups, read_from.__getitem__):
         own = [eqns[i] for i in groups[group]]
         stage = stages[groups[group][0]]
         if not isinstance(group, tuple):
             closed.append((outside(own[0]), stage))
             continue
-        outputs = [v for e in own for v in e.outvars if v in shared]
-        read = {v for e in own for v in _jaxprs.variables(e.invars)}
+        outputs = [v for v in _jaxprs.results_of(own) if v in shared]
+        read = _jaxprs.operands_of(own)
         own = [*_jaxprs.needed(repeated.get(group[0], []), read), *own]
         inner = close(own, [stage] * len(own), checkpoints, outputs, depth + 1)
         closed.append((_closed(checkpoints[group[0]], [e for e, _ in inner], outputs), stage))
     return closed
 
 
-def _closed(checkpoint, eqns: Sequence[Any], outputs: Sequence[Any]) -> Any:
+def _closed(checkpoint, eqns: Sequence[Eqn], outputs: Sequence[Var]) -> Eqn:
     """Makes a checkpoint of equations, with the parameters of another one.
 
     The variables of its body are those outside, which is harmless.

@@ -70,14 +70,13 @@ def with_closed_type(jaxpr, template):
     return jaxpr if closed else jaxpr.jaxpr
 
 
-def with_equations(jaxpr, eqns, outvars, invars=None):
-    """Replaces the equations, the results and, if given, the inputs of an open or closed jaxpr.
+def with_equations(jaxpr, eqns, outvars=None, invars=None):
+    """Replaces the equations and, if given, the results and inputs of an open or closed jaxpr.
 
     The jaxpr keeps its type and constants.
     """
-    new = {"eqns": list(eqns), "outvars": list(outvars)}
-    if invars is not None:
-        new["invars"] = list(invars)
+    given = {"eqns": eqns, "outvars": outvars, "invars": invars}
+    new = {name: list(own) for name, own in given.items() if own is not None}
     if isinstance(jaxpr, jex.Jaxpr):
         return jaxpr.replace(**new)
     return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(**new))

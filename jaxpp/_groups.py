@@ -62,19 +62,19 @@ class Flow:
     def down(
         self,
         start: Mapping[Var, Fact],
-        rule: Callable[[int, list[Fact]], Fact | None],
-        order: Iterable[int] | None = None,
+        rule: Callable[[int, list[Fact]], Fact | Mapping[Var, Fact] | None],
     ) -> dict[Var, Fact]:
         """Hands facts of variables on from operands to results.
 
-        `rule(i, near)` gives the fact of equation i's results, from those of its operands; None
-        for none.
+        `rule(i, near)` gives the fact of equation i's results, from those of its operands: one for
+        all, or a mapping by result; None for none.
         """
         facts = dict(start)
-        for i in range(len(self.eqns)) if order is None else order:
-            fact = rule(i, [facts[v] for v in self.reads[i] if v in facts])
+        for i, eqn in enumerate(self.eqns):
+            fact: Any = rule(i, [facts[v] for v in self.reads[i] if v in facts])
             if fact is not None:
-                facts.update(dict.fromkeys(self.eqns[i].outvars, fact))
+                own = fact if isinstance(fact, Mapping) else dict.fromkeys(eqn.outvars, fact)
+                facts.update(own)
         return facts
 
     def up(

@@ -197,7 +197,7 @@ def without_refs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     if not _compat.makes_refs(jaxpr):
         return jaxpr
     eqns = list(map(open_inner, jaxpr.eqns))
-    return _compat.discharge_refs(_compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars))
+    return _compat.discharge_refs(_compat.with_equations(jaxpr, eqns))
 
 
 def _fixed_if_empty(leaf: Any) -> Any:
@@ -214,6 +214,12 @@ def run(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
         literal_array(v) if is_literal(v) else x
         for v, x in zip(jaxpr.jaxpr.outvars, results, strict=True)
     ]
+
+
+def run_equations(eqns: Sequence[Eqn], values: dict[Any, Any]) -> None:
+    """Evaluates equations of which `values` has the operands; puts the results there, too."""
+    own = part(eqns, results_of(eqns))
+    values.update(zip(own.outputs, run(own.jaxpr, *read(own.inputs, values)), strict=True))
 
 
 def run_compiled(fun: Callable[..., Any], *args: Any) -> Any:
@@ -343,7 +349,7 @@ def without_devices(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
             params={**eqn.params, "devices": devices, "srcs": (None,) * len(devices)}
         )
 
-    return _compat.with_equations(jaxpr, map(own, jaxpr.eqns), jaxpr.jaxpr.outvars)
+    return _compat.with_equations(jaxpr, map(own, jaxpr.eqns))
 
 
 def without_constants(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
@@ -471,9 +477,11 @@ def rewritten(
     """
     found = []
     for eqn in map(known.rename, eqns):
-        new, results = rule(eqn) or ([eqn], eqn.outvars)
-        found += new
-        pairs = zip(eqn.outvars, results, strict=True)
+        if (new := rule(eqn)) is None:
+            found.append(eqn)
+            continue
+        found += new[0]
+        pairs = zip(eqn.outvars, new[1], strict=True)
         known.of.update((v, atom) for v, atom in pairs if atom is not v)
     return found
 
@@ -542,7 +550,7 @@ def with_results(eqns: Iterable[Eqn], made: Sequence[Atom], results: Sequence[Va
     Where a result is an input, a literal, or there twice, adds a copy.
     """
     eqns = list(eqns)
-    own = {v for e in eqns for v in e.outvars}
+    own = set(results_of(eqns))
     rename, copies = Substitution(), []
     for atom, wanted in zip(made, results, strict=True):
         if is_literal(atom) or atom not in own or atom in rename.of:
@@ -554,6 +562,22 @@ def with_results(eqns: Iterable[Eqn], made: Sequence[Atom], results: Sequence[Va
         if atom is not wanted:
             eqns += splice(jax.lax.optimization_barrier, [rename(atom)], [wanted])
     return eqns
+
+
+def own_outputs(jaxpr: jex.ClosedJaxpr, taken: Iterable[Var]) -> jex.ClosedJaxpr:
+    """Copies an output that is a literal, another output, or among the variables that are `taken`.
+
+    Then each of them has memory of its own.
+    """
+    eqns, outvars, taken = list(jaxpr.eqns), [], set(taken)
+    for v in jaxpr.jaxpr.outvars:
+        if is_literal(v) or v in taken:
+            own = fresh_var(v)
+            eqns += splice(jnp.copy, [v], [own])
+            v = own
+        outvars.append(v)
+        taken.add(v)
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
 
 
 def fresh_var(var: Atom) -> Var:
@@ -654,6 +678,16 @@ def is_array_literal(literal: Literal) -> bool:
     return bool(literal.aval.shape) or jnp.issubdtype(literal.aval.dtype, jax.dtypes.extended)
 
 
+def operands_of(eqns: Iterable[Eqn], outputs: Iterable[Atom] = ()) -> set[Var]:
+    """Finds the variables that equations read, with those among some outputs."""
+    return {v for e in eqns for v in variables(e.invars)}.union(variables(outputs))
+
+
+def results_of(eqns: Iterable[Eqn]) -> list[Var]:
+    """Returns the variables that equations make, in order."""
+    return [v for e in eqns for v in e.outvars]
+
+
 def ancestors(eqns: Sequence[Eqn], outputs: Iterable[Atom]) -> list[bool]:
     """Tells for each equation whether the outputs depend on it; those with effects are needed."""
     needed = {v for v in outputs if not is_literal(v)}
@@ -742,7 +776,7 @@ def _hashable(value, differentiable: bool):
         return tuple((k, _hashable(v, differentiable)) for k, v in sorted(value.items()))
     # A class of NumPy, such as np.float32, has these methods, too.
     if hasattr(value, "tobytes") and hasattr(value, "dtype") and not isinstance(value, type):
-        return (str(value.dtype), value.shape, value.tobytes())
+        return (value.dtype, value.shape, value.tobytes())
     if isinstance(value, int | float | complex):  # 0.0 is not -0.0, nor 1 True
         return (type(value), repr(value))
     try:

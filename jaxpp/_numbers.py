@@ -6,7 +6,6 @@ an array of them. Arithmetic of whole numbers is exact, so the results are the s
 
 import collections
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -14,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._typing import Literal
+from jaxpp._typing import Aval, Eqn, Literal
 
 #: The place of a number: its equation, and its operand.
 _Place = tuple[int, int]
 
 
-def lift_differing(parts: Sequence[_jaxprs.Part]) -> list[tuple[_jaxprs.Part, tuple[Any, ...]]]:
+def lift_differing(parts: Sequence[_jaxprs.Part]) -> list[tuple[_jaxprs.Part, tuple[Literal, ...]]]:
     """Turns the numbers in which parts differ from others into the last inputs of each.
 
     Returns:
@@ -34,7 +33,7 @@ def lift_differing(parts: Sequence[_jaxprs.Part]) -> list[tuple[_jaxprs.Part, tu
     for n, (jaxpr, own) in enumerate(zip(opened, found, strict=True)):
         if sizes[n] in several:
             groups.setdefault(_jaxprs.structure(_lift(jaxpr, own)), []).append(n)
-    lifted: list[tuple[_jaxprs.Part, tuple[Any, ...]]] = [(part, ()) for part in parts]
+    lifted: list[tuple[_jaxprs.Part, tuple[Literal, ...]]] = [(part, ()) for part in parts]
     for members in groups.values():
         values = zip(*(found[n].values() for n in members), strict=True)
         differ = [len({int(literal.val) for literal in own}) > 1 for own in values]
@@ -51,7 +50,7 @@ def without_numbers(jaxpr: jex.ClosedJaxpr) -> Hashable:
     return _jaxprs.structure(_lift(opened, _numbers(opened)))
 
 
-def with_start_operands(eqn: Any) -> Any:
+def with_start_operands(eqn: Eqn) -> Eqn:
     """Turns the places at which an equation slices into operands."""
     if eqn.primitive.name != "slice" or set(eqn.params["strides"] or (1,)) != {1}:
         return eqn
@@ -69,7 +68,7 @@ def with_start_operands(eqn: Any) -> Any:
 
 def _with_start_operands(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     eqns = [with_start_operands(e) if _is_whole(e) else e for e in jaxpr.eqns]
-    return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
+    return _compat.with_equations(jaxpr, eqns)
 
 
 def _numbers(jaxpr: jex.ClosedJaxpr) -> dict[_Place, Literal]:
@@ -83,10 +82,10 @@ def _numbers(jaxpr: jex.ClosedJaxpr) -> dict[_Place, Literal]:
     }
 
 
-def _is_whole(eqn: Any) -> bool:
+def _is_whole(eqn: Eqn) -> bool:
     """Tells whether an equation is one among whole numbers and keys."""
 
-    def is_number(aval: Any) -> bool:
+    def is_number(aval: Aval) -> bool:
         dtype = getattr(aval, "dtype", None)  # a token has none
         if dtype is None or getattr(dtype, "kind", "") == "f":
             return False

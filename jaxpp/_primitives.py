@@ -7,11 +7,11 @@ stands in the module that needs it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+
+from jaxpp._typing import Atom, Eqn, Literal, Var
 
 # ---- calls --------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ ADDITIVE: Mapping[str, slice] = {
 }
 
 
-def additive_operands(eqn: Any, apart: Sequence[bool]) -> range:
+def additive_operands(eqn: Eqn, apart: Sequence[bool]) -> range:
     """Returns the operands in which an equation is additive, all together.
 
     `f` is additive in `a` and `b` if `f(a, b) + f(c, d) = f(a + c, b + d)`. So a sum over replicas
@@ -146,13 +146,13 @@ def additive_operands(eqn: Any, apart: Sequence[bool]) -> range:
     return operands[:0]
 
 
-def _is_additive_cast(eqn: Any) -> bool:
+def _is_additive_cast(eqn: Eqn) -> bool:
     """Tells whether a cast is additive, but for rounding: not to integers, nor of truth values."""
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return old == new or (jnp.issubdtype(old, jnp.number) and jnp.issubdtype(new, jnp.inexact))
 
 
-def keeps_zeros(eqn: Any, zero: Sequence[bool]) -> bool:
+def keeps_zeros(eqn: Eqn, zero: Sequence[bool]) -> bool:
     """Tells whether an equation makes zeros of operands that are zeros, whatever the others are."""
     if eqn.primitive.name in ("convert_element_type", "div"):
         return zero[0]
@@ -160,9 +160,9 @@ def keeps_zeros(eqn: Any, zero: Sequence[bool]) -> bool:
     return bool(additive) and all(zero[i] for i in additive)
 
 
-def is_zero(atom: Any, maker: Mapping[Any, Any]) -> bool:
+def is_zero(atom: Atom, maker: Mapping[Var, Eqn]) -> bool:
     """Tells whether an atom is zeros, as far as the equations that make variables show."""
-    while not isinstance(atom, jex.Literal):
+    while not isinstance(atom, Literal):
         eqn = maker.get(atom)
         if eqn is None or eqn.primitive.name not in MOVES | {"convert_element_type"}:
             return False

@@ -1,7 +1,8 @@
 """Edits loops and tasks between `schedule` and `place`: for those who write transforms.
 
-`edit_loops` edits the tasks of a scheduled loop, by a rule of yours; `Kind` makes a new kind of
-task.
+`edit_loops` edits the scheduled loops of a function, by a rule of yours, which takes a `Loop` and
+gives one: with its tasks, and each `Value` between them. `Kind` makes a new kind of task.
+`edit_tasks` edits the `TaskGraph` of a placed step: all tasks, with those around the loops.
 """
 
 from jaxpp.schedules import Kind as Kind

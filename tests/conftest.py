@@ -16,6 +16,7 @@ import zlib
 
 import hypothesis
 import jax
+import psutil
 import pytest
 
 from jaxpp.runtime.executor import _compile
@@ -52,9 +53,20 @@ def optimized():
     What compares to the bit a loop with the same tasks compiled one by one needs it.
     """
     before = jax.config.read("jax_disable_most_optimizations")
+    forget()  # what others have compiled
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+    forget()
+
+
+def forget():
+    """Drops all that has been compiled."""
+    gc.unfreeze()
+    _compile.clear_cache()
+    jax.clear_caches()
+    gc.collect()
+    gc.freeze()
 
 
 #: The folders and files that a plain `pytest` leaves out: trainings of models, products of many
@@ -126,10 +138,18 @@ def pytest_runtest_setup():
         pytest.skip("the time of this run was over")
 
 
+#: The bytes of a process of tests from which on it forgets what it has compiled.
+MUCH_MEMORY = 2 * 2**30
+
+
 @pytest.fixture(scope="module", autouse=True)
-def only_what_a_module_compiles_is_kept():
-    """With all that a run of the tests compiles, a collection of garbage would take seconds."""
+def what_a_module_compiles_is_kept_for_others():
+    """As long as there is memory: a fifth of the time of the tests is JAX's own small operations.
+
+    A collection of garbage need not look at it, which would take seconds.
+    """
     yield
-    _compile.clear_cache()
-    jax.clear_caches()
+    if psutil.Process().memory_info().rss > MUCH_MEMORY:
+        forget()
     gc.collect()
+    gc.freeze()

@@ -268,6 +268,7 @@ def test_our_own_arguments_are_known_by_their_names():
         assert not set(inspect.signature(fun).parameters) & set(_spellings._ARGUMENTS)
 
 
+@pytest.mark.more
 def test_a_worker_process_does_without_what_only_a_driver_needs():
     """It starts a fifth faster."""
     pytest.importorskip("ray")

@@ -21,7 +21,11 @@ API = sorted((ROOT / "docs" / "api").glob("*.md"))
 #: Pages whose code another test runs: that of several hosts, and that whose output JAX words.
 ELSEWHERE = {"how_a_step_flows.md", "multi_node.md", "coming_from_jaxpp.md"}
 #: Pages whose code starts worker processes.
-MARKS = {"worker_processes.md": pytest.mark.slow, "end_to_end.md": pytest.mark.more}
+MARKS = {
+    "README.md": pytest.mark.more,
+    "end_to_end.md": pytest.mark.more,
+    "worker_processes.md": pytest.mark.slow,
+}
 #: A block of Python, with the block of text that shows what it prints, if one follows.
 BLOCK = re.compile(
     r"^```python\n(.*?)^```\n(?:\s*[^\n`]*\n)?(?:\n?```text\n(.*?)^```\n)?",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpp
+from jaxpp.extend import Kind, edit_loops
 from jaxpp.schedules import (
     DualPipe,
     GPipe,
@@ -90,6 +91,26 @@ def results_of_two_ranks():
     return jnp.dot(a, b)
 
 
+N = Kind("N", "note", after="F")
+
+
+def edited(edit):
+    """Traces an edit of the loop, of its first value between stages and of the last."""
+
+    def rule(loop):
+        forward, *_, backward = [
+            v for v in loop.values if any(key.stage != v.maker.stage for key in v.readers)
+        ]
+        return edit(loop, forward, backward)
+
+    return trace(edit_loops(pipeline(4), rule))
+
+
+def of_a_lost_loop(loop, forward, backward):
+    _, new = loop.after(("F", 0), jnp.sin, [forward])
+    return loop.read(("F", 1), new[0], of=forward)
+
+
 #: Each makes the message of the heading at its place appear.
 MADE = [
     lambda: trace(jaxpp.split_stages(loss)),
@@ -112,6 +133,10 @@ MADE = [
     lambda: check(from_tasks([["F0.0", "B0.0"], ["B1.0", "F1.0"]])),
     lambda: check(from_tasks([["F0.0"], ["F1.0", "B1.0"]])),
     lambda: check(GPipe().table(2, 8), memory=Memory(), memory_limit=2),
+    lambda: edited(of_a_lost_loop),
+    lambda: edited(lambda loop, a, _: loop.insert(N, 0, jnp.sin, [a], before=("F", 1))[0]),
+    lambda: edited(lambda loop, _, b: loop.insert(N, 0, jnp.sin, [b])[0]),
+    lambda: edited(lambda loop, a, _: loop.result("size", ("F", 0), jnp.max, [a])),
     lambda: jaxpp.MpmdMesh((99,)),
     lambda: jaxpp.MpmdMesh((2,), ("pipe",)),
     lambda: lower(pipeline(4)),

@@ -1,6 +1,7 @@
 """How the package is laid out: who imports whom, what is exported, what is documented."""
 
 import ast
+import functools
 import graphlib
 import inspect
 import pathlib
@@ -12,6 +13,8 @@ import jaxpp
 
 ROOT = pathlib.Path(jaxpp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+#: Reads a source file, each once.
+parsed = functools.cache(ast.parse)
 GROUND = ("_compat", "_jaxprs", "_primitives", "_program")
 
 
@@ -43,7 +46,7 @@ def is_within(name, package):
 
 def private_names(source):
     """Private names of JAX and its like that a source file uses."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     found = [
         name
         for name in imports(tree)
@@ -120,7 +123,7 @@ def layer_of(path):
 def wrong_imports(layer, source):
     return [
         name
-        for name in imports(ast.parse(source))
+        for name in imports(parsed(source))
         if any(is_within(name, f) for f in FORBIDDEN[layer])
     ]
 
@@ -165,7 +168,7 @@ def past_a_face(module, source):
     """The imports of a module that reach past the face of a room that it is not in."""
     return [
         name
-        for name in imports(ast.parse(source))
+        for name in imports(parsed(source))
         for room in ROOMS
         if name.startswith(f"{room}._") and not is_within(module, room)
     ]
@@ -202,7 +205,7 @@ def upward(folder, module, source):
     own = floors.index(module.removeprefix(folder + ".").split(".")[0])
     return [
         name
-        for name in imports(ast.parse(source))
+        for name in imports(parsed(source))
         if any(is_within(name, f"{folder}.{other}") for other in floors[own + 1 :])
     ]
 
@@ -238,7 +241,7 @@ def circle(sources):
     """
     graph = {module: set() for module in sources}
     for module, source in sources.items():
-        tree = ast.parse(source)
+        tree = parsed(source)
         tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if TYPE_")]
         for name in imports(tree):
             imported = name if name in sources else name.rpartition(".")[0]
@@ -270,7 +273,7 @@ LATE_NAMES = "if TYPE_CHECKING:\n    from jaxpp._names import *"
 def other_than_exports(source):
     return [
         ast.unparse(node)
-        for i, node in enumerate(ast.parse(source).body)
+        for i, node in enumerate(parsed(source).body)
         if not (i == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         and not (
             isinstance(node, ast.ImportFrom)
@@ -338,4 +341,4 @@ def test_what_a_user_types_is_exported():
 
 def test_every_module_says_what_it_is():
     modules = [p for p in FILES if p.name != "__init__.py"]
-    assert not found_in(lambda p: not ast.get_docstring(ast.parse(p.read_text())), modules)
+    assert not found_in(lambda p: not ast.get_docstring(parsed(p.read_text())), modules)

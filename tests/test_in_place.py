@@ -156,6 +156,7 @@ class Tied(nnx.Module):
         return self.last(jaxpp.pipeline_enter_stage(jnp.tanh(self.first(x))))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("transform", ["place", "microbatch"])
 def test_a_layer_that_is_at_two_places_is_warned_of(transform):
     place = two_layers.place if transform == "place" else nnx.jit

@@ -199,6 +199,43 @@ def test_equations_with_effects_are_always_needed():
     assert _jaxprs.part(jaxpr.eqns, []).jaxpr.effects
 
 
+def test_a_rule_says_what_takes_the_place_of_an_equation():
+    """Gone, another one, or itself; what stands for its result is a literal, too."""
+
+    def fun(x, scale):
+        return jnp.sin(jax.lax.stop_gradient(jnp.cos(x) * scale) + jnp.tanh(x)), jnp.exp(scale)
+
+    def rule(eqn):
+        one = _jaxprs.literal(1.0, eqn.outvars[0].aval)
+        return {
+            "sin": lambda: ([], eqn.invars),
+            "cos": lambda: _jaxprs.record(lambda x: 2 * x, eqn.invars, eqn),
+            "exp": lambda: ([], [one]),
+        }.get(eqn.primitive.name, lambda: None)()
+
+    jaxpr, known = traced(fun, X, jnp.float32(2)), _jaxprs.Substitution()
+    scale = jaxpr.jaxpr.invars[1]
+    known.of[scale] = _jaxprs.literal(3.0, scale.aval)
+    new = _jaxprs.rewrite(jaxpr, rule, known)
+    assert len(new.jaxpr.invars) == 1
+    assert set(names(jaxpr)) - {"sin", "cos", "exp"} == set(names(new))
+    assert_close(_jaxprs.run(new, X), [2 * X * 3 + jnp.tanh(X), jnp.float32(1)])
+    same = _jaxprs.rewrite(jaxpr, lambda eqn: None)
+    assert _jaxprs.structure(same) == _jaxprs.structure(jaxpr)
+
+
+def test_outputs_of_their_own_are_no_inputs_literals_or_the_same_twice():
+    jaxpr = traced(lambda x, y: (x, y, y + 1, y.max()), X, X)
+    two = _jaxprs.literal_of(np.float32(2))
+    stand = {"add": jaxpr.jaxpr.invars[0], "reduce_max": two}
+    whole = _jaxprs.rewrite(jaxpr, lambda eqn: ([], [stand[eqn.primitive.name]]))
+    new = _jaxprs.own_outputs(whole, whole.jaxpr.invars[:1])
+    outvars = _jaxprs.variables(new.jaxpr.outvars)
+    assert len({*outvars}) == 4 and new.jaxpr.invars[0] not in outvars
+    assert outvars[1] is new.jaxpr.invars[1]
+    assert_close(_jaxprs.run(new, X, W[:3]), [X, W[:3], X, jnp.float32(2)])
+
+
 def test_a_substitution_leaves_the_rest():
     jaxpr = traced(lambda x: x + 1.0, X)
     (eqn,), (x,) = jaxpr.eqns, jaxpr.jaxpr.invars

@@ -26,6 +26,7 @@ def script():
     return module
 
 
+@pytest.mark.more
 def test_the_pages_are_what_the_script_writes(script):
     assert (PAGES / "index.md").read_text() == script.index()
     for name in laboratory.NAMES:

@@ -130,7 +130,8 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
     all values. First the function runs with each transform by its definition: `split_stages`,
     `wrap_forward` and `schedule` are the identity, and `microbatch` is a loop that keeps each
     output, and combines them after the last slice. `jaxpp.extend.edit_loops` is the identity, too;
-    if an edit changes values or adds results, the programs have to compute the edited function.
+    if an edit changes or rounds values, or adds results, the programs have to compute the edited
+    function.
     Then follow the scheduled function, the step after each pass of `place`, and the programs. They
     run on a machine that also refutes a deadlock, a message that is lost or mixed up, a value that
     is read after it was freed or its memory reused, and an effect that happens too often, not at
@@ -317,6 +318,8 @@ class _Proof:
             self._compare_numbers_of_effects()
         except Refuted as error:
             undecided = str(error)
+        # An edit that rounds changes values; that the backward of a loop rounds elsewhere does not.
+        if undecided or (rules and self.rounded):
             unscheduled = _retraced(self.lowered, _definition.UNSCHEDULED, rules)
             self._want(self._run_traced(unscheduled))
             self._run_pass(name)
@@ -327,6 +330,8 @@ class _Proof:
                 if not rules and not self._is_batched():
                     raise
                 undecided = _EDITED if rules else _BATCHED
+        if undecided == _EDITED:
+            self.rounded = 0  # by definition no longer
         self._want(results)
         return undecided
 

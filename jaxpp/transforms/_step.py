@@ -8,7 +8,6 @@ to a step. All that is known of an argument or a result is in its record, and of
 import dataclasses
 import difflib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import jax.extend.core as jex
 from jax.sharding import AbstractMesh
@@ -19,7 +18,7 @@ from jaxpp._specs import axis_sizes
 from jaxpp._typing import Var
 
 #: When an equation runs: if each of these variables has its number.
-Guard = tuple[tuple[Any, int], ...]
+Guard = tuple[tuple[Var, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ def _with_bodies_as_text(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         else e
         for e in jaxpr.eqns
     ]
-    return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars)
+    return _compat.with_equations(jaxpr, eqns)
 
 
 def _names(jaxpr: jex.ClosedJaxpr, variables: Collection[Var]) -> dict[Var, str]:

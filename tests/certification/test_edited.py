@@ -47,3 +47,38 @@ def test_edits_that_give_what_they_take_are_proven(name, monkeypatch):
     certificate = lowered.certify()
     assert not certificate.edits and "edit_loops" in certificate.transforms
     assert any(e.primitive.name == "pipeline_loop" for e in lowered.passes["trace"].jaxpr.eqns)
+
+
+def in_bfloat16(x):
+    return x.astype(jnp.bfloat16).astype(x.dtype)
+
+
+def in_eight_bits(x):
+    return jax.lax.reduce_precision(x, 5, 2)
+
+
+@pytest.mark.parametrize("rounded", [in_bfloat16, in_eight_bits])
+@pytest.mark.parametrize("name", ["plain", "narrow loss"])
+def test_an_edit_that_rounds_changes_values(name, rounded):
+    """The gradients of a narrow loss are rounded elsewhere than by definition without an edit."""
+
+    def loss_fn(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w))
+        loss = jnp.mean((h @ w) ** 2)
+        return loss if name == "plain" else loss.astype(jnp.bfloat16)
+
+    loop = jaxpp.microbatch(jaxpp.wrap_forward(loss_fn), 4)
+    grad_fn = jaxpp.schedule(jax.value_and_grad(loop), jaxpp.schedules.OneFOneB())
+
+    def edited(change):
+        def rule(loop):
+            value = next(v for v in loop.values if ("F", 1) in v.readers)
+            return loop.replace(value.maker, [value], change)
+
+        step = jaxpp.place(edit_loops(grad_fn, rule), jaxpp.MpmdMesh((2,)))
+        return jaxpp.certify(step, jnp.ones((4, 4)), jnp.ones((8, 4)))
+
+    unchanged, changed = edited(lambda x: x * 1), edited(rounded)
+    assert not unchanged.edits and "edit_loops" in unchanged.transforms
+    assert bool(unchanged.rounded) == (name != "plain")
+    assert changed.edits and changed.transforms == ("place",) and not changed.rounded

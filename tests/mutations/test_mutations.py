@@ -32,7 +32,12 @@ QUICK = ("a mean is a sum", "an accumulator is doubled", "a value is freed befor
 
 
 @pytest.mark.parametrize(
-    "names", [QUICK, pytest.param(tuple(REFUTED_ON), marks=pytest.mark.slow)], ids=["few", "all"]
+    "names",
+    [
+        pytest.param(QUICK, marks=pytest.mark.more),
+        pytest.param(tuple(REFUTED_ON), marks=pytest.mark.slow),
+    ],
+    ids=["few", "all"],
 )
 def test_the_certificate_refutes_mutations_of_the_passes(names):
     command = [sys.executable, "-m", "tests.mutations", "--certify", *names]

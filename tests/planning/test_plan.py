@@ -67,6 +67,7 @@ def test_a_head_that_takes_long_gets_fewer_layers_beside_it():
     assert best.seconds < 0.85 * at_even_cut(profile_of(UNEVEN), "1f1b")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("times", [(1.0,) * 16, UNEVEN, tuple(np.linspace(1, 3, 20)), (1, 1, 1, 9)])
 def test_no_schedule_of_the_catalogue_is_faster_at_an_even_cut(times):
     found = profile_of(times)
@@ -261,6 +262,7 @@ def test_a_synthesized_table_is_taken_where_it_is_faster(tmp_path):
     assert simulate(table, others.costs).makespan == pytest.approx(others.seconds)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("limit", [math.inf, 40 * MEBIBYTE])
 def test_a_searched_plan_is_taken_where_it_is_faster(tmp_path, limit):
     """Its placement is its own, perhaps of two directions; it is a plan as any other."""
@@ -290,6 +292,7 @@ def test_a_synthesized_table_recomputes_within_a_limit():
     assert plan.seconds < plan.others[0].seconds
 
 
+@pytest.mark.more
 def test_what_follows_the_tasks_is_part_of_a_plans_time():
     """Two copies of a stage are updated twice, and their gradients go over the link."""
     found = dataclasses.replace(
@@ -342,6 +345,7 @@ def test_a_message_takes_as_long_whether_it_keeps_ranks_or_not(name):
     assert seconds == sorted(seconds) and seconds[2] > seconds[0] + 1
 
 
+@pytest.mark.more
 def test_what_a_plan_predicts_is_what_predict_makes_of_it():
     plan = planned(profile_of(UNEVEN))
     table = plan.order.table_for_ranks(4, 8)

@@ -144,6 +144,7 @@ def test_a_measurement_predicts_its_own_step(name):
     assert prediction.start == pytest.approx(max(measured.before))
 
 
+@pytest.mark.more
 def test_a_prediction_stands_beside_what_was_measured(tmp_path):
     step = step_on(mesh_of(STAGES))
     measured = jaxpp.measure(step, *arguments(), repeats=1)

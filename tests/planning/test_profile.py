@@ -214,6 +214,7 @@ def test_a_limit_that_cannot_be_kept_says_why(options, message):
         limited(**fields).choose(2)
 
 
+@pytest.mark.more
 def test_a_function_without_layers_is_cut_into_equal_parts():
     def deep(w, x):
         for _ in range(12):

@@ -84,6 +84,7 @@ def test_plot_writes_a_picture_with_colours(tmp_path, p, m):
     assert three[..., :3].std() > 0.1
 
 
+@pytest.mark.more
 def test_memory_is_under_its_chart_and_timelines_may_be_side_by_side(tmp_path):
     table = ZeroBubbleH1().table(2, 4)
     simulated = simulate(table)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -12,7 +11,7 @@ import numpy as np
 
 from jaxpp import _compat, _jaxprs, _numbers, _primitives, schedules
 from jaxpp._specs import replicated
-from jaxpp._typing import Literal, Var
+from jaxpp._typing import Atom, Eqn, Literal, Var
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value
@@ -34,7 +33,7 @@ def build(step: Step) -> TaskGraph:
     return builder.graph()
 
 
-def _directions(eqns: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+def _directions(eqns: Iterable[Eqn]) -> tuple[tuple[int, ...], ...]:
     """Finds for each direction the ranks of the stages; a loop may have only the first ones."""
     found = sorted({e.params["table"].directions for e in eqns if is_loop(e)}, key=len)
     for own in found[:-1]:
@@ -70,7 +69,7 @@ class _Builder:
         inside = step.jaxpr.jaxpr
         #: For each result that becomes an argument of the next call, the variable of that argument.
         self.before = {inside.outvars[n]: inside.invars[i] for n, i in step.pairs.items()}
-        self.values: dict[Any, Value] = {}
+        self.values: dict[Var, Value] = {}
         for v, own in zip(step.jaxpr.jaxpr.invars, step.arguments, strict=True):
             value = self._add(v, "argument", f"args{own.name}")
             value.argument, value.spec = own, own.spec if step.inside else None
@@ -107,7 +106,7 @@ class _Builder:
             ),
         )
 
-    def _add(self, var: Any, kind: str, name: str) -> Value:
+    def _add(self, var: Var, kind: str, name: str) -> Value:
         """Makes the value that a variable has from now on; `kind` is for one that is no scalar."""
         if why := self.why_gathered.get(var):
             kind, name = "gathered", f"{name} {why}"
@@ -115,13 +114,13 @@ class _Builder:
         self.values[var] = value = Value(var.aval, "scalar" if scalar else kind, name)
         return value
 
-    def _operand(self, atom: Any) -> Value:
+    def _operand(self, atom: Atom) -> Value:
         """Returns the value of an atom; that of a literal is a constant."""
         return self._constant(atom) if _jaxprs.is_literal(atom) else self.values[atom]
 
     def _constant(self, literal: Literal) -> Value:
         """Returns the value of an array, which is known by its identity, or of a number."""
-        aval: Any = literal.aval
+        aval = literal.aval
         if _jaxprs.is_array_literal(literal):
             key = id(literal.val)
         else:
@@ -135,7 +134,7 @@ class _Builder:
 
     # ---- segments -------------------------------------------------------------------------------
 
-    def segment(self, eqn: Any) -> None:
+    def segment(self, eqn: Eqn) -> None:
         """Adds a segment on each rank of its stages."""
         label, stages = eqn.params["label"], eqn.params["stages"]
         maker = {v: e for e in eqn.params["jaxpr"].eqns for v in e.outvars}
@@ -154,27 +153,27 @@ class _Builder:
         for rank in self.ranks(stages):
             self.tasks.append(GraphTask(rank, body, inputs, outputs, label))
 
-    def _in_pairs(self, eqn: Any) -> _jaxprs.Part:
+    def _in_pairs(self, eqn: Eqn) -> _jaxprs.Part:
         """A segment's jaxpr, in which new values, and the old ones they replace, come first.
 
         JAX gives the memory of donated inputs to outputs of the same type in their order: so each
         new value takes the place of its own old one, and XLA has nothing to copy.
         """
-        inside = _jaxprs.opened(eqn.params["jaxpr"])
-        new = [n for n, v in enumerate(eqn.outvars) if self.before.get(v) in eqn.invars]
-        old = list(dict.fromkeys(eqn.invars.index(self.before[eqn.outvars[n]]) for n in new))
+        inside, read = _jaxprs.opened(eqn.params["jaxpr"]), _jaxprs.variables(eqn.invars)
+        new = [n for n, v in enumerate(eqn.outvars) if self.before.get(v) in read]
+        old = list(dict.fromkeys(read.index(self.before[eqn.outvars[n]]) for n in new))
         outputs = [*new, *(n for n in range(len(eqn.outvars)) if n not in new)]
-        inputs = [*old, *(n for n in range(len(eqn.invars)) if n not in old)]
+        inputs = [*old, *(n for n in range(len(read)) if n not in old)]
         jaxpr = _compat.make_closed_jaxpr(
             [inside.invars[n] for n in inputs], [inside.outvars[n] for n in outputs], inside.eqns
         )
         return _jaxprs.Part(
-            jaxpr, tuple(eqn.invars[n] for n in inputs), tuple(eqn.outvars[n] for n in outputs)
+            jaxpr, tuple(read[n] for n in inputs), tuple(eqn.outvars[n] for n in outputs)
         )
 
     # ---- loops ----------------------------------------------------------------------------------
 
-    def loop(self, eqn: Any) -> None:
+    def loop(self, eqn: Eqn) -> None:
         """Adds the tasks of a loop in an order in which the ranks can run them."""
         number, loop = next(self.loop_number), ScheduledLoop.of(eqn)
         table, length = loop.table, loop.table.num_microbatches
@@ -186,9 +185,9 @@ class _Builder:
         _check_kinds(table, [kind for kind, _ in tasks])
         lifted = zip(tasks.items(), _lifted(list(tasks.values())), strict=True)
         bodies = {key: self._body_of(task, *own, known, loop) for (key, task), own in lifted}
-        between: dict[tuple[int, Any], Value] = {}
-        away: dict[tuple[int, int], dict[Any, Value]] = {}  # what a stage has offloaded
-        again: dict[tuple[int, Any, int], Value] = {}  # what a stage makes or moves for itself
+        between: dict[tuple[int, Var], Value] = {}
+        away: dict[tuple[int, int], dict[Var, Value]] = {}  # what a stage has offloaded
+        again: dict[tuple[int, Var, int], Value] = {}  # what a stage makes or moves for itself
         order = [task for _, task in schedules.execution_order(table, loop.dependencies)]
         kept_alone = functools.cache(functools.partial(self._kept_alone, loop))
         later = _kinds_after_offload(order)
@@ -210,7 +209,7 @@ class _Builder:
             body, constants, is_indexed = bodies[key]
             inputs = [
                 again.get((mb, v, stage)) or between.get((mb, v)) or known[v, direction]
-                for v in tasks[key].invars
+                for v in _jaxprs.variables(tasks[key].invars)
             ]
             inputs += constants
             if is_indexed:
@@ -238,17 +237,17 @@ class _Builder:
 
     def _kept_alone(
         self, loop: ScheduledLoop, stage: int, direction: int, kinds: Collection[Kind]
-    ) -> list[Any]:
+    ) -> list[Var]:
         """Finds the values that later tasks of a stage read, and no other stage of its rank.
 
         A number needs no copy: it has about no bytes. Nor does what a policy has offloaded already.
         """
         ranks = self.ranks_of[loop.stage_number(0, direction) :]
         made = {v for task in loop.tasks for v in task.outvars}
-        found: dict[Any, tuple[bool, bool]] = {}
+        found: dict[Var, tuple[bool, bool]] = {}
         for task in loop.tasks:
             key = task.params["key"]
-            for v in task.invars:
+            for v in _jaxprs.variables(task.invars):
                 moves = v in made and v.aval.size > 1 and _compat.memory_kind(v.aval) is None
                 if moves and ranks[key.stage] == ranks[stage]:
                     alone, wanted = found.get(v, (True, False))
@@ -272,8 +271,8 @@ class _Builder:
         return outputs
 
     def _operands_of(
-        self, eqn: Any, loop: ScheduledLoop, number: int
-    ) -> dict[tuple[Any, int], Value]:
+        self, eqn: Eqn, loop: ScheduledLoop, number: int
+    ) -> dict[tuple[Var, int], Value]:
         """Finds the values of a loop's operands, and of the buffers of its results.
 
         They are by their variable of the body and their direction. Tasks replace those of
@@ -292,10 +291,10 @@ class _Builder:
 
     def _body_of(
         self,
-        task: Any,
+        task: Eqn,
         jaxpr: jex.ClosedJaxpr,
-        constants: Sequence[Any],
-        known: Mapping[tuple[Any, int], Value],
+        constants: Sequence[Literal],
+        known: Mapping[tuple[Var, int], Value],
         loop: ScheduledLoop,
     ) -> tuple[Body, list[Value], bool]:
         """Makes the body of a loop's task: it slices its microbatch, and updates buffers in place.
@@ -400,7 +399,7 @@ def _kinds_after_offload(order: Sequence[Task]) -> dict[Task, frozenset[Kind]]:
     return found
 
 
-def _lifted(tasks: Sequence[Any]) -> list[tuple[jex.ClosedJaxpr, tuple[Any, ...]]]:
+def _lifted(tasks: Sequence[Eqn]) -> list[tuple[jex.ClosedJaxpr, tuple[Literal, ...]]]:
     """Turns arrays in tasks, and numbers in which they differ, into inputs; also gives these."""
     found = []
     for part, numbers in _numbers.lift_differing([_whole(t.params["jaxpr"]) for t in tasks]):

@@ -16,6 +16,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _specs
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms._step import Guard, Step
 from jaxpp.transforms.stages import is_stage_call
 from jaxpp.transforms.tasks import is_loop, operand_stages, result_stages
@@ -24,7 +25,7 @@ from jaxpp.transforms.tasks import is_loop, operand_stages, result_stages
 def open_spanning(step: Step) -> Step:
     """Opens each `cond` over arrays of several stages; guards say when its equations run."""
     jaxpr, known = step.jaxpr, step.guards
-    effects: list[Any] = []
+    effects: list[Eqn] = []
     while True:
         if not any(e.primitive.name == "cond" for e in jaxpr.eqns):
             return step.with_guards(jaxpr, known)
@@ -42,10 +43,10 @@ def open_spanning(step: Step) -> Step:
 
 def open_conditionals(
     jaxpr: jex.ClosedJaxpr,
-    conditionals: Collection[Any],
-    guards: Mapping[Any, Guard],
-    effects: list[Any],
-) -> tuple[jex.ClosedJaxpr, dict[Any, Guard]]:
+    conditionals: Collection[Eqn],
+    guards: Mapping[Var, Guard],
+    effects: list[Eqn],
+) -> tuple[jex.ClosedJaxpr, dict[Var, Guard]]:
     """Opens some `cond` equations of a flat jaxpr.
 
     Args:
@@ -56,7 +57,7 @@ def open_conditionals(
             an effect is put under one of its own at once.
     """
     known, found = _jaxprs.Substitution(), dict(guards)
-    eqns: list[Any] = []
+    eqns: list[Eqn] = []
     for old in jaxpr.eqns:
         eqn = known.rename(old)
         if not any(old is e for e in conditionals):
@@ -89,7 +90,7 @@ def open_conditionals(
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), found
 
 
-def _branch(branch: Any, operands: Sequence[Any], eqn: Any) -> tuple[list[Any], list[Any]]:
+def _branch(branch: Any, operands: Sequence[Atom], eqn: Eqn) -> tuple[list[Eqn], list[Atom]]:
     """Returns the equations of a branch, its calls inlined, and its result atoms."""
     opened, values = _jaxprs.without_constants(branch)
     flat = _jaxprs.inline(opened, lambda e: not is_stage_call(e))
@@ -104,8 +105,8 @@ def _select(index, *cases):
 
 
 def close_conditionals(
-    eqns: Sequence[Any], outputs: Collection[Any], guards: Mapping[Any, Guard]
-) -> list[Any]:
+    eqns: Sequence[Eqn], outputs: Collection[Atom], guards: Mapping[Var, Guard]
+) -> list[Eqn]:
     """Puts neighbouring equations of one guard under a `cond`.
 
     Args:
@@ -113,23 +114,23 @@ def close_conditionals(
         outputs: the variables of the computation that are read outside of it.
         guards: the guards of the variables whose equations run only at times.
     """
-    runs: list[tuple[Guard, list[Any]]] = []
+    runs: list[tuple[Guard, list[Eqn]]] = []
     for eqn in eqns:
         guard = next((guards[v] for v in eqn.outvars if v in guards), ())
         if not runs or runs[-1][0] != guard:
             runs.append((guard, []))
         runs[-1][1].append(eqn)
-    closed: list[Any] = []
+    closed: list[Eqn] = []
     read = set(_jaxprs.variables(outputs))
     for guard, run in reversed(runs):
-        made = [v for e in run for v in e.outvars if v in read]
+        made = [v for v in _jaxprs.results_of(run) if v in read]
         closed[:0] = under(guard, run, made) if guard else run
-        read.update(v for e in run for v in _jaxprs.variables(e.invars))
+        read |= _jaxprs.operands_of(run)
         read.update(v for v, _ in guard)
     return closed
 
 
-def under(guard: Guard, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+def under(guard: Guard, eqns: Sequence[Eqn], outputs: Sequence[Var]) -> list[Eqn]:
     """Puts equations under a `cond` that makes the outputs where a guard holds, else zeros."""
     part, literals = _jaxprs.lift_arrays(_jaxprs.part(eqns, outputs))
     numbers = [k for _, k in guard]
@@ -146,9 +147,9 @@ def under(guard: Guard, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any
     return _jaxprs.splice(run, [*(v for v, _ in guard), *part.inputs, *literals], outputs)
 
 
-def _array_stages(jaxpr) -> dict[Any, frozenset[int]]:
+def _array_stages(jaxpr) -> dict[Var, frozenset[int]]:
     """Finds the stages whose arrays each variable is computed from; scalars count for none."""
-    stages: dict[Any, frozenset[int]] = {}
+    stages: dict[Var, frozenset[int]] = {}
     for eqn in jaxpr.eqns:
         if is_loop(eqn):
             for var, place in operand_stages(eqn).items():

@@ -15,6 +15,8 @@ from typing import Any
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp._groups import Flow, union
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms._step import Fact, Guard, Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.place import _conditionals
@@ -62,7 +64,7 @@ def distribute(step: Step) -> Step:
     return done.with_guards(split, splitter.guards)
 
 
-def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequence[Any]) -> list:
+def _in_parts(records: Sequence[Any], cuts: Sequence[Bounds | None], parts: Sequence[Atom]) -> list:
     """Makes a record for each part of arguments, or of results."""
     rest = iter(parts)
     found = []
@@ -84,7 +86,7 @@ def _slice_literals(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return _jaxprs.rewrite(jaxpr, rule)
 
 
-def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Any, Bounds], dict[Any, Guard]]:
+def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Var, Bounds], dict[Var, Guard]]:
     """Chooses where variables are cut, and opens the conditionals over such variables."""
     jaxpr, guards = _slice_literals(step.jaxpr), step.guards
     # An argument that ranks load themselves is loaded whole.
@@ -105,19 +107,19 @@ def _choose(step: Step) -> tuple[jex.ClosedJaxpr, dict[Any, Bounds], dict[Any, G
 
 def _bounds(
     jaxpr: jex.ClosedJaxpr, pairs: Mapping[int, int], whole: Sequence[int]
-) -> dict[Any, Bounds]:
+) -> dict[Var, Bounds]:
     eqns, invars, outvars = jaxpr.eqns, jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars
     tied = [(outvars[o], invars[i]) for o, i in pairs.items()]
     classes = Classes(eqns, tied)
     stay = {classes.of(invars[n]) for n in whole}
-    variables = [*invars, *(v for e in eqns for v in e.outvars)]
+    variables = [*invars, *_jaxprs.results_of(eqns)]
     return classes.bounds(_used(eqns), [v for v in variables if classes.of(v) not in stay])
 
 
-def _used(eqns: Sequence[Any]) -> Iterator[tuple[Any, tuple[int, int], frozenset[int]]]:
+def _used(eqns: Sequence[Eqn]) -> Iterator[tuple[Var, tuple[int, int], frozenset[int]]]:
     """Yields variables, rows of them that stages of loops read or make, and these stages."""
-    readers = _readers(eqns)
-    makers = _makers(eqns)
+    flow = Flow(eqns)
+    readers, makers = _readers(flow), _makers(flow)
     for eqn in eqns:
         if takes_some_rows(eqn) and (interval := slice_interval(eqn)):
             if not _jaxprs.is_literal(eqn.invars[0]) and eqn.outvars[0] in readers:
@@ -129,30 +131,24 @@ def _used(eqns: Sequence[Any]) -> Iterator[tuple[Any, tuple[int, int], frozenset
                 yield eqn.outvars[0], own, frozenset() if _jaxprs.is_literal(v) else makers[v]
 
 
-def _makers(eqns) -> dict[Any, frozenset[int]]:
+def _makers(flow: Flow) -> dict[Var, frozenset[int]]:
     """Finds for each variable the stages of loops that make it, or that make its terms if a sum."""
-    makers: dict[Any, frozenset[int]] = {}
-    for eqn in eqns:
-        read = _jaxprs.variables(eqn.invars)
+
+    def rule(i: int, near: list[frozenset[int]]) -> Any:
+        eqn = flow.eqns[i]
         if is_loop(eqn):
-            makers.update(zip(eqn.outvars, result_stages(eqn), strict=True))
-        elif is_reduction(eqn) and eqn.invars[0] in makers:
-            makers[eqn.outvars[0]] = makers[eqn.invars[0]]
-        elif eqn.primitive.name in _primitives.ADDS and all(v in makers for v in read):
-            makers[eqn.outvars[0]] = frozenset().union(*(makers[v] for v in read))
-    return makers
+            return dict(zip(eqn.outvars, result_stages(eqn), strict=True))
+        adds = is_reduction(eqn) or eqn.primitive.name in _primitives.ADDS
+        return union(near) if adds and len(near) == len(flow.reads[i]) else None
+
+    return flow.down({}, rule)
 
 
-def _readers(eqns) -> dict[Any, frozenset[int]]:
+def _readers(flow: Flow) -> dict[Var, frozenset[int]]:
     """Finds for each variable the stages of loops that read it, or what is computed from it."""
-    readers: dict[Any, frozenset[int]] = {}
-    for eqn in reversed(eqns):
-        if is_loop(eqn):
-            for v, stages in operand_stages(eqn).items():
-                readers[v] = readers.get(v, frozenset()) | stages
-            continue
-        own = frozenset().union(*(readers.get(v, frozenset()) for v in eqn.outvars))
-        if own:
-            for v in _jaxprs.variables(eqn.invars):
-                readers[v] = readers.get(v, frozenset()) | own
-    return readers
+
+    def rule(i: int, near: list[frozenset[int]]) -> Any:
+        eqn = flow.eqns[i]
+        return operand_stages(eqn) if is_loop(eqn) else union(near) or None
+
+    return flow.up({}, rule)

@@ -1,15 +1,25 @@
-"""Makes a step one flat jaxpr, and gives each result its own memory."""
+"""Makes a step one flat jaxpr; finds what its arguments are; gives its results their own memory.
+
+An argument is a parameter, optimizer state, part of the batch, or something else; and it may be the
+old value of a result.
+"""
 
 import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxpp import _compat, _jaxprs
+from jaxpp import _compat, _jaxprs, _next
+from jaxpp._groups import Flow
+from jaxpp._program import Role
+from jaxpp._typing import Eqn, Var
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import is_reduction
 from jaxpp.transforms.stages import is_backward_call, is_enter, is_stage_call
 from jaxpp.transforms.tasks import (
+    ScheduledLoop,
     error_inside,
     holds_microbatch_loop,
     is_loop,
@@ -19,7 +29,7 @@ from jaxpp.transforms.tasks import (
 )
 
 
-def flatten(jaxpr):
+def flatten(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """Inlines all calls of a step, but for those of stages outside of loops, and of reductions."""
     flat = _jaxprs.inline(jaxpr, lambda e: not (is_stage_call(e) or is_reduction(e)))
     for eqn in flat.eqns:
@@ -73,7 +83,7 @@ def _refuse_checks(flat) -> None:
         _jaxprs.contains(eqn, look)
 
 
-def unused_mark(jaxpr) -> Any | None:
+def unused_mark(jaxpr: jex.ClosedJaxpr) -> Eqn | None:
     """Finds a mark in a step that has neither stages nor loops; None where there is none."""
     marks, used = [], []
 
@@ -92,20 +102,12 @@ def own_results(step: Step) -> Step:
 
     A donated argument that is itself a result is not copied, and is donated no more.
     """
-    invars, eqns, outvars = step.jaxpr.jaxpr.invars, list(step.jaxpr.eqns), []
-    taken = {v for v, a in zip(invars, step.arguments, strict=True) if not a.donated}
-    for v in step.jaxpr.jaxpr.outvars:
-        if _jaxprs.is_literal(v) or v in taken:
-            own = _jaxprs.fresh_var(v)
-            eqns += _jaxprs.splice(jnp.copy, [v], [own])
-            v = own
-        outvars.append(v)
-        taken.add(v)
+    pairs = list(zip(step.jaxpr.jaxpr.invars, step.arguments, strict=True))
+    jaxpr = _jaxprs.own_outputs(step.jaxpr, [v for v, a in pairs if not a.donated])
+    results = set(jaxpr.jaxpr.outvars)
     arguments = tuple(
-        dataclasses.replace(a, donated=False) if v in taken else a
-        for v, a in zip(invars, step.arguments, strict=True)
+        dataclasses.replace(a, donated=False) if v in results else a for v, a in pairs
     )
-    jaxpr = _compat.make_closed_jaxpr(invars, outvars, eqns)
     return dataclasses.replace(step, jaxpr=jaxpr, arguments=arguments)
 
 
@@ -122,6 +124,69 @@ def skip_carries(step: Step) -> Step:
 
     known = _jaxprs.Substitution()
     jaxpr = _jaxprs.rewrite(step.jaxpr, rule, known)
-    guards = {v: tuple((known(w), k) for w, k in guard) for v, guard in step.guards.items()}
+    guards: dict[Var, Any] = {
+        v: tuple((known(w), k) for w, k in guard) for v, guard in step.guards.items()
+    }
     # An operand may be a number, or an argument.
     return own_results(step.with_guards(jaxpr, guards))
+
+
+def find_roles(step: Step) -> Step:
+    """Finds the role of each argument."""
+    jaxpr = step.jaxpr
+    for_all, sliced = [], []
+    for eqn in jaxpr.eqns:
+        if is_loop(eqn):
+            first = len(eqn.invars) - len(ScheduledLoop.of(eqn).xs)
+            for_all += eqn.invars[:first]
+            sliced += eqn.invars[first:]
+        elif is_stage_call(eqn):
+            for_all += eqn.invars
+    flow = Flow(jaxpr.eqns)
+    read, batch = ({v for v, _ in flow.behind(_jaxprs.variables(a))} for a in (for_all, sliced))
+    state = frozenset(step.pairs.values())
+
+    def role(n: int, v: Var) -> Role:
+        if v in batch:
+            return Role.BATCH
+        if v in read:
+            learned = jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            return Role.PARAMETER if learned else Role.OTHER
+        return Role.OPTIMIZER if n in state else Role.OTHER
+
+    arguments = tuple(
+        dataclasses.replace(a, role=role(n, v))
+        for n, (a, v) in enumerate(zip(step.arguments, jaxpr.jaxpr.invars, strict=True))
+    )
+    return dataclasses.replace(step, arguments=arguments)
+
+
+def pair_state(
+    args: Sequence[Any],
+    donate_argnums: Collection[int],
+    traced: _jaxprs.Traced,
+    jaxpr: jex.ClosedJaxpr,
+) -> dict[int, int]:
+    """Finds the outputs that are arguments of the next call, by output the number of the input.
+
+    They are the arrays of the next values of arguments. An argument that is a single array has one
+    only if it is donated, since a scalar loss looks like a scalar argument.
+    """
+    inside = jaxpr.jaxpr
+    numbered = _next.numbered(tuple(args), (v.aval for v in inside.invars))
+    arguments = {
+        n: tree
+        for n, tree in enumerate(numbered)
+        if _next.numbers(tree) and (n in donate_argnums or not isinstance(tree, _next.Leaf))
+    }
+    result = traced.rebuild(_next.leaves(v.aval for v in inside.outvars))
+    found = _next.next_values(arguments, result, lambda: _origins(jaxpr))
+    return {
+        new: old
+        for n, part in found.items()
+        for new, old in zip(_next.numbers(part), _next.numbers(arguments[n]), strict=True)
+    }
+
+
+def _origins(jaxpr: jex.ClosedJaxpr) -> list[frozenset[int]]:
+    return _next.origins(jaxpr, jaxpr.jaxpr.invars, lambda e: is_loop(e) or is_stage_call(e))

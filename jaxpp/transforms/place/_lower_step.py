@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import PROVIDED, Argument, Bundle, Fed, Mesh, Program, Result, Role
 from jaxpp._specs import Spec, axis_sizes, replicated, type_of
+from jaxpp._typing import Eqn
 from jaxpp._warn import warn
 from jaxpp.transforms._signature import Signature, with_keywords, without_keywords
 from jaxpp.transforms._step import Inside, Step
@@ -26,14 +27,7 @@ from jaxpp.transforms.inside import (
     split_state,
     trace,
 )
-from jaxpp.transforms.place import (
-    _build_graph,
-    _conditionals,
-    _distribute,
-    _flat_step,
-    _placement,
-    _roles,
-)
+from jaxpp.transforms.place import _build_graph, _conditionals, _distribute, _flat_step, _placement
 from jaxpp.transforms.place._compiled import Compiled, Lowered, load
 from jaxpp.transforms.stages import is_backward_call, listed, stage_of_call
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop
@@ -69,7 +63,7 @@ class Request:
 #: The passes that a step goes through before its tasks become a graph, in order.
 PASSES: tuple[Callable[[Step], Step], ...] = (
     _distribute.distribute,
-    _roles.find_roles,
+    _flat_step.find_roles,
     split_state,
     _flat_step.own_results,
     split_examples,
@@ -167,7 +161,7 @@ def _make_step(
     outputs = [v.aval for v in jaxpr.jaxpr.outvars]
     results = traced.rebuild(map(type_of, outputs))
     out_specs = _specs("out_specs", request.out_specs, results, inside)
-    pairs = _roles.pair_state(types, request.donate_argnums, traced, jaxpr)
+    pairs = _flat_step.pair_state(types, request.donate_argnums, traced, jaxpr)
     return Step(
         jaxpr,
         _arguments(request, args, signature, jaxpr, in_specs, inside),
@@ -218,7 +212,7 @@ def _specs(what: str, prefix: Any, tree: Any, inside: AbstractMesh | None) -> li
 
 
 def _resolve_mesh(
-    given: Mesh | None, programs: Sequence[Program], traced: _jaxprs.Traced, eqns: Sequence[Any]
+    given: Mesh | None, programs: Sequence[Program], traced: _jaxprs.Traced, eqns: Sequence[Eqn]
 ) -> Mesh:
     count = len(programs)
     mesh = PROVIDED["mesh"](count) if given is None else given
@@ -261,7 +255,7 @@ def _resolve_mesh(
     )
 
 
-def _first_lines(eqns: Sequence[Any]) -> dict[int, str]:
+def _first_lines(eqns: Sequence[Eqn]) -> dict[int, str]:
     """Finds the user's line that each stage begins with; an empty string where it has none."""
     found: dict[int, str] = {}
     for eqn in eqns:

@@ -12,10 +12,10 @@ effects of a step are on one rank, in their order.
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._groups import union
+from jaxpp._typing import Eqn, Var
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.place._segments import Phases, Place, outline_segments
 from jaxpp.transforms.stages import is_stage_call, stage_of_call
@@ -54,7 +54,7 @@ class _Placer:
         #: The places of arguments that loops read, and of the results of placed equations.
         self.pinned = {v: p for v, p in self.demanded.items() if v not in self.flow.maker}
         #: The places that need the other arguments.
-        self.wanted: dict[Any, Place] = {}
+        self.wanted: dict[Var, Place] = {}
         self.ordered_place = _ordered_place(self.flow)
 
     def place(self) -> None:
@@ -65,7 +65,7 @@ class _Placer:
         self._settle_effects()
         self._settle_outputs()
 
-    def _demanded(self) -> dict[Any, Place]:
+    def _demanded(self) -> dict[Var, Place]:
         """Finds where loops read what depends on no loop, directly or through other equations."""
         results = [v for i in self.flow.loops for v in self.eqns[i].outvars]
         depends = _jaxprs.descendants(self.eqns, results)
@@ -76,7 +76,7 @@ class _Placer:
                 depends.isdisjoint(eqn.outvars)
             )
 
-        def rule(i: int, near: list[Place]) -> Any:
+        def rule(i: int, near: list[Place]) -> Place | dict[Var, Place] | None:
             if (places := _reading_stages(self.eqns[i])) is not None:
                 return places
             return union(near) if near and is_repeated(i) else None
@@ -87,7 +87,7 @@ class _Placer:
             v: found[v] for v, i in makers if v not in depends and (i is None or is_repeated(i))
         }
 
-    def _reader_places(self, i: int, near: list[Place]) -> Any:
+    def _reader_places(self, i: int, near: list[Place]) -> Place | dict[Var, Place] | None:
         """Finds the places that read an equation's operands."""
         if is_loop(self.eqns[i]):
             return operand_stages(self.eqns[i])
@@ -177,7 +177,7 @@ class _Placer:
         """Finds the place of a pinned variable, or of one that a loop demands; None for others."""
         return self.pinned.get(var) or self.demanded.get(var)
 
-    def _want(self, places: Mapping[Any, Place]) -> None:
+    def _want(self, places: Mapping[Var, Place]) -> None:
         """Notes the places that need arguments which no loop reads."""
         for var, place in places.items():
             if var not in self.flow.maker and var not in self.pinned:
@@ -211,12 +211,12 @@ class _Placer:
             self._pin(i, place or self._place_of_roots([var]))
             self._want_at(i)
 
-    def _place_of_roots(self, variables: Sequence[Any]) -> Place:
+    def _place_of_roots(self, variables: Sequence[Var]) -> Place:
         """Finds a place for variables: that of the largest argument they are computed from."""
         roots = [v for var in variables for v in self._roots(var)]
         return next((p for v in roots if (p := self._argument_place(v))), frozenset({0}))
 
-    def _roots(self, var) -> list[Any]:
+    def _roots(self, var: Var) -> list[Var]:
         """Finds the arguments that an unplaced variable is computed from, largest first."""
         found = [v for v, i in self.flow.behind([var]) if i is None]
         return sorted(found, key=lambda v: (-_size(v), self.number[v]))
@@ -231,7 +231,7 @@ def _ordered_place(flow: Phases) -> Place | None:
     """
     found: dict[str, int] = {}
 
-    def note(name: str, stage: int, eqn: Any, order: Sequence[int]) -> None:
+    def note(name: str, stage: int, eqn: Eqn, order: Sequence[int]) -> None:
         found[name] = stage
         if len(found) > 1 or list(order) != sorted(order):
             raise ValueError(
@@ -255,7 +255,7 @@ def _ordered_place(flow: Phases) -> Place | None:
     return frozenset(found.values()) or None
 
 
-def _reading_stages(eqn) -> dict[Any, Place] | None:
+def _reading_stages(eqn) -> dict[Var, Place] | None:
     """Finds the stages that read the operands of a loop, or of a stage's call; None for others."""
     if is_loop(eqn):
         return operand_stages(eqn)

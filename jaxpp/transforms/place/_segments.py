@@ -5,9 +5,10 @@ The phase is the loop that the segment comes before; the level counts the transf
 Equations that have no place are repeated in each segment that needs them.
 """
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +17,10 @@ import jax.extend.core as jex
 from jaxpp import _compat, _jaxprs, _specs
 from jaxpp._groups import Flow, in_levels, outline
 from jaxpp._program import REDUCTION
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms._step import Step
 from jaxpp.transforms.inside import is_reduction
-from jaxpp.transforms.place import _alike, _conditionals
+from jaxpp.transforms.place import _conditionals
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop, operand_stages
 
 #: The primitive of a segment; its parameters are its jaxpr, its stages and its label.
@@ -33,6 +35,9 @@ def is_segment(eqn) -> bool:
 
 #: The stages that run an equation, or read a variable.
 Place = frozenset[int]
+
+#: The place of a segment, as its stages in order, and the numbers of its equations.
+_Segment = tuple[tuple[int, ...], Sequence[int]]
 
 
 class Phases(Flow):
@@ -99,7 +104,7 @@ class _Outliner:
         self.step = step
         self.flow = flow
         self.place_of = place_of
-        self.eqns: list[Any] = []
+        self.eqns: list[Eqn] = []
 
     def groups(self) -> dict[int, tuple[int, int, tuple[int, ...]]]:
         """Gives each placed equation its phase, its segment's number in that, and its place."""
@@ -125,10 +130,10 @@ class _Outliner:
 
     def _divided(
         self,
-        segments: Sequence[tuple[Any, Any]],
+        segments: Sequence[_Segment],
         own: Mapping[int, Place],
         sources: Mapping[int, set[int]],
-    ) -> Sequence[tuple[Any, Any]]:
+    ) -> Sequence[_Segment]:
         """Divides large segments of a phase, where stages then share computations."""
         eqns = [self.flow.eqns[i] for i in own]
         if any(e.effects or any(v in self.step.guards for v in e.outvars) for e in eqns):
@@ -141,7 +146,7 @@ class _Outliner:
         parts = [
             (place, part) for place, all_ in segments for part in self._early(all_, own, sources)
         ]
-        return _alike.divide(parts, sources.__getitem__, like)
+        return divide(parts, sources.__getitem__, like)
 
     def _early(
         self, numbers: Sequence[int], own: Mapping[int, Place], sources: Mapping[int, set[int]]
@@ -154,7 +159,7 @@ class _Outliner:
                 early.add(i)
                 early |= inside & sources[i]
         late = [i for i in numbers if i not in early]
-        if not early or len(late) < _alike.WORTH:
+        if not early or len(late) < WORTH:
             return [numbers]
         return [sorted(early), late]
 
@@ -164,19 +169,19 @@ class _Outliner:
         before = [j for j in self.flow.ordered if j < i] if i in self.flow.ordered else []
         return {j for j in [*before, *(j for _, j in walk)] if j in own}
 
-    def add(self, place: Place, eqns: Sequence[Any], outputs: Sequence[Any], label: str) -> None:
+    def add(self, place: Place, eqns: Sequence[Eqn], outputs: Sequence[Var], label: str) -> None:
         """Adds a segment of equations, which are put under their guards."""
         eqns = _conditionals.close_conditionals(eqns, outputs, self.step.guards)
         self._add(place, eqns, outputs, label)
 
-    def _add(self, place: Place, eqns: Sequence[Any], outputs: Sequence[Any], label: str) -> None:
+    def _add(self, place: Place, eqns: Sequence[Eqn], outputs: Sequence[Var], label: str) -> None:
         part = _jaxprs.part(eqns, outputs)
         params = {"jaxpr": part.jaxpr, "stages": tuple(sorted(place)), "label": label}
         self.eqns.append(
             eqns[0].replace(
                 primitive=segment_p,
                 invars=list(part.inputs),
-                outvars=list(part.outputs),
+                outvars=list(outputs),
                 params=params,
                 effects=part.jaxpr.effects,
             )
@@ -185,14 +190,14 @@ class _Outliner:
     def _is_fixed(self, i: int) -> bool:
         return i in self.place_of or i in self.flow.loops
 
-    def _needed(self, variables: Sequence[Any]) -> list[Any]:
+    def _needed(self, variables: Sequence[Var]) -> list[Eqn]:
         """Returns the equations of variables without a place, in order and under their guards."""
         behind = self.flow.behind(variables, self._is_fixed)
         numbers = sorted({i for _, i in behind if i is not None and not self._is_fixed(i)})
         eqns = [self.flow.eqns[i] for i in numbers]
         return _conditionals.close_conditionals(eqns, variables, self.step.guards)
 
-    def _is_free(self, var: Any) -> bool:
+    def _is_free(self, var: Var) -> bool:
         """Tells whether an equation without a place makes a variable."""
         return var in self.flow.maker and not self._is_fixed(self.flow.maker[var])
 
@@ -206,7 +211,10 @@ class _Outliner:
         carries = slice(loop.num_consts, loop.num_consts + count)
         # Literal operands, and the first accumulators, are made anew by each stage; so are the
         # buffers of results, for which there are no operands yet.
-        known, starts = self._make_operands(eqn, carries), dict[int, list[tuple[Any, Any]]]()
+        known, starts = (
+            self._make_operands(eqn, carries),
+            dict[int, list[tuple[Atom | None, Var]]](),
+        )
         first: list[Any] = [*eqn.invars[carries], *[None] * (len(eqn.outvars) - count)]
         number = {result: n for n, result in enumerate(loop.results)}
         for direction, task in itertools.product(range(loop.num_directions), loop.tasks):
@@ -220,11 +228,11 @@ class _Outliner:
         invars[carries] = first[:count]
         self.eqns.append(eqn.replace(invars=[*invars, *first[count:]]))
 
-    def _make_operands(self, eqn: Any, carries: slice) -> _jaxprs.Substitution:
+    def _make_operands(self, eqn: Eqn, carries: slice) -> _jaxprs.Substitution:
         """Computes the operands of a loop that have no place where the loop reads them."""
         known = _jaxprs.Substitution()
         places = operand_stages(eqn)
-        by_place: dict[Place, list[Any]] = {}
+        by_place: dict[Place, list[Var]] = {}
         read = [*eqn.invars[: carries.start], *eqn.invars[carries.stop :]]
         for var in dict.fromkeys(_jaxprs.variables(read)):
             if var in places and self._is_free(var):
@@ -234,15 +242,18 @@ class _Outliner:
             made = _jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in variables)
             known.of.update(made.of)
             self._add(
-                place, list(map(made.rename_all, eqns)), list(map(made, variables)), "prepare"
+                place,
+                list(map(made.rename_all, eqns)),
+                _jaxprs.variables(map(made, variables)),
+                "prepare",
             )
         return known
 
-    def _start(self, place: Place, pairs: Sequence[tuple[Any, Any]]) -> None:
+    def _start(self, place: Place, pairs: Sequence[tuple[Atom | None, Var]]) -> None:
         """Makes the first accumulators of a stage; each has memory of its own."""
         needed = [v for v, _ in pairs if v is not None and not _jaxprs.is_literal(v)]
         eqns = self._needed([v for v in needed if self._is_free(v)])
-        local = {v for e in eqns for v in e.outvars}
+        local = set(_jaxprs.results_of(eqns))
         rename = _jaxprs.Substitution()
         extra = []
         for source, target in pairs:
@@ -256,3 +267,82 @@ class _Outliner:
         self._add(
             place, list(map(rename.rename_all, [*eqns, *extra])), [t for _, t in pairs], "start"
         )
+
+
+# ---- segments that share computations ------------------------------------------------------------
+
+
+#: Fewer equations than these are compiled again: a further segment takes time in each step.
+WORTH = 100
+
+#: The equations of a component, by number.
+_Component = list[int]
+
+
+def divide(
+    segments: Sequence[_Segment],
+    sources: Callable[[int], Iterable[int]],
+    like: Callable[[Sequence[int]], Hashable],
+) -> list[_Segment]:
+    """Divides those segments of a phase that contain another one; gives all parts in order.
+
+    Args:
+        segments: the numbers of the equations of each segment, with anything that tells its place.
+        sources: gives the equations that an equation depends on.
+        like: gives a key of some equations, which is equal where their computations may be.
+    """
+    large = {n: own for n, (_, own) in enumerate(segments) if len(own) >= WORTH}
+    if len(large) < 2:
+        return list(segments)
+    parts = {n: _components(own, sources) for n, own in large.items()}
+    keys = {n: tuple(map(like, own)) for n, own in parts.items()}
+    counts = collections.Counter(keys.values())
+    divided: list[_Segment] = []
+    for n, (place, numbers) in enumerate(segments):
+        shared: list[int] = []
+        if n in large and counts[keys[n]] == 1:
+            for common in counts:
+                found = [i for k in _taken(common, keys[n]) for i in parts[n][k]]
+                if len(shared) < len(found) < len(numbers):
+                    shared = found
+        if len(shared) < WORTH:
+            divided.append((place, numbers))
+        else:
+            rest = sorted(set(numbers).difference(shared))
+            divided += [(place, sorted(shared)), (place, rest)]
+    return divided
+
+
+def _taken(common: Sequence[Hashable], keys: Sequence[Hashable]) -> list[int]:
+    """Finds where the common components stand among others, in order; none if one is missing."""
+    found, start = [], 0
+    for wanted in common:
+        position = next((n for n in range(start, len(keys)) if keys[n] == wanted), None)
+        if position is None:
+            return []
+        found.append(position)
+        start = position + 1
+    return found
+
+
+def _components(
+    numbers: Sequence[int], sources: Callable[[int], Iterable[int]]
+) -> list[_Component]:
+    """Groups equations that depend on each other, in the order of their first ones."""
+    parent = {i: i for i in numbers}
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for i in numbers:
+        for j in sources(i):
+            if j in parent:
+                first, second = sorted((root(i), root(j)))
+                parent[second] = first
+    groups: dict[int, _Component] = {}
+    for i in numbers:
+        groups.setdefault(root(i), []).append(i)
+    return list(groups.values())

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs, _next
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms.stages import _stages, _units
 
 
 class State(NamedTuple):
     """An argument of a flat program, and the number of the result that is its next value."""
 
-    argument: Any
+    argument: Var
     result: int
 
 
@@ -45,7 +46,7 @@ def states(traced: _jaxprs.Traced, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def units(
-    carried: Sequence[State], eqns: Sequence[Any], prepares: Container[Any], results: Sequence[Any]
+    carried: Sequence[State], eqns: Sequence[Eqn], prepares: Container[Var], results: Sequence[Atom]
 ) -> list[_units.Unit]:
     """Makes a unit of the equations from the first reader of each state to its next value.
 
@@ -53,7 +54,7 @@ def units(
     goes with the readers of its argument anyway. Equations are named by their first variable.
     """
     makers = {v: i for i, e in enumerate(eqns) if e.outvars[0] not in prepares for v in e.outvars}
-    readers: dict[Any, int] = {}
+    readers: dict[Var, int] = {}
     for i, eqn in enumerate(eqns):
         for v in _jaxprs.variables(eqn.invars):
             readers.setdefault(v, i)
@@ -65,7 +66,7 @@ def units(
     ]
 
 
-def note(together: Sequence[_units.Unit], eqns: Sequence[Any]) -> str:
+def note(together: Sequence[_units.Unit], eqns: Sequence[Eqn]) -> str:
     """Says which equations stay together for the sake of a state, and how to part them."""
     longest = max(together, key=lambda unit: unit.last - unit.first)
     reader, maker = (_compat.at_source_line(eqns[i]) for i in (longest.first, longest.last))
@@ -86,7 +87,7 @@ def make_early(jaxpr: jex.ClosedJaxpr, carried: Sequence[State]) -> jex.ClosedJa
         is_update[i] = not eqns[i].effects and other.isdisjoint(eqns[i].outvars)
         if not is_update[i]:
             other.update(_jaxprs.variables(eqns[i].invars))
-    ready: dict[Any, int] = {}
+    ready: dict[Var, int] = {}
     place = []
     for i, moves in enumerate(_stages.argument_chains(jaxpr)):
         operands = [ready.get(v, -1) for v in _jaxprs.variables(eqns[i].invars)]

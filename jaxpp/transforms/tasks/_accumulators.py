@@ -1,15 +1,39 @@
-"""Changes a loop's accumulators: none for a frozen parameter, one a task for a shared one."""
+"""Gives a loop the accumulators that its tasks need, each of one task.
+
+A frozen parameter needs none. A parameter that several tasks read has one a task, one that is
+stacked over layers one for the rows of each stage, and where microbatches take two directions
+through the ranks, each direction has its own. Those of one result are combined once, after the
+loop.
+"""
 
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 
-from jaxpp import _jaxprs, _primitives, _specs
+from jaxpp import _jaxprs, _primitives, _specs, schedules
+from jaxpp._groups import Flow
+from jaxpp._typing import Atom, Eqn, Var
+from jaxpp.transforms.stacked import (
+    Bounds,
+    Classes,
+    Splitter,
+    num_rows,
+    pad_interval,
+    takes_some_rows,
+)
+from jaxpp.transforms.tasks import _loop
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
+
+# ---- of a task -----------------------------------------------------------------------------------
+
 
 #: The primitives that a sum may go through before its accumulator: casts, and moves of data.
 _PASSED = _primitives.REORDERS | {"convert_element_type"}
@@ -36,12 +60,12 @@ def hand_through_zeros(loop: MicrobatchLoop) -> MicrobatchLoop:
     return loop.with_equations(kept, carry_outs=outs)
 
 
-def folded(fold: Any) -> Callable[..., Any]:
+def folded(fold: jex.Primitive) -> Callable[..., Any]:
     """Returns the function that joins several accumulators by the primitive that fills them."""
     return lambda *parts: functools.reduce(fold.bind, parts)
 
 
-def neutral(fold: Any, first: Any) -> tuple[list[Any], Any]:
+def neutral(fold: jex.Primitive | None, first: Atom) -> tuple[list[Eqn], Atom]:
     """The start of a further accumulator beside one that starts with `first`.
 
     It is zeros for a sum, which the equations make, else the same.
@@ -86,17 +110,17 @@ def split_shared_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
 class _Fold:
     """The equation that combines a carry with a value of each microbatch, in any order."""
 
-    eqn: Any
-    carry: Any
-    value: Any
+    eqn: Eqn
+    carry: Var
+    value: Atom
 
 
 @dataclasses.dataclass(frozen=True)
 class _Term:
     """A term of a sum; `linear` are the equations between it and the sum, applied to it alone."""
 
-    value: Any
-    linear: tuple[Any, ...] = ()
+    value: Atom
+    linear: tuple[Eqn, ...] = ()
 
 
 class _Sums:
@@ -104,19 +128,27 @@ class _Sums:
 
     def __init__(self, loop: MicrobatchLoop):
         self.loop = loop
-        self.maker, self.at = loop.maker(), loop.last_position()
+        flow = Flow(loop.eqns)
+
+        def last(i: int, near: list[int]) -> int | None:
+            own = loop.position[i]
+            return max(near, default=None) if own is None else own
+
+        self.maker = flow.maker
+        #: The position of the last task that each variable depends on, if it does on any.
+        self.at = flow.down({}, last)
         atoms = [v for e in loop.eqns for v in e.invars] + list(loop.outputs)
         self.readers = collections.Counter(v for v in atoms if not _jaxprs.is_literal(v))
         self.opened = self._sums_of_several()
         self.dropped: set[int] = set()
-        self.added: list[Any] = []
+        self.added: list[Eqn] = []
 
-    def placed(self) -> list[tuple[Any, int | None]]:
+    def placed(self) -> list[tuple[Eqn, int | None]]:
         """Returns the equations with their positions; new ones have none."""
         kept = [p for i, p in enumerate(self.loop.placed()) if i not in self.dropped]
         return [*kept, *((e, None) for e in self.added)]
 
-    def fold(self, carry, out) -> _Fold | None:
+    def fold(self, carry: Var, out: Atom) -> _Fold | None:
         """Finds how a carry combines its microbatches; None if their order counts."""
         if _jaxprs.is_literal(out) or out not in self.maker or self.readers[carry] != 1:
             return None
@@ -124,26 +156,25 @@ class _Sums:
         if eqn.primitive.name not in _primitives.ADDS | _primitives.EXTREMES:
             return None
         left, right = eqn.invars
-        if self._uncast(left) is carry:
-            return _Fold(eqn, left, right)
-        return _Fold(eqn, right, left) if self._uncast(right) is carry else None
+        for own, value in ((left, right), (right, left)):
+            if not _jaxprs.is_literal(own) and self._uncast(own) is carry:
+                return _Fold(eqn, own, value)
+        return None
 
-    def _uncast(self, v) -> Any:
+    def _uncast(self, v: Var) -> Atom:
         """Looks through a cast of weak type alone: a carry that began as a number has one."""
-        eqn = (
-            None if _jaxprs.is_literal(v) or v not in self.maker else self.loop.eqns[self.maker[v]]
-        )
+        eqn = self.loop.eqns[self.maker[v]] if v in self.maker else None
         if eqn is None or eqn.primitive.name != "convert_element_type" or self.readers[v] != 1:
             return v
         return eqn.invars[0] if eqn.invars[0].aval.dtype == v.aval.dtype else v
 
-    def _sums_of_several(self) -> dict[Any, int]:
+    def _sums_of_several(self) -> dict[Var, int]:
         """Finds the sums of values of several tasks, each with the number of its equation.
 
         Sums of values of a single task, and sums in a forward pass, are left out.
         """
-        tasks: dict[Any, set[int | None]] = {}
-        found: dict[Any, int] = {}
+        tasks: dict[Var, set[int | None]] = {}
+        found: dict[Var, int] = {}
         for i, (eqn, position) in enumerate(self.loop.placed()):
             name = eqn.primitive.name
             forward = position is not None and position < self.loop.num_stages
@@ -175,7 +206,7 @@ class _Sums:
             groups.setdefault(first if p is None else p, []).append(t)
         return list(groups.values())
 
-    def _terms(self, v) -> tuple[list[_Term], list[int]]:
+    def _terms(self, v: Atom) -> tuple[list[_Term], list[int]]:
         """Finds the terms of a sum, and the numbers of the equations that add them up."""
         found, numbers, rest = [], [], [_Term(v)]
         while rest:
@@ -204,7 +235,7 @@ class _Sums:
                 value = partial
             self.added.append(fold.eqn.replace(invars=[carry, value], outvars=[out]))
 
-    def _finished(self, term: _Term) -> Any:
+    def _finished(self, term: _Term) -> Atom:
         """Applies a term's linear equations to its value."""
         value = term.value
         for eqn in term.linear:
@@ -212,3 +243,131 @@ class _Sums:
             self.added.append(eqn.replace(invars=[value], outvars=[result]))
             value = result
         return value
+
+
+# ---- of the rows of a stage ----------------------------------------------------------------------
+
+
+def split_stacked_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
+    """Divides a sum over rows that several stages make: the rows of each get an accumulator."""
+    loop = _open_calls(loop)
+    bounds = _bounds(loop)
+    cuts = [bounds.get(v) for v in loop.carries]
+    if not any(cuts):
+        return loop
+    splitter = Splitter(bounds, loop.carries)
+    splitter.rewrite(loop.eqns)
+    joins = [None if cut is None else lambda *rows: jax.lax.concatenate(rows, 0) for cut in cuts]
+    operands, before = dict(loop.operands), list(loop.before)
+    for carry, parts, cut in zip(loop.carries, splitter.inputs, cuts, strict=True):
+        for part, rows in zip(parts, itertools.pairwise(cut or ()), strict=False):
+            take = functools.partial(jax.lax.slice_in_dim, start_index=rows[0], limit_index=rows[1])
+            eqns, (operands[part],) = _jaxprs.record(take, [loop.operands[carry]])
+            before += eqns
+    carry_outs = splitter.outputs(loop.carry_outs, cuts)
+    ys = splitter.outputs(loop.ys, [None] * len(loop.ys))
+    # New equations have no position: they join a task by dependence later.
+    placed = [(e, None if n is None else loop.position[n]) for e, n in splitter.eqns]
+    keep = _jaxprs.ancestors([e for e, _ in placed], (*carry_outs, *ys))
+    loop = loop.divided(splitter.inputs, joins, operands=operands, before=tuple(before))
+    placed = itertools.compress(placed, keep)
+    return loop.with_equations(placed, carry_outs=tuple(carry_outs), ys=tuple(ys))
+
+
+def _bounds(loop: MicrobatchLoop) -> dict[Var, Bounds]:
+    """Finds where carries, and the values added to them, are cut: by what stages pad with zeros."""
+    classes = Classes(loop.eqns, zip(loop.carries, loop.carry_outs, strict=True))
+    used = [
+        (eqn.outvars[0], interval, frozenset({loop.stage(position)}))
+        for eqn, position in loop.placed()
+        if position is not None and (interval := pad_interval(eqn))
+        if interval != (0, num_rows(eqn.outvars[0]))
+    ]
+    carried = {classes.of(v) for v in loop.carries}
+    variables = [*loop.consts, *loop.carries, *loop.xs, *_jaxprs.results_of(loop.eqns)]
+    return classes.bounds(used, [v for v in variables if classes.of(v) in carried])
+
+
+def _open_calls(loop: MicrobatchLoop) -> MicrobatchLoop:
+    """Opens calls that take rows of an array, or pad rows with zeros.
+
+    A stage that is rematerialised is such a call. Its backward is a program of its own, so that XLA
+    cannot merge the recomputation with the forward even if the call is open.
+    """
+
+    def touches_rows(eqn) -> bool:
+        if eqn.primitive.name in _primitives.CUSTOM_RULES or _jaxprs.called_jaxpr(eqn) is None:
+            return False
+        for inner in (inner for sub in _jaxprs.sub_jaxprs(eqn) for inner in sub.eqns):
+            if takes_some_rows(inner) or pad_interval(inner) or touches_rows(inner):
+                return True
+        return False
+
+    return loop.rewritten(_jaxprs.inlining(touches_rows))
+
+
+# ---- of a direction ------------------------------------------------------------------------------
+
+
+def separate_directions(
+    loop: MicrobatchLoop,
+    scheduled: _loop.ScheduledLoop,
+    join_rows: Callable[..., Any] | None = None,
+) -> MicrobatchLoop:
+    """Gives each direction of a loop accumulators of its own.
+
+    Args:
+        loop: the loop.
+        scheduled: its tasks.
+        join_rows: makes a result with a row for each slice from those of the directions; None for
+            what takes each row from its slice's direction.
+
+    Returns:
+        The loop with a carry and a result of each direction in place of each.
+
+    Raises:
+        jaxpp.schedules.ScheduleError: if a value is carried through all microbatches in order,
+            which a loop of two directions does not have.
+    """
+    count = scheduled.num_directions
+    if count == 1:
+        return loop
+    for (kind, stage), line in _loop.ordered_carries(scheduled).items():
+        raise schedules.ScheduleError(
+            f"the schedule sends microbatches through the ranks in {count} directions, but "
+            f"the loop carries a value{line} through {kind}[stage {stage}] from each microbatch to "
+            f"the next in order; combine it by 'mean', 'sum', 'max', 'stack' or 'concat', or use a "
+            f"schedule of one direction."
+        )
+    operands, before, parts = dict(loop.operands), list(loop.before), []
+    for fold, carry in zip(scheduled.folds, loop.carries, strict=True):
+        own = [carry, *(_jaxprs.fresh_var(carry) for _ in range(count - 1))]
+        for v in own[1:]:
+            eqns, operands[v] = neutral(fold, operands[carry])
+            before += eqns
+        parts.append(own)
+    joins = [folded(fold) if fold else first_of for fold in scheduled.folds]
+    joins += [join_rows or rows_of(scheduled)] * len(scheduled.ys)
+    parts += [[v] * count for v in loop.results[len(parts) :]]
+    return loop.divided(parts, joins, operands=operands, before=tuple(before))
+
+
+def first_of(first, *_):
+    """Joins what is the same in all directions, as what no task changes is."""
+    return first
+
+
+def rows_of(loop: _loop.ScheduledLoop, repeats: int = 1) -> Callable[..., Any]:
+    """Returns the function that takes each microbatch's row from its direction's result.
+
+    The rows are those of the loop's slices, perhaps for each of several replicas.
+    """
+    taken = loop.table.direction_of[::-1] if loop.reverse else loop.table.direction_of
+
+    def join(first, *others):
+        for direction, rows in enumerate(others, 1):
+            own = np.array(taken * repeats) == direction
+            first = jnp.where(own.reshape((-1, *(1,) * (rows.ndim - 1))), rows, first)
+        return first
+
+    return join

@@ -9,7 +9,7 @@ import jax
 import jax.tree_util as jtu
 
 from jaxpp import _compat, _jaxprs, _primitives, schedules
-from jaxpp._typing import Var
+from jaxpp._typing import Atom, Aval, Eqn, Var
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms.tasks._loop import Key, ScheduledLoop, make_task, remade
 from jaxpp.transforms.tasks._schedule import check
@@ -45,11 +45,11 @@ class Value:
         B1 -> B0 float32[2,2] 16
     """
 
-    aval: Any
+    aval: Aval
     maker: Key
     readers: tuple[Key, ...]
     #: Its variable: of the loop's body, or of the task that makes it if it is a gradient.
-    _var: Any = dataclasses.field(repr=False)
+    _var: Var = dataclasses.field(repr=False)
     _is_gradient: bool = dataclasses.field(default=False, repr=False)
 
     @property
@@ -96,7 +96,7 @@ class Loop:
     _who: str = dataclasses.field(repr=False)
     _results: tuple[_Result, ...] = dataclasses.field(default=(), repr=False)
     #: What functions of the rule close over, each with its variable: the loop's last constants.
-    _consts: tuple[tuple[Any, Any], ...] = dataclasses.field(default=(), repr=False)
+    _consts: tuple[tuple[Var, Any], ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def table(self) -> Table:
@@ -115,9 +115,9 @@ class Loop:
     @property
     def values(self) -> tuple[Value, ...]:
         """The values that tasks make for others of their microbatch, in the order of making."""
-        readers: dict[Any, list[Key]] = {}
+        readers: dict[Var, list[Key]] = {}
         for task in self._loop.tasks:
-            for v in task.invars:
+            for v in _jaxprs.variables(task.invars):
                 readers.setdefault(v, []).append(_key(task))
         results = {*self._loop.body.jaxpr.outvars}
         return tuple(
@@ -174,6 +174,7 @@ class Loop:
         """
         task = self._task(key)
         old, known = self._input(task, of), _inputs(task)
+        self._check_known(values)
         sent = list(map(self._sent, values))
         read = {v: known.get(v) or _jaxprs.fresh_var(v) for v in sent}
         given = [read[v] for v in sent]
@@ -204,7 +205,8 @@ class Loop:
             stage: the stage.
             fun: the function.
             values: its arguments.
-            before: a task of the table that it comes right before, in place of after what it reads.
+            before: a task of its rank that it comes right before, in place of after what it reads.
+                It is needed if the new task reads from another rank.
 
         Returns:
             The loop, and the new values, which no task reads yet.
@@ -222,6 +224,12 @@ class Loop:
         if before and tuple(before) not in [(t.kind, t.stage) for t in self.table.tasks]:
             other = "".join(map(str, before))
             raise self._error(f"inserts {name} before {other}, which the table does not have.")
+        if before and (ranks := self._ranks_of(*before)) != (own := self._ranks_of("F", stage)):
+            raise self._error(
+                f"inserts {name} before {''.join(map(str, before))}, which {_named(ranks)} runs; "
+                f"{name} is a task of {_named(own)}: name a task of that rank."
+            )
+        self._check_known(values)
         sent = list(map(self._sent, values))
         read = {v: _jaxprs.fresh_var(v) for v in sent}
         made = self._record(fun, [read[v] for v in sent], f"as {name}", {})
@@ -259,8 +267,16 @@ class Loop:
             fun: a function of them, which gives as many of the same types.
         """
         task = self._task(key)
+        self._check_known(values)
+        if not values:
+            has = " ".join(str(k) for k in self.tasks if self.gradients(k)) or "no task"
+            raise self._error(
+                f"replaces no value in {_key(task)}; gradients are added up by {has}."
+            )
         if stranger := next((v for v in values if v.maker != _key(task)), None):
-            raise self._error(f"replaces in {_key(task)} a value that {stranger.maker} makes.")
+            raise self._error(
+                f"replaces in {_key(task)} a value that {stranger.maker} makes; replace it there."
+            )
         made = self._record_in(task, fun, values, [v.aval for v in values])
         pairs = list(zip(values, made.atoms, strict=True))
         of = {v._var: new for v, new in pairs if not v._is_gradient}
@@ -268,7 +284,7 @@ class Loop:
         inside = task.params["jaxpr"].eqns
         adding = {id(f.eqn) for f in _folds(task, self._loop) if f.value in sums}
         added = [e for e in inside if id(e) in adding]
-        late = _jaxprs.descendants(inside, [v for e in added for v in e.outvars])
+        late = _jaxprs.descendants(inside, _jaxprs.results_of(added))
         new = _jaxprs.Substitution(sums.items())
         first = [e for e in inside if late.isdisjoint(e.outvars)]
         second = [
@@ -292,7 +308,7 @@ class Loop:
             values: its arguments: what the task makes or reads, gradients included.
         """
         if name in [result.name for result in self._results]:
-            raise self._error(f"adds two results named {name!r}.")
+            raise self._error(f"adds two results named {name!r}; put the stage in the name.")
         task = self._task(key)
         made = self._record_in(task, fun, values)
         new = [Var(atom.aval) for atom in made.atoms]
@@ -315,10 +331,29 @@ class Loop:
 
     # ---- inside ---------------------------------------------------------------------------------
 
+    def _ranks_of(self, kind: str, stage: int) -> list[int]:
+        """The ranks that run a task of the table."""
+        orders = enumerate(self.table.ranks)
+        return [n for n, own in orders if any((t.kind, t.stage) == (kind, stage) for t in own)]
+
+    def _check_known(self, values: Any) -> None:
+        """Refuses what is no list of values, and a value that no task of this loop makes."""
+        if not isinstance(values, list | tuple):
+            raise self._error(f"gives {values!r} where a list of values is due.")
+        made = {v for t in self._loop.tasks for v in t.outvars}
+        for value in values:
+            if value._is_gradient or value._var in made:
+                continue
+            raise self._error(
+                f"names a value of {value.maker} that this loop does not make. An edit returns a "
+                f"new loop, with the values that it makes: write `loop, new = loop.after(...)`, "
+                f"and go on with that loop."
+            )
+
     def _error(self, what: str) -> ValueError:
         return ValueError(f"{self._who} {what}")
 
-    def _task(self, key: tuple[str, int]) -> Any:
+    def _task(self, key: tuple[str, int]) -> Eqn:
         """The equation of a task."""
         found = next((t for t in self._loop.tasks if _key(t) == tuple(key)), None)
         if found is None:
@@ -327,8 +362,9 @@ class Loop:
             raise self._error(f"edits {name}, which the loop does not have; its tasks are {has}.")
         return found
 
-    def _input(self, task: Any, value: Value) -> Any:
+    def _input(self, task: Eqn, value: Value) -> Var:
         """The variable in a task of a value that it reads."""
+        self._check_known([value])
         known = _inputs(task)
         if value._is_gradient or value._var not in known:
             makers = " and ".join(str(v.maker) for v in self.values if v._var in known)
@@ -338,10 +374,11 @@ class Loop:
             )
         return known[value._var]
 
-    def _atoms(self, task: Any, values: Sequence[Value]) -> list[Any]:
+    def _atoms(self, task: Eqn, values: Sequence[Value]) -> list[Atom]:
         """The atoms in a task of values that it makes or reads."""
+        self._check_known(values)
         known, inside = {**_inputs(task), **_outputs(task)}, task.params["jaxpr"]
-        own = {*inside.jaxpr.invars, *(v for e in inside.eqns for v in e.outvars)}
+        own = {*inside.jaxpr.invars, *_jaxprs.results_of(inside.eqns)}
         atoms = []
         for value in values:
             atom = value._var if value._is_gradient else known.get(value._var)
@@ -353,12 +390,13 @@ class Loop:
             atoms.append(atom)
         return atoms
 
-    def _values_of(self, variables: Iterable[Any]) -> list[Value]:
+    def _values_of(self, variables: Iterable[Var]) -> list[Value]:
         found = {v._var: v for v in self.values}
         return [found[v] for v in variables]
 
-    def _sent(self, value: Value) -> Any:
+    def _sent(self, value: Value) -> Var:
         """The variable of a value between tasks."""
+        self._check_known([value])
         if value._is_gradient:
             raise self._error(
                 f"lets a task read a gradient of {value.maker}, which is no value between tasks; "
@@ -368,10 +406,10 @@ class Loop:
 
     def _record_in(
         self,
-        task: Any,
+        task: Eqn,
         fun: Callable,
         values: Sequence[Value],
-        types: Sequence[Any] | None = None,
+        types: Sequence[Aval] | None = None,
     ) -> "_Made":
         """Traces a function of values at the end of a task."""
         where = f"at the end of {_key(task)}"
@@ -380,10 +418,10 @@ class Loop:
     def _record(
         self,
         fun: Callable,
-        atoms: Sequence[Any],
+        atoms: Sequence[Atom],
         where: str,
-        inputs: Mapping[Any, Any],
-        types: Sequence[Any] | None = None,
+        inputs: Mapping[Var, Var],
+        types: Sequence[Aval] | None = None,
     ) -> "_Made":
         """Traces a function of atoms in a task with some inputs.
 
@@ -420,12 +458,12 @@ class Loop:
         loop = loop._replace(body=body, num_consts=old.num_consts + len(new))
         return _Made(loop, eqns, made, own, jtu.tree_structure(tree))
 
-    def _with(self, task: Any, results: Sequence[Any] = ()) -> "Loop":
+    def _with(self, task: Eqn, results: Sequence[Var] = ()) -> "Loop":
         """The loop with another equation of a task, and with further results."""
         tasks = [task if _key(t) == _key(task) else t for t in self._loop.tasks]
         return self._with_equations(self._sorted(tasks), results)
 
-    def _with_equations(self, tasks: Sequence[Any], results: Sequence[Any] = ()) -> "Loop":
+    def _with_equations(self, tasks: Sequence[Eqn], results: Sequence[Var] = ()) -> "Loop":
         jaxpr = self._loop.body.jaxpr
         outvars = [*jaxpr.outvars, *results]
         return self._replace(body=_compat.make_closed_jaxpr(jaxpr.invars, outvars, tasks))
@@ -433,7 +471,7 @@ class Loop:
     def _replace(self, **changes: Any) -> "Loop":
         return dataclasses.replace(self, _loop=dataclasses.replace(self._loop, **changes))
 
-    def _sorted(self, tasks: Iterable[Any]) -> list[Any]:
+    def _sorted(self, tasks: Iterable[Eqn]) -> list[Eqn]:
         """Puts tasks in an order in which they can run, and else as they are."""
         left, order, made = list(tasks), [], {*self._loop.body.jaxpr.invars}
         while left:
@@ -466,7 +504,8 @@ class Loop:
             check("the schedule", self._loop)
         except schedules.ScheduleError as error:
             raise schedules.ScheduleError(
-                f"{self._who} leaves a loop that cannot run: {error}"
+                f"{self._who} leaves a loop that cannot run: {error} Loop.insert(before=) and "
+                f"Loop.order say where a new task is."
             ) from None
         return self
 
@@ -475,46 +514,53 @@ class _Made(NamedTuple):
     """A recorded function of atoms: its equations, results, and constants that it closes over."""
 
     loop: Loop
-    eqns: list[Any]
-    atoms: list[Any]
-    consts: dict[Any, Any]
+    eqns: list[Eqn]
+    atoms: list[Atom]
+    consts: dict[Var, Var]
     tree: Any
 
 
 class _Fold(NamedTuple):
     """The equation by which a task adds a value to an accumulator."""
 
-    eqn: Any
-    value: Any
+    eqn: Eqn
+    value: Atom
 
 
-def _key(task: Any) -> Key:
+def _named(ranks: Sequence[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
+
+
+def _key(task: Eqn) -> Key:
     return task.params["key"]
 
 
-def _inputs(task: Any) -> dict[Any, Any]:
+def _inputs(task: Eqn) -> dict[Var, Var]:
     """The variables in a task of those that it reads."""
-    return dict(zip(task.invars, task.params["jaxpr"].jaxpr.invars, strict=True))
+    read = _jaxprs.variables(task.invars)
+    return dict(zip(read, task.params["jaxpr"].jaxpr.invars, strict=True))
 
 
-def _outputs(task: Any) -> dict[Any, Any]:
+def _outputs(task: Eqn) -> dict[Var, Atom]:
     """The atoms in a task of the variables that it makes."""
     return dict(zip(task.outvars, task.params["jaxpr"].jaxpr.outvars, strict=True))
 
 
-def _type(aval: Any) -> tuple[Any, ...]:
+def _type(aval: Aval) -> tuple[Any, ...]:
     return aval.shape, aval.dtype, _compat.memory_kind(aval)
 
 
-def _folds(task: Any, loop: ScheduledLoop) -> list[_Fold]:
+def _folds(task: Eqn, loop: ScheduledLoop) -> list[_Fold]:
     """Finds how a task adds to the loop's sums."""
     eqns, taken, made = task.params["jaxpr"].eqns, _inputs(task), _outputs(task)
     maker = {v: e for e in eqns for v in e.outvars}
     sums = dict(zip(loop.carry_outs, zip(loop.carries, loop.folds, strict=True), strict=True))
     found = []
     for out, v in made.items():
-        carry, fold = sums.get(out, (None, None))
-        if fold is None or fold.name not in _primitives.ADDS or v not in maker:
+        carry, fold = sums.get(out, (out, None))
+        if _jaxprs.is_literal(v) or v not in maker:
+            continue
+        if fold is None or fold.name not in _primitives.ADDS:
             continue
         own = _jaxprs.descendants(eqns, [taken[carry]])  # the accumulator, perhaps cast
         found += [
@@ -524,15 +570,15 @@ def _folds(task: Any, loop: ScheduledLoop) -> list[_Fold]:
 
 
 def _with_parts(
-    task: Any, inputs: Mapping[Any, Any], eqns: Sequence[Any], outputs: Mapping[Any, Any]
-) -> Any:
+    task: Eqn, inputs: Mapping[Var, Var], eqns: Sequence[Eqn], outputs: Mapping[Var, Atom]
+) -> Eqn:
     """A task with other equations; inputs and outputs are those in it of the loop's variables."""
     atoms = list(inputs.values()), list(outputs.values())
     jaxpr = _compat.make_closed_jaxpr(*atoms, eqns, str(_key(task)))
     return remade(task, jaxpr, inputs, outputs)
 
 
-def _extended(task: Any, made: _Made, new: Sequence[Any]) -> Any:
+def _extended(task: Eqn, made: _Made, new: Sequence[Var]) -> Eqn:
     """A task with further equations at its end, whose results are further outputs."""
     inputs, eqns = {**_inputs(task), **made.consts}, [*task.params["jaxpr"].eqns, *made.eqns]
     outputs = {**_outputs(task), **dict(zip(new, made.atoms, strict=True))}

@@ -11,8 +11,8 @@ import jax.tree_util as jtu
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._definitions import definition_of
-from jaxpp._typing import P, R
-from jaxpp.transforms.tasks import _directions, _loop
+from jaxpp._typing import Eqn, P, R, Var
+from jaxpp.transforms.tasks import _accumulators, _loop
 from jaxpp.transforms.tasks._edit import Loop
 
 
@@ -48,6 +48,7 @@ def edit_loops(
         the microbatches, in order.
 
     Raises:
+        TypeError: the function is placed already.
         ValueError: there is no scheduled loop; or the rule names tasks or values that are not
             there, or gives arrays of other types. The error names the rule and the task, with their
             lines.
@@ -69,6 +70,10 @@ def edit_loops(
         (2, 2)
     """
     who = f"edit_loops: the rule {_jaxprs.described(rule)}"
+    if hasattr(fun, "with_edit"):  # in a trace, it is the function that was placed
+        raise TypeError(
+            f"edit_loops edits loops before they are placed, got {fun!r}: place(edit_loops(...))."
+        )
 
     @functools.wraps(fun)
     def edited(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +84,7 @@ def edit_loops(
         traced = _jaxprs.trace(fun, args, kwargs)
         with jax.debug_key_reuse(False):  # tasks may share an array of keys
             flat = _jaxprs.inline(traced.jaxpr, lambda e: _jaxprs.contains(e, _loop.is_loop))
-            jaxpr, consts, trees = _edited(flat, rule, who)
+            jaxpr, consts, trees = _edited(flat, rule, who, has_aux)
             results = _jaxprs.run(jaxpr, *consts, *traced.inputs)
         own = len(flat.jaxpr.outvars)
         result = traced.rebuild(results[:own])
@@ -95,7 +100,7 @@ def edit_loops(
 
 
 def _edited(
-    flat: jex.ClosedJaxpr, rule: Callable[[Loop], Loop], who: str
+    flat: jex.ClosedJaxpr, rule: Callable[[Loop], Loop], who: str, has_aux: bool
 ) -> tuple[jex.ClosedJaxpr, list[Any], dict[str, Any]]:
     """Edits the loops of a flat program.
 
@@ -112,7 +117,11 @@ def _edited(
             continue
         loop = rule(Loop(_loop.ScheduledLoop.of(eqn), who))
         if not isinstance(loop, Loop):
-            raise ValueError(f"{who} gave {loop!r}; a rule gives the loop, edited or not.")
+            hint = "; Loop.after and Loop.insert give a pair" if isinstance(loop, tuple) else ""
+            raise ValueError(f"{who} gave {loop!r}; a rule gives the loop, edited or not{hint}.")
+        if loop._results and not has_aux:
+            names = ", ".join(repr(result.name) for result in loop._results)
+            raise ValueError(f"{who} adds results, {names}, which has_aux=True returns.")
         consts |= loop._consts
         more, added = _bound(eqn, loop._checked())
         eqns += more
@@ -131,7 +140,7 @@ def _edited(
     return _compat.make_closed_jaxpr(invars, outvars, eqns), list(consts.values()), trees
 
 
-def _bound(eqn: Any, loop: Loop) -> tuple[list[Any], list[Any]]:
+def _bound(eqn: Eqn, loop: Loop) -> tuple[list[Eqn], list[Var]]:
     """The equations of a loop in place of the one it was, and its further results."""
     edited, first = loop._loop, eqn.params["num_consts"]
     invars = [*eqn.invars[:first], *(v for v, _ in loop._consts), *eqn.invars[first:]]
@@ -143,7 +152,7 @@ def _bound(eqn: Any, loop: Loop) -> tuple[list[Any], list[Any]]:
     count = edited.num_directions
     if count == 1 and edited.replicas == 1:
         return eqns, added
-    join = _directions.rows_of(edited)
+    join = _accumulators.rows_of(edited)
     if edited.replicas > 1:
         join = _of_replicas(join)
     joined = []

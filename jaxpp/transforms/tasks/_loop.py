@@ -15,7 +15,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from jaxpp import _compat, _jaxprs, _specs
-from jaxpp._typing import Var
+from jaxpp._typing import Atom, Aval, Eqn, Var
 from jaxpp.schedules import Dependencies, Kind, Table
 from jaxpp.transforms.stages import call_task, is_task_call
 
@@ -41,16 +41,19 @@ task_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jax
 def make_task(
     key: Key,
     jaxpr: jex.ClosedJaxpr,
-    invars: Sequence[Any],
-    outvars: Sequence[Any],
+    invars: Sequence[Atom],
+    outvars: Sequence[Var],
     recomputes: bool = False,
-) -> Any:
+) -> Eqn:
     """Makes the equation of a task."""
     params = {"key": key, "jaxpr": jaxpr, "recomputes": recomputes}
-    return jex.new_jaxpr_eqn(list(invars), list(outvars), task_p, params, jaxpr.effects)
+    eqn: Any = jex.new_jaxpr_eqn(list(invars), list(outvars), task_p, params, jaxpr.effects)
+    return eqn
 
 
-def remade(task: Any, jaxpr: jex.ClosedJaxpr, invars: Iterable[Any], outvars: Iterable[Any]) -> Any:
+def remade(
+    task: Eqn, jaxpr: jex.ClosedJaxpr, invars: Iterable[Atom], outvars: Iterable[Var]
+) -> Eqn:
     """Makes the equation of a task anew, with another jaxpr."""
     return make_task(task.params["key"], jaxpr, [*invars], [*outvars], task.params["recomputes"])
 
@@ -80,14 +83,14 @@ class ScheduledLoop:
 
     body: jex.ClosedJaxpr
     num_consts: int
-    folds: tuple[Any, ...]
+    folds: tuple[jex.Primitive | None, ...]
     table: Table
     reverse: bool = False
     replicas: int = 1
     is_batched: bool = False
 
     @classmethod
-    def of(cls, eqn: Any) -> "ScheduledLoop":
+    def of(cls, eqn: Eqn) -> "ScheduledLoop":
         """Reads the loop of an equation."""
         return cls(**eqn.params)
 
@@ -97,7 +100,7 @@ class ScheduledLoop:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @property
-    def tasks(self) -> Sequence[Any]:
+    def tasks(self) -> Sequence[Eqn]:
         """The equations of the tasks."""
         return self.body.eqns
 
@@ -106,23 +109,23 @@ class ScheduledLoop:
         return len(self.folds)
 
     @property
-    def consts(self) -> Sequence[Any]:
+    def consts(self) -> Sequence[Var]:
         return self.body.jaxpr.invars[: self.num_consts]
 
     @property
-    def carries(self) -> Sequence[Any]:
+    def carries(self) -> Sequence[Var]:
         return self.body.jaxpr.invars[self.num_consts :][: self.num_carry]
 
     @property
-    def xs(self) -> Sequence[Any]:
+    def xs(self) -> Sequence[Var]:
         return self.body.jaxpr.invars[self.num_consts + self.num_carry :]
 
     @property
-    def carry_outs(self) -> Sequence[Any]:
+    def carry_outs(self) -> Sequence[Var]:
         return self.body.jaxpr.outvars[: self.num_carry]
 
     @property
-    def ys(self) -> Sequence[Any]:
+    def ys(self) -> Sequence[Var]:
         return self.body.jaxpr.outvars[self.num_carry :]
 
     @functools.cached_property
@@ -130,13 +133,13 @@ class ScheduledLoop:
         return 1 + max(self.table.direction_of)
 
     @property
-    def operands(self) -> list[tuple[Any, int | None]]:
+    def operands(self) -> list[tuple[Var, int | None]]:
         """The variable of each operand, and its direction; None where it is that of all."""
         carries = [(v, d) for v in self.carries for d in range(self.num_directions)]
         return [*((v, None) for v in self.consts), *carries, *((v, None) for v in self.xs)]
 
     @property
-    def results(self) -> list[tuple[Any, int]]:
+    def results(self) -> list[tuple[Var, int]]:
         """The variable of each result, and its direction."""
         return [(v, d) for v in self.body.jaxpr.outvars for d in range(self.num_directions)]
 
@@ -145,7 +148,7 @@ class ScheduledLoop:
         return direction * self.table.num_stages + stage
 
     @functools.cached_property
-    def recomputations(self) -> tuple[Any, ...]:
+    def recomputations(self) -> tuple[Eqn, ...]:
         """The tasks `R`, for the stages for which the table has some.
 
         They are not in the body, which has all tasks of a microbatch without a schedule. They make
@@ -160,7 +163,7 @@ class ScheduledLoop:
     def dependencies(self) -> Dependencies:
         """For each kind and stage, the tasks of the same microbatch whose values it reads."""
         tasks = (*self.tasks, *self.recomputations)
-        makers: dict[Any, list[Key]] = {}
+        makers: dict[Var, list[Key]] = {}
         for task in tasks:
             for v in task.outvars:
                 makers.setdefault(v, []).append(task.params["key"])
@@ -168,7 +171,7 @@ class ScheduledLoop:
             (key := task.params["key"]): tuple(
                 dict.fromkeys(
                     maker
-                    for v in task.invars
+                    for v in _jaxprs.variables(task.invars)
                     for maker in makers.get(v, ())
                     if maker.kind is not Kind.R or maker.stage == key.stage
                 )
@@ -177,7 +180,7 @@ class ScheduledLoop:
         }
 
 
-def _recomputation(loop: ScheduledLoop, forward: Any) -> Any | None:
+def _recomputation(loop: ScheduledLoop, forward: Eqn) -> Eqn | None:
     """Makes the `R` of an `F`; None if the stage's other tasks read nothing that it can make again.
 
     It is the same program, so that it makes the same bits; but it has no effect. What depends on a
@@ -187,7 +190,7 @@ def _recomputation(loop: ScheduledLoop, forward: Any) -> Any | None:
     eqns, inputs = jaxpr.eqns, jaxpr.jaxpr.invars
     source = dict(zip(inputs, forward.invars, strict=True))
     carries, results = {*loop.carries}, {*loop.body.jaxpr.outvars}
-    lost = _jaxprs.descendants(eqns, [v for e in eqns if e.effects for v in e.outvars])
+    lost = _jaxprs.descendants(eqns, _jaxprs.results_of(e for e in eqns if e.effects))
     stale = _jaxprs.descendants(eqns, [v for v, own in source.items() if own in carries])
     outputs = []
     for v, made in zip(jaxpr.jaxpr.outvars, forward.outvars, strict=True):
@@ -286,14 +289,14 @@ def _abstract(*avals, **params):
     return made, loop.body.effects
 
 
-def row_type(aval: Any) -> Any:
+def row_type(aval: Aval) -> Aval:
     """Returns the type of a row of an array that has one for each replica."""
     sharding = aval.sharding
     spec = jax.sharding.PartitionSpec(*tuple(sharding.spec)[1:])
     return aval.update(shape=aval.shape[1:], sharding=sharding.update(spec=spec))
 
 
-def with_rows(aval: Any, replicas: int) -> Any:
+def with_rows(aval: Aval, replicas: int) -> Aval:
     """Returns the type of an array that has a row of a type for each replica."""
     sharding = aval.sharding
     spec = jax.sharding.PartitionSpec(None, *tuple(sharding.spec))
@@ -326,11 +329,11 @@ def _batch(args, dims, **params):
     batched = _reached(loop, {v for v, d in zip(operands, dims, strict=True) if d is not None})
     consts, stacked = {*loop.consts}, {*loop.xs, *loop.ys}
 
-    def axis_of(v: Any) -> int:
+    def axis_of(v: Var) -> int:
         """The axis of the batch: after those of the replicas and of the microbatches."""
         return (loop.replicas > 1 and v not in consts) + (v in stacked)
 
-    def operand(v: Any, x, dim):
+    def operand(v: Var, x, dim):
         if dim is not None:
             return jnp.moveaxis(x, dim, axis_of(v))
         # A carry that begins equal for the whole batch may become different.
@@ -353,8 +356,9 @@ def _batch(args, dims, **params):
             for v, axis in zip(jaxpr.jaxpr.invars, axes, strict=True)
         ]
         made = _jaxprs.bind_constants(*_jaxprs.without_constants(jax.make_jaxpr(run)(*avals)))
-        new.of.update(zip(task.outvars, map(_jaxprs.fresh_var, made.jaxpr.outvars), strict=True))
-        return remade(task, made, map(new, task.invars), map(new, task.outvars))
+        outvars = list(map(_jaxprs.fresh_var, made.jaxpr.outvars))
+        new.of.update(zip(task.outvars, outvars, strict=True))
+        return remade(task, made, map(new, task.invars), outvars)
 
     tasks = list(map(batch, loop.tasks))
     invars, outvars = map(new, loop.body.jaxpr.invars), map(new, loop.body.jaxpr.outvars)
@@ -365,7 +369,7 @@ def _batch(args, dims, **params):
     return outputs, [axis_of(v) if v in batched else None for v, _ in loop.results]
 
 
-def _reached(loop: ScheduledLoop, sources: set[Any]) -> set[Any]:
+def _reached(loop: ScheduledLoop, sources: set[Var]) -> set[Var]:
     """Finds all variables that depend on the sources in any microbatch, with the sources."""
     reached, before = set(sources), 0
     while before < len(reached):
@@ -392,7 +396,7 @@ def _flat(eqn) -> jex.ClosedJaxpr:
     opened = [
         _jaxprs.map_jaxprs(e, lambda body: _jaxprs.inline(body, is_task_call)) for e in plain.eqns
     ]
-    return _compat.with_equations(plain, opened, plain.jaxpr.outvars)
+    return _compat.with_equations(plain, opened)
 
 
 _compat.use_keys_as(loop_p, _flat)
@@ -429,14 +433,14 @@ def error_inside(who: str, what: str, eqn) -> ValueError:
     )
 
 
-def operand_stages(eqn) -> dict[Any, frozenset[int]]:
+def operand_stages(eqn) -> dict[Var, frozenset[int]]:
     """Finds the stages that read each operand of a loop."""
     loop = ScheduledLoop.of(eqn)
-    readers: dict[Any, set[int]] = {}
+    readers: dict[Var, set[int]] = {}
     for task in loop.tasks:
-        for v in task.invars:
+        for v in _jaxprs.variables(task.invars):
             readers.setdefault(v, set()).add(task.params["key"].stage)
-    stages: dict[Any, frozenset[int]] = {}
+    stages: dict[Var, frozenset[int]] = {}
     for atom, (v, d) in zip(eqn.invars, loop.operands, strict=False):
         if v in readers and not _jaxprs.is_literal(atom):
             directions = range(loop.num_directions) if d is None else [d]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._groups import as_text
-from jaxpp._typing import Eqn
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.schedules import Kind
 from jaxpp.transforms.stages import dissolve_marks, is_backward_call, is_stage_call, stage_of_call
 
@@ -51,34 +51,34 @@ class MicrobatchLoop:
             them.
     """
 
-    consts: tuple[Any, ...]
-    carries: tuple[Any, ...]
-    xs: tuple[Any, ...]
-    eqns: tuple[Any, ...]
+    consts: tuple[Var, ...]
+    carries: tuple[Var, ...]
+    xs: tuple[Var, ...]
+    eqns: tuple[Eqn, ...]
     position: tuple[int | None, ...]
-    carry_outs: tuple[Any, ...]
-    ys: tuple[Any, ...]
+    carry_outs: tuple[Atom, ...]
+    ys: tuple[Atom, ...]
     num_stages: int
     recomputing: frozenset[int]
-    operands: Mapping[Any, Any]
-    results: tuple[Any, ...]
+    operands: Mapping[Var, Atom]
+    results: tuple[Var, ...]
     length: int
     reverse: bool
     splits_backward: bool
-    before: tuple[Any, ...] = ()
-    after: tuple[Any, ...] = ()
-    folds: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+    before: tuple[Eqn, ...] = ()
+    after: tuple[Eqn, ...] = ()
+    folds: Mapping[Var, jex.Primitive] = dataclasses.field(default_factory=dict)
 
     @property
-    def outputs(self) -> tuple[Any, ...]:
+    def outputs(self) -> tuple[Atom, ...]:
         return (*self.carry_outs, *self.ys)
 
     @property
-    def inputs(self) -> list[Any]:
+    def inputs(self) -> list[Atom]:
         """The operands of the scheduled loop: atoms outside of it."""
         return [self.operands[v] for v in (*self.consts, *self.carries, *self.xs)]
 
-    def placed(self) -> Iterator[tuple[Any, int | None]]:
+    def placed(self) -> Iterator[tuple[Eqn, int | None]]:
         """Pairs each equation with its position."""
         return zip(self.eqns, self.position, strict=True)
 
@@ -103,7 +103,7 @@ class MicrobatchLoop:
         return self.renamed(placed, known)
 
     def divided(
-        self, parts: Sequence[Sequence[Any]], joins: Sequence[Join], **changes: Any
+        self, parts: Sequence[Sequence[Var]], joins: Sequence[Join], **changes: Any
     ) -> "MicrobatchLoop":
         """Puts several carries, its `parts`, in the place of each; further parts are of results.
 
@@ -123,44 +123,28 @@ class MicrobatchLoop:
             **changes,
         )
 
-    def read(self) -> set[Any]:
+    def read(self) -> set[Var]:
         """Finds the variables that equations or results read."""
-        read = {v for e in self.eqns for v in _jaxprs.variables(e.invars)}
-        return read.union(_jaxprs.variables(self.outputs))
+        return _jaxprs.operands_of(self.eqns, self.outputs)
 
-    def maker(self) -> dict[Any, int]:
-        """Finds for each variable the number of the equation that makes it."""
-        return {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
-
-    def owner(self) -> dict[Any, int]:
+    def owner(self) -> dict[Var, int]:
         """Finds for each variable the position of the task that makes it, if one task does."""
         return {v: p for e, p in self.placed() if p is not None for v in e.outvars}
 
-    def readers(self) -> dict[Any, set[int]]:
+    def readers(self) -> dict[Var, set[int]]:
         """Finds for each variable the positions of the tasks that read it."""
-        readers: dict[Any, set[int]] = {}
+        readers: dict[Var, set[int]] = {}
         for e, p in self.placed():
             if p is not None:
                 for v in _jaxprs.variables(e.invars):
                     readers.setdefault(v, set()).add(p)
         return readers
 
-    def from_stages(self, more: Iterable[Any]) -> set[Any]:
+    def from_stages(self, more: Iterable[Var]) -> set[Var]:
         """Finds all that depends on `more`, or on what a stage makes of a microbatch."""
         varying = _jaxprs.descendants(self.eqns, [*self.carries, *self.xs])
         staged = [v for e, p in self.placed() if p is not None for v in e.outvars if v in varying]
         return _jaxprs.descendants(self.eqns, [*staged, *more])
-
-    def last_position(self) -> dict[Any, int]:
-        """Finds the position of the last task that each variable depends on, if it does on any."""
-        at: dict[Any, int] = {}
-        for eqn, position in self.placed():
-            if position is None:
-                found = [at[v] for v in _jaxprs.variables(eqn.invars) if v in at]
-                position = max(found, default=None)
-            if position is not None:
-                at.update(dict.fromkeys(eqn.outvars, position))
-        return at
 
     def stage(self, position: int) -> int:
         """The stage of the task at a position."""
@@ -184,15 +168,17 @@ class MicrobatchLoop:
         lines += [", ".join(f"{name}: {len(own)}" for name, own in inputs.items())]
         for where, eqns in (("before", self.before), ("after", self.after)):
             if eqns:
-                outputs = [v for e in eqns for v in e.outvars]
-                lines += [f"{where} the loop:", str(_jaxprs.part(eqns, outputs).jaxpr)]
+                lines += [
+                    f"{where} the loop:",
+                    str(_jaxprs.part(eqns, _jaxprs.results_of(eqns)).jaxpr),
+                ]
         invars = [v for own in inputs.values() for v in own]
         body = _compat.make_closed_jaxpr(invars, self.outputs, self.eqns)
         names = ["" if p is None else f"{self.kind(p)}{self.stage(p)}" for p in self.position]
         return "\n".join([*lines, "the body:", as_text(body, names)])
 
 
-def read_loop(eqn: Any, splits_backward: bool) -> MicrobatchLoop:
+def read_loop(eqn: Eqn, splits_backward: bool) -> MicrobatchLoop:
     """Reads a scan over microbatches, and opens the stage calls in its body.
 
     Args:
@@ -218,8 +204,8 @@ def read_loop(eqn: Any, splits_backward: bool) -> MicrobatchLoop:
         )
     (num_stages,) = sizes
     known = _jaxprs.Substitution()
-    placed: list[tuple[Any, int | None]] = []
-    edges: set[Any] = set()
+    placed: list[tuple[Eqn, int | None]] = []
+    edges: set[Var] = set()
     recomputing: set[int] = set()
     for e, computed_again in zip(map(known.rename, flat.eqns), again, strict=True):
         call = stage_of_call(e)
@@ -270,10 +256,10 @@ def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool
         return not is_stage_call(eqn) and _jaxprs.contains(eqn, is_stage_call)
 
     known = _jaxprs.Substitution()
-    eqns: list[Any] = []
+    eqns: list[Eqn] = []
     again: list[bool] = []
 
-    def add(jaxpr: jex.ClosedJaxpr, computed_again: bool) -> list[Any]:
+    def add(jaxpr: jex.ClosedJaxpr, computed_again: bool) -> list[Atom]:
         """Adds the equations of a program; gives its results."""
         flat = _jaxprs.inline(jaxpr, lambda e: holds_calls(e) and not _recomputes(e))
         for eqn in map(known.rename, flat.eqns):
@@ -297,9 +283,9 @@ def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool
     return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), again
 
 
-def _are_chained(eqns: Sequence[Any]) -> bool:
+def _are_chained(eqns: Sequence[Eqn]) -> bool:
     """Tells whether a stage reads a value that the forward of an earlier stage makes."""
-    behind: dict[Any, set[int]] = {}
+    behind: dict[Var, set[int]] = {}
     for eqn in eqns:
         stages = set().union(*(behind.get(v, ()) for v in _jaxprs.variables(eqn.invars)))
         if (call := stage_of_call(eqn)) is not None:

@@ -9,21 +9,14 @@ task that reads it.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _specs
 from jaxpp._groups import Cluster, Flow, outline
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.schedules import Kind, Table
-from jaxpp.transforms.tasks import (
-    _accumulators,
-    _free_carries,
-    _invariants,
-    _loop,
-    _split_backward,
-    _stacked_sums,
-)
+from jaxpp.transforms.tasks import _accumulators, _hoisting, _loop, _split_backward
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 
@@ -79,9 +72,7 @@ def start_with_zeros(loop: MicrobatchLoop) -> MicrobatchLoop:
 
 def keep_constants(loop: MicrobatchLoop) -> MicrobatchLoop:
     """Makes the carries that each microbatch hands on unchanged (a random key) constants."""
-    read = {v for e in loop.eqns for v in _jaxprs.variables(e.invars)}.union(
-        _jaxprs.variables(loop.ys)
-    )
+    read = _jaxprs.operands_of(loop.eqns, loop.ys)
     pairs = zip(loop.carries, loop.carry_outs, strict=True)
     kept = [carry for carry, out in pairs if out is carry and carry in read]
     known = _jaxprs.Substitution((v, _jaxprs.fresh_var(v)) for v in kept)
@@ -137,15 +128,15 @@ def keep_carries(loop: MicrobatchLoop) -> MicrobatchLoop:
     """
     owner, readers = loop.owner(), loop.readers()
     placed, outs = list(loop.placed()), list(loop.carry_outs)
-    copies: list[tuple[Any, int]] = []
+    copies: list[tuple[Eqn, int | None]] = []
     #: For each carry that is handed on, the task that writes it, and the copy that others read.
-    kept: dict[Any, tuple[int, Any]] = {}
+    kept: dict[Var, tuple[int, Var]] = {}
     for i, (carry, out) in enumerate(zip(loop.carries, loop.carry_outs, strict=True)):
         reading = readers.get(carry, set())
         writer = None if _jaxprs.is_literal(out) else owner.get(out)
         if reading and writer is None and out is not carry:
-            writer, outs[i] = min(reading), _jaxprs.fresh_var(carry)
-            placed += [(e, writer) for e in _jaxprs.splice(jnp.copy, [out], [outs[i]])]
+            writer, outs[i] = min(reading), (made := _jaxprs.fresh_var(carry))
+            placed += [(e, writer) for e in _jaxprs.splice(jnp.copy, [out], [made])]
         is_last = writer is not None and reading <= {writer} and carry not in loop.ys
         if writer is None or is_last or min(reading, default=writer) < writer:
             continue
@@ -164,11 +155,11 @@ def keep_carries(loop: MicrobatchLoop) -> MicrobatchLoop:
 #: The passes that a loop goes through before its tasks are made, in order.
 PASSES: tuple[Callable[[MicrobatchLoop], MicrobatchLoop], ...] = (
     start_with_zeros,
-    _stacked_sums.split_stacked_sums,
+    _accumulators.split_stacked_sums,
     _accumulators.hand_through_zeros,
     keep_constants,
-    _invariants.hoist,
-    _free_carries.carry_before,
+    _hoisting.hoist,
+    _hoisting.carry_before,
     _accumulators.split_shared_sums,
     place_glue,
     _split_backward.split_backwards,
@@ -186,7 +177,7 @@ def _clusters(loop: MicrobatchLoop) -> list[Cluster]:
     results = dict.fromkeys(_jaxprs.variables(loop.outputs))
     loose = [v for v in results if v in flow.maker and flow.maker[v] not in position]
     clusters = outline(flow, position, {loop.num_stages - 1: loose})
-    readers: dict[Any, list[int]] = {}
+    readers: dict[Var, list[int]] = {}
     for cluster in clusters:
         for v in dict.fromkeys(v for e in cluster.eqns for v in _jaxprs.variables(e.invars)):
             readers.setdefault(v, []).append(cluster.group)
@@ -205,13 +196,13 @@ def _clusters(loop: MicrobatchLoop) -> list[Cluster]:
     return clusters
 
 
-def _write(loop: MicrobatchLoop) -> tuple[list[Any], list[Any]]:
+def _write(loop: MicrobatchLoop) -> tuple[list[Eqn], list[Atom]]:
     """Makes the equations of the tasks, and the variables of the results of a microbatch."""
-    made = {v for e in loop.eqns for v in e.outvars}
+    made = set(_jaxprs.results_of(loop.eqns))
     results = list(loop.outputs)
     #: The numbers of the results that are a variable; those that no equation makes leave with the
     #: last forward.
-    given: dict[Any, list[int]] = {}
+    given: dict[Var, list[int]] = {}
     loose: list[int] = []
     for n, v in enumerate(results):
         if n < len(loop.carries) and v is loop.carries[n]:

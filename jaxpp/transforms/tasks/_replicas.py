@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp import _compat, _jaxprs, _primitives
+from jaxpp._typing import Eqn, Var
 from jaxpp.transforms.stages import call_merge, is_replica_call, is_stage_call, merge_of_call
-from jaxpp.transforms.tasks import _directions
+from jaxpp.transforms.tasks import _accumulators
 from jaxpp.transforms.tasks._loop import ScheduledLoop, loop_p, row_type
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
@@ -39,7 +40,7 @@ def is_replicas(eqn) -> bool:
     return any(map(is_replica_call, _jaxprs.opened(eqn.params["jaxpr"]).eqns))
 
 
-def check_differentiated(eqn: Any) -> None:
+def check_differentiated(eqn: Eqn) -> None:
     """Checks that no gradient of all replicas is one sum, to which each adds.
 
     Raises:
@@ -64,7 +65,7 @@ def in_one_row(join: Callable[..., Any], results: Sequence[Any]) -> Any:
     return join(*(r.reshape(replicas * length, *rest) for r in results)).reshape(results[0].shape)
 
 
-def scheduled(eqn: Any, after: Sequence[Any], tasks_of: TasksOf) -> list[Any]:
+def scheduled(eqn: Eqn, after: Sequence[Eqn], tasks_of: TasksOf) -> list[Eqn]:
     """Schedules the loops of replicas.
 
     Args:
@@ -76,7 +77,7 @@ def scheduled(eqn: Any, after: Sequence[Any], tasks_of: TasksOf) -> list[Any]:
         The equations that make its results, and the results of those equations that add their rows
         up, or take the last: where stages make a result in parts, it is these that are combined.
     """
-    wanted: list[Any] = []
+    wanted: list[Var] = []
 
     def run(*operands: Any) -> list[Any]:
         found = _run_rows(eqn, after, operands, tasks_of)
@@ -90,8 +91,8 @@ def scheduled(eqn: Any, after: Sequence[Any], tasks_of: TasksOf) -> list[Any]:
 
 
 def _run_rows(
-    eqn: Any, after: Sequence[Any], operands: Sequence[Any], tasks_of: TasksOf
-) -> dict[Any, Any]:
+    eqn: Eqn, after: Sequence[Eqn], operands: Sequence[Any], tasks_of: TasksOf
+) -> dict[Var, Any]:
     """Does as `scheduled`, on values; gives those of the results by their variables."""
     replicas = eqn.params["length"]
     num_consts, num_carry = _compat.scan_parts(eqn)
@@ -123,29 +124,28 @@ def _run_rows(
     wanted = dict(zip(loop.outvars, finished.jaxpr.outvars, strict=True))
     for merge in after:
         how = merge_of_call(merge)
-        if how in _ROW_BY_ROW and made.get(merge.invars[0]) in wanted:
-            result = wanted[made[merge.invars[0]]]
-            needed = _jaxprs.needed(finished.eqns, [result])
-            if all(e.primitive.name in _LINEAR for e in needed):
-                part = _jaxprs.part(needed, [result])
-                rows = [call_merge(_ROW_BY_ROW[how], how, (known[v],)) for v in part.inputs]
-                found |= zip(merge.outvars, _jaxprs.run(part.jaxpr, *rows), strict=True)
+        if how not in _ROW_BY_ROW:
+            continue
+        result = wanted.get(made.get(_jaxprs.variables(merge.invars)[0]))
+        needed = [] if result is None else _jaxprs.needed(finished.eqns, [result])
+        if result is not None and all(e.primitive.name in _LINEAR for e in needed):
+            part = _jaxprs.part(needed, [result])
+            rows = [call_merge(_ROW_BY_ROW[how], how, (known[v],)) for v in part.inputs]
+            found |= zip(merge.outvars, _jaxprs.run(part.jaxpr, *rows), strict=True)
     return found
 
 
 def _run_loop(
-    eqn: Any, known: Mapping[Any, Any], tasks_of: TasksOf, replicas: int
+    eqn: Eqn, known: Mapping[Var, Any], tasks_of: TasksOf, replicas: int
 ) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
     """Runs the loops of all replicas as one; slices have a row for each.
 
     Also gives the function that makes of a row of the results those of the loop as it was traced.
     """
-    scheduled, loop = tasks_of(eqn, join_rows=_directions.first_of)
+    scheduled, loop = tasks_of(eqn, join_rows=_accumulators.first_of)
     scheduled = dataclasses.replace(scheduled, replicas=replicas)
     values = dict(known)
-    part = _jaxprs.part(loop.before, [v for e in loop.before for v in e.outvars])
-    run = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
-    values.update(zip(part.outputs, run, strict=True))
+    _jaxprs.run_equations(loop.before, values)
     operands = _jaxprs.read(loop.inputs, values)
     first = len(loop.consts)
     own = [v.aval.ndim for v in loop.carries] + [v.aval.ndim + 1 for v in loop.xs]
@@ -156,30 +156,29 @@ def _run_loop(
     results = loop_p.bind(*operands[:first], *rows, **scheduled.params)
     count = scheduled.num_directions
     if count > 1:
-        join = _directions.rows_of(scheduled, replicas)
+        join = _accumulators.rows_of(scheduled, replicas)
         for n in range(count * scheduled.num_carry, len(results), count):
             results[n : n + count] = [in_one_row(join, results[n : n + count])] * count
 
     def finish(results: Sequence[Any]) -> list[Any]:
         finished = values | dict(zip(loop.results, results, strict=True))
-        part = _jaxprs.part(loop.after, [v for e in loop.after for v in e.outvars])
-        made = _jaxprs.run(part.jaxpr, *(finished[v] for v in part.inputs))
-        finished.update(zip(part.outputs, made, strict=True))
+        _jaxprs.run_equations(loop.after, finished)
         return _jaxprs.read(eqn.outvars, finished)
 
     return results, finish
 
 
-def _whole_operands(loop: Any) -> set[Any]:
+def _whole_operands(loop: Eqn) -> set[Var]:
     """The variables that a loop reads as constants, or begins with."""
     return set(_jaxprs.variables(loop.invars[: sum(_compat.scan_parts(loop))]))
 
 
-def _run(eqns: Sequence[Any], values: dict[Any, Any], varying: set[Any]) -> None:
+def _run(eqns: Sequence[Eqn], values: dict[Var, Any], varying: set[Var]) -> None:
     """Runs equations of one replica: for all rows where they depend on one, else once."""
     for depends, group in itertools.groupby(eqns, lambda e: not varying.isdisjoint(e.outvars)):
-        part = _jaxprs.part(own := list(group), [v for e in own for v in e.outvars])
+        made = _jaxprs.results_of(own := list(group))
+        part = _jaxprs.part(own, made)
         run = functools.partial(_jaxprs.run, part.jaxpr)
         if depends:
             run = jax.vmap(run, [0 if v in varying else None for v in part.inputs])
-        values.update(zip(part.outputs, run(*(values[v] for v in part.inputs)), strict=True))
+        values.update(zip(made, run(*(values[v] for v in part.inputs)), strict=True))

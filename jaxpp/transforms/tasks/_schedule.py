@@ -10,11 +10,11 @@ import jax.extend.core as jex
 
 from jaxpp import _compat, _in_place, _jaxprs, schedules
 from jaxpp._definitions import definition_of
-from jaxpp._typing import P, R
+from jaxpp._typing import Eqn, P, R, Var
 from jaxpp.schedules import Kind, Table
 from jaxpp.transforms._step import changes
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
-from jaxpp.transforms.tasks import _directions, _loop, _replicas
+from jaxpp.transforms.tasks import _accumulators, _loop, _replicas
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop, read_loop
 from jaxpp.transforms.tasks._partition import PASSES, partition
 
@@ -185,9 +185,7 @@ def _run(jaxpr: jex.ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
                 results = _loop.loop_p.bind(*_jaxprs.read(eqn.invars, values), **eqn.params)
                 values.update(zip(eqn.outvars, results, strict=True))
             continue
-        part = _jaxprs.part(own := list(group), [v for e in own for v in e.outvars])
-        results = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
-        values.update(zip(part.outputs, results, strict=True))
+        _jaxprs.run_equations(list(group), values)
     return _jaxprs.read(jaxpr.jaxpr.outvars, values)
 
 
@@ -207,28 +205,26 @@ def _scheduled(
     if any(map(is_microbatch_loop, live.eqns)):
         flat = live
     trains = any(is_microbatch_loop(e) and _has_backward(e) for e in flat.eqns)
-    eqns: list[Any] = []
-    made: set[Any] = set()
+    made: set[Var] = set()
     numbers = itertools.count()
-    for eqn in flat.eqns:
-        if not is_microbatch_loop(eqn):
-            if made.isdisjoint(eqn.outvars):  # else it combined rows of replicas
-                eqns.append(eqn)
-            continue
+
+    def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
+        if not is_microbatch_loop(eqn):  # what combined rows of replicas is made already
+            return None if made.isdisjoint(eqn.outvars) else ([], eqn.outvars)
         own = _forwards(schedule, eqn) if trains and not _has_backward(eqn) else schedule
         noted = functools.partial(note, next(numbers))
         tasks_of = functools.partial(_tasks_of, schedule=own, note=noted)
         if _replicas.is_replicas(eqn):
             rows = _replicas.scheduled(eqn, flat.eqns, tasks_of)
-            made.update(v for e in rows for v in e.outvars)
-            eqns += rows
-        else:
-            eqns += _loop_equations(eqn, *tasks_of(eqn))
-    return _compat.with_equations(flat, eqns, flat.jaxpr.outvars)
+            made.update(_jaxprs.results_of(rows))
+            return rows, eqn.outvars
+        return _loop_equations(eqn, *tasks_of(eqn)), eqn.outvars
+
+    return _jaxprs.rewrite(flat, rule)
 
 
 def _tasks_of(
-    eqn: Any, schedule: Any, note: Callable[[str, MicrobatchLoop], None], join_rows: Any = None
+    eqn: Eqn, schedule: Any, note: Callable[[str, MicrobatchLoop], None], join_rows: Any = None
 ) -> tuple[_loop.ScheduledLoop, MicrobatchLoop]:
     """Makes the tasks of a microbatch loop; also gives what is around them."""
     table = _table(schedule, eqn)
@@ -239,10 +235,10 @@ def _tasks_of(
         note(run.__name__, loop)
     scheduled, loop = partition(loop, table)
     check(repr(schedule), scheduled)
-    return scheduled, _directions.separate(loop, scheduled, join_rows)
+    return scheduled, _accumulators.separate_directions(loop, scheduled, join_rows)
 
 
-def _loop_equations(eqn: Any, scheduled: _loop.ScheduledLoop, loop: MicrobatchLoop) -> list[Any]:
+def _loop_equations(eqn: Eqn, scheduled: _loop.ScheduledLoop, loop: MicrobatchLoop) -> list[Eqn]:
     """The equations in place of a microbatch loop: the scheduled one, and those around it."""
     bind = functools.partial(_loop.loop_p.bind, **scheduled.params)
     # JAX keeps few frames of a call: a line of the scan is one of jaxpp, a stage's is the user's.
@@ -260,7 +256,7 @@ def _forwards(schedule: Any, eqn) -> schedules.ForwardOnly:
     return schedules.ForwardOnly(like=schedule)
 
 
-def _table(schedule: Any, eqn: Any) -> Table:
+def _table(schedule: Any, eqn: Eqn) -> Table:
     """Makes the schedule's table for a loop; if it splits one backward, it splits all."""
     num_stages, length = next(_stage_counts(eqn)), eqn.params["length"]
     table = schedule.table(num_stages, length)

@@ -9,13 +9,14 @@ weight gradients. (JAX had the same split as `lax.scan(..., _split_transpose=Tru
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 
 from jaxpp import _compat, _flops, _jaxprs
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 
 
@@ -38,11 +39,11 @@ def split_backwards(loop: MicrobatchLoop) -> MicrobatchLoop:
         numbers = [i for i, (_, p) in enumerate(opened) if p == position]
         own = [opened[i][0] for i in numbers]
         wanted = [v for e in own for v in e.outvars if readers.get(v, set()) - {position}]
-        made = {v for e in own for v in e.outvars}
+        made = set(_jaxprs.results_of(own))
         while True:
             halves = _halves(own, wanted)
             first = (e for each in halves for e, late in each if not late)
-            read = {v for e in first for v in _jaxprs.variables(e.invars)}
+            read = _jaxprs.operands_of(first)
             outs = [becomes[v] for v in loop.carries if v in read]
             more = [v for v in _jaxprs.variables(outs) if v in made and v not in wanted]
             if not more:
@@ -62,7 +63,7 @@ def _without_constants(loop: MicrobatchLoop) -> MicrobatchLoop:
     )
 
 
-def split_backward(eqns: Sequence[Any], wanted: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+def split_backward(eqns: Sequence[Eqn], wanted: Iterable[Atom]) -> tuple[list[Eqn], list[Eqn]]:
     """Splits equations into those that the wanted variables need, and the others.
 
     Args:
@@ -77,21 +78,21 @@ def split_backward(eqns: Sequence[Any], wanted: Iterable[Any]) -> tuple[list[Any
     return first, second
 
 
-def _halves(eqns: Sequence[Any], wanted: Iterable[Any]) -> list[list[tuple[Any, bool]]]:
+def _halves(eqns: Sequence[Eqn], wanted: Iterable[Atom]) -> list[list[tuple[Eqn, bool]]]:
     """Finds for each equation those in its place, and whether they are in the second half."""
     needed = set(_jaxprs.variables(wanted))
-    found: list[list[tuple[Any, bool]]] = []
+    found: list[list[tuple[Eqn, bool]]] = []
     for eqn in reversed(eqns):
         wants = [v in needed for v in eqn.outvars]
         mine, rest = ([eqn], []) if any(wants) else ([], [eqn])
         if eqn.primitive.name == "scan" and any(wants) and not all(wants):
             mine, rest = _split_scan(eqn, wants)
         found.append([*((e, False) for e in mine), *((e, True) for e in rest)])
-        needed.update(v for e in mine for v in _jaxprs.variables(e.invars))
+        needed.update(_jaxprs.operands_of(mine))
     return found[::-1]
 
 
-def inline_all(eqns: Sequence[Any]) -> list[Any]:
+def inline_all(eqns: Sequence[Eqn]) -> list[Eqn]:
     """Inlines every call of some equations; the variables that they make stay the same."""
     outputs = [v for e in eqns for v in e.outvars if not isinstance(v, jex.DropVar)]
     part = _jaxprs.part(list(eqns), outputs)
@@ -103,13 +104,13 @@ def inline_all(eqns: Sequence[Any]) -> list[Any]:
 class _Scan:
     """A scan equation with its body opened: the body's inputs and outputs by their kind."""
 
-    eqn: Any
-    consts: Sequence[Any]
-    carries: Sequence[Any]
-    xs: Sequence[Any]
-    eqns: Sequence[Any]
-    carry_outs: Sequence[Any]
-    ys: Sequence[Any]
+    eqn: Eqn
+    consts: Sequence[Var]
+    carries: Sequence[Var]
+    xs: Sequence[Var]
+    eqns: Sequence[Eqn]
+    carry_outs: Sequence[Atom]
+    ys: Sequence[Atom]
 
 
 def _open_scan(eqn) -> _Scan:
@@ -127,7 +128,7 @@ def _open_scan(eqn) -> _Scan:
     )
 
 
-def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Eqn], list[Eqn]]:
     """Splits a scan in two: one for the wanted results, and one for the others that reads it."""
     scan = _open_scan(eqn)
     num_carry = len(scan.carries)
@@ -143,24 +144,26 @@ def _split_scan(eqn, wants: Sequence[bool]) -> tuple[list[Any], list[Any]]:
     first, second = _keep_less(first, second, wanted, kept, lacking)
     crossing = _crossing(first, second, wanted, kept)
 
-    def results(carried: Sequence[int], wanted: bool) -> list[Any]:
+    def results(carried: Sequence[int], wanted: bool) -> list[Var]:
         ys = zip(eqn.outvars[num_carry:], wants[num_carry:], strict=True)
         return [*(eqn.outvars[j] for j in carried), *(v for v, w in ys if w == wanted)]
 
     outer = dict(zip([*scan.consts, *scan.carries, *scan.xs], eqn.invars, strict=True))
-    run, operands = _part_of_scan(scan, first, mine, scan.xs, [*my_ys, *crossing], outer)
-    mine_eqns, made = _jaxprs.record(run, operands)
+    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    becomes = [(scan.carries[j], scan.carry_outs[j]) for j in mine]
+    run, inputs = scan_of(first, dict(becomes), scan.xs, [*my_ys, *crossing], **params)
+    mine_eqns, made = _jaxprs.record(run, [outer[v] for v in inputs])
     named = results(mine, True)
     outer.update(zip(crossing, made[len(named) :], strict=True))
     mine_eqns = _jaxprs.with_results(mine_eqns, made[: len(named)], named)
-    slices = [*scan.xs, *crossing]
-    run, operands = _part_of_scan(scan, second, others, slices, other_ys, outer)
-    return mine_eqns, _jaxprs.splice(run, operands, results(others, False))
+    becomes = [(scan.carries[j], scan.carry_outs[j]) for j in others]
+    run, inputs = scan_of(second, dict(becomes), [*scan.xs, *crossing], other_ys, **params)
+    return mine_eqns, _jaxprs.splice(run, [outer[v] for v in inputs], results(others, False))
 
 
 def _wanted_carries(
-    scan: _Scan, wants: Sequence[bool], ys: Sequence[Any]
-) -> tuple[list[int], list[Any], list[Any]]:
+    scan: _Scan, wants: Sequence[bool], ys: Sequence[Atom]
+) -> tuple[list[int], list[Eqn], list[Eqn]]:
     """Finds the carries that wanted results depend on, over any number of iterations.
 
     Also gives the body in two halves, the first of which makes these carries and the wanted `ys`.
@@ -169,26 +172,26 @@ def _wanted_carries(
     while True:
         wanted = _jaxprs.variables([*(scan.carry_outs[j] for j in mine), *ys])
         first, second = split_backward(scan.eqns, wanted)
-        read = {v for e in first for v in _jaxprs.variables(e.invars)}.union(wanted)
+        read = _jaxprs.operands_of(first, wanted)
         grown = [j for j, v in enumerate(scan.carries) if j in mine or v in read]
         if grown == mine:
             return mine, first, second
         mine = grown
 
 
-def _crossing(first, second, wanted: Sequence[Any], carries: Sequence[Any]) -> list[Any]:
+def _crossing(first, second, wanted: Sequence[Var], carries: Sequence[Var]) -> list[Var]:
     """Finds the values of the first half that the second reads, stacked over the iterations."""
-    read = {v for e in second for v in _jaxprs.variables(e.invars)}.union(wanted)
-    return [v for v in [*carries, *(v for e in first for v in e.outvars)] if v in read]
+    read = _jaxprs.operands_of(second, wanted)
+    return [v for v in [*carries, *_jaxprs.results_of(first)] if v in read]
 
 
 def _keep_less(
-    first: Sequence[Any],
-    second: Sequence[Any],
-    wanted: Sequence[Any],
-    carries: Sequence[Any],
-    lacking: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
+    first: Sequence[Eqn],
+    second: Sequence[Eqn],
+    wanted: Sequence[Var],
+    carries: Sequence[Var],
+    lacking: Sequence[Var],
+) -> tuple[list[Eqn], list[Eqn]]:
     """Moves equations between the halves of a body, so that less is stacked between them.
 
     A light equation of the second half moves to the first where its results are smaller than the
@@ -202,8 +205,8 @@ def _keep_less(
         lacking: the carries of the second, which the first cannot read.
     """
     first, second = list(first), list(second)
-    absent = set(lacking).union(v for e in second for v in e.outvars)
-    later: list[Any] = []
+    absent = set(lacking).union(_jaxprs.results_of(second))
+    later: list[Eqn] = []
     for i, eqn in enumerate(second):
         rest = [*later, *second[i + 1 :]]
         movable = (
@@ -230,31 +233,29 @@ def _is_light(eqn) -> bool:
     return not eqn.effects and not loops and _flops.flops(eqn) <= size
 
 
-def _part_of_scan(
-    scan: _Scan,
-    eqns: Sequence[Any],
-    carried: Sequence[int],
-    slices: Sequence[Any],
-    ys: Sequence[Any],
-    outer: Mapping[Any, Any],
-) -> tuple[Callable, list[Any]]:
+def scan_of(
+    eqns: Sequence[Eqn],
+    carries: Mapping[Var, Atom],
+    slices: Collection[Var],
+    ys: Sequence[Atom],
+    **params: Any,
+) -> tuple[Callable[..., list[Any]], list[Var]]:
     """Makes a scan of some equations of a body, as a function to run on atoms.
 
     Args:
-        scan: the whole scan.
         eqns: the equations.
-        carried: the numbers of the carries that the equations make.
+        carries: the variables that the scan carries, each with what the equations make of it.
         slices: the variables of the body that are read slice by slice.
         ys: the variables to be stacked.
-        outer: the atom outside for each variable that the body reads.
+        **params: those of `jax.lax.scan`.
 
     Returns:
-        The function, whose results are the carries, then the stacks; and its operands.
+        The function, whose results are the last carries, then the stacks; and the variables of the
+        body whose atoms outside of it are its operands.
     """
-    part = _jaxprs.part(eqns, [*(scan.carry_outs[j] for j in carried), *ys])
-    carries = [scan.carries[j] for j in carried]
-    whole = [v for v in part.inputs if v in scan.consts]
+    part = _jaxprs.part(eqns, [*carries.values(), *ys])
     sliced = [v for v in part.inputs if v in slices]
+    whole = [v for v in part.inputs if v not in slices and v not in carries]
 
     def run(*operands):
         known = dict(zip(whole, operands, strict=False))
@@ -263,11 +264,10 @@ def _part_of_scan(
         def step(carry, one):
             values = known | dict(zip([*carries, *sliced], [*carry, *one], strict=True))
             outputs = _jaxprs.run(part.jaxpr, *(values[v] for v in part.inputs))
-            return outputs[: len(carried)], outputs[len(carried) :]
+            return outputs[: len(carries)], outputs[len(carries) :]
 
-        params = {name: scan.eqn.params[name] for name in ("length", "reverse", "unroll")}
         init = operands[len(whole) + len(sliced) :]
         carry, stacked = jax.lax.scan(step, list(init), list(stacks), **params)
         return [*carry, *stacked]
 
-    return run, [outer[v] for v in [*whole, *sliced, *carries]]
+    return run, [*whole, *sliced, *carries]

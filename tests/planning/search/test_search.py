@@ -206,6 +206,7 @@ def test_bad_layers_are_named(fields, message):
         Layers(**fields)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "placement",
     [((1, 0, 0, 1, 0),), ((1, 0, 0, 1, 0), (0, 1, 1, 0, 1)), ((0, 0, 1, 0, 1), (0, 1, 1, 1, 0))],

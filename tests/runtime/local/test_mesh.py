@@ -274,6 +274,7 @@ def compilations(run):
     return len(count)
 
 
+@pytest.mark.more
 def test_equal_computations_compile_once():
     """Eight equal middle stages compile as often as two, whatever the number of devices."""
 

@@ -202,6 +202,7 @@ def test_what_is_sent_may_be_donated_afterwards(pair):
     np.testing.assert_array_equal(pair[1].receive(message([doubled]))[0], 1)
 
 
+@pytest.mark.more
 def test_settle_waits_for_what_is_donated_next(pair):
     x = jnp.ones((256, 256))
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, a: a @ a * 1e-3, x))
@@ -291,6 +292,7 @@ def test_a_rank_that_nobody_named():
             blocked(a.receive, message([x], 0, 5, 0))()
 
 
+@pytest.mark.more
 def test_a_receive_bounds_how_far_dispatch_runs_ahead():
     x = jnp.ones((256, 256))
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, a: a @ a * 1e-3, x))

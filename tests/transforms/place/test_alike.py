@@ -11,7 +11,7 @@ import pytest
 
 import jaxpp
 from jaxpp import _jaxprs, _numbers
-from jaxpp.transforms.place import _alike
+from jaxpp.transforms.place import _segments
 from tests.helpers import assert_close, mesh_of
 
 STAGES, WIDTH = 4, 6
@@ -66,7 +66,7 @@ def test_updates_of_equal_layers_are_shared_by_all_ranks(monkeypatch):
     largest = collections.Counter(max(own, key=sizes.__getitem__) for own in apart)
     assert max(largest.values()) == 2, "the two ranks in the middle alone are equal"
 
-    monkeypatch.setattr(_alike, "WORTH", 8)
+    monkeypatch.setattr(_segments, "WORTH", 8)
     step = placed()
     lowered = step.lower(*args)
     shared = set.intersection(*updates_of_each_rank(lowered.bundle))
@@ -86,7 +86,7 @@ def test_updates_of_equal_layers_are_shared_by_all_ranks(monkeypatch):
 
 
 def test_a_segment_is_divided_where_another_one_is_inside_it(monkeypatch):
-    monkeypatch.setattr(_alike, "WORTH", 3)
+    monkeypatch.setattr(_segments, "WORTH", 3)
     letters = "abcabc" + "xyxyabc" + "zz"
     sources = {4: [3], 5: [4], 1: [0], 2: [1], 7: [6], 9: [8], 11: [10], 12: [11]}
     segments = [("p", [0, 1, 2]), ("q", [6, 7, 10, 11, 12]), ("r", [13, 14])]
@@ -94,12 +94,12 @@ def test_a_segment_is_divided_where_another_one_is_inside_it(monkeypatch):
     def like(numbers):
         return "".join(letters[i] for i in numbers)
 
-    found = _alike.divide(segments, lambda i: sources.get(i, []), like)
+    found = _segments.divide(segments, lambda i: sources.get(i, []), like)
     assert found == [
         ("p", [0, 1, 2]), ("q", [10, 11, 12]), ("q", [6, 7]), ("r", [13, 14])
     ]  # fmt: skip
-    monkeypatch.setattr(_alike, "WORTH", 4)
-    assert _alike.divide(segments, lambda i: sources.get(i, []), like) == segments
+    monkeypatch.setattr(_segments, "WORTH", 4)
+    assert _segments.divide(segments, lambda i: sources.get(i, []), like) == segments
 
 
 # ---- tasks that differ in whole numbers ---------------------------------------------------------
@@ -118,6 +118,7 @@ def dropped(fold, ws, x, keys):
     return jnp.mean(jax.vmap(run)(x, keys) ** 2)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("fold", [False, True], ids=["an array of keys", "folded keys"])
 @pytest.mark.parametrize("kind", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
 def test_stages_with_dropout_are_one_computation(fold, kind, optimized):

@@ -21,7 +21,7 @@ import pytest
 import jaxpp
 from jaxpp import _jaxprs
 from jaxpp.runtime.executor import _compile
-from jaxpp.transforms.place import _flat_step, _place, _roles
+from jaxpp.transforms.place import _flat_step, _place
 from tests.helpers import assert_close
 
 WIDTH, BATCH, MICROBATCHES = 4, 8, 2
@@ -97,6 +97,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("by_update", [False, True], ids=["context", "update"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_another_setting_traces_anew_and_an_earlier_one_does_not(name, by_update):
@@ -401,6 +402,7 @@ def test_specs_of_positions_leave_keywords_whole():
     assert_close(got, jax.jit(plain_step)(weights(), batch(), 0.2))
 
 
+@pytest.mark.more
 def test_without_jit_a_placed_function_is_the_function():
     placed = jaxpp.place(train_step, mesh())
     with jax.disable_jit():
@@ -515,7 +517,7 @@ def test_results_are_paired_with_the_arguments_that_they_update(rule, pairs):
 
     args = ({"y": jnp.ones((3, 3))}, {"y": jnp.zeros((3, 3))}, jnp.ones((2, 3)))
     traced = _jaxprs.trace(step, args)
-    assert _roles.pair_state(args, (), traced, _flat_step.flatten(traced.jaxpr)) == pairs
+    assert _flat_step.pair_state(args, (), traced, _flat_step.flatten(traced.jaxpr)) == pairs
 
 
 def test_a_new_value_takes_the_memory_of_its_own_old_value():

@@ -71,6 +71,7 @@ def test_a_branch_inside_a_branch_that_is_not_taken():
     assert_agree(lambda w, g, n: jax.lax.cond(n > 10, inner, descend, w, g), 3, 30)
 
 
+@pytest.mark.more
 def test_an_endless_branch_over_stacked_layers():
     def loss(w, x):
         return jnp.mean(jax.lax.scan(lambda h, a: (jnp.tanh(h @ a), None), x, w)[0] ** 2)

@@ -227,6 +227,7 @@ def test_a_penalty_in_the_loss_is_summed_up_in_parts():
 # ---- what surrounds the loop --------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "optimizer",
     [

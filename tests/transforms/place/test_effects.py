@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import io_callback
 
 import jaxpp
-from jaxpp._program import Run
+from jaxpp._program import Role, Run
 from tests.helpers import assert_close
 from tests.transforms import two_layers
 from tests.transforms.two_layers import WEIGHTS, X
@@ -73,6 +73,8 @@ def test_a_report_around_the_loop_is_made_once(what):
         return step
 
     placed = assert_reports(make_step, WEIGHTS, X, jnp.asarray(3.0))
+    roles = [a.role for a in placed.bundle.arguments]
+    assert roles == [Role.PARAMETER, Role.PARAMETER, Role.BATCH, Role.OTHER]
     labels = [i.label for p in placed.programs for i in p.instructions if isinstance(i, Run)]
     assert sum(label.startswith("F") for label in labels) == 8
 

@@ -378,6 +378,7 @@ def test_the_sums_of_several_stages_are_joined_in_float32():
     assert placed(accumulator_dtype=None) < 2 * 263.0
 
 
+@pytest.mark.more
 def test_a_description_counts_accumulators_in_their_dtype():
     def accumulators(**options):
         loss = microbatched(make_loss(), **options)

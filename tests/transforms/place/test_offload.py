@@ -26,6 +26,7 @@ ARGUMENTS = PARAMS, OPTIMIZER.init(PARAMS), data(0)
 CASES = [("1f1b", 4), ("interleaved_1f1b", 2), ("zb_h1", 4), ("dualpipe", 4), ("zb_v", 2)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_offload_keeps_each_bit_and_the_peak_is_the_predicted_one(optimized, name, ranks):
     mesh, table = mesh_of(ranks), by_name(name).table(4, 8)
@@ -151,6 +152,7 @@ def placed_stack(schedule, mesh=None, names=None, replicas=1, **options):
     return jaxpp.place(jaxpp.schedule(grad, schedule), mesh or mesh_of(2), **options)
 
 
+@pytest.mark.more
 def test_a_stack_with_a_policy_is_offloaded_too(optimized):
     """The host holds what the policy offloads of each layer, and the rest while that is away."""
     want = jax.jit(jax.value_and_grad(stack))(*STACK)

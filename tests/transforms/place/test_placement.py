@@ -186,6 +186,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name):
     optimizer = OPTIMIZERS[name]
@@ -458,6 +459,7 @@ def test_two_gradients_of_one_step():
     check(make, Net())
 
 
+@pytest.mark.more
 def test_adversaries():
     """Two optimizers and three loops in one step, each loop of another schedule."""
 

@@ -183,6 +183,7 @@ def test_another_key_would_be_seen():
     assert all((a != b).any() for a, b in zip(masks, others, strict=True))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("keys", KEYS)
 def test_a_key_that_the_step_hands_on_stays_the_single_devices(keys):
     draw, random, axes = folded(KEYS[keys])

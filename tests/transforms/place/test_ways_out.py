@@ -88,6 +88,7 @@ def update(weights, state, grads):
     return optax.apply_updates(weights, updates), state
 
 
+@pytest.mark.more
 def test_an_update_apart_from_its_gradients():
     state = OPTIMIZER.init(WEIGHTS)
     _, grads = jaxpp.place(two_layers.scheduled(), jaxpp.MpmdMesh((2,)))(WEIGHTS, X)

@@ -217,6 +217,7 @@ def test_training_both_ways_and_evaluating_one_way_share_a_step():
     chex.assert_trees_all_close(got, jax.device_get((want, new, largest(WS, data(0)))), atol=1e-6)
 
 
+@pytest.mark.more
 def test_a_single_microbatch_takes_one_direction():
     x = data(0)
     loop = jaxpp.microbatch(

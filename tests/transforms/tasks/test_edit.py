@@ -340,6 +340,44 @@ def gives_nothing(loop):
     pass
 
 
+def gives_a_pair(loop):
+    return loop.after(("F", 0), jnp.sin, [value_between(loop, ("F", 0), ("F", 1))])
+
+
+def of_a_lost_loop(edit):
+    """Goes on with the loop before `after`."""
+
+    def lost(loop):
+        sent = value_between(loop, ("F", 0), ("F", 1))
+        _, new = loop.after(("F", 0), jnp.sin, [sent])
+        return edit(loop, sent, new)
+
+    return lost
+
+
+read_of_a_lost_loop = of_a_lost_loop(lambda loop, sent, new: loop.read(("F", 1), new[0], of=sent))
+result_of_a_lost_loop = of_a_lost_loop(
+    lambda loop, sent, new: loop.result("x", ("F", 0), jnp.max, new)
+)
+task_of_a_lost_loop = of_a_lost_loop(lambda loop, sent, new: loop.insert(K, 0, jnp.max, new)[0])
+
+
+def not_in_a_list(loop):
+    return loop.after(("F", 0), jnp.sin, value_between(loop, ("F", 0), ("F", 1)))[0]
+
+
+def before_a_task_of_another_rank(loop):
+    return loop.insert(K, 0, jnp.sin, [loop.values[0]], before=("F", 1))[0]
+
+
+def replaces_nothing(loop):
+    return loop.replace(("F", 1), loop.gradients(("F", 1)), jnp.sin)
+
+
+def adds_a_result(loop):
+    return loop.result("size", ("F", 0), jnp.max, [value_between(loop, ("F", 0), ("F", 1))])
+
+
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
@@ -349,15 +387,26 @@ def gives_nothing(loop):
         (other_type, r"at the start of F1, which gives float32\[4\], but is to give float32\[2,4"),
         (other_number, r"gives float32\[2,4\], float32\[2,4\], but is to give float32\[2,4\];"),
         (read_as, r"lets F1 read float32\[\] in place of float32\[2,4\]; convert it"),
-        (not_its_own, "replaces in F1 a value that F0 makes"),
+        (not_its_own, "replaces in F1 a value that F0 makes; replace it there"),
+        (replaces_nothing, "replaces no value in F1; gradients are added up by B1 B0"),
+        (not_in_a_list, r"gives Value\(.* where a list of values is due"),
         (in_a_circle, "makes a circle: F1 and .* read values of each other"),
         (of_an_old_kind, "inserts W0, which is not of a new kind; make a kind of your own"),
         (inserted_twice, "inserts K0, which is there already"),
         (no_such_stage, "inserts K5: .* the loop has 2 stages"),
         (before_no_task, "inserts K0 before I0, which the table does not have"),
         (reads_a_gradient, "lets a task read a gradient of B1, .* by Loop.after"),
-        (named_twice, "adds two results named 'same'"),
+        (named_twice, "adds two results named 'same'; put the stage in the name"),
         (gives_nothing, "gave None; a rule gives the loop"),
+        (gives_a_pair, r"gave \(Loop.*; Loop.after and Loop.insert give a pair"),
+        (adds_a_result, "adds results, 'size', which has_aux=True returns"),
+        (read_of_a_lost_loop, "a value of F0 that this loop does not make.* `loop, new ="),
+        (result_of_a_lost_loop, "a value of F0 that this loop does not make"),
+        (task_of_a_lost_loop, "a value of F0 that this loop does not make"),
+        (
+            before_a_task_of_another_rank,
+            "inserts K0 before F1, which rank 1 runs; K0 is a task of rank 0: name a task of that",
+        ),
     ],
 )
 def test_a_wrong_rule_is_refused_by_its_name_and_line(rule, words):
@@ -399,6 +448,8 @@ def test_an_edited_table_is_checked_as_that_of_a_schedule(change, words):
 def test_a_function_without_a_scheduled_loop_is_refused():
     with pytest.raises(ValueError, match="no scheduled loop to edit; apply schedule first"):
         edit_loops(loss_fn, nothing)(WS, X)
+    with pytest.raises(TypeError, match=r"before they are placed, got <placed .*place\(edit_loops"):
+        edit_loops(jaxpp.place(grad_of(), mesh_of(2)), nothing)
     with pytest.raises(ValueError, match="edit_loops: a scheduled loop is inside a `scan`"):
         many = lambda ws, xs: jax.lax.map(lambda x: grad_of()(ws, x), xs)  # noqa: E731
         edit_loops(many, nothing)(WS, X[None])

@@ -233,6 +233,7 @@ def loop_with_memory(params, x):
     return outer(jnp.concatenate(rows), states)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("schedule", ["zb_h1", "interleaved"])
 def test_the_gradient_goes_back_through_what_is_carried(schedule):
     """In a backward that is split, the half that others wait for reads it, and makes the next."""

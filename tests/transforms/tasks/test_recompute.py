@@ -109,6 +109,7 @@ def test_recomputations_may_stand_at_any_place():
     assert len(places) > 3
 
 
+@pytest.mark.more
 def test_a_stage_with_a_policy_keeps_little_to_recompute(optimized):
     policy, mesh = jax.checkpoint_policies.nothing_saveable, mesh_of(LAYERS)
     _, want = trained(by_name("1f1b"), mesh, policy)
@@ -151,6 +152,7 @@ def test_what_is_computed_again_is_dropped():
     assert all(2 * after < before for before, after in zip(*peaks, strict=True))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_what_a_stage_carries_is_handed_on_once(optimized, name):
     """Its forward reads the state before it is replaced, and keeps what depends on it."""
@@ -205,6 +207,7 @@ def test_on_one_device_nothing_is_computed_again():
     assert texts[0] == texts[1]
 
 
+@pytest.mark.more
 def test_a_batch_of_recomputations():
     fun = jax.vmap(jaxpp.schedule(GRAD, Recompute("1f1b")), (None, 0))
     xs = jnp.stack([X, 2 * X])

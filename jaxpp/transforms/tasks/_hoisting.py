@@ -1,8 +1,13 @@
-"""Hoists equations that depend on no microbatch: they are computed once a step, before the loop.
+"""Computes before a loop what no stage has to make in each microbatch.
 
-A model's cast of its float32 parameters to a narrower type is the common case. It may stand inside
-a call: a jitted layer, a checkpoint that would compute it again in each backward, a scan over
-layers that casts each slice.
+That is what depends on no microbatch: it is computed once a step. A model's cast of its float32
+parameters to a narrower type is the common case. It may stand inside a call: a jitted layer, a
+checkpoint that would compute it again in each backward, a scan over layers that casts each slice.
+
+And it is a carry that depends on no stage, by a loop of its own. Differentiation gives such
+carries: where microbatches were combined one after the other, by "max" or by an operator of the
+user's, the cotangent of the result goes back through them in a chain. With the chain before the
+loop, tasks read slices of it, and their microbatches may come in any order.
 """
 
 from collections.abc import Sequence
@@ -11,6 +16,9 @@ from typing import Any
 from jaxpp import _compat, _flops, _jaxprs, _primitives
 from jaxpp._typing import Eqn, Var
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
+from jaxpp.transforms.tasks._split_backward import scan_of
+
+# ---- what depends on no microbatch ---------------------------------------------------------------
 
 
 def hoist(loop: MicrobatchLoop) -> MicrobatchLoop:
@@ -87,7 +95,7 @@ class _Opener:
         known = _jaxprs.Substitution()
         inner, results = _jaxprs.inline_call(eqn, eqn.invars)
         inner, results = _jaxprs.rewritten(inner, self._open, known), list(map(known, results))
-        worth = [v for e in inner if self.find.is_worth_hoisting(e) for v in e.outvars]
+        worth = _jaxprs.results_of(filter(self.find.is_worth_hoisting, inner))
         if not worth:
             self.find.note(eqn)
             return None
@@ -95,7 +103,7 @@ class _Opener:
             return inner, results
         before = _jaxprs.needed([e for e in inner if not e.effects], worth)
         after = [e for e in inner if not any(e is b for b in before)]
-        made = {v for e in after for v in e.outvars}
+        made = set(_jaxprs.results_of(after))
         pairs = list(zip(eqn.outvars, results, strict=True))
         kept = [(v, r) for v, r in pairs if r in made]
         part = _jaxprs.part(after, [r for _, r in kept])
@@ -136,7 +144,7 @@ class _Opener:
         return [*before, eqn], eqn.outvars
 
 
-def _merge_equal(eqns: Sequence[Any]) -> tuple[list[Any], _jaxprs.Substitution]:
+def _merge_equal(eqns: Sequence[Eqn]) -> tuple[list[Eqn], _jaxprs.Substitution]:
     """Drops repeated equations: a forward and a backward pass may cast the same weight."""
     first: dict[Any, Eqn] = {}
 
@@ -149,3 +157,61 @@ def _merge_equal(eqns: Sequence[Any]) -> tuple[list[Any], _jaxprs.Substitution]:
 
     known = _jaxprs.Substitution()
     return _jaxprs.rewritten(eqns, rule, known), known
+
+
+# ---- carries that depend on no stage -------------------------------------------------------------
+
+
+def carry_before(loop: MicrobatchLoop) -> MicrobatchLoop:
+    """Makes the carries that depend on no stage slices, computed before the loop.
+
+    One that nothing reads but its own next value stays: a sum over microbatches is one.
+    """
+    free = _free(loop)
+    pairs = list(zip(loop.carries, loop.carry_outs, strict=True))
+    outs = dict(pairs)
+    rest = (*(out for carry, out in pairs if carry not in free), *loop.ys)
+    carries: list[Var] = []
+    chain: list[Eqn] = []
+    read = _jaxprs.operands_of(_jaxprs.needed(loop.eqns, rest), rest)
+    while new := [v for v in free if v in read and v not in carries]:
+        carries += new
+        chain = _jaxprs.needed([e for e in loop.eqns if not e.effects], [outs[v] for v in carries])
+        read = _jaxprs.operands_of(chain)
+    if not carries:
+        return loop
+    carries = [v for v in loop.carries if v in carries]
+    rows = [v.aval.update(shape=(loop.length, *v.aval.shape)) for v in carries]
+    stacked = list(map(Var, rows))
+    becomes = {v: outs[v] for v in carries}
+    run, inputs = scan_of(
+        chain, becomes, loop.xs, carries, length=loop.length, reverse=loop.reverse
+    )
+    last = [v for c, v in zip(loop.carries, loop.results, strict=False) if c in carries]
+    before = _jaxprs.splice(run, [loop.operands[v] for v in inputs], [*last, *stacked])
+    kept = [(v, out) for v, out in pairs if v not in carries]
+    keep = _jaxprs.ancestors(loop.eqns, [*(out for _, out in kept), *loop.ys])
+    parts = [[] if v in carries else [v] for v in loop.carries]
+    loop = loop.divided(
+        parts,
+        [None] * len(parts),
+        xs=(*loop.xs, *carries),
+        operands={**loop.operands, **dict(zip(carries, stacked, strict=True))},
+        before=(*loop.before, *before),
+    )
+    placed = [p for p, k in zip(loop.placed(), keep, strict=True) if k]
+    return loop.with_equations(placed, carry_outs=tuple(out for _, out in kept))
+
+
+def _free(loop: MicrobatchLoop) -> list[Var]:
+    """Finds the carries whose next values depend on no stage, effect, or carry that does."""
+    effects = _jaxprs.results_of(e for e in loop.eqns if e.effects)
+    free, before = list(loop.carries), None
+    while free != before:
+        before = free
+        others = [v for v in loop.carries if v not in free]
+        staged = loop.from_stages([*others, *effects])
+        pairs = zip(loop.carries, loop.carry_outs, strict=True)
+        free = [v for v, out in pairs if _jaxprs.is_literal(out) or out not in staged]
+        free = [v for v in free if v in before]
+    return free
