@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -178,14 +177,15 @@ class _Builder:
     def add_rank(self, rank: int, owned: Sequence[int]) -> None:
         """Adds the operations that a rank's outputs need, by the numbers of these outputs."""
         used = [n in owned for n in range(len(self.made))]
-        slim = _with_own_outputs(_compat.eliminate_dead_code(self.jaxpr, used))
+        slim = _compat.eliminate_dead_code(self.jaxpr, used)
+        slim = _jaxprs.own_outputs(slim, slim.jaxpr.invars)
         split: Mapping[Var, Spec] = {}
         if self.specs is not None:
             wanted = zip(slim.jaxpr.outvars, (self.specs[n] for n in owned), strict=True)
             slim, split = with_split_outputs(slim, dict(wanted))
         # So one computation takes the keys of any layer.
         eqns = list(map(_numbers.with_start_operands, _output_by_output(slim)))
-        read = {v for eqn in eqns for v in _jaxprs.variables(eqn.invars)}
+        read = _jaxprs.operands_of(eqns)
         outputs = {v: self.made[n] for n, v in zip(owned, slim.jaxpr.outvars, strict=True)}
         values = dict(zip(slim.jaxpr.invars, self.given, strict=True))
         before: tuple[Value, ...] = ()
@@ -245,20 +245,6 @@ class _Builder:
         jaxpr = _compat.make_closed_jaxpr(inputs, results, [alone], "initialize")
         name = f"initialize_{eqn.params.get('name', eqn.primitive.name)}"
         return self.bodies.setdefault(_jaxprs.structure(jaxpr), Body(name, jaxpr, ()))
-
-
-def _with_own_outputs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Makes a variable for each output: copies one that is an input, a literal or another one."""
-    eqns, outvars = list(jaxpr.eqns), []
-    taken = set(jaxpr.jaxpr.invars)
-    for atom in jaxpr.jaxpr.outvars:
-        if _jaxprs.is_literal(atom) or atom in taken:
-            own = _jaxprs.fresh_var(atom)
-            eqns += _jaxprs.splice(jnp.copy, [atom], [own])
-            atom = own
-        taken.add(atom)
-        outvars.append(atom)
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
 
 
 def _output_by_output(jaxpr: jex.ClosedJaxpr) -> list[Eqn]:
@@ -346,7 +332,7 @@ def with_split_outputs(
         its variables; those of its inputs are whole.
 
     Example:
-        >>> import jax
+        >>> import jax, jax.numpy as jnp
         >>> jaxpr = jax.make_jaxpr(lambda x: jnp.broadcast_to(x, (4, 2)) * 3)(1.0)
         >>> wanted = {jaxpr.jaxpr.outvars[0]: (("data",), ())}
         >>> _, specs = with_split_outputs(jaxpr, wanted)
@@ -367,15 +353,10 @@ def with_split_outputs(
             split = like if len(v.aval.shape) == len(like) else whole
             wishes.setdefault(v, set()).add(split)
     specs.update((v, replicated(len(v.aval.shape))) for v in jaxpr.jaxpr.invars)
-    eqns, outvars = list(jaxpr.eqns), []
-    for v in jaxpr.jaxpr.outvars:
-        if specs[v] != wanted[v]:
-            own = _jaxprs.fresh_var(v)
-            eqns += _jaxprs.splice(jnp.copy, [v], [own])
-            specs[own] = wanted[v]
-            v = own
-        outvars.append(v)
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), specs
+    outvars = jaxpr.jaxpr.outvars
+    split = _jaxprs.own_outputs(jaxpr, [v for v in outvars if specs[v] != wanted[v]])
+    specs.update((own, wanted[v]) for own, v in zip(split.jaxpr.outvars, outvars, strict=True))
+    return split, specs
 
 
 def _split_alike(eqn: Eqn, specs: Mapping[Var, Spec]) -> Spec:

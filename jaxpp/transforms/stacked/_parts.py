@@ -7,6 +7,7 @@ rewritten to equations over the parts (`Splitter`).
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from jaxpp import _compat, _jaxprs, _primitives
 from jaxpp._typing import Atom, Eqn, Var
@@ -133,8 +134,8 @@ class Splitter:
         self.eqns.append((eqn, number))
         guard = next((self._guards[v] for v in self._at.outvars if v in self._guards), ())
         if guard:
-            own = tuple((self._known(v), k) for v, k in guard)
-            self.guards.update(dict.fromkeys(eqn.outvars, own))
+            own: Any = tuple((self._known(v), k) for v, k in guard)
+            self.guards.update((v, own) for v in eqn.outvars)
 
     def _emit(self, eqn: Eqn) -> Var:
         """Adds an equation beside the one that is rewritten; gives its result."""
