@@ -69,10 +69,6 @@ class Divided:
     slices: frozenset[Var]
     joins: frozenset[Var]
 
-    def start_of(self, place: Iteration) -> Var:
-        """Returns the first variable of the equation after a place."""
-        return next(v for v, p in self.places.items() if p == place)
-
 
 def divide_scans(
     jaxpr: jex.ClosedJaxpr, model: Sequence[Var], places: Collection[Iteration] = ()

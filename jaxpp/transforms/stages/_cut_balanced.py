@@ -142,10 +142,8 @@ def cut_balanced(
         raise ValueError(f"split_stages: {error}{loop}") from None
     starts = [costed.heads[cut].outvars[0] for cut in cuts]
     places = [divided.places.get(v) for v in starts]
-    divided = stacked.divide_scans(jaxpr, arrays, [p for p in places if p is not None])
-    line = _cuts.Line.of(divided)
-    starts = [v if p is None else divided.start_of(p) for v, p in zip(starts, places, strict=True)]
-    positions = list(map(line.position_of, starts))
+    line = _cuts.Line.of(stacked.divide_scans(jaxpr, arrays, [p for p in places if p is not None]))
+    positions = (line.position_of(p or v) for v, p in zip(starts, places, strict=True))
     return line.marked(positions, range(1, len(cuts) + 1), [None] * len(cuts))
 
 

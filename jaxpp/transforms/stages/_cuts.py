@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -42,12 +42,11 @@ def _cut_at_scopes(
     """
     jaxpr, _ = _stages.dissolve_marks(jaxpr)
     places = _places_in_scopes(jaxpr, names, arrays)
-    divided = stacked.divide_scans(jaxpr, arrays, places.values())
-    line = Line.of(divided)
+    line = Line.of(stacked.divide_scans(jaxpr, arrays, places.values()))
     positions = []
     for name in names:
         if name in places:
-            positions.append(line.position_of(divided.start_of(places[name])))
+            positions.append(line.position_of(places[name]))
             continue
         position = next((i for i, e in enumerate(line.eqns) if in_scope(e, name)), None)
         if position is None:
@@ -121,80 +120,7 @@ def no_scope(name: str, eqns: Sequence[Eqn], model: Any) -> str:
     return f"No module of the first argument is called {name!r} ({there}), and n{no_scope}"
 
 
-# ---- shared -------------------------------------------------------------------------------------
-
-
-def open_program(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _checkpoints.Checkpoints]:
-    """Opens all calls and checkpoints of a program but for outlined stages."""
-    jaxpr, checkpoints = _checkpoints.open_calls(
-        jaxpr, lambda e: not _marks.is_stage_call(e), _calls.apart
-    )
-    eqns = [e for eqn in jaxpr.eqns for e in _calls.apart(eqn, [eqn])]
-    return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars), checkpoints
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A divided program in which argument chains stand just before their first reader.
-
-    So a weight's cast, transpose or stacking goes with the stage that reads it. Those equations
-    that only prepare the one after them are in `leads`, by the first variable that they make: no
-    cut should be made right after one.
-    """
-
-    jaxpr: jex.ClosedJaxpr
-    leads: frozenset[Var]
-
-    @classmethod
-    def of(cls, divided: stacked.Divided) -> "Line":
-        jaxpr, eqns = divided.jaxpr, divided.jaxpr.eqns
-        moves = _stages.argument_chains(jaxpr)
-        sunk = {v: i for i, e in enumerate(eqns) if moves[i] for v in e.outvars}
-        results = [sunk[v] for v in _jaxprs.variables(jaxpr.jaxpr.outvars) if v in sunk]
-
-        def needs(i: int) -> list[int]:
-            return [sunk[v] for v in _jaxprs.variables(eqns[i].invars) if v in sunk]
-
-        stays = [i for i in range(len(eqns)) if not moves[i]]
-        order = [eqns[i] for i in _checkpoints.ordered([*stays, *results], needs)]
-        sorted_jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, order)
-        return cls(sorted_jaxpr, divided.slices | {eqns[i].outvars[0] for i in sunk.values()})
-
-    @property
-    def eqns(self) -> Sequence[Eqn]:
-        return self.jaxpr.eqns
-
-    def is_lead(self, eqn: Eqn) -> bool:
-        """Tells whether an equation only prepares the one after it."""
-        return not self.leads.isdisjoint(eqn.outvars[:1])
-
-    def position_of(self, start: Var) -> int:
-        """Returns the position of the equation that makes a variable."""
-        return next(i for i, e in enumerate(self.eqns) if start in e.outvars)
-
-    def marked(
-        self, positions: Sequence[int], stages: Sequence[int], names: Sequence[str | None]
-    ) -> jex.ClosedJaxpr:
-        """Marks the entrance of stages, before equations and what only prepares these.
-
-        Raises:
-            ValueError: for positions that are not in order, or not distinct.
-        """
-        positions = list(positions)
-        for n, position in enumerate(positions):
-            while position > 0 and self.is_lead(self.eqns[position - 1]):
-                position -= 1
-            positions[n] = position
-        if positions != sorted(positions):
-            order = [name for _, name in sorted(zip(positions, names, strict=True))]
-            raise ValueError(
-                f"The cuts {list(names)} are out of order: they run in the order {order}."
-            )
-        if len(set(positions)) < len(positions):
-            raise ValueError(
-                f"Two of the cuts {list(names)} are at the same layer or equation; drop one."
-            )
-        return _insert_marks(self.jaxpr, positions, stages, names)
+# ---- modules and layers --------------------------------------------------------------------------
 
 
 def _stacked(
@@ -227,32 +153,112 @@ def _mark_layers(
         scan = stacked.find_scan(jaxpr, arrays, layer.arrays, layer.stack)
         first = 0 if layer.index is None else scan.place_of(layer.index, layer.stack)[1]
         places.append((scan.number, first))
-    divided = stacked.divide_scans(jaxpr, arrays, places)
-    line = Line.of(divided)
-    positions = [line.position_of(divided.start_of(place)) for place in places]
+    line = Line.of(stacked.divide_scans(jaxpr, arrays, places))
+    positions = map(line.position_of, places)
     return line.marked(positions, [i + 1 for i in layers], [modules[i][0] for i in layers])
 
 
+# ---- shared -------------------------------------------------------------------------------------
+
+
+def open_program(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _checkpoints.Checkpoints]:
+    """Opens all calls and checkpoints of a program but for outlined stages."""
+    jaxpr, checkpoints = _checkpoints.open_calls(
+        jaxpr, lambda e: not _marks.is_stage_call(e), _calls.apart
+    )
+    eqns = [e for eqn in jaxpr.eqns for e in _calls.apart(eqn, [eqn])]
+    return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars), checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A divided program in which argument chains stand just before their first reader.
+
+    So a weight's cast, transpose or stacking goes with the stage that reads it. Those equations
+    that only prepare the one after them are in `leads`, by the first variable that they make: no
+    cut should be made right after one.
+    """
+
+    jaxpr: jex.ClosedJaxpr
+    leads: frozenset[Var]
+    places: Mapping[Var, stacked.Iteration]
+
+    @classmethod
+    def of(cls, divided: stacked.Divided) -> "Line":
+        jaxpr, eqns = divided.jaxpr, divided.jaxpr.eqns
+        moves = _stages.argument_chains(jaxpr)
+        sunk = {v: i for i, e in enumerate(eqns) if moves[i] for v in e.outvars}
+        results = [sunk[v] for v in _jaxprs.variables(jaxpr.jaxpr.outvars) if v in sunk]
+
+        def needs(i: int) -> list[int]:
+            return [sunk[v] for v in _jaxprs.variables(eqns[i].invars) if v in sunk]
+
+        stays = [i for i in range(len(eqns)) if not moves[i]]
+        order = [eqns[i] for i in _checkpoints.ordered([*stays, *results], needs)]
+        sorted_jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, order)
+        leads = divided.slices | {eqns[i].outvars[0] for i in sunk.values()}
+        return cls(sorted_jaxpr, leads, divided.places)
+
+    @property
+    def eqns(self) -> Sequence[Eqn]:
+        return self.jaxpr.eqns
+
+    def is_lead(self, eqn: Eqn) -> bool:
+        """Tells whether an equation only prepares the one after it."""
+        return not self.leads.isdisjoint(eqn.outvars[:1])
+
+    def position_of(self, start: Var | stacked.Iteration) -> int:
+        """Returns the position of the equation that makes a variable, or that is after a place."""
+        if isinstance(start, tuple):
+            start = next(v for v, place in self.places.items() if place == start)
+        return next(i for i, e in enumerate(self.eqns) if start in e.outvars)
+
+    def marked(
+        self,
+        positions: Iterable[int],
+        stages: Sequence[int],
+        names: Sequence[str | None],
+    ) -> jex.ClosedJaxpr:
+        """Marks the entrance of stages, before equations and what only prepares these.
+
+        Raises:
+            ValueError: for positions that are not in order, or not distinct.
+        """
+        positions = list(positions)
+        for n, position in enumerate(positions):
+            while position > 0 and self.is_lead(self.eqns[position - 1]):
+                position -= 1
+            positions[n] = position
+        if positions != sorted(positions):
+            order = [name for _, name in sorted(zip(positions, names, strict=True))]
+            raise ValueError(
+                f"The cuts {list(names)} are out of order: they run in the order {order}."
+            )
+        if len(set(positions)) < len(positions):
+            raise ValueError(
+                f"Two of the cuts {list(names)} are at the same layer or equation; drop one."
+            )
+        opened = zip(stages, names, strict=True)
+        return _insert_marks(self.jaxpr, dict(zip(positions, opened, strict=True)))
+
+
 def _insert_marks(
-    jaxpr: jex.ClosedJaxpr,
-    positions: Sequence[int],
-    stages: Sequence[int],
-    names: Sequence[str | None],
+    jaxpr: jex.ClosedJaxpr, opened: Mapping[int, tuple[int, str | None]]
 ) -> jex.ClosedJaxpr:
-    """Marks all values made before and read after each position as the entrance of a stage."""
+    """Marks all values made before and read after some positions as the entrance of a stage.
+
+    `opened` has the number and the name of the stage that opens at each position.
+    """
     varying = _jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)
     last = {v: i for i, e in enumerate(jaxpr.eqns) for v in _jaxprs.variables(e.invars)}
     known = _jaxprs.Substitution()
     made: list[Var] = []
     eqns: list[Eqn] = []
     for i, eqn in enumerate(jaxpr.eqns):
-        if i in positions:
-            k = positions.index(i)
+        if i in opened:
             live = [v for v in made if last.get(v, -1) >= i]
-            marked = [_jaxprs.fresh_var(v) for v in live]
-            eqns.append(
-                _marks.enter_equation([known(v) for v in live], marked, stages[k], names[k])
-            )
+            marked = list(map(_jaxprs.fresh_var, live))
+            eqns.append(_marks.enter_equation(list(map(known, live)), marked, *opened[i]))
             known.of.update(zip(live, marked, strict=True))
         eqns.append(known.rename(eqn))
         made.extend(v for v in eqn.outvars if v in varying)
