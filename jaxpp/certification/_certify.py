@@ -1,15 +1,14 @@
 """`certify`: proves that the programs of a placed step compute what its function does."""
 
 import collections
-import contextlib
 import dataclasses
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpp import _compat, _definitions, _jaxprs
 from jaxpp._ambient import without_mesh
+from jaxpp._garbage import without_collections
 from jaxpp._program import PROVIDED, Argument, Bundle, Result, cuts_of
 from jaxpp.certification import _definition
 from jaxpp.certification._evaluate import Evaluator
@@ -183,7 +182,7 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
     start = time.perf_counter()
     _check_decidable(lowered)
     rules: list[str] = []
-    with _without_collections():
+    with without_collections():
         try:
             proof = _Proof(lowered, _retraced(lowered, _definition.PLAIN, rules))
             undecided = proof.of_transforms(rules)
@@ -213,18 +212,6 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
 
 
 PROVIDED["certify"] = certify_lowered
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Keeps Python from looking for garbage among terms, which are many, and stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _retraced(

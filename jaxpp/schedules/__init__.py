@@ -1,3 +1,10 @@
+"""Schedules as tables of tasks, with what reads them; nothing here needs JAX.
+
+The catalogue has a class for each schedule, such as `OneFOneB`, and `by_name` finds them. `check`,
+`simulate`, `synthesize`, `to_text` and `plot` take any table; `from_tasks` and `FromTable` make one
+of your own, `Kind` a new kind of task. `Recompute` and `Offload` change a schedule.
+"""
+
 from jaxpp.schedules import building_blocks as building_blocks
 from jaxpp.schedules._base import Schedule as Schedule
 from jaxpp.schedules._catalogue import CATALOGUE as CATALOGUE

@@ -36,12 +36,13 @@ def to_text(
 ) -> str:
     """Draws a table or a timeline for a terminal: a line for each rank, time to the right.
 
-    A table is drawn at unit costs: F, I and W take one column, B takes two. `F3` is the forward of
-    microbatch 3, or `F2.3` that of stage 2 where ranks have several stages; `=` is a task that goes
-    on, and a dot is a rank that runs no task. A drawing that does not fit the width, or has other
-    costs, is scaled to the width: numbers are left out where they do not fit their tasks, and where
-    tasks are shorter than a column, columns show kinds in the shares of their time. Of tasks that
-    run together, one is on a second line of the rank; so are copies.
+    A table is drawn at unit costs: F, I and W take one column, B takes two, a task of a kind of
+    your own what the kind says. `F3` is the forward of microbatch 3, or `F2.3` that of stage 2
+    where ranks have several stages; `=` is a task that goes on, and a dot is a rank that runs no
+    task. A drawing that does not fit the width, or has other costs, is scaled to the width: numbers
+    are left out where they do not fit their tasks, and where tasks are shorter than a column,
+    columns show kinds in the shares of their time. Of tasks that run together, one is on a second
+    line of the rank; so are copies.
 
     Args:
       drawn: a table or a timeline, or several by title, drawn one above the other on one time axis.

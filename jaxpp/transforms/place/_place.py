@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from jaxpp import _compat, _in_place, _jaxprs
 from jaxpp._ambient import without_mesh
+from jaxpp._garbage import without_collections
 from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
@@ -213,7 +214,8 @@ class Placed(Generic[R]):
     def _lower(self, args: tuple[Any, ...]) -> Lowered:
         _in_place.warn_of_shared("place", args)
         try:
-            return lower_step(self._request, args)
+            with without_collections():
+                return lower_step(self._request, args)
         except TypeError as error:  # such as those of JAX about values that are not known
             leaves = jtu.tree_leaves_with_path(args)
             arrays = Signature.of(args, self._request.static_argnums).arrays

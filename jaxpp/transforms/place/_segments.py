@@ -36,8 +36,8 @@ def is_segment(eqn) -> bool:
 #: The stages that run an equation, or read a variable.
 Place = frozenset[int]
 
-#: The place of a segment, as its stages in order, and the numbers of its equations.
-_Segment = tuple[tuple[int, ...], Sequence[int]]
+#: What tells the place of a segment, and the numbers of its equations.
+_Segment = tuple[Any, Sequence[int]]
 
 
 class Phases(Flow):

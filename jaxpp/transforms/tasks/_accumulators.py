@@ -87,17 +87,17 @@ def split_shared_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
     parts, outs, joins = [], [], []
     folds, operands, before = {}, dict(loop.operands), list(loop.before)
     for carry, out in zip(loop.carries, loop.carry_outs, strict=True):
-        fold = sums.fold(carry, out)
+        update = sums.update_of(carry, out)
         own, own_outs = [carry], [out]
-        if fold is not None:
-            groups = sums.terms_by_task(fold)
+        if update is not None:
+            groups = sums.terms_by_task(update)
             own += [_jaxprs.fresh_var(carry) for _ in groups[1:]]
             own_outs += [_jaxprs.fresh_var(out) for _ in groups[1:]]
             if len(groups) > 1:
-                sums.accumulate(fold, groups, own, own_outs)
-            folds.update(dict.fromkeys(own, fold.eqn.primitive))
+                sums.accumulate(update, groups, own, own_outs)
+            folds.update(dict.fromkeys(own, update.eqn.primitive))
             for v in own[1:]:
-                eqns, operands[v] = neutral(fold.eqn.primitive, v)
+                eqns, operands[v] = neutral(update.eqn.primitive, v)
                 before += eqns
         parts.append(own)
         outs += own_outs
@@ -107,7 +107,7 @@ def split_shared_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fold:
+class _Update:
     """The equation that combines a carry with a value of each microbatch, in any order."""
 
     eqn: Eqn
@@ -148,7 +148,7 @@ class _Sums:
         kept = [p for i, p in enumerate(self.loop.placed()) if i not in self.dropped]
         return [*kept, *((e, None) for e in self.added)]
 
-    def fold(self, carry: Var, out: Atom) -> _Fold | None:
+    def update_of(self, carry: Var, out: Atom) -> _Update | None:
         """Finds how a carry combines its microbatches; None if their order counts."""
         if _jaxprs.is_literal(out) or out not in self.maker or self.readers[carry] != 1:
             return None
@@ -158,7 +158,7 @@ class _Sums:
         left, right = eqn.invars
         for own, value in ((left, right), (right, left)):
             if not _jaxprs.is_literal(own) and self._uncast(own) is carry:
-                return _Fold(eqn, own, value)
+                return _Update(eqn, own, value)
         return None
 
     def _uncast(self, v: Var) -> Atom:
@@ -190,15 +190,15 @@ class _Sums:
                 tasks[v], found[v] = own, i
         return found
 
-    def terms_by_task(self, fold: _Fold) -> list[list[_Term]]:
+    def terms_by_task(self, update: _Update) -> list[list[_Term]]:
         """Groups the terms of a sum by the task that makes them.
 
         A term that no task makes (the gradient of a penalty on the parameter) joins the first
         group. An extreme has one group.
         """
-        if fold.eqn.primitive.name not in _primitives.ADDS:
-            return [[_Term(fold.value)]]
-        terms, _ = self._terms(fold.value)
+        if update.eqn.primitive.name not in _primitives.ADDS:
+            return [[_Term(update.value)]]
+        terms, _ = self._terms(update.value)
         tasks = [None if _jaxprs.is_literal(t.value) else self.at.get(t.value) for t in terms]
         first = next((p for p in tasks if p is not None), None)
         groups: dict[int | None, list[_Term]] = {}
@@ -221,19 +221,19 @@ class _Sums:
             rest += [_Term(o, (*linear, *term.linear)) for o in reversed(eqn.invars)]
         return found, numbers
 
-    def accumulate(self, fold: _Fold, groups, carries, outs) -> None:
+    def accumulate(self, update: _Update, groups, carries, outs) -> None:
         """Adds each group of terms to a carry of its own, in place of the sum of all terms."""
-        _, numbers = self._terms(fold.value)
+        _, numbers = self._terms(update.value)
         self.dropped.update([self.maker[outs[0]], *numbers])
-        if fold.carry is not carries[0]:
-            self.dropped.add(self.maker[fold.carry])
+        if update.carry is not carries[0]:
+            self.dropped.add(self.maker[update.carry])
         for group, carry, out in zip(groups, carries, outs, strict=True):
             value, *others = map(self._finished, group)
             for v in others:
                 partial = _jaxprs.fresh_var(v)
-                self.added.append(fold.eqn.replace(invars=[value, v], outvars=[partial]))
+                self.added.append(update.eqn.replace(invars=[value, v], outvars=[partial]))
                 value = partial
-            self.added.append(fold.eqn.replace(invars=[carry, value], outvars=[out]))
+            self.added.append(update.eqn.replace(invars=[carry, value], outvars=[out]))
 
     def _finished(self, term: _Term) -> Atom:
         """Applies a term's linear equations to its value."""

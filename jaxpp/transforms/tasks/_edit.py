@@ -136,8 +136,7 @@ class Loop:
         task = self._task(key)
         if _key(task).kind == "F":
             return ()
-        found = (fold.value for fold in _folds(task, self._loop))
-        variables = dict.fromkeys(v for v in found if not _jaxprs.is_literal(v))
+        variables = dict.fromkeys(own.value for own in _additions(task, self._loop))
         return tuple(Value(v.aval, _key(task), (), v, True) for v in variables)
 
     # ---- edits ----------------------------------------------------------------------------------
@@ -282,7 +281,7 @@ class Loop:
         of = {v._var: new for v, new in pairs if not v._is_gradient}
         sums = {v._var: new for v, new in pairs if v._is_gradient}
         inside = task.params["jaxpr"].eqns
-        adding = {id(f.eqn) for f in _folds(task, self._loop) if f.value in sums}
+        adding = {id(own.eqn) for own in _additions(task, self._loop) if own.value in sums}
         added = [e for e in inside if id(e) in adding]
         late = _jaxprs.descendants(inside, _jaxprs.results_of(added))
         new = _jaxprs.Substitution(sums.items())
@@ -504,8 +503,8 @@ class Loop:
             check("the schedule", self._loop)
         except schedules.ScheduleError as error:
             raise schedules.ScheduleError(
-                f"{self._who} leaves a loop that cannot run: {error} Loop.insert(before=) and "
-                f"Loop.order say where a new task is."
+                f"{self._who} leaves a loop that cannot run: {error}\n"
+                f"Loop.insert(before=) and Loop.order say where a new task is."
             ) from None
         return self
 
@@ -520,11 +519,11 @@ class _Made(NamedTuple):
     tree: Any
 
 
-class _Fold(NamedTuple):
-    """The equation by which a task adds a value to an accumulator."""
+class _Addition(NamedTuple):
+    """The equation by which a task adds a variable to an accumulator."""
 
     eqn: Eqn
-    value: Atom
+    value: Var
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -550,7 +549,7 @@ def _type(aval: Aval) -> tuple[Any, ...]:
     return aval.shape, aval.dtype, _compat.memory_kind(aval)
 
 
-def _folds(task: Eqn, loop: ScheduledLoop) -> list[_Fold]:
+def _additions(task: Eqn, loop: ScheduledLoop) -> list[_Addition]:
     """Finds how a task adds to the loop's sums."""
     eqns, taken, made = task.params["jaxpr"].eqns, _inputs(task), _outputs(task)
     maker = {v: e for e in eqns for v in e.outvars}
@@ -563,9 +562,8 @@ def _folds(task: Eqn, loop: ScheduledLoop) -> list[_Fold]:
         if fold is None or fold.name not in _primitives.ADDS:
             continue
         own = _jaxprs.descendants(eqns, [taken[carry]])  # the accumulator, perhaps cast
-        found += [
-            _Fold(maker[v], o) for o in maker[v].invars if _jaxprs.is_literal(o) or o not in own
-        ]
+        read = _jaxprs.variables(maker[v].invars)
+        found += [_Addition(maker[v], o) for o in read if o not in own]
     return found
 
 

@@ -105,7 +105,7 @@ class _Opener:
         after = [e for e in inner if not any(e is b for b in before)]
         made = set(_jaxprs.results_of(after))
         pairs = list(zip(eqn.outvars, results, strict=True))
-        kept = [(v, r) for v, r in pairs if r in made]
+        kept = [(v, r) for v, r in pairs if not _jaxprs.is_literal(r) and r in made]
         part = _jaxprs.part(after, [r for _, r in kept])
         jaxpr = _compat.with_closed_type(part.jaxpr, eqn.params["jaxpr"])
         checkpoint = eqn.replace(
@@ -114,7 +114,8 @@ class _Opener:
             params={**eqn.params, "jaxpr": jaxpr},
         )
         self.find.note(checkpoint)
-        return [*before, checkpoint], [v if r in made else r for v, r in pairs]
+        inside = {v for v, _ in kept}
+        return [*before, checkpoint], [v if v in inside else r for v, r in pairs]
 
     def _open_scan(self, eqn: Eqn) -> _jaxprs.Replacement:
         """Casts an operand of a scan before the scan, where the scan only reads it to cast it."""

@@ -207,8 +207,8 @@ def read_loop(eqn: Eqn, splits_backward: bool) -> MicrobatchLoop:
     placed: list[tuple[Eqn, int | None]] = []
     edges: set[Var] = set()
     recomputing: set[int] = set()
-    for e, computed_again in zip(map(known.rename, flat.eqns), again, strict=True):
-        call = stage_of_call(e)
+    for e in map(known.rename, flat.eqns):
+        call, computed_again = stage_of_call(e), not again.isdisjoint(e.outvars)
         if call is None:
             if _rounds_nothing(e) and e.invars[0] in edges:
                 known.of[e.outvars[0]] = e.invars[0]
@@ -244,43 +244,42 @@ def read_loop(eqn: Eqn, splits_backward: bool) -> MicrobatchLoop:
     )
 
 
-def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[bool]]:
+def _inline_to_calls(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, set[Var]]:
     """Brings the calls of stages to the top of a loop's body.
 
-    Also tells for each equation whether a checkpoint computes it again for a backward in it. Where
-    a stage in the checkpoint reads the forward of an earlier one, they are forwards of the loop,
-    for the earlier one's backward comes later. So it is for the gradient of a loss over the batch.
+    Also gives the results of the equations that a checkpoint computes again for a backward in it.
+    Where a stage in the checkpoint reads the forward of an earlier one, they are forwards of the
+    loop, for the earlier one's backward comes later. So it is for the gradient of a loss over the
+    batch.
     """
+    again: set[Var] = set()
 
-    def holds_calls(eqn):
+    def holds_calls(eqn: Eqn) -> bool:
         return not is_stage_call(eqn) and _jaxprs.contains(eqn, is_stage_call)
 
-    known = _jaxprs.Substitution()
-    eqns: list[Eqn] = []
-    again: list[bool] = []
-
-    def add(jaxpr: jex.ClosedJaxpr, computed_again: bool) -> list[Atom]:
-        """Adds the equations of a program; gives its results."""
-        flat = _jaxprs.inline(jaxpr, lambda e: holds_calls(e) and not _recomputes(e))
-        for eqn in map(known.rename, flat.eqns):
+    def opening(computed_again: bool) -> Callable[[Eqn], _jaxprs.Replacement | None]:
+        def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
             if not holds_calls(eqn):
-                eqns.append(eqn)
-                again.append(computed_again)
-                continue
-            if not _recomputes(eqn):
+                again.update(eqn.outvars if computed_again else ())
+                return None
+            if _jaxprs.called_jaxpr(eqn) is None:
                 raise ValueError(
                     f"schedule: stages are called inside a `{eqn.primitive.name}`"
                     f"{_compat.at_source_line(eqn)}; a schedule needs them directly in the "
                     f"microbatch loop."
                 )
-            called = _jaxprs.part(*_jaxprs.inline_call(eqn, eqn.invars)).jaxpr
-            inner = _jaxprs.inline(called, holds_calls).eqns
-            is_again = any(map(is_backward_call, inner)) and not _are_chained(inner)
-            known.of.update(zip(eqn.outvars, add(called, computed_again or is_again), strict=True))
-        return list(map(known, flat.jaxpr.outvars))
+            called, results = _jaxprs.inline_call(eqn, eqn.invars)
+            is_again = False
+            if _recomputes(eqn):
+                inner = _jaxprs.inline(_jaxprs.part(called, results).jaxpr, holds_calls).eqns
+                is_again = any(map(is_backward_call, inner)) and not _are_chained(inner)
+            known = _jaxprs.Substitution()
+            eqns = _jaxprs.rewritten(called, opening(computed_again or is_again), known)
+            return eqns, map(known, results)
 
-    outvars = add(jaxpr, False)
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), again
+        return rule
+
+    return _jaxprs.rewrite(jaxpr, opening(False)), again
 
 
 def _are_chained(eqns: Sequence[Eqn]) -> bool:

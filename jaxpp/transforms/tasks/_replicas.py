@@ -65,7 +65,7 @@ def in_one_row(join: Callable[..., Any], results: Sequence[Any]) -> Any:
     return join(*(r.reshape(replicas * length, *rest) for r in results)).reshape(results[0].shape)
 
 
-def scheduled(eqn: Eqn, after: Sequence[Eqn], tasks_of: TasksOf) -> list[Eqn]:
+def schedule_rows(eqn: Eqn, after: Sequence[Eqn], tasks_of: TasksOf) -> list[Eqn]:
     """Schedules the loops of replicas.
 
     Args:
@@ -93,7 +93,7 @@ def scheduled(eqn: Eqn, after: Sequence[Eqn], tasks_of: TasksOf) -> list[Eqn]:
 def _run_rows(
     eqn: Eqn, after: Sequence[Eqn], operands: Sequence[Any], tasks_of: TasksOf
 ) -> dict[Var, Any]:
-    """Does as `scheduled`, on values; gives those of the results by their variables."""
+    """Does as `schedule_rows`, on values; gives those of the results by their variables."""
     replicas = eqn.params["length"]
     num_consts, num_carry = _compat.scan_parts(eqn)
     body, constants = _jaxprs.without_constants(eqn.params["jaxpr"])

@@ -215,7 +215,7 @@ def _scheduled(
         noted = functools.partial(note, next(numbers))
         tasks_of = functools.partial(_tasks_of, schedule=own, note=noted)
         if _replicas.is_replicas(eqn):
-            rows = _replicas.scheduled(eqn, flat.eqns, tasks_of)
+            rows = _replicas.schedule_rows(eqn, flat.eqns, tasks_of)
             made.update(_jaxprs.results_of(rows))
             return rows, eqn.outvars
         return _loop_equations(eqn, *tasks_of(eqn)), eqn.outvars

@@ -118,6 +118,24 @@ def test_gradients_are_replaced_before_they_are_added_up(schedule):
     assert_same((loss, grads), (same, [4 * g for g in plain]))
 
 
+def test_a_task_that_adds_a_number_to_a_sum_is_edited_too():
+    """A loss that counts its microbatches: it has 1.0 as a further result."""
+
+    def rule(loop):
+        own = [v for v in loop.values if v.maker == ("F", 1)]
+        assert own and not loop.gradients(("F", 1))
+        return loop.replace(("F", 1), own, lambda *xs: [2 * x for x in xs])
+
+    grad = jax.value_and_grad(
+        jaxpp.wrap_forward(lambda ws, x: (loss_fn(ws, x), jnp.float32(1))), has_aux=True
+    )
+    loop = jaxpp.microbatch(grad, M, reduce=(("mean", "sum"), "mean"))
+    fun = edit_loops(jaxpp.schedule(loop, OneFOneB()), rule)
+    (_, count), grads = jaxpp.place(fun, mesh_of(2))(WS, X)
+    assert count == M
+    assert not np.allclose(grads[1], edited(nothing)[1][1])
+
+
 @pytest.mark.parametrize("schedule", [OneFOneB(), DualPipe()], ids=str)
 def test_a_result_has_each_microbatch_in_its_row_and_any_structure(schedule):
     def rule(loop):
