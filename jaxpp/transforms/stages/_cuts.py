@@ -176,7 +176,7 @@ class Line:
 
     So a weight's cast, transpose or stacking goes with the stage that reads it. Those equations
     that only prepare the one after them are in `leads`, by the first variable that they make: no
-    cut should be made right after one.
+    cut should be made right after one. `places` has the place before an equation, likewise.
     """
 
     jaxpr: jex.ClosedJaxpr
