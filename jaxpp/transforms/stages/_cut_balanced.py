@@ -124,10 +124,8 @@ def cut_balanced(
     divided = stacked.divide_scans(jaxpr, arrays, everywhere)
     line = _cuts.Line.of(divided)
     costed = _Costs.of(line, divided, num_stages, balance, arrays, tolerance)
-    moved = line.leads | divided.joins
-    own = [None if e.outvars[0] in moved else e for e in costed.eqns]
     wanted = balance.at_least if isinstance(balance, Units) else num_stages
-    units = _whole_units(own, costed, calls, scopes, divided.places, checkpoints, wanted)
+    units = _whole_units(costed, calls, scopes, checkpoints, wanted)
     for name in scopes or ():
         if not any(unit.label == name for unit in units):
             raise ValueError(_cuts.no_scope(name, line.eqns, model))
@@ -136,7 +134,7 @@ def cut_balanced(
         if isinstance(balance, Units | Finest):
             cuts = costed.unit_cuts([*units, *together], balance)
         else:
-            cuts = _best_cuts(costed, units, together, _closed_call(costed, divided.places))
+            cuts = _best_cuts(costed, units, together)
     except ValueError as error:
         loop = stacked.loop_that_is_one_unit(jaxpr, arrays)
         raise ValueError(f"split_stages: {error}{loop}") from None
@@ -159,13 +157,13 @@ def cost_of(balance: Balance) -> _flops.Cost:
 
 
 def _best_cuts(
-    costed: "_Costs", units: Sequence[_units.Unit], together: Sequence[_units.Unit], call: str
+    costed: "_Costs", units: Sequence[_units.Unit], together: Sequence[_units.Unit]
 ) -> list[int]:
     """Finds the best cuts between units, and between those that states keep `together`, if it can.
 
-    Warns where the slowest stage is much slower than it could be; `call` says so of a call.
+    Warns where the slowest stage is much slower than it could be.
     """
-    layers = _units.note(units, costed.num_stages)
+    layers, call = _units.note(units, costed.num_stages), _closed_call(costed)
     try:
         cuts = costed.cuts(units)
     except ValueError as error:
@@ -185,18 +183,17 @@ def _best_cuts(
 
 
 def _whole_units(
-    eqns: Sequence[Eqn | None],
     costed: "_Costs",
     calls: Mapping[str, str | None],
     scopes: Sequence[str] | None,
-    places: Mapping[Var, stacked.Iteration],
     checkpoints: _checkpoints.Checkpoints,
     wanted: int,
 ) -> list[_units.Unit]:
-    """Finds the units that stay whole; None stands for an equation that goes with another."""
+    """Finds the units that stay whole; an equation that goes with another begins and ends none."""
+    eqns = [None if e.outvars[0] in costed.moved else e for e in costed.eqns]
 
     def iteration(eqn: Eqn | None) -> stacked.Iteration | None:
-        return None if eqn is None else places.get(eqn.outvars[0])
+        return None if eqn is None else costed.places.get(eqn.outvars[0])
 
     def named(eqn: Eqn) -> Iterator[str]:
         # A scan whose body calls a module is under the module's scope: it is a stack of layers.
@@ -228,7 +225,8 @@ class _Costs:
 
     `heads` has for each the first, from it on, that does not only prepare the next one; `crossing`
     the bytes that cross before it; `shared` those of arrays of the model that are read before it
-    and behind.
+    and behind. An equation of `moved` goes with the one after it, or before it; `places` has the
+    place before an equation. Both name it by the first variable that it makes.
     """
 
     eqns: Sequence[Eqn]
@@ -236,6 +234,8 @@ class _Costs:
     costs: Sequence[float]
     crossing: Sequence[float]
     shared: Sequence[float]
+    moved: frozenset[Var]
+    places: Mapping[Var, stacked.Iteration]
     num_stages: int
     count_layers: bool
     tolerance: float
@@ -270,8 +270,18 @@ class _Costs:
                 if v in model:
                     first.setdefault(v, i)
         shared = _bytes_from(first, eqns)
-        by_layers = balance == "layers"
-        return cls(eqns, heads, costs, crossing, shared, num_stages, by_layers, tolerance)
+        return cls(
+            eqns,
+            heads,
+            costs,
+            crossing,
+            shared,
+            line.leads | divided.joins,
+            divided.places,
+            num_stages,
+            balance == "layers",
+            tolerance,
+        )
 
     @functools.cached_property
     def blocks(self) -> list[_units.Unit]:
@@ -341,14 +351,15 @@ def _between_units(
     return _balance.balanced_cuts(ones, crossing, min(at_least, places + 1))
 
 
-def _closed_call(costed: _Costs, places: Mapping[Var, stacked.Iteration]) -> str:
+def _closed_call(costed: _Costs) -> str:
     """Says which uncuttable call has much more than a stage's share of the work, if one has."""
     eqns, costs = costed.eqns, costed.costs
     if not eqns:
         return ""
     i = max(range(len(eqns)), key=costs.__getitem__)
-    is_call = any(True for _ in _jaxprs.sub_jaxprs(eqns[i])) and eqns[i].outvars[0] not in places
-    if not is_call or costs[i] <= 1.5 * sum(costs) / costed.num_stages:
+    is_call = any(True for _ in _jaxprs.sub_jaxprs(eqns[i]))
+    is_cut = eqns[i].outvars[0] in costed.places
+    if not is_call or is_cut or costs[i] <= 1.5 * sum(costs) / costed.num_stages:
         return ""
     way_out = "call it for each layer and not for all of them"
     if _stages.runs_microbatches(eqns[i]):
