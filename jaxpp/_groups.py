@@ -49,11 +49,21 @@ class Flow:
     ):
         self.eqns = eqns
         self.reads = [[*_jaxprs.variables(e.invars), *dict.fromkeys(more(e))] for e in eqns]
-        self.maker = {v: i for i, e in enumerate(eqns) for v in e.outvars}
-        self.readers: dict[Var, set[int | None]] = {}
-        for i, read in [*enumerate(self.reads), (None, _jaxprs.variables(outputs))]:
+        self._outputs = _jaxprs.variables(outputs)
+
+    @functools.cached_property
+    def maker(self) -> dict[Var, int]:
+        """The equation that makes each variable, if one does."""
+        return {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, set[int | None]]:
+        """The equations that read each variable."""
+        readers: dict[Var, set[int | None]] = {}
+        for i, read in [*enumerate(self.reads), (None, self._outputs)]:
             for v in read:
-                self.readers.setdefault(v, set()).add(i)
+                readers.setdefault(v, set()).add(i)
+        return readers
 
     def maker_of(self, atom: Atom) -> int | None:
         """Returns the number of the equation that makes an atom; None where none does."""
@@ -62,39 +72,40 @@ class Flow:
     def down(
         self,
         start: Mapping[Var, Fact],
-        rule: Callable[[int, list[Fact]], Fact | Mapping[Var, Fact] | None],
+        rule: Callable[[int, list[Fact]], Fact | dict[Var, Fact] | None],
     ) -> dict[Var, Fact]:
         """Hands facts of variables on from operands to results.
 
         `rule(i, near)` gives the fact of equation i's results, from those of its operands: one for
-        all, or a mapping by result; None for none.
+        all, or a dictionary by result; None for none.
         """
         facts = dict(start)
         for i, eqn in enumerate(self.eqns):
             fact: Any = rule(i, [facts[v] for v in self.reads[i] if v in facts])
-            if fact is not None:
-                own = fact if isinstance(fact, Mapping) else dict.fromkeys(eqn.outvars, fact)
-                facts.update(own)
+            if isinstance(fact, dict):
+                facts.update(fact)
+            elif fact is not None:
+                facts.update((v, fact) for v in eqn.outvars)
         return facts
 
     def up(
         self,
         start: Mapping[Var, Fact],
-        rule: Callable[[int, list[Fact]], Fact | Mapping[Var, Fact] | None],
+        rule: Callable[[int, list[Fact]], Fact | dict[Var, Fact] | None],
         join: Callable[[Fact, Fact], Fact] = operator.or_,
     ) -> dict[Var, Fact]:
         """Hands facts of variables on from results to operands.
 
         `rule(i, near)` gives the fact of equation i's operands, from those of its results: one for
-        all, or a mapping by operand; None for none. `join` combines those of several readers.
+        all, or a dictionary by operand; None for none. `join` combines those of several readers.
         """
         facts = dict(start)
         for i in reversed(range(len(self.eqns))):
             fact: Any = rule(i, [facts[v] for v in self.eqns[i].outvars if v in facts])
             if fact is None:
                 continue
-            for v in fact if isinstance(fact, Mapping) else self.reads[i]:
-                own = fact[v] if isinstance(fact, Mapping) else fact
+            for v in fact if isinstance(fact, dict) else self.reads[i]:
+                own = fact[v] if isinstance(fact, dict) else fact
                 facts[v] = join(facts[v], own) if v in facts else own
         return facts
 
