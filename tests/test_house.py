@@ -181,10 +181,10 @@ def test_nothing_imports_past_the_face_of_a_room():
 def test_an_import_past_a_face_would_be_found():
     past = "from jaxpp.transforms.inside import _assign, assign"
     assert past_a_face("jaxpp.transforms.graph._lower", past) == ["jaxpp.transforms.inside._assign"]
-    past = "from jaxpp.transforms.inside.propagation._rules import results"
-    assert past_a_face("jaxpp.transforms.graph._lower", past)
-    assert past_a_face("jaxpp.transforms.inside._passes", past)
-    assert not past_a_face("jaxpp.transforms.inside.propagation._rows", past)
+    past = "from jaxpp.runtime.remote.calls._line import Line"
+    assert past_a_face("jaxpp.runtime.local._mesh", past)
+    assert past_a_face("jaxpp.runtime.remote._mesh", past)
+    assert not past_a_face("jaxpp.runtime.remote.calls._channel", past)
 
 
 #: The rooms of a folder, each below those that may import it.

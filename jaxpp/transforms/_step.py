@@ -6,6 +6,7 @@ to a step. All that is known of an argument or a result is in its record, and of
 """
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Collection, Mapping
 
 import jax.extend.core as jex
@@ -169,3 +170,18 @@ def _line(record: Argument | Result) -> str:
     if record.spec and any(record.spec):
         said.append(f"split {record.spec}")
     return " ".join(said)
+
+
+def changes(texts: Mapping[str, str]) -> str:
+    """Writes the first of some texts, and of each further one the lines that changed.
+
+    Args:
+        texts: the text after each pass, by the pass's name.
+    """
+    (first, *lines), *rest = ([name, *text.splitlines()] for name, text in texts.items())
+    said = [f"==== {first}", *lines]
+    for name, *text in rest:
+        # Without the names of files, and the numbers of lines, of a diff.
+        said += [f"==== {name}", *[*difflib.unified_diff(lines, text, n=0, lineterm="")][2:]]
+        lines = text
+    return "\n".join(line for line in said if not line.startswith("@@"))

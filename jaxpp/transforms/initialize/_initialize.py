@@ -8,23 +8,24 @@ traces (`jnp.mean`) counts as the operations in it; and a jitted function of whi
 some results, or some rows of them, is compiled without the rest.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxpp import _compat, _jaxprs, _numbers
+from jaxpp import _compat, _jaxprs, _numbers, _primitives
+from jaxpp._groups import Flow
 from jaxpp._program import Argument, Bundle, Result, cuts_of
 from jaxpp._specs import Spec, replicated, type_of
+from jaxpp._typing import Atom, Aval, Eqn, Literal, Var
 from jaxpp._warn import warn
-from jaxpp.transforms._signature import with_arrays
+from jaxpp.transforms._signature import describe, with_arrays
 from jaxpp.transforms._step import Inside, Step
 from jaxpp.transforms.graph import Body, GraphTask, TaskGraph, Value, lower
-from jaxpp.transforms.initialize import _row_slices, _specs
+from jaxpp.transforms.stacked import Bounds, Slicer
 
 
 def trace_initializer(
@@ -100,17 +101,10 @@ def _difference(own: Any, other: Any) -> str:
             return f"{path} is one too many"
         x, y = leaves[path], others[path]
         if x is not y and (type(x) is not type(y) or x != y):
-            return f"{path} is {_describe(x)}, not {_describe(y)}"
+            return f"{path} is {describe(x)}, not {describe(y)}"
     if jtu.tree_structure(own) != jtu.tree_structure(other):
         return " has another structure, though its leaves are alike"
     return ""
-
-
-def _describe(leaf: Any) -> str:
-    if not isinstance(leaf, jax.ShapeDtypeStruct):
-        return repr(leaf)
-    weak = ", weakly typed" if leaf.weak_type else ""
-    return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]{weak}"
 
 
 def lower_initializer(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[str]) -> Bundle:
@@ -125,7 +119,7 @@ def lower_initializer(traced: _jaxprs.Traced, step: Bundle, arg_names: Sequence[
     made = [a for a in step.arguments if a.array < len(traced.jaxpr.jaxpr.outvars)]
     # JAX runs the bodies of all calls but of jitted functions operation by operation, too.
     jaxpr = _jaxprs.inline(traced.jaxpr, lambda e: e.primitive.name != "jit")
-    jaxpr, blamed = _row_slices.with_parts(jaxpr, cuts_of(made))
+    jaxpr, blamed = with_parts(jaxpr, cuts_of(made))
     for n, eqn in blamed.items():
         warn(
             f"initialize: each rank that has some of the layers of {traced.output_paths()[n]} "
@@ -176,21 +170,22 @@ class _Builder:
         #: The ranks that read each input, and those that make each output.
         self.readers: list[list[int]] = [[] for _ in self.given]
         self.makers: list[list[int]] = [[] for _ in self.made]
-        self.constants: dict[Any, Value] = {}
-        self.bodies: dict[Any, Body] = {}
+        self.constants: dict[Hashable, Value] = {}
+        self.bodies: dict[Hashable, Body] = {}
         self.tasks: list[GraphTask] = []
 
     def add_rank(self, rank: int, owned: Sequence[int]) -> None:
         """Adds the operations that a rank's outputs need, by the numbers of these outputs."""
         used = [n in owned for n in range(len(self.made))]
-        slim = _with_own_outputs(_compat.eliminate_dead_code(self.jaxpr, used))
-        split: Mapping[Any, Spec] = {}
+        slim = _compat.eliminate_dead_code(self.jaxpr, used)
+        slim = _jaxprs.own_outputs(slim, slim.jaxpr.invars)
+        split: Mapping[Var, Spec] = {}
         if self.specs is not None:
             wanted = zip(slim.jaxpr.outvars, (self.specs[n] for n in owned), strict=True)
-            slim, split = _specs.with_split_outputs(slim, dict(wanted))
+            slim, split = with_split_outputs(slim, dict(wanted))
         # So one computation takes the keys of any layer.
         eqns = list(map(_numbers.with_start_operands, _output_by_output(slim)))
-        read = {v for eqn in eqns for v in _jaxprs.variables(eqn.invars)}
+        read = _jaxprs.operands_of(eqns)
         outputs = {v: self.made[n] for n, v in zip(owned, slim.jaxpr.outvars, strict=True)}
         values = dict(zip(slim.jaxpr.invars, self.given, strict=True))
         before: tuple[Value, ...] = ()
@@ -229,19 +224,19 @@ class _Builder:
         )
         return TaskGraph(tuple(self.tasks), arguments, results, ((),) * num_ranks)
 
-    def _value(self, aval: Any, spec: Spec | None = None, **what: Any) -> Value:
+    def _value(self, aval: Aval, spec: Spec | None = None, **what: Any) -> Value:
         if self.specs is not None and spec is None:
             spec = replicated(len(aval.shape))
         return Value(aval, "gathered", "initialize", spec=spec, **what)
 
-    def _constant(self, literal: Any) -> Value:
+    def _constant(self, literal: Literal) -> Value:
         value = _jaxprs.kept(literal.val, literal.aval)
         key = str(literal.aval), np.asarray(value).tobytes()
         if key not in self.constants:
             self.constants[key] = self._value(literal.aval, constant=value)
         return self.constants[key]
 
-    def _body(self, eqn: Any, results: Sequence[Any]) -> Body:
+    def _body(self, eqn: Eqn, results: Sequence[Var]) -> Body:
         """The body that makes some of an equation's results; equal operations share one."""
         # Literals become operands, as in calls outside of `jit`: XLA may compute in another way
         # with a number that it knows, and operations that differ in numbers only compile once.
@@ -252,36 +247,141 @@ class _Builder:
         return self.bodies.setdefault(_jaxprs.structure(jaxpr), Body(name, jaxpr, ()))
 
 
-def _with_own_outputs(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Gives each output its own memory: copies one that is an input, a literal or another one."""
-    eqns, outvars = list(jaxpr.eqns), []
-    taken = set(jaxpr.jaxpr.invars)
-    for atom in jaxpr.jaxpr.outvars:
-        if _jaxprs.is_literal(atom) or atom in taken:
-            own = _jaxprs.fresh_var(atom)
-            eqns += _jaxprs.splice(jnp.copy, [atom], [own])
-            atom = own
-        taken.add(atom)
-        outvars.append(atom)
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns)
-
-
-def _output_by_output(jaxpr: jex.ClosedJaxpr) -> list[Any]:
+def _output_by_output(jaxpr: jex.ClosedJaxpr) -> list[Eqn]:
     """Orders the equations that the outputs need, those of one output after those of another.
 
     So a rank holds little at a time: a model that is made in float32 and then cast is cast leaf by
     leaf.
     """
-    maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    done: set[int] = set()
-    ordered = []
-    for output in jaxpr.jaxpr.outvars:
-        stack, new = [output], set()
-        while stack:
-            i = maker.get(stack.pop())
-            if i is not None and i not in done:
-                done.add(i)
-                new.add(i)
-                stack.extend(_jaxprs.variables(jaxpr.eqns[i].invars))
-        ordered += [jaxpr.eqns[i] for i in sorted(new)]
+    flow, done, ordered = Flow(jaxpr.eqns), set(), []
+    for output in _jaxprs.variables(jaxpr.jaxpr.outvars):
+        made = {i for _, i in flow.behind([output], done.__contains__) if i is not None} - done
+        done |= made
+        ordered += [jaxpr.eqns[i] for i in sorted(made)]
     return ordered
+
+
+# ---- the layers of stacked arrays ----------------------------------------------------------------
+
+#: Arrays of fewer elements may be made whole, such as the keys of all layers.
+SMALL = 1 << 16
+
+
+def with_parts(
+    jaxpr: jex.ClosedJaxpr, cuts: Sequence[Bounds | None]
+) -> tuple[jex.ClosedJaxpr, dict[int, Eqn]]:
+    """Divides outputs of a jaxpr into parts.
+
+    Args:
+        jaxpr: the jaxpr; its own equations stay, for others that need them.
+        cuts: for each output where its rows are cut, or None where it stays whole.
+
+    Returns:
+        The jaxpr with parts in place of outputs. Also the equation to blame for each large output
+        of which all rows have to be made before some can be taken.
+    """
+    outputs: list[Atom] = []
+    blamed: dict[int, Eqn] = {}
+    whole: list[tuple[Eqn, int]] = []
+
+    def note(eqn: Eqn, atoms: Sequence[Atom], maker: Mapping[Var, Eqn]) -> None:
+        whole.append((eqn, _size_behind(atoms, maker)))
+
+    slicer = Slicer({v: e for e in jaxpr.eqns for v in e.outvars}, wanted_whole=note)
+    for n, (output, bounds) in enumerate(zip(jaxpr.jaxpr.outvars, cuts, strict=True)):
+        whole.clear()
+        intervals = [] if bounds is None else itertools.pairwise(bounds)
+        outputs += [slicer.rows(output, *rows) for rows in intervals] or [output]
+        large = max(output.aval.size, SMALL)
+        blamed.update((n, eqn) for eqn, size in reversed(whole) if size >= large)
+    eqns = [*jaxpr.eqns, *slicer.eqns]
+    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outputs, eqns), blamed
+
+
+def _size_behind(atoms: Sequence[Atom], maker: Mapping[Var, Eqn]) -> int:
+    """Finds the size of the largest array among some atoms and those that they are made of."""
+    stack, seen = _jaxprs.variables(atoms), set()
+    while stack:
+        var = stack.pop()
+        if var not in seen:
+            seen.add(var)
+            stack.extend(_jaxprs.variables(maker[var].invars) if var in maker else [])
+    return max((v.aval.size for v in seen), default=0)
+
+
+# ---- axes inside a rank --------------------------------------------------------------------------
+
+
+# The specs go backward from the outputs: the operands of an elementwise operation are split as its
+# results are, and the operands of other operations are whole. An operation that adds elements up
+# would round in another way over split ones: each device runs it on the whole, and takes its shard
+# of the result.
+
+
+def with_split_outputs(
+    jaxpr: jex.ClosedJaxpr, wanted: Mapping[Var, Spec]
+) -> tuple[jex.ClosedJaxpr, dict[Var, Spec]]:
+    """Splits an initialiser's outputs, and the values behind them as far as no bit changes.
+
+    Args:
+        jaxpr: the rank's part of the initialiser, in which each output has an equation of its own.
+        wanted: the spec of each output.
+
+    Returns:
+        The jaxpr, with copies where an output is not split from the start, and the spec of each of
+        its variables; those of its inputs are whole.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> jaxpr = jax.make_jaxpr(lambda x: jnp.broadcast_to(x, (4, 2)) * 3)(1.0)
+        >>> wanted = {jaxpr.jaxpr.outvars[0]: (("data",), ())}
+        >>> _, specs = with_split_outputs(jaxpr, wanted)
+        >>> [specs[v] for eqn in jaxpr.eqns for v in eqn.outvars]
+        [(('data',), ()), (('data',), ())]
+    """
+    wishes: dict[Var, set[Spec]] = {v: {spec} for v, spec in wanted.items()}
+    specs: dict[Var, Spec] = {}
+    for eqn in reversed(jaxpr.eqns):
+        exact = _consists_of(eqn, _is_exact)
+        for v in eqn.outvars:
+            whole = replicated(len(v.aval.shape))
+            wish = wishes.get(v, {whole})
+            specs[v] = next(iter(wish)) if exact and len(wish) == 1 else whole
+        like = _split_alike(eqn, specs)
+        for v in _jaxprs.variables(eqn.invars):
+            whole = replicated(len(v.aval.shape))
+            split = like if len(v.aval.shape) == len(like) else whole
+            wishes.setdefault(v, set()).add(split)
+    specs.update((v, replicated(len(v.aval.shape))) for v in jaxpr.jaxpr.invars)
+    outvars = jaxpr.jaxpr.outvars
+    split = _jaxprs.own_outputs(jaxpr, [v for v in outvars if specs[v] != wanted[v]])
+    specs.update((own, wanted[v]) for own, v in zip(split.jaxpr.outvars, outvars, strict=True))
+    return split, specs
+
+
+def _split_alike(eqn: Eqn, specs: Mapping[Var, Spec]) -> Spec:
+    """Finds the spec of an equation's operands that have dimensions; `()` where they are whole."""
+    shapes = {v.aval.shape for v in eqn.outvars}
+    own = {specs[v] for v in eqn.outvars}
+    if len(shapes) > 1 or len(own) > 1 or not _consists_of(eqn, _is_elementwise):
+        return ()
+    operands = {v.aval.shape for v in _jaxprs.variables(eqn.invars)} - {()}
+    return own.pop() if operands <= shapes else ()
+
+
+def _consists_of(eqn: Eqn, kind: Callable[[Eqn], bool]) -> bool:
+    """Tells whether an equation, or all those that it calls, are of a kind."""
+    return not _jaxprs.contains(eqn, lambda e: _jaxprs.called_jaxpr(e) is None and not kind(e))
+
+
+def _is_exact(eqn: Eqn) -> bool:
+    """Tells whether an operation computes each element by itself, or moves elements only."""
+    return eqn.primitive.name in _primitives.EXACT
+
+
+def _is_elementwise(eqn: Eqn) -> bool:
+    """Tells whether each element of the results is made of the elements at the same place."""
+    shapes = {tuple(atom.aval.shape) for atom in [*eqn.invars, *eqn.outvars]}
+    if eqn.primitive.name == "broadcast_in_dim":
+        return len(shapes) == 1 or not eqn.invars[0].aval.shape
+    return eqn.primitive.name in _primitives.ELEMENTWISE and len(shapes - {()}) < 2

@@ -1,4 +1,4 @@
-"""Traces a step; a step with explicit axes is rewritten to one with automatic axes.
+"""Traces a step to one whose constraints name axes alone, all of them automatic.
 
 Explicit axes (`jax.sharding.AxisType.Explicit`) put the sharding of an array into its type, and JAX
 checks the types as it traces. After the trace, jaxpp knows automatic axes only: a sharding that the
@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._specs import Spec, axes_of, explicit_axes, only, partition_spec, spec_of
-from jaxpp.transforms.inside._constraints import check_constraints, constraint
+from jaxpp._typing import Atom, Eqn, Jaxpr, Var
 
 
 def automatic(mesh: AbstractMesh) -> AbstractMesh:
@@ -75,13 +75,27 @@ def with_automatic_axes(jaxpr: Any) -> Any:
     Raises:
         ValueError: an array is a sum of which each device holds a part (`unreduced`).
     """
+    return retype(jaxpr, _retyped, _rewritten)
+
+
+def retype(
+    jaxpr: Any, new: Callable[[Var], Var], rule: Callable[[Eqn], _jaxprs.Replacement]
+) -> Any:
+    """Rewrites a jaxpr, open or closed, by a rule; `new` makes its new inputs."""
     opened = _jaxprs.opened(jaxpr)
-    known = _jaxprs.Substitution((v, _retyped(v)) for v in opened.invars)
-    eqns: list[Any] = []
-    for eqn in opened.eqns:
-        eqns += _rewritten(known.rename(eqn), known)
-    outvars = [known(v) for v in opened.outvars]
-    return _compat.with_equations(jaxpr, eqns, outvars, [known(v) for v in opened.invars])
+    known = _jaxprs.Substitution((v, new(v)) for v in opened.invars)
+    eqns = _jaxprs.rewritten(opened.eqns, rule, known)
+    outvars, invars = (list(map(known, own)) for own in (opened.outvars, opened.invars))
+    return _compat.with_equations(jaxpr, eqns, outvars, invars)
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Changes the jaxprs, the meshes and the shardings over meshes in a parameter."""
+    if isinstance(value, (*_compat.JaxprTypes, AbstractMesh, NamedSharding)):
+        return change(value)
+    if type(value) is tuple:  # not one with names
+        return tuple(mapped(v, change) for v in value)
+    return [mapped(v, change) for v in value] if type(value) is list else value
 
 
 #: The primitives that make an array out of nothing; JAX itself gives them a sharding.
@@ -91,8 +105,8 @@ _MADE = frozenset({"broadcast_in_dim", "iota"})
 _WANTED = ("out_sharding", "sharding")
 
 
-def _rewritten(eqn: Any, known: _jaxprs.Substitution) -> list[Any]:
-    """Returns the equations that take the place of one, and notes its new results in `known`."""
+def _rewritten(eqn: Eqn) -> _jaxprs.Replacement:
+    """Returns the equations that take the place of one, and its new results."""
     for v in eqn.outvars:
         if "unreduced" in str(getattr(v.aval, "sharding", "")):
             raise ValueError(
@@ -102,50 +116,47 @@ def _rewritten(eqn: Any, known: _jaxprs.Substitution) -> list[Any]:
                 f"examples are summed once a step as it is."
             )
     results = [_retyped(v) for v in eqn.outvars]
-    known.of.update(zip(eqn.outvars, results, strict=True))
     if "dst_sharding" in eqn.params:  # the equation only moves an array
-        return [_constraint(eqn, eqn.invars[0], eqn.params["dst_sharding"], results[0])]
+        moved = _constraint(eqn, eqn.invars[0], eqn.params["dst_sharding"], results[0])
+        return [moved], results
     own = eqn.replace(outvars=results)
     if eqn.primitive.name == "sharding_constraint":
-        return [_automatic(own)]
+        return [_automatic(own)], results
     wanted = [eqn.params[name] for name in _WANTED if _is_explicit(eqn.params.get(name))]
     if not wanted:
-        return [_automatic(own)]
+        return [_automatic(own)], results
     own = own.replace(params={k: None if k in _WANTED else v for k, v in eqn.params.items()})
     split = axes_of(spec_of(wanted[0].spec, len(results[0].aval.shape)))
     says_nothing = eqn.primitive.name in _MADE or AxisType.Auto in wanted[0].mesh.axis_types
     if says_nothing and not split:
-        return [_automatic(own)]
+        return [_automatic(own)], results
     free = _jaxprs.fresh_var(results[0])
     first = own.replace(outvars=[free])
-    return [_automatic(first), _constraint(eqn, free, wanted[0], results[0])]
+    return [_automatic(first), _constraint(eqn, free, wanted[0], results[0])], results
 
 
-def _automatic(eqn: Any) -> Any:
-    params = {k: _value(v) for k, v in eqn.params.items()}
+def _automatic(eqn: Eqn) -> Eqn:
+    params = {k: mapped(v, _changed) for k, v in eqn.params.items()}
     return _compat.under_mesh(eqn.replace(params=params), automatic)
 
 
-def _value(value: Any) -> Any:
-    """Makes all axes in a parameter automatic."""
-    if isinstance(value, _compat.JaxprTypes):
-        return with_automatic_axes(value)
+def _changed(value: Any) -> Any:
     if isinstance(value, AbstractMesh):
         return automatic(value)
-    if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):
-        return NamedSharding(automatic(value.mesh), value.spec, memory_kind=value.memory_kind)
-    if type(value) is tuple:  # not one with names
-        return tuple(map(_value, value))
-    return [_value(v) for v in value] if type(value) is list else value
+    if not isinstance(value, NamedSharding):
+        return with_automatic_axes(value)
+    if not isinstance(value.mesh, AbstractMesh):
+        return value
+    return NamedSharding(automatic(value.mesh), value.spec, memory_kind=value.memory_kind)
 
 
-def _retyped(var: Any) -> Any:
+def _retyped(var: Var) -> Var:
     """Makes a new variable whose type does not say how it is split."""
     sharding: Any = getattr(var.aval, "sharding", None)
     if not _is_explicit(sharding):
         return _jaxprs.fresh_var(var)
     whole = PartitionSpec(*[None] * len(var.aval.shape))
-    return jex.Var(var.aval.update(sharding=NamedSharding(automatic(sharding.mesh), whole)))
+    return Var(var.aval.update(sharding=NamedSharding(automatic(sharding.mesh), whole)))
 
 
 def _is_explicit(sharding: Any) -> bool:
@@ -153,7 +164,7 @@ def _is_explicit(sharding: Any) -> bool:
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
-def _constraint(eqn: Any, operand: Any, wanted: NamedSharding, result: Any) -> Any:
+def _constraint(eqn: Eqn, operand: Atom, wanted: NamedSharding, result: Var) -> Eqn:
     """Makes a constraint that splits a variable as an equation's result was to be split.
 
     A type says nothing of automatic axes, so the constraint leaves open what they split.
@@ -165,3 +176,54 @@ def _constraint(eqn: Any, operand: Any, wanted: NamedSharding, result: Any) -> A
     with jax.sharding.use_abstract_mesh(mesh):
         made = constraint(operand, PartitionSpec(*entries), result)
     return made.replace(source_info=eqn.source_info)
+
+
+# ---- constraints ---------------------------------------------------------------------------------
+
+
+def constraint(var: Atom, spec: PartitionSpec, result: Var) -> Eqn:
+    """Makes an equation that splits a variable, under the abstract mesh that is set.
+
+    Args:
+        var: the variable, of the type of `result`.
+        spec: the axes to split each dimension over.
+        result: the variable of the result.
+    """
+    (eqn,) = _jaxprs.splice(lambda x: jax.lax.with_sharding_constraint(x, spec), [var], [result])
+    return eqn
+
+
+def check_constraints(jaxpr: jex.ClosedJaxpr | Jaxpr, inside: AbstractMesh | None) -> None:
+    """Checks that constraints name axes alone, and no devices.
+
+    Args:
+        jaxpr: the step.
+        inside: the mesh of every rank without its devices; None where each is one device.
+
+    Raises:
+        ValueError: a constraint, a `shard_map`, or a sharding that a `jax.jit` gives its arguments
+            and results, is over a mesh with devices.
+    """
+    for eqn in jaxpr.eqns:
+        mesh = _mesh_of(eqn)
+        if mesh is not None and not isinstance(mesh, AbstractMesh):
+            axes = "none" if inside is None else f"{inside.axis_names}"
+            raise ValueError(
+                f"place: the `{eqn.primitive.name}`{_compat.at_source_line(eqn)} is over a mesh of "
+                f"its own, {mesh}, whose devices may be another rank's. Name axes alone, with a "
+                f"PartitionSpec in jax.lax.with_sharding_constraint (and leave out shard_map's "
+                f"mesh): they are those of the rank that runs it. The mesh has these axes inside a "
+                f"rank: {axes}."
+            )
+        for inner in _jaxprs.sub_jaxprs(eqn):
+            check_constraints(inner, inside)
+
+
+def _mesh_of(eqn: Eqn) -> Any | None:
+    """Returns the mesh that an equation names; None where it names none."""
+    if eqn.primitive.name == "sharding_constraint":
+        sharding = eqn.params["sharding"]
+        return getattr(sharding, "mesh", sharding)
+    if shardings := _jaxprs.shardings_of(eqn):
+        return getattr(shardings[0], "mesh", shardings[0])
+    return eqn.params.get("mesh") if eqn.primitive.name == "shard_map" else None

@@ -11,8 +11,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxpp import _specs
-from jaxpp.transforms import _keywords
-from jaxpp.transforms.microbatch._slices import CARRY
+from jaxpp.transforms._signature import with_keywords, without_keywords
+from jaxpp.transforms.microbatch._reductions import CARRY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ def broadcast_axes(in_axes: Any, args: tuple) -> list[Entry]:
     """Returns the entry of `in_axes` for each leaf of the arguments."""
     if isinstance(in_axes, list):
         in_axes = tuple(in_axes)
-    count = len(_keywords.without_keywords(args))
+    count = len(without_keywords(args))
     if isinstance(in_axes, tuple) and len(in_axes) != count:
         raise ValueError(
             f"microbatch: in_axes has {len(in_axes)} entries {in_axes}, but the function was "
@@ -38,7 +38,7 @@ def broadcast_axes(in_axes: Any, args: tuple) -> list[Entry]:
         )
     numbers = itertools.count()
     in_axes = jtu.tree_map(lambda a: Entry(a, next(numbers)), in_axes, is_leaf=is_none)
-    in_axes = _keywords.with_keywords(in_axes, args, Entry(0))
+    in_axes = with_keywords(in_axes, args, Entry(0))
     entries = broadcast(in_axes, args, "in_axes", lambda e: isinstance(e, Entry))
     for axis in [e.axis for e in entries]:
         if axis not in (None, CARRY) and (isinstance(axis, bool) or not isinstance(axis, int)):

@@ -11,15 +11,14 @@ from jaxpp import _in_place, _jaxprs
 from jaxpp._definitions import definition_of
 from jaxpp._spellings import names_ours
 from jaxpp._typing import P, R
-from jaxpp.transforms import _keywords, _signature
+from jaxpp.transforms import _signature
 from jaxpp.transforms.microbatch import (
     _arguments,
     _outputs,
     _reductions,
     _slices,
-    _warnings,
 )
-from jaxpp.transforms.microbatch._slices import CARRY
+from jaxpp.transforms.microbatch._reductions import CARRY
 
 #: The reduction of all outputs where the user gives none; a string of the user is another object.
 _BY_DEFAULT = "".join(("me", "an"))
@@ -161,7 +160,7 @@ def microbatch_by(
             own = (count, in_axes, reduce, accumulator_dtype, replicas, merge)
             return define(fun, *own)(*args, **kwargs)
         most = len(in_axes) if isinstance(in_axes, tuple | list) else None
-        given = _keywords.as_positional(fun, args, kwargs, most)
+        given = _signature.as_positional(fun, args, kwargs, most)
         _jaxprs.refuse_array_likes(given)
         _in_place.warn_of_shared("microbatch", given)
         leaves, tree = jtu.tree_flatten(given)
@@ -183,9 +182,9 @@ def microbatch_by(
         traced = _jaxprs.trace(_with_arrays(fun), jtu.tree_unflatten(tree, small))
         chosen = reduce(lambda: traced)
         if chosen is _BY_DEFAULT:
-            _warnings.warn_of_averages(traced, small, axes, count)
+            _outputs.warn_of_averages(traced, small, axes, count)
         operators = _outputs.resolve_outputs(chosen, accumulator_dtype, traced, replicas, merge)
-        _warnings.warn_of_overwritten(traced, operators)
+        _outputs.warn_of_overwritten(traced, operators)
         carried = [(p, x) for p, a, x in zip(paths, axes, small, strict=True) if a == CARRY]
         _outputs.check_carried(carried, operators, traced)
         _outputs.check_static(chosen, handed_on, traced)
@@ -199,7 +198,7 @@ def microbatch_by(
                 inputs.append(_arguments.stack_slices(leaves[i], axis, count))
                 roles.append("slice")
             else:
-                inputs.append(_warnings.watched(leaves[i], paths[i]))
+                inputs.append(_outputs.watched(leaves[i], paths[i]))
                 roles.append("whole" if axis is None else CARRY)
         loop = _slices.loop_over_slices(traced.jaxpr, roles, operators, count, replicas)
         return traced.rebuild(loop(*inputs))
@@ -212,5 +211,5 @@ def _with_arrays(fun: Callable) -> Callable:
 
     As in the arguments of `place`, a number in an Equinox module stays as it is.
     """
-    positional = _keywords.positional(fun)
+    positional = _signature.positional(fun)
     return lambda *args: _signature.with_arrays((positional(*args),), ())[0]

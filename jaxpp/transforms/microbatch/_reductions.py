@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from jaxpp import _specs
 
+#: The entry of `in_axes`, and the reduction, of what each slice hands on to the next one.
+CARRY = "carry"
 #: The dtype of sums unless the user gives one: float32 for narrower floats, else the value's own.
 AUTO = "auto"
 
@@ -45,8 +47,7 @@ class Operator(Protocol):
 class Fold:
     """A built-in operator; `accepts` tells whether it takes a dtype, `sums` whether it adds.
 
-    `accumulator` and `result` are the dtypes of a sum and of what comes of it; None is the
-    output's own. `dtype` is the `accumulator_dtype` that gradients through it have.
+    `dtype` is the `accumulator_dtype` that gradients through it have.
     """
 
     name: str
@@ -55,8 +56,6 @@ class Fold:
     finish: Callable[[Any, int], Any]
     accepts: Callable[[Any], bool]
     sums: bool = False
-    accumulator: Any = None
-    result: Any = None
     dtype: Any = AUTO
 
 
@@ -91,6 +90,10 @@ class Carry:
     name: str
     dtype: Any = AUTO
     merge: Any = None
+
+
+#: What combines an output.
+Reduction = Fold | Custom | Collect | Carry
 
 
 def _filled(x, value):
@@ -140,18 +143,25 @@ REDUCTIONS: dict[str, Fold | Collect | Carry] = {
     "last": Fold("last", _zeros, lambda acc, x: x, lambda acc, m: acc, lambda d: True),
     "stack": Collect("stack", lambda stacked: stacked),
     "concat": Collect("concat", _concatenate),
-    "carry": Carry("carry"),
+    CARRY: Carry(CARRY),
 }
 
 
-def is_chain(operator: Any) -> bool:
+def is_sum(operator: Reduction) -> bool:
+    """Tells whether an operator adds up the values of microbatches."""
+    return isinstance(operator, Fold) and operator.sums
+
+
+def is_chain(operator: Reduction) -> bool:
     """Tells whether the cotangents of microbatches depend on the values that were combined."""
     if isinstance(operator, Fold):
         return operator.name == "max"
     return not isinstance(operator, Collect)
 
 
-def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[str, Any]:
+def cotangent_of_slices(
+    operator: Reduction, ct: jax.Array, num_microbatches: int
+) -> tuple[str, jax.Array]:
     """Returns the cotangent of each microbatch's output from that of the combined output.
 
     Args:
@@ -163,7 +173,7 @@ def cotangent_of_slices(operator: Any, ct: Any, num_microbatches: int) -> tuple[
         `"whole"` and the cotangent that all microbatches have, or `"slice"` and their cotangents
         along a new first axis.
     """
-    if getattr(operator, "sums", False):
+    if is_sum(operator):
         return "whole", ct / num_microbatches if operator.name == "mean" else ct
     if isinstance(operator, Collect):
         if operator.name == "concat":
@@ -182,19 +192,19 @@ def dtype_of_sum(dtype: Any, x: Any) -> Any:
     return jnp.dtype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x.dtype
 
 
-def dtype_of_gradient(operators: Sequence[Any], x: Any) -> Any:
+def dtype_of_gradient(operators: Sequence[Reduction], x: Any) -> Any:
     """Returns the widest dtype in which the operators of outputs add up gradients by `x`."""
     dtypes = [dtype_of_sum(op.dtype, x) for op in operators]
     return max(dtypes, key=lambda dtype: dtype.itemsize, default=x.dtype)
 
 
-def of_gradient(name: str, operators: Sequence[Any], x: Any) -> Any:
+def of_gradient(name: str, operators: Sequence[Reduction], x: Any) -> Reduction:
     """Finds the built-in operator of a gradient by `x`, which comes in its accumulator's dtype."""
     dtype = dtype_of_gradient(operators, x)
     return accumulate_in(REDUCTIONS[name], None if dtype == x.dtype else dtype, x)
 
 
-def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
+def accumulate_in(operator: Reduction, dtype: Any, x: Any) -> Reduction:
     """Makes an operator, for outputs like `x`, keep its sums in an `accumulator_dtype`.
 
     Raises:
@@ -206,7 +216,7 @@ def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
             f"give one, such as jnp.float32, None for an output's own, or {AUTO!r}."
         )
     own = dtype_of_sum(dtype, x)
-    if not getattr(operator, "sums", False) or own == x.dtype:
+    if not isinstance(operator, Fold) or not operator.sums or own == x.dtype:
         return dataclasses.replace(operator, dtype=dtype)
     result, finish = x.dtype if _is_auto(dtype) else own, operator.finish
     return dataclasses.replace(
@@ -214,8 +224,6 @@ def accumulate_in(operator: Any, dtype: Any, x: Any) -> Any:
         init=lambda x: _specs.filled(x, 0, own),
         combine=lambda acc, x: acc + x.astype(own),
         finish=lambda acc, m: finish(acc, m).astype(result),
-        accumulator=own,
-        result=result,
         dtype=dtype,
     )
 
@@ -231,7 +239,7 @@ def _is_floating(dtype: Any) -> bool:
         return False
 
 
-def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
+def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Reduction:
     """Finds the operator for an output, and checks it against the output's shape and dtype.
 
     Raises:
@@ -268,7 +276,7 @@ def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
     )
 
 
-def with_merge(operator: Any, merge: Any, path: str, x: jax.ShapeDtypeStruct) -> Any:
+def with_merge(operator: Reduction, merge: Any, path: str, x: jax.ShapeDtypeStruct) -> Reduction:
     """Finds how the values of replicas are combined, for an output of one slice like `x`.
 
     Args:
@@ -288,7 +296,7 @@ def with_merge(operator: Any, merge: Any, path: str, x: jax.ShapeDtypeStruct) ->
         )
     if not isinstance(operator, Carry):
         return operator
-    own = "mean" if merge is None and _is_inexact(x.dtype) else merge
+    own = "mean" if merge is None and is_inexact(x) else merge
     names = [n for n, o in REDUCTIONS.items() if isinstance(o, Fold) and o.accepts(x.dtype)]
     if own not in names and not callable(own):
         is_given = "" if merge is None else f"has no merge {merge!r}: it "
@@ -301,5 +309,6 @@ def with_merge(operator: Any, merge: Any, path: str, x: jax.ShapeDtypeStruct) ->
     return dataclasses.replace(operator, merge=own)
 
 
-def _is_inexact(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
+def is_inexact(x: Any) -> bool:
+    """Tells whether an array, or a type, is of floats or complex numbers."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)

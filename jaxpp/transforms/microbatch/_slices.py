@@ -1,4 +1,10 @@
-"""The loop over slices of the arguments of a function, and its derivative."""
+"""The loop over slices of the arguments of a function, and its derivative.
+
+With replicas, each runs the loop over slices of its own, and what the loops give is combined once.
+On one device that is a loop over the replicas, in order. The loop of a replica, and each
+combination of the values of replicas, is a call with a name, by which `schedule` and `place` know
+them.
+"""
 
 import dataclasses
 import functools
@@ -13,17 +19,15 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from jaxpp import _compat, _jaxprs, _specs
-from jaxpp.transforms.microbatch import _reductions, _replicas
-from jaxpp.transforms.stages import keep_nothing
-
-#: The role of an argument that is the value that the microbatch before gave back.
-CARRY = "carry"
+from jaxpp.transforms.microbatch import _reductions
+from jaxpp.transforms.microbatch._reductions import CARRY, Reduction, is_inexact
+from jaxpp.transforms.stages import call_merge, call_replica, keep_nothing
 
 
 def loop_over_slices(
     jaxpr: jex.ClosedJaxpr,
     roles: Sequence[str],
-    operators: Sequence[Any],
+    operators: Sequence[Reduction],
     count: int,
     replicas: int = 1,
 ) -> Callable:
@@ -47,7 +51,7 @@ def loop_over_slices(
 
     def forward(*primals):
         inputs = [p.value for p in primals]
-        active = [i for i, p in enumerate(primals) if p.perturbed and _is_inexact(p.value)]
+        active = [i for i, p in enumerate(primals) if p.perturbed and is_inexact(p.value)]
         run = functools.partial(loop.with_gradients, active=active)
         outputs, gradients, values = _jaxprs.run_compiled(run, inputs)
         return outputs, (inputs, gradients, values, dict.fromkeys(active, ()))
@@ -94,12 +98,9 @@ class _Loop:
 
     jaxpr: jex.ClosedJaxpr
     roles: Sequence[str]
-    operators: Sequence[Any]
+    operators: Sequence[Reduction]
     count: int
     replicas: int = 1
-
-    def _run(self, body: Callable, roles, operators, *inputs: Any) -> list[Any]:
-        return _run_loop(body, roles, operators, self.count, self.replicas, *inputs)
 
     @functools.cached_property
     def scalars(self) -> list[int]:
@@ -108,7 +109,7 @@ class _Loop:
         return [
             k
             for k, (operator, aval) in enumerate(zip(self.operators, avals, strict=True))
-            if getattr(operator, "sums", False)
+            if _reductions.is_sum(operator)
             and aval.shape == ()
             and jnp.issubdtype(aval.dtype, jnp.floating)
         ]
@@ -122,7 +123,7 @@ class _Loop:
         wider = {
             i: dtype
             for i, x in enumerate(inputs)
-            if self.roles[i] == "whole" and _is_inexact(x)
+            if self.roles[i] == "whole" and is_inexact(x)
             if (dtype := _reductions.dtype_of_gradient(self.operators, x)) != x.dtype
         }
         if not wider:
@@ -164,7 +165,7 @@ class _Loop:
         return [
             k
             for k, (operator, aval) in enumerate(zip(self.operators, avals, strict=True))
-            if _reductions.is_chain(operator) and _is_inexact(aval)
+            if _reductions.is_chain(operator) and is_inexact(aval)
         ]
 
     def with_gradients(
@@ -258,16 +259,74 @@ class _Loop:
     def _body(self, *inputs):
         return _jaxprs.run(self.jaxpr, *inputs)
 
+    def _run(
+        self, body: Callable, roles: Sequence[str], operators: Sequence[Reduction], *inputs: Any
+    ) -> list[Any]:
+        """Scans `body` over the slices, folding, collecting or handing on each of its outputs.
+
+        Each of the replicas does so for its own slices; then their results are combined.
+        """
+        whole, first, slices = (
+            [x for x, r in zip(inputs, roles, strict=True) if r == role]
+            for role in ("whole", CARRY, "slice")
+        )
+
+        def call(carried, one):
+            given = {"whole": iter(whole), CARRY: iter(carried), "slice": iter(one)}
+            return body(*(next(given[role]) for role in roles))
+
+        one = _specs.types_of(lambda slices: [x[0] for x in slices], slices)
+        shapes = _specs.types_of(call, first, one)
+
+        def those(kind, outputs):
+            return [y for op, y in zip(operators, outputs, strict=True) if isinstance(op, kind)]
+
+        folds = {
+            i: op
+            for i, op in enumerate(operators)
+            if isinstance(op, _reductions.Fold | _reductions.Custom)
+        }
+
+        def step(state, one):
+            accs, carried = state
+            outputs = call(carried, one)
+            pairs = zip(folds.items(), accs, strict=True)
+            accs = [op.combine(acc, outputs[i]) for (i, op), acc in pairs]
+            return (accs, those(_reductions.Carry, outputs)), those(_reductions.Collect, outputs)
+
+        init = [op.init(shapes[i]) for i, op in folds.items()]
+
+        def loop(*slices):
+            length = self.count // self.replicas
+            (accs, carried), stacked = jax.lax.scan(
+                step, (init, first), list(slices), length=length
+            )
+            return accs, carried, stacked
+
+        if self.replicas == 1:
+            accs, carried, stacked = loop(*slices)
+        else:
+            accs, carried, stacked = _run_each(loop, slices, self.replicas)
+            accs = list(map(_merged, folds.values(), accs))
+            carried = list(map(_merged, those(_reductions.Carry, operators), carried))
+            stacked = list(map(_in_order, stacked))
+        accs, carried, stacked = iter(accs), iter(carried), iter(stacked)
+
+        def result(op: Reduction) -> Any:
+            if isinstance(op, _reductions.Carry):
+                return next(carried)
+            if isinstance(op, _reductions.Collect):
+                return op.finish(next(stacked))
+            return op.finish(next(accs), self.count)
+
+        return [result(op) for op in operators]
+
 
 #: Gives its first operand, with the tangent of its second.
 _with_tangent_of = jax.custom_jvp(lambda x, carrier: x)
 _with_tangent_of.defjvp(
     lambda primals, tangents: (primals[0], tangents[1].astype(primals[0].dtype))
 )
-
-
-def _is_inexact(x) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _replaced(values: Sequence[Any], numbers: Sequence[int], by: Iterable[Any]) -> list[Any]:
@@ -278,60 +337,79 @@ def _replaced(values: Sequence[Any], numbers: Sequence[int], by: Iterable[Any]) 
     return result
 
 
-def _run_loop(
-    body: Callable, roles, operators, count: int, replicas: int, *inputs: Any
-) -> list[Any]:
-    """Scans `body` over the slices, folding, collecting or handing on each of its outputs.
+# ---- replicas -----------------------------------------------------------------------------------
 
-    Each of the replicas does so for its own slices; then their results are combined.
+
+def _run_each(loop: Callable[..., Any], slices: Sequence[Any], replicas: int) -> Any:
+    """Runs a loop for each replica.
+
+    Args:
+        loop: a function of slices, along the first axis of arrays; it gives a pytree.
+        slices: those of all replicas: replica d has the d-th run of them.
+        replicas: the number of replicas, which divides that of the slices.
+
+    Returns:
+        What the loop gives, its arrays with a new first axis of a row for each replica.
     """
-    whole, first, slices = (
-        [x for x, r in zip(inputs, roles, strict=True) if r == role]
-        for role in ("whole", CARRY, "slice")
-    )
 
-    def call(carried, one):
-        given = {"whole": iter(whole), CARRY: iter(carried), "slice": iter(one)}
-        return body(*(next(given[role]) for role in roles))
+    def one(_, own):
+        return None, call_replica(loop, own)
 
-    one = _specs.types_of(lambda slices: [x[0] for x in slices], slices)
-    shapes = _specs.types_of(call, first, one)
+    rows = [_by_replica(x, replicas) for x in slices]
+    return jax.lax.scan(one, None, rows, length=replicas)[1]
 
-    def those(kind, outputs):
-        return [y for op, y in zip(operators, outputs, strict=True) if isinstance(op, kind)]
 
-    others = (_reductions.Collect, _reductions.Carry)
-    folds = [i for i, op in enumerate(operators) if not isinstance(op, others)]
+def _by_replica(x: Any, replicas: int) -> Any:
+    shape = (replicas, x.shape[0] // replicas, *x.shape[1:])
+    split = _specs.in_type(x)
+    if split is not None:
+        split = _specs.partition_spec((split[0], (), *split[1:]))
+    return jax.lax.reshape(x, shape, out_sharding=split)
 
-    def step(state, one):
-        accs, carried = state
-        outputs = call(carried, one)
-        accs = [operators[i].combine(acc, outputs[i]) for i, acc in zip(folds, accs, strict=True)]
-        return (accs, those(_reductions.Carry, outputs)), those(_reductions.Collect, outputs)
 
-    init = [operators[i].init(shapes[i]) for i in folds]
+def _merged(operator: Reduction, rows: Any) -> Any:
+    """Combines the values of the replicas, in order, as an operator says.
 
-    def loop(*slices):
-        length = count // replicas
-        (accs, carried), stacked = jax.lax.scan(step, (init, first), list(slices), length=length)
-        return accs, carried, stacked
+    Args:
+        operator: the operator that made the values.
+        rows: a pytree of arrays; the first axis has a row for each replica.
+    """
+    if isinstance(operator, _reductions.Custom):
+        return call_merge(functools.partial(_folded, operator.merge), "other", (rows,))
+    how = operator.merge if isinstance(operator, _reductions.Carry) else operator.name
+    if callable(how):
+        return call_merge(how, "other", (rows,))
+    if how == "last":
+        return call_merge(_last, "last", (rows,))
+    if how == "max":
+        return call_merge(_maximum, "max", (rows,))
+    total = call_merge(_sum, "sum", (rows,))
+    is_carried = isinstance(operator, _reductions.Carry)
+    return (total / rows.shape[0]).astype(rows.dtype) if is_carried and how == "mean" else total
 
-    if replicas == 1:
-        accs, carried, stacked = loop(*slices)
-    else:
-        accs, carried, stacked = _replicas.run_each(loop, slices, replicas)
-        accs = [_replicas.merged(operators[i], x) for i, x in zip(folds, accs, strict=True)]
-        carried = list(map(_replicas.merged, those(_reductions.Carry, operators), carried))
-        stacked = list(map(_replicas.in_order, stacked))
-    accs, carried, stacked = iter(accs), iter(carried), iter(stacked)
 
-    def result(op):
-        if isinstance(op, _reductions.Carry):
-            return next(carried)
-        return (
-            op.finish(next(stacked))
-            if isinstance(op, _reductions.Collect)
-            else op.finish(next(accs), count)
-        )
+def _folded(combine: Any, rows: Any) -> Any:
+    """Combines rows, the second with the first, the third with both, and so on."""
+    count = jax.tree.leaves(rows)[0].shape[0]
+    each = (jax.tree.map(lambda x, d=d: x[d], rows) for d in range(count))
+    return functools.reduce(combine, each)
 
-    return [result(op) for op in operators]
+
+_sum, _maximum = (functools.partial(_folded, combine) for combine in (jnp.add, jnp.maximum))
+
+
+def _last(rows: Any) -> Any:
+    return rows[-1]
+
+
+def _in_order(rows: Any) -> Any:
+    """Puts the slices of all replicas, which have a row each, along one axis."""
+    return call_merge(_slices_in_order, "slices", (rows,))
+
+
+def _slices_in_order(rows: Any) -> Any:
+    shape = (rows.shape[0] * rows.shape[1], *rows.shape[2:])
+    split = _specs.in_type(rows)
+    if split is not None:
+        split = _specs.partition_spec((split[0], *split[2:]))
+    return jax.lax.reshape(rows, shape, out_sharding=split)

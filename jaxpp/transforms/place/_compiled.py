@@ -10,10 +10,8 @@ import jax.tree_util as jtu
 from jaxpp import _compat, _jaxprs
 from jaxpp._ambient import without_mesh
 from jaxpp._program import PROVIDED, Bundle, LoadedStep, Mesh, Program, Run
-from jaxpp.transforms._changes import changes
-from jaxpp.transforms._keywords import as_positional
-from jaxpp.transforms._signature import Signature
-from jaxpp.transforms._step import Step
+from jaxpp.transforms._signature import Signature, as_positional
+from jaxpp.transforms._step import Step, changes
 from jaxpp.transforms.initialize import (
     check_initializer,
     first_arguments,

@@ -15,8 +15,7 @@ from jaxpp._program import PROVIDED, Argument, Bundle, Fed, Mesh, Program, Resul
 from jaxpp._specs import Spec, axis_sizes, replicated, type_of
 from jaxpp._typing import Eqn
 from jaxpp._warn import warn
-from jaxpp.transforms import _keywords
-from jaxpp.transforms._signature import Signature
+from jaxpp.transforms._signature import Signature, with_keywords, without_keywords
 from jaxpp.transforms._step import Inside, Step
 from jaxpp.transforms.graph import TaskGraph, lower
 from jaxpp.transforms.inside import (
@@ -94,7 +93,7 @@ def lower_step(request: Request, args: tuple[Any, ...]) -> Lowered:
 def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh | None) -> Lowered:
     _check_arguments(request, args)
     signature = Signature.of(args, request.static_argnums)
-    given = _keywords.with_keywords(request.in_specs, args, None)
+    given = with_keywords(request.in_specs, args, None)
     in_specs = _specs("in_specs", given, signature.types, inside)
     retrace = functools.partial(_trace, request.fun, signature.types, in_specs, inside)
     traced = retrace()
@@ -295,7 +294,7 @@ def _check_arguments(request: Request, args: tuple[Any, ...]) -> None:
 
 def check_positions(name: str, positions: Iterable[int], args: Sequence[Any]) -> None:
     """Checks that an argument of `place` names positions that the call has."""
-    count = len(_keywords.without_keywords(args))
+    count = len(without_keywords(args))
     for n in positions:
         if not 0 <= n < count:
             raise ValueError(

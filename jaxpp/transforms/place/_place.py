@@ -18,8 +18,7 @@ from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
 from jaxpp._typing import R
 from jaxpp._warn import warn
-from jaxpp.transforms._keywords import as_positional, positional
-from jaxpp.transforms._signature import Signature
+from jaxpp.transforms._signature import Signature, as_positional, positional
 from jaxpp.transforms.graph import TaskGraph
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
 from jaxpp.transforms.place._compiled import Compiled, Lowered

@@ -1,6 +1,6 @@
 """Handles layers that are stacked on an axis: rows of arrays, parts, and scans over layers."""
 
-from jaxpp.transforms.stacked._bounds import Classes as Classes
+from jaxpp.transforms.stacked._parts import Classes as Classes
 from jaxpp.transforms.stacked._parts import Splitter as Splitter
 from jaxpp.transforms.stacked._rows import Bounds as Bounds
 from jaxpp.transforms.stacked._rows import concatenation_intervals as concatenation_intervals

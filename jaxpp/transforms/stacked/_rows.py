@@ -16,6 +16,7 @@ import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs, _primitives, _specs
 from jaxpp._dimensions import found_again
+from jaxpp._typing import Atom, Aval, Eqn, Literal, Var
 
 #: Where the parts of an array begin along its first axis, and its size at the end: `(0, 2, 4)`.
 Bounds = tuple[int, ...]
@@ -34,24 +35,24 @@ class Rows:
     params: Callable[[int], dict[str, Any]] | None = None
     combine: Callable[[Any, Any], Any] | None = None
 
-    def members(self, eqn) -> list[Any]:
+    def members(self, eqn: Eqn) -> list[Var]:
         """Returns the variables of the equation that have the rows."""
         results = eqn.outvars if self.combine is None else []
         return _jaxprs.variables([*itertools.compress(eqn.invars, self.operands), *results])
 
 
-def rows_of(eqn) -> Rows | None:
+def rows_of(eqn: Eqn) -> Rows | None:
     """Returns the rule of an equation; None where all rows have to be in one place."""
     return _scan(eqn) if eqn.primitive.name == "scan" else _rows_from_dimensions(eqn)
 
 
-def row_by_row(eqn) -> Rows | None:
+def row_by_row(eqn: Eqn) -> Rows | None:
     """Returns the rule of an equation if no row's bits depend on the number of rows; else None."""
     rule = None if eqn.primitive.name in _primitives.CONTRACTIONS else rows_of(eqn)
     return rule if rule is not None and rule.combine is None else None
 
 
-def of_rows(eqn, rule: Rows, operands: Sequence[Any], rows: int) -> Any:
+def of_rows(eqn: Eqn, rule: Rows, operands: Sequence[Atom], rows: int) -> Eqn:
     """Makes the equation for some rows of its results, from operands that have these rows."""
     has_rows = rule.combine is None
     outvars = [rows_var(v, rows) if has_rows else _jaxprs.fresh_var(v) for v in eqn.outvars]
@@ -59,17 +60,17 @@ def of_rows(eqn, rule: Rows, operands: Sequence[Any], rows: int) -> Any:
     return eqn.replace(invars=list(operands), outvars=outvars, params=params)
 
 
-def with_rows(aval: Any, rows: int) -> Any:
+def with_rows(aval: Aval, rows: int) -> Aval:
     """Returns the type of an array with another number of rows."""
     return aval.update(shape=(rows, *aval.shape[1:]))
 
 
-def rows_var(var: Any, rows: int) -> Any:
+def rows_var(var: Atom, rows: int) -> Var:
     """Makes a new variable of the same type, but for the number of rows."""
-    return jex.Var(with_rows(var.aval, rows))
+    return Var(with_rows(var.aval, rows))
 
 
-def num_rows(atom) -> int:
+def num_rows(atom: Atom) -> int:
     """Returns the size of the first axis; -1 for a scalar."""
     shape = getattr(atom.aval, "shape", ())
     return shape[0] if shape else -1
@@ -109,7 +110,7 @@ _BY_ROWS = (
 )  # fmt: skip
 
 
-def _rows_from_dimensions(eqn) -> Rows | None:
+def _rows_from_dimensions(eqn: Eqn) -> Rows | None:
     """Makes the rule of an equation whose operands have the first dimension of its results."""
     name, found = eqn.primitive.name, found_again(eqn)
     if name not in _BY_ROWS:
@@ -131,7 +132,7 @@ def _rows_from_dimensions(eqn) -> Rows | None:
     return None
 
 
-def _mixes_rows(eqn) -> bool:
+def _mixes_rows(eqn: Eqn) -> bool:
     """Tells whether an equation moves elements between rows."""
     name = eqn.primitive.name
     if name == "slice":
@@ -142,19 +143,19 @@ def _mixes_rows(eqn) -> bool:
     return 0 in (axes if isinstance(axes, Sequence) else (axes,))
 
 
-def _with_shape(eqn, rows: int) -> dict[str, Any]:
+def _with_shape(eqn: Eqn, rows: int) -> dict[str, Any]:
     parameter = _SHAPES[eqn.primitive.name]
     return {**eqn.params, parameter: (rows, *eqn.params[parameter][1:])}
 
 
-def _scan(eqn) -> Rows | None:
+def _scan(eqn: Eqn) -> Rows | None:
     """Makes the rule of a scan without carries, each iteration of which makes its own row."""
     num_consts, num_carry = _compat.scan_parts(eqn)
     operands = tuple(i >= num_consts for i in range(len(eqn.invars)))
     return None if num_carry else Rows(operands, lambda n: scan_params(eqn, n))
 
 
-def scanned(eqn) -> list[Any]:
+def scanned(eqn: Eqn) -> list[Atom]:
     """Returns the operands and results that a `scan` reads and makes row by row."""
     if eqn.primitive.name != "scan":
         return []
@@ -162,7 +163,7 @@ def scanned(eqn) -> list[Any]:
     return [*eqn.invars[num_consts + num_carry :], *eqn.outvars[num_carry:]]
 
 
-def scan_params(eqn, length: int) -> dict[str, Any]:
+def scan_params(eqn: Eqn, length: int) -> dict[str, Any]:
     """Returns the parameters of a `scan` for another number of iterations."""
     return {**eqn.params, "length": length, "unroll": min(eqn.params["unroll"], length)}
 
@@ -170,7 +171,7 @@ def scan_params(eqn, length: int) -> dict[str, Any]:
 # ---- slices, pads and concatenations of rows ----------------------------------------------------
 
 
-def slice_interval(eqn) -> tuple[int, int] | None:
+def slice_interval(eqn: Eqn) -> tuple[int, int] | None:
     """Returns the rows that a `slice` takes; None for another equation, or one that skips rows."""
     if eqn.primitive.name != "slice" or num_rows(eqn.invars[0]) < 0:
         return None
@@ -179,13 +180,13 @@ def slice_interval(eqn) -> tuple[int, int] | None:
     return int(eqn.params["start_indices"][0]), int(eqn.params["limit_indices"][0])
 
 
-def takes_some_rows(eqn) -> bool:
+def takes_some_rows(eqn: Eqn) -> bool:
     """Tells whether an equation is a `slice` that takes some rows, and not all."""
     interval = slice_interval(eqn)
     return interval is not None and interval != (0, num_rows(eqn.invars[0]))
 
 
-def slice_columns(eqn, rows: Any) -> Any | None:
+def slice_columns(eqn: Eqn, rows: Atom) -> Eqn | None:
     """Makes the `slice` of the columns of rows that have been taken; None if it takes them all."""
     if rows.aval.shape[1:] == eqn.outvars[0].aval.shape[1:]:
         return None
@@ -199,7 +200,7 @@ def slice_columns(eqn, rows: Any) -> Any | None:
     return eqn.replace(invars=[rows], outvars=[own], params=params)
 
 
-def pad_interval(eqn) -> tuple[int, int] | None:
+def pad_interval(eqn: Eqn) -> tuple[int, int] | None:
     """Returns the rows of the result of a `pad` with zeros that hold its operand, or None."""
     if eqn.primitive.name != "pad":
         return None
@@ -212,7 +213,7 @@ def pad_interval(eqn) -> tuple[int, int] | None:
     return low, low + num_rows(eqn.invars[0])
 
 
-def concatenation_intervals(eqn) -> list[tuple[int, int]] | None:
+def concatenation_intervals(eqn: Eqn) -> list[tuple[int, int]] | None:
     """Returns the rows of each operand of a `concatenate` of rows; None for another equation."""
     if eqn.primitive.name != "concatenate" or eqn.params["dimension"] != 0:
         return None
@@ -248,7 +249,7 @@ def pieces(
         yield None, 0, high - low
 
 
-def slice_rows(source: Any, array: Any, low: int, high: int) -> Any:
+def slice_rows(source: Eqn | None, array: Atom, low: int, high: int) -> Eqn:
     """Makes an equation that takes rows, with the names and source line of another one, if any."""
     columns = array.aval.shape[1:]
     params = {
@@ -259,18 +260,20 @@ def slice_rows(source: Any, array: Any, low: int, high: int) -> Any:
     return _equation(source, [array], rows_var(array, high - low), jax.lax.slice_p, params)
 
 
-def join(source: Any, parts: Sequence[Any], var: Any) -> Any:
+def join(source: Eqn | None, parts: Sequence[Atom], var: Atom) -> Eqn:
     """Makes an equation that concatenates rows of a variable, likewise."""
     rows = sum(map(num_rows, parts))
     return _equation(source, parts, rows_var(var, rows), jax.lax.concatenate_p, {"dimension": 0})
 
 
-def _equation(source: Any, invars: Sequence[Any], result: Any, primitive, params: dict) -> Any:
-    eqn = jex.new_jaxpr_eqn(list(invars), [result], primitive, params, set())
+def _equation(
+    source: Eqn | None, invars: Sequence[Atom], result: Var, primitive: jex.Primitive, params: dict
+) -> Eqn:
+    eqn: Any = jex.new_jaxpr_eqn(list(invars), [result], primitive, params, set())
     return eqn if source is None else eqn.replace(source_info=source.source_info)
 
 
-def literal_rows(literal: Any, low: int, high: int) -> Any:
+def literal_rows(literal: Literal, low: int, high: int) -> Literal:
     """Makes a literal of rows of a literal."""
     x = literal.val
     with jax.ensure_compile_time_eval():  # so that it is an array even where JAX traces
@@ -278,6 +281,6 @@ def literal_rows(literal: Any, low: int, high: int) -> Any:
     return _jaxprs.literal(rows, with_rows(literal.aval, high - low))
 
 
-def zeros(aval: Any, rows: int) -> Any:
+def zeros(aval: Aval, rows: int) -> jax.Array:
     """Makes rows of zeros."""
     return _specs.filled(with_rows(aval, rows), 0)

@@ -11,14 +11,14 @@ of one length.
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 import jax.extend.core as jex
 
-from jaxpp import _compat, _jaxprs
-from jaxpp.transforms.stacked import _origins, _rows
-from jaxpp.transforms.stacked._cut_scan import cut_scan
+from jaxpp import _checkpoints, _compat, _jaxprs, _primitives
+from jaxpp._typing import Atom, Eqn, Jaxpr, Var
+from jaxpp.transforms.stacked import _rows
+from jaxpp.transforms.stacked._slicer import Slicer
 
 #: A place where a program can be cut: the number of a scan, and the iteration after the cut.
 Iteration = tuple[int, int]
@@ -33,7 +33,7 @@ class LayerScan:
     """
 
     number: int
-    eqn: Any
+    eqn: Eqn
     arrays: tuple[int, ...]
 
     @property
@@ -65,19 +65,13 @@ class Divided:
     """
 
     jaxpr: jex.ClosedJaxpr
-    places: dict[Any, Iteration]
-    slices: frozenset[Any]
-    joins: frozenset[Any]
-
-    def start_of(self, place: Iteration) -> Any:
-        """Returns the first variable of the equation after a place."""
-        return next(v for v, p in self.places.items() if p == place)
+    places: dict[Var, Iteration]
+    slices: frozenset[Var]
+    joins: frozenset[Var]
 
 
 def divide_scans(
-    jaxpr: jex.ClosedJaxpr,
-    model: Sequence[Any],
-    places: Collection[Iteration] = (),
+    jaxpr: jex.ClosedJaxpr, model: Sequence[Var], places: Collection[Iteration] = ()
 ) -> Divided:
     """Cuts the scans over stacked layers in a program whose calls are open.
 
@@ -89,46 +83,45 @@ def divide_scans(
     Returns:
         The program with the same inputs and results, and the places of its cuts.
     """
-    origins = _origins.Origins(jaxpr.jaxpr.invars, model)
-    scan_of = {id(scan.eqn): scan for scan in layer_scans(jaxpr, model)}
-    known = _jaxprs.Substitution()
+    scans, sources = _read(jaxpr, model)
+    scan_of = {scan.eqn.outvars[0]: scan for scan in scans}
     pieces: list[_Piece] = []
-    for old in jaxpr.eqns:
-        eqn, scan = known.rename(old), scan_of.get(id(old))
+
+    def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
+        scan = scan_of.get(eqn.outvars[0]) if eqn.outvars else None
         cuts = {i for number, i in places if scan is not None and number == scan.number}
         if scan is None or not cuts:
-            origins.add(eqn)
-            pieces.append(_Piece(eqn))
-            continue
-        made, results = _cut(dataclasses.replace(scan, eqn=eqn), sorted(cuts), origins)
-        pieces += made
-        known.of.update(zip(eqn.outvars, results, strict=True))
-    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
+            sources.add(eqn)
+            return None
+        made, results = _cut(dataclasses.replace(scan, eqn=eqn), sorted(cuts), sources)
+        pieces.extend(made)
+        return [piece.eqn for piece in made], results
+
+    divided = _jaxprs.rewrite(jaxpr, rule)
+    outvars = divided.jaxpr.outvars
     place_of = {p.eqn.outvars[0]: p.place for p in pieces if p.place is not None}
-    eqns = [p.eqn for p in pieces]
     if place_of:
         # An array that was made whole is not needed any more where only slices were read.
-        eqns = _jaxprs.needed(eqns, [*outvars, *place_of])
-    return Divided(
-        _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns),
-        place_of,
-        frozenset(p.eqn.outvars[0] for p in pieces if p.kind == "slice"),
-        frozenset(p.eqn.outvars[0] for p in pieces if p.kind == "join"),
+        eqns = _jaxprs.needed(divided.eqns, [*outvars, *place_of])
+        divided = _compat.with_equations(divided, eqns, outvars)
+    slices, joins = (
+        frozenset(p.eqn.outvars[0] for p in pieces if p.kind == kind) for kind in ("slice", "join")
     )
+    return Divided(divided, place_of, slices, joins)
 
 
-def layer_scans(jaxpr: jex.ClosedJaxpr, model: Sequence[Any]) -> list[LayerScan]:
+def layer_scans(jaxpr: jex.ClosedJaxpr, model: Sequence[Var]) -> list[LayerScan]:
     """Finds the scans over arrays of the model, its inputs `model`, in a program."""
     return _read(jaxpr, model)[0]
 
 
-def find_scan(jaxpr: jex.ClosedJaxpr, model: Sequence[Any], arrays: int, stack: str) -> LayerScan:
+def find_scan(jaxpr: jex.ClosedJaxpr, model: Sequence[Var], arrays: int, stack: str) -> LayerScan:
     """Finds the scan that goes over arrays of the model, which are called `stack`.
 
     Raises:
         ValueError: if there is none, or several; the message says what stands in the way.
     """
-    scans, origins = _read(jaxpr, model)
+    scans, sources = _read(jaxpr, model)
     found = [s for s in scans if any(a and not a & ~arrays for a in s.arrays)]
     if len(found) == 1:
         return found[0]
@@ -140,47 +133,47 @@ def find_scan(jaxpr: jex.ClosedJaxpr, model: Sequence[Any], arrays: int, stack: 
         )
     raise ValueError(
         f"No cut can be made inside {stack!r}: "
-        f"{_obstacle(jaxpr.eqns, origins, arrays) or 'no lax.scan goes over its arrays as xs.'}"
+        f"{_obstacle(jaxpr.eqns, sources, arrays) or 'no lax.scan goes over its arrays as xs.'}"
     )
 
 
-def loop_that_is_one_unit(jaxpr: jex.ClosedJaxpr, model: Sequence[Any]) -> str:
+def loop_that_is_one_unit(jaxpr: jex.ClosedJaxpr, model: Sequence[Var]) -> str:
     """Says why a loop over parameters was not cut, as a further sentence; empty without one."""
-    _, origins = _read(jaxpr, model)
+    _, sources = _read(jaxpr, model)
     loops = [e for e in jaxpr.eqns if e.primitive.name in ("scan", "while")]
-    obstacle = _obstacle(loops, origins, (1 << len(model)) - 1, "a parameter")
+    obstacle = _obstacle(loops, sources, (1 << len(model)) - 1, "a parameter")
     return f" A loop counts as one place where {obstacle}" if obstacle else ""
 
 
 # ---- finding scans ------------------------------------------------------------------------------
 
 
-def _read(jaxpr, model: Sequence[Any]) -> tuple[list[LayerScan], _origins.Origins]:
+def _read(jaxpr: jex.ClosedJaxpr, model: Sequence[Var]) -> tuple[list[LayerScan], "_Sources"]:
     """Finds the scans over stacked layers of a program, and the sources of all its variables."""
-    origins, scans = _origins.Origins(jaxpr.jaxpr.invars, model), []
+    sources, scans = _Sources(jaxpr.jaxpr.invars, model), []
     for eqn in jaxpr.eqns:
-        arrays = _layer_arrays(eqn, origins)
+        arrays = _layer_arrays(eqn, sources)
         if any(arrays):
             scans.append(LayerScan(len(scans), eqn, arrays))
-        origins.add(eqn)
-    return scans, origins
+        sources.add(eqn)
+    return scans, sources
 
 
-def _layer_arrays(eqn, origins: _origins.Origins) -> tuple[int, ...]:
+def _layer_arrays(eqn: Eqn, sources: "_Sources") -> tuple[int, ...]:
     """Finds `LayerScan.arrays` of an equation; empty for all but a scan that can be cut."""
     if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or not eqn.outvars:
         return ()
-    return tuple(map(origins.model_arrays, eqn.invars[sum(_compat.scan_parts(eqn)) :]))
+    return tuple(map(sources.model_arrays, eqn.invars[sum(_compat.scan_parts(eqn)) :]))
 
 
 def _obstacle(
-    eqns: Sequence[Any], origins: _origins.Origins, arrays: int, what: str = "it"
+    eqns: Sequence[Eqn], sources: "_Sources", arrays: int, what: str = "it"
 ) -> str | None:
     """Says why a loop that uses arrays of the model (called `what`) is no scan over layers."""
     for eqn in eqns:
-        read = [i for i, v in enumerate(eqn.invars) if origins.model_arrays(v) & arrays]
+        read = [i for i, v in enumerate(eqn.invars) if sources.model_arrays(v) & arrays]
         is_plain = not any(True for _ in _jaxprs.sub_jaxprs(eqn))
-        if not read or is_plain or any(_layer_arrays(eqn, origins)):
+        if not read or is_plain or any(_layer_arrays(eqn, sources)):
             continue
         where = f"`{eqn.primitive.name}`{_compat.at_source_line(eqn)}"
         if eqn.primitive.name != "scan":
@@ -198,28 +191,72 @@ def _obstacle(
     return None
 
 
+class _Sources:
+    """The sources of the variables of a program.
+
+    Args:
+        invars: the inputs of the program.
+        model: the inputs that are arrays of the model; a set of these is an integer, a bit each.
+    """
+
+    def __init__(self, invars: Iterable[Var], model: Sequence[Var]):
+        self._other = 1 << len(model)
+        self._sources = dict.fromkeys(invars, self._other)
+        self._sources.update((v, 1 << i) for i, v in enumerate(model))
+        self._maker: dict[Var, Eqn] = {}
+
+    def add(self, eqn: Eqn) -> None:
+        """Notes the sources of the results of an equation."""
+        sources = 0
+        for v in _jaxprs.variables(eqn.invars):
+            sources |= self._sources.get(v, 0)
+        for v in eqn.outvars:
+            self._sources[v] = sources
+            self._maker[v] = eqn
+
+    def model_arrays(self, atom: Atom) -> int:
+        """Finds the arrays of the model that an atom depends on; none if it has another source."""
+        sources = 0 if _jaxprs.is_literal(atom) else self._sources.get(atom, 0)
+        return sources if sources < self._other else 0
+
+    def slicer(self, scan: Eqn) -> Slicer:
+        """Makes a slicer for a scan over arrays of the program."""
+
+        def enters(eqn: Eqn) -> bool:
+            if any(True for _ in _jaxprs.sub_jaxprs(eqn)):
+                return False
+            is_prepared = self._sources[eqn.outvars[0]] < self._other
+            return is_prepared or eqn.primitive.name in ("concatenate", "slice")
+
+        def around(eqn: Eqn | None) -> Eqn:
+            # An array made outside of a checkpoint is sliced outside: only the slice is kept.
+            return _checkpoints.outside(scan, [] if eqn is None else _checkpoints.scopes(eqn))
+
+        return Slicer(self._maker, enters, around)
+
+
 # ---- cutting a scan -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """An equation of the result: `"plain"`, `"slice"` or `"join"` (see `Divided`)."""
+    """An equation in place of a scan: `"scan"`, `"slice"` or `"join"` (see `Divided`)."""
 
-    eqn: Any
-    kind: str = "plain"
+    eqn: Eqn
+    kind: str = "scan"
     place: Iteration | None = None
 
 
 def _cut(
-    scan: LayerScan, cuts: Sequence[int], origins: _origins.Origins
-) -> tuple[list[_Piece], list[Any]]:
+    scan: LayerScan, cuts: Sequence[int], sources: _Sources
+) -> tuple[list[_Piece], list[Atom]]:
     """Cuts a scan before some iterations; gives the pieces, and the atoms that are its results."""
     eqn, length, reverse = scan.eqn, scan.length, scan.eqn.params["reverse"]
     num_consts, num_carry = _compat.scan_parts(eqn)
     whole, xs = eqn.invars[: num_consts + num_carry], eqn.invars[num_consts + num_carry :]
     starts = sorted({0, *cuts, length})
     bounds = [length - i for i in reversed(starts)] if reverse else starts
-    slicers = [origins.slicer(eqn) for _ in bounds[1:]]
+    slicers = [sources.slicer(eqn) for _ in bounds[1:]]
     slices = [
         [slicer.rows(v, low, high) if high - low < length else v for v in xs]
         for slicer, (low, high) in zip(slicers, itertools.pairwise(bounds), strict=True)
@@ -236,5 +273,54 @@ def _cut(
             rows = pieces[-1].eqn.outvars
         results.append(rows[0])
     for piece in pieces:
-        origins.add(piece.eqn)
+        sources.add(piece.eqn)
     return pieces, results
+
+
+def cut_scan(
+    scan: Eqn, bounds: Sequence[int], whole: Sequence[Atom], slices: Sequence[Sequence[Atom]]
+) -> tuple[list[Eqn], list[Atom], list[list[Var]]]:
+    """Makes a scan for each part of the rows that a scan goes over.
+
+    Args:
+        scan: the equation.
+        bounds: where the rows are cut.
+        whole: the constants of each new scan, and the carries of the first.
+        slices: for each part its rows of the xs.
+
+    Returns:
+        The new scans, in the order in which they run; the final carries, of which one that no
+        iteration changes is as it was before the first; and the parts of each stacked result.
+    """
+    num_consts, num_carry = _compat.scan_parts(scan)
+    body = scan.params["jaxpr"].jaxpr
+    ends = zip(body.invars[num_consts : len(whole)], body.outvars[:num_carry], strict=True)
+    changes = [_handed_on(body, out) is not own for own, out in ends]
+    order = -1 if scan.params["reverse"] else 1
+    consts, carry = whole[:num_consts], list(whole[num_consts:])
+    scans = []
+    for (low, high), xs in list(zip(itertools.pairwise(bounds), slices, strict=True))[::order]:
+        made = [_jaxprs.fresh_var(v) for v in scan.outvars[:num_carry]]
+        made += [_rows.rows_var(v, high - low) for v in scan.outvars[num_carry:]]
+        params = _rows.scan_params(scan, high - low)
+        scans.append(scan.replace(invars=[*consts, *carry, *xs], outvars=made, params=params))
+        flags = zip(carry, made, changes, strict=False)
+        carry = [after if changed else before for before, after, changed in flags]
+    stacks = zip(*(part.outvars[num_carry:] for part in scans[::order]), strict=True)
+    return scans, carry, list(map(list, stacks))
+
+
+def _handed_on(jaxpr: Jaxpr, atom: Atom) -> Atom:
+    """Finds the atom that an atom of an open jaxpr is a copy of, through calls that hand it on."""
+    maker = {v: e for e in jaxpr.eqns for v in e.outvars}
+    while not _jaxprs.is_literal(atom) and atom in maker:
+        eqn = maker[atom]
+        body = None if eqn.primitive.name in _primitives.CUSTOM_RULES else _jaxprs.called_jaxpr(eqn)
+        if body is None:
+            break
+        opened = _jaxprs.opened(body)
+        inner = _handed_on(opened, opened.outvars[eqn.outvars.index(atom)])
+        if inner not in opened.invars:
+            break
+        atom = eqn.invars[opened.invars.index(inner)]
+    return atom

@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs
+from jaxpp._typing import Atom, Eqn, Var
 from jaxpp.transforms.stacked import _rows
 
 
@@ -33,21 +34,21 @@ class Slicer:
 
     def __init__(
         self,
-        maker: Mapping[Any, Any],
-        enters: Callable[[Any], bool] = lambda _: True,
-        source: Callable[[Any], Any] = lambda eqn: eqn,
-        wanted_whole: Callable[[Any, list[Any], Mapping[Any, Any]], None] = lambda *_: None,
-        of_input: Callable[[Any, int, int], Any] | None = None,
+        maker: Mapping[Var, Eqn],
+        enters: Callable[[Eqn], bool] = lambda _: True,
+        source: Callable[[Eqn | None], Eqn | None] = lambda eqn: eqn,
+        wanted_whole: Callable[[Eqn, list[Atom], Mapping[Var, Eqn]], None] = lambda *_: None,
+        of_input: Callable[[Var, int, int], Atom] | None = None,
     ):
-        self.eqns: list[Any] = []
+        self.eqns: list[Eqn] = []
         self._maker = maker
         self._enters = enters
         self._source = source
         self._wanted_whole = wanted_whole
         self._of_input = of_input or self._slice
-        self._known: dict[tuple[Any, int, int], Any] = {}
+        self._known: dict[tuple[Var, int, int], Atom] = {}
 
-    def rows(self, atom: Any, low: int, high: int) -> Any:
+    def rows(self, atom: Atom, low: int, high: int) -> Atom:
         """Returns an atom for rows `low` to `high` of another, made of as few rows as can be."""
         if _jaxprs.is_literal(atom):
             return _rows.literal_rows(atom, low, high)
@@ -55,7 +56,7 @@ class Slicer:
             self._known[atom, low, high] = self._make(self._maker.get(atom), atom, low, high)
         return self._known[atom, low, high]
 
-    def _make(self, eqn: Any, var: Any, low: int, high: int) -> Any:
+    def _make(self, eqn: Eqn | None, var: Var, low: int, high: int) -> Atom:
         """Makes rows of a variable by the rule of the equation that makes it."""
         if eqn is None:
             return self._of_input(var, low, high)
@@ -76,31 +77,33 @@ class Slicer:
         self._wanted_whole(eqn, [var], self._maker)
         return self._slice(var, low, high)
 
-    def _slice(self, var: Any, low: int, high: int) -> Any:
+    def _slice(self, var: Var, low: int, high: int) -> Var:
         if (low, high) == (0, _rows.num_rows(var)):
             return var
         return self._add(_rows.slice_rows(self._source(self._maker.get(var)), var, low, high))
 
-    def _add(self, eqn: Any) -> Any:
+    def _add(self, eqn: Eqn) -> Var:
         self.eqns.append(eqn)
         return eqn.outvars[0]
 
     # ---- equations that move or compute rows ----------------------------------------------------
 
-    def _of_concatenation(self, eqn: Any, intervals: Sequence[Any], low: int, high: int) -> Any:
+    def _of_concatenation(
+        self, eqn: Eqn, intervals: Sequence[tuple[int, int]], low: int, high: int
+    ) -> Atom:
         operands = zip(intervals, eqn.invars, strict=True)
         parts = [self.rows(*piece) for piece in _rows.pieces(operands, low, high)]
         if len(parts) == 1:
             return parts[0]
         return self._add(_rows.join(self._source(eqn), parts, eqn.outvars[0]))
 
-    def _of_slice(self, eqn: Any, low: int, high: int) -> Any:
+    def _of_slice(self, eqn: Eqn, low: int, high: int) -> Atom:
         start = eqn.params["start_indices"][0]
         rows = self.rows(eqn.invars[0], start + low, start + high)
         columns = _rows.slice_columns(eqn, rows)
         return rows if columns is None else self._add(columns)
 
-    def _row_by_row(self, eqn: Any, rule: _rows.Rows, var: Any, low: int, high: int) -> Any:
+    def _row_by_row(self, eqn: Eqn, rule: _rows.Rows, var: Var, low: int, high: int) -> Var:
         flags = list(zip(eqn.invars, rule.operands, strict=True))
         operands = [self.rows(v, low, high) if has_rows else v for v, has_rows in flags]
         self._wanted_whole(eqn, [v for v, has_rows in flags if not has_rows], self._maker)
@@ -112,18 +115,17 @@ class Slicer:
 
     # ---- equations that hold others -------------------------------------------------------------
 
-    def _of_call(self, eqn: Any, var: Any, low: int, high: int) -> Any:
+    def _of_call(self, eqn: Eqn, var: Var, low: int, high: int) -> Var:
         """Calls the part of a function that makes rows of one of its results."""
         body, operands = self._body(eqn, _jaxprs.called_jaxpr(eqn), eqn.invars, var, low, high)
         fun = _named(jex.jaxpr_as_fun(body), eqn.params.get("name", "rows"))
         traced = jax.make_jaxpr(jax.jit(fun))(*(v.aval for v in body.jaxpr.invars))
         (call,) = _jaxprs.without_constants(traced)[0].eqns
         own = _rows.rows_var(var, high - low)
-        return self._add(
-            call.replace(invars=operands, outvars=[own], source_info=eqn.source_info)
-        )  # fmt: skip
+        made = call.replace(invars=operands, outvars=[own], source_info=eqn.source_info)
+        return self._add(made)
 
-    def _of_conditional(self, eqn: Any, var: Any, low: int, high: int) -> Any:
+    def _of_conditional(self, eqn: Eqn, var: Var, low: int, high: int) -> Var:
         parts = [
             self._body(eqn, branch, eqn.invars[1:], var, low, high)
             for branch in eqn.params["branches"]
@@ -144,16 +146,16 @@ class Slicer:
         return self._add(eqn.replace(invars=operands, outvars=[own], params=params))
 
     def _body(
-        self, eqn: Any, body: Any, operands: Sequence[Any], var: Any, low: int, high: int
-    ) -> tuple[jex.ClosedJaxpr, list[Any]]:
+        self, eqn: Eqn, body: Any, operands: Sequence[Atom], var: Var, low: int, high: int
+    ) -> tuple[jex.ClosedJaxpr, list[Atom]]:
         """Makes the jaxpr of rows of a result of a called jaxpr, and finds its operands."""
-        opened = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
+        opened = _jaxprs.opened(body)
         whole = dict(zip(opened.invars, operands, strict=True))
         constants = zip(opened.constvars, _compat.constants_of(body), strict=True)
         whole.update((v, _jaxprs.literal(x, v.aval)) for v, x in constants)
-        sliced: dict[Any, Any] = {}
+        sliced: dict[Var, Atom] = {}
 
-        def of_input(var: Any, low: int, high: int) -> Any:
+        def of_input(var: Var, low: int, high: int) -> Atom:
             own = _rows.rows_var(var, high - low)
             sliced[own] = self.rows(whole[var], low, high)
             return own

@@ -1,10 +1,10 @@
 """Finds the stages of a forward: marks, cuts, units, and the calls that outline the stages."""
 
+from jaxpp.transforms.stages._cut_balanced import Finest as Finest
+from jaxpp.transforms.stages._cut_balanced import UnitCosts as UnitCosts
+from jaxpp.transforms.stages._cut_balanced import UnitCuts as UnitCuts
+from jaxpp.transforms.stages._cut_balanced import Units as Units
 from jaxpp.transforms.stages._describe import stages_as_text as stages_as_text
-from jaxpp.transforms.stages._finest import Finest as Finest
-from jaxpp.transforms.stages._finest import UnitCosts as UnitCosts
-from jaxpp.transforms.stages._finest import UnitCuts as UnitCuts
-from jaxpp.transforms.stages._finest import Units as Units
 from jaxpp.transforms.stages._marks import call_merge as call_merge
 from jaxpp.transforms.stages._marks import call_replica as call_replica
 from jaxpp.transforms.stages._marks import call_task as call_task

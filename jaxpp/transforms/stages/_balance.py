@@ -191,7 +191,10 @@ class _Ways:
             starts = np.array(ends[n - 1])
             known = np.array([squares[-2].get(s, np.inf) for s in ends[n - 1]])
             for e in ends[n]:
-                fits = (self.first[e] <= starts) & (starts < self.after[e])
+                # Two positions may be on lightest ways, and on none together.
+                lightest_before = (lightest[n][e] or 0) - self.weights[e]
+                alike = np.array([lightest[n - 1][s] == lightest_before for s in ends[n - 1]])
+                fits = alike & (self.first[e] <= starts) & (starts < self.after[e])
                 sums = known + (self.total[e] - self.total[starts]) ** 2
                 least = int(np.argmin(np.where(fits, sums, np.inf)))
                 if fits[least] and sums[least] < np.inf:

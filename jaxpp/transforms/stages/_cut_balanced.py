@@ -1,30 +1,101 @@
-"""Cuts a program into stages of equal work, or of equally many layers."""
+"""Cuts a program into stages of equal work, or of equally many layers.
 
+The work is that of a cost of equations, or what a profile has measured (`Units`). The finest cut
+(`Finest`), which a profile measures, makes every unit a stage: a layer, or what lies before the
+first layer or after the last one.
+"""
+
+import abc
 import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
 
 from jaxpp import _checkpoints, _compat, _flops, _jaxprs
+from jaxpp._typing import Eqn, Var
 from jaxpp._warn import warn
 from jaxpp.transforms import stacked
-from jaxpp.transforms.stages import (
-    _balance,
-    _cuts,
-    _finest,
-    _modules,
-    _repeats,
-    _stages,
-    _states,
-    _units,
-)
+from jaxpp.transforms.stages import _balance, _calls, _cuts, _modules, _stages, _states, _units
+
+
+class Finest:
+    """In the place of a cost: every unit is a stage. Notes the bytes that cross between them."""
+
+    crossing: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Units(abc.ABC):
+    """The units of a function.
+
+    Args:
+        crossing: the bytes that cross from each unit, but the last, to those behind it.
+        at_least: the number of units that was asked for when the function was cut.
+    """
+
+    crossing: tuple[float, ...]
+    at_least: int
+
+    def check(self, crossing: Sequence[float]) -> None:
+        """Raises a ValueError where other bytes cross between the units of a function."""
+        if tuple(crossing) != self.crossing:
+            raise ValueError(
+                f"the profile is of another function, or of other shapes: it has "
+                f"{len(self.crossing) + 1} units, between which {_sizes(self.crossing)} bytes "
+                f"cross, and the function has {len(crossing) + 1}, with {_sizes(crossing)}. "
+                f"Profile this function, with the arguments of a microbatch."
+            )
+
+    @abc.abstractmethod
+    def choose(self, num_stages: int) -> Sequence[int]:
+        """Chooses the first unit of each stage but the first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitCosts(Units):
+    """The costs of the units of a function, for `split_stages(balance=)`.
+
+    Args:
+        crossing: the bytes that cross from each unit, but the last, to those behind it.
+        at_least: the number of units that was asked for when the function was cut.
+        costs: the cost of each unit, in any one unit.
+    """
+
+    costs: tuple[float, ...]
+
+    def choose(self, num_stages: int) -> Sequence[int]:
+        """Chooses the first unit of each stage but the first, so that costs are balanced."""
+        return _balance.balanced_cuts(self.costs, [0.0, *self.crossing, 0.0], num_stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitCuts(Units):
+    """Cuts between units of a function, for `split_stages(at=)`.
+
+    Args:
+        crossing: the bytes that cross from each unit, but the last, to those behind it.
+        at_least: the number of units that was asked for when the function was cut.
+        firsts: the first unit of each stage but the first.
+    """
+
+    firsts: tuple[int, ...]
+
+    def choose(self, num_stages: int) -> Sequence[int]:
+        """Returns the cuts."""
+        return self.firsts
+
+
+def _sizes(crossing: Sequence[float]) -> str:
+    shown = [f"{n:.0f}" for n in crossing[:8]]
+    return ", ".join(shown + ["..."] * (len(crossing) > 8)) or "no"
+
 
 #: What balances stages: a name, the cost of an equation, or the measured costs of units.
-Balance = str | _flops.Cost | _finest.Units | _finest.Finest
+Balance = str | _flops.Cost | Units | Finest
 
 
 def cut_balanced(
@@ -53,28 +124,24 @@ def cut_balanced(
     divided = stacked.divide_scans(jaxpr, arrays, everywhere)
     line = _cuts.Line.of(divided)
     costed = _Costs.of(line, divided, num_stages, balance, arrays, tolerance)
-    moved = line.leads | divided.joins
-    own = [None if e.outvars[0] in moved else e for e in costed.eqns]
-    wanted = balance.at_least if isinstance(balance, _finest.Units) else num_stages
-    units = _whole_units(own, costed, calls, scopes, divided.places, checkpoints, wanted)
+    wanted = balance.at_least if isinstance(balance, Units) else num_stages
+    units = _whole_units(costed, calls, scopes, checkpoints, wanted)
     for name in scopes or ():
         if not any(unit.label == name for unit in units):
             raise ValueError(_cuts.no_scope(name, line.eqns, model))
     together = _states.units(states, costed.eqns, line.leads, line.jaxpr.jaxpr.outvars)
     try:
-        if isinstance(balance, _finest.Units | _finest.Finest):
+        if isinstance(balance, Units | Finest):
             cuts = costed.unit_cuts([*units, *together], balance)
         else:
-            cuts = _best_cuts(costed, units, together, _closed_call(costed, divided.places))
+            cuts = _best_cuts(costed, units, together)
     except ValueError as error:
         loop = stacked.loop_that_is_one_unit(jaxpr, arrays)
         raise ValueError(f"split_stages: {error}{loop}") from None
     starts = [costed.heads[cut].outvars[0] for cut in cuts]
     places = [divided.places.get(v) for v in starts]
-    divided = stacked.divide_scans(jaxpr, arrays, [p for p in places if p is not None])
-    line = _cuts.Line.of(divided)
-    starts = [v if p is None else divided.start_of(p) for v, p in zip(starts, places, strict=True)]
-    positions = list(map(line.position_of, starts))
+    line = _cuts.Line.of(stacked.divide_scans(jaxpr, arrays, [p for p in places if p is not None]))
+    positions = (line.position_of(p or v) for v, p in zip(starts, places, strict=True))
     return line.marked(positions, range(1, len(cuts) + 1), [None] * len(cuts))
 
 
@@ -84,19 +151,19 @@ def cost_of(balance: Balance) -> _flops.Cost:
     Raises:
         ValueError: nothing can be balanced by what is given.
     """
-    if isinstance(balance, _finest.Units | _finest.Finest):
+    if isinstance(balance, Units | Finest):
         return _flops.flops
     return _flops.resolve(balance)
 
 
 def _best_cuts(
-    costed: "_Costs", units: Sequence[_units.Unit], together: Sequence[_units.Unit], call: str
+    costed: "_Costs", units: Sequence[_units.Unit], together: Sequence[_units.Unit]
 ) -> list[int]:
     """Finds the best cuts between units, and between those that states keep `together`, if it can.
 
-    Warns where the slowest stage is much slower than it could be; `call` says so of a call.
+    Warns where the slowest stage is much slower than it could be.
     """
-    layers = _units.note(units, costed.num_stages)
+    layers, call = _units.note(units, costed.num_stages), _closed_call(costed)
     try:
         cuts = costed.cuts(units)
     except ValueError as error:
@@ -116,29 +183,28 @@ def _best_cuts(
 
 
 def _whole_units(
-    eqns: Sequence[Any],
     costed: "_Costs",
     calls: Mapping[str, str | None],
     scopes: Sequence[str] | None,
-    places: Mapping[Any, stacked.Iteration],
     checkpoints: _checkpoints.Checkpoints,
     wanted: int,
 ) -> list[_units.Unit]:
-    """Finds the units that stay whole; None stands for an equation that goes with another."""
+    """Finds the units that stay whole; an equation that goes with another begins and ends none."""
+    eqns = [None if e.outvars[0] in costed.moved else e for e in costed.eqns]
 
-    def iteration(eqn) -> stacked.Iteration | None:
-        return None if eqn is None else places.get(eqn.outvars[0])
+    def iteration(eqn: Eqn | None) -> stacked.Iteration | None:
+        return None if eqn is None else costed.places.get(eqn.outvars[0])
 
-    def named(eqn) -> Iterator[str]:
+    def named(eqn: Eqn) -> Iterator[str]:
         # A scan whose body calls a module is under the module's scope: it is a stack of layers.
         inside = _cuts.contains_scope if iteration(eqn) else _cuts.in_scope
         return (name for name in scopes or () if inside(eqn, name))
 
-    def called(eqn) -> Iterator[str]:
-        own = () if _compat.is_transposed(eqn) else _modules.scopes(eqn)
+    def called(eqn: Eqn) -> Iterator[str]:
+        own = () if _compat.is_transposed(eqn) else _calls.scopes(eqn)
         yield from (scope for scope in own if scope in calls)
         if iteration(eqn):
-            inside = _modules.scopes_inside(eqn)
+            inside = _calls.scopes_inside(eqn)
             yield from (scope for scope in inside if calls.get(scope, scope) is None)
 
     units = [
@@ -155,16 +221,21 @@ def _whole_units(
 
 @dataclasses.dataclass(frozen=True)
 class _Costs:
-    """The equations that depend on arguments, the cost of each, and the bytes that cross before it.
+    """The equations that depend on arguments, with facts of each.
 
-    `heads` has for each the first, from it on, that does not only prepare the next one.
+    `heads` has for each the first, from it on, that does not only prepare the next one; `crossing`
+    the bytes that cross before it; `shared` those of arrays of the model that are read before it
+    and behind. An equation of `moved` goes with the one after it, or before it; `places` has the
+    place before an equation. Both name it by the first variable that it makes.
     """
 
-    eqns: Sequence[Any]
-    heads: Sequence[Any]
+    eqns: Sequence[Eqn]
+    heads: Sequence[Eqn]
     costs: Sequence[float]
     crossing: Sequence[float]
     shared: Sequence[float]
+    moved: frozenset[Var]
+    places: Mapping[Var, stacked.Iteration]
     num_stages: int
     count_layers: bool
     tolerance: float
@@ -176,44 +247,60 @@ class _Costs:
         divided: stacked.Divided,
         num_stages: int,
         balance: Balance,
-        arrays: Iterable[Any],
+        arrays: Iterable[Var],
         tolerance: float,
     ) -> "_Costs":
         varying = _jaxprs.descendants(line.eqns, line.jaxpr.jaxpr.invars)
         eqns = [e for e in line.eqns if not varying.isdisjoint(e.outvars)]
-        heads: list[Any] = []
+        heads: list[Eqn] = []
         for eqn in reversed(eqns):
             heads.append(heads[-1] if heads and line.is_lead(eqn) else eqn)
         heads.reverse()
-        crossing = _crossing_bytes(eqns)
+        crossing = _bytes_from({v: i for i, e in enumerate(eqns) for v in e.outvars}, eqns)
         for i, head in enumerate(heads):
             if (i > 0 and heads[i - 1] is head) or eqns[i].outvars[0] in divided.joins:
                 crossing[i] = float("inf")
         cost = cost_of(balance)
         moves = divided.slices | divided.joins
         costs = [0.0 if e.outvars[0] in moves else cost(e) for e in eqns]
-        shared = _bytes_read_on_both_sides(eqns, set(arrays))
-        by_layers = balance == "layers"
-        return cls(eqns, heads, costs, crossing, shared, num_stages, by_layers, tolerance)
+        first: dict[Var, int] = {}
+        model = set(arrays)
+        for i, eqn in enumerate(eqns):
+            for v in _jaxprs.variables(eqn.invars):
+                if v in model:
+                    first.setdefault(v, i)
+        shared = _bytes_from(first, eqns)
+        return cls(
+            eqns,
+            heads,
+            costs,
+            crossing,
+            shared,
+            line.leads | divided.joins,
+            divided.places,
+            num_stages,
+            balance == "layers",
+            tolerance,
+        )
 
     @functools.cached_property
     def blocks(self) -> list[_units.Unit]:
         """The blocks of equations that repeat: layers that may be cut inside."""
-        return _repeats.Repeats.of(self.eqns, self.costs, self.crossing).blocks()
+        return _units.Repeats.of(self.eqns, self.costs, self.crossing).blocks()
 
     def cuts(self, units: Sequence[_units.Unit]) -> list[int]:
         """Finds the positions of the best cuts, none of them inside a unit."""
         crossing = self._crossing_outside(units)
-        layers = [unit for unit in _units.outermost(units) if unit.kind is not None]
+        layers = _units.layers_of(units)
         in_layers = sum(sum(self.costs[u.first : u.last + 1]) for u in layers)
         has_layers = in_layers >= sum(self.costs) / 2
         first = [unit.first for unit in layers]
         soft = layers if has_layers else _units.outermost([*units, *self.blocks])
         if self.count_layers:
             return _balance.even_cuts(
-                [u.first for u in soft if u.kind is not None], crossing, self.num_stages
+                [u.first for u in _units.layers_of(soft)], crossing, self.num_stages
             )
-        borders = _finest.borders(soft, crossing)
+        borders = _units.borders(soft, crossing)
         return _balance.balanced_cuts(
             self.costs,
             crossing,
@@ -231,16 +318,14 @@ class _Costs:
             crossing[unit.first + 1 : unit.last + 1] = [float("inf")] * (unit.last - unit.first)
         return crossing
 
-    def unit_cuts(
-        self, units: Sequence[_units.Unit], balance: _finest.Units | _finest.Finest
-    ) -> list[int]:
+    def unit_cuts(self, units: Sequence[_units.Unit], balance: Units | Finest) -> list[int]:
         """Finds all cuts between units, or the best of them by the measured costs of units."""
         crossing = self._crossing_outside(units)
-        if isinstance(balance, _finest.Units):
-            cuts = _finest.finest_cuts(units, crossing, balance.at_least)
+        if isinstance(balance, Units):
+            cuts = _between_units(units, crossing, balance.at_least)
             balance.check([crossing[cut] for cut in cuts])
             return [cuts[first - 1] for first in balance.choose(self.num_stages)]
-        cuts = _finest.finest_cuts(units, crossing, self.num_stages)
+        cuts = _between_units(units, crossing, self.num_stages)
         balance.crossing = tuple(crossing[cut] for cut in cuts)
         return cuts
 
@@ -255,14 +340,26 @@ class _Costs:
         return [sum(self.costs[a:b]) / total for a, b in bounds]
 
 
-def _closed_call(costed: _Costs, places: Mapping[Any, stacked.Iteration]) -> str:
+def _between_units(
+    units: Sequence[_units.Unit], crossing: Sequence[float], at_least: int
+) -> list[int]:
+    """Finds the borders of layers; without layers, `at_least` parts of as many equations."""
+    if len(_units.layers_of(units)) > 1:
+        return _units.borders(units, crossing)
+    ones = [1.0] * (len(crossing) - 1)
+    places = sum(1 for c in crossing[1:-1] if c != float("inf"))
+    return _balance.balanced_cuts(ones, crossing, min(at_least, places + 1))
+
+
+def _closed_call(costed: _Costs) -> str:
     """Says which uncuttable call has much more than a stage's share of the work, if one has."""
     eqns, costs = costed.eqns, costed.costs
     if not eqns:
         return ""
     i = max(range(len(eqns)), key=costs.__getitem__)
-    is_call = any(True for _ in _jaxprs.sub_jaxprs(eqns[i])) and eqns[i].outvars[0] not in places
-    if not is_call or costs[i] <= 1.5 * sum(costs) / costed.num_stages:
+    is_call = any(True for _ in _jaxprs.sub_jaxprs(eqns[i]))
+    is_cut = eqns[i].outvars[0] in costed.places
+    if not is_call or is_cut or costs[i] <= 1.5 * sum(costs) / costed.num_stages:
         return ""
     way_out = "call it for each layer and not for all of them"
     if _stages.runs_microbatches(eqns[i]):
@@ -273,22 +370,7 @@ def _closed_call(costed: _Costs, places: Mapping[Any, stacked.Iteration]) -> str
     )
 
 
-def _crossing_bytes(eqns) -> list[float]:
-    """Counts for each position the bytes of the values made before it and read from it on."""
-    return _bytes_from({v: i for i, e in enumerate(eqns) for v in e.outvars}, eqns)
-
-
-def _bytes_read_on_both_sides(eqns, arrays: Container[Any]) -> list[float]:
-    """Counts for each position the bytes of those `arrays` that are read before it and behind."""
-    first: dict[Any, int] = {}
-    for i, eqn in enumerate(eqns):
-        for v in _jaxprs.variables(eqn.invars):
-            if v in arrays:
-                first.setdefault(v, i)
-    return _bytes_from(first, eqns)
-
-
-def _bytes_from(begins: Mapping[Any, int], eqns) -> list[float]:
+def _bytes_from(begins: Mapping[Var, int], eqns: Sequence[Eqn]) -> list[float]:
     """Counts for each position the bytes of variables from where they begin to the last reader."""
     last = {v: i for i, e in enumerate(eqns) for v in _jaxprs.variables(e.invars)}
     change = [0.0] * (len(eqns) + 2)

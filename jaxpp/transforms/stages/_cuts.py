@@ -1,40 +1,39 @@
 """Cuts a program at named scopes or at layers of a stack, and inserts the marks of all cuts."""
 
 import dataclasses
-import functools
-import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax.extend.core as jex
 
 from jaxpp import _checkpoints, _compat, _jaxprs
+from jaxpp._typing import Eqn, Var
 from jaxpp.transforms import stacked
-from jaxpp.transforms.stages import _layers, _marks, _modules, _stages, _units
+from jaxpp.transforms.stages import _calls, _marks, _modules, _stages, _units
 
 
 def cut_at(
     traced: _jaxprs.Traced,
     model: Any,
     names: Sequence[str],
-    modules: Sequence[tuple[str, Any]] | None,
-    calls: Mapping[str, _modules.Call],
+    modules: Sequence[_modules.Named] | None,
+    calls: Mapping[str, _calls.Call],
 ) -> jex.ClosedJaxpr:
     """Marks the cuts that a user names: `modules`, or scopes where these are None."""
     arrays = _modules.model_arrays(traced, model)
     if modules is None:
         return _cut_at_scopes(traced.jaxpr, list(names), model, arrays)
     modules = [(p, _stacked(traced.jaxpr, model, p, m, arrays)) for p, m in modules]
-    return _mark_layers(_modules.mark_calls(traced.jaxpr, modules, calls), modules, arrays)
+    return _mark_layers(_calls.mark_calls(traced.jaxpr, modules, calls), modules, arrays)
 
 
 # ---- named scopes -------------------------------------------------------------------------------
 
 
 def _cut_at_scopes(
-    jaxpr: jex.ClosedJaxpr, names: Sequence[str], model: Any, arrays: Sequence[Any]
+    jaxpr: jex.ClosedJaxpr, names: Sequence[str], model: Any, arrays: Sequence[Var]
 ) -> jex.ClosedJaxpr:
     """Marks the first equation under each `jax.named_scope` of `names`.
 
@@ -43,12 +42,11 @@ def _cut_at_scopes(
     """
     jaxpr, _ = _stages.dissolve_marks(jaxpr)
     places = _places_in_scopes(jaxpr, names, arrays)
-    divided = stacked.divide_scans(jaxpr, arrays, places.values())
-    line = Line.of(divided)
+    line = Line.of(stacked.divide_scans(jaxpr, arrays, places.values()))
     positions = []
     for name in names:
         if name in places:
-            positions.append(line.position_of(divided.start_of(places[name])))
+            positions.append(line.position_of(places[name]))
             continue
         position = next((i for i, e in enumerate(line.eqns) if in_scope(e, name)), None)
         if position is None:
@@ -68,9 +66,11 @@ def _cut_at_scopes(
     return line.marked(positions, range(1, len(names) + 1), names)
 
 
-def _places_in_scopes(jaxpr, names: Sequence[str], arrays) -> dict[str, stacked.Iteration]:
+def _places_in_scopes(
+    jaxpr: jex.ClosedJaxpr, names: Sequence[str], arrays: Sequence[Var]
+) -> dict[str, stacked.Iteration]:
     """Finds the place of each name that names a layer of a scan under a scope."""
-    indexed = {name: m for name in names if (m := _layers.INDEXED.fullmatch(name))}
+    indexed = {name: m for name in names if (m := _modules.INDEXED.fullmatch(name))}
     places: dict[str, stacked.Iteration] = {}
     for name, match in indexed.items():
         if any(contains_scope(e, name) for e in jaxpr.eqns):
@@ -90,26 +90,22 @@ def _places_in_scopes(jaxpr, names: Sequence[str], arrays) -> dict[str, stacked.
     return places
 
 
-def _scope_path(eqn) -> str:
-    return str(eqn.source_info.name_stack)
-
-
-def in_scope(eqn, name: str) -> bool:
+def in_scope(eqn: Eqn, name: str) -> bool:
     """Tells whether an equation is under a scope; `layers.2`, `layers[2]`, `layers/2` are one."""
-    name = re.escape(_with_slashes(name))
-    return re.search(rf"(^|[/(]){name}($|[/)])", _with_slashes(_scope_path(eqn))) is not None
+    name, path = re.escape(_with_slashes(name)), _with_slashes(str(eqn.source_info.name_stack))
+    return re.search(rf"(^|[/(]){name}($|[/)])", path) is not None
 
 
 def _with_slashes(name: str) -> str:
     return re.sub(r"\[(\d+)\]", r"/\1", name).replace(".", "/")
 
 
-def contains_scope(eqn, name: str) -> bool:
+def contains_scope(eqn: Eqn, name: str) -> bool:
     """Tells whether an equation, or one inside it, is under a scope."""
     return _jaxprs.contains(eqn, lambda e: in_scope(e, name))
 
 
-def no_scope(name: str, eqns: Sequence[Any], model: Any) -> str:
+def no_scope(name: str, eqns: Sequence[Eqn], model: Any) -> str:
     """Says that no equation is under a scope, and what there is instead."""
     scopes = list(dict.fromkeys(".".join(p) for e in eqns if (p := _units.scope_path(e))))
     parts = [s.split(".") for s in scopes]
@@ -124,15 +120,53 @@ def no_scope(name: str, eqns: Sequence[Any], model: Any) -> str:
     return f"No module of the first argument is called {name!r} ({there}), and n{no_scope}"
 
 
+# ---- modules and layers --------------------------------------------------------------------------
+
+
+def _stacked(
+    jaxpr: jex.ClosedJaxpr,
+    model: Any,
+    path: str,
+    module: eqx.Module | _modules.Layer,
+    arrays: Sequence[Var],
+) -> eqx.Module | _modules.Layer:
+    """Finds a `Layer` for a module whose layers a scan calls one by one; else the module itself."""
+    if isinstance(module, _modules.Layer):
+        return module
+    stack = _modules.stack_at(model, path)
+    for scan in stacked.layer_scans(jaxpr, arrays):
+        own = _modules.union(a for a in scan.arrays if not a & ~stack.arrays)
+        if own and own == stack.arrays and _calls.calls_class(scan.eqn, type(module)):
+            return stack
+    return module
+
+
+def _mark_layers(
+    jaxpr: jex.ClosedJaxpr, modules: Sequence[_modules.Named], arrays: Sequence[Var]
+) -> jex.ClosedJaxpr:
+    """Marks those cuts that are layers: cut i opens stage i + 1."""
+    layers = {i: m for i, (_, m) in enumerate(modules) if isinstance(m, _modules.Layer)}
+    if not layers:
+        return jaxpr
+    places = []
+    for layer in layers.values():
+        scan = stacked.find_scan(jaxpr, arrays, layer.arrays, layer.stack)
+        first = 0 if layer.index is None else scan.place_of(layer.index, layer.stack)[1]
+        places.append((scan.number, first))
+    line = Line.of(stacked.divide_scans(jaxpr, arrays, places))
+    positions = map(line.position_of, places)
+    return line.marked(positions, [i + 1 for i in layers], [modules[i][0] for i in layers])
+
+
 # ---- shared -------------------------------------------------------------------------------------
 
 
 def open_program(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, _checkpoints.Checkpoints]:
     """Opens all calls and checkpoints of a program but for outlined stages."""
     jaxpr, checkpoints = _checkpoints.open_calls(
-        jaxpr, lambda e: not _marks.is_stage_call(e), _modules.apart
+        jaxpr, lambda e: not _marks.is_stage_call(e), _calls.apart
     )
-    eqns = [e for eqn in jaxpr.eqns for e in _modules.apart(eqn, [eqn])]
+    eqns = [e for eqn in jaxpr.eqns for e in _calls.apart(eqn, [eqn])]
     return _compat.with_equations(jaxpr, eqns, jaxpr.jaxpr.outvars), checkpoints
 
 
@@ -142,11 +176,12 @@ class Line:
 
     So a weight's cast, transpose or stacking goes with the stage that reads it. Those equations
     that only prepare the one after them are in `leads`, by the first variable that they make: no
-    cut should be made right after one.
+    cut should be made right after one. `places` has the place before an equation, likewise.
     """
 
     jaxpr: jex.ClosedJaxpr
-    leads: frozenset[Any]
+    leads: frozenset[Var]
+    places: Mapping[Var, stacked.Iteration]
 
     @classmethod
     def of(cls, divided: stacked.Divided) -> "Line":
@@ -161,22 +196,28 @@ class Line:
         stays = [i for i in range(len(eqns)) if not moves[i]]
         order = [eqns[i] for i in _checkpoints.ordered([*stays, *results], needs)]
         sorted_jaxpr = _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, order)
-        return cls(sorted_jaxpr, divided.slices | {eqns[i].outvars[0] for i in sunk.values()})
+        leads = divided.slices | {eqns[i].outvars[0] for i in sunk.values()}
+        return cls(sorted_jaxpr, leads, divided.places)
 
     @property
-    def eqns(self) -> Sequence[Any]:
+    def eqns(self) -> Sequence[Eqn]:
         return self.jaxpr.eqns
 
-    def is_lead(self, eqn: Any) -> bool:
+    def is_lead(self, eqn: Eqn) -> bool:
         """Tells whether an equation only prepares the one after it."""
         return not self.leads.isdisjoint(eqn.outvars[:1])
 
-    def position_of(self, start: Any) -> int:
-        """Returns the position of the equation that makes a variable."""
+    def position_of(self, start: Var | stacked.Iteration) -> int:
+        """Returns the position of the equation that makes a variable, or that is after a place."""
+        if isinstance(start, tuple):
+            start = next(v for v, place in self.places.items() if place == start)
         return next(i for i, e in enumerate(self.eqns) if start in e.outvars)
 
     def marked(
-        self, positions: Sequence[int], stages: Sequence[int], names: Sequence[str | None]
+        self,
+        positions: Iterable[int],
+        stages: Sequence[int],
+        names: Sequence[str | None],
     ) -> jex.ClosedJaxpr:
         """Marks the entrance of stages, before equations and what only prepares these.
 
@@ -197,58 +238,27 @@ class Line:
             raise ValueError(
                 f"Two of the cuts {list(names)} are at the same layer or equation; drop one."
             )
-        return _insert_marks(self.jaxpr, positions, stages, names)
-
-
-def _stacked(
-    jaxpr: jex.ClosedJaxpr, model: Any, path: str, module: Any, arrays: Sequence[Any]
-) -> Any:
-    """Finds a `Layer` for a module whose layers a scan calls one by one; else the module itself."""
-    if isinstance(module, _layers.Layer):
-        return module
-    stack = _layers.stack_at(model, path)
-    for scan in stacked.layer_scans(jaxpr, arrays):
-        own = functools.reduce(operator.or_, (a for a in scan.arrays if not a & ~stack.arrays), 0)
-        if own and own == stack.arrays and _modules.calls_class(scan.eqn, type(module)):
-            return stack
-    return module
-
-
-def _mark_layers(
-    jaxpr: jex.ClosedJaxpr, modules: Sequence[tuple[str, Any]], arrays: Sequence[Any]
-) -> jex.ClosedJaxpr:
-    """Marks those cuts that are layers: cut i opens stage i + 1."""
-    layers = {i: m for i, (_, m) in enumerate(modules) if isinstance(m, _layers.Layer)}
-    if not layers:
-        return jaxpr
-    places = []
-    for layer in layers.values():
-        scan = stacked.find_scan(jaxpr, arrays, layer.arrays, layer.stack)
-        first = 0 if layer.index is None else scan.place_of(layer.index, layer.stack)[1]
-        places.append((scan.number, first))
-    divided = stacked.divide_scans(jaxpr, arrays, places)
-    line = Line.of(divided)
-    positions = [line.position_of(divided.start_of(place)) for place in places]
-    return line.marked(positions, [i + 1 for i in layers], [modules[i][0] for i in layers])
+        opened = zip(stages, names, strict=True)
+        return _insert_marks(self.jaxpr, dict(zip(positions, opened, strict=True)))
 
 
 def _insert_marks(
-    jaxpr, positions: Sequence[int], stages: Sequence[int], names: Sequence[str | None]
+    jaxpr: jex.ClosedJaxpr, opened: Mapping[int, tuple[int, str | None]]
 ) -> jex.ClosedJaxpr:
-    """Marks all values made before and read after each position as the entrance of a stage."""
+    """Marks all values made before and read after some positions as the entrance of a stage.
+
+    `opened` has the number and the name of the stage that opens at each position.
+    """
     varying = _jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)
-    last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not _jaxprs.is_literal(v)}
+    last = {v: i for i, e in enumerate(jaxpr.eqns) for v in _jaxprs.variables(e.invars)}
     known = _jaxprs.Substitution()
-    made: list[Any] = []
-    eqns: list[Any] = []
+    made: list[Var] = []
+    eqns: list[Eqn] = []
     for i, eqn in enumerate(jaxpr.eqns):
-        if i in positions:
-            k = positions.index(i)
+        if i in opened:
             live = [v for v in made if last.get(v, -1) >= i]
-            marked = [_jaxprs.fresh_var(v) for v in live]
-            eqns.append(
-                _marks.enter_equation([known(v) for v in live], marked, stages[k], names[k])
-            )
+            marked = list(map(_jaxprs.fresh_var, live))
+            eqns.append(_marks.enter_equation(list(map(known, live)), marked, *opened[i]))
             known.of.update(zip(live, marked, strict=True))
         eqns.append(known.rename(eqn))
         made.extend(v for v in eqn.outvars if v in varying)

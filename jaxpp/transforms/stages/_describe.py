@@ -9,6 +9,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from jaxpp import _flops, _jaxprs, _numbers, _primitives
+from jaxpp._typing import Var
 from jaxpp._warn import warn
 from jaxpp.transforms.stages import _stages
 
@@ -86,7 +87,7 @@ def describe(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -> tupl
     """Finds what each stage has."""
     arrays = _arrays(traced, stages, model)
     invars = set(stages.jaxpr.jaxpr.invars)
-    readers: dict[Any, set[int]] = {}
+    readers: dict[Var, set[int]] = {}
     for k, part in enumerate(stages.parts):
         for v in part.inputs:
             readers.setdefault(v, set()).add(k)
@@ -117,10 +118,10 @@ def warn_of_shared(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -
     A table that one stage looks up, and another one multiplies by (tied embeddings), is none.
     """
     arrays = _arrays(traced, stages, model)
-    multiplied: dict[Any, list[int]] = {}
+    multiplied: dict[Var, list[int]] = {}
     for k, part in enumerate(stages.parts):
         source = {v: v for v in part.inputs if v in arrays}
-        factors: set[Any] = set()
+        factors: set[Var] = set()
         for eqn in part.jaxpr.eqns:
             read = [source[v] for v in _jaxprs.variables(eqn.invars) if v in source]
             if eqn.primitive.name in _primitives.CONTRACTIONS:
@@ -147,14 +148,16 @@ def warn_of_shared(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -
 _PREPARES = _primitives.REORDERS | {"convert_element_type", "copy"}
 
 
-def _arrays(traced: _jaxprs.Traced, stages: _stages.Stages, model: Any) -> dict[Any, tuple]:
+def _arrays(
+    traced: _jaxprs.Traced, stages: _stages.Stages, model: Any
+) -> dict[Var, tuple[Any, ...]]:
     """Finds the paths of the arrays of the first argument."""
     leaves = [p for p, leaf in jtu.tree_leaves_with_path(model) if _jaxprs.is_array(leaf)]
     first = traced.num_closed_over
     return dict(zip(stages.jaxpr.jaxpr.invars[first:], leaves, strict=False))
 
 
-def _read_bytes(array: Any, part: _jaxprs.Part) -> int:
+def _read_bytes(array: Var, part: _jaxprs.Part) -> int:
     """Counts the bytes that a stage reads of an array: those of slices, if it only reads such."""
     own = part.jaxpr.jaxpr.invars[part.inputs.index(array)]
     eqns = [e for e in part.jaxpr.eqns if own in _jaxprs.variables(e.invars)]

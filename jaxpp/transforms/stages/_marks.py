@@ -15,6 +15,7 @@ import jax.tree_util as jtu
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jaxpp import _compat, _jaxprs
+from jaxpp._typing import Atom, Eqn, Var
 
 
 def pipeline_enter_stage(x: Any, name: str | None = None, stage_id: int | None = None) -> Any:
@@ -57,7 +58,9 @@ def enter(arrays: list[Any], *, stage: int | None, name: str | None) -> list[Any
     return enter_p.bind(*arrays, stage=stage, name=name) if arrays else []
 
 
-def enter_equation(invars, outvars, stage: int, name: str | None):
+def enter_equation(
+    invars: Sequence[Atom], outvars: Sequence[Var], stage: int, name: str | None
+) -> Any:
     """Makes a mark as an equation over variables."""
     return jex.new_jaxpr_eqn(invars, outvars, enter_p, {"stage": stage, "name": name}, set())
 
@@ -120,28 +123,30 @@ ad.primitive_transposes[edge_p] = _edge_transpose
 _compat.hand_on_keys(edge_p)
 
 
-def replace_marks(jaxpr: jex.ClosedJaxpr, new: Callable[[Any], Any]) -> jex.ClosedJaxpr:
+def replace_marks(jaxpr: jex.ClosedJaxpr, new: Callable[[Eqn], Eqn | None]) -> jex.ClosedJaxpr:
     """Replaces the marks in a jaxpr, at any depth; removes those for which `new` gives None."""
-    known, eqns = _jaxprs.Substitution(), []
-    for eqn in map(known.rename, jaxpr.eqns):
+
+    def rule(eqn: Eqn) -> _jaxprs.Replacement | None:
         if not is_enter(eqn):
-            is_inside = _jaxprs.contains(eqn, is_enter)
-            eqns.append(
-                _jaxprs.map_jaxprs(eqn, lambda j: replace_marks(j, new)) if is_inside else eqn
-            )
-        elif (put := new(eqn)) is not None:
-            eqns.append(put)
-        else:
-            known.of.update(zip(eqn.outvars, eqn.invars, strict=True))
+            inside = _jaxprs.contains(eqn, is_enter)
+            return ([_jaxprs.map_jaxprs(eqn, again)], eqn.outvars) if inside else None
+        put = new(eqn)
+        return ([], eqn.invars) if put is None else ([put], eqn.outvars)
+
+    def again(inner: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        return replace_marks(inner, new)
+
+    known = _jaxprs.Substitution()
+    eqns = _jaxprs.rewritten(jaxpr.eqns, rule, known)
     return _compat.with_equations(jaxpr, eqns, [known(v) for v in jaxpr.jaxpr.outvars])
 
 
-def is_enter(eqn) -> bool:
+def is_enter(eqn: Eqn) -> bool:
     """Tells whether an equation is a mark of `pipeline_enter_stage`."""
     return eqn.primitive is enter_p
 
 
-def is_edge(eqn) -> bool:
+def is_edge(eqn: Eqn) -> bool:
     """Tells whether an equation marks an output of an outlined stage."""
     return eqn.primitive is edge_p
 
@@ -154,10 +159,6 @@ _STAGE_CALL = re.compile(r"pipeline_stage_(\d+)_of_(\d+)")
 _TASK_CALL = re.compile(r"pipeline_task_\w+")
 _REPLICA_CALL = re.compile(r"pipeline_replica")
 _MERGE_CALL = re.compile(r"pipeline_merge_(\w+)")
-
-
-def _call(fun, name: str, args: Sequence[Any]) -> Any:
-    return _named(fun, name)(*args)
 
 
 def _named(fun, name: str) -> Any:
@@ -178,10 +179,10 @@ def call_stage(fun, stage: int, num_stages: int, args: Sequence[Any]) -> list[An
     def outlined(*args):
         return list(map(edge, fun(*args)))
 
-    return _call(outlined, f"pipeline_stage_{stage}_of_{num_stages}", args)
+    return _named(outlined, f"pipeline_stage_{stage}_of_{num_stages}")(*args)
 
 
-def call_again(call: Any, stage: int, num_stages: int, args: Sequence[Any]) -> list[Any]:
+def call_again(call: Eqn, stage: int, num_stages: int, args: Sequence[Any]) -> list[Any]:
     """Calls what `record_stage` gave, as another stage.
 
     JAX differentiates and transposes a jaxpr once, so it is worth to call one for equal stages.
@@ -189,7 +190,7 @@ def call_again(call: Any, stage: int, num_stages: int, args: Sequence[Any]) -> l
     return _compat.bind_call(call, args, f"pipeline_stage_{stage}_of_{num_stages}")
 
 
-def record_stage(fun, args: Sequence[Any]) -> Any | None:
+def record_stage(fun, args: Sequence[Any]) -> Eqn | None:
     """Traces a call of a stage for such arguments; None if it needs more than these."""
     jaxpr = jax.make_jaxpr(lambda *args: call_stage(fun, 0, 1, args))(*args)
     eqn = jaxpr.eqns[0] if len(jaxpr.eqns) == 1 else None
@@ -200,12 +201,12 @@ def record_stage(fun, args: Sequence[Any]) -> Any | None:
 
 def call_task(fun, name: str, args: Sequence[Any]) -> list[Any]:
     """Calls `fun` as a task of a loop that may lose its schedule: a `jax.jit` of its own."""
-    return _call(fun, f"pipeline_task_{name}", args)
+    return _named(fun, f"pipeline_task_{name}")(*args)
 
 
 def call_replica(fun, args: Sequence[Any]) -> Any:
     """Calls `fun` as the loop of one replica: a `jax.jit` of its own."""
-    return _call(fun, "pipeline_replica", args)
+    return _named(fun, "pipeline_replica")(*args)
 
 
 def call_merge(fun, how: str, args: Sequence[Any]) -> Any:
@@ -217,39 +218,39 @@ def call_merge(fun, how: str, args: Sequence[Any]) -> Any:
     return make(fun, f"pipeline_merge_{how}")(*args)
 
 
-def is_replica_call(eqn) -> bool:
+def is_replica_call(eqn: Eqn) -> bool:
     """Tells whether an equation is a call made by `call_replica`."""
     return _matched(eqn, _REPLICA_CALL) is not None
 
 
-def merge_of_call(eqn) -> str | None:
+def merge_of_call(eqn: Eqn) -> str | None:
     """Reads off a call made by `call_merge` how it combines rows; None for another equation."""
     match = _matched(eqn, _MERGE_CALL)
     return match[1] if match else None
 
 
-def _matched(eqn, pattern: re.Pattern[str]) -> re.Match[str] | None:
+def _matched(eqn: Eqn, pattern: re.Pattern[str]) -> re.Match[str] | None:
     name = eqn.params.get("name")
     return pattern.fullmatch(name) if isinstance(name, str) else None
 
 
-def is_task_call(eqn) -> bool:
+def is_task_call(eqn: Eqn) -> bool:
     """Tells whether an equation is a call made by `call_task`."""
     return _matched(eqn, _TASK_CALL) is not None
 
 
-def stage_of_call(eqn) -> tuple[int, int] | None:
+def stage_of_call(eqn: Eqn) -> tuple[int, int] | None:
     """Reads the stage and the number of stages off a call of `call_stage`; None for another."""
     match = _matched(eqn, _STAGE_CALL)
     return (int(match[1]), int(match[2])) if match else None
 
 
-def is_stage_call(eqn) -> bool:
+def is_stage_call(eqn: Eqn) -> bool:
     """Tells whether an equation is a forward or backward call of an outlined stage."""
     return stage_of_call(eqn) is not None
 
 
-def is_backward_call(eqn) -> bool:
+def is_backward_call(eqn: Eqn) -> bool:
     """Tells whether a stage's call is a transposed one."""
     return any(
         _jaxprs.contains(inner, lambda e: is_edge(e) and e.params["transposed"])

@@ -7,15 +7,14 @@ from typing import Any
 from jaxtyping import PyTree
 
 from jaxpp import _jaxprs
-from jaxpp._typing import P, R
+from jaxpp._typing import P, R, Var
 from jaxpp.transforms.stages import (
+    _calls,
     _cut_balanced,
     _cuts,
     _describe,
-    _finest,
     _marks,
     _modules,
-    _nnx,
     _stages,
     _states,
 )
@@ -28,7 +27,7 @@ def split_stages(
     fun: Callable[P, R],
     num_stages: int | None = None,
     *,
-    at: At | _finest.UnitCuts | None = None,
+    at: At | _cut_balanced.UnitCuts | None = None,
     balance: _cut_balanced.Balance = "flops",
     whole: Whole | None = None,
     tolerance: float = 0.05,
@@ -92,7 +91,7 @@ def split_stages(
         >>> [eqn.primitive.name for eqn in jaxpr.eqns]
         ['dot_general', 'tanh', 'pipeline_enter_stage', 'dot_general', 'tanh', 'reduce_sum']
     """
-    if isinstance(at, _finest.UnitCuts):
+    if isinstance(at, _cut_balanced.UnitCuts):
         at, num_stages, balance = None, len(at.firsts) + 1, at
     if num_stages is not None and num_stages < 1:
         raise ValueError(f"split_stages: num_stages must be at least 1, got {num_stages}.")
@@ -117,15 +116,15 @@ def split_stages(
             units = _modules.resolve_modules(model, names) if names else None
             layers = _modules.repeated_classes(model) if whole is None else classes
         named = modules or units or ()
-        watchers = [_nnx.scoping(), _modules.scoping(named, layers, marks=modules is not None)]
-        traced = _jaxprs.trace(_modules.watched(fun, watchers), args, kwargs)
+        watchers = [_calls.scoping_nnx(), _calls.scoping(named, layers, marks=modules is not None)]
+        traced = _jaxprs.trace(_calls.watched(fun, watchers), args, kwargs)
         if cuts is None and (num_stages == 1 or _stages.has_marks(traced.jaxpr)):
-            stages = _stages.read_stages(_modules.named(traced.jaxpr))
+            stages = _stages.read_stages(_calls.named(traced.jaxpr))
         else:
             jaxpr, checkpoints = _cuts.open_program(traced.jaxpr)
             opened = dataclasses.replace(traced, jaxpr=jaxpr)
             paths = [path for path, _ in named]
-            calls = _modules.find_calls(opened, model, paths)
+            calls = _calls.find_calls(opened, model, paths)
             if cuts is not None:
                 jaxpr = _cuts.cut_at(opened, model, cuts, modules, calls)
             elif num_stages is None:
@@ -142,15 +141,15 @@ def split_stages(
                     checkpoints,
                     num_stages,
                     balance,
-                    _modules.whole_calls(model, paths, layers, calls),
+                    _calls.whole_calls(model, paths, layers, calls),
                     scopes,
                     states,
                     tolerance,
                 )
-            stages = _stages.read_stages(_modules.named(jaxpr, calls), checkpoints)
+            stages = _stages.read_stages(_calls.named(jaxpr, calls), checkpoints)
         if cuts is None and num_stages is not None:
             _describe.warn_of_shared(traced, stages, model)
-        expected = None if isinstance(balance, _finest.Finest) else num_stages
+        expected = None if isinstance(balance, _cut_balanced.Finest) else num_stages
         if expected is not None and stages.num_stages != expected:
             raise ValueError(
                 f"split_stages: num_stages={num_stages}, but the cuts in the function make "
@@ -176,7 +175,7 @@ def _listed(names: Any) -> Any:
     return [names] if isinstance(names, str) else names
 
 
-def _run_behind_mark(stages: _stages.Stages, k: int, values: dict[Any, Any]) -> list[Any]:
+def _run_behind_mark(stages: _stages.Stages, k: int, values: dict[Var, Any]) -> list[Any]:
     """Evaluates a stage, and before it marks all values that cross into it or a later stage."""
     if k > 0:
         later = {v for part in stages.parts[k:] for v in part.inputs}

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxpp import _checkpoints, _compat, _jaxprs, _primitives
 from jaxpp._definitions import definition_of
 from jaxpp._groups import Flow, outline
-from jaxpp._typing import P, R
+from jaxpp._typing import Eqn, P, R, Var
 from jaxpp.transforms.stages import _marks
 
 
@@ -37,9 +37,9 @@ class Stages:
 
     jaxpr: jex.ClosedJaxpr
     stage_of: tuple[int | None, ...]
-    marks: tuple[Any, ...]
+    marks: tuple[Eqn | None, ...]
     #: The recorded calls of stages, by the first stage that is equal; see `_marks.record_stage`.
-    calls: dict[Hashable, Any] = dataclasses.field(default_factory=dict, compare=False)
+    calls: dict[Hashable, Eqn | None] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def num_stages(self) -> int:
@@ -121,7 +121,7 @@ def decision_of(fun: Callable) -> Callable[..., tuple[_jaxprs.Traced, Stages]]:
 # ---- reading marks ------------------------------------------------------------------------------
 
 
-def has_marks(jaxpr) -> bool:
+def has_marks(jaxpr: jex.ClosedJaxpr) -> bool:
     """Tells whether a mark stands anywhere in a jaxpr."""
     return any(_jaxprs.contains(eqn, _marks.is_enter) for eqn in jaxpr.eqns)
 
@@ -133,10 +133,10 @@ ORDER = (
 )
 
 
-def runs_microbatches(eqn) -> bool:
+def runs_microbatches(eqn: Eqn) -> bool:
     """Tells, for the sake of an error, whether a loop that `microbatch` made is in an equation."""
 
-    def is_its_loop(eqn) -> bool:
+    def is_its_loop(eqn: Eqn) -> bool:
         return eqn.primitive.name == "scan" and _MICROBATCH in _compat.traced_function(
             eqn.params["jaxpr"]
         )
@@ -172,7 +172,7 @@ def _refuse_marks_inside(jaxpr: jex.ClosedJaxpr) -> None:
             )
 
 
-def _why_not(eqn) -> str:
+def _why_not(eqn: Eqn) -> str:
     if eqn.primitive.name != "scan":
         return "its body is one unit."
     return (
@@ -205,7 +205,7 @@ def read_stages(
             f"{_compat.at_source_line(jaxpr.eqns[mark])}: a mark opens the stage of what reads its "
             f"result. Drop it, or put it before what the stage is to compute."
         )
-    marks: list[Any] = [None] * (marked.last + 1)
+    marks: list[Eqn | None] = [None] * (marked.last + 1)
     for i, k in marked.opens.items():
         marks[k] = jaxpr.eqns[i]
     flat, kept = dissolve_marks(jaxpr)
@@ -241,10 +241,10 @@ def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
     """
     varying = _jaxprs.descendants(jaxpr.eqns, jaxpr.jaxpr.invars)
     # The argument that a prepared value was computed from, or None where there are several.
-    source: dict[Any, Any] = {v: v for v in jaxpr.jaxpr.invars}
+    source: dict[Var, Var | None] = {v: v for v in jaxpr.jaxpr.invars}
     chain, others = [], 0
     for eqn in jaxpr.eqns:
-        read = [v for v in eqn.invars if not _jaxprs.is_literal(v) and v in varying]
+        read = [v for v in _jaxprs.variables(eqn.invars) if v in varying]
         sources = {source.get(v) for v in read}
         one = sources.pop() if len(sources) == 1 else None
         light = one is not None or not _jaxprs.contains(eqn, _is_heavy)
@@ -257,7 +257,7 @@ def argument_chains(jaxpr: jex.ClosedJaxpr) -> list[bool]:
     return chain if others else [False] * len(chain)
 
 
-def _is_heavy(eqn) -> bool:
+def _is_heavy(eqn: Eqn) -> bool:
     return eqn.primitive.name in _primitives.HEAVY
 
 
@@ -350,7 +350,7 @@ class _Marked:
 
     def _first_readers(
         self, stage: Sequence[int | None], homes: Mapping[int, int] | None
-    ) -> tuple[dict[Any, int], list[int | None]]:
+    ) -> tuple[dict[Var, int], list[int | None]]:
         """Finds the first stage that reads each variable, and places argument chains there.
 
         An equation that makes a scalar, or only results, does not draw its argument to itself: it
@@ -358,7 +358,7 @@ class _Marked:
         """
         stage = list(stage)
         readers = dict.fromkeys(_jaxprs.variables(self.jaxpr.jaxpr.outvars), self.last)
-        computed_with: set[Any] = set()  # variables that are read for more than the results
+        computed_with: set[Var] = set()  # variables that are read for more than the results
         read_by_mark = self._reads_of_marks(readers)
         for i, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
             for_results = self.chain[i] and computed_with.isdisjoint(eqn.outvars)
@@ -381,7 +381,7 @@ class _Marked:
             computed_with.update(() if for_results else read)
         return readers, stage
 
-    def _reads_of_marks(self, readers: Mapping[Any, int]) -> Callable[[int], dict[Any, int]]:
+    def _reads_of_marks(self, readers: Mapping[Var, int]) -> Callable[[int], dict[Var, int]]:
         """Makes a function that gives the stage that reads each operand of a mark.
 
         `readers` has the first readers of the mark's results by then.
@@ -391,7 +391,7 @@ class _Marked:
         prepared = {v for e, c in zip(eqns, self.chain, strict=True) if c for v in e.outvars}
         given = prepared.union(self.jaxpr.jaxpr.invars)
 
-        def read_by_mark(i: int) -> dict[Any, int]:
+        def read_by_mark(i: int) -> dict[Var, int]:
             opened, operands = self.opens[i], list(_jaxprs.variables(eqns[i].invars))
             takes_slice = opened > first and data.issuperset(operands)
             read = dict.fromkeys(operands, opened if takes_slice else max(opened - 1, 0))
@@ -406,7 +406,7 @@ class _Marked:
         return read_by_mark
 
 
-def _data(jaxpr) -> set[Any]:
+def _data(jaxpr: jex.ClosedJaxpr) -> set[Var]:
     """Finds the arguments, and the variables that are slices, reshapes or transposes of them."""
     data = set(jaxpr.jaxpr.invars)
     for eqn in jaxpr.eqns:
@@ -417,14 +417,14 @@ def _data(jaxpr) -> set[Any]:
     return data
 
 
-def _makes_float_scalar(eqn) -> bool:
+def _makes_float_scalar(eqn: Eqn) -> bool:
     return (
         all(v.aval.shape == () and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
         and any(not _jaxprs.is_literal(v) and v.aval.shape != () for v in eqn.invars)
     )  # fmt: skip
 
 
-def _number_marks(jaxpr, chain: Sequence[bool]) -> dict[int, int]:
+def _number_marks(jaxpr: jex.ClosedJaxpr, chain: Sequence[bool]) -> dict[int, int]:
     """Finds the stage that each mark opens, by the index of the mark's equation."""
     marks = [(i, e) for i, e in enumerate(jaxpr.eqns) if _marks.is_enter(e)]
     if not marks:
@@ -450,7 +450,7 @@ def _number_marks(jaxpr, chain: Sequence[bool]) -> dict[int, int]:
     return opens
 
 
-def _is_at_start(jaxpr, mark: int, chain: Sequence[bool]) -> bool:
+def _is_at_start(jaxpr: jex.ClosedJaxpr, mark: int, chain: Sequence[bool]) -> bool:
     """Tells whether a mark is on bare arguments, and all equations before it only prepare."""
     eqns = jaxpr.eqns
     varying = _jaxprs.descendants(eqns, jaxpr.jaxpr.invars)
@@ -463,13 +463,9 @@ def _is_at_start(jaxpr, mark: int, chain: Sequence[bool]) -> bool:
 
 def dissolve_marks(jaxpr: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[int]]:
     """Removes marks and edges at the top of a jaxpr; also gives the indices of the rest."""
-    known = _jaxprs.Substitution()
-    eqns, kept = [], []
-    for i, eqn in enumerate(jaxpr.eqns):
-        if _marks.is_enter(eqn) or _marks.is_edge(eqn):
-            known.of.update((o, known(v)) for o, v in zip(eqn.outvars, eqn.invars, strict=True))
-        else:
-            eqns.append(known.rename(eqn))
-            kept.append(i)
-    outvars = [known(v) for v in jaxpr.jaxpr.outvars]
-    return _compat.make_closed_jaxpr(jaxpr.jaxpr.invars, outvars, eqns), kept
+
+    def is_mark(eqn: Eqn) -> bool:
+        return _marks.is_enter(eqn) or _marks.is_edge(eqn)
+
+    kept = [i for i, eqn in enumerate(jaxpr.eqns) if not is_mark(eqn)]
+    return _jaxprs.rewrite(jaxpr, lambda e: ([], e.invars) if is_mark(e) else None), kept

@@ -1,18 +1,21 @@
 """Finds the units that a balanced cut does not divide: repeated blocks, above all layers.
 
-A block is a call of a module, the equations under a numbered scope, a checkpoint, or an iteration
-of a scan over stacked layers. It is repeated if there are several of its kind: modules of one
-class, scopes that differ by their numbers alone, checkpoints of one structure.
+A block that has a name is a call of a module, the equations under a numbered scope, a checkpoint,
+or an iteration of a scan over stacked layers. It is repeated if there are several of its kind:
+modules of one class, scopes that differ by their numbers alone, checkpoints of one structure. Where
+a model has no names, equations that repeat are blocks (`Repeats`), which may be cut inside.
 """
 
 import dataclasses
+import itertools
+import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from jaxpp import _checkpoints, _compat, _jaxprs
+from jaxpp._typing import Eqn
 
 #: The share of the work below which work does not count beside that of the layers: a list of norms
 #: beside a list of blocks, or a residual connection beside stacked layers.
@@ -38,7 +41,9 @@ class Unit:
 
 
 def labelled(
-    eqns: Sequence[Any], labels: Callable[[Any], Iterable[Hashable]], kinds: Mapping | None = None
+    eqns: Sequence[Eqn | None],
+    labels: Callable[[Eqn], Iterable[Hashable]],
+    kinds: Mapping | None = None,
 ) -> list[Unit]:
     """Makes a unit of each run of equations under a label; None among them does not end a run."""
     units, open_runs = [], {}
@@ -57,7 +62,7 @@ def _unit(label: Hashable, run: tuple[int, int], kinds: Mapping | None) -> Unit:
     return Unit(*run, label, None if kinds is None else kinds[label])
 
 
-def repeated_scopes(eqns: Sequence[Any]) -> list[Unit]:
+def repeated_scopes(eqns: Sequence[Eqn | None]) -> list[Unit]:
     """Makes units of the runs under scopes `layer_0`, `layer_1` ... that are in one scope."""
     siblings: dict[Hashable, set[str]] = {}
     paths = [() if e is None else scope_path(e) for e in eqns]
@@ -71,14 +76,14 @@ def repeated_scopes(eqns: Sequence[Any]) -> list[Unit]:
         if len(siblings[path[:depth], _without_number(name)]) > 1
     }
 
-    def labels(eqn) -> Iterator[Hashable]:
+    def labels(eqn: Eqn) -> Iterator[Hashable]:
         path = scope_path(eqn)
         return (label for d in range(len(path)) if (label := path[: d + 1]) in kinds)
 
     return labelled(eqns, labels, kinds)
 
 
-def scope_path(eqn) -> tuple[str, ...]:
+def scope_path(eqn: Eqn) -> tuple[str, ...]:
     """Returns the names of the scopes of an equation, without those that jaxpp has made."""
     return tuple(
         part
@@ -92,7 +97,7 @@ def _without_number(name: str) -> str:
     return re.sub(r"[._\[]?\d+\]?$", "", name)
 
 
-def checkpoints(eqns: Sequence[Any], opened: _checkpoints.Checkpoints) -> list[Unit]:
+def checkpoints(eqns: Sequence[Eqn | None], opened: _checkpoints.Checkpoints) -> list[Unit]:
     """Makes a unit of each checkpoint; those of one structure are of one kind."""
     alike: dict[Hashable, list[str]] = {}
     for name, checkpoint in opened.items():
@@ -146,9 +151,38 @@ def outermost(units: Sequence[Unit]) -> list[Unit]:
     return found
 
 
+def layers_of(units: Sequence[Unit]) -> list[Unit]:
+    """Returns the outermost units that are repeated, in order."""
+    return [unit for unit in outermost(units) if unit.kind is not None]
+
+
+def borders(units: Sequence[Unit], crossing: Sequence[float]) -> list[int]:
+    """Finds the positions before, between and after layers; none where there are no two layers.
+
+    Each is, of the positions between two layers, the one that the fewest bytes cross. What comes
+    after the last layer begins as soon as it can.
+
+    Args:
+        units: the units, which are layers if they are repeated.
+        crossing: the bytes that cross before each equation; infinite where no cut is allowed.
+    """
+    layers = layers_of(units)
+    if len(layers) < 2:
+        return []
+    gaps = [(1, layers[0].first)]
+    gaps += [(a.last + 1, b.first) for a, b in itertools.pairwise(layers)]
+    cuts = []
+    for first, stop in gaps:
+        # Of those alike, the latest: what prepares a layer goes before it.
+        cuts.append(min(range(stop, first - 1, -1), key=crossing.__getitem__, default=0))
+    behind = range(layers[-1].last + 1, len(crossing) - 1)
+    cuts.append(next((p for p in behind if crossing[p] != float("inf")), 0))
+    return [cut for cut in cuts if cut and crossing[cut] != float("inf")]
+
+
 def note(units: Sequence[Unit], num_stages: int) -> str:
     """Says what to do where there are fewer layers than stages; empty where there are enough."""
-    kinds = [unit.kind for unit in outermost(units) if unit.kind is not None]
+    kinds = [unit.kind for unit in layers_of(units)]
     layers = len(kinds)
     if layers >= num_stages or all(isinstance(kind, int) for kind in kinds):
         return ""
@@ -156,3 +190,96 @@ def note(units: Sequence[Unit], num_stages: int) -> str:
         f"no cut is made inside the {layers} layers that were found; whole=() allows cuts inside "
         f"them, and whole= names what stays whole instead"
     )
+
+
+# ---- blocks of equations that repeat -------------------------------------------------------------
+
+# Two equations are alike if they have the same primitive, and operands and results of the same
+# types. A region repeats with a period if each of its equations is like the one a period before.
+# Where its blocks begin is open by then: a region is cut into the most whole blocks, and of the
+# places that give as many, where the fewest bytes cross.
+
+#: An equation is compared with so many of those like it that come before it.
+_NEIGHBOURS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeats:
+    """The types of equations, as numbers, and the costs before each position."""
+
+    likes: np.ndarray
+    before: np.ndarray
+    crossing: Sequence[float]
+
+    @classmethod
+    def of(
+        cls, eqns: Sequence[Eqn], costs: Sequence[float], crossing: Sequence[float]
+    ) -> "Repeats":
+        numbers: dict[Hashable, int] = {}
+        likes = [numbers.setdefault(_like(e), len(numbers)) for e in eqns]
+        before = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
+        return cls(np.array(likes, int), before, crossing)
+
+    def blocks(self) -> list[Unit]:
+        """Returns the blocks of all regions that do a part of the work that counts, in order."""
+        regions = self._regions(0, len(self.likes))
+        return [
+            Unit(first, first + period - 1, (number, k), ("block", number))
+            for number, (period, firsts) in enumerate(sorted(regions, key=lambda r: r[1][0]))
+            for k, first in enumerate(firsts)
+        ]
+
+    def _regions(self, low: int, high: int) -> Iterator[tuple[int, list[int]]]:
+        """Finds the region of most work in a range, then those before it and after it."""
+        found = [own for p in self._periods(low, high) for own in self._repeating(p, low, high)]
+        if not found:
+            return
+        work, _, period, firsts = max(found)
+        if work < MINOR * self.before[-1] or not work:
+            return
+        yield period, firsts
+        yield from self._regions(low, firsts[0])
+        yield from self._regions(firsts[-1] + period, high)
+
+    def _periods(self, low: int, high: int) -> list[int]:
+        """Finds the distances at which much of the work is found again."""
+        own = self.likes[low:high]
+        order = np.argsort(own, kind="stable")
+        costs = np.diff(self.before[low : high + 1])[order]
+        work = np.zeros(high - low + 1)
+        for n in range(1, _NEIGHBOURS + 1):
+            alike = own[order[n:]] == own[order[:-n]]
+            np.add.at(work, (order[n:] - order[:-n])[alike], costs[n:][alike])
+        enough = MINOR / 2 * self.before[-1]
+        return [p for p in np.flatnonzero(work >= max(enough, 1e-300)).tolist() if p]
+
+    def _repeating(
+        self, period: int, low: int, high: int
+    ) -> Iterator[tuple[float, int, int, list[int]]]:
+        """Finds the regions of a period: their work, its negative, it, and where blocks begin."""
+        own = self.likes[low:high]
+        alike = np.concatenate([[False], own[period:] == own[:-period], [False]])
+        edges = np.flatnonzero(np.diff(alike.astype(int)))
+        for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            if end - start >= period:
+                firsts = self._firsts(low + start, low + end + period, period)
+                if firsts:
+                    work = float(self.before[firsts[-1] + period] - self.before[firsts[0]])
+                    yield work, -period, period, firsts
+
+    def _firsts(self, start: int, end: int, period: int) -> list[int]:
+        """Finds where the blocks of a region begin."""
+        found = []
+        for phase in range(start, start + period):
+            count = (end - phase) // period
+            firsts = [phase + k * period for k in range(count)]
+            crossing = sum(self.crossing[first] for first in firsts[1:])
+            if count > 1 and crossing < math.inf:
+                found.append((-count, crossing, firsts))
+        return min(found)[2] if found else []
+
+
+def _like(eqn: Eqn) -> Hashable:
+    """Returns what equations have in common that are alike."""
+    operands, results = (tuple(str(v.aval) for v in own) for own in (eqn.invars, eqn.outvars))
+    return eqn.primitive.name, operands, results

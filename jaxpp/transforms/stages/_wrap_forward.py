@@ -9,7 +9,7 @@ import jax
 import jax.extend.core as jex
 
 from jaxpp import _compat, _jaxprs, _primitives
-from jaxpp._typing import P, R
+from jaxpp._typing import Eqn, P, R, Var
 from jaxpp.transforms.stages import _marks, _stages
 
 #: Says which values are kept for a backward pass, as `jax.checkpoint` takes it.
@@ -59,7 +59,7 @@ def wrap_forward(
                 f"jax.checkpoint_policies.nothing_saveable, or {{stage: policy}}, got {own!r}."
             )
 
-    def run_stage(stages: _stages.Stages, k: int, values: dict[Any, Any]) -> list[Any]:
+    def run_stage(stages: _stages.Stages, k: int, values: dict[Var, Any]) -> list[Any]:
         unknown = [n for n in by_stage if n not in range(stages.num_stages)]
         if unknown:
             raise ValueError(
@@ -81,8 +81,9 @@ def wrap_forward(
             key = first, id(own)
             if key not in stages.calls:
                 stages.calls[key] = _marks.record_stage(stage, inputs)
-            if stages.calls[key] is not None:
-                return _marks.call_again(stages.calls[key], k, stages.num_stages, inputs)
+            call = stages.calls[key]
+            if call is not None:
+                return _marks.call_again(call, k, stages.num_stages, inputs)
         return _marks.call_stage(stage, k, stages.num_stages, inputs)
 
     return _stages.run_in_stages(fun, _stages.decision_of(fun), run_stage)
@@ -126,7 +127,7 @@ def _run_stage(jaxpr: jex.ClosedJaxpr, *args: Any) -> list[Any]:
     return _jaxprs.read(jaxpr.jaxpr.outvars, values)
 
 
-def _is_elementwise(eqn) -> bool:
+def _is_elementwise(eqn: Eqn) -> bool:
     inner = [e for body in _jaxprs.sub_jaxprs(eqn) for e in body.eqns]
     if inner or eqn.effects:
         return not eqn.effects and all(map(_is_elementwise, inner))

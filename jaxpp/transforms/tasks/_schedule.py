@@ -12,7 +12,7 @@ from jaxpp import _compat, _in_place, _jaxprs, schedules
 from jaxpp._definitions import definition_of
 from jaxpp._typing import Eqn, P, R, Var
 from jaxpp.schedules import Kind, Table
-from jaxpp.transforms._changes import changes
+from jaxpp.transforms._step import changes
 from jaxpp.transforms.stages import is_backward_call, is_stage_call, stage_of_call
 from jaxpp.transforms.tasks import _accumulators, _loop, _replicas
 from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop, read_loop

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpp import _jaxprs
-from jaxpp.transforms.initialize import _row_slices
+from jaxpp.transforms.initialize import _initialize
 
 LAYERS, CUTS = 5, (0, 2, 5)
 
@@ -71,7 +71,7 @@ def state_of(make):
 def parts_and_whole(init_fn, key):
     traced = _jaxprs.trace(init_fn, (key,))
     cuts = [CUTS] * len(traced.jaxpr.jaxpr.outvars)
-    jaxpr, blamed = _row_slices.with_parts(traced.jaxpr, cuts)
+    jaxpr, blamed = _initialize.with_parts(traced.jaxpr, cuts)
     whole = jax.tree.leaves(init_fn(key))
     return jaxpr, {traced.output_paths()[n]: eqn for n, eqn in blamed.items()}, whole
 
@@ -93,7 +93,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_parts_are_rows_of_the_whole(monkeypatch, request, init_fn, make_key):
-    monkeypatch.setattr(_row_slices, "SMALL", 0)
+    monkeypatch.setattr(_initialize, "SMALL", 0)
     jaxpr, _, whole = parts_and_whole(init_fn, make_key(3))
     parts = iter(jex.jaxpr_as_fun(jaxpr)(make_key(3)))
     for array in whole:
@@ -127,7 +127,7 @@ def test_no_array_of_all_layers_is_made(init_fn):
 
 
 def test_what_needs_all_rows_is_named(monkeypatch):
-    monkeypatch.setattr(_row_slices, "SMALL", 0)
+    monkeypatch.setattr(_initialize, "SMALL", 0)
 
     def init_fn(key):
         weights = vmapped(linear)(key)["weight"]

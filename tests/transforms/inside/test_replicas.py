@@ -233,13 +233,13 @@ def test_programs_compute_the_function():
 
 @more
 def test_a_reduction_that_leaves_out_a_replica_is_refuted(monkeypatch):
-    from jaxpp.transforms.inside import _replicas
+    from jaxpp.transforms.inside import _batch
 
     def first(rows, axis):
         return jnp.where(jax.lax.axis_index(axis) == 0, rows, 0 * rows)
 
     combine = jnp.add, lambda rows, axis: jax.lax.psum(first(rows, axis), axis)
-    monkeypatch.setitem(_replicas._COMBINE, "sum", combine)
+    monkeypatch.setitem(_batch._COMBINE, "sum", combine)
     with pytest.raises(jaxpp.Refuted):
         jaxpp.certify(place(step_of(2)), *start(), *batch())
 

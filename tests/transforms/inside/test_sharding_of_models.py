@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from experiments.models import gpt, gpt2, llama, mixtral, resnet
 from jaxpp._specs import axes_of, replicated, spec_of
-from jaxpp.transforms.inside import propagation
+from jaxpp.transforms.inside import _propagation
 from tests.transforms.xla import (
     SIZES,
     array,
@@ -159,7 +159,7 @@ def check(fun, mesh, operands, specs, at_least=False):
     """Our specs of `fun`'s results, if they are XLA's, and pinning them costs no collectives."""
     leaves, tree = jax.tree.flatten(tuple(operands))
     jaxpr = trace(lambda *xs: jax.tree.leaves(fun(*tree.unflatten(xs))), mesh, *leaves)
-    ours = whole(propagation.output_specs(jaxpr, specs, SIZES), jaxpr)
+    ours = whole(_propagation.output_specs(jaxpr, specs, SIZES), jaxpr)
     left_free = compiled(jaxpr, mesh, specs)
     for aval, mine, its in zip(jaxpr.out_avals, ours, chosen(left_free, jaxpr), strict=True):
         assert as_split(mine, its) if at_least else mine == its, (aval, mine, its)
@@ -204,7 +204,7 @@ def test_an_axis_is_there_once_and_divides(seed):
         for axis in rng.permutation(list(sizes))[: aval.ndim]:
             entries[rng.integers(aval.ndim)] += (str(axis),)
         specs.append(tuple(entries))
-    known = propagation.propagate(jaxpr, specs, sizes)
+    known = _propagation.propagate(jaxpr, specs, sizes)
     assert len(known) > 100
     for var, spec in known.items():
         if spec is None:

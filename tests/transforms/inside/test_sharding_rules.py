@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxpp
 from jaxpp._specs import replicated, spec_of
-from jaxpp.transforms.inside import _automatic_axes, propagation
+from jaxpp.transforms.inside import _automatic_axes, _propagation
 from jaxpp.transforms.tasks import _loop
 from tests.transforms.xla import SIZES, array, chosen, compiled, make_mesh, tokens, trace, whole
 
@@ -191,7 +191,7 @@ def primitives(mesh):
     ]
     specs = [spec_of(p, a.ndim) for a, p in operands]
     jaxpr = trace(all_of_them, mesh, *(a for a, _ in operands))
-    ours = whole(propagation.output_specs(jaxpr, specs, SIZES), jaxpr)
+    ours = whole(_propagation.output_specs(jaxpr, specs, SIZES), jaxpr)
     xla = chosen(compiled(jaxpr, mesh, specs), jaxpr)
     return {name: (ours[own], xla[own]) for name, own in numbers.items()}
 
@@ -207,7 +207,7 @@ def test_results_are_split_as_xla_splits_them(primitives, name):
 
 def specs_of(fun, args, given, sizes=SIZES):
     jaxpr = jax.make_jaxpr(fun)(*args)
-    return propagation.output_specs(jaxpr, given, sizes)
+    return _propagation.output_specs(jaxpr, given, sizes)
 
 
 def test_what_is_made_of_nothing_may_be_split_in_any_way():
@@ -251,7 +251,7 @@ def test_explicit_axes_are_where_the_types_said():
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jaxpr = jax.make_jaxpr(fun)(array(8, 4), array(4, 16))
     jaxpr = _automatic_axes.with_automatic_axes(jaxpr)
-    made = propagation.output_specs(jaxpr, [None, ((), ("model",))], SIZES)
+    made = _propagation.output_specs(jaxpr, [None, ((), ("model",))], SIZES)
     assert made == [(("data",), ("model",))]
 
 
@@ -270,4 +270,4 @@ def test_a_scheduled_loop_is_split_as_the_loop_that_it_came_from(schedule):
     assert plain == [(), *given[:2]]
     scheduled = jax.make_jaxpr(jaxpp.schedule(loop, schedule))(*args)
     assert any(_loop.is_loop(eqn) for eqn in scheduled.eqns)
-    assert propagation.output_specs(scheduled, given, SIZES) == plain
+    assert _propagation.output_specs(scheduled, given, SIZES) == plain

@@ -83,6 +83,13 @@ def test_within_the_tolerance_cuts_are_at_borders_then_send_little_then_share_li
     )
 
 
+def test_cuts_of_several_ways_of_least_bytes_are_not_mixed():
+    """A cut at 1 is on such a way, and one at 4, but none has both."""
+    costs, crossing = [1, 1, 0, 1, 4, 0, 0, 0, 1], [math.inf, 1, 0, 0, 1, 0, 0, 0, 0, 0]
+    cuts = balanced_cuts(costs, crossing, 4, tolerance=0.25)
+    assert sum(crossing[cut] for cut in cuts) == 1
+
+
 @given(st.lists(st.floats(0, 1e12), min_size=2, max_size=8), st.integers(1, 4))
 @example([5e-324, 0.0, 0.0], 3)  # the smallest number, of which there is no half
 def test_costs_may_be_any_numbers(costs, num_stages):

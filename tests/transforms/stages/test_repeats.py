@@ -10,7 +10,7 @@ import pytest
 
 import jaxpp
 from jaxpp import _jaxprs
-from jaxpp.transforms.stages import _describe, _repeats, _stages
+from jaxpp.transforms.stages import _describe, _stages, _units
 from tests.helpers import assert_close
 
 WIDTH = 8
@@ -90,7 +90,7 @@ def repeats(letters: str, crossing=None):
     """The first and last equation of each block of a program of letters."""
     likes = np.array([ord(c) for c in letters])
     before = np.arange(len(letters) + 1.0)
-    own = _repeats.Repeats(likes, before, crossing or [0.0] * (len(letters) + 1))
+    own = _units.Repeats(likes, before, crossing or [0.0] * (len(letters) + 1))
     return [letters[u.first : u.last + 1] for u in own.blocks()]
 
 
