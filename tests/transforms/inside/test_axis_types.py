@@ -76,6 +76,7 @@ def with_types(names):
     return multiply
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("types", "multiply"),
     [
@@ -184,6 +185,7 @@ def centred(layer_fn):
     return without_mean
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("layer_of", "same"),
     [

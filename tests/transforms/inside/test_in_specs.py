@@ -164,6 +164,7 @@ def normalized(w, x):
     return jnp.mean(jax.nn.gelu(h @ w[1]) ** 3)
 
 
+@pytest.mark.more
 def test_devices_share_the_examples_of_a_loop_without_replicas():
     """Statistics are then of all of them, and each backward task sums its gradients."""
     w = [jax.random.normal(k, (WIDTH, WIDTH)) for k in jax.random.split(jax.random.key(1))]
@@ -197,6 +198,7 @@ def test_devices_share_the_examples_of_a_loop_without_replicas():
         assert_close(results[3, 2][0], results[3, 1][0], rtol=1e-3)
 
 
+@pytest.mark.more
 def test_a_constraint_is_one_of_the_rank_that_runs_it():
     def constrain(h):
         return jax.lax.with_sharding_constraint(h, P("data", "model"))
@@ -341,6 +343,7 @@ mystery_p.def_abstract_eval(lambda x: x)
 mlir.register_lowering(mystery_p, mlir.lower_fun(jnp.sin, multiple_results=False))
 
 
+@pytest.mark.more
 def test_an_unknown_primitive_that_makes_an_array_whole_is_named():
     def constrain(h):
         return h + mystery_p.bind(jax.lax.stop_gradient(h))

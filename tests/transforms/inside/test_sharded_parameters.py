@@ -146,6 +146,7 @@ def test_tasks_gather_and_gradients_are_scattered_once_a_step():
         assert backward["all-gather over data"] <= weights  # a gradient needs no bias
 
 
+@pytest.mark.more
 def test_what_names_the_axis_itself_is_not_gathered():
     """Experts that are split over the replicas stay where they are."""
 

@@ -109,6 +109,7 @@ def divided(result):
     return total / count, jax.tree.map(lambda g: g / count, gradients)
 
 
+@pytest.mark.more
 def test_a_python_count_is_summed_over_the_microbatches():
     """A mean of all tokens, of their sum and their number, which the shape of a batch says."""
 
@@ -277,6 +278,7 @@ def test_auxiliary_losses_of_several_stages(schedule):
     np.testing.assert_array_less(0, got[0][1]["ones"])
 
 
+@pytest.mark.more
 def test_each_stages_metric_stays_on_its_rank():
     def loss(params, x):
         h = jnp.tanh(x @ params[0])

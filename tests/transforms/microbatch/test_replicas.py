@@ -199,6 +199,7 @@ def test_what_is_not_known_is_an_error(run, message):
         run()
 
 
+@pytest.mark.more
 def test_what_is_carried_is_differentiated_in_the_loop():
     """A schedule cannot tell the gradients of replicas apart that JAX adds up as one."""
 

@@ -54,6 +54,7 @@ def facts(fun, *args):
     return _describe.describe(traced, stages, args[0])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("layers", "stages"), [(8, 4), (12, 3)])
 def test_equal_layers_of_plain_code_are_cut_at_their_borders(layers, stages):
     split, params = jaxpp.split_stages(loss, stages), init(layers)
