@@ -95,6 +95,16 @@ NUMBER, _, PARTS = os.environ.get("JAXPP_PART", "0/1").partition("/")
 UNTIL = float(os.environ.get("JAXPP_UNTIL", "inf"))
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Reads no files of `MORE` for a plain `pytest`, which runs none of their tests."""
+    if config.args != config.getini("testpaths") or "not more" not in config.option.markexpr:
+        return None
+    path = str(collection_path.relative_to(config.rootpath / "tests"))
+    return (
+        True if path.startswith(MORE) and path.endswith(".py") and path not in EVERY_RUN else None
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Marks as `more` what a plain `pytest` leaves out: `MORE`, and further cases of each test.

@@ -45,10 +45,10 @@ def _quantised(x):
 
 QUANTISED = hk.without_apply_rng(hk.transform_with_state(_quantised))
 CASES = {
-    "haiku": (quantised, *QUANTISED.init(jax.random.key(2), X)),
-    "at-once": (lambda w, s, x: normalised(w, s, x, 2, late=False), WS, STATE),
-    "late": (lambda w, s, x: normalised(w, s, x, 2, late=True), WS, STATE),
-    "first-layer": (lambda w, s, x: normalised(w, s, x, 0, late=True), WS, STATE),
+    "haiku": lambda: (quantised, *QUANTISED.init(jax.random.key(2), X)),
+    "at-once": lambda: (lambda w, s, x: normalised(w, s, x, 2, late=False), WS, STATE),
+    "late": lambda: (lambda w, s, x: normalised(w, s, x, 2, late=True), WS, STATE),
+    "first-layer": lambda: (lambda w, s, x: normalised(w, s, x, 0, late=True), WS, STATE),
 }
 
 
@@ -64,7 +64,7 @@ def microbatched(fun):
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_a_state_can_be_carried_from_one_microbatch_to_the_next(case, num_stages):
-    fun, weights, state = CASES[case]
+    fun, weights, state = CASES[case]()
     split = jaxpp.wrap_forward(jaxpp.split_stages(fun, num_stages))
     scheduled = jaxpp.schedule(microbatched(split), OneFOneB())
     got = jax.jit(scheduled)(weights, state, X)
@@ -74,7 +74,7 @@ def test_a_state_can_be_carried_from_one_microbatch_to_the_next(case, num_stages
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_the_layers_around_a_state_are_shared_out_evenly(num_stages, primitives_of):
-    fun, weights, state = CASES["late"]
+    fun, weights, state = CASES["late"]()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         names = primitives_of(jaxpp.split_stages(fun, num_stages), weights, state, X)
