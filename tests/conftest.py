@@ -9,6 +9,7 @@ quarter of the time: most of the time of the tests goes into that. To test what 
 
 import collections
 import gc
+import itertools
 import os
 import pathlib
 import time
@@ -16,7 +17,6 @@ import zlib
 
 import hypothesis
 import jax
-import psutil
 import pytest
 
 from jaxpp.runtime.executor import _compile
@@ -148,18 +148,19 @@ def pytest_runtest_setup():
         pytest.skip("the time of this run was over")
 
 
-#: The bytes of a process of tests from which on it forgets what it has compiled.
-MUCH_MEMORY = 2 * 2**30
+#: After so many modules a process of tests forgets what it has compiled, which takes memory.
+MODULES_KEPT = 10
+finished = itertools.count(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def what_a_module_compiles_is_kept_for_others():
-    """As long as there is memory: a fifth of the time of the tests is JAX's own small operations.
+    """A fifth of the time of the tests is JAX's own small operations, if each module compiles them.
 
-    A collection of garbage need not look at it, which would take seconds.
+    A collection of garbage need not look at what is kept, which would take seconds.
     """
     yield
-    if psutil.Process().memory_info().rss > MUCH_MEMORY:
+    if next(finished) % MODULES_KEPT == 0:
         forget()
     gc.collect()
     gc.freeze()
