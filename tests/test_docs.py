@@ -125,6 +125,7 @@ def test_the_list_of_schedules_has_the_catalogue():
         assert all(paper in docstring for paper in re.findall(r"\d{4}\.\d{5}", row)), row
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "script",
     # `tests/test_papers.py` has the pictures of papers.

@@ -63,6 +63,7 @@ def test_there_is_one_version():
     assert newest and jaxpp.__version__ == newest[1]
 
 
+@pytest.mark.more
 def test_the_package_requires_what_it_imports():
     lists = required()
     assert lists["core"] - imported("jaxpp") == FOR_OTHERS

@@ -11,6 +11,7 @@ import pytest
 from jaxpp import precision
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("chance", [0.1, 0.9])
 def test_the_scale_goes_as_that_of_jmp_does(chance):
     jmp = pytest.importorskip("jmp")

@@ -73,6 +73,7 @@ def stages_of(model, number, balance, size=8):
     ]
 
 
+@pytest.mark.more
 def test_a_unit_is_a_layer_or_what_lies_around_the_layers(found):
     linear, table = 4 * (WIDTH * WIDTH + WIDTH), 4 * WIDTH * WORDS
     assert found.parameter_bytes == (table, *[linear] * LAYERS, table + 4 * WORDS)

@@ -50,6 +50,7 @@ def test_what_is_no_kind_is_refused(arguments, words):
         Kind(*arguments)
 
 
+@pytest.mark.more
 def test_a_kind_survives_copies_and_is_known_to_a_process_that_did_not_make_it():
     task = Task(H, 3, 4)
     assert copy.deepcopy(task).kind is H and pickle.loads(pickle.dumps(task)) == task

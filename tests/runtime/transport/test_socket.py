@@ -60,6 +60,7 @@ def test_64_bits():
         assert_same(b.receive(message(arrays)), arrays)
 
 
+@pytest.mark.more
 def test_in_any_order(pair):
     a, b = pair
     arrays = [jnp.asarray(np.full(n + 1, n)) for n in range(50)]

@@ -175,6 +175,7 @@ class StackedModel(eqx.Module):
         self.layers = eqx.filter_vmap(Layer)(jax.random.split(layers, 3))
 
 
+@pytest.mark.more
 def test_layers_of_a_stack_are_made_by_their_ranks():
     """Two ranks and three layers: no rank makes an array of all of them."""
 

@@ -207,6 +207,7 @@ def test_a_constraint_is_one_of_the_rank_that_runs_it():
     assert_same(train(step), train(place(make_step(), (2, 2, 2))))
 
 
+@pytest.mark.more
 def test_shard_map_over_the_axes_of_a_rank():
     def summed(h):
         double = jax.shard_map(

@@ -191,6 +191,7 @@ def test_a_forward_and_its_backward_are_split_as_xla_splits_them(mesh, name):
     check(backward, mesh, [residuals, value], [*made[1:], ()])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("seed", range(5))
 def test_an_axis_is_there_once_and_divides(seed):
     """Whatever the inputs' specs are: also of axes that divide some of the dimensions only."""

@@ -255,6 +255,7 @@ def test_explicit_axes_are_where_the_types_said():
     assert made == [(("data",), ("model",))]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("schedule", [jaxpp.schedules.OneFOneB(), jaxpp.schedules.ZeroBubbleH1()])
 def test_a_scheduled_loop_is_split_as_the_loop_that_it_came_from(schedule):
     def loss(parameters, x):

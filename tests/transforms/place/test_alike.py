@@ -58,6 +58,7 @@ def updates_of_each_rank(bundle):
     return [{i.computation for i in own if i.label == "update"} for own in runs]
 
 
+@pytest.mark.more
 def test_updates_of_equal_layers_are_shared_by_all_ranks(monkeypatch):
     args = arguments()
     whole = placed().lower(*args)

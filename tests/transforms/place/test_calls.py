@@ -159,6 +159,7 @@ def test_a_loop_that_is_not_placed_knows_its_setting_too(transformed):
     assert values[0] == values[2] != values[1]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("where", ["task", "around"])
 def test_nans_are_found_where_they_are_asked_for(where):
     """Also in a call of what was compiled, and called, before."""

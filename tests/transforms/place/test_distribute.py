@@ -244,6 +244,7 @@ def test_optimizers_run_slice_by_slice(optimizer):
     check(loss_of((0, 2, 6)), optimizer, rtol=1e-5)
 
 
+@pytest.mark.more
 def test_metrics_of_layers_and_of_all_layers():
     def metrics(params, grads):
         w, g = params["layers"]["w"], grads["layers"]["w"]

@@ -131,6 +131,7 @@ def test_the_configuration_of_an_equation_counts():
     assert under(True) == under(True) != under(False)
 
 
+@pytest.mark.more
 def test_the_name_of_a_jitted_function_does_not_count():
     def one(x):
         return jnp.sin(x)

@@ -508,6 +508,7 @@ SCALING = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("schedule", "way"), SCALING)
 def test_steps_that_overflow_are_skipped_on_all_ranks(schedule, way):
     stages_per_rank, schedule = SCHEDULES[schedule]

@@ -93,6 +93,7 @@ def run_both(make, carry, data, *, donate=True, ranks=3, **tolerance):
 # ---- pytrees ------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_dictionaries():
     def make(value_and_grad):
         def step(params, x):
@@ -126,6 +127,7 @@ def test_flax():
     run_both(make, net.init(jax.random.key(0), batch()), [batch(i) for i in range(3)])
 
 
+@pytest.mark.more
 def test_haiku():
     haiku = pytest.importorskip("haiku")
 
@@ -342,6 +344,7 @@ def test_same_argument_twice():
     assert_close((loss, total), (loss_fn(params, batch()), params["layer_0"]["w"].sum()))
 
 
+@pytest.mark.more
 def test_bfloat16():
     params, x = init_params(dtype=jnp.bfloat16), batch(dtype=jnp.bfloat16)
     results = jaxpp.place(train_step, mesh())(params, x)

@@ -126,6 +126,7 @@ def test_a_rule_in_a_loop_that_writes_a_ref_from_outside_is_refused_with_its_lin
         two_layers.scheduled(loss)(WEIGHTS, X)
 
 
+@pytest.mark.more
 def test_a_ref_of_the_step():
     def make(grad_fn):
         def step(w, x):

@@ -58,6 +58,7 @@ def test_no_cut_has_a_faster_slowest_stage_then_a_busier_idlest_one_then_fewer_b
     assert score(costs, crossing, got) == min(score(costs, crossing, c) for c in cuts)
 
 
+@pytest.mark.more
 @settings(max_examples=200)
 @given(problems, st.data())
 def test_within_the_tolerance_cuts_are_at_borders_then_send_little_then_share_little(problem, data):
