@@ -162,5 +162,6 @@ def what_a_module_compiles_is_kept_for_others():
     yield
     if next(finished) % MODULES_KEPT == 0:
         forget()
-    gc.collect()
-    gc.freeze()
+    else:
+        gc.collect()
+        gc.freeze()

@@ -155,6 +155,7 @@ class Loop:
             The loop, and the new values, which no task reads yet.
         """
         task = self._task(key)
+        self._check_known(values)
         made = self._record_in(task, fun, values)
         new = [Var(atom.aval) for atom in made.atoms]
         loop = made.loop._with(_extended(task, made, new))
@@ -243,6 +244,7 @@ class Loop:
     def read(self, key: tuple[str, int], new: Value, of: Value) -> "Loop":
         """Lets a task read one value in place of another, which has the same type."""
         task = self._task(key)
+        self._check_known([new])
         old, known, var = self._input(task, of), _inputs(task), self._sent(new)
         if _type(new.aval) != _type(of.aval):
             raise self._error(
@@ -309,6 +311,7 @@ class Loop:
         if name in [result.name for result in self._results]:
             raise self._error(f"adds two results named {name!r}; put the stage in the name.")
         task = self._task(key)
+        self._check_known(values)
         made = self._record_in(task, fun, values)
         new = [Var(atom.aval) for atom in made.atoms]
         loop = made.loop._with(_extended(task, made, new), new)
@@ -375,7 +378,6 @@ class Loop:
 
     def _atoms(self, task: Eqn, values: Sequence[Value]) -> list[Atom]:
         """The atoms in a task of values that it makes or reads."""
-        self._check_known(values)
         known, inside = {**_inputs(task), **_outputs(task)}, task.params["jaxpr"]
         own = {*inside.jaxpr.invars, *_jaxprs.results_of(inside.eqns)}
         atoms = []
@@ -395,7 +397,6 @@ class Loop:
 
     def _sent(self, value: Value) -> Var:
         """The variable of a value between tasks."""
-        self._check_known([value])
         if value._is_gradient:
             raise self._error(
                 f"lets a task read a gradient of {value.maker}, which is no value between tasks; "
