@@ -24,9 +24,12 @@ _WHOLE = ("shard_map", "pallas_call")
 
 
 class Outcome(NamedTuple):
-    """What a run gives: for each result its record, and its value on each rank; and effects."""
+    """What a run gives: for each result its record, and on each rank its value and memory.
 
-    results: list[tuple[Any, dict[int, Any]]]
+    Also what effects have seen.
+    """
+
+    results: list[tuple[Any, dict[int, tuple[Any, Any]]]]
     ordered: list[Any]
     unordered: list[Any]
 
@@ -77,8 +80,10 @@ class Interpreter:
             for n, s in p.inputs:
                 record = bundle.arguments[n]
                 own = arrays[record.array]
-                slots[s] = self.known(own if record.rows is None else own[slice(*record.rows)])
-            slots.update((s, self.known(value)) for s, value in p.constants)
+                own = self.known(own if record.rows is None else own[slice(*record.rows)])
+                slots[s] = own, _compat.memory_space(record.aval)
+            device = jax.memory.Space.Device
+            slots.update((s, (self.known(value), device)) for s, value in p.constants)
         at = collections.Counter()
         while any(at[p.rank] < len(p.instructions) for p in bundle.programs):
             before = at.total()
@@ -101,8 +106,12 @@ class Interpreter:
         match own:
             case Run():
                 jaxpr = bundle.computations[own.computation].jaxpr
-                made = self.call(jaxpr, [slots[s] for s in own.inputs])
-                slots.update(zip(own.outputs, made, strict=True))
+                for s, aval in zip(own.inputs, jaxpr.in_avals, strict=True):
+                    if slots[s][1] != _compat.memory_space(aval):
+                        raise Stuck(f"{own.label} reads slot {s}, which is in {slots[s][1]}")
+                made = self.call(jaxpr, [slots[s][0] for s in own.inputs])
+                spaces = map(_compat.memory_space, jaxpr.out_avals)
+                slots.update(zip(own.outputs, zip(made, spaces, strict=True), strict=True))
             case Send():
                 sent[own.message.tag] = [slots[s] for s in own.slots]
             case Receive():

@@ -69,6 +69,10 @@ SPECIAL = {
 }
 
 
+#: The arguments of which a proof over the real numbers does not speak.
+BEYOND = ("NaN", "inf", "-inf", "largest", "tiny", "large", "huge", "small", "extreme")
+
+
 def inputs_of(leaves: Sequence[Any]) -> dict[str, list[Any]]:
     """Arguments for runs: as given, random, with special values, with ties, of extreme sizes."""
     rng = np.random.default_rng(7)
@@ -161,9 +165,11 @@ def difference(own: Outcome, wanted: Outcome, exact: bool) -> str:
         if values.keys() != before.keys():
             return f"result {n}: on ranks {[*values]} for {[*before]}"
         for rank in values:
-            if said := of_values(values[rank], before[rank], exact):
+            if said := of_values(values[rank][0], before[rank][0], exact):
                 return f"result {n} on rank {rank}: {said}"
-        if len({id(v) for v in values.values()}) > len({id(v) for v in before.values()}):
+            if values[rank][1] != before[rank][1]:
+                return f"result {n} on rank {rank}: in {values[rank][1]} for {before[rank][1]}"
+        if len({id(v) for v, _ in values.values()}) > len({id(v) for v, _ in before.values()}):
             return f"result {n}: its ranks do not agree"
     if said := _of_events(own.ordered, wanted.ordered, exact):
         return f"ordered effects: {said}"
@@ -271,7 +277,20 @@ class Verdict:
         """Whether the proof accepts what gives something else."""
         if not self.is_accepted or not self.difference:
             return False
-        return not self.difference.startswith("does not run")
+        return not self.difference.startswith("does not run") and not self.is_beyond
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether they differ where the proof does not speak of: it is over the real numbers.
+
+        So it is if an argument, or what is made of very large or small ones, is not finite.
+        """
+        return (
+            self.said == "regrouped"
+            and bool(self.difference)
+            and self.difference.startswith(BEYOND)
+            and "not finite" in self.difference
+        )
 
 
 def judge(own: Case, edit: drawn.Edit, run_refuted: bool = False) -> Verdict:

@@ -47,8 +47,10 @@ def main() -> None:
             runs = options.run_refuted and (n * 0.6180339887) % 1 < options.run_refuted
             verdict = judge.judge(own, edit, run_refuted=bool(runs))
             count(table[name, edit.kind], verdict)
-            if verdict.is_false or verdict.said not in ("exact", "regrouped", "refuted"):
-                what = "FALSE ACCEPT" if verdict.is_false else "ERROR"
+            is_error = verdict.said not in ("exact", "regrouped", "refuted")
+            if verdict.is_false or verdict.is_beyond or is_error:
+                what = "BEYOND" if verdict.is_beyond else "FALSE ACCEPT"
+                what = "ERROR" if is_error else what
                 print(
                     f"{what} {name}/{key} {edit.kind} [{verdict.said}]\n"
                     f"    {edit.text}\n    {verdict.difference}",
@@ -59,7 +61,7 @@ def main() -> None:
 
 
 COLUMNS = (
-    "tried", "refuted", "exact", "regrouped", "errors", "false", "same", "does not run",
+    "tried", "refuted", "exact", "regrouped", "errors", "false", "beyond", "same", "does not run",
     "refuted, run", "refuted, changed",
 )  # fmt: skip
 
@@ -69,8 +71,8 @@ def count(counts: collections.Counter, verdict) -> None:
     counts["tried"] += 1
     counts[verdict.said if verdict.said in COLUMNS else "errors"] += 1
     if verdict.is_accepted:
-        if verdict.is_false:
-            counts["false"] += 1
+        if verdict.is_false or verdict.is_beyond:
+            counts["false" if verdict.is_false else "beyond"] += 1
         else:
             counts["does not run" if verdict.difference else "same"] += 1
     elif verdict.difference is not None:
