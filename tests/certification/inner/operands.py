@@ -83,7 +83,9 @@ def other_result_of_the_jaxpr(p: Place) -> Change | None:
 
 
 def move(p: Place) -> Change | None:
-    """Moves the equation before others, on which it does not depend: effects change places."""
+    """Moves an effect before equations, on which it does not depend: effects change places."""
+    if not p.eqn.effects:
+        return None
     before, own = p.before, {v for v in p.eqn.invars if not _jaxprs.is_literal(v)}
     to = len(before)
     while to and own.isdisjoint(before[to - 1].outvars):

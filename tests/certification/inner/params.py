@@ -4,6 +4,7 @@ import dataclasses
 import enum
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxpp import _compat, _jaxprs
@@ -113,4 +114,12 @@ def other_length(p: Place) -> Change | None:
     return p.replaced(params={**p.eqn.params, "length": length})
 
 
-KINDS = [other_number, other_number, other_parameter, other_parameter, other_length]
+def other_settings(p: Place) -> Change | None:
+    """Random numbers are made under another setting of JAX."""
+    if not p.name.startswith(("random_", "threefry")):
+        return None
+    with jax.threefry_partitionable(not p.eqn.ctx.threefry_partitionable):
+        return p.instead(p.bind())
+
+
+KINDS = [other_number, other_number, other_parameter, other_parameter, other_length, other_settings]

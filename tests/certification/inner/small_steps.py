@@ -371,6 +371,7 @@ def random_keys():
         h = jnp.where(jax.random.bernoulli(one, 0.5, h.shape), h / 0.5, 0)
         h = jaxpp.pipeline_enter_stage(h)
         h = h @ w[1] + jax.random.uniform(jax.random.fold_in(other, 3), h.shape)
+        h = h * jax.random.gamma(one, 2.0, (WIDTH,))
         order = jax.random.randint(other, (WIDTH,), 0, WIDTH)
         return jnp.mean(h[order] ** 2), jax.random.bits(one, (WIDTH,), jnp.uint32)
 
