@@ -9,14 +9,26 @@ from jaxpp.certification._table import Term, name_of
 from jaxpp.certification._terms import Terms
 
 
-def argument_term(terms: Terms, path: str, aval: Any, cut: tuple[int, ...] | None) -> Term:
-    """The term of an array of the caller: one that ranks have in parts is these parts."""
+def argument_term(
+    terms: Terms, number: int, path: str, aval: Any, cut: tuple[int, ...] | None
+) -> Term:
+    """The term of an array of the caller: one that ranks have in parts is these parts.
+
+    Args:
+        terms: the terms.
+        number: the number of the array among the arguments; paths may be equal.
+        path: its path.
+        aval: its type.
+        cut: the rows at which it is cut.
+    """
     dtype = name_of(aval.dtype)
     if cut is None:
-        return terms.term("argument", (path,), (), aval.shape, dtype)
+        return terms.term("argument", (path, number), (), aval.shape, dtype)
     return terms.join_rows(
         [
-            terms.term("argument", (f"{path}[{a}:{b}]",), (), (b - a, *aval.shape[1:]), dtype)
+            terms.term(
+                "argument", (f"{path}[{a}:{b}]", number), (), (b - a, *aval.shape[1:]), dtype
+            )
             for a, b in itertools.pairwise(cut)
         ]
     )
@@ -72,11 +84,12 @@ def _run_tasks(
     ys: list[list[list[Term | None]]] = [
         [[None] * length for _ in range(directions)] for _ in range(num_ys)
     ]
-    outer = terms.where
+    outer, before = terms.where, evaluator.microbatch
     for i in range(length):
         row, d = length - 1 - i if params["reverse"] else i, table.direction_of[i]
         slices = [terms.row(x, row) for x in xs]
         values = dict(zip(body.invars, [*consts, *carries[d], *slices], strict=True))
+        evaluator.microbatch = row
         for task in body.eqns:
             terms.where = f"{task.params['key']} of microbatch {row} in {outer}"
             made = evaluator.run(task.params["jaxpr"], [values[v] for v in task.invars])
@@ -85,7 +98,7 @@ def _run_tasks(
         carries[d] = results[:num_carry]
         for own, term in zip(ys, results[num_carry:], strict=True):
             own[d][row] = term
-    terms.where, terms.eqn = outer, eqn
+    terms.where, terms.eqn, evaluator.microbatch = outer, eqn, before
     stacked = []
     for rows, (shape, dtype) in zip(
         itertools.chain(*ys), types[directions * num_carry :], strict=True
