@@ -325,6 +325,56 @@ def control_flow():
     return placed(step, weights(2), jnp.float32(1), jnp.int32(4), *batch())
 
 
+def recurrences():
+    """Loops that are too long to be unrolled: of several carries, in one another, with effects."""
+    see = functools.partial(_see, "unordered")
+
+    def one(carry, row):
+        a, b, c, n = carry
+        a, b = jnp.sin(b * row[0]), a + row
+        c = jax.lax.cond(n % 3 == 0, lambda c: c * 0.5, lambda c: c + a, c)
+        return (a, b, c, n + 2), (a - b, n)
+
+    def loss(w, x):
+        h = jnp.tanh(x @ w[0])
+        rows = jnp.tile(h, (3, 1))
+        start = h[0], h[1], jnp.zeros(WIDTH), jnp.int32(1)
+        (a, b, c, n), (ys, counts) = jax.lax.scan(one, start, rows)
+        h = jaxpp.pipeline_enter_stage(h + a * b - c)
+
+        def outer(c, own):
+            d, _ = jax.lax.scan(lambda d, _: (d * own + w[1][0], None), c, None, length=9)
+            return jnp.tanh(d), d[0]
+
+        d, firsts = jax.lax.scan(outer, c, jnp.tile(ys, (1, 1)), reverse=True)
+        h = (h + d) @ w[1]
+        return jnp.mean(h**2) + jnp.sum(firsts) * n.astype(jnp.float32) + counts[3]
+
+    grad = grads(loss)
+
+    def step(w, m, x):
+        value, g = grad(w, x)
+
+        def newton(state):
+            y, t, k = state
+            jax.debug.callback(functools.partial(see, "newton"), k)
+            return jnp.tanh(y * (1.5 - 0.5 * t * y * y)), t * 0.99, k + 1
+
+        y, t, k = jax.lax.while_loop(lambda s: s[2] < 10, newton, (m[0], value, jnp.int32(0)))
+
+        def noted(c, row):
+            jax.debug.callback(functools.partial(see, "row"), row[0])
+            return c * 0.9 + row, c
+
+        c, before = jax.lax.scan(noted, m[1], jnp.tile(g[0], (3, 1)))
+        total = jax.lax.fori_loop(0, 20, lambda i, s: s + i * t, jnp.float32(0))
+        bits = jax.lax.fori_loop(0, 9, lambda i, s: (s << 1) ^ i, k)
+        w = [own - 0.1 * d for own, d in zip(w, g, strict=True)]
+        return w, [y, c], value + total, before, bits
+
+    return placed(step, weights(2), list(arrays((WIDTH,), (WIDTH,))), *batch())
+
+
 @jax.custom_vjp
 def _rounded(x):
     return jnp.round(x * 4) / 4
@@ -537,6 +587,7 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "kernels": kernels,
     "callbacks": callbacks,
     "control flow": control_flow,
+    "recurrences": recurrences,
     "derivative rules": derivative_rules,
     "random keys": random_keys,
     "offloaded": offloaded,

@@ -48,8 +48,9 @@ def main() -> None:
             verdict = judge.judge(own, edit, run_refuted=bool(runs))
             count(table[name, edit.kind], verdict)
             is_error = verdict.said not in ("exact", "regrouped", "refuted")
-            if verdict.is_false or verdict.is_beyond or is_error:
-                what = "BEYOND" if verdict.is_beyond else "FALSE ACCEPT"
+            if is_error or (verdict.is_accepted and verdict.difference):
+                what = "FALSE ACCEPT" if verdict.is_false else "DOES NOT RUN"
+                what = "BEYOND" if verdict.is_beyond else what
                 what = "ERROR" if is_error else what
                 print(
                     f"{what} {name}/{key} {edit.kind} [{verdict.said}]\n"
