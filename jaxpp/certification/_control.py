@@ -1,6 +1,6 @@
 """The rules of effects and of control flow: scans, conditionals and while loops."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpp import _compat
@@ -74,19 +74,22 @@ class _Loop:
         pending = [*roots]
         while pending:
             for symbol in self._read(pending.pop(0)):
-                if symbol not in order:
+                if symbol not in order and symbol not in self._carried:
                     order[symbol] = None
-                    pending.append(self.next[self.symbols.index(symbol)])
+                    pending.append(self._next_of(symbol))
         names = {
             symbol: self.terms.term("step", (self.depth, n), (), symbol.shape, symbol.dtype)
             for n, symbol in enumerate(order)
         }
-        own = [self.symbols.index(symbol) for symbol in order]
-        body = [*roots, *(self.next[k] for k in own)]
-        renamed = self.terms.with_terms(body, names, self.depth)
-        args = [*renamed, *(self.first[k] for k in own)]
+        body = self.terms.with_terms(
+            [*roots, *map(self._next_of, order)], {**self._carried, **names}, self.depth
+        )
+        args = [*body, *(self.first[self.symbols.index(symbol)] for symbol in order)]
         key = (self.depth, len(roots), *params)
         return self.terms.term(name, key, args, type_of.shape, type_of.dtype)
+
+    def _next_of(self, symbol: Term) -> Term:
+        return self.next[self.symbols.index(symbol)]
 
     def _read(self, root: Term) -> Iterable[Term]:
         """The carried values that a term reads, in the order of the term."""
@@ -103,13 +106,32 @@ class _Loop:
         return found
 
     def carried(self, how: Any) -> dict[Term, Term]:
-        """For each symbol the carried value of the iteration, of a loop of a length and order."""
-        for k, symbol in enumerate(self.symbols):
-            if self.next[k] is symbol:  # it never changes
-                self._carried[symbol] = self.first[k]
-            elif symbol not in self._carried:
-                self._carried[symbol] = self.closed("carried", how, [symbol], symbol)
+        """For each symbol the carried value of the iteration, of a loop of a length and order.
+
+        What is carried is a recurrence with the other values that depend on it, too. All else that
+        it depends on is a recurrence of its own, as it is if a pass splits the loop.
+        """
+        read = {symbol: set(self._read(self._next_of(symbol))) for symbol in self.symbols}
+        behind = {symbol: _reached(read, symbol) for symbol in self.symbols}
+        # Of two that do not depend on each other, one that depends on the other has more behind it.
+        for symbol in sorted(self.symbols, key=lambda symbol: len(behind[symbol])):
+            if symbol in self._carried:
+                continue
+            ring = [s for s in behind[symbol] if symbol in behind[s]] or [symbol]
+            made = [self.closed("carried", how, [s], s) for s in ring]
+            for own, term in zip(ring, made, strict=True):
+                first = self.first[self.symbols.index(own)]  # what it is if it never changes
+                self._carried[own] = first if self._next_of(own) is own else term
         return self._carried
+
+
+def _reached(read: Mapping[Term, set[Term]], start: Term) -> set[Term]:
+    found, stack = set[Term](), [start]
+    while stack:
+        new = read[stack.pop()] - found
+        found |= new
+        stack.extend(new)
+    return found
 
 
 def _whole_scan(evaluator, eqn, consts, carry, xs) -> list[Term]:
