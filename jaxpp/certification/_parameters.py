@@ -73,14 +73,8 @@ class Parameters:
 
     def _of_function(self, fun: types.FunctionType) -> Any:
         """Functions are the same if they have the same code and close over the same."""
-        cells = []
-        for cell in fun.__closure__ or ():
-            try:
-                cells.append(self.key(cell.cell_contents))
-            except ValueError:  # it is empty
-                cells.append(None)
-        defaults = self.key((fun.__defaults__, fun.__kwdefaults__))
-        return ("function", fun.__code__, tuple(cells), defaults)
+        closed_over, defaults = _compat.captured(fun), (fun.__defaults__, fun.__kwdefaults__)
+        return ("function", fun.__code__, self.key(closed_over), self.key(defaults))
 
     def _of_object(self, value: Any) -> Any:
         """Objects are the same if they are of one type and have the same attributes."""

@@ -544,6 +544,12 @@ class Terms(Table):
         return self.term(name, tuple(axes), (t,), shape, t.dtype)
 
 
+def moved_to_front(axis: int, count: int) -> tuple[Sequence[int], Sequence[int]]:
+    """The permutation that brings an axis to the front, where it has rows, and the one back."""
+    first = (axis, *(d for d in range(count) if d != axis))
+    return first, tuple(map(first.index, range(count)))
+
+
 def _has_rows(t: Term, op: Op) -> bool:
     """Tells whether an operand has the rows of a row-wise operation, and not one for all."""
     return len(t.shape) == len(op.shape) > 0 and t.shape[:1] == op.shape[:1]
