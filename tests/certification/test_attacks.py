@@ -292,9 +292,7 @@ def test_the_last_cast_of_a_result_counts():
         return loop(w, x)[0].astype(jnp.bfloat16).astype(jnp.float32)
 
     lowered = lower(step, weights(2), X)
-    wrong = edited(
-        lowered.bundle, is_cast("bfloat16", "float32"), lambda e: [], most=1
-    )
+    wrong = edited(lowered.bundle, is_cast("bfloat16", "float32"), lambda e: [], most=1)
     last = next(
         e for c in lowered.bundle.computations for e in c.jaxpr.eqns
         if is_cast("bfloat16", "float32")(e)
@@ -597,7 +595,9 @@ def test_an_effect_in_a_long_scan_sees_its_rows():
         return h + jax.lax.scan(body, jnp.float32(0), rows * h[0, 0] ** 0)[0]
 
     lowered = lower(lambda w, x: forward(loss_of(jnp.tanh, printing))(w, x), weights(2), X)
-    assert any(e.primitive.name == "scan" for c in lowered.bundle.computations for e in c.jaxpr.eqns)
+    assert any(
+        e.primitive.name == "scan" for c in lowered.bundle.computations for e in c.jaxpr.eqns
+    )
     wrong = edited(
         lowered.bundle, named("scan"), lambda e: on_operand(jnp.flip, len(e.invars) - 1)(e)
     )

@@ -62,7 +62,7 @@ LAWS: dict[str, tuple[str, Callable[..., Any]]] = {
     "x | (y & ~y)": ("ib", lambda x, y: x | (y & ~y)),
     "x & (y | x)": ("ib", lambda x, y: x & (y | x)),
     "x & (y | ~y)": ("ib", lambda x, y: x & (y | ~y)),
-    "~~x": ("ib", lambda x, y: ~~x),
+    "~~x": ("ib", lambda x, y: ~(~x)),
     "x % 1000": ("i", lambda x, y: x % 1000),
     "re + i im": ("c", lambda x, y: jnp.real(x) + 1j * jnp.imag(x)),
     "conj(conj(x))": ("c", lambda x, y: jnp.conj(jnp.conj(x))),
@@ -93,7 +93,7 @@ def _kind(atom: Any) -> str:
         return "f" if dtype is not None else ""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return "c"
-    return "i" if jnp.issubdtype(dtype, jnp.integer) else "b" if dtype == bool else ""
+    return "i" if jnp.issubdtype(dtype, jnp.integer) else "b" if str(dtype) == "bool" else ""
 
 
 def _law(p: Place, atom: Any) -> tuple[str, Callable[..., Any]] | None:

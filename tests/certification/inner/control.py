@@ -59,13 +59,6 @@ def turned_twice(p: Place) -> Change | None:
     return p.instead(run)
 
 
-def unrolled(p: Place) -> Change | None:
-    """A scan says that it is unrolled: the same."""
-    if p.name != "scan" or p.eqn.params["length"] < 2:
-        return None
-    return p.replaced(params={**p.eqn.params, "unroll": 2, "_split_transpose": False})
-
-
 def without_effect(p: Place) -> Change | None:
     if p.name not in _EFFECTS:
         return None
@@ -110,7 +103,6 @@ KINDS = [
     other_branch,
     turned,
     turned_twice,
-    unrolled,
     without_effect,
     effect_twice,
     effect_of_another,

@@ -9,6 +9,7 @@ from jaxpp._program import Bundle
 from tests.certification.inner import (
     algebra,
     control,
+    loops,
     operands,
     params,
     places,
@@ -20,11 +21,13 @@ from tests.certification.inner import (
 #: The kinds of edits of an equation, and of what is beside the computations.
 KINDS = [
     kind
-    for module in (operands, primitives, types, params, control, algebra)
+    for module in (operands, primitives, types, params, control, loops, algebra)
     for kind in module.KINDS
 ]
 #: How often an edit is one of a record.
 _RECORDS = 0.06
+#: How many of those that only count are left out.
+_FEWER_COUNTS = 0.8
 #: How many equations are tried for a kind that cannot edit most of them.
 _TRIES = 30
 
@@ -56,12 +59,21 @@ def draw(key: Any, bundle: Bundle, sites: list[places.Site]) -> Edit:
             continue
         kind = rng.choice(KINDS)
         for _ in range(_TRIES):
-            site = rng.choice(sites)
-            place = places.at(rng, bundle, site)
+            place = places.at(rng, bundle, rng.choice(sites))
+            if _counts(place.eqn) and rng.random() < _FEWER_COUNTS:
+                continue
             if (change := _change(kind, place)) is not None:
                 # Half of the edits are of one run of a computation that ranks or tasks share.
-                new = places.changed(bundle, site, change, rng if rng.random() < 0.5 else None)
+                new = places.changed(
+                    bundle, place.site, change, rng if rng.random() < 0.5 else None
+                )
                 return Edit(kind.__name__, new, _text(bundle, place, change))
+
+
+def _counts(eqn: Any) -> bool:
+    """Whether an equation only counts: as those do that cut the batch by the microbatch."""
+    is_small = all(v.aval.shape == () and v.aval.dtype in ("int32", "bool") for v in eqn.outvars)
+    return is_small and not eqn.effects and eqn.primitive.name in ("add", "lt", "select_n")
 
 
 def _change(kind: Any, place: places.Place) -> places.Change | None:

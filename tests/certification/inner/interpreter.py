@@ -229,4 +229,3 @@ class Interpreter:
             shapes = [v.aval for v in eqn.outvars[num_carry:]]
             return [*carry, *(self.known(jnp.zeros(a.shape, a.dtype)) for a in shapes)]
         return [*carry, *(self.known(jnp.stack(rows)) for rows in zip(*ys, strict=True))]
-

@@ -13,7 +13,6 @@ import jaxpp
 from tests.certification.inner import drawn, places, small_steps, types
 from tests.certification.inner.interpreter import Interpreter, Outcome
 
-
 #: The kinds of edits that change where something is rounded.
 _OF_TYPES = {kind.__name__ for kind in types.KINDS}
 
@@ -242,7 +241,9 @@ def _example(a: Any, b: Any, wrong: Any) -> str:
     a, b, wrong = np.asarray(a), np.asarray(b), np.asarray(wrong)
     if not wrong.any():
         return ""
-    return f"{a[wrong].reshape(-1)[0]} for {b[wrong].reshape(-1)[0]} ({wrong.sum()} of {wrong.size})"
+    return (
+        f"{a[wrong].reshape(-1)[0]} for {b[wrong].reshape(-1)[0]} ({wrong.sum()} of {wrong.size})"
+    )
 
 
 def _of_events(own: Sequence[Any], old: Sequence[Any], eps: float) -> str:

@@ -51,7 +51,7 @@ NEUTRAL = frozenset(
     compiler_options_kvs ctx_mesh sharding out_sharding mesh in_specs out_specs newly_manual_axes
     check_vma prevent_cse differentiated policy debug_info jvp_jaxpr_fun fwd_jaxpr_thunk bwd
     num_consts linear const_lengths cond_nconsts body_nconsts num_carry out_trees symbolic_zeros
-    jaxpr branches cond_jaxpr body_jaxpr call_jaxpr callback effect accuracy
+    weak_type jaxpr branches cond_jaxpr body_jaxpr call_jaxpr callback effect accuracy
     """.split()
 )
 
@@ -69,9 +69,18 @@ def other_parameter(p: Place) -> Change | None:
     if new is None or new == old:
         return None
     params = {**p.eqn.params, name: new}
-    if p.shards or p.name in ("get", "swap", "addupdate", "scan"):
+    if p.name in (*COLLECTIVES, "get", "swap", "addupdate", "scan", "pallas_call"):
         return p.replaced(params=params)
     return p.instead(p.bind(params))
+
+
+#: They cannot be traced outside of the devices.
+COLLECTIVES = frozenset(
+    """
+    psum psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_to_all
+    reduce_scatter axis_index pvary
+    """.split()
+)
 
 
 def _other(p: Place, value: Any) -> Any:

@@ -194,9 +194,7 @@ def changed(bundle: Bundle, site: Site, change: Change, in_run: random.Random | 
     instructions: list[Any] = list(programs[rank].instructions)
     instructions[i] = dataclasses.replace(instructions[i], computation=len(computations))
     programs[rank] = dataclasses.replace(programs[rank], instructions=tuple(instructions))
-    return dataclasses.replace(
-        bundle, computations=(*computations, new), programs=tuple(programs)
-    )
+    return dataclasses.replace(bundle, computations=(*computations, new), programs=tuple(programs))
 
 
 def _rebuilt(jaxpr: Any, path: Sequence[Step], change: Change) -> Any:

@@ -21,9 +21,7 @@ def without_result(rng: random.Random, bundle: Bundle) -> Bundle | None:
     n = rng.randrange(len(bundle.results))
     kept = [k for k in range(len(bundle.results)) if k != n]
     programs = tuple(
-        dataclasses.replace(
-            p, outputs=tuple((kept.index(k), s) for k, s in p.outputs if k != n)
-        )
+        dataclasses.replace(p, outputs=tuple((kept.index(k), s) for k, s in p.outputs if k != n))
         for p in bundle.programs
     )
     return dataclasses.replace(
@@ -81,8 +79,7 @@ def other_rows(rng: random.Random, bundle: Bundle) -> Bundle | None:
         (a, b)
         for a in range(len(records))
         for b in range(a)
-        if records[a].array == records[b].array
-        and records[a].aval.shape == records[b].aval.shape
+        if records[a].array == records[b].array and records[a].aval.shape == records[b].aval.shape
     ]
     if not pairs:
         return None

@@ -425,9 +425,7 @@ def random_keys():
         order = jax.random.randint(other, (WIDTH,), 0, WIDTH)
         return jnp.mean(h[order] ** 2), jax.random.bits(one, (WIDTH,), jnp.uint32)
 
-    grad = grads(
-        loss, has_aux=True, in_axes=(None, 0, 0), reduce=(("mean", "concat"), "mean")
-    )
+    grad = grads(loss, has_aux=True, in_axes=(None, 0, 0), reduce=(("mean", "concat"), "mean"))
 
     def step(w, x, key):
         key, own = jax.random.split(key)
@@ -472,9 +470,11 @@ def replicas(zero=None):
         m = [0.9 * own + d / jnp.maximum(norm, 1) for own, d in zip(m, g, strict=True)]
         return [a - 0.1 * d for a, d in zip(w, m, strict=True)], m, value, most, count
 
-    options = {} if zero is None else {zero: "data"}
+    options: dict[str, Any] = {} if zero is None else {zero: "data"}
     args = weights(2), weights(2), *arrays((2 * ROWS, WIDTH))
-    return placed(step, *args, mesh=inside_mesh("data"), in_specs=(None, None, P("data")), **options)
+    return placed(
+        step, *args, mesh=inside_mesh("data"), in_specs=(None, None, P("data")), **options
+    )
 
 
 def gathered():
@@ -552,7 +552,9 @@ def optimized():
 
     def loss(w, x):
         h = x @ w[0]
-        h = (h - jnp.mean(h, -1, keepdims=True)) * jax.lax.rsqrt(jnp.var(h, -1, keepdims=True) + 1e-5)
+        h = (h - jnp.mean(h, -1, keepdims=True)) * jax.lax.rsqrt(
+            jnp.var(h, -1, keepdims=True) + 1e-5
+        )
         h = jaxpp.pipeline_enter_stage(jax.nn.gelu(h))
         logits = jnp.clip(h @ w[1], -2.0, 2.0)
         return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])

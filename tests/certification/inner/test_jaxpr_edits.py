@@ -5,11 +5,13 @@ many of each step, and `JAXPP_SEED` which; `survey.py` draws many thousands.
 """
 
 import collections
+import dataclasses
 import os
 
-import jaxpp
+import jax
 import pytest
 
+import jaxpp
 from tests.certification.inner import judge, small_steps
 
 NUMBER = int(os.environ.get("JAXPP_EDITS", "12"))
@@ -48,23 +50,16 @@ def test_the_judge_sees_a_change(kind, change):
     if kind == "numbers":
         values = {r: (own.interpreter.known(x * change), at) for r, (x, at) in values.items()}
     if kind == "types":
-        record = jaxpp_record(record)
+        weak = record.aval.update(weak_type=True)
+        record = dataclasses.replace(record, aval=weak)
     results = others if kind == "missing" else [(record, values), *others]
     assert judge.difference(wanted._replace(results=results), wanted, 2.0**-20)
-
-
-def jaxpp_record(record):
-    """A record of another weak type."""
-    import dataclasses
-
-    return dataclasses.replace(record, aval=record.aval.update(weak_type=True))
 
 
 def test_the_interpreter_gives_what_the_step_gives():
     own = judge.case("narrow weights")
     found = own.interpreter.run(own.lowered.bundle, own.inputs["as given"]).results
-    for value, (_, ranks) in zip(
-        judge.jax.tree.leaves(jaxpp.gather(own.step(*own.args))), found, strict=True
-    ):
-        for own_value, _ in ranks.values():
-            assert not judge.of_values(own_value, own.interpreter.known(value), 2.0**-9)
+    wanted = jax.tree.leaves(jaxpp.gather(own.step(*own.args)))
+    for (_, ranks), value in zip(found, wanted, strict=True):
+        for made, _ in ranks.values():
+            assert not judge.of_values(made, own.interpreter.known(value), 2.0**-9)

@@ -71,6 +71,8 @@ def other_precision(p: Place) -> Change | None:
         own, others = "float32", ["bfloat16", "int32", "float16"]
     if not others:
         return None
+    if not any(str(getattr(v.aval, "dtype", "")) == own for v in p.eqn.invars):
+        return None
     other = p.rng.choice(others)
     params = dict(p.eqn.params)
     for name in ("preferred_element_type", "new_dtype", "dtype", "out_dtype"):
@@ -205,9 +207,7 @@ def cast_last(p: Place) -> Change | None:
         if params.get(name) is not None:
             params[name] = old
     new = p.eqn.outvars[0].aval.dtype
-    return p.instead(
-        lambda *args: p.bind(params)(*args).astype(new), [m.invars[0] for m in makers]
-    )
+    return p.instead(lambda *args: p.bind(params)(*args).astype(new), [m.invars[0] for m in makers])
 
 
 KINDS = [
