@@ -22,7 +22,7 @@ LAWS: dict[str, tuple[str, Callable[..., Any]]] = {
     "(x*2)//2": ("i", lambda x, y: lax.div(x * 2, jnp.full_like(x, 2))),
     "(x//2)*2": ("i", lambda x, y: lax.div(x, jnp.full_like(x, 2)) * 2),
     "(x*3)/3": ("f", lambda x, y: (x * 3) / 3),
-    "-(-x)": ("fci", lambda x, y: -(-x)),
+    "-(-x)": ("fci", lambda x, y: lax.neg(-x)),
     "0 - (0 - x)": ("fci", lambda x, y: 0 - (0 - x)),
     "x + 0": ("fci", lambda x, y: lax.add(x, jnp.zeros_like(x))),
     "x - 0": ("fci", lambda x, y: lax.sub(x, jnp.zeros_like(x))),

@@ -197,7 +197,7 @@ class Interpreter:
                 state, count = list(args[a + b :]), 0
                 while bool(self.call(params["cond_jaxpr"], [*args[:a], *state])[0]):
                     state = self.call(params["body_jaxpr"], [*args[a:][:b], *state])
-                    if (count := count + 1) > 1000:
+                    if (count := count + 1) > 100:
                         raise Stuck("a loop does not end")
                 return state
             case "scan":

@@ -50,7 +50,9 @@ def skip(p: Place) -> Change | None:
     same = [v for v in p.eqn.invars if is_like(v, p.eqn.outvars[0])]
     if not same:
         return None
-    return p.change(_jaxprs.with_results([], [p.rng.choice(same)], p.eqn.outvars))
+    known = _jaxprs.Substitution([(p.eqn.outvars[0], p.rng.choice(same))])
+    after = list(map(known.rename, p.after))
+    return Change([*p.before, *after], list(map(known, p.jaxpr.outvars)))
 
 
 def swap_results_of_the_jaxpr(p: Place) -> Change | None:
