@@ -9,8 +9,8 @@ from jaxpp import _compat, _jaxprs
 from jaxpp._typing import Eqn
 from jaxpp.certification import _control
 from jaxpp.certification._definition import SLICES
-from jaxpp.certification._table import Term, full_of, name_of
-from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS, moved_to_front
+from jaxpp.certification._table import MADE_HERE, Term, full_of, name_of
+from jaxpp.certification._terms import REDUCTIONS, moved_to_front
 
 if TYPE_CHECKING:
     from jaxpp.certification._evaluate import Evaluator
@@ -88,14 +88,15 @@ def operation(evaluator: "Evaluator", eqn: Eqn) -> Rule:
         params = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
     else:
         params = params_of(evaluator, eqn)
-    if name not in ELEMENTWISE:
+    is_elementwise = name in MADE_HERE or evaluator.parameters.is_elementwise(eqn)
+    if name not in MADE_HERE:
         params += (("primitive", eqn.primitive),)  # another may have its name
     if name in _RANDOM or name.startswith("random_"):
         params += (("partitionable", eqn.ctx.threefry_partitionable),)
     ops = [terms.op(name, params, *own, eqn, k) for k, own in enumerate(_types(eqn))]
-    if name in ELEMENTWISE and len(ops) == 1:
-        return lambda args: (terms.elementwise(ops[0], args),)
-    return lambda args: [terms.make(op, tuple(args)) for op in ops]
+    for op in ops:
+        op.is_elementwise = is_elementwise
+    return lambda args: [terms.operation(op, args) for op in ops]
 
 
 # ---- moves --------------------------------------------------------------------------------------
