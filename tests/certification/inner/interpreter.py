@@ -49,6 +49,22 @@ class Stuck(Exception):
     """The programs cannot run to their end."""
 
 
+class Taken(Exception):
+    """What the programs give depends on memory that something else has taken."""
+
+
+class _Slot(NamedTuple):
+    """A value, the memory space that it is in, and the memory that it has there."""
+
+    value: Any
+    space: Any
+    memory: Any
+
+
+def _new(value: Any, space: Any) -> _Slot:
+    return _Slot(value, space, object())
+
+
 class Interpreter:
     """Runs bundles, with what their equations gave before."""
 
@@ -74,16 +90,18 @@ class Interpreter:
         return Outcome(results, list(SEEN["ordered"]), unordered)
 
     def _run(self, bundle: Bundle, arrays: Sequence[Any]):
-        ranks, sent = {}, {}
+        ranks, sent, taken = {}, {}, {}
         for p in bundle.programs:
-            slots = ranks[p.rank] = {}
+            slots, taken[p.rank] = ranks.setdefault(p.rank, {}), set()
             for n, s in p.inputs:
                 record = bundle.arguments[n]
                 own = arrays[record.array]
                 own = self.known(own if record.rows is None else own[slice(*record.rows)])
-                slots[s] = own, _compat.memory_space(record.aval)
+                memory = "donated" if record.donated else "an argument", n
+                slots[s] = _Slot(own, _compat.memory_space(record.aval), memory)
             device = jax.memory.Space.Device
-            slots.update((s, (self.known(value), device)) for s, value in p.constants)
+            for s, value in p.constants:
+                slots[s] = _Slot(self.known(value), device, ("a constant", s))
         at = collections.Counter()
         while any(at[p.rank] < len(p.instructions) for p in bundle.programs):
             before = at.total()
@@ -92,30 +110,48 @@ class Interpreter:
                     own = p.instructions[at[p.rank]]
                     if isinstance(own, Receive) and own.message.tag not in sent:
                         break
-                    self._instruct(bundle, ranks[p.rank], own, sent)
+                    self._instruct(bundle, ranks[p.rank], own, sent, taken[p.rank])
                     at[p.rank] += 1
             if at.total() == before:
                 raise Stuck("the ranks wait for each other")
         found = collections.defaultdict(dict)
         for p in bundle.programs:
-            for n, s in p.outputs:
-                found[n][p.rank] = ranks[p.rank][s]
+            slots = [ranks[p.rank][s] for _, s in p.outputs]
+            _read(slots, taken[p.rank])
+            made = [own.memory for own in slots if not isinstance(own.memory, tuple)]
+            if len(set(made)) < len(made):
+                raise Taken("two results are in one memory")
+            for (n, _), own in zip(p.outputs, slots, strict=True):
+                found[n][p.rank] = own.value, own.space
         return [(record, found[n]) for n, record in enumerate(bundle.results)]
 
-    def _instruct(self, bundle: Bundle, slots: dict[int, Any], own: Any, sent: dict[int, Any]):
+    def _instruct(
+        self,
+        bundle: Bundle,
+        slots: dict[int, _Slot],
+        own: Any,
+        sent: dict[int, Sequence[_Slot]],
+        taken: set[Any],
+    ):
         match own:
             case Run():
-                jaxpr = bundle.computations[own.computation].jaxpr
-                for s, aval in zip(own.inputs, jaxpr.in_avals, strict=True):
-                    if slots[s][1] != _compat.memory_space(aval):
-                        raise Stuck(f"{own.label} reads slot {s}, which is in {slots[s][1]}")
-                made = self.call(jaxpr, [slots[s][0] for s in own.inputs])
+                computation = bundle.computations[own.computation]
+                jaxpr, given = computation.jaxpr, [slots[s] for s in own.inputs]
+                _read(given, taken)
+                for slot, aval in zip(given, jaxpr.in_avals, strict=True):
+                    if slot.space != _compat.memory_space(aval):
+                        raise Stuck(f"{own.label} reads what is in {slot.space}")
+                made = self.call(jaxpr, [slot.value for slot in given])
+                for i in computation.donated:
+                    _take(given[i].memory, [slot.memory for slot in given], taken)
                 spaces = map(_compat.memory_space, jaxpr.out_avals)
-                slots.update(zip(own.outputs, zip(made, spaces, strict=True), strict=True))
+                slots.update(zip(own.outputs, map(_new, made, spaces), strict=True))
             case Send():
                 sent[own.message.tag] = [slots[s] for s in own.slots]
+                _read(sent[own.message.tag], taken)
             case Receive():
-                slots.update(zip(own.slots, sent[own.message.tag], strict=True))
+                values = [_new(x.value, x.space) for x in sent[own.message.tag]]
+                slots.update(zip(own.slots, values, strict=True))
             case Free():
                 for s in own.slots:
                     del slots[s]
@@ -229,3 +265,16 @@ class Interpreter:
             shapes = [v.aval for v in eqn.outvars[num_carry:]]
             return [*carry, *(self.known(jnp.zeros(a.shape, a.dtype)) for a in shapes)]
         return [*carry, *(self.known(jnp.stack(rows)) for rows in zip(*ys, strict=True))]
+
+
+def _read(slots: Sequence[_Slot], taken: set[Any]) -> None:
+    if any(slot.memory in taken for slot in slots):
+        raise Taken("a value is read whose memory is taken")
+
+
+def _take(memory: Any, all_memory: Sequence[Any], taken: set[Any]) -> None:
+    if isinstance(memory, tuple) and memory[0] != "donated":
+        raise Taken(f"the memory of {memory[0]} is taken")
+    if all_memory.count(memory) > 1:
+        raise Taken("memory is taken that is read twice")
+    taken.add(memory)

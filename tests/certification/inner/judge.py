@@ -11,7 +11,7 @@ import numpy as np
 
 import jaxpp
 from tests.certification.inner import drawn, places, small_steps, types
-from tests.certification.inner.interpreter import Interpreter, Outcome
+from tests.certification.inner.interpreter import Interpreter, Outcome, Taken
 
 #: The kinds of edits that change where something is rounded.
 _OF_TYPES = {kind.__name__ for kind in types.KINDS}
@@ -313,6 +313,8 @@ def judge(own: Case, edit: drawn.Edit, run_refuted: bool = False) -> Verdict:
         return Verdict(edit, said, None)
     try:
         found = own.difference(edit.bundle, own.eps(edit) if said == "regrouped" else 0.0)
+    except Taken as error:
+        found = f"memory: {error}"
     except Exception as error:
         found = f"does not run: {type(error).__name__}: {str(error)[:200]}"
     return Verdict(edit, said, found)

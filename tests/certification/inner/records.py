@@ -157,6 +157,19 @@ def not_donated(rng: random.Random, bundle: Bundle) -> Bundle | None:
     return dataclasses.replace(bundle, arguments=tuple(arguments))
 
 
+def other_donation(rng: random.Random, bundle: Bundle) -> Bundle | None:
+    """A computation takes the memory of one more of its operands, or of one less."""
+    n = rng.randrange(len(bundle.computations))
+    computation = bundle.computations[n]
+    if not computation.jaxpr.in_avals:
+        return None
+    i, donated = rng.randrange(len(computation.jaxpr.in_avals)), set(computation.donated)
+    donated = tuple(sorted(donated ^ {i}))
+    computations = list(bundle.computations)
+    computations[n] = dataclasses.replace(computation, donated=donated)
+    return dataclasses.replace(bundle, computations=tuple(computations))
+
+
 KINDS = [
     without_result,
     other_weak_type,
@@ -167,4 +180,6 @@ KINDS = [
     one_slot,
     swap_arguments,
     other_constant,
+    other_donation,
+    not_donated,
 ]
