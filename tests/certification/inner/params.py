@@ -51,7 +51,8 @@ NEUTRAL = frozenset(
     compiler_options_kvs ctx_mesh sharding out_sharding mesh in_specs out_specs newly_manual_axes
     check_vma prevent_cse differentiated policy debug_info jvp_jaxpr_fun fwd_jaxpr_thunk bwd
     length unroll _split_transpose num_consts linear const_lengths cond_nconsts body_nconsts
-    num_carry out_trees symbolic_zeros weak_type jaxpr branches cond_jaxpr body_jaxpr call_jaxpr callback effect accuracy
+    num_carry out_trees symbolic_zeros weak_type jaxpr branches cond_jaxpr body_jaxpr call_jaxpr
+    callback effect accuracy
     """.split()
 )
 
