@@ -426,6 +426,69 @@ def test_parts_of_complex_numbers_do_not_commute():
     refuses(lowered, wrong)
 
 
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_complex_number_is_not_itself_times_one(divided):
+    """Infinity times one has a part that is NaN."""
+
+    def joined(h):
+        z = jax.lax.complex(h, jnp.sin(h))
+        return jnp.real(z) * jnp.imag(z)
+
+    lowered = lower(lambda w, x: forward(loss_of(jnp.tanh, joined))(w, x), weights(2), X)
+    by_one = jax.lax.div if divided else jax.lax.mul
+    wrong = on_result(lambda z: by_one(z, jnp.ones_like(z)))
+    refuses(lowered, edited(lowered.bundle, named("complex"), wrong))
+
+
+def test_a_slice_skips_the_rows_that_it_says():
+    def skipping(h):
+        return h * jnp.sum(h[::2, :2])
+
+    lowered = lower(lambda w, x: forward(loss_of(jnp.tanh, skipping))(w, x), weights(2), X)
+
+    def is_one(eqn):
+        return eqn.primitive.name == "slice" and eqn.params["strides"] == (2, 1)
+
+    refuses(lowered, edited(lowered.bundle, is_one, with_params(strides=(3, 1))))
+
+
+def test_a_row_of_the_greatest_depends_on_all_rows():
+    def greatest(h):
+        both = jnp.concatenate([h, jnp.sin(h)])
+        return jax.lax.top_k(both, 2 * WIDTH, axis=0)[0][:WIDTH]
+
+    lowered = lower(lambda w, x: forward(loss_of(jnp.tanh, greatest))(w, x), weights(2), X)
+    wrong = by(lambda a, b: jnp.concatenate([a, 2 * b]))
+    refuses(lowered, edited(lowered.bundle, named("concatenate"), wrong))
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_random_bits_of_several_keys_are_not_those_of_each(impl):
+    keys = jax.random.split(jax.random.key(0, impl=impl), 8)
+
+    def fun(w, x, keys):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        bits = jax.vmap(lambda key: jax.random.bits(key, (WIDTH,)))(keys)
+        return h @ w[1], bits[1:2]
+
+    loop = forward(fun, "concat", in_axes=(None, 0, 0))
+    lowered = lower(lambda *args: loop(*args), weights(2), X, keys)
+    wrong = []
+    for computation in lowered.bundle.computations:
+        eqns = list(computation.jaxpr.eqns)
+        for eqn in computation.jaxpr.eqns:
+            if eqn.primitive.name == "random_bits":
+                at = next(i for i, e in enumerate(eqns) if eqn.outvars[0] in e.invars)
+                bind = functools.partial(eqn.primitive.bind, **eqn.params)
+                new = _jaxprs.splice(
+                    lambda k, bind=bind: bind(k[1:2]), eqn.invars, eqns[at].outvars
+                )
+                eqns[at : at + 1] = new
+        jaxpr = _compat.with_equations(computation.jaxpr, eqns)
+        wrong.append(dataclasses.replace(computation, jaxpr=jaxpr))
+    refuses(lowered, dataclasses.replace(lowered.bundle, computations=tuple(wrong)))
+
+
 def test_a_flag_is_not_equal_to_a_half():
     def halved(h):
         flag = (h[:1, :1] > 0).astype(jnp.float32)[0, 0]

@@ -72,6 +72,9 @@ LAWS: dict[str, tuple[str, Callable[..., Any]]] = {
     "x.T.T": ("fcib", lambda x, y: x.T.T),
     "rev(rev(x))": ("fcib", lambda x, y: lax.rev(lax.rev(x, range(x.ndim)), range(x.ndim))),
     "rev(x)": ("fcib", lambda x, y: lax.rev(x, range(x.ndim))),
+    "another last row": ("fc", lambda x, y: x.at[-1:].multiply(1.5) if x.ndim else x * 1.5),
+    "another row": ("fc", lambda x, y: x.at[1:2].multiply(1.5) if x.ndim else x * 1.5),
+    "rows that change places": ("fcib", lambda x, y: _swapped(x, 1, 2)),
     "rolled": ("fcib", lambda x, y: jnp.roll(x, 1)),
     "sum of a row": ("fci", lambda x, y: jnp.sum(x[None], 0, dtype=x.dtype)),
     "max of a row": ("fib", lambda x, y: jnp.max(x[None], 0)),
@@ -80,6 +83,52 @@ LAWS: dict[str, tuple[str, Callable[..., Any]]] = {
     "a difference of sums": ("fc", lambda x, y: jnp.stack([x, y]).sum(0) - jnp.stack([y]).sum(0)),
     "a random bit": ("f", lambda x, y: x * (1 + 2**-20 * jnp.sign(x))),
 }  # fmt: skip
+
+
+def _swapped(x, a, b):
+    """Two rows of an array change places; with fewer rows they are turned."""
+    if not x.ndim or x.shape[0] < 3:
+        return lax.rev(x, range(x.ndim))
+    order = list(range(x.shape[0]))
+    order[a], order[b] = order[b], order[a]
+    return jnp.stack([x[i] for i in order])
+
+
+#: What can be done and undone.
+_THERE_AND_BACK: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (lambda x: lax.rev(x, range(x.ndim)), lambda x: lax.rev(x, range(x.ndim))),
+    (lambda x: jnp.flip(x, 0), lambda x: jnp.flip(x, 0)),
+    (lambda x: jnp.flip(x, -1), lambda x: jnp.flip(x, -1)),
+    (lambda x: x.T, lambda x: x.T),
+    (lambda x: _swapped(x, 1, 2), lambda x: _swapped(x, 1, 2)),
+    (lambda x: jnp.roll(x, 1, 0), lambda x: jnp.roll(x, -1, 0)),
+    (lambda x: -x, lambda x: -x),
+    (lambda x: x * 2, lambda x: x / 2),
+    (lambda x: x + 1, lambda x: x - 1),
+    (lambda x: 1 / x, lambda x: 1 / x),
+    (lambda x: jnp.exp(x), lambda x: jnp.log(x)),
+    (lambda x: jnp.conj(x), lambda x: jnp.conj(x)),
+    (lambda x: ~x, lambda x: ~x),
+]
+
+
+def there_and_back(p: Place) -> Change | None:
+    """Operands are changed, and the results back: right if the operation does not mind."""
+    if not p.eqn.outvars or p.eqn.effects:
+        return None
+    there, back = p.rng.choice(_THERE_AND_BACK)
+    which = [k for k, v in enumerate(p.eqn.invars) if is_like(v, p.eqn.outvars[0])]
+    if not which:
+        return None
+    which = which if p.rng.random() < 0.5 else [p.rng.choice(which)]
+
+    def run(*args):
+        args = [there(x) if k in which else x for k, x in enumerate(args)]
+        made = p.bind()(*args)
+        first, *others = made if p.eqn.primitive.multiple_results else (made,)
+        return [back(first), *others]
+
+    return p.instead(run)
 
 
 def _ends(dtype):
@@ -311,4 +360,6 @@ KINDS = [
     distribute,
     collect,
     regroup,
+    there_and_back,
+    there_and_back,
 ]

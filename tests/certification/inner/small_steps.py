@@ -547,6 +547,79 @@ def exchanged(check_vma=True):
     return placed(lambda w, x: loop(w, x), weights(2), *batch(), mesh=inside_mesh("model"))
 
 
+def moved_elements():
+    """Operations that move elements, or add up those in windows, of which some rows are taken."""
+
+    def fun(w, x, y, at):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        both = jnp.concatenate([h, y])
+        image = both.reshape(1, 1, 8, WIDTH)
+        window = (1, 1, 2, 2)
+        pooled = jax.lax.reduce_window(image, -jnp.inf, jax.lax.max, window, window, "VALID")
+        kernel = w[1][:2, :2].reshape(1, 1, 2, 2)
+        sums = jax.lax.reduce_window(both, 0.0, jax.lax.add, (3, 2), (1, 1), "SAME")
+        padded = jax.lax.pad(both, 0.5, [(1, -2, 1), (0, 1, 0)])
+        spread = jnp.zeros((8, WIDTH)).at[at % 8].add(h)
+        written = both.at[at % 8].set(h, mode="drop").at[0].multiply(2.0)
+        start = jnp.argmax(h[0]) % 3
+        updated = jax.lax.dynamic_update_slice(both, h[:2], (start, 0))
+        taken = jax.lax.dynamic_slice(both, (start, start % 2), (WIDTH, 2))
+        pool = jax.grad(lambda a: jnp.sum(jnp.sin(jax.lax.reduce_window(
+            a, -jnp.inf, jax.lax.max, (2, 2), (1, 1), "VALID"))))(both)  # fmt: skip
+        return {
+            "strides": both[::2, :2] + both[1::2, 2:] * h[:, ::2],
+            "pooled": pooled.reshape(-1),
+            "convolved": jax.lax.conv(image, kernel, (1, 1), "SAME").reshape(8, -1)[2:4],
+            "sums": sums[1:3],
+            "padded": padded[::3],
+            "spread": jnp.cumsum(spread, 0, )[2:5],
+            "written": jnp.flip(written, 1)[1:7] - jnp.roll(updated, 1, 0)[1:7],
+            "taken": taken.T @ jnp.tril(h),
+            "split": jnp.split(both, 4)[1] * jnp.stack([h[0], h[1]], 1).T[:, ::-1],
+            "pool": pool[:3],
+            "fft": jnp.abs(jnp.fft.rfft(both, axis=0))[1:3] + jnp.abs(jnp.fft.ifft(h))[:2, :1],
+            "repeated": jnp.repeat(h, 2, axis=0)[1:4] + jnp.tile(h, (1, 2))[:3, ::2],
+        }  # fmt: skip
+
+    loop = outputs(fun, "stack", in_axes=(None, 0, 0, 0))
+    at = jnp.asarray([3, 1, 1, 9, 0, -1, 7, 2], jnp.int32)
+    return placed(lambda *args: loop(*args), weights(2), *batch(2), at)
+
+
+def solved():
+    """Sorts and decompositions, of stacks and of which some rows are taken."""
+
+    def fun(w, x, y, keys):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        both = jnp.concatenate([h, y])
+        stack = jnp.stack([h @ h.T + jnp.eye(WIDTH), y @ y.T + 2 * jnp.eye(WIDTH)])
+        lower = jnp.linalg.cholesky(stack)
+        one = (both > 0).astype(jnp.int32)
+        sorted_by, others = jax.lax.sort([one[:, 0], both[:, 1]], num_keys=1, is_stable=True)
+        values, places = jax.lax.top_k(both, 2)
+        return {
+            "lower": lower[0] @ h,
+            "solved": jax.scipy.linalg.solve_triangular(lower, stack, lower=True)[1],
+            "inverse": jnp.linalg.inv(stack)[0],
+            "qr": jnp.linalg.qr(stack)[0][1],
+            "sorted": jnp.sort(both, 0)[:3] + jnp.sort(both, 1)[:3],
+            "by": others[1:3] * sorted_by[1:3].astype(jnp.float32),
+            "best": values[1:5] + places[2:6].astype(jnp.float32),
+            "top": jax.lax.top_k(both, 8, axis=0)[0][:WIDTH],
+            "running": jax.lax.cummax(both, 0)[2:4]
+            + jax.lax.cumprod(both, 1)[:2]
+            + jax.lax.cumlogsumexp(both, 1, reverse=True)[3:5],
+            "least": jnp.argmin(both, 0) - jnp.argmax(both, 1)[4:],
+            "bits": jax.vmap(lambda k: jax.random.bits(k, (3,)))(keys)[1:3],
+            "bit": jax.vmap(jax.random.bits)(keys)[2:],
+            "median": jnp.median(h, axis=1) + jnp.cumsum(one, 1)[:WIDTH, -1],
+        }
+
+    loop = outputs(fun, "stack", in_axes=(None, 0, 0, 0))
+    keys = jax.random.split(jax.random.key(5, impl="rbg"), ROWS)
+    return placed(lambda *args: loop(*args), weights(1), *batch(2), keys)
+
+
 def optimized():
     """Adam with a count of steps, gelu, a layer norm and a clipped logit."""
 
@@ -589,6 +662,8 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "kernels": kernels,
     "callbacks": callbacks,
     "control flow": control_flow,
+    "moved elements": moved_elements,
+    "solved": solved,
     "recurrences": recurrences,
     "derivative rules": derivative_rules,
     "random keys": random_keys,
