@@ -144,6 +144,15 @@ class Terms(Table):
             return self.constant(np.ascontiguousarray(np.broadcast_to(view, shape)))
         return self.term("broadcast", dimensions, (t,), shape, t.dtype)
 
+    def constant(self, value: Any) -> Term:
+        """The term of an array that is there before the step; one full of a number is this number."""
+        t = super().constant(value)
+        if t.name == "constant" and t.value is not None and t.value.size:
+            first = t.value.reshape(-1)[:1]
+            if t.value.tobytes() == first.tobytes() * t.value.size:
+                return self.broadcast(self.literal(first[0], t.dtype), t.shape, ())
+        return t
+
     def full(self, value: Any, shape: Shape, dtype: str) -> Term:
         """An array full of a number."""
         return self.broadcast(self.literal(np.asarray(value, jnp.dtype(dtype)), dtype), shape, ())
@@ -413,9 +422,7 @@ class Terms(Table):
             return t
         return self.term("last", (depth,), (t,), t.shape, t.dtype)
 
-    def with_terms(
-        self, roots: Sequence[Term], new: Mapping[Term, Term], depth: int
-    ) -> list[Term]:
+    def with_terms(self, roots: Sequence[Term], new: Mapping[Term, Term], depth: int) -> list[Term]:
         """Terms with others in the place of some that are functions of a loop at a depth."""
         made = dict(new)
         for root in roots:
@@ -546,7 +553,11 @@ class Terms(Table):
                 return t
             known = self.where_known(t.args[0], index.args[0], k, count)
             return self.instance(known, t.op.params)
-        if t.name == "choice" and t.args[0] is index and (k < count - 1 or len(t.args) - 1 <= count):
+        if (
+            t.name == "choice"
+            and t.args[0] is index
+            and (k < count - 1 or len(t.args) - 1 <= count)
+        ):
             return self.where_known(t.args[1 + min(k, len(t.args) - 2)], index, k, count)
         key = t, index, k, count
         if (found := self._known.get(key)) is None:
