@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
@@ -646,6 +647,78 @@ def test_an_effect_in_a_loop_happens_as_often():
     lowered = lower(lambda w, x: forward(loss_of(jnp.tanh, printing))(w, x), weights(2), X)
     later = on_operand(lambda i: jnp.int32(4))
     refuses(lowered, edited(lowered.bundle, named("while"), later))
+
+
+def after_the_loop(fun):
+    """A step that gives a function of what a loop has summed up, which is on one rank."""
+    loop = forward(lambda w, x: jnp.sum(jaxpp.pipeline_enter_stage(x @ w[0]) @ w[1], 0), "sum")
+    return lower(lambda w, x: fun(loop(w, x)), weights(2), X)
+
+
+def with_body(eqn, name, kept):
+    """A loop without some equations of its body."""
+    body = eqn.params[name]
+    eqns = [e for e in body.eqns if kept(e)]
+    return eqn.replace(params={**eqn.params, name: _compat.with_equations(body, eqns)})
+
+
+@pytest.mark.parametrize(("name", "key"), [("scan", "jaxpr"), ("while", "body_jaxpr")])
+def test_ordered_effects_of_a_loop_take_turns(name, key):
+    """They do not in two loops, one for each."""
+
+    def see(i, what):
+        io_callback(what, None, i, ordered=True)
+
+    def body(i):
+        see(i, _first)
+        see(i, _second)
+        return i + 1
+
+    def fun(total):
+        if name == "while":
+            return total, jax.lax.while_loop(lambda i: i < 12, body, jnp.int32(0))
+        rows = jnp.tile(total, 3) * 0.5
+        last, _ = jax.lax.scan(lambda i, row: (body(i), None), jnp.int32(0), rows)
+        return total, last
+
+    lowered = after_the_loop(fun)
+
+    def apart(eqn):
+        one, other = (e for e in eqn.params[key].eqns if e.effects)
+        fresh = list(map(_jaxprs.fresh_var, eqn.outvars))
+        return [
+            with_body(eqn, key, lambda e: e is not other).replace(outvars=fresh),
+            with_body(eqn, key, lambda e: e is not one),
+        ]
+
+    refuses(lowered, edited(lowered.bundle, named(name), apart))
+
+
+def _first(i):
+    return None
+
+
+def _second(i):
+    return None
+
+
+def test_what_a_callback_gives_depends_on_the_iteration():
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def fun(total):
+        def body(c, row):
+            return c + row, io_callback(_counted, scalar, jnp.float32(1), ordered=True)
+
+        last, counts = jax.lax.scan(body, jnp.float32(0), jnp.tile(total, 3))
+        return last, jax.lax.slice(counts, (3,), (4,))
+
+    lowered = after_the_loop(fun)
+    later = with_params(start_indices=(7,), limit_indices=(8,))
+    refuses(lowered, edited(lowered.bundle, named("slice"), later))
+
+
+def _counted(x):
+    raise NotImplementedError
 
 
 def test_an_effect_in_a_long_scan_sees_its_rows():
