@@ -717,6 +717,28 @@ def test_what_a_callback_gives_depends_on_the_iteration():
     refuses(lowered, edited(lowered.bundle, named("slice"), later))
 
 
+def test_a_callback_keeps_the_object_that_it_writes_to():
+    """Also if both are empty lists when the step is traced."""
+    one, other = [], []
+
+    def into(seen):
+        return lambda x: seen.append(x)
+
+    def fun(total):
+        jax.debug.callback(into(one), total)
+        jax.debug.callback(into(other), 2 * total)
+        return total
+
+    lowered = after_the_loop(fun)
+    eqns = [e for c in lowered.bundle.computations for e in c.jaxpr.eqns if e.effects]
+    a, b = (e.params["callback"] for e in eqns)
+
+    def swap(eqn):
+        return with_params(callback=b if eqn.params["callback"] is a else a)(eqn)
+
+    refuses(lowered, edited(lowered.bundle, named("debug_callback"), swap))
+
+
 def _counted(x):
     raise NotImplementedError
 
