@@ -3,12 +3,14 @@
 import pytest
 
 from jaxpp import testing
-from tests.certification import steps
+from tests.certification import rare_steps, steps
 
 pytestmark = pytest.mark.cases(3)
 
+CASES = {**steps.CASES, **rare_steps.CASES}
 
-@pytest.mark.parametrize("name", steps.CASES)
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_step_computes_its_function(name):
-    step, args = steps.CASES[name]()
+    step, args = CASES[name]()
     testing.assert_computes_the_function(step, *args)

@@ -34,14 +34,16 @@ def certify(names: list[str] | None) -> int:
 
 def _programs():
     """What lowers each program, by its name."""
-    from tests.certification import steps
+    from tests.certification import rare_steps, steps
     from tests.programs import draw, run
 
+    cases = {**steps.CASES, **rare_steps.CASES}
+
     def case(name):
-        step, args = steps.CASES[name]()
+        step, args = cases[name]()
         return step.lower(*args)
 
     return {
-        **{name: lambda name=name: case(name) for name in steps.CASES},
+        **{name: lambda name=name: case(name) for name in cases},
         **{f"random {n}": lambda n=n: run.lower(draw.draw(n)) for n in SEEDS},
     }
