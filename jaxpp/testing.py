@@ -17,7 +17,9 @@ from jaxpp._program import Bundle, Message
 KINDS = ("edge", "gradient", "scalar", "argument", "gathered")
 
 
-def assert_computes_the_function(step: Any, *args: Any, **kwargs: Any) -> None:
+def assert_computes_the_function(
+    step: Any, *args: Any, accept_rounding: bool = False, **kwargs: Any
+) -> None:
     """Asserts that the programs of a step compute its function, for all values of its arguments.
 
     It proves it by symbols, as `jaxpp.certify` does, and so runs and compiles nothing.
@@ -25,11 +27,13 @@ def assert_computes_the_function(step: Any, *args: Any, **kwargs: Any) -> None:
     Args:
         step: a placed step.
         *args: its arguments, or `jax.ShapeDtypeStruct`s in place of their arrays.
+        accept_rounding: whether results may be cast at other places than by the definitions of the
+            transforms; the certificate counts them as `rounded`.
         **kwargs: its arguments by keyword.
 
     Raises:
-        AssertionError: if the programs compute something else (`jaxpp.Refuted`), or if there is no
-            proof that the transforms before `schedule` keep the function.
+        AssertionError: if the programs compute something else (`jaxpp.Refuted`), if a transform is
+            not proven, or if results are rounded that may not be.
         jaxpp.Undecided: if there is no proof of such a step yet.
 
     Example:
@@ -45,6 +49,11 @@ def assert_computes_the_function(step: Any, *args: Any, **kwargs: Any) -> None:
     certificate = step.lower(*args, **kwargs).certify()
     if certificate.undecided:
         raise AssertionError(f"It is not decided: {certificate.undecided}")
+    if certificate.rounded and not accept_rounding:
+        raise AssertionError(
+            f"{certificate.rounded} results are cast at other places than by the definitions of the "
+            f"transforms; accept_rounding=True accepts them. {certificate}"
+        )
 
 
 def assert_matches_single_device(

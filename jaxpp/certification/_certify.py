@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import enum
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,7 +19,7 @@ from jaxpp.certification._fingerprints import Fingerprints
 from jaxpp.certification._machine import Machine
 from jaxpp.certification._refuted import Refuted, Undecided
 from jaxpp.certification._steps import argument_term, run_step
-from jaxpp.certification._table import Term
+from jaxpp.certification._table import Term, shown, type_of
 from jaxpp.certification._terms import Terms
 
 #: Where a difference shows, if it is not a pass.
@@ -25,6 +27,8 @@ _TRANSFORMS, _PROGRAMS = "the transforms before schedule", "the programs"
 
 #: Why the transforms before `place` are not decided, if rules edit loops.
 _EDITED = "edited"
+#: How transforms are proven.
+_BITS, _ORDER = "bit by bit", "but for the order of sums"
 #: Why none is decided where a loop is batched and does not look like its function.
 _BATCHED = "a loop is under jax.vmap, by which JAX batches its tasks in another form than the loop"
 
@@ -42,10 +46,13 @@ class Certificate:
         terms: the number of different values that were met.
         equations: the number of equations that were run on these values.
         exact: whether the ranks do the same operations in the same order as the scheduled function
-            on one device. If not, they are equal over the real numbers, and round to the same
-            types: sums are in another order.
-        regrouped: how many results are equal over the real numbers alone.
-        rounded: how many results of the scheduled function are rounded at other places than by the
+            on one device. If not, sums are in another order.
+        regrouped: how many results of the ranks are equal but for the order of sums.
+        reordered: how many results of the scheduled function are those of the function, with each
+            transform by its definition, but for the order of sums.
+        rescaled: how many are so over the real numbers alone: they are added up or multiplied in
+            another order, such as a gradient that is taken of a loop, and scaled after it.
+        rounded: how many are so if casts do not count: they are cast at other places than by the
             definitions, such as a gradient that is taken of a loop whose loss has a narrow type.
         transforms: the transforms that are proven.
         undecided: why those before `schedule` are not proven, if they are not.
@@ -73,6 +80,8 @@ class Certificate:
     equations: int
     exact: bool
     regrouped: int
+    reordered: int
+    rescaled: int
     rounded: int
     transforms: tuple[str, ...]
     undecided: str
@@ -81,24 +90,44 @@ class Certificate:
     edits: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        how = "bit by bit" if self.exact else "but for the order of sums"
         what = "edited function" if self.edits else "function"
+        parts = [f"{self.results} results of {self.ranks} ranks are those of the {what}"]
         verb = "are" if len(self.transforms) > 1 else "is"
+        parts += [f"{how}: {', '.join(names)}" for how, names in self._proven().items()]
         lines = [
-            f"{self.results} results of {self.ranks} ranks are those of the {what}, {how}: "
-            f"{', '.join(self.transforms)} {verb} proven",
+            f"{parts[0]}, {'; '.join(parts[1:])} {verb} proven",
             f"  {self.tasks} tasks, {self.messages} messages, {self.effects} effects; "
             f"{self.equations} equations on {self.terms} values in {self.seconds:.2f} s",
         ]
         if self.regrouped:
-            lines.append(f"  {self.regrouped} results have sums in another order")
-        if self.rounded:
-            lines.append(f"  {self.rounded} results are rounded at other places than by definition")
+            lines.append(f"  {self.regrouped} results of the ranks have sums in another order")
+        for count, why in (
+            (self.reordered, "have sums in another order than by definition"),
+            (self.rescaled, "are those by definition over the real numbers"),
+            (self.rounded, "are cast at other places than by definition"),
+        ):
+            if count:
+                lines.append(f"  {count} results of the scheduled function {why}")
         if self.edits:
             lines.append(f"  edited, as no transform is defined to do, by {', '.join(self.edits)}")
         if self.undecided:
-            lines.append(f"  not decided of the other transforms: {self.undecided}")
+            lines.append(f"  NOT PROVEN of the other transforms: {self.undecided}")
         return "\n".join(lines)
+
+    def _proven(self) -> dict[str, list[str]]:
+        """The transforms that are proven, by how."""
+        found = collections.defaultdict[str, list[str]](list)
+        before = _BITS
+        for count, how in (
+            (self.reordered, _ORDER),
+            (self.rescaled, "over the real numbers"),
+            (self.rounded, "but for their rounding"),
+        ):
+            before = how if count else before
+        for name in self.transforms:
+            how = before if name != "place" else _ORDER if self.regrouped else _BITS
+            found[how].append(name)
+        return found
 
 
 class Lowered(Protocol):
@@ -189,9 +218,9 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
         except _definition.Edited:
             proof, undecided = _Proof(lowered, lowered.retrace(), scheduled=True), _EDITED
         proof.of_programs(passes)
-    transforms = () if undecided else ("split_stages", "wrap_forward", "microbatch")
-    if undecided not in (_EDITED, _BATCHED):
-        transforms = (*transforms, "schedule", *["edit_loops"] * bool(rules))
+    transforms = ("split_stages", "wrap_forward", "microbatch", "schedule")
+    transforms = () if undecided else (*transforms, *["edit_loops"] * bool(rules))
+    regrouped = sum(how is not _How.BITS for how in proof.placed)
     return Certificate(
         results=len(lowered.bundle.results),
         ranks=len(lowered.bundle.programs),
@@ -200,9 +229,11 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
         effects=proof.effects.total(),
         terms=len(proof.terms.terms),
         equations=proof.evaluator.equations,
-        exact=not proof.regrouped,
-        regrouped=proof.regrouped,
-        rounded=proof.rounded,
+        exact=not regrouped,
+        regrouped=regrouped,
+        reordered=sum(how is _How.SUMS for how in proof.scheduled),
+        rescaled=sum(how is _How.REALS for how in proof.scheduled),
+        rounded=sum(how is _How.ROUNDED for how in proof.scheduled),
         transforms=(*transforms, "place"),
         undecided="" if undecided == _EDITED else undecided,
         passes=tuple(proof.passes),
@@ -237,6 +268,19 @@ def _num_microbatches(lowered: Lowered) -> int:
     return max((p["table"].num_microbatches * p["replicas"] for p in loops), default=1)
 
 
+class _How(enum.IntEnum):
+    """How a result is that of the function, from strong to weak."""
+
+    #: By the same operations in the same order.
+    BITS = 0
+    #: But for the order of sums.
+    SUMS = 1
+    #: Over the real numbers.
+    REALS = 2
+    #: Over the real numbers, if casts do not count.
+    ROUNDED = 3
+
+
 class _Proof:
     """The comparison of a function with other forms of it, in one table of terms.
 
@@ -246,29 +290,39 @@ class _Proof:
     def __init__(self, lowered: Lowered, function: _jaxprs.Traced, scheduled: bool = False):
         self.lowered, self.bundle = lowered, lowered.bundle
         self.terms = Terms(_num_microbatches(lowered))
-        #: Equal over the real numbers, with rounding or without; from strong to weak.
-        self.models = [
-            Fingerprints(self.terms, rounding, apart)
-            for rounding in (True, False)
-            for apart in (False, True)
+        both = False, True
+        #: The models that may tell that results are equal, and how, from strong to weak: those for
+        #: programs, and those for transforms.
+        self.sums = self._models(_How.SUMS, strict=True)
+        self.laws = [
+            *self.sums,
+            *self._models(_How.SUMS, strict=True, zeros=False),
+            *self._models(_How.REALS, strict=False),
+            *self._models(_How.ROUNDED, strict=False, rounding=False),
         ]
-        self.sums = self.models[:2]
         # A loop of microbatches has fewer iterations than a rank has instructions.
         longest = max(len(program.instructions) for program in lowered.bundle.programs)
         self.evaluator = Evaluator(self.terms, longest)
         self.passes: list[str] = []
-        self.tasks = self.messages = self.regrouped = self.rounded = 0
+        self.tasks = self.messages = 0
+        #: How each result of the scheduled function, and of the programs, is the function's.
+        self.scheduled: list[_How] = []
+        self.placed: list[_How] = []
         paths = {a.array: a.path for a in self.bundle.arguments}
         variables = function.jaxpr.jaxpr.invars[function.num_closed_over :]
         self.arrays = [
-            argument_term(self.terms, paths[n], v.aval, cut)
+            argument_term(self.terms, n, paths[n], v.aval, cut)
             for n, (v, cut) in enumerate(
                 zip(variables, cuts_of(self.bundle.arguments), strict=True)
             )
         ]
         self.paths = function.output_paths()
+        self.types = [v.aval for v in function.jaxpr.jaxpr.outvars]
         first = next(iter(lowered.passes))
         self._want(self._run_pass(first) if scheduled else self._run_traced(function))
+
+    def _models(self, how: _How, **options: bool) -> list[tuple[Fingerprints, _How]]:
+        return [(Fingerprints(self.terms, apart=apart, **options), how) for apart in (False, True)]
 
     def _want(self, results: Sequence[Term]) -> None:
         """Takes results, and the effects that have happened, for those that are wanted."""
@@ -284,9 +338,21 @@ class _Proof:
         return self.evaluator.run(traced.jaxpr, [*closed_over, *self.arrays])
 
     def _run_pass(self, name: str) -> Sequence[Term]:
+        """The results of the step after a pass, put together of their rows."""
+        step = self.lowered.passes[name]
         self.evaluator.start()
         self.terms.where = f"the step after {name}"
-        return run_step(self.evaluator, self.lowered.passes[name], self.arrays)
+        self._check_records(self._name(name), step.results)
+        results = run_step(self.evaluator, step, self.arrays)
+        own = zip(results, step.jaxpr.jaxpr.outvars, step.results, strict=True)
+        for term, v, record in own:
+            what = f"result{self.paths[record.array]}"
+            self._check_type(self._name(name), record, term, v.aval, what)
+        rows = collections.defaultdict[int, list[Term]](list)
+        for term, record in zip(results, step.results, strict=True):
+            rows[record.array].append(term)
+        whole = range(len(self.types))
+        return [self.terms.join_rows(rows[n]) if rows[n][1:] else rows[n][0] for n in whole]
 
     def of_transforms(self, rules: list[str]) -> str:
         """Compares the scheduled function, which is then what is wanted.
@@ -295,32 +361,48 @@ class _Proof:
             rules: who edits its loops.
 
         Returns:
-            Why the transforms before `schedule` are not decided; empty if they are.
+            Why the transforms before `place` are not decided; empty if they are.
+
+        Raises:
+            Refuted: one of them changes the function.
         """
-        name = next(iter(self.lowered.passes))
-        records = self.lowered.passes[name].results
-        results, undecided = self._run_pass(name), ""
+        results, undecided = self._run_pass(next(iter(self.lowered.passes))), ""
         try:
-            self._compare(_TRANSFORMS, records, results, self.models)
+            self.scheduled = self._compare(_TRANSFORMS, results, self.laws)
             self._compare_numbers_of_effects()
-        except Refuted as error:
-            undecided = str(error)
-        # An edit that rounds changes values; that the backward of a loop rounds elsewhere does not.
-        if undecided or (rules and self.rounded):
-            unscheduled = _retraced(self.lowered, _definition.UNSCHEDULED, rules)
-            self._want(self._run_traced(unscheduled))
-            self._run_pass(name)
-            try:
-                self._compare("schedule", records, results, self.sums)
-                self._compare_effects("schedule")
-            except Refuted:
-                if not rules and not self._is_batched():
-                    raise
-                undecided = _EDITED if rules else _BATCHED
-        if undecided == _EDITED:
-            self.rounded = 0  # by definition no longer
+        except Refuted:
+            undecided = self._why_undecided(rules)
+            if not undecided:
+                raise
+        else:
+            # An edit that rounds changes values; the backward of a loop may round elsewhere.
+            if rules and max(self.scheduled) > _How.SUMS:
+                undecided = self._why_undecided(rules)
+        if undecided:
+            self.scheduled = []
         self._want(results)
         return undecided
+
+    def _why_undecided(self, rules: list[str]) -> str:
+        """Says why the schedule and its edits may change values of the other transforms.
+
+        Raises:
+            Refuted: they do, and there is no such reason.
+        """
+        unscheduled = _retraced(self.lowered, _definition.UNSCHEDULED, rules)
+        self._want(self._run_traced(unscheduled))
+        results = self._run_pass(next(iter(self.lowered.passes)))
+        try:
+            laws = [(model, how) for model, how in self.laws if how is _How.SUMS]
+            self._compare("schedule", results, laws)
+            self._compare_effects("schedule")
+        except Refuted:
+            if rules:
+                return _EDITED
+            if self._is_batched():
+                return _BATCHED
+            raise
+        return ""
 
     def _is_batched(self) -> bool:
         step = next(iter(self.lowered.passes.values()))
@@ -332,23 +414,27 @@ class _Proof:
         first, *rest = self.lowered.passes
         self.passes.append(first)
         for name in rest if passes else ():
-            results = self._run_pass(name)
-            self._compare(name, self.lowered.passes[name].results, results, self.sums)
+            self._compare(name, self._run_pass(name), self.sums)
             self._compare_effects(name)
             self.passes.append(name)
+        self._check_records(_PROGRAMS, self.bundle.results)
         machine, found = self._run_programs()
         for n, record in enumerate(self.bundle.results):
+            path = self.paths[record.array]
             if n not in found:
-                path = self.paths[record.array]
                 raise Refuted(f"{_PROGRAMS}: no rank gives result{path}", path=path)
-            for rank, term in found[n].items():
-                if not self._compare_result(_PROGRAMS, record, term, self.sums, rank):
-                    self.regrouped += 1
-                    break
+            for rank, (term, aval) in found[n].items():
+                self._check_type(_PROGRAMS, record, term, aval, f"result{path} on rank {rank}")
+            self.placed.append(
+                max(
+                    self._compare_result(_PROGRAMS, record, term, self.sums, rank)
+                    for rank, (term, _) in found[n].items()
+                )
+            )
         self._compare_effects(_PROGRAMS)
         self.tasks, self.messages = machine.tasks, machine.messages
 
-    def _run_programs(self) -> tuple[Machine, Mapping[int, Mapping[int, Term]]]:
+    def _run_programs(self) -> tuple[Machine, Mapping[int, Mapping[int, tuple[Term, Any]]]]:
         self.evaluator.start()
         machine = Machine(self.evaluator, self.bundle, self._argument)
         return machine, machine.run()
@@ -357,28 +443,67 @@ class _Proof:
         whole = self.arrays[record.array]
         return whole if record.rows is None else self.terms.rows(whole, *record.rows)
 
+    # ---- types -------------------------------------------------------------------------------
+
+    def _check_records(self, where: str, records: Sequence[Result]) -> None:
+        """Checks that records are of each result once, with all of its rows, and of its type."""
+        own = collections.defaultdict[int, list[Result]](list)
+        for record in records:
+            own[record.array].append(record)
+        for n, aval in enumerate(self.types):
+            rows, path = [r.rows for r in own.pop(n, [])], self.paths[n]
+            cuts = [0, *(high for _, high in filter(None, rows))]
+            all_rows = [*itertools.pairwise(cuts)], cuts[-1]
+            if rows != [None] and (rows, *aval.shape[:1]) != all_rows:
+                raise self._refuted(where, path, f"result{path} is there with the rows {rows}")
+        if own:
+            raise self._refuted(where, "", f"results {sorted(own)} are none of the function's")
+
+    def _check_type(self, where: str, record: Result, term: Term, aval: Any, what: str) -> None:
+        """Checks that the type of a value is that of the function's result, or of its rows."""
+        wanted, path = self.types[record.array], self.paths[record.array]
+        if record.rows is not None:
+            wanted = wanted.update(shape=(record.rows[1] - record.rows[0], *wanted.shape[1:]))
+        own = type_of(wanted)
+        for said in (type_of(aval), type_of(record.aval)):
+            if said != own or (term.shape, term.dtype) != own[:2]:
+                raise self._refuted(
+                    where, path, f"{what} is {shown(said)}, and that of the function {shown(own)}"
+                )
+
+    def _refuted(self, where: str, path: str, why: str) -> Refuted:
+        return Refuted(f"{self._after(where)}: {why}", pass_name=where, path=path)
+
+    def _after(self, where: str) -> str:
+        return f"after the pass {where}" if where in self.lowered.passes else where
+
+    def _name(self, name: str) -> str:
+        """What a pass is called: the first gives the scheduled function."""
+        return _TRANSFORMS if name == next(iter(self.lowered.passes)) else name
+
+    # ---- values ------------------------------------------------------------------------------
+
     def _compare(
-        self,
-        where: str,
-        records: Sequence[Result],
-        results: Sequence[Term],
-        models: Sequence[Fingerprints],
-    ) -> None:
-        for record, term in zip(records, results, strict=True):
+        self, where: str, results: Sequence[Term], models: Sequence[tuple[Fingerprints, _How]]
+    ) -> list[_How]:
+        records = [Result(aval, n) for n, aval in enumerate(self.types)]
+        return [
             self._compare_result(where, record, term, models)
+            for record, term in zip(records, results, strict=True)
+        ]
 
     def _compare_result(
         self,
         where: str,
         record: Result,
         now: Term,
-        models: Sequence[Fingerprints],
+        models: Sequence[tuple[Fingerprints, _How]],
         rank: int | None = None,
-    ) -> bool:
+    ) -> _How:
         """Compares a result with what is wanted of it.
 
         Returns:
-            Whether it is made by the same operations in the same order.
+            How it is equal.
 
         Raises:
             Refuted: it differs in each of the models.
@@ -388,16 +513,15 @@ class _Proof:
             wanted = self.terms.rows(wanted, *record.rows)
             path += f"[{record.rows[0]}:{record.rows[1]}]"
         if now is wanted:
-            return True
-        if (model := next((m for m in models if m.of(now) == m.of(wanted)), None)) is not None:
-            self.rounded += not model.rounding
-            return False
-        maker = self._makers() if where == _PROGRAMS else {}
-        cause = explain(self.terms, self.known, now, maker)
-        after = f"after the pass {where}" if where in self.lowered.passes else where
+            return _How.BITS
+        for model, how in models:
+            if model.of(now) == model.of(wanted):
+                return how
+        cause = explain(self.terms, self.known, now, wanted, self._makers(where))
         on = "" if rank is None else f" on rank {rank}"
         raise Refuted(
-            f"{after}: result{path}{on} is not that of the function:\n      {cause.words}",
+            f"{self._after(where)}: result{path}{on} is not that of the function:"
+            f"\n      {cause.words}",
             pass_name=where,
             path=path,
             rank=rank,
@@ -405,8 +529,10 @@ class _Proof:
             line=cause.line,
         )
 
-    def _makers(self) -> dict[Term, str]:
+    def _makers(self, where: str) -> dict[Term, str]:
         """The tasks that make terms first: the programs run once more to tell."""
+        if where != _PROGRAMS:
+            return {}
         self.evaluator.note_makers()
         self._run_programs()
         return self.evaluator.maker or {}

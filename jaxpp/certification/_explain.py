@@ -17,7 +17,7 @@ class Cause:
     line: str = ""
 
 
-def explain(terms: Terms, known: int, wrong: Term, maker: dict[Term, str]) -> Cause:
+def explain(terms: Terms, known: int, wrong: Term, wanted: Term, maker: dict[Term, str]) -> Cause:
     """Finds the earliest operation behind a wrong result that the function never does.
 
     Args:

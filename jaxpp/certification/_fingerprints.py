@@ -1,13 +1,20 @@
-"""Fingerprints of terms: terms that are equal over the real numbers have the same one.
+"""Fingerprints of terms: terms that are equal by the laws of a model have the same one.
 
 A fingerprint is a few numbers modulo a large prime, the values of a term in a random model: a
-scalar is a number, and an array is a few of its elements. Sums, products and quotients are those of
-the field; a linear operation is a random matrix, a bilinear one a random tensor, and any other
-operation a random function. So all that holds by the laws of arithmetic, by linearity, and for any
-functions, holds in the model. Values that differ have other numbers but for a chance of about one
-in the prime for each comparison: Schwartz, "Fast probabilistic algorithms for verification of
-polynomial identities" (1980), lemma 1; with random functions as in Gulwani and Necula, "Global
-value numbering using random interpretation" (2004).
+scalar is a number, and an array is a few of its elements. There are two models.
+
+- The *strict* one knows of floating-point numbers what is true of all of them, NaN and infinity
+  included, but for the order of sums: a sum is one of the field, a move of elements is a random
+  matrix, a maximum a random function of a set, and all else a random function. The opposite of a
+  value is a random multiple of it, so that nothing cancels.
+- The *real* one also knows the laws of real numbers: products and quotients are those of the field,
+  a linear operation is a random matrix, a bilinear one a random tensor. A cast is a random
+  function in it, or gives its operand where rounding does not count.
+
+Values that differ have other numbers but for a chance of about one in the prime for each
+comparison: Schwartz, "Fast probabilistic algorithms for verification of polynomial identities"
+(1980), lemma 1; with random functions as in Gulwani and Necula, "Global value numbering using
+random interpretation" (2004).
 """
 
 import collections
@@ -18,8 +25,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxpp.certification._table import Form, Op, Term
-from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS, Terms, keeps_values, rows_in
+from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS, Terms, rows_in
 
 Fingerprint = tuple[int, ...]
 
@@ -28,39 +37,40 @@ PRIME = 2**61 - 1
 #: than 720 products in some order that others do not (Amitsur, Levitzki, 1950).
 _ELEMENTS = 3
 
-#: For each operation that is linear in some operands together the first of them, and the one after
-#: the last (None for all); the other operands say how.
-_LINEAR: dict[str, tuple[int, int | None]] = {
+#: For each operation that moves elements, or adds them up, in some operands together: the first of
+#: these operands, and the one after the last (None for all); the other operands say how.
+_MOVES: dict[str, tuple[int, int | None]] = {
+    "at": (0, 1),
     "broadcast": (0, 1),
     "concatenate": (0, None),
     "copy": (0, 1),
     "cumsum": (0, 1),
     "dynamic_slice": (0, 1),
     "dynamic_update_slice": (0, 2),
-    "fft": (0, 1),
+    "each": (0, 1),
     "gather": (0, 1),
     "pad": (0, 2),
     "reduce_sum": (0, 1),
     "reduce_window_sum": (0, 1),
     "rev": (0, 1),
-    "scatter-mul": (0, 1),
     "select_and_gather_add": (0, 1),
     "select_and_scatter_add": (0, 1),
     "slice": (0, 1),
     "split": (0, 1),
     "stack": (0, None),
     "transpose": (0, 1),
-    "triangular_solve": (1, 2),
     "unstack": (0, 1),
 }
-#: The operations of the field.
+#: The other linear operations.
+_LINEAR: dict[str, tuple[int, int | None]] = {
+    "fft": (0, 1),
+    "scatter-mul": (0, 1),
+    "triangular_solve": (1, 2),
+}
+#: The other operations of the field, of real numbers.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "add_any": operator.add,
     "mul": operator.mul,
-    "neg": operator.neg,
     "square": lambda a: a * a,
-    "sub": operator.sub,
 }
 _BILINEAR = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 
@@ -70,20 +80,32 @@ class Fingerprints:
 
     Args:
         terms: the terms.
-        rounding: whether a cast that rounds is told from none.
-        apart: whether a template has a value for each microbatch, so that the laws of arithmetic
-            hold between microbatches, too. Without, it has one, of which that of a microbatch is a
-            random function: this is much less work.
+        strict: whether it is the strict model.
+        zeros: whether a sum with zero is told from none, in the strict model: it makes 0 of -0.
+        rounding: whether casts between floating-point types count, in the real model.
+        apart: whether a template has a value for each microbatch, so that the laws hold between
+            microbatches, too. Without, it has one, of which that of a microbatch is a random
+            function: this is much less work.
     """
 
-    def __init__(self, terms: Terms, rounding: bool, apart: bool = False):
-        self._terms, self.rounding, self._apart = terms, rounding, apart
+    def __init__(
+        self,
+        terms: Terms,
+        *,
+        strict: bool,
+        zeros: bool = True,
+        rounding: bool = True,
+        apart: bool = False,
+    ):
+        self._terms, self.strict, self.rounding, self._apart = terms, strict, rounding, apart
+        self._zeros = strict and zeros
         self._random = random.Random(20261125)
         self._chosen: dict[Any, Any] = {}
         #: By the number of the microbatch: of what does not depend on it, or for all, by None.
         self._found = collections.defaultdict[int | None, dict[Term, Fingerprint]](dict)
         #: Of an extreme the values that it is one of.
         self._among: dict[tuple[str, int], frozenset[int]] = {}
+        self._opposite = self._number() if strict else -1
 
     def of(self, term: Term, number: int | None = None) -> Fingerprint:
         """The fingerprint of a term; that of a template for the number of a microbatch."""
@@ -113,14 +135,41 @@ class Fingerprints:
     def _of_operation(
         self, t: Term, operands: Sequence[Term], given: Sequence[Fingerprint], number: int | None
     ) -> Fingerprint:
+        if t.form is Form.INSTANCE and self._apart:
+            return self.of(t.args[0], t.op.params)
+        found = self._by_moves(t, operands, given, number)
+        if found is None and not self.strict:
+            found = self._over_the_reals(t, operands, given)
+        return self._unknown(t, operands, given) if found is None else found
+
+    def _unknown(
+        self, t: Term, operands: Sequence[Term], given: Sequence[Fingerprint]
+    ) -> Fingerprint:
+        """The value of a random function."""
+        op, types = t.op, [(a.shape, a.dtype) for a in operands]
+        if t.name in ELEMENTWISE:
+            own = (t.name, op.params, op.out, op.dtype, *(dtype for _, dtype in types))
+            return _each(lambda *values: self._of_elements(own, values), *given)
+        return self._numbers((op, *types, *given), _size(op))
+
+    def _of_elements(self, own: tuple[Any, ...], values: Sequence[int]) -> int:
+        values = sorted(values) if own[0] == "mul" else values
+        return self._numbers((own, *values), 1)[0]
+
+    def _by_moves(
+        self, t: Term, operands: Sequence[Term], given: Sequence[Fingerprint], number: int | None
+    ) -> Fingerprint | None:
+        """The value of a sum, or of moved elements."""
         name, op = t.name, t.op
-        if name in _ARITHMETIC:
-            return _each(_ARITHMETIC[name], *given)
         match name:
-            case "instance":
-                if self._apart:
-                    return self.of(t.args[0], op.params)
-                return self._numbers((name, op.params, given[0]), len(given[0]))
+            case "add" | "add_any" | "neg" | "sub" if any(a.dtype != op.dtype for a in operands):
+                return None
+            case "add" | "add_any":
+                return _each(operator.add, *given)
+            case "neg":
+                return _each(lambda a: self._opposite * a, *given)
+            case "sub":
+                return _each(lambda a, b: a + self._opposite * b, *given)
             case "slice of the batch":
                 return self._linear((name, number, t.args[0].shape), _size(op), given)
             case "literal":
@@ -129,26 +178,16 @@ class Fingerprints:
                 return (0,) * _ELEMENTS
             case "rows_joined":
                 return self._joined(t, dict(zip(operands, given, strict=True)))
+            case "rows":
+                return self._linear(("rows", *op.params, operands[0].shape), _size(op), given)
             case "reshape":  # the same elements
                 return given[0]
             case "broadcast" if len(given[0]) == 1:
                 return given[0] * _size(op)
             case "transpose" if len(given[0]) > 1 and len(op.shape) <= 4:
                 return self._transposed(t, given[0])
-            case "integer_pow":
-                return _each(lambda a: pow(a, _power(op), PRIME) if a else 0, *given)
-            case "div" if _is_inexact(op.dtype):
-                return _each(lambda a, b: a * self._inverse(b), *given)
-            case "reduce_precision" if not self.rounding:
-                return given[0]
-            case "convert_element_type":
-                if (factor := self._rounding(t.args[0].dtype, op.dtype)) is not None:
-                    return _each(lambda a: a * factor, *given)
             case "choice" | "select_n":
                 return _each(self._choice, *given)
-            case "complex" | "conj" | "imag" | "real":
-                parts = self._numbers((name, "parts"), len(given))
-                return _each(lambda *x: _dot(parts, x), *given)
             case "max" | "min" | "and" | "or":
                 return _each(lambda *values: self._extreme(name, values), *given)
         if name in REDUCTIONS and len(given) > 1:  # of rows in parts
@@ -156,21 +195,47 @@ class Fingerprints:
             if combine == "add":
                 return _each(lambda *values: sum(values), *given)
             return _each(lambda *values: self._extreme(combine, values), *given)
-        if name in ELEMENTWISE:
-            own = (name, op.params, op.out, op.dtype, *(a.dtype for a in operands))
-            return _each(lambda *values: self._numbers((own, values), 1)[0], *given)
-        key = (op, *((a.shape, a.dtype) for a in operands))
-        if name == "rows":
-            return self._linear(("rows", *op.params, operands[0].shape), _size(op), given)
-        if name in _BILINEAR:
-            return self._bilinear((key, *given[2:]), _size(op), *given[:2])
         if name in ("scatter", "scatter-add"):
+            key = (op, *((a.shape, a.dtype) for a in operands))
             return self._linear((key, given[1]), _size(op), [given[0], given[2]])
+        if name in _MOVES and not _fills(op):
+            return self._linear_in(_MOVES[name], op, operands, given)
+        return None
+
+    def _over_the_reals(
+        self, t: Term, operands: Sequence[Term], given: Sequence[Fingerprint]
+    ) -> Fingerprint | None:
+        """The value of an operation that has laws for real numbers."""
+        name, op = t.name, t.op
+        if name in _ARITHMETIC:
+            return _each(_ARITHMETIC[name], *given)
+        match name:
+            case "integer_pow":
+                return _each(lambda a: pow(a, _power(op), PRIME) if a else 0, *given)
+            case "div" if _is_inexact(op.dtype):
+                return _each(lambda a, b: a * self._inverse(b), *given)
+            case "convert_element_type" | "reduce_precision" if not self.rounding:
+                if op.dtype == t.args[0].dtype or _fits(t.args[0].dtype, op.dtype):
+                    return given[0]
+        if name in _BILINEAR:
+            key = (op, *((a.shape, a.dtype) for a in operands))
+            return self._bilinear((key, *given[2:]), _size(op), *given[:2])
         if name in _LINEAR or name == "custom_linear_solve":
-            start, stop = _LINEAR.get(name) or (_num_constants(op), None)
-            how = (*given[:start], *(given[stop:] if stop is not None else ()))
-            return self._linear((key, how), _size(op), given[start:stop])
-        return self._numbers((key, *given), _size(op))
+            which = _LINEAR.get(name) or (_num_constants(op), None)
+            return self._linear_in(which, op, operands, given)
+        return None
+
+    def _linear_in(
+        self,
+        which: tuple[int, int | None],
+        op: Op,
+        operands: Sequence[Term],
+        given: Sequence[Fingerprint],
+    ) -> Fingerprint:
+        """The value of an operation that is linear in some operands; the others say how."""
+        (start, stop), types = which, [(a.shape, a.dtype) for a in operands]
+        how = (*given[:start], *(given[stop:] if stop is not None else ()))
+        return self._linear(((op, *types), how), _size(op), given[start:stop])
 
     def _joined(self, t: Term, values: Mapping[Term, Fingerprint]) -> Fingerprint:
         """Rows after one another; those that follow each other in one array are taken together."""
@@ -195,9 +260,10 @@ class Fingerprints:
         return total
 
     def _of_number(self, value: Any) -> Fingerprint:
-        """The fingerprint of a number: itself, as far as it is a fraction."""
+        """The fingerprint of a number: over the reals itself, as far as it is a fraction."""
         number = value.item()
-        if isinstance(number, complex) or not math.isfinite(number):
+        is_fraction = not isinstance(number, complex) and math.isfinite(number)
+        if not is_fraction or (self.strict and (number or self._zeros)):
             return self._numbers(("number", repr(number)), 1)
         fraction = fractions.Fraction(number)
         return (fraction.numerator * pow(fraction.denominator, -1, PRIME) % PRIME,)
@@ -231,16 +297,6 @@ class Fingerprints:
 
     def _inverse(self, b: int) -> int:
         return pow(b, -1, PRIME) if b else self._numbers("the inverse of zero", 1)[0]
-
-    def _rounding(self, old: str, new: str) -> int | None:
-        """The factor of a cast: 1 where it keeps each value; None for one that is not linear."""
-        if not _is_inexact(new):
-            return 1 if old == "bool" else None
-        if not _is_inexact(old):
-            return 1
-        if not self.rounding or keeps_values(old, new):
-            return 1
-        return self._numbers(("rounding", old, new), 1)[0]
 
     def _transposed(self, t: Term, given: Fingerprint) -> Fingerprint:
         """A transpose, of which two are the transpose by the product of their permutations.
@@ -290,6 +346,19 @@ def _power(op: Op) -> int:
 def _num_constants(op: Op) -> int:
     """The operands of a linear solve that its functions close over, which come first."""
     return sum(int(n[1]) for n in dict(op.params)["const_lengths"] if n is not None)
+
+
+def _fills(op: Op) -> bool:
+    """Tells whether an operation may give a number that is not of its operands."""
+    fill = dict(op.params).get("fill_value") if op.name == "gather" else None
+    return fill is not None
+
+
+def _fits(old: str, new: str) -> bool:
+    """Tells whether a cast does no more than to round a number to another floating-point type."""
+    if not _is_inexact(new) or _is_inexact(old):
+        return _is_inexact(new)
+    return old == "bool" or jnp.iinfo(old).bits <= jnp.finfo(new).nmant + 1
 
 
 def _is_inexact(dtype: str) -> bool:

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxpp._program import (
     Argument,
     Bundle,
@@ -23,7 +25,7 @@ from jaxpp._program import (
 )
 from jaxpp.certification._evaluate import Evaluator
 from jaxpp.certification._refuted import Refuted
-from jaxpp.certification._table import Term, name_of
+from jaxpp.certification._table import Term, shown, type_of
 
 
 class _Buffer(NamedTuple):
@@ -35,9 +37,10 @@ class _Buffer(NamedTuple):
 
 @dataclasses.dataclass
 class _Slot:
-    """The content of a slot; `lost` says why there is none."""
+    """The content of a slot, with its type; `lost` says why there is none."""
 
     term: Term | None = None
+    aval: Any = None
     buffer: _Buffer | None = None
     lost: str = "nothing has been put there"
 
@@ -60,7 +63,8 @@ class _Rank:
     def refute(self, why: str) -> Refuted:
         return Refuted(f"rank {self.number}: {why}", rank=self.number, task=self.last)
 
-    def read(self, slot: int, who: str) -> Term:
+    def read(self, slot: int, aval: Any, who: str) -> Term:
+        """The term in a slot that is read as a value of a type."""
         own = self.slots[slot]
         if own.term is None or own.buffer is None:
             raise self.refute(f"{who} reads slot {slot}, but {own.lost}")
@@ -68,6 +72,9 @@ class _Rank:
             raise self.refute(
                 f"{who} reads slot {slot}, whose memory {self.taken[own.buffer]} has taken"
             )
+        wanted, given = type_of(aval), type_of(own.aval)
+        if given[:3] != wanted[:3] or given[:2] != (own.term.shape, own.term.dtype):
+            raise self.refute(f"{who} reads slot {slot}, {shown(given)}, as {shown(wanted)}")
         return own.term
 
 
@@ -84,14 +91,15 @@ class Machine:
         self.ranks = [_Rank(program) for program in bundle.programs]
         for rank in self.ranks:
             for n, s in rank.program.inputs:
-                term = arguments(bundle.arguments[n])
-                rank.slots[s] = _Slot(term, _Buffer("argument", n))
+                record = bundle.arguments[n]
+                own = _Slot(arguments(record), record.aval, _Buffer("argument", n))
+                rank.slots[s] = own
             for s, value in rank.program.constants:
                 term = evaluator.terms.constant(value)
-                rank.slots[s] = _Slot(term, _Buffer("constant", s))
+                rank.slots[s] = _Slot(term, jax.typeof(value), _Buffer("constant", s))
 
-    def run(self) -> dict[int, dict[int, Term]]:
-        """Runs all programs to their end; gives for each result its term on each rank.
+    def run(self) -> dict[int, dict[int, tuple[Term, Any]]]:
+        """Runs all programs to their end; gives for each result its term and type on each rank.
 
         Raises:
             Refuted: no run of these programs gives the results.
@@ -111,10 +119,15 @@ class Machine:
                     f"{message.source} sends",
                     rank=message.target,
                 )
-        found = collections.defaultdict[int, dict[int, Term]](dict)
+        found = collections.defaultdict[int, dict[int, tuple[Term, Any]]](dict)
         for rank in self.ranks:
+            buffers: dict[_Buffer | None, int] = {}
             for n, s in rank.program.outputs:
-                found[n][rank.number] = rank.read(s, f"result {n}")
+                aval = rank.slots[s].aval
+                found[n][rank.number] = rank.read(s, aval, f"result {n}"), aval
+                other = buffers.setdefault(rank.slots[s].buffer, n)
+                if other != n:
+                    raise rank.refute(f"results {other} and {n} have one memory")
         return found
 
     def _advance(self, rank: _Rank) -> bool:
@@ -139,17 +152,20 @@ class Machine:
             rank.at += 1
         return rank.at > start
 
-    def _put(self, rank: _Rank, slots: Sequence[int], terms: Sequence[Term]) -> None:
-        for s, term in zip(slots, terms, strict=True):
+    def _put(
+        self, rank: _Rank, slots: Sequence[int], terms: Sequence[Term], avals: Sequence[Any]
+    ) -> None:
+        for s, term, aval in zip(slots, terms, avals, strict=True):
             self._buffers += 1
-            rank.slots[s] = _Slot(term, _Buffer("value", self._buffers))
+            rank.slots[s] = _Slot(term, aval, _Buffer("value", self._buffers))
 
     def _run(self, rank: _Rank, run: Run) -> None:
         self.tasks += 1
         rank.last = run.label
         terms, computation = self.evaluator.terms, self.bundle.computations[run.computation]
-        given = [rank.read(s, run.label) for s in run.inputs]
-        _check_types(rank, run.label, computation, given)
+        inside = computation.jaxpr.jaxpr
+        own = zip(run.inputs, inside.invars, strict=True)
+        given = [rank.read(s, v.aval, run.label) for s, v in own]
         terms.where = f"{run.label} on rank {rank.number}"
         ordered = len(self.evaluator.ordered)
         made = self.evaluator.run(computation.jaxpr, given)
@@ -160,7 +176,7 @@ class Machine:
                 )
             self._rank_of_ordered = rank.number
         self._take(rank, run, computation)
-        self._put(rank, run.outputs, made)
+        self._put(rank, run.outputs, made, [v.aval for v in inside.outvars])
 
     def _take(self, rank: _Rank, run: Run, computation: Computation) -> None:
         """Gives the memory of donated inputs away."""
@@ -192,10 +208,8 @@ class Machine:
             raise rank.refute(f"{who} repeats the tag {message.tag} of another message")
         if message.source != rank.number:
             raise rank.refute(f"{who} says that it is from rank {message.source}")
-        values = [rank.read(s, who) for s in send.slots]
-        for term, aval in zip(values, message.avals, strict=True):
-            if (term.shape, term.dtype) != (aval.shape, name_of(aval.dtype)):
-                raise rank.refute(f"{who} sends {_typed(term)}, not {aval.str_short()}")
+        own = zip(send.slots, message.avals, strict=True)
+        values = [rank.read(s, aval, who) for s, aval in own]
         for s in send.slots:
             if (own := rank.slots[s].buffer) is not None:
                 rank.sent.add(own)
@@ -210,19 +224,8 @@ class Machine:
         if message.tag in self._received:
             raise rank.refute(f"{_named(message)} is received twice")
         self._received.add(message.tag)
-        self._put(rank, receive.slots, values)
-
-
-def _check_types(rank: _Rank, label: str, computation: Computation, given: Sequence[Term]) -> None:
-    for i, (v, term) in enumerate(zip(computation.jaxpr.jaxpr.invars, given, strict=True)):
-        aval: Any = v.aval
-        if (term.shape, term.dtype) != (aval.shape, name_of(aval.dtype)):
-            raise rank.refute(f"input {i} of {label} is {_typed(term)}, not {aval.str_short()}")
+        self._put(rank, receive.slots, values, message.avals)
 
 
 def _named(message: Message) -> str:
     return f"message {message.tag} ({', '.join(message.names)})"
-
-
-def _typed(term: Term) -> str:
-    return f"{term.dtype}[{','.join(map(str, term.shape))}]"

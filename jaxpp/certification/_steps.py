@@ -9,14 +9,26 @@ from jaxpp.certification._table import Term, name_of
 from jaxpp.certification._terms import Terms
 
 
-def argument_term(terms: Terms, path: str, aval: Any, cut: tuple[int, ...] | None) -> Term:
-    """The term of an array of the caller: one that ranks have in parts is these parts."""
+def argument_term(
+    terms: Terms, number: int, path: str, aval: Any, cut: tuple[int, ...] | None
+) -> Term:
+    """The term of an array of the caller: one that ranks have in parts is these parts.
+
+    Args:
+        terms: the terms.
+        number: the number of the array among the arguments; paths may be equal.
+        path: its path.
+        aval: its type.
+        cut: the rows at which it is cut.
+    """
     dtype = name_of(aval.dtype)
     if cut is None:
-        return terms.term("argument", (path,), (), aval.shape, dtype)
+        return terms.term("argument", (path, number), (), aval.shape, dtype)
     return terms.join_rows(
         [
-            terms.term("argument", (f"{path}[{a}:{b}]",), (), (b - a, *aval.shape[1:]), dtype)
+            terms.term(
+                "argument", (f"{path}[{a}:{b}]", number), (), (b - a, *aval.shape[1:]), dtype
+            )
             for a, b in itertools.pairwise(cut)
         ]
     )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp import _compat
 from jaxpp._typing import Literal
 
 Shape = tuple[int, ...]
@@ -22,6 +23,20 @@ SMALL = 4096
 def name_of(dtype: Any) -> str:
     """The name of a dtype, which is slow to find."""
     return str(dtype)
+
+
+def type_of(aval: Any) -> tuple[Any, ...]:
+    """All that a type says of a value: shape, dtype, memory, and whether it is weak."""
+    is_weak = bool(getattr(aval, "weak_type", False))
+    return tuple(aval.shape), name_of(aval.dtype), _compat.memory_kind(aval), is_weak
+
+
+def shown(own: tuple[Any, ...]) -> str:
+    """A type in words."""
+    shape, dtype, memory, is_weak = own
+    said = f"{dtype}[{','.join(map(str, shape))}]"
+    said += " of a weak type" if is_weak else ""
+    return f"{said} in {memory}" if memory else said
 
 
 class Op:

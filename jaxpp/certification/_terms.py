@@ -328,10 +328,15 @@ class Terms(Table):
             case "eq" if op.shape == ():
                 for truth, number in (args, args[::-1]):
                     if _is_cast_of_bool(truth) and number.value is not None:
-                        return self._is(truth.args[0], int(number.value))
+                        return self._is(truth.args[0], number.value.item())
+            case "mul" | "div":  # by one
+                for a, one in (args, args[::-1])[: 2 if name == "mul" else 1]:
+                    number = full_of(one)
+                    if number is not None and number.value == 1 and a.dtype == op.dtype:
+                        return self._fitted(a, op.shape)
         return self.make(op, args)
 
-    def _is(self, truth: Term, number: int) -> Term:
+    def _is(self, truth: Term, number: Any) -> Term:
         """The truth value of: a truth value, as a number, is this one."""
         if number not in (0, 1):
             return self.literal(np.asarray(False), "bool")
