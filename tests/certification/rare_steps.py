@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
@@ -85,6 +86,19 @@ def replicas(schedule, count=2, devices=None, microbatches=2, in_order=True, **o
     return jaxpp.place(step, mesh, donate_argnums=(0, 1), **options), args
 
 
+def shared_examples():
+    """Microbatches whose examples are divided among the devices of a rank."""
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.mean((h @ w[1] - y) ** 2)
+
+    mesh = jaxpp.MpmdMesh((2, 2), ("mpmd", "data"), devices=jax.devices()[:4])
+    specs = None, P("data"), P("data")
+    step = jaxpp.place(looped(loss, schedules.OneFOneB(), 2), mesh, in_specs=specs)
+    return step, (weights(2), *arrays(*[(8, WIDTH)] * 2))
+
+
 # ---- numbers ------------------------------------------------------------------------------------
 
 
@@ -147,6 +161,19 @@ def scaled_half_precision():
     x, y = (a.astype(np.float16) for a in arrays(*[(4, WIDTH)] * 2))
     args = weights(2), np.float32(1024), x, y
     return jaxpp.place(step, on(2), donate_argnums=(0, 1)), args
+
+
+def mean_outside():
+    """The gradient of a loop's mean, which is added up in another dtype than that of the weights."""
+
+    def loss(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.mean((h @ w[1]).astype(jnp.float32) ** 2)
+
+    loop = jaxpp.microbatch(jaxpp.wrap_forward(loss), 3, accumulator_dtype=jnp.float32)
+    scheduled = jaxpp.schedule(jax.value_and_grad(loop), schedules.OneFOneB())
+    args = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), (weights(2), *arrays((6, WIDTH))))
+    return jaxpp.place(scheduled, on(2)), args
 
 
 def outside(dtype=jnp.bfloat16):
@@ -228,13 +255,15 @@ def alike_but_for_rules():
 
 
 def dropout():
-    """Stages that differ in the number that they fold into a key."""
+    """Stages that differ in the key that they take, in a number, and in an array closed over."""
+    known = list(map(jnp.asarray, weights(3)))
 
-    def loss(w, x, key):
+    def loss(w, x, keys):
         for n, own in enumerate(w):
             x = jaxpp.pipeline_enter_stage(x) if n else x
-            kept = jax.random.bernoulli(jax.random.fold_in(key, n), 0.5, x.shape)
-            x = jnp.where(kept, jnp.tanh(x @ own), 0)
+            key = jax.random.fold_in(keys[n], n)
+            kept = jax.random.bernoulli(key, 0.5, x.shape)
+            x = jnp.where(kept, jnp.tanh(x @ own + x @ known[n]), 0)
         return jnp.mean(jaxpp.pipeline_enter_stage(x) ** 2)
 
     def of_slice(w, x, keys):
@@ -242,7 +271,7 @@ def dropout():
 
     loop = jaxpp.microbatch(of_slice, 3, in_axes=(None, 0, 0))
     loop = jaxpp.schedule(loop, schedules.Recompute(schedules.OneFOneB()))
-    args = weights(3), *arrays((6, WIDTH)), jax.random.split(jax.random.key(1), 3)
+    args = weights(3), *arrays((6, WIDTH)), jax.random.split(jax.random.key(1), (3, 3))
     return jaxpp.place(loop, on(4)), args
 
 
@@ -290,8 +319,12 @@ def operators(count=1):
     return jaxpp.place(loop, on(2)), (weights(2), *arrays(*[(6 * count, WIDTH)] * 2))
 
 
-def clipped():
-    """Gradients that are clipped in each microbatch, of a weight that two stages read."""
+def _clip(g):
+    return jax.lax.clamp(jnp.float32(-0.1), g, jnp.float32(0.1))
+
+
+def changed(change):
+    """Gradients that are changed in each microbatch, of a weight that two stages read."""
 
     def loss(w, x, y):
         h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
@@ -300,12 +333,30 @@ def clipped():
 
     def of_slice(w, x, y):
         value, grads = jax.value_and_grad(jaxpp.wrap_forward(loss))(w, x, y)
-        least, most = jnp.float32(-0.1), jnp.float32(0.1)
-        return value, [jax.lax.clamp(least, g, most) for g in grads]
+        return value, list(map(change, grads))
 
     loop = jaxpp.microbatch(of_slice, 3, in_axes=(None, 0, 0))
     loop = jaxpp.schedule(loop, schedules.OneFOneB())
     return jaxpp.place(loop, on(3)), (weights(2), *arrays(*[(6, WIDTH)] * 2))
+
+
+def running_sum():
+    """The gradients of a weight that two stages read, and their sum over the microbatches before."""
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(h @ w[1]))
+        return jnp.mean((h @ w[0].T - y) ** 2)
+
+    def of_slice(w, total, x, y):
+        value, grads = jax.value_and_grad(jaxpp.wrap_forward(loss))(w, x, y)
+        return value, jnp.sum(total * grads[0]), total + grads[0]
+
+    axes, reduce = (None, "carry", 0, 0), ("mean", "stack", "carry")
+    loop = jaxpp.microbatch(of_slice, 3, in_axes=axes, reduce=reduce)
+    loop = jaxpp.schedule(loop, schedules.OneFOneB())
+    args = weights(2), *weights(1), *arrays(*[(6, WIDTH)] * 2)
+    return jaxpp.place(loop, on(3)), args
 
 
 def balanced():
@@ -341,16 +392,16 @@ def turned():
 
     def loss(w, x, y):
         def layer(h, own):
-            return jnp.tanh(h @ own[0] + h @ own[1]), None
+            return jnp.tanh(h @ own[0] + h @ own[1]), h.mean(0)
 
-        h, _ = jax.lax.scan(layer, x, (w[1:5], known[2:]), reverse=True)
-        return jnp.mean((h @ w[0] - y) ** 2)
+        h, means = jax.lax.scan(layer, x, (w[1:5], known[2:]), reverse=True)
+        return jnp.mean((h @ w[0] - y) ** 2) + jnp.sum(means * jnp.arange(4.0)[:, None])
 
     loop = looped(jaxpp.split_stages(loss, num_stages=2), schedules.OneFOneB(), 2)
 
     def step(w, x, y):
         value, g = loop(w, x, y)
-        mixed = jnp.cumsum(g, 0) + g[::-1] + jnp.sort(g, 0)
+        mixed = jnp.cumsum(g, 0) + g[::-1] + jnp.sort(g, 0) + jnp.concatenate([g[2:], g[:2]])
         grown = jnp.exp(g) + (1 - g) + g.at[:, 0].add(2.0) + g.at[:, 1].set(3.0)
         return w - 0.1 * (mixed + grown), g.max(), value
 
@@ -359,7 +410,7 @@ def turned():
 
 
 def conditionals():
-    """Updates in two conditionals, each with a predicate of its own, of all stages' weights."""
+    """Updates in a conditional, of all stages' weights, with work in both branches."""
 
     def loss(w, x, y):
         h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
@@ -367,21 +418,18 @@ def conditionals():
 
     loop = looped(loss, schedules.OneFOneB(), 2)
 
-    def step(w, momentum, count, x, y):
+    def step(w, count, x, y):
         value, grads = loop(w, x, y)
-        new = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
-        momentum = jax.lax.cond(jnp.isfinite(value), lambda: new, lambda: momentum)
-        later = descended(w, momentum)
-        w = jax.lax.cond(count % 2 == 0, lambda: later, lambda: w)
-        return w, momentum, count + 1, value
+        halved = lambda: jax.tree.map(lambda p: 0.5 * p, w)  # noqa: E731
+        w = jax.lax.cond(jnp.isfinite(value), lambda: descended(w, grads), halved)
+        return w, count + 1, value
 
-    w = weights(2)
-    args = w, [x + 1 for x in w], np.int32(0), *arrays(*[(4, WIDTH)] * 2)
+    args = weights(2), np.int32(0), *arrays(*[(4, WIDTH)] * 2)
     return jaxpp.place(step, on(2), donate_argnums=(0, 1)), args
 
 
 def nested():
-    """An update in a conditional in a conditional, of all stages' weights."""
+    """An update in a conditional in a conditional, of all stages' weights, that prints."""
 
     def loss(w, x, y):
         h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
@@ -392,9 +440,12 @@ def nested():
     def step(w, count, x, y):
         value, grads = loop(w, x, y)
 
+        def descend():
+            jax.debug.print("a step {}", value)
+            return descended(w, grads)
+
         def update():
-            new = descended(w, grads)
-            return jax.lax.cond(jnp.isfinite(value), lambda: new, lambda: w)
+            return jax.lax.cond(jnp.isfinite(value), descend, lambda: w)
 
         return jax.lax.cond(count % 2 == 0, update, lambda: w), count + 1, value
 
@@ -402,12 +453,39 @@ def nested():
     return jaxpp.place(step, on(2), donate_argnums=(0, 1)), args
 
 
+def in_order():
+    """Ordered effects after a loop, the first of which waits for another rank."""
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        return jnp.mean((h @ w[1] - y) ** 2)
+
+    loop = looped(loss, schedules.OneFOneB(), 2)
+
+    def step(w, x, y):
+        value, grads = loop(w, x, y)
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads))
+        io_callback(_nothing, None, norm, ordered=True)
+        io_callback(_nothing, None, value, ordered=True)
+        return [p - g / norm for p, g in zip(w, grads, strict=True)], value
+
+    return jaxpp.place(step, on(2)), (weights(2), *arrays(*[(4, WIDTH)] * 2))
+
+
+def _nothing(_):
+    return None
+
+
+#: The steps whose gradients JAX casts at another place than the definitions do.
+ROUNDED = frozenset({"mean outside, half precision"})
+
 #: The steps, by name.
 CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "replicas": lambda: replicas(schedules.OneFOneB()),
     "replicas on devices": lambda: replicas(schedules.OneFOneB(), 4, 2),
     "replicas, ZeRO": lambda: replicas(schedules.ZeroBubbleH1(), 2, 2, zero1="data"),
     "replicas, DualPipe": lambda: replicas(schedules.DualPipe(), microbatches=8, in_order=False),
+    "shared examples": shared_examples,
     "integers": integers,
     "complex": complex_numbers,
     "scaled half precision": scaled_half_precision,
@@ -419,11 +497,15 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "both directions": both_directions,
     "operators": operators,
     "operators, replicas": lambda: operators(2),
-    "clipped": clipped,
+    "clipped": lambda: changed(_clip),
+    "turned gradients": lambda: changed(lambda g: g[::-1].T),
+    "running sum": running_sum,
     "balanced": balanced,
     "turned": turned,
+    "effects in order": in_order,
     "conditionals": conditionals,
     "nested conditionals": nested,
     "outside, half precision": outside,
+    "mean outside, half precision": mean_outside,
     "layers, offloaded": lambda: layers(schedules.Offload(schedules.OneFOneB())),
 }
