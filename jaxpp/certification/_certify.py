@@ -213,11 +213,18 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
     rules: list[str] = []
     with without_collections():
         try:
-            proof = _Proof(lowered, _retraced(lowered, _definition.PLAIN, rules))
-            undecided = proof.of_transforms(rules)
+            function = _retraced(lowered, _definition.PLAIN, rules)
         except _definition.Edited:
-            proof, undecided = _Proof(lowered, lowered.retrace(), scheduled=True), _EDITED
-        proof.of_programs(passes)
+            function = None
+        whole = _uncut_lengths(lowered, function)
+        try:
+            proof, undecided = _prove(lowered, function, rules, whole, passes)
+        except Refuted:
+            # Scans of different loops may have one length.
+            if not whole or min(whole) > _TRIED_AGAIN:
+                raise
+            cut = frozenset(n for n in whole if n > _TRIED_AGAIN)
+            proof, undecided = _prove(lowered, function, rules, cut, passes)
     transforms = ("split_stages", "wrap_forward", "microbatch", "schedule")
     transforms = () if undecided else (*transforms, *["edit_loops"] * bool(rules))
     regrouped = sum(how is not _How.BITS for how in proof.placed)
@@ -243,6 +250,60 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
 
 
 PROVIDED["certify"] = certify_lowered
+
+
+def _prove(
+    lowered: Lowered,
+    function: _jaxprs.Traced | None,
+    rules: list[str],
+    whole: frozenset[int],
+    passes: bool,
+) -> tuple["_Proof", str]:
+    """Proves a step; also says why the transforms before `place` are not decided.
+
+    Args:
+        lowered: the step.
+        function: its function by definition; None if edits of loops add results.
+        rules: who edits loops.
+        whole: the lengths of scans that are not unrolled.
+        passes: whether the step is compared after each pass.
+    """
+    if function is None:
+        proof, undecided = _Proof(lowered, lowered.retrace(), whole, scheduled=True), _EDITED
+    else:
+        proof = _Proof(lowered, function, whole)
+        undecided = proof.of_transforms(rules)
+    proof.of_programs(passes)
+    return proof, undecided
+
+
+#: The iterations of a scan up to which it is unrolled wherever it is, and up to which it is where a
+#: proof that takes it whole has failed.
+_UNROLLED, _TRIED_AGAIN = 8, 128
+
+
+def _uncut_lengths(lowered: Lowered, function: _jaxprs.Traced | None) -> frozenset[int]:
+    """The lengths of scans that are in the function, the step after each pass, and the programs.
+
+    A scan that a pass cuts is shorter after it.
+    """
+    seen = dict[int, set[int]]()
+
+    def lengths(jaxpr):
+        opened = _jaxprs.opened(jaxpr)
+        if id(opened) not in seen:
+            own = seen[id(opened)] = set()
+            for eqn in opened.eqns:
+                if eqn.primitive.name == "scan" and eqn.params["length"] > _UNROLLED:
+                    own.add(eqn.params["length"])
+                for inner in _jaxprs.sub_jaxprs(eqn):
+                    own |= lengths(inner)
+        return seen[id(opened)]
+
+    forms = [lengths(step.jaxpr) for step in lowered.passes.values()]
+    forms.append(set().union(*(lengths(c.jaxpr) for c in lowered.bundle.computations)))
+    forms += [lengths(function.jaxpr)] if function is not None else []
+    return frozenset(set.intersection(*forms))
 
 
 def _retraced(
@@ -284,13 +345,22 @@ class _How(enum.IntEnum):
 class _Proof:
     """The comparison of a function with other forms of it, in one table of terms.
 
-    If the function is `scheduled`, it is what is wanted, with its edited loops.
+    Args:
+        lowered: the step.
+        function: the function.
+        whole: the lengths of scans that are not unrolled.
+        scheduled: whether the scheduled function is what is wanted, with its edited loops.
     """
 
-    def __init__(self, lowered: Lowered, function: _jaxprs.Traced, scheduled: bool = False):
+    def __init__(
+        self,
+        lowered: Lowered,
+        function: _jaxprs.Traced,
+        whole: frozenset[int],
+        scheduled: bool = False,
+    ):
         self.lowered, self.bundle = lowered, lowered.bundle
         self.terms = Terms(_num_microbatches(lowered))
-        both = False, True
         #: The models that may tell that results are equal, and how, from strong to weak: those for
         #: programs, and those for transforms.
         self.sums = self._models(_How.SUMS, strict=True)
@@ -300,9 +370,7 @@ class _Proof:
             *self._models(_How.REALS, strict=False),
             *self._models(_How.ROUNDED, strict=False, rounding=False),
         ]
-        # A loop of microbatches has fewer iterations than a rank has instructions.
-        longest = max(len(program.instructions) for program in lowered.bundle.programs)
-        self.evaluator = Evaluator(self.terms, longest)
+        self.evaluator = Evaluator(self.terms, whole)
         self.passes: list[str] = []
         self.tasks = self.messages = 0
         #: How each result of the scheduled function, and of the programs, is the function's.
@@ -327,9 +395,13 @@ class _Proof:
     def _want(self, results: Sequence[Term]) -> None:
         """Takes results, and the effects that have happened, for those that are wanted."""
         self.wanted = results
-        self.effects = collections.Counter(self.evaluator.effects)
-        self.ordered = list(self.evaluator.ordered)
+        self.effects, self.ordered = self._effects()
         self.known = len(self.terms.terms)
+
+    def _effects(self) -> tuple[collections.Counter[Term], list[Term]]:
+        """The effects that have happened, and in order those that keep it."""
+        happened = self.evaluator.effects
+        return collections.Counter(t for t, _ in happened), [t for t, ordered in happened if ordered]
 
     def _run_traced(self, traced: _jaxprs.Traced) -> Sequence[Term]:
         self.evaluator.start()
@@ -541,18 +613,18 @@ class _Proof:
         # The backward of a loss is run for a cotangent of one, and scaled after the loop: so a
         # callback in it may see another value.
         own, wanted = (
-            collections.Counter(t.op for t in happened)
-            for happened in (self.evaluator.effects, self.effects.elements())
+            collections.Counter(t.op for t in happened.elements())
+            for happened in (self._effects()[0], self.effects)
         )
         if own != wanted:
             said = ", ".join(sorted({op.name for op in {**(own - wanted), **(wanted - own)}}))
             raise Refuted(f"{_TRANSFORMS}: the number differs of {said}", pass_name=_TRANSFORMS)
 
     def _compare_effects(self, where: str) -> None:
-        own = collections.Counter(self.evaluator.effects)
+        own, ordered = self._effects()
         if own != self.effects:
             said = [f"it lacks {n} x {origin(t, {})}" for t, n in (self.effects - own).items()]
             said += [f"it has {n} x {origin(t, {})}" for t, n in (own - self.effects).items()]
             raise Refuted(f"{where}: the effects differ: {'; '.join(said[:4])}", pass_name=where)
-        if self.evaluator.ordered != self.ordered:
+        if ordered != self.ordered:
             raise Refuted(f"{where}: ordered effects are in another order", pass_name=where)

@@ -14,10 +14,22 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpp import _definitions, _jaxprs, _specs
+from jaxpp import _compat, _definitions, _jaxprs, _specs
 
 #: The name of values whose rows are microbatches.
 SLICES = "slices"
+
+
+#: The scope of what one microbatch does, if it has effects; its number follows.
+_MICROBATCH = "microbatch "
+
+
+def microbatch_of(eqn: Any) -> int | None:
+    """The number of the microbatch that an equation with an effect is of, in a definition."""
+    for name in _compat.scope_names(eqn):
+        if name.startswith(_MICROBATCH) and name.removeprefix(_MICROBATCH).isdigit():
+            return int(name.removeprefix(_MICROBATCH))
+    return None
 
 
 def _itself(fun: Callable, *_: Any) -> Callable:
@@ -184,12 +196,13 @@ def _run(
         outputs = _jaxprs.run(jaxpr, *map(_as, own, types))
         return [y for y, op in zip(outputs, how, strict=True) if op == "carry"], outputs
 
-    def of_group(slices):
+    def of_group(slices, start=0):
         if not jaxpr.effects:  # the derivative of a scan would drop some
             return jax.lax.scan(body, first, slices, length=count // replicas)
         last, made = first, []
         for i in range(count // replicas):
-            last, outputs = body(last, [x[i] for x in slices])
+            with jax.named_scope(f"{_MICROBATCH}{start + i}"):
+                last, outputs = body(last, [x[i] for x in slices])
             made.append(outputs)
         return last, [jnp.stack(rows) for rows in zip(*made, strict=True)]
 
@@ -198,7 +211,7 @@ def _run(
     else:
         size = count // replicas
         starts = range(0, count, size)
-        groups = [of_group([x[start : start + size] for x in slices]) for start in starts]
+        groups = [of_group([x[start : start + size] for x in slices], start) for start in starts]
         asked = [merge for merge, op in zip(merges, how, strict=True) if op == "carry"]
         ends = zip(*(last for last, _ in groups), strict=True)
         last = [_merged(ask, rows) for ask, rows in zip(asked, ends, strict=True)]

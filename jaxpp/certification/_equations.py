@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._typing import Eqn
+from jaxpp.certification import _control
 from jaxpp.certification._definition import SLICES
 from jaxpp.certification._table import Term, full_of, name_of
 from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS
@@ -58,7 +59,8 @@ def rule_of(evaluator: "Evaluator", eqn: Eqn) -> Rule:
     if name in _CONTROL:
         return functools.partial(_CONTROL[name], evaluator, eqn)
     if eqn.effects:
-        return functools.partial(_effect, evaluator, eqn)
+        params = params_of(evaluator, eqn)
+        return lambda args: _control.effect(evaluator, eqn, args, params)
     return _MOVES.get(name, _operation)(evaluator, eqn)
 
 
@@ -70,7 +72,7 @@ def body_of(eqn: Eqn) -> Any:
 def params_of(evaluator: "Evaluator", eqn: Eqn) -> Any:
     """The parameters of an equation, hashable; equal for two traces of one function."""
     return tuple(
-        (k, evaluator.frozen(v)) for k, v in sorted(eqn.params.items()) if k not in _OF_PLACES
+        (k, evaluator.parameters.key(v)) for k, v in sorted(eqn.params.items()) if k not in _OF_PLACES
     )
 
 
@@ -88,7 +90,7 @@ def _operation(evaluator: "Evaluator", eqn: Eqn) -> Rule:
         params = params_of(evaluator, eqn)
     if name not in ELEMENTWISE:
         params += (("primitive", eqn.primitive),)  # another may have its name
-    if name in _RANDOM:
+    if name in _RANDOM or name.startswith("random_"):
         params += (("partitionable", eqn.ctx.threefry_partitionable),)
     ops = [terms.op(name, params, *own, eqn, k) for k, own in enumerate(_types(eqn))]
     if name in ELEMENTWISE and len(ops) == 1:
@@ -270,77 +272,6 @@ _MOVES = {
     **dict.fromkeys(REDUCTIONS, _reduce),
 }
 
-# ---- effects and control ------------------------------------------------------------------------
-
-
-def _effect(evaluator, eqn, args) -> list[Term]:
-    """An effect happens where its guards hold; what it gives depends on how often it happened."""
-    terms, name, params = evaluator.terms, eqn.primitive.name, params_of(evaluator, eqn)
-    happened = terms.term(f"effect {name}", (params, evaluator.guards), args, (), "")
-    again = evaluator.happens(happened, _compat.is_ordered(eqn))
-    return [terms.term(name, (params, again, k), args, *own) for k, own in enumerate(_types(eqn))]
-
-
-def _scan(evaluator, eqn, args) -> list[Term]:
-    terms, length = evaluator.terms, eqn.params["length"]
-    num_consts, num_carry = _compat.scan_parts(eqn)
-    consts, carry = args[:num_consts], list(args[num_consts:][:num_carry])
-    xs, jaxpr = args[num_consts + num_carry :], eqn.params["jaxpr"]
-    if length > evaluator.unrolled:
-        return _long_scan(evaluator, eqn, consts, carry, xs)
-    ys: list[Sequence[Term]] = [()] * length
-    outer = terms.where
-    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        terms.where = f"{outer}, iteration {i}" if outer else ""
-        made = evaluator.run(jaxpr, [*consts, *carry, *(terms.row(x, i) for x in xs)])
-        carry, ys[i] = made[:num_carry], made[num_carry:]
-    terms.where, terms.eqn = outer, eqn
-    if not length:
-        return [*carry, *(terms.term("empty", (), (), *own) for own in _types(eqn)[num_carry:])]
-    return [*carry, *(terms.stack(rows) for rows in zip(*ys, strict=True))]
-
-
-def _long_scan(evaluator, eqn, consts, carry, xs) -> list[Term]:
-    """A scan whose body runs once, on terms that stand for those of any iteration."""
-    terms, params = evaluator.terms, eqn.params
-    types = [(c.shape, c.dtype) for c in carry] + [(x.shape[1:], x.dtype) for x in xs]
-    with evaluator.bound(types) as inner:
-        made = evaluator.run(params["jaxpr"], [*consts, *inner])
-    terms.eqn = eqn
-    how = (params["length"], params["reverse"], len(carry))
-    args = [*made, *carry, *xs]
-    return [terms.term("scan", (*how, k), args, *own) for k, own in enumerate(_types(eqn))]
-
-
-def _cond(evaluator, eqn, args) -> Sequence[Term]:
-    terms, branches = evaluator.terms, eqn.params["branches"]
-    index, operands = terms.unclamped(args[0], len(branches)), args[1:]
-    if index.value is not None:
-        which = max(0, min(int(index.value), len(branches) - 1))
-        return evaluator.run(branches[which], operands)
-    cases = []
-    for k, branch in enumerate(branches):
-        with evaluator.guarded((index, k)):
-            # A residual of the branch is what its forward made, and not a choice.
-            known = [terms.where_known(t, index, k) for t in operands]
-            cases.append(evaluator.run(branch, known))
-    terms.eqn = eqn
-    return [terms.choice(index, own) for own in zip(*cases, strict=True)]
-
-
-def _while(evaluator, eqn, args) -> list[Term]:
-    terms, p = evaluator.terms, eqn.params
-    for_cond, for_body = p["cond_nconsts"], p["body_nconsts"]
-    cond_consts, body_consts = args[:for_cond], args[for_cond:][:for_body]
-    carry = args[for_cond + for_body :]
-    with evaluator.bound([(c.shape, c.dtype) for c in carry]) as inner:
-        (test,) = evaluator.run(p["cond_jaxpr"], [*cond_consts, *inner])
-        made = evaluator.run(p["body_jaxpr"], [*body_consts, *inner])
-    terms.eqn = eqn
-    args = (test, *made, *carry)
-    return [terms.term("while", k, args, c.shape, c.dtype) for k, c in enumerate(carry)]
-
-
 def _shard_map(evaluator, eqn, args) -> Sequence[Term]:
     """A computation on several devices, equation by equation, if it is over one axis."""
     axes = [axis for specs in eqn.params["in_specs"] for e in specs for axis in _axes_of(e)]
@@ -434,4 +365,9 @@ def _combined(evaluator, how: str, parts: Sequence[Term]) -> Term:
     return functools.reduce(lambda a, b: terms.elementwise(op, [a, b]), parts)
 
 
-_CONTROL = {"shard_map": _shard_map, "cond": _cond, "scan": _scan, "while": _while}
+_CONTROL = {
+    "shard_map": _shard_map,
+    "cond": _control.cond,
+    "scan": _control.scan,
+    "while": _control.while_loop,
+}

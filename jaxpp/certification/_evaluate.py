@@ -2,25 +2,26 @@
 
 import collections
 import contextlib
-import dataclasses
-import enum
-import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from jaxpp import _compat, _jaxprs
 from jaxpp.certification import _equations
+from jaxpp.certification._definition import microbatch_of
+from jaxpp.certification._parameters import Parameters
 from jaxpp.certification._refuted import Undecided
-from jaxpp.certification._table import Form, Term, name_of, number_of, template_of
+from jaxpp.certification._table import (
+    Form,
+    Term,
+    inputs_of,
+    name_of,
+    number_of,
+    template_of,
+)
 from jaxpp.certification._terms import Terms
 
-#: The iterations up to which a scan is unrolled. It has to be unrolled where it is cut, or where
-#: its iterations are tasks; a longer one is compared as a whole.
-UNROLLED = 1024
+#: The iterations up to which a scan is unrolled that a pass may cut.
+UNROLLED = 4096
 
 #: Runs a scheduled loop on terms.
 LoopRunner = Callable[[Any, Sequence[Term]], list[Term]]
@@ -34,24 +35,31 @@ def _no_loop(eqn: Any, args: Sequence[Term]) -> list[Term]:
 
 
 class Evaluator:
-    """Runs jaxprs on terms, and notes the effects that happen."""
+    """Runs jaxprs on terms, and notes the effects that happen.
 
-    def __init__(self, terms: Terms, unrolled: int = UNROLLED):
-        self.terms, self.unrolled = terms, max(unrolled, UNROLLED)
+    Args:
+        terms: the terms.
+        whole: the lengths of scans that no pass cuts.
+    """
+
+    def __init__(self, terms: Terms, whole: frozenset[int] = frozenset()):
+        self.terms, self.whole = terms, whole
+        self.parameters = Parameters(self)
         self.equations = 0
-        #: The effects that happened, in order, and which of them have to keep their order.
-        self.effects: list[Term] = []
-        self.ordered: list[Term] = []
-        self.guards: tuple[Any, ...] = ()
+        #: The effects that happened, in order, and whether they have to keep it.
+        self.effects: list[tuple[Term, bool]] = []
+        #: The choices that what runs is a case of: the index, the case, and how many there are.
+        self.guards: tuple[tuple[Term, int, int], ...] = ()
+        #: The microbatch whose task runs.
+        self.microbatch: int | None = None
         #: How a scheduled loop runs.
         self.run_loop: LoopRunner = _no_loop
         #: The task that first made a term, if it is asked for.
         self.maker: dict[Term, str] | None = None
         self._depth = 0
-        self._times = collections.Counter[Term]()
+        self._times = collections.Counter[Any]()
         self._codes: dict[int, _Code] = {}
         self._results: dict[tuple[Any, ...], Sequence[Term]] = {}
-        self._inside: set[int] = set()
 
     def run(self, jaxpr: Any, args: Sequence[Term]) -> Sequence[Term]:
         """The results of an open or closed jaxpr; what has run on the same terms does not again.
@@ -115,7 +123,7 @@ class Evaluator:
 
     def start(self) -> None:
         """Forgets the effects that have happened: another form of the step begins."""
-        self.effects, self.ordered = [], []
+        self.effects, self.microbatch = [], None
         self._times.clear()
 
     def note_makers(self) -> None:
@@ -123,88 +131,58 @@ class Evaluator:
         self.maker = {}
         self._results.clear()
 
-    def happens(self, effect: Term, ordered: bool) -> int:
-        """Notes an effect; how often the same one has happened before."""
-        self.effects.append(effect)
-        if ordered:
-            self.ordered.append(effect)
-        self._times[effect] += 1
-        return self._times[effect] - 1
+    def happens(self, effect: Term, is_ordered: bool) -> Any:
+        """Notes an effect; tells which time it is, so that what it gives is told from another's.
+
+        Ordered effects are counted all together, and others by microbatch, of which no rank knows
+        the order.
+        """
+        if is_ordered:
+            time = sum(ordered for _, ordered in self.effects)
+        else:
+            self._times[effect, self.microbatch] += 1
+            time = self.microbatch, self._times[effect, self.microbatch]
+        self.effects.append((effect, is_ordered))
+        return time
 
     @contextlib.contextmanager
-    def guarded(self, *guards: Any) -> Iterator[None]:
-        before, self.guards = self.guards, (*self.guards, *guards)
+    def collected(self) -> Iterator[list[tuple[Term, bool]]]:
+        """Keeps the effects of a body from the others: they happen in each of its iterations."""
+        before = self.effects, self._times
+        self.effects, self._times = [], collections.Counter()
+        try:
+            yield self.effects
+        finally:
+            self.effects, self._times = before
+
+    @contextlib.contextmanager
+    def guarded(self, index: Term, case: int, count: int) -> Iterator[None]:
+        before, self.guards = self.guards, (*self.guards, (index, case, count))
         try:
             yield
         finally:
             self.guards = before
 
     @contextlib.contextmanager
-    def bound(self, of_types: Sequence[tuple[tuple[int, ...], str]]) -> Iterator[list[Term]]:
-        """Terms that stand for any value of their types, in a body that is run once."""
+    def bound(
+        self, types: Sequence[tuple[tuple[int, ...], str]]
+    ) -> Iterator[tuple[int, list[Term]]]:
+        """The depth of a body that is run once, and terms that stand for any value of some types."""
         self._depth += 1
         depth = self._depth
         where, eqn = self.terms.where, self.terms.eqn
         try:
-            with self.guarded(("in a body", depth)):
-                yield [
-                    self.terms.term("bound", (depth, k), (), *own) for k, own in enumerate(of_types)
-                ]
+            symbols = [
+                self.terms.term("bound", (depth, k), (), *own) for k, own in enumerate(types)
+            ]
+            yield depth, symbols
         finally:
             self._depth -= 1
             self.terms.where, self.terms.eqn = where, eqn
 
-    # ---- parameters --------------------------------------------------------------------------
-
-    def frozen(self, value: Any) -> Any:
-        """A hashable key of a parameter, equal for what two traces of one function make."""
-        if isinstance(value, _compat.JaxprTypes):
-            inputs = _jaxprs.opened(value).invars
-            with self.bound([(v.aval.shape, name_of(v.aval.dtype)) for v in inputs]) as inner:
-                return ("jaxpr", tuple(self.run(value, inner)))
-        if isinstance(value, tuple | list):
-            return tuple(map(self.frozen, value))
-        if isinstance(value, dict):
-            return tuple((k, self.frozen(v)) for k, v in sorted(value.items()))
-        if isinstance(value, jax.Array | np.ndarray):
-            return ("array", self.terms.constant(value))
-        if isinstance(value, jax.sharding.AbstractMesh):  # the types of its axes are of places
-            return ("mesh", value.axis_names, value.axis_sizes)
-        if isinstance(value, functools.partial):
-            return ("partial", *map(self.frozen, (value.func, value.args, value.keywords)))
-        if isinstance(value, types.MethodType):
-            return ("method", self.frozen(value.__func__), self.frozen(value.__self__))
-        if isinstance(value, types.FunctionType):
-            return self._frozen_function(value)
-        if isinstance(value, int | float | complex) and not isinstance(value, enum.Enum):
-            return (type(value), repr(value))  # 0.0 is not -0.0, nor 1 True
-        if (params := _compat.params_of_hi_primitive(value)) is not None:
-            return (type(value), self.frozen(params))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = [getattr(value, f.name) for f in dataclasses.fields(value)]
-            return (type(value), *map(self.frozen, fields))
-        try:
-            hash(value)
-        except TypeError:
-            return ("object", id(value))
-        return value
-
-    def _frozen_function(self, fun: types.FunctionType) -> Any:
-        """Functions are the same if they have the same code and close over the same."""
-        if id(fun) in self._inside:
-            return ("itself", fun.__code__)
-        self._inside.add(id(fun))
-        try:
-            cells = []
-            for cell in fun.__closure__ or ():
-                try:
-                    cells.append(self.frozen(cell.cell_contents))
-                except ValueError:  # it is empty
-                    cells.append(None)
-            defaults = self.frozen((fun.__defaults__, fun.__kwdefaults__))
-            return ("function", fun.__code__, tuple(cells), defaults)
-        finally:
-            self._inside.discard(id(fun))
+    def is_whole(self, length: int) -> bool:
+        """Tells whether a scan of a length runs its body once."""
+        return length > UNROLLED or length in self.whole
 
 
 def _needed(jaxpr: Any) -> list[Any]:
@@ -254,10 +232,10 @@ class _Code:
             )
             return len(self.values) - 1
 
-        self.inputs = [slot(v) for v in opened.invars]
-        constants = _compat.constants_of(jaxpr)
-        for v, value in zip(opened.constvars, constants, strict=True):
-            self.values[slot(v)] = terms.constant(value)
+        self.inputs = [slot(v) for v in inputs_of(jaxpr)]
+        if constants := _compat.constants_of(jaxpr):
+            for v, value in zip(opened.constvars, constants, strict=True):
+                self.values[slot(v)] = terms.constant(value)
         self.steps: list[_Step] = [
             (
                 _equations.rule_of(evaluator, eqn),
@@ -296,6 +274,8 @@ class _Code:
         for rule, eqn, inputs, outputs in steps:
             terms.eqn = eqn
             operands = [values[i] for i in inputs]
+            if eqn.effects and (number := microbatch_of(eqn)) is not None:
+                evaluator.microbatch = number
             number = None if eqn.effects else number_of(operands)
             if number is None:
                 made = rule(operands)

@@ -167,9 +167,10 @@ class Machine:
         own = zip(run.inputs, inside.invars, strict=True)
         given = [rank.read(s, v.aval, run.label) for s, v in own]
         terms.where = f"{run.label} on rank {rank.number}"
-        ordered = len(self.evaluator.ordered)
+        self.evaluator.microbatch = run.task.microbatch if run.task else None
+        before = len(self.evaluator.effects)
         made = self.evaluator.run(computation.jaxpr, given)
-        if len(self.evaluator.ordered) > ordered:
+        if any(is_ordered for _, is_ordered in self.evaluator.effects[before:]):
             if self._rank_of_ordered not in (None, rank.number):
                 raise rank.refute(
                     f"{run.label} has an ordered effect, and rank {self._rank_of_ordered} has one"

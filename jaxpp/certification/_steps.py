@@ -84,11 +84,12 @@ def _run_tasks(
     ys: list[list[list[Term | None]]] = [
         [[None] * length for _ in range(directions)] for _ in range(num_ys)
     ]
-    outer = terms.where
+    outer, before = terms.where, evaluator.microbatch
     for i in range(length):
         row, d = length - 1 - i if params["reverse"] else i, table.direction_of[i]
         slices = [terms.row(x, row) for x in xs]
         values = dict(zip(body.invars, [*consts, *carries[d], *slices], strict=True))
+        evaluator.microbatch = row
         for task in body.eqns:
             terms.where = f"{task.params['key']} of microbatch {row} in {outer}"
             made = evaluator.run(task.params["jaxpr"], [values[v] for v in task.invars])
@@ -97,7 +98,7 @@ def _run_tasks(
         carries[d] = results[:num_carry]
         for own, term in zip(ys, results[num_carry:], strict=True):
             own[d][row] = term
-    terms.where, terms.eqn = outer, eqn
+    terms.where, terms.eqn, evaluator.microbatch = outer, eqn, before
     stacked = []
     for rows, (shape, dtype) in zip(
         itertools.chain(*ys), types[directions * num_carry :], strict=True

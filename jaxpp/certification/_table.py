@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import _compat
+from jaxpp import _compat, _jaxprs
 from jaxpp._typing import Literal
 
 Shape = tuple[int, ...]
@@ -37,6 +37,12 @@ def shown(own: tuple[Any, ...]) -> str:
     said = f"{dtype}[{','.join(map(str, shape))}]"
     said += " of a weak type" if is_weak else ""
     return f"{said} in {memory}" if memory else said
+
+
+def inputs_of(jaxpr: Any) -> list[Any]:
+    """The inputs of a jaxpr; an open one takes its constants as the first."""
+    opened = _jaxprs.opened(jaxpr)
+    return [*(() if _compat.constants_of(jaxpr) else opened.constvars), *opened.invars]
 
 
 class Op:
@@ -72,11 +78,12 @@ class Term:
 
     `eqn` and `where` say where it was made first: the equation, and the task or part of the step.
     `value` is the value of a number, or of a small constant; `indices` has a bit for each index of
-    a choice in it.
+    a choice in it, and `free` one for each loop around, by its depth, of whose iteration it is a
+    function.
     """
 
     __slots__ = (
-        "args", "dtype", "eqn", "form", "indices", "name", "number", "op", "shape", "value",
+        "args", "dtype", "eqn", "form", "free", "indices", "name", "number", "op", "shape", "value",
         "where",
     )  # fmt: skip
 
@@ -92,16 +99,25 @@ class Term:
         self.op, self.args, self.number, self.eqn, self.where = op, args, number, eqn, where
         self.name, self.shape, self.dtype = op.name, op.shape, op.dtype
         self.value = value
-        self.indices, self.form = 0, Form.WHOLE
+        self.indices, self.form, self.free = 0, Form.WHOLE, 0
         for a in args:
             self.indices |= a.indices
+            self.free |= a.free
             self.form = max(self.form, a.form)
+        if op.name in _OF_ITERATIONS:
+            self.free |= 1 << op.params[0]
+        elif op.name in _OF_LOOPS:
+            self.free &= ~(1 << op.params[0])
         if op.name in _FORMS:
             self.form = _FORMS[op.name]
         elif self.form is Form.INSTANCE:
             self.form = Form.MIXED
 
 
+#: Terms that are functions of the iteration of a loop around, and those of a whole loop; the first
+#: parameter of each is the depth of the loop.
+_OF_ITERATIONS = frozenset({"at", "bound", "carried", "step"})
+_OF_LOOPS = frozenset({"each", "effect each", "effect while", "last", "while"})
 _FORMS = {"slice of the batch": Form.TEMPLATE, "instance": Form.INSTANCE}
 
 

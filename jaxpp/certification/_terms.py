@@ -9,7 +9,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,7 +89,7 @@ class Terms(Table):
         self._rows: dict[tuple[Term, int, int], Term] = {}
         self._starts: dict[Term, list[int]] = {}
         self._folds: dict[tuple[Any, ...], Term] = {}
-        self._known: dict[tuple[Term, Term, int], Term] = {}
+        self._known: dict[tuple[Term, Term, int, int], Term] = {}
 
     # ---- moves -------------------------------------------------------------------------------
 
@@ -304,6 +304,70 @@ class Terms(Table):
             parts.append(make(own, high - low))
         return self.join_rows(parts)
 
+    # ---- loops -------------------------------------------------------------------------------
+
+    @_of_templates
+    def at(self, t: Term, depth: int) -> Term:
+        """The row of an iteration of the loop at a depth, without the first axis."""
+        op, args, shape = t.op, t.args, t.shape[1:]
+        match t.name:
+            case "each" if op.params[0] == depth:
+                return args[0]
+            case "transpose" if op.params[0] == 0:
+                return self.transpose(self.at(args[0], depth), [p - 1 for p in op.params[1:]])
+            case "reshape" if args[0].shape[:1] == t.shape[:1]:
+                return self.reshape(self.at(args[0], depth), shape)
+            case "broadcast" if 0 not in op.params:
+                return self.broadcast(args[0], shape, [d - 1 for d in op.params])
+            case "broadcast" if op.params[0] == 0 and args[0].shape[0] == t.shape[0]:
+                row, others = self.at(args[0], depth), [d - 1 for d in op.params[1:]]
+                return self.broadcast(row, shape, others)
+            case "choice":
+                return self.choice(args[0], [self.at(a, depth) for a in args[1:]])
+        if t.name in ELEMENTWISE:
+            own = [self.at(a, depth) if _has_rows(a, op) else a for a in args]
+            return self.elementwise(self.op(t.name, op.params, shape, op.dtype, op.eqn, op.out), own)
+        if t.name in REDUCTIONS and 0 not in op.params:
+            return self.reduce(self.at(args[0], depth), t.name, [d - 1 for d in op.params])
+        return self.term("at", (depth,), (t,), shape, t.dtype)
+
+    @_of_templates
+    def each(self, t: Term, depth: int, length: int) -> Term:
+        """What each iteration of a loop makes, along a new first axis."""
+        shape = (length, *t.shape)
+        if not t.free >> depth & 1:
+            return self.broadcast(t, shape, range(1, len(shape)))
+        if t.name == "at" and t.op.params == (depth,) and t.args[0].shape[0] == length:
+            return t.args[0]
+        return self.term("each", (depth, length), (t,), shape, t.dtype)
+
+    @_of_templates
+    def last(self, t: Term, depth: int) -> Term:
+        """What a loop carries out of its last iteration."""
+        if not t.free >> depth & 1:
+            return t
+        return self.term("last", (depth,), (t,), t.shape, t.dtype)
+
+    def with_terms(
+        self, roots: Sequence[Term], new: Mapping[Term, Term], depth: int
+    ) -> list[Term]:
+        """Terms with others in the place of some that are functions of a loop at a depth."""
+        made = dict(new)
+        for root in roots:
+            stack = [root]
+            while stack:
+                t = stack[-1]
+                if t in made or not t.free >> depth & 1:
+                    made.setdefault(t, t)
+                    stack.pop()
+                    continue
+                missing = [a for a in t.args if a not in made]
+                stack += missing
+                if not missing:
+                    made[t] = self._again(t.op, [made[a] for a in t.args]) if t.args else t
+                    stack.pop()
+        return [made[root] for root in roots]
+
     # ---- elements ----------------------------------------------------------------------------
 
     def elementwise(self, op: Op, args: Sequence[Term]) -> Term:
@@ -388,7 +452,7 @@ class Terms(Table):
         index = self.unclamped(index, len(cases))
         if index.value is not None:
             return cases[max(0, min(int(index.value), len(cases) - 1))]
-        cases = [self.where_known(c, index, k) for k, c in enumerate(cases)]
+        cases = [self.where_known(c, index, k, len(cases)) for k, c in enumerate(cases)]
         if len(set(cases)) == 1:
             return cases[0]
         if len(cases) == 2 and _is_cast_of_bool(index) and index.args[0].name == "not":
@@ -397,19 +461,23 @@ class Terms(Table):
         made = self._in_parts(op, cases, lambda own, n: self.choice(index, own))
         return self.make(op, (index, *cases)) if made is None else made
 
-    def where_known(self, t: Term, index: Term, k: int) -> Term:
-        """A term where an index is known to be `k`."""
+    def where_known(self, t: Term, index: Term, k: int, count: int) -> Term:
+        """A term where the index of a choice is known to be `k`, as one of `count` cases.
+
+        The last case also stands for all greater indices: so a choice of more cases stays open.
+        """
         if not self.depends_on(t, index):
             return t
         if t.form is index.form is Form.INSTANCE:
             if t.op.params != index.op.params:
                 return t
-            return self.instance(self.where_known(t.args[0], index.args[0], k), t.op.params)
-        if t.name == "choice" and t.args[0] is index:
-            return self.where_known(t.args[1 + min(k, len(t.args) - 2)], index, k)
-        key = t, index, k
+            known = self.where_known(t.args[0], index.args[0], k, count)
+            return self.instance(known, t.op.params)
+        if t.name == "choice" and t.args[0] is index and (k < count - 1 or len(t.args) - 1 <= count):
+            return self.where_known(t.args[1 + min(k, len(t.args) - 2)], index, k, count)
+        key = t, index, k, count
         if (found := self._known.get(key)) is None:
-            found = self._again(t.op, [self.where_known(a, index, k) for a in t.args])
+            found = self._again(t.op, [self.where_known(a, index, k, count) for a in t.args])
             self._known[key] = found
         return found
 
@@ -430,6 +498,12 @@ class Terms(Table):
                 return self.choice(args[0], args[1:])
             case "instance":
                 return self.instance(args[0], op.params)
+            case "at":
+                return self.at(args[0], *op.params)
+            case "each":
+                return self.each(args[0], *op.params)
+            case "last":
+                return self.last(args[0], *op.params)
         if op.name in REDUCTIONS:
             return self.reduce(args[0], op.name, op.params)
         return self.elementwise(op, args) if op.name in ELEMENTWISE else self.make(op, args)

@@ -1,0 +1,192 @@
+"""The rules of effects and of control flow: scans, conditionals and while loops."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxpp import _compat
+from jaxpp._typing import Eqn
+from jaxpp.certification._table import Term, name_of
+
+if TYPE_CHECKING:
+    from jaxpp.certification._evaluate import Evaluator
+
+
+def effect(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term], params: Any) -> list[Term]:
+    """An effect happens where its guards hold; what it gives depends on which time it is."""
+    terms, name = evaluator.terms, eqn.primitive.name
+    guards = [index for index, _, _ in evaluator.guards]
+    key = params, tuple((k, count) for _, k, count in evaluator.guards)
+    happened = terms.term(f"effect {name}", key, [*args, *guards], (), "")
+    time = evaluator.happens(happened, _compat.is_ordered(eqn))
+    types = [(v.aval.shape, name_of(v.aval.dtype)) for v in eqn.outvars]
+    return [
+        terms.term(name, (key, time, k), [*args, *guards], *own) for k, own in enumerate(types)
+    ]
+
+
+def scan(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> list[Term]:
+    """A scan, iteration by iteration; one that no pass cuts runs its body once."""
+    terms, length = evaluator.terms, eqn.params["length"]
+    num_consts, num_carry = _compat.scan_parts(eqn)
+    consts, carry = args[:num_consts], list(args[num_consts:][:num_carry])
+    xs, jaxpr = args[num_consts + num_carry :], eqn.params["jaxpr"]
+    if evaluator.is_whole(length):
+        return _whole_scan(evaluator, eqn, consts, carry, xs)
+    ys: list[Sequence[Term]] = [()] * length
+    outer = terms.where
+    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        terms.where = f"{outer}, iteration {i}" if outer else ""
+        made = evaluator.run(jaxpr, [*consts, *carry, *(terms.row(x, i) for x in xs)])
+        carry, ys[i] = made[:num_carry], made[num_carry:]
+    terms.where, terms.eqn = outer, eqn
+    if not length:
+        empty = eqn.outvars[num_carry:]
+        types = [(v.aval.shape, name_of(v.aval.dtype)) for v in empty]
+        return [*carry, *(terms.term("empty", (), (), *own) for own in types)]
+    return [*carry, *(terms.stack(rows) for rows in zip(*ys, strict=True))]
+
+
+class _Loop:
+    """A loop whose body ran once, on terms that stand for what it carries into any iteration.
+
+    Args:
+        evaluator: runs the body.
+        depth: the number of loops that it is in, with itself.
+        symbols: what stands for the carried values.
+        first: the values before the first iteration.
+    """
+
+    def __init__(
+        self, evaluator: "Evaluator", depth: int, symbols: Sequence[Term], first: Sequence[Term]
+    ):
+        self.terms, self.depth, self.symbols, self.first = evaluator.terms, depth, symbols, first
+        #: What the body makes of the carried values.
+        self.next: Sequence[Term] = ()
+        self._carried: dict[Term, Term] = {}
+
+    def closed(self, name: str, params: Any, roots: Sequence[Term], type_of: Term) -> Term:
+        """A term of the loop: of some values in its body, and of what is carried to make them.
+
+        It names what is carried by the order in which the values read it. So it is the same if the
+        loop carries other values, too, or in another order.
+        """
+        order: dict[Term, None] = {}
+        pending = [*roots]
+        while pending:
+            for symbol in self._read(pending.pop(0)):
+                if symbol not in order and symbol not in self._carried:
+                    order[symbol] = None
+                    pending.append(self._next_of(symbol))
+        names = {
+            symbol: self.terms.term("step", (self.depth, n), (), symbol.shape, symbol.dtype)
+            for n, symbol in enumerate(order)
+        }
+        body = self.terms.with_terms(
+            [*roots, *map(self._next_of, order)], {**self._carried, **names}, self.depth
+        )
+        args = [*body, *(self.first[self.symbols.index(symbol)] for symbol in order)]
+        key = (self.depth, len(roots), *params)
+        return self.terms.term(name, key, args, type_of.shape, type_of.dtype)
+
+    def _next_of(self, symbol: Term) -> Term:
+        return self.next[self.symbols.index(symbol)]
+
+    def _read(self, root: Term) -> Iterable[Term]:
+        """The carried values that a term reads, in the order of the term."""
+        found: dict[Term, None] = {}
+        seen, stack, symbols = set[Term](), [root], set(self.symbols)
+        while stack:
+            t = stack.pop()
+            if t in seen or not t.free >> self.depth & 1:
+                continue
+            seen.add(t)
+            if t in symbols:
+                found[t] = None
+            stack.extend(reversed(t.args))
+        return found
+
+    def carried(self, how: Any) -> dict[Term, Term]:
+        """For each symbol the carried value of the iteration, of a loop of a length and order.
+
+        What is carried is a recurrence with the other values that depend on it, too. All else that
+        it depends on is a recurrence of its own, as it is if a pass splits the loop.
+        """
+        read = {symbol: set(self._read(self._next_of(symbol))) for symbol in self.symbols}
+        behind = {symbol: _reached(read, symbol) for symbol in self.symbols}
+        # Of two that do not depend on each other, one that depends on the other has more behind it.
+        for symbol in sorted(self.symbols, key=lambda symbol: len(behind[symbol])):
+            if symbol in self._carried:
+                continue
+            ring = [s for s in behind[symbol] if symbol in behind[s]] or [symbol]
+            made = [self.closed("carried", how, [s], s) for s in ring]
+            for own, term in zip(ring, made, strict=True):
+                first = self.first[self.symbols.index(own)]  # what it is if it never changes
+                self._carried[own] = first if self._next_of(own) is own else term
+        return self._carried
+
+
+def _reached(read: Mapping[Term, set[Term]], start: Term) -> set[Term]:
+    found, stack = set[Term](), [start]
+    while stack:
+        new = read[stack.pop()] - found
+        found |= new
+        stack.extend(new)
+    return found
+
+
+def _whole_scan(evaluator, eqn, consts, carry, xs) -> list[Term]:
+    """A scan as recurrences: what it carries, and what it makes, as functions of the iteration.
+
+    An output is then the same however a pass splits the scan into several over the same rows.
+    """
+    terms, params = evaluator.terms, eqn.params
+    length, how = params["length"], (params["length"], params["reverse"])
+    with evaluator.bound([(c.shape, c.dtype) for c in carry]) as (depth, symbols):
+        loop = _Loop(evaluator, depth, symbols, carry)
+        with evaluator.collected() as happened:
+            rows = [terms.at(x, depth) for x in xs]
+            made = evaluator.run(params["jaxpr"], [*consts, *symbols, *rows])
+        loop.next = made[: len(carry)]
+        carried = loop.carried(how)
+        terms.eqn = eqn
+        outputs = terms.with_terms(made[len(carry) :], carried, depth)
+        effects = terms.with_terms([t for t, _ in happened], carried, depth)
+    for t, (_, is_ordered) in zip(effects, happened, strict=True):
+        evaluator.happens(terms.term("effect each", (depth, *how), (t,), (), ""), is_ordered)
+    last = [terms.last(carried[s], depth) for s in symbols]
+    return [*last, *(terms.each(t, depth, length) for t in outputs)]
+
+
+def while_loop(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> list[Term]:
+    """A loop of unknown length, whose body runs once."""
+    terms, p = evaluator.terms, eqn.params
+    for_cond, for_body = p["cond_nconsts"], p["body_nconsts"]
+    cond_consts, body_consts = args[:for_cond], args[for_cond:][:for_body]
+    carry = args[for_cond + for_body :]
+    with evaluator.bound([(c.shape, c.dtype) for c in carry]) as (depth, symbols):
+        loop = _Loop(evaluator, depth, symbols, carry)
+        with evaluator.collected() as happened:
+            (test,) = evaluator.run(p["cond_jaxpr"], [*cond_consts, *symbols])
+            loop.next = evaluator.run(p["body_jaxpr"], [*body_consts, *symbols])
+        terms.eqn = eqn
+        for t, is_ordered in happened:
+            evaluator.happens(loop.closed("effect while", (), [t, test], t), is_ordered)
+        return [loop.closed("while", (), [s, test], s) for s in symbols]
+
+
+def cond(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> Sequence[Term]:
+    """A choice of each output; the branches run where the index is known."""
+    terms, branches = evaluator.terms, eqn.params["branches"]
+    count = len(branches)
+    index, operands = terms.unclamped(args[0], count), args[1:]
+    if index.value is not None:
+        which = max(0, min(int(index.value), count - 1))
+        return evaluator.run(branches[which], operands)
+    cases = []
+    for k, branch in enumerate(branches):
+        with evaluator.guarded(index, k, count):
+            # A residual of the branch is what its forward made, and not a choice.
+            known = [terms.where_known(t, index, k, count) for t in operands]
+            cases.append(evaluator.run(branch, known))
+    terms.eqn = eqn
+    return [terms.choice(index, own) for own in zip(*cases, strict=True)]

@@ -1,0 +1,110 @@
+"""The parameters of equations as hashable keys, equal for what two traces of one function make."""
+
+import dataclasses
+import enum
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+
+from jaxpp import _compat
+from jaxpp.certification._table import inputs_of, name_of
+
+if TYPE_CHECKING:
+    from jaxpp.certification._evaluate import Evaluator
+
+
+class Parameters:
+    """Makes keys of parameters; it runs the jaxprs among them."""
+
+    def __init__(self, evaluator: "Evaluator"):
+        self._evaluator = evaluator
+        self._inside: set[int] = set()
+
+    def key(self, value: Any) -> Any:
+        """A hashable key of a parameter."""
+        if isinstance(value, _compat.JaxprTypes):
+            return self._of_jaxpr(value)
+        if isinstance(value, tuple | list):
+            return tuple(map(self.key, value))
+        if isinstance(value, dict):
+            pairs = ((self.key(k), self.key(v)) for k, v in value.items())
+            return tuple(sorted(pairs, key=str))
+        if isinstance(value, jax.Array | np.ndarray):
+            return ("array", self._evaluator.terms.constant(value))
+        if isinstance(value, jax.sharding.AbstractMesh):  # the types of its axes are of places
+            return ("mesh", value.axis_names, value.axis_sizes)
+        if isinstance(value, functools.partial):
+            return ("partial", *map(self.key, (value.func, value.args, value.keywords)))
+        if isinstance(value, types.MethodType):
+            return ("method", self.key(value.__func__), self.key(value.__self__))
+        if isinstance(value, types.FunctionType):
+            return self._once(value, self._of_function)
+        if isinstance(value, int | float | complex) and not isinstance(value, enum.Enum):
+            return (type(value), repr(value))  # 0.0 is not -0.0, nor 1 True
+        if (params := _compat.params_of_hi_primitive(value)) is not None:
+            return (type(value), self.key(params))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = [getattr(value, f.name) for f in dataclasses.fields(value)]
+            return (type(value), *map(self.key, fields))
+        return self._once(value, self._of_object) if _is_made_anew(value) else value
+
+    def _of_jaxpr(self, jaxpr: Any) -> Any:
+        """Runs a jaxpr for any inputs: a kernel has no results, but writes to references."""
+        evaluator, inputs = self._evaluator, inputs_of(jaxpr)
+        types = [(v.aval.shape, name_of(getattr(v.aval, "dtype", ""))) for v in inputs]
+        with evaluator.bound(types) as (_, symbols), evaluator.collected() as happened:
+            made = evaluator.run(jaxpr, symbols)
+        return ("jaxpr", tuple(made), tuple(happened))
+
+    def _once(self, value: Any, key: Callable[[Any], Any]) -> Any:
+        """The key of an object that may lead to itself."""
+        if id(value) in self._inside:
+            return ("itself", type(value))
+        self._inside.add(id(value))
+        try:
+            return key(value)
+        finally:
+            self._inside.discard(id(value))
+
+    def _of_function(self, fun: types.FunctionType) -> Any:
+        """Functions are the same if they have the same code and close over the same."""
+        cells = []
+        for cell in fun.__closure__ or ():
+            try:
+                cells.append(self.key(cell.cell_contents))
+            except ValueError:  # it is empty
+                cells.append(None)
+        defaults = self.key((fun.__defaults__, fun.__kwdefaults__))
+        return ("function", fun.__code__, tuple(cells), defaults)
+
+    def _of_object(self, value: Any) -> Any:
+        """Objects are the same if they are of one type and have the same attributes."""
+        return ("object", type(value), self.key(_attributes(value)))
+
+
+def _is_made_anew(value: Any) -> bool:
+    """Tells whether an object is equal to itself alone, and is its attributes.
+
+    A primitive is itself, and so is an object without attributes, of which nothing is known.
+    """
+    if isinstance(value, type | types.ModuleType | jex.Primitive):
+        return False
+    is_by_identity = type(value).__hash__ in (None, object.__hash__)
+    return is_by_identity and bool(_attributes(value))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object."""
+    slots = [n for c in type(value).__mro__ for n in _slots_of(c) if hasattr(value, n)]
+    return {**{n: getattr(value, n) for n in slots}, **getattr(value, "__dict__", {})}
+
+
+def _slots_of(cls: type) -> Sequence[str]:
+    slots = cls.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return [n for n in names if n not in ("__weakref__", "__dict__")]
