@@ -164,7 +164,7 @@ def scaled_half_precision():
 
 
 def mean_outside():
-    """The gradient of a loop's mean, which is added up in another dtype than that of the weights."""
+    """The gradient of a loop's mean, which is added up in another dtype than the weights'."""
 
     def loss(w, x):
         h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
@@ -218,17 +218,18 @@ def by_hand(schedule, microbatches=3, in_order=True, reverse=False):
 
     def loop(w, grads, x):
         def body(carry, x):
-            grads, state = carry
+            grads, ones, state = carry
             value, own = jax.value_and_grad(jaxpp.wrap_forward(loss))(w, x)
             new = {
                 "tied": (jnp.subtract if in_order else jnp.add)(grads["tied"], own["tied"]),
                 "layers": grads["layers"] + own["layers"],
             }
+            ones = ones + jnp.cos(jnp.zeros(WIDTH))
             if not in_order:
-                return (new, state), value
-            return (new, 0.5 * state + value), (value, state)
+                return (new, ones, state), value
+            return (new, ones, 0.5 * state + value), (value, state)
 
-        start = grads, jnp.float32(3)
+        start = grads, jnp.zeros(WIDTH), jnp.float32(3)
         return jax.lax.scan(body, start, x, reverse=reverse)
 
     loop = jaxpp.schedule(loop, schedule)
@@ -256,14 +257,14 @@ def alike_but_for_rules():
 
 def dropout():
     """Stages that differ in the key that they take, in a number, and in an array closed over."""
-    known = list(map(jnp.asarray, weights(3)))
+    known = list(map(jnp.asarray, weights(4)))
 
     def loss(w, x, keys):
         for n, own in enumerate(w):
             x = jaxpp.pipeline_enter_stage(x) if n else x
             key = jax.random.fold_in(keys[n], n)
             kept = jax.random.bernoulli(key, 0.5, x.shape)
-            x = jnp.where(kept, jnp.tanh(x @ own + x @ known[n]), 0)
+            x = jnp.where(kept, jnp.tanh(x @ own + x @ known[n]) @ known[n + 1], 0)
         return jnp.mean(jaxpp.pipeline_enter_stage(x) ** 2)
 
     def of_slice(w, x, keys):
@@ -341,7 +342,7 @@ def changed(change):
 
 
 def running_sum():
-    """The gradients of a weight that two stages read, and their sum over the microbatches before."""
+    """The gradients of a weight that two stages read, and their sum so far."""
 
     def loss(w, x, y):
         h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
@@ -402,11 +403,47 @@ def turned():
     def step(w, x, y):
         value, g = loop(w, x, y)
         mixed = jnp.cumsum(g, 0) + g[::-1] + jnp.sort(g, 0) + jnp.concatenate([g[2:], g[:2]])
-        grown = jnp.exp(g) + (1 - g) + g.at[:, 0].add(2.0) + g.at[:, 1].set(3.0)
-        return w - 0.1 * (mixed + grown), g.max(), value
+        return w - 0.1 * mixed * known, g.max(), value
 
     args = jnp.stack(weights(6)), *arrays(*[(4, WIDTH)] * 2)
     return jaxpp.place(step, on(2), donate_argnums=0), args
+
+
+def zeros_in_part(change):
+    """An update by rows that are zeros in all stages but the first."""
+
+    def loss(w, x, y):
+        h, _ = jax.lax.scan(lambda h, own: (jnp.tanh(h @ own), None), x, w)
+        return jnp.mean((h - y) ** 2)
+
+    loop = looped(jaxpp.split_stages(loss, num_stages=2), schedules.OneFOneB(), 2)
+
+    def step(w, x, y):
+        value, g = loop(w, x, y)
+        some = jax.lax.pad(g[:2], 0.0, ((0, 2, 0), (0, 0, 0), (0, 0, 0)))
+        return w - 0.1 * change(g, some), value
+
+    args = jnp.stack(weights(4)), *arrays(*[(4, WIDTH)] * 2)
+    return jaxpp.place(step, on(2), donate_argnums=0), args
+
+
+def written():
+    """A step that writes new weights into its argument, and gives it back."""
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w["a"]))
+        return jnp.mean((h @ w["b"] - y) ** 2)
+
+    loop = looped(loss, schedules.OneFOneB(), 2)
+
+    def step(w, x, y):
+        value, grads = loop(w, x, y)
+        for name in "ab":
+            w[name] = w[name] - 0.1 * grads[name]
+        return value, w
+
+    w = dict(zip("ab", weights(2), strict=True))
+    return jaxpp.place(step, on(2)), (w, *arrays(*[(4, WIDTH)] * 2))
 
 
 def conditionals():
@@ -454,7 +491,7 @@ def nested():
 
 
 def in_order():
-    """Ordered effects after a loop, the first of which waits for another rank."""
+    """Ordered effects after a loop: the first waits for another rank, which waits for the second."""
 
     def loss(w, x, y):
         h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
@@ -466,14 +503,19 @@ def in_order():
         value, grads = loop(w, x, y)
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads))
         io_callback(_nothing, None, norm, ordered=True)
-        io_callback(_nothing, None, value, ordered=True)
-        return [p - g / norm for p, g in zip(w, grads, strict=True)], value
+        scale = io_callback(_one, jax.ShapeDtypeStruct((), jnp.float32), value, ordered=True)
+        scaled = sum(jnp.sum(g * scale) for g in grads)
+        return [p - g * scaled for p, g in zip(w, grads, strict=True)], value
 
     return jaxpp.place(step, on(2)), (weights(2), *arrays(*[(4, WIDTH)] * 2))
 
 
 def _nothing(_):
     return None
+
+
+def _one(_):
+    return jnp.float32(1)
 
 
 #: The steps whose gradients JAX casts at another place than the definitions do.
@@ -502,6 +544,11 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "running sum": running_sum,
     "balanced": balanced,
     "turned": turned,
+    "exp of zeros": lambda: zeros_in_part(lambda g, some: jnp.exp(some)),
+    "one less zeros": lambda: zeros_in_part(lambda g, some: g - some),
+    "zeros and some": lambda: zeros_in_part(lambda g, some: some.at[:, 0].add(2.0)),
+    "zeros or others": lambda: zeros_in_part(lambda g, some: jnp.where(g > 0, g, some)),
+    "written": written,
     "effects in order": in_order,
     "conditionals": conditionals,
     "nested conditionals": nested,

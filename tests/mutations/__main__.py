@@ -43,6 +43,7 @@ LAWS = {
     "LAW7": "differ_in_one or other_lengths or weak_type or another_config or effect",
 }
 PLACES = {
+    "conveniences": "tests/test_conveniences.py",
     "jaxprs": "tests/test_jaxprs.py",
     "laws": "tests/test_laws.py",
     "mesh": "tests/runtime/local/test_mesh.py",

@@ -110,4 +110,66 @@ MUTATIONS = (
         tests=("place::results_of_all_kinds", "place::same_argument_twice"),
         kept="the same value; the caller's array would be given back, and not a copy",
     ),
+    Mutation(
+        "a difference is a sum",
+        "jaxpp/_primitives.py",
+        'ADDS = frozenset({"add", "add_any"})',
+        'ADDS = frozenset({"add", "add_any", "sub"})',
+        refuted_on="by hand",
+    ),
+    Mutation(
+        "clipping goes through a sum",
+        "jaxpp/_primitives.py",
+        'REORDERS = frozenset("copy reshape rev squeeze transpose".split())',
+        'REORDERS = frozenset("clamp copy reshape rev squeeze transpose".split())',
+        refuted_on="clipped",
+        like="clipping each share before they are added up",
+    ),
+    Mutation(
+        "types of operands do not count",
+        "jaxpp/_jaxprs.py",
+        "        return atom(v), v.aval\n",
+        "        return atom(v)\n",
+        refuted_on="tied in other shapes",
+    ),
+    Mutation(
+        "parameters of equations do not count",
+        "jaxpp/_jaxprs.py",
+        "            _params(eqn, differentiable),\n",
+        "",
+        refuted_on="alike",
+    ),
+    Mutation(
+        "inner programs do not count",
+        "jaxpp/_jaxprs.py",
+        "        return structure(value, differentiable=differentiable)\n",
+        "        return len(value.eqns)\n",
+        refuted_on="alike",
+    ),
+    Mutation(
+        "a trace of a transform stands for its definition",
+        "jaxpp/_definitions.py",
+        "with _cache_key(tuple(sorted(definitions))):",
+        "with _cache_key(()):",
+        kept="a step is the same; the certificate would take a transform for its definition",
+    ),
+    Mutation(
+        "sums and stacks change places",
+        "jaxpp/_conveniences.py",
+        'return tuple("sum" if own else "stack" for own in summed)',
+        'return tuple("mean" if own else "stack" for own in summed)',
+        tests=("conveniences",),
+        unseen="the function is what `accumulate_grads` asks of `microbatch`",
+    ),
+    Mutation(
+        "constants of a task are kept narrow",
+        "jaxpp/_jaxprs.py",
+        "    return np.array(jax.device_get(value), aval.dtype)\n",
+        (
+            "    return np.array(jnp.asarray(value, jnp.bfloat16) if aval.dtype == "
+            "jnp.float32 else jax.device_get(value), aval.dtype)\n"
+        ),
+        refuted_on="closed over",
+        like="parameters closed over are rounded",
+    ),
 )

@@ -159,4 +159,243 @@ MUTATIONS = (
         tests=("microbatch::a_carried_state_is_that_of_a_loop_over_the_slices_bit_for_bit",),
         refuted_on="carried",
     ),
+    Mutation(
+        "the dtype that the user gives for sums is ignored",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        ("        return jnp.dtype(dtype)\n    return jnp.dtype(jnp.float32)"),
+        ("        return x.dtype\n    return jnp.dtype(jnp.float32)"),
+        refuted_on="half precision",
+        like="Megatron: main gradients in bfloat16",
+    ),
+    Mutation(
+        "the cotangents of rows are those of other microbatches",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        "ct = ct.reshape(num_microbatches, len(ct) // num_microbatches, *ct.shape[1:])",
+        (
+            "ct = ct.reshape(len(ct) // num_microbatches, num_microbatches, "
+            "*ct.shape[1:]).swapaxes(0, 1)"
+        ),
+        refuted_on="over the batch",
+    ),
+    Mutation(
+        "the cotangent of a mean is that of a sum",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        'return "whole", ct / num_microbatches if operator.name == "mean" else ct',
+        'return "whole", ct',
+        refuted_on="over the batch",
+        like="DeepSpeed issue 7773: sums of gradients for means",
+    ),
+    Mutation(
+        "gradients are added up in the narrowest dtype",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        "return max(dtypes, key=lambda dtype: dtype.itemsize, default=x.dtype)",
+        "return min(dtypes, key=lambda dtype: dtype.itemsize, default=x.dtype)",
+        refuted_on="outside, half precision",
+    ),
+    Mutation(
+        "the greatest of integers is at least zero",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        "return _filled(x, jnp.iinfo(x.dtype).min)",
+        "return _filled(x, 0)",
+        refuted_on="integers",
+    ),
+    Mutation(
+        "any truth value is true",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        "return _filled(x, False)",
+        "return _filled(x, True)",
+        refuted_on="integers",
+    ),
+    Mutation(
+        "what replicas carry becomes that of the last",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        'own = "mean" if merge is None and is_inexact(x) else merge',
+        'own = "last" if merge is None and is_inexact(x) else merge',
+        refuted_on="replicas",
+        like="BatchNorm statistics of one replica",
+    ),
+    Mutation(
+        "an operator of the user's does not finish",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        "return Custom(reduce.init, reduce.combine, reduce.finish, merge=merge)",
+        "return Custom(reduce.init, reduce.combine, lambda acc, m: acc, merge=merge)",
+        refuted_on="operators",
+    ),
+    Mutation(
+        "an operator of the user's takes its operands in another order",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        "return Custom(reduce.init, reduce.combine, reduce.finish, merge=merge)",
+        (
+            "return Custom(reduce.init, lambda a, x: reduce.combine(x, a), reduce.finish, "
+            "merge=merge)"
+        ),
+        refuted_on="operators",
+    ),
+    Mutation(
+        "a weak type is lost",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        'if not x.shape and getattr(x, "weak_type", False):',
+        "if False:",
+        refuted_on="as given",
+    ),
+    Mutation(
+        "a slice has every so many examples",
+        "jaxpp/transforms/microbatch/_arguments.py",
+        "return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)",
+        (
+            "return jnp.stack([jnp.take(x, jnp.arange(i, x.shape[axis], count), axis) for "
+            "i in range(count)])"
+        ),
+        refuted_on="layers, ZB-H1",
+    ),
+    Mutation(
+        "the first microbatch is seen twice, and the last never",
+        "jaxpp/transforms/microbatch/_arguments.py",
+        "return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)",
+        (
+            "rows = jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)\n"
+            "    return jnp.concatenate([rows[:1], rows[:-1]])"
+        ),
+        refuted_on="layers, ZB-H1",
+        like="the last microbatch is missing",
+    ),
+    Mutation(
+        "all microbatches are the first",
+        "jaxpp/transforms/microbatch/_arguments.py",
+        "return jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)",
+        (
+            "rows = jnp.moveaxis(jax.lax.reshape(x, shape, out_sharding=split), axis, 0)\n"
+            "    return jnp.concatenate([rows[:1]] * count)"
+        ),
+        refuted_on="dropout",
+        like="dropout seed or positions of the first microbatch for all",
+    ),
+    Mutation(
+        "a mean over replicas is not divided by their number",
+        "jaxpp/transforms/microbatch/_slices.py",
+        "return op.finish(next(accs), self.count)",
+        "return op.finish(next(accs), self.count // self.replicas)",
+        refuted_on="replicas",
+        like="DeepSpeed, Megatron: gradients scaled by the number of replicas",
+    ),
+    Mutation(
+        "what replicas carry is added up",
+        "jaxpp/transforms/microbatch/_slices.py",
+        (
+            "return (total / rows.shape[0]).astype(rows.dtype) if is_carried and how == "
+            '"mean" else total'
+        ),
+        "return total",
+        refuted_on="replicas",
+    ),
+    Mutation(
+        "the last of replicas is the first",
+        "jaxpp/transforms/microbatch/_slices.py",
+        ("def _last(rows: Any) -> Any:\n    return rows[-1]"),
+        ("def _last(rows: Any) -> Any:\n    return rows[0]"),
+        kept="a scheduled loop takes the last by a rule of its own",
+    ),
+    Mutation(
+        "the greatest over replicas is the least",
+        "jaxpp/transforms/microbatch/_slices.py",
+        "for combine in (jnp.add, jnp.maximum))",
+        "for combine in (jnp.add, jnp.minimum))",
+        refuted_on="replicas",
+    ),
+    Mutation(
+        "rows of replicas are in turns",
+        "jaxpp/transforms/microbatch/_slices.py",
+        "    return jax.lax.reshape(rows, shape, out_sharding=split)\n",
+        "    return jax.lax.reshape(rows.swapaxes(0, 1), shape, out_sharding=split)\n",
+        refuted_on="replicas",
+    ),
+    Mutation(
+        "replicas take each other's slices",
+        "jaxpp/transforms/microbatch/_slices.py",
+        "rows = [_by_replica(x, replicas) for x in slices]",
+        "rows = [_by_replica(x, replicas)[::-1] for x in slices]",
+        refuted_on="replicas",
+    ),
+    Mutation(
+        "accumulators of replicas are merged in another order",
+        "jaxpp/transforms/microbatch/_slices.py",
+        "return functools.reduce(combine, each)",
+        "return functools.reduce(lambda a, b: combine(b, a), each)",
+        refuted_on="operators, replicas",
+    ),
+    Mutation(
+        "the gradient of rows is a mean",
+        "jaxpp/transforms/microbatch/_slices.py",
+        'names = ["stack" if self.roles[i] == "slice" else "sum" for i in active]',
+        'names = ["stack" if self.roles[i] == "slice" else "mean" for i in active]',
+        refuted_on="over the batch",
+        like="AReaL 1273: gradients divided once too often",
+    ),
+    Mutation(
+        "gradients of other outputs are dropped",
+        "jaxpp/transforms/microbatch/_slices.py",
+        "if active and not given.keys() <= set(loop.scalars):",
+        "if active and not given.keys() & set(loop.scalars):",
+        refuted_on="over the batch",
+        like="NeMo 1412: the auxiliary loss has no gradient",
+    ),
+    Mutation(
+        "a cotangent counts twice",
+        "jaxpp/transforms/microbatch/_slices.py",
+        "(i, given[k] * g) for",
+        "(i, given[k] * given[k] * g) for",
+        refuted_on="gradient outside",
+        like="a loss scale that is applied twice",
+    ),
+    Mutation(
+        "microbatches come in the reverse order",
+        "jaxpp/transforms/microbatch/_slices.py",
+        "step, (init, first), list(slices), length=length\n",
+        "step, (init, first), list(slices), length=length, reverse=True\n",
+        refuted_on="aux and keys",
+    ),
+    Mutation(
+        "a gradient comes in the dtype of its sum",
+        "jaxpp/transforms/microbatch/_slices.py",
+        (
+            "return tuple(g if g is None or g.dtype == x.dtype else g.astype(x.dtype) for "
+            "g, x in pairs)"
+        ),
+        "return tuple(g for g, x in pairs)",
+        refuted_on="mean outside, half precision",
+    ),
+    Mutation(
+        "cotangents of rows stay wide",
+        "jaxpp/transforms/microbatch/_slices.py",
+        "return pullback([ct.astype(y.dtype) for ct, y in zip(cts, primals, strict=True)])",
+        (
+            "return pullback([ct.astype(jnp.bfloat16).astype(y.dtype) for ct, y in "
+            "zip(cts, primals, strict=True)])"
+        ),
+        refuted_on="over the batch",
+    ),
+    Mutation(
+        "the accumulator keeps the last gradient alone",
+        "jaxpp/transforms/microbatch/_slices.py",
+        "accs = [op.combine(acc, outputs[i]) for (i, op), acc in pairs]",
+        "accs = [op.combine(op.init(shapes[i]), outputs[i]) for (i, op), acc in pairs]",
+        refuted_on="layers, ZB-H1",
+        like="NeMo 3530: accumulated gradients are wiped between microbatches",
+    ),
+    Mutation(
+        "gradients are divided in each microbatch",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        ("lambda acc, x: acc + x,\n        lambda acc, m: acc / m,"),
+        ("lambda acc, x: (acc + x) / 2,\n        lambda acc, m: acc,"),
+        refuted_on="layers, ZB-H1",
+        like="torchtitan 1733: an average that forgets",
+    ),
+    Mutation(
+        "a gradient is doubled in each microbatch",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        ("lambda acc, x: acc + x,\n        lambda acc, m: acc / m,"),
+        ("lambda acc, x: acc + acc + x,\n        lambda acc, m: acc / m,"),
+        refuted_on="scaled half precision",
+        like="Megatron 6660: gradients doubled with each microbatch",
+    ),
 )

@@ -151,4 +151,171 @@ MUTATIONS = (
         tests=("in_specs::an_unknown_primitive_that_makes_an_array_whole_is_named",),
         unseen="it is a report",
     ),
+    Mutation(
+        "what is sent is given away",
+        "jaxpp/transforms/graph/_graph.py",
+        "        self.kept |= {(source, value), (target, value)}\n",
+        "",
+        refuted_on="replicas, DualPipe",
+    ),
+    Mutation(
+        "what is sent is freed before",
+        "jaxpp/transforms/graph/_graph.py",
+        ("        writer.send(sends.get((index, task.rank), ()))\n        writer.free()"),
+        ("        writer.free()\n        writer.send(sends.get((index, task.rank), ()))"),
+        refuted_on="layers, ZB-H1",
+        like="an activation freed before it is sent",
+    ),
+    Mutation(
+        "all messages have one tag",
+        "jaxpp/transforms/graph/_graph.py",
+        ("            tag,\n            source,"),
+        ("            0,\n            source,"),
+        refuted_on="layers, ZB-H1",
+    ),
+    Mutation(
+        "what a task makes is sent before it",
+        "jaxpp/transforms/graph/_graph.py",
+        "sends.setdefault((index, source), []).append((values, message))",
+        (
+            "sends.setdefault((index - 1 if index > 0 else -1, source), "
+            "[]).append((values, message))"
+        ),
+        refuted_on="layers, ZB-H1",
+        like="send and receive in another order",
+    ),
+    Mutation(
+        "results of the step change places",
+        "jaxpp/transforms/graph/_graph.py",
+        "writers[rank].outputs.append((n, writers[rank].slot(value)))",
+        ("writers[rank].outputs.append((len(graph.results) - 1 - n, writers[rank].slot(value)))"),
+        refuted_on="layers, ZB-H1",
+    ),
+    Mutation(
+        "arguments of the step change places",
+        "jaxpp/transforms/graph/_graph.py",
+        "writers[rank].inputs.append((n, writers[rank].slot(value)))",
+        ("writers[rank].inputs.append((len(graph.arguments) - 1 - n, writers[rank].slot(value)))"),
+        refuted_on="layers, ZB-H1",
+        like="ZeRO: the state of another part",
+    ),
+    Mutation(
+        "what later tasks read is given away",
+        "jaxpp/transforms/graph/_graph.py",
+        "uses.last[task.rank, value] == index",
+        "uses.last[task.rank, value] >= index",
+        refuted_on="nested conditionals",
+        like="an activation freed early",
+    ),
+    Mutation(
+        "a value's slot is that of another",
+        "jaxpp/transforms/graph/_graph.py",
+        (
+            "            if self.vacant and value.constant is None:\n"
+            "                self.slots[value] = self.vacant.pop()"
+        ),
+        (
+            "            if self.vacant and value.constant is None:\n"
+            "                self.slots[value] = self.vacant[-1]"
+        ),
+        refuted_on="layers, ZB-H1",
+    ),
+    Mutation(
+        "only the first value of a message is sent",
+        "jaxpp/transforms/graph/_graph.py",
+        "self.instructions.append(Send(tuple(map(self.slot, values)), message))",
+        (
+            "self.instructions.append(Send(tuple(map(self.slot, values[:1] * "
+            "len(values))), message))"
+        ),
+        refuted_on="replicas, DualPipe",
+    ),
+    Mutation(
+        "results that stay whole are left on one rank",
+        "jaxpp/transforms/graph/_graph.py",
+        ("        for rank in ranks:\n            writers[rank].outputs"),
+        ("        for rank in ranks[:1]:\n            writers[rank].outputs"),
+        kept="the same values with more transfers",
+        like="parameters updated on one rank alone",
+    ),
+    Mutation(
+        "all replicas have the rows of the first",
+        "jaxpp/transforms/inside/_batch.py",
+        "own = functools.reduce(combine, list(rows))",
+        "own = rows[0]",
+        refuted_on="replicas on devices",
+        like="gradients of one replica of a device",
+    ),
+    Mutation(
+        "the greatest of replicas is that of sums",
+        "jaxpp/transforms/inside/_batch.py",
+        "        key = how, dimension, rows.aval\n",
+        "        key = dimension, rows.aval\n",
+        refuted_on="replicas on devices",
+    ),
+    Mutation(
+        "a sum over devices is a mean",
+        "jaxpp/transforms/inside/_batch.py",
+        '"sum": (jnp.add, jax.lax.psum),',
+        '"sum": (jnp.add, jax.lax.pmean),',
+        refuted_on="replicas on devices",
+        like="gradients divided by the number of replicas once more",
+    ),
+    Mutation(
+        "the greatest over devices is the least",
+        "jaxpp/transforms/inside/_batch.py",
+        '"max": (jnp.maximum, jax.lax.pmax),',
+        '"max": (jnp.maximum, jax.lax.pmin),',
+        refuted_on="replicas on devices",
+    ),
+    Mutation(
+        "what is scattered is the sum of the first part",
+        "jaxpp/transforms/inside/_batch.py",
+        "return jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)",
+        (
+            "size = own.shape[dimension] // jax.lax.axis_size(axis)\n"
+            "            return jax.lax.slice_in_dim(jax.lax.psum(own, axis), 0, size, "
+            "axis=dimension)"
+        ),
+        refuted_on="replicas, ZeRO",
+        like="ZeRO: the wrong part of the gradients",
+    ),
+    Mutation(
+        "a part of a gradient is not reduced before it is scattered",
+        "jaxpp/transforms/inside/_batch.py",
+        "return jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)",
+        (
+            "size = own.shape[dimension] // jax.lax.axis_size(axis)\n"
+            "            start = jax.lax.axis_index(axis) * size\n"
+            "            return jax.lax.dynamic_slice_in_dim(own, start, size, dimension)"
+        ),
+        refuted_on="replicas, ZeRO",
+        like="ZeRO and pipelines: DeepSpeed 855, gradients never reduced",
+    ),
+    Mutation(
+        "each device runs all its replicas on the rows of the first",
+        "jaxpp/transforms/inside/_batch.py",
+        "return jax.lax.scan(lambda _, own: (None, one(own)), None, rows)[1]",
+        "return jax.lax.scan(lambda _, own: (None, one([x[0] for x in rows])), None, rows)[1]",
+        refuted_on="replicas on devices",
+    ),
+    Mutation(
+        "a scan over the rows of replicas gives each the first",
+        "jaxpp/transforms/inside/_batch.py",
+        "return [y[None] for y in one([jax.lax.squeeze(x, (0,)) for x in rows])]",
+        (
+            "return [y[None] for y in one([jax.lax.all_gather(x, inside.replicas, "
+            "tiled=True)[0] if inside else x[0] for x in rows])]"
+        ),
+        refuted_on="replicas, ZeRO",
+        like="all replicas see the batch of the first",
+    ),
+    Mutation(
+        "the sum of scattered rows is put together along the first dimension",
+        "jaxpp/transforms/inside/_batch.py",
+        "PartitionSpec(*[None] * dimension, axis),",
+        "PartitionSpec(axis),",
+        refuted_on="replicas, ZeRO",
+        like="ZeRO: partitions put together along another dimension",
+    ),
 )
