@@ -476,6 +476,48 @@ def is_error_if(eqn) -> bool:
     return getattr(function, "__module__", None) == "equinox._errors"
 
 
+def captured(fun: types.FunctionType) -> dict[str, Any]:
+    """Returns what a function closes over, by name, but for the text of the stack of its caller.
+
+    `eqx.error_if` closes over this text, which each trace makes anew.
+    """
+    names = fun.__code__.co_freevars
+    cells = dict(zip(names, fun.__closure__ or (), strict=True))
+    if fun.__module__ == "equinox._errors":
+        cells.pop("stack", None)
+    found = {}
+    for name, cell in cells.items():
+        with contextlib.suppress(ValueError):  # it is empty
+            found[name] = cell.cell_contents
+    return found
+
+
+_ERROR_NUMBERS: dict[Any, int] = {}
+
+
+@contextlib.contextmanager
+def numbered_errors():
+    """Gives a check of `checkify` one number however often it is traced, as JAX 0.12 does."""
+    if not hasattr(checkify, "next_code"):
+        yield
+        return
+    plain, new = checkify.assert_func, checkify.next_code
+
+    def assert_func(error, pred, new_error):
+        kind = jax.tree.structure(new_error)
+        number = _ERROR_NUMBERS.get(kind)
+        if number is None:
+            number = _ERROR_NUMBERS[kind] = new()
+        checkify.next_code = lambda: number
+        return plain(error, pred, new_error)
+
+    checkify.assert_func = assert_func
+    try:
+        yield
+    finally:
+        checkify.assert_func, checkify.next_code = plain, new
+
+
 def public_error(error: Any) -> Any:
     """Returns the error that `jax.jit` or `eqx.filter_jit` raises in place of an executable's."""
     if isinstance(error, api_util.InternalFloatingPointError):

@@ -9,8 +9,8 @@ from jaxpp import _compat, _jaxprs
 from jaxpp._typing import Eqn
 from jaxpp.certification import _control
 from jaxpp.certification._definition import SLICES
-from jaxpp.certification._table import Term, full_of, name_of
-from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS
+from jaxpp.certification._table import MADE_HERE, Term, full_of, name_of
+from jaxpp.certification._terms import REDUCTIONS, moved_to_front
 
 if TYPE_CHECKING:
     from jaxpp.certification._evaluate import Evaluator
@@ -56,12 +56,12 @@ def rule_of(evaluator: "Evaluator", eqn: Eqn) -> Rule:
         return lambda args: evaluator.run(body, args)
     if name == "pipeline_loop":
         return functools.partial(evaluator.run_loop, eqn)
-    if name in _CONTROL:
-        return functools.partial(_CONTROL[name], evaluator, eqn)
+    if name in evaluator.control:
+        return functools.partial(evaluator.control[name], evaluator, eqn)
     if eqn.effects:
         params = params_of(evaluator, eqn)
         return lambda args: _control.effect(evaluator, eqn, args, params)
-    return _MOVES.get(name, _operation)(evaluator, eqn)
+    return _MOVES.get(name, operation)(evaluator, eqn)
 
 
 def body_of(eqn: Eqn) -> Any:
@@ -80,7 +80,7 @@ def _types(eqn: Any) -> list[tuple[tuple[int, ...], str]]:
     return [(v.aval.shape, name_of(v.aval.dtype)) for v in eqn.outvars]
 
 
-def _operation(evaluator: "Evaluator", eqn: Eqn) -> Rule:
+def operation(evaluator: "Evaluator", eqn: Eqn) -> Rule:
     terms, name = evaluator.terms, eqn.primitive.name
     if name == "convert_element_type":
         params: Any = ()
@@ -88,14 +88,15 @@ def _operation(evaluator: "Evaluator", eqn: Eqn) -> Rule:
         params = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
     else:
         params = params_of(evaluator, eqn)
-    if name not in ELEMENTWISE:
+    is_elementwise = name in MADE_HERE or evaluator.parameters.is_elementwise(eqn)
+    if name not in MADE_HERE:
         params += (("primitive", eqn.primitive),)  # another may have its name
     if name in _RANDOM or name.startswith("random_"):
         params += (("partitionable", eqn.ctx.threefry_partitionable),)
     ops = [terms.op(name, params, *own, eqn, k) for k, own in enumerate(_types(eqn))]
-    if name in ELEMENTWISE and len(ops) == 1:
-        return lambda args: (terms.elementwise(ops[0], args),)
-    return lambda args: [terms.make(op, tuple(args)) for op in ops]
+    for op in ops:
+        op.is_elementwise = is_elementwise
+    return lambda args: [terms.operation(op, args) for op in ops]
 
 
 # ---- moves --------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def _operation(evaluator: "Evaluator", eqn: Eqn) -> Rule:
 def _reshape(evaluator, eqn) -> Rule:
     terms, (shape, _) = evaluator.terms, _types(eqn)[0]
     if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
-        return _operation(evaluator, eqn)
+        return operation(evaluator, eqn)
     return lambda args: (terms.reshape(args[0], shape),)
 
 
@@ -116,7 +117,7 @@ def _transpose(evaluator, eqn) -> Rule:
 def _broadcast(evaluator, eqn) -> Rule:
     terms, (shape, _) = evaluator.terms, _types(eqn)[0]
     if len(eqn.invars) > 1:
-        return _operation(evaluator, eqn)
+        return operation(evaluator, eqn)
     return lambda args: (terms.broadcast(args[0], shape, eqn.params["broadcast_dimensions"]),)
 
 
@@ -127,19 +128,19 @@ def _zeros(evaluator, eqn) -> Rule:
 
 def _concatenate(evaluator, eqn) -> Rule:
     if eqn.params["dimension"]:
-        return _operation(evaluator, eqn)
+        return operation(evaluator, eqn)
     return lambda args: (evaluator.terms.join_rows(args),)
 
 
 def _stack(evaluator, eqn) -> Rule:
     if eqn.params["axis"]:
-        return _operation(evaluator, eqn)
+        return operation(evaluator, eqn)
     return lambda args: (evaluator.terms.stack(args),)
 
 
 def _split(evaluator, eqn) -> Rule:
     if eqn.params["axis"]:
-        return _operation(evaluator, eqn)
+        return operation(evaluator, eqn)
     cuts = [*itertools.accumulate(eqn.params["sizes"], initial=0)]
     return lambda args: [
         evaluator.terms.rows(args[0], low, high) for low, high in itertools.pairwise(cuts)
@@ -148,7 +149,7 @@ def _split(evaluator, eqn) -> Rule:
 
 def _unstack(evaluator, eqn) -> Rule:
     if eqn.params["axis"]:
-        return _operation(evaluator, eqn)
+        return operation(evaluator, eqn)
     terms = evaluator.terms
     return lambda args: [terms.row(args[0], i) for i in range(args[0].shape[0])]
 
@@ -164,7 +165,7 @@ def _sliced(evaluator, t: Term, starts, limits, strides=None) -> Term:
     strides = strides or (1,) * len(starts)
     sizes = [high - low for low, high in zip(starts, limits, strict=True)]
     if (axis := _only_cut(sizes, t.shape)) is not None and strides[axis] == 1:
-        first, back = _to_front(axis, len(sizes))
+        first, back = moved_to_front(axis, len(sizes))
         rows = terms.rows(terms.transpose(t, first), int(starts[axis]), int(limits[axis]))
         return terms.transpose(rows, back)
     if starts and strides[0] == 1:
@@ -189,7 +190,7 @@ def _pad(evaluator, eqn) -> Rule:
         return lambda args: (args[0],)
     (low, high, inner), *others = config
     if any(map(any, others)) or inner or min(low, high) < 0:
-        return _operation(evaluator, eqn)
+        return operation(evaluator, eqn)
 
     def pad_rows(args):
         below, above = (terms.broadcast(args[1], (n, *shape[1:]), ()) for n in (low, high))
@@ -213,14 +214,8 @@ def _only_cut(sizes: Sequence[int], shape: Sequence[int]) -> int | None:
     return cut[0] if len(cut) == 1 else None
 
 
-def _to_front(axis: int, count: int) -> tuple[Sequence[int], Sequence[int]]:
-    """The permutation that brings an axis to the front, where it has rows, and the one back."""
-    first = (axis, *(d for d in range(count) if d != axis))
-    return first, tuple(map(first.index, range(count)))
-
-
 def _dynamic_slice(evaluator, eqn) -> Rule:
-    sizes, plain = eqn.params["slice_sizes"], _operation(evaluator, eqn)
+    sizes, plain = eqn.params["slice_sizes"], operation(evaluator, eqn)
 
     def run(args):
         at = _clamped(args[1:], sizes, args[0].shape)
@@ -232,7 +227,7 @@ def _dynamic_slice(evaluator, eqn) -> Rule:
 
 
 def _dynamic_update_slice(evaluator, eqn) -> Rule:
-    terms, plain = evaluator.terms, _operation(evaluator, eqn)
+    terms, plain = evaluator.terms, operation(evaluator, eqn)
 
     def run(args):
         whole, new, *starts = args
@@ -241,7 +236,7 @@ def _dynamic_update_slice(evaluator, eqn) -> Rule:
             return (new,)
         if at is None or (axis := _only_cut(new.shape, whole.shape)) is None:
             return plain(args)
-        first, back = _to_front(axis, len(at))
+        first, back = moved_to_front(axis, len(at))
         whole, new = terms.transpose(whole, first), terms.transpose(new, first)
         end = at[axis] + new.shape[0]
         below, above = terms.rows(whole, 0, at[axis]), terms.rows(whole, end, whole.shape[0])
@@ -270,104 +265,4 @@ _MOVES = {
     "unstack": _unstack,
     "zeros_like": _zeros,
     **dict.fromkeys(REDUCTIONS, _reduce),
-}
-
-def _shard_map(evaluator, eqn, args) -> Sequence[Term]:
-    """A computation on several devices, equation by equation, if it is over one axis."""
-    axes = [axis for specs in eqn.params["in_specs"] for e in specs for axis in _axes_of(e)]
-    axes += [axis for spec in eqn.params["out_specs"] for e in spec for axis in _axes_of(e)]
-    body = eqn.params["jaxpr"]
-    inner = [e for e in _jaxprs.opened(body).eqns if e.primitive.name in _COLLECTIVES]
-    names = {a for e in inner for a in e.params.get("axes") or _axes_of(e.params["axis_name"])}
-    if len({*axes, *names}) != 1 or _compat.constants_of(body):
-        return _operation(evaluator, eqn)(args)
-    (axis,) = {*axes, *names}
-    mesh = eqn.params["mesh"]
-    count = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))[axis]
-    given = zip(args, eqn.params["in_specs"], strict=True)
-    parts = list(zip(*(_parts(evaluator, t, spec, count) for t, spec in given), strict=True))
-    made, wholes = _in_lockstep(evaluator, _jaxprs.opened(body), parts)
-    evaluator.terms.eqn = eqn
-    results = zip(zip(*made, strict=True), eqn.params["out_specs"], strict=True)
-    return [_put_together(evaluator, own, spec, wholes) for own, spec in results]
-
-
-def _axes_of(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-
-
-def _split_dimension(spec: Any) -> int | None:
-    return next((d for d, entry in enumerate(spec) if _axes_of(entry)), None)
-
-
-def _parts(evaluator, t: Term, spec: Any, count: int) -> list[Term]:
-    """Returns the part of an array that each device has."""
-    dimension = _split_dimension(spec)
-    return [t] * count if dimension is None else _cut(evaluator, t, dimension, count)
-
-
-def _cut(evaluator, t: Term, dimension: int, count: int) -> list[Term]:
-    terms, size = evaluator.terms, t.shape[dimension] // count
-    first, back = _to_front(dimension, len(t.shape))
-    moved = terms.transpose(t, first)
-    rows = [terms.rows(moved, d * size, (d + 1) * size) for d in range(count)]
-    return [terms.transpose(own, back) for own in rows]
-
-
-def _put_together(evaluator, parts: Sequence[Term], spec: Any, wholes: Any) -> Term:
-    terms, dimension = evaluator.terms, _split_dimension(spec)
-    if dimension is None:
-        return parts[0]
-    if (whole := wholes.get((dimension, parts))) is not None:
-        return whole
-    first, back = _to_front(dimension, len(parts[0].shape))
-    return terms.transpose(terms.join_rows([terms.transpose(t, first) for t in parts]), back)
-
-
-#: The collectives between the devices, each with the operation that combines their values.
-_COLLECTIVES = {"psum": "add", "psum_invariant": "add", "reduce_scatter": "add", "pmax": "max"}
-
-
-def _in_lockstep(evaluator, body: Any, parts: Sequence[Sequence[Term]]):
-    """The results of a body on each device, of what each has of its inputs.
-
-    Also, by the dimension and the parts, what was scattered over the devices.
-    """
-    terms, wholes = evaluator.terms, {}
-    known = [dict(zip(body.invars, own, strict=True)) for own in parts]
-
-    def read(values, atom):
-        return terms.of_literal(atom) if _jaxprs.is_literal(atom) else values[atom]
-
-    for eqn in body.eqns:
-        operands = [[read(values, v) for v in eqn.invars] for values in known]
-        terms.eqn, how = eqn, _COLLECTIVES.get(eqn.primitive.name)
-        if how is None:
-            rule = rule_of(evaluator, eqn)
-            made = [rule(own) for own in operands]
-        else:
-            each = zip(*operands, strict=True)
-            totals = [_combined(evaluator, how, own) for own in each]
-            made = [totals] * len(known)
-            if eqn.primitive.name == "reduce_scatter":
-                dimension = eqn.params["scatter_dimension"]
-                cut = [tuple(_cut(evaluator, t, dimension, len(known))) for t in totals]
-                wholes |= zip(((dimension, own) for own in cut), totals, strict=True)
-                made = list(zip(*cut, strict=True))
-        for values, own in zip(known, made, strict=True):
-            values.update(zip(eqn.outvars, own, strict=True))
-    return [[read(values, v) for v in body.outvars] for values in known], wholes
-
-
-def _combined(evaluator, how: str, parts: Sequence[Term]) -> Term:
-    terms, (shape, dtype) = evaluator.terms, (parts[0].shape, parts[0].dtype)
-    op = terms.op(how, (), shape, dtype, terms.eqn, 0)
-    return functools.reduce(lambda a, b: terms.elementwise(op, [a, b]), parts)
-
-
-_CONTROL = {
-    "shard_map": _shard_map,
-    "cond": _control.cond,
-    "scan": _control.scan,
-    "while": _control.while_loop,
 }

@@ -2,11 +2,11 @@
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpp import _compat, _jaxprs
-from jaxpp.certification import _equations
+from jaxpp.certification import _control, _devices, _equations
 from jaxpp.certification._definition import microbatch_of
 from jaxpp.certification._parameters import Parameters
 from jaxpp.certification._refuted import Undecided
@@ -41,6 +41,14 @@ class Evaluator:
         terms: the terms.
         whole: the lengths of scans that no pass cuts.
     """
+
+    #: The rules of equations that run jaxprs in a way of their own.
+    control: Mapping[str, Callable[..., Sequence[Term]]] = {
+        "cond": _control.cond,
+        "scan": _control.scan,
+        "shard_map": _devices.shard_map,
+        "while": _control.while_loop,
+    }
 
     def __init__(self, terms: Terms, whole: frozenset[int] = frozenset()):
         self.terms, self.whole = terms, whole
@@ -148,12 +156,12 @@ class Evaluator:
     @contextlib.contextmanager
     def collected(self) -> Iterator[list[tuple[Term, bool]]]:
         """Keeps the effects of a body from the others: they happen in each of its iterations."""
-        before = self.effects, self._times
-        self.effects, self._times = [], collections.Counter()
+        before = self.effects, self._times, self.microbatch
+        self.effects, self._times, self.microbatch = [], collections.Counter(), None
         try:
             yield self.effects
         finally:
-            self.effects, self._times = before
+            self.effects, self._times, self.microbatch = before
 
     @contextlib.contextmanager
     def guarded(self, index: Term, case: int, count: int) -> Iterator[None]:

@@ -28,7 +28,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpp.certification._table import Form, Op, Term
-from jaxpp.certification._terms import ELEMENTWISE, REDUCTIONS, Terms, rows_in
+from jaxpp.certification._terms import REDUCTIONS, Terms, rows_in
 
 Fingerprint = tuple[int, ...]
 
@@ -147,7 +147,7 @@ class Fingerprints:
     ) -> Fingerprint:
         """The value of a random function."""
         op, types = t.op, [(a.shape, a.dtype) for a in operands]
-        if t.name in ELEMENTWISE:
+        if op.is_elementwise:
             own = (t.name, op.params, op.out, op.dtype, *(dtype for _, dtype in types))
             return _each(lambda *values: self._of_elements(own, values), *given)
         return self._numbers((op, *types, *given), _size(op))

@@ -12,6 +12,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from jaxpp import _compat
+from jaxpp._typing import Eqn
 from jaxpp.certification._table import inputs_of, name_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,17 @@ class Parameters:
     def __init__(self, evaluator: "Evaluator"):
         self._evaluator = evaluator
         self._inside: set[int] = set()
+        self._elementwise: dict[Any, bool] = {}
+
+    def is_elementwise(self, eqn: Eqn) -> bool:
+        """Tells whether JAX batches an operation on numbers by doing the same on arrays of them."""
+        if eqn.effects or not eqn.invars:
+            return False
+        dtypes = tuple(getattr(v.aval, "dtype", None) for v in eqn.invars)
+        key = eqn.primitive, tuple(map(str, dtypes)), str({**eqn.params, "sharding": None})
+        if key not in self._elementwise:
+            self._elementwise[key] = None not in dtypes and _is_batched_as_it_is(eqn, dtypes)
+        return self._elementwise[key]
 
     def key(self, value: Any) -> Any:
         """A hashable key of a parameter."""
@@ -34,6 +46,8 @@ class Parameters:
         if isinstance(value, dict):
             pairs = ((self.key(k), self.key(v)) for k, v in value.items())
             return tuple(sorted(pairs, key=str))
+        if isinstance(value, np.integer):
+            value = int(value)
         if isinstance(value, jax.Array | np.ndarray):
             return ("array", self._evaluator.terms.constant(value))
         if isinstance(value, jax.sharding.AbstractMesh):  # the types of its axes are of places
@@ -73,18 +87,32 @@ class Parameters:
 
     def _of_function(self, fun: types.FunctionType) -> Any:
         """Functions are the same if they have the same code and close over the same."""
-        cells = []
-        for cell in fun.__closure__ or ():
-            try:
-                cells.append(self.key(cell.cell_contents))
-            except ValueError:  # it is empty
-                cells.append(None)
-        defaults = self.key((fun.__defaults__, fun.__kwdefaults__))
-        return ("function", fun.__code__, tuple(cells), defaults)
+        closed_over, defaults = _compat.captured(fun), (fun.__defaults__, fun.__kwdefaults__)
+        return ("function", fun.__code__, self.key(closed_over), self.key(defaults))
 
     def _of_object(self, value: Any) -> Any:
         """Objects are the same if they are of one type and have the same attributes."""
         return ("object", type(value), self.key(_attributes(value)))
+
+
+def _is_batched_as_it_is(eqn: Eqn, dtypes: Sequence[Any]) -> bool:
+    """Tells whether an operation on numbers, under `jax.vmap`, is one equation, and the same."""
+    params = {**eqn.params, **({"sharding": None} if "sharding" in eqn.params else {})}
+
+    def on_numbers(*args):
+        return eqn.primitive.bind(*args, **params)
+
+    numbers = [jax.ShapeDtypeStruct((2,), dtype) for dtype in dtypes]
+    try:
+        made = jax.make_jaxpr(jax.vmap(on_numbers))(*numbers).jaxpr
+    except Exception:  # it is none on numbers, whatever the error of its rule
+        return False
+    if len(made.eqns) != 1 or made.eqns[0].primitive is not eqn.primitive:
+        return False
+    (batched,) = made.eqns
+    same = all(str(batched.params.get(k)) == str(v) for k, v in params.items())
+    in_order = list(batched.invars) == list(made.invars)
+    return same and in_order and all(v.aval.shape == (2,) for v in batched.outvars)
 
 
 def _is_made_anew(value: Any) -> bool:
@@ -95,7 +123,7 @@ def _is_made_anew(value: Any) -> bool:
     if isinstance(value, type | types.ModuleType | jex.Primitive):
         return False
     is_by_identity = type(value).__hash__ in (None, object.__hash__)
-    return is_by_identity and bool(_attributes(value))
+    return is_by_identity and (hasattr(value, "__dict__") or bool(_attributes(value)))
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -19,6 +19,10 @@ Shape = tuple[int, ...]
 SMALL = 4096
 
 
+#: The elementwise operations that rules make without an equation.
+MADE_HERE = frozenset("add and convert_element_type max min not or".split())
+
+
 @functools.cache
 def name_of(dtype: Any) -> str:
     """The name of a dtype, which is slow to find."""
@@ -49,14 +53,16 @@ class Op:
     """An operation: a primitive or a rewritten form, with its parameters and its result's type.
 
     `out` is the number of the result among those of the equation. `eqn` is the first equation that
-    was such an operation.
+    was such an operation. `is_elementwise` tells whether each element is made of the elements at
+    the same place; operands that are scalars, or of size 1 along an axis, serve for all places.
     """
 
-    __slots__ = ("dtype", "eqn", "name", "of_rows", "out", "params", "shape")
+    __slots__ = ("dtype", "eqn", "is_elementwise", "name", "of_rows", "out", "params", "shape")
 
     def __init__(self, name: str, params: Any, shape: Shape, dtype: str, eqn: Any, out: int):
         self.name, self.params, self.shape, self.dtype = name, params, shape, dtype
         self.eqn, self.out = eqn, out
+        self.is_elementwise = name in MADE_HERE
         self.of_rows: dict[int, Op] = {}
 
 

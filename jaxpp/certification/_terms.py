@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp.certification._rows import operands_with_rows
 from jaxpp.certification._table import (
     SMALL,
     Form,
@@ -28,19 +29,6 @@ from jaxpp.certification._table import (
     template_of,
 )
 
-#: They make each element of the elements at the same place. Operands that are scalars, or of size
-#: 1 along an axis, serve for all places.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    clz complex conj convert_element_type cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
-    expm1 floor ge gt imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to
-    max min mul mulhi ne neg nextafter not or polygamma population_count pow random_fold_in
-    random_seed real reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh threefry2x32
-    xor zeta
-    """.split()
-)
 #: The reductions, and what two parts of one are combined by.
 REDUCTIONS = {
     "reduce_sum": "add",
@@ -161,6 +149,12 @@ class Terms(Table):
             self._is_marking = False
         return t
 
+    def op_like(self, op: Op, shape: Shape) -> Op:
+        """The same operation, with a result of another shape."""
+        new = self.op(op.name, op.params, shape, op.dtype, op.eqn, op.out)
+        new.is_elementwise = op.is_elementwise
+        return new
+
     def _fitted(self, t: Term, shape: Shape) -> Term:
         """An operand of an elementwise operation, in the shape of its result."""
         return t if t.shape == shape else self.broadcast(t, shape, range(len(t.shape)))
@@ -212,11 +206,15 @@ class Terms(Table):
                 return self.broadcast(self.rows(args[0], low, high), shape, op.params)
             if 0 not in op.params or args[0].shape[0] == 1:
                 return self.broadcast(args[0], shape, op.params)
-        if t.name in ELEMENTWISE or t.name == "choice":
+        if op.is_elementwise or t.name == "choice":
             own = [self.rows(a, low, high) if _has_rows(a, op) else a for a in args]
             return self._row_wise(op, own, high - low)
         if t.name in REDUCTIONS and 0 not in op.params:
             return self.reduce(self.rows(args[0], low, high), t.name, op.params)
+        if (having := operands_with_rows(op, args)) is not None:
+            each = zip(args, having, strict=True)
+            own = [self.rows(a, low, high) if has else a for a, has in each]
+            return self._row_wise(op, own, high - low)
         if self._is_marking:
             self._batch.add(t)
         if t in self._batch:
@@ -284,23 +282,46 @@ class Terms(Table):
         new = op.of_rows.get(count)
         if new is None:
             shape = (count, *op.shape[1:])
-            new = self.op(op.name, op.params, shape, op.dtype, op.eqn, op.out)
-            op.of_rows[count] = new
-        return self.elementwise(new, args)
+            new = op.of_rows[count] = self.op_like(op, shape)
+        return self.operation(new, args)
+
+    def operation(self, op: Op, args: Sequence[Term]) -> Term:
+        """The result of any operation, part by part where its operands are joined rows."""
+        if op.is_elementwise:
+            return self.elementwise(op, args)
+        if (number := number_of(args)) is not None:
+            return self.instance(self.operation(op, [template_of(a) for a in args]), number)
+        if any(template_of(a).name == "rows_joined" for a in args):
+            having = operands_with_rows(op, args)
+            if having is not None:
+                made = self._in_parts(args, having, lambda own, n: self._row_wise(op, own, n))
+                if made is not None:
+                    return made
+        return self.make(op, args)
 
     def _in_parts(
-        self, op: Op, args: Sequence[Term], make: Callable[[list[Term], int], Term]
+        self,
+        args: Sequence[Term],
+        having: Sequence[bool],
+        make: Callable[[list[Term], int], Term],
     ) -> Term | None:
-        """Makes a row-wise operation part by part where operands are joined rows; None if not."""
+        """Makes a row-wise operation part by part where operands are joined rows; None if not.
+
+        Args:
+            args: the operands.
+            having: whether each has the rows of the result, and does not serve all of them.
+            make: makes some rows, of a number, of those of the operands.
+        """
         cuts: set[int] = set()
-        for a in args:
-            if _has_rows(a, op):
+        for a, has in zip(args, having, strict=True):
+            if has:
                 cuts.update(itertools.accumulate(p.shape[0] for p in self._parts_of(a)))
         if len(cuts) < 2:
             return None
         parts = []
         for low, high in itertools.pairwise([0, *sorted(cuts)]):
-            own = [self.rows(a, low, high) if _has_rows(a, op) else a for a in args]
+            each = zip(args, having, strict=True)
+            own = [self.rows(a, low, high) if has else a for a, has in each]
             parts.append(make(own, high - low))
         return self.join_rows(parts)
 
@@ -324,9 +345,9 @@ class Terms(Table):
                 return self.broadcast(row, shape, others)
             case "choice":
                 return self.choice(args[0], [self.at(a, depth) for a in args[1:]])
-        if t.name in ELEMENTWISE:
+        if op.is_elementwise:
             own = [self.at(a, depth) if _has_rows(a, op) else a for a in args]
-            return self.elementwise(self.op(t.name, op.params, shape, op.dtype, op.eqn, op.out), own)
+            return self.elementwise(self.op_like(op, shape), own)
         if t.name in REDUCTIONS and 0 not in op.params:
             return self.reduce(self.at(args[0], depth), t.name, [d - 1 for d in op.params])
         return self.term("at", (depth,), (t,), shape, t.dtype)
@@ -374,7 +395,8 @@ class Terms(Table):
         if (number := number_of(args)) is not None:
             return self.instance(self.elementwise(op, [template_of(a) for a in args]), number)
         if any(template_of(a).name == "rows_joined" for a in args):
-            made = self._in_parts(op, args, lambda own, n: self._row_wise(op, own, n))
+            having = [_has_rows(a, op) for a in args]
+            made = self._in_parts(args, having, lambda own, n: self._row_wise(op, own, n))
             if made is not None:
                 return made
         name = op.name
@@ -458,7 +480,8 @@ class Terms(Table):
         if len(cases) == 2 and _is_cast_of_bool(index) and index.args[0].name == "not":
             return self.choice(self.as_index(index.args[0].args[0]), cases[::-1])
         op = self.op("choice", (len(cases),), cases[0].shape, cases[0].dtype)
-        made = self._in_parts(op, cases, lambda own, n: self.choice(index, own))
+        having = [_has_rows(c, op) for c in cases]
+        made = self._in_parts(cases, having, lambda own, n: self.choice(index, own))
         return self.make(op, (index, *cases)) if made is None else made
 
     def where_known(self, t: Term, index: Term, k: int, count: int) -> Term:
@@ -506,7 +529,7 @@ class Terms(Table):
                 return self.last(args[0], *op.params)
         if op.name in REDUCTIONS:
             return self.reduce(args[0], op.name, op.params)
-        return self.elementwise(op, args) if op.name in ELEMENTWISE else self.make(op, args)
+        return self.operation(op, args)
 
     def _folded(self, op: Op, args: Sequence[Term]) -> Term:
         """Computes a number of numbers.
@@ -542,6 +565,12 @@ class Terms(Table):
         if t.name == "rows_joined" and 0 not in axes:
             return self.join_rows([self.reduce(p, name, axes) for p in t.args])
         return self.term(name, tuple(axes), (t,), shape, t.dtype)
+
+
+def moved_to_front(axis: int, count: int) -> tuple[Sequence[int], Sequence[int]]:
+    """The permutation that brings an axis to the front, where it has rows, and the one back."""
+    first = (axis, *(d for d in range(count) if d != axis))
+    return first, tuple(map(first.index, range(count)))
 
 
 def _has_rows(t: Term, op: Op) -> bool:

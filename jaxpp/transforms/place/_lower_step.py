@@ -128,10 +128,11 @@ def _trace(
     fun: Callable, types: Any, in_specs: Sequence[Spec | None], inside: AbstractMesh | None
 ) -> _jaxprs.Traced:
     """Traces the step."""
-    if inside is None:
-        return trace(fun, types, in_specs, None)
-    with jax.sharding.use_abstract_mesh(automatic(inside)):
-        return trace(fun, types, in_specs, inside)
+    with _compat.numbered_errors():
+        if inside is None:
+            return trace(fun, types, in_specs, None)
+        with jax.sharding.use_abstract_mesh(automatic(inside)):
+            return trace(fun, types, in_specs, inside)
 
 
 def _refuse_refs(traced: _jaxprs.Traced) -> None:

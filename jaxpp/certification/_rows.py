@@ -1,0 +1,88 @@
+"""Operations that make each row of their result of the same rows of their operands."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxpp.certification._table import Op, Term
+
+#: For an operation with its parameters and the shapes of its operands: whether each operand has the
+#: rows of the result, or serves all of them; None if the operation is not one of rows.
+_Rule = Callable[[Mapping[str, Any], Sequence[tuple[int, ...]]], Sequence[bool] | None]
+
+
+def operands_with_rows(op: Op, args: Sequence[Term]) -> Sequence[bool] | None:
+    """Tells which operands have the rows of the result; None for an operation on whole arrays."""
+    rule = _RULES.get(op.name)
+    if rule is None or not op.shape:
+        return None
+    shapes = [a.shape for a in args]
+    found = rule(dict(op.params), shapes)
+    if found is None:
+        return None
+    fits = all(shape[:1] == op.shape[:1] for shape, own in zip(shapes, found, strict=True) if own)
+    return found if fits and any(found) else None
+
+
+def _number(key: Any) -> int:
+    """The number that the key of a parameter stands for."""
+    return int(key[1])
+
+
+def _numbers(key: Any) -> list[int]:
+    return [_number(k) for k in key]
+
+
+def _all_if(is_apart: Callable[[Mapping[str, Any]], bool]) -> _Rule:
+    """Each operand has the rows, if the parameters do not say that rows are mixed."""
+    return lambda params, shapes: [True] * len(shapes) if is_apart(params) else None
+
+
+def _of_matrices(dimensions: int) -> _Rule:
+    """An operation on stacks of arrays with that many dimensions, or more."""
+    return lambda params, shapes: [True] * len(shapes) if len(shapes[0]) > dimensions else None
+
+
+def _of_dot(params: Mapping[str, Any], shapes: Sequence[Any]) -> Sequence[bool] | None:
+    (_, batch) = params["dimension_numbers"]
+    firsts = [_numbers(dimensions)[:1] for dimensions in batch]
+    return [True, True] if firsts == [[0], [0]] else None
+
+
+def _of_pad(params: Mapping[str, Any], shapes: Sequence[Any]) -> Sequence[bool] | None:
+    return [True, False] if not any(_numbers(params["padding_config"][0])) else None
+
+
+def _along(name: str) -> _Rule:
+    """An operation along one dimension, or several, that are named by a parameter."""
+
+    def is_apart(params):
+        key = params[name]
+        return 0 not in (_numbers(key) if isinstance(key[0], tuple) else [_number(key)])
+
+    return _all_if(is_apart)
+
+
+_RULES: dict[str, _Rule] = {
+    "argmax": _along("axes"),
+    "argmin": _along("axes"),
+    "concatenate": _along("dimension"),
+    "dot_general": _of_dot,
+    "fft": lambda params, shapes: [True] if len(params["fft_lengths"]) < len(shapes[0]) else None,
+    "pad": _of_pad,
+    "reduce_prod": _along("axes"),
+    "reduce_xor": _along("axes"),
+    "rev": _along("dimensions"),
+    "sort": _along("dimension"),
+    "split": _along("axis"),
+    "top_k": _of_matrices(1),
+    **dict.fromkeys("cumlogsumexp cummax cummin cumprod cumsum".split(), _along("axis")),
+    **dict.fromkeys(
+        """
+        cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve
+        tridiagonal tridiagonal_solve
+        """.split(),
+        _of_matrices(2),
+    ),
+    **dict.fromkeys("lu_pivots_to_permutation random_wrap".split(), _of_matrices(1)),
+    **dict.fromkeys("random_bits random_gamma random_split random_unwrap".split(), _of_matrices(0)),
+}
