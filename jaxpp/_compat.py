@@ -304,6 +304,32 @@ def _context(context, change: Callable[[AbstractMesh], AbstractMesh]):
         return type(context)()
 
 
+def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles what was lowered; it takes arrays of types below a byte, as `jax.jit` does."""
+    return taking_narrow(lowered.compile())
+
+
+def taking_narrow(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
+    """Lets an executable take arrays of types below a byte, such as int4.
+
+    On CPU an array of JAX 0.10.2 says nothing of the bits of an element in its layout, so that it
+    would be refused. `jax.jit` does not compare the layouts.
+    """
+    own: Any = compiled._executable
+    pairs = zip(own._xla_in_layouts, own.in_avals, strict=True)
+    own._xla_in_layouts = [None if bits_of(aval) < 8 else layout for layout, aval in pairs]
+    return compiled
+
+
+def bits_of(aval: Any) -> int:
+    """Returns the bits of a number of a type; 8 if it is of something else, such as keys."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or not jax.numpy.issubdtype(dtype, np.number):
+        return 8
+    is_inexact = jax.numpy.issubdtype(dtype, np.inexact)
+    return (jax.numpy.finfo if is_inexact else jax.numpy.iinfo)(dtype).bits
+
+
 def load_on_devices(
     compiled: jax.stages.Compiled, devices: Sequence[Any]
 ) -> jax.stages.Compiled | None:
@@ -341,9 +367,10 @@ def load_on_devices(
         unloaded, args_info, no_kwargs = Unpickler(
             io.BytesIO(payload), device.client, [device]
         ).load()
-        return jax.stages.Compiled(
+        loaded = jax.stages.Compiled(
             unloaded.load(), [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs
         )
+        return taking_narrow(loaded)
     except (ValueError, NotImplementedError, TypeError, AttributeError, jax.errors.JaxRuntimeError):
         return None
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpp import _specs
 
@@ -109,7 +110,8 @@ def _zeros(x):
 
 def _lowest(x):
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return _filled(x, -jnp.inf)
+        infinity = np.array(-np.inf, np.float32).astype(x.dtype)  # some narrow types have none
+        return _filled(x, -jnp.inf if np.isinf(infinity) else float(jnp.finfo(x.dtype).min))
     if x.dtype == jnp.bool_:
         return _filled(x, False)
     return _filled(x, jnp.iinfo(x.dtype).min)
