@@ -187,6 +187,16 @@ def is_ordered(eqn) -> bool:
     return any(map(effects.ordered_effects.contains, eqn.effects))
 
 
+def acts(eqn) -> bool:
+    """Tells whether an equation has an effect; to be over an axis with a name is none."""
+    return not all(isinstance(e, core.NamedAxisEffect) for e in eqn.effects)
+
+
+def knows_axis(eqn, name: Any) -> bool:
+    """Tells whether an equation is over an axis, as a collective is, or is of its indices."""
+    return any(isinstance(e, core.NamedAxisEffect) and e.name == name for e in eqn.effects)
+
+
 def is_debug_callback(eqn) -> bool:
     """Tells whether an equation is a `jax.debug.callback` or a `jax.debug.print`."""
     return eqn.primitive.name in ("debug_callback", "debug_print")

@@ -82,7 +82,7 @@ def _without_effects(pullback: Callable, cotangent: Any) -> list[Any]:
     """
     traced = jax.make_jaxpr(pullback)(cotangent)
     for eqn in traced.eqns:
-        if eqn.effects:
+        if _compat.acts(eqn):
             raise ValueError(
                 f"microbatch: the backward pass has an effect, such as a print"
                 f"{_compat.at_source_line(eqn)}, and the function several scalars that it could be "
