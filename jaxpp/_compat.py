@@ -106,6 +106,13 @@ def typed(array: Any, aval: Any) -> Any:
     return literals.TypedNdArray(array, aval) if isinstance(array, np.ndarray) else array
 
 
+def weakly_typed(x: jax.Array) -> jax.Array:
+    """Gives an array the weak type that the results of Python numbers have."""
+    if jax.typeof(x).weak_type:
+        return x
+    return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+
 def memory_space(aval: Any) -> Any:
     """Returns the memory of an array or a type; a `jax.ShapeDtypeStruct` has it in its sharding."""
     if isinstance(aval, jax.Array):  # that of a tracer is an error from JAX 0.12 on

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Role
-from jaxpp._specs import Spec, axes_of, only, partition_spec, replicated
+from jaxpp._specs import Spec, as_weak_as, axes_of, only, partition_spec, replicated
 from jaxpp._typing import Eqn, Var
 from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Inside, Step
@@ -244,8 +244,10 @@ def _reduction(how: str, axis: str, dimension: int | None) -> Callable[[jax.Arra
         if collective is None:
             return own[None]
         if dimension is not None:
-            return jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)
-        return collective(own, axis)
+            total = jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)
+        else:
+            total = collective(own, axis)
+        return as_weak_as(rows, total)
 
     if collective is not None:
         scattered = PartitionSpec(*[None] * (dimension or 0), axis)

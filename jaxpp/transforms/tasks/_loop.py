@@ -236,7 +236,7 @@ def run_as_scan(*operands: Any, **params: Any):
         at = np.array([length - 1 - i for i in own] if reverse else own, np.int32)
         start = carries[direction::count]
         carry, ys = jax.lax.scan(step, start, [x[at] for x in xs], length=len(own))
-        ys = [jnp.zeros((length, *y.shape[1:]), y.dtype).at[at].set(y) for y in ys]
+        ys = [jnp.zeros_like(y, shape=(length, *y.shape[1:])).at[at].set(y) for y in ys]
         made.append([*carry, *ys])
     return [result for own in zip(*made, strict=True) for result in own]
 
