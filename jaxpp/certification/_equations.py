@@ -178,7 +178,8 @@ def _sliced(evaluator, t: Term, starts, limits, strides=None) -> Term:
     terms = evaluator.terms
     strides = strides or (1,) * len(starts)
     sizes = [high - low for low, high in zip(starts, limits, strict=True)]
-    if (axis := _only_cut(sizes, t.shape)) is not None and strides[axis] == 1:
+    is_dense = all(stride == 1 for stride in strides)
+    if is_dense and (axis := _only_cut(sizes, t.shape)) is not None:
         first, back = moved_to_front(axis, len(sizes))
         rows = terms.rows(terms.transpose(t, first), int(starts[axis]), int(limits[axis]))
         return terms.transpose(rows, back)

@@ -145,7 +145,7 @@ class Terms(Table):
         return self.term("broadcast", dimensions, (t,), shape, t.dtype)
 
     def constant(self, value: Any) -> Term:
-        """The term of an array that is there before the step; one full of a number is this number."""
+        """The term of an array that is there before the step; of one number, if it is full of it."""
         t = super().constant(value)
         if t.name == "constant" and t.value is not None and t.value.size:
             first = t.value.reshape(-1)[:1]
@@ -472,7 +472,7 @@ class Terms(Table):
                         return self._is(truth.args[0], number.value.item())
             case "mul" | "div":  # by one
                 for a, one in (args, args[::-1])[: 2 if name == "mul" else 1]:
-                    number = full_of(one)
+                    number = full_of(one) if "complex" not in op.dtype else None
                     if number is not None and number.value == 1 and a.dtype == op.dtype:
                         return self._fitted(a, op.shape)
         return self.make(op, args)

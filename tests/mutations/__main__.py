@@ -2,8 +2,8 @@
 
     python -m tests.mutations [--certify | --own] [WORD ...]
 
-Each mutation is applied to a copy of the repository. There the program that is written down for it
-is certified, which compiles nothing and should refute it. If it does not, tests run: those that
+The program that is written down for a mutation is certified by a jaxpp that has it, which compiles
+nothing and should refute it. If it does not, tests run in a copy of the repository: those that
 should notice the mutation, then a list that is common to all. With words, only the mutations
 whose description or file has one of them. It fails if one is not caught and not known to be so, or
 fits the source no more.
@@ -15,7 +15,8 @@ run, and nothing else.
 
 import collections
 import contextlib
-import importlib
+import importlib.machinery
+import importlib.util
 import os
 import pathlib
 import re
@@ -26,11 +27,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.mutations.certify import CAUGHT, certify
-from tests.mutations.mutations import KEPT, KNOWN, MUTATIONS, REFUTED_ON, UNSEEN, Mutation
+from tests.mutations.mutation import Mutation
+from tests.mutations.mutations import MUTATIONS
 
 ROOT = pathlib.Path(__file__).parents[2]
 COPIED = ("jaxpp", "tests", "experiments", "pyproject.toml")
@@ -40,6 +43,7 @@ LAWS = {
     "LAW7": "differ_in_one or other_lengths or weak_type or another_config or effect",
 }
 PLACES = {
+    "conveniences": "tests/test_conveniences.py",
     "jaxprs": "tests/test_jaxprs.py",
     "laws": "tests/test_laws.py",
     "mesh": "tests/runtime/local/test_mesh.py",
@@ -61,7 +65,7 @@ SECONDS = 900  # that a selection may take; a mutation may make a step wait for 
 def main(words: list[str]) -> int:
     own, by_certificate = "--own" in words, "--certify" in words
     words = [w for w in words if w not in ("--own", "--certify")]
-    chosen = [m for m in MUTATIONS if not words or any(w in f"{m.wrong} {m.file}" for w in words)]
+    chosen = list(filter(_choice(words), MUTATIONS))
     results = collections.Counter[str]()
     with tempfile.TemporaryDirectory() as cache:
         prepare(cache, CERTIFIED if by_certificate else TESTED)
@@ -74,6 +78,17 @@ def main(words: list[str]) -> int:
             print(f"    {by}", flush=True)
     print(", ".join(f"{n} {verdict}" for verdict, n in sorted(results.items())))
     return int(results["not caught"] + results["stale"] > 0)
+
+
+def _choice(words: list[str]) -> Callable[[Mutation], bool]:
+    """Tells which mutations words choose: one by its description, or all that have the word."""
+    whole = {m.wrong for m in MUTATIONS}.intersection(words)
+
+    def is_chosen(m: Mutation) -> bool:
+        text = f"{m.wrong} {m.file}"
+        return not words or m.wrong in whole or any(w in text for w in words if w not in whole)
+
+    return is_chosen
 
 
 def prepare(cache: str, modules: tuple[str, ...]) -> None:
@@ -89,50 +104,71 @@ def prepare(cache: str, modules: tuple[str, ...]) -> None:
 
 def judge(mutation: Mutation, own: bool) -> tuple[str, str]:
     """Whether a mutation is caught, and by what."""
-    with mutated(mutation) as copy:
-        if copy is None:
-            return STALE
-        program = REFUTED_ON.get(mutation.wrong)
-        if program and not own and (said := refuted(copy, [program])):
-            return "caught", said
+    if (source := mutated(mutation)) is None:
+        return STALE
+    program = mutation.refuted_on
+    if program and not own and (said := refuted(mutation, source, [program])):
+        return "caught", said
+    with copied(mutation, source) as copy:
         common = tuple(t for t in COMMON if t not in mutation.tests)
         for tests in arguments(mutation.tests) + ([] if own else arguments(common)):
             if failed := first_failure(copy, tests):
                 return "caught", failed
-    known = KNOWN.get(mutation.wrong)
-    return ("known", known) if known else ("not caught", "by no test")
+    return ("known", mutation.known) if mutation.known else ("not caught", "by no test")
 
 
 def judge_by_certificate(mutation: Mutation) -> tuple[str, str]:
     """Whether a mutation is refuted, and on which program."""
-    if mutation.file.startswith(UNSEEN):
-        return "unseen", "it is in a part of what the certificate does not see"
-    if mutation.wrong in KEPT:
-        return "known", KEPT[mutation.wrong]
-    with mutated(mutation) as copy:
-        if copy is None:
-            return STALE
-        program = REFUTED_ON.get(mutation.wrong)
-        said = refuted(copy, [program] if program else None)
+    if mutation.unseen or mutation.kept:
+        return ("unseen", mutation.unseen) if mutation.unseen else ("kept", mutation.kept)
+    if (source := mutated(mutation)) is None:
+        return STALE
+    program = mutation.refuted_on
+    said = refuted(mutation, source, [program] if program else None)
     return ("caught", said) if said else ("not caught", f"on {program or 'any program'}")
 
 
-def refuted(folder: pathlib.Path, programs: list[str] | None) -> str | None:
-    """What refutes one of some programs (of all, if None) in a copy of the repository."""
-    log = folder / "certified"
-    status = forked(lambda: certify(programs), folder, log)
+def refuted(mutation: Mutation, source: str, programs: list[str] | None) -> str | None:
+    """What refutes one of some programs (of all, if None), with `source` for the mutated file."""
+
+    def run() -> int:
+        sys.meta_path.insert(0, _Mutated(mutation.file, source))
+        return certify(programs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder) / "log"
+        status, said = forked(run, ROOT, log), log.read_text()
     if status not in (0, CAUGHT):
-        raise RuntimeError(f"certifying ended with {status}:\n{log.read_text()}")
-    return log.read_text().strip()[-300:] if status == CAUGHT else None
+        raise RuntimeError(f"certifying ended with {status}:\n{said}")
+    return said.strip()[:300] if status == CAUGHT else None
+
+
+class _Mutated(importlib.machinery.SourceFileLoader):
+    """Finds and loads the module of a file, whose source is another one."""
+
+    def __init__(self, file: str, source: str):
+        name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        super().__init__(name, str(ROOT / file))
+        self.source = source
+
+    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        if name != self.name:
+            return None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self)
+
+    def get_code(self, fullname: str) -> Any:
+        return compile(self.source, self.path, "exec")
+
+
+def mutated(mutation: Mutation) -> str | None:
+    """The source of a mutation's file with it; None if it does not fit."""
+    source = (ROOT / mutation.file).read_text()
+    return source.replace(mutation.old, mutation.new) if source.count(mutation.old) == 1 else None
 
 
 @contextlib.contextmanager
-def mutated(mutation: Mutation) -> Iterator[pathlib.Path | None]:
-    """A copy of the repository with a mutation; None if it does not fit."""
-    source = (ROOT / mutation.file).read_text()
-    if source.count(mutation.old) != 1:
-        yield None
-        return
+def copied(mutation: Mutation, source: str) -> Iterator[pathlib.Path]:
+    """A copy of the repository in which the mutation's file has a source."""
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
         for name in COPIED:
@@ -140,7 +176,7 @@ def mutated(mutation: Mutation) -> Iterator[pathlib.Path | None]:
                 shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pyc*"))
             else:
                 shutil.copy(ROOT / name, copy / name)
-        (copy / mutation.file).write_text(source.replace(mutation.old, mutation.new))
+        (copy / mutation.file).write_text(source)
         yield copy
 
 
@@ -177,7 +213,7 @@ def first_failure(folder: pathlib.Path, tests: list[str]) -> str | None:
 
 
 def forked(run: Callable[[], int], folder: pathlib.Path, log: pathlib.Path) -> int | None:
-    """The exit status of a function that runs in a copy of the repository; None if it hangs.
+    """The exit status of a function that runs in a folder of the repository; None if it hangs.
 
     In a fork of this process, which has imported what does not change; it knows nothing of jaxpp.
     """
@@ -197,7 +233,7 @@ def forked(run: Callable[[], int], folder: pathlib.Path, log: pathlib.Path) -> i
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return None
-        time.sleep(0.1)
+        time.sleep(0.02)
     return os.waitstatus_to_exitcode(ended[1])
 
 

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from tests.mutations.mutations import KEPT, KNOWN, MUTATIONS, REFUTED_ON, UNSEEN
+from tests.mutations.mutations import MUTATIONS
 
 ROOT = pathlib.Path(__file__).parents[2]
-NAMES = {m.wrong for m in MUTATIONS}
+NAMES = [m.wrong for m in MUTATIONS]
 
 
 def test_each_mutation_has_one_place_in_the_sources():
@@ -21,11 +21,10 @@ def test_each_mutation_has_one_place_in_the_sources():
     assert not stale
 
 
-def test_each_mutation_has_one_verdict_of_the_certificate():
-    seen = {m.wrong for m in MUTATIONS if not m.file.startswith(UNSEEN)}
-    assert seen == {*REFUTED_ON, *KEPT}
-    assert not REFUTED_ON.keys() & KEPT.keys()
-    assert set(KNOWN) <= NAMES
+def test_each_mutation_has_a_name_and_one_verdict_of_the_certificate():
+    assert len(NAMES) == len(set(NAMES))
+    verdicts = {m.wrong: (m.refuted_on, m.kept, m.unseen) for m in MUTATIONS}
+    assert not [wrong for wrong, own in verdicts.items() if sum(map(bool, own)) != 1]
 
 
 QUICK = ("a mean is a sum", "an accumulator is doubled", "a value is freed before its last use")
@@ -35,7 +34,7 @@ QUICK = ("a mean is a sum", "an accumulator is doubled", "a value is freed befor
     "names",
     [
         pytest.param(QUICK, marks=pytest.mark.more),
-        pytest.param(tuple(REFUTED_ON), marks=pytest.mark.slow),
+        pytest.param(tuple(m.wrong for m in MUTATIONS if m.refuted_on), marks=pytest.mark.slow),
     ],
     ids=["few", "all"],
 )
