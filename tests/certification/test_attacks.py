@@ -540,7 +540,7 @@ def test_a_sample_depends_on_how_keys_are_split():
     lowered = lower(lambda w, x: forward(loss_of(jnp.tanh, noisy))(w, x), weights(2), X)
 
     def otherwise(eqn):
-        with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        with jax.threefry_partitionable(not eqn.ctx.threefry_partitionable):
             return _jaxprs.splice(
                 lambda *args: eqn.primitive.bind(*args, **eqn.params), eqn.invars, eqn.outvars
             )
