@@ -281,6 +281,11 @@ class Verdict:
     difference: str | None
 
     @property
+    def is_error(self) -> bool:
+        """Whether the proof neither accepts nor refutes it."""
+        return self.said not in ("exact", "regrouped", "refuted")
+
+    @property
     def is_accepted(self) -> bool:
         return self.said in ("exact", "regrouped")
 
