@@ -247,6 +247,12 @@ def _see_and_give(kind, name, value):
     return np.asarray(value) * np.float32(0.5)
 
 
+def _time():
+    """How often it has been called in a run."""
+    SEEN["ordered"].append(("time",))
+    return np.float32(SEEN["ordered"].count(("time",)))
+
+
 def callbacks():
     """Prints and callbacks, ordered and not: in stages, branches and loops, and around them."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
@@ -369,13 +375,15 @@ def recurrences():
 
         def noted(c, row):
             jax.debug.callback(functools.partial(see, "row"), row[0])
-            return c * 0.9 + row, c
+            io_callback(functools.partial(_see, "ordered", "before"), None, c[0], ordered=True)
+            time = io_callback(_time, jax.ShapeDtypeStruct((), jnp.float32), ordered=True)
+            return c * 0.9 + row, (c, time)
 
-        c, before = jax.lax.scan(noted, m[1], jnp.tile(g[0], (3, 1)))
+        c, (before, times) = jax.lax.scan(noted, m[1], jnp.tile(g[0], (3, 1)))
         total = jax.lax.fori_loop(0, 20, lambda i, s: s + i * t, jnp.float32(0))
         bits = jax.lax.fori_loop(0, 9, lambda i, s: (s << 1) ^ i, k)
         w = [own - 0.1 * d for own, d in zip(w, g, strict=True)]
-        return w, [y, c], value + total, before, bits
+        return w, [y, c], value + total, before, bits, times[3], times[7:9]
 
     return placed(step, weights(2), list(arrays((WIDTH,), (WIDTH,))), *batch())
 
