@@ -65,6 +65,8 @@ class Parameters:
             return tuple(sorted(pairs, key=str))
         if isinstance(value, np.integer):
             value = int(value)
+        if _compat.is_tracer(value):  # of the trace that made the object, and over
+            return ("tracer", str(value.aval))
         if isinstance(value, jax.Array | np.ndarray):
             return ("array", self._evaluator.terms.constant(value))
         if isinstance(value, jax.sharding.AbstractMesh):  # the types of its axes are of places
