@@ -18,8 +18,9 @@ from jaxpp import _compat, _jaxprs, schedules
 from jaxpp._program import Bundle, Run
 from tests.helpers import mesh_of
 
+pytestmark = pytest.mark.more
+
 WIDTH = 4
-pytestmark = pytest.mark.cases(100)
 
 
 def weights(number):
