@@ -106,6 +106,13 @@ def typed(array: Any, aval: Any) -> Any:
     return literals.TypedNdArray(array, aval) if isinstance(array, np.ndarray) else array
 
 
+def weakly_typed(x: jax.Array) -> jax.Array:
+    """Gives an array the weak type that the results of Python numbers have."""
+    if jax.typeof(x).weak_type:
+        return x
+    return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+
 def memory_space(aval: Any) -> Any:
     """Returns the memory of an array or a type; a `jax.ShapeDtypeStruct` has it in its sharding."""
     if isinstance(aval, jax.Array):  # that of a tracer is an error from JAX 0.12 on
@@ -185,6 +192,16 @@ def without_ref_effects(eqn):
 def is_ordered(eqn) -> bool:
     """Tells whether an equation has an effect that keeps its order among others."""
     return any(map(effects.ordered_effects.contains, eqn.effects))
+
+
+def acts(eqn) -> bool:
+    """Tells whether an equation has an effect; to be over an axis with a name is none."""
+    return not all(isinstance(e, core.NamedAxisEffect) for e in eqn.effects)
+
+
+def knows_axis(eqn, name: Any) -> bool:
+    """Tells whether an equation is over an axis, as a collective is, or is of its indices."""
+    return any(isinstance(e, core.NamedAxisEffect) and e.name == name for e in eqn.effects)
 
 
 def is_debug_callback(eqn) -> bool:
@@ -304,6 +321,32 @@ def _context(context, change: Callable[[AbstractMesh], AbstractMesh]):
         return type(context)()
 
 
+def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles what was lowered; it takes arrays of types below a byte, as `jax.jit` does."""
+    return taking_narrow(lowered.compile())
+
+
+def taking_narrow(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
+    """Lets an executable take arrays of types below a byte, such as int4.
+
+    On CPU an array of JAX 0.10.2 says nothing of the bits of an element in its layout, so that it
+    would be refused. `jax.jit` does not compare the layouts.
+    """
+    own: Any = compiled._executable
+    pairs = zip(own._xla_in_layouts, own.in_avals, strict=True)
+    own._xla_in_layouts = [None if bits_of(aval) < 8 else layout for layout, aval in pairs]
+    return compiled
+
+
+def bits_of(aval: Any) -> int:
+    """Returns the bits of a number of a type; 8 if it is of something else, such as keys."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or not jax.numpy.issubdtype(dtype, np.number):
+        return 8
+    is_inexact = jax.numpy.issubdtype(dtype, np.inexact)
+    return (jax.numpy.finfo if is_inexact else jax.numpy.iinfo)(dtype).bits
+
+
 def load_on_devices(
     compiled: jax.stages.Compiled, devices: Sequence[Any]
 ) -> jax.stages.Compiled | None:
@@ -341,9 +384,10 @@ def load_on_devices(
         unloaded, args_info, no_kwargs = Unpickler(
             io.BytesIO(payload), device.client, [device]
         ).load()
-        return jax.stages.Compiled(
+        loaded = jax.stages.Compiled(
             unloaded.load(), [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs
         )
+        return taking_narrow(loaded)
     except (ValueError, NotImplementedError, TypeError, AttributeError, jax.errors.JaxRuntimeError):
         return None
 

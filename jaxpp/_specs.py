@@ -111,7 +111,7 @@ def filled(x: Any, value: Any, dtype: Any = None) -> jax.Array:
     Args:
         x: an array, or a `jax.ShapeDtypeStruct`.
         value: the value.
-        dtype: its dtype; by default that of `x`.
+        dtype: its dtype; by default that of `x`, and then it is weak as that is.
     """
     dtype = x.dtype if dtype is None else dtype
     sharding = getattr(x, "sharding", None)
@@ -120,7 +120,18 @@ def filled(x: Any, value: Any, dtype: Any = None) -> jax.Array:
         made = jax.lax.full(x.shape, value, dtype, sharding=sharding)
     else:
         made = jnp.full(x.shape, value, dtype) if value else jnp.zeros(x.shape, dtype)
-    return _compat.in_memory_of(made, x)
+    return as_weak_as(x, _compat.in_memory_of(made, x))
+
+
+def as_weak_as(x: Any, made: jax.Array) -> jax.Array:
+    """Makes an array weakly typed if it has the dtype of `x`, and `x` is weakly typed.
+
+    Example:
+        >>> as_weak_as(jnp.full(2, 0.1), jnp.zeros(2, jnp.float32)).weak_type
+        True
+    """
+    is_weak = getattr(x, "weak_type", False) and x.dtype == made.dtype
+    return _compat.weakly_typed(made) if is_weak else made
 
 
 def only(spec: Spec, axes: Collection[str]) -> Spec:

@@ -1,11 +1,13 @@
 """`certify`: proves that the programs of a placed step compute what its function does."""
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import itertools
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpp import _compat, _definitions, _jaxprs
@@ -211,7 +213,7 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
     start = time.perf_counter()
     _check_decidable(lowered)
     rules: list[str] = []
-    with without_collections():
+    with without_collections(), _deep_recursion():
         try:
             function = _retraced(lowered, _definition.PLAIN, rules)
         except _definition.Edited:
@@ -250,6 +252,17 @@ def certify_lowered(lowered: Lowered, passes: bool = True) -> Certificate:
 
 
 PROVIDED["certify"] = certify_lowered
+
+
+@contextlib.contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """Lets rewrites follow long chains of operations, each of which is one of Python's calls."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, 100_000))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def _prove(
@@ -378,6 +391,7 @@ class _Proof:
         self.placed: list[_How] = []
         paths = {a.array: a.path for a in self.bundle.arguments}
         variables = function.jaxpr.jaxpr.invars[function.num_closed_over :]
+        self._check_arguments([v.aval for v in variables])
         self.arrays = [
             argument_term(self.terms, n, paths[n], v.aval, cut)
             for n, (v, cut) in enumerate(
@@ -401,7 +415,9 @@ class _Proof:
     def _effects(self) -> tuple[collections.Counter[Term], list[Term]]:
         """The effects that have happened, and in order those that keep it."""
         happened = self.evaluator.effects
-        return collections.Counter(t for t, _ in happened), [t for t, ordered in happened if ordered]
+        return collections.Counter(t for t, _ in happened), [
+            t for t, ordered in happened if ordered
+        ]
 
     def _run_traced(self, traced: _jaxprs.Traced) -> Sequence[Term]:
         self.evaluator.start()
@@ -414,7 +430,7 @@ class _Proof:
         step = self.lowered.passes[name]
         self.evaluator.start()
         self.terms.where = f"the step after {name}"
-        self._check_records(self._name(name), step.results)
+        self._check_records(self._name(name), "result", step.results, self.types, self.paths)
         results = run_step(self.evaluator, step, self.arrays)
         own = zip(results, step.jaxpr.jaxpr.outvars, step.results, strict=True)
         for term, v, record in own:
@@ -489,7 +505,7 @@ class _Proof:
             self._compare(name, self._run_pass(name), self.sums)
             self._compare_effects(name)
             self.passes.append(name)
-        self._check_records(_PROGRAMS, self.bundle.results)
+        self._check_records(_PROGRAMS, "result", self.bundle.results, self.types, self.paths)
         machine, found = self._run_programs()
         for n, record in enumerate(self.bundle.results):
             path = self.paths[record.array]
@@ -517,26 +533,42 @@ class _Proof:
 
     # ---- types -------------------------------------------------------------------------------
 
-    def _check_records(self, where: str, records: Sequence[Result]) -> None:
-        """Checks that records are of each result once, with all of its rows, and of its type."""
-        own = collections.defaultdict[int, list[Result]](list)
+    def _check_arguments(self, types: Sequence[Any]) -> None:
+        """Checks that the records of arguments are of each array once, and of its type."""
+        paths = {a.array: a.path for a in self.bundle.arguments}
+        self._check_records(_PROGRAMS, "argument", self.bundle.arguments, types, paths)
+        for record in self.bundle.arguments:
+            own, wanted = type_of(record.aval), type_of(_rows_of(types[record.array], record.rows))
+            if own[:3] != wanted[:3]:
+                why = f"argument{record.name} is {shown(own)}, and that of the function {shown(wanted)}"
+                raise self._refuted(_PROGRAMS, record.path, why)
+
+    def _check_records(
+        self,
+        where: str,
+        what: str,
+        records: Sequence[Argument] | Sequence[Result],
+        types: Sequence[Any],
+        paths: Any,
+    ) -> None:
+        """Checks that records are of each array once, with all of its rows in their order."""
+        own = collections.defaultdict[int, list[Any]](list)
         for record in records:
-            own[record.array].append(record)
-        for n, aval in enumerate(self.types):
-            rows, path = [r.rows for r in own.pop(n, [])], self.paths[n]
+            own[record.array].append(record.rows)
+        for n, aval in enumerate(types):
+            rows = own.pop(n, [])
             cuts = [0, *(high for _, high in filter(None, rows))]
             all_rows = [*itertools.pairwise(cuts)], cuts[-1]
             if rows != [None] and (rows, *aval.shape[:1]) != all_rows:
-                raise self._refuted(where, path, f"result{path} is there with the rows {rows}")
+                path = paths[n]
+                raise self._refuted(where, path, f"{what}{path} is there with the rows {rows}")
         if own:
-            raise self._refuted(where, "", f"results {sorted(own)} are none of the function's")
+            raise self._refuted(where, "", f"{what}s {sorted(own)} are none of the function's")
 
     def _check_type(self, where: str, record: Result, term: Term, aval: Any, what: str) -> None:
         """Checks that the type of a value is that of the function's result, or of its rows."""
         wanted, path = self.types[record.array], self.paths[record.array]
-        if record.rows is not None:
-            wanted = wanted.update(shape=(record.rows[1] - record.rows[0], *wanted.shape[1:]))
-        own = type_of(wanted)
+        own = type_of(_rows_of(wanted, record.rows))
         for said in (type_of(aval), type_of(record.aval)):
             if said != own or (term.shape, term.dtype) != own[:2]:
                 raise self._refuted(
@@ -589,7 +621,15 @@ class _Proof:
         for model, how in models:
             if model.of(now) == model.of(wanted):
                 return how
-        cause = explain(self.terms, self.known, now, wanted, self._makers(where))
+        if models is self.laws:
+            bare = [self.terms.without_zeros(t) for t in (now, wanted)]
+            for model, how in models:
+                if model.of(bare[0]) == model.of(bare[1]):
+                    return how
+        known, (model, _) = self.known, self.sums[0]
+        cause = explain(
+            now, wanted, known, self._makers(where), lambda a, b: model.of(a) == model.of(b)
+        )
         on = "" if rank is None else f" on rank {rank}"
         raise Refuted(
             f"{self._after(where)}: result{path}{on} is not that of the function:"
@@ -628,3 +668,8 @@ class _Proof:
             raise Refuted(f"{where}: the effects differ: {'; '.join(said[:4])}", pass_name=where)
         if ordered != self.ordered:
             raise Refuted(f"{where}: ordered effects are in another order", pass_name=where)
+
+
+def _rows_of(aval: Any, rows: tuple[int, int] | None) -> Any:
+    """The type of some rows of an array; of all, if None."""
+    return aval if rows is None else aval.update(shape=(rows[1] - rows[0], *aval.shape[1:]))

@@ -19,9 +19,7 @@ def effect(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term], params: Any) 
     happened = terms.term(f"effect {name}", key, [*args, *guards], (), "")
     time = evaluator.happens(happened, _compat.is_ordered(eqn))
     types = [(v.aval.shape, name_of(v.aval.dtype)) for v in eqn.outvars]
-    return [
-        terms.term(name, (key, time, k), [*args, *guards], *own) for k, own in enumerate(types)
-    ]
+    return [terms.term(name, (key, time, k), [*args, *guards], *own) for k, own in enumerate(types)]
 
 
 def scan(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> list[Term]:

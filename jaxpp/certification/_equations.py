@@ -5,11 +5,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxpp import _compat, _jaxprs
 from jaxpp._typing import Eqn
 from jaxpp.certification import _control
 from jaxpp.certification._definition import SLICES
-from jaxpp.certification._table import MADE_HERE, Term, full_of, name_of
+from jaxpp.certification._table import MADE_HERE, SMALL, Term, full_of, name_of
 from jaxpp.certification._terms import REDUCTIONS, moved_to_front
 
 if TYPE_CHECKING:
@@ -72,7 +75,9 @@ def body_of(eqn: Eqn) -> Any:
 def params_of(evaluator: "Evaluator", eqn: Eqn) -> Any:
     """The parameters of an equation, hashable; equal for two traces of one function."""
     return tuple(
-        (k, evaluator.parameters.key(v)) for k, v in sorted(eqn.params.items()) if k not in _OF_PLACES
+        (k, evaluator.parameters.key(v))
+        for k, v in sorted(eqn.params.items())
+        if k not in _OF_PLACES
     )
 
 
@@ -121,6 +126,15 @@ def _broadcast(evaluator, eqn) -> Rule:
     return lambda args: (terms.broadcast(args[0], shape, eqn.params["broadcast_dimensions"]),)
 
 
+def _iota(evaluator, eqn) -> Rule:
+    terms, (shape, dtype) = evaluator.terms, _types(eqn)[0]
+    dimension, size = eqn.params["dimension"], shape[eqn.params["dimension"]]
+    if size > SMALL or len(eqn.invars):
+        return operation(evaluator, eqn)
+    numbers = terms.constant(np.arange(size).astype(jnp.dtype(dtype)))
+    return lambda args: (terms.broadcast(numbers, shape, (dimension,)),)
+
+
 def _zeros(evaluator, eqn) -> Rule:
     terms, (shape, dtype) = evaluator.terms, _types(eqn)[0]
     return lambda args: (terms.full(0, shape, dtype),)
@@ -164,7 +178,8 @@ def _sliced(evaluator, t: Term, starts, limits, strides=None) -> Term:
     terms = evaluator.terms
     strides = strides or (1,) * len(starts)
     sizes = [high - low for low, high in zip(starts, limits, strict=True)]
-    if (axis := _only_cut(sizes, t.shape)) is not None and strides[axis] == 1:
+    is_dense = all(stride == 1 for stride in strides)
+    if is_dense and (axis := _only_cut(sizes, t.shape)) is not None:
         first, back = moved_to_front(axis, len(sizes))
         rows = terms.rows(terms.transpose(t, first), int(starts[axis]), int(limits[axis]))
         return terms.transpose(rows, back)
@@ -255,6 +270,7 @@ _MOVES = {
     "concatenate": _concatenate,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
+    "iota": _iota,
     "pad": _pad,
     "reshape": _reshape,
     "slice": _slice,

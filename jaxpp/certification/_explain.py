@@ -1,11 +1,12 @@
 """Says where a wrong result first leaves the function."""
 
-import collections
 import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxpp import _compat
-from jaxpp.certification._table import Form, Term, template_of
-from jaxpp.certification._terms import Terms, rows_in
+from jaxpp.certification._table import Term, full_of, template_of
+from jaxpp.certification._terms import rows_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,55 +18,117 @@ class Cause:
     line: str = ""
 
 
-def explain(terms: Terms, known: int, wrong: Term, wanted: Term, maker: dict[Term, str]) -> Cause:
+def explain(
+    wrong: Term,
+    wanted: Term,
+    known: int,
+    maker: dict[Term, str],
+    are_equal: Callable[[Term, Term], bool],
+) -> Cause:
     """Finds the earliest operation behind a wrong result that the function never does.
 
     Args:
-        terms: all terms.
-        known: the number of the function's own terms, which come first.
         wrong: the term of the result.
+        wanted: the term that is wanted.
+        known: the number of the function's own terms, which come first.
         maker: for terms that ranks made the task and the rank.
+        are_equal: tells whether two terms are equal.
     """
+    now, place = wrong, wanted
+    pairs = _differences(now, place, are_equal)
+    while (deeper := _to_follow(pairs)) is not None:
+        now, place = deeper
+        pairs = _differences(now, place, are_equal)
+    cause = _first_new(wrong, known)
+    said = [] if cause is None else [f"the first wrong operation is {origin(cause, maker)}"]
+    if pairs and now is not cause:
+        said.append(f"{'so ' if said else ''}it differs in {origin(now, maker)}")
+    elif now is not cause:
+        said.append(f"{'so ' if said else ''}it is {origin(now, maker)}")
+    for x, y in pairs[:3]:
+        said += [f"  which has {origin(x, maker)}"] if x is not None else []
+        said += [f"  {'where' if x else 'which lacks'} {origin(y, {})}"] if y is not None else []
+        said[-1] += " is wanted" if x and y else ""
+    if not pairs:
+        said.append(f"  where {origin(place, {})} is wanted")
+    own = cause if cause is not None else now
+    where = maker.get(own, own.where if cause is not None else "")
+    return Cause("\n      ".join(said), _task(where), _line(own) or _line(place))
+
+
+_SUMS = frozenset({"add", "add_any"})
+
+
+def _is_new(t: Term, known: int) -> bool:
+    """Tells whether the function has no such term; numbers are no operations."""
+    return template_of(t).number >= known and full_of(template_of(t)) is None
+
+
+def _first_new(wrong: Term, known: int) -> Term | None:
+    """The earliest operation behind a term that is not one of the function's."""
     new, stack = set[Term](), [wrong]
     while stack:
         term = stack.pop()
-        if template_of(term).number >= known and term not in new:
+        if _is_new(term, known) and term not in new:
             new.add(term)
             stack.extend(term.args)
     first = [t for t in new if not any(a in new for a in t.args)]
-    if not first:  # the function's value of another place
-        return Cause(f"it is {origin(wrong, maker)}", _task(maker.get(wrong, "")), _line(wrong))
-    cause = min(first, key=lambda t: (t.name == "rows_joined", t.number))
-    said = [f"the first wrong operation is {origin(cause, maker)}"]
-    like = _nearest(terms, known, cause)
-    for k, (wanted, now) in enumerate(zip(like.args if like else (), cause.args, strict=False)):
-        if template_of(wanted) is not template_of(now):
-            said.append(f"  its operand {k} is {origin(now, maker)}")
-            said.append(f"  where, say, {origin(wanted, {})} is wanted")
-    if len(said) == 1 and len({a.op.params for a in cause.args if a.form is Form.INSTANCE}) > 1:
-        said += [f"  its operand {k} is {origin(a, maker)}" for k, a in enumerate(cause.args)]
-    where = maker.get(cause, cause.where)
-    return Cause("\n      ".join(said), _task(where), _line(cause))
+    return min(first, key=lambda t: (t.name == "rows_joined", t.number), default=None)
 
 
-def _nearest(terms: Terms, known: int, t: Term) -> Term | None:
-    """The term of the function that is most like another: its operation, most of its operands."""
-    args = [template_of(a) for a in t.args]
+def _is_alike(a: Term, b: Term) -> bool:
+    """Tells whether two terms are one operation on operands of the same types."""
+    types = [[(t.shape, t.dtype) for t in own.args] for own in (a, b)]
+    return a.op is b.op and types[0] == types[1] and bool(a.args)
 
-    def score(u: Term):
-        own = [template_of(a) for a in u.args]
-        alike = sum((collections.Counter(args) & collections.Counter(own)).values())
-        in_place = sum(x is y for x, y in zip(own, args, strict=False))
-        return alike, in_place, u.eqn is t.eqn
 
-    type_of = (t.name, t.shape, t.dtype)
-    same = [u for u in terms.terms[:known] if (u.name, u.shape, u.dtype) == type_of]
-    return max(same, key=score, default=None)
+def _differences(
+    now: Term, wanted: Term, are_equal: Callable[[Term, Term], bool]
+) -> list[tuple[Term | None, Term | None]]:
+    """The operands in which two operations differ: of a sum those that are not in the other one.
+
+    It is empty for different operations.
+    """
+    if now.name in _SUMS and wanted.name in _SUMS:
+        lacks, has = list(_terms_of_sum(wanted)), list[Term]()
+        for x in _terms_of_sum(now):
+            same = next((k for k, y in enumerate(lacks) if x is y or are_equal(x, y)), None)
+            if same is None:
+                has.append(x)
+            else:
+                del lacks[same]
+        return list(itertools.zip_longest(has, lacks))
+    if not _is_alike(now, wanted):
+        return []
+    pairs = zip(now.args, wanted.args, strict=True)
+    return [(x, y) for x, y in pairs if x is not y and not are_equal(x, y)]
+
+
+def _to_follow(pairs: Sequence[tuple[Term | None, Term | None]]) -> tuple[Term, Term] | None:
+    """The first of the operands that differ which are one operation on others, or the only ones."""
+    if {x for x, _ in pairs} == {y for _, y in pairs}:  # they change places
+        return None
+    both = [(x, y) for x, y in pairs if x is not None and y is not None]
+    alike = (own for own in both if _is_alike(*own) or {t.name for t in own} <= _SUMS)
+    return next(alike, both[0] if len(pairs) == len(both) == 1 else None)
+
+
+def _terms_of_sum(t: Term) -> Iterator[Term]:
+    """The summands of a sum; those of a microbatch's sum are of this microbatch."""
+    stack = [t]
+    while stack:
+        own = stack.pop()
+        if own.name in _SUMS:
+            stack.extend(reversed(own.args))
+        else:
+            yield own
 
 
 def origin(t: Term, maker: dict[Term, str]) -> str:
     """A term in words: what it is, and where and by which line it is made."""
     rows = rows_in(t)
+    if (number := full_of(t)) is not None:
+        return f"{number.value} for all elements" if t.shape else f"{number.value}"
     if t.name in ("argument", "literal") or (rows and rows[0].name == "argument"):
         return _shown(t)
     where = maker.get(t, t.where)

@@ -349,9 +349,13 @@ def _num_constants(op: Op) -> int:
 
 
 def _fills(op: Op) -> bool:
-    """Tells whether an operation may give a number that is not of its operands."""
-    fill = dict(op.params).get("fill_value") if op.name == "gather" else None
-    return fill is not None
+    """Tells whether an operation may give a number that is neither zero nor one of its operands."""
+    if op.name != "gather":
+        return False
+    params = dict(op.params)
+    if params["fill_value"] is not None:
+        return float(params["fill_value"][1]) != 0
+    return "FILL" in str(params["mode"]) and not _is_inexact(op.dtype)  # NaN of any sum is NaN
 
 
 def _fits(old: str, new: str) -> bool:

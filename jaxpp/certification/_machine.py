@@ -164,6 +164,14 @@ class Machine:
         rank.last = run.label
         terms, computation = self.evaluator.terms, self.bundle.computations[run.computation]
         inside = computation.jaxpr.jaxpr
+        for slots, variables, what in (
+            (run.inputs, inside.invars, "inputs"),
+            (run.outputs, inside.outvars, "outputs"),
+        ):
+            if len(slots) != len(variables):
+                raise rank.refute(
+                    f"{run.label} has {len(slots)} {what} for a computation of {len(variables)}"
+                )
         own = zip(run.inputs, inside.invars, strict=True)
         given = [rank.read(s, v.aval, run.label) for s, v in own]
         terms.where = f"{run.label} on rank {rank.number}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpp import _compat
@@ -34,7 +35,9 @@ class Parameters:
         dtypes = tuple(getattr(v.aval, "dtype", None) for v in eqn.invars)
         key = eqn.primitive, tuple(map(str, dtypes)), str({**eqn.params, "sharding": None})
         if key not in self._elementwise:
-            self._elementwise[key] = None not in dtypes and _is_batched_as_it_is(eqn, dtypes)
+            # Of an array of random keys only Threefry makes for each what it makes of it alone.
+            apart = all(str(d) == "key<fry>" or not _is_extended(d) for d in dtypes)
+            self._elementwise[key] = apart and _is_batched_as_it_is(eqn, dtypes)
         return self._elementwise[key]
 
     def key(self, value: Any) -> Any:
@@ -93,6 +96,10 @@ class Parameters:
     def _of_object(self, value: Any) -> Any:
         """Objects are the same if they are of one type and have the same attributes."""
         return ("object", type(value), self.key(_attributes(value)))
+
+
+def _is_extended(dtype: Any) -> bool:
+    return dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def _is_batched_as_it_is(eqn: Eqn, dtypes: Sequence[Any]) -> bool:

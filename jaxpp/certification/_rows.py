@@ -5,9 +5,9 @@ from typing import Any
 
 from jaxpp.certification._table import Op, Term
 
-#: For an operation with its parameters and the shapes of its operands: whether each operand has the
-#: rows of the result, or serves all of them; None if the operation is not one of rows.
-_Rule = Callable[[Mapping[str, Any], Sequence[tuple[int, ...]]], Sequence[bool] | None]
+#: For an operation with its parameters and its operands: whether each operand has the rows of the
+#: result, or serves all of them; None if the operation is not one of rows.
+_Rule = Callable[[Mapping[str, Any], Sequence[Term]], Sequence[bool] | None]
 
 
 def operands_with_rows(op: Op, args: Sequence[Term]) -> Sequence[bool] | None:
@@ -15,11 +15,10 @@ def operands_with_rows(op: Op, args: Sequence[Term]) -> Sequence[bool] | None:
     rule = _RULES.get(op.name)
     if rule is None or not op.shape:
         return None
-    shapes = [a.shape for a in args]
-    found = rule(dict(op.params), shapes)
+    found = rule(dict(op.params), args)
     if found is None:
         return None
-    fits = all(shape[:1] == op.shape[:1] for shape, own in zip(shapes, found, strict=True) if own)
+    fits = all(a.shape[:1] == op.shape[:1] for a, own in zip(args, found, strict=True) if own)
     return found if fits and any(found) else None
 
 
@@ -34,22 +33,27 @@ def _numbers(key: Any) -> list[int]:
 
 def _all_if(is_apart: Callable[[Mapping[str, Any]], bool]) -> _Rule:
     """Each operand has the rows, if the parameters do not say that rows are mixed."""
-    return lambda params, shapes: [True] * len(shapes) if is_apart(params) else None
+    return lambda params, args: [True] * len(args) if is_apart(params) else None
 
 
 def _of_matrices(dimensions: int) -> _Rule:
     """An operation on stacks of arrays with that many dimensions, or more."""
-    return lambda params, shapes: [True] * len(shapes) if len(shapes[0]) > dimensions else None
+    return lambda params, args: [True] * len(args) if len(args[0].shape) > dimensions else None
 
 
-def _of_dot(params: Mapping[str, Any], shapes: Sequence[Any]) -> Sequence[bool] | None:
+def _of_dot(params: Mapping[str, Any], args: Sequence[Term]) -> Sequence[bool] | None:
     (_, batch) = params["dimension_numbers"]
     firsts = [_numbers(dimensions)[:1] for dimensions in batch]
     return [True, True] if firsts == [[0], [0]] else None
 
 
-def _of_pad(params: Mapping[str, Any], shapes: Sequence[Any]) -> Sequence[bool] | None:
+def _of_pad(params: Mapping[str, Any], args: Sequence[Term]) -> Sequence[bool] | None:
     return [True, False] if not any(_numbers(params["padding_config"][0])) else None
+
+
+def _of_keys(params: Mapping[str, Any], args: Sequence[Term]) -> Sequence[bool] | None:
+    """An operation on random keys: other implementations than Threefry mix those of an array."""
+    return [True] * len(args) if args[0].shape and args[0].dtype == "key<fry>" else None
 
 
 def _along(name: str) -> _Rule:
@@ -67,14 +71,16 @@ _RULES: dict[str, _Rule] = {
     "argmin": _along("axes"),
     "concatenate": _along("dimension"),
     "dot_general": _of_dot,
-    "fft": lambda params, shapes: [True] if len(params["fft_lengths"]) < len(shapes[0]) else None,
+    "fft": lambda params, args: [True] if len(params["fft_lengths"]) < len(args[0].shape) else None,
     "pad": _of_pad,
     "reduce_prod": _along("axes"),
     "reduce_xor": _along("axes"),
     "rev": _along("dimensions"),
     "sort": _along("dimension"),
     "split": _along("axis"),
-    "top_k": _of_matrices(1),
+    "top_k": lambda params, args: (
+        [True] if len(args[0].shape) > 1 and _number(params.get("axis", (int, "-1"))) != 0 else None
+    ),
     **dict.fromkeys("cumlogsumexp cummax cummin cumprod cumsum".split(), _along("axis")),
     **dict.fromkeys(
         """
@@ -84,5 +90,6 @@ _RULES: dict[str, _Rule] = {
         _of_matrices(2),
     ),
     **dict.fromkeys("lu_pivots_to_permutation random_wrap".split(), _of_matrices(1)),
-    **dict.fromkeys("random_bits random_gamma random_split random_unwrap".split(), _of_matrices(0)),
+    **dict.fromkeys("random_bits random_gamma random_split".split(), _of_keys),
+    "random_unwrap": _of_matrices(0),
 }

@@ -65,6 +65,11 @@ class Op:
         self.is_elementwise = name in MADE_HERE
         self.of_rows: dict[int, Op] = {}
 
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """All that it has in common with the same operation on more or fewer rows."""
+        return self.name, self.params, self.shape[1:], self.dtype, self.out, self.is_elementwise
+
 
 class Form(enum.IntEnum):
     """The forms of a term, by its dependence on the number of a microbatch."""

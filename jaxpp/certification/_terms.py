@@ -76,7 +76,9 @@ class Terms(Table):
         self._is_marking = False
         self._rows: dict[tuple[Term, int, int], Term] = {}
         self._starts: dict[Term, list[int]] = {}
+        self._merged: dict[tuple[Term, Term], Term | None] = {}
         self._folds: dict[tuple[Any, ...], Term] = {}
+        self._without_zeros: dict[Term, Term] = {}
         self._known: dict[tuple[Term, Term, int, int], Term] = {}
 
     # ---- moves -------------------------------------------------------------------------------
@@ -111,8 +113,13 @@ class Terms(Table):
             return self.broadcast(number, shape, ())
         if t.name == "transpose":
             return self.transpose(t.args[0], (t.op.params[p] for p in permutation))
+        long = [p for p in permutation if t.shape[p] != 1]
+        if long == sorted(long):  # the elements stay in their order
+            return self.reshape(t, shape)
         if t.name == "rows_joined" and permutation[0] == 0:
             return self.join_rows([self.transpose(p, permutation) for p in t.args])
+        if t.name == "concatenate" and int(dict(t.op.params)["dimension"][1]) == permutation[0]:
+            return self.join_rows([self.transpose(a, permutation) for a in t.args])
         return self.term("transpose", permutation, (t,), shape, t.dtype)
 
     @_of_templates
@@ -136,6 +143,15 @@ class Terms(Table):
             view = t.value.reshape([axes.get(d, 1) for d in range(len(shape))])
             return self.constant(np.ascontiguousarray(np.broadcast_to(view, shape)))
         return self.term("broadcast", dimensions, (t,), shape, t.dtype)
+
+    def constant(self, value: Any) -> Term:
+        """The term of an array that is there before the step; of one number, if it is full of it."""
+        t = super().constant(value)
+        if t.name == "constant" and t.value is not None and t.value.size:
+            first = t.value.reshape(-1)[:1]
+            if t.value.tobytes() == first.tobytes() * t.value.size:
+                return self.broadcast(self.literal(first[0], t.dtype), t.shape, ())
+        return t
 
     def full(self, value: Any, shape: Shape, dtype: str) -> Term:
         """An array full of a number."""
@@ -250,17 +266,54 @@ class Terms(Table):
 
     def _adjacent(self, a: Term, b: Term) -> Term | None:
         """Joins rows that follow each other in one array, or are full of one number."""
+        key = a, b
+        if key not in self._merged:
+            self._merged[key] = None
+            self._merged[key] = self._merged_rows(a, b)
+        return self._merged[key]
+
+    def _merged_rows(self, a: Term, b: Term) -> Term | None:
+        if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
+            return None
         if (one := rows_in(a)) and (other := rows_in(b)) and one[::2] == other[:2]:
             return self.rows(one[0], one[1], other[2])
+        shape = (a.shape[0] + b.shape[0], *a.shape[1:])
+        if (number := full_of(a)) is not None and number is full_of(b):
+            return self.broadcast(number, shape, ())
+        if a.form is b.form is Form.INSTANCE:
+            if a.op.params != b.op.params:
+                return None
+            whole = self._adjacent(a.args[0], b.args[0])
+            return whole and self.instance(whole, a.op.params)
         one, other = (template_of(t) for t in (a, b))
         if one.name == other.name == "reshape" and one.args[0].shape and other.args[0].shape:
             # As in memory, the elements of both follow each other.
             one, other = (self._unshaped(t) for t in (a, b))
             whole = self._adjacent(one, other)
-            return whole and self.reshape(whole, (a.shape[0] + b.shape[0], *a.shape[1:]))
-        if (number := full_of(a)) is not None and number is full_of(b):
-            return self.broadcast(number, (a.shape[0] + b.shape[0], *a.shape[1:]), ())
+            return whole and self.reshape(whole, shape)
+        if a.op.family == b.op.family and len(a.args) == len(b.args):
+            return self._adjacent_results(a, b, shape)
         return None
+
+    def _adjacent_results(self, a: Term, b: Term, shape: Shape) -> Term | None:
+        """Joins what one row-wise operation makes of rows that follow each other."""
+        if a.op.is_elementwise or a.name == "choice":
+            having = [_has_rows(t, a.op) for t in a.args]
+        elif (a.name == "transpose" and a.op.params[0] == 0) or (
+            a.name in REDUCTIONS and 0 not in a.op.params
+        ):
+            having = [True]
+        elif (found := operands_with_rows(a.op, a.args)) is not None:
+            having = found
+        else:
+            return None
+        args = []
+        for x, y, has in zip(a.args, b.args, having, strict=True):
+            whole = self._adjacent(x, y) if has else x if x is y else None
+            if whole is None:
+                return None
+            args.append(whole)
+        return self._again(self.op_like(a.op, shape), args)
 
     def _unshaped(self, t: Term) -> Term:
         """The operand of a reshape."""
@@ -369,9 +422,7 @@ class Terms(Table):
             return t
         return self.term("last", (depth,), (t,), t.shape, t.dtype)
 
-    def with_terms(
-        self, roots: Sequence[Term], new: Mapping[Term, Term], depth: int
-    ) -> list[Term]:
+    def with_terms(self, roots: Sequence[Term], new: Mapping[Term, Term], depth: int) -> list[Term]:
         """Terms with others in the place of some that are functions of a loop at a depth."""
         made = dict(new)
         for root in roots:
@@ -402,6 +453,10 @@ class Terms(Table):
         name = op.name
         if name in _FOLDED and op.shape == () and all(a.value is not None for a in args):
             return self._folded(op, args)
+        if name in _FOLDED and op.dtype in _WHOLE_NUMBERS:
+            full = [number for a in args if (number := full_of(a)) is not None]
+            if len(full) == len(args):
+                return self.broadcast(self._folded(self.op_like(op, ()), full), op.shape, ())
         match name:
             case "convert_element_type":
                 return self._cast(op, args[0])
@@ -417,7 +472,7 @@ class Terms(Table):
                         return self._is(truth.args[0], number.value.item())
             case "mul" | "div":  # by one
                 for a, one in (args, args[::-1])[: 2 if name == "mul" else 1]:
-                    number = full_of(one)
+                    number = full_of(one) if "complex" not in op.dtype else None
                     if number is not None and number.value == 1 and a.dtype == op.dtype:
                         return self._fitted(a, op.shape)
         return self.make(op, args)
@@ -452,6 +507,8 @@ class Terms(Table):
                 return self.join_rows([self.rows(cases[k], i, i + 1) for i, k in chosen])
         if len(set(cases)) == 1:
             return cases[0]
+        if (number := full_of(which)) is not None:
+            return cases[int(number.value)]
         return self.make(op, args)
 
     def as_index(self, which: Term) -> Term:
@@ -496,7 +553,11 @@ class Terms(Table):
                 return t
             known = self.where_known(t.args[0], index.args[0], k, count)
             return self.instance(known, t.op.params)
-        if t.name == "choice" and t.args[0] is index and (k < count - 1 or len(t.args) - 1 <= count):
+        if (
+            t.name == "choice"
+            and t.args[0] is index
+            and (k < count - 1 or len(t.args) - 1 <= count)
+        ):
             return self.where_known(t.args[1 + min(k, len(t.args) - 2)], index, k, count)
         key = t, index, k, count
         if (found := self._known.get(key)) is None:
@@ -530,6 +591,26 @@ class Terms(Table):
         if op.name in REDUCTIONS:
             return self.reduce(args[0], op.name, op.params)
         return self.operation(op, args)
+
+    def without_zeros(self, root: Term) -> Term:
+        """A term in which nothing is added to zero: it is equal but for the signs of zeros."""
+        made, stack = self._without_zeros, [root]
+        while stack:
+            t = stack[-1]
+            missing = [a for a in t.args if a not in made]
+            stack += missing
+            if not missing:
+                made[t] = self._summand(t.op, [made[a] for a in t.args]) if t.args else t
+                stack.pop()
+        return made[root]
+
+    def _summand(self, op: Op, args: Sequence[Term]) -> Term:
+        if op.name in ("add", "add_any"):
+            for zero, other in (args, args[::-1]):
+                number = full_of(template_of(zero))
+                if number is not None and number.value == 0:
+                    return self._fitted(other, op.shape)
+        return self._again(op, args)
 
     def _folded(self, op: Op, args: Sequence[Term]) -> Term:
         """Computes a number of numbers.

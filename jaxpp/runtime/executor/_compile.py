@@ -57,7 +57,7 @@ def compile_all(bundle: Bundle, homes: Sequence[Home]) -> list[dict[int, Any]]:
             return {home: Copier(computation, home) for home in targets[target]}
         if not known:
             with progress.compiling(computation.name, len(computation.jaxpr.eqns)):
-                known = _Executables(computation, lowered.compile(), first)
+                known = _Executables(computation, _compat.compiled(lowered), first)
         _kept.put(keys[target], known)
         return {home: known.on(home) for home in targets[target]}
 
@@ -96,10 +96,9 @@ class _Executables:
     def on(self, home: Home) -> Any:
         """Returns the executable for a home."""
         if home not in self._by_home:
-            self._by_home[home] = (
-                _compat.load_on_devices(self._compiled, devices_of(home))
-                or lower(self._computation, home).compile()
-            )
+            self._by_home[home] = _compat.load_on_devices(
+                self._compiled, devices_of(home)
+            ) or _compat.compiled(lower(self._computation, home))
         return self._by_home[home]
 
 
@@ -158,8 +157,29 @@ def _constrains_layout(eqn: Any) -> bool:
     return eqn.primitive.name == "layout_constraint"
 
 
+def _check_bits(computation: Computation, home: Home) -> None:
+    """Refuses what XLA on CPU does to memory that is not its own.
+
+    Its collectives take each element of a type of two bits for one of four.
+    """
+    jaxpr = computation.jaxpr
+    narrow = [a.dtype for a in (*jaxpr.in_avals, *jaxpr.out_avals) if _compat.bits_of(a) < 4]
+    devices = devices_of(home)
+    if narrow and len(devices) > 1 and devices[0].platform == "cpu":
+        raise ValueError(
+            f"place: a rank of {len(devices)} CPU devices has arrays of {narrow[0]}, which the "
+            f"collectives of XLA between such devices do not take. Cast them to a type of four "
+            f"bits or more, or give each rank one device."
+        )
+
+
 def lower(computation: Computation, home: Home) -> jax.stages.Lowered:
-    """Lowers a computation for devices of this process."""
+    """Lowers a computation for devices of this process.
+
+    Raises:
+        ValueError: XLA cannot run it on these devices.
+    """
+    _check_bits(computation, home)
     invars = computation.jaxpr.jaxpr.invars
     in_specs = computation.in_specs or ((),) * len(invars)
     avals = [

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxpp import _compat, _jaxprs
 from jaxpp._program import Role
-from jaxpp._specs import Spec, axes_of, only, partition_spec, replicated
+from jaxpp._specs import Spec, as_weak_as, axes_of, only, partition_spec, replicated
 from jaxpp._typing import Eqn, Var
 from jaxpp.schedules import Kind
 from jaxpp.transforms._step import Inside, Step
@@ -32,16 +32,22 @@ from jaxpp.transforms.inside._automatic_axes import constraint, mapped, retype
 from jaxpp.transforms.stages import call_merge, merge_of_call
 from jaxpp.transforms.tasks import ScheduledLoop, is_loop
 
-#: How the values of two replicas are combined, and those of several devices.
-_COMBINE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+#: How the values of two replicas are combined, and those of several devices, by a collective; None
+#: where they are gathered: an all-reduce of a maximum may drop NaN, which `jnp.maximum` keeps.
+_COMBINE: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
     "sum": (jnp.add, jax.lax.psum),
-    "max": (jnp.maximum, jax.lax.pmax),
+    "max": (jnp.maximum, None),
 }
 
 
 def is_reduction(eqn: Eqn) -> bool:
-    """Tells whether an equation combines the values of replicas, number by number."""
-    return merge_of_call(eqn) in _COMBINE
+    """Tells whether an equation combines the values of replicas, number by number.
+
+    The derivative of such an equation, which has its name, does not.
+    """
+    if merge_of_call(eqn) not in _COMBINE or not len(eqn.invars) == len(eqn.outvars) == 1:
+        return False
+    return eqn.invars[0].aval.shape[1:] == eqn.outvars[0].aval.shape != eqn.invars[0].aval.shape
 
 
 # ---- tasks of replicas ---------------------------------------------------------------------------
@@ -193,10 +199,10 @@ def reduce_replicas(step: Step) -> Step:
     made: dict[Hashable, Eqn] = {}  # those of equal arrays are one
     eqns: list[Eqn] = []
     for eqn in step.jaxpr.eqns:
-        how = merge_of_call(eqn)
-        if how not in _COMBINE or num_devices(inside, eqn.invars[0].aval.shape[0]) == 1:
+        if not is_reduction(eqn) or num_devices(inside, eqn.invars[0].aval.shape[0]) == 1:
             eqns.append(eqn)
             continue
+        how = str(merge_of_call(eqn))
         (rows,), (total,) = _jaxprs.variables(eqn.invars), eqn.outvars
         dimension = _scattered_dimension(how, rows, total, known, inside)
         key = how, dimension, rows.aval
@@ -229,20 +235,31 @@ def _scattered_dimension(
 def _reduction(how: str, axis: str, dimension: int | None) -> Callable[[jax.Array], jax.Array]:
     """Makes the function that combines rows, which are split over the axis of the replicas."""
     (combine, collective), whole = _COMBINE[how], PartitionSpec()
+    of_devices = functools.partial(
+        jax.shard_map, in_specs=PartitionSpec(axis), axis_names={axis}, check_vma=False
+    )
 
     def part(rows):
         own = functools.reduce(combine, list(rows))
+        if collective is None:
+            return own[None]
         if dimension is not None:
-            return jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)
-        return collective(own, axis)
+            total = jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)
+        else:
+            total = collective(own, axis)
+        return as_weak_as(rows, total)
 
-    return jax.shard_map(
-        part,
-        in_specs=PartitionSpec(axis),
-        out_specs=whole if dimension is None else PartitionSpec(*[None] * dimension, axis),
-        axis_names={axis},
-        check_vma=False,
-    )
+    if collective is not None:
+        scattered = PartitionSpec(*[None] * (dimension or 0), axis)
+        return of_devices(part, out_specs=whole if dimension is None else scattered)
+
+    def gathered(rows):
+        parts = of_devices(part, out_specs=PartitionSpec(axis))(rows)
+        others = [PartitionSpec.UNCONSTRAINED] * (parts.ndim - 1)
+        parts = jax.lax.with_sharding_constraint(parts, PartitionSpec(None, *others))
+        return functools.reduce(combine, list(parts))
+
+    return gathered
 
 
 # ---- examples that devices share -----------------------------------------------------------------

@@ -1,11 +1,13 @@
 """The operators by which `microbatch` combines an output over the microbatches."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpp import _specs
 
@@ -96,23 +98,18 @@ class Carry:
 Reduction = Fold | Custom | Collect | Carry
 
 
-def _filled(x, value):
-    """Makes the first accumulator; that of a number is weakly typed if the number is."""
-    if not x.shape and getattr(x, "weak_type", False):
-        return jnp.full((), x.dtype.type(value).item())
-    return _specs.filled(x, value)  # of a key type too
-
-
 def _zeros(x):
-    return _filled(x, 0)
+    return _specs.filled(x, 0)  # of a key type too
 
 
 def _lowest(x):
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return _filled(x, -jnp.inf)
+        infinity = np.array(-np.inf, np.float32).astype(x.dtype)  # some narrow types have none
+        lowest = -jnp.inf if np.isinf(infinity) else float(jnp.finfo(x.dtype).min)
+        return _specs.filled(x, lowest)
     if x.dtype == jnp.bool_:
-        return _filled(x, False)
-    return _filled(x, jnp.iinfo(x.dtype).min)
+        return _specs.filled(x, False)
+    return _specs.filled(x, jnp.iinfo(x.dtype).min)
 
 
 def _is_number(dtype):
@@ -268,8 +265,12 @@ def resolve(reduce: Any, path: str, x: jax.ShapeDtypeStruct) -> Reduction:
             raise ValueError(f"{where} is a scalar and has no axis to concatenate; use 'stack'.")
         return operator
     if isinstance(reduce, Operator):
-        merge = getattr(reduce, "merge", None)
-        return Custom(reduce.init, reduce.combine, reduce.finish, merge=merge)
+        merge, typed = getattr(reduce, "merge", None), functools.partial(_specs.as_weak_as, x)
+
+        def finish(acc: Any, num_microbatches: int) -> Any:
+            return jax.tree.map(typed, reduce.finish(acc, num_microbatches))
+
+        return Custom(reduce.init, reduce.combine, finish, merge=merge)
     raise ValueError(
         f"{where}: {reduce!r} is no reduction; give one of {', '.join(map(repr, REDUCTIONS))}, or "
         f"an object with init, combine and finish."

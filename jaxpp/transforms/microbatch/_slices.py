@@ -62,7 +62,9 @@ def loop_over_slices(
 
     def pull_back(inputs, gradients, values, active, given):
         result: list[Any] = [None] * len(inputs)
-        parts = [(i, given[k] * g) for (k, i), g in gradients.items() if k in given]
+        parts = [
+            (i, _specs.as_weak_as(g, given[k] * g)) for (k, i), g in gradients.items() if k in given
+        ]
         if active and not given.keys() <= set(loop.scalars):
             parts = loop.gradients(inputs, list(active), values, given)
         for i, part in parts:
@@ -82,7 +84,7 @@ def _without_effects(pullback: Callable, cotangent: Any) -> list[Any]:
     """
     traced = jax.make_jaxpr(pullback)(cotangent)
     for eqn in traced.eqns:
-        if eqn.effects:
+        if _compat.acts(eqn):
             raise ValueError(
                 f"microbatch: the backward pass has an effect, such as a print"
                 f"{_compat.at_source_line(eqn)}, and the function several scalars that it could be "
@@ -385,7 +387,9 @@ def _merged(operator: Reduction, rows: Any) -> Any:
         return call_merge(_maximum, "max", (rows,))
     total = call_merge(_sum, "sum", (rows,))
     is_carried = isinstance(operator, _reductions.Carry)
-    return (total / rows.shape[0]).astype(rows.dtype) if is_carried and how == "mean" else total
+    if not is_carried or how != "mean":
+        return total
+    return _specs.as_weak_as(rows, (total / rows.shape[0]).astype(rows.dtype))
 
 
 def _folded(combine: Any, rows: Any) -> Any:

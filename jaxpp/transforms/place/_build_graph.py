@@ -10,7 +10,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from jaxpp import _compat, _jaxprs, _numbers, _primitives, schedules
-from jaxpp._specs import replicated
+from jaxpp._specs import as_weak_as, replicated
 from jaxpp._typing import Atom, Eqn, Literal, Var
 from jaxpp.schedules import Kind, Table, Task
 from jaxpp.transforms._step import Step
@@ -329,7 +329,7 @@ class _Builder:
             return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
 
         def write(y, index, buffer):
-            return jax.lax.dynamic_update_index_in_dim(buffer, y, index, 0)
+            return as_weak_as(buffer, jax.lax.dynamic_update_index_in_dim(buffer, y, index, 0))
 
         invars = [v if a is None else Var(a) for v, a in zip(jaxpr.jaxpr.invars, xs, strict=True)]
         index = Var(jax.typeof(np.int32(0)))

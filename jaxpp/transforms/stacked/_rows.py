@@ -266,6 +266,13 @@ def join(source: Eqn | None, parts: Sequence[Atom], var: Atom) -> Eqn:
     return _equation(source, parts, rows_var(var, rows), jax.lax.concatenate_p, {"dimension": 0})
 
 
+def typed(source: Eqn | None, array: Atom, is_weak: bool) -> Eqn:
+    """Makes an equation that gives an array a weak type, or a strong one, likewise."""
+    params = {"new_dtype": array.aval.dtype, "weak_type": is_weak, "sharding": None}
+    result = Var(array.aval.update(weak_type=is_weak))
+    return _equation(source, [array], result, jax.lax.convert_element_type_p, params)
+
+
 def _equation(
     source: Eqn | None, invars: Sequence[Atom], result: Var, primitive: jex.Primitive, params: dict
 ) -> Eqn:

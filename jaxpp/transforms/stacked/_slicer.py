@@ -47,6 +47,8 @@ class Slicer:
         self._wanted_whole = wanted_whole
         self._of_input = of_input or self._slice
         self._known: dict[tuple[Var, int, int], Atom] = {}
+        #: Weakly typed variables as arrays of a strong type.
+        self._strong: dict[Var, Var] = {}
 
     def rows(self, atom: Atom, low: int, high: int) -> Atom:
         """Returns an atom for rows `low` to `high` of another, made of as few rows as can be."""
@@ -80,7 +82,14 @@ class Slicer:
     def _slice(self, var: Var, low: int, high: int) -> Var:
         if (low, high) == (0, _rows.num_rows(var)):
             return var
-        return self._add(_rows.slice_rows(self._source(self._maker.get(var)), var, low, high))
+        source = self._source(self._maker.get(var))
+        if not var.aval.weak_type:
+            return self._add(_rows.slice_rows(source, var, low, high))
+        # The derivative of a slice is strongly typed; that of a cast has the type of its operand.
+        if var not in self._strong:
+            self._strong[var] = self._add(_rows.typed(source, var, is_weak=False))
+        rows = self._add(_rows.slice_rows(source, self._strong[var], low, high))
+        return self._add(_rows.typed(source, rows, is_weak=True))
 
     def _add(self, eqn: Eqn) -> Var:
         self.eqns.append(eqn)

@@ -35,8 +35,29 @@ from jaxpp.transforms.tasks._microbatch_loop import MicrobatchLoop
 # ---- of a task -----------------------------------------------------------------------------------
 
 
+_CAST = "convert_element_type"
 #: The primitives that a sum may go through before its accumulator: casts, and moves of data.
-_PASSED = _primitives.REORDERS | {"convert_element_type"}
+_PASSED = _primitives.REORDERS | {_CAST}
+
+
+def adds_like(wide: Any, narrow: Any) -> bool:
+    """Tells whether shares may be added up in a type in place of another one, in any order.
+
+    Integers wrap, each type in its own way, so that they stay in their type. Floats round, and may
+    be added where they are rounded less; but what overflows has to overflow there, too. With few
+    exponents, as float16 has, shares that cancel in each microbatch may overflow apart.
+
+    Example:
+        >>> [adds_like(jnp.float32, d) for d in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)]
+        [True, True, False, False]
+    """
+    if not (jnp.issubdtype(wide, jnp.inexact) and jnp.issubdtype(narrow, jnp.inexact)):
+        return wide == narrow
+    if jnp.issubdtype(wide, jnp.complexfloating) != jnp.issubdtype(narrow, jnp.complexfloating):
+        return False
+    own, other = jnp.finfo(wide), jnp.finfo(narrow)
+    is_wide = own.nexp >= jnp.finfo(jnp.float32).nexp
+    return is_wide and own.nexp == other.nexp and own.nmant >= other.nmant
 
 
 def hand_through_zeros(loop: MicrobatchLoop) -> MicrobatchLoop:
@@ -82,6 +103,9 @@ def split_shared_sums(loop: MicrobatchLoop) -> MicrobatchLoop:
     Differentiation gives the gradient of a parameter that several stages read as one sum in each
     microbatch. With several accumulators each task accumulates its own contribution, and the
     accumulators are summed once a step. Also finds how each carry combines its microbatches.
+
+    Shares that have to be added in a type which is not `adds_like` the accumulator's are added in
+    each microbatch, by the last of their tasks, as in the function.
     """
     sums = _Sums(loop)
     parts, outs, joins = [], [], []
@@ -117,10 +141,10 @@ class _Update:
 
 @dataclasses.dataclass(frozen=True)
 class _Term:
-    """A term of a sum; `linear` are the equations between it and the sum, applied to it alone."""
+    """A term of a sum; `passed` are the casts and moves between it and the sum."""
 
     value: Atom
-    linear: tuple[Eqn, ...] = ()
+    passed: tuple[Eqn, ...] = ()
 
 
 class _Sums:
@@ -164,7 +188,7 @@ class _Sums:
     def _uncast(self, v: Var) -> Atom:
         """Looks through a cast of weak type alone: a carry that began as a number has one."""
         eqn = self.loop.eqns[self.maker[v]] if v in self.maker else None
-        if eqn is None or eqn.primitive.name != "convert_element_type" or self.readers[v] != 1:
+        if eqn is None or eqn.primitive.name != _CAST or self.readers[v] != 1:
             return v
         return eqn.invars[0] if eqn.invars[0].aval.dtype == v.aval.dtype else v
 
@@ -181,8 +205,7 @@ class _Sums:
             if name not in _primitives.ADDS | _PASSED or forward:
                 continue
             (v,) = eqn.outvars
-            exact = name in _PASSED and not jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            if self.readers[v] != 1 or exact:
+            if self.readers[v] != 1:
                 continue
             made_by = [tasks.get(o, {self.at.get(o)}) for o in _jaxprs.variables(eqn.invars)]
             own = set[int | None]().union(*made_by)
@@ -207,18 +230,22 @@ class _Sums:
         return list(groups.values())
 
     def _terms(self, v: Atom) -> tuple[list[_Term], list[int]]:
-        """Finds the terms of a sum, and the numbers of the equations that add them up."""
+        """Finds the terms of a sum, and the numbers of the equations that add them up.
+
+        A sum in another type, between which and this one is a cast, is opened if it may be added up
+        in this one.
+        """
         found, numbers, rest = [], [], [_Term(v)]
         while rest:
             term = rest.pop()
             i = None if _jaxprs.is_literal(term.value) else self.opened.get(term.value)
-            if i is None:
+            if i is None or not adds_like(v.aval.dtype, term.value.aval.dtype):
                 found.append(term)
                 continue
             numbers.append(i)
             eqn = self.loop.eqns[i]
-            linear = () if eqn.primitive.name in _primitives.ADDS else (eqn,)
-            rest += [_Term(o, (*linear, *term.linear)) for o in reversed(eqn.invars)]
+            passed = () if eqn.primitive.name in _primitives.ADDS else (eqn,)
+            rest += [_Term(o, (*passed, *term.passed)) for o in reversed(eqn.invars)]
         return found, numbers
 
     def accumulate(self, update: _Update, groups, carries, outs) -> None:
@@ -236,13 +263,22 @@ class _Sums:
             self.added.append(update.eqn.replace(invars=[carry, value], outvars=[out]))
 
     def _finished(self, term: _Term) -> Atom:
-        """Applies a term's linear equations to its value."""
-        value = term.value
-        for eqn in term.linear:
-            result = _jaxprs.fresh_var(eqn.outvars[0])
-            self.added.append(eqn.replace(invars=[value], outvars=[result]))
-            value = result
+        """Moves the data of a term as the sum's, after one cast to the sum's type."""
+        value, is_cast = term.value, [e.primitive.name == _CAST for e in term.passed]
+        for cast in list(itertools.compress(term.passed, is_cast))[-1:]:
+            value = self._added(cast, value, cast.outvars[0].aval)
+        for eqn, drop in zip(term.passed, is_cast, strict=True):
+            value = value if drop else self._added(eqn, value, value.aval)
         return value
+
+    def _added(self, eqn: Eqn, operand: Atom, like: Any) -> Atom:
+        """Adds an equation on another operand, unless it casts that to its own type."""
+        shape = operand.aval if eqn.primitive.name == _CAST else eqn.outvars[0].aval
+        aval = shape.update(dtype=like.dtype, weak_type=like.weak_type)
+        if aval == operand.aval and eqn.primitive.name == _CAST:
+            return operand
+        self.added.append(eqn.replace(invars=[operand], outvars=[result := Var(aval)]))
+        return result
 
 
 # ---- of the rows of a stage ----------------------------------------------------------------------

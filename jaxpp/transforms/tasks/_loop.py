@@ -236,7 +236,7 @@ def run_as_scan(*operands: Any, **params: Any):
         at = np.array([length - 1 - i for i in own] if reverse else own, np.int32)
         start = carries[direction::count]
         carry, ys = jax.lax.scan(step, start, [x[at] for x in xs], length=len(own))
-        ys = [jnp.zeros((length, *y.shape[1:]), y.dtype).at[at].set(y) for y in ys]
+        ys = [jnp.zeros_like(y, shape=(length, *y.shape[1:])).at[at].set(y) for y in ys]
         made.append([*carry, *ys])
     return [result for own in zip(*made, strict=True) for result in own]
 
@@ -321,12 +321,17 @@ def _jvp(primals, tangents, **params):
     return jax.jvp(run, tuple(primals), tangents)
 
 
-def _batch(args, dims, **params):
-    """Batches the tasks of a loop; the loop keeps its schedule."""
-    loop = ScheduledLoop(**params)
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+def _batch(axis, args, dims, **params):
+    """Batches the tasks of a loop over an axis, by whose name they may know it.
+
+    The loop keeps its schedule.
+    """
+    loop, size = ScheduledLoop(**params), axis.size
     operands = [v for v, _ in loop.operands]
-    batched = _reached(loop, {v for v, d in zip(operands, dims, strict=True) if d is not None})
+    given = {v for v, d in zip(operands, dims, strict=True) if d is not None}
+    batched = _reached(loop, given, axis.name)
+    if not batched:
+        return loop_p.bind(*args, **params), [None] * len(loop.results)
     consts, stacked = {*loop.consts}, {*loop.xs, *loop.ys}
 
     def axis_of(v: Var) -> int:
@@ -350,7 +355,14 @@ def _batch(args, dims, **params):
         axes, out_axes = (
             [0 if v in batched else None for v in own] for own in (task.invars, task.outvars)
         )
-        run = jax.vmap(functools.partial(_jaxprs.run, jaxpr), axes, out_axes, axis_size=size)
+        run = jax.vmap(
+            functools.partial(_jaxprs.run, jaxpr),
+            axes,
+            out_axes,
+            axis_name=axis.name,
+            axis_size=size,
+            spmd_axis_name=axis.spmd_name,
+        )
         avals = [
             v.aval if axis is None else _specs.type_of(v.aval, (size, *v.aval.shape))
             for v, axis in zip(jaxpr.jaxpr.invars, axes, strict=True)
@@ -369,15 +381,18 @@ def _batch(args, dims, **params):
     return outputs, [axis_of(v) if v in batched else None for v, _ in loop.results]
 
 
-def _reached(loop: ScheduledLoop, sources: set[Var]) -> set[Var]:
-    """Finds all variables that depend on the sources in any microbatch, with the sources."""
-    reached, before = set(sources), 0
+def _reached(loop: ScheduledLoop, sources: set[Var], axis_name: Any) -> set[Var]:
+    """Finds all variables that depend on the sources, or an axis, in any microbatch."""
+    reached, before = set(sources), -1
     while before < len(reached):
         before = len(reached)
         for task in loop.tasks:
             inside = task.params["jaxpr"].jaxpr
-            invars = zip(inside.invars, task.invars, strict=True)
-            made = _jaxprs.descendants(inside.eqns, [v for v, own in invars if own in reached])
+            own = [
+                v for v, given in zip(inside.invars, task.invars, strict=True) if given in reached
+            ]
+            own += _jaxprs.results_of(e for e in inside.eqns if _compat.knows_axis(e, axis_name))
+            made = _jaxprs.descendants(inside.eqns, own)
             outvars = zip(inside.outvars, task.outvars, strict=True)
             reached.update(o for v, o in outvars if not _jaxprs.is_literal(v) and v in made)
         for pair in zip(loop.carries, loop.carry_outs, strict=True):
@@ -387,7 +402,7 @@ def _reached(loop: ScheduledLoop, sources: set[Var]) -> set[Var]:
 
 _compat.checkify_as(loop_p, run_as_scan)
 ad.primitive_jvps[loop_p] = _jvp
-batching.primitive_batchers[loop_p] = _batch
+batching.fancy_primitive_batchers[loop_p] = _batch
 
 
 def _flat(eqn) -> jex.ClosedJaxpr:

@@ -406,6 +406,25 @@ def test_reductions_keep_the_dtype(reduce, value, want):
     np.testing.assert_array_equal(got, np.array(want, value.dtype))
 
 
+FLOATS = (
+    "float4_e2m1fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz "
+    "float8_e5m2 float8_e5m2fnuz float16 bfloat16 float32"
+).split()
+
+
+@pytest.mark.cases(len(FLOATS))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_maximum_is_that_of_all_slices(dtype):
+    """Types without infinities too, and where all are the lowest number."""
+    low = jnp.finfo(dtype).min.astype(dtype)
+    x = jnp.stack([X[:, 0].astype(dtype), jnp.full(12, low)], axis=1)
+    run = jaxpp.microbatch(lambda x: jnp.max(x, axis=0), 3, in_axes=0, reduce="max")
+    assert_same(jax.jit(run)(x), jax.jit(lambda x: jnp.max(x, axis=0))(x))
+    infinite = jnp.full((12, 2), -jnp.inf, dtype)
+    if jnp.isinf(infinite).all():
+        assert_same(run(infinite), infinite[0])
+
+
 @dataclasses.dataclass
 class LogSumExp:
     """A user's operator with a state of two arrays."""

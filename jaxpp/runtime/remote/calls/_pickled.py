@@ -66,7 +66,7 @@ class Pickled:
         with contextlib.ExitStack() as stack:
             for name, value in settings.items():
                 stack.enter_context(getattr(jax, name)(value))
-            return lower(computation, home).compile()
+            return _compat.compiled(lower(computation, home))
 
     def computation(self) -> Computation:
         """Unpickles the computation."""
@@ -146,8 +146,9 @@ def serialize(compiled: Any) -> bytes | None:
 def load_serialized(payload: bytes, home: Home) -> Any | None:
     """Loads bytes from `serialize` on devices of this process; None where the backend cannot."""
     try:
-        return serialize_executable.deserialize_and_load(
+        loaded = serialize_executable.deserialize_and_load(
             *pickle.loads(payload), execution_devices=list(devices_of(home))
         )
+        return _compat.taking_narrow(loaded)
     except (ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
         return None
