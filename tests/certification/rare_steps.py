@@ -120,6 +120,37 @@ def integers():
     return jaxpp.place(loop, on(2)), args
 
 
+def tied_in_float16():
+    """A weight in float16 that two stages read, whose gradients are added up in float32."""
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(h @ w[1]))
+        return jnp.mean((h @ w[0].T - y).astype(jnp.float32) ** 2)
+
+    loop = looped(loss, schedules.OneFOneB(), 3, accumulator_dtype=jnp.float32)
+    args = weights(2), *arrays(*[(6, WIDTH)] * 2)
+    return jaxpp.place(loop, on(3)), jax.tree.map(lambda x: x.astype(jnp.float16), args)
+
+
+def wrapping():
+    """Numbers of eight bits from two stages, whose sum wraps before it is made wide."""
+
+    def counts(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        first = (100 * h).astype(jnp.int8).sum(dtype=jnp.int8)
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(h @ w[1]))
+        return first, (100 * h).astype(jnp.int8).sum(dtype=jnp.int8)
+
+    def of_slice(w, x):
+        first, second = jaxpp.wrap_forward(counts)(w, x)
+        return (first + second).astype(jnp.int32)
+
+    loop = jaxpp.microbatch(of_slice, 3, reduce="sum")
+    loop = jaxpp.schedule(loop, schedules.ForwardOnly())
+    return jaxpp.place(loop, on(3)), (weights(2), *arrays((6, WIDTH)))
+
+
 def complex_numbers():
     """Weights that are complex, and their gradients."""
 
@@ -543,6 +574,8 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "replicas, DualPipe": lambda: replicas(schedules.DualPipe(), microbatches=8, in_order=False),
     "shared examples": shared_examples,
     "integers": integers,
+    "tied, float16": tied_in_float16,
+    "wrapping": wrapping,
     "complex": complex_numbers,
     "scaled half precision": scaled_half_precision,
     "by hand": lambda: by_hand(schedules.OneFOneB()),

@@ -125,6 +125,13 @@ MUTATIONS = (
         refuted_on="stacked, ZB-H1",
     ),
     Mutation(
+        "a literal's rows are its first",
+        "jaxpp/transforms/stacked/_rows.py",
+        ("rows = jax.lax.slice_in_dim(x, low, high) if isinstance(x, jax.Array) else x[low:high]"),
+        "rows = x[: high - low]",
+        refuted_on="turned",
+    ),
+    Mutation(
         "a running sum over layers is one of each part",
         "jaxpp/transforms/stacked/_rows.py",
         "axes = eqn.params[_MIXES[name]] if name in _MIXES else ()",
