@@ -540,7 +540,7 @@ def test_a_sample_depends_on_how_keys_are_split():
     lowered = lower(lambda w, x: forward(loss_of(jnp.tanh, noisy))(w, x), weights(2), X)
 
     def otherwise(eqn):
-        with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        with jax.threefry_partitionable(not eqn.ctx.threefry_partitionable):
             return _jaxprs.splice(
                 lambda *args: eqn.primitive.bind(*args, **eqn.params), eqn.invars, eqn.outvars
             )
@@ -715,6 +715,28 @@ def test_what_a_callback_gives_depends_on_the_iteration():
     lowered = after_the_loop(fun)
     later = with_params(start_indices=(7,), limit_indices=(8,))
     refuses(lowered, edited(lowered.bundle, named("slice"), later))
+
+
+def test_a_callback_keeps_the_object_that_it_writes_to():
+    """Also if both are empty lists when the step is traced."""
+    one, other = [], []
+
+    def into(seen):
+        return lambda x: seen.append(x)
+
+    def fun(total):
+        jax.debug.callback(into(one), total)
+        jax.debug.callback(into(other), 2 * total)
+        return total
+
+    lowered = after_the_loop(fun)
+    eqns = [e for c in lowered.bundle.computations for e in c.jaxpr.eqns if e.effects]
+    a, b = (e.params["callback"] for e in eqns)
+
+    def swap(eqn):
+        return with_params(callback=b if eqn.params["callback"] is a else a)(eqn)
+
+    refuses(lowered, edited(lowered.bundle, named("debug_callback"), swap))
 
 
 def _counted(x):

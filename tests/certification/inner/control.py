@@ -82,6 +82,18 @@ def effect_of_another(p: Place) -> Change | None:
     return p.on_operand(k, lambda x: ~x if x.dtype == bool else x + jnp.ones((), x.dtype))
 
 
+def other_callback(p: Place) -> Change | None:
+    """An effect calls what another one calls."""
+    others = [
+        e.params["callback"]
+        for e in p.jaxpr.eqns
+        if e.primitive is p.eqn.primitive and e is not p.eqn and "callback" in e.params
+    ]
+    if p.name not in _EFFECTS or not others:
+        return None
+    return p.replaced(params={**p.eqn.params, "callback": p.rng.choice(others)})
+
+
 def from_the_start(p: Place) -> Change | None:
     """A loop starts with another value."""
     if p.name not in ("while", "scan") or not p.eqn.outvars:
@@ -106,5 +118,6 @@ KINDS = [
     without_effect,
     effect_twice,
     effect_of_another,
+    other_callback,
     from_the_start,
 ]

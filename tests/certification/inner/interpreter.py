@@ -191,7 +191,7 @@ class Interpreter:
 
     def _code(self, jaxpr: Any) -> "_Code":
         inside = _jaxprs.opened(jaxpr)
-        constants = {
+        constants: dict[Any, Any] = {
             v: self.known(constant)
             for v, constant in zip(inside.constvars, _compat.constants_of(jaxpr), strict=True)
         }

@@ -69,10 +69,18 @@ def other_parameter(p: Place) -> Change | None:
         new = p.rng.choice([0.0, 5.0])
     if new is None or new == old:
         return None
+    if name.startswith(("ax", "dim")) and _has_negative(new):
+        return None
     params = {**p.eqn.params, name: new}
     if p.name in (*COLLECTIVES, "get", "swap", "addupdate", "scan", "pallas_call"):
         return p.replaced(params=params)
     return p.instead(p.bind(params))
+
+
+def _has_negative(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(_has_negative, value))
+    return isinstance(value, int) and value < 0
 
 
 #: They cannot be traced outside of the devices.

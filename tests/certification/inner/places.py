@@ -98,8 +98,8 @@ class Place:
 
     def change(self, eqns: Sequence[Any], outvars: Sequence[Any] | None = None) -> Change:
         """Puts equations in its place."""
-        outvars = self.jaxpr.outvars if outvars is None else outvars
-        return Change([*self.before, *eqns, *self.after], outvars)
+        results = self.jaxpr.outvars if outvars is None else outvars
+        return Change([*self.before, *eqns, *self.after], results)
 
     def replaced(self, **changes: Any) -> Change:
         """Puts one with other operands or parameters in its place."""
@@ -119,8 +119,8 @@ class Place:
 
     def instead(self, fun: Callable, operands: Sequence[Any] | None = None) -> Change | None:
         """Puts a function of its operands in its place; None if the results have other types."""
-        operands = self.eqn.invars if operands is None else operands
-        eqns, made = self.trace(fun, operands)
+        given = self.eqn.invars if operands is None else operands
+        eqns, made = self.trace(fun, given)
         if len(made) != len(self.eqn.outvars):
             return None
         if not all(map(is_like, made, self.eqn.outvars)):
@@ -151,8 +151,8 @@ class Place:
 
     def bind(self, params: dict[str, Any] | None = None) -> Callable:
         """Its operation as a function, with other parameters if given."""
-        params = self.eqn.params if params is None else params
-        return lambda *args: self.eqn.primitive.bind(*args, **params)
+        own: Any = self.eqn.params if params is None else params
+        return lambda *args: self.eqn.primitive.bind(*args, **own)
 
 
 def is_like(a: Any, b: Any) -> bool:

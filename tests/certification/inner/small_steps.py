@@ -50,7 +50,7 @@ def outputs(fun, reduce, **options):
     return jaxpp.schedule(loop, schedules.ForwardOnly())
 
 
-def placed(step, *args, mesh=None, **options):
+def placed(step, *args, mesh=None, **options) -> tuple[Any, tuple]:
     return jaxpp.place(step, mesh or mesh_of(2, shared=True), **options), args
 
 
