@@ -536,7 +536,7 @@ def nested():
 
 
 def in_order():
-    """Ordered effects after a loop: the first waits for another rank, which waits for the second."""
+    """Ordered effects after a loop: a rank waits for the second, which waits for the first."""
 
     def loss(w, x, y):
         h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
