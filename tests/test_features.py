@@ -19,6 +19,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from jaxpp import testing
 from jaxpp.schedules import OneFOneB
 from tests.helpers import assert_close, mesh_of
 
@@ -376,8 +377,9 @@ def test_features_compute_in_stages_what_they_do_in_plain_jax(group):
     loss = loss_of([*BLOCKS[group].values()])
     want = jax.jit(jax.value_and_grad(loss))(WEIGHTS, BATCH)
     assert float(want[0]) > 0 and all(np.any(g) for g in want[1])
-    got = jaxpp.place(pipeline(loss), mesh_of(2))(WEIGHTS, BATCH)
-    assert_close(got, want, *((0.1, 0.1) if group == "Narrow types" else (1e-4,)))
+    step = jaxpp.place(pipeline(loss), mesh_of(2))
+    assert_close(step(WEIGHTS, BATCH), want, *((0.1, 0.1) if group == "Narrow types" else (1e-4,)))
+    testing.assert_computes_the_function(step, WEIGHTS, BATCH)
 
 
 @pytest.fixture(scope="module")
@@ -503,7 +505,21 @@ AROUND = {
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_features_around_the_stages(name):
+def test_features_around_the_stages(name, monkeypatch):
+    """A placed step is proven before it runs; under a trace it is the plain function."""
+    place = jaxpp.place
+
+    def proven(fun, *args, **options):
+        step = place(fun, *args, **options)
+
+        def run(*args):
+            if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+                testing.assert_computes_the_function(step, *args)
+            return step(*args)
+
+        return run
+
+    monkeypatch.setattr(jaxpp, "place", proven)
     got, want = AROUND[name]()
     assert_close(got, want, rtol=1e-4)
 

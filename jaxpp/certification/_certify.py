@@ -384,6 +384,9 @@ class _Proof:
             *self._models(_How.ROUNDED, strict=False, rounding=False),
         ]
         self.evaluator = Evaluator(self.terms, whole)
+        traced = next(iter(lowered.passes.values())).jaxpr
+        programs = [traced, *(c.jaxpr for c in lowered.bundle.computations)]
+        self.evaluator.parameters.note_shared([function.jaxpr], programs)
         self.passes: list[str] = []
         self.tasks = self.messages = 0
         #: How each result of the scheduled function, and of the programs, is the function's.

@@ -1,6 +1,6 @@
 """The rules of effects and of control flow: scans, conditionals and while loops."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpp import _compat
@@ -19,7 +19,8 @@ def effect(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term], params: Any) 
     happened = terms.term(f"effect {name}", key, [*args, *guards], (), "")
     time = evaluator.happens(happened, _compat.is_ordered(eqn))
     types = [(v.aval.shape, name_of(v.aval.dtype)) for v in eqn.outvars]
-    return [terms.term(name, (key, time, k), [*args, *guards], *own) for k, own in enumerate(types)]
+    given = [*args, *guards, *evaluator.iterations()]
+    return [terms.term(name, (key, time, k), given, *own) for k, own in enumerate(types)]
 
 
 def scan(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> list[Term]:
@@ -149,10 +150,20 @@ def _whole_scan(evaluator, eqn, consts, carry, xs) -> list[Term]:
         terms.eqn = eqn
         outputs = terms.with_terms(made[len(carry) :], carried, depth)
         effects = terms.with_terms([t for t, _ in happened], carried, depth)
-    for t, (_, is_ordered) in zip(effects, happened, strict=True):
-        evaluator.happens(terms.term("effect each", (depth, *how), (t,), (), ""), is_ordered)
+    for own, is_ordered in _grouped(effects, [ordered for _, ordered in happened]):
+        evaluator.happens(terms.term("effect each", (depth, *how), own, (), ""), is_ordered)
     last = [terms.last(carried[s], depth) for s in symbols]
     return [*last, *(terms.each(t, depth, length) for t in outputs)]
+
+
+def _grouped(effects: Sequence[Term], ordered: Sequence[bool]) -> Iterator[tuple[list[Term], bool]]:
+    """The effects of an iteration: those that keep their order together, any other by itself."""
+    pairs = list(zip(effects, ordered, strict=True))
+    if in_order := [t for t, is_ordered in pairs if is_ordered]:
+        yield in_order, True
+    for t, is_ordered in pairs:
+        if not is_ordered:
+            yield [t], False
 
 
 def while_loop(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> list[Term]:
@@ -167,8 +178,9 @@ def while_loop(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> list[T
             (test,) = evaluator.run(p["cond_jaxpr"], [*cond_consts, *symbols])
             loop.next = evaluator.run(p["body_jaxpr"], [*body_consts, *symbols])
         terms.eqn = eqn
-        for t, is_ordered in happened:
-            evaluator.happens(loop.closed("effect while", (), [t, test], t), is_ordered)
+        for own, is_ordered in _grouped([t for t, _ in happened], [own for _, own in happened]):
+            effect = loop.closed("effect while", (), [*own, test], own[0])
+            evaluator.happens(effect, is_ordered)
         return [loop.closed("while", (), [s, test], s) for s in symbols]
 
 

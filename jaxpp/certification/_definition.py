@@ -310,7 +310,10 @@ def _start(value: Any, aval: Any, dtype: Any) -> Any:
 def _lowest(dtype: Any) -> Any:
     if dtype == jnp.bool_:
         return False
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return jnp.iinfo(dtype).min
+    has_infinity = bool(jnp.isinf(jnp.asarray(-jnp.inf, dtype)))
+    return -jnp.inf if has_infinity else jnp.finfo(dtype).min
 
 
 class Edited(Exception):

@@ -175,7 +175,7 @@ class Evaluator:
     def bound(
         self, types: Sequence[tuple[tuple[int, ...], str]]
     ) -> Iterator[tuple[int, list[Term]]]:
-        """The depth of a body that is run once, and terms that stand for any value of some types."""
+        """The depth of a body that is run once, and terms for any values of some types."""
         self._depth += 1
         depth = self._depth
         where, eqn = self.terms.where, self.terms.eqn
@@ -187,6 +187,11 @@ class Evaluator:
         finally:
             self._depth -= 1
             self.terms.where, self.terms.eqn = where, eqn
+
+    def iterations(self) -> list[Term]:
+        """Terms that stand for the iterations of the loops around that run their bodies once."""
+        depths = range(1, self._depth + 1)
+        return [self.terms.term("bound", (d, "iteration"), (), (), "int32") for d in depths]
 
     def is_whole(self, length: int) -> bool:
         """Tells whether a scan of a length runs its body once."""

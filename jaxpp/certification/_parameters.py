@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp import _compat
+from jaxpp import _compat, _jaxprs
 from jaxpp._typing import Eqn
 from jaxpp.certification._table import inputs_of, name_of
 
@@ -27,6 +27,8 @@ class Parameters:
         self._evaluator = evaluator
         self._inside: set[int] = set()
         self._elementwise: dict[Any, bool] = {}
+        #: The objects that no trace made.
+        self._shared: set[int] = set()
 
     def is_elementwise(self, eqn: Eqn) -> bool:
         """Tells whether JAX batches an operation on numbers by doing the same on arrays of them."""
@@ -40,8 +42,20 @@ class Parameters:
             self._elementwise[key] = apart and _is_batched_as_it_is(eqn, dtypes)
         return self._elementwise[key]
 
+    def note_shared(self, *traces: Iterable[Any]) -> None:
+        """Notes which objects in the parameters of all traces are the same ones.
+
+        These are told from others that are alike: a callback may change them.
+
+        Args:
+            *traces: the jaxprs of each trace.
+        """
+        self._shared = set.intersection(*({*_objects_in(jaxprs)} for jaxprs in traces))
+
     def key(self, value: Any) -> Any:
         """A hashable key of a parameter."""
+        if id(value) in self._shared:
+            return ("this", id(value))
         if isinstance(value, _compat.JaxprTypes):
             return self._of_jaxpr(value)
         if isinstance(value, tuple | list):
@@ -51,6 +65,8 @@ class Parameters:
             return tuple(sorted(pairs, key=str))
         if isinstance(value, np.integer):
             value = int(value)
+        if _compat.is_tracer(value):  # of the trace that made the object, and over
+            return ("tracer", str(value.aval))
         if isinstance(value, jax.Array | np.ndarray):
             return ("array", self._evaluator.terms.constant(value))
         if isinstance(value, jax.sharding.AbstractMesh):  # the types of its axes are of places
@@ -65,7 +81,7 @@ class Parameters:
             return (type(value), repr(value))  # 0.0 is not -0.0, nor 1 True
         if (params := _compat.params_of_hi_primitive(value)) is not None:
             return (type(value), self.key(params))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if _is_record(value):
             fields = [getattr(value, f.name) for f in dataclasses.fields(value)]
             return (type(value), *map(self.key, fields))
         return self._once(value, self._of_object) if _is_made_anew(value) else value
@@ -143,3 +159,47 @@ def _slots_of(cls: type) -> Sequence[str]:
     slots = cls.__dict__.get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
     return [n for n in names if n not in ("__weakref__", "__dict__")]
+
+
+def _objects_in(jaxprs: Iterable[Any]) -> Iterator[int]:
+    """The ids of what the parameters of equations lead to, and what a callback may change."""
+    stack, seen, opened = list[Any](), dict[int, Any](), list(map(_jaxprs.opened, jaxprs))
+    while opened:
+        jaxpr = opened.pop()
+        if id(jaxpr) not in seen:
+            seen[id(jaxpr)] = jaxpr  # which stays, and keeps its id
+            for eqn in jaxpr.eqns:
+                opened += _jaxprs.sub_jaxprs(eqn)
+                stack += [v for v in eqn.params.values() if not isinstance(v, _PLAIN)]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, _PLAIN) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, list | dict | set | np.ndarray) or _is_made_anew(value):
+            yield id(value)
+        stack += _inside(value)
+
+
+#: Parameters that lead to nothing else.
+_PLAIN = (int, float, str, type, types.NoneType, enum.Enum, np.dtype, *_compat.JaxprTypes)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """What an object holds."""
+    match value:
+        case tuple() | list() | set() | frozenset():
+            return value
+        case dict():
+            return [*value, *value.values()]
+        case functools.partial():
+            return value.func, value.args, value.keywords
+        case types.MethodType():
+            return value.__func__, value.__self__
+        case types.FunctionType():
+            return *_compat.captured(value).values(), value.__defaults__, value.__kwdefaults__
+    return _attributes(value).values() if _is_made_anew(value) or _is_record(value) else ()
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
