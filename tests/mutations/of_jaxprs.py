@@ -211,7 +211,7 @@ MUTATIONS = (
         "static results change places",
         "jaxpp/_jaxprs.py",
         "leaves = [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static]",
-        ("leaves = [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static][::-1]"),
+        "leaves = [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static][::-1]",
         refuted_on="layers, ZB-H1",
     ),
     Mutation(
@@ -227,5 +227,22 @@ MUTATIONS = (
         "return _compat.weakly_typed(made) if is_weak else made",
         "return made",
         refuted_on="as given",
+    ),
+    Mutation(
+        "arrays closed over change places in a trace",
+        "jaxpp/_jaxprs.py",
+        "    return opened, list(jaxpr.consts)\n",
+        "    return opened, list(jaxpr.consts)[::-1]\n",
+        refuted_on="accumulated",
+    ),
+    Mutation(
+        "a literal's value is rounded",
+        "jaxpp/_jaxprs.py",
+        "    return jnp.asarray(literal.val, None if aval.weak_type else aval.dtype)",
+        (
+            "    return jnp.asarray(jnp.asarray(literal.val, jnp.bfloat16 if aval.dtype == "
+            "jnp.float32 else None), None if aval.weak_type else aval.dtype)"
+        ),
+        refuted_on="turned",
     ),
 )

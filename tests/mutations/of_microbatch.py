@@ -162,8 +162,8 @@ MUTATIONS = (
     Mutation(
         "the dtype that the user gives for sums is ignored",
         "jaxpp/transforms/microbatch/_reductions.py",
-        ("        return jnp.dtype(dtype)\n    return jnp.dtype(jnp.float32)"),
-        ("        return x.dtype\n    return jnp.dtype(jnp.float32)"),
+        "        return jnp.dtype(dtype)\n    return jnp.dtype(jnp.float32)",
+        "        return x.dtype\n    return jnp.dtype(jnp.float32)",
         refuted_on="half precision",
         like="Megatron: main gradients in bfloat16",
     ),
@@ -278,8 +278,8 @@ MUTATIONS = (
     Mutation(
         "the last of replicas is the first",
         "jaxpp/transforms/microbatch/_slices.py",
-        ("def _last(rows: Any) -> Any:\n    return rows[-1]"),
-        ("def _last(rows: Any) -> Any:\n    return rows[0]"),
+        "def _last(rows: Any) -> Any:\n    return rows[-1]",
+        "def _last(rows: Any) -> Any:\n    return rows[0]",
         kept="a scheduled loop takes the last by a rule of its own",
     ),
     Mutation(
@@ -372,16 +372,16 @@ MUTATIONS = (
     Mutation(
         "gradients are divided in each microbatch",
         "jaxpp/transforms/microbatch/_reductions.py",
-        ("lambda acc, x: acc + x,\n        lambda acc, m: acc / m,"),
-        ("lambda acc, x: (acc + x) / 2,\n        lambda acc, m: acc,"),
+        "lambda acc, x: acc + x,\n        lambda acc, m: acc / m,",
+        "lambda acc, x: (acc + x) / 2,\n        lambda acc, m: acc,",
         refuted_on="layers, ZB-H1",
         like="torchtitan 1733: an average that forgets",
     ),
     Mutation(
         "a gradient is doubled in each microbatch",
         "jaxpp/transforms/microbatch/_reductions.py",
-        ("lambda acc, x: acc + x,\n        lambda acc, m: acc / m,"),
-        ("lambda acc, x: acc + acc + x,\n        lambda acc, m: acc / m,"),
+        "lambda acc, x: acc + x,\n        lambda acc, m: acc / m,",
+        "lambda acc, x: acc + acc + x,\n        lambda acc, m: acc / m,",
         refuted_on="scaled half precision",
         like="Megatron 6660: gradients doubled with each microbatch",
     ),

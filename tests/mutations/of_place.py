@@ -360,8 +360,8 @@ MUTATIONS = (
     Mutation(
         "arguments are numbered from the last",
         "jaxpp/transforms/place/_lower_step.py",
-        ("                v.aval,\n                n,\n"),
-        ("                v.aval,\n                len(signature.arrays) - 1 - n,\n"),
+        "                v.aval,\n                n,\n",
+        "                v.aval,\n                len(signature.arrays) - 1 - n,\n",
         refuted_on="layers, ZB-H1",
     ),
     Mutation(

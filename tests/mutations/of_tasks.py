@@ -88,8 +88,8 @@ MUTATIONS = (
     Mutation(
         "an effect is repeated where its value is read",
         "jaxpp/transforms/tasks/_partition.py",
-        ("if eqn.effects:\n            return False"),
-        ("if False:\n            return False"),
+        "if eqn.effects:\n            return False",
+        "if False:\n            return False",
         tests=(
             "effects::a_callback_in_a_stage_leaves_constant_results_alone",
             "effects::ordered_reports_of_one_task_keep_their_order_with_those_around",
