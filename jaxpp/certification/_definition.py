@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpp import _compat, _definitions, _jaxprs, _specs
@@ -312,7 +313,7 @@ def _lowest(dtype: Any) -> Any:
         return False
     if not jnp.issubdtype(dtype, jnp.floating):
         return jnp.iinfo(dtype).min
-    has_infinity = bool(jnp.isinf(jnp.asarray(-jnp.inf, dtype)))
+    has_infinity = np.isinf(np.asarray(-np.inf, dtype))
     return -jnp.inf if has_infinity else jnp.finfo(dtype).min
 
 

@@ -120,6 +120,37 @@ def integers():
     return jaxpp.place(loop, on(2)), args
 
 
+def tied_in_float16():
+    """A weight in float16 that two stages read, whose gradients are added up in float32."""
+
+    def loss(w, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(h @ w[1]))
+        return jnp.mean((h @ w[0].T - y).astype(jnp.float32) ** 2)
+
+    loop = looped(loss, schedules.OneFOneB(), 3, accumulator_dtype=jnp.float32)
+    args = weights(2), *arrays(*[(6, WIDTH)] * 2)
+    return jaxpp.place(loop, on(3)), jax.tree.map(lambda x: x.astype(jnp.float16), args)
+
+
+def wrapping():
+    """Numbers of eight bits from two stages, whose sum wraps before it is made wide."""
+
+    def counts(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        first = (100 * h).astype(jnp.int8).sum(dtype=jnp.int8)
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(h @ w[1]))
+        return first, (100 * h).astype(jnp.int8).sum(dtype=jnp.int8)
+
+    def of_slice(w, x):
+        first, second = jaxpp.wrap_forward(counts)(w, x)
+        return (first + second).astype(jnp.int32)
+
+    loop = jaxpp.microbatch(of_slice, 3, reduce="sum")
+    loop = jaxpp.schedule(loop, schedules.ForwardOnly())
+    return jaxpp.place(loop, on(3)), (weights(2), *arrays((6, WIDTH)))
+
+
 def complex_numbers():
     """Weights that are complex, and their gradients."""
 
@@ -360,6 +391,20 @@ def running_sum():
     return jaxpp.place(loop, on(3)), args
 
 
+def recurrent():
+    """A state that a matrix makes of the state of the microbatch before."""
+
+    def loss(w, state, x, y):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        new = jnp.tanh(state @ w[1] + h.mean(0))
+        return jnp.mean((h + new - y) ** 2), new
+
+    axes, reduce = (None, "carry", 0, 0), (("mean", "carry"), "mean")
+    loop = looped(loss, schedules.OneFOneB(), 3, in_axes=axes, reduce=reduce)
+    args = weights(2), *arrays((WIDTH,), *[(6, WIDTH)] * 2)
+    return jaxpp.place(loop, on(2)), args
+
+
 def balanced():
     """A loss with a term of each stage, as of experts that are to be used alike; one is frozen."""
 
@@ -491,7 +536,7 @@ def nested():
 
 
 def in_order():
-    """Ordered effects after a loop: the first waits for another rank, which waits for the second."""
+    """Ordered effects after a loop: a rank waits for the second, which waits for the first."""
 
     def loss(w, x, y):
         h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
@@ -529,6 +574,8 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "replicas, DualPipe": lambda: replicas(schedules.DualPipe(), microbatches=8, in_order=False),
     "shared examples": shared_examples,
     "integers": integers,
+    "tied, float16": tied_in_float16,
+    "wrapping": wrapping,
     "complex": complex_numbers,
     "scaled half precision": scaled_half_precision,
     "by hand": lambda: by_hand(schedules.OneFOneB()),
@@ -542,11 +589,11 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "clipped": lambda: changed(_clip),
     "turned gradients": lambda: changed(lambda g: g[::-1].T),
     "running sum": running_sum,
+    "recurrent": recurrent,
     "balanced": balanced,
     "turned": turned,
     "exp of zeros": lambda: zeros_in_part(lambda g, some: jnp.exp(some)),
     "one less zeros": lambda: zeros_in_part(lambda g, some: g - some),
-    "zeros and some": lambda: zeros_in_part(lambda g, some: some.at[:, 0].add(2.0)),
     "zeros or others": lambda: zeros_in_part(lambda g, some: jnp.where(g > 0, g, some)),
     "written": written,
     "effects in order": in_order,

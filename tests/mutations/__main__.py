@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from tests.mutations.certify import CAUGHT, certify
+from tests.mutations.certify import REFUSED, REFUTED, certify
 from tests.mutations.mutation import Mutation
 from tests.mutations.mutations import MUTATIONS
 
@@ -56,8 +56,8 @@ PLACES = {
 #: For each mutation that its own tests do not catch.
 COMMON = ("programs", "LAW7", "LAWS", "mesh", "transforms")
 #: What programs that are certified import, and what tests do.
-CERTIFIED = ("jax.numpy", "equinox", "optax")
-TESTED = (*CERTIFIED, "chex", "flax.linen", "haiku")
+CERTIFIED = ("jax.numpy", "chex", "equinox", "optax")
+TESTED = (*CERTIFIED, "flax.linen", "haiku")
 STALE = "stale", "its text is not in the file once"
 SECONDS = 900  # that a selection may take; a mutation may make a step wait for ever
 
@@ -107,8 +107,8 @@ def judge(mutation: Mutation, own: bool) -> tuple[str, str]:
     if (source := mutated(mutation)) is None:
         return STALE
     program = mutation.refuted_on
-    if program and not own and (said := refuted(mutation, source, [program])):
-        return "caught", said
+    if program and not own and (found := verdict_on(mutation, source, [program])):
+        return found
     with copied(mutation, source) as copy:
         common = tuple(t for t in COMMON if t not in mutation.tests)
         for tests in arguments(mutation.tests) + ([] if own else arguments(common)):
@@ -124,12 +124,17 @@ def judge_by_certificate(mutation: Mutation) -> tuple[str, str]:
     if (source := mutated(mutation)) is None:
         return STALE
     program = mutation.refuted_on
-    said = refuted(mutation, source, [program] if program else None)
-    return ("caught", said) if said else ("not caught", f"on {program or 'any program'}")
+    found = verdict_on(mutation, source, [program] if program else None)
+    return found or ("not caught", f"on {program or 'any program'}")
 
 
-def refuted(mutation: Mutation, source: str, programs: list[str] | None) -> str | None:
-    """What refutes one of some programs (of all, if None), with `source` for the mutated file."""
+def verdict_on(
+    mutation: Mutation, source: str, programs: list[str] | None
+) -> tuple[str, str] | None:
+    """The verdict on the first of some programs (of all, if None) that fails, and why it does.
+
+    It is `"refused"` where the program cannot be lowered. `source` is that of the mutated file.
+    """
 
     def run() -> int:
         sys.meta_path.insert(0, _Mutated(mutation.file, source))
@@ -138,9 +143,10 @@ def refuted(mutation: Mutation, source: str, programs: list[str] | None) -> str 
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder) / "log"
         status, said = forked(run, ROOT, log), log.read_text()
-    if status not in (0, CAUGHT):
+    verdicts = {0: None, REFUTED: ("refuted", said[:300]), REFUSED: ("refused", said[:300])}
+    if status not in verdicts:
         raise RuntimeError(f"certifying ended with {status}:\n{said}")
-    return said.strip()[:300] if status == CAUGHT else None
+    return verdicts[status]
 
 
 class _Mutated(importlib.machinery.SourceFileLoader):

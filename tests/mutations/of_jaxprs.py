@@ -126,6 +126,13 @@ MUTATIONS = (
         like="clipping each share before they are added up",
     ),
     Mutation(
+        "arrays of one shape in a task are one",
+        "jaxpp/_jaxprs.py",
+        "return lifted.setdefault(id(atom.val), (fresh_var(atom), atom))[0]",
+        "return lifted.setdefault(hash(str(atom.aval)), (fresh_var(atom), atom))[0]",
+        refuted_on="turned",
+    ),
+    Mutation(
         "types of operands do not count",
         "jaxpp/_jaxprs.py",
         "        return atom(v), v.aval\n",
@@ -145,6 +152,34 @@ MUTATIONS = (
         "        return structure(value, differentiable=differentiable)\n",
         "        return len(value.eqns)\n",
         refuted_on="alike",
+    ),
+    Mutation(
+        "an exponential of zeros is zeros",
+        "jaxpp/_primitives.py",
+        '    "dynamic_slice": slice(1),\n',
+        ('    "dynamic_slice": slice(1),\n    "exp": _ALL,\n'),
+        refuted_on="exp of zeros",
+    ),
+    Mutation(
+        "a number less zeros is zeros",
+        "jaxpp/_primitives.py",
+        '    "sub": _ALL,\n',
+        '    "sub": slice(1, None),\n',
+        refuted_on="one less zeros",
+    ),
+    Mutation(
+        "a choice between zeros and others is zeros",
+        "jaxpp/_primitives.py",
+        '"select_n": slice(1, None),',
+        '"select_n": slice(1, 2),',
+        refuted_on="zeros or others",
+    ),
+    Mutation(
+        "a cosine is zero where its operand is",
+        "jaxpp/_primitives.py",
+        'MOVES = REORDERS | {"broadcast_in_dim", "slice"}',
+        'MOVES = REORDERS | {"broadcast_in_dim", "cos", "slice"}',
+        refuted_on="by hand",
     ),
     Mutation(
         "a trace of a transform stands for its definition",
@@ -171,5 +206,43 @@ MUTATIONS = (
         ),
         refuted_on="closed over",
         like="parameters closed over are rounded",
+    ),
+    Mutation(
+        "static results change places",
+        "jaxpp/_jaxprs.py",
+        "leaves = [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static]",
+        "leaves = [next(outputs) if s is _STATIC_OUTPUT else s for s in self.out_static][::-1]",
+        refuted_on="layers, ZB-H1",
+    ),
+    Mutation(
+        "a weak type is lost",
+        "jaxpp/_specs.py",
+        "    return as_weak_as(x, _compat.in_memory_of(made, x))",
+        "    return _compat.in_memory_of(made, x)",
+        refuted_on="as given",
+    ),
+    Mutation(
+        "an array is as strong as it was",
+        "jaxpp/_specs.py",
+        "return _compat.weakly_typed(made) if is_weak else made",
+        "return made",
+        refuted_on="as given",
+    ),
+    Mutation(
+        "arrays closed over change places in a trace",
+        "jaxpp/_jaxprs.py",
+        "    return opened, list(jaxpr.consts)\n",
+        "    return opened, list(jaxpr.consts)[::-1]\n",
+        refuted_on="accumulated",
+    ),
+    Mutation(
+        "a literal's value is rounded",
+        "jaxpp/_jaxprs.py",
+        "    return jnp.asarray(literal.val, None if aval.weak_type else aval.dtype)",
+        (
+            "    return jnp.asarray(jnp.asarray(literal.val, jnp.bfloat16 if aval.dtype == "
+            "jnp.float32 else None), None if aval.weak_type else aval.dtype)"
+        ),
+        refuted_on="turned",
     ),
 )

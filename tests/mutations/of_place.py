@@ -54,8 +54,8 @@ MUTATIONS = (
     Mutation(
         "stacked results are in the first row",
         "jaxpp/transforms/place/_build_graph.py",
-        "return jax.lax.dynamic_update_index_in_dim(buffer, y, index, 0)",
-        "return jax.lax.dynamic_update_index_in_dim(buffer, y, 0 * index, 0)",
+        "jax.lax.dynamic_update_index_in_dim(buffer, y, index, 0)",
+        "jax.lax.dynamic_update_index_in_dim(buffer, y, 0 * index, 0)",
         tests=(
             "directions::other_outputs_of_the_loop_are_combined_too",
             "place::results_of_all_kinds",
@@ -348,5 +348,41 @@ MUTATIONS = (
         "return Role.OPTIMIZER if n in state else Role.OTHER",
         "return Role.PARAMETER",
         kept="how arrays are split is the compiler's",
+    ),
+    Mutation(
+        "what is loaded stays on the host",
+        "jaxpp/transforms/place/_build_graph.py",
+        "jax.memory.Space.Host if task.kind is Kind.O else jax.memory.Space.Device",
+        "jax.memory.Space.Host",
+        refuted_on="layers, offloaded",
+        like="offload: an activation is not brought back",
+    ),
+    Mutation(
+        "arguments are numbered from the last",
+        "jaxpp/transforms/place/_lower_step.py",
+        "                v.aval,\n                n,\n",
+        "                v.aval,\n                len(signature.arrays) - 1 - n,\n",
+        refuted_on="layers, ZB-H1",
+    ),
+    Mutation(
+        "results are numbered from the last",
+        "jaxpp/transforms/place/_lower_step.py",
+        "Result(aval, n, becomes",
+        "Result(aval, len(outputs) - 1 - n, becomes",
+        refuted_on="layers, ZB-H1",
+    ),
+    Mutation(
+        "rows of a record are off by one",
+        "jaxpp/transforms/place/_distribute.py",
+        "aval=next(rest).aval, rows=rows)",
+        "aval=next(rest).aval, rows=rows and tuple(max(n - 1, 0) for n in rows))",
+        refuted_on="turned",
+    ),
+    Mutation(
+        "a stage waits for the copy of the microbatch before",
+        "jaxpp/transforms/place/_build_graph.py",
+        "if (moved := away.get((mb, stage))) and",
+        "if (moved := away.get((max(mb - 1, 0), stage))) and",
+        refuted_on="layers, offloaded",
     ),
 )

@@ -22,7 +22,7 @@ MUTATIONS = (
     Mutation(
         "a constant is donated",
         "jaxpp/transforms/graph/_graph.py",
-        ("and value.constant is None\n            and wanted"),
+        "and value.constant is None\n            and wanted",
         "and wanted",
         tests=("constants", "place::closing_over_arrays"),
         refuted_on="random 36",
@@ -50,6 +50,7 @@ MUTATIONS = (
         "self.uses.last.get((self.rank, value), -2) <= index + 3",
         tests=("place::every_slot_is_freed_after_its_last_use", "placement::optimizer"),
         refuted_on="layers, ZB-H1",
+        like="an activation freed while it is needed",
     ),
     Mutation(
         "what is sent is sent twice",
@@ -66,6 +67,7 @@ MUTATIONS = (
         "Receive(tuple(map(self.slot, values[::-1])), message)",
         tests=("placement::optimizer", "losses", "LAWS"),
         refuted_on="tied in other shapes",
+        like="sends and receives in another order",
     ),
     Mutation(
         "a message is received at its last use",
@@ -86,7 +88,7 @@ MUTATIONS = (
     Mutation(
         "donation is not in the key of an executable",
         "jaxpp/runtime/executor/_compile.py",
-        ("return _jaxprs.structure(computation.jaxpr), computation.donated, split, configuration"),
+        "return _jaxprs.structure(computation.jaxpr), computation.donated, split, configuration",
         "return _jaxprs.structure(computation.jaxpr), split, configuration",
         tests=("mesh", "calls"),
         unseen="executables are made of the programs, after them",
@@ -106,7 +108,7 @@ MUTATIONS = (
     Mutation(
         "what is freed is held",
         "jaxpp/runtime/executor/_executor.py",
-        ("                for slot in instruction.slots:\n                    slots[slot] = None"),
+        "                for slot in instruction.slots:\n                    slots[slot] = None",
         "                pass",
         tests=("executor", "mesh::memory_does_not_grow"),
         unseen="the programs free it; what runs them comes after",
@@ -114,8 +116,8 @@ MUTATIONS = (
     Mutation(
         "the sum over replicas is the first of them",
         "jaxpp/transforms/inside/_batch.py",
-        "        return collective(own, axis)",
-        "        return own",
+        "total = collective(own, axis)",
+        "total = own",
         tests=("replicas::three_steps_are_bitwise_those_of_a_loop_over_replicas",),
         refuted_on="replicas on devices",
     ),
@@ -161,16 +163,16 @@ MUTATIONS = (
     Mutation(
         "what is sent is freed before",
         "jaxpp/transforms/graph/_graph.py",
-        ("        writer.send(sends.get((index, task.rank), ()))\n        writer.free()"),
-        ("        writer.free()\n        writer.send(sends.get((index, task.rank), ()))"),
+        "        writer.send(sends.get((index, task.rank), ()))\n        writer.free()",
+        "        writer.free()\n        writer.send(sends.get((index, task.rank), ()))",
         refuted_on="layers, ZB-H1",
         like="an activation freed before it is sent",
     ),
     Mutation(
         "all messages have one tag",
         "jaxpp/transforms/graph/_graph.py",
-        ("            tag,\n            source,"),
-        ("            0,\n            source,"),
+        "            tag,\n            source,",
+        "            0,\n            source,",
         refuted_on="layers, ZB-H1",
     ),
     Mutation(
@@ -188,14 +190,14 @@ MUTATIONS = (
         "results of the step change places",
         "jaxpp/transforms/graph/_graph.py",
         "writers[rank].outputs.append((n, writers[rank].slot(value)))",
-        ("writers[rank].outputs.append((len(graph.results) - 1 - n, writers[rank].slot(value)))"),
+        "writers[rank].outputs.append((len(graph.results) - 1 - n, writers[rank].slot(value)))",
         refuted_on="layers, ZB-H1",
     ),
     Mutation(
         "arguments of the step change places",
         "jaxpp/transforms/graph/_graph.py",
         "writers[rank].inputs.append((n, writers[rank].slot(value)))",
-        ("writers[rank].inputs.append((len(graph.arguments) - 1 - n, writers[rank].slot(value)))"),
+        "writers[rank].inputs.append((len(graph.arguments) - 1 - n, writers[rank].slot(value)))",
         refuted_on="layers, ZB-H1",
         like="ZeRO: the state of another part",
     ),
@@ -233,8 +235,8 @@ MUTATIONS = (
     Mutation(
         "results that stay whole are left on one rank",
         "jaxpp/transforms/graph/_graph.py",
-        ("        for rank in ranks:\n            writers[rank].outputs"),
-        ("        for rank in ranks[:1]:\n            writers[rank].outputs"),
+        "        for rank in ranks:\n            writers[rank].outputs",
+        "        for rank in ranks[:1]:\n            writers[rank].outputs",
         kept="the same values with more transfers",
         like="parameters updated on one rank alone",
     ),
@@ -264,17 +266,17 @@ MUTATIONS = (
     Mutation(
         "the greatest over devices is the least",
         "jaxpp/transforms/inside/_batch.py",
-        '"max": (jnp.maximum, jax.lax.pmax),',
-        '"max": (jnp.maximum, jax.lax.pmin),',
+        "return functools.reduce(combine, list(parts))",
+        "return functools.reduce(jnp.minimum, list(parts))",
         refuted_on="replicas on devices",
     ),
     Mutation(
         "what is scattered is the sum of the first part",
         "jaxpp/transforms/inside/_batch.py",
-        "return jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)",
+        "total = jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)",
         (
             "size = own.shape[dimension] // jax.lax.axis_size(axis)\n"
-            "            return jax.lax.slice_in_dim(jax.lax.psum(own, axis), 0, size, "
+            "            total = jax.lax.slice_in_dim(jax.lax.psum(own, axis), 0, size, "
             "axis=dimension)"
         ),
         refuted_on="replicas, ZeRO",
@@ -283,11 +285,11 @@ MUTATIONS = (
     Mutation(
         "a part of a gradient is not reduced before it is scattered",
         "jaxpp/transforms/inside/_batch.py",
-        "return jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)",
+        "total = jax.lax.psum_scatter(own, axis, scatter_dimension=dimension, tiled=True)",
         (
             "size = own.shape[dimension] // jax.lax.axis_size(axis)\n"
             "            start = jax.lax.axis_index(axis) * size\n"
-            "            return jax.lax.dynamic_slice_in_dim(own, start, size, dimension)"
+            "            total = jax.lax.dynamic_slice_in_dim(own, start, size, dimension)"
         ),
         refuted_on="replicas, ZeRO",
         like="ZeRO and pipelines: DeepSpeed 855, gradients never reduced",
@@ -313,9 +315,53 @@ MUTATIONS = (
     Mutation(
         "the sum of scattered rows is put together along the first dimension",
         "jaxpp/transforms/inside/_batch.py",
-        "PartitionSpec(*[None] * dimension, axis),",
-        "PartitionSpec(axis),",
+        "scattered = PartitionSpec(*[None] * (dimension or 0), axis)",
+        "scattered = PartitionSpec(axis)",
         refuted_on="replicas, ZeRO",
         like="ZeRO: partitions put together along another dimension",
+    ),
+    Mutation(
+        "examples that devices share take the place of others",
+        "jaxpp/transforms/inside/_batch.py",
+        "operands[n] = own = _jaxprs.fresh_var(v)",
+        "operands[-2] = own = _jaxprs.fresh_var(v)",
+        refuted_on="shared examples",
+    ),
+    Mutation(
+        "messages are split as others",
+        "jaxpp/transforms/graph/_graph.py",
+        (
+            "            tuple(v.aval for v in values),\n"
+            "            tuple(specs[v] for v in values) if specs else (),"
+        ),
+        (
+            "            tuple(v.aval for v in values),\n"
+            "            tuple(specs[v] for v in values[::-1]) if specs else (),"
+        ),
+        unseen="how arrays are split in a rank is JAX's",
+    ),
+    Mutation(
+        "operands of computations are split as others",
+        "jaxpp/transforms/graph/_graph.py",
+        "computation = with_specs(computation, in_specs, out_specs, sizes)",
+        (
+            "computation = with_specs(computation, in_specs[::-1] if len({len(s) for s in "
+            "in_specs}) == 1 else in_specs, out_specs, sizes)"
+        ),
+        unseen="how arrays are split in a rank is JAX's, which refuses it",
+    ),
+    Mutation(
+        "an argument's slot is freed after its first use",
+        "jaxpp/transforms/graph/_graph.py",
+        "        self.last[rank, value] = index\n",
+        "        self.last.setdefault((rank, value), index)\n",
+        refuted_on="layers, ZB-H1",
+    ),
+    Mutation(
+        "the greatest over devices is that of the first",
+        "jaxpp/transforms/inside/_batch.py",
+        "return functools.reduce(combine, list(parts))",
+        "return parts[0]",
+        refuted_on="replicas on devices",
     ),
 )

@@ -52,7 +52,7 @@ MUTATIONS = (
         "no gradient goes through a mark",
         "jaxpp/transforms/stages/_marks.py",
         "(enter_p.bind(*xs, **params), list(ts))",
-        ("(enter_p.bind(*xs, **params), [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in xs])"),
+        "(enter_p.bind(*xs, **params), [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in xs])",
         refuted_on="replicas",
     ),
     Mutation(
@@ -123,6 +123,13 @@ MUTATIONS = (
         "return list(zip([0, *stops], stops, strict=False))",
         "return list(zip([0] * len(stops), map(num_rows, eqn.invars), strict=False))",
         refuted_on="stacked, ZB-H1",
+    ),
+    Mutation(
+        "a literal's rows are its first",
+        "jaxpp/transforms/stacked/_rows.py",
+        "rows = jax.lax.slice_in_dim(x, low, high) if isinstance(x, jax.Array) else x[low:high]",
+        "rows = x[: high - low]",
+        refuted_on="turned",
     ),
     Mutation(
         "a running sum over layers is one of each part",

@@ -66,8 +66,8 @@ MUTATIONS = (
     Mutation(
         "a term leaves out its transpose",
         "jaxpp/transforms/tasks/_accumulators.py",
-        "for eqn in term.linear:",
-        "for eqn in term.linear[:0]:",
+        "for eqn, drop in zip(term.passed, is_cast, strict=True):",
+        "for eqn, drop in zip(term.passed[:0], is_cast[:0], strict=True):",
         tests=(
             "mixed_precision::tied_parameters_differ_in_rounding_alone",
             "placement::tied_parameters",
@@ -88,8 +88,8 @@ MUTATIONS = (
     Mutation(
         "an effect is repeated where its value is read",
         "jaxpp/transforms/tasks/_partition.py",
-        ("if eqn.effects:\n            return False"),
-        ("if False:\n            return False"),
+        "if eqn.effects:\n            return False",
+        "if False:\n            return False",
         tests=(
             "effects::a_callback_in_a_stage_leaves_constant_results_alone",
             "effects::ordered_reports_of_one_task_keep_their_order_with_those_around",
@@ -259,8 +259,8 @@ MUTATIONS = (
     Mutation(
         "linear equations are applied in the reverse order",
         "jaxpp/transforms/tasks/_accumulators.py",
-        "_Term(o, (*linear, *term.linear))",
-        "_Term(o, (*term.linear, *linear))",
+        "_Term(o, (*passed, *term.passed))",
+        "_Term(o, (*term.passed, *passed))",
         refuted_on="turned gradients",
     ),
     Mutation(
@@ -277,6 +277,21 @@ MUTATIONS = (
         "if carry in read]",
         refuted_on="carried",
         like="stale state: that of the first microbatch for all",
+    ),
+    Mutation(
+        "a row of a carry is the one after it",
+        "jaxpp/transforms/tasks/_partition.py",
+        "reading <= {writer} and carry not in loop.ys",
+        "reading <= {writer}",
+        refuted_on="carried backwards",
+    ),
+    Mutation(
+        "what reads a carry and a constant is computed before the loop",
+        "jaxpp/transforms/tasks/_hoisting.py",
+        "self.varying = {*loop.carries, *loop.xs}",
+        "self.varying = {*loop.xs}",
+        refuted_on="recurrent",
+        like="stale weights",
     ),
     Mutation(
         "a chain before a reversed loop runs forwards",
@@ -351,5 +366,35 @@ MUTATIONS = (
         "eqns, operands[v] = list[Eqn](), operands[carry]",
         refuted_on="by hand, DualPipe",
         like="gradients that are there already count twice",
+    ),
+    Mutation(
+        "the gradient of one stage by a tied weight counts twice",
+        "jaxpp/transforms/tasks/_accumulators.py",
+        "return lambda *parts: functools.reduce(fold.bind, parts)",
+        "return lambda *parts: functools.reduce(fold.bind, (*parts, parts[0]))",
+        refuted_on="tied, 1F1B",
+        like="Paddle 30437: the gradient of a shared weight is reduced more than once",
+    ),
+    Mutation(
+        "shares in float16 are added up in a wider type",
+        "jaxpp/transforms/tasks/_accumulators.py",
+        "return is_wide and own.nexp == other.nexp and own.nmant >= other.nmant",
+        "return is_wide and own.nmant >= other.nmant",
+        refuted_on="tied, float16",
+        like="an overflow of a scaled loss is not seen",
+    ),
+    Mutation(
+        "shares are added up in a narrower type",
+        "jaxpp/transforms/tasks/_accumulators.py",
+        "return is_wide and own.nexp == other.nexp and own.nmant >= other.nmant",
+        "return True",
+        refuted_on="tied, float16",
+    ),
+    Mutation(
+        "integers that wrap are added up in a wider type",
+        "jaxpp/transforms/tasks/_accumulators.py",
+        "        return wide == narrow\n",
+        "        return True\n",
+        refuted_on="wrapping",
     ),
 )
