@@ -496,6 +496,15 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+def is_in_context(settings: Any) -> bool:
+    """Tells whether JAX's current settings are these, but for those that it did not have then.
+
+    From JAX 0.12 on, the first kernel of Pallas that is lowered adds a setting.
+    """
+    now = trace_context()
+    return type(now) is type(settings) and all(a == b for a, b in zip(settings, now, strict=False))
+
+
 def checkify_as(primitive: jex.Primitive, run: Callable[..., Any]) -> None:
     """Lets `checkify.checkify` see what `run` does, in place of a primitive."""
 

@@ -280,18 +280,16 @@ class Terms(Table):
         shape = (a.shape[0] + b.shape[0], *a.shape[1:])
         if (number := full_of(a)) is not None and number is full_of(b):
             return self.broadcast(number, shape, ())
-        if a.form is b.form is Form.INSTANCE:
-            if a.op.params != b.op.params:
-                return None
-            whole = self._adjacent(a.args[0], b.args[0])
-            return whole and self.instance(whole, a.op.params)
+        if a.form is b.form is Form.INSTANCE and a.op.params == b.op.params:
+            if (whole := self._adjacent(a.args[0], b.args[0])) is not None:
+                return self.instance(whole, a.op.params)
         one, other = (template_of(t) for t in (a, b))
         if one.name == other.name == "reshape" and one.args[0].shape and other.args[0].shape:
             # As in memory, the elements of both follow each other.
             one, other = (self._unshaped(t) for t in (a, b))
             whole = self._adjacent(one, other)
             return whole and self.reshape(whole, shape)
-        if a.op.family == b.op.family and len(a.args) == len(b.args):
+        if a.form is not Form.INSTANCE and a.op.family == b.op.family:
             return self._adjacent_results(a, b, shape)
         return None
 
@@ -683,9 +681,13 @@ def _clamps_to(t: Term, count: int) -> bool:
     return low is not None and high is not None and (int(low), int(high)) == (0, count - 1)
 
 
+#: The floating-point types of IEEE 754, or like them: with infinities, NaN and -0.
+_IEEE = frozenset("bfloat16 float16 float32 float64".split())
+
+
 def keeps_values(old: str, new: str) -> bool:
     """Tells whether a cast from one floating-point type to another keeps each value."""
-    if old == new or not ("float" in old and "float" in new):
+    if old == new or "float" not in old or new not in _IEEE:
         return old == new
     from_, to = jnp.finfo(old), jnp.finfo(new)
     return to.nmant >= from_.nmant and to.nexp >= from_.nexp
