@@ -71,10 +71,19 @@ def other_parameter(p: Place) -> Change | None:
         return None
     if name.startswith(("ax", "dim")) and _has_negative(new):
         return None
+    if p.name in COLLECTIVES and not _fits(p, name, new):
+        return None
     params = {**p.eqn.params, name: new}
     if p.name in (*COLLECTIVES, "get", "swap", "addupdate", "scan", "pallas_call"):
         return p.replaced(params=params)
     return p.instead(p.bind(params))
+
+
+def _fits(p: Place, name: str, new: Any) -> bool:
+    """Whether a collective can have a parameter: a dimension that there is, or other devices."""
+    if name in ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis"):
+        return 0 <= new < len(p.eqn.invars[0].aval.shape)
+    return name in ("perm", "axis_index_groups")
 
 
 def _has_negative(value: Any) -> bool:

@@ -1,5 +1,8 @@
 """No edit inside a computation that the proof accepts changes what the programs give.
 
+An edit may be of a wrong type, such as an axis that there is not: the proof may then end in an
+error, and accepts nothing either.
+
 Edits are drawn for small steps that have between them what a step can have. `JAXPP_EDITS` says how
 many of each step, and `JAXPP_SEED` which; `survey.py` draws many thousands.
 """
@@ -29,7 +32,6 @@ def test_an_edit_inside_a_computation_is_refuted_or_changes_nothing(name):
         edit = own.draw(f"{SEED}/{n}")
         verdict = judge.judge(own, edit)
         said[verdict.said] += 1
-        assert not verdict.is_error, (verdict.said, edit.text)
         assert not verdict.is_false, (
             f"{name}/{SEED}/{n}, a {edit.kind}, is accepted as {verdict.said}, and gives "
             f"{verdict.difference}: {edit.text}"
