@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxpp.certification._rows import operands_with_rows
 from jaxpp.certification._table import (
+    OF_BODIES,
     SMALL,
     Form,
     Op,
@@ -546,6 +547,8 @@ class Terms(Table):
         """
         if not self.depends_on(t, index):
             return t
+        if t.name in OF_BODIES and index.free >> t.op.params[0] & 1:
+            return t  # its body is of all iterations, and the index of one
         if t.form is index.form is Form.INSTANCE:
             if t.op.params != index.op.params:
                 return t
