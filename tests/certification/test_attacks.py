@@ -18,8 +18,9 @@ from jaxpp import _compat, _jaxprs, schedules
 from jaxpp._program import Bundle, Run
 from tests.helpers import mesh_of
 
+pytestmark = pytest.mark.more
+
 WIDTH = 4
-pytestmark = pytest.mark.cases(100)
 
 
 def weights(number):
@@ -355,6 +356,34 @@ def test_a_whole_number_is_rounded_by_a_narrow_float():
     lowered = counted()
     wrong = by(lambda n: n.astype(jnp.bfloat16).astype(jnp.float32))
     refuses(lowered, edited(lowered.bundle, is_cast("int32", "float32"), wrong))
+
+
+NARROW = [
+    "bool", "int4", "uint4", "int8", "uint8", "int16", "uint16", "float4_e2m1fn", "float8_e3m4",
+    "float8_e4m3", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "bfloat16", "float16",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("old", NARROW)
+def test_a_cast_that_keeps_each_value_does(old):
+    """Of types of up to 16 bits all values go to each other type and back."""
+    from jaxpp.certification._terms import keeps_values
+
+    bits = np.arange(2**16, dtype=np.uint16)
+    if old == "bool":
+        values = np.array([False, True])
+    elif jnp.issubdtype(old, jnp.integer):
+        values = bits.view(np.int16).astype(old)
+    else:
+        dtype = jnp.dtype(old)
+        values = (bits if dtype.itemsize == 2 else bits[: 2**8].astype(np.uint8)).view(dtype)
+    for new in (*NARROW, "float32", "int32", "float64"):
+        if keeps_values(old, new):
+            back = values.astype(new).astype(old)
+            one, other = (x.astype(np.float64) for x in (values, back))
+            same = (one == other) & (np.signbit(one) == np.signbit(other))
+            assert (same | (np.isnan(one) & np.isnan(other))).all(), new
 
 
 def test_a_difference_wraps_before_it_is_widened():

@@ -56,11 +56,15 @@ class Case:
 def case(name: str) -> Case:
     step, args = small_steps.CASES[name]()
     lowered = step.lower(*args)
-    bundle = lowered.bundle
-    return Case(
-        name, step, args, lowered, places.sites_of(bundle), Interpreter(bundle.inside),
-        inputs_of(jax.tree.leaves(args)), {},
-    )  # fmt: skip
+    bundle, inputs = lowered.bundle, inputs_of(jax.tree.leaves(args))
+    if any(c.jaxpr.effects for c in bundle.computations):  # which run again for each edit
+        inputs = {k: x for k, x in inputs.items() if " in " not in k or k in _WITH_EFFECTS}
+    sites, interpreter = places.sites_of(bundle), Interpreter(bundle.inside)
+    return Case(name, step, args, lowered, sites, interpreter, inputs, {})
+
+
+#: The special values with which a step with effects runs.
+_WITH_EFFECTS = ("NaN in 0", "inf in 1")
 
 
 # ---- arguments ----------------------------------------------------------------------------------
@@ -279,6 +283,11 @@ class Verdict:
     edit: drawn.Edit
     said: str
     difference: str | None
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the proof neither accepts nor refutes it."""
+        return self.said not in ("exact", "regrouped", "refuted")
 
     @property
     def is_accepted(self) -> bool:

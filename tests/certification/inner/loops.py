@@ -201,6 +201,30 @@ def other_test(p: Place) -> Change | None:
     return p.instead(run)
 
 
+def effects_apart(p: Place) -> Change | None:
+    """A loop with several effects runs twice, each time with some of them."""
+    if p.name not in ("scan", "while") or not p.eqn.effects:
+        return None
+    key = "jaxpr" if p.name == "scan" else "body_jaxpr"
+    body = p.eqn.params[key]
+    effects = [e for e in body.eqns if e.effects]
+    if len(effects) < 2:
+        return None
+    one = p.rng.choice(effects)
+    eqns = [e for e in body.eqns if e is not one]
+    others = _compat.with_equations(body, eqns)
+    if any(e.effects and e.outvars for e in body.eqns):
+        return None  # what it gives would be missing in one of them
+    alone = [e for e in body.eqns if e is one or not e.effects]
+    first = _compat.with_equations(body, alone)
+    fresh = [_jaxprs.fresh_var(v) for v in p.eqn.outvars]
+    loops = [
+        p.eqn.replace(params={**p.eqn.params, key: first}, outvars=fresh),
+        p.eqn.replace(params={**p.eqn.params, key: others}),
+    ]
+    return p.change(loops if p.rng.random() < 0.5 else loops[::-1])
+
+
 def other_block(p: Place) -> Change | None:
     """A block of a kernel is another one: its index map gives something else."""
     if p.name != "pallas_call":
@@ -229,5 +253,6 @@ KINDS = [
     once_more,
     after_the_branches,
     other_test,
+    effects_apart,
     other_block,
 ]

@@ -59,12 +59,6 @@ WITH_PARAMS = [
         "argmin": lambda x, axes, index_dtype: lax.argmin(x, axes[0], index_dtype),
     },
 ]
-#: Collectives, and others, whose parameters are the same.
-RENAMED = [
-    ("psum", "pmax", "pmin"),
-    ("scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-max", "scatter_max"),
-    ("reduce_window_sum", "reduce_window_max", "reduce_window_min"),
-]
 
 
 def other_primitive(p: Place) -> Change | None:

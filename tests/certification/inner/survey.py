@@ -47,11 +47,10 @@ def main() -> None:
             runs = options.run_refuted and (n * 0.6180339887) % 1 < options.run_refuted
             verdict = judge.judge(own, edit, run_refuted=bool(runs))
             count(table[name, edit.kind], verdict)
-            is_error = verdict.said not in ("exact", "regrouped", "refuted")
-            if is_error or (verdict.is_accepted and verdict.difference):
+            if verdict.is_error or (verdict.is_accepted and verdict.difference):
                 what = "FALSE ACCEPT" if verdict.is_false else "DOES NOT RUN"
                 what = "BEYOND" if verdict.is_beyond else what
-                what = "ERROR" if is_error else what
+                what = "ERROR" if verdict.is_error else what
                 print(
                     f"{what} {name}/{key} {edit.kind} [{verdict.said}]\n"
                     f"    {edit.text}\n    {verdict.difference}",

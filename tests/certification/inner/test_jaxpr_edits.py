@@ -29,7 +29,7 @@ def test_an_edit_inside_a_computation_is_refuted_or_changes_nothing(name):
         edit = own.draw(f"{SEED}/{n}")
         verdict = judge.judge(own, edit)
         said[verdict.said] += 1
-        assert verdict.said in ("exact", "regrouped", "refuted"), (verdict.said, edit.text)
+        assert not verdict.is_error, (verdict.said, edit.text)
         assert not verdict.is_false, (
             f"{name}/{SEED}/{n}, a {edit.kind}, is accepted as {verdict.said}, and gives "
             f"{verdict.difference}: {edit.text}"

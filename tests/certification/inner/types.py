@@ -63,6 +63,8 @@ def other_precision(p: Place) -> Change | None:
     """The operation runs in another dtype, and its result is cast back."""
     if len(p.eqn.outvars) != 1 or p.eqn.effects or p.name in ("convert_element_type", "copy"):
         return None
+    if _jaxprs.called_jaxpr(p.eqn) is not None:
+        return None
     own = str(p.eqn.outvars[0].aval.dtype)
     others = [t for t in _THROUGH.get(own, ()) if t not in ("bool", "float8_e4m3fn")]
     if own in _FLOATS:
