@@ -115,8 +115,6 @@ _OUTPUT = flags.DEFINE_string("output", "outputs/ablate_schedules", "Folder for 
 _COMPARE = flags.DEFINE_string("compare", None, "The results.csv of another run.")
 
 HEADS = 4
-#: The stages of a rank in each placement of synthesized tables.
-STAGES_PER_RANK = {"chain": 1, "v": 2, "loop": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,15 +198,14 @@ def simulated(name: str, schedule: Any, ranks: int, microbatches: int) -> tuple[
 def synthesized(placement: str, cap: float, ranks: int, microbatches: int) -> tuple[Row, Any]:
     """The row of a table made for a memory cap, and the table as a schedule."""
     name = f"synthesized {placement} {cap:g}"
-    stages = STAGES_PER_RANK[placement]
     down, up = list(range(ranks)), list(reversed(range(ranks)))
     rank_of_stage = {"chain": down, "v": down + up, "loop": down + down}[placement]
     try:
         found = jaxpp.schedules.synthesize(
-            costs().divided(stages),
+            costs(),
             rank_of_stage,
             microbatches,
-            memory=memory().divided(stages),
+            memory=memory(),
             memory_limit=cap * ranks,
             seed=_SEED.value,
         )

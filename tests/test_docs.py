@@ -144,6 +144,15 @@ def test_a_picture_is_what_its_script_draws(script, tmp_path):
         assert f"{picture.name})" in pages, f"no page shows {picture.name}"
 
 
+def test_the_picture_of_the_readme_is_what_its_code_draws(tmp_path):
+    codes = [code for code, _ in BLOCK.findall((ROOT / "README.md").read_text())]
+    (code,) = (code for code in codes if "schedules.png" in code)
+    (tmp_path / "script.py").write_text(code)
+    printed(["script.py"], tmp_path)
+    drawn = tmp_path / "schedules.png"
+    assert drawn.read_bytes() == (ROOT / "docs" / "schedules.png").read_bytes()
+
+
 def test_the_notebook_keeps_no_outputs():
     """The site runs it each time that it is built, and an error there is an error of the build."""
     cells = json.loads((ROOT / "docs" / "all_of_jaxpp.ipynb").read_text())["cells"]

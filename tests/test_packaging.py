@@ -92,8 +92,8 @@ def draw(_):
 
 
 def solve(_):
-    costs = schedules.Costs().divided(2)
-    schedules.synthesize(costs, (0, 1, 1, 0), 4, memory_limit=2, evaluations=10, exact=0.1)
+    costs = schedules.Costs()
+    schedules.synthesize(costs, (0, 1, 1, 0), 4, memory_limit=1, evaluations=10, exact=0.1)
 
 
 def run_a_script(_):

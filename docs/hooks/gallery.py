@@ -167,7 +167,7 @@ def _thumbnail(name: str) -> str:
 
 
 def _timeline(name: str) -> Timeline:
-    return simulate(CATALOGUE[name]().table_for_ranks(*_PICTURED), per="rank")
+    return simulate(CATALOGUE[name]().table_for_ranks(*_PICTURED))
 
 
 def _figures(schedule: Schedule, num_ranks: int, num_microbatches: int) -> str:

@@ -25,6 +25,7 @@ from jaxpp.schedules import (
     Costs,
     Interleaved1F1B,
     Kind,
+    Memory,
     Offload,
     OneFOneB,
     Schedule,
@@ -105,7 +106,8 @@ def timeline(schedule, ranks, microbatches, k=2 / 3):
     """A step at the costs of one stage; a copy takes half of k forwards and backwards."""
     table = schedule.table_for_ranks(ranks, microbatches)
     check(table)
-    return simulate(table, Costs(offload=3 * k / 2, load=3 * k / 2))
+    costs = Costs(offload=3 * k / 2, load=3 * k / 2, per="stage")
+    return simulate(table, costs, memory=Memory(per="stage"))
 
 
 def half(schedule, ranks):
