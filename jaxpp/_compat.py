@@ -426,6 +426,27 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
+#: Functions of JAX that only look at a program, by which nothing runs: `make_jaxpr`, `eval_shape`,
+#: `lower` and `trace` of a jitted function.
+_LOOKS = frozenset(
+    {"jit_trace", "jit_lower", "make_jaxpr_f", "eval_shape", "lower", "closure_convert"}
+)
+
+
+def looks_on() -> bool:
+    """Tells whether a function is traced only to be looked at, and not to be run.
+
+    The functions of JAX that are under way tell; none of JAX's values does.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("jax.") and frame.f_code.co_name in _LOOKS:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def writes_jaxpr() -> bool:
     """Tells whether the current computation is written to a jaxpr, at once or in the end.
 

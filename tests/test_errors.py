@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import warnings
 
 import equinox as eqx
 import jax
@@ -91,6 +92,12 @@ def results_of_two_ranks():
     return jnp.dot(a, b)
 
 
+def jitted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return jax.jit(jaxpp.place(pipeline(), mesh_of(2)))(WEIGHTS, BATCH)
+
+
 N = Kind("N", "note", after="F")
 
 
@@ -142,6 +149,7 @@ MADE = [
     lambda: lower(pipeline(4)),
     lambda: lower(loop()),
     lambda: lower(scan_over_steps),
+    jitted,
     lambda: lower(pipeline(), in_specs=(None, None)),
     donated_twice,
     one_array_twice,

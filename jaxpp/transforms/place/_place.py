@@ -17,7 +17,7 @@ from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
 from jaxpp._typing import R
-from jaxpp._warn import warn
+from jaxpp._warn import is_called_by_jaxpp, warn
 from jaxpp.transforms._signature import Signature, as_positional, positional
 from jaxpp.transforms.graph import TaskGraph
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
@@ -89,7 +89,8 @@ def place(
 
     Returns:
         A callable with `lower(*args)`, as `jax.jit` gives. Inside `jit`, `grad`, `vmap`,
-        `make_jaxpr` and `eval_shape` it is `fun`.
+        `make_jaxpr` and `eval_shape` it is `fun`; where it then runs, a warning says that its ranks
+        do not.
 
     Raises:
         ValueError: for a loop without a schedule, a mesh with another number of ranks, a donated
@@ -166,6 +167,7 @@ class Placed(Generic[R]):
         self._feed = feed
         self._request = request
         self._lock = threading.RLock()
+        self._has_warned = False
         # The step that was called last comes first.
         self._cache: list[Compiled] = []
 
@@ -181,11 +183,28 @@ class Placed(Generic[R]):
         """Runs the step; traces and compiles it where `jax.jit` would trace it anew.
 
         Inside a transformation of JAX, and under `jax.disable_jit`, calls the function that was
-        placed.
+        placed: without the ranks, of which a warning tells.
         """
         if _compat.is_tracing() or _compat.is_jit_disabled():
+            self._warn_of_no_pipeline()
             return self._request.fun(*self._arguments(args, kwargs, here=True))
         return self._run(*args, **kwargs)
+
+    def _warn_of_no_pipeline(self) -> None:
+        """Warns, once, where the function runs as the plain one, without its ranks."""
+        devices = getattr(self.mesh, "devices", None)
+        alone = devices is not None and len(set(devices)) < 2
+        if self._has_warned or alone or _compat.is_jit_disabled():
+            return
+        if is_called_by_jaxpp() or _compat.looks_on():
+            return
+        self._has_warned = True
+        warn(
+            f"{self!r} is called inside a transformation of JAX, such as jax.jit, "
+            f"eqx.filter_jit or jax.grad, where it is the plain function: it runs without its "
+            f"ranks, on one device. Let place be outermost: step = jaxpp.place(train_step, mesh), "
+            f"and call step itself. It compiles, and donates (donate_argnums), as jax.jit does."
+        )
 
     @without_mesh
     def _run(self, *args: Any, **kwargs: Any) -> Any:
