@@ -4,10 +4,13 @@ import ast
 import configparser
 import importlib
 import importlib.metadata
+import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 
 import jax.numpy as jnp
 import pytest
@@ -85,6 +88,71 @@ def test_the_versions_of_the_dockerfile_are_allowed():
     lists = requirements()
     for one in (*lists["core"], *lists["experiments"]):
         assert one.specifier.contains(pinned[one.name]), one
+
+
+#: What a user may write, outside of the clone; the call of `step` lacks the batch.
+USER = """\
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxpp
+from jaxpp.schedules import Costs, OneFOneB, compare
+
+
+def loss_fn(model: eqx.nn.MLP, batch: jax.Array) -> jax.Array:
+    return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+
+def train_step(model: eqx.nn.MLP, batch: jax.Array) -> tuple[eqx.nn.MLP, jax.Array]:
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(loss_fn, num_stages=4))
+    grad_fn = jaxpp.microbatch(eqx.filter_value_and_grad(staged), 8, in_axes=(None, 0))
+    loss, grads = jaxpp.schedule(grad_fn, OneFOneB())(model, batch)
+    return eqx.apply_updates(model, grads), loss
+
+
+step = jaxpp.place(train_step, jaxpp.MpmdMesh((4,)), donate_argnums=(0,))
+model = eqx.nn.MLP(4, 1, width_size=64, depth=7, key=jax.random.key(0))
+reveal_type(step(model, jnp.ones((8, 4))))
+reveal_type(compare([OneFOneB()], 4, 8, Costs()).timelines)
+step(model)
+"""
+
+
+@pytest.mark.more
+def test_an_editor_sees_the_package_after_the_install_of_the_readme(tmp_path):
+    """Pyright, as editors run it, on a script outside of the clone; `jax` and others are there."""
+    pytest.importorskip("pyright")
+    (install,) = re.findall(r"^pip (install .*)$", (ROOT / "README.md").read_text(), re.M)
+    assert install == 'install -e ".[experiments]"'
+    clone, home = tmp_path / "clone", tmp_path / "home"
+    clone.mkdir()
+    home.mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    shutil.copytree(ROOT / "jaxpp", clone / "jaxpp", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def run(*command):
+        return subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
+
+    assert not run(sys.executable, "-m", "venv", tmp_path / "venv").returncode
+    python = tmp_path / "venv" / "bin" / "python"
+    installed = run(python, "-m", "pip", "install", "--quiet", "--no-deps", "-e", clone)
+    assert not installed.returncode, installed.stderr
+    (packages,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    (home / "user.py").write_text(USER)
+    said = run(sys.executable, "-m", "pyright", "--pythonpath", python, "user.py").stdout
+    assert 'Type of "step(model, jnp.ones((8, 4)))" is "tuple[MLP, Array]"' in said, said
+    assert (
+        'Type of "compare([OneFOneB()], 4, 8, Costs()).timelines" is "dict[str, Timeline]"' in said
+    )
+    (error,) = (line for line in said.splitlines() if "error:" in line)
+    assert (
+        f":{len(USER.splitlines())}:" in error and 'Argument missing for parameter "batch"' in error
+    )
+    seen = run(python, "-c", "import jaxpp; print(jaxpp.__file__)")
+    assert seen.stdout.strip() == str(clone / "jaxpp" / "__init__.py")
 
 
 def draw(_):

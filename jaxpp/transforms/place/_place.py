@@ -16,7 +16,7 @@ from jaxpp._garbage import without_collections
 from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
-from jaxpp._typing import R
+from jaxpp._typing import P, R
 from jaxpp._warn import is_called_by_jaxpp, warn
 from jaxpp.transforms._signature import Signature, as_positional, positional
 from jaxpp.transforms.graph import TaskGraph
@@ -30,7 +30,7 @@ Specs = PyTree[PartitionSpec | Sequence[tuple[str, PartitionSpec]]]
 
 @names_ours
 def place(
-    fun: Callable[..., R],
+    fun: Callable[P, R],
     mesh: Mesh | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
@@ -41,7 +41,7 @@ def place(
     zero3: str | Sequence[str] = (),
     replica_axis: str = "data",
     feed: Mapping[int, Callable[..., PyTree]] | None = None,
-) -> "Placed[R]":
+) -> "Placed[P, R]":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
 
     It is the outermost transform, like `jax.jit`, around a train step whose loops `schedule` has
@@ -156,7 +156,7 @@ KEPT = 64
 MANY = 8
 
 
-class Placed(Generic[R]):
+class Placed(Generic[P, R]):
     """A function partitioned over the ranks of a mesh; made by `place`."""
 
     __name__: str
@@ -179,7 +179,7 @@ class Placed(Generic[R]):
     def __repr__(self):
         return f"<placed {getattr(self._request.fun, '__name__', self._request.fun)}>"
 
-    def __call__(self, *args: object, **kwargs: object) -> R:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step; traces and compiles it where `jax.jit` would trace it anew.
 
         Inside a transformation of JAX, and under `jax.disable_jit`, calls the function that was
@@ -365,7 +365,7 @@ class Placed(Generic[R]):
         self.bundle  # noqa: B018  raises if there is none
         return self._cache[0].describe()
 
-    def with_edit(self, edit: Callable[[TaskGraph], TaskGraph]) -> "Placed[R]":
+    def with_edit(self, edit: Callable[[TaskGraph], TaskGraph]) -> "Placed[P, R]":
         """Returns the same placed function, whose tasks an edit changes: see `edit_tasks`."""
         edits = (*self._request.edits, edit)
         return Placed(dataclasses.replace(self._request, edits=edits), self._feed)
