@@ -3,9 +3,8 @@
     python -m experiments.ablate_schedules
     python -m experiments.ablate_schedules --ranks=4,8 --microbatches=8,16 --latency=0.1
     python -m experiments.ablate_schedules --ranks=2 --microbatches=8 --measure
-    python -m experiments.ablate_schedules --compare=other/results.csv
-    python -m experiments.ablate_schedules --schedules=1f1b,my_module:MySchedule --caps= \
-        --model=my_module:my_model --ranks=2 --measure
+    python -m experiments.ablate_schedules --compare=outputs/ablate_schedules/results.csv
+    python -m experiments.ablate_schedules --ranks=2 --schedules=1f1b,benchmarks.irregular:Irregular
 
 Every schedule of the catalogue, and tables that are synthesized under several caps of memory, are
 simulated for each number of ranks and microbatches. With `--measure` each also trains a small GPT
@@ -13,7 +12,8 @@ on this machine: its tasks are measured one by one, the simulator gets their tim
 predicts is compared with what the step takes. Costs are those of a rank's whole share of one
 microbatch, and memory is in such shares, whatever the number of stages on a rank.
 
-`--model` names a function to measure with in the place of the GPT: `my_model(key,
+`--schedules` takes schedules of your own by their modules, as in the last line. `--model` names a
+function to measure with in the place of the GPT, as `my_module:my_model`: `my_model(key,
 num_microbatches)` returns a loss function of a model and a batch, the model, and a batch;
 `split_stages` cuts the loss function. With `--mesh=ray` ranks are worker processes, and steps are
 timed as wholes.

@@ -1,9 +1,11 @@
 """The pages: their Python code runs as it stands there, and prints what they show."""
 
 import csv
+import importlib.util
 import json
 import os
 import pathlib
+import pydoc
 import re
 import shlex
 import shutil
@@ -151,6 +153,28 @@ def test_the_picture_of_the_readme_is_what_its_code_draws(tmp_path):
     printed(["script.py"], tmp_path)
     drawn = tmp_path / "schedules.png"
     assert drawn.read_bytes() == (ROOT / "docs" / "schedules.png").read_bytes()
+
+
+def test_help_begins_with_what_a_user_types():
+    said = pydoc.plain(pydoc.render_doc(jaxpp)).partition("DESCRIPTION")[2]
+    words = re.findall(r"^ +(\w+)\(.*\): ", said, re.M)
+    order = ["split_stages", "wrap_forward", "microbatch", "schedule", "place", "MpmdMesh"]
+    assert words[: len(order)] == order
+    assert "flight recorder" not in said
+    assert "| flight recorder |" in (ROOT / "docs" / "glossary.md").read_text()
+
+
+def test_the_site_shows_the_values_of_defaults():
+    pytest.importorskip("griffe")
+    path = ROOT / "docs" / "hooks" / "docstrings.py"
+    spec = importlib.util.spec_from_file_location("docstrings", path)
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    fun = "jaxpp.transforms.microbatch._microbatch.microbatch"
+    assert hook.default_of(fun, "reduce", "_BY_DEFAULT") == "'mean'"
+    assert hook.default_of(fun, "replicas", "1") == "1"
+    assert hook.default_of("jaxpp.schedules._costs.Costs", "forward", "Kind.F.cost") == "1.0"
+    assert hook.default_of("jaxpp.schedules._costs.Costs", "other", "x()") == "x()"
 
 
 def test_the_notebook_keeps_no_outputs():

@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
+import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpp import _compat, _in_place, _jaxprs
 from jaxpp._ambient import without_mesh
+from jaxpp._donation import check_arrays
 from jaxpp._garbage import without_collections
 from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
@@ -23,6 +25,7 @@ from jaxpp.transforms.graph import TaskGraph
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
 from jaxpp.transforms.place._compiled import Compiled, Lowered
 from jaxpp.transforms.place._lower_step import Request, check_positions, lower_step
+from jaxpp.transforms.place._mesh import as_mesh
 
 #: A prefix of a pytree of specs, or rules in place of one.
 Specs = PyTree[PartitionSpec | Sequence[tuple[str, PartitionSpec]]]
@@ -31,7 +34,7 @@ Specs = PyTree[PartitionSpec | Sequence[tuple[str, PartitionSpec]]]
 @names_ours
 def place(
     fun: Callable[P, R],
-    mesh: Mesh | None = None,
+    mesh: Mesh | jax.sharding.Mesh | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -54,7 +57,8 @@ def place(
             Python's numbers as in `jax.jit`, but for those in an Equinox module. Every other leaf
             is static and must be hashable: another value traces again, as do other shapes, dtypes
             and settings of JAX. A keyword argument counts at its position in `fun`.
-        mesh: where to run; by default a `jaxpp.MpmdMesh` over the first `jax.devices()`.
+        mesh: where to run; by default a `jaxpp.MpmdMesh` over the first `jax.devices()`. A mesh of
+            `jax.make_mesh` with an axis `"mpmd"` counts as the `jaxpp.MpmdMesh` of its devices.
         donate_argnums: the positions of arguments whose memory the step may reuse. Their arrays are
             deleted by the call.
         static_argnums: the positions of arguments whose numbers are static, too: where the step
@@ -112,6 +116,7 @@ def place(
     donated, static = (
         (n,) if isinstance(n, int) else tuple(n) for n in (donate_argnums, static_argnums)
     )
+    mesh = as_mesh(mesh)
     inside = getattr(mesh, "inside", None)
     given = {
         "in_specs": in_specs is not None,
@@ -224,11 +229,18 @@ class Placed(Generic[P, R]):
                     if i:
                         cache.insert(0, cache.pop(i))
                     return compiled, leaves
+            self._check(args)
             compiled = dataclasses.replace(self._lower(args).compile(), context=context)
             self._warn_of_static_values(compiled, args)
             cache.insert(0, compiled)
             del cache[KEPT:]
             return compiled, leaves
+
+    def _check(self, args: tuple[Any, ...]) -> None:
+        """Checks the arrays of a call before anything is compiled for them."""
+        donated = self._request.donate_argnums
+        leaves = jtu.tree_leaves_with_path(args)
+        check_arrays((jtu.keystr(path), path[0].idx in donated, leaf) for path, leaf in leaves)
 
     def _lower(self, args: tuple[Any, ...]) -> Lowered:
         _in_place.warn_of_shared("place", args)
@@ -318,7 +330,8 @@ class Placed(Generic[P, R]):
         check_positions("feed", self._feed, args)
         load: Any = None if here else getattr(self.mesh, "feed", None)
         load = load or (lambda load, value: load(value))
-        return tuple(load(self._feed[n], x) if n in self._feed else x for n, x in enumerate(args))
+        # A list: out of a generator a StopIteration of a feed would come as another error.
+        return tuple([load(self._feed[n], x) if n in self._feed else x for n, x in enumerate(args)])
 
     @property
     def programs(self) -> tuple[Program, ...]:
