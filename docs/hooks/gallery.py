@@ -142,7 +142,7 @@ def _thumbnails() -> str:
     return (
         f'<div class="gallery" markdown>\n{pictures}\n</div>\n\n*{ranks} ranks, {microbatches} '
         f"microbatches, all on one scale of time. Blue is a forward, green a backward, red and "
-        f"yellow its halves; a later stage of a rank is lighter. A picture leads to the page of "
+        f"yellow its halves; a later stage of a rank has the next shade. A picture leads to the page of "
         f"its schedule.*\n"
     )
 

@@ -89,7 +89,7 @@ PAPER = Paper(
     rows=rows,
     picture=picture,
     caption="Figure 5 of the report: 8 ranks, 20 microbatches. Tasks that run together share the "
-    "height of their row; microbatches that go up the ranks are lighter.",
+    "height of their row; microbatches that go up the ranks have the next shade.",
     differs="times other than F = I >= W",
     leaves_open=[
         "How long a pair takes. It depends on what a model sends inside a layer; F&B is an "

@@ -174,7 +174,7 @@ PAPER = Paper(
     rows=rows,
     picture=picture,
     caption="Figures 5 and 6 of the paper: d = 4, v = 2, 8 microbatches, F = I = W, with the stage "
-    "activations that the ranks hold. The second stage of a rank is lighter.",
+    "activations that the ranks hold. The second stage of a rank has the next shade.",
     leaves_open=[
         "The weight gradients. The paper runs each W right after its I, to keep its offloading "
         "simple; late ones, as `InterleavedZeroBubble` has them, take (d-1)(F+I-W) in place of "

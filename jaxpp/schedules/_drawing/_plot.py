@@ -53,7 +53,7 @@ def plot(
     """Draws timelines as a picture: a row for each rank, a colour for each kind of task.
 
     Cells have the number of their microbatch where it is legible. Where a rank has several stages,
-    or microbatches go in two directions, later ones are lighter. Tasks that run together share the
+    or microbatches go in two directions, later ones have the next shade. Tasks that run together share the
     height of their row; so do copies with those that compute. Several timelines are drawn on one
     time axis: a simulated and a measured one, for instance.
 
@@ -381,7 +381,7 @@ def _draw_legend(figure: "Figure", charts: Sequence[_Chart], memory: bool, page:
     entries.append(((Patch(facecolor=_IDLE, edgecolor="#c0c0c0"),), "idle"))
     if meaning := explain_shades((chart.timeline for chart in charts), each):
         greys = (Patch(facecolor=str(0.3 + 0.5 * n / (slots - 1))) for n in range(slots))
-        entries.append((tuple(greys), f"lighter: {meaning}"))
+        entries.append((tuple(greys), f"next shade: {meaning}"))
     if memory:
         ranks = max(chart.timeline.num_ranks for chart in charts)
         lines = (
