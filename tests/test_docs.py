@@ -177,6 +177,15 @@ def test_the_site_shows_the_values_of_defaults():
     assert hook.default_of("jaxpp.schedules._costs.Costs", "other", "x()") == "x()"
 
 
+def test_every_picture_of_the_site_follows_a_dark_page_and_fits_a_narrow_one():
+    style = (ROOT / "docs" / "site.css").read_text()
+    (dark,) = re.findall(r"((?:[^{}]*slate[^{}]*))\{[^{}]*invert[^{}]*\}", style)
+    assert '.md-typeset img:is([src$=".svg"], [src$=".png"])' in dark
+    assert dark.count(".jp-OutputArea-output > ") == 2  # what a notebook draws
+    narrow = style[style.index("@media") :]
+    assert narrow.count("overflow-x: auto") == 2 and ".jp-OutputArea-output > svg" in narrow
+
+
 def test_the_notebook_keeps_no_outputs():
     """The site runs it each time that it is built, and an error there is an error of the build."""
     cells = json.loads((ROOT / "docs" / "all_of_jaxpp.ipynb").read_text())["cells"]

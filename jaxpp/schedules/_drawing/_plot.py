@@ -53,9 +53,9 @@ def plot(
     """Draws timelines as a picture: a row for each rank, a colour for each kind of task.
 
     Cells have the number of their microbatch where it is legible. Where a rank has several stages,
-    or microbatches go in two directions, later ones have the next shade. Tasks that run together share the
-    height of their row; so do copies with those that compute. Several timelines are drawn on one
-    time axis: a simulated and a measured one, for instance.
+    or microbatches go in two directions, later ones have the next shade. Tasks that run together
+    share the height of their row; so do copies with those that compute. Several timelines are drawn
+    on one time axis: a simulated and a measured one, for instance.
 
     Args:
       timelines: a timeline, or several by title.
