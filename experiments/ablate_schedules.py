@@ -575,7 +575,7 @@ def main(_: list[str]) -> None:
     output = pathlib.Path(_OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)
 
-    found = [make() for make in tqdm.tqdm(list(grid()), desc="simulate")]
+    found = [make() for make in tqdm.tqdm(list(grid()), desc="simulate", disable=None)]
     rows = [row for row, _ in found]
     print(to_text(rows, SIMULATED))
     plot_bubbles(rows, output / "bubbles.png")
@@ -585,7 +585,7 @@ def main(_: list[str]) -> None:
         layers = [0] if _MODEL.value else [int(n) for n in _LAYERS.value]
         work = [(*f, n) for n in layers for f in found if f[1] is not None]
         rows = [row for row in rows if row.reason]
-        for row, schedule, layers in tqdm.tqdm(work, desc="measure"):
+        for row, schedule, layers in tqdm.tqdm(work, desc="measure", disable=None):
             rows.append(measured(row, schedule, layers))
             write(rows, output / "results.csv")
         run = [row for row in rows if row.measured is not None or row.layers is not None]

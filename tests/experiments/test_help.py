@@ -64,3 +64,4 @@ def test_an_example_runs_as_it_is_pasted(line, tmp_path):
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "it/s" not in done.stderr and "%|" not in done.stderr  # nobody watches a bar
