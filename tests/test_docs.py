@@ -186,11 +186,18 @@ def test_every_picture_of_the_site_follows_a_dark_page_and_fits_a_narrow_one():
     assert narrow.count("overflow-x: auto") == 2 and ".jp-OutputArea-output > svg" in narrow
 
 
-def test_the_notebook_keeps_no_outputs():
+NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook_keeps_no_outputs_and_is_on_the_site(path):
     """The site runs it each time that it is built, and an error there is an error of the build."""
-    cells = json.loads((ROOT / "docs" / "all_of_jaxpp.ipynb").read_text())["cells"]
+    cells = json.loads(path.read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert code and not any(c["outputs"] or c["execution_count"] for c in code)
+    assert f" {path.name}\n" in (ROOT / "mkdocs.yml").read_text()
+    assert f"docs/{path.name})" in (ROOT / "README.md").read_text()
+    assert len(NOTEBOOKS) >= 4
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -82,6 +82,14 @@ def test_scripts_need_what_their_extra_has():
     assert lists["experiments"] <= scripts | lists["checkpoint"]
 
 
+def test_the_readme_has_each_extra_and_runs_the_tests():
+    readme = (ROOT / "README.md").read_text()
+    (table,) = re.findall(r"^\| extra .*\n\| --- .*\n((?:\|.*\n)+)", readme, re.M)
+    listed = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row)[:2]}
+    assert set(requirements()) - {"core"} <= listed
+    assert 'pip install -e ".[test]"\npytest\n' in readme
+
+
 def test_the_versions_of_the_dockerfile_are_allowed():
     pins = re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)
     pinned = {name.lower(): version for name, version in pins}
@@ -122,7 +130,7 @@ step(model)
 def test_an_editor_sees_the_package_after_the_install_of_the_readme(tmp_path):
     """Pyright, as editors run it, on a script outside of the clone; `jax` and others are there."""
     pytest.importorskip("pyright")
-    (install,) = re.findall(r"^pip (install .*)$", (ROOT / "README.md").read_text(), re.M)
+    install, *_ = re.findall(r"^pip (install .*)$", (ROOT / "README.md").read_text(), re.M)
     assert install == 'install -e ".[experiments]"'
     clone, home = tmp_path / "clone", tmp_path / "home"
     clone.mkdir()
