@@ -536,6 +536,39 @@ def forget_effects() -> None:
     dispatch.runtime_tokens.clear()
 
 
+#: The version whose XLA computes a reduction wrong on CPU, and from how many bytes of a column on.
+_WRONG_PRODUCTS, _WRONG_FROM = (0, 10, 2), 2**17
+
+
+def reduces_a_wrong_product(eqns: Sequence[Any]) -> Any:
+    """Finds a product that this JAX may reduce to wrong values on CPU; None where there is none.
+
+    XLA of jaxlib 0.10.2 fuses a product of a matrix of three columns and more than 128 KiB a column
+    by a matrix of three rows with the reduction of its few columns, and gets rows past these
+    wrong: github.com/jax-ml/jax/issues/39103. It is right before and after.
+    """
+    if jax.__version_info__ != _WRONG_PRODUCTS or jax.default_backend() != "cpu":
+        return None
+    for eqn in eqns:
+        if eqn.primitive.name != "dot_general":
+            continue
+        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+        shape = eqn.outvars[0].aval.shape
+        few = [axis for axis, size in enumerate(shape) if size in (2, 3)]
+        size = eqn.outvars[0].aval.dtype.itemsize * max(shape, default=0)
+        inner = [eqn.invars[0].aval.shape[axis] for axis in contracted]
+        if batch or inner != [3] or len(shape) != 2 or not few or size <= _WRONG_FROM:
+            continue
+        if any(
+            other.primitive.name.startswith("reduce_")
+            and other.invars[0].aval.shape == shape
+            and set(other.params.get("axes", ())) <= set(few)
+            for other in eqns
+        ):
+            return eqn
+    return None
+
+
 def refuse_as_argument(cls: type, refuse: Callable[[Any], Any]) -> None:
     """Lets `refuse` raise the error where JAX is asked to compute with an instance of a class.
 
@@ -545,7 +578,10 @@ def refuse_as_argument(cls: type, refuse: Callable[[Any], Any]) -> None:
     core.pytype_aval_mappings[cls] = lambda x: core.ShapedArray(
         x.shape, x.dtype, weak_type=x.weak_type
     )
-    dtypes.register_canonicalize_value_handler(cls, refuse)
+    if hasattr(dtypes, "register_canonicalize_value_handler"):
+        dtypes.register_canonicalize_value_handler(cls, refuse)
+    else:  # JAX 0.10.1
+        dtypes.canonicalize_value_handlers[cls] = refuse
 
 
 def refuse_as_place(cls: Any, refuse: Callable[[Any], Any]) -> None:
