@@ -578,10 +578,7 @@ def refuse_as_argument(cls: type, refuse: Callable[[Any], Any]) -> None:
     core.pytype_aval_mappings[cls] = lambda x: core.ShapedArray(
         x.shape, x.dtype, weak_type=x.weak_type
     )
-    if hasattr(dtypes, "register_canonicalize_value_handler"):
-        dtypes.register_canonicalize_value_handler(cls, refuse)
-    else:  # JAX 0.10.1
-        dtypes.canonicalize_value_handlers[cls] = refuse
+    dtypes.register_canonicalize_value_handler(cls, refuse)
 
 
 def refuse_as_place(cls: Any, refuse: Callable[[Any], Any]) -> None:

@@ -129,8 +129,8 @@ def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Tra
 
     arrays = [leaf for leaf, t in zip(leaves, traced, strict=True) if t]
     # JAX's errors name the user's function and its arguments.
-    flat.__wrapped__ = fun
-    named, flat.__signature__ = _named(fun, args, kwargs or {})
+    named, signature = _named(fun, args, kwargs or {})
+    vars(flat).update(__wrapped__=fun, __signature__=signature)
     jaxpr = without_refs(jax.make_jaxpr(flat)(*named))
     opened, consts = without_constants(jaxpr)
     if result["writes"]:
@@ -151,7 +151,9 @@ class _Arrays:
     def tree_flatten(self):
         return self.arrays, self.paths
 
-    tree_unflatten = classmethod(lambda cls, paths, arrays: cls(paths, arrays))
+    @classmethod
+    def tree_unflatten(cls, paths: tuple[str, ...], arrays: Iterable[Any]) -> "_Arrays":
+        return cls(paths, arrays)
 
 
 def _named(

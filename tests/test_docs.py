@@ -1,7 +1,7 @@
 """The pages: their Python code runs as it stands there, and prints what they show."""
 
 import csv
-import importlib.util
+import importlib.machinery
 import json
 import os
 import pathlib
@@ -167,9 +167,7 @@ def test_help_begins_with_what_a_user_types():
 def test_the_site_shows_the_values_of_defaults():
     pytest.importorskip("griffe")
     path = ROOT / "docs" / "hooks" / "docstrings.py"
-    spec = importlib.util.spec_from_file_location("docstrings", path)
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
+    hook = importlib.machinery.SourceFileLoader("docstrings", str(path)).load_module()
     fun = "jaxpp.transforms.microbatch._microbatch.microbatch"
     assert hook.default_of(fun, "reduce", "_BY_DEFAULT") == "'mean'"
     assert hook.default_of(fun, "replicas", "1") == "1"

@@ -144,8 +144,8 @@ def _warn_of_wrong_products(jaxpr: Any) -> None:
             warn(
                 f"place: JAX 0.10.2 computes wrong values on CPU where it reduces the product"
                 f"{_compat.at_source_line(wrong)}, with or without a pipeline "
-                f"(github.com/jax-ml/jax/issues/39103). Take JAX 0.11 or later, or 0.10.1 on "
-                f"Python 3.11."
+                f"(github.com/jax-ml/jax/issues/39103). Take JAX 0.11 or later, on Python 3.12, "
+                f"or compute the product apart from its reduction."
             )
             return
         todo += [sub for eqn in eqns for sub in _jaxprs.sub_jaxprs(eqn)]

@@ -169,11 +169,11 @@ def split_stages(
 
 def _check_first(model: Any, args: Sequence[Any], cuts: Any) -> None:
     """Checks that the model is the first argument, where modules of another one are named."""
-    if isinstance(model, eqx.Module) or cuts is None:
+    if isinstance(model, eqx.Module) or cuts is None or callable(cuts):
         return
     for n, other in enumerate(args[1:], 1):
-        known = isinstance(other, eqx.Module) and not callable(cuts)
-        if known and any(name in _modules.module_paths(other) for name in cuts):
+        paths = _modules.module_paths(other) if isinstance(other, eqx.Module) else {}
+        if any(name in paths for name in cuts):
             raise ValueError(
                 f"split_stages: at={list(cuts)} names modules of args[{n}] "
                 f"({type(other).__name__}), but the model is the first argument of the function, "
