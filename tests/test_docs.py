@@ -1,12 +1,12 @@
 """The pages: their Python code runs as it stands there, and prints what they show."""
 
 import csv
-import importlib.machinery
 import json
 import os
 import pathlib
 import pydoc
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -166,13 +166,12 @@ def test_help_begins_with_what_a_user_types():
 
 def test_the_site_shows_the_values_of_defaults():
     pytest.importorskip("griffe")
-    path = ROOT / "docs" / "hooks" / "docstrings.py"
-    hook = importlib.machinery.SourceFileLoader("docstrings", str(path)).load_module()
+    default_of = runpy.run_path(str(ROOT / "docs" / "hooks" / "docstrings.py"))["default_of"]
     fun = "jaxpp.transforms.microbatch._microbatch.microbatch"
-    assert hook.default_of(fun, "reduce", "_BY_DEFAULT") == "'mean'"
-    assert hook.default_of(fun, "replicas", "1") == "1"
-    assert hook.default_of("jaxpp.schedules._costs.Costs", "forward", "Kind.F.cost") == "1.0"
-    assert hook.default_of("jaxpp.schedules._costs.Costs", "other", "x()") == "x()"
+    assert default_of(fun, "reduce", "_BY_DEFAULT") == "'mean'"
+    assert default_of(fun, "replicas", "1") == "1"
+    assert default_of("jaxpp.schedules._costs.Costs", "forward", "Kind.F.cost") == "1.0"
+    assert default_of("jaxpp.schedules._costs.Costs", "other", "x()") == "x()"
 
 
 def test_every_picture_of_the_site_follows_a_dark_page_and_fits_a_narrow_one():
