@@ -146,6 +146,7 @@ def test_a_picture_is_what_its_script_draws(script, tmp_path):
         assert f"{picture.name})" in pages, f"no page shows {picture.name}"
 
 
+@pytest.mark.more
 def test_the_picture_of_the_readme_is_what_its_code_draws(tmp_path):
     codes = [code for code, _ in BLOCK.findall((ROOT / "README.md").read_text())]
     (code,) = (code for code in codes if "schedules.png" in code)
