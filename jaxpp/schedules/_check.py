@@ -22,6 +22,8 @@ class ScheduleError(ValueError):
     True
     """
 
+    __module__ = "jaxpp.schedules"  # as it is imported, and printed
+
 
 def check(
     table: Table,
