@@ -261,7 +261,7 @@ class Fingerprints:
 
     def _of_number(self, value: Any) -> Fingerprint:
         """The fingerprint of a number: over the reals itself, as far as it is a fraction."""
-        number = value.item()
+        number: Any = value.item()
         is_fraction = not isinstance(number, complex) and math.isfinite(number)
         if not is_fraction or (self.strict and (number or self._zeros)):
             return self._numbers(("number", repr(number)), 1)

@@ -146,7 +146,7 @@ class Terms(Table):
         return self.term("broadcast", dimensions, (t,), shape, t.dtype)
 
     def constant(self, value: Any) -> Term:
-        """The term of an array that is there before the step; of one number, if it is full of it."""
+        """The term of an array that is there before the step, or of the number it is full of."""
         t = super().constant(value)
         if t.name == "constant" and t.value is not None and t.value.size:
             first = t.value.reshape(-1)[:1]
@@ -507,7 +507,7 @@ class Terms(Table):
         if len(set(cases)) == 1:
             return cases[0]
         if (number := full_of(which)) is not None:
-            return cases[int(number.value)]
+            return cases[int(number.value or 0)]
         return self.make(op, args)
 
     def as_index(self, which: Term) -> Term:
