@@ -205,7 +205,7 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
         >>> step = jaxpp.place(lambda w, x: w - 0.1 * grad(w, x), mesh)
         >>> certificate = jaxpp.certify(step, jnp.eye(2), jnp.ones((8, 2)))
         >>> print(str(certificate).splitlines()[0])
-        1 results of 2 ranks are those of the function, bit by bit: place; but for the order of sums: ...
+        1 results of 2 ranks are those of the function, bit by bit: place; but for the order of ...
     """
     return certify_lowered(step.lower(*args, **kwargs), passes=passes)
 
@@ -546,7 +546,7 @@ class _Proof:
         for record in self.bundle.arguments:
             own, wanted = type_of(record.aval), type_of(_rows_of(types[record.array], record.rows))
             if own[:3] != wanted[:3]:
-                why = f"argument{record.name} is {shown(own)}, and that of the function {shown(wanted)}"
+                why = f"argument{record.name} is {shown(own)}, and to the function {shown(wanted)}"
                 raise self._refuted(_PROGRAMS, record.path, why)
 
     def _check_records(

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxpp.certification._rows import operands_with_rows
 from jaxpp.certification._table import (
+    OF_BODIES,
     SMALL,
     Form,
     Op,
@@ -145,7 +146,7 @@ class Terms(Table):
         return self.term("broadcast", dimensions, (t,), shape, t.dtype)
 
     def constant(self, value: Any) -> Term:
-        """The term of an array that is there before the step; of one number, if it is full of it."""
+        """The term of an array that is there before the step, or of the number it is full of."""
         t = super().constant(value)
         if t.name == "constant" and t.value is not None and t.value.size:
             first = t.value.reshape(-1)[:1]
@@ -506,7 +507,7 @@ class Terms(Table):
         if len(set(cases)) == 1:
             return cases[0]
         if (number := full_of(which)) is not None:
-            return cases[int(number.value)]
+            return cases[int(number.value or 0)]
         return self.make(op, args)
 
     def as_index(self, which: Term) -> Term:
@@ -546,6 +547,8 @@ class Terms(Table):
         """
         if not self.depends_on(t, index):
             return t
+        if t.name in OF_BODIES and index.free >> t.op.params[0] & 1:
+            return t  # its body is of all iterations, and the index of one
         if t.form is index.form is Form.INSTANCE:
             if t.op.params != index.op.params:
                 return t

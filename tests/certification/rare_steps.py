@@ -231,6 +231,24 @@ def outside(dtype=jnp.bfloat16):
     return jaxpp.place(scheduled, on(2)), args
 
 
+def last_and_mean():
+    """The gradient of a loss of the last rows, and of a mean."""
+
+    def outputs(w, x):
+        h = jaxpp.pipeline_enter_stage(jnp.tanh(x @ w[0]))
+        h = jnp.tanh(h @ w[1])
+        return h[0], jnp.mean(h**2)
+
+    loop = jaxpp.microbatch(jaxpp.wrap_forward(outputs), 3, reduce=("last", "mean"))
+
+    def loss(w, x):
+        last, mean = loop(w, x)
+        return jnp.sum(jnp.sin(last)) + mean
+
+    scheduled = jaxpp.schedule(jax.value_and_grad(loss), schedules.OneFOneB())
+    return jaxpp.place(scheduled, on(2)), (weights(2), *arrays((6, WIDTH)))
+
+
 # ---- loops --------------------------------------------------------------------------------------
 
 
@@ -601,5 +619,6 @@ CASES: dict[str, Callable[[], tuple[Any, tuple]]] = {
     "nested conditionals": nested,
     "outside, half precision": outside,
     "mean outside, half precision": mean_outside,
+    "last and mean": last_and_mean,
     "layers, offloaded": lambda: layers(schedules.Offload(schedules.OneFOneB())),
 }

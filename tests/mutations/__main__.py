@@ -43,10 +43,13 @@ LAWS = {
     "LAW7": "differ_in_one or other_lengths or weak_type or another_config or effect",
 }
 PLACES = {
+    "certify": "tests/certification/test_certify.py",
     "conveniences": "tests/test_conveniences.py",
     "jaxprs": "tests/test_jaxprs.py",
     "laws": "tests/test_laws.py",
     "mesh": "tests/runtime/local/test_mesh.py",
+    "merges": "tests/transforms/microbatch/test_replicas.py",
+    "parallelism": "tests/test_parallelism.py",
     "executor": "tests/runtime/executor/test_executor.py",
     "primitives": "tests/test_primitives.py",
     "programs": "tests/programs",

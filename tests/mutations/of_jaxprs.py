@@ -186,6 +186,7 @@ MUTATIONS = (
         "jaxpp/_definitions.py",
         "with _cache_key(tuple(sorted(definitions))):",
         "with _cache_key(()):",
+        tests=("certify::a_step_inside_jit_has_its_own_trace",),
         kept="a step is the same; the certificate would take a transform for its definition",
     ),
     Mutation(

@@ -186,6 +186,13 @@ MUTATIONS = (
         like="DeepSpeed issue 7773: sums of gradients for means",
     ),
     Mutation(
+        "the cotangent of the last output goes to the first microbatch",
+        "jaxpp/transforms/microbatch/_reductions.py",
+        "jnp.arange(num_microbatches) == num_microbatches - 1",
+        "jnp.arange(num_microbatches) == 0",
+        refuted_on="last and mean",
+    ),
+    Mutation(
         "gradients are added up in the narrowest dtype",
         "jaxpp/transforms/microbatch/_reductions.py",
         "return max(dtypes, key=lambda dtype: dtype.itemsize, default=x.dtype)",
@@ -280,6 +287,7 @@ MUTATIONS = (
         "jaxpp/transforms/microbatch/_slices.py",
         "def _last(rows: Any) -> Any:\n    return rows[-1]",
         "def _last(rows: Any) -> Any:\n    return rows[0]",
+        tests=("transforms/microbatch/test_replicas.py",),
         kept="a scheduled loop takes the last by a rule of its own",
     ),
     Mutation(

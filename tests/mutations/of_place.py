@@ -221,6 +221,7 @@ MUTATIONS = (
         "jaxpp/transforms/place/_conditionals.py",
         "functools.reduce(operator.and_,",
         "functools.reduce(operator.or_,",
+        tests=("conditionals",),
         kept="more is computed, and not chosen; what has an effect is under one guard",
     ),
     Mutation(
@@ -235,6 +236,7 @@ MUTATIONS = (
         "jaxpp/transforms/place/_distribute.py",
         "becomes = first[result.becomes] + k if alike else None",
         "becomes = first[result.becomes] if alike else None",
+        tests=("distribute", "placement"),
         kept="the same values with more transfers",
         like="optimizer state of another part",
     ),
@@ -264,6 +266,7 @@ MUTATIONS = (
         "jaxpp/transforms/place/_build_graph.py",
         "jax.memory.Space.Host if task.kind is Kind.O else jax.memory.Space.Device",
         "jax.memory.Space.Device",
+        tests=("offload",),
         kept="the same values in more memory",
     ),
     Mutation(
@@ -316,6 +319,7 @@ MUTATIONS = (
         "jaxpp/_next.py",
         "if origins and any(len({*one}) < len(pairs) for one in zip(*pairs, strict=True)):",
         "if False:",
+        tests=("calls::what_is_alike_is_handed_on_by_what_it_is_computed_from", "alike"),
         kept="the same values with more transfers",
     ),
     Mutation(
@@ -347,6 +351,7 @@ MUTATIONS = (
         "jaxpp/transforms/place/_flat_step.py",
         "return Role.OPTIMIZER if n in state else Role.OTHER",
         "return Role.PARAMETER",
+        tests=("place", "parallelism"),
         kept="how arrays are split is the compiler's",
     ),
     Mutation(

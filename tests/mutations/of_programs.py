@@ -237,6 +237,7 @@ MUTATIONS = (
         "jaxpp/transforms/graph/_graph.py",
         "        for rank in ranks:\n            writers[rank].outputs",
         "        for rank in ranks[:1]:\n            writers[rank].outputs",
+        tests=("placement::tied_parameters", "mesh::no_call_moves_state"),
         kept="the same values with more transfers",
         like="parameters updated on one rank alone",
     ),
@@ -338,6 +339,7 @@ MUTATIONS = (
             "            tuple(v.aval for v in values),\n"
             "            tuple(specs[v] for v in values[::-1]) if specs else (),"
         ),
+        tests=("replicas",),
         unseen="how arrays are split in a rank is JAX's",
     ),
     Mutation(
@@ -348,6 +350,7 @@ MUTATIONS = (
             "computation = with_specs(computation, in_specs[::-1] if len({len(s) for s in "
             "in_specs}) == 1 else in_specs, out_specs, sizes)"
         ),
+        tests=("replicas",),
         unseen="how arrays are split in a rank is JAX's, which refuses it",
     ),
     Mutation(

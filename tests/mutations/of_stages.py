@@ -60,6 +60,7 @@ MUTATIONS = (
         "jaxpp/transforms/stages/_cuts.py",
         "live = [v for v in made if last.get(v, -1) >= i]",
         "live = [v for v in made if last.get(v, -1) > i]",
+        tests=("cuts", "wrap_forward"),
         kept="the same values by other stages",
     ),
     Mutation(

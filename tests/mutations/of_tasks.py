@@ -254,6 +254,7 @@ MUTATIONS = (
         "jaxpp/transforms/tasks/_accumulators.py",
         " or self.readers[carry] != 1:",
         ":",
+        tests=("directions", "shared_sums"),
         kept="schedules that should be refused are taken; those in order compute the same",
     ),
     Mutation(
