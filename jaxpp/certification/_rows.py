@@ -42,9 +42,10 @@ def _of_matrices(dimensions: int) -> _Rule:
 
 
 def _of_dot(params: Mapping[str, Any], args: Sequence[Term]) -> Sequence[bool] | None:
-    (_, batch) = params["dimension_numbers"]
-    firsts = [_numbers(dimensions)[:1] for dimensions in batch]
-    return [True, True] if firsts == [[0], [0]] else None
+    (contracted, _), (left, right) = params["dimension_numbers"]
+    if not left and 0 not in _numbers(contracted):
+        return [True, False]
+    return [True, True] if [_numbers(own)[:1] for own in (left, right)] == [[0], [0]] else None
 
 
 def _of_pad(params: Mapping[str, Any], args: Sequence[Term]) -> Sequence[bool] | None:

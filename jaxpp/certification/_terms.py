@@ -210,8 +210,10 @@ class Terms(Table):
             return self.broadcast(number, shape, ())
         if t.value is not None:
             return self.constant(t.value[low:high])
-        if t.name == "transpose" and op.params[0] == 0:
-            return self.transpose(self.rows(args[0], low, high), op.params)
+        if t.name == "transpose":
+            own = self._cut(args[0], op.params[0], low, high)
+            if own is not None:
+                return self.transpose(own, op.params)
         if t.name == "reshape" and args[0].shape:
             each, rest = divmod(args[0].shape[0], t.shape[0])
             if each == 1 and not rest:
@@ -240,6 +242,24 @@ class Terms(Table):
                 of_batch = self.term("slice of the batch", (), (t,), (size, *shape[1:]), op.dtype)
                 return self.instance(self.rows(of_batch, start, start + high - low), number)
         return self.term("rows", (low, high), (t,), shape, op.dtype)
+
+    def _cut(self, t: Term, axis: int, low: int, high: int) -> Term | None:
+        """A part of a term along an axis, by that of what it moves; None if it moves nothing."""
+        if axis == 0:
+            return self.rows(t, low, high)
+        match t.name:
+            case "rows":
+                own = self._cut(t.args[0], axis, low, high)
+                return own and self.rows(own, *t.op.params)
+            case "transpose":
+                own = self._cut(t.args[0], t.op.params[axis], low, high)
+                return own and self.transpose(own, t.op.params)
+            case "rows_joined":
+                first, back = moved_to_front(axis, len(t.shape))
+                moved = (self.transpose(p, first) for p in t.args)
+                parts = [self.transpose(self.rows(own, low, high), back) for own in moved]
+                return self.join_rows(parts)
+        return None
 
     def join_rows(self, parts: Sequence[Term]) -> Term:
         """The concatenation of terms along their first axis."""
