@@ -29,9 +29,9 @@ class Irregular(Schedule):
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:
         """Says that there are two ranks."""
-        return None if num_ranks == 2 else "it is for two ranks"
+        return None if num_ranks == 2 else "num_ranks to be 2"
 
 
 @functools.cache
 def _found(num_microbatches: int) -> Table:
-    return synthesize(Costs(), PLACEMENT, num_microbatches).table
+    return synthesize(Costs(per="stage"), PLACEMENT, num_microbatches).table

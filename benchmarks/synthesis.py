@@ -49,7 +49,7 @@ def main(argv):
     }
     results: dict[str, list[Row]] = {}
     for name in FLAGS.figures:
-        rows = [run() for run in tqdm.tqdm(list(figures[name]()), desc=name)]
+        rows = [run() for run in tqdm.tqdm(list(figures[name]()), desc=name, disable=None)]
         results[name] = rows
         print(f"\n{name}: {sum(row['good'] for row in rows)} of {len(rows)} good")
         for row in rows:

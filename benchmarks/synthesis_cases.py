@@ -4,6 +4,7 @@ Each gives calls that solve one problem each, and rows of what they found.
 """
 
 import csv
+import dataclasses
 import math
 import random
 import time
@@ -95,7 +96,9 @@ def v_schedules(path: str, evaluations: int, seed: int) -> Iterator[Callable[[],
 def v_row(row: dict[str, str], p: int, m: int, evaluations: int = 2000, seed: int = 0) -> Row:
     """Runs a V of `p` ranks with the times of a row, halved, and the memory of 1F1B."""
     costs, memory, whole = _profile(row)
+    # Two stages on a rank, and each of them holds as much as one of 1F1B.
     costs, limit = costs.divided(2), 2 * p * whole
+    memory = dataclasses.replace(memory, per="stage")
     begin, cpu = time.perf_counter(), time.process_time()
     found = synthesize(
         costs,
@@ -137,10 +140,10 @@ def optima(evaluations: int, seed: int) -> Iterator[Callable[[], Row]]:
     ):
 
         def run(p=p, m=m, v=v, limit=limit, optimum=optimum) -> Row:
-            costs, placement = Costs().divided(v), waves(p, v)
             found = synthesize(
-                costs, placement, m, memory_limit=limit, evaluations=evaluations, seed=seed
-            )
+                Costs(), waves(p, v), m, memory=Memory(per="stage"), memory_limit=limit,
+                evaluations=evaluations, seed=seed,
+            )  # fmt: skip
             return {
                 "case": f"p={p} m={m} v={v} limit={limit:g}",
                 "optimum": optimum,
@@ -166,8 +169,9 @@ def instances(
         def run(n=n, costs=costs, limit=limit) -> Row:
             begin, cpu = time.perf_counter(), time.process_time()
             found = synthesize(
-                costs, waves(p, v), m, memory_limit=limit, evaluations=evaluations, seed=seed
-            )
+                costs, waves(p, v), m, memory=Memory(per="stage"), memory_limit=limit,
+                evaluations=evaluations, seed=seed,
+            )  # fmt: skip
             seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
             best = best_of_catalogue(costs, waves(p, v), m, limit)
             return {
@@ -190,7 +194,7 @@ def best_of_catalogue(costs: Costs, placement: tuple[int, ...], m: int, limit: f
     fits = [
         simulate(table, costs).makespan
         for _, table in catalogue_tables((placement,), m, None)
-        if max(Memory().peaks(table)) <= limit
+        if max(Memory(per="stage").peaks(table)) <= limit
     ]
     return min(fits, default=math.inf)
 

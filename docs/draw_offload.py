@@ -19,12 +19,12 @@ def least(schedule: Schedule, share_of_time: float) -> tuple[float, float]:
     table = schedule.table_for_ranks(_RANKS, _MICROBATCHES)
     copy = 1.5 * share_of_time
     costs = Costs(offload=copy, load=copy)
-    base = simulate(table, costs, per="rank")
+    base = simulate(table, costs)
     held = before = max(base.peak_memory)
     halves = (None, range(table.num_stages // 2))
     for ahead, share, stages in itertools.product(range(6), (0.25, 0.5, 0.75, 1.0), halves):
         offload = Offload(schedule, stages=stages, share=share, ahead=ahead)
-        own = simulate(offload.table_for_ranks(_RANKS, _MICROBATCHES), costs, per="rank")
+        own = simulate(offload.table_for_ranks(_RANKS, _MICROBATCHES), costs)
         if own.makespan <= base.makespan * (1 + 1e-9):
             held = min(held, max(own.peak_memory))
     return before, held

@@ -3,9 +3,8 @@
     python -m experiments.ablate_schedules
     python -m experiments.ablate_schedules --ranks=4,8 --microbatches=8,16 --latency=0.1
     python -m experiments.ablate_schedules --ranks=2 --microbatches=8 --measure
-    python -m experiments.ablate_schedules --compare=other/results.csv
-    python -m experiments.ablate_schedules --schedules=1f1b,my_module:MySchedule --caps= \
-        --model=my_module:my_model --ranks=2 --measure
+    python -m experiments.ablate_schedules --compare=outputs/ablate_schedules/results.csv
+    python -m experiments.ablate_schedules --ranks=2 --schedules=1f1b,benchmarks.irregular:Irregular
 
 Every schedule of the catalogue, and tables that are synthesized under several caps of memory, are
 simulated for each number of ranks and microbatches. With `--measure` each also trains a small GPT
@@ -13,7 +12,8 @@ on this machine: its tasks are measured one by one, the simulator gets their tim
 predicts is compared with what the step takes. Costs are those of a rank's whole share of one
 microbatch, and memory is in such shares, whatever the number of stages on a rank.
 
-`--model` names a function to measure with in the place of the GPT: `my_model(key,
+`--schedules` takes schedules of your own by their modules, as in the last line. `--model` names a
+function to measure with in the place of the GPT, as `my_module:my_model`: `my_model(key,
 num_microbatches)` returns a loss function of a model and a batch, the model, and a batch;
 `split_stages` cuts the loss function. With `--mesh=ray` ranks are worker processes, and steps are
 timed as wholes.
@@ -115,8 +115,6 @@ _OUTPUT = flags.DEFINE_string("output", "outputs/ablate_schedules", "Folder for 
 _COMPARE = flags.DEFINE_string("compare", None, "The results.csv of another run.")
 
 HEADS = 4
-#: The stages of a rank in each placement of synthesized tables.
-STAGES_PER_RANK = {"chain": 1, "v": 2, "loop": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,15 +198,14 @@ def simulated(name: str, schedule: Any, ranks: int, microbatches: int) -> tuple[
 def synthesized(placement: str, cap: float, ranks: int, microbatches: int) -> tuple[Row, Any]:
     """The row of a table made for a memory cap, and the table as a schedule."""
     name = f"synthesized {placement} {cap:g}"
-    stages = STAGES_PER_RANK[placement]
     down, up = list(range(ranks)), list(reversed(range(ranks)))
     rank_of_stage = {"chain": down, "v": down + up, "loop": down + down}[placement]
     try:
         found = jaxpp.schedules.synthesize(
-            costs().divided(stages),
+            costs(),
             rank_of_stage,
             microbatches,
-            memory=memory().divided(stages),
+            memory=memory(),
             memory_limit=cap * ranks,
             seed=_SEED.value,
         )
@@ -578,7 +575,7 @@ def main(_: list[str]) -> None:
     output = pathlib.Path(_OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)
 
-    found = [make() for make in tqdm.tqdm(list(grid()), desc="simulate")]
+    found = [make() for make in tqdm.tqdm(list(grid()), desc="simulate", disable=None)]
     rows = [row for row, _ in found]
     print(to_text(rows, SIMULATED))
     plot_bubbles(rows, output / "bubbles.png")
@@ -588,7 +585,7 @@ def main(_: list[str]) -> None:
         layers = [0] if _MODEL.value else [int(n) for n in _LAYERS.value]
         work = [(*f, n) for n in layers for f in found if f[1] is not None]
         rows = [row for row in rows if row.reason]
-        for row, schedule, layers in tqdm.tqdm(work, desc="measure"):
+        for row, schedule, layers in tqdm.tqdm(work, desc="measure", disable=None):
             rows.append(measured(row, schedule, layers))
             write(rows, output / "results.csv")
         run = [row for row in rows if row.measured is not None or row.layers is not None]

@@ -227,7 +227,9 @@ def sweep(run: Run, options: dict[str, Any], mesh: Any) -> dict[str, Any]:
         before = json.loads(pathlib.Path(_TRIED.value).read_text())["sweep"]["tried"]
         tried = [Choice(name, tuple(units), seconds) for name, units, seconds in before]
     else:
-        for name, units in tqdm.tqdm(choices(run, sum(plan.units)), desc="cuts and schedules"):
+        for name, units in tqdm.tqdm(
+            choices(run, sum(plan.units)), desc="cuts and schedules", disable=None
+        ):
             tried.append(Choice(name, units, clocked(at_cut(run, plan, name, units, mesh))))
     tried.sort(key=lambda choice: choice.seconds)
     even = [c for c in tried if c.units == even_cut(len(c.units), sum(c.units))]
@@ -301,7 +303,9 @@ def slow(run: Run, options: dict[str, Any], mesh: Any) -> dict[str, Any]:
         tried = [
             Choice(name, own, clocked(at_cut(run, plan, name, own, mesh)))
             for name in dict.fromkeys(p.schedule for p in plans)
-            for own in tqdm.tqdm(every_cut(name, run, units), desc=f"other cuts, {name}")
+            for own in tqdm.tqdm(
+                every_cut(name, run, units), desc=f"other cuts, {name}", disable=None
+            )
         ]
         best = sorted(tried, key=lambda c: c.seconds)[:2]
         trainings += [at_cut(run, plan, c.schedule, c.units, mesh) for c in best]

@@ -244,7 +244,7 @@ def train(
     metrics = list(metrics)
     first = len(metrics)
     batches = training_batches(config, corpus, first)
-    progress = tqdm.tqdm(batches, initial=first, total=config.steps, desc=title)
+    progress = tqdm.tqdm(batches, initial=first, total=config.steps, desc=title, disable=None)
     for number, (tokens, keys) in enumerate(progress, start=first + 1):
         with around_step(number - first):
             start = time.perf_counter()
@@ -256,6 +256,8 @@ def train(
             metrics[-1]["held_out_loss"] = evaluate(model)
         after_step(metrics[-1], (model, opt_state))
         speed = throughput(config, metrics)
+        if progress.disable and (number % config.eval_every == 0 or number == config.steps):
+            print(f"{title}: step {number}, loss {loss:.3f}, {speed:.0f} tokens a second")
         progress.set_postfix(loss=f"{loss:.3f}", tokens_per_second=f"{speed:.0f}")
     return model, metrics
 

@@ -1,50 +1,25 @@
 """Pipeline parallelism as five composable transforms over jaxprs.
 
-Words:
-    stage: a slice of the forward computation, numbered from 0 in an order of dependence. Stages
-        form a directed acyclic graph, of which a chain is the common case.
-    mark: an equation of a traced function that says where a stage opens.
-    cut: where one stage ends and another opens; of a stacked array, where its rows are divided.
-    unit: equations that a cut does not divide: a layer, or a module that is called `whole`.
-    rank: a program and the devices that it owns; it runs one or more stages.
-    microbatch: a slice of the batch, numbered from 0.
-    task: the work of one kind (F, B, I, W, R) for a stage and a microbatch: the forward, the
-        backward or one of its halves, or the recomputation of what the backward reads.
-    kind: the record of a kind of task: what it comes after, what it costs and what it holds. A new
-        kind is a new value.
-    table: for each rank the tasks that it runs, in order.
-    schedule: a value that gives a table for a number of stages and of microbatches.
-    loop: the microbatch loop; a scheduled loop has its tasks and its table.
-    carry: a value that a loop hands from each microbatch to the next.
-    accumulator: a carry that only adds up.
-    step: the whole function that `place` is given, as one flat jaxpr with records and facts.
-    edit: a change of the tasks of a scheduled loop, by a rule of yours.
-    pass: a function from a step to a step.
-    guard: the condition under which an equation runs, if it is from a branch of a conditional.
-    place: the stages that an equation around the loops runs with.
-    segment: equations of one place that run as one computation.
-    value: an array that tasks make and read.
-    computation: the function of an executable; equal ones are compiled once.
-    program: the instructions (run, send, receive, free) of one rank, over numbered slots.
-    bundle: the programs of all ranks, and what they share.
-    rows: some of the layers of an array that is stacked over layers.
-    part: an array of such rows.
-    inside: the axes of a mesh that divide the devices of one rank, such as data and model.
-    spec: for each dimension of an array the axes inside a rank that it is split over.
-    role: the use of an argument in a step: parameter, optimizer state, batch, or other.
-    placement: for each stage the rank that runs it.
-    edge: a value that one stage makes and another reads. If their ranks differ, it is a message.
-    certificate: a proof that the programs of a step compute its function.
-    term: a symbolic value of a proof; equal values are one term.
-    bubble: the time of a step in which ranks wait, or its share of the whole time.
-    executor: runs the program of one rank, on either mesh.
-    feed: a function by which the ranks load an argument of a step themselves.
-    worker process: a process of its own that runs a rank, or a host's part of it.
-    worker group: the worker processes of a mesh, called in one order.
-    health monitor: ends all workers of a mesh, with one error, when one of them fails.
-    flight recorder: the memory in which a worker notes what it runs, for the error when it dies.
-    program cache: the computations of a mesh, each compiled once and sent once.
-    handle: a `RemoteArray`, which stands for an array that worker processes hold.
+The transforms, from the inside of a train step to the outside:
+    split_stages(loss_fn, num_stages=4): cuts a function into stages.
+    wrap_forward(f): makes each stage a call of its own, forward and backward.
+    microbatch(value_and_grad(f), 8): runs a function on slices of the batch, and combines results.
+    schedule(f, schedules.OneFOneB()): orders the tasks of the stages on the ranks.
+    place(train_step, mesh): compiles the step to a program for each rank, and runs it on a mesh.
+
+Where a step runs:
+    MpmdMesh((4,)): ranks that are devices of this process.
+    RemoteMpmdMesh((4,)): ranks that are worker processes of Ray, on one host or many.
+    gather(tree): brings results of a step to one device.
+    save_state, load_state, Checkpointer: write a state that ranks hold, and read it.
+
+Before it runs, and after:
+    schedules: twenty schedules, your own, `compare`, `simulate`, `plot`; all without JAX.
+    plan, predict, profile, measure: cuts, times and bytes of a step.
+    certify, testing: is the step the function?
+    extend: edits of tasks, and kinds of tasks of your own.
+
+`help(jaxpp.place)` has the arguments of each, and an example. docs/glossary.md has the words.
 """
 
 from typing import TYPE_CHECKING as TYPE_CHECKING

@@ -470,6 +470,27 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
+#: Functions of JAX that only look at a program, by which nothing runs: `make_jaxpr`, `eval_shape`,
+#: `lower` and `trace` of a jitted function.
+_LOOKS = frozenset(
+    {"jit_trace", "jit_lower", "make_jaxpr_f", "eval_shape", "lower", "closure_convert"}
+)
+
+
+def looks_on() -> bool:
+    """Tells whether a function is traced only to be looked at, and not to be run.
+
+    The functions of JAX that are under way tell; none of JAX's values does.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("jax.") and frame.f_code.co_name in _LOOKS:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def writes_jaxpr() -> bool:
     """Tells whether the current computation is written to a jaxpr, at once or in the end.
 
@@ -494,6 +515,15 @@ def is_jit_disabled() -> bool:
 def trace_context() -> Any:
     """Returns JAX's current settings: `jax.jit` traces anew where they differ."""
     return config.trace_context()
+
+
+def is_in_context(settings: Any) -> bool:
+    """Tells whether JAX's current settings are these, but for those that it did not have then.
+
+    From JAX 0.12 on, the first kernel of Pallas that is lowered adds a setting.
+    """
+    now = trace_context()
+    return type(now) is type(settings) and all(a == b for a, b in zip(settings, now, strict=False))
 
 
 def checkify_as(primitive: jex.Primitive, run: Callable[..., Any]) -> None:
@@ -599,6 +629,39 @@ def raising_once():
 def forget_effects() -> None:
     """Forgets what JAX keeps of effects, and so the errors of callbacks; all must have ended."""
     dispatch.runtime_tokens.clear()
+
+
+#: The version whose XLA computes a reduction wrong on CPU, and from how many bytes of a column on.
+_WRONG_PRODUCTS, _WRONG_FROM = (0, 10, 2), 2**17
+
+
+def reduces_a_wrong_product(eqns: Sequence[Any]) -> Any:
+    """Finds a product that this JAX may reduce to wrong values on CPU; None where there is none.
+
+    XLA of jaxlib 0.10.2 fuses a product of a matrix of three columns and more than 128 KiB a column
+    by a matrix of three rows with the reduction of its few columns, and gets rows past these
+    wrong: github.com/jax-ml/jax/issues/39103. It is right before and after.
+    """
+    if jax.__version_info__ != _WRONG_PRODUCTS or jax.default_backend() != "cpu":
+        return None
+    for eqn in eqns:
+        if eqn.primitive.name != "dot_general":
+            continue
+        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+        shape = eqn.outvars[0].aval.shape
+        few = [axis for axis, size in enumerate(shape) if size in (2, 3)]
+        size = eqn.outvars[0].aval.dtype.itemsize * max(shape, default=0)
+        inner = [eqn.invars[0].aval.shape[axis] for axis in contracted]
+        if batch or inner != [3] or len(shape) != 2 or not few or size <= _WRONG_FROM:
+            continue
+        if any(
+            other.primitive.name.startswith("reduce_")
+            and other.invars[0].aval.shape == shape
+            and set(other.params.get("axes", ())) <= set(few)
+            for other in eqns
+        ):
+            return eqn
+    return None
 
 
 def refuse_as_argument(cls: type, refuse: Callable[[Any], Any]) -> None:

@@ -114,8 +114,8 @@ def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Tra
     static = [None if t else leaf for leaf, t in zip(leaves, traced, strict=True)]
     result = {}
 
-    def flat(*arrays):
-        arrays = iter(arrays)
+    def flat(*named):
+        arrays = iter([array for own in named for array in own.arrays])
         full = [next(arrays) if t else s for t, s in zip(traced, static, strict=True)]
         args, kwargs = jtu.tree_unflatten(tree, full)
         out_leaves, result["tree"] = jtu.tree_flatten(fun(*args, **kwargs))
@@ -128,11 +128,54 @@ def trace(fun: Callable, args: Sequence[Any], kwargs: dict | None = None) -> Tra
         return [leaf for leaf, flows in pairs if flows] + [value for _, value in written]
 
     arrays = [leaf for leaf, t in zip(leaves, traced, strict=True) if t]
-    jaxpr = without_refs(jax.make_jaxpr(flat)(*arrays))
+    # JAX's errors name the user's function and its arguments.
+    named, signature = _named(fun, args, kwargs or {})
+    vars(flat).update(__wrapped__=fun, __signature__=signature)
+    jaxpr = without_refs(jax.make_jaxpr(flat)(*named))
     opened, consts = without_constants(jaxpr)
     if result["writes"]:
         opened = _without_writes(opened, result["writes"], fun)
     return Traced(opened, [*consts, *arrays], len(consts), result["tree"], result["static"])
+
+
+@jtu.register_pytree_with_keys_class
+class _Arrays:
+    """The arrays of one argument, with their paths in it, which JAX reads where it has an error."""
+
+    def __init__(self, paths: tuple[str, ...], arrays: Iterable[Any]):
+        self.paths, self.arrays = paths, list(arrays)
+
+    def tree_flatten_with_keys(self):
+        return tuple(zip(self.paths, self.arrays, strict=True)), self.paths
+
+    def tree_flatten(self):
+        return self.arrays, self.paths
+
+    @classmethod
+    def tree_unflatten(cls, paths: tuple[str, ...], arrays: Iterable[Any]) -> "_Arrays":
+        return cls(paths, arrays)
+
+
+def _named(
+    fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[_Arrays], inspect.Signature]:
+    """Returns the arrays of each argument of a call, and the arguments' names as a signature."""
+    named = []
+    for tree in (*args, *(kwargs[name] for name in sorted(kwargs))):
+        leaves = [x for x in jtu.tree_leaves_with_path(tree) if is_array(x[1])]
+        paths = tuple(jtu.keystr(path) for path, _ in leaves)
+        named.append(_Arrays(paths, [x for _, x in leaves]))
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())[: len(args)]
+    except (TypeError, ValueError):  # `fun` has no signature
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names += sorted(kwargs)
+    if len(set(names)) < len(named):
+        rest = inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)
+        return named, inspect.Signature([rest])
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    return named, inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
 
 def _without_writes(

@@ -356,5 +356,6 @@ class Mesh(Protocol):
 
 
 #: What the rooms above give to `place`, by name: `"mesh"` makes the mesh for a number of ranks if
-#: `place` is given none, `"certify"` proves a lowered step.
+#: `place` is given none, `"mesh_of"` makes it of a shape and devices, `"certify"` proves a lowered
+#: step.
 PROVIDED: dict[str, Callable[..., Any]] = {}

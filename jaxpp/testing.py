@@ -51,8 +51,8 @@ def assert_computes_the_function(
         raise AssertionError(f"It is not decided: {certificate.undecided}")
     if certificate.rounded and not accept_rounding:
         raise AssertionError(
-            f"{certificate.rounded} results are cast at other places than by the definitions of the "
-            f"transforms; accept_rounding=True accepts them. {certificate}"
+            f"{certificate.rounded} results are cast at other places than by the definitions of "
+            f"the transforms; accept_rounding=True accepts them. {certificate}"
         )
 
 

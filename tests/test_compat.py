@@ -1,6 +1,7 @@
 """What differs between JAX versions, checked on the version at hand."""
 
 import threading
+import warnings
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxpp
 from jaxpp import _compat
+from tests.helpers import mesh_of
 
 X = jax.random.normal(jax.random.key(0), (3, 4))
 
@@ -372,3 +375,21 @@ def test_a_copier_raises_what_device_put_raises():
     array.delete()
     with pytest.raises(RuntimeError, match="deleted"):
         copy([array])
+
+
+def wrong_in_one_version(matrix, x):
+    """jax-ml/jax#39103: a small product for each of many rows, and its sum."""
+    return jax.vmap(lambda row: jnp.sum((matrix @ row) ** 2))(x)
+
+
+def test_a_product_that_one_version_of_jax_gets_wrong_is_warned_of():
+    i = jnp.arange(32_769.0)
+    x = jnp.stack((i, jnp.zeros_like(i), jnp.zeros_like(i)), axis=1)
+    step = jaxpp.place(wrong_in_one_version, mesh_of(1))
+    concerned = jax.__version_info__ == (0, 10, 2) and jax.default_backend() == "cpu"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        step.lower(jnp.eye(3), x)
+        jaxpp.place(wrong_in_one_version, mesh_of(1)).lower(jnp.eye(3), x[1:])  # it is right
+    told = [str(w.message) for w in found if "39103" in str(w.message)]
+    assert len(told) == concerned and all("test_compat.py" in text for text in told)

@@ -4,7 +4,9 @@ import csv
 import json
 import os
 import pathlib
+import pydoc
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -144,11 +146,56 @@ def test_a_picture_is_what_its_script_draws(script, tmp_path):
         assert f"{picture.name})" in pages, f"no page shows {picture.name}"
 
 
-def test_the_notebook_keeps_no_outputs():
+@pytest.mark.more
+def test_the_picture_of_the_readme_is_what_its_code_draws(tmp_path):
+    codes = [code for code, _ in BLOCK.findall((ROOT / "README.md").read_text())]
+    (code,) = (code for code in codes if "schedules.png" in code)
+    (tmp_path / "script.py").write_text(code)
+    printed(["script.py"], tmp_path)
+    drawn = tmp_path / "schedules.png"
+    assert drawn.read_bytes() == (ROOT / "docs" / "schedules.png").read_bytes()
+
+
+def test_help_begins_with_what_a_user_types():
+    said = pydoc.plain(pydoc.render_doc(jaxpp)).partition("DESCRIPTION")[2]
+    words = re.findall(r"^ +(\w+)\(.*\): ", said, re.M)
+    order = ["split_stages", "wrap_forward", "microbatch", "schedule", "place", "MpmdMesh"]
+    assert words[: len(order)] == order
+    assert "flight recorder" not in said
+    assert "| flight recorder |" in (ROOT / "docs" / "glossary.md").read_text()
+
+
+def test_the_site_shows_the_values_of_defaults():
+    pytest.importorskip("griffe")
+    default_of = runpy.run_path(str(ROOT / "docs" / "hooks" / "docstrings.py"))["default_of"]
+    fun = "jaxpp.transforms.microbatch._microbatch.microbatch"
+    assert default_of(fun, "reduce", "_BY_DEFAULT") == "'mean'"
+    assert default_of(fun, "replicas", "1") == "1"
+    assert default_of("jaxpp.schedules._costs.Costs", "forward", "Kind.F.cost") == "1.0"
+    assert default_of("jaxpp.schedules._costs.Costs", "other", "x()") == "x()"
+
+
+def test_every_picture_of_the_site_follows_a_dark_page_and_fits_a_narrow_one():
+    style = (ROOT / "docs" / "site.css").read_text()
+    (dark,) = re.findall(r"((?:[^{}]*slate[^{}]*))\{[^{}]*invert[^{}]*\}", style)
+    assert '.md-typeset img:is([src$=".svg"], [src$=".png"])' in dark
+    assert dark.count(".jp-OutputArea-output > ") == 2  # what a notebook draws
+    narrow = style[style.index("@media") :]
+    assert narrow.count("overflow-x: auto") == 2 and ".jp-OutputArea-output > svg" in narrow
+
+
+NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook_keeps_no_outputs_and_is_on_the_site(path):
     """The site runs it each time that it is built, and an error there is an error of the build."""
-    cells = json.loads((ROOT / "docs" / "all_of_jaxpp.ipynb").read_text())["cells"]
+    cells = json.loads(path.read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert code and not any(c["outputs"] or c["execution_count"] for c in code)
+    assert f" {path.name}\n" in (ROOT / "mkdocs.yml").read_text()
+    assert f"docs/{path.name})" in (ROOT / "README.md").read_text()
+    assert len(NOTEBOOKS) >= 4
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import warnings
 
 import equinox as eqx
 import jax
@@ -25,7 +26,10 @@ from tests.helpers import mesh_of
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "errors.md"
 HEADINGS = re.findall(r"^### `(.*)`$", PAGE.read_text(), re.M)
 #: Messages that need worker processes; another test makes them appear.
-ELSEWHERE = {"This RemoteMpmdMesh has been shut down; make a new one"}
+ELSEWHERE = {
+    "This RemoteMpmdMesh has been shut down; make a new one",
+    "Ray sees no GPU: take gpus_per_rank=0",
+}
 WEIGHTS, BATCH = [jnp.eye(4)] * 4, jnp.ones((8, 4))
 
 
@@ -70,6 +74,35 @@ def unknown_module():
     return eqx.filter_jit(jaxpp.split_stages(lambda m, x: m(x), at=["layer.1"]))(model, BATCH[0])
 
 
+MODEL = eqx.nn.MLP(4, 1, 4, 3, key=jax.random.key(0))
+
+
+def batch_first():
+    return jaxpp.split_stages(lambda x, m: jax.vmap(m)(x), at=["layers.1"])(BATCH, MODEL)
+
+
+def of_a_model(**knobs):
+    grad = eqx.filter_grad(lambda model, x: jnp.mean(jax.vmap(model)(x)))
+    return jaxpp.microbatch(grad, 4, **knobs)(MODEL, BATCH)
+
+
+def with_keys(keys):
+    noisy = jaxpp.microbatch(lambda x, k: jnp.sum(x + jax.random.normal(k)), 4, in_axes=(0, 0))
+    return noisy(BATCH, keys)
+
+
+def gradient_inside():
+    inside = jaxpp.wrap_forward(jaxpp.split_stages(jax.value_and_grad(loss), num_stages=2))
+    return trace(jaxpp.schedule(jaxpp.microbatch(inside, 4), OneFOneB()))
+
+
+def data_that_end():
+    batches = iter([BATCH] * 2)
+    step = jaxpp.place(pipeline(), mesh_of(2), feed={1: lambda number: next(batches)})
+    for number in range(3):
+        step(WEIGHTS, number)
+
+
 def scan_over_steps(weights, x):
     return jax.lax.scan(lambda w, _: (pipeline()(w, x)[1], None), weights, length=2)[0]
 
@@ -89,6 +122,12 @@ def one_array_twice():
 def results_of_two_ranks():
     a, b = (jax.device_put(jnp.ones(3), d) for d in jax.devices()[:2])
     return jnp.dot(a, b)
+
+
+def jitted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return jax.jit(jaxpp.place(pipeline(), mesh_of(2)))(WEIGHTS, BATCH)
 
 
 N = Kind("N", "note", after="F")
@@ -116,18 +155,24 @@ MADE = [
     lambda: trace(jaxpp.split_stages(loss)),
     lambda: trace(jaxpp.split_stages(loss, num_stages=40)),
     unknown_module,
+    lambda: trace(jaxpp.split_stages(jaxpp.wrap_forward(loss), num_stages=2)),
+    batch_first,
     lambda: trace(jaxpp.split_stages(marked, num_stages=2)),
     lambda: trace(jaxpp.wrap_forward(mark_in_a_scan)),
     lambda: trace(jaxpp.wrap_forward(jaxpp.microbatch(marked, 4))),
     lambda: trace(loop(), WEIGHTS, BATCH[:6]),
+    lambda: of_a_model(in_axes=(0, 0)),
     lambda: trace(loop(in_axes=(None, None))),
     lambda: trace(jaxpp.microbatch(loss, 4, in_axes=(0, 0)), jnp.ones((12, 4)), BATCH),
     lambda: trace(loop(), WEIGHTS, 1.0),
+    lambda: with_keys(jax.random.key(0)),
+    lambda: with_keys(jax.random.split(jax.random.key(0), 4)),
     lambda: trace(loop(reduce="avg")),
     lambda: trace(jaxpp.schedule(jax.grad(loss), OneFOneB())),
     lambda: jaxpp.schedule(loop(), "1f1b"),  # pyright: ignore
     lambda: by_name("1f1bb"),
     lambda: trace(jaxpp.schedule(jaxpp.microbatch(jaxpp.wrap_forward(marked), 4), OneFOneB())),
+    gradient_inside,
     lambda: Interleaved1F1B(2).table(5, 8),
     lambda: DualPipe().table(2, 3),
     lambda: check(from_tasks([["F0.0", "B0.0"], ["B1.0", "F1.0"]])),
@@ -139,15 +184,21 @@ MADE = [
     lambda: edited(lambda loop, a, _: loop.result("size", ("F", 0), jnp.max, [a])),
     lambda: jaxpp.MpmdMesh((99,)),
     lambda: jaxpp.MpmdMesh((2,), ("pipe",)),
+    lambda: jaxpp.place(pipeline(), jax.make_mesh((2,), ("stage",))),
+    lambda: jaxpp.place(pipeline(), {"donate": 0}),  # pyright: ignore
     lambda: lower(pipeline(4)),
     lambda: lower(loop()),
     lambda: lower(scan_over_steps),
+    jitted,
     lambda: lower(pipeline(), in_specs=(None, None)),
     donated_twice,
     one_array_twice,
     lambda: lower(lambda w, x, names: pipeline()(w, x), WEIGHTS, BATCH, {"a"}),
     results_of_two_ranks,
     lambda: lower(lambda x, n: x if n > 2 else -x, BATCH, 3, mesh=mesh_of(1)),
+    lambda: lower(lambda w, x: float(pipeline()(w, x)[0])),
+    data_that_end,
+    lambda: jaxpp.RemoteMpmdMesh((2,), address="10.0.0.1:6379"),
     lambda: jaxpp.place(pipeline(), mesh_of(2)).as_text(),
     lambda: mesh_of(1).stop_trace(),
     lambda: jaxpp.load_state("no-checkpoint-is-here", WEIGHTS),
@@ -161,11 +212,12 @@ def test_each_error_of_the_page_comes_with_its_words():
         with pytest.raises(Exception) as error:  # noqa: PT011
             make()
         words = re.escape(heading).replace(r"\.\.\.", ".*")
-        message = " ".join(str(error.value).split())
+        said = [error.typename, str(error.value), *getattr(error.value, "__notes__", [])]
+        message = " ".join(" ".join(said).split())
         assert re.search(words, message), f"{heading!r} is not in {message!r}"
 
 
-@pytest.mark.parametrize("words", ELSEWHERE)
+@pytest.mark.parametrize("words", sorted(ELSEWHERE))
 def test_the_words_of_other_errors_are_in_the_source(words):
     assert words in HEADINGS
     sources = (pathlib.Path(jaxpp.__file__).parent).rglob("*.py")

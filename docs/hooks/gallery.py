@@ -142,8 +142,8 @@ def _thumbnails() -> str:
     return (
         f'<div class="gallery" markdown>\n{pictures}\n</div>\n\n*{ranks} ranks, {microbatches} '
         f"microbatches, all on one scale of time. Blue is a forward, green a backward, red and "
-        f"yellow its halves; a later stage of a rank is lighter. A picture leads to the page of "
-        f"its schedule.*\n"
+        f"yellow its halves; a later stage of a rank has the next shade. A picture leads to the "
+        f"page of its schedule.*\n"
     )
 
 
@@ -167,7 +167,7 @@ def _thumbnail(name: str) -> str:
 
 
 def _timeline(name: str) -> Timeline:
-    return simulate(CATALOGUE[name]().table_for_ranks(*_PICTURED), per="rank")
+    return simulate(CATALOGUE[name]().table_for_ranks(*_PICTURED))
 
 
 def _figures(schedule: Schedule, num_ranks: int, num_microbatches: int) -> str:

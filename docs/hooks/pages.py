@@ -1,11 +1,11 @@
 """Makes the pages of the site that are told elsewhere, such as the README and the changelog."""
 
 import pathlib
-import re
 from typing import Any
 
 import yaml
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 import jaxpp
@@ -37,18 +37,20 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     pages = {
         "index.md": (_ROOT / "README.md").read_text().replace("(docs/", "(").replace(*_CITATION),
         "changelog.md": (_ROOT / "CHANGELOG.md").read_text(),
-        "glossary.md": glossary(jaxpp.__doc__ or ""),
         "citation.md": citation(yaml.safe_load((_ROOT / "CITATION.cff").read_text())),
     }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
 
 
-def glossary(words: str) -> str:
-    """Makes a table of the words that the docstring of the package explains."""
-    rows = re.findall(r"^    (\S[^:\n]*): (.*(?:\n {8}.*)*)", words, re.M)
-    lines = [f"| {word} | {' '.join(meaning.split())} |" for word, meaning in rows]
-    return "\n".join(["# Glossary", "", "| word | meaning |", "| --- | --- |", *lines, ""])
+@event_priority(50)  # before mkdocstrings writes the file
+def on_env(env: Any, config: MkDocsConfig, **kwargs: Any) -> None:
+    """Puts names into `objects.inv` that a folder of the same name hides from mkdocstrings."""
+    inventory: Any = config.plugins["mkdocstrings"]
+    for name in ("microbatch", "place"):
+        uri = f"api/transforms/#jaxpp.transforms.{name}.{name}"
+        known = inventory.handlers.inventory
+        known.register(name=f"jaxpp.{name}", domain="py", role="function", uri=uri)
 
 
 def citation(fields: dict[str, Any]) -> str:

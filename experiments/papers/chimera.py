@@ -49,7 +49,7 @@ PAPER = Paper(
     rows=rows,
     picture=picture,
     caption="Figures 2 and 3 of the paper: D = N = 4 and B = F; below, what B = 2F makes of two "
-    "units. Microbatches that go up the ranks are lighter.",
+    "units. Microbatches that go up the ranks have the next shade.",
     leaves_open=[
         "A backward that takes twice as long as a forward. Our closed form of the bubble is "
         "(D-2)(min(F, B) + |B-F| N/D): it grows with N, and beyond N = D(2D-1)/(D-2) 1F1B's is "

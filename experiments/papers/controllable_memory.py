@@ -62,8 +62,8 @@ PAPER = Paper(
     arxiv="2405.15362",
     rows=rows,
     picture=picture,
-    caption="As Figure 4 of the paper: p = 4, m = 8, F = I = W. The stages on the way up are "
-    "lighter.",
+    caption="As Figure 4 of the paper: p = 4, m = 8, F = I = W. The stages on the way up have the "
+    "next shade.",
     differs="rough bubbles, which leave a constant out",
     leaves_open=[
         "Closed forms of the bubbles. Ours, above, are read off simulations.",

@@ -10,7 +10,16 @@ stages' parameters. The table beside it has (PP-1)(F+B) for 1F1B and (PP-1)(F+B-
 """
 
 from experiments.papers.laboratory import Paper, Row, peak, run
-from jaxpp.schedules import Costs, DualPipe, DualPipeV, OneFOneB, ZeroBubbleH1, check, simulate
+from jaxpp.schedules import (
+    Costs,
+    DualPipe,
+    DualPipeV,
+    Memory,
+    OneFOneB,
+    ZeroBubbleH1,
+    check,
+    simulate,
+)
 
 _UNEQUAL = (
     "The form holds where F = I >= W. In our simulations, where a pair takes the time of its "
@@ -61,7 +70,9 @@ def rows():
         yield Row(f"most activations, {name}, PP=8", "Table 2", held, peak(schedule, 8, 20), 0)
     copies = len(DualPipe().table_for_ranks(8, 20).directions)
     yield Row("parameters, DualPipe", "Table 2", 2, copies, 0)
-    half = simulate(DualPipeV().table_for_ranks(4, 10), Costs())
+    half = simulate(
+        DualPipeV().table_for_ranks(4, 10), Costs(per="stage"), memory=Memory(per="stage")
+    )
     yield Row("most activations, DualPipeV", "README", 9, max(half.peak_memory), 0)
     yield Row("bubble, DualPipeV, 8 stages on 4 ranks", "README", 3 * (3 + 2 - 3), idle(half), 1)
 
@@ -78,7 +89,7 @@ PAPER = Paper(
     rows=rows,
     picture=picture,
     caption="Figure 5 of the report: 8 ranks, 20 microbatches. Tasks that run together share the "
-    "height of their row; microbatches that go up the ranks are lighter.",
+    "height of their row; microbatches that go up the ranks have the next shade.",
     differs="times other than F = I >= W",
     leaves_open=[
         "How long a pair takes. It depends on what a model sends inside a layer; F&B is an "

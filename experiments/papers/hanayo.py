@@ -59,7 +59,7 @@ PAPER = Paper(
     rows=rows,
     picture=picture,
     caption="As the paper's figures of one and of two waves: P = 4, B = 2F. Later stages of a "
-    "rank are lighter.",
+    "rank have the next shade.",
     differs="the bubble ratio, whose denominator is below any possible time",
     leaves_open=[
         "More microbatches than ranks. We run units of P, one after the other, so that the bubble "

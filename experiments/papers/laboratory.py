@@ -108,7 +108,7 @@ def run(schedule: Schedule, ranks: int, microbatches: int, costs: Costs | None =
     """Makes a schedule's table, checks it, and simulates it at the costs of a rank's whole work."""
     table = schedule.table_for_ranks(ranks, microbatches)
     check(table)
-    return simulate(table, costs, per="rank")
+    return simulate(table, costs)
 
 
 def peak(schedule: Schedule, ranks: int, microbatches: int) -> float:

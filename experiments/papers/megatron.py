@@ -47,7 +47,8 @@ PAPER = Paper(
     arxiv="2104.04473",
     rows=rows,
     picture=picture,
-    caption="Figure 4 of the paper: p = 4, m = 8, B = 2F. The second chunk of a rank is lighter.",
+    caption="Figure 4 of the paper: p = 4, m = 8, B = 2F. The second chunk of a rank has the "
+    "next shade.",
     leaves_open=[
         "The activations of the interleaved schedule: on the first rank those of p + (p-1)/v "
         "microbatches, more than the p of 1F1B. At p = 4 and v = 2 they are 5.5.",

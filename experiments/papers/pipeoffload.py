@@ -25,6 +25,7 @@ from jaxpp.schedules import (
     Costs,
     Interleaved1F1B,
     Kind,
+    Memory,
     Offload,
     OneFOneB,
     Schedule,
@@ -105,7 +106,8 @@ def timeline(schedule, ranks, microbatches, k=2 / 3):
     """A step at the costs of one stage; a copy takes half of k forwards and backwards."""
     table = schedule.table_for_ranks(ranks, microbatches)
     check(table)
-    return simulate(table, Costs(offload=3 * k / 2, load=3 * k / 2))
+    costs = Costs(offload=3 * k / 2, load=3 * k / 2, per="stage")
+    return simulate(table, costs, memory=Memory(per="stage"))
 
 
 def half(schedule, ranks):
@@ -172,7 +174,7 @@ PAPER = Paper(
     rows=rows,
     picture=picture,
     caption="Figures 5 and 6 of the paper: d = 4, v = 2, 8 microbatches, F = I = W, with the stage "
-    "activations that the ranks hold. The second stage of a rank is lighter.",
+    "activations that the ranks hold. The second stage of a rank has the next shade.",
     leaves_open=[
         "The weight gradients. The paper runs each W right after its I, to keep its offloading "
         "simple; late ones, as `InterleavedZeroBubble` has them, take (d-1)(F+I-W) in place of "

@@ -82,7 +82,7 @@ PAPER = Paper(
     rows=rows,
     picture=picture,
     caption="As Figure 1 of the paper: p = 4, m = 8, B = 2F, and what slices of equal length "
-    "cost. The second slice is lighter.",
+    "cost. The second slice has the next shade.",
     differs="measured throughput and memory",
     leaves_open=[
         "Keys and values. The first rank holds those of all slices until the last backward of the "

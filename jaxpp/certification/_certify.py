@@ -117,8 +117,7 @@ class Certificate:
         return "\n".join(lines)
 
     def _proven(self) -> dict[str, list[str]]:
-        """The transforms that are proven, by how."""
-        found = collections.defaultdict[str, list[str]](list)
+        """The transforms that are proven, by how; those in the strongest way come first."""
         before = _BITS
         for count, how in (
             (self.reordered, _ORDER),
@@ -126,9 +125,11 @@ class Certificate:
             (self.rounded, "but for their rounding"),
         ):
             before = how if count else before
-        for name in self.transforms:
-            how = before if name != "place" else _ORDER if self.regrouped else _BITS
-            found[how].append(name)
+        placed = _ORDER if self.regrouped else _BITS
+        found = collections.defaultdict[str, list[str]](list)
+        for how in (_BITS, _ORDER, before):
+            own = [n for n in self.transforms if (placed if n == "place" else before) == how]
+            found |= {how: own} if own else {}
         return found
 
 
@@ -168,13 +169,15 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
     all, or in the wrong order.
 
     Programs that do the same operations in the same order are equal bit by bit. Where sums are in
-    another order, such as those of a parameter that several stages read, the programs are equal
-    over the real numbers: they have the same value in a model of random numbers. Different values
-    are equal in the model with a chance below one in a million million.
+    another order, such as those of a parameter that several stages read, they are equal for all
+    floating-point numbers but where a sum overflows on its way: they have the same value in a model
+    of random numbers, in which nothing cancels and a cast is an unknown function. Different values
+    are equal in the model with a chance below one in a million million. The transforms before
+    `place` may also be equal over the real numbers alone, which the headline says.
 
     It does not see what comes after: XLA, which may round in another way, and transfers. If it has
-    no rule for an operation, such as a custom call or a kernel, it takes the operation for the same
-    function wherever it is.
+    no rule for an operation, such as a custom call, it takes the operation for the same function
+    wherever it is.
 
     Args:
         step: a placed step.
@@ -202,7 +205,7 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
         >>> step = jaxpp.place(lambda w, x: w - 0.1 * grad(w, x), mesh)
         >>> certificate = jaxpp.certify(step, jnp.eye(2), jnp.ones((8, 2)))
         >>> print(str(certificate).splitlines()[0])
-        1 results of 2 ranks are those of the function, bit by bit: split_stages, wrap_forward, ...
+        1 results of 2 ranks are those of the function, bit by bit: place; but for the order of ...
     """
     return certify_lowered(step.lower(*args, **kwargs), passes=passes)
 
@@ -328,7 +331,7 @@ def _retraced(
 
 
 def _check_decidable(lowered: Lowered) -> None:
-    if lowered.context != _compat.trace_context():
+    if not _compat.is_in_context(lowered.context):
         raise Undecided(
             "certify: the step was lowered under other settings of JAX (such as jax.enable_x64 or "
             "jax.set_mesh), under which its function is another one. Certify it under the same."
@@ -543,7 +546,7 @@ class _Proof:
         for record in self.bundle.arguments:
             own, wanted = type_of(record.aval), type_of(_rows_of(types[record.array], record.rows))
             if own[:3] != wanted[:3]:
-                why = f"argument{record.name} is {shown(own)}, and that of the function {shown(wanted)}"
+                why = f"argument{record.name} is {shown(own)}, and to the function {shown(wanted)}"
                 raise self._refuted(_PROGRAMS, record.path, why)
 
     def _check_records(

@@ -1,4 +1,4 @@
-"""The rule of `shard_map`: a computation on several devices, equation by equation on all of them."""
+"""The rule of `shard_map`: a computation on several devices, equation by equation on all."""
 
 import functools
 import itertools
@@ -96,7 +96,7 @@ class _Devices:
         return functools.reduce(lambda n, axis: n * self.sizes[axis] + position[axis], axes, 0)
 
     def groups(self, axes: Sequence[str], groups: Any = None) -> list[list[int]]:
-        """The devices that differ along axes alone, in order; or those of some groups of numbers."""
+        """The devices that differ along axes alone, in order; or those of groups of numbers."""
         found: dict[Any, list[int]] = {}
         for device, position in enumerate(self.positions):
             number = self.index(device, axes)

@@ -261,9 +261,9 @@ class Fingerprints:
 
     def _of_number(self, value: Any) -> Fingerprint:
         """The fingerprint of a number: over the reals itself, as far as it is a fraction."""
-        number = value.item()
-        is_fraction = not isinstance(number, complex) and math.isfinite(number)
-        if not is_fraction or (self.strict and (number or self._zeros)):
+        number: Any = value.item()
+        is_known = not self.strict or (number == 0 and not self._zeros)
+        if isinstance(number, complex) or not math.isfinite(number) or not is_known:
             return self._numbers(("number", repr(number)), 1)
         fraction = fractions.Fraction(number)
         return (fraction.numerator * pow(fraction.denominator, -1, PRIME) % PRIME,)

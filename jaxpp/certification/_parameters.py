@@ -82,7 +82,8 @@ class Parameters:
         if (params := _compat.params_of_hi_primitive(value)) is not None:
             return (type(value), self.key(params))
         if _is_record(value):
-            fields = [getattr(value, f.name) for f in dataclasses.fields(value)]
+            record: Any = value
+            fields = [getattr(value, f.name) for f in dataclasses.fields(record)]
             return (type(value), *map(self.key, fields))
         return self._once(value, self._of_object) if _is_made_anew(value) else value
 
@@ -202,4 +203,5 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _is_record(value: Any) -> bool:
+    """Tells whether a value is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)

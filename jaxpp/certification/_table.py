@@ -129,6 +129,8 @@ class Term:
 #: parameter of each is the depth of the loop.
 _OF_ITERATIONS = frozenset({"at", "bound", "carried", "step"})
 _OF_LOOPS = frozenset({"each", "effect each", "effect while", "last", "while"})
+#: Terms whose operands are those of any iteration.
+OF_BODIES = _OF_LOOPS | {"carried"}
 _FORMS = {"slice of the batch": Form.TEMPLATE, "instance": Form.INSTANCE}
 
 

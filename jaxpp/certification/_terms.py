@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxpp.certification._rows import operands_with_rows
 from jaxpp.certification._table import (
+    OF_BODIES,
     SMALL,
     Form,
     Op,
@@ -145,7 +146,7 @@ class Terms(Table):
         return self.term("broadcast", dimensions, (t,), shape, t.dtype)
 
     def constant(self, value: Any) -> Term:
-        """The term of an array that is there before the step; of one number, if it is full of it."""
+        """The term of an array that is there before the step, or of the number it is full of."""
         t = super().constant(value)
         if t.name == "constant" and t.value is not None and t.value.size:
             first = t.value.reshape(-1)[:1]
@@ -280,18 +281,16 @@ class Terms(Table):
         shape = (a.shape[0] + b.shape[0], *a.shape[1:])
         if (number := full_of(a)) is not None and number is full_of(b):
             return self.broadcast(number, shape, ())
-        if a.form is b.form is Form.INSTANCE:
-            if a.op.params != b.op.params:
-                return None
-            whole = self._adjacent(a.args[0], b.args[0])
-            return whole and self.instance(whole, a.op.params)
+        if a.form is b.form is Form.INSTANCE and a.op.params == b.op.params:
+            if (whole := self._adjacent(a.args[0], b.args[0])) is not None:
+                return self.instance(whole, a.op.params)
         one, other = (template_of(t) for t in (a, b))
         if one.name == other.name == "reshape" and one.args[0].shape and other.args[0].shape:
             # As in memory, the elements of both follow each other.
             one, other = (self._unshaped(t) for t in (a, b))
             whole = self._adjacent(one, other)
             return whole and self.reshape(whole, shape)
-        if a.op.family == b.op.family and len(a.args) == len(b.args):
+        if a.form is not Form.INSTANCE and a.op.family == b.op.family:
             return self._adjacent_results(a, b, shape)
         return None
 
@@ -508,7 +507,7 @@ class Terms(Table):
         if len(set(cases)) == 1:
             return cases[0]
         if (number := full_of(which)) is not None:
-            return cases[int(number.value)]
+            return cases[int(number.value or 0)]
         return self.make(op, args)
 
     def as_index(self, which: Term) -> Term:
@@ -548,6 +547,8 @@ class Terms(Table):
         """
         if not self.depends_on(t, index):
             return t
+        if t.name in OF_BODIES and index.free >> t.op.params[0] & 1:
+            return t  # its body is of all iterations, and the index of one
         if t.form is index.form is Form.INSTANCE:
             if t.op.params != index.op.params:
                 return t
@@ -683,9 +684,13 @@ def _clamps_to(t: Term, count: int) -> bool:
     return low is not None and high is not None and (int(low), int(high)) == (0, count - 1)
 
 
+#: The floating-point types of IEEE 754, or like them: with infinities, NaN and -0.
+_IEEE = frozenset("bfloat16 float16 float32 float64".split())
+
+
 def keeps_values(old: str, new: str) -> bool:
     """Tells whether a cast from one floating-point type to another keeps each value."""
-    if old == new or not ("float" in old and "float" in new):
+    if old == new or "float" not in old or new not in _IEEE:
         return old == new
     from_, to = jnp.finfo(old), jnp.finfo(new)
     return to.nmant >= from_.nmant and to.nexp >= from_.nexp

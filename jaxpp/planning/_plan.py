@@ -22,6 +22,9 @@ from jaxpp.runtime.trace import Trace
 from jaxpp.schedules import Costs, Kind, Timeline
 from jaxpp.transforms.stages import UnitCuts
 
+#: How many of the other candidates a plan prints.
+_SHOWN = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Candidate):
@@ -131,13 +134,20 @@ class Plan(Candidate):
             f"a gap of {self.gap:.1%}",
             f"units of each stage: {', '.join(map(str, self.units))}",
         ]
+        limit = self.problem.memory_limit
+        within = "without a limit" if limit == math.inf else f"of {format_bytes(limit)}"
+        peaks = ", ".join(map(format_bytes, self.peak_bytes))
+        lines.append(f"most bytes of each rank: {peaks}; {within}")
         for name, way in (("computed again", Kind.R), ("offloaded", Kind.O)):
-            if chosen := self.stages_that(way):
-                lines.append(f"{name}: the activations of stages {', '.join(map(str, chosen))}")
-        lines.append(f"most bytes of each rank: {', '.join(map(format_bytes, self.peak_bytes))}")
-        for c in self.others:
+            chosen = self.stages_that(way)
+            stages = f"of stages {', '.join(map(str, chosen))}" if chosen else "of no stage"
+            lines.append(f"{name}: the activations {stages}")
+        for c in self.others[:_SHOWN]:
             most = f", at most {format_bytes(max(c.peak_bytes))} a rank" if c.peak_bytes else ""
             lines.append(f"not {c.schedule}, {c.microbatches} microbatches: {c.reason}{most}")
+        if rest := self.others[_SHOWN:]:
+            names = ", ".join(dict.fromkeys(c.schedule for c in rest))
+            lines.append(f"and {len(rest)} more, which `others` has, slower or too large: {names}")
         return "\n".join(lines)
 
     def save(self, path: _files.Path) -> None:

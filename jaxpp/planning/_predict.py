@@ -138,20 +138,12 @@ class Beside:
         return _html.table(["", "predicted ms", "measured ms", "ratio"], self._cells())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws both timelines on one axis, in milliseconds.
+        """Draws both timelines on one axis.
 
         Args:
             path: the file; its suffix gives the format, `.png` or `.svg` for instance.
         """
-        scaled = {
-            name: dataclasses.replace(
-                own,
-                starts=tuple(tuple(1e3 * t for t in ts) for ts in own.starts),
-                ends=tuple(tuple(1e3 * t for t in ts) for ts in own.ends),
-            )
-            for name, own in self.timelines.items()
-        }
-        plot(scaled, path, unit="ms")
+        plot(self.timelines, path)
 
 
 def _medians(timeline: Timeline) -> dict[Key, float]:
@@ -178,7 +170,8 @@ def predict(
         step: what `place` gave, with a scheduled loop; or what `lower(*args).compile()` of it
             gave.
         *args: its arguments, or `jax.ShapeDtypeStruct`s that stand for their arrays.
-        costs: the times of tasks, in seconds: those of a model, such as `Plan.costs`; those that
+        costs: the times of tasks, in seconds: those of a model, such as `Plan.costs`, where a
+            number is that of a rank's whole share of a microbatch, as in `simulate`; those that
             `measure` or a trace found, of this step or of another one with the same stages; or a
             `Device`, or the name of one, whose figures bound the times of what XLA counts.
         latency: the seconds that a message takes, whatever its size; a measurement and `Costs`
@@ -225,6 +218,7 @@ def predict(
         device = device_of(costs)
         model = _costs_on(device, bundle, ranks, latency, bandwidth)
     table = table_of([[run.task for run in _runs(p) if run.task] for p in bundle.programs])
+    model = dataclasses.replace(model, unit="s")
     timeline = simulate(table, model, dependencies=dependencies_of(bundle))
     around = _Around(bundle, ranks, device or _times_around(costs), reduction_bandwidth)
     start = max(around.before)
@@ -287,19 +281,35 @@ def _for_each_loop(costs: Costs, bundle: Bundle) -> Costs:
     if len(firsts) < 2:
         return costs
     first = {stage: firsts[loop] for loop, stage in each}
+    of_loop = {stage: costs.by_stage(_placement(bundle, loop)) for loop, stage in each}
 
     def own(task: Task) -> Task:
         return dataclasses.replace(task, stage=task.stage - first[task.stage])
 
     def field(kind: Kind) -> Any:
-        return lambda task: costs.of(own(task)) if task.kind == kind else 0.0
+        return lambda task: of_loop[task.stage].of(own(task)) if task.kind == kind else 0.0
 
     named: dict[str, Any] = {kind.field: field(kind) for kind in Kind if kind.field}
     other = {kind: field(kind) for kind in Kind if not kind.field}
     sent = dataclasses.replace(costs, bandwidth=1.0, latency=0.0)
     return dataclasses.replace(
-        costs, **named, other=other, edge_bytes=lambda task: sent.transfer(own(task), 0, 1)
+        costs,
+        **named,
+        other=other,
+        per="stage",
+        edge_bytes=lambda task: sent.transfer(own(task), 0, 1),
     )
+
+
+def _placement(bundle: Bundle, loop: Any) -> list[int]:
+    """Returns the rank of each stage of a loop."""
+    ranks = {
+        run.task.stage: rank
+        for rank, program in enumerate(bundle.programs)
+        for run in _runs(program)
+        if run.task and run.loop == loop
+    }
+    return [ranks[stage] for stage in sorted(ranks)]
 
 
 def _costs_on(

@@ -348,6 +348,8 @@ def costs_of_stages(
         edge_bytes=sent,
         offload=copies,
         load=copies,
+        per="stage",
+        unit="s",
     )
 
 

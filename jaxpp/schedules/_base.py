@@ -30,7 +30,8 @@ class Schedule(abc.ABC):
     F0.0 B0.0 F0.1 B0.1
     """
 
-    stages_per_rank: int = dataclasses.field(default=1, init=False, repr=False)
+    # No field of the dataclass: it would come before the fields of each schedule, by position, too.
+    stages_per_rank = 1
 
     def __post_init__(self) -> None:
         if not _positive(self.stages_per_rank):
@@ -57,6 +58,10 @@ class Schedule(abc.ABC):
 
         By default there is one direction, and stage `s` is on rank `s % num_ranks`.
 
+        Returns:
+          A tuple for each direction, with the rank of each of the `num_ranks * stages_per_rank`
+          stages. With one direction that is a tuple that holds one tuple.
+
         >>> from jaxpp.schedules import Interleaved1F1B
         >>> Interleaved1F1B(stages_per_rank=2).placement(4)
         ((0, 1, 2, 3, 0, 1, 2, 3),)
@@ -64,7 +69,12 @@ class Schedule(abc.ABC):
         return (building_blocks.loop(num_ranks, self.stages_per_rank),)
 
     def stage_inputs(self, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
-        """Returns the stages that each stage reads from; by default the one before it."""
+        """Returns the stages that each stage reads from; by default the one before it.
+
+        Returns:
+          For each stage a tuple of numbers of stages: `((), (0,), (0, 1))` where the third stage
+          reads from both others. None for the default.
+        """
         return None
 
     def overlaps(self, num_ranks: int, num_microbatches: int) -> Iterable[Task]:
@@ -72,7 +82,11 @@ class Schedule(abc.ABC):
         return ()
 
     def direction_of(self, num_ranks: int, num_microbatches: int) -> Iterable[int]:
-        """Returns for each microbatch the number of its direction, where there are several."""
+        """Returns for each microbatch the number of its direction, where there are several.
+
+        Returns:
+          As many numbers as microbatches, each a place in `placement`: `(0, 0, 1, 1)`.
+        """
         return ()
 
     def broken_rule(self, num_ranks: int, num_microbatches: int) -> str | None:

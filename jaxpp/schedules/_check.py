@@ -22,6 +22,8 @@ class ScheduleError(ValueError):
     True
     """
 
+    __module__ = "jaxpp.schedules"  # as it is imported, and printed
+
 
 def check(
     table: Table,
@@ -60,7 +62,7 @@ def check(
     >>> check(Table((table.ranks[0][:-1], table.ranks[1]), 2, 2))
     Traceback (most recent call last):
     ...
-    jaxpp.schedules._check.ScheduleError: B[stage 0, microbatch 1] is missing: ...
+    jaxpp.schedules.ScheduleError: B[stage 0, microbatch 1] is missing: ...
       rank 0 |  F0.0  F0.1  B0.0 [B0.1?]
       rank 1 |  F1.0  B1.0  F1.1  B1.1
     """

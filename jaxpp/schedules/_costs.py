@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._table import Table, Task
@@ -21,9 +22,12 @@ _Model = TypeVar("_Model", "Costs", "Memory")
 class Costs:
     """The time of each task and of each transfer, in any one unit.
 
-    A cost is a number, one number for each stage, or a function of the task. It is the cost of one
-    task. Where a rank has `v` stages, that is 1/v of the rank's work for a microbatch, as
-    `divided(v)` gives it.
+    A number is the time of a rank's whole share of a microbatch: where a rank has `v` stages, each
+    of their tasks takes 1/v of it. So one value suits schedules with one stage on a rank and with
+    several, and all of them do the same work. With `per="stage"` a number is the time of a task of
+    one stage, however many stages its rank has. One number for each stage, and a function of the
+    task, always give the time of one task. `latency`, `bandwidth` and `edge_bytes` are those of one
+    message. `simulate`, `compare`, `plot`, `synthesize` and `predict` all read costs in this way.
 
     Args:
       forward: the time of an `F`.
@@ -38,8 +42,15 @@ class Costs:
       offload: the time of an `O`: its bytes over the bandwidth to the host.
       load: the time of an `L`.
       other: the times of further kinds; by default their `Kind.cost`.
+      per: whose time a number is, `"rank"` or `"stage"`.
+      unit: the unit of time, such as `"s"`, for pictures.
 
-    >>> from jaxpp.schedules import Kind, Task
+    >>> from jaxpp.schedules import Interleaved1F1B, Kind, OneFOneB, Task, simulate
+    >>> table = Interleaved1F1B(2).table_for_ranks(4, 8)  # two stages on each rank
+    >>> simulate(OneFOneB().table_for_ranks(4, 8)).busy[0], simulate(table).busy[0]
+    (24.0, 24.0)
+    >>> simulate(table, Costs(per="stage")).busy[0]
+    48.0
     >>> costs = Costs(forward=2.0, input_grad=(3.0, 4.0))
     >>> costs.of(Task(Kind.F, stage=1, microbatch=0)), costs.of(Task(Kind.B, 1, 0))
     (2.0, 5.0)
@@ -59,14 +70,22 @@ class Costs:
     offload: Cost = Kind.O.cost
     load: Cost = Kind.L.cost
     other: Mapping[Kind, Cost] = dataclasses.field(default_factory=dict, hash=False)
+    per: Literal["rank", "stage"] = "rank"
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        _check_per(self)
 
     @staticmethod
-    def measured(times: Mapping[tuple[Kind, int], float], **links: Link | Cost) -> "Costs":
+    def measured(
+        times: Mapping[tuple[Kind, int], float], *, unit: str = "s", **links: Link | Cost
+    ) -> "Costs":
         """Makes costs from the time of each kind of task of each stage.
 
         Args:
           times: for each kind and stage, seconds, or any unit. A `B` that is missing costs its
             halves, an `R` its `F`; what is missing else costs 0.
+          unit: the unit of the times.
           **links: `latency`, `bandwidth` and `edge_bytes`, where transfers count.
 
         >>> from jaxpp.schedules import Kind, Task
@@ -81,10 +100,10 @@ class Costs:
         stages = range(1 + max((stage for _, stage in times), default=-1))
         each = {kind: tuple(time(kind, stage) for stage in stages) for kind in Kind}
         named: dict[str, Any] = {k.field: each.pop(k) for k in Kind if k.field}
-        return Costs(**named, other=each, **links)  # pyright: ignore
+        return Costs(**named, other=each, per="stage", unit=unit, **links)  # pyright: ignore
 
     def of(self, task: Task) -> float:
-        """Returns the time of a task.
+        """Returns the time of a task; a number counts as it is, see `by_stage`.
 
         Raises:
           ValueError: the cost is negative, not finite, or has no number for the task's stage.
@@ -133,8 +152,21 @@ class Costs:
         """Tells whether no transfer takes any time."""
         return self.latency == 0.0 and (self.bandwidth == math.inf or self.edge_bytes == 0.0)
 
+    def by_stage(self, placement: Sequence[int]) -> "Costs":
+        """Returns the costs of tasks, from those of ranks: what `simulate` reckons with.
+
+        Args:
+          placement: the rank of each stage.
+
+        >>> Costs(forward=3.0).by_stage((0, 1, 1, 0)).of(Task(Kind.F, 2, 0))
+        1.5
+        """
+        return _by_stage(self, placement)
+
     def divided(self, stages_per_rank: int) -> "Costs":
         """Returns the costs of one stage, from the costs of a rank with several equal stages.
+
+        This divides functions and the numbers of each stage, too.
 
         >>> Costs(forward=3.0).divided(2).forward
         1.5
@@ -150,9 +182,11 @@ class Costs:
 class Memory:
     """A memory model: each task adds to its rank's memory (above 0) or frees some (below 0).
 
-    All changes are in any one unit. A task adds at its start, and frees at its end. The default
-    counts activations: one from the `F` of a stage and microbatch to its `W` or `B`. Where the
-    table has an `R` for them, the `F` frees at its end what the `R` adds again.
+    All changes are in any one unit. A task adds at its start, and frees at its end. As in `Costs`,
+    a number is that of a rank's whole share of a microbatch, and with `per="stage"` that of one
+    stage. The default counts activations, in microbatches of all stages of a rank: from the `F` of
+    a stage and microbatch to its `W` or `B`. Where the table has an `R` for them, the `F` frees at
+    its end what the `R` adds again.
 
     Args:
       forward: the change by an `F`.
@@ -164,6 +198,7 @@ class Memory:
       offload: the change by an `O`, below 0; by default all that the `F` adds.
       load: the change by an `L`; by default all that the `F` adds.
       other: the changes by further kinds; by default their `Kind.holds`.
+      per: whose memory a number is, `"rank"` or `"stage"`.
 
     >>> from jaxpp.schedules import Kind, Task
     >>> Memory(forward=3.0, input_grad=-1.0, weight_grad=-2.0).of(Task(Kind.B, 0, 0))
@@ -178,10 +213,25 @@ class Memory:
     offload: Cost | None = None
     load: Cost | None = None
     other: Mapping[Kind, Cost] = dataclasses.field(default_factory=dict, hash=False)
+    per: Literal["rank", "stage"] = "rank"
+
+    def __post_init__(self) -> None:
+        _check_per(self)
 
     def of(self, task: Task) -> float:
-        """Returns the change by a task."""
+        """Returns the change by a task; a number counts as it is, see `by_stage`."""
         return _of(self, task)
+
+    def by_stage(self, placement: Sequence[int]) -> "Memory":
+        """Returns the memory of tasks, from that of ranks.
+
+        Args:
+          placement: the rank of each stage.
+
+        >>> Memory(forward=3.0).by_stage((0, 1, 1, 0)).of(Task(Kind.F, 2, 0))
+        1.5
+        """
+        return _by_stage(self, placement)
 
     def divided(self, stages_per_rank: int) -> "Memory":
         """Returns the memory of one stage, from that of a rank with several equal stages.
@@ -229,12 +279,13 @@ class Memory:
         [(3.0, -2.0), (2.0, 0.0), (0.0, -1.0)]
         """
         order = table.ranks[rank]
+        own = self.by_stage(placement_of(table))
         changes = []
-        for task, change in zip(order, of_each(self, order), strict=True):
+        for task, change in zip(order, of_each(own, order), strict=True):
             dropped = 0.0
             if task in table.dropped:
                 again = dataclasses.replace(task, kind=Kind.R)
-                dropped = change if table.forward_only else self.of(again)
+                dropped = change if table.forward_only else own.of(again)
             changes.append((max(change, 0.0), min(change, 0.0) - dropped))
         return changes
 
@@ -249,9 +300,54 @@ def _divided(model: _Model, count: int) -> _Model:
             return lambda task: cost(task) / count
         return tuple(each / count for each in cost)
 
+    return _with_parts(model, part)
+
+
+def _by_stage(model: _Model, placement: Sequence[int]) -> _Model:
+    """Divides the numbers of a model among the stages of each rank."""
+    if model.per == "stage":
+        return model
+    stages = Counter(placement)
+    counts = [stages[rank] for rank in placement]
+
+    def part(cost: Cost | None) -> Any:
+        if not hasattr(cost, "__float__") or getattr(cost, "ndim", 0):  # no number
+            return cost
+        value: Any = cost
+        if len(set(counts)) <= 1:
+            return value / counts[0] if counts else value
+        return tuple(value / count for count in counts)
+
+    return _with_parts(model, part)
+
+
+def _with_parts(model: _Model, part: Callable[[Cost | None], Any]) -> _Model:
+    """Makes the costs of a stage, from those of each kind."""
     each = {kind.field: part(getattr(model, kind.field)) for kind in Kind if kind.field}
     other = {kind: part(_given(model, kind)) for kind in Kind if not kind.field}
-    return dataclasses.replace(model, **each, other=other)
+    other = {kind: cost for kind, cost in other.items() if cost is not None}
+    return dataclasses.replace(model, **each, other=other, per="stage")
+
+
+def placement_of(table: Table) -> tuple[int, ...]:
+    """Returns the rank of each stage, in the first direction; a stage without a task has none.
+
+    >>> from jaxpp.schedules import GPipe
+    >>> placement_of(GPipe(stages_per_rank=2).table(num_stages=4, num_microbatches=1))
+    (0, 1, 0, 1)
+    """
+    if table.placement:
+        return table.placement[0]
+    owners = {task.stage: rank for rank, tasks in enumerate(table.ranks) for task in tasks}
+    return tuple(owners.get(stage, -1 - stage) for stage in range(table.num_stages))
+
+
+def _check_per(model: Costs | Memory) -> None:
+    if model.per not in ("rank", "stage"):
+        raise ValueError(
+            f"{type(model).__name__}: per is 'rank', where a number is of all stages of a rank, or "
+            f"'stage', where it is of one, got {model.per!r}."
+        )
 
 
 def of_each(model: Costs | Memory, tasks: Sequence[Task]) -> list[float]:

@@ -138,7 +138,7 @@ def test_a_killed_run_on_ray_goes_on_bitwise(uninterrupted, text, tmp_path):
 def workers_of(process):
     """The processes of the ranks; they call themselves by the class of their actor."""
     everyone = psutil.Process(process.pid).children(recursive=True)
-    workers = [child for child in everyone if "ray::Actor" in (child.cmdline() or [""])[0]]
+    workers = [child for child in everyone if "ray::jaxpp_rank" in (child.cmdline() or [""])[0]]
     assert len(workers) == TINY["ranks"]
     return workers
 

@@ -14,8 +14,9 @@ import pytest
 import jaxpp
 from jaxpp.planning._links import Links
 from jaxpp.planning._plan import solve
-from jaxpp.planning._problem import SCHEDULES, Choice, Problem, _all_kept, _Search
+from jaxpp.planning._problem import MADE, SCHEDULES, Choice, Problem, _all_kept, _Search
 from jaxpp.planning._profile import Profile
+from jaxpp.runtime.executor import format_bytes
 from jaxpp.schedules import Costs, Kind, Machine, OneFOneB, Task, by_name, check, simulate
 from tests.helpers import assert_close
 
@@ -214,6 +215,18 @@ def test_a_plan_says_what_it_chose_and_why_the_others_lost():
     shown = str(planned(profile_of(UNEVEN)))
     assert "any cut and schedule takes at least" in shown and "units of each stage" in shown
     assert "slower, bubble" in shown
+    assert "; without a limit" in shown and "computed again: the activations of no stage" in shown
+
+
+def test_a_plan_prints_its_limit_and_folds_what_it_did_not_take():
+    names = [name for name in SCHEDULES if name not in MADE]
+    plan = planned(profile_of(UNEVEN), 4e6, schedules=names)
+    assert len(plan.others) > 8
+    lines = str(plan).splitlines()
+    assert f"; of {format_bytes(4e6)}" in str(plan)
+    assert sum(line.startswith("not ") for line in lines) == 4
+    assert lines[-1].startswith(f"and {len(plan.others) - 4} more, which `others` has")
+    assert len(lines) <= 10
 
 
 def test_a_slow_rank_gets_fewer_units():

@@ -1,5 +1,6 @@
 """Schedules made of lists of tasks, and tables in torch's CSV."""
 
+import dataclasses
 import pathlib
 import types
 
@@ -268,3 +269,20 @@ def test_torchs_own_way_to_write_a_table_is_ours(torch_schedules, tmp_path):
     schedule._dump_csv(str(path), format="compute_only")
     assert path.read_text() == to_csv(DualPipeV().table(8, 8))
     assert from_csv(to_csv(GPipe().table(4, 2))).ranks == GPipe().table(4, 2).ranks
+
+
+def test_a_field_of_a_schedule_of_ones_own_comes_first():
+    """`stages_per_rank` has its place only in the class that writes it."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Schedule):
+        more: int = 1
+        stages_per_rank: int = 2
+
+        def orders(self, num_ranks, num_microbatches):
+            return ()
+
+    assert repr(Mine(3)).endswith("Mine(more=3, stages_per_rank=2)")
+    assert (Mine(3).more, Mine(3).stages_per_rank, Mine(3, 4).num_ranks(8)) == (3, 2, 2)
+    with pytest.raises(ValueError, match="stages_per_rank to be an integer of at least 1, got 0"):
+        Mine(1, 0)

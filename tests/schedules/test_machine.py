@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp.schedules import (
+    CATALOGUE,
     Costs,
     ForwardOnly,
     FromTable,
@@ -21,9 +23,12 @@ from jaxpp.schedules import (
     ScheduleError,
     Task,
     ZeroBubbleV,
+    by_name,
+    check,
     compare,
     from_tasks,
     simulate,
+    synthesize,
 )
 from tests.schedules.catalogue import tables
 
@@ -66,7 +71,7 @@ def test_the_two_ways_of_a_link_and_different_links_do_not_wait_for_each_other()
 @settings(deadline=None, max_examples=40)
 @given(tables(max_microbatches=8), st.booleans(), st.booleans(), st.integers(0, 4))
 def test_no_step_gets_shorter_where_ranks_and_links_wait(own, shared, blocking, latency):
-    costs = Costs(latency=latency, bandwidth=1.0, edge_bytes=1.5)
+    costs = Costs(latency=latency, bandwidth=1.0, edge_bytes=1.5, per="stage")
     machine = Machine(shared_links=shared, blocking_sends=blocking)
     before, after = simulate(own, costs), simulate(own, costs, machine=machine)
     for earlier, later in zip(before.starts, after.starts, strict=True):
@@ -114,15 +119,40 @@ def test_a_machine_that_cannot_be_is_refused(machine, message):
 
 def test_costs_are_of_a_stage_or_of_a_rank_as_is_said():
     table = Interleaved1F1B(stages_per_rank=2).table_for_ranks(2, 4)
-    assert sum(simulate(table).busy) == 2 * 4 * 2 * 3
-    of_rank = simulate(table, Costs(latency=0.0), memory=Memory(), per="rank")
+    of_rank = simulate(table)
     assert sum(of_rank.busy) == 2 * 4 * 3
     halves = simulate(table, Costs().divided(2), memory=Memory().divided(2))
     assert of_rank.starts == halves.starts and of_rank.peak_memory == halves.peak_memory
-    with pytest.raises(ValueError, match="3 stages on 2 ranks; simulate it with per='stage'"):
-        simulate(from_tasks([["F0.0", "F1.0"], ["F2.0"]]), per="rank")
-    with pytest.raises(ValueError, match="per is 'stage' or 'rank', got 'step'"):
-        simulate(table, per="step")  # pyright: ignore[reportArgumentType]
+    of_stage = simulate(table, Costs(per="stage"), memory=Memory(per="stage"))
+    assert sum(of_stage.busy) == 2 * 4 * 2 * 3
+    assert of_stage.peak_memory == tuple(2 * held for held in of_rank.peak_memory)
+    # Ranks with other numbers of stages have a whole share each; what names stages is of stages.
+    uneven = from_tasks([["F0.0", "F1.0"], ["F2.0"]])
+    assert simulate(uneven).busy == (1.0, 1.0)
+    assert simulate(uneven, Costs(forward=(2, 3, 4))).busy == (5.0, 4.0)
+    assert simulate(uneven, Costs(forward=lambda task: 2.0)).busy == (4.0, 2.0)
+    assert simulate(uneven, Costs(np.float32(2.0))).busy == (2.0, 2.0)  # pyright: ignore
+    for model in (Costs, Memory):
+        with pytest.raises(ValueError, match="per is 'rank', .* or 'stage', .* got 'step'"):
+            model(per="step")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", [n for n in CATALOGUE if n != "forward_only"])
+def test_one_model_of_costs_means_the_same_wherever_it_is_read(name):
+    """The rows of `compare`, its timelines, `simulate`, `check` and `synthesize` agree."""
+    schedule, ranks, microbatches = by_name(name), 4, 8
+    costs, memory = Costs(1.0, 1.1, 0.9, latency=0.1), Memory(forward=2.0)
+    rows = compare({name: schedule}, ranks, microbatches, costs, memory=memory)
+    table = schedule.table_for_ranks(ranks, microbatches)
+    alone = simulate(table, costs, memory=memory)
+    assert rows[0].makespan == alone.makespan == rows.timelines[name].makespan
+    assert rows[0].bubble == alone.bubble_fraction
+    assert rows[0].peak_memory == max(alone.peak_memory) == max(memory.peaks(table))
+    assert alone.busy == pytest.approx([3.0 * microbatches] * ranks)
+    check(table, memory=memory, memory_limit=rows[0].peak_memory)
+    limited = {"memory": memory, "memory_limit": rows[0].peak_memory, "evaluations": 1}
+    found = synthesize(costs, table.directions, microbatches, **limited)
+    assert found.timeline.busy == pytest.approx(alone.busy) or table.stage_inputs
 
 
 def test_a_comparison_has_a_row_for_each_schedule_and_the_reason_where_there_is_no_table():
@@ -173,7 +203,7 @@ def test_a_comparison_names_the_schedule_whose_table_is_wrong():
     assert found.value.__notes__ == ["in the table of 'wrong', for 2 ranks and 1 microbatches"]
     uneven = FromTable(from_tasks([["F0.0", "F1.0", "B1.0", "B0.0"], ["F2.0", "B2.0"]]))
     (row,) = compare({"uneven": uneven}, 2, 1)
-    assert "as many stages on each rank, got 3 stages on 2 ranks" in row.reason
+    assert (row.reason, row.stages_per_rank, row.makespan) == ("", None, 6.0)
 
 
 def test_evaluation_can_be_like_a_fixed_table():

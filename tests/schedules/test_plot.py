@@ -1,5 +1,6 @@
 """Pictures show every task once, where it runs."""
 
+import random
 import re
 import subprocess
 import sys
@@ -172,3 +173,44 @@ def test_timelines_come_alone_or_by_title(tmp_path):
                 draw(wrong)
     with pytest.raises(TypeError, match=r"several by title: .*got list"):  # it takes tables, too
         to_text(mistakes[0])
+
+
+def axis(figure):
+    """The label of the axis of time, and its last tick."""
+    figure.canvas.draw()
+    return figure.axes[-1].get_xlabel(), figure.axes[-1].get_xticklabels()[-1].get_text()
+
+
+def test_a_picture_names_the_unit_of_time_and_takes_one_that_suits():
+    table = OneFOneB().table(2, 4)
+    assert axis(plot(simulate(table)))[0] == "time (unit of the costs)"
+    assert axis(plot(simulate(table), unit="hours"))[0] == "time (hours)"
+    milliseconds = simulate(table, Costs(1e-3, 1e-3, 1e-3, unit="s"))
+    figure = plot({"measured": milliseconds})
+    assert axis(figure) == ("time (ms)", "16")
+    assert figure.axes[0].get_title("left") == "measured: makespan 15 ms, bubble 20.0%"
+    assert "time s" in to_text(simulate(table, Costs(1.5e-6, unit="s")), colour=False)
+
+
+def test_times_in_two_units_do_not_share_an_axis():
+    table = OneFOneB().table(2, 4)
+    both = {"of costs": simulate(table), "measured": simulate(table, Costs(1e-3, unit="s"))}
+    message = "'of costs' is without a unit, 'measured' is in s; simulate with costs in the same"
+    for draw in (plot, to_text, lambda both: to_trace(both, "x.json")):
+        with pytest.raises(ValueError, match=message):
+            draw(both)
+    plot(both, unit="s")  # one who knows better says so
+
+
+def test_a_picture_of_measured_times_is_no_wider_than_a_page(tmp_path):
+    """A few tasks that take next to no time do not make all others wide."""
+    draw = random.Random(0)
+    times = {(kind, s, m): draw.choice([1e-6, *[2e-3] * 9]) for kind in "FB" for s in range(4)
+             for m in range(16)}  # fmt: skip
+
+    def time(task):
+        return times[str(task.kind), task.stage, task.microbatch]
+
+    timeline = simulate(OneFOneB().table(4, 16), Costs(forward=time, backward=time, unit="s"))
+    plot({"measured": timeline}, tmp_path / "x.png")
+    assert matplotlib.image.imread(tmp_path / "x.png").shape[1] <= 2300

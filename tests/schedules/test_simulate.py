@@ -181,7 +181,7 @@ def test_a_transfer_takes_its_latency_and_its_bytes(links, there, back):
 def test_nothing_is_sent_where_two_stages_are_on_one_rank():
     folded = table("F0.0 F3.0 B3.0 B0.0", "F1.0 F2.0 B2.0 B1.0", stages=4)
     # Sent: F0, F2, B3, B1.
-    assert simulate(folded, Costs(latency=10)).makespan == 12 + 4 * 10
+    assert simulate(folded, Costs(latency=10)).makespan == 12 / 2 + 4 * 10
 
 
 def test_ranks_do_not_wait_for_what_they_send():

@@ -107,7 +107,7 @@ def test_the_table_is_sound_and_between_the_bound_and_the_catalogue(case, object
 def test_the_same_seed_gives_the_same_result():
     choose = random.Random(1)
     scale = [choose.uniform(0.8, 1.2) for _ in range(8)]
-    case = Instance(Costs(scale, scale, scale), waves(4), 8, Memory(), 5)
+    case = Instance(Costs(scale, scale, scale), waves(4), 8, Memory(per="stage"), 5)
     results = [case.synthesize(seed=seed) for seed in (0, 0, 1, 2, 3)]
     assert results[0] == results[1]
     assert any(result != results[0] for result in results)  # It does depend on chance.
@@ -121,7 +121,8 @@ def test_more_evaluations_never_give_a_worse_table(seed):
         tuple(float(choose.randint(1, 30)) for _ in range(9)) for _ in range(3)
     )
     costs = Costs(forward, inputs, weights, latency=3.0)
-    case = Instance(costs, (0, 2, 1, 1, 0, 2, 2, 1, 0), 8, Memory(), 5.0)
+    memory = Memory(per="stage")
+    case = Instance(costs, (0, 2, 1, 1, 0, 2, 2, 1, 0), 8, memory, 5.0)
     numbers = (1, 30, 99, 100, 101, 320, 1300, 1301, 1350)
     values = [case.synthesize(evaluations=n).value for n in numbers]
     assert values == sorted(values, reverse=True)
@@ -241,14 +242,14 @@ def test_memory_for_one_microbatch_is_enough(place, v):
     [(4, 8, 1, math.inf, 27), (8, 16, 1, math.inf, 55), (4, 8, 2, 8, 25.5), (4, 8, 2, 4, 29.5)],
 )
 def test_the_proved_optima(p, m, v, limit, optimum):
-    found = synthesize(Costs().divided(v), waves(p, v), m, memory_limit=limit)
+    found = synthesize(Costs(), waves(p, v), m, memory=Memory(per="stage"), memory_limit=limit)
     assert found.value == optimum
     assert found.lower_bound == optimum
 
 
 def test_the_exact_solver_proves_the_optimum_of_v_min():
     pytest.importorskip("ortools")
-    found = synthesize(Costs().divided(2), waves(2), 4, memory_limit=2, evaluations=10, exact=20.0)
+    found = synthesize(Costs(), waves(2), 4, memory_limit=1, evaluations=10, exact=20.0)
     assert found.gap == 0
 
 
@@ -338,8 +339,8 @@ def test_costs_may_depend_on_the_microbatch():
 
 
 def test_a_limit_that_one_microbatch_breaks_is_an_error():
-    with pytest.raises(ValueError, match=r"rank 0 may hold 1\.5, but .* hold 2: .* to 2 or more"):
-        synthesize(Costs(), waves(2), 4, memory_limit=1.5)
+    with pytest.raises(ValueError, match=r"rank 0 may hold 0\.5, but .* hold 1: .* to 1 or more"):
+        synthesize(Costs(), waves(2), 4, memory_limit=0.5)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +364,7 @@ def test_the_exact_solver_says_what_to_install(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ortools", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxpp\[exact\]'"):
-        synthesize(Costs(), waves(2), 4, memory_limit=2, evaluations=1, exact=1.0)
+        synthesize(Costs(), waves(2), 4, memory_limit=1, evaluations=1, exact=1.0)
 
 
 @pytest.mark.parametrize(("p", "m", "idle"), [(2, 5, 6), (3, 8, 22), (4, 12, 38)])

@@ -42,7 +42,7 @@ def test_text_has_each_task_in_its_column(schedule):
     width = max(len(word) for word in lines[0].split("|")[1].split())
     several = schedule.stages_per_rank > 1
     shown = [line.split("| ")[1] for line in lines]
-    for span in simulate(table).spans:
+    for span in simulate(table, Costs(per="stage")).spans:
         label = str(span.task) if several else f"{span.task.kind}{span.task.microbatch}"
         start = round(span.start) * (width + 1)
         assert shown[span.rank][start : start + width].rstrip() == label

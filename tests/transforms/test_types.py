@@ -29,7 +29,7 @@ def test_a_transformed_function_has_the_types_of_the_function():
     assert staged.shape == wrapped.shape == looped.shape == ()
     step = jaxpp.place(train_step, jaxpp.MpmdMesh((2,)))
     weight, _ = typing.assert_type(step(jnp.eye(2), jnp.eye(2)), tuple[jax.Array, jax.Array])
-    fed: Placed[tuple[jax.Array, jax.Array]] = jaxpp.place(train_step, feed={1: jnp.eye})
+    fed: Placed[..., tuple[jax.Array, jax.Array]] = jaxpp.place(train_step, feed={1: jnp.eye})
     assert jnp.array_equal(weight, fed(jnp.eye(2), 2)[0])
 
 

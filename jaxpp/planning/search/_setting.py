@@ -140,13 +140,13 @@ class Setting:
 
         return Costs(
             tuple(forward), tuple(first), tuple(rest),
-            latency=self.latency, bandwidth=self.bandwidth, edge_bytes=sent,
+            latency=self.latency, bandwidth=self.bandwidth, edge_bytes=sent, per="stage",
         )  # fmt: skip
 
     def memory(self, choice: Choice) -> Memory:
         """Returns what the tasks hold, for `simulate`."""
         kept = self.of_stages(self.activations, choice)
-        return Memory(tuple(kept), 0.0, tuple(-own for own in kept))
+        return Memory(tuple(kept), 0.0, tuple(-own for own in kept), per="stage")
 
     def machine(self, choice: Choice) -> Machine:
         """Returns the ranks, for `simulate`."""

@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from jaxpp._program import Argument, Bundle
+from jaxpp._donation import check_arrays
+from jaxpp._program import Bundle
 from jaxpp.runtime.arrays._handle import ArrayHandle
 
 
@@ -15,18 +16,8 @@ def check_arguments(bundle: Bundle, args: Sequence[Any]) -> None:
     Raises:
         ValueError: one was donated to an earlier call, or is passed twice and donated once.
     """
-    seen: dict[int, Argument] = {}
-    for own, arg in zip(bundle.arguments, args, strict=True):
-        if not isinstance(arg, jax.Array):
-            continue
-        if arg.is_deleted():
-            check_there(arg, own.name)
-        first = seen.setdefault(id(arg), own)
-        if first is not own and (own.donated or first.donated):
-            raise ValueError(
-                f"args{own.name} is the same array as args{first.name}, and one of them is "
-                f"donated, which deletes both. Copy it with jnp.copy, or do not donate it."
-            )
+    each = zip(bundle.arguments, args, strict=True)
+    check_arrays((own.name, own.donated, arg) for own, arg in each)
 
 
 def check_layouts(bundle: Bundle, args: Sequence[Any], error: Exception) -> None:
@@ -45,20 +36,6 @@ def check_layouts(bundle: Bundle, args: Sequence[Any], error: Exception) -> None
                 f"args{own.name} has a memory layout of its own, {layout}, but a placed step reads "
                 f"and keeps arrays in the default layout. Pass jnp.copy(array), which has that."
             ) from error
-
-
-def check_there(arg: Any, name: str) -> None:
-    """Checks that an argument has not been deleted.
-
-    Raises:
-        ValueError: it has been.
-    """
-    if isinstance(arg, jax.Array) and arg.is_deleted():
-        why = getattr(arg, "why_deleted", "") or "donated to an earlier call, which deleted it"
-        raise ValueError(
-            f"args{name} was {why}; pass what that call returned, or leave the argument out of "
-            f"donate_argnums."
-        )
 
 
 def check_here(arg: jax.Array, name: str) -> None:

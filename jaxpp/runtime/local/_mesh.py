@@ -173,6 +173,7 @@ class MpmdMesh:
 
 
 PROVIDED["mesh"] = lambda num_ranks: MpmdMesh((num_ranks,))
+PROVIDED["mesh_of"] = MpmdMesh
 
 
 #: The number of messages that a rank's dispatch may receive ahead of their arrival.

@@ -51,15 +51,36 @@ class RemoteSharding(HandleSharding):
         return f"RemoteArray on rank {', '.join(map(str, self.ranks))}"
 
 
+@dataclasses.dataclass(frozen=True)
+class RemoteDevice:
+    """A device of a rank that is in another process.
+
+    Args:
+        rank: the rank.
+        platform: the platform, such as `"cpu"` or `"gpu"`.
+        device_kind: the name of its kind, such as `"NVIDIA H100"`.
+        host: the name of its host.
+    """
+
+    rank: int
+    platform: str
+    device_kind: str
+    host: str
+
+    def __repr__(self):
+        return f"RemoteDevice(rank={self.rank}, {self.platform} on {self.host})"
+
+
 class RemoteArray(ArrayHandle):
     """An array that one or more ranks of a `RemoteMpmdMesh` hold.
 
     It is a leaf of pytrees that filters such as `eqx.is_array` take for an array. Its shape, dtype
     and ranks are known in this process. `jaxpp.gather`, `jax.device_get`, `np.asarray`, `float` and
-    their like fetch its value. Functions of JAX, methods and operators refuse it. It may be passed
-    to any placed function of its mesh, and is gone once it has been donated. The ranks drop the
-    array when the last reference to this handle goes. Of the `mesh`, each of its `ranks` has the
-    whole array, split over the rank's devices as `spec` says, dimension by dimension.
+    their like fetch its value; so does `print` of a scalar. Functions of JAX, methods and operators
+    refuse it. It may be passed to any placed function of its mesh, and is gone once it has been
+    donated. The ranks drop the array when the last reference to this handle goes. Of the `mesh`,
+    each of its `ranks` has the whole array, split over the rank's devices as `spec` says, dimension
+    by dimension.
 
     Example:
         >>> import jax.numpy as jnp, jaxpp
@@ -110,7 +131,15 @@ class RemoteArray(ArrayHandle):
         where = f"deleted: {self.why_deleted}" if self.why_deleted else where
         return f"RemoteArray({self.dtype.name}[{','.join(map(str, self.shape))}] {where})"
 
-    __str__ = __repr__
+    def __str__(self):
+        if self.ndim or self.why_deleted or self._arrays.why_lost(self):
+            return repr(self)
+        key = jnp.issubdtype(self.dtype, jax.dtypes.extended)
+        return str(jnp.asarray(self) if key else np.asarray(self)[()])
+
+    def devices(self) -> set[Any]:
+        """The devices of the workers that hold the array, as they are known here."""
+        return {RemoteDevice(*own) for own in self._arrays.devices_of(self.ranks)}
 
     def __format__(self, spec: str) -> str:
         return format(np.asarray(self)[()], spec) if self.ndim == 0 else repr(self)

@@ -60,6 +60,14 @@ class Arrays:
         #: Held while arrays are asked for, or consumed.
         self.lock = threading.RLock()
 
+    def devices_of(self, ranks: Sequence[int]) -> list[tuple[int, str, str, str]]:
+        """Returns for each worker of some ranks its rank, platform, kind of device, and host."""
+        return [
+            (member.rank, member.hello.platform, member.hello.device, member.hello.host)
+            for member in self._group.members
+            if member.rank in ranks and member.hello is not None
+        ]
+
     def new_ids(self, count: int) -> int:
         """Returns the first of `count` successive ids that have not been used."""
         with self.lock:

@@ -107,4 +107,5 @@ def timeline_of(table: Table, runs: Sequence[Clocked]) -> Timeline:
         table,
         tuple(tuple(spans[task][0] - zero for task in order) for order in table.ranks),
         tuple(tuple(spans[task][1] - zero for task in order) for order in table.ranks),
+        unit="s",
     )

@@ -20,7 +20,7 @@ from jaxpp._trace_events import (
 )
 from jaxpp.runtime.trace._clock import CLOCK_EVENT, Reading
 from jaxpp.runtime.trace._result import Trace, TracedMessage, TracedRun, Where
-from jaxpp.schedules import Timeline, plot
+from jaxpp.schedules import plot
 
 #: The first threads of a rank's tasks, sends and receives; several may go on at a time.
 TASKS, SENDS, RECEIVES = FIRST_THREAD, 2 * FIRST_THREAD, 3 * FIRST_THREAD
@@ -43,11 +43,10 @@ def write_trace(trace: Trace, folder: pathlib.Path, started: Reading) -> Trace:
     measured, simulated = trace.timeline(), trace.simulated()
     plot(
         {
-            f"measured, call {trace.typical_call}": _in_milliseconds(measured),
-            "simulated, with the measured times of tasks": _in_milliseconds(simulated),
+            f"measured, call {trace.typical_call}": measured,
+            "simulated, with the measured times of tasks": simulated,
         },
         picture,
-        unit="ms",
     )
     return dataclasses.replace(trace, timeline_path=timeline, picture_path=picture)
 
@@ -107,14 +106,6 @@ def _put_in_lanes(slices: Sequence[Event], first: int) -> int:
         free[lane : lane + 1] = [event["ts"] + event["dur"]]
         event["tid"] = first + lane
     return len(free)
-
-
-def _in_milliseconds(timeline: Timeline) -> Timeline:
-    scaled = {
-        name: tuple(tuple(1e3 * time for time in row) for row in getattr(timeline, name))
-        for name in ("starts", "ends")
-    }
-    return dataclasses.replace(timeline, **scaled)
 
 
 # ---- several traces as one ----------------------------------------------------------------------

@@ -14,11 +14,13 @@ from jaxpp.schedules._drawing._styles import (
     Colour,
     by_title,
     explain_shades,
+    in_unit,
     is_dark,
     lay_out,
     measures,
     num_slots,
     shade,
+    shared_unit,
 )
 from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._simulation import Timeline
@@ -32,7 +34,7 @@ _IDLE = "#f1f1f1"
 #: What a rank does after its last task.
 _AFTER = (("reduction", "#5b7f95"), ("optimizer", "#7a9e7e"))
 _MARGIN_INCHES = 0.8
-_WIDEST_INCHES = 28.0
+_WIDEST_INCHES = 13.0  # a page of the site, or a cell of a notebook, with 160 points an inch
 _ROW_INCHES = 0.25
 _SHARED_ROW_INCHES = 0.42  # where tasks share the height of a row
 _DIGIT_POINTS = 0.64  # the width of a digit, for a font size of one point
@@ -46,14 +48,14 @@ def plot(
     ax: "Axes | None" = None,
     memory: bool = False,
     side_by_side: bool = False,
-    unit: str = "",
+    unit: str | None = None,
 ) -> "Figure":
     """Draws timelines as a picture: a row for each rank, a colour for each kind of task.
 
     Cells have the number of their microbatch where it is legible. Where a rank has several stages,
-    or microbatches go in two directions, later ones are lighter. Tasks that run together share the
-    height of their row; so do copies with those that compute. Several timelines are drawn on one
-    time axis: a simulated and a measured one, for instance.
+    or microbatches go in two directions, later ones have the next shade. Tasks that run together
+    share the height of their row; so do copies with those that compute. Several timelines are drawn
+    on one time axis: a simulated and a measured one, for instance.
 
     Args:
       timelines: a timeline, or several by title.
@@ -61,13 +63,14 @@ def plot(
       ax: axes of your own, for one timeline without its memory; by default a figure is made.
       memory: whether to draw under each timeline what its ranks hold over time.
       side_by_side: whether several timelines are beside each other, not one above the other.
-      unit: the unit of time, for the label of the axis.
+      unit: the unit of time; by default that of the timelines, `Costs.unit`.
 
     Returns:
       The figure; it shows itself at the end of a cell of a notebook.
 
     Raises:
-      ValueError: there is no timeline, or one without tasks, or more than `ax` has room for.
+      ValueError: there is no timeline, or one without tasks, or more than `ax` has room for; or
+        the timelines have different units.
       ImportError: matplotlib is not installed; it is in the extra `plot`.
 
     >>> import pathlib, tempfile
@@ -83,7 +86,8 @@ def plot(
         raise ValueError(
             f"plot needs timelines that have tasks, got {titled!r}; simulate a table to make one."
         )
-    charts = [_Chart(title, one, lay_out(one)) for title, one in titled.items()]
+    unit = shared_unit(titled) if unit is None else unit
+    charts = [_Chart(title, one, lay_out(one), unit) for title, one in titled.items()]
     page = _Page.of(charts, memory, side_by_side)
     if ax is not None:
         return _plot_into(ax, charts, page, memory, unit, path)
@@ -111,7 +115,7 @@ def plot(
         last.tick_params(axis="x", labelsize=0.8 * page.font, labelbottom=True)
         last.set_xlim(0, page.horizon)
         if side_by_side or n == len(charts) - 1:
-            last.set_xlabel(f"time ({unit})" if unit else "time", fontsize=0.9 * page.font)
+            _label_time(last, page, unit)
     _draw_legend(figure, charts, memory, page)
     if path is not None:
         figure.savefig(path, dpi=160)
@@ -139,10 +143,19 @@ def _plot_into(
     _draw_ranks(axes, chart, page)
     axes.set_title(chart.title, loc="left", fontsize=page.font)
     axes.set_xlim(0, page.horizon)
-    axes.set_xlabel(f"time ({unit})" if unit else "time", fontsize=0.9 * page.font)
+    _label_time(axes, page, unit)
     if path is not None:
         figure.savefig(path)
     return figure
+
+
+def _label_time(axes: "Axes", page: "_Page", unit: str) -> None:
+    """Labels the axis of time; of seconds it shows the thousandths or millionths that suit."""
+    if unit == "s":
+        unit = in_unit(page.horizon, unit).rpartition(" ")[2]
+        scale = {"s": 1.0, "ms": 1e3, "us": 1e6}[unit]
+        axes.xaxis.set_major_formatter(lambda time, _: f"{scale * time:.6g}")
+    axes.set_xlabel(f"time ({unit or 'unit of the costs'})", fontsize=0.9 * page.font)
 
 
 @functools.cache
@@ -166,10 +179,12 @@ class _Chart:
     name: str
     timeline: Timeline
     rows: tuple[tuple[Cell, ...], ...]
+    unit: str
 
     @property
     def title(self) -> str:
-        return f"{self.name}: {measures(self.timeline)}" if self.name else measures(self.timeline)
+        made = measures(self.timeline, self.unit)
+        return f"{self.name}: {made}" if self.name else made
 
     @property
     def height(self) -> float:
@@ -196,10 +211,12 @@ class _Page:
     def of(charts: Sequence[_Chart], memory: bool, side_by_side: bool) -> "_Page":
         horizon = max(chart.timeline.makespan for chart in charts)
         spans = [span for chart in charts for span in chart.timeline.spans]
-        shortest = min((s.end - s.start for s in spans if s.end > s.start), default=horizon)
+        lengths = sorted(s.end - s.start for s in spans if s.end > s.start)
+        # Of measured tasks a few are very short, and of any some may go without their numbers.
+        short = lengths[len(lengths) // 10] if lengths else horizon
         columns = len(charts) if side_by_side else 1
-        # Wide enough for two digits in the shortest task, within what a screen can show.
-        each = min(max(8.0 / columns, 0.15 * horizon / shortest), _WIDEST_INCHES / columns)
+        # Wide enough for two digits in nearly every task, within the width of a page or a screen.
+        each = min(max(8.0 / columns, 0.15 * horizon / short), _WIDEST_INCHES / columns)
         width = columns * (each + _MARGIN_INCHES)
         heights = [chart.height + 0.3 for chart in charts]
         heights = [max(heights)] if side_by_side else heights
@@ -364,7 +381,7 @@ def _draw_legend(figure: "Figure", charts: Sequence[_Chart], memory: bool, page:
     entries.append(((Patch(facecolor=_IDLE, edgecolor="#c0c0c0"),), "idle"))
     if meaning := explain_shades((chart.timeline for chart in charts), each):
         greys = (Patch(facecolor=str(0.3 + 0.5 * n / (slots - 1))) for n in range(slots))
-        entries.append((tuple(greys), f"lighter: {meaning}"))
+        entries.append((tuple(greys), f"next shade: {meaning}"))
     if memory:
         ranks = max(chart.timeline.num_ranks for chart in charts)
         lines = (

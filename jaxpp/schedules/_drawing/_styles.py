@@ -126,9 +126,44 @@ def explain_shades(timelines: Iterable[Timeline], slots: Iterable[int]) -> str:
     return " or ".join(meanings)
 
 
-def measures(timeline: Timeline) -> str:
-    """Names the makespan and the bubble, for a title."""
-    return f"makespan {timeline.makespan:.5g}, bubble {timeline.bubble_fraction:.1%}"
+def measures(timeline: Timeline, unit: str | None = None) -> str:
+    """Names the makespan and the bubble, for a title.
+
+    >>> from jaxpp.schedules import Costs, GPipe, simulate
+    >>> measures(simulate(GPipe().table(4, 8), Costs(1e-3, 1e-3, 1e-3, unit="s")))
+    'makespan 33 ms, bubble 27.3%'
+    """
+    unit = timeline.unit if unit is None else unit
+    made = in_unit(timeline.makespan, unit)
+    return f"makespan {made}, bubble {timeline.bubble_fraction:.1%}"
+
+
+def in_unit(time: float, unit: str) -> str:
+    """Writes a time with its unit; of seconds it takes the thousandths or millionths that suit."""
+    if unit == "s" and 0 < time < 1:
+        factor, unit = (1e3, "ms") if time >= 1e-3 else (1e6, "us")
+        time *= factor
+    return f"{time:.5g} {unit}".rstrip()
+
+
+def shared_unit(timelines: Mapping[str, Timeline]) -> str:
+    """Returns the unit of the times of timelines that share an axis.
+
+    Raises:
+      ValueError: they have different units.
+    """
+    units = {title: timeline.unit for title, timeline in timelines.items()}
+    if len(set(units.values())) > 1:
+        each = ", ".join(
+            f"{title!r} is {f'in {unit}' if unit else 'without a unit'}"
+            for title, unit in units.items()
+        )
+        raise ValueError(
+            f"timelines that share an axis have one unit of time, but {each}; simulate with costs "
+            f"in the same unit, such as those of a measurement (measured.costs), and name the unit "
+            f"of costs of your own: Costs(..., unit='s')."
+        )
+    return next(iter(units.values()), "")
 
 
 def by_title(timelines: Timeline | Mapping[str, Timeline]) -> Mapping[str, Timeline]:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxpp.schedules._costs import Costs
 from jaxpp.schedules._drawing._styles import (
     Cell,
     Colour,
@@ -20,6 +21,7 @@ from jaxpp.schedules._drawing._styles import (
     measures,
     num_slots,
     shade,
+    shared_unit,
 )
 from jaxpp.schedules._kinds import Kind
 from jaxpp.schedules._simulation import Timeline, simulate
@@ -36,13 +38,13 @@ def to_text(
 ) -> str:
     """Draws a table or a timeline for a terminal: a line for each rank, time to the right.
 
-    A table is drawn at unit costs: F, I and W take one column, B takes two, a task of a kind of
-    your own what the kind says. `F3` is the forward of microbatch 3, or `F2.3` that of stage 2
-    where ranks have several stages; `=` is a task that goes on, and a dot is a rank that runs no
-    task. A drawing that does not fit the width, or has other costs, is scaled to the width: numbers
-    are left out where they do not fit their tasks, and where tasks are shorter than a column,
-    columns show kinds in the shares of their time. Of tasks that run together, one is on a second
-    line of the rank; so are copies.
+    A table is drawn with unit costs for each stage: F, I and W take one column, B takes two, a task
+    of a kind of your own what the kind says. `F3` is the forward of microbatch 3, or `F2.3` that of
+    stage 2 where ranks have several stages; `=` is a task that goes on, and a dot is a rank that
+    runs no task. A drawing that does not fit the width, or has other costs, is scaled to the
+    width: numbers are left out where they do not fit their tasks, and where tasks are shorter than
+    a column, columns show kinds in the shares of their time. Of tasks that run together, one is on
+    a second line of the rank; so are copies.
 
     Args:
       drawn: a table or a timeline, or several by title, drawn one above the other on one time axis.
@@ -72,8 +74,9 @@ def to_text(
     """
     titled = drawn if isinstance(drawn, Mapping) else {"": drawn}
     timelines = by_title(
-        {title: simulate(one) if isinstance(one, Table) else one for title, one in titled.items()}
+        {title: _clocked(one) if isinstance(one, Table) else one for title, one in titled.items()}
     )
+    unit = shared_unit(timelines)
     colour = _stdout_shows_colour() if colour is None else colour
     width = shutil.get_terminal_size((_WIDTH_OF_A_FILE, 24)).columns if width is None else width
     charts = {title: lay_out(timeline) for title, timeline in timelines.items()}
@@ -86,11 +89,16 @@ def to_text(
             lines += [*[""] * bool(lines), f"{title}: {measures(timelines[title])}"]
         lines += _chart(rows, scale, margin, colour)
     if not scale.whole:
-        lines.append("time".ljust(margin - 2) + "| " + _axis(horizon, scale))
+        lines.append(f"time {unit}".ljust(margin - 2) + "| " + _axis(horizon, scale))
     if not scale.whole or colour:
         slots = [num_slots(rows) for rows in charts.values()]
         lines += _legend(list(timelines.values()), slots, scale, width, colour)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _clocked(table: Table) -> Timeline:
+    """Simulates a table, an `F` of a stage in one column."""
+    return simulate(table, Costs(per="stage"))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jaxpp._trace_events import (
     FIRST_THREAD,
@@ -15,7 +15,7 @@ from jaxpp._trace_events import (
     sort_process,
     write_events,
 )
-from jaxpp.schedules._drawing._styles import Cell, by_title, lay_out
+from jaxpp.schedules._drawing._styles import Cell, by_title, lay_out, shared_unit
 from jaxpp.schedules._execute import number
 from jaxpp.schedules._simulation import Timeline
 from jaxpp.schedules._table import Task
@@ -27,7 +27,7 @@ def to_trace(
     timelines: Timeline | Mapping[str, Timeline],
     path: str | os.PathLike[str],
     *,
-    unit: Literal["s", "ms", "us"] = "s",
+    unit: Literal["s", "ms", "us"] | None = None,
     transfers: bool = True,
 ) -> None:
     """Writes timelines as a trace that ui.perfetto.dev and chrome://tracing open.
@@ -42,8 +42,8 @@ def to_trace(
     Args:
       timelines: a timeline, or several by title.
       path: where to write, a `.json` file.
-      unit: what one unit of the timelines' costs is. Times are rounded to an eighth of a
-        microsecond.
+      unit: what one unit of the timelines' costs is; by default their `Costs.unit`, or else a
+        second. Times are rounded to an eighth of a microsecond.
       transfers: whether to draw an arrow for each result that goes from one rank to another, as
         the table's stages are connected.
 
@@ -65,11 +65,13 @@ def to_trace(
     F1.0 on thread 1001 at 1000.0 us
     B1.0 on thread 1001 at 2000.0 us
     """
+    titled = by_title(timelines)
+    unit = unit or cast(Any, shared_unit(titled) or "s")
     if unit not in _MICROSECONDS:
         raise ValueError(f"unit is one of {', '.join(map(repr, _MICROSECONDS))}, got {unit!r}.")
     scale = _MICROSECONDS[unit]
     events: list[Event] = []
-    for process, (title, timeline) in enumerate(by_title(timelines).items()):
+    for process, (title, timeline) in enumerate(titled.items()):
         rows = lay_out(timeline)
         slices = {
             cell.span.task: _slice(process, timeline, cell, scale)

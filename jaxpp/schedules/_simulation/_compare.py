@@ -9,7 +9,7 @@ from jaxpp.schedules._base import Schedule
 from jaxpp.schedules._check import ScheduleError, check
 from jaxpp.schedules._costs import Costs, Memory
 from jaxpp.schedules._simulation._machine import Machine
-from jaxpp.schedules._simulation._simulate import simulate, stages_of_each_rank
+from jaxpp.schedules._simulation._simulate import Timeline, simulate
 from jaxpp.schedules._table import Table
 
 
@@ -22,7 +22,7 @@ class Comparison:
       ranks: the number of ranks.
       microbatches: the number of microbatches.
       reason: why the schedule has no table of this size; else empty.
-      stages_per_rank: the number of stages on each rank.
+      stages_per_rank: the number of stages on each rank, where all have as many.
       parameters: how often the ranks together hold the parameters.
       makespan: the time of a step, in the unit of the costs.
       bubble: `Timeline.bubble_fraction`.
@@ -47,7 +47,19 @@ class Comparison:
 
 
 class Comparisons(list[Comparison]):
-    """The rows of a comparison; they show themselves as a table, in a terminal and a notebook."""
+    """The rows of a comparison; they show themselves as a table, in a terminal and a notebook.
+
+    Args:
+      rows: the rows.
+      timelines: the timeline of each schedule that has a table, by the schedule's name: those that
+        the rows have the figures of, for `plot`.
+    """
+
+    def __init__(
+        self, rows: Iterable[Comparison] = (), timelines: Mapping[str, Timeline] | None = None
+    ) -> None:
+        super().__init__(rows)
+        self.timelines: dict[str, Timeline] = dict(timelines or {})
 
     def __repr__(self) -> str:
         header, cells = self._table()
@@ -93,14 +105,16 @@ def compare(
         a schedule's own text is its name.
       num_ranks: the number of ranks.
       num_microbatches: the number of microbatches.
-      costs: the time of a rank's whole work for a microbatch, whatever the number of its stages.
-      memory: what that work holds; by default 1 from the forward to the weight gradient.
+      costs: the time of tasks and transfers, as `simulate` takes them: a number is that of a
+        rank's whole share of a microbatch, whatever the number of its stages.
+      memory: what that share holds; by default 1 from the forward to the weight gradient.
       overlap: what tasks that may overlap do: see `simulate`.
       machine: the ranks' speeds, the links, and the end of a step.
 
     Returns:
       A list with a row for each schedule, in order. `dataclasses.asdict` makes a dictionary of one,
-      and the list shows itself as a table.
+      and the list shows itself as a table. Its `timelines` are what `plot` takes. A size that does
+      not fit a schedule is no error: the row of that schedule has the reason, and no figures.
 
     Raises:
       TypeError: something in `schedules` is not a schedule.
@@ -110,13 +124,14 @@ def compare(
     >>> rows = compare({"1f1b": OneFOneB(), "interleaved": Interleaved1F1B(2)}, 4, 8)
     >>> [(row.schedule, row.makespan, row.peak_memory) for row in rows]
     [('1f1b', 33.0, 4.0), ('interleaved', 28.5, 5.5)]
+    >>> rows.timelines["interleaved"]
+    Timeline(Table(4 ranks, 8 stages, 8 microbatches), makespan=28.5)
     """
     rows = Comparisons()
     for name, schedule in _named(schedules):
         row = Comparison(name, num_ranks, num_microbatches)
         try:
             table = schedule.table_for_ranks(num_ranks, num_microbatches)
-            stages = stages_of_each_rank(table)
         except ValueError as error:
             rows.append(dataclasses.replace(row, reason=str(error)))
             continue
@@ -126,11 +141,13 @@ def compare(
             size = f"{num_ranks} ranks and {num_microbatches} microbatches"
             error.add_note(f"in the table of {name!r}, for {size}")
             raise
-        found = simulate(table, costs, memory=memory, overlap=overlap, machine=machine, per="rank")
+        found = simulate(table, costs, memory=memory, overlap=overlap, machine=machine)
+        rows.timelines[name] = found
+        stages, left = divmod(table.num_stages, num_ranks)
         rows.append(
             dataclasses.replace(
                 row,
-                stages_per_rank=stages,
+                stages_per_rank=None if left else stages,
                 parameters=len(table.directions),
                 makespan=found.makespan,
                 bubble=found.bubble_fraction,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxpp.schedules._check import explain_blocks
-from jaxpp.schedules._costs import Costs, Memory, of_each
+from jaxpp.schedules._costs import Costs, Memory, of_each, placement_of
 from jaxpp.schedules._execute import Dependencies, Sends, number, run
 from jaxpp.schedules._simulation._machine import Machine
 from jaxpp.schedules._table import Table, Task
@@ -35,7 +35,8 @@ class Timeline:
 
     `simulate` makes it, or measured times do. For each rank it has the start and the end of each
     task, in order. `gates` has for each task the rank and the index of the task that it waited
-    for last, or None. `machine` says what each rank does after its last task.
+    for last, or None. `machine` says what each rank does after its last task, and `unit` what the
+    times are in.
 
     >>> from jaxpp.schedules import GPipe
     >>> timeline = simulate(GPipe().table(num_stages=4, num_microbatches=8))
@@ -49,6 +50,7 @@ class Timeline:
     gates: tuple[Sequence[tuple[int, int] | None], ...] = ()
     memory: Memory = Memory()
     machine: Machine = Machine()
+    unit: str = ""
 
     def __repr__(self) -> str:
         return f"Timeline({self.table!r}, makespan={self.makespan:.6g})"
@@ -192,7 +194,6 @@ def simulate(
     overlap: Literal["atomic", "free", "none"] = "atomic",
     dependencies: Dependencies | None = None,
     machine: Machine | None = None,
-    per: Literal["stage", "rank"] = "stage",
 ) -> Timeline:
     """Runs a table under a cost model: each task as early as its rank and its inputs allow.
 
@@ -206,7 +207,8 @@ def simulate(
 
     Args:
       table: the table.
-      costs: the time of tasks and transfers; by default 1 for an `F`, `I` or `W`, 2 for a `B`.
+      costs: the time of tasks and transfers; a number is that of a rank's whole share of a
+        microbatch. By default 1 for its `F`, `I` or `W`, 2 for its `B`.
       memory: what tasks hold; by default activations.
       overlap: what the table's pairs of overlapping tasks do. `"atomic"`: the two start together,
         once the inputs of both are there, and end together, after the costs' `overlapped` time.
@@ -215,9 +217,6 @@ def simulate(
       dependencies: for each kind and stage what it must come after; by default as the table's
         stages are connected.
       machine: the ranks' speeds, the links, and the end of a step.
-      per: whose work `costs` and `memory` give: `"stage"`, that of one stage for a microbatch, or
-        `"rank"`, that of all stages of a rank, which are equal; see `Costs.divided`. The second
-        suits the comparison of schedules with one stage on a rank and with several.
 
     Returns:
       The timeline.
@@ -234,11 +233,8 @@ def simulate(
     costs, memory, machine = costs or Costs(), memory or Memory(), machine or Machine()
     if overlap not in ("atomic", "free", "none"):
         raise ValueError(f"overlap is 'atomic', 'free' or 'none', got {overlap!r}.")
-    if per not in ("stage", "rank"):
-        raise ValueError(f"per is 'stage' or 'rank', got {per!r}.")
-    if per == "rank":
-        share = stages_of_each_rank(table)
-        costs, memory = costs.divided(share), memory.divided(share)
+    placement = placement_of(table)
+    costs, memory = costs.by_stage(placement), memory.by_stage(placement)
     if overlap == "none" and table.overlaps:
         table = dataclasses.replace(table, overlaps=frozenset())
     numbered = number(table, dependencies, join=True)
@@ -278,22 +274,8 @@ def simulate(
         tuple(tuple(gates[own]) for own in cut),
         memory,
         machine,
+        costs.unit,
     )
-
-
-def stages_of_each_rank(table: Table) -> int:
-    """Returns the number of stages on each rank.
-
-    Raises:
-      ValueError: the ranks have different numbers of stages.
-    """
-    stages, left = divmod(table.num_stages, max(1, table.num_ranks))
-    if left:
-        raise ValueError(
-            f"costs of a rank are divided among as many stages on each rank, got "
-            f"{table.num_stages} stages on {table.num_ranks} ranks; simulate it with per='stage'."
-        )
-    return stages
 
 
 def _delays(costs: Costs, tasks: Sequence[Task], rank_of: Sequence[int]):

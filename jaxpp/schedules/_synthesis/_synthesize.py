@@ -96,7 +96,8 @@ def synthesize(
     pairs count as one task after the other.
 
     Args:
-      costs: the time of tasks and transfers: those of a stage, see `Costs.divided`.
+      costs: the time of tasks and transfers, as `simulate` takes them: a number is that of a
+        rank's whole share of a microbatch.
       placement: the rank of each stage; or that for each direction, as in `Table.placement`.
         Microbatches then take the directions in turns.
       num_microbatches: the number of microbatches; each direction has as many.
@@ -132,8 +133,9 @@ def synthesize(
     >>> synthesize(Costs(), [(0, 1), (1, 0)], 4)  # In two directions, each stage on both ranks.
     Synthesis(objective='wall', value=12.0, lower_bound=12.0, source='dualpipe')
     """
-    memory = memory or Memory()
     placement = _directions(placement)
+    costs = costs.by_stage(placement[0])
+    memory = (memory or Memory()).by_stage(placement[0])
     limits = _limits(memory_limit, max(map(max, placement)) + 1)
     _check_arguments(num_microbatches, len(placement), objective)
     graph = as_graph(stage_inputs)

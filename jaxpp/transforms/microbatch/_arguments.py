@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -70,16 +71,60 @@ def broadcast(prefix: Any, tree: Any, what: str, is_leaf: Callable[[Any], bool])
     return result
 
 
-def check_sizes(leaves, entries: Sequence[Entry], paths, count: int, replicas: int = 1) -> None:
+def check_sizes(args: tuple, leaves, entries: Sequence[Entry], paths, count: int, replicas: int):
     """Checks the arrays to slice.
 
     Args:
+        args: the arguments.
         leaves: the leaves of the arguments, with their `entries` and `paths`.
         entries: the entries of `in_axes`.
         paths: the paths.
         count: the number of slices, of all replicas.
         replicas: the number of replicas.
     """
+    try:
+        _check_sizes(leaves, entries, paths, count, replicas)
+    except ValueError as error:
+        if why := _sliced_model(args, leaves, entries, paths):
+            raise ValueError(f"{why} ({str(error).removeprefix('microbatch: ')})") from None
+        raise
+
+
+def _sliced_model(args: tuple, leaves, entries: Sequence[Entry], paths) -> str:
+    """Explains an error by a model that `in_axes` slices; empty where it slices none."""
+    own = without_keywords(args)
+    positions = [int(path[1 : path.index("]")]) if path.startswith("[") else -1 for path in paths]
+    sizes: dict[int, set[Any]] = {n: set() for n in range(len(own))}
+    for leaf, entry, n in zip(leaves, entries, positions, strict=True):
+        if n in sizes and isinstance(entry.axis, int):
+            sizes[n].add(leaf.shape[entry.axis] if -leaf.ndim <= entry.axis < leaf.ndim else None)
+    models = [n for n in sizes if sizes[n] and _holds_parameters(own[n], sizes[n])]
+    if not models or len(models) == len([n for n in sizes if sizes[n]]) == len(own):
+        return ""
+    n = models[0]
+    axes = tuple(None if k in models or not _has_arrays(own[k]) else 0 for k in range(len(own)))
+    note = ""
+    if n > 0 and not sizes[0]:
+        note = " By default a function takes the model first, and then the batch: (None, 0)."
+    return (
+        f"microbatch: in_axes slices args[{n}], which holds the parameters of a model "
+        f"({type(own[n]).__name__}), but each microbatch needs all of them. Give it None: "
+        f"in_axes={axes}.{note}"
+    )
+
+
+def _holds_parameters(arg: Any, sizes: set[Any]) -> bool:
+    """Tells whether a sliced argument looks like a model: a module, or arrays of unlike sizes."""
+    nodes = jtu.tree_leaves(arg, is_leaf=lambda node: isinstance(node, eqx.Module))
+    return any(isinstance(node, eqx.Module) for node in nodes) or len(sizes) > 2
+
+
+def _has_arrays(arg: Any) -> bool:
+    return any(hasattr(leaf, "ndim") and leaf.ndim for leaf in jtu.tree_leaves(arg))
+
+
+def _check_sizes(leaves, entries: Sequence[Entry], paths, count: int, replicas: int) -> None:
+    """Checks the sizes of the arrays to slice."""
     sizes = {}
     slices = f"{count} microbatches"
     if replicas > 1:
@@ -89,8 +134,14 @@ def check_sizes(leaves, entries: Sequence[Entry], paths, count: int, replicas: i
         if not isinstance(axis, int):
             continue
         if not -leaf.ndim <= axis < leaf.ndim:
+            own = ""
+            if _is_key(leaf):
+                own = (
+                    f" It is one random key: give it None in in_axes, or one for each microbatch, "
+                    f"jax.random.split(key, {count}), of which a slice is keys[0]."
+                )
             raise ValueError(
-                f"microbatch: args{path} has shape {leaf.shape} and no axis {axis} to slice."
+                f"microbatch: args{path} has shape {leaf.shape} and no axis {axis} to slice.{own}"
             )
         sizes[path] = leaf.shape[axis]
     if not sizes:
@@ -138,6 +189,18 @@ def _is_key(x: Any) -> bool:
     """Tells whether an array holds random keys, typed or raw."""
     raw = x.dtype == np.uint32 and x.ndim == 2 and x.shape[-1] in (2, 4)
     return raw or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def note_on_keys(error: Exception, leaves, entries: Sequence[Entry], paths) -> None:
+    """Explains an error of a function whose slice of random keys is an array of one key."""
+    for leaf, entry, path in zip(leaves, entries, paths, strict=True):
+        if isinstance(entry.axis, int) and _is_key(leaf) and "key" in str(error):
+            error.add_note(
+                f"microbatch: args{path} holds random keys, and in_axes slices them: a microbatch "
+                f"gets an array of its keys, also where that is one. Take it in the function: "
+                f"key = keys[0]."
+            )
+            return
 
 
 def slice_type(x, axis: int | str, count: int) -> jax.ShapeDtypeStruct:

@@ -174,12 +174,16 @@ def microbatch_by(
         entries = [e if _jaxprs.is_array(x) else _arguments.WHOLE for e, x in pairs]
         axes = [e.axis for e in entries]
         paths = [jtu.keystr(p) for p, _ in jtu.tree_flatten_with_path(given)[0]]
-        _arguments.check_sizes(leaves, entries, paths, count, replicas)
+        _arguments.check_sizes(given, leaves, entries, paths, count, replicas)
         small = [
             leaf if axis is None else _arguments.slice_type(leaf, axis, count)
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
-        traced = _jaxprs.trace(_with_arrays(fun), jtu.tree_unflatten(tree, small))
+        try:
+            traced = _jaxprs.trace(_with_arrays(fun), jtu.tree_unflatten(tree, small))
+        except (TypeError, ValueError) as error:
+            _arguments.note_on_keys(error, leaves, entries, paths)
+            raise
         chosen = reduce(lambda: traced)
         if chosen is _BY_DEFAULT:
             _outputs.warn_of_averages(traced, small, axes, count)
@@ -212,4 +216,9 @@ def _with_arrays(fun: Callable) -> Callable:
     As in the arguments of `place`, a number in an Equinox module stays as it is.
     """
     positional = _signature.positional(fun)
-    return lambda *args: _signature.with_arrays((positional(*args),), ())[0]
+
+    @functools.wraps(fun)
+    def call(*args):
+        return _signature.with_arrays((positional(*args),), ())[0]
+
+    return call

@@ -4,12 +4,12 @@ import functools
 from collections.abc import Callable, Sequence
 
 from jaxpp import _compat, _jaxprs
-from jaxpp._typing import R
+from jaxpp._typing import P, R
 from jaxpp.transforms.graph import GraphTask, TaskGraph, Value
 from jaxpp.transforms.place._place import Placed
 
 
-def edit_tasks(step: Placed[R], rule: Callable[[TaskGraph], TaskGraph]) -> Placed[R]:
+def edit_tasks(step: Placed[P, R], rule: Callable[[TaskGraph], TaskGraph]) -> Placed[P, R]:
     """Lets a rule edit the tasks of a placed step: those of its loops, and what is around them.
 
     The rule gives a `TaskGraph` for a `TaskGraph`, by `dataclasses.replace`: with the tasks in

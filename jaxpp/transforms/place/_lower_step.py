@@ -97,6 +97,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
     in_specs = _specs("in_specs", given, signature.types, inside)
     retrace = functools.partial(_trace, request.fun, signature.types, in_specs, inside)
     traced = retrace()
+    _warn_of_wrong_products(traced.jaxpr)
     step = _make_step(request, args, signature, inside, in_specs, traced)
     keys = _compat.KeyUse(traced.jaxpr, traced.inputs[: traced.num_closed_over])
     passes = {"trace": step}
@@ -133,6 +134,22 @@ def _trace(
             return trace(fun, types, in_specs, None)
         with jax.sharding.use_abstract_mesh(automatic(inside)):
             return trace(fun, types, in_specs, inside)
+
+
+def _warn_of_wrong_products(jaxpr: Any) -> None:
+    """Warns of a computation that this version of JAX gets wrong, with or without a pipeline."""
+    todo = [jaxpr]
+    while todo:
+        eqns = todo.pop().eqns
+        if wrong := _compat.reduces_a_wrong_product(eqns):
+            warn(
+                f"place: JAX 0.10.2 computes wrong values on CPU where it reduces the product"
+                f"{_compat.at_source_line(wrong)}, with or without a pipeline "
+                f"(github.com/jax-ml/jax/issues/39103). Take JAX 0.11 or later, on Python 3.12, "
+                f"or compute the product apart from its reduction."
+            )
+            return
+        todo += [sub for eqn in eqns for sub in _jaxprs.sub_jaxprs(eqn)]
 
 
 def _refuse_refs(traced: _jaxprs.Traced) -> None:

@@ -6,23 +6,26 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
+import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpp import _compat, _in_place, _jaxprs
 from jaxpp._ambient import without_mesh
+from jaxpp._donation import check_arrays
 from jaxpp._garbage import without_collections
 from jaxpp._program import Bundle, Mesh, Program, Role
 from jaxpp._specs import axis_sizes
 from jaxpp._spellings import names_ours
-from jaxpp._typing import R
-from jaxpp._warn import warn
+from jaxpp._typing import P, R
+from jaxpp._warn import is_called_by_jaxpp, warn
 from jaxpp.transforms._signature import Signature, as_positional, positional
 from jaxpp.transforms.graph import TaskGraph
 from jaxpp.transforms.initialize import first_arguments, trace_initializer
 from jaxpp.transforms.place._compiled import Compiled, Lowered
 from jaxpp.transforms.place._lower_step import Request, check_positions, lower_step
+from jaxpp.transforms.place._mesh import as_mesh
 
 #: A prefix of a pytree of specs, or rules in place of one.
 Specs = PyTree[PartitionSpec | Sequence[tuple[str, PartitionSpec]]]
@@ -30,8 +33,8 @@ Specs = PyTree[PartitionSpec | Sequence[tuple[str, PartitionSpec]]]
 
 @names_ours
 def place(
-    fun: Callable[..., R],
-    mesh: Mesh | None = None,
+    fun: Callable[P, R],
+    mesh: Mesh | jax.sharding.Mesh | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -41,7 +44,7 @@ def place(
     zero3: str | Sequence[str] = (),
     replica_axis: str = "data",
     feed: Mapping[int, Callable[..., PyTree]] | None = None,
-) -> "Placed[R]":
+) -> "Placed[P, R]":
     """Partitions the whole of `fun` into one program per rank, and runs them on a mesh.
 
     It is the outermost transform, like `jax.jit`, around a train step whose loops `schedule` has
@@ -54,7 +57,8 @@ def place(
             Python's numbers as in `jax.jit`, but for those in an Equinox module. Every other leaf
             is static and must be hashable: another value traces again, as do other shapes, dtypes
             and settings of JAX. A keyword argument counts at its position in `fun`.
-        mesh: where to run; by default a `jaxpp.MpmdMesh` over the first `jax.devices()`.
+        mesh: where to run; by default a `jaxpp.MpmdMesh` over the first `jax.devices()`. A mesh of
+            `jax.make_mesh` with an axis `"mpmd"` counts as the `jaxpp.MpmdMesh` of its devices.
         donate_argnums: the positions of arguments whose memory the step may reuse. Their arrays are
             deleted by the call.
         static_argnums: the positions of arguments whose numbers are static, too: where the step
@@ -89,7 +93,8 @@ def place(
 
     Returns:
         A callable with `lower(*args)`, as `jax.jit` gives. Inside `jit`, `grad`, `vmap`,
-        `make_jaxpr` and `eval_shape` it is `fun`.
+        `make_jaxpr` and `eval_shape` it is `fun`; where it then runs, a warning says that its ranks
+        do not.
 
     Raises:
         ValueError: for a loop without a schedule, a mesh with another number of ranks, a donated
@@ -111,6 +116,7 @@ def place(
     donated, static = (
         (n,) if isinstance(n, int) else tuple(n) for n in (donate_argnums, static_argnums)
     )
+    mesh = as_mesh(mesh)
     inside = getattr(mesh, "inside", None)
     given = {
         "in_specs": in_specs is not None,
@@ -155,7 +161,7 @@ KEPT = 64
 MANY = 8
 
 
-class Placed(Generic[R]):
+class Placed(Generic[P, R]):
     """A function partitioned over the ranks of a mesh; made by `place`."""
 
     __name__: str
@@ -166,6 +172,7 @@ class Placed(Generic[R]):
         self._feed = feed
         self._request = request
         self._lock = threading.RLock()
+        self._has_warned = False
         # The step that was called last comes first.
         self._cache: list[Compiled] = []
 
@@ -177,15 +184,32 @@ class Placed(Generic[R]):
     def __repr__(self):
         return f"<placed {getattr(self._request.fun, '__name__', self._request.fun)}>"
 
-    def __call__(self, *args: object, **kwargs: object) -> R:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step; traces and compiles it where `jax.jit` would trace it anew.
 
         Inside a transformation of JAX, and under `jax.disable_jit`, calls the function that was
-        placed.
+        placed: without the ranks, of which a warning tells.
         """
         if _compat.is_tracing() or _compat.is_jit_disabled():
+            self._warn_of_no_pipeline()
             return self._request.fun(*self._arguments(args, kwargs, here=True))
         return self._run(*args, **kwargs)
+
+    def _warn_of_no_pipeline(self) -> None:
+        """Warns, once, where the function runs as the plain one, without its ranks."""
+        devices = getattr(self.mesh, "devices", None)
+        alone = devices is not None and len(set(devices)) < 2
+        if self._has_warned or alone or _compat.is_jit_disabled():
+            return
+        if is_called_by_jaxpp() or _compat.looks_on():
+            return
+        self._has_warned = True
+        warn(
+            f"{self!r} is called inside a transformation of JAX, such as jax.jit, "
+            f"eqx.filter_jit or jax.grad, where it is the plain function: it runs without its "
+            f"ranks, on one device. Let place be outermost: step = jaxpp.place(train_step, mesh), "
+            f"and call step itself. It compiles, and donates (donate_argnums), as jax.jit does."
+        )
 
     @without_mesh
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,11 +229,18 @@ class Placed(Generic[R]):
                     if i:
                         cache.insert(0, cache.pop(i))
                     return compiled, leaves
+            self._check(args)
             compiled = dataclasses.replace(self._lower(args).compile(), context=context)
             self._warn_of_static_values(compiled, args)
             cache.insert(0, compiled)
             del cache[KEPT:]
             return compiled, leaves
+
+    def _check(self, args: tuple[Any, ...]) -> None:
+        """Checks the arrays of a call before anything is compiled for them."""
+        donated = self._request.donate_argnums
+        leaves = jtu.tree_leaves_with_path(args)
+        check_arrays((jtu.keystr(path), path[0].idx in donated, leaf) for path, leaf in leaves)
 
     def _lower(self, args: tuple[Any, ...]) -> Lowered:
         _in_place.warn_of_shared("place", args)
@@ -299,7 +330,8 @@ class Placed(Generic[R]):
         check_positions("feed", self._feed, args)
         load: Any = None if here else getattr(self.mesh, "feed", None)
         load = load or (lambda load, value: load(value))
-        return tuple(load(self._feed[n], x) if n in self._feed else x for n, x in enumerate(args))
+        # A list: out of a generator a StopIteration of a feed would come as another error.
+        return tuple([load(self._feed[n], x) if n in self._feed else x for n, x in enumerate(args)])
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -346,7 +378,7 @@ class Placed(Generic[R]):
         self.bundle  # noqa: B018  raises if there is none
         return self._cache[0].describe()
 
-    def with_edit(self, edit: Callable[[TaskGraph], TaskGraph]) -> "Placed[R]":
+    def with_edit(self, edit: Callable[[TaskGraph], TaskGraph]) -> "Placed[P, R]":
         """Returns the same placed function, whose tasks an edit changes: see `edit_tasks`."""
         edits = (*self._request.edits, edit)
         return Placed(dataclasses.replace(self._request, edits=edits), self._feed)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 from jaxtyping import PyTree
 
 from jaxpp import _jaxprs
@@ -121,6 +122,12 @@ def split_stages(
         if cuts is None and (num_stages == 1 or _stages.has_marks(traced.jaxpr)):
             stages = _stages.read_stages(_calls.named(traced.jaxpr))
         else:
+            if any(map(_marks.is_stage_call, traced.jaxpr.eqns)):
+                raise ValueError(
+                    "split_stages: the function is in the stages of wrap_forward already. Cut "
+                    "first, and wrap then: wrap_forward(split_stages(f, num_stages=4))."
+                )
+            _check_first(model, args, cuts)
             jaxpr, checkpoints = _cuts.open_program(traced.jaxpr)
             opened = dataclasses.replace(traced, jaxpr=jaxpr)
             paths = [path for path, _ in named]
@@ -158,6 +165,20 @@ def split_stages(
         return traced, stages
 
     return _stages.run_in_stages(fun, decide, _run_behind_mark)
+
+
+def _check_first(model: Any, args: Sequence[Any], cuts: Any) -> None:
+    """Checks that the model is the first argument, where modules of another one are named."""
+    if isinstance(model, eqx.Module) or cuts is None or callable(cuts):
+        return
+    for n, other in enumerate(args[1:], 1):
+        paths = _modules.module_paths(other) if isinstance(other, eqx.Module) else {}
+        if any(name in paths for name in cuts):
+            raise ValueError(
+                f"split_stages: at={list(cuts)} names modules of args[{n}] "
+                f"({type(other).__name__}), but the model is the first argument of the function, "
+                f"which here is a {type(model).__name__}. Write f(model, batch)."
+            )
 
 
 def _named_whole(whole: Any) -> tuple[Any, set[type]]:

@@ -277,14 +277,26 @@ def _stage_counts(eqn):
             yield from _stage_counts(inner)
 
 
+def _differentiates(task: Eqn) -> bool:
+    """Tells whether a task has an equation that JAX made for a gradient."""
+    return _jaxprs.contains(task, lambda e: "transpose" in _compat.scope_names(e))
+
+
 def check(schedule: str, loop: _loop.ScheduledLoop) -> None:
     """Checks the table of a loop, which a schedule gave, against the tasks that were traced."""
     table = loop.table
     backward = any(t.params["key"].kind in (Kind.B, Kind.I, Kind.W) for t in loop.tasks)
     if not backward and not table.forward_only:
+        inside = any(map(_differentiates, loop.tasks))
         raise schedules.ScheduleError(
-            f"{schedule} runs backward tasks, but the loop has only a forward pass; use "
-            f"ForwardOnly(), or differentiate the function before it is scheduled."
+            f"{schedule} runs backward tasks, but the loop has only a forward pass; "
+            + (
+                "its stages take gradients themselves: value_and_grad is inside of them. Put it "
+                "around: microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M)."
+                if inside
+                else "use ForwardOnly(), or differentiate the function before it is scheduled: "
+                "microbatch(value_and_grad(wrap_forward(split_stages(f, S))), M)."
+            )
         )
     if backward and table.forward_only:
         raise schedules.ScheduleError(

@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 from typing import Any
 
 import jax
@@ -99,8 +100,25 @@ def test_a_terminal_shows_one_line_which_goes_away(monkeypatch):
     assert shown.endswith("\r") and not shown.split("\r")[-2].strip()
 
 
-def test_a_log_has_lines_only_if_asked_and_a_terminal_none_if_not_wanted(monkeypatch):
-    assert report(monkeypatch, io.StringIO()) == ""
+def test_a_log_says_after_a_while_what_is_compiled_and_then_seldom(monkeypatch):
+    """At 0.1 s, 0.4 s and 1.6 s here, and how long it took; nothing for what is soon done."""
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.delenv(_progress.VARIABLE, raising=False)
+    monkeypatch.setattr(_progress, "PATIENCE_OF_A_LOG", 0.1)
+    with _progress.Progress(2) as progress:
+        with progress.compiling("F0", 12):
+            time.sleep(0.2)
+        with progress.compiling("B0", 30):
+            time.sleep(0.6)
+    first, second, last = log.getvalue().splitlines()
+    assert first == "jaxpp: compiled 0 of 2 computations in 0 s; now F0 (12 equations)"
+    assert second == "jaxpp: compiled 1 of 2 computations in 0 s; now B0 (30 equations)"
+    assert last == "jaxpp: compiled 2 computations in 1 s"
+    assert report(monkeypatch, io.StringIO(), patience=60.0) == ""
+
+
+def test_a_log_has_each_line_if_asked_and_a_terminal_none_if_not_wanted(monkeypatch):
     lines = report(monkeypatch, io.StringIO(), asked="1").splitlines()
     assert lines[-1] == "jaxpp: compiled 2 of 2 computations"
     assert report(monkeypatch, Terminal(), asked="0") == ""

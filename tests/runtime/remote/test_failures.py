@@ -437,7 +437,7 @@ def test_a_worker_that_cannot_start_leaves_nothing(shared_mesh):
 
     def left():
         own = [c for c in psutil.Process().children(recursive=True) if c.pid not in children]
-        return [c for c in own if "Actor" in command(c)]
+        return [c for c in own if "jaxpp_rank" in command(c)]
 
     assert wait_until(lambda: not left(), 5), left()
 
@@ -843,7 +843,7 @@ def test_a_driver_that_is_ended_leaves_no_process(drivers, how):
     assert driver.stdout.readline() == "ready\n"
     children = psutil.Process(driver.pid).children(recursive=True)
     commands = {c.pid: command(c) for c in children}
-    assert sum("Actor" in found for found in commands.values()) == 2
+    assert sum("jaxpp_rank" in found for found in commands.values()) == 2
     time.sleep(0.2)
     if how == "SIGINT":
         os.killpg(driver.pid, signal.SIGINT)  # what a terminal does on Ctrl-C

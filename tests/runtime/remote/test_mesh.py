@@ -352,7 +352,7 @@ def test_what_only_a_collected_step_has_is_dropped(ray_session):
         first(*args)
         before = kept(mesh)
         for factor in (2.0, 3.0):
-            other = jaxpp.place(lambda *a: (step_of()(*a), a[2] * factor), mesh)  # noqa: B023
+            other = jaxpp.place(lambda *a: (step_of()(*a), a[2] * factor), mesh)  # noqa: B023  # pyright: ignore
             other(*args)
             assert all(own[1] > before[0][rank][1] for rank, own in kept(mesh)[0].items())
             del other

@@ -53,6 +53,7 @@ def test_steps_are_bitwise_those_of_the_local_mesh(mesh, expected):
     chex.assert_trees_all_equal(jax.device_get(state), expected[0], strict=True)
 
 
+@pytest.mark.more
 def test_a_killed_worker_is_an_error_and_a_checkpoint_goes_on(mesh, expected, tmp_path):
     step = place(mesh)
     state, losses = train(step, begin(), range(2))

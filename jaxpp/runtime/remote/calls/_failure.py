@@ -27,6 +27,8 @@ class RankError(RuntimeError):
         process: the number of the process that failed, among those of the rank.
     """
 
+    __module__ = "jaxpp"  # as it is imported, and printed
+
     def __init__(
         self,
         message: str,

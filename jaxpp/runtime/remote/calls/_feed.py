@@ -15,9 +15,12 @@ from jaxpp._specs import Spec, type_of
 from jaxpp.runtime.arrays import ArrayType, Home, from_host, sharding_in, spans, to_host
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The load of one argument of one call: `load(value)`, with `load` by its number."""
+    """The load of one argument of one call: `load(value)`, with `load` by its number.
+
+    Each is another one: its value may be an array, which has no hash.
+    """
 
     number: int
     load: int

@@ -113,6 +113,9 @@ def reserve_places(
         start = f"with `ray start --address={session.address}`"
         what, way = "is", f"Add a node {start}, or ask for less (several ranks share a GPU with "
         way += "gpus_per_rank=0.5, a core with cpus_per_rank=0.5)."
+        if gpus and not any(node["Resources"].get("GPU") for node in nodes):
+            way = "Ray sees no GPU: take gpus_per_rank=0, with which ranks run on CPU, or add a "
+            way += f"node that has GPUs {start}."
         if lost:
             what = f"has lost {' and '.join(lost)}, and what is left is"
             way = f"Start Ray there again {start} and call mesh.restart() again, or load the last "

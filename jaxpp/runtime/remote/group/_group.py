@@ -40,11 +40,11 @@ from jaxpp.runtime.remote.group._health import HealthMonitor
 from jaxpp.runtime.remote.group._member import Member
 from jaxpp.runtime.remote.worker import (
     LOOPBACK,
-    Actor,
     BlackBox,
     Hello,
     Settings,
     Setup,
+    actor_of,
     versions,
 )
 from jaxpp.runtime.transport import Hello as Greeting
@@ -318,7 +318,9 @@ class WorkerGroup:
                 environment=self._settings.environment,
                 cores=self._settings.cores,
             )
-            member.actor = Actor.options(**options).remote()
+            several = self._settings.processes_per_rank > 1
+            actor = actor_of(member.rank, member.process if several else None)
+            member.actor = actor.options(**options).remote()
             member.box = self._new_box(member)
         try:
             if len(fresh) == len(self.members):

@@ -123,7 +123,17 @@ def _start_jax(setup: Setup) -> tuple[Home, SocketTransport]:
     return home, transport
 
 
-@_remote(concurrency_groups={"life": 1})
+def actor_of(rank: int, process: int | None = None) -> Any:
+    """Makes the class of a worker's Ray actor, whose name `ps` shows for the process.
+
+    Args:
+        rank: the rank of the worker.
+        process: its number among those of the rank, if a rank has several.
+    """
+    name = f"jaxpp_rank_{rank}" + ("" if process is None else f"_process_{process}")
+    return _remote(concurrency_groups={"life": 1})(type(name, (Actor,), {"__doc__": Actor.__doc__}))
+
+
 class Actor:
     """The Ray actor of a worker process: starts it; all else comes through the RPC server."""
 

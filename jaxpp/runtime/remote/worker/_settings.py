@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import socket
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -50,8 +51,26 @@ class Settings:
                 f"of {devices} cannot have processes_per_rank={processes}; take a divisor of "
                 f"{devices}."
             )
+        _check_address(self.address)
         if self.transport not in get_args(Transport):
             raise ValueError(
                 f"transport={self.transport!r} is not known; it is one of "
                 f"{', '.join(get_args(Transport))}."
             )
+
+
+def _check_address(address: str | None) -> None:
+    """Checks where workers are to listen; the address of a Ray session is another thing."""
+    if address in (None, "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        if "://" in address or (port.isdigit() and host and ":" not in host):
+            raise OSError("it has a port")
+        socket.getaddrinfo(address, 0)
+    except OSError:
+        raise ValueError(
+            f"RemoteMpmdMesh: address={address!r} is no host at which workers can listen; it is "
+            f"'auto' for several hosts, and None for one. A mesh joins the Ray session of this "
+            f"process: call ray.init(address=...) before, or set RAY_ADDRESS=HOST:PORT."
+        ) from None
