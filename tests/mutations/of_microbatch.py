@@ -287,7 +287,7 @@ MUTATIONS = (
         "jaxpp/transforms/microbatch/_slices.py",
         "def _last(rows: Any) -> Any:\n    return rows[-1]",
         "def _last(rows: Any) -> Any:\n    return rows[0]",
-        tests=("transforms/microbatch/test_replicas.py",),
+        tests=("merges",),
         kept="a scheduled loop takes the last by a rule of its own",
     ),
     Mutation(

@@ -56,14 +56,6 @@ MUTATIONS = (
         refuted_on="replicas",
     ),
     Mutation(
-        "a stage is opened one equation early",
-        "jaxpp/transforms/stages/_cuts.py",
-        "live = [v for v in made if last.get(v, -1) >= i]",
-        "live = [v for v in made if last.get(v, -1) > i]",
-        tests=("cuts", "wrap_forward"),
-        kept="the same values by other stages",
-    ),
-    Mutation(
         "the layers of a later stage begin with what the first got",
         "jaxpp/transforms/stacked/_scans.py",
         "changes = [_handed_on(body, out) is not own for own, out in ends]",
