@@ -6,7 +6,7 @@ It takes tracing from the compiler: `Lowered.retrace` traces the function, and t
 and no table with the passes: what is elementwise is asked of `jax.vmap`.
 """
 
-from jaxpp.certification._certify import Certificate as Certificate
+from jaxpp.certification._certificate import Certificate as Certificate
 from jaxpp.certification._certify import certify as certify
 from jaxpp.certification._refuted import Refuted as Refuted
 from jaxpp.certification._refuted import Undecided as Undecided
