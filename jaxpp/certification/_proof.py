@@ -41,6 +41,11 @@ class Lowered(Protocol):
         ...
 
     @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The positions of the arguments that the user donates."""
+        ...
+
+    @property
     def retrace(self) -> Callable[[], _jaxprs.Traced]:
         """Traces the function again, as when it was lowered."""
         ...
@@ -261,6 +266,11 @@ class Proof:
         self._check_records(_PROGRAMS, "argument", self.bundle.arguments, types, paths)
         for record in self.bundle.arguments:
             own, wanted = type_of(record.aval), type_of(_rows_of(types[record.array], record.rows))
+            position = record.path[1:].partition("]")[0]  # of a keyword it is no number
+            is_given = position.isdigit() and int(position) in self.lowered.donate_argnums
+            if record.donated and not is_given:
+                why = f"argument{record.name} is taken, which is not donated"
+                raise self._refuted(_PROGRAMS, record.path, why)
             if own[:3] != wanted[:3]:
                 why = f"argument{record.name} is {shown(own)}, and to the function {shown(wanted)}"
                 raise self._refuted(_PROGRAMS, record.path, why)

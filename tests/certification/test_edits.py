@@ -35,6 +35,15 @@ def certify(name, bundle):
 NAME = "layers, ZB-H1"
 
 
+def test_the_memory_of_an_argument_is_not_taken_that_is_not_donated():
+    step, args = steps.CASES["tied, 1F1B"]()
+    own = step.lower(*args)
+    taken = [dataclasses.replace(a, donated=True) for a in own.bundle.arguments]
+    bundle = dataclasses.replace(own.bundle, arguments=tuple(taken))
+    with pytest.raises(jaxpp.Refuted, match=r"argument\[2\] is taken, which is not donated"):
+        dataclasses.replace(own, bundle=bundle).certify(passes=False)
+
+
 @pytest.mark.parametrize(
     ("edit", "path", "rank", "task"),
     [

@@ -4,6 +4,14 @@ from tests.mutations.mutation import Mutation
 
 MUTATIONS = (
     Mutation(
+        "all arguments are donated",
+        "jaxpp/transforms/place/_lower_step.py",
+        "donated=position.idx in request.donate_argnums,",
+        "donated=True,",
+        tests=("place::results_of_all_kinds",),
+        refuted_on="tied, 1F1B",
+    ),
+    Mutation(
         "a reversed loop takes its slices forwards",
         "jaxpp/transforms/place/_build_graph.py",
         "length - 1 - task.microbatch if loop.reverse else task.microbatch",

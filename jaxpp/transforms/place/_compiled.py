@@ -46,6 +46,8 @@ class Lowered:
     retrace: Callable[[], _jaxprs.Traced]
     #: JAX's settings when it was lowered.
     context: Any = None
+    #: The positions of the arguments that the user donates.
+    donate_argnums: tuple[int, ...] = ()
 
     def __repr__(self):
         return f"Lowered({self.bundle.summary}; as_text() shows them)"

@@ -119,7 +119,7 @@ def _lower_inside(request: Request, args: tuple[Any, ...], inside: AbstractMesh 
         run = load(mesh, bundle)
         return Compiled(request.fun, bundle, mesh, run, signature, rebuild, keys)
 
-    return Lowered(bundle, passes, finish, retrace)
+    return Lowered(bundle, passes, finish, retrace, donate_argnums=request.donate_argnums)
 
 
 # ---- tracing ------------------------------------------------------------------------------------
