@@ -174,13 +174,15 @@ def while_loop(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> list[T
     carry = args[for_cond + for_body :]
     with evaluator.bound([(c.shape, c.dtype) for c in carry]) as (depth, symbols):
         loop = _Loop(evaluator, depth, symbols, carry)
-        with evaluator.collected() as happened:
+        with evaluator.collected() as of_test:
             (test,) = evaluator.run(p["cond_jaxpr"], [*cond_consts, *symbols])
+        with evaluator.collected() as of_body:
             loop.next = evaluator.run(p["body_jaxpr"], [*body_consts, *symbols])
         terms.eqn = eqn
-        for own, is_ordered in _grouped([t for t, _ in happened], [own for _, own in happened]):
-            effect = loop.closed("effect while", (), [*own, test], own[0])
-            evaluator.happens(effect, is_ordered)
+        for place, happened in (("test", of_test), ("body", of_body)):
+            for own, is_ordered in _grouped([t for t, _ in happened], [own for _, own in happened]):
+                effect = loop.closed("effect while", (place,), [*own, test], own[0])
+                evaluator.happens(effect, is_ordered)
         return [loop.closed("while", (), [s, test], s) for s in symbols]
 
 
@@ -188,10 +190,9 @@ def cond(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> Sequence[Ter
     """A choice of each output; the branches run where the index is known."""
     terms, branches = evaluator.terms, eqn.params["branches"]
     count = len(branches)
-    index, operands = terms.unclamped(args[0], count), args[1:]
+    index, operands = terms.index_of_case(args[0], count), args[1:]
     if index.value is not None:
-        which = max(0, min(int(index.value), count - 1))
-        return evaluator.run(branches[which], operands)
+        return evaluator.run(branches[int(index.value)], operands)
     cases = []
     for k, branch in enumerate(branches):
         with evaluator.guarded(index, k, count):

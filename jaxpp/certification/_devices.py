@@ -38,7 +38,7 @@ def shard_map(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> Sequenc
     mesh = eqn.params["mesh"]
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     if not names <= sizes.keys():
-        return _equations.operation(evaluator, eqn)(args)
+        return _equations.unknown(evaluator, eqn)(args)
     devices = _Devices(evaluator, {axis: sizes[axis] for axis in mesh.axis_names if axis in names})
     happened = len(evaluator.effects)
     try:
@@ -46,7 +46,7 @@ def shard_map(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> Sequenc
         made = devices.run(body, [devices.parts(t, spec) for t, spec in given])
     except _Unknown:
         del evaluator.effects[happened:]
-        return _equations.operation(evaluator, eqn)(args)
+        return _equations.unknown(evaluator, eqn)(args)
     evaluator.terms.eqn = eqn
     results = zip(made, eqn.params["out_specs"], strict=True)
     return [devices.put_together(own, spec) for own, spec in results]
@@ -213,9 +213,9 @@ class _Devices:
 
     def _cond(self, eqn: Eqn, args: Sequence[Parts]) -> list[Parts]:
         terms, branches = self.terms, eqn.params["branches"]
-        index, count = terms.unclamped(args[0][0], len(branches)), len(branches)
+        index, count = terms.index_of_case(args[0][0], len(branches)), len(branches)
         if index.value is not None:
-            return self.run(branches[max(0, min(int(index.value), count - 1))], args[1:])
+            return self.run(branches[int(index.value)], args[1:])
         cases = []
         for k, branch in enumerate(branches):
             with self.evaluator.guarded(index, k, count):

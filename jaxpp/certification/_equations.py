@@ -61,9 +61,16 @@ def rule_of(evaluator: "Evaluator", eqn: Eqn) -> Rule:
     if name in evaluator.control:
         return functools.partial(evaluator.control[name], evaluator, eqn)
     if eqn.effects:
-        params = params_of(evaluator, eqn)
-        return lambda args: _control.effect(evaluator, eqn, args, params)
+        return unknown(evaluator, eqn)
     return _MOVES.get(name, operation)(evaluator, eqn)
+
+
+def unknown(evaluator: "Evaluator", eqn: Eqn) -> Rule:
+    """The rule of an equation as a whole, whatever is in it; it may have effects."""
+    if not eqn.effects:
+        return operation(evaluator, eqn)
+    params = params_of(evaluator, eqn)
+    return lambda args: _control.effect(evaluator, eqn, args, params)
 
 
 def body_of(eqn: Eqn) -> Any:

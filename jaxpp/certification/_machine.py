@@ -128,6 +128,8 @@ class Machine:
                 other = buffers.setdefault(rank.slots[s].buffer, n)
                 if other != n:
                     raise rank.refute(f"results {other} and {n} have one memory")
+                if (whose := self._owner(rank.slots[s].buffer)) is not None:
+                    raise rank.refute(f"result {n} has the memory of {whose}")
         return found
 
     def _advance(self, rank: _Rank) -> bool:
@@ -187,6 +189,15 @@ class Machine:
         self._take(rank, run, computation)
         self._put(rank, run.outputs, made, [v.aval for v in inside.outvars])
 
+    def _owner(self, own: _Buffer | None) -> str | None:
+        """What keeps its memory whatever the programs do; None if they may take it."""
+        if own is not None and own.kind == "constant":
+            return "a constant"
+        if own is not None and own.kind == "argument":
+            record = self.bundle.arguments[own.number]
+            return None if record.donated else f"args{record.name}, which is not donated"
+        return None
+
     def _take(self, rank: _Rank, run: Run, computation: Computation) -> None:
         """Gives the memory of donated inputs away."""
         buffers = [rank.slots[s].buffer for s in run.inputs]
@@ -195,15 +206,10 @@ class Machine:
             own, slot = buffers[i], run.inputs[i]
             if own is None:
                 continue
-            problem = None
-            if own.kind == "constant":
-                problem = "a constant"
-            elif own.kind == "argument" and not self.bundle.arguments[own.number].donated:
-                name = self.bundle.arguments[own.number].name
-                problem = f"args{name}, which is not donated"
-            elif times[own] > 1:
+            problem = self._owner(own)
+            if problem is None and times[own] > 1:
                 problem = f"slot {slot}, which it reads twice"
-            elif own in rank.sent:
+            if problem is None and own in rank.sent:
                 problem = f"slot {slot}, which is sent"
             if problem is not None:
                 raise rank.refute(f"{run.label} takes the memory of {problem}")

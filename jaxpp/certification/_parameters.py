@@ -1,10 +1,12 @@
 """The parameters of equations as hashable keys, equal for what two traces of one function make."""
 
+import array
+import collections
 import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -85,7 +87,15 @@ class Parameters:
             record: Any = value
             fields = [getattr(value, f.name) for f in dataclasses.fields(record)]
             return (type(value), *map(self.key, fields))
-        return self._once(value, self._of_object) if _is_made_anew(value) else value
+        if isinstance(value, set | frozenset):
+            return (type(value), frozenset(map(self.key, value)))
+        if isinstance(value, slice):
+            return ("slice", *map(self.key, (value.start, value.stop, value.step)))
+        if isinstance(value, collections.deque | bytearray | array.array):
+            return (type(value), *map(self.key, value))
+        if _is_made_anew(value):
+            return self._once(value, self._of_object)
+        return value if isinstance(value, Hashable) else ("object", id(value))
 
     def _of_jaxpr(self, jaxpr: Any) -> Any:
         """Runs a jaxpr for any inputs: a kernel has no results, but writes to references."""
@@ -177,11 +187,12 @@ def _objects_in(jaxprs: Iterable[Any]) -> Iterator[int]:
         if isinstance(value, _PLAIN) or id(value) in seen:
             continue
         seen[id(value)] = value
-        if isinstance(value, list | dict | set | np.ndarray) or _is_made_anew(value):
+        if isinstance(value, _MUTABLE) or _is_made_anew(value):
             yield id(value)
         stack += _inside(value)
 
 
+_MUTABLE = (list, dict, set, np.ndarray, collections.deque, bytearray, array.array)
 #: Parameters that lead to nothing else.
 _PLAIN = (int, float, str, type, types.NoneType, enum.Enum, np.dtype, *_compat.JaxprTypes)
 
@@ -189,7 +200,7 @@ _PLAIN = (int, float, str, type, types.NoneType, enum.Enum, np.dtype, *_compat.J
 def _inside(value: Any) -> Iterable[Any]:
     """What an object holds."""
     match value:
-        case tuple() | list() | set() | frozenset():
+        case tuple() | list() | set() | frozenset() | collections.deque():
             return value
         case dict():
             return [*value, *value.values()]

@@ -464,6 +464,7 @@ class Terms(Table):
     def elementwise(self, op: Op, args: Sequence[Term]) -> Term:
         if (number := number_of(args)) is not None:
             return self.instance(self.elementwise(op, [template_of(a) for a in args]), number)
+        args = [self._fitted(a, op.shape) if a.shape else a for a in args]
         if any(template_of(a).name == "rows_joined" for a in args):
             having = [_has_rows(a, op) for a in args]
             made = self._in_parts(args, having, lambda own, n: self._row_wise(op, own, n))
@@ -518,7 +519,7 @@ class Terms(Table):
     def _select(self, op: Op, args: Sequence[Term]) -> Term:
         which, *cases = args
         if which.shape == ():
-            return self.choice(self.as_index(which), cases)
+            return self.choice(self.index_of_case(self.as_index(which), len(cases)), cases)
         if which.value is not None and which.value.size:
             rows = which.value.reshape(which.shape[0], -1)
             if (rows == rows[:, :1]).all():  # each row is whole one case's
@@ -535,6 +536,16 @@ class Terms(Table):
         if which.dtype == "int32":
             return which
         return self.elementwise(self.op("convert_element_type", (), (), "int32"), [which])
+
+    def index_of_case(self, index: Term, count: int) -> Term:
+        """The number of the case of a conditional, which XLA takes for the last if there is none."""
+        if index.value is not None:
+            number = int(index.value)
+            return self.literal(np.asarray(number if 0 <= number < count else count - 1), "int32")
+        inner = self.unclamped(index, count)
+        if inner is not index or _is_cast_of_bool(index):
+            return inner
+        return self.term("case", (count,), (index,), (), index.dtype)
 
     def unclamped(self, index: Term, count: int) -> Term:
         """The index of a choice, without what clamps it to the cases that there are."""
