@@ -209,13 +209,17 @@ def _pad(evaluator, eqn) -> Rule:
     terms, config, (shape, _) = evaluator.terms, eqn.params["padding_config"], _types(eqn)[0]
     if not any(map(any, config)):
         return lambda args: (args[0],)
-    (low, high, inner), *others = config
-    if any(map(any, others)) or inner or min(low, high) < 0:
+    axes = [axis for axis, own in enumerate(config) if any(own)]
+    low, high, inner = config[axes[0]]
+    if len(axes) > 1 or inner or min(low, high) < 0:
         return operation(evaluator, eqn)
+    first, back = moved_to_front(axes[0], len(shape))
 
     def pad_rows(args):
-        below, above = (terms.broadcast(args[1], (n, *shape[1:]), ()) for n in (low, high))
-        return (terms.join_rows([below, args[0], above]),)
+        moved = terms.transpose(args[0], first)
+        sizes = [(n, *moved.shape[1:]) for n in (low, high)]
+        below, above = (terms.broadcast(args[1], size, ()) for size in sizes)
+        return (terms.transpose(terms.join_rows([below, moved, above]), back),)
 
     return pad_rows
 

@@ -470,6 +470,14 @@ class Terms(Table):
             made = self._in_parts(args, having, lambda own, n: self._row_wise(op, own, n))
             if made is not None:
                 return made
+        turned = (template_of(a) for a in args)
+        turned = (t for t in turned if t.name == "transpose" and t.args[0].name == "rows_joined")
+        if (t := next(turned, None)) is not None:  # parts along another axis
+            order = t.op.params
+            back = tuple(order.index(axis) for axis in range(len(order)))
+            own = [self.transpose(a, back) if a.shape else a for a in args]
+            shape = tuple(op.shape[axis] for axis in back)
+            return self.transpose(self.elementwise(self.op_like(op, shape), own), order)
         name = op.name
         if name in _FOLDED and op.shape == () and all(a.value is not None for a in args):
             return self._folded(op, args)
@@ -538,7 +546,7 @@ class Terms(Table):
         return self.elementwise(self.op("convert_element_type", (), (), "int32"), [which])
 
     def index_of_case(self, index: Term, count: int) -> Term:
-        """The number of the case of a conditional, which XLA takes for the last if there is none."""
+        """The number of the case of a conditional; XLA takes the last where there is none."""
         if index.value is not None:
             number = int(index.value)
             return self.literal(np.asarray(number if 0 <= number < count else count - 1), "int32")
