@@ -25,7 +25,6 @@ Before it runs, and after:
 from typing import TYPE_CHECKING as TYPE_CHECKING
 
 from jaxpp._late import __dir__ as __dir__
-from jaxpp._late import __getattr__ as __getattr__
 from jaxpp._version import __version__ as __version__
 from jaxpp.runtime import Checkpointer as Checkpointer
 from jaxpp.runtime import MpmdMesh as MpmdMesh
@@ -43,3 +42,5 @@ from jaxpp.runtime import save_state as save_state
 
 if TYPE_CHECKING:  # else `__getattr__` imports them, when a program first asks for one
     from jaxpp._names import *  # noqa: F403
+else:  # an editor that knew of it would take any name for one of ours
+    from jaxpp._late import __getattr__ as __getattr__

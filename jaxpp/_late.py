@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:
         if name in vars(package):
             return vars(package)[name]
     hint = f"; use {ours}." if (ours := ours_for(name)) else "."
-    raise AttributeError(f"module 'jaxpp' has no attribute {name!r}{hint}", name=name)
+    raise AttributeError(f"module 'jaxpp' has no attribute {name!r}{hint}", name=name, obj=package)
 
 
 def __dir__() -> list[str]:

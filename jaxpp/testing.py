@@ -18,7 +18,11 @@ KINDS = ("edge", "gradient", "scalar", "argument", "gathered")
 
 
 def assert_computes_the_function(
-    step: Any, *args: Any, accept_rounding: bool = False, **kwargs: Any
+    step: Any,
+    *args: Any,
+    accept_rounding: bool = False,
+    accept_edits: bool = False,
+    **kwargs: Any,
 ) -> None:
     """Asserts that the programs of a step compute its function, for all values of its arguments.
 
@@ -29,6 +33,7 @@ def assert_computes_the_function(
         *args: its arguments, or `jax.ShapeDtypeStruct`s in place of their arrays.
         accept_rounding: whether results may be cast at other places than by the definitions of the
             transforms; the certificate counts them as `rounded`.
+        accept_edits: whether edits of loops (`jaxpp.extend`) may change what the step computes.
         **kwargs: its arguments by keyword.
 
     Raises:
@@ -49,6 +54,11 @@ def assert_computes_the_function(
     certificate = step.lower(*args, **kwargs).certify()
     if certificate.undecided:
         raise AssertionError(f"It is not decided: {certificate.undecided}")
+    if certificate.edits and not accept_edits:
+        raise AssertionError(
+            f"Edits change what the step computes: {', '.join(certificate.edits)}; "
+            f"accept_edits=True accepts them. {certificate}"
+        )
     if certificate.rounded and not accept_rounding:
         raise AssertionError(
             f"{certificate.rounded} results are cast at other places than by the definitions of "

@@ -29,7 +29,7 @@ class Certificate:
         rounded: how many are so if casts do not count: they are cast at other places than by the
             definitions, such as a gradient that is taken of a loop whose loss has a narrow type.
         transforms: the transforms that are proven.
-        undecided: why those before `schedule` are not proven, if they are not.
+        undecided: why those before `place` are not proven, if they are not.
         edits: the rules of `jaxpp.extend.edit_loops` that change values, or add some: the edited
             loops are then what the programs compute, and the transforms before are not decided.
         passes: the passes of `place` after each of which the step was compared.
@@ -74,11 +74,26 @@ class Certificate:
             f"{self.equations} equations on {self.terms} values in {self.seconds:.2f} s",
         ]
         if self.regrouped:
-            lines.append(f"  {self.regrouped} results of the ranks have sums in another order")
+            lines.append(
+                f"  {self.regrouped} results of the ranks have sums in another order than the "
+                f"scheduled function: equal for all values, unless a sum overflows"
+            )
         for count, why in (
-            (self.reordered, "have sums in another order than by definition"),
-            (self.rescaled, "are those by definition over the real numbers"),
-            (self.rounded, "are cast at other places than by definition"),
+            (
+                self.reordered,
+                "have sums in another order than by definition: equal for all values, unless a sum "
+                "overflows",
+            ),
+            (
+                self.rescaled,
+                "are multiplied or added up in another order than by definition: equal for finite "
+                "values, but for rounding",
+            ),
+            (
+                self.rounded,
+                "are cast at other places than by definition: equal for finite values, but for the "
+                "rounding of the narrowest type",
+            ),
         ):
             if count:
                 lines.append(f"  {count} results of the scheduled function {why}")

@@ -52,6 +52,7 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
         The certificate. Its text has one headline.
 
     Raises:
+        TypeError: `step` is no placed step.
         Refuted: the step does not compute its function; it has the pass, the result, the rank, the
             task and the user's line.
         Undecided: JAX's settings are not those under which it was lowered, or a loop over devices
@@ -70,7 +71,12 @@ def certify(step: Any, *args: Any, passes: bool = True, **kwargs: Any) -> Certif
         >>> print(str(certificate).splitlines()[0])
         1 results of 2 ranks are those of the function, bit by bit: place; but for the order of ...
     """
-    return certify_lowered(step.lower(*args, **kwargs), passes=passes)
+    lowered: Any = step.lower(*args, **kwargs) if hasattr(step, "lower") else None
+    if not hasattr(lowered, "bundle"):
+        raise TypeError(
+            f"certify: takes a placed step, got {_jaxprs.described(step)}; apply jaxpp.place first"
+        )
+    return certify_lowered(lowered, passes=passes)
 
 
 @without_mesh

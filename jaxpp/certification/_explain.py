@@ -31,7 +31,7 @@ def explain(
         wrong: the term of the result.
         wanted: the term that is wanted.
         known: the number of the function's own terms, which come first.
-        maker: for terms that ranks made the task and the rank.
+        maker: for terms that ranks made the task and the rank; empty where no ranks run.
         are_equal: tells whether two terms are equal.
     """
     now, place = wrong, wanted
@@ -39,20 +39,23 @@ def explain(
     while (deeper := _to_follow(pairs)) is not None:
         now, place = deeper
         pairs = _differences(now, place, are_equal)
-    cause = _first_new(wrong, known)
+    cause = _first_new(wrong, known) if maker else None
     said = [] if cause is None else [f"the first wrong operation is {origin(cause, maker)}"]
     if pairs and now is not cause:
         said.append(f"{'so ' if said else ''}it differs in {origin(now, maker)}")
     elif now is not cause:
         said.append(f"{'so ' if said else ''}it is {origin(now, maker)}")
     for x, y in pairs[:3]:
-        said += [f"  which has {origin(x, maker)}"] if x is not None else []
-        said += [f"  {'where' if x else 'which lacks'} {origin(y, {})}"] if y is not None else []
-        said[-1] += " is wanted" if x and y else ""
+        if x is None:
+            said += [f"  which lacks {origin(y, {})}"] if y is not None else []
+        elif y is None:
+            said.append(f"  which has {origin(x, maker)} once too often")
+        else:
+            said += [f"  which has {origin(x, maker)}", f"  where {origin(y, {})} is wanted"]
     if not pairs:
         said.append(f"  where {origin(place, {})} is wanted")
     own = cause if cause is not None else now
-    where = maker.get(own, own.where if cause is not None else "")
+    where = maker.get(own, own.where if cause is not None or not maker else "")
     return Cause("\n      ".join(said), _task(where), _line(own) or _line(place))
 
 

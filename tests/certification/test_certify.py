@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import io_callback
 
 import jaxpp
-from jaxpp import testing
+from jaxpp import extend, testing
 from jaxpp._program import Run
 from jaxpp.transforms.microbatch import _reductions
 from jaxpp.transforms.place import _lower_step
@@ -150,6 +150,36 @@ def test_a_transform_that_changes_the_function_is_refuted(monkeypatch):
     monkeypatch.setitem(_reductions.REDUCTIONS, "mean", a_sum)
     with pytest.raises(jaxpp.Refuted, match=r"result\[0\]\[0\] is not that of the function"):
         jaxpp.certify(step_of(), W, X)
+
+
+def test_a_function_that_is_not_placed_is_no_step():
+    for fun in (two_layers, jax.jit(two_layers)):
+        with pytest.raises(TypeError, match="takes a placed step, got `two_layers`"):
+            jaxpp.certify(fun, W, X)
+
+
+def test_edits_that_change_what_is_computed_have_to_be_accepted():
+    def halved(loop):
+        for key in loop.tasks:
+            if grads := loop.gradients(key):
+                loop = loop.replace(key, grads, lambda *own: [0.5 * g for g in own])
+        return loop
+
+    grad = jaxpp.microbatch(jax.grad(jaxpp.wrap_forward(two_layers)), 4)
+    grad = extend.edit_loops(jaxpp.schedule(grad, jaxpp.schedules.OneFOneB()), halved)
+    step = jaxpp.place(grad, mesh_of(2))
+    with pytest.raises(AssertionError, match="Edits change what the step computes: `.*halved`"):
+        testing.assert_computes_the_function(step, W, X)
+    testing.assert_computes_the_function(step, W, X, accept_edits=True)
+
+
+def test_a_wrong_mean_is_named_with_the_one_that_is_wanted(monkeypatch):
+    mean = _reductions.REDUCTIONS["mean"]
+    other = dataclasses.replace(mean, finish=lambda acc, count: acc / (count + 1))
+    monkeypatch.setitem(_reductions.REDUCTIONS, "mean", other)
+    with pytest.raises(jaxpp.Refuted, match=r"5\.0[^\n]*\n *where 4\.0[^\n]* is wanted") as error:
+        jaxpp.certify(step_of(), W, X)
+    assert error.value.line.startswith(__file__)
 
 
 @pytest.mark.parametrize("change", ["given another's operands", "lost"])
