@@ -40,6 +40,7 @@ from jax._src.state import AbstractRef, discharge
 from jax.core import Tracer
 from jax.experimental import serialize_executable
 from jax.experimental.key_reuse import _core as key_reuse
+from jax.extend.core import primitives
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh
 from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]
@@ -788,6 +789,15 @@ def _name_in_module(value: Any) -> tuple[str, str] | None:
     """Returns the module and the name there of a primitive or an effect; None where it has none."""
     found = _names_in_modules(len(sys.modules)).get(id(value))
     return found[:2] if found else None
+
+
+@functools.cache
+def is_of_library(primitive: jex.Primitive) -> bool:
+    """Tells whether a primitive is one of JAX, Equinox or jaxpp: then its name says what it is."""
+    if any(primitive is known for known in vars(primitives).values()):
+        return True
+    module, _ = _name_in_module(primitive) or ("", "")
+    return module.split(".")[0] in ("jax", "jaxlib", "equinox", "jaxpp")
 
 
 @functools.lru_cache(maxsize=1)

@@ -183,6 +183,8 @@ class _Devices:
     def _together(self, eqn: Eqn, operands: list[Parts]) -> list[Parts]:
         """The results of an equation in which devices depend on each other."""
         name = eqn.primitive.name
+        if not _compat.is_of_library(eqn.primitive):
+            raise _Unknown
         if name in _RULES:
             made = [tuple(parts) for parts in _RULES[name](self, eqn, operands)]
             types = [(v.aval.shape, name_of(v.aval.dtype)) for v in eqn.outvars]

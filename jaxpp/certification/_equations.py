@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp import _compat
 from jaxpp._typing import Eqn
 from jaxpp.certification import _control
 from jaxpp.certification._definition import SLICES
@@ -49,6 +50,8 @@ _RANDOM = frozenset("random_bits random_fold_in random_seed random_split threefr
 def rule_of(evaluator: "Evaluator", eqn: Eqn) -> Rule:
     """The function of terms that an equation is."""
     name = eqn.primitive.name
+    if not _compat.is_of_library(eqn.primitive):
+        return unknown(evaluator, eqn)
     if name == "name" and eqn.params["name"] == SLICES:
         return lambda args: [evaluator.terms.slice_by_microbatch(args[0])]
     if name in _IDENTITIES:
@@ -100,8 +103,10 @@ def operation(evaluator: "Evaluator", eqn: Eqn) -> Rule:
     else:
         params = params_of(evaluator, eqn)
     is_elementwise = name in MADE_HERE or evaluator.parameters.is_elementwise(eqn)
+    if not _compat.is_of_library(eqn.primitive):
+        name, is_elementwise = f"{name} of a user", False  # whatever its name says
     if name not in MADE_HERE:
-        params += (("primitive", eqn.primitive),)  # another may have its name
+        params += (("primitive", eqn.primitive),)
     if name in _RANDOM or name.startswith("random_"):
         params += (("partitionable", eqn.ctx.threefry_partitionable),)
     ops = [terms.op(name, params, *own, eqn, k) for k, own in enumerate(_types(eqn))]

@@ -588,6 +588,8 @@ class Terms(Table):
             return t
         if t.name in OF_BODIES and index.free >> t.op.params[0] & 1:
             return t  # its body is of all iterations, and the index of one
+        if t.name == "choice" and t.args[0] is not index and self.depends_on(t.args[0], index):
+            return t  # a later choice would be another one for each case of all earlier ones
         if t.form is index.form is Form.INSTANCE:
             if t.op.params != index.op.params:
                 return t
