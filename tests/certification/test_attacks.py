@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -861,3 +862,100 @@ def test_a_mean_that_is_a_sum_is_not_said_to_be_proven(monkeypatch):
     except jaxpp.Refuted:
         return
     assert "microbatch" not in certificate.transforms and certificate.undecided
+
+
+# ---- found by somebody who knew the promise alone -----------------------------------------------
+
+
+def test_an_operand_with_a_size_of_one_has_its_elements_along_its_axis():
+    def biased(h):
+        return jnp.sin(h) + jnp.sin(h[:1])
+
+    lowered = lower(lambda w, x: forward(loss_of(jnp.tanh, biased))(w, x), weights(2), X)
+    turned = by(lambda a, b: jax.lax.add(a, jnp.broadcast_to(b.reshape(-1, 1), a.shape)))
+
+    def is_biased(eqn):
+        return eqn.primitive.name == "add" and (1, WIDTH) in [v.aval.shape for v in eqn.invars]
+
+    refuses(lowered, edited(lowered.bundle, is_biased, turned))
+
+
+def test_an_index_is_clamped_to_the_cases_that_there_are():
+    """XLA takes the last case for any other index."""
+
+    def choose(h):
+        index = h[0, 0].astype(jnp.int32)
+        return jax.lax.switch(index, [jnp.sin, jnp.cos, jnp.exp], h)
+
+    lowered = lower(lambda w, x: forward(loss_of(jnp.tanh, choose))(w, x), weights(2), X)
+    low, index, _ = range(3)
+    del low
+    unclamped = by(lambda *operands: operands[index])
+    refuses(lowered, edited(lowered.bundle, named("clamp"), unclamped))
+
+
+def test_an_effect_of_the_test_of_a_loop_is_none_of_its_body():
+    def loop(in_test):
+        def see(c, is_here):
+            if is_here:
+                jax.debug.callback(_first, c[0])
+
+        def test(c):
+            see(c, in_test)
+            return c[0] < 3
+
+        def body(c):
+            see(c, not in_test)
+            return c[0] + 1, jnp.sin(c[1])
+
+        return lambda h: jax.lax.while_loop(test, body, (0, h))[1]
+
+    of_body, of_test = (
+        lower(forward(loss_of(jnp.tanh, loop(k))), weights(2), X) for k in (False, True)
+    )
+    (other,) = (e for c in of_test.bundle.computations for e in c.jaxpr.eqns if named("while")(e))
+    refuses(of_body, edited(of_body.bundle, named("while"), with_params(**other.params)))
+
+
+def test_effects_of_devices_count_where_there_is_no_rule_for_what_they_compute():
+    mesh = jaxpp.MpmdMesh((2, 2), ("mpmd", "d"), devices=jax.devices()[:4])
+
+    def inner(h):
+        jax.debug.callback(_first, h[0, 0])
+        once = lambda c: (c[0] + 1, jax.lax.psum(c[1], "d") * 0.5)  # noqa: E731
+        return jax.lax.while_loop(lambda c: c[0] < 3, once, (0, h))[1]
+
+    def mapped(h):
+        inside = jax.sharding.AbstractMesh((2,), ("d",))
+        return jax.shard_map(
+            inner, mesh=inside, in_specs=P("d"), out_specs=P("d"), check_vma=False
+        )(h)
+
+    lowered = lower(lambda w, x: forward(loss_of(jnp.tanh, mapped))(w, x), weights(2), X, mesh=mesh)
+
+    def twice(eqn):
+        return [eqn.replace(outvars=list(map(_jaxprs.fresh_var, eqn.outvars))), eqn]
+
+    refuses(lowered, edited(lowered.bundle, named("shard_map"), twice))
+
+
+def test_a_primitive_is_not_known_by_its_name():
+    double = jex.Primitive("copy")
+    double.def_impl(lambda a: 2 * a)
+    double.def_abstract_eval(lambda a: a)
+    lowered = lower(lambda w, x: forward(loss_of(jnp.tanh))(w, x), weights(2), X)
+    doubled = by(lambda a: double.bind(jnp.tanh(a)))
+    refuses(lowered, edited(lowered.bundle, named("tanh"), doubled))
+
+
+def test_a_result_has_no_memory_of_the_caller():
+    lowered = lower(lambda w, x: (forward(loss_of(jnp.tanh))(w, x), 2 * w[0]), weights(2), X)
+    programs = []
+    for program in lowered.bundle.programs:
+        of_argument = dict(program.inputs).get(0)
+        outputs = tuple(
+            (n, of_argument if n == 1 and of_argument is not None else s)
+            for n, s in program.outputs
+        )
+        programs.append(dataclasses.replace(program, outputs=outputs))
+    refuses(lowered, dataclasses.replace(lowered.bundle, programs=tuple(programs)))
