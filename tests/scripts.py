@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -37,4 +38,5 @@ def load_script(name: str) -> Script:
         for define in [n for n in dir(flags) if n.startswith("DEFINE_")]:
             original = getattr(flags, define)
             patch.setattr(flags, define, functools.partial(original, flag_values=own))
+        sys.modules.pop(name, None)  # another script may have imported it, with flags among its own
         return Script(importlib.import_module(name), own)

@@ -43,5 +43,5 @@ def test_the_certificate_refutes_mutations_of_the_passes(names):
     command = [sys.executable, "-m", "tests.mutations", "--certify", *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    verdicts = re.findall(r"^ *\d+ (\w+)", done.stdout, re.MULTILINE)
+    verdicts = re.findall(r"^ *\d+ (\w+) .*\(jaxpp/", done.stdout, re.MULTILINE)
     assert len(verdicts) == len(names) and set(verdicts) <= {"refuted", "refused"}, done.stdout

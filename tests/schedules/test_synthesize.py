@@ -83,7 +83,7 @@ def instances(draw, most_ranks=4, most_microbatches=7):
         Costs(*(draw(times) for _ in "FIW"), latency=draw(st.integers(0, 2))),
         placement,
         draw(st.integers(1, most_microbatches)),
-        Memory(4, -freed, freed - 4),
+        Memory(4, -freed, freed - 4, per="stage"),
         4 * v * draw(st.sampled_from([1, 1.5, 2, 3, math.inf])),
     )
 
@@ -99,7 +99,7 @@ def test_the_table_is_sound_and_between_the_bound_and_the_catalogue(case, object
     timeline = simulate(found.table, case.costs)
     value = timeline.makespan if objective == "wall" else timeline.longest_span
     assert found.value == value >= found.lower_bound
-    if objective == "wall" and case.memory == Memory(4, 0, -4):
+    if objective == "wall" and case.memory == Memory(4, 0, -4, per="stage"):
         sizes = case.placement, case.microbatches
         assert value <= best_of_catalogue(case.costs, *sizes, case.limit / 4)
 
