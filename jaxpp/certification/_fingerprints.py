@@ -214,6 +214,10 @@ class Fingerprints:
                 return _each(lambda a: pow(a, _power(op), PRIME) if a else 0, *given)
             case "div" if _is_inexact(op.dtype):
                 return _each(lambda a, b: a * self._inverse(b), *given)
+            case "complex" | "conj" | "imag" | "real" if _size(op) > 1:
+                # Linear, but no factors: the parts of two numbers do not change places.
+                wide = [g if len(g) > 1 else g * _ELEMENTS for g in given]
+                return self._linear((name, op.shape), _size(op), wide)
             case "convert_element_type" | "reduce_precision" if not self.rounding:
                 if op.dtype == t.args[0].dtype or _fits(t.args[0].dtype, op.dtype):
                     return given[0]
