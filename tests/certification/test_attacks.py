@@ -926,7 +926,8 @@ def test_effects_of_devices_count_where_there_is_no_rule_for_what_they_compute()
         return jax.lax.while_loop(lambda c: c[0] < 3, once, (0, h))[1]
 
     def mapped(h):
-        inside = jax.sharding.AbstractMesh((2,), ("d",))
+        auto = (jax.sharding.AxisType.Auto,)
+        inside = jax.sharding.AbstractMesh((2,), ("d",), axis_types=auto)
         return jax.shard_map(
             inner, mesh=inside, in_specs=P("d"), out_specs=P("d"), check_vma=False
         )(h)
