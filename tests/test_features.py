@@ -13,6 +13,7 @@ import optax
 import pytest
 import ray
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.experimental import checkify, io_callback, sparse
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -513,7 +514,7 @@ def test_features_around_the_stages(name, monkeypatch):
         step = place(fun, *args, **options)
 
         def run(*args):
-            if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+            if not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
                 testing.assert_computes_the_function(step, *args)
             return step(*args)
 

@@ -22,8 +22,7 @@ from jax.experimental.pallas.ops.gpu import attention
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-import jaxpp
-from jaxpp import _compat
+from jaxpp import _compat, _jaxprs
 from jaxpp._program import Computation
 from jaxpp.runtime.remote.calls import Pickled
 
@@ -245,7 +244,7 @@ def test_equations_keep_the_users_lines_names_and_context():
             assert _compat.scope_names(other) == _compat.scope_names(one)
             assert other.ctx is one.ctx and other.primitive is one.primitive
             seen.append((one.primitive.name, _compat.source_line(one)))
-            pairs += zip(*(jaxpp._jaxprs.sub_jaxprs(e) for e in (one, other)), strict=True)
+            pairs += zip(*(_jaxprs.sub_jaxprs(e) for e in (one, other)), strict=True)
     assert ("sin", f"{__file__}:{line}") in seen and len(seen) > 10
 
 

@@ -59,7 +59,7 @@ def test_a_killed_worker_is_an_error_and_a_checkpoint_goes_on(mesh, expected, tm
     state, losses = train(step, begin(), range(2))
     jaxpp.save_state(tmp_path / "2", state)
     os.kill(mesh.apply(pid_of, {1: ()})[1], signal.SIGKILL)
-    with pytest.raises(jaxpp.runtime.RankError, match="rank 1"):
+    with pytest.raises(jaxpp.RankError, match="rank 1"):
         train(step, state, range(2, 4))
     mesh.restart()
     state, more = train(step, jaxpp.load_state(tmp_path / "2", begin()), range(2, 4))
