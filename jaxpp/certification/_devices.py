@@ -26,7 +26,7 @@ class _Unknown(Exception):
 
 
 def shard_map(evaluator: "Evaluator", eqn: Eqn, args: Sequence[Term]) -> Sequence[Term]:
-    """What a computation on several devices gives.
+    """Runs a computation on several devices.
 
     If there is no rule for something in it, it is an unknown function of all operands: its body is
     the same on all devices.

@@ -190,7 +190,7 @@ class Machine:
         self._put(rank, run.outputs, made, [v.aval for v in inside.outvars])
 
     def _owner(self, own: _Buffer | None) -> str | None:
-        """What keeps its memory whatever the programs do; None if they may take it."""
+        """Names what keeps its memory whatever the programs do; None if they may take it."""
         if own is not None and own.kind == "constant":
             return "a constant"
         if own is not None and own.kind == "argument":

@@ -198,7 +198,7 @@ _PLAIN = (int, float, str, type, types.NoneType, enum.Enum, np.dtype, *_compat.J
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    """What an object holds."""
+    """Lists what an object holds."""
     match value:
         case tuple() | list() | set() | frozenset() | collections.deque():
             return value

@@ -67,7 +67,7 @@ def _num_microbatches(lowered: Lowered) -> int:
 
 
 class How(enum.IntEnum):
-    """How a result is that of the function, from strong to weak."""
+    """The ways in which a result is that of the function, from strong to weak."""
 
     #: By the same operations in the same order.
     BITS = 0
@@ -314,7 +314,7 @@ class Proof:
         return f"after the pass {where}" if where in self.lowered.passes else where
 
     def _name(self, name: str) -> str:
-        """What a pass is called: the first gives the scheduled function."""
+        """Names a pass; the first gives the scheduled function."""
         return _TRANSFORMS if name == next(iter(self.lowered.passes)) else name
 
     # ---- values ------------------------------------------------------------------------------

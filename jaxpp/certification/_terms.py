@@ -426,7 +426,7 @@ class Terms(Table):
 
     @_of_templates
     def each(self, t: Term, depth: int, length: int) -> Term:
-        """What each iteration of a loop makes, along a new first axis."""
+        """Stacks what each iteration of a loop makes along a new first axis."""
         shape = (length, *t.shape)
         if not t.free >> depth & 1:
             return self.broadcast(t, shape, range(1, len(shape)))
