@@ -436,7 +436,7 @@ class Terms(Table):
 
     @_of_templates
     def last(self, t: Term, depth: int) -> Term:
-        """What a loop carries out of its last iteration."""
+        """Gives what a loop carries out of its last iteration."""
         if not t.free >> depth & 1:
             return t
         return self.term("last", (depth,), (t,), t.shape, t.dtype)
