@@ -152,8 +152,9 @@ def _check_sizes(leaves, entries: Sequence[Entry], paths, count: int, replicas: 
         if size % count:
             below = size // count * count
             near = f"{below} or {below + count}" if below else f"{count}"
+            examples = f"{size} example{'s' * (size > 1)}"
             raise ValueError(
-                f"microbatch: args{path} has {size} examples, which {slices} do not divide; use "
+                f"microbatch: args{path} has {examples}, which {slices} do not divide; use "
                 f"{near} examples, or another number of microbatches."
             )
     # An array with an entry for each microbatch (random keys, numbers) has M, whatever the batch.
@@ -191,8 +192,12 @@ def _is_key(x: Any) -> bool:
     return raw or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def note_on_keys(error: Exception, leaves, entries: Sequence[Entry], paths) -> None:
-    """Explains an error of a function whose slice of random keys is an array of one key."""
+def note_on_keys(error: Exception, leaves, entries: Sequence[Entry], paths) -> bool:
+    """Explains an error of a function whose slice of random keys is an array of one key.
+
+    Returns:
+        Whether it was such an error.
+    """
     for leaf, entry, path in zip(leaves, entries, paths, strict=True):
         if isinstance(entry.axis, int) and _is_key(leaf) and "key" in str(error):
             error.add_note(
@@ -200,7 +205,21 @@ def note_on_keys(error: Exception, leaves, entries: Sequence[Entry], paths) -> N
                 f"gets an array of its keys, also where that is one. Take it in the function: "
                 f"key = keys[0]."
             )
-            return
+            return True
+    return False
+
+
+def note_on_slices(error: Exception, leaves, entries: Sequence[Entry], paths, count: int) -> None:
+    """Says what was sliced, where the function fails on a slice: it may be a parameter."""
+    pairs = zip(leaves, entries, paths, strict=True)
+    sliced = [(f"args{p}", x, e.axis) for x, e, p in pairs if isinstance(e.axis, int)]
+    shown = [f"{p} {x.shape} by axis {axis}" for p, x, axis in sliced[:4]]
+    more = f" and {len(sliced) - 4} more" if len(sliced) > 4 else ""
+    error.add_note(
+        f"microbatch: the function was traced on one of {count} slices. in_axes slices "
+        f"{', '.join(shown)}{more}. An argument that each microbatch reads whole, as parameters "
+        f"are, has None in in_axes."
+    )
 
 
 def slice_type(x, axis: int | str, count: int) -> jax.ShapeDtypeStruct:

@@ -182,7 +182,8 @@ def microbatch_by(
         try:
             traced = _jaxprs.trace(_with_arrays(fun), jtu.tree_unflatten(tree, small))
         except (TypeError, ValueError) as error:
-            _arguments.note_on_keys(error, leaves, entries, paths)
+            if not _arguments.note_on_keys(error, leaves, entries, paths):
+                _arguments.note_on_slices(error, leaves, entries, paths, count)
             raise
         chosen = reduce(lambda: traced)
         if chosen is _BY_DEFAULT:

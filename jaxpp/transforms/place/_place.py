@@ -113,6 +113,11 @@ def place(
         >>> step(jnp.eye(2), jnp.ones((8, 2))).shape
         (2, 2)
     """
+    if not isinstance(feed, Mapping | None):
+        raise TypeError(
+            f"place: feed is a mapping from the position of an argument to the function that loads "
+            f"it, {{1: load}}, got a {type(feed).__name__}."
+        )
     donated, static = (
         (n,) if isinstance(n, int) else tuple(n) for n in (donate_argnums, static_argnums)
     )

@@ -131,6 +131,11 @@ def test_errors_print_the_name_by_which_they_are_imported():
     assert pathlib.Path(jaxpp.__file__).parent.name == jaxpp.RankError.__module__
 
 
+def test_a_feed_that_is_no_mapping_is_an_error():
+    with pytest.raises(TypeError, match="feed is a mapping from the position .*, got a list"):
+        jaxpp.place(grad_of(loss), mesh_of(2), feed=[next])
+
+
 def test_the_end_of_a_feed_ends_the_loop():
     batches = iter([jnp.ones((8, 4))] * 2)
     step = jaxpp.place(grad_of(loss), mesh_of(2), feed={1: lambda number: next(batches)})
