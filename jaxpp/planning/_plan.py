@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._links import Links
+from jaxpp.planning._loss import map_sliced
 from jaxpp.planning._measure import Measurement
 from jaxpp.planning._predict import costs_found
 from jaxpp.planning._problem import MADE, SCHEDULES, Candidate, Problem
@@ -187,8 +189,9 @@ def plan(
     tries: int = 2000,
     seed: int = 0,
     at_least: int = 32,
-    in_axes: PyTree[int | None] = None,
+    in_axes: PyTree[int | str | None] = None,
     device: Any = None,
+    in_specs: PyTree[PartitionSpec | None] = None,
     repeats: int = 3,
 ) -> Plan:
     """Chooses cuts, schedule, number of microbatches, and which activations are kept, for a step.
@@ -197,7 +200,7 @@ def plan(
     of the host meanwhile (`Recompute` and `Offload` of `jaxpp.schedules`), whichever takes less.
 
     Args:
-        fun: the loss function, before `split_stages`. Its first argument has the parameters.
+        fun: the loss function, before `split_stages`, as for `profile`.
         *args: its arguments, with a whole batch.
         ranks: the number of ranks.
         microbatches: the number of microbatches of a replica, or those to choose from.
@@ -225,6 +228,7 @@ def plan(
         in_axes: as in `microbatch`; by default every argument but the first is part of the batch.
         device: as in `profile`: where to measure, or a `jaxpp.Device` or the name of one, for a
             plan without a measurement; its memory is then the limit, unless one is given.
+        in_specs: as in `profile`.
         repeats: how often to measure; the medians count.
 
     Returns:
@@ -264,8 +268,9 @@ def plan(
     for count in counts:
         own = _one_microbatch(args, count, replicas, in_axes)
         profiles[count] = profile(
-            fun, *own, at_least=at_least, in_axes=in_axes, device=device, repeats=repeats
-        )
+            fun, *own, at_least=at_least, in_axes=in_axes, device=device, in_specs=in_specs,
+            repeats=repeats,
+        )  # fmt: skip
     return solve(dataclasses.replace(problem, profiles=profiles))
 
 
@@ -311,22 +316,17 @@ def _factors_of_ranks(
 
 def _one_microbatch(args: Sequence[Any], number: int, replicas: int, in_axes: Any) -> list[Any]:
     """Takes the first microbatch of the arguments."""
-    axes = (None, *(0 for _ in args[1:])) if in_axes is None else in_axes
     for name, own in (("microbatches", number), ("replicas", replicas)):
         if own < 1:
             raise ValueError(f"plan: a number of {name} is at least 1, got {own}.")
     count, each = number * replicas, f" of {replicas} replicas each" if replicas > 1 else ""
 
-    def part(axis, arg):
-        def cut(x):
-            size = x.shape[axis]
-            if size % count:
-                raise ValueError(
-                    f"plan: {number} microbatches{each} do not divide the {size} examples of a "
-                    f"batch."
-                )
-            return jax.lax.slice_in_dim(x, 0, size // count, axis=axis)
+    def first(x: Any, axis: int) -> Any:
+        size = x.shape[axis]
+        if size % count:
+            raise ValueError(
+                f"plan: {number} microbatches{each} do not divide the {size} examples of a batch."
+            )
+        return jax.lax.slice_in_dim(x, 0, size // count, axis=axis)
 
-        return arg if axis is None else jax.tree.map(cut, arg)
-
-    return [part(axis, arg) for axis, arg in zip(axes, args, strict=True)]
+    return map_sliced(first, in_axes, args)

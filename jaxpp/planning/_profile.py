@@ -5,27 +5,30 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from jaxpp._compat import PINNED_HOST
 from jaxpp._program import Bundle, Role, Run
+from jaxpp._specs import Spec
 from jaxpp.planning import _files
 from jaxpp.planning._device import Device, device_of
 from jaxpp.planning._limited import LimitedCuts
 from jaxpp.planning._links import Links
+from jaxpp.planning._loss import gradient, map_sliced
 from jaxpp.planning._measure import _loaded, _OneByOne, _placed_copies
+from jaxpp.runtime.executor import array_bytes
 from jaxpp.runtime.local import LocalStep, MpmdMesh
 from jaxpp.runtime.trace import Clocked, Key
 from jaxpp.schedules import Costs, Interleaved1F1B, InterleavedZeroBubble, Kind, Schedule, Task
-from jaxpp.transforms import microbatch, place, schedule, split_stages, wrap_forward
+from jaxpp.transforms import place, schedule, split_stages, wrap_forward
 from jaxpp.transforms.stages import Finest, UnitCosts
 
 #: The microbatches of a step that is profiled, so that there are sums of gradients, too.
@@ -167,15 +170,17 @@ def profile(
     fun: Any,
     *args: Any,
     at_least: int = 32,
-    in_axes: PyTree[int | None] = None,
+    in_axes: PyTree[int | str | None] = None,
     policy: Any = None,
     device: Any = None,
+    in_specs: PyTree[PartitionSpec | None] = None,
     repeats: int = 3,
 ) -> Profile:
     """Measures the units of a loss function, each alone, on one device.
 
     Args:
-        fun: the loss function, before `split_stages`. Its first argument has the parameters.
+        fun: the loss function, before `split_stages`. Its first argument has the parameters. It
+            returns the loss, or `(loss, aux)`: metrics, or a new state.
         *args: its arguments, with a batch of the size of a microbatch.
         at_least: how many units there are to be where blocks hold layers of their own, which are
             then the units; and how many in a function without layers.
@@ -183,14 +188,17 @@ def profile(
         policy: as in `wrap_forward`.
         device: where to measure; by default the first of `jax.devices()`. Or a `jaxpp.Device`, or
             the name of one, whose figures bound the times of what XLA counts: nothing is measured.
+            Or a `jaxpp.MpmdMesh` of one rank, over whose further axes the tasks are split; bytes
+            are then those of one of its devices, but for `crossing`, which are of the rank.
+        in_specs: as in `place`, for a mesh with further axes.
         repeats: how often to measure; the medians count.
 
     Returns:
         The profile, which `split_stages(balance=)` takes.
 
     Raises:
-        ValueError: `repeats` is below 1, there is no device of that name, or the function cannot be
-            cut.
+        ValueError: `repeats` is below 1, there is no device of that name, the mesh has several
+            ranks, the function cannot be cut, or it returns no loss.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpp
@@ -207,16 +215,22 @@ def profile(
         raise ValueError(f"profile needs repeats of at least 1, got {repeats}.")
     finest = Finest()
     staged = wrap_forward(split_stages(fun, at_least, balance=finest), policy=policy)
-    axes = (None, *(0 for _ in args[1:])) if in_axes is None else in_axes
-    grad_fn = microbatch(eqx.filter_value_and_grad(staged), MICROBATCHES, in_axes=axes)
+    grad_fn = gradient(staged, args, MICROBATCHES, in_axes)  # this cuts, and notes where
     figures = device_of(device) if isinstance(device, Device | str) else None
-    mesh = MpmdMesh((1,), devices=[jax.devices()[0] if figures or device is None else device])
-    eqx.filter_eval_shape(staged, *args)  # cuts, and notes where
-    args = tuple(_repeated(arg, axis) for arg, axis in zip(args, axes, strict=True))
+    mesh = device if isinstance(device, MpmdMesh) else _mesh_of(None if figures else device)
+    if mesh.num_ranks > 1:
+        raise ValueError(
+            f"profile: each unit is measured alone, on one rank, and {mesh!r} has {mesh.num_ranks} "
+            f"ranks; give one of a single rank, jaxpp.MpmdMesh((1, ...), ('mpmd', ...))."
+        )
+    sizes = {} if mesh.inside is None else dict(mesh.inside.shape)
+    args = tuple(
+        map_sliced(lambda x, axis: jnp.concatenate([x] * MICROBATCHES, axis), in_axes, args)
+    )
     count = len(finest.crossing) + 1
 
     def measured(order: Schedule) -> tuple[LocalStep, dict[Key, float]]:
-        local, arrays = _loaded(place(schedule(grad_fn, order), mesh), args)
+        local, arrays = _loaded(place(schedule(grad_fn, order), mesh, in_specs=in_specs), args)
         runs: list[Clocked] = []
         if figures is not None:
             return local, _times_on(figures, local)
@@ -232,7 +246,7 @@ def profile(
         tuple(times.get((kind, stage), 0.0) for stage in range(count))
         for times, kind in ((whole, Kind.F), (whole, Kind.B), (halves, Kind.I), (halves, Kind.W))
     )
-    kept = _activations(step.bundle, count)
+    kept = _activations(step.bundle, count, sizes)
     return Profile(
         finest.crossing,
         at_least,
@@ -244,7 +258,7 @@ def profile(
         tuple(sum(map(_nbytes, own)) for own in kept),
         _temporaries(step, count),
         tuple(
-            sum(a.aval.size * a.aval.dtype.itemsize for a in step.bundle.arguments
+            sum(array_bytes(a.aval, a.spec, sizes) for a in step.bundle.arguments
                 if a.role is Role.PARAMETER and stage in a.stages)
             for stage in range(count)
         ),
@@ -253,9 +267,14 @@ def profile(
     )  # fmt: skip
 
 
+def _mesh_of(device: Any) -> MpmdMesh:
+    """Makes a mesh of one device, by default the first."""
+    return MpmdMesh((1,), devices=[jax.devices()[0] if device is None else device])
+
+
 def _memory_bandwidth(parameters: Any, mesh: MpmdMesh, repeats: int) -> float:
     """Measures how fast an update of the parameters reads and writes them."""
-    (device,) = mesh.devices
+    device = mesh.devices[0]
     change = jax.device_put(eqx.filter(parameters, eqx.is_inexact_array), device)
     update = jax.jit(lambda old, change: jax.tree.map(jnp.add, old, change), donate_argnums=0)
     old, times = jax.tree.map(jnp.copy, change), []
@@ -271,7 +290,7 @@ def _copies(
     kept: Sequence[Sequence[Any]], mesh: MpmdMesh, repeats: int, figures: Device | None
 ) -> tuple[float, ...]:
     """Finds how long what each unit keeps takes to host memory, or back; () if nobody knows."""
-    (device,) = mesh.devices
+    device = mesh.devices[0]
     if figures is not None:
         each = (sum(map(_nbytes, own)) for own in kept)
         return tuple(n / figures.host_bandwidth for n in each) if figures.host_bandwidth else ()
@@ -288,13 +307,6 @@ def _copies(
             times.append(time.perf_counter() - start)
         known[own] = statistics.median(times[1:]) / 2
     return tuple(known[tuple(own)] for own in kept)
-
-
-def _repeated(arg: Any, axis: Any) -> Any:
-    """Makes a batch of microbatches that are all alike."""
-    if axis is None:
-        return arg
-    return jax.tree.map(lambda x: jnp.concatenate([x] * MICROBATCHES, axis), arg)
 
 
 def of_stages(values: Sequence[float], at: Sequence[int]) -> tuple[float, ...]:
@@ -379,19 +391,31 @@ def _times_on(device: Device, step: LocalStep) -> dict[Key, float]:
     return times
 
 
-def _activations(bundle: Bundle, count: int) -> list[list[Any]]:
-    """Finds the types of what each stage's backward reads of what forwards have made."""
+def _activations(bundle: Bundle, count: int, sizes: Mapping[str, int]) -> list[list[Any]]:
+    """Finds the types of what each stage's backward reads of what forwards have made.
+
+    They are those of a device of the rank, whose further axes have these sizes.
+    """
     made: dict[int, Any] = {}  # the types of what forwards have made, by slot
     kept: list[list[Any]] = [[] for _ in range(count)]
     for instruction in bundle.programs[0].instructions:
         if isinstance(instruction, Run) and (task := instruction.task):
             if task.kind is Kind.F:
-                avals = bundle.computations[instruction.computation].jaxpr.out_avals
-                made |= zip(instruction.outputs, avals, strict=True)
+                own = bundle.computations[instruction.computation]
+                avals = own.jaxpr.out_avals
+                specs = own.out_specs or ((),) * len(avals)
+                parts = map(lambda a, s: _part(a, s, sizes), avals, specs)
+                made |= zip(instruction.outputs, parts, strict=True)
             else:  # the last stage comes first; what several read is the last one's
-                read = [made.pop(slot) for slot in instruction.inputs if slot in made]
-                kept[task.stage] = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in read]
+                kept[task.stage] = [made.pop(s) for s in instruction.inputs if s in made]
     return kept
+
+
+def _part(aval: Any, spec: Spec, sizes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
+    """Returns the type of the part of an array that one device has."""
+    counts = [math.prod(sizes[axis] for axis in entry) for entry in spec] or [1] * aval.ndim
+    shape = tuple(-(-n // count) for n, count in zip(aval.shape, counts, strict=True))
+    return jax.ShapeDtypeStruct(shape, aval.dtype)
 
 
 def _nbytes(aval: Any) -> int:

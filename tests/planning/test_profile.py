@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -227,3 +228,76 @@ def test_a_function_without_layers_is_cut_into_equal_parts():
     assert len(found.costs) == 5 and isinstance(found, UnitCosts)
     with pytest.raises(ValueError, match="repeats of at least 1"):
         jaxpp.profile(deep, jnp.eye(8), jnp.ones((4, 8)), repeats=0)
+
+
+WEIGHTS = [jax.random.normal(k, (WIDTH, WIDTH)) / 4 for k in jax.random.split(jax.random.key(2), 4)]
+ROWS = jax.random.normal(jax.random.key(3), (8, WIDTH))
+
+
+def deep_loss(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x)
+
+
+def with_metrics(weights, x):
+    value = deep_loss(weights, x)
+    return value, {"loss": value, "examples": len(x)}
+
+
+def with_state(weights, mean, x):
+    return deep_loss(weights, x - mean), 0.9 * mean + 0.1 * x.mean(0)
+
+
+def with_keys(weights, x, keys):
+    kept = jax.random.bernoulli(keys[0], 0.5, x.shape)
+    return deep_loss(weights, jnp.where(kept, x, 0.0))
+
+
+def of_pairs(weights, batch):
+    return jnp.mean((batch["x"] @ weights[0] @ weights[1] - batch["y"].T) ** 2)
+
+
+KEYS = jax.random.split(jax.random.key(4), 4)
+LIKE_MICROBATCH = {
+    "metrics": (with_metrics, (WEIGHTS, ROWS), None),
+    "a carried state": (with_state, (WEIGHTS, jnp.zeros(WIDTH), ROWS), (None, "carry", 0)),
+    "keys": (with_keys, (WEIGHTS, ROWS, KEYS), (None, 0, 0)),
+    "axes of a dictionary": (
+        of_pairs,
+        (WEIGHTS[:2], {"x": ROWS, "y": ROWS.T}),
+        (None, {"x": 0, "y": 1}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_MICROBATCH)
+def test_a_loss_is_taken_as_microbatch_takes_it(name):
+    fun, args, axes = LIKE_MICROBATCH[name]
+    options: Any = dict(at_least=2, in_axes=axes, device="h100", schedules=["1f1b"], tries=5)
+    plan = jaxpp.plan(fun, *args, ranks=2, microbatches=4, **options)
+    has_aux = name in ("metrics", "a carried state")
+    staged = jaxpp.wrap_forward(jaxpp.split_stages(fun, at=plan.cuts))
+    grad = eqx.filter_value_and_grad(staged, has_aux=has_aux)
+    reduce = (("mean", "carry" if "state" in name else "last") if has_aux else "mean", "mean")
+    grad = jaxpp.microbatch(grad, 4, in_axes=axes or (None, 0), reduce=reduce)
+    _, grads = eqx.filter_eval_shape(jaxpp.schedule(grad, plan.order), *args)
+    assert [g.shape for g in grads] == [w.shape for w in args[0]]
+
+
+@pytest.mark.parametrize("result", [lambda x: x, lambda x: (x.mean(), 1, 2)])
+def test_a_function_that_is_no_loss_is_an_error(result):
+    with pytest.raises(ValueError, match="profile: the function is a loss: .* got"):
+        jaxpp.profile(lambda w, x: result(x @ w[0]), WEIGHTS, ROWS, repeats=1)
+
+
+def test_bytes_are_those_of_a_device_where_a_rank_has_several():
+    options: Any = dict(at_least=4, repeats=1)
+    mesh = jaxpp.MpmdMesh((1, 2), ("mpmd", "model"))
+    specs = (jax.sharding.PartitionSpec(None, "model"), jax.sharding.PartitionSpec())
+    whole = jaxpp.profile(deep_loss, WEIGHTS, ROWS, **options)
+    split = jaxpp.profile(deep_loss, WEIGHTS, ROWS, device=mesh, in_specs=specs, **options)
+    assert [2 * n for n in split.parameter_bytes] == list(whole.parameter_bytes)
+    assert sum(split.activation_bytes) < sum(whole.activation_bytes)
+    with pytest.raises(ValueError, match="has 2 ranks"):
+        jaxpp.profile(deep_loss, WEIGHTS, ROWS, device=jaxpp.MpmdMesh((2,)), **options)
