@@ -469,7 +469,12 @@ def test_room_is_counted_node_by_node(gpus, there, room):
     assert _places._room({"CPU": 1, "GPU": gpus}, nodes) < room
 
 
-def test_ranks_fill_the_nodes_where_ray_has_put_their_bundles(session, monkeypatch):
+@pytest.mark.parametrize(("here", "order"), [("elsewhere", [0, 3, 1, 2]), ("node 0", [1, 2, 0, 3])])
+def test_ranks_fill_the_nodes_where_ray_has_put_their_bundles(monkeypatch, here, order):
+    """Node after node, that of the driver first, else that of the first bundle."""
+    session = _session.Session("", started=False)
+    context = SimpleNamespace(get_node_id=lambda: here)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     asked, nodes = [], nodes_with((8, 4), (8, 4))
     monkeypatch.setattr(_places, "_nodes", lambda: nodes)
     monkeypatch.setattr(_places.ray, "nodes", lambda: nodes)
@@ -487,8 +492,7 @@ def test_ranks_fill_the_nodes_where_ray_has_put_their_bundles(session, monkeypat
     monkeypatch.setattr(_places, "placement_group_table", lambda _: {"bundles_to_node_id": where})
     reservation = _places.reserve_places(session, 4, cpus_per_rank=1, gpus_per_rank=2)
     assert [bundle["GPU"] for bundle in asked] == [2, 2, 2, 2]
-    # Ranks follow nodes, from that of the first bundle.
-    assert [place.bundle for (place,) in reservation.places] == [0, 3, 1, 2]
+    assert [place.bundle for (place,) in reservation.places] == order
     assert [place.number for (place,) in reservation.places] == [0, 1, 0, 1]
     assert _environment.worker_options(reservation, 3)["num_gpus"] == 2
     asked.clear()
