@@ -16,7 +16,7 @@ import ray
 import ray.util.client
 
 from jaxpp._warn import warn
-from jaxpp.runtime.remote.calls import uninterrupted
+from jaxpp.runtime.remote._interrupts import uninterrupted
 
 #: Seconds within which a Ray session has to accept a connection, before it counts as gone.
 CONNECT_TIMEOUT = 3.0
