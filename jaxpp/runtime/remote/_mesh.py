@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from jaxpp.runtime.remote._process import Process
 from jaxpp.runtime.remote._programs import Library
 from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.remote._step import Steps
+
+#: Seconds that Ray has to bring the last lines that ranks have printed, before they end.
+PRINTING = 0.5
 
 
 class RemoteMpmdMesh:
@@ -103,6 +107,8 @@ class RemoteMpmdMesh:
         start_timeout: float = 60.0,
     ):
         axes = check_axes("RemoteMpmdMesh", shape, axis_names, axis_types)
+        # Of what ranks print, Ray would show lines that differ in numbers alone only once.
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # it is read as Ray is imported
         # The group brings Ray, which takes long to import.
         from jaxpp.runtime.remote._group import WorkerGroup
 
@@ -156,6 +162,7 @@ class RemoteMpmdMesh:
             if self._steps.library.has_effects and self._group.is_well:
                 with contextlib.suppress(RuntimeError):  # a rank fails now
                     self._steps.settle()
+                time.sleep(PRINTING)
         finally:
             atexit.unregister(self.shutdown)
             self._group.stop()

@@ -18,11 +18,11 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
+from jaxpp.runtime.remote.group import _group  # noqa: E402
 from ray.util.placement_group import placement_group_table  # noqa: E402
 
 from jaxpp import _compat  # noqa: E402
 from jaxpp.runtime.remote.cluster import _cluster, _environment, _session  # noqa: E402
-from jaxpp.runtime.remote.group import _group  # noqa: E402
 from tests.helpers import wait_until  # noqa: E402
 
 #: In the place of a placement group, where nothing reads it.
