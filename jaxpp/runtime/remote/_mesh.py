@@ -67,8 +67,7 @@ class RemoteMpmdMesh:
             than sockets on CPU, and faster between GPUs for arrays above 16 MiB.
         heartbeat_timeout: seconds without a sign of life after which a worker counts as lost whose
             process has been stopped, or whose host does not answer. One that runs is never lost for
-            being slow; it has a hundred times as long (5 minutes) to answer, since C code may hold
-            Python's lock.
+            being slow, since C code may hold Python's lock.
         start_timeout: seconds that the cluster has to start the workers.
 
     Raises:
