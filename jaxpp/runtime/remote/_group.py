@@ -376,11 +376,9 @@ class Pending:
 
     def wait(self, timeout: float = POLL) -> bool:
         """Waits until all have answered, `timeout` seconds at most; tells whether they have."""
-        if not ray.is_initialized():  # `ray.wait` would start a session
-            return True
         # The results of a worker come together.
         every = [own[0] if isinstance(own, list) else own for own in self.references.values()]
-        return not ray.wait(every, num_returns=len(every), timeout=timeout, fetch_local=False)[1]
+        return _wait(every, timeout)
 
     def values(self) -> dict[int, Any]:
         """Waits for all workers; gives their results by worker.
@@ -405,19 +403,26 @@ class Pending:
 
     def _outcome(self, worker: int, reference: Any) -> tuple[Any, BaseException | None]:
         """Waits for a result, or for what the method has raised."""
-        while True:
-            if not ray.is_initialized():  # `ray.get` would start a session
-                self._watch.end()
-            try:
-                return ray.get(reference, timeout=POLL), None
-            except ray.exceptions.GetTimeoutError:
-                self._watch.check()
-            except ray.exceptions.RayError as error:
-                cause = getattr(error, "cause", None)
-                if isinstance(cause, Failed) and not cause.ends:
-                    raised = cause.failure.cause()
-                    raised.add_note(f"on {self._members[worker]}")
-                    return None, raised
-                if not isinstance(cause, Failed):
-                    self._watch.report(worker, Death.of(error))
-                self._watch.end()
+        while not _wait([reference], POLL):
+            self._watch.check()
+        if not ray.is_initialized():
+            self._watch.check()
+        try:
+            return ray.get(reference), None  # with a timeout Ray might begin a transfer again
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, Failed) and not cause.ends:
+                raised = cause.failure.cause()
+                raised.add_note(f"on {self._members[worker]}")
+                return None, raised
+            if not isinstance(cause, Failed):
+                self._watch.report(worker, Death.of(error))
+            self._watch.end()
+
+
+def _wait(references: Sequence[Any], timeout: float) -> bool:
+    """Waits until calls have ended, `timeout` seconds at most; tells whether they have."""
+    if not ray.is_initialized():  # they have ended with the session; Ray would start another one
+        return True
+    how: Any = {"num_returns": len(references), "timeout": timeout, "fetch_local": False}
+    return not ray.wait(list(references), **how)[1]

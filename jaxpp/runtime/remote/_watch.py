@@ -1,5 +1,6 @@
 """The watch over the workers of a mesh: if one fails, all end at once, and with one error."""
 
+import concurrent.futures
 import contextlib
 import functools
 import os
@@ -103,6 +104,8 @@ class Watch:
         if living.cancelled():  # as the session ends
             return
         error = living.exception()
+        if isinstance(error, concurrent.futures.CancelledError):
+            return
         own = getattr(error, "cause", None)
         self.report(worker, own.failure if isinstance(own, Failed) else Death.of(error))
 

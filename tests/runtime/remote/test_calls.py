@@ -1,5 +1,8 @@
 """What the driver calls in a worker: whole, in one order, on all workers or none."""
 
+import importlib
+import pathlib
+import re
 import signal
 import threading
 from typing import Any
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxpp
+from jaxpp.runtime import remote
 from jaxpp.runtime.remote._call import Call, pack, unpack
 from jaxpp.runtime.remote._failure import Failed
 from jaxpp.runtime.remote._interrupts import uninterrupted
@@ -189,3 +193,18 @@ def test_an_interrupt_goes_to_the_handler_of_before():
         assert came == [1]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+
+def test_the_page_names_what_is_there():
+    page = (pathlib.Path(jaxpp.__file__).parents[1] / "docs/how_a_call_runs.md").read_text()
+    folder = pathlib.Path(remote.__file__).parent
+    modules = [
+        importlib.import_module(f"{remote.__name__}.{p.stem}") for p in folder.glob("_[a-z]*.py")
+    ]
+    known = {name: value for module in modules for name, value in vars(module).items()}
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)`", page)
+    assert len(named) > 25
+    assert not [f"{o}.{n}" for o, n in named if not hasattr(known.get(o), n)]
