@@ -220,9 +220,9 @@ class WorkerGroup:
     def _stop(self) -> None:
         try:
             self._end_calls()
-            fit = [m.call(Process.close) for m in self.members if m.actor and not m.dead]
-            if fit and ray.is_initialized():  # else the session has gone, and all workers with it
-                ray.wait(fit, num_returns=len(fit), timeout=CLOSING)
+            if ray.is_initialized():  # else the session has gone, and all workers with it
+                fit = {m.worker: () for m in self.members if m.actor and not m.dead}
+                self.send(Process.close, fit).wait(CLOSING)
         finally:
             self._kill()
             with contextlib.suppress(ray.exceptions.RayError):  # the session has just gone
@@ -422,7 +422,7 @@ class Pending:
 
 def _wait(references: Sequence[Any], timeout: float) -> bool:
     """Waits until calls have ended, `timeout` seconds at most; tells whether they have."""
-    if not ray.is_initialized():  # they have ended with the session; Ray would start another one
+    if not (references and ray.is_initialized()):  # without a session Ray would start another one
         return True
     how: Any = {"num_returns": len(references), "timeout": timeout, "fetch_local": False}
     return not ray.wait(list(references), **how)[1]
