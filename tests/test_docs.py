@@ -60,8 +60,9 @@ def printed(arguments, folder):
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    own = [line for line in done.stdout.splitlines(True) if "(raylet)" not in line]
-    return "".join(own)  # Ray says, too, what has become of a worker
+    # Ray shows, too, what has become of a worker, and what it prints.
+    rays = re.compile(r"\((raylet|ranks? .* pid=\d+)\)")
+    return "".join(line for line in done.stdout.splitlines(True) if not rays.search(line))
 
 
 @pytest.mark.parametrize(

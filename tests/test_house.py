@@ -181,10 +181,10 @@ def test_nothing_imports_past_the_face_of_a_room():
 def test_an_import_past_a_face_would_be_found():
     past = "from jaxpp.transforms.inside import _assign, assign"
     assert past_a_face("jaxpp.transforms.graph._lower", past) == ["jaxpp.transforms.inside._assign"]
-    past = "from jaxpp.runtime.remote.calls._line import Line"
+    past = "from jaxpp.runtime.remote.cluster._line import Line"
     assert past_a_face("jaxpp.runtime.local._mesh", past)
     assert past_a_face("jaxpp.runtime.remote._mesh", past)
-    assert not past_a_face("jaxpp.runtime.remote.calls._channel", past)
+    assert not past_a_face("jaxpp.runtime.remote.cluster._channel", past)
 
 
 #: The rooms of a folder, each below those that may import it.
@@ -195,7 +195,7 @@ FLOORS = {
     "jaxpp.runtime": (
         "arrays", "executor", "transport", "trace", "local", "remote", "checkpoint",
     ),
-    "jaxpp.runtime.remote": ("calls", "cluster", "worker", "group"),
+    "jaxpp.runtime.remote": ("cluster",),
 }  # fmt: skip
 
 
@@ -229,8 +229,8 @@ def test_an_import_of_a_room_above_would_be_found():
     assert upward("jaxpp.transforms", "jaxpp.transforms.stages._cuts", up)
     down = "from jaxpp.transforms.stages import is_enter"
     assert not upward("jaxpp.transforms", "jaxpp.transforms.tasks._loop", down)
-    up = "from jaxpp.runtime.remote.worker import Actor"
-    assert upward("jaxpp.runtime.remote", "jaxpp.runtime.remote.calls._line", up)
+    up = "from jaxpp.runtime.remote import RemoteMpmdMesh"
+    assert upward("jaxpp.runtime", "jaxpp.runtime.executor._line", up)
     assert upward("jaxpp.runtime", "jaxpp.runtime.transport._socket", up)
 
 

@@ -1,7 +1,10 @@
 import logging
+import os
 import signal
 
 import pytest
+
+os.environ["RAY_DEDUP_LOGS"] = "0"  # as a mesh has it; it is read as Ray is imported
 
 
 @pytest.fixture(autouse=True)

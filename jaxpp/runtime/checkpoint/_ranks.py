@@ -20,7 +20,7 @@ from jaxpp._compat import in_memory_of
 from jaxpp.runtime.arrays import ArrayType, box_of, joined, sharding_in
 from jaxpp.runtime.checkpoint import _store
 from jaxpp.runtime.checkpoint._manifest import ArrayLeaf, Piece
-from jaxpp.runtime.remote.calls import Lost
+from jaxpp.runtime.remote import Lost
 
 #: The name under which the process that saves writes its own arrays.
 DRIVER = "driver"
@@ -49,7 +49,7 @@ def write(
     """
     if owner and (owner, process.rank) not in _snapshots:
         raise LookupError(f"Rank {process.rank} has been restarted, and has lost its snapshot.")
-    number = process.number_in_rank
+    number = process.process
     writer = f"rank-{process.rank}-{number}" if number else f"rank-{process.rank}"
     copied = _snapshots.pop((owner, process.rank)) if owner else None
     return write_pieces(
@@ -168,9 +168,7 @@ def read(
         path,
         [(leaf, Place(sharding_in(process.home, *split), weak)) for _, leaf, split, weak in items],
     )
-    with process.lock:
-        process.arrays.update((i[0], array) for i, array in zip(items, arrays, strict=True))
-        process.lock.notify_all()
+    process.arrays.update((i[0], array) for i, array in zip(items, arrays, strict=True))
 
 
 def read_arrays(data: str, path: str, items: Sequence[tuple[ArrayLeaf, Place]]) -> list[Any]:

@@ -2,6 +2,6 @@
 
 from jaxpp.runtime.remote._array import RemoteArray as RemoteArray
 from jaxpp.runtime.remote._array import RemoteSharding as RemoteSharding
+from jaxpp.runtime.remote._failure import Lost as Lost
+from jaxpp.runtime.remote._failure import RankError as RankError
 from jaxpp.runtime.remote._mesh import RemoteMpmdMesh as RemoteMpmdMesh
-from jaxpp.runtime.remote.calls import Lost as Lost
-from jaxpp.runtime.remote.calls import RankError as RankError

@@ -1,7 +1,7 @@
 """`RemoteArray`: a result of a step on a remote mesh; its value stays on the ranks."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,6 @@ from jax.sharding import PartitionSpec
 
 from jaxpp._specs import Spec, partition_spec
 from jaxpp.runtime.arrays import ArrayHandle, HandleSharding
-
-if TYPE_CHECKING:
-    from jaxpp.runtime.remote._arrays import Arrays
-    from jaxpp.runtime.remote._mesh import RemoteMpmdMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +31,7 @@ class RemoteSharding(HandleSharding):
         RemoteSharding(ranks=(1,), spec=P('data',))
     """
 
-    mesh: "RemoteMpmdMesh"
+    mesh: Any
     ranks: tuple[int, ...]
     spec: PartitionSpec = PartitionSpec()
 
@@ -93,7 +89,7 @@ class RemoteArray(ArrayHandle):
     # Made by `Arrays.new_array`.
     def __init__(
         self,
-        arrays: "Arrays",
+        arrays: Any,
         number: int,
         aval: Any,
         ranks: tuple[int, ...],

@@ -1,10 +1,11 @@
 """The driver's records of arrays that the ranks hold: ids, releases and fetches."""
 
 import collections
+import dataclasses
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,10 +14,8 @@ from jaxpp import _compat
 from jaxpp._specs import Spec
 from jaxpp.runtime.arrays import ArrayType, default_device, from_host, host_array, join_shares
 from jaxpp.runtime.remote._array import RemoteArray
-from jaxpp.runtime.remote.calls import Lane, uninterrupted
-
-if TYPE_CHECKING:
-    from jaxpp.runtime.remote._mesh import RemoteMpmdMesh
+from jaxpp.runtime.remote._interrupts import uninterrupted
+from jaxpp.runtime.remote._process import Process
 
 
 class _Handle(weakref.ref):
@@ -27,8 +26,15 @@ class _Handle(weakref.ref):
     ranks: tuple[int, ...]
 
 
-class _Kept(list):
-    """Arrays that a request keeps."""
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A call of a worker that reads arrays; it keeps them, so that the worker does not drop them.
+
+    It has `arrays`, and the `call`, whose results are in the same order.
+    """
+
+    arrays: Sequence[RemoteArray]
+    call: Any
 
 
 class Arrays:
@@ -39,7 +45,7 @@ class Arrays:
         group: the workers.
     """
 
-    def __init__(self, mesh: "RemoteMpmdMesh", group: Any):
+    def __init__(self, mesh: Any, group: Any):
         self.mesh = mesh
         #: How often the mesh has been restarted; arrays from before are lost.
         self.incarnation = 0
@@ -51,21 +57,20 @@ class Arrays:
         self._live: dict[int, _Handle] = {}
         self._dead: collections.deque[Any] = collections.deque()
         self._wanted: dict[int, RemoteArray] = {}
-        #: By id where an array that has been asked for arrives: a call, a worker, and the place in
-        #: its answer.
+        #: By id where an array that has been asked for arrives: call, worker, place in the answer.
         self._asked: dict[int, list[tuple[Any, int, int]]] = {}
-        #: By id the arrays that workers have been asked for and have not given yet. Until then the
-        #: request keeps them; else a worker could be told to drop what it is to give.
-        self._reading: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+        #: What workers have been asked for, and may not have given yet.
+        self._requests: list[_Request] = []
         #: Held while arrays are asked for, or consumed.
         self.lock = threading.RLock()
 
     def devices_of(self, ranks: Sequence[int]) -> list[tuple[int, str, str, str]]:
         """Returns for each worker of some ranks its rank, platform, kind of device, and host."""
         return [
-            (member.rank, member.hello.platform, member.hello.device, member.hello.host)
+            (rank, member.hello.platform, member.hello.device, member.hello.host)
             for member in self._group.members
-            if member.rank in ranks and member.hello is not None
+            for rank in member.ranks
+            if rank in ranks and member.hello is not None
         ]
 
     def new_ids(self, count: int) -> int:
@@ -99,6 +104,7 @@ class Arrays:
 
     def releases(self) -> list[tuple[int, ...]]:
         """Returns, once only, the ids of arrays that each rank may drop."""
+        self._requests = [r for r in self._requests if not r.call.wait(0)]
         found: list[list[int]] = [[] for _ in range(self.mesh.num_ranks)]
         while self._dead:
             handle = self._dead.popleft()
@@ -112,7 +118,7 @@ class Arrays:
     def restart(self) -> None:
         """Notes that all arrays are lost."""
         self.incarnation += 1
-        for records in (self._live, self._dead, self._wanted, self._asked):
+        for records in (self._live, self._dead, self._wanted, self._asked, self._requests):
             records.clear()
 
     # ---- their values ---------------------------------------------------------------------------
@@ -154,24 +160,25 @@ class Arrays:
         self.check(array)
         self._wanted[array.id] = array
 
-    def are_read(self, arrays: Sequence[RemoteArray]) -> bool:
-        """Tells whether a call may consume arrays: no worker has yet to give one.
+    def readers(self, arrays: Sequence[RemoteArray]) -> list[Any]:
+        """Returns the calls that have yet to read some of the arrays, which nobody may consume.
 
         The caller holds `lock`.
         """
-        return not any(array.id in self._reading for array in arrays)
+        ids = {array.id for array in arrays}
+        found = [r.call for r in self._requests if ids and any(a.id in ids for a in r.arrays)]
+        return [call for call in found if not call.wait(0)]
 
     def wait_for(self, array: RemoteArray) -> None:
         """Waits until an array has been computed."""
         self.check(array)
-        worker = self._group.workers(array.ranks[0])[0]
+        rank = array.ranks[0]
+        worker = self._group.workers(rank)[0]
         with self.lock, uninterrupted():
             self.check_exists(array)
-            kept = self._reading[array.id] = _Kept([array])
-            call = self._group.begin(Lane.FETCH, "fetch", {worker: ([array.id], False)}, kept=kept)
-            del kept
-        self._group.flush()
-        call.values()
+            call = self._group.send(Process.wait, {worker: (rank, (array.id,))})
+            self._requests.append(_Request([array], call))
+        call.value(worker)
 
     def fetch(self, array: RemoteArray) -> np.ndarray:
         """Fetches the value of an array; asks for all that are wanted, in one call a worker."""
@@ -183,29 +190,27 @@ class Arrays:
                 wanted, self._wanted = self._wanted | {array.id: array}, {}
                 self._ask([a for a in wanted.values() if a.id not in self._asked])
                 asked = self._asked.pop(array.id)
-                self._group.flush(wait=False)
-        self._group.flush()
-        parts = [call.value(worker)[place] for call, worker, place in asked]
+        parts = [call.value(worker, place) for call, worker, place in asked]
         if self._processes > 1:
             return join_shares(ArrayType.of(array), parts)
-        return host_array(parts[0], ArrayType.of(array))
+        return np.array(host_array(parts[0], ArrayType.of(array)))  # Ray's memory goes with Ray
 
     def _ask(self, arrays: Sequence[RemoteArray]) -> None:
         """Asks the first ranks that hold some arrays for them."""
-        numbers: dict[int, list[int]] = collections.defaultdict(list)
-        asked: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
         arrays = [a for a in arrays if not a.is_deleted() and a.incarnation == self.incarnation]
+        wanted: dict[tuple[int, int], list[RemoteArray]] = collections.defaultdict(list)
         for array in arrays:
-            first = array.ranks[0] * self._processes
-            for worker in range(first, first + (self._processes if any(array.spec) else 1)):
-                asked[array.id].append((worker, len(numbers[worker])))
-                numbers[worker].append(array.id)
-        kept = _Kept(arrays)
-        call = self._group.begin(
-            Lane.FETCH, "fetch", {w: (own,) for w, own in numbers.items()}, kept=kept
-        )
-        self._reading.update(dict.fromkeys(asked, kept))
-        self._asked |= {number: [(call, *own) for own in parts] for number, parts in asked.items()}
+            rank = array.ranks[0]
+            workers = self._group.workers(rank)
+            for worker in workers if any(array.spec) else workers[:1]:
+                wanted[worker, rank].append(array)
+        for (worker, rank), own in wanted.items():
+            numbers = tuple(array.id for array in own)
+            args = {worker: (rank, numbers)}
+            call = self._group.send(Process.fetch, args, returns=len(numbers))
+            self._requests.append(_Request(own, call))
+            for place, number in enumerate(numbers):
+                self._asked.setdefault(number, []).append((call, worker, place))
 
     def fetch_jax(self, array: RemoteArray) -> jax.Array:
         """Fetches the value of an array of any dtype to the default device of this process."""

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,15 @@ from jaxpp.runtime.arrays import (
 )
 from jaxpp.runtime.remote._array import RemoteArray
 from jaxpp.runtime.remote._arrays import Arrays
-from jaxpp.runtime.remote._library import Library
+from jaxpp.runtime.remote._call import pack, unpack
+from jaxpp.runtime.remote._feed import Feeds, describe_batch
+from jaxpp.runtime.remote._process import Process
+from jaxpp.runtime.remote._programs import Library
+from jaxpp.runtime.remote._settings import Settings
 from jaxpp.runtime.remote._step import Steps
-from jaxpp.runtime.remote.calls import Feeds, Lane, describe_batch
+
+#: Seconds that Ray has to bring the last lines that ranks have printed, before they end.
+PRINTING = 0.5
 
 
 class RemoteMpmdMesh:
@@ -60,8 +67,7 @@ class RemoteMpmdMesh:
             than sockets on CPU, and faster between GPUs for arrays above 16 MiB.
         heartbeat_timeout: seconds without a sign of life after which a worker counts as lost whose
             process has been stopped, or whose host does not answer. One that runs is never lost for
-            being slow; it has a hundred times as long (5 minutes) to answer, since C code may hold
-            Python's lock.
+            being slow, since C code may hold Python's lock.
         start_timeout: seconds that the cluster has to start the workers.
 
     Raises:
@@ -100,9 +106,10 @@ class RemoteMpmdMesh:
         start_timeout: float = 60.0,
     ):
         axes = check_axes("RemoteMpmdMesh", shape, axis_names, axis_types)
+        # Of what ranks print, Ray would show lines that differ in numbers alone only once.
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # it is read as Ray is imported
         # The group brings Ray, which takes long to import.
-        from jaxpp.runtime.remote.group import WorkerGroup
-        from jaxpp.runtime.remote.worker import Settings
+        from jaxpp.runtime.remote._group import WorkerGroup
 
         settings = Settings(
             axes.num_ranks,
@@ -119,16 +126,13 @@ class RemoteMpmdMesh:
         )
         self.shape, self.axis_names, self.inside = axes.shape, axes.names, axes.inside
         self.num_ranks, self.processes_per_rank = axes.num_ranks, processes_per_rank
-        group = WorkerGroup(settings, lambda *task: library.describe(*task))
+        self._group = group = WorkerGroup(settings, self._describe)
         # Executables name devices by numbers. These may differ between ranks where
         # `jax.distributed` joins processes; then ranks do not share executables.
-        kinds = [(h.node, h.device) for h in group.hellos]
-        kinds = range(self.num_ranks) if processes_per_rank > 1 else kinds
-        library = Library(kinds, group.has)
-        self._group, self._arrays = group, Arrays(self, group)
-        feeds = Feeds(
-            lambda load, value: self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
-        )
+        kinds = [(h.node, h.device) for h in group.hellos for _ in h.addresses]
+        library = Library(range(self.num_ranks) if processes_per_rank > 1 else kinds, group.put)
+        feeds = Feeds(self._types_of, group.put)
+        self._arrays = Arrays(self, group)
         self._steps = Steps(self._arrays, group, library, feeds)
         self._driver = os.getpid()
         atexit.register(self.shutdown)
@@ -157,6 +161,7 @@ class RemoteMpmdMesh:
             if self._steps.library.has_effects and self._group.is_well:
                 with contextlib.suppress(RuntimeError):  # a rank fails now
                     self._steps.settle()
+                time.sleep(PRINTING)
         finally:
             atexit.unregister(self.shutdown)
             self._group.stop()
@@ -171,8 +176,7 @@ class RemoteMpmdMesh:
         with self._group.order:
             self._group.check_open()
             # This comes before the new workers, which will never make the arrays from before.
-            self._arrays.restart()
-            self._steps.tracing = None
+            self._steps.restart()
             self._group.restart()
 
     # ---- steps ----------------------------------------------------------------------------------
@@ -244,24 +248,60 @@ class RemoteMpmdMesh:
             Exception: what the function raised on a rank.
             RankError: a rank has failed.
         """
-        first = {self._group.workers(rank)[0]: own for rank, own in args.items()}
-        found = self._start(function, first, ordered).results()
-        return {rank: own for rank, (own,) in found.items()}
+        started = self._start(function, args, ordered, 1).values()
+        return {rank: unpack(own) for found in started.values() for rank, own in found.items()}
 
     def apply_everywhere(
         self, function: Callable[..., Any], args: Mapping[int, tuple], *, ordered: bool = True
-    ) -> Any:
+    ) -> "Applied":
         """Starts a function as `apply` does, in all processes of each rank, and does not wait.
 
         `.results()` waits; it returns, by rank, a list of what each process gave.
         """
-        every = {w: own for rank, own in args.items() for w in self._group.workers(rank)}
-        return self._start(function, every, ordered)
+        return Applied(self._start(function, args, ordered, self.processes_per_rank))
 
-    def _start(self, function: Callable[..., Any], args: Mapping[int, tuple], ordered: bool) -> Any:
+    def _start(
+        self, function: Callable[..., Any], args: Mapping[int, tuple], ordered: bool, processes: int
+    ) -> Any:
+        """Starts a function in the first processes of some ranks."""
+        packed = {rank: pack((function, *own)) for rank, own in args.items()}
+        method = Process.apply_in_order if ordered else Process.apply
         with self._group.order:
             self._group.check()
             self.flush()
-            lane = Lane.ORDERED if ordered else Lane.ASIDE
-            own = {worker: (function, *given) for worker, given in args.items()}
-            return self._group.call(lane, "apply", own, code=True)
+            each = self._group.by_worker(packed).items()
+            first = {w: (own,) for w, own in each if self._group.members[w].process < processes}
+            return self._group.send(method, first)
+
+    def _types_of(self, load: Callable[[Any], Any], value: Any) -> Any:
+        """Returns the types of the arrays that a function loads, in a rank."""
+        return self.apply(describe_batch, {0: (load, value)}, ordered=False)[0]
+
+    def _describe(self, call: int, task: str) -> str:
+        """Gives the stage and source line of a task, from its call's number and its label."""
+        return self._steps.library.describe(call, task)
+
+
+class Applied:
+    """A function that runs on ranks."""
+
+    def __init__(self, pending: Any):
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Waits until all have ended, whatever has come of it."""
+        while not self._pending.wait():
+            pass
+
+    def results(self) -> dict[int, list[Any]]:
+        """Waits for all; returns by rank what each of its processes gave.
+
+        Raises:
+            Exception: what the function raised on a rank.
+            RankError: a rank has failed.
+        """
+        found: dict[int, list[Any]] = {}
+        for own in self._pending.values().values():
+            for rank, packed in own.items():
+                found.setdefault(rank, []).append(unpack(packed))
+        return found

@@ -1,9 +1,8 @@
 """The steps of a remote mesh: loads them on the workers, and calls them."""
 
 import itertools
-import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,24 +14,21 @@ from jaxpp.runtime.arrays import ArrayType, check_arguments, devices_of, put_tog
 from jaxpp.runtime.executor import Description, Inspected, describe, inspect
 from jaxpp.runtime.remote._array import RemoteArray, RemoteSharding
 from jaxpp.runtime.remote._arrays import Arrays
-from jaxpp.runtime.remote._library import Library
-from jaxpp.runtime.remote.calls import (
+from jaxpp.runtime.remote._call import (
     CHECKS,
-    FED,
-    LARGE,
-    MOVED,
-    VALUE,
-    Batch,
     Call,
-    Feeds,
-    Lane,
+    Given,
+    Held,
+    Loaded,
     Move,
-    pack,
-    uninterrupted,
+    Moved,
+    Part,
+    Source,
 )
-
-#: Seconds between two looks at whether an array that a call consumes has been fetched.
-READING = 1e-3
+from jaxpp.runtime.remote._feed import Feeds
+from jaxpp.runtime.remote._interrupts import uninterrupted
+from jaxpp.runtime.remote._process import Process
+from jaxpp.runtime.remote._programs import Library
 
 
 class Steps:
@@ -64,42 +60,44 @@ class Steps:
 
     def install(self, step: int) -> None:
         """Brings a step to the workers that do not have it, before any of them begins to run it."""
-        group = self.group
+        group, library = self.group, self.library
         with uninterrupted():
-            for rank, *unused in self.library.removals():
-                group.post(group.posts(Lane.ORDERED, "unload", rank, *unused))
-        loadings = self.library.missing(step)
-        if not loadings:  # as in every call but the first
+            for number, unused in library.removals().items():
+                args = group.by_worker(unused)
+                group.send(Process.unload, {w: (number, own) for w, own in args.items()})
+                for worker in args:
+                    group.members[worker].steps.discard(number)
+        lack = [member for member in group.members if step not in member.steps]
+        if not lack:  # as in every call but the first
             return
-        each = {worker: x for x in loadings for worker in group.workers(x.rank)}
-        compile = {worker: x.compile for worker, x in each.items()}
-        compiled = group.call(Lane.ORDERED, "compile", compile).values()
-        load = {w: (*x.load, self.library.shared(x, each, compiled)) for w, x in each.items()}
-        group.call(Lane.ORDERED, "load", load).values()
-        self.library.installed(step)
+        ranks = sorted({rank for member in lack for rank in member.ranks})
+        compile = group.by_worker(library.compilings(step, ranks))
+        compiling = group.send(Process.compile, {w: (own,) for w, own in compile.items()})
+        compiling.values()
+        first = {rank: compiling.references[group.workers(rank)[0]] for rank in ranks}
+        load = group.by_worker(library.loadings(step, first))
+        group.send(Process.load, {w: (own,) for w, own in load.items()}).values()
+        for member in lack:
+            member.steps.add(step)
 
     def settle(self) -> None:
         """Waits until the callbacks of all calls have been made."""
         every = dict.fromkeys(range(len(self.group.members)), ())
-        self.group.call(Lane.ORDERED, "settle", every).values()
+        self.group.send(Process.settle, every).values()
 
     def flush(self) -> None:
         """Tells the ranks at once which arrays they may drop; else the next call tells them."""
         with self.group.order, uninterrupted():
-            for rank, released in enumerate(self.arrays.releases()):
-                if released:
-                    self.group.post(self.group.posts(Lane.ORDERED, "drop", rank, released))
-        self.group.flush()
+            released = {r: own for r, own in enumerate(self.arrays.releases()) if own}
+            args = self.group.by_worker(released)
+            self.group.send(Process.drop, {worker: (own,) for worker, own in args.items()})
 
-    def loads(self, rank: int, batches: Iterable[Batch]) -> list[Any]:
-        """Makes the posts that let a rank load the batches that its next call reads."""
-        posts = []
-        for batch in batches:
-            known, has = ("load", batch.load), self.group.has(rank)
-            load = None if known in has else self.feeds.load_of(batch)
-            posts += self.group.posts(Lane.FEED, "loader.load", rank, batch, load)
-            has.add(known)
-        return posts
+    def restart(self) -> None:
+        """Notes that all arrays and the trace are lost, and that Ray's store may be another."""
+        self.arrays.restart()
+        self.library.forget_stored()
+        self.feeds.forget_stored()
+        self.tracing = None
 
 
 class RemoteStep:
@@ -142,7 +140,7 @@ class RemoteStep:
         check_arguments(self.bundle, args)
         # These may have to be computed first.
         values = {
-            n: _bytes_of(arg, self._types[n])
+            n: Given.of(_bytes_of(arg, self._types[n]))
             for n, arg in enumerate(args)
             if not isinstance(arg, RemoteArray | Fed) and self._readers[n]
         }
@@ -151,17 +149,12 @@ class RemoteStep:
         with group.order:
             self._check(args)
             steps.install(self.number)
-            results = None
-            while results is None:
+            while True:
                 group.wait_for_room()
                 with steps.arrays.lock, uninterrupted():
-                    if steps.arrays.are_read(donated):
-                        results = self._call(next(steps.calls), args, values)
-                        group.flush(wait=False)
-                if results is None:
-                    time.sleep(READING)
-        group.flush()
-        return results
+                    if not (readers := steps.arrays.readers(donated)):
+                        return self._call(next(steps.calls), args, values)
+                readers[0].wait()
 
     def _check(self, args: Sequence[Any]) -> None:
         self._steps.group.check()
@@ -175,32 +168,27 @@ class RemoteStep:
                 self._steps.arrays.check_exists(arg)
 
     def _call(self, number: int, args: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
-        """Posts the calls of all ranks, and takes note of it, without a wait."""
+        """Calls the step on all workers, and takes note of it, without a wait."""
         steps, bundle, group = self._steps, self.bundle, self._steps.group
         moves, dropped = self._plan(args)
+        released = steps.arrays.releases()
         results = steps.arrays.new_ids(len(self._held))
         checks = tuple(name for name in CHECKS if getattr(jax.config, f"jax_{name}"))
-        calls, posts, released = {}, [], steps.arrays.releases()
-        for program in bundle.programs:
-            rank = program.rank
-            numbers = [n for n, _ in program.inputs]
-            fed = [args[n] for n in numbers if isinstance(args[n], Fed)]
-            posts += steps.loads(rank, dict.fromkeys(leaf.batch for leaf in fed))
-            own = [values[n] for n in numbers if n in values]
-            call = Call(
-                number,
-                self.number,
-                tuple(_source(args[n], rank) for n in numbers),
-                results,
-                (*released[rank], *dropped[rank]),
-                tuple(m for m in moves if rank in (m.message.source, m.message.target)),
-                tuple((leaf.batch.number, leaf.index) for leaf in fed),
-                checks,
-                tuple(v if v.nbytes > LARGE else v.tobytes() for v in own),
+        parts = {
+            program.rank: Part(
+                tuple(_source(n, args[n], program.rank, values, moves) for n, _ in program.inputs),
+                tuple(m for m in moves.values() if m.message.source == program.rank),
+                (*released[program.rank], *dropped[program.rank]),
             )
-            calls[rank] = pack(("run", tuple(call)))
+            for program in bundle.programs
+        }
+        calls = {
+            worker: Call(number, self.number, results, checks, own)
+            for worker, own in group.by_worker(parts).items()
+        }
         steps.library.called(number, self.number)
-        group.post([*posts, *group.steps(calls)])
+        self._load_batches(args)
+        group.send_steps(calls)
         if steps.tracing is not None:
             steps.tracing.steps[self.number] = bundle
         for n in bundle.donated:
@@ -212,9 +200,24 @@ class RemoteStep:
         held = enumerate(self._held, results)
         return [RemoteArray(steps.arrays, id_, *own) for id_, own in held]
 
-    def _plan(self, args: Sequence[Any]) -> tuple[list[Move], dict[int, list[int]]]:
-        """Finds what ranks send before the step, and the donated arrays that each rank drops."""
-        moves: list[Move] = []
+    def _load_batches(self, args: Sequence[Any]) -> None:
+        """Lets the ranks load the batches that this call reads."""
+        group, readers = self._steps.group, {}
+        for arg, ranks in zip(args, self._readers, strict=True):
+            if isinstance(arg, Fed):
+                readers.setdefault(arg.batch.number, (arg.batch, set()))[1].update(ranks)
+        for batch, ranks in readers.values():
+            args_of = group.by_worker(dict.fromkeys(ranks))
+            group.send(Process.load_batch, {w: (batch, tuple(own)) for w, own in args_of.items()})
+
+    def _plan(
+        self, args: Sequence[Any]
+    ) -> tuple[dict[tuple[int, int], Move], dict[int, list[int]]]:
+        """Finds what ranks send before the step, and the donated arrays that each rank drops.
+
+        What is sent is by the argument, and the rank that reads it.
+        """
+        moves: dict[tuple[int, int], Move] = {}
         dropped: dict[int, list[int]] = {p.rank: [] for p in self.bundle.programs}
         tags = itertools.count(-1, -1)
         for n, (own, arg) in enumerate(zip(self.bundle.arguments, args, strict=True)):
@@ -227,7 +230,7 @@ class RemoteStep:
                     message = Message(
                         next(tags), source, rank, names, ("argument",), (own.aval,), specs
                     )
-                    moves.append(Move(arg.id, message))
+                    moves[n, rank] = Move(arg.id, message)
             if own.donated:
                 for rank in arg.ranks:
                     dropped[rank].append(arg.id)
@@ -250,12 +253,15 @@ def _bytes_of(arg: Any, type_: ArrayType) -> np.ndarray:
     return to_host(arg if isinstance(arg, jax.Array) else np.asarray(arg, type_.host_dtype))
 
 
-def _source(arg: Any, rank: int) -> int:
+def _source(
+    n: int, arg: Any, rank: int, values: Mapping[int, Any], moves: Mapping[tuple[int, int], Move]
+) -> Source:
+    """Says where a rank finds the n-th argument of a call."""
     if isinstance(arg, Fed):
-        return FED
+        return Loaded(arg.batch.number, arg.index)
     if not isinstance(arg, RemoteArray):
-        return VALUE
-    return arg.id if rank in arg.ranks else MOVED
+        return values[n]
+    return Held(arg.id) if rank in arg.ranks else Moved(moves[n, rank].message)
 
 
 def _ranks_of(pairs: Sequence[Sequence[tuple[int, int]]], count: int) -> list[tuple[int, ...]]:

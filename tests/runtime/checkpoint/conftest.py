@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpp.runtime.remote._array import RemoteArray
-from jaxpp.runtime.remote.calls._failure import RankError
+from jaxpp.runtime.remote._failure import RankError
 
 
 class Calls:

@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp.runtime.checkpoint import Checkpointer, _manifest, _ranks, _store, load_state, save_state
 from jaxpp.runtime.remote._array import RemoteArray, RemoteSharding
-from jaxpp.runtime.remote.calls._failure import RankError
+from jaxpp.runtime.remote._failure import RankError
 
 
 def values():

@@ -1,22 +1,19 @@
 """Arguments that a rank loads itself, on the rank's side."""
 
-import unittest.mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpp.runtime.arrays import ArrayType
-from jaxpp.runtime.remote.calls import Batch, describe_batch
-from jaxpp.runtime.remote.calls._feed import Loader
-from jaxpp.runtime.remote.worker._process import Process
+from jaxpp.runtime.remote._call import pack
+from jaxpp.runtime.remote._feed import Batch, Loader
 
 
 def taken(load, expected, leaf=0):
     """An array that `load(7)` gives, as a rank takes it for a step."""
-    loader = Loader()
-    loader.load(Batch(0, 0, 7), load)
+    loader = Loader(lambda reference: reference)
+    loader.load(Batch(0, 0, pack(load), pack(7)))
     return loader.take(0, leaf, expected, jax.devices()[0])
 
 
@@ -62,13 +59,3 @@ def test_what_the_function_raises_reaches_the_step(kind):
     with pytest.raises(kind, match="no such batch") as caught:
         taken(load, ArrayType((4,), "float32"))
     assert "that feeds the step, called with 7" in caught.value.__notes__[0]
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_in_a_first_load_is_described(kind):
-    def load(number):
-        raise kind("no such batch")
-
-    process = Process(0, jax.devices()[0], unittest.mock.Mock())
-    failure = process.apply(describe_batch, load, 7)
-    assert isinstance(failure.cause(), kind) and "no such batch" in failure.exception

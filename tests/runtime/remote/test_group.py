@@ -8,12 +8,12 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
+from jaxpp.runtime.remote import _group  # noqa: E402
 from jaxpp.runtime.remote.cluster import _environment  # noqa: E402
-from jaxpp.runtime.remote.group import _group  # noqa: E402
 
 
 def test_a_driver_on_another_platform_is_warned_once(recwarn):
-    group = object.__new__(_group.WorkerGroup)
+    group: Any = object.__new__(_group.WorkerGroup)
     group._warned, group.members = False, [SimpleNamespace(hello=SimpleNamespace(platform="gpu"))]
     for _ in range(2):
         group.warn_of_platform()
@@ -25,21 +25,13 @@ def test_a_driver_on_another_platform_is_warned_once(recwarn):
 
 
 def test_a_worker_with_a_gpu_that_runs_on_cpu_is_refused():
-    group, member = object.__new__(_group.WorkerGroup), unittest.mock.Mock(rank=3)
+    group, member = object.__new__(_group.WorkerGroup), unittest.mock.Mock(ranks=(3,))
     group._settings = unittest.mock.Mock(gpus_per_rank=1.0, environment={"JAX_PLATFORMS": "cpu"})
     told = r"rank 3 on b has a GPU, for gpus_per_rank=1, but .* CPU there, with JAX_PLATFORMS='cpu'"
     with pytest.raises(RuntimeError, match=told):
         group._check(member, unittest.mock.Mock(platform="cpu", host="b"))
     hello = unittest.mock.Mock(platform="cuda", versions=_group.versions())
     group._check(member, hello)
-
-
-def test_what_an_interrupted_restart_has_left_is_shut_down():
-    group = object.__new__(_group.WorkerGroup)
-    connected, without = unittest.mock.Mock(), unittest.mock.Mock(client=None)
-    group.members = [without, connected]
-    group.flush()
-    connected.client.flush.assert_called_once_with(True)
 
 
 @pytest.mark.parametrize(

@@ -317,18 +317,24 @@ def test_a_trace_has_all_that_the_ranks_ran_and_sent(mesh, tmp_path):
 
 
 def test_what_several_ranks_run_is_compiled_by_one_of_them():
-    from jaxpp.runtime.remote import _library
-    from jaxpp.runtime.remote.calls import Pickled, load_serialized, serialize
+    from jaxpp.runtime.remote._pickled import Pickled, load_serialized, serialize
+    from jaxpp.runtime.remote._programs import Library
 
     deep = jaxpp.place(step_of(lambda params, x: loss_fn([*params, params[1]], x)), local(4))
     bundle = deep.lower(*start(), batch()).bundle
-    library = _library.Library(["host"] * 4, lambda rank: set())
-    loadings = library.missing(library.add(bundle))
-    compiled = [n for loading in loadings for n in loading.compile[0]]
-    assert len(compiled) == len(set(compiled))
-    assert any(loading.load[4] for loading in loadings), "some rank gets what another compiles"
-    apart = _library.Library(range(4), lambda rank: set())
-    assert not any(loading.load[4] for loading in apart.missing(apart.add(bundle)))
+    for kinds, shares in ((["host"] * 4, True), (range(4), False)):
+        library = Library(kinds, lambda value: value)
+        number = library.add(bundle)
+        compilings = library.compilings(number, range(4))
+        compiled = [(kinds[r], n) for r, own in compilings.items() for n in own.pickled]
+        assert len(compiled) == len(set(compiled))
+        loadings = library.loadings(number, {rank: f"of {rank}" for rank in range(4)})
+        for rank, loading in loadings.items():
+            assert loading.compiled == tuple(f"of {r}" for r in range(4) if r != rank and shares)
+            mine, every = compilings[rank].pickled.keys(), loading.pickled.keys()
+            others = {n for r in range(4) if shares for n in compilings[r].shared}
+            assert every - mine <= others, "what it does not compile itself, another shares"
+        assert any(own.shared for own in compilings.values()) == shares
 
     payload = serialize(Pickled.of(bundle.computations[0]).compile(jax.devices()[0]))
     assert payload and load_serialized(payload, jax.devices()[0])
@@ -449,7 +455,7 @@ def test_a_fork_of_the_driver_leaves_the_mesh_alone(mesh):
 
 
 def test_other_versions_are_refused(ray_session, monkeypatch):
-    from jaxpp.runtime.remote.group import _group
+    from jaxpp.runtime.remote import _group
 
     monkeypatch.setattr(_group, "versions", lambda: {"jax": "0.9.0"})
     with pytest.raises(ValueError, match=r"rank 0 on .* has jax .* \(here 0.9.0\)"):

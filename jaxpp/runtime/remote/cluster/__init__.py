@@ -1,4 +1,4 @@
-"""The Ray session: joins it, finds places for workers on its nodes, and watches processes."""
+"""The Ray session: joins it, finds places for workers on its nodes, and readies them."""
 
 from jaxpp.runtime.remote.cluster._environment import prepare_process as prepare_process
 from jaxpp.runtime.remote.cluster._environment import warn_of_driver as warn_of_driver
@@ -10,6 +10,3 @@ from jaxpp.runtime.remote.cluster._places import renew_places as renew_places
 from jaxpp.runtime.remote.cluster._places import reserve_places as reserve_places
 from jaxpp.runtime.remote.cluster._session import join_session as join_session
 from jaxpp.runtime.remote.cluster._session import leave_session as leave_session
-from jaxpp.runtime.remote.cluster._states import RUNS as RUNS
-from jaxpp.runtime.remote.cluster._states import end_stopped as end_stopped
-from jaxpp.runtime.remote.cluster._states import process_state as process_state

@@ -14,7 +14,7 @@ import ray
 import ray.util.client
 
 from jaxpp._warn import warn
-from jaxpp.runtime.remote.calls import uninterrupted
+from jaxpp.runtime.remote._interrupts import uninterrupted
 
 #: Seconds within which a part of a session accepts a connection; Ray itself tries for minutes.
 CONNECT_TIMEOUT = 3.0

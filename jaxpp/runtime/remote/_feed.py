@@ -13,18 +13,24 @@ import numpy as np
 from jaxpp._program import Fed
 from jaxpp._specs import Spec, type_of
 from jaxpp.runtime.arrays import ArrayType, Home, from_host, sharding_in, spans, to_host
+from jaxpp.runtime.remote._call import Packed, pack, unpack
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """The load of one argument of one call: `load(value)`, with `load` by its number.
+    """The load of one argument of one call: `load(value)`.
 
-    Each is another one: its value may be an array, which has no hash.
+    Args:
+        number: of the batch.
+        load: the number of the function.
+        function: the packed function in Ray's store.
+        value: the packed value.
     """
 
     number: int
     load: int
-    value: Any
+    function: Any
+    value: Packed
 
 
 #: The functions that a mesh keeps; one that is used again later is described again.
@@ -36,12 +42,18 @@ class Feeds:
 
     Args:
         describe: gives the pytree of the types of `load(value)`, loaded by some rank.
+        put: puts a value into Ray's store, and returns the reference.
     """
 
-    def __init__(self, describe: Callable[[Callable[[Any], Any], Any], Any]):
-        self._describe = describe
+    def __init__(
+        self,
+        describe: Callable[[Callable[[Any], Any], Any], Any],
+        put: Callable[[Any], Any],
+    ):
+        self._describe, self._put = describe, put
         #: The functions that are kept, by number, with their types.
         self._loads: dict[int, tuple[Callable[[Any], Any], Any]] = {}
+        self._stored: dict[int, Any] = {}
         self._numbers, self._batches = itertools.count(), itertools.count()
 
     def __call__(self, load: Callable[[Any], Any], value: Any) -> Any:
@@ -51,37 +63,48 @@ class Feeds:
             types = self._describe(load, value)
             number = next(self._numbers)
             self._loads[number] = load, types
-            self._loads.pop(number - KEPT, None)
-        batch = Batch(next(self._batches), number, value)
-        leaves, tree = jtu.tree_flatten(self._loads[number][1])
+            for kept in (self._loads, self._stored):
+                kept.pop(number - KEPT, None)
+        function, types = self._loads[number]
+        if number not in self._stored:
+            self._stored[number] = self._put(pack(function))
+        batch = Batch(next(self._batches), number, self._stored[number], pack(value))
+        leaves, tree = jtu.tree_flatten(types)
         return jtu.tree_unflatten(tree, [Fed(batch, i, aval) for i, aval in enumerate(leaves)])
 
-    def load_of(self, batch: Batch) -> Callable[[Any], Any]:
-        """Returns the function that loads a batch."""
-        return self._loads[batch.load][0]
+    def forget_stored(self) -> None:
+        """Notes that Ray's store may be another one."""
+        self._stored.clear()
 
 
 class Loader:
-    """A rank's side: loads batches one after the other, while the step before runs."""
+    """A rank's side: loads batches one after the other, while the step before runs.
 
-    def __init__(self) -> None:
+    Args:
+        get: gives the value of a reference into Ray's store.
+    """
+
+    def __init__(self, get: Callable[[Any], Any]) -> None:
+        self._get = get
         self._loads: dict[int, Callable[[Any], Any]] = {}
         #: By number the leaves of a batch, each with its path, or what its load raised.
         self._batches: dict[int, list[tuple[Any, Any]] | BaseException] = {}
         self._there = threading.Condition()
         self._stopped: BaseException | None = None
 
-    def load(self, batch: Batch, load: Callable[[Any], Any] | None) -> None:
+    def load(self, batch: Batch) -> None:
         """Loads a batch; keeps an error for the caller of `take`."""
-        if load is not None:
-            self._loads[batch.load] = load
-            self._loads.pop(batch.load - KEPT, None)
         batches = self._batches  # those from before a reset go nowhere
         found: list[tuple[Any, Any]] | BaseException
+        value: Any = "what could not be read"
         try:
-            found = jtu.tree_leaves_with_path(self._loads[batch.load](batch.value))
+            if batch.load not in self._loads:
+                self._loads[batch.load] = unpack(self._get(batch.function))
+                self._loads.pop(batch.load - KEPT, None)
+            value = unpack(batch.value)
+            found = jtu.tree_leaves_with_path(self._loads[batch.load](value))
         except BaseException as error:  # noqa: B036  also an interrupt is told to the driver
-            error.add_note(f"in the function that feeds the step, called with {batch.value!r}")
+            error.add_note(f"in the function that feeds the step, called with {value!r}")
             found = error
         with self._there:
             batches[batch.number] = found

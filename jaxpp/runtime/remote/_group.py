@@ -1,0 +1,428 @@
+"""The worker group of a mesh: starts the workers, calls them in one order, and replaces them."""
+
+import collections
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import ray
+import ray.exceptions
+
+from jaxpp.runtime.remote._failure import Death, Failed
+from jaxpp.runtime.remote._interrupts import uninterrupted
+from jaxpp.runtime.remote._member import Member
+from jaxpp.runtime.remote._process import LANES, Process
+from jaxpp.runtime.remote._settings import Settings
+from jaxpp.runtime.remote._start import LOOPBACK, Hello, Setup, versions
+from jaxpp.runtime.remote._watch import Watch
+from jaxpp.runtime.remote.cluster import (
+    join_session,
+    leave_session,
+    release_places,
+    renew_places,
+    reserve_places,
+    warn_of_driver,
+    warn_of_platform,
+    worker_options,
+)
+from jaxpp.runtime.transport import warn_of_open_ports
+
+#: Calls of steps that may be under way before the next one waits for the oldest.
+IN_FLIGHT = 4
+#: Seconds between two checks of the workers in a wait, and between two chances for a Ctrl-C.
+POLL = 0.2
+#: Seconds that a worker has to end its current work when the mesh is restarted.
+RESET_TIMEOUT = 5.0
+#: Seconds that a worker has to close its connections when the mesh is shut down.
+CLOSING = 2.0
+
+#: Ray's decorator; its overloads do not know its options.
+_remote: Any = ray.remote
+
+Own = TypeVar("Own")
+
+for _method in vars(Process).values():
+    if hasattr(_method, "lane"):
+        ray.method(concurrency_group=_method.lane)(_method)
+
+
+class WorkerGroup:
+    """The workers of a mesh, in the order of ranks; the workers of a rank follow each other.
+
+    Calls that several workers have to see in one order are sent under `order`.
+
+    Args:
+        settings: how they are started.
+        describe: gives the stage and source line of a task, from its call's number and its label.
+
+    Raises:
+        ValueError: the cluster cannot hold them, or they differ from the driver in a version.
+        RuntimeError: one did not start, or cannot be reached.
+    """
+
+    def __init__(self, settings: Settings, describe: Callable[[int, str], str]):
+        #: Held where calls have to have one order on all workers.
+        self.order = threading.RLock()
+        self.stopped = self._warned = False
+        self._settings, self._describe = settings, describe
+        config: Any = jax.config
+        self._x64 = bool(config.jax_enable_x64)
+        self._secret = secrets.token_bytes(32)
+        self._epoch = 0
+        #: For each rank where its processes are joined; None where it has but one.
+        self._coordinators: list[str | None] = [None] * settings.num_ranks
+        #: The calls of steps that some rank may not have dispatched yet, the oldest first.
+        self._flying: collections.deque[Pending] = collections.deque()
+        every = settings.processes_per_rank
+        numbers = [(rank, p) for rank in range(settings.num_ranks) for p in range(every)]
+        self.members = [Member(n, (rank,), p, every) for n, (rank, p) in enumerate(numbers)]
+        with contextlib.ExitStack() as undo:
+            self._session = join_session()
+            undo.callback(leave_session, self._session)
+            self._reservation = reserve_places(
+                self._session,
+                settings.num_ranks,
+                gpus_per_rank=settings.devices_per_rank * settings.gpus_per_rank,
+                cpus_per_rank=settings.cpus_per_rank,
+                processes_per_rank=settings.processes_per_rank,
+            )
+            undo.callback(release_places, self._reservation)
+            undo.callback(self._kill)
+            self._check_nodes()
+            warn_of_driver(self._reservation)
+            self._start()
+            undo.pop_all()
+
+    # ---- the workers ----------------------------------------------------------------------------
+
+    @property
+    def hellos(self) -> list[Hello]:
+        """The workers' descriptions of themselves."""
+        return [member.hello for member in self.members if member.hello is not None]
+
+    def workers(self, rank: int) -> list[int]:
+        """Returns the numbers of the workers that have a rank, by their order in the rank."""
+        return [member.worker for member in self.members if rank in member.ranks]
+
+    def by_worker(self, by_rank: Mapping[int, Own]) -> dict[int, dict[int, Own]]:
+        """Returns for each worker what is for its ranks, where there is something."""
+        found = {m.worker: {r: by_rank[r] for r in m.ranks if r in by_rank} for m in self.members}
+        return {worker: own for worker, own in found.items() if own}
+
+    def check_open(self) -> None:
+        """Raises a `ValueError` where the workers have been stopped."""
+        if self.stopped:
+            raise ValueError("This RemoteMpmdMesh has been shut down; make a new one.")
+
+    def check(self) -> None:
+        """Raises the error of the workers, if one has failed or they have been stopped."""
+        self.check_open()
+        self._watch.check()
+
+    @property
+    def is_well(self) -> bool:
+        """Tells whether no worker has failed."""
+        return self._watch.error is None
+
+    def warn_of_platform(self) -> None:
+        """Warns once where the workers' platform is not this process's; it starts JAX here."""
+        if not self._warned:
+            self._warned = True
+            warn_of_platform(jax.default_backend(), self.hellos[0].platform)
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def send(self, method: Callable[..., Any], args: Mapping[int, tuple], **how: Any) -> "Pending":
+        """Calls a method of `Process` on some workers, on all of them or none; does not wait.
+
+        Args:
+            method: the method: `Process.run`.
+            args: the arguments by worker; values of the user's are packed.
+            **how: the number of results, as `Member.call` takes it.
+        """
+        with uninterrupted():
+            each = {w: self.members[w].call(method, *own, **how) for w, own in args.items()}
+        return Pending(self.members, self._watch, each)
+
+    def send_steps(self, calls: Mapping[int, Any]) -> None:
+        """Calls a step on all workers, and counts the call as under way."""
+        self._flying.append(self.send(Process.run, {w: (call,) for w, call in calls.items()}))
+
+    def wait_for_room(self) -> None:
+        """Waits until one more call of a step may be under way."""
+        self.check()
+        while len(self._flying) >= IN_FLIGHT:
+            if self._flying[0].wait():
+                self._flying.popleft().values()
+            self.check()
+
+    @staticmethod
+    def put(value: Any) -> Any:
+        """Puts a value into Ray's store; returns the reference, which keeps it there."""
+        return ray.put(value)
+
+    # ---- life -----------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Makes all workers fit for work: replaces the dead ones, and empties the others of arrays.
+
+        All workers are replaced where `jax.distributed` has joined some (running processes cannot
+        be joined again, and their collectives may wait for ever), and where JAX's transfers are
+        used, whose servers keep what nobody has pulled.
+
+        Raises:
+            RuntimeError: a new one did not start; then all have ended, and it may be tried again.
+        """
+        self._end_calls()
+        self._epoch += 1
+        room = renew_places(self._session, self._reservation)
+        lost, self._reservation = room is not self._reservation, room
+        joined = self._settings.processes_per_rank > 1 or self._settings.transport == "jax"
+        for member in reversed(self.members):  # without a rank's first process its others end
+            if member.dead or joined or lost:
+                member.kill()
+        try:
+            self._reset([member for member in self.members if not member.dead])
+            self.members = [m.renewed() if m.dead else m for m in self.members]
+            self._start()
+        except BaseException:
+            self._kill()
+            raise
+
+    def _reset(self, members: Sequence[Member]) -> None:
+        """Empties workers; kills those that are not fit for work soon."""
+        end = time.monotonic() + RESET_TIMEOUT
+        # All are aborted first: else one would take the reset of another for its loss.
+        aborts = Process.abort, "The mesh is restarted."
+        for method, arg in (aborts, (Process.reset, self._epoch)):
+            asked = {member.worker: member.call(method, arg) for member in members}
+            if asked:
+                left = max(0.0, end - time.monotonic())
+                ray.wait(list(asked.values()), num_returns=len(asked), timeout=left)
+            for member in members:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.get(asked[member.worker], timeout=0)
+                    continue
+                member.kill()
+            members = [member for member in members if not member.dead]
+
+    def stop(self) -> None:
+        """Ends all workers, and gives back their reservation in the cluster; may be repeated."""
+        with self.order:
+            if not self.stopped:
+                self.stopped = True
+                self._stop()
+
+    def _stop(self) -> None:
+        try:
+            self._end_calls()
+            if ray.is_initialized():  # else the session has gone, and all workers with it
+                fit = {m.worker: () for m in self.members if m.actor and not m.dead}
+                self.send(Process.close, fit).wait(CLOSING)
+        finally:
+            self._kill()
+            with contextlib.suppress(ray.exceptions.RayError):  # the session has just gone
+                release_places(self._reservation)
+            leave_session(self._session)
+
+    def _end_calls(self) -> None:
+        self._watch.close()  # the closed watch stays, and refuses all calls
+        self._flying.clear()
+
+    def _kill(self) -> None:
+        for member in reversed(self.members):
+            member.kill()
+
+    # ---- the start ------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Starts an actor for each worker that has none, connects all workers, and watches them."""
+        fresh = [member for member in self.members if member.actor is None]
+        for member in fresh:
+            member.actor = self._new_actor(member)
+        if len(fresh) == len(self.members):
+            self._meet()
+        hellos = self._ask(Process.start, fresh, lambda member: (self._setup(member),))
+        for member, hello in zip(fresh, hellos, strict=True):
+            self._check(member, hello)
+            member.hello = hello
+        warn_of_open_ports([a for hello in hellos for a in hello.addresses.values()])
+        self._watch = Watch(self.members, self._settings.heartbeat_timeout, self._describe)
+        self._watch.start()
+        # Processes of the same number in their ranks send to each other.
+        peers: dict[int, dict[int, Any]] = collections.defaultdict(dict)
+        for member in self.members:
+            assert member.hello is not None
+            peers[member.process] |= member.hello.addresses
+        self.send(Process.connect, {m.worker: (peers[m.process],) for m in self.members}).values()
+
+    def _new_actor(self, member: Member) -> Any:
+        """Starts the process of a worker; `ps` shows the name of its class."""
+        rank, several = member.ranks[0], member.processes > 1
+        name = f"jaxpp_rank_{rank}" + (f"_process_{member.process}" if several else "")
+        options = worker_options(
+            self._reservation,
+            rank,
+            member.process,
+            environment=self._settings.environment,
+            cores=self._settings.cores,
+        )
+        own = type(name, (Process,), {"__doc__": Process.__doc__})
+        actor = _remote(concurrency_groups=LANES)(own)
+        return actor.options(**options).remote(member.ranks, member.process, member.processes)
+
+    def _meet(self) -> None:
+        """Settles where `jax.distributed` joins the processes of each rank, if it has several."""
+        processes = self._settings.processes_per_rank
+        if processes > 1:
+            first = self.members[::processes]
+            hosts = [self._address(member) or LOOPBACK for member in first]
+            ports = self._ask(Process.free_port, first, lambda m: (self._address(m) or LOOPBACK,))
+            pairs = zip(hosts, ports, strict=True)
+            self._coordinators = [f"{host}:{port}" for host, port in pairs]
+
+    def _check_nodes(self) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        places = [place for own in self._reservation.places for place in own]
+        if self._settings.address is None and any(p.node_id != here for p in places):
+            nodes = ", ".join(dict.fromkeys(f"{p.node_id[:8]} ({p.address})" for p in places))
+            raise ValueError(
+                f"RemoteMpmdMesh: the ranks are on the Ray nodes {nodes}, not all on {here[:8]}, "
+                f"which this process is on, and workers listen for processes of their own node "
+                f"only; give address='auto' to let them listen at the address that Ray knows of it."
+            )
+
+    def _address(self, member: Member) -> str | None:
+        """Finds the address at which other hosts reach a worker's host; None where they do not."""
+        wanted = self._settings.address
+        place = self._reservation.places[member.ranks[0]][member.process]
+        return place.address if wanted == "auto" else wanted
+
+    def _setup(self, member: Member) -> Setup:
+        return Setup(
+            self._settings,
+            member.ranks,
+            member.process,
+            self._secret,
+            self._address(member),
+            self._coordinators[member.ranks[0]],
+            self._x64,
+            self._epoch,
+        )
+
+    def _ask(
+        self,
+        method: Callable[..., Any],
+        members: Sequence[Member],
+        args: Callable[[Member], tuple],
+    ) -> list[Any]:
+        """Calls a method of workers that start, and waits for the results."""
+        references = [member.call(method, *args(member)) for member in members]
+        try:
+            return ray.get(references, timeout=self._settings.start_timeout)
+        except ray.exceptions.GetTimeoutError:
+            done, _ = ray.wait(references, num_returns=len(references), timeout=0)
+            late = [m for m, r in zip(members, references, strict=True) if r not in done]
+            ranks = [rank for member in late for rank in member.ranks]
+            raise RuntimeError(
+                f"RemoteMpmdMesh: the workers of ranks {ranks} have not started within "
+                f"{self._settings.start_timeout:g} s; look at Ray's logs, or give a longer "
+                f"start_timeout."
+            ) from None
+        except ray.exceptions.RayTaskError as error:
+            raise error.as_instanceof_cause() from None
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(
+                f"RemoteMpmdMesh: a worker has died while it started: {error}. If a module is "
+                f"missing there, install this project and its packages on every host."
+            ) from error
+
+    def _check(self, member: Member, hello: Hello) -> None:
+        rank = member.ranks[0]
+        if self._settings.gpus_per_rank and hello.platform == "cpu":
+            given = (self._settings.environment or {}).get("JAX_PLATFORMS", "")
+            raise RuntimeError(
+                f"RemoteMpmdMesh: the worker of rank {rank} on {hello.host} has a GPU, for "
+                f"gpus_per_rank={self._settings.gpus_per_rank:g}, but JAX runs on CPU there, with "
+                f"JAX_PLATFORMS={given!r}. Install JAX for GPUs on that host (jax[cuda13]), or run "
+                f"on CPU with gpus_per_rank=0."
+            )
+        own = versions()
+        apart = [
+            f"{n} {hello.versions[n]} (here {own[n]})" for n in own if hello.versions[n] != own[n]
+        ]
+        if apart:
+            raise ValueError(
+                f"RemoteMpmdMesh: the worker of rank {rank} on {hello.host} has "
+                f"{', '.join(apart)}; install the same versions on every host."
+            )
+
+
+class Pending:
+    """A call that runs on some workers.
+
+    Args:
+        members: all workers.
+        watch: the watch over them.
+        references: by worker the reference to the result; of several results, a list.
+    """
+
+    def __init__(self, members: Sequence[Member], watch: Watch, references: Mapping[int, Any]):
+        self._members, self._watch, self.references = members, watch, references
+
+    def wait(self, timeout: float = POLL) -> bool:
+        """Waits until all have answered, `timeout` seconds at most; tells whether they have."""
+        # The results of a worker come together.
+        every = [own[0] if isinstance(own, list) else own for own in self.references.values()]
+        return _wait(every, timeout)
+
+    def values(self) -> dict[int, Any]:
+        """Waits for all workers; gives their results by worker.
+
+        Raises:
+            Exception: what the method has raised on a worker, which goes on.
+            RankError: a worker has failed.
+        """
+        outcomes = {w: self._outcome(w, reference) for w, reference in self.references.items()}
+        for _, error in outcomes.values():
+            if error is not None:
+                raise error
+        return {worker: value for worker, (value, _) in outcomes.items()}
+
+    def value(self, worker: int, place: int = 0) -> Any:
+        """Waits for one result of a method that gives None where the worker has failed."""
+        own = self.references[worker]
+        value, _ = self._outcome(worker, own[place] if isinstance(own, list) else own)
+        if value is None:
+            self._watch.end()
+        return value
+
+    def _outcome(self, worker: int, reference: Any) -> tuple[Any, BaseException | None]:
+        """Waits for a result, or for what the method has raised."""
+        while not _wait([reference], POLL):
+            self._watch.check()
+        if not ray.is_initialized():
+            self._watch.check()
+        try:
+            return ray.get(reference), None  # with a timeout Ray might begin a transfer again
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, Failed) and not cause.ends:
+                raised = cause.failure.cause()
+                raised.add_note(f"on {self._members[worker]}")
+                return None, raised
+            if not isinstance(cause, Failed):
+                self._watch.report(worker, Death.of(error))
+            self._watch.end()
+
+
+def _wait(references: Sequence[Any], timeout: float) -> bool:
+    """Waits until calls have ended, `timeout` seconds at most; tells whether they have."""
+    if not (references and ray.is_initialized()):  # without a session Ray would start another one
+        return True
+    how: Any = {"num_returns": len(references), "timeout": timeout, "fetch_local": False}
+    return not ray.wait(list(references), **how)[1]

@@ -1,0 +1,274 @@
+"""The worker process: what the driver may call there. Ray makes an actor of this class.
+
+A method runs in its lane, a concurrency group of the actor. The driver names it as the attribute of
+the class, as in `group.send(Process.run, ...)`.
+"""
+
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from jaxpp import _compat
+from jaxpp.runtime.arrays import spans
+from jaxpp.runtime.remote._call import Call, Packed, pack, unpack
+from jaxpp.runtime.remote._failure import Failed, Failure, Lost
+from jaxpp.runtime.remote._feed import Batch
+from jaxpp.runtime.remote._programs import Compiling, Loading
+from jaxpp.runtime.remote._rank import Rank
+from jaxpp.runtime.remote._start import Hello, Setup, start_ranks
+from jaxpp.runtime.transport import Aborted, free_port, leave_processes
+
+#: The threads of each lane. A fetch waits for its arrays, and more fetches wait for a thread.
+LANES = {"steps": 1, "batches": 1, "fetches": 4, "aside": 2, "control": 2, "life": 1}
+#: Seconds that an error of no known task waits for the same error with its task.
+GRACE = 0.5
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def lane(name: str) -> Callable[[Method], Method]:
+    """Says in which lane a method runs."""
+
+    def mark(method: Any) -> Any:
+        method.lane = name
+        return method
+
+    return mark
+
+
+def in_order(method: Method) -> Method:
+    """Says that a method runs in one order with the steps; its turn is sent before its arguments.
+
+    Ray keeps the order of a lane of one thread. The turn proves that it has.
+    """
+
+    def checked(self: "Process", turn: int, *args: Any) -> Any:
+        self.take_turn(turn, method.__name__)
+        return method(self, *args)
+
+    functools.update_wrapper(checked, method)
+    del checked.__dict__["__wrapped__"]  # Ray would look there for the arguments
+    return lane("steps")(checked)  # pyright: ignore
+
+
+class Process:
+    """A worker process: its ranks, whose failure is one.
+
+    Args:
+        ranks: the numbers of its ranks.
+        process: its number among the processes of its rank.
+        processes: how many these are.
+    """
+
+    def __init__(self, ranks: Sequence[int], process: int = 0, processes: int = 1):
+        self.ranks: dict[int, Rank] = {}
+        self._name = "rank" + "s" * (len(ranks) > 1) + " " + " and ".join(map(str, ranks))
+        if processes > 1:
+            self._name += f", process {process}"
+        #: Held where arrays come, or a rank fails.
+        self._changed = threading.Condition()
+        #: The failure, once there is one.
+        self._end: concurrent.futures.Future[Failure] = concurrent.futures.Future()
+        self._turn = 0
+
+    def __repr__(self):
+        return self._name  # Ray writes it before each line that is printed here
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the process does no more work; None while it is well."""
+        return self._end.result() if self._end.done() else None
+
+    # ---- its start ------------------------------------------------------------------------------
+
+    def free_port(self, host: str) -> int:
+        """Finds a port that is free here; `host` is this host's own address."""
+        return free_port(host)
+
+    def start(self, setup: Setup) -> Hello:
+        """Starts JAX and the connections of the ranks; describes the process."""
+        import ray
+
+        started, hello = start_ranks(setup)
+        for rank, (home, transport) in started.items():
+            own = (rank, setup.process, home, transport)
+            self.ranks[rank] = Rank(*own, self._changed, self.fail, ray.get)
+        return hello
+
+    @lane("control")
+    def connect(self, peers: Mapping[int, Any]) -> None:
+        """Notes the addresses of all ranks."""
+        for rank in self.ranks.values():
+            rank.transport.connect(peers)
+
+    # ---- in one order ---------------------------------------------------------------------------
+
+    def take_turn(self, turn: int, method: str) -> None:
+        """Checks that a call comes in its turn; else the process fails."""
+        if turn != self._turn:
+            error = RuntimeError(
+                f"call {turn} of the driver, of {method}, came when call {self._turn} was due: Ray "
+                f"has lost a call, or changed the order of two"
+            )
+            self.fail(next(iter(self.ranks.values())), error)
+        self._turn = turn + 1
+
+    @in_order
+    def run(self, call: Call) -> None:
+        """Dispatches a step; `live` tells of a failure."""
+        for rank, part in call.parts.items():
+            if self.failure is None:
+                self.ranks[rank].run(call, part)
+
+    @in_order
+    def compile(self, compiling: Mapping[int, Compiling]) -> dict[int, bytes]:
+        """Compiles computations for each rank; returns those that other workers want."""
+        found: dict[int, bytes] = {}
+        for rank, own in compiling.items():
+            found |= self._told(rank, self.ranks[rank].compile, own)
+        return found
+
+    @in_order
+    def load(self, loadings: Mapping[int, Loading]) -> None:
+        """Registers a step for each rank."""
+        for rank, own in loadings.items():
+            self._told(rank, self.ranks[rank].load, own)
+
+    @in_order
+    def unload(self, step: int, computations: Mapping[int, Sequence[int]]) -> None:
+        """Forgets a step, and for each rank the computations that no other step has."""
+        for rank, own in computations.items():
+            self.ranks[rank].unload(step, own)
+
+    @in_order
+    def drop(self, numbers: Mapping[int, Sequence[int]]) -> None:
+        """Forgets arrays of each rank."""
+        for rank, own in numbers.items():
+            self.ranks[rank].drop(own)
+
+    @in_order
+    def apply_in_order(self, functions: Mapping[int, Packed]) -> dict[int, Packed]:
+        """Runs a function for each rank, as `apply` does."""
+        return self.apply(functions)
+
+    @in_order
+    def settle(self) -> None:
+        """Waits until the callbacks of all calls have been made."""
+        self._noting(next(iter(self.ranks.values())), jax.effects_barrier)
+
+    @in_order
+    def reset(self, epoch: int) -> None:
+        """Makes the process, which has been aborted, fit for work again, without its arrays."""
+        _compat.forget_effects()
+        for rank in self.ranks.values():
+            rank.reset(epoch)
+        self._end = concurrent.futures.Future()
+
+    # ---- at any time ----------------------------------------------------------------------------
+
+    @lane("batches")
+    def load_batch(self, batch: Batch, ranks: Sequence[int]) -> None:
+        """Loads a batch for some ranks."""
+        for rank in ranks:
+            self.ranks[rank].loader.load(batch)
+
+    @lane("fetches")
+    def fetch(self, rank: int, numbers: Sequence[int]) -> Any:
+        """Waits until arrays have been computed; returns what `Rank.fetch` gives of each.
+
+        Ray wants one value where there is but one. Each is None where the process has failed.
+        """
+        own = self.ranks[rank]
+        found = self._noting(own, lambda: own.fetch(numbers)) or [None] * len(numbers)
+        return found if len(numbers) > 1 else found[0]
+
+    @lane("fetches")
+    def wait(self, rank: int, numbers: Sequence[int]) -> bool | None:
+        """Waits until arrays have been computed; None where the process has failed."""
+        own = self.ranks[rank]
+        found = self._noting(own, lambda: jax.block_until_ready(own.wait_for(numbers)))
+        return None if found is None else True
+
+    @lane("aside")
+    def apply(self, functions: Mapping[int, Packed]) -> dict[int, Packed]:
+        """Runs `function(rank, *args)` for each rank, of what is packed; returns the results."""
+
+        def run(own: Rank, packed: Packed) -> Packed:
+            function, *args = unpack(packed)
+            return pack(function(own, *args))
+
+        return {
+            rank: self._told(rank, run, self.ranks[rank], packed)
+            for rank, packed in functions.items()
+        }
+
+    def _told(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function of the user's; raises `Failed` for whatever it raises."""
+        if self.failure is not None:
+            raise Failed(self.failure, ends=True)
+        try:
+            return function(*args)
+        except BaseException as error:  # noqa: B036  the driver has to know of every exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):  # it would end the driver
+                self.fail(self.ranks[rank], error)
+            failure = self.failure or Failure.of(error, rank, -1, "")
+            raise Failed(failure, ends=self.failure is not None) from None
+
+    def _noting(self, own: Rank, wait: Callable[[], Any]) -> Any:
+        """Waits for what earlier tasks make; None where the process has failed or been reset."""
+        if self.failure is not None:
+            return None
+        try:
+            return wait()
+        except Lost:
+            return None
+        except Exception as error:
+            # The rank meets the same error where it dispatches or sends, and knows the task there.
+            with self._changed:
+                self._changed.wait_for(lambda: self.failure is not None, GRACE)
+            self.fail(own, error)
+            return None
+
+    # ---- life and death -------------------------------------------------------------------------
+
+    @lane("life")
+    def live(self) -> None:
+        """Raises the failure once the process has failed; Ray ends the call when it has died."""
+        raise Failed(self._end.result(), ends=True) from None
+
+    @lane("control")
+    def pulse(self) -> None:
+        """Answers a heartbeat."""
+
+    @lane("control")
+    def abort(self, reason: str) -> None:
+        """Ends all work here, because another rank has failed."""
+        self.fail(next(iter(self.ranks.values())), Aborted(reason))
+
+    def fail(self, own: Rank, error: BaseException, task: str | None = None) -> Failure:
+        """Notes an error of a rank, and wakes all threads that wait here; the first counts.
+
+        Args:
+            own: the rank.
+            error: what went wrong.
+            task: whose error it is, where that is another than what the rank is at.
+        """
+        with self._changed:
+            if not self._end.done():
+                self._end.set_result(own.describe(error, task))
+        failure = self._end.result()
+        for rank in self.ranks.values():
+            rank.end(failure, error)
+        return failure
+
+    @lane("control")
+    def close(self) -> None:
+        """Ends all threads, and closes all connections."""
+        for rank in self.ranks.values():
+            rank.transport.close()
+        if any(spans(rank.home) for rank in self.ranks.values()):
+            leave_processes()

@@ -1,0 +1,227 @@
+"""The program library: the steps and computations of a mesh, and how they come to the workers."""
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxpp import _compat, _jaxprs
+from jaxpp._program import Bundle, Program, Run
+from jaxpp._specs import Spec
+from jaxpp.runtime.arrays import ArrayType, to_host
+from jaxpp.runtime.executor import current_settings, key_of
+from jaxpp.runtime.remote._pickled import Pickled
+
+#: The number of calls whose steps are remembered: of more than a worker may have under way.
+REMEMBERED = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiling:
+    """The computations that a rank compiles before steps are loaded.
+
+    Args:
+        pickled: references to them in Ray's store, by number.
+        shared: those of them that other ranks want, too.
+    """
+
+    pickled: Mapping[int, Any]
+    shared: Collection[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loading:
+    """All that brings a step to a rank.
+
+    Args:
+        step: its number.
+        program: what the rank runs, without the values of constants.
+        inputs: for each of the program's inputs its type, and how it is split.
+        computations: for each computation of the step the number by which the mesh knows it; None
+            for one that this rank does not run.
+        pickled: references to these computations in Ray's store, by those numbers.
+        constants: slots, types and bytes of the program's constants.
+        compiled: references to the answers of those that compile something for this rank.
+    """
+
+    step: int
+    program: Program
+    inputs: tuple[tuple[ArrayType, Spec], ...]
+    computations: tuple[int | None, ...]
+    pickled: Mapping[int, Any]
+    constants: tuple[tuple[int, ArrayType, Any], ...]
+    compiled: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step: its programs, the computations that each of them runs, its arguments.
+
+    `lines` has by the label of a run its stage, and the user's line that it begins with.
+    """
+
+    programs: tuple[Program, ...]
+    computations: tuple[tuple[int | None, ...], ...]
+    inputs: tuple[tuple[ArrayType, Spec], ...]
+    lines: Mapping[str, str]
+
+
+class Library:
+    """The program library: all steps of a mesh, and their computations, each kept once.
+
+    Args:
+        kinds: for each rank something that is equal where ranks can share executables.
+        put: puts a value into Ray's store, and returns the reference.
+    """
+
+    def __init__(self, kinds: Sequence[Any], put: Callable[[Any], Any]):
+        self._kinds, self._put = kinds, put
+        self._numbers = itertools.count()
+        self._steps: dict[int, _Step] = {}
+        self._pickled: dict[int, Pickled] = {}
+        self._stored: dict[int, Any] = {}
+        #: Whether a computation has had effects, such as a print.
+        self.has_effects = False
+        #: Computations by their keys, which name objects by their ids; so each is kept alive.
+        self._known: dict[Any, tuple[int, Any]] = {}
+        #: For each of the last calls the lines of its step.
+        self._lines: dict[int, Mapping[str, str]] = {}
+        self._removed: list[int] = []
+
+    def add(self, bundle: Bundle) -> int:
+        """Adds a step, and pickles its computations that no other has; returns its number."""
+        computations = tuple(self._numbers_of(program, bundle) for program in bundle.programs)
+        number = next(self._numbers)
+        inputs = tuple((ArrayType.of(a.aval), a.spec) for a in bundle.arguments)
+        self._steps[number] = _Step(bundle.programs, computations, inputs, _lines_of(bundle))
+        return number
+
+    def _numbers_of(self, program: Program, bundle: Bundle) -> tuple[int | None, ...]:
+        """Finds the number of each computation that a rank runs; pickles those that no rank had."""
+        settings = current_settings(), bundle.inside
+        numbers: list[int | None] = [None] * len(bundle.computations)
+        for n in {i.computation for i in program.instructions if isinstance(i, Run)}:
+            computation = bundle.computations[n]
+            key = key_of(computation, settings)
+            if key not in self._known:
+                self._known[key] = number, _ = next(self._numbers), computation
+                self._pickled[number] = Pickled.of(computation)
+                self.has_effects |= bool(computation.jaxpr.effects)
+            numbers[n] = self._known[key][0]
+        return tuple(numbers)
+
+    # ---- to the workers -------------------------------------------------------------------------
+
+    def compilings(self, step: int, ranks: Sequence[int]) -> dict[int, Compiling]:
+        """Divides the computations of a step among ranks that load it, each for one of a kind."""
+        found = self._steps[step]
+        wanted: dict[tuple[Any, int], list[int]] = defaultdict(list)
+        for rank in ranks:
+            for number in _numbers(found, rank):
+                wanted[self._kinds[rank], number].append(rank)
+        own: dict[int, list[int]] = {rank: [] for rank in ranks}
+        for (_, number), alike in sorted(wanted.items(), key=lambda item: -self._size(item[0][1])):
+            own[min(alike, key=lambda rank: sum(map(self._size, own[rank])))].append(number)
+        return {
+            rank: Compiling(
+                self._references(numbers),
+                {n for n in numbers if len(wanted[self._kinds[rank], n]) > 1},
+            )
+            for rank, numbers in own.items()
+        }
+
+    def loadings(self, step: int, answers: Mapping[int, Any]) -> dict[int, Loading]:
+        """Makes the loadings of ranks, from the references to what each of them has compiled."""
+        return {rank: self._loading(step, rank, answers) for rank in answers}
+
+    def _loading(self, step: int, rank: int, answers: Mapping[int, Any]) -> Loading:
+        found = self._steps[step]
+        program = found.programs[rank]
+        kind = self._kinds[rank]
+        return Loading(
+            step,
+            dataclasses.replace(program, constants=tuple((s, None) for s, _ in program.constants)),
+            tuple(found.inputs[n] for n, _ in program.inputs),
+            found.computations[rank],
+            self._references(_numbers(found, rank)),
+            tuple((s, ArrayType.of(x), to_host(x)) for s, x in program.constants),
+            tuple(a for r, a in answers.items() if r != rank and self._kinds[r] == kind),
+        )
+
+    def _size(self, number: int) -> int:
+        """Estimates how long a computation takes to compile, by its bytes."""
+        return len(self._pickled[number].payload)
+
+    def _references(self, numbers: Collection[int]) -> dict[int, Any]:
+        for number in numbers:
+            if number not in self._stored:
+                self._stored[number] = self._put(self._pickled[number])
+        return {number: self._stored[number] for number in numbers}
+
+    def forget_stored(self) -> None:
+        """Notes that Ray's store may be another one."""
+        self._stored.clear()
+
+    def remove(self, step: int) -> None:
+        """Notes that a step is not called any more; `removals` tells the ranks."""
+        self._removed.append(step)
+
+    def removals(self) -> dict[int, dict[int, list[int]]]:
+        """Returns, once only, steps to forget, each with the computations that no other has."""
+        gone = {}
+        while self._removed:
+            number = self._removed.pop()
+            step = self._steps.pop(number)
+            used = {n for other in self._steps.values() for own in other.computations for n in own}
+            gone[number] = {
+                p.rank: [n for n in _numbers(step, p.rank) if n not in used] for p in step.programs
+            }
+            unused = {n for own in gone[number].values() for n in own}
+            self._known = {k: v for k, v in self._known.items() if v[0] not in unused}
+            for kept in (self._pickled, self._stored):
+                for n in unused & kept.keys():
+                    del kept[n]
+        return gone
+
+    # ---- names in the user's words --------------------------------------------------------------
+
+    def called(self, call: int, step: int) -> None:
+        """Notes the step of a call, which may be removed before the call ends."""
+        self._lines[call] = self._steps[step].lines
+        self._lines.pop(call - REMEMBERED, None)
+
+    def describe(self, call: int, label: str) -> str:
+        """Finds the stage of a task, and the user's line that the task begins with, in brackets."""
+        known = self._lines.get(call, {}).get(label, "")
+        return f" ({known})" if known else ""
+
+
+def _numbers(step: _Step, rank: int) -> set[int]:
+    """Returns the computations that a rank runs in a step."""
+    return {n for n in step.computations[rank] if n is not None}
+
+
+def _lines_of(bundle: Bundle) -> dict[str, str]:
+    """Finds the stage of each task of a step, by label, and the user's line that it begins with."""
+    found: dict[str, str] = {}
+    line_of: dict[int, str] = {}
+    for program in bundle.programs:
+        for run in program.instructions:
+            if isinstance(run, Run) and run.label not in found:
+                if run.computation not in line_of:
+                    lines = _source_lines(bundle.computations[run.computation].jaxpr)
+                    line_of[run.computation] = next(lines, "")
+                stage = f"stage {run.task.stage}" if run.task else ""
+                found[run.label] = ", ".join(filter(None, (stage, line_of[run.computation])))
+    return found
+
+
+def _source_lines(jaxpr: Any) -> Iterator[str]:
+    """Yields the user's lines of a jaxpr's equations; where one has none, those inside it."""
+    for eqn in jaxpr.eqns:
+        if line := _compat.source_line(eqn):
+            yield line
+        else:
+            for inner in _jaxprs.sub_jaxprs(eqn):
+                yield from _source_lines(inner)
