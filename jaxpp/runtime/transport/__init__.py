@@ -1,11 +1,8 @@
 """Moves arrays between processes: over sockets, or by JAX's server for transfers."""
 
-from jaxpp.runtime.transport._connections import Addresses as Addresses
 from jaxpp.runtime.transport._connections import Hello as Hello
 from jaxpp.runtime.transport._connections import Listener as Listener
 from jaxpp.runtime.transport._connections import connect as connect
-from jaxpp.runtime.transport._connections import warn_of_open_ports as warn_of_open_ports
-from jaxpp.runtime.transport._epoch import MOST_BYTES as MOST_BYTES
 from jaxpp.runtime.transport._errors import Aborted as Aborted
 from jaxpp.runtime.transport._errors import NotComputed as NotComputed
 from jaxpp.runtime.transport._errors import PeerLost as PeerLost
@@ -14,6 +11,8 @@ from jaxpp.runtime.transport._frames import Bytes as Bytes
 from jaxpp.runtime.transport._frames import send_pieces as send_pieces
 from jaxpp.runtime.transport._frames import send_some as send_some
 from jaxpp.runtime.transport._frames import stream_of as stream_of
+from jaxpp.runtime.transport._handshake import Addresses as Addresses
+from jaxpp.runtime.transport._handshake import warn_of_open_ports as warn_of_open_ports
 from jaxpp.runtime.transport._processes import first_devices as first_devices
 from jaxpp.runtime.transport._processes import free_port as free_port
 from jaxpp.runtime.transport._processes import join_processes as join_processes
@@ -21,5 +20,6 @@ from jaxpp.runtime.transport._processes import leave_processes as leave_processe
 from jaxpp.runtime.transport._processes import lost_in_collective as lost_in_collective
 from jaxpp.runtime.transport._processes import rank_home as rank_home
 from jaxpp.runtime.transport._pull import Pulls as Pulls
+from jaxpp.runtime.transport._socket import MOST_BYTES as MOST_BYTES
 from jaxpp.runtime.transport._socket import SocketTransport as SocketTransport
 from jaxpp.runtime.transport._socket import Transport as Transport

@@ -1,33 +1,27 @@
-"""Connections between ranks: the addresses of ranks, the handshake, and the listener.
-
-On one host connections are Unix sockets with an abstract name, which leave no file behind however
-the process ends; between hosts they are TCP. Each end proves that it knows the secret of the ranks
-by a keyed hash (HMAC, RFC 2104, with SHA-256) of fresh random numbers; the secret itself is never
-sent. The hash also covers the rank that connects, the rank that it connects to, and the epoch.
-"""
+"""The connections of the driver to worker processes, which carry its calls."""
 
 import asyncio
 import contextlib
 import dataclasses
 import errno
 import hmac
-import logging
-import os
 import secrets
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable
 
 from jaxpp.runtime.transport._errors import PeerLost, TransportError
+from jaxpp.runtime.transport._handshake import (
+    HANDSHAKE_TIMEOUT,
+    Addresses,
+    Kind,
+    host_identity,
+    reach,
+)
 
-Kind = Literal["auto", "unix", "tcp"]
-
-#: Seconds within which a connection is opened or refused.
-HANDSHAKE_TIMEOUT = 5.0
 #: The number of connections that may be without the other end's proof; one more closes the oldest.
 _MOST_HANDSHAKES = 256
 #: The number of connections that the system accepts ahead.
@@ -36,23 +30,7 @@ _BACKLOG = 1024
 _MAGIC = b"jaxpp  1"
 _HELLO = struct.Struct("<8sqqq32s")
 _WELCOME, _STALE = b"+", b"-"
-_LOOPBACK = ("127.0.0.1", "::1")
 _LINUX = sys.platform == "linux"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Addresses:
-    """The addresses of a rank.
-
-    Args:
-        host: what only processes with the same host and network have in common.
-        unix: the name of its Unix socket; None where there are none.
-        tcp: its TCP host and port.
-    """
-
-    host: str
-    unix: bytes | None
-    tcp: tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,28 +40,6 @@ class Hello:
     epoch: int
     source: int
     target: int
-
-
-def warn_of_open_ports(addresses: Iterable[Addresses]) -> None:
-    """Logs, as a warning, the ports at which ranks listen for processes of other hosts, if any."""
-    ports: dict[str, set[int]] = {}
-    for own in addresses:
-        if own.tcp[0] not in _LOOPBACK:
-            ports.setdefault(own.tcp[0], set()).add(own.tcp[1])
-    if ports:
-        listed = "; ".join(f"{h} port {', '.join(map(str, sorted(p)))}" for h, p in ports.items())
-        logging.getLogger("jaxpp").warning(
-            f"Workers listen for processes of other hosts at {listed}. Only who knows the secret "
-            f"of the mesh can connect, but what is sent is not encrypted: use a trusted network."
-        )
-
-
-def host_identity() -> str:
-    """Names this host's current boot and its network (containers may have one each)."""
-    if not _LINUX:
-        return socket.gethostname()
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def connect(hello: Hello, peer: Addresses, secret: bytes, kind: Kind = "auto") -> socket.socket:
@@ -99,23 +55,7 @@ def connect(hello: Hello, peer: Addresses, secret: bytes, kind: Kind = "auto") -
         PeerLost: if nobody is there.
         TransportError: if the other end does not know the secret, or has left the epoch.
     """
-    local = peer.host == host_identity()
-    if not local and peer.tcp[0] in _LOOPBACK:
-        raise TransportError(
-            f"Rank {hello.target} is on another host than rank {hello.source} and listens only for "
-            f"processes of its own host; give its transport the address of its host."
-        )
-    unix = kind == "unix" or (kind == "auto" and local and peer.unix is not None)
-    where = "its Unix socket" if unix else f"{peer.tcp[0]} port {peer.tcp[1]}"
-    try:
-        if unix:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(HANDSHAKE_TIMEOUT)
-            connection.connect(peer.unix or b"")
-        else:
-            connection = socket.create_connection(peer.tcp, HANDSHAKE_TIMEOUT)
-    except OSError as error:
-        raise PeerLost(hello.target, f"{where} does not answer ({error})") from error
+    connection = reach(hello.source, hello.target, peer, kind)
     try:
         answer = _introduce(connection, hello, secret)
         if answer == _STALE:
@@ -131,7 +71,7 @@ def connect(hello: Hello, peer: Addresses, secret: bytes, kind: Kind = "auto") -
         connection.close()
         raise PeerLost(
             hello.target,
-            f"{where} ended the connection before it was open ({error}); either the process died, "
+            f"it ended the connection before it was open ({error}); either the process died, "
             f"or it has another secret",
         ) from error
 
