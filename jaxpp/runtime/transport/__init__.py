@@ -13,6 +13,8 @@ from jaxpp.runtime.transport._frames import send_some as send_some
 from jaxpp.runtime.transport._frames import stream_of as stream_of
 from jaxpp.runtime.transport._handshake import Addresses as Addresses
 from jaxpp.runtime.transport._handshake import warn_of_open_ports as warn_of_open_ports
+from jaxpp.runtime.transport._near import RUN_AHEAD as RUN_AHEAD
+from jaxpp.runtime.transport._near import Near as Near
 from jaxpp.runtime.transport._processes import first_devices as first_devices
 from jaxpp.runtime.transport._processes import free_port as free_port
 from jaxpp.runtime.transport._processes import join_processes as join_processes
