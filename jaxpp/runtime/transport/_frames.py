@@ -122,11 +122,10 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def send_frame(connection: socket.socket, header: Header, arrays: Sequence[Bytes]) -> None:
-    """Sends a message: `arrays` are the bytes of each array.
+def to_send(header: Header, arrays: Sequence[Bytes]) -> list[Bytes]:
+    """Returns the bytes of a message in pieces, a small one in one.
 
-    Raises:
-        OSError: if the connection ends first.
+    `arrays` are the bytes of each array.
     """
     pieces: list[Bytes] = [header.pack()]
     for array in arrays:
@@ -134,10 +133,16 @@ def send_frame(connection: socket.socket, header: Header, arrays: Sequence[Bytes
             pieces.append(array)
         if rest := -len(array) % ALIGNMENT:
             pieces.append(_PADDING[:rest])
-    if header.nbytes <= SMALL:
-        connection.sendall(b"".join(pieces))
-        return
-    send_pieces(connection, pieces)
+    return [b"".join(pieces)] if header.nbytes <= SMALL else pieces
+
+
+def send_frame(connection: socket.socket, header: Header, arrays: Sequence[Bytes]) -> None:
+    """Sends a message: `arrays` are the bytes of each array.
+
+    Raises:
+        OSError: if the connection ends first.
+    """
+    send_pieces(connection, to_send(header, arrays))
 
 
 def send_pieces(connection: socket.socket, pieces: list[Bytes]) -> None:

@@ -3,7 +3,6 @@
 Runs with random faults are in `test_random_faults.py`.
 """
 
-import contextlib
 import ctypes
 import gc
 import os
@@ -15,7 +14,6 @@ import sys
 import threading
 import time
 import unittest.mock
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +31,7 @@ from jaxpp.runtime import RankError  # noqa: E402
 from jaxpp.runtime.remote._failure import Death, Failure  # noqa: E402
 from jaxpp.runtime.remote._process import Process  # noqa: E402
 from jaxpp.runtime.remote._rank import Rank  # noqa: E402
-from jaxpp.runtime.transport import Listener, NotComputed  # noqa: E402
+from jaxpp.runtime.transport import NotComputed  # noqa: E402
 from tests.helpers import assert_same, wait_until  # noqa: E402
 from tests.runtime.local.test_mesh import batch, init_params, start, step_of  # noqa: E402
 
@@ -640,8 +638,7 @@ def test_a_slow_fetch_holds_up_no_step(mesh, step):
 
 
 def cut(process, rank):
-    for link in process.transport._epoch._channels[rank].links:
-        link.connection.shutdown(socket.SHUT_RDWR)
+    process.transport._peers[rank].link.connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_cut_between_two_ranks_names_the_connection_and_replaces_nobody(mesh, step):
@@ -659,25 +656,40 @@ def test_a_cut_between_two_ranks_names_the_connection_and_replaces_nobody(mesh, 
     assert pids(mesh) == before
 
 
-def listening(process):
-    del process
-    return [each.addresses for each in gc.get_objects() if isinstance(each, Listener)]
+def door_of(process):
+    return process.transport.addresses
 
 
 def test_200_connections_of_strangers_hold_up_no_restart(mesh, step, expected):
-    """At the listener of a worker; half say nothing, half garbage."""
-    found, before = mesh.apply(listening, {1: ()})[1], pids(mesh)
-    assert len(found) == 1
-    with contextlib.ExitStack() as stack:
-        for addresses in found:
-            for n in range(200):
-                connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+    """While a worker lets the others in; half say nothing, half garbage."""
+    addresses, before = mesh.apply(door_of, {1: ()})[1], pids(mesh)
+    strangers: list[socket.socket] = []
+    over = threading.Event()
+
+    def come():
+        while len(strangers) < 200 and not over.is_set():
+            connection = socket.socket(socket.AF_UNIX)
+            try:
                 connection.connect(addresses.unix)
-                connection.sendall(b"" if n % 2 else b"GET / HTTP/1.1")
+                connection.sendall(b"" if len(strangers) % 2 else b"GET / HTTP/1.1")
+            except OSError:  # the door is closed
+                connection.close()
+                time.sleep(0.001)
+            else:
+                strangers.append(connection)
+
+    crowd = threading.Thread(target=come)
+    crowd.start()
+    try:
         began = time.monotonic()
         mesh.restart()
         got = jax.device_get(step(*begin(), batch()))
         assert time.monotonic() - began < 5
+    finally:
+        over.set()
+        crowd.join()
+        for connection in strangers:
+            connection.close()
     assert pids(mesh) == before
     assert_same(got, expected)
 
@@ -765,21 +777,6 @@ if __name__ == "__main__":
             state = step(*state[:3], batch())
             float(state[3])
 """
-
-
-def accept_no_more(process):
-    """Ends the thread that accepts connections of other ranks."""
-    listeners: list[Any] = [found for found in gc.get_objects() if type(found) is Listener]
-    for listener in listeners:
-        listener.close()
-
-
-def test_a_worker_that_accepts_no_connections_is_replaced(mesh):
-    before = pids(mesh)
-    mesh.apply(accept_no_more, {1: ()})
-    mesh.restart()
-    after = pids(mesh)
-    assert after[0] == before[0] and after[1] != before[1]
 
 
 @pytest.fixture(scope="module")
