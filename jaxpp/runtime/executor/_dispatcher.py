@@ -112,9 +112,7 @@ def turns_of(programs: Sequence[Program]) -> list[int]:
     return [rank for rank, _ in interleave(programs)]
 
 
-def _sent_before_donated(
-    program: Program, donated: Mapping[int, Sequence[int]]
-) -> frozenset[int]:
+def _sent_before_donated(program: Program, donated: Mapping[int, Sequence[int]]) -> frozenset[int]:
     """Finds the messages whose arrays are donated to a later computation of the program."""
     found: set[int] = set()
     sent: dict[int, set[int]] = collections.defaultdict(set)

@@ -33,7 +33,7 @@ ALIGNMENT = 64
 #: The most pieces that the system takes in one call (IOV_MAX on Linux).
 _MOST_PIECES = 1024
 _PADDING = bytes(ALIGNMENT)
-_HEADER = struct.Struct("<qqqq")
+_HEADER = struct.Struct("<qqqqq")
 HEADER_SIZE = _HEADER.size
 #: Bytes up to which a message is small. The caller of `send` writes it in one piece if it can do so
 #: at once; it is read together with its header, and the caller of `receive` makes its arrays.
@@ -46,11 +46,12 @@ Bytes = bytes | memoryview
 
 
 class Header(NamedTuple):
-    """The header of a message: its program, call and tag, and the number of bytes that follow."""
+    """The header of a message: its program, call, tag and source, and the bytes that follow."""
 
     program: int
     call: int
     tag: int
+    source: int
     nbytes: int
 
     def pack(self) -> bytes:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpp
 from jaxpp.runtime.executor import _compile
 from jaxpp.runtime.transport import _near
+
 WIDTH, BATCH, MICROBATCHES = 8, 8, 2
 
 

@@ -116,7 +116,7 @@ def _start_jax(setup: Setup) -> tuple[Home, SocketTransport]:
     if kind == "jax":
         kind, pulls = "auto", Pulls(home, setup.address)
     transport = SocketTransport(
-        setup.rank, home, setup.secret, address=setup.address, kind=kind, pulls=pulls
+        {setup.rank: home}, setup.secret, address=setup.address, kind=kind, pulls=pulls
     )
     if setup.epoch:
         transport.reset(setup.epoch)
